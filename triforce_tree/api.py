@@ -1,0 +1,319 @@
+"""``load``, ``generate`` and the hook for transformers' own ``generate``."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation.streamers import BaseStreamer
+
+from triforce_tree.config import HierarchyConfig
+from triforce_tree.hf_model import HFModel
+from triforce_tree.hierarchy import Hierarchy
+from triforce_tree.level import Progress
+from triforce_tree.loading import PAIR, load_model, load_tokenizer
+from triforce_tree.options import (
+    check_sampling_options,
+    ending_of,
+    law_of,
+    refuse_unsupported,
+)
+from triforce_tree.stats import LevelStats
+
+Model = PreTrainedModel | str | Path
+Inputs = str | Sequence[int] | Tensor
+
+
+@dataclass
+class GenerateOutput(GenerateDecoderOnlyOutput):
+    """transformers' output (``.sequences`` int64 ``[B, L]``, prompt included) and what it took.
+
+    ``levels``: statistics of each level, level 0 first (of the last row, where there are several).
+    ``finish_reason``: "eos", "stop" or "length". ``prefill_seconds`` and ``decode_seconds``: host time.
+    ``text``: the new text, where a tokenizer is at hand.
+    """
+
+    levels: list[LevelStats] | None = None
+    finish_reason: str | None = None
+    prefill_seconds: float | None = None
+    decode_seconds: float | None = None
+    new_tokens: int | None = None
+    text: str | None = None
+
+
+class Engine:
+    """A target, its draft and their settings, ready to generate. Made by :func:`load`.
+
+    Args:
+        target, draft: transformers causal LMs; without a draft, prompt lookup proposes.
+        tokenizer: for text prompts and ``stop_strings``.
+        config: what each level does.
+    """
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        draft: PreTrainedModel | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        config: HierarchyConfig | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.hierarchy = Hierarchy(
+            HFModel(target), HFModel(draft) if draft is not None else None, config or HierarchyConfig()
+        )
+
+    def with_options(self, **options: Any) -> "Engine":
+        """The same models under other settings (those of :func:`load`)."""
+        other = object.__new__(Engine)
+        other.tokenizer = self.tokenizer
+        config = HierarchyConfig.from_options(**{**self.hierarchy.config.as_options(), **options})
+        other.hierarchy = self.hierarchy.with_config(config)
+        return other
+
+    def generate(
+        self,
+        inputs: Inputs,
+        *,
+        attention_mask: Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        logits_processor: LogitsProcessorList | None = None,
+        stopping_criteria: StoppingCriteriaList | None = None,
+        stop_strings: str | list[str] | None = None,
+        streamer: BaseStreamer | None = None,
+        seed: int | None = None,
+        progress: Progress | None = None,
+        **kwargs: Any,
+    ) -> GenerateOutput:
+        """Continue a text, by exactly the target's own law.
+
+        Args:
+            inputs: text, token ids, or int64 ``[L]`` / ``[B, L]``; rows of a batch run one by one.
+            attention_mask: ``[B, L]``; tokens under 0 are padding and left out.
+            generation_config, logits_processor, stopping_criteria, stop_strings, streamer: as in
+                transformers; ``stop_strings`` needs a tokenizer.
+            seed: of all draws; by default taken from torch's global generator.
+            progress: called with the number of prompt tokens fed so far, chunk by chunk.
+            kwargs: options of ``GenerationConfig``: max_new_tokens, temperature, top_k, top_p,
+                do_sample, eos_token_id, ...; one that is not supported raises.
+
+        Raises:
+            ValueError: an empty or too long prompt, an unsupported option, NaN logits.
+        """
+        check_sampling_options(kwargs)
+        rows = self._token_rows(inputs, attention_mask)
+        if streamer is not None and len(rows) > 1:
+            raise ValueError(f"a streamer follows one sequence, but the batch has {len(rows)}")
+        criteria = StoppingCriteriaList(stopping_criteria or [])
+        stop_strings = stop_strings or getattr(generation_config, "stop_strings", None)
+        if stop_strings:
+            if self.tokenizer is None:
+                raise ValueError("stop_strings needs a tokenizer: load(..., tokenizer=...)")
+            criteria.append(StopStringCriteria(self.tokenizer, stop_strings))
+        target = self.hierarchy.target.model
+        if generation_config is not None and generation_config.stop_strings:
+            generation_config = GenerationConfig(**{**generation_config.to_dict(), "stop_strings": None})
+        outputs = []
+        for number, row in enumerate(rows):
+            run = self._runner(streamer, progress, seed if seed is None else seed + number)
+            outputs.append(
+                target.generate(
+                    torch.tensor([row], device=target.device),
+                    generation_config=generation_config,
+                    logits_processor=logits_processor,
+                    stopping_criteria=criteria,
+                    custom_generate=run,
+                    **kwargs,
+                )
+            )
+        return self._joined(outputs, inputs)
+
+    def _runner(
+        self, streamer: BaseStreamer | None, progress: Progress | None, seed: int | None
+    ) -> Callable[..., GenerateOutput]:
+        """The callable that transformers' generate runs after it has prepared everything."""
+
+        def run(
+            model: PreTrainedModel,
+            input_ids: Tensor,
+            logits_processor: LogitsProcessorList,
+            stopping_criteria: StoppingCriteriaList,
+            generation_config: GenerationConfig,
+            **_: Any,
+        ) -> GenerateOutput:
+            refuse_unsupported(generation_config, logits_processor)
+            prompt = input_ids[0].tolist()
+            ending = ending_of(generation_config, stopping_criteria, len(prompt), input_ids.device)
+            self._check_length(len(prompt), ending.max_new_tokens)
+            decoder = self.hierarchy.decoder(
+                law_of(generation_config, logits_processor),
+                int(torch.randint(2**62, ())) if seed is None else seed,
+                len(prompt),
+                ending.max_new_tokens,
+                ending.stop_tokens,
+            )
+            new: list[int] = []
+            if streamer is not None:
+                streamer.put(input_ids.cpu())
+            with self.hierarchy.active():
+                context = decoder.prefill(prompt, progress)
+                for tokens in decoder.decode(context, ending):
+                    new += tokens
+                    if streamer is not None:
+                        streamer.put(torch.tensor(tokens))
+            if streamer is not None:
+                streamer.end()
+            fresh = torch.tensor([new], device=input_ids.device)
+            return GenerateOutput(
+                sequences=torch.cat([input_ids, fresh], 1),
+                levels=decoder.levels,
+                finish_reason=decoder.finish_reason,
+                prefill_seconds=decoder.prefill_seconds,
+                decode_seconds=decoder.decode_seconds,
+                new_tokens=len(new),
+                text=self.tokenizer.decode(new, skip_special_tokens=True) if self.tokenizer else None,
+            )
+
+        return run
+
+    def _check_length(self, prompt: int, new: int) -> None:
+        limit = self.hierarchy.target.max_positions
+        if limit is not None and prompt + new > limit:
+            raise ValueError(
+                f"{prompt} prompt tokens + {new} new ones = {prompt + new} exceed the model's "
+                f"{limit} positions; shorten the prompt or set max_new_tokens<={max(0, limit - prompt)}"
+            )
+
+    def _token_rows(self, inputs: Inputs, attention_mask: Tensor | None) -> list[list[int]]:
+        if isinstance(inputs, str):
+            if self.tokenizer is None:
+                raise ValueError("a text prompt needs a tokenizer: load(..., tokenizer=...)")
+            rows = [self.tokenizer(inputs)["input_ids"]]
+        elif isinstance(inputs, Tensor):
+            rows = (inputs if inputs.dim() == 2 else inputs[None]).tolist()
+        else:
+            rows = [list(inputs)]
+        if attention_mask is not None:
+            seen = (attention_mask if attention_mask.dim() == 2 else attention_mask[None]).tolist()
+            rows = [[t for t, m in zip(r, s, strict=True) if m] for r, s in zip(rows, seen, strict=True)]
+        vocabulary = self.hierarchy.target.vocab_size
+        for row in rows:
+            if not row:
+                raise ValueError("the prompt is empty; give at least one token")
+            if not 0 <= min(row) <= max(row) < vocabulary:
+                worst = max(row) if max(row) >= vocabulary else min(row)
+                raise ValueError(f"token id {worst} lies outside the vocabulary of {vocabulary}")
+        return rows
+
+    def _joined(self, outputs: list[GenerateOutput], inputs: Inputs) -> GenerateOutput:
+        """One output for all rows; shorter rows are padded at the end."""
+        if len(outputs) == 1:
+            return outputs[0]
+        config = self.hierarchy.target.model.generation_config
+        eos = config.eos_token_id[0] if isinstance(config.eos_token_id, list) else config.eos_token_id
+        pad = next((i for i in (config.pad_token_id, eos) if i is not None), 0)
+        last = outputs[-1]
+        last.sequences = torch.nn.utils.rnn.pad_sequence(
+            [o.sequences[0] for o in outputs], batch_first=True, padding_value=pad
+        )
+        last.prefill_seconds = sum(o.prefill_seconds for o in outputs)
+        last.decode_seconds = sum(o.decode_seconds for o in outputs)
+        last.new_tokens = sum(o.new_tokens for o in outputs)
+        return last
+
+
+def load(
+    target: Model | None = None,
+    draft: Model | None = None,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | str | None = None,
+    **options: Any,
+) -> Engine:
+    """Make an engine.
+
+    Args:
+        target: a transformers model, a hub id or a folder; by default the embedded pair's target.
+        draft: likewise; by default the embedded draft for the embedded target, and prompt lookup for
+            any other.
+        tokenizer: by default the one beside the target.
+        device: for models named by id or folder; by default CUDA where there is one.
+        dtype: likewise; by default the checkpoint's own on CUDA and float32 on the CPU.
+        options: levels, gamma, tree, leaves, lookup, prefill_chunk (:class:`HierarchyConfig`), budget,
+            chunk, recent, refresh (:class:`RetrievalConfig`), sinks, window
+            (:class:`StreamingConfig`).
+
+    Raises:
+        ValueError: an option or a pair of models that cannot work; :class:`UnsupportedModelError` for a
+            model family that cannot.
+        OSError: a model folder without its files, or not in safetensors.
+    """
+    config = HierarchyConfig.from_options(**options)
+    if target is None:
+        target, draft = PAIR / "target", PAIR / "draft" if draft is None else draft
+    if tokenizer is None and not isinstance(target, PreTrainedModel):
+        tokenizer = load_tokenizer(target)
+    loaded = load_model(target, device, dtype)
+    drafter = None if draft is None else load_model(draft, loaded.device, dtype)
+    return Engine(loaded, drafter, tokenizer, config)
+
+
+def generate(
+    inputs: Inputs, target: Model | None = None, draft: Model | None = None, **kwargs: Any
+) -> GenerateOutput:
+    """``load`` and ``generate`` in one call; keywords go to whichever of the two knows them."""
+    names = {"tokenizer", "device", "dtype", *HierarchyConfig().as_options()}
+    loading = {k: kwargs.pop(k) for k in list(kwargs) if k in names}
+    return load(target, draft, **loading).generate(inputs, **kwargs)
+
+
+def custom_generate(
+    draft: Model | None = None,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    streamer: BaseStreamer | None = None,
+    stop_strings: str | list[str] | None = None,
+    seed: int | None = None,
+    **options: Any,
+) -> Callable[..., Any]:
+    """A value for transformers' ``model.generate(input_ids, custom_generate=...)``.
+
+    ``streamer``, ``tokenizer`` and ``stop_strings`` are given here, because transformers does not pass
+    them on to a callable. ``options`` are those of :func:`load`.
+    """
+    engines: dict[int, Engine] = {}
+
+    def run(model: PreTrainedModel, input_ids: Tensor, **kwargs: Any) -> Any:
+        if input_ids.shape[0] != 1:
+            raise ValueError(
+                f"custom_generate serves one sequence, got {input_ids.shape[0]} rows (num_beams and "
+                "num_return_sequences expand them); use triforce_tree.load(model).generate for batches"
+            )
+        if id(model) not in engines:
+            drafter = None if draft is None else load_model(draft, model.device, model.dtype)
+            config = HierarchyConfig.from_options(**options)
+            engines[id(model)] = Engine(model, drafter, tokenizer, config)
+        engine = engines[id(model)]
+        criteria = kwargs.pop("stopping_criteria")
+        if stop_strings:
+            if tokenizer is None:
+                raise ValueError("stop_strings needs custom_generate(..., tokenizer=...)")
+            criteria = StoppingCriteriaList([*criteria, StopStringCriteria(tokenizer, stop_strings)])
+        out = engine._runner(streamer, None, seed)(
+            model, input_ids, stopping_criteria=criteria, **kwargs
+        )
+        wanted = kwargs["generation_config"].return_dict_in_generate
+        return out if wanted else out.sequences
+
+    return run

@@ -1,0 +1,108 @@
+"""Settings of the hierarchy: small frozen records, checked when they are made."""
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from triforce_tree.tree_search import Shape, parse_shape
+
+
+def _at_least(name: str, value: int, limit: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < limit:
+        raise ValueError(f"{name}={value!r} must be an integer of at least {limit}")
+
+
+@dataclass(frozen=True)
+class StreamingConfig:
+    """The draft model's cache: ``sinks`` first tokens and a window of recent ones (StreamingLLM).
+
+    Rows leave in blocks: the window holds between ``window`` and ``2 * window`` tokens.
+    """
+
+    sinks: int = 4
+    window: int = 256
+
+    def __post_init__(self) -> None:
+        _at_least("sinks", self.sinks, 0)
+        _at_least("window", self.window, 1)
+
+
+@dataclass(frozen=True)
+class RetrievalConfig:
+    """The middle level's cache, in tokens (TriForce, section 4.1).
+
+    ``budget`` counts the forced first chunk, the retrieved chunks and the forced ``recent`` window;
+    tokens generated since the last refresh come on top. ``refresh`` is the number of level-2 passes
+    between two selections.
+    """
+
+    budget: int = 1024
+    chunk: int = 8
+    recent: int = 512
+    refresh: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("budget", "chunk", "recent", "refresh"):
+            _at_least(name, getattr(self, name), 1)
+        if self.budget % self.chunk:
+            near = max(self.chunk, self.budget // self.chunk * self.chunk)
+            raise ValueError(
+                f"budget={self.budget} is not a multiple of chunk={self.chunk}; use budget={near}"
+            )
+        least = self.chunk + self.recent
+        if self.budget < least:
+            raise ValueError(
+                f"budget={self.budget} is smaller than the forced rows: one chunk of sinks "
+                f"({self.chunk}) + recent={self.recent}; use budget>={least} or a smaller recent"
+            )
+
+
+@dataclass(frozen=True)
+class HierarchyConfig:
+    """What each level does in one step.
+
+    ``gamma`` is γ2, the tokens that level 1 gathers before one level-2 pass; ``tree`` the shape of the
+    token trees that the draft grows (see :func:`triforce_tree.tree_search.parse_shape`); ``leaves`` says
+    whether level 2 also checks one runner-up token at every depth of the chain. ``lookup`` is the number
+    of tokens that prompt lookup proposes when there is no draft model. ``levels`` 3 is the whole
+    hierarchy, 2 the draft under the full target, 1 ordinary decoding; "auto" takes 3 where the prompt is
+    at least twice the retrieval budget and 2 below.
+    """
+
+    levels: int | str = "auto"
+    gamma: int = 12
+    tree: str | Shape = "best-first:6,5,4"
+    leaves: bool = True
+    lookup: int = 8
+    prefill_chunk: int = 1024
+    streaming: StreamingConfig = field(default_factory=StreamingConfig)
+    retrieval: RetrievalConfig = field(default_factory=RetrievalConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("gamma", "lookup", "prefill_chunk"):
+            _at_least(name, getattr(self, name), 1)
+        if self.levels not in ("auto", 1, 2, 3):
+            raise ValueError(f"levels={self.levels!r} must be 1, 2, 3 or 'auto'")
+        parse_shape(self.tree)
+
+    def as_options(self) -> dict[str, Any]:
+        """The flat set of options that ``from_options`` takes."""
+        own = {f.name: getattr(self, f.name) for f in fields(self)}
+        streaming, retrieval = own.pop("streaming"), own.pop("retrieval")
+        return {**own, **vars(streaming), **vars(retrieval)}
+
+    @classmethod
+    def from_options(cls, **options: Any) -> "HierarchyConfig":
+        """One flat set of options, as the command line and :func:`triforce_tree.load` take them."""
+        parts: dict[str, dict[str, Any]] = {"streaming": {}, "retrieval": {}, "own": {}}
+        groups = {"streaming": StreamingConfig, "retrieval": RetrievalConfig, "own": cls}
+        for name, value in options.items():
+            owner = next((g for g, c in groups.items() if name in {f.name for f in fields(c)}), None)
+            if owner is None:
+                every = sorted({f.name for c in groups.values() for f in fields(c)} - set(groups))
+                raise ValueError(f"unknown option {name!r}; known: {', '.join(every)}")
+            parts[owner][name] = value
+        return cls(
+            streaming=StreamingConfig(**parts["streaming"]),
+            retrieval=RetrievalConfig(**parts["retrieval"]),
+            **parts["own"],
+        )

@@ -1,0 +1,241 @@
+"""Any transformers causal LM as a function of (tokens, positions, cache, rows).
+
+No model code is ours: transformers' attention interface calls :func:`_attention` in every layer, which
+hands queries, keys and values to the cache named in the forward's own keyword.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, Cache, PreTrainedModel
+
+from triforce_tree.caches.base import KVCache, Rows, Variant
+from triforce_tree.rope import FamilyRope
+
+ATTENTION = "triforce_tree"
+
+
+class UnsupportedModelError(ValueError):
+    """The model's family cannot work with explicit caches; the message names it and says why."""
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What one forward's attention layers need; travels as a keyword through the model."""
+
+    cache: KVCache
+    rows: Rows
+
+
+class _PassThrough(Cache):
+    """Hands new keys and values on to the attention function, which stores them."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+
+    def update(  # type: ignore[override]
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    triforce: _Run | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    if triforce is None:
+        raise RuntimeError(
+            f"attention implementation {ATTENTION!r} was called outside triforce_tree; restore the "
+            "model with model.set_attn_implementation('sdpa')"
+        )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    how = Variant(scale, sliding_window, softcap, s_aux)
+    out = triforce.cache.attend(module, query, key, value, triforce.rows, how)
+    return out.transpose(1, 2), None
+
+
+AttentionInterface.register(ATTENTION, _attention)
+
+
+class HFModel:
+    """A loaded causal LM, checked once for what hierarchical decoding needs.
+
+    Args:
+        model: any ``transformers`` causal LM with attention layers of the common interface. It is not
+            changed: its attention implementation is switched inside :meth:`active` only.
+
+    Raises:
+        UnsupportedModelError: the family ignores the attention interface or keeps other state.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        config = model.config.get_text_config(decoder=True)
+        self.name = type(model).__name__
+        self.layers: int = config.num_hidden_layers
+        self.vocab_size: int = config.vocab_size
+        self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
+        self._refuse_by_config(config)
+        self.rope_error: str | None = None
+        self._probe()
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.get_input_embeddings().weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Our attention inside, the user's own setting restored after."""
+        before = self.model.config._attn_implementation
+        training = self.model.training
+        try:
+            self.model.set_attn_implementation(ATTENTION)
+            self.model.eval()
+            yield
+        finally:
+            self.model.set_attn_implementation(before)
+            self.model.train(training)
+
+    @torch.no_grad()
+    def forward(self, tokens: list[int], rows: Rows, cache: KVCache, last_only: bool = False) -> Tensor:
+        """Logits of T new tokens, whose rows go into the cache's tail.
+
+        Args:
+            tokens: T ids.
+            rows: depths and mask of the new rows.
+            last_only: compute the last row's logits alone (prefill).
+
+        Returns:
+            ``[T, V]`` or ``[1, V]`` in the model's dtype.
+        """
+        ids = torch.tensor([tokens], device=self.device)
+        out = self.model(
+            input_ids=ids,
+            position_ids=cache.positions(rows)[None],
+            past_key_values=_PassThrough(),
+            use_cache=True,
+            logits_to_keep=1 if last_only else 0,
+            triforce=_Run(cache, rows),
+        )
+        cache.advance(len(tokens))
+        return out.logits[0, -1:] if last_only else out.logits[0]
+
+    def rope(self) -> FamilyRope:
+        """The family's rotation, for a cache with relative positions; checked against the model.
+
+        Raises:
+            UnsupportedModelError: keys at position p are not our rotation of the keys at position 0.
+        """
+        try:
+            rope = FamilyRope(self.model)
+        except ValueError as error:
+            raise UnsupportedModelError(str(error)) from error
+        at_zero, at_five = _Recorder(), _Recorder()
+        with self.active():
+            for recorder, position in ((at_zero, 0), (at_five, 5)):
+                recorder.position = position
+                self.forward([1], _one_row(self.device), recorder)
+        rope.unrotated = frozenset(
+            i for i in at_zero.keys if torch.equal(at_zero.keys[i], at_five.keys[i])
+        )
+        places = torch.tensor([5], device=self.device)
+        for index, raw in at_zero.keys.items():
+            turned = rope.rotate(at_zero.modules[index], raw, raw, places)[1]
+            expected = at_five.keys[index].float()
+            error = (turned.float() - expected).norm() / expected.norm()
+            if not error < 0.02:
+                raise UnsupportedModelError(
+                    f"{self.name} cannot draft on a streaming cache: layer {index} rotates keys in a "
+                    f"way its rotary module does not tell (relative error {float(error):.2g})"
+                )
+        if len(rope.unrotated) == self.layers:
+            raise UnsupportedModelError(
+                f"{self.name} has no rotary positions, so it cannot draft on a streaming cache"
+            )
+        return rope
+
+    def _refuse_by_config(self, config: Any) -> None:
+        if getattr(self.model.config, "is_encoder_decoder", False):
+            raise UnsupportedModelError(
+                f"{self.name} is an encoder-decoder model; hierarchical decoding needs a causal LM"
+            )
+        recurrent = sorted(
+            set(getattr(config, "layer_types", None) or [])
+            & {"linear_attention", "mamba", "mamba2", "recurrent", "conv"}
+        )
+        if recurrent:
+            raise UnsupportedModelError(
+                f"{self.name} keeps recurrent state ({', '.join(recurrent)} layers), which cannot be "
+                "rolled back to a node of a token tree"
+            )
+
+    def _probe(self) -> None:
+        recorder = _Recorder()
+        problem = None
+        try:
+            with self.active():
+                self.forward([1], _one_row(self.device), recorder)
+        except Exception as error:  # any failure of foreign code means: cannot work, and why
+            problem = f"{type(error).__name__}: {error}"
+        if problem is None and len(recorder.keys) != self.layers:
+            problem = (
+                f"{len(recorder.keys)} of its {self.layers} layers used transformers' attention "
+                "interface"
+            )
+        if problem:
+            raise UnsupportedModelError(
+                f"{self.name} cannot be decoded hierarchically: its attention does not pass through "
+                f"transformers' attention interface with our cache ({problem})"
+            )
+
+
+class _Recorder:
+    """A cache of nothing, which notes the keys each layer handed over."""
+
+    length = 0
+    position = 0
+
+    def __init__(self) -> None:
+        self.keys: dict[int, Tensor] = {}
+        self.modules: dict[int, Any] = {}
+
+    def positions(self, rows: Rows) -> Tensor:
+        return torch.full_like(rows.depths, self.position)
+
+    def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, rows: Rows, how: Variant) -> Tensor:
+        self.keys[layer.layer_idx], self.modules[layer.layer_idx] = k, layer
+        return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+
+    def advance(self, count: int) -> None: ...
+
+    def keep(self, rows: list[int]) -> None: ...
+
+    def commit(self, count: int) -> None: ...
+
+    def prefill_step(self, coming: int) -> tuple[int, int]:
+        return 0, coming
+
+
+def _one_row(device: torch.device) -> Rows:
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
+    return Rows(zero, torch.ones(1, 1, dtype=torch.bool, device=device), zero)

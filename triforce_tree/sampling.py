@@ -1,0 +1,143 @@
+"""From logits to laws, and every random draw.
+
+A *law* is a probability distribution over the vocabulary in fp32, after the user's logits processors
+(temperature, top-k, top-p, penalties). All randomness of the package passes through :class:`Random`, so
+a test can replace it by one that enumerates outcomes and obtain the exact law of a whole generation.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process as hf
+
+# Processors whose result does not depend on the tokens so far: one call serves all nodes of a tree.
+_CONTEXT_FREE = tuple(
+    getattr(hf, name)
+    for name in (
+        "TemperatureLogitsWarper",
+        "TopKLogitsWarper",
+        "TopPLogitsWarper",
+        "MinPLogitsWarper",
+        "TypicalLogitsWarper",
+        "EpsilonLogitsWarper",
+        "EtaLogitsWarper",
+        "LogitNormalization",
+        "SuppressTokensLogitsProcessor",
+        "InfNanRemoveLogitsProcessor",
+    )
+    if hasattr(hf, name)
+)
+
+Paths = Callable[[], Sequence[Sequence[int]]]
+
+
+class TokenLaw:
+    """The law of the next token: transformers' own logits processors, then softmax in fp32.
+
+    Args:
+        processors: applied in order, each with the tokens of the node's own path.
+        greedy: take the most probable token; laws then only rank tokens.
+    """
+
+    def __init__(self, processors: LogitsProcessorList | None = None, greedy: bool = False) -> None:
+        processors = processors or LogitsProcessorList()
+        self.greedy = greedy
+        self._free = LogitsProcessorList(p for p in processors if isinstance(p, _CONTEXT_FREE))
+        self._bound = [p for p in processors if not isinstance(p, _CONTEXT_FREE)]
+        self._ordered = list(processors)
+
+    def scores(self, logits: Tensor, paths: Paths) -> Tensor:
+        """Processed logits, fp32 ``[N, V]``.
+
+        Args:
+            logits: ``[N, V]``, one row a node.
+            paths: gives the N token sequences that end at the nodes; called only when a processor
+                (a penalty, say) needs them.
+
+        Raises:
+            ValueError: logits hold NaN.
+        """
+        scores = logits.float()
+        if torch.isnan(scores).any():
+            raise ValueError(
+                "the model returned NaN logits; its weights or its dtype are at fault: "
+                "try dtype=torch.float32 or check the checkpoint"
+            )
+        if not self._bound:
+            return self._free(None, scores) if self._free else scores  # type: ignore[arg-type]
+        rows = []
+        for path, row in zip(paths(), scores, strict=True):
+            ids = torch.tensor([list(path)], device=scores.device)
+            row = row[None].clone()
+            for processor in self._ordered:
+                row = processor(ids, row)
+            rows.append(row)
+        return torch.cat(rows)
+
+    def __call__(self, logits: Tensor, paths: Paths) -> Tensor:
+        """Laws, fp32 ``[N, V]``."""
+        return self.scores(logits, paths).softmax(-1)
+
+
+def residual(p: Tensor, q: Tensor) -> Tensor:
+    """norm(max(p - q, 0)) ``[V]``: what is left of p after a token drawn from q was refused.
+
+    Where nothing is left (p <= q everywhere, which only rounding can bring about after a refusal) the
+    answer is p itself.
+    """
+    left = (p - q).clamp_min_(0)
+    total = left.sum()
+    return left / total if total > 0 else p
+
+
+def without(law: Tensor, token: int) -> Tensor | None:
+    """The law ``[V]`` given that its outcome is not ``token``; None where nothing else is possible."""
+    left = law.clone()
+    left[token] = 0
+    total = left.sum()
+    return left / total if total > 0 else None
+
+
+class Random:
+    """A seeded source of fresh draws; one for each level.
+
+    Args:
+        seed: same seed, same draws on the same device.
+        device: where the laws live.
+    """
+
+    def __init__(self, seed: int, device: torch.device | str = "cpu") -> None:
+        self._generator = torch.Generator(device=device)
+        self._generator.manual_seed(seed)
+
+    def accept(self, probability: float) -> bool:
+        """True with the given probability."""
+        uniform = torch.rand((), generator=self._generator, device=self._generator.device)
+        return float(uniform) < probability
+
+    def choose(self, law: Tensor) -> int:
+        """A token drawn from ``law`` ``[V]``."""
+        return int(torch.multinomial(law, 1, generator=self._generator))
+
+    def choose_distinct(self, laws: Tensor, counts: Sequence[int]) -> list[list[int]]:
+        """Draws without replacement: ``counts[i]`` tokens from ``laws[i]``, in draw order.
+
+        The exponential race: the order of law / Exp(1) is that of successive draws, each from what the
+        earlier ones left (Sequoia, section 3.3). A row yields fewer tokens when its law has fewer.
+        """
+        most = max(counts)
+        if most == 0:
+            return [[] for _ in counts]
+        race = laws / torch.empty_like(laws).exponential_(generator=self._generator)
+        times, tokens = race.topk(min(most, laws.shape[-1]), dim=-1)
+        possible = (times > 0).sum(-1).tolist()
+        drawn = tokens.tolist()
+        return [row[: min(n, k)] for row, n, k in zip(drawn, counts, possible, strict=True)]
+
+
+def top_tokens(scores: Tensor, counts: Sequence[int]) -> list[list[int]]:
+    """The ``counts[i]`` best tokens of each row of ``scores`` ``[N, V]``, best first."""
+    most = min(max(counts), scores.shape[-1])
+    return [row[:n] for row, n in zip(scores.topk(most, dim=-1).indices.tolist(), counts, strict=True)]

@@ -1,0 +1,53 @@
+"""What each level did: counts, times and the two ratios the papers report."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass
+class LevelStats:
+    """Counts of one level since generation began.
+
+    ``proposed`` counts the depth of every tree put before the level, the most it could have accepted;
+    ``emitted`` counts what left it: accepted tokens and the one token that every verification adds.
+    ``seconds`` is host time in this level alone, without the levels below it.
+    """
+
+    name: str
+    forwards: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    emitted: int = 0
+    seconds: float = 0.0
+
+    def reset(self) -> None:
+        """Back to zero: prefill does not count."""
+        self.forwards = self.proposed = self.accepted = self.emitted = 0
+        self.seconds = 0.0
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        return self.accepted / self.proposed if self.proposed else None
+
+    @property
+    def mean_accepted_length(self) -> float | None:
+        """Tokens emitted per forward, the bonus token included."""
+        return self.emitted / self.forwards if self.forwards else None
+
+    @contextmanager
+    def clock(self) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - start
+
+    def as_dict(self) -> dict[str, Any]:
+        rates = {
+            "acceptance_rate": self.acceptance_rate,
+            "mean_accepted_length": self.mean_accepted_length,
+        }
+        return {**asdict(self), **rates}

@@ -1,0 +1,190 @@
+"""Which trees to grow: chains, static lists, Sequoia's dynamic programme, live best-first.
+
+A shape names nodes by their *ranks*: the path of sibling ranks from the root, as Medusa's lists do, so
+``(0, 1)`` is the second child of the first child. How many siblings a node gets may depend on the laws
+seen so far, never on the draws of those siblings: that would bias the law they are drawn from.
+"""
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+Ranks = tuple[int, ...]
+
+
+class Shape(Protocol):
+    """How a drafter branches."""
+
+    def expands(self, ranks: Ranks) -> bool:
+        """Whether a node at this place may have children, so that it is worth a forward."""
+
+    def branch(self, ranks: Sequence[Ranks], values: Sequence[float], laws: Tensor) -> list[int]:
+        """Children to draw at each frontier node.
+
+        Args:
+            ranks: F places, all of the same depth.
+            values: F products of the draft's probabilities along the paths to them.
+            laws: fp32 ``[F, V]``, the draft's laws there.
+        """
+
+
+class Static:
+    """A fixed topology, given by the rank paths of its nodes (Medusa's form).
+
+    A path brings its prefixes and its earlier siblings along, since siblings are drawn in order.
+    """
+
+    def __init__(self, paths: Iterable[Sequence[int]]) -> None:
+        self.counts: dict[Ranks, int] = {}
+        for path in paths:
+            for depth, rank in enumerate(path):
+                parent = tuple(path[:depth])
+                self.counts[parent] = max(self.counts.get(parent, 0), rank + 1)
+        if not self.counts:
+            raise ValueError("a static tree needs at least one path, such as [[0], [0, 0], [1]]")
+
+    @property
+    def size(self) -> int:
+        """Proposed tokens, the root not counted."""
+        return sum(self.counts.values())
+
+    def expands(self, ranks: Ranks) -> bool:
+        return ranks in self.counts
+
+    def branch(self, ranks: Sequence[Ranks], values: Sequence[float], laws: Tensor) -> list[int]:
+        return [self.counts.get(r, 0) for r in ranks]
+
+
+class BestFirst:
+    """At every depth, the ``widths[depth]`` continuations of highest path probability.
+
+    The choice is made anew at each step from the live laws, as in DDTree and EAGLE-2; for laws whose
+    acceptance by rank is the same at every node it gives Sequoia's optimum under the same widths.
+    """
+
+    def __init__(self, widths: Sequence[int]) -> None:
+        if not widths or min(widths) < 1:
+            raise ValueError(f"widths={list(widths)} must be positive; use for example 6,5,4")
+        self.widths = tuple(widths)
+
+    def expands(self, ranks: Ranks) -> bool:
+        return len(ranks) < len(self.widths)
+
+    def branch(self, ranks: Sequence[Ranks], values: Sequence[float], laws: Tensor) -> list[int]:
+        width = self.widths[len(ranks[0])]
+        best = min(width, laws.shape[-1])
+        # A law's probabilities in descending order stand for the chances of its 1st, 2nd ... sibling,
+        # whichever tokens the draws will bring.
+        by_rank = laws.topk(best, dim=-1).values * torch.tensor(values, device=laws.device)[:, None]
+        chosen = by_rank.flatten().topk(min(width, by_rank.numel())).indices // best
+        return torch.bincount(chosen, minlength=len(ranks)).tolist()
+
+
+def chain_shape(length: int) -> Static:
+    """One proposed token per depth."""
+    return Static([[0] * length])
+
+
+def sequoia(acceptance: Sequence[float], size: int, depth: int) -> Static:
+    """The tree of ``size`` proposed tokens and at most ``depth`` levels with most expected acceptances.
+
+    Sequoia (arXiv 2402.12374, section 3.2): T[m, l] is the best expectation of a tree of m nodes and l
+    levels below its root, T[m, l, b] the same with b children; the b-th child, accepted with probability
+    ``acceptance[b - 1]`` given that its parent was, takes y of the m nodes:
+    T[m, l, b] = max_y T[m - y, l, b - 1] + acceptance[b - 1] * (1 + T[y - 1, l - 1]).
+
+    Args:
+        acceptance: chance that the sibling of rank r is the accepted one, r = 0, 1, ...
+        size: proposed tokens.
+        depth: the longest path.
+    """
+    if size < 1 or depth < 1:
+        raise ValueError(f"size={size} and depth={depth} must be at least 1")
+    if not acceptance or min(acceptance) < 0 or sum(acceptance) > 1 + 1e-6:
+        raise ValueError(f"acceptance={list(acceptance)} must be a part of a probability law")
+    widest = len(acceptance)
+
+    @lru_cache(maxsize=None)
+    def best(nodes: int, levels: int) -> tuple[float, tuple[int, ...]]:
+        """(expectation, nodes taken by each child) of the best tree below one node."""
+        if nodes == 0 or levels == 0:
+            return 0.0, ()
+        # value[m] after considering children 1..b; child b may be empty only if all later ones are.
+        values: list[tuple[float, tuple[int, ...]]] = [(0.0, ())] * (nodes + 1)
+        result = values[nodes]
+        for rank in range(min(widest, nodes)):
+            grown: list[tuple[float, tuple[int, ...]]] = [(-1.0, ())] * (nodes + 1)
+            for used in range(rank + 1, nodes + 1):
+                for own in range(1, used - rank + 1):
+                    before, sizes = values[used - own]
+                    if len(sizes) != rank:
+                        continue
+                    total = before + acceptance[rank] * (1 + best(own - 1, levels - 1)[0])
+                    if total > grown[used][0]:
+                        grown[used] = (total, (*sizes, own))
+            values = grown
+            if values[nodes][0] > result[0]:
+                result = values[nodes]
+        return result
+
+    paths: list[Ranks] = []
+
+    def walk(place: Ranks, nodes: int, levels: int) -> None:
+        for rank, own in enumerate(best(nodes, levels)[1]):
+            paths.append((*place, rank))
+            walk((*place, rank), own - 1, levels - 1)
+
+    walk((), size, depth)
+    return Static(paths)
+
+
+def expected_acceptances(shape: Static, acceptance: Sequence[float]) -> float:
+    """Expected accepted tokens of a static tree under rank-wise acceptance (bonus not counted)."""
+    total, frontier = 0.0, [((), 1.0)]
+    while frontier:
+        place, chance = frontier.pop()
+        for rank in range(min(shape.counts.get(place, 0), len(acceptance))):
+            total += chance * acceptance[rank]
+            frontier.append(((*place, rank), chance * acceptance[rank]))
+    return total
+
+
+# Greedy hits by rank of a distilled draft at long context; a profile measured on the user's own pair
+# (triforce-tree check --acceptance) replaces it.
+DEFAULT_ACCEPTANCE = (0.50, 0.13, 0.06, 0.04, 0.03, 0.02, 0.015, 0.01)
+
+
+def parse_shape(text: "str | Shape") -> Shape:
+    """A shape from its name.
+
+    ``chain:4`` | ``best-first:6,5,4`` (widths by depth) | ``sequoia:16x4`` (size x depth) |
+    ``static:0;0.0;1`` (rank paths) | any :class:`Shape` object.
+    """
+    if not isinstance(text, str):
+        return text
+    kind, _, rest = text.partition(":")
+    try:
+        if kind == "chain":
+            return chain_shape(_positive(rest))
+        if kind == "best-first":
+            return BestFirst([_positive(w) for w in rest.split(",")])
+        if kind == "sequoia":
+            size, _, depth = rest.partition("x")
+            return sequoia(DEFAULT_ACCEPTANCE, _positive(size), _positive(depth))
+        if kind == "static":
+            return Static([[int(r) for r in path.split(".")] for path in rest.split(";")])
+    except ValueError as error:
+        raise ValueError(f"tree={text!r} cannot be read: {error}") from error
+    raise ValueError(
+        f"tree={text!r} is no known shape; use chain:4, best-first:6,5,4, sequoia:16x4 or static:0;0.0;1"
+    )
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError(f"{value} must be at least 1")
+    return value
