@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from triforce_tree.kernels.dispatch import tree_attention
+from triforce_tree.kernels import dispatch
 from triforce_tree.kernels.prefill import causal_attention
 
 
@@ -98,10 +98,9 @@ def attend_rows(q: Tensor, k: Tensor, v: Tensor, rows: Rows, start: int, how: Va
         mask = mask & (rows.depths[:, None] - rows.tail_depths < how.window)
         skip = int(first.min())
         k, v, first = k[:, :, skip:], v[:, :, skip:], first - skip
-    out, _ = tree_attention(
+    return dispatch.tree_attention_out(
         q, k, v, mask, scale=how.scale, first=first, softcap=how.softcap, sinks=how.sinks
     )
-    return out
 
 
 class RowBuffer:

@@ -1,0 +1,7 @@
+"""``python -m triforce_tree``: the command line."""
+
+import sys
+
+from triforce_tree.cli import main
+
+sys.exit(main())

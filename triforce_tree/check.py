@@ -1,0 +1,229 @@
+"""Is the output really the target's own? The proof, run on any pair of models.
+
+Greedy decoding must give the target's own tokens. Sampling is tested level by level: after one prefilled
+context many independent first tokens are drawn (a verification that is not committed leaves no trace)
+and compared with the exact law by a chi-square test.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList, StoppingCriteriaList, TemperatureLogitsWarper
+
+from triforce_tree.api import Engine
+from triforce_tree.drafters import HierarchicalDrafter
+from triforce_tree.level import Level
+from triforce_tree.sampling import TokenLaw
+from triforce_tree.token_tree import Context, TokenTree, chain
+
+# A right implementation falls below it once in ten thousand runs; a wrong residual lies far below.
+SIGNIFICANCE = 1e-4
+LEAST_EXPECTED = 5.0  # of a bin, the usual rule for chi-square
+NOISE_ROWS = 16
+MOST_FAILURES = 3  # enough to know
+
+
+@dataclass(frozen=True)
+class Greedy:
+    """One prompt decoded both ways.
+
+    ``ties``: places where the texts parted and the target's two best logits lay closer together than
+    ``noise``, the measured difference between a forward of many rows and one of a single row. After each
+    the comparison went on from the target's own text. ``failures``: places with no such excuse.
+    """
+
+    prompt_tokens: int
+    levels: int
+    compared: int
+    ties: int
+    failures: int
+    noise: float
+    widest_gap: float
+
+    @property
+    def passed(self) -> bool:
+        return self.failures == 0
+
+
+@dataclass(frozen=True)
+class Law:
+    """First tokens of one level against its exact law."""
+
+    level: str
+    draws: int
+    contexts: int
+    bins: int
+    chi_square: float
+    p_value: float
+
+    @property
+    def passed(self) -> bool:
+        return self.p_value >= SIGNIFICANCE
+
+
+def greedy(
+    engine: Engine, prompt: Sequence[int], new_tokens: int, levels: int, stop: StoppingCriteriaList | None = None
+) -> Greedy:
+    """Compare with transformers' own greedy decoding of the same model."""
+    model = engine.hierarchy.target.model
+    expected = _own_decoding(model, prompt, new_tokens, stop)
+    noise = _noise(engine, [*prompt, *expected])
+    runner = engine.with_options(levels=levels)
+    at = ties = failures = 0
+    widest = 0.0
+    while at < len(expected):
+        so_far = [*prompt, *expected[:at]]
+        out = runner.generate(
+            so_far, do_sample=False, max_new_tokens=len(expected) - at, stopping_criteria=stop, seed=0
+        )
+        ours = out.sequences[0, len(so_far) :].tolist()
+        same = _common(ours, expected[at:])
+        at += same
+        if at == len(expected) or same == len(ours):
+            break
+        logits = _last_logits(model, [*prompt, *expected[:at]])
+        gap = float(logits.max() - logits[ours[same]])
+        widest = max(widest, gap)
+        if gap < noise:
+            ties += 1
+        else:
+            failures += 1
+            if failures == MOST_FAILURES:
+                break
+        at += 1
+    return Greedy(len(prompt), levels, at, ties, failures, noise, widest)
+
+
+def sampling_laws(
+    engine: Engine,
+    contexts: Sequence[Sequence[int]],
+    draws: int,
+    temperature: float = 1.0,
+    seed: int = 0,
+    each: Callable[[], None] = lambda: None,
+) -> list[Law]:
+    """Chi-square of each level's first tokens, over several contexts together.
+
+    Args:
+        engine: models and settings; always run with three levels.
+        contexts: prompts; each contributes its own bins.
+        draws: first tokens for each context and level.
+        temperature: of the law.
+        seed: of all draws.
+        each: called after every draw; may raise to end the test.
+    """
+    law = TokenLaw(LogitsProcessorList([TemperatureLogitsWarper(temperature)]))
+    hierarchy = engine.with_options(levels=3, gamma=2).hierarchy
+    totals: dict[str, list[tuple[float, int]]] = {}
+    with hierarchy.active():
+        for number, prompt in enumerate(contexts):
+            decoder = hierarchy.decoder(law, seed + number, len(prompt), 64, frozenset())
+            context = decoder.prefill(prompt)
+            drafter = decoder.drafter
+            assert isinstance(drafter, HierarchicalDrafter), "levels=3 makes one"
+            exact = [_law_at(v.level, context, law) for v in (drafter.verifier, decoder.verifier)]
+            counts: list[Counter[int]] = [Counter(), Counter()]
+            for _ in range(draws):
+                counts[0][drafter.verifier.verify(context, drafter.inner.propose(context)).tokens[0]] += 1
+                counts[1][decoder.verifier.verify(context, drafter.propose(context)).tokens[0]] += 1
+                each()
+            for name, count, expected in zip(("retrieval", "target"), counts, exact, strict=True):
+                totals.setdefault(name, []).append(chi_square(count, expected))
+    return [
+        Law(
+            name,
+            draws,
+            len(parts),
+            sum(free + 1 for _, free in parts),
+            sum(x for x, _ in parts),
+            p_value(sum(x for x, _ in parts), sum(free for _, free in parts)),
+        )
+        for name, parts in totals.items()
+    ]
+
+
+def chi_square(counts: Counter[int], law: Tensor) -> tuple[float, int]:
+    """(statistic, degrees of freedom) of draws against a law ``[V]``; rare tokens share bins."""
+    draws = sum(counts.values())
+    probabilities, tokens = (law.double() / law.double().sum()).cpu().sort()
+    left = (1 - probabilities.cumsum(0)) * draws
+    statistic, bins = 0.0, 0
+    expected = observed = 0.0
+    # Rare tokens come first and fill bins together; what is left must be enough for one more bin.
+    for token, probability, rest in zip(
+        tokens.tolist(), probabilities.tolist(), left.tolist(), strict=True
+    ):
+        expected += draws * probability
+        observed += counts[token]
+        if expected >= LEAST_EXPECTED and (rest >= LEAST_EXPECTED or rest < 1e-6):
+            statistic += (observed - expected) ** 2 / expected
+            bins += 1
+            expected = observed = 0.0
+    return statistic, max(0, bins - 1)
+
+
+def p_value(statistic: float, freedom: int) -> float:
+    """Chance of a chi-square at least this large under the law; 1 where there is nothing to test."""
+    if freedom == 0:
+        return 1.0
+    half = torch.tensor([freedom / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(half[0], half[1]))
+
+
+def as_dicts(results: Sequence[Greedy | Law]) -> list[dict[str, Any]]:
+    return [{**asdict(r), "passed": r.passed} for r in results]
+
+
+def _own_decoding(
+    model: Any, prompt: Sequence[int], new_tokens: int, stop: StoppingCriteriaList | None
+) -> list[int]:
+    ids = torch.tensor([list(prompt)], device=model.device)
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=new_tokens,
+        stopping_criteria=stop,
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+def _noise(engine: Engine, tokens: Sequence[int]) -> float:
+    """Largest difference of a logit between a forward of many rows and the model's own of one row each."""
+    model, hierarchy = engine.hierarchy.target.model, engine.hierarchy
+    rows = min(NOISE_ROWS, len(tokens) - 1)
+    start = len(tokens) - rows
+    with hierarchy.active():
+        decoder = hierarchy.decoder(TokenLaw(greedy=True), 0, start, rows, frozenset())
+        decoder.verifier.prefill(Context(list(tokens[:start])))
+        here = Context(list(tokens[:start]))
+        many = decoder.verifier.level.forward_tree(here, chain(tokens[start - 1 : -1])).float()
+    with torch.no_grad():
+        cache = model(_ids(model, tokens[: start - 1]), use_cache=True).past_key_values if start > 1 else None
+        worst = 0.0
+        for row, place in enumerate(range(start - 1, len(tokens) - 1)):
+            out = model(_ids(model, tokens[place : place + 1]), past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            worst = max(worst, float((out.logits[0, -1].float() - many[row]).abs().max()))
+    return worst
+
+
+def _last_logits(model: Any, tokens: Sequence[int]) -> Tensor:
+    with torch.no_grad():
+        return model(_ids(model, tokens), logits_to_keep=1).logits[0, -1].float()
+
+
+def _ids(model: Any, tokens: Sequence[int]) -> Tensor:
+    return torch.tensor([list(tokens)], device=model.device)
+
+
+def _law_at(level: Level, context: Context, law: TokenLaw) -> Tensor:
+    return law(level.forward_tree(context, TokenTree([context[-1]], [-1])), lambda: [])[0]
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -1,0 +1,140 @@
+"""What a person sees (stderr), what a reader of the text sees (stdout), and the JSON line for programs."""
+
+import json
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, StoppingCriteria, TextStreamer
+
+from triforce_tree.stats import LevelStats
+
+LOG_WIDTH = 120  # of tables that go into a file
+
+
+def screen() -> Console:
+    """The terminal behind stderr, so that stdout holds nothing but results."""
+    return Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else LOG_WIDTH)
+
+
+def bar(unit: str) -> Progress:
+    """A progress bar on stderr; off a terminal it leaves one line, when it is done."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn(unit),
+        TimeRemainingColumn(),
+        console=screen(),
+    )
+
+
+class Interrupt(StoppingCriteria):
+    """Ctrl-C as a wish: the first press ends the generation after the pass at hand, a second one at once.
+
+    A context manager around the work, and a stopping criterion inside it.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def __enter__(self) -> "Interrupt":
+        self._before = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:  # type: ignore[override]
+        return torch.full((input_ids.shape[0],), self.requested, device=input_ids.device)
+
+    def check(self) -> None:
+        """Raise where there is nothing yet that would be worth keeping."""
+        if self.requested:
+            raise KeyboardInterrupt
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        self.check()
+        self.requested = True
+
+
+class PrefillBar:
+    """A ``progress`` callback for :meth:`triforce_tree.Engine.generate`: a bar, and a place to stop."""
+
+    def __init__(self, total: int, interrupt: Interrupt, what: str = "reading the prompt") -> None:
+        self._interrupt = interrupt
+        self._left = total
+        self._bar = bar("tokens")
+        self._task = self._bar.add_task(what, total=total)
+
+    def __enter__(self) -> "PrefillBar":
+        if self._left > 0:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def __call__(self, tokens: int) -> None:
+        self._interrupt.check()
+        self._bar.advance(self._task, tokens)
+        self._left -= tokens
+        if self._left <= 0:
+            # Text follows on stdout; the two must not share lines of one terminal.
+            self._bar.stop()
+
+
+class TextOut(TextStreamer):
+    """The new text, on stdout as it comes."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        sys.stdout.write(text + "\n" * stream_end)
+        sys.stdout.flush()
+
+
+def levels_table(levels: Sequence[LevelStats]) -> Table:
+    """What each level did, the lowest first."""
+    columns = ("level", "passes", "proposed", "accepted", "rate", "emitted", "per pass", "seconds")
+    return plain_table(
+        "what each level did",
+        columns,
+        [
+            (
+                level.name,
+                str(level.forwards),
+                str(level.proposed or ""),
+                str(level.accepted if level.proposed else ""),
+                "" if level.acceptance_rate is None else f"{100 * level.acceptance_rate:.1f} %",
+                str(level.emitted),
+                "" if level.mean_accepted_length is None else f"{level.mean_accepted_length:.2f}",
+                f"{level.seconds:.2f}",
+            )
+            for level in levels
+        ],
+    )
+
+
+def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A table whose first column is text and whose others are figures."""
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    for index, name in enumerate(columns):
+        table.add_column(name, justify="right" if index else "left")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def json_line(result: dict[str, Any]) -> None:
+    """One object on one line: always the last line of stdout."""
+    print(json.dumps(result, ensure_ascii=False), flush=True)

@@ -1,0 +1,92 @@
+"""Triton kernel: merge the fp32 partials of every output row, in a fixed order, so results repeat.
+
+The maths is that of ``reference.merge_states``; partial LSEs come in base 2, the result leaves in base e.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["max_rows", "segments"])
+def combine_kernel(
+    out_ptr,  # [queries, H_q, D]
+    lse_ptr,  # fp32 [queries, H_q]
+    partial_out_ptr,  # fp32 [pieces, D]
+    partial_lse_ptr,  # fp32 [pieces], base 2
+    bounds_ptr,  # int32 [units, 2]
+    segments_ptr,  # int32 [6, segments]
+    owner_start_ptr,  # int32 [queries + 1]
+    owners_ptr,  # int32
+    sinks_ptr,  # [H_q]
+    max_rows,
+    segments,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SINGLE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SINKS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    token = tl.program_id(0)
+    q_head = tl.program_id(1)
+    kv_head = q_head // GROUP
+    columns = tl.arange(0, BLOCK_D)
+    inside = columns < DIM
+    place = tl.arange(0, CHUNK)
+    if SINGLE:
+        owner, last_owner = 0, 1
+    else:
+        owner = tl.load(owner_start_ptr + token)
+        last_owner = tl.load(owner_start_ptr + token + 1)
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+
+    best = tl.full([], float("-inf"), tl.float32)
+    weight = tl.full([], 0.0, tl.float32)
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    for index in range(owner, last_owner):
+        if SINGLE:
+            segment = 0
+        else:
+            segment = tl.load(owners_ptr + index)
+        first_query = tl.load(segments_ptr + 3 * segments + segment)
+        queries = tl.load(segments_ptr + 4 * segments + segment)
+        earlier = tl.load(segments_ptr + 5 * segments + segment).to(tl.int64)
+        unit = segment * KV_HEADS + kv_head
+        first_part = tl.load(bounds_ptr + 2 * unit)
+        last_part = tl.load(bounds_ptr + 2 * unit + 1)
+        row = (token - first_query) * GROUP + q_head % GROUP
+        origin = (earlier * KV_HEADS + kv_head * queries) * GROUP + row
+        for part in range(first_part, last_part + 1, CHUNK):
+            parts = part + place
+            valid = parts <= last_part
+            piece = origin + parts.to(tl.int64) * max_rows
+            lse = tl.load(partial_lse_ptr + piece, mask=valid, other=float("-inf"))
+            outs = tl.load(
+                partial_out_ptr + piece[:, None] * DIM + columns[None, :],
+                mask=valid[:, None] & inside[None, :],
+                other=0.0,
+            )
+            top = tl.maximum(best, tl.max(lse, 0))
+            floor = tl.where(top == float("-inf"), 0.0, top)
+            share = tl.exp2(lse - floor)
+            shrink = tl.exp2(best - floor)
+            acc = acc * shrink + tl.sum(outs * share[:, None], 0)
+            weight = weight * shrink + tl.sum(share, 0)
+            best = top
+
+    if SINKS:
+        sink = tl.load(sinks_ptr + q_head).to(tl.float32) * 1.4426950408889634
+        top = tl.maximum(best, sink)
+        floor = tl.where(top == float("-inf"), 0.0, top)
+        acc = acc * tl.exp2(best - floor)
+        weight = weight * tl.exp2(best - floor) + tl.exp2(sink - floor)
+        best = top
+    empty = weight == 0.0
+    out = acc / tl.where(empty, 1.0, weight)
+    total = tl.where(empty, float("-inf"), (best + tl.log2(tl.where(empty, 1.0, weight))) * 0.6931471805599453)
+    row = token.to(tl.int64) * KV_HEADS * GROUP + q_head
+    tl.store(out_ptr + row * DIM + columns, out.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(lse_ptr + row, total)

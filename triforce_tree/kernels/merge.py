@@ -1,0 +1,69 @@
+"""Triton kernel: attention over a union of row sets from the attention over each, in a fixed order.
+
+The maths is ``reference.merge_states``: with ``m = max lse_p``, ``out = sum exp(lse_p - m) out_p / sum
+exp(lse_p - m)`` and ``lse = m + log sum exp(lse_p - m)``, natural logarithms (cascade inference; DeFT,
+arXiv 2404.00242, section 3.2).
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _merge_kernel(
+    out_ptr,  # [rows, D]
+    lse_ptr,  # fp32 [rows]
+    outs_ptr,  # [PARTS, rows, D]
+    lses_ptr,  # fp32 [PARTS, rows]
+    rows,
+    PARTS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    column = tl.arange(0, BLOCK_D)
+    real = row < rows
+    there = real[:, None] & (column < DIM)[None, :]
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    weight = tl.zeros([BLOCK], tl.float32)
+    acc = tl.zeros([BLOCK, BLOCK_D], tl.float32)
+    for part in range(PARTS):
+        lse = tl.load(lses_ptr + part * rows.to(tl.int64) + row, mask=real, other=float("-inf"))
+        # The output of an empty part may be anything; it is not read.
+        full = there & (lse != float("-inf"))[:, None]
+        place = (part * rows.to(tl.int64) + row)[:, None] * DIM + column[None, :]
+        out = tl.load(outs_ptr + place, mask=full, other=0.0).to(tl.float32)
+        top = tl.maximum(best, lse)
+        floor = tl.where(top == float("-inf"), 0.0, top)
+        share, shrink = tl.exp(lse - floor), tl.exp(best - floor)
+        acc = acc * shrink[:, None] + out * share[:, None]
+        weight = weight * shrink + share
+        best = top
+    empty = weight == 0.0
+    weight = tl.where(empty, 1.0, weight)
+    out = acc / weight[:, None]
+    tl.store(out_ptr + row[:, None] * DIM + column[None, :], out.to(out_ptr.dtype.element_ty), mask=there)
+    tl.store(lse_ptr + row, tl.where(empty, float("-inf"), best + tl.log(weight)), mask=real)
+
+
+@torch.library.custom_op("triforce_tree::merge_states", mutates_args=())
+def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    """See ``reference.merge_states``: ``[P, ..., D]`` and ``[P, ...]`` to ``[..., D]`` and ``[...]``."""
+    parts, dim = outs.shape[0], outs.shape[-1]
+    outs, lses = outs.contiguous(), lses.float().contiguous()
+    out = torch.empty(outs.shape[1:], dtype=outs.dtype, device=outs.device)
+    lse = torch.empty(lses.shape[1:], dtype=torch.float32, device=outs.device)
+    block = 4
+    _merge_kernel[(triton.cdiv(lse.numel(), block),)](
+        out, lse, outs, lses, lse.numel(),
+        PARTS=parts, DIM=dim, BLOCK_D=triton.next_power_of_2(dim), BLOCK=block,
+    )  # fmt: skip
+    return out, lse
+
+
+@merge_states.register_fake
+def _(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    return outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:], dtype=torch.float32)

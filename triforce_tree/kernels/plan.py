@@ -1,0 +1,248 @@
+"""What one forward attends to, laid out in device buffers that a captured graph can keep reading.
+
+A *segment* is a run of KV rows with the queries that see it: ``length`` rows seen by all of them, then
+``tail`` rows seen through the mask. One long prefix with a token tree is one segment; a ragged batch of
+such trees is one per sequence; tree-shaped KV (few-shot prompting, multi-step reasoning) is one per node,
+with leaf queries in depth-first order, so that each node's queries are a range. The kernel cuts the list
+of all (segment, KV head, tile) evenly over its programs: DeFT-Flatten (arXiv 2404.00242, section 3.3) with
+the cut at the size of a multiprocessor's share rather than at 128 tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from triforce_tree.kernels.configs import KernelConfig, choose
+
+FLATTEN, NODE = "flatten", "node"
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Shape of the attention: ``query`` is a multiple of ``kv``; ``dim`` at most 256."""
+
+    query: int
+    kv: int
+    dim: int
+
+    def __post_init__(self) -> None:
+        if self.kv < 1 or self.query % self.kv:
+            raise ValueError(
+                f"{self.query} query heads do not divide into {self.kv} KV heads; "
+                "make the first a multiple of the second"
+            )
+
+    @property
+    def group(self) -> int:
+        return self.query // self.kv
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Device buffers of one topology. Their addresses never change, so a captured graph may hold them.
+
+    Attributes:
+        lengths: int32 ``[segments]``, mask-free rows of each segment. Write it in place as contexts grow.
+        segments: int32 ``[6, segments]``: sequence, first KV row, tail rows, first query, queries, and
+            queries of all earlier segments.
+        mask: int64 ``[queries, words]``; bit j of word w says that the query sees tail row ``64 w + j``.
+        owner_start, owners: int32; query i belongs to segments
+            ``owners[owner_start[i] : owner_start[i + 1]]``.
+        partial_out, partial_lse, bounds: workspace of the two kernels.
+        slices: equal parts the list is cut into.
+        blocks: M tiles that walk each slice side by side.
+        max_queries: most queries of one segment.
+    """
+
+    heads: Heads
+    config: KernelConfig
+    split: str
+    queries: int
+    lengths: Tensor
+    segments: Tensor
+    mask: Tensor
+    owner_start: Tensor
+    owners: Tensor
+    partial_out: Tensor
+    partial_lse: Tensor
+    bounds: Tensor
+    slices: int
+    blocks: int
+    max_queries: int
+
+    def update(self, mask: Tensor | None = None, lengths: Tensor | Sequence[int] | None = None) -> None:
+        """Change tree and lengths in place; nothing is allocated on the device and nothing waits for it.
+
+        Args:
+            mask: bool ``[queries, N]`` with N at most ``64 * words``, or packed words.
+            lengths: ``[segments]``.
+        """
+        if mask is not None:
+            words = mask if mask.dtype == torch.int64 else pack_mask(mask, self.mask.shape[1])
+            self.mask.copy_(words, non_blocking=True)
+        if lengths is not None:
+            self.lengths.copy_(torch.as_tensor(lengths, dtype=torch.int32), non_blocking=True)
+
+    def io_bytes(self, lengths: Sequence[int], tails: Sequence[int], element_bytes: int = 2) -> dict:
+        """Bytes that one call must move: KV once, queries, results, and the fp32 partials both ways."""
+        rows = sum(lengths) + sum(tails)
+        pieces = (self.slices + len(lengths) * self.heads.kv) * self.max_queries * self.heads.group
+        return {
+            "kv": 2 * rows * self.heads.kv * self.heads.dim * element_bytes,
+            "queries_and_results": 2 * self.queries * self.heads.query * self.heads.dim * element_bytes,
+            "mask": self.mask.numel() * 8,
+            "partials_at_most": 2 * pieces * (self.heads.dim + 1) * 4,
+        }
+
+
+def pack_mask(mask: Tensor, words: int | None = None) -> Tensor:
+    """Bool ``[T, N]`` to int64 ``[T, words]``, on the mask's device; ``words`` defaults to ceil(N / 64)."""
+    queries, tail = mask.shape
+    needed = max(1, -(-tail // 64))
+    words = words or needed
+    if words < needed:
+        raise ValueError(
+            f"a mask over {tail} tail rows does not fit {words} words of 64 bits; plan for {needed} words"
+        )
+    bits = torch.zeros(queries, words * 64, dtype=torch.bool, device=mask.device)
+    bits[:, :tail] = mask
+    if mask.device.type == "cpu":
+        import numpy
+
+        packed = numpy.packbits(bits.numpy(), axis=1, bitorder="little").view(numpy.int64)
+        return torch.from_numpy(packed)
+    place = torch.arange(64, device=mask.device)
+    return (bits.view(queries, words, 64).long() << place).sum(-1)
+
+
+def plan_trees(
+    heads: Heads,
+    masks: Sequence[Tensor],
+    lengths: Sequence[int] | Tensor,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype = torch.bfloat16,
+    split: str = FLATTEN,
+    config: KernelConfig | None = None,
+) -> Plan:
+    """A batch of token trees, each behind a prefix of its own.
+
+    Args:
+        heads: shape of the attention.
+        masks: per sequence, bool ``[T_b, N_b]`` over the sequence's last N_b rows (T_b may differ).
+        lengths: ``[B]`` rows before the tail.
+        device, dtype: of queries and KV.
+        split: ``"flatten"`` cuts the whole list evenly; ``"node"`` gives each segment and head to one
+            program (DeFT-Node), for comparison.
+        config: tile shapes; from the table when None.
+    """
+    counts = [m.shape[0] for m in masks]
+    tails = [m.shape[1] for m in masks]
+    total, words = sum(counts), max(1, -(-max(tails) // 64))
+    packed = [pack_mask(m, words).to(device) for m in masks]
+    firsts = _running(counts)
+    columns = [list(range(len(counts))), [0] * len(counts), tails, firsts, counts, firsts]
+    owners = [s for s, count in enumerate(counts) for _ in range(count)]
+    made = _make(heads, columns, lengths, owners, list(range(total + 1)), total, device, dtype, split, config)
+    return replace(made, mask=packed[0] if len(packed) == 1 else torch.cat(packed))
+
+
+def plan_nodes(
+    heads: Heads,
+    nodes: Sequence[tuple[int, int, int, int]],
+    queries: int,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype = torch.bfloat16,
+    split: str = FLATTEN,
+    chunk: int | None = None,
+    config: KernelConfig | None = None,
+) -> Plan:
+    """Tree-shaped KV: every node holds rows that a range of queries sees whole.
+
+    Args:
+        nodes: ``(first KV row, rows, first query, queries)`` of each node.
+        queries: all queries; each sees the union of the nodes whose range holds it.
+        chunk: cut nodes into pieces of at most this many rows (with ``split="node"``: DeFT-Node-Chunk).
+
+    Other arguments as in ``plan_trees``.
+    """
+    most = max(count for *_, count in nodes)
+    config = config or choose(most * heads.group, heads.dim, dtype.itemsize)
+    per_block = max(1, config.block_m // heads.group)
+    pieces = [
+        (row, min(chunk or size, start + size - row), query, min(per_block, first + count - query))
+        for start, size, first, count in nodes
+        for row in range(start, start + max(size, 1), max(chunk or size, 1))
+        for query in range(first, first + count, per_block)
+    ]
+    starts, sizes, firsts, counts = (list(column) for column in zip(*pieces, strict=True))
+    none = [0] * len(pieces)
+    columns = [none, starts, none, firsts, counts, _running(counts)]
+    seen: list[list[int]] = [[] for _ in range(queries)]
+    for piece, (first, count) in enumerate(zip(firsts, counts, strict=True)):
+        for query in range(first, first + count):
+            seen[query].append(piece)
+    owner_start = [0, *torch.tensor([len(s) for s in seen]).cumsum(0).tolist()]
+    owners = [piece for s in seen for piece in s]
+    return _make(heads, columns, sizes, owners, owner_start, queries, device, dtype, split, config)
+
+
+def _running(counts: Sequence[int]) -> list[int]:
+    sums = [0]
+    for count in counts[:-1]:
+        sums.append(sums[-1] + count)
+    return sums
+
+
+def _make(
+    heads: Heads,
+    columns: list[list[int]],
+    lengths: Sequence[int] | Tensor,
+    owners: list[int],
+    owner_start: list[int],
+    queries: int,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    split: str,
+    config: KernelConfig | None,
+) -> Plan:
+    if split not in (FLATTEN, NODE):
+        raise ValueError(f"split={split!r} is not known; use {FLATTEN!r} or {NODE!r}")
+    counts = columns[4]
+    most = max(counts)
+    config = config or choose(most * heads.group, heads.dim, dtype.itemsize)
+    blocks = -(-most * heads.group // config.block_m)
+    units = len(counts) * heads.kv
+    slices = units if split == NODE else max(1, _programs(device, config) // blocks)
+    rows = (sum(counts) * heads.kv + slices * most) * heads.group
+
+    def on_device(values: Sequence) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32).to(device)
+
+    return Plan(
+        heads=heads,
+        config=config,
+        split=split,
+        queries=queries,
+        lengths=torch.as_tensor(lengths, dtype=torch.int32).to(device, copy=True),
+        segments=on_device(columns),
+        mask=torch.zeros(queries, 1, dtype=torch.int64, device=device),
+        owner_start=on_device(owner_start),
+        owners=on_device(owners),
+        partial_out=torch.empty(rows, heads.dim, dtype=torch.float32, device=device),
+        partial_lse=torch.empty(rows, dtype=torch.float32, device=device),
+        bounds=torch.empty(units, 2, dtype=torch.int32, device=device),
+        slices=slices,
+        blocks=blocks,
+        max_queries=most,
+    )
+
+
+def _programs(device: torch.device | str, config: KernelConfig) -> int:
+    device = torch.device(device)
+    if device.type != "cuda":
+        return 5 * config.programs_per_sm  # the interpreter: few, and no divisor of common head counts
+    return torch.cuda.get_device_properties(device).multi_processor_count * config.programs_per_sm

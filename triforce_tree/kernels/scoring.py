@@ -1,0 +1,92 @@
+"""Triton kernels: how much the latest queries look at each chunk of the context, for retrieval caches.
+
+A query head's interest in a chunk is its softmax share over the chunks' mean keys (TriForce, arXiv
+2404.11912, section 4.1); the KV head takes the largest interest over its query group and all queries, so
+a chunk that one query head needs is not averaged away.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 64
+
+
+@triton.jit
+def _scores(q_ptr, means_ptr, pair, start, rows, chunks, scale, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+            BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, block):  # fmt: skip
+    """Base-2 scores ``[BLOCK_M, BLOCK]`` of one tile of rows and chunks; -inf outside."""
+    row = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    chunk = start + tl.arange(0, BLOCK)
+    column = tl.arange(0, BLOCK_D)
+    inside = column < DIM
+    q = tl.load(
+        q_ptr + (pair * rows + row)[:, None] * DIM + column[None, :],
+        mask=(row < rows)[:, None] & inside[None, :],
+        other=0.0,
+    )
+    means = tl.load(
+        means_ptr + (pair * chunks + chunk)[:, None] * DIM + column[None, :],
+        mask=(chunk < chunks)[:, None] & inside[None, :],
+        other=0.0,
+    )
+    scores = tl.dot(q, tl.trans(means), input_precision=PRECISION) * (scale * 1.4426950408889634)
+    return tl.where((chunk < chunks)[None, :], scores, float("-inf"))
+
+
+@triton.jit
+def _lse_kernel(lse_ptr, q_ptr, means_ptr, rows, chunks, blocks, scale, DIM: tl.constexpr,
+                BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
+                PRECISION: tl.constexpr):  # fmt: skip
+    """Base-2 log-sum-exp of each row over one block of chunks: ``[pairs, blocks, rows]``."""
+    at, pair, block = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    scores = _scores(q_ptr, means_ptr, pair, at * BLOCK, rows, chunks, scale, DIM, BLOCK_D, BLOCK_M,
+                     BLOCK, PRECISION, block)  # fmt: skip
+    top = tl.max(scores, 1)
+    lse = top + tl.log2(tl.sum(tl.exp2(scores - top[:, None]), 1))
+    row = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    tl.store(lse_ptr + (pair * blocks + at) * rows + row, lse, mask=row < rows)
+
+
+@triton.jit
+def _interest_kernel(out_ptr, total_ptr, q_ptr, means_ptr, rows, chunks, scale, DIM: tl.constexpr,
+                     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
+                     PRECISION: tl.constexpr):  # fmt: skip
+    """Largest softmax share over all rows, for one block of chunks."""
+    at, pair = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    most = tl.zeros([BLOCK], tl.float32)
+    for block in range(0, tl.cdiv(rows, BLOCK_M)):
+        scores = _scores(q_ptr, means_ptr, pair, at * BLOCK, rows, chunks, scale, DIM, BLOCK_D, BLOCK_M,
+                         BLOCK, PRECISION, block)  # fmt: skip
+        row = block * BLOCK_M + tl.arange(0, BLOCK_M)
+        total = tl.load(total_ptr + pair * rows + row, mask=row < rows, other=float("inf"))
+        most = tl.maximum(most, tl.max(tl.exp2(scores - total[:, None]), 0))
+    chunk = at * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out_ptr + pair * chunks + chunk, most, mask=chunk < chunks)
+
+
+@torch.library.custom_op("triforce_tree::chunk_scores", mutates_args=())
+def chunk_scores(q: Tensor, means: Tensor, scale: float) -> Tensor:
+    """See ``reference.chunk_scores``: ``[B, H_q, T, D]`` and ``[B, H_kv, C, D]`` to ``[B, H_kv, C]``."""
+    batch, q_heads, queries, dim = q.shape
+    kv_heads, chunks = means.shape[1], means.shape[2]
+    pairs, rows = batch * kv_heads, q_heads // kv_heads * queries
+    q, means = q.reshape(pairs, rows, dim).contiguous(), means.contiguous()
+    out = torch.empty(batch, kv_heads, chunks, dtype=torch.float32, device=q.device)
+    blocks, block_m = triton.cdiv(chunks, _BLOCK), 16 if rows <= 16 else 64
+    lse = torch.empty(pairs, blocks, rows, dtype=torch.float32, device=q.device)
+    shape = {
+        "DIM": dim, "BLOCK_D": max(16, triton.next_power_of_2(dim)), "BLOCK_M": block_m, "BLOCK": _BLOCK,
+        "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
+    }  # fmt: skip
+    grid = (blocks, pairs, triton.cdiv(rows, block_m))
+    _lse_kernel[grid](lse, q, means, rows, chunks, blocks, scale, **shape)
+    total = lse.mul(0.6931471805599453).logsumexp(1).div(0.6931471805599453)
+    _interest_kernel[grid[:2]](out, total, q, means, rows, chunks, scale, **shape)
+    return out
+
+
+@chunk_scores.register_fake
+def _(q: Tensor, means: Tensor, scale: float) -> Tensor:
+    return means.new_empty(means.shape[:3], dtype=torch.float32)

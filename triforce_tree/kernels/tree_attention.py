@@ -1,0 +1,307 @@
+"""Triton kernel: every program walks an equal share of the (segment, KV head, tile) list.
+
+Within a unit (one segment, one KV head) come first the tiles of ``BLOCK_N`` rows that every query sees
+whole, with no mask and no bounds in the loop, then the edge tiles of ``EDGE`` rows: a sliding window's
+start, the ragged end of the prefix, and the tail under the mask. Order within a unit does not matter to
+the sum. Each (slice, unit) pair that meets writes one fp32 partial; ``combine`` merges them.
+
+The online softmax runs in base 2 on raw scores (FlashAttention-2, arXiv 2307.08691, section 3.1).
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _spans(length, tail, low, high, BLOCK_N: tl.constexpr, EDGE: tl.constexpr, WINDOW: tl.constexpr):
+    """Split a segment's rows: (first full row, full tiles, front, ragged and tail edge tiles, front row,
+    ragged row). Without a window the first full row is 0 and there is no front."""
+    full_end = length // BLOCK_N * BLOCK_N
+    if WINDOW:
+        front_row = tl.minimum(low // EDGE * EDGE, length)
+        full_row = tl.minimum((high + BLOCK_N - 1) // BLOCK_N * BLOCK_N, full_end)
+        front = tl.maximum(full_row - front_row, 0) // EDGE
+        ragged_row = tl.maximum(front_row, full_end)
+    else:
+        front_row = length * 0
+        full_row = length * 0
+        front = length * 0
+        ragged_row = full_end
+    full = (full_end - full_row) // BLOCK_N
+    ragged = (length - ragged_row + EDGE - 1) // EDGE
+    edges = front + ragged + (tail + EDGE - 1) // EDGE
+    # A unit with nothing to read still owns one edge tile, so that its partial (0, -inf) is written.
+    edges = tl.where(full + edges > 0, edges, 1)
+    return full_row, full, front, ragged, edges, front_row, ragged_row
+
+
+@triton.jit
+def _row_offsets(rows, table_row, base_row, stride_block, stride_row, PAGE: tl.constexpr, valid):
+    """Element offsets of logical rows: through the page table, or straight."""
+    if PAGE == 0:
+        return (base_row + rows).to(tl.int64) * stride_row
+    logical = base_row + rows
+    page = tl.load(table_row + logical // PAGE, mask=valid).to(tl.int64)
+    return page * stride_block + (logical % PAGE).to(tl.int64) * stride_row
+
+
+@triton.jit
+def _soften(scores, scale, softcap, SOFTCAP: tl.constexpr):
+    """Softcap on scaled scores; without one the raw scores stay and the caller's base carries the scale."""
+    if SOFTCAP:
+        grown = tl.exp2(scores * (scale / softcap) * (2.0 * LOG2E))
+        scores = softcap * (1.0 - 2.0 / (grown + 1.0))
+    return scores
+
+
+_UNSPECIALIZED = [
+    "rows_per_batch", "rows_per_head", "columns_per_head", "halves", "max_rows", "slices", "blocks",
+    "segments",
+]  # fmt: skip
+
+
+# Integers that vary from plan to plan must not make variants of the kernel.
+@triton.jit(do_not_specialize=_UNSPECIALIZED)
+def tree_attention_kernel(
+    q_ptr,  # [queries, H_q, D]
+    k_ptr,  # unpaged [B, H_kv, S, D] or pages [pages, H_kv, PAGE, D], any strides but the last
+    v_ptr,
+    k_rows,  # descriptors of [rows, columns] views of k and v when TMA, unused otherwise
+    v_rows,
+    partial_out_ptr,  # fp32 [pieces, D]
+    partial_lse_ptr,  # fp32 [pieces], base 2
+    bounds_ptr,  # int32 [units, 2]: first and last slice that wrote a piece of the unit
+    lengths_ptr,  # int32 [segments]
+    segments_ptr,  # int32 [6, segments]
+    mask_ptr,  # 32-bit halves of the mask words, [queries, 2 * words]
+    table_ptr,  # int32 [B, H_kv, pages]
+    first_ptr,  # int32 [queries], first visible row
+    low_ptr,  # int32 [segments], smallest and largest of them
+    high_ptr,
+    scale,
+    softcap,
+    stride_qt,
+    stride_qh,
+    stride_kb,
+    stride_kh,
+    stride_ks,
+    stride_vb,
+    stride_vh,
+    stride_vs,
+    stride_tb,
+    stride_th,
+    rows_per_batch,  # steps of the [rows, columns] view from one sequence and one head to the next
+    rows_per_head,
+    columns_per_head,
+    halves,
+    max_rows,
+    slices,
+    blocks,
+    segments,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    EDGE: tl.constexpr,
+    BLOCK_SEGMENTS: tl.constexpr,
+    PAGE: tl.constexpr,
+    TMA: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    NODE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+    DEPENDENTS: tl.constexpr,
+):
+    part = tl.program_id(0) // blocks
+    block = tl.program_id(0) % blocks
+
+    # Find this program's share [at, stop) of the flattened list, and the segment it begins in.
+    if NODE:
+        segment = part // KV_HEADS
+        at = (part % KV_HEADS).to(tl.int64)
+        stop = at + 1
+        before = at * 0
+    elif BLOCK_SEGMENTS == 1:
+        low, high = 0, 0
+        if WINDOW:
+            low, high = tl.load(low_ptr), tl.load(high_ptr)
+        _, full, _, _, edges, _, _ = _spans(
+            tl.load(lengths_ptr), tl.load(segments_ptr + 2), low, high, BLOCK_N, EDGE, WINDOW
+        )
+        total = (full + edges).to(tl.int64) * KV_HEADS
+        at = part * total // slices
+        stop = (part + 1) * total // slices
+        segment = part * 0
+        before = at * 0
+    else:
+        every = tl.arange(0, BLOCK_SEGMENTS)
+        there = every < segments
+        lengths = tl.load(lengths_ptr + every, mask=there, other=0)
+        tails = tl.load(segments_ptr + 2 * segments + every, mask=there, other=0)
+        lows, highs = lengths * 0, lengths * 0
+        if WINDOW:
+            lows = tl.load(low_ptr + every, mask=there, other=0)
+            highs = tl.load(high_ptr + every, mask=there, other=0)
+        _, fulls, _, _, edges_of, _, _ = _spans(lengths, tails, lows, highs, BLOCK_N, EDGE, WINDOW)
+        sizes = tl.where(there, fulls + edges_of, 0).to(tl.int64) * KV_HEADS
+        total = tl.sum(sizes)
+        at = part * total // slices
+        stop = (part + 1) * total // slices
+        ends = tl.cumsum(sizes, 0)
+        segment = tl.sum(((ends <= at) & there).to(tl.int32))
+        before = tl.sum(tl.where(every < segment, sizes, 0))
+
+    lane = tl.arange(0, BLOCK_M)
+    columns = tl.arange(0, BLOCK_D)
+    straight = tl.arange(0, BLOCK_N)
+    edge = tl.arange(0, EDGE)
+    inside = columns < DIM
+    base = LOG2E if SOFTCAP else scale * LOG2E
+
+    while at < stop:
+        length = tl.load(lengths_ptr + segment)
+        sequence = tl.load(segments_ptr + segment).to(tl.int64)
+        first_kv = tl.load(segments_ptr + segments + segment)
+        tail = tl.load(segments_ptr + 2 * segments + segment)
+        first_query = tl.load(segments_ptr + 3 * segments + segment)
+        queries = tl.load(segments_ptr + 4 * segments + segment)
+        earlier = tl.load(segments_ptr + 5 * segments + segment).to(tl.int64)
+        low, high = 0, 0
+        if WINDOW:
+            low, high = tl.load(low_ptr + segment), tl.load(high_ptr + segment)
+        full_row, full, front, ragged, edges, front_row, ragged_row = _spans(
+            length, tail, low, high, BLOCK_N, EDGE, WINDOW
+        )
+        tiles = full + edges
+        if NODE:
+            head = at
+            begin, end = tiles * 0, tiles
+        else:
+            head = (at - before) // tiles
+            begin = (at - before - head * tiles).to(tl.int32)
+            end = tl.minimum(tiles, begin + stop - at).to(tl.int32)
+
+        row = block * BLOCK_M + lane
+        real = row < queries * GROUP
+        token = first_query + row // GROUP
+        q_rows = q_ptr + token.to(tl.int64) * stride_qt + (head * GROUP + row % GROUP) * stride_qh
+        q = tl.load(q_rows[:, None] + columns[None, :], mask=real[:, None] & inside[None, :], other=0.0)
+        if WINDOW:
+            first = tl.load(first_ptr + token, mask=real, other=0)
+
+        k_head = k_ptr + head * stride_kh
+        v_head = v_ptr + head * stride_vh
+        if PAGE == 0:
+            k_head += sequence * stride_kb
+            v_head += sequence * stride_vb
+        table_row = table_ptr + sequence * stride_tb + head * stride_th
+        view_row = (first_kv + sequence * rows_per_batch + head * rows_per_head).to(tl.int32)
+        view_column = (head * columns_per_head).to(tl.int32)
+
+        best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        weight = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+
+        for tile in tl.range(begin, tl.minimum(end, full), num_stages=STAGES):
+            start = full_row + tile * BLOCK_N
+            if TMA:
+                if PAGE == 0:
+                    source = view_row + start
+                else:
+                    logical = first_kv + start
+                    source = tl.load(table_row + logical // PAGE) * PAGE + logical % PAGE
+                k = k_rows.load([source, view_column])
+            else:
+                k_at = _row_offsets(
+                    start + straight, table_row, first_kv, stride_kb, stride_ks, PAGE, None
+                )
+                if DIM == BLOCK_D:
+                    k = tl.load(k_head + k_at[:, None] + columns[None, :])
+                else:
+                    k = tl.load(k_head + k_at[:, None] + columns[None, :], mask=inside[None, :], other=0.0)
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            scores = _soften(scores, scale, softcap, SOFTCAP)
+            top = tl.maximum(best, tl.max(scores, 1))
+            p = tl.exp2(scores * base - (top * base)[:, None])
+            shrink = tl.exp2((best - top) * base)
+            weight = weight * shrink + tl.sum(p, 1)
+            acc = acc * shrink[:, None]
+            if TMA:
+                v = v_rows.load([source, view_column])
+            else:
+                v_at = _row_offsets(
+                    start + straight, table_row, first_kv, stride_vb, stride_vs, PAGE, None
+                )
+                if DIM == BLOCK_D:
+                    v = tl.load(v_head + v_at[:, None] + columns[None, :])
+                else:
+                    v = tl.load(v_head + v_at[:, None] + columns[None, :], mask=inside[None, :], other=0.0)
+            acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+            best = top
+
+        for tile in tl.range(tl.maximum(begin, full) - full, end - full, num_stages=1):
+            bits = tl.full([BLOCK_M], -1, tl.int32)
+            if tile < front:
+                start, limit = front_row + tile * EDGE, length
+            elif tile < front + ragged:
+                start, limit = ragged_row + (tile - front) * EDGE, length
+            else:
+                start, limit = length + (tile - front - ragged) * EDGE, length + tail
+                word = mask_ptr + token.to(tl.int64) * halves + (tile - front - ragged)
+                bits = tl.load(word, mask=real & (start < limit), other=0)
+            rows = start + edge
+            valid = rows < limit
+            k_at = _row_offsets(rows, table_row, first_kv, stride_kb, stride_ks, PAGE, valid)
+            k_in = valid[:, None] & inside[None, :]
+            k = tl.load(k_head + k_at[:, None] + columns[None, :], mask=k_in, other=0.0)
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            scores = _soften(scores, scale, softcap, SOFTCAP)
+            seen = (((bits[:, None] >> edge[None, :]) & 1) != 0) & valid[None, :]
+            if WINDOW:
+                seen = seen & (rows[None, :] >= first[:, None])
+            scores = tl.where(seen, scores, float("-inf"))
+            top = tl.maximum(best, tl.max(scores, 1))
+            # A row that has seen nothing yet has top -inf, and -inf - -inf is NaN.
+            floor = tl.where(top == float("-inf"), 0.0, top)
+            p = tl.exp2(scores * base - (floor * base)[:, None])
+            shrink = tl.exp2((best - floor) * base)
+            weight = weight * shrink + tl.sum(p, 1)
+            acc = acc * shrink[:, None]
+            # Rows past the end may hold anything, NaN too, and 0 * NaN is NaN: read them as 0.
+            v_at = _row_offsets(rows, table_row, first_kv, stride_vb, stride_vs, PAGE, valid)
+            v = tl.load(v_head + v_at[:, None] + columns[None, :], mask=k_in, other=0.0)
+            acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+            best = top
+
+        empty = weight == 0.0
+        acc = acc * (1.0 / tl.where(empty, 1.0, weight))[:, None]
+        lse = tl.where(empty, float("-inf"), best * base + tl.log2(tl.where(empty, 1.0, weight)))
+        piece = (earlier * KV_HEADS + head * queries) * GROUP + part.to(tl.int64) * max_rows + row
+        tl.store(
+            partial_out_ptr + piece[:, None] * DIM + columns[None, :],
+            acc,
+            mask=real[:, None] & inside[None, :],
+        )
+        tl.store(partial_lse_ptr + piece, lse, mask=real)
+        if block == 0:
+            unit = segment * KV_HEADS + head
+            if begin == 0:
+                tl.store(bounds_ptr + 2 * unit, part)
+            if end == tiles:
+                tl.store(bounds_ptr + 2 * unit + 1, part)
+
+        if NODE:
+            at = stop
+        else:
+            at += end - begin
+            if at - before >= tiles.to(tl.int64) * KV_HEADS:
+                before += tiles.to(tl.int64) * KV_HEADS
+                segment += 1
+
+    if DEPENDENTS:
+        tl.extra.cuda.gdc_launch_dependents()
