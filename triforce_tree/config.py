@@ -30,23 +30,32 @@ class StreamingConfig:
 class RetrievalConfig:
     """The middle level's cache, in tokens (TriForce, section 4.1).
 
-    ``budget`` counts the forced first chunk, the retrieved chunks and the forced ``recent`` window;
-    tokens generated since the last refresh come on top. ``refresh`` is the number of level-2 passes
-    between two selections.
+    ``budget`` counts the forced first chunk, the retrieved chunks and the forced ``recent`` window,
+    which may grow by half with newer tokens before it moves on. ``refresh`` says whose queries choose
+    the chunks: "verify", level 2's after each of its passes (the newest ``queries`` of them);
+    "forward", level 1's own besides, in every one of its forwards.
     """
 
     budget: int = 1024
     chunk: int = 8
     recent: int = 512
-    refresh: int = 1
+    refresh: str = "forward"
+    queries: int = 32
 
     def __post_init__(self) -> None:
-        for name in ("budget", "chunk", "recent", "refresh"):
+        for name in ("budget", "chunk", "recent", "queries"):
             _at_least(name, getattr(self, name), 1)
+        if self.refresh not in ("verify", "forward"):
+            raise ValueError(f"refresh={self.refresh!r} must be 'verify' or 'forward'")
         if self.budget % self.chunk:
             near = max(self.chunk, self.budget // self.chunk * self.chunk)
             raise ValueError(
                 f"budget={self.budget} is not a multiple of chunk={self.chunk}; use budget={near}"
+            )
+        if self.recent < self.chunk:
+            raise ValueError(
+                f"recent={self.recent} is smaller than chunk={self.chunk}; use recent>={self.chunk} or a "
+                "smaller chunk"
             )
         least = self.chunk + self.recent
         if self.budget < least:

@@ -1,9 +1,10 @@
-"""The middle level's cache: a few chunks of the full cache, chosen by what the target looks at.
+"""The middle level's cache: a few chunks of the full cache, chosen by what is being looked for.
 
-TriForce (arXiv 2404.11912, section 4.1) scores chunks by the mean of their keys. Here the queries are
-those of the last full verification, so the selection follows the text as it is written; the first chunk,
-a recent window and everything generated since the last selection are always there. Committed rows come
-from the full cache: they are the target's own, never an approximation.
+TriForce (arXiv 2404.11912, section 4.1) scores chunks by the mean of their keys, once, with the last
+prompt token's query. Here every forward of the middle level may choose again with its own queries
+(as Quest does for lossy decoding), so what the selection misses is corrected a token later, not a
+thousand. The first chunk, a recent window and everything generated since are always there. Committed
+rows come from the full cache: they are the target's own, never an approximation.
 """
 
 from typing import Any
@@ -15,31 +16,30 @@ from triforce_tree.caches.base import RowBuffer, Rows, Variant, attend_rows
 from triforce_tree.caches.full import FullCache
 from triforce_tree.config import RetrievalConfig
 
-# Queries that choose: the newest ones of the last forward (after prefill that is a whole chunk of them).
-QUERIES = 32
-
 
 class RetrievalCache:
     """A selection of a full cache's rows, per layer and KV head, and a tail of its own.
 
-    Rows in the buffer: ``[selected chunks | recent and newer | tail]``. Layers with a sliding window
-    hold the recent rows of that window instead, which is exact where the budget covers it.
+    Rows in a layer's buffer: ``[slots of one chunk each | recent and newer | tail]``. A new selection
+    overwrites only the slots whose chunk is no longer wanted. A layer with a sliding window holds the
+    recent rows of that window instead, which is exact where the budget covers it.
 
     Args:
         source: the full cache of the same weights; ``commit`` it first.
         layers: number of layers.
-        config: budget, chunk, recent window (tokens) and refresh stride (commits).
+        config: budget, chunk and recent window (tokens), and whose queries choose.
     """
 
     def __init__(self, source: FullCache, layers: int, config: RetrievalConfig) -> None:
         self.source = source
         self.config = config
-        self.rows = RowBuffer(layers, config.budget + 4 * config.chunk + 256)
+        self.rows = RowBuffer(layers, config.budget + config.recent + 256)
         self.means = ChunkMeans(config.chunk)
-        self._base: dict[int, int] = {}  # committed rows in the buffer, per layer
+        self._slots: dict[int, Tensor] = {}  # [B, H_kv, n] chunk held by each slot
+        self._base: dict[int, int] = {}  # committed rows in the buffer
+        self._boundary = 0  # rows of the source before it are candidates, those after it are held
         self._copied = 0  # rows of the source that the buffers know of
         self._tail = 0
-        self._commits = 0
 
     @property
     def length(self) -> int:
@@ -50,6 +50,8 @@ class RetrievalCache:
 
     def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, rows: Rows, how: Variant) -> Tensor:
         index = layer.layer_idx
+        if self.config.refresh == "forward" and index in self._slots:
+            self._select(index, q)
         base = self._base.get(index, 0)
         self.rows.write(index, base + self._tail, k, v)
         k, v = self.rows.view(index, 0, base + self._tail + q.shape[2])
@@ -64,48 +66,79 @@ class RetrievalCache:
         self._tail = len(rows)
 
     def commit(self, count: int) -> None:
-        """Take over what the source committed; ``count`` rows of our own tail are replaced by its rows."""
+        """Take over what the source committed; its rows replace the ``count`` leading ones of our tail."""
         self._tail = 0
-        if self.source.length == self._copied:
+        length = self.source.length
+        if length == self._copied:
             return
-        due = self._commits % self.config.refresh == 0
-        self._commits += 1
+        moved = self._move_boundary(length)
         for index in self.source.rows.filled:
-            if due and index in self.source.queries:
-                self._select(index)
+            if moved or index not in self._base:
+                self._rebase(index)
             else:
-                self._append(index)
-        self._copied = self.source.length
+                fresh = self.source.rows.view(index, self._copied, length)
+                self.rows.write(index, self._base[index], *fresh)
+                self._base[index] += length - self._copied
+            if index in self._slots and index in self.source.queries:
+                self._select(index, self.source.queries[index][:, :, -self.config.queries :])
+        self._copied = length
 
     def prefill_step(self, coming: int) -> tuple[int, int]:
         raise RuntimeError("a retrieval cache is filled from its source: prefill and commit that first")
 
-    def _append(self, index: int) -> None:
-        base = self._base.get(index, 0)
-        k, v = self.source.rows.view(index, self._copied, self.source.length)
-        self.rows.write(index, base, k, v)
-        self._base[index] = base + k.shape[2]
+    def _move_boundary(self, length: int) -> bool:
+        """Let the recent rows grow to one and a half windows before the boundary follows them."""
+        recent, chunk = self.config.recent, self.config.chunk
+        if length <= self.config.budget or length - self._boundary <= recent + recent // 2 + chunk:
+            return False
+        self._boundary = -(-(length - recent) // chunk) * chunk
+        return True
 
-    def _select(self, index: int) -> None:
-        length, chunk = self.source.length, self.config.chunk
-        window = self.source.windows[index]
-        held = length if window is None else min(window, length)
-        if window is not None or length <= self.config.budget:
-            start = length - min(held, self.config.budget)
-            self.rows.write(index, 0, *self.source.rows.view(index, start, length))
-            self._base[index] = length - start
-            return
-        recent = -(-(length - self.config.recent) // chunk) * chunk  # a chunk boundary
-        slots = (self.config.budget - (length - recent)) // chunk
-        k, v = self.source.rows.view(index, 0, length)
-        means = self.means.of(index, k, recent // chunk)
-        chosen = select_chunks(self.source.queries[index][:, :, -QUERIES:], means, slots)
-        places = (chosen[..., None] * chunk + torch.arange(chunk, device=k.device)).flatten(2)
-        places = places[..., None].expand(-1, -1, -1, k.shape[3])
-        held = places.shape[2]
-        self.rows.write(index, 0, k.gather(2, places), v.gather(2, places))
-        self.rows.write(index, held, k[:, :, recent:], v[:, :, recent:])
-        self._base[index] = held + length - recent
+    def _rebase(self, index: int) -> None:
+        """Lay out a layer's committed rows anew."""
+        length, window = self.source.length, self.source.windows[index]
+        slots = (self.config.budget - self.config.recent) // self.config.chunk
+        if window is not None:
+            start, held = length - min(length, window, self.config.budget), 0
+        elif self._boundary:
+            start, held = self._boundary, slots * self.config.chunk
+        else:
+            start, held = 0, 0
+        self.rows.write(index, held, *self.source.rows.view(index, start, length))
+        self._base[index] = held + length - start
+        if held and index not in self._slots:
+            self._fill(index, slots)
+
+    def _fill(self, index: int, slots: int) -> None:
+        """The newest candidates, before any query has chosen."""
+        chunk = self.config.chunk
+        start = self._boundary - slots * chunk
+        k, v = self.source.rows.view(index, start, self._boundary)
+        self.rows.write(index, 0, k, v)
+        newest = torch.arange(start // chunk, self._boundary // chunk, device=k.device)
+        self._slots[index] = newest.expand(k.shape[0], k.shape[1], slots).contiguous()
+
+    def _select(self, index: int, q: Tensor) -> None:
+        """Bring the slots to the chunks these queries ask for."""
+        chunk = self.config.chunk
+        k, v = self.source.rows.view(index, 0, self._boundary)
+        means = self.means.of(index, k, self._boundary // chunk)
+        held = self._slots[index]
+        wanted = torch.zeros(means.shape[:3], dtype=torch.bool, device=k.device)
+        wanted.scatter_(2, select_chunks(q, means, held.shape[2]), True)
+        idle = ~wanted.gather(2, held)
+        # As many chunks come as slots are idle, head by head, and both lists run in head order.
+        b, h, slot = idle.nonzero(as_tuple=True)
+        missing = wanted.scatter(2, held, False)
+        chunks = missing.nonzero(as_tuple=True)[2]
+        held[b, h, slot] = chunks
+        inside = torch.arange(chunk, device=k.device)
+        b, h = b[:, None], h[:, None]
+        places = chunks[:, None] * chunk + inside
+        targets = slot[:, None] * chunk + inside
+        own_k, own_v = self.rows[index]
+        own_k[b, h, targets] = k[b, h, places]
+        own_v[b, h, targets] = v[b, h, places]
 
 
 class ChunkMeans:
@@ -119,20 +152,19 @@ class ChunkMeans:
         """Means of the first ``count`` chunks of ``k`` ``[B, H_kv, S, D]``: ``[B, H_kv, count, D]``."""
         have = self._means.get(layer)
         known = 0 if have is None else have.shape[2]
-        if known < count:
+        if have is None or known < count:
             new = k[:, :, known * self.chunk : count * self.chunk]
             new = new.unflatten(2, (count - known, self.chunk)).mean(3)
             have = new if have is None else torch.cat([have, new], 2)
             self._means[layer] = have
-        assert have is not None
         return have[:, :, :count]
 
 
 def select_chunks(q: Tensor, means: Tensor, slots: int) -> Tensor:
     """The chunks to hold, per KV head; chunk 0 (the sinks) is always among them.
 
-    A query head's interest in a chunk is its softmax share over the chunk means; the KV head takes the
-    largest interest over its query group and the given queries.
+    A query's interest in a chunk is its softmax share over the chunk means; a KV head adds up the
+    interest of its query group over the given queries.
 
     Args:
         q: ``[B, H_q, T, D]`` rotated queries.
@@ -144,8 +176,7 @@ def select_chunks(q: Tensor, means: Tensor, slots: int) -> Tensor:
     """
     batch, q_heads, queries, dim = q.shape
     kv_heads = means.shape[1]
-    packed = q.reshape(batch, kv_heads, q_heads // kv_heads * queries, dim)
-    scores = (packed @ means.transpose(-1, -2)).float() * dim**-0.5
-    interest = scores.softmax(-1).amax(2)
+    packed = (q * dim**-0.5).reshape(batch, kv_heads, q_heads // kv_heads * queries, dim)
+    interest = (packed @ means.mT).float().softmax(-1).sum(2)
     interest[..., 0] = torch.inf
     return interest.topk(min(slots, means.shape[2]), dim=-1, sorted=False).indices

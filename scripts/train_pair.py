@@ -1,0 +1,319 @@
+"""Trains the embedded pair: target by staged context, draft by distillation, then evaluation.
+
+Start with ``torchrun --nproc_per_node N scripts/train_pair.py ...``; one process per GPU (or CPU,
+for tests). Both trainings are budgets of seconds, so a run ends on time on any machine.
+``--resume`` continues from the last checkpoint in ``--out`` (weights and clock; optimiser state is
+warmed anew).
+"""
+
+import argparse
+import json
+import os
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from pair_data import Facts, Stream
+from pair_distill import SEGMENT, SINKS, StreamingForward, cut, laws
+from pair_eval import held_out_text, loss_at, needle_at, overlap_at
+from pair_model import CHUNK, DRAFT, TARGET, Llama
+from pair_optim import PairOptimizer
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+SHARD = 14_000_000  # bytes of a checkpoint file
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A share of the target's time at one context length."""
+
+    length: int  # tokens
+    share: float  # of the time budget
+    planted: float  # share of sequences with facts
+    weight: float  # loss weight of an answer's digits
+
+
+STAGES = (Stage(1024, 0.14, 0.4, 2.0), Stage(4096, 0.22, 0.5, 4.0), Stage(32768, 0.26, 0.8, 8.0),
+          Stage(131072, 0.38, 1.0, 10.0))
+TOY_STAGES = (Stage(256, 0.4, 0.5, 2.0), Stage(2048, 0.6, 1.0, 8.0))
+
+
+class Run:
+    """Where this process runs and where it writes."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.rank = int(os.environ.get("RANK", 0))
+        self.world = int(os.environ.get("WORLD_SIZE", 1))
+        cuda = torch.cuda.is_available()
+        local = int(os.environ.get("LOCAL_RANK", 0))
+        self.device = torch.device("cuda", local) if cuda else torch.device("cpu")
+        self.dtype = torch.bfloat16 if cuda else torch.float32
+        if cuda:
+            torch.cuda.set_device(local)
+        if self.world > 1:
+            dist.init_process_group("nccl" if cuda else "gloo",
+                                    device_id=self.device if cuda else None)
+        args.out.mkdir(parents=True, exist_ok=True)
+        self.began = time.monotonic()
+
+    def log(self, **row: object) -> None:
+        if self.rank == 0:
+            row = {"t": round(time.monotonic() - self.began, 1), **row}
+            with open(self.args.out / "log.jsonl", "a") as file:
+                file.write(json.dumps(row) + "\n")
+            print(json.dumps(row), flush=True)
+
+    def save(self, name: str, model: Llama, spent: float) -> None:
+        """Weights as bf16 safetensors in shards of at most ``SHARD`` bytes, and the clock."""
+        if self.rank:
+            return
+        shards: list[dict[str, Tensor]] = [{}]
+        size = 0
+        for key, value in model.state_dict().items():
+            value = value.detach().to("cpu", torch.bfloat16).contiguous()
+            if size + value.nbytes > SHARD:
+                shards.append({})
+                size = 0
+            shards[-1][key] = value
+            size += value.nbytes
+        for i, shard in enumerate(shards):
+            save_file(shard, self.args.out / f"{name}-{i}.safetensors", metadata={"format": "pt"})
+        state = {"seconds": spent, "shape": model.shape.to_dict()}
+        (self.args.out / f"{name}.json").write_text(json.dumps(state))
+
+    def load(self, name: str, model: Llama) -> float:
+        """Restores ``name`` if it was saved; the seconds already spent on it."""
+        state = self.args.out / f"{name}.json"
+        if not (self.args.resume and state.exists()):
+            return 0.0
+        for file in sorted(self.args.out.glob(f"{name}-*.safetensors")):
+            model.load_state_dict({k: v.float() for k, v in load_file(file).items()}, strict=False)
+        return float(json.loads(state.read_text())["seconds"])
+
+
+def same_everywhere(model: Llama) -> None:
+    if dist.is_initialized():
+        for p in model.parameters():
+            dist.broadcast(p.data, 0)
+
+
+def fastest_backend(run: Run, model: Llama, length: int, rows: int) -> SDPBackend:
+    """The quicker of cuDNN's and flash attention at this length, forward and backward."""
+    if run.device.type == "cpu":
+        return SDPBackend.MATH
+    shape = (rows, length, model.shape.heads, model.shape.head_dim)
+    times: dict[SDPBackend, float] = {}
+    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+        try:
+            for repeat in range(3):
+                q, k, v = (torch.randn(shape, device=run.device, dtype=run.dtype).transpose(1, 2)
+                           .requires_grad_() for _ in range(3))
+                torch.cuda.synchronize()
+                start = time.monotonic()
+                with sdpa_kernel(backend):
+                    o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+                o.backward(torch.ones_like(o))
+                torch.cuda.synchronize()
+                if repeat:
+                    times[backend] = min(times.get(backend, 9e9), time.monotonic() - start)
+        except RuntimeError as error:
+            times.pop(backend, None)
+            run.log(backend=str(backend), failed=str(error)[:200])
+    run.log(length=length, attention_ms={b.name: round(1e3 * t, 2) for b, t in times.items()})
+    return min(times, key=times.__getitem__)
+
+
+def rate(progress: float, step: int, hold: float) -> float:
+    """Warm-up over 60 steps, hold, then linear decay to 1% at the end of the budget."""
+    warm = min(1.0, (step + 1) / 60)
+    return warm * min(1.0, max(0.01, (1 - progress) / (1 - hold)))
+
+
+def train_target(run: Run, target: Llama, stream: Stream) -> None:
+    args = run.args
+    spent = run.load("target", target)
+    same_everywhere(target)
+    if spent >= args.target_seconds:
+        return
+    stages = TOY_STAGES if args.toy else STAGES
+    optimizer = PairOptimizer(target, args.muon_rate, args.adam_rate, args.decay)
+    # Compilation is not part of the budget.
+    x, y, _ = stream.batch(args.tokens // stages[0].length, stages[0].length, 0.0, 1.0)
+    target.backend = fastest_backend(run, target, stages[0].length, len(x))
+    target.losses(x, y, run.dtype).mean().backward()
+    optimizer.reduce(0.0, read=True)
+    optimizer.flat.zero_()
+    begin, clock, step, current, tokens = time.monotonic() - spent, spent, 0, stages[0], 0
+    saved = seen = time.monotonic()
+    while clock < args.target_seconds:
+        progress = clock / args.target_seconds
+        ends = [sum(s.share for s in stages[:i + 1]) for i in range(len(stages))]
+        stage = next((s for s, e in zip(stages, ends, strict=True) if progress < e), stages[-1])
+        rows = max(1, args.tokens // stage.length)
+        if stage is not current:
+            target.backend = fastest_backend(run, target, stage.length, rows)
+            current, seen = stage, time.monotonic()
+            tokens = 0
+        x, y, w = stream.batch(rows, stage.length, stage.planted, stage.weight)
+        loss = (target.losses(x, y, run.dtype) * w).sum() / w.sum()
+        loss.backward()
+        tokens += rows * stage.length * run.world
+        slow = stage.length > 65536 or step % 8 == 0
+        now = optimizer.reduce(time.monotonic() - begin, read=slow)
+        clock = now if slow else clock
+        optimizer.step(rate(progress, step, args.hold))
+        if step % args.log_every == 0:
+            run.log(what="target", step=step, length=stage.length, loss=round(loss.item(), 4),
+                    progress=round(progress, 3),
+                    mtok_s=round(tokens / (time.monotonic() - seen) / 1e6, 2))
+        step += 1
+        if time.monotonic() - saved > args.save_every:
+            run.save("target", target, clock)
+            saved = time.monotonic()
+    run.save("target", target, args.target_seconds)
+    run.log(what="target", steps=step)
+
+
+def distil(run: Run, target: Llama, draft: Llama, stream: Stream) -> None:
+    """Cross-entropy against the target's full-context law, then also overlap itself."""
+    args = run.args
+    spent = run.load("draft", draft)
+    same_everywhere(draft)
+    if spent >= args.draft_seconds:
+        return
+    length = args.teacher_length
+    rows = max(1, args.tokens // length)
+    segments = max(2, args.tokens // rows // (SINKS + SEGMENT))
+    target.backend = fastest_backend(run, target, length, rows)
+    streaming = StreamingForward(draft, run.device)
+    compiled = torch.compile(laws, dynamic=False) if run.device.type == "cuda" else laws
+    optimizer = PairOptimizer(draft, args.muon_rate, args.adam_rate, args.decay)
+    weight = torch.ones(rows, segments, SEGMENT, device=run.device)
+    weight[:, 1:, :128] = 0.0  # a cold window does not occur: prefill feeds a whole one
+    weight = weight.flatten()
+
+    def losses(progress: float) -> tuple[Tensor, Tensor]:
+        tokens = stream.batch(rows, length, 0.15, 1.0)[0]
+        with torch.no_grad():
+            hidden = target.hidden_states(tokens, run.dtype).unflatten(0, (rows, length))
+        starts = torch.randint(SINKS, length - SEGMENT + 1, (rows, segments), device=run.device)
+        starts[:, 0] = SINKS  # one segment a document has no gap behind its sinks
+        inputs, teacher = cut(tokens, hidden, starts)
+        student = streaming(inputs, run.dtype)
+        entropy, overlap = compiled(
+            student.flatten(0, 1), draft.model.norm.weight, draft.model.embed_tokens.weight,
+            teacher.flatten(0, 1), target.model.norm.weight, target.model.embed_tokens.weight)
+        direct = args.overlap_weight * min(1.0, max(0.0, 2 * progress - 0.5))
+        loss = ((entropy + direct * (1 - overlap)) * weight).sum() / weight.sum()
+        return loss, (overlap.detach() * weight).sum() / weight.sum()
+
+    losses(0.0)[0].backward()  # compilation is not part of the budget
+    optimizer.reduce(0.0, read=True)
+    optimizer.flat.zero_()
+    begin, clock, step = time.monotonic() - spent, spent, 0
+    while clock < args.draft_seconds:
+        progress = clock / args.draft_seconds
+        loss, overlap = losses(progress)
+        loss.backward()
+        slow = step % 8 == 0
+        now = optimizer.reduce(time.monotonic() - begin, read=slow)
+        clock = now if slow else clock
+        optimizer.step(rate(progress, step, 0.3))
+        if step % args.log_every == 0:
+            run.log(what="draft", step=step, loss=round(loss.item(), 4),
+                    overlap=round(overlap.item(), 4), progress=round(progress, 3))
+        step += 1
+    run.save("draft", draft, args.draft_seconds)
+    run.log(what="draft", steps=step)
+
+
+def evaluate(run: Run, target: Llama, draft: Llama, facts: Facts, held_out: Tensor) -> None:
+    args = run.args
+    result: dict[str, object] = {"held_out_tokens": len(held_out), "seed": args.seed,
+                                 "torch": torch.__version__, "processes": run.world}
+    if run.device.type == "cuda":
+        result["device"] = torch.cuda.get_device_name()
+    target.backend = SDPBackend.FLASH_ATTENTION if run.device.type == "cuda" else SDPBackend.MATH
+    target.use_plain_pieces()
+    draft.use_plain_pieces()
+    lengths = [512, 2048] if args.toy else [1024, 4096, 16384, 65536]
+    result["loss"] = {n: loss_at(target, held_out, n, run.dtype) for n in lengths}
+    run.log(what="loss", **{str(k): v for k, v in result["loss"].items()})
+    streaming = StreamingForward(draft, run.device)
+    lengths = [2048] if args.toy else [8192, 16384]
+    result["draft"] = {n: overlap_at(target, streaming, held_out, n, run.dtype) for n in lengths}
+    run.log(what="draft", **{str(k): v for k, v in result["draft"].items()})
+    lengths = [512, 2048] if args.toy else [2048, 8192, 16384, 32768, 65536, 122880]
+    trials = 4 if args.toy else args.trials
+    result["needle"] = {n: needle_at(target, facts, held_out, n, trials, args.seed, run.dtype)
+                        for n in lengths}
+    run.log(what="needle", **{str(k): v for k, v in result["needle"].items()})
+    if run.rank == 0:
+        (args.out / "eval.json").write_text(json.dumps(result, indent=1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="token files of pair_data.py")
+    parser.add_argument("--tokenizer", type=Path, required=True, help="tokenizer.json")
+    parser.add_argument("--held-out", type=Path,
+                        help="text file to evaluate on; default: this Python's pydoc_data.topics")
+    parser.add_argument("--out", type=Path, required=True, help="checkpoints, log and evaluation")
+    parser.add_argument("--target-seconds", type=float, default=400.0)
+    parser.add_argument("--draft-seconds", type=float, default=110.0)
+    parser.add_argument("--tokens", type=int, default=CHUNK, help="tokens per process and step")
+    parser.add_argument("--teacher-length", type=int, default=16384,
+                        help="context of the target while it teaches the draft, in tokens")
+    parser.add_argument("--muon-rate", type=float, default=0.015)
+    parser.add_argument("--adam-rate", type=float, default=3e-3)
+    parser.add_argument("--decay", type=float, default=0.1, help="weight decay of the matrices")
+    parser.add_argument("--hold", type=float, default=0.45,
+                        help="share of the target's time before the rate decays")
+    parser.add_argument("--overlap-weight", type=float, default=1.0,
+                        help="weight of 1 - sum(min(p, q)) late in distillation")
+    parser.add_argument("--python-weight", type=float, default=1.6,
+                        help="sampling weight of Python's own documentation, per token")
+    parser.add_argument("--trials", type=int, default=40, help="needle trials per length")
+    parser.add_argument("--log-every", type=int, default=50, help="steps")
+    parser.add_argument("--save-every", type=float, default=60.0, help="seconds")
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--toy", action="store_true", help="tiny models and stages, for tests")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    run = Run(args)
+    torch.manual_seed(args.seed)
+    tokenizer = Tokenizer.from_file(str(args.tokenizer))
+    facts = Facts(tokenizer)
+    text = args.held_out.read_text("utf-8") if args.held_out else held_out_text()
+    held_out = torch.tensor(tokenizer.encode(text).ids, device=run.device)
+    stream = Stream(args.data, facts, run.device, args.seed * 1000 + run.rank,
+                    args.python_weight)
+    shapes = (TARGET, DRAFT)
+    if args.toy:
+        shapes = (replace(TARGET, hidden=64, layers=2, heads=1, head_dim=64, mlp=128),
+                  replace(DRAFT, hidden=32, layers=1, heads=1, head_dim=32, mlp=64))
+    target, draft = (Llama(shape).to(run.device) for shape in shapes)
+    if run.device.type == "cuda":
+        target.compile_pieces()
+        draft.compile_pieces()
+    run.log(what="start", corpus_mtok=round(len(stream.tokens) / 1e6, 1), world=run.world,
+            held_out=len(held_out), parameters=[sum(p.numel() for p in m.parameters())
+                                                for m in (target, draft)])
+    train_target(run, target, stream)
+    distil(run, target, draft, stream)
+    evaluate(run, target, draft, facts, held_out)
+    run.log(what="done")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
