@@ -1,8 +1,22 @@
 """Lossless speculative decoding with hierarchical drafting, for long contexts."""
 
-from triforce_tree.api import Engine, GenerateOutput, custom_generate, generate, load
-from triforce_tree.hf_model import UnsupportedModelError
-from triforce_tree.stats import LevelStats
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from triforce_tree.api import Engine, GenerateOutput, custom_generate, generate, load
+    from triforce_tree.hf_model import UnsupportedModelError
+    from triforce_tree.stats import LevelStats
+else:
+
+    def __getattr__(name: str) -> Any:
+        # torch and transformers take seconds to import, and the command line's help needs neither.
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(import_module(_HOMES[name]), name)
+        globals()[name] = value
+        return value
+
 
 __version__ = "0.1.0"
 
@@ -15,3 +29,13 @@ __all__ = [
     "generate",
     "load",
 ]
+
+_HOMES = {
+    **dict.fromkeys(__all__, "triforce_tree.api"),
+    "LevelStats": "triforce_tree.stats",
+    "UnsupportedModelError": "triforce_tree.hf_model",
+}
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

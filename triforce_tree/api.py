@@ -27,6 +27,7 @@ from triforce_tree.options import (
     check_sampling_options,
     ending_of,
     law_of,
+    refuse_model_inputs,
     refuse_unsupported,
 )
 from triforce_tree.stats import LevelStats
@@ -149,11 +150,15 @@ class Engine:
             logits_processor: LogitsProcessorList,
             stopping_criteria: StoppingCriteriaList,
             generation_config: GenerationConfig,
-            **_: Any,
+            attention_mask: Tensor | None = None,
+            **model_inputs: Any,
         ) -> GenerateOutput:
             refuse_unsupported(generation_config, logits_processor)
-            prompt = input_ids[0].tolist()
-            ending = ending_of(generation_config, stopping_criteria, len(prompt), input_ids.device)
+            refuse_model_inputs(model_inputs)
+            [prompt] = self._token_rows(input_ids, attention_mask)
+            ending = ending_of(
+                generation_config, stopping_criteria, input_ids.shape[1], input_ids.device
+            )
             self._check_length(len(prompt), ending.max_new_tokens)
             decoder = self.hierarchy.decoder(
                 law_of(generation_config, logits_processor),

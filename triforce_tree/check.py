@@ -25,6 +25,7 @@ SIGNIFICANCE = 1e-4
 LEAST_EXPECTED = 5.0  # of a bin, the usual rule for chi-square
 NOISE_ROWS = 16
 MOST_FAILURES = 3  # enough to know
+PLACES = 512  # where contexts of the sampling test may end
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,11 @@ class Law:
 
 
 def greedy(
-    engine: Engine, prompt: Sequence[int], new_tokens: int, levels: int, stop: StoppingCriteriaList | None = None
+    engine: Engine,
+    prompt: Sequence[int],
+    new_tokens: int,
+    levels: int,
+    stop: StoppingCriteriaList | None = None,
 ) -> Greedy:
     """Compare with transformers' own greedy decoding of the same model."""
     model = engine.hierarchy.target.model
@@ -146,6 +151,23 @@ def sampling_laws(
     ]
 
 
+def uncertain_contexts(engine: Engine, tokens: Sequence[int], count: int) -> list[list[int]]:
+    """The ``count`` beginnings of a text after which the target is least sure of what follows.
+
+    A test of laws that are all but certain would find nothing wrong. Only the text's last places, at most
+    half of it, are looked at.
+    """
+    model = engine.hierarchy.target.model
+    places = min(PLACES, max(count, len(tokens) // 2))
+    with torch.no_grad():
+        logits = model(_ids(model, tokens), logits_to_keep=places).logits[0].float()
+    laws = logits.softmax(-1)
+    entropy = -(laws * laws.clamp_min(1e-30).log()).sum(-1)
+    first = len(tokens) - len(entropy)
+    best = entropy.topk(min(count, len(entropy))).indices.tolist()
+    return [list(tokens[: first + place + 1]) for place in sorted(best)]
+
+
 def chi_square(counts: Counter[int], law: Tensor) -> tuple[float, int]:
     """(statistic, degrees of freedom) of draws against a law ``[V]``; rare tokens share bins."""
     draws = sum(counts.values())
@@ -154,9 +176,7 @@ def chi_square(counts: Counter[int], law: Tensor) -> tuple[float, int]:
     statistic, bins = 0.0, 0
     expected = observed = 0.0
     # Rare tokens come first and fill bins together; what is left must be enough for one more bin.
-    for token, probability, rest in zip(
-        tokens.tolist(), probabilities.tolist(), left.tolist(), strict=True
-    ):
+    for token, probability, rest in zip(tokens.tolist(), probabilities.tolist(), left.tolist(), strict=True):
         expected += draws * probability
         observed += counts[token]
         if expected >= LEAST_EXPECTED and (rest >= LEAST_EXPECTED or rest < 1e-6):
@@ -189,7 +209,8 @@ def _own_decoding(
         max_new_tokens=new_tokens,
         stopping_criteria=stop,
     )
-    return out[0, len(prompt) :].tolist()
+    tokens: list[int] = out[0, len(prompt) :].tolist()
+    return tokens
 
 
 def _noise(engine: Engine, tokens: Sequence[int]) -> float:
@@ -214,7 +235,8 @@ def _noise(engine: Engine, tokens: Sequence[int]) -> float:
 
 def _last_logits(model: Any, tokens: Sequence[int]) -> Tensor:
     with torch.no_grad():
-        return model(_ids(model, tokens), logits_to_keep=1).logits[0, -1].float()
+        logits: Tensor = model(_ids(model, tokens), logits_to_keep=1).logits
+    return logits[0, -1].float()
 
 
 def _ids(model: Any, tokens: Sequence[int]) -> Tensor:
@@ -222,7 +244,7 @@ def _ids(model: Any, tokens: Sequence[int]) -> Tensor:
 
 
 def _law_at(level: Level, context: Context, law: TokenLaw) -> Tensor:
-    return law(level.forward_tree(context, TokenTree([context[-1]], [-1])), lambda: [])[0]
+    return law(level.forward_tree(context, TokenTree([context[-1]], [-1])), list)[0]
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:

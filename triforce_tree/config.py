@@ -31,22 +31,20 @@ class RetrievalConfig:
     """The middle level's cache, in tokens (TriForce, section 4.1).
 
     ``budget`` counts the forced first chunk, the retrieved chunks and the forced ``recent`` window,
-    which may grow by half with newer tokens before it moves on. ``refresh`` says whose queries choose
-    the chunks: "verify", level 2's after each of its passes (the newest ``queries`` of them);
-    "forward", level 1's own besides, in every one of its forwards.
+    which may grow by half with newer tokens before it moves on. ``refresh`` = n lets every n-th forward
+    of level 1 choose its chunks by the query of its root, the first one after each level-2 pass
+    included; 0 leaves the choice to the queries of each level-2 pass.
     """
 
-    budget: int = 1024
+    budget: int = 1536
     chunk: int = 8
-    recent: int = 512
-    refresh: str = "forward"
-    queries: int = 32
+    recent: int = 256
+    refresh: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("budget", "chunk", "recent", "queries"):
+        for name in ("budget", "chunk", "recent"):
             _at_least(name, getattr(self, name), 1)
-        if self.refresh not in ("verify", "forward"):
-            raise ValueError(f"refresh={self.refresh!r} must be 'verify' or 'forward'")
+        _at_least("refresh", self.refresh, 0)
         if self.budget % self.chunk:
             near = max(self.chunk, self.budget // self.chunk * self.chunk)
             raise ValueError(
@@ -71,7 +69,8 @@ class HierarchyConfig:
 
     ``gamma`` is γ2, the tokens that level 1 gathers before one level-2 pass; ``tree`` the shape of the
     token trees that the draft grows (see :func:`triforce_tree.tree_search.parse_shape`); ``leaves`` says
-    whether level 2 also checks one runner-up token at every depth of the chain. ``lookup`` is the number
+    whether level 2 also checks one runner-up token at every depth of the chain; None does where more
+    rows cost little, which is not on a CPU. ``lookup`` is the number
     of tokens that prompt lookup proposes when there is no draft model. ``levels`` 3 is the whole
     hierarchy, 2 the draft under the full target, 1 ordinary decoding; "auto" takes 3 where the prompt is
     at least twice the retrieval budget and 2 below.
@@ -80,7 +79,7 @@ class HierarchyConfig:
     levels: int | str = "auto"
     gamma: int = 12
     tree: str | Shape = "best-first:6,5,4"
-    leaves: bool = True
+    leaves: bool | None = None
     lookup: int = 8
     prefill_chunk: int = 1024
     streaming: StreamingConfig = field(default_factory=StreamingConfig)

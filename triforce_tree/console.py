@@ -53,7 +53,7 @@ class Interrupt(StoppingCriteria):
     def __exit__(self, *_: object) -> None:
         signal.signal(signal.SIGINT, self._before)
 
-    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:  # type: ignore[override]
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
         return torch.full((input_ids.shape[0],), self.requested, device=input_ids.device)
 
     def check(self) -> None:
@@ -76,15 +76,15 @@ class PrefillBar:
         self._task = self._bar.add_task(what, total=total)
 
     def __enter__(self) -> "PrefillBar":
-        if self._left > 0:
-            self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+        if self._bar.live.is_started:
+            self._bar.stop()
 
     def __call__(self, tokens: int) -> None:
         self._interrupt.check()
+        self._bar.start()  # only now: bad input has had its say
         self._bar.advance(self._task, tokens)
         self._left -= tokens
         if self._left <= 0:
@@ -127,7 +127,15 @@ def levels_table(levels: Sequence[LevelStats]) -> Table:
 
 def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     """A table whose first column is text and whose others are figures."""
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=SIMPLE_HEAD,
+        min_width=len(title) + 2,
+        pad_edge=False,
+        collapse_padding=True,
+    )
     for index, name in enumerate(columns):
         table.add_column(name, justify="right" if index else "left")
     for row in rows:

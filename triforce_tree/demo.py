@@ -12,44 +12,33 @@ from triforce_tree.bench.text import pydoc_text, token_ids
 from triforce_tree.commands import options
 from triforce_tree.commands.generate import generate
 from triforce_tree.console import Interrupt, json_line, levels_table, screen
+from triforce_tree.options import check_sampling_options
 
 WARM_UP_PROMPT, WARM_UP_TOKENS = 256, 16
 
 
-def add(subparsers: Any) -> None:
-    parser = options.add_parser(
-        subparsers,
-        "demo",
-        run,
-        "Continue a long piece of Python's own help text with the embedded pair, and compare with ordinary "
-        "decoding. Ends with one line of JSON, asked for or not.",
-    )
-    parser.add_argument("--prompt-tokens", type=options.positive, default=8192, help="tokens of the prompt")
-    parser.add_argument("--new-tokens", type=options.positive, default=192, help="tokens to write")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the most probable token")
-    parser.add_argument("--seed", type=int, default=0, help="of all draws")
-    options.add_models(parser)
-    options.add_hierarchy(parser)
-    parser.set_defaults(levels=3)
-
-
 def run(args: argparse.Namespace) -> int:
     show = screen()
+    check_sampling_options({"temperature": args.temperature})
     engine = options.engine_of(args)
     assert engine.tokenizer is not None
     ids = token_ids(engine.tokenizer, pydoc_text())
     if args.prompt_tokens > len(ids):
         raise ValueError(
-            f"--prompt-tokens {args.prompt_tokens} exceeds the {len(ids)} tokens of the help topics; use fewer"
+            f"--prompt-tokens {args.prompt_tokens} exceeds the help topics' {len(ids)} tokens; use fewer"
         )
     prompt = ids[: args.prompt_tokens]
     alone = engine.with_options(levels=1)
     greedy = args.temperature == 0
-    more: dict[str, Any] = {"max_new_tokens": args.new_tokens, "seed": args.seed, "temperature": args.temperature}
+    more: dict[str, Any] = {
+        "max_new_tokens": args.new_tokens,
+        "seed": args.seed,
+        "temperature": args.temperature,
+    }
     if not greedy:
         more["top_k"] = 0
     show.print(f"{len(prompt)} tokens of Python's help topics, ending in")
-    show.print("  ..." + engine.tokenizer.decode(prompt[-48:]).replace("\n", "\n  "), markup=False)
+    show.print("  ..." + str(engine.tokenizer.decode(prompt[-48:])).replace("\n", "\n  "), markup=False)
     with Interrupt() as interrupt:
         for each in (engine, alone):
             each.generate(prompt[:WARM_UP_PROMPT], do_sample=False, max_new_tokens=WARM_UP_TOKENS)

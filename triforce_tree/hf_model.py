@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AttentionInterface, Cache, PreTrainedModel
 
 from triforce_tree.caches.base import KVCache, Rows, Variant
+from triforce_tree.host_linear import few_row_linears
 from triforce_tree.rope import FamilyRope
 
 ATTENTION = "triforce_tree"
@@ -111,7 +112,8 @@ class HFModel:
         try:
             self.model.set_attn_implementation(ATTENTION)
             self.model.eval()
-            yield
+            with few_row_linears(self.model):
+                yield
         finally:
             self.model.set_attn_implementation(before)
             self.model.train(training)

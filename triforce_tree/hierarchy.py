@@ -91,7 +91,10 @@ class Hierarchy:
             middle = Verifier(
                 "retrieval", self._level(self.target, retrieval), law, self._random(seed, 1)
             )
-            drafter = HierarchicalDrafter(drafter, middle, config.gamma, config.leaves, stop)
+            leaves = config.leaves
+            if leaves is None:
+                leaves = self.target.device.type != "cpu"
+            drafter = HierarchicalDrafter(drafter, middle, config.gamma, leaves, stop)
         return Decoder(verifier, drafter)
 
     def _base_drafter(self, law: TokenLaw, seed: int) -> Drafter:

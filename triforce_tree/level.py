@@ -51,7 +51,7 @@ class Level:
             take = min(take, self._prefill_chunk)
             part, missing = missing[skip : skip + take], missing[skip + take :]
             depths = torch.arange(take, device=self.model.device)
-            self.model.forward(part, Rows(depths, None, depths), self.cache, last_only=True)
+            self.model.forward(part, Rows(depths, None, depths, take), self.cache, last_only=True)
             self.cache.commit(take)
             if progress:
                 progress(skip + take)
@@ -65,16 +65,17 @@ class Level:
         """
         missing, end = self._sync(context)
         parents = [end, *range(self.tail, self.tail + len(missing) - 1)]
-        logits = self.extend(missing, parents)
+        logits = self.extend(missing, parents, len(missing))
         return logits[-1], self.tail - 1
 
-    def extend(self, tokens: Sequence[int], parents: Sequence[int]) -> Tensor:
+    def extend(self, tokens: Sequence[int], parents: Sequence[int], context: int = 0) -> Tensor:
         """One forward of T rows behind the tail.
 
         Args:
             tokens: T ids.
             parents: the tail row that each follows, -1 for the committed end; a new row may follow an
                 earlier new one.
+            context: leading ones among the T that belong to the context, not to a proposal.
 
         Returns:
             logits ``[T, V]``.
@@ -92,7 +93,8 @@ class Level:
         depths = torch.tensor(self._depths, device=device)
         mask = torch.from_numpy(self._mask[start:stop, :stop].copy()).to(device)
         self.forwards += 1
-        return self.model.forward(list(tokens), Rows(depths[start:], mask, depths), self.cache)
+        rows = Rows(depths[start:], mask, depths, context)
+        return self.model.forward(list(tokens), rows, self.cache)
 
     def forward_tree(self, context: Context, tree: TokenTree) -> Tensor:
         """One forward of a whole tree, after whatever of ``context`` is still missing.
@@ -108,7 +110,7 @@ class Level:
         before = self.tail + len(missing) - 1  # the root's row; missing always ends with it
         parents = [end, *range(self.tail, before)]
         parents += [before + parent for parent in tree.parents[1:]]
-        logits = self.extend([*missing, *tree.tokens[1:]], parents)
+        logits = self.extend([*missing, *tree.tokens[1:]], parents, len(missing))
         return logits[len(missing) - 1 :]
 
     def commit(self, context: Context) -> None:

@@ -32,11 +32,18 @@ def load_model(
     if dtype is None:
         dtype = torch.float32 if device.type == "cpu" else "auto"
     try:
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, use_safetensors=True)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype, use_safetensors=True, output_loading_info=True
+        )
     except SafetensorError as error:
         raise OSError(
             f"the checkpoint in {str(source)!r} is corrupt ({error}); copy or download it again"
         ) from error
+    if missing := sorted(report["missing_keys"]):
+        raise OSError(
+            f"the checkpoint in {str(source)!r} lacks {len(missing)} weights, such as {missing[0]}; copy "
+            "or download it again"
+        )
     return model.to(device).eval()
 
 

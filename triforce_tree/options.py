@@ -65,6 +65,26 @@ def refuse_unsupported(config: GenerationConfig, processors: LogitsProcessorList
             )
 
 
+# What transformers' generate prepares for a model's own forward: caches and positions are our business.
+_PREPARED = frozenset(
+    "position_ids cache_position past_key_values use_cache logits_to_keep num_logits_to_keep".split()
+)
+
+
+def refuse_model_inputs(inputs: dict[str, Any]) -> None:
+    """Raise for what the model would take beside token ids (embeddings, images), rather than drop it.
+
+    Raises:
+        ValueError: naming the input.
+    """
+    for name, value in inputs.items():
+        if value is not None and name not in _PREPARED:
+            raise ValueError(
+                f"{name} is not supported by triforce_tree, which continues token ids alone; leave it "
+                "out, or use the model's own generate()"
+            )
+
+
 def check_sampling_options(kwargs: dict[str, Any]) -> None:
     """Read ``temperature=0`` as greedy, any other temperature as a wish to sample.
 

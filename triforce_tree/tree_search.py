@@ -5,12 +5,15 @@ A shape names nodes by their *ranks*: the path of sibling ranks from the root, a
 seen so far, never on the draws of those siblings: that would bias the law they are drawn from.
 """
 
-from collections.abc import Iterable, Sequence
-from functools import lru_cache
-from typing import Protocol
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    # For annotations alone: the command line reads shapes without torch.
+    from torch import Tensor
 
 Ranks = tuple[int, ...]
 
@@ -40,6 +43,8 @@ class Static:
     def __init__(self, paths: Iterable[Sequence[int]]) -> None:
         self.counts: dict[Ranks, int] = {}
         for path in paths:
+            if any(rank < 0 for rank in path):
+                raise ValueError(f"path {list(path)} has a negative rank; the first sibling is 0")
             for depth, rank in enumerate(path):
                 parent = tuple(path[:depth])
                 self.counts[parent] = max(self.counts.get(parent, 0), rank + 1)
@@ -78,9 +83,9 @@ class BestFirst:
         best = min(width, laws.shape[-1])
         # A law's probabilities in descending order stand for the chances of its 1st, 2nd ... sibling,
         # whichever tokens the draws will bring.
-        by_rank = laws.topk(best, dim=-1).values * torch.tensor(values, device=laws.device)[:, None]
+        by_rank = laws.topk(best, dim=-1).values * laws.new_tensor(values)[:, None]
         chosen = by_rank.flatten().topk(min(width, by_rank.numel())).indices // best
-        return torch.bincount(chosen, minlength=len(ranks)).tolist()
+        return chosen.bincount(minlength=len(ranks)).tolist()
 
 
 def chain_shape(length: int) -> Static:
@@ -107,7 +112,7 @@ def sequoia(acceptance: Sequence[float], size: int, depth: int) -> Static:
         raise ValueError(f"acceptance={list(acceptance)} must be a part of a probability law")
     widest = len(acceptance)
 
-    @lru_cache(maxsize=None)
+    @cache
     def best(nodes: int, levels: int) -> tuple[float, tuple[int, ...]]:
         """(expectation, nodes taken by each child) of the best tree below one node."""
         if nodes == 0 or levels == 0:
@@ -143,7 +148,8 @@ def sequoia(acceptance: Sequence[float], size: int, depth: int) -> Static:
 
 def expected_acceptances(shape: Static, acceptance: Sequence[float]) -> float:
     """Expected accepted tokens of a static tree under rank-wise acceptance (bonus not counted)."""
-    total, frontier = 0.0, [((), 1.0)]
+    total = 0.0
+    frontier: list[tuple[Ranks, float]] = [((), 1.0)]
     while frontier:
         place, chance = frontier.pop()
         for rank in range(min(shape.counts.get(place, 0), len(acceptance))):
@@ -157,7 +163,7 @@ def expected_acceptances(shape: Static, acceptance: Sequence[float]) -> float:
 DEFAULT_ACCEPTANCE = (0.50, 0.13, 0.06, 0.04, 0.03, 0.02, 0.015, 0.01)
 
 
-def parse_shape(text: "str | Shape") -> Shape:
+def parse_shape(text: str | Shape) -> Shape:
     """A shape from its name.
 
     ``chain:4`` | ``best-first:6,5,4`` (widths by depth) | ``sequoia:16x4`` (size x depth) |

@@ -25,11 +25,15 @@ class Rows:
         mask: bool ``[T, N]`` over all tail rows, the new ones last; None for a causal chunk that is the
             whole tail (prefill).
         tail_depths: int64 ``[N]``, the same distance for every tail row.
+        context: how many of the T rows, the leading ones, are tokens of the context; the others are
+            proposals. What a cache chooses to show may depend on the context's rows alone: a law that
+            looked at the proposals it judges would not be the law that they are accepted by.
     """
 
     depths: Tensor
     mask: Tensor | None
     tail_depths: Tensor
+    context: int = 0
 
 
 @dataclass(frozen=True)

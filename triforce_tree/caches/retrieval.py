@@ -1,10 +1,10 @@
 """The middle level's cache: a few chunks of the full cache, chosen by what is being looked for.
 
 TriForce (arXiv 2404.11912, section 4.1) scores chunks by the mean of their keys, once, with the last
-prompt token's query. Here every forward of the middle level may choose again with its own queries
-(as Quest does for lossy decoding), so what the selection misses is corrected a token later, not a
-thousand. The first chunk, a recent window and everything generated since are always there. Committed
-rows come from the full cache: they are the target's own, never an approximation.
+prompt token's query. Here the root of a forward chooses anew, by its own query, what that forward sees
+(as each token does in Quest's lossy decoding): earlier queries only dilute the choice. Proposed tokens
+never choose: a law that depended on the tokens it judges would not be the law they are accepted by. The
+first chunk, a recent window and everything generated since are always there. Committed rows come from the full cache: they are the target's own, never an approximation.
 """
 
 from typing import Any
@@ -15,6 +15,10 @@ from torch import Tensor
 from triforce_tree.caches.base import RowBuffer, Rows, Variant, attend_rows
 from triforce_tree.caches.full import FullCache
 from triforce_tree.config import RetrievalConfig
+from triforce_tree.kernels import dispatch
+
+# Without a choice in every forward, the newest accepted tokens of a level-2 pass choose together.
+_VERIFIED_QUERIES = 32
 
 
 class RetrievalCache:
@@ -40,6 +44,7 @@ class RetrievalCache:
         self._boundary = 0  # rows of the source before it are candidates, those after it are held
         self._copied = 0  # rows of the source that the buffers know of
         self._tail = 0
+        self._forwards = 0  # since the last commit
 
     @property
     def length(self) -> int:
@@ -50,15 +55,21 @@ class RetrievalCache:
 
     def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, rows: Rows, how: Variant) -> Tensor:
         index = layer.layer_idx
-        if self.config.refresh == "forward" and index in self._slots:
-            self._select(index, q)
+        if self._due and rows.context and index in self._slots:
+            self._select(index, q[:, :, rows.context - 1 : rows.context])
         base = self._base.get(index, 0)
         self.rows.write(index, base + self._tail, k, v)
         k, v = self.rows.view(index, 0, base + self._tail + q.shape[2])
         return attend_rows(q, k, v, rows, self.length - base, how)
 
+    @property
+    def _due(self) -> bool:
+        """Whether this forward chooses: the first one after each commit does, and every n-th."""
+        return self.config.refresh > 0 and self._forwards % self.config.refresh == 0
+
     def advance(self, count: int) -> None:
         self._tail += count
+        self._forwards += 1
 
     def keep(self, rows: list[int]) -> None:
         for index in self.rows.filled:
@@ -67,7 +78,7 @@ class RetrievalCache:
 
     def commit(self, count: int) -> None:
         """Take over what the source committed; its rows replace the ``count`` leading ones of our tail."""
-        self._tail = 0
+        self._tail = self._forwards = 0
         length = self.source.length
         if length == self._copied:
             return
@@ -79,8 +90,8 @@ class RetrievalCache:
                 fresh = self.source.rows.view(index, self._copied, length)
                 self.rows.write(index, self._base[index], *fresh)
                 self._base[index] += length - self._copied
-            if index in self._slots and index in self.source.queries:
-                self._select(index, self.source.queries[index][:, :, -self.config.queries :])
+            if self.config.refresh == 0 and index in self._slots and index in self.source.queries:
+                self._select(index, self.source.queries[index][:, :, -_VERIFIED_QUERIES:])
         self._copied = length
 
     def prefill_step(self, coming: int) -> tuple[int, int]:
@@ -119,13 +130,15 @@ class RetrievalCache:
         self._slots[index] = newest.expand(k.shape[0], k.shape[1], slots).contiguous()
 
     def _select(self, index: int, q: Tensor) -> None:
-        """Bring the slots to the chunks these queries ask for."""
+        """Bring the slots to the chunks that these queries ``[B, H_q, T, D]`` ask for."""
         chunk = self.config.chunk
         k, v = self.source.rows.view(index, 0, self._boundary)
         means = self.means.of(index, k, self._boundary // chunk)
         held = self._slots[index]
         wanted = torch.zeros(means.shape[:3], dtype=torch.bool, device=k.device)
-        wanted.scatter_(2, select_chunks(q, means, held.shape[2]), True)
+        interest = dispatch.chunk_scores(q, means, q.shape[-1] ** -0.5)
+        interest[..., 0] = torch.inf
+        wanted.scatter_(2, interest.topk(held.shape[2], sorted=False).indices, True)
         idle = ~wanted.gather(2, held)
         # As many chunks come as slots are idle, head by head, and both lists run in head order.
         b, h, slot = idle.nonzero(as_tuple=True)
@@ -158,25 +171,3 @@ class ChunkMeans:
             have = new if have is None else torch.cat([have, new], 2)
             self._means[layer] = have
         return have[:, :, :count]
-
-
-def select_chunks(q: Tensor, means: Tensor, slots: int) -> Tensor:
-    """The chunks to hold, per KV head; chunk 0 (the sinks) is always among them.
-
-    A query's interest in a chunk is its softmax share over the chunk means; a KV head adds up the
-    interest of its query group over the given queries.
-
-    Args:
-        q: ``[B, H_q, T, D]`` rotated queries.
-        means: ``[B, H_kv, C, D]`` mean rotated key of every candidate chunk.
-        slots: chunks to choose.
-
-    Returns:
-        int64 ``[B, H_kv, min(slots, C)]``, in no particular order.
-    """
-    batch, q_heads, queries, dim = q.shape
-    kv_heads = means.shape[1]
-    packed = (q * dim**-0.5).reshape(batch, kv_heads, q_heads // kv_heads * queries, dim)
-    interest = (packed @ means.mT).float().softmax(-1).sum(2)
-    interest[..., 0] = torch.inf
-    return interest.topk(min(slots, means.shape[2]), dim=-1, sorted=False).indices

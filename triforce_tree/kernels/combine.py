@@ -1,33 +1,53 @@
 """Triton kernel: merge the fp32 partials of every output row, in a fixed order, so results repeat.
 
-The maths is that of ``reference.merge_states``; partial LSEs come in base 2, the result leaves in base e.
+Which pieces a row has follows from the lengths where there is one segment; otherwise the main
+kernel wrote it into ``bounds``. The maths is that of ``reference.merge_states``; partial LSEs come
+in base 2, the result leaves in base e.
 """
 
 import triton
 import triton.language as tl
 
+from triforce_tree.kernels.schedule import cut_evenly, spans
 
-@triton.jit(do_not_specialize=["max_rows", "segments"])
+
+@triton.jit
+def _slice_of(tile, share, spare):
+    """The slice that holds a tile; the first ``spare`` slices hold one more than ``share``."""
+    long = spare * (share + 1)
+    return tl.where(tile < long, tile // (share + 1), spare + (tile - long) // tl.maximum(share, 1))
+
+
+@triton.jit(do_not_specialize=["max_rows", "segments", "slices"])
 def combine_kernel(
     out_ptr,  # [queries, H_q, D]
     lse_ptr,  # fp32 [queries, H_q]
     partial_out_ptr,  # fp32 [pieces, D]
     partial_lse_ptr,  # fp32 [pieces], base 2
     bounds_ptr,  # int32 [units, 2]
+    lengths_ptr,  # int32 [segments]
     segments_ptr,  # int32 [6, segments]
+    low_ptr,  # int32 [segments]
+    high_ptr,
     owner_start_ptr,  # int32 [queries + 1]
     owners_ptr,  # int32
     sinks_ptr,  # [H_q]
     max_rows,
     segments,
+    slices,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     SINGLE: tl.constexpr,
     CHUNK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    EDGE: tl.constexpr,
+    ALIGN: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CUT: tl.constexpr,
     SINKS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     token = tl.program_id(0)
     q_head = tl.program_id(1)
@@ -40,23 +60,42 @@ def combine_kernel(
     else:
         owner = tl.load(owner_start_ptr + token)
         last_owner = tl.load(owner_start_ptr + token + 1)
-    if DEPENDENT:
+    if CUT:
+        # Lengths are older than the kernel before: the cut can be worked out while that runs.
+        low, high = 0, 0
+        if WINDOW:
+            low, high = tl.load(low_ptr), tl.load(high_ptr)
+        _, full, _, _, edges, _, _ = spans(
+            tl.load(lengths_ptr), tl.load(segments_ptr + 2), low, high, BLOCK_N, EDGE, WINDOW
+        )
+        tiles = full + edges
+        groups, _, cuts, each, spare = cut_evenly(tiles * KV_HEADS, slices, KV_HEADS, ALIGN)
+        from_part = _slice_of(kv_head * tiles, each, spare)
+        to_part = _slice_of(kv_head * tiles + tiles - 1, each, spare)
+        from_part = tl.where(groups > 1, kv_head * cuts, from_part)
+        to_part = tl.where(groups > 1, kv_head * cuts + cuts - 1, to_part)
+    if PDL:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
     best = tl.full([], float("-inf"), tl.float32)
     weight = tl.full([], 0.0, tl.float32)
     acc = tl.zeros([BLOCK_D], tl.float32)
     for index in range(owner, last_owner):
         if SINGLE:
-            segment = 0
+            segment, first_query, earlier = 0, 0, 0
+            queries = max_rows // GROUP
         else:
             segment = tl.load(owners_ptr + index)
-        first_query = tl.load(segments_ptr + 3 * segments + segment)
-        queries = tl.load(segments_ptr + 4 * segments + segment)
-        earlier = tl.load(segments_ptr + 5 * segments + segment).to(tl.int64)
+            first_query = tl.load(segments_ptr + 3 * segments + segment)
+            queries = tl.load(segments_ptr + 4 * segments + segment)
+            earlier = tl.load(segments_ptr + 5 * segments + segment).to(tl.int64)
         unit = segment * KV_HEADS + kv_head
-        first_part = tl.load(bounds_ptr + 2 * unit)
-        last_part = tl.load(bounds_ptr + 2 * unit + 1)
+        if CUT:
+            first_part, last_part = from_part, to_part
+        else:
+            first_part = tl.load(bounds_ptr + 2 * unit)
+            last_part = tl.load(bounds_ptr + 2 * unit + 1)
         row = (token - first_query) * GROUP + q_head % GROUP
         origin = (earlier * KV_HEADS + kv_head * queries) * GROUP + row
         for part in range(first_part, last_part + 1, CHUNK):
@@ -86,7 +125,9 @@ def combine_kernel(
         best = top
     empty = weight == 0.0
     out = acc / tl.where(empty, 1.0, weight)
-    total = tl.where(empty, float("-inf"), (best + tl.log2(tl.where(empty, 1.0, weight))) * 0.6931471805599453)
+    total = tl.where(
+        empty, float("-inf"), (best + tl.log2(tl.where(empty, 1.0, weight))) * 0.6931471805599453
+    )
     row = token.to(tl.int64) * KV_HEADS * GROUP + q_head
     tl.store(out_ptr + row * DIM + columns, out.to(out_ptr.dtype.element_ty), mask=inside)
     tl.store(lse_ptr + row, total)

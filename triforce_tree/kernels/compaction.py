@@ -79,7 +79,7 @@ def _(rows: Tensor, index: Tensor) -> Tensor:
 
 @torch.library.custom_op("triforce_tree::compact_rows", mutates_args=("rows",))
 def compact_rows(rows: Tensor, index: Tensor, start: Tensor) -> None:
-    """See ``reference.compact_rows``; ``index`` and ``start`` are read from the device, so it captures."""
+    """See ``reference.compact_rows``; nothing is read on the host, so graphs can capture it."""
     batch, heads, _, dim = rows.shape
     count = index.shape[0]
     if count > 4096:

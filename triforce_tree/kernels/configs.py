@@ -1,7 +1,8 @@
 """Tile shapes of the tree-attention kernel: a table per architecture, never a first-call autotune.
 
-A launch under CUDA-graph capture or in serving must not stop to try configurations, so the choice is a
-pure function of the problem's shape. `docs/kernel.md` says what was measured to fill the table.
+A launch under CUDA-graph capture or in serving must not stop to try configurations, so the choice
+is a pure function of the problem's shape. `docs/kernel.md` says what was measured to fill the
+table.
 """
 
 from dataclasses import dataclass
@@ -20,8 +21,9 @@ class KernelConfig:
         warps, stages: warps per program and depth of the load pipeline.
         programs_per_sm: resident programs of one multiprocessor the list is cut for.
         tma: load mask-free tiles with the bulk copy engine where the layout allows it.
-        combine_warps: warps per row of the combine kernel.
         max_registers: per thread, to fit more programs on a multiprocessor; 0 for no limit.
+        align: below this many tiles a program, shares do not straddle KV heads.
+        edge_stages: depth of the load pipeline over tiles that look at the mask.
     """
 
     block_m: int
@@ -30,40 +32,46 @@ class KernelConfig:
     stages: int
     programs_per_sm: int
     tma: bool = True
-    combine_warps: int = 1
     max_registers: int = 0
+    align: int = 16
+    edge_stages: int = 2
 
     def __post_init__(self) -> None:
         if self.block_n % EDGE:
             raise ValueError(f"block_n={self.block_n} is not a multiple of {EDGE}; use 64 or 128")
 
 
-# (head_dim, block_m) -> configuration for 16-bit elements on Hopper.
+# head_dim -> (most rows, configuration) in rising order, for 16-bit elements on Hopper; the last
+# serves any number of rows, in sibling tiles.
 _HOPPER = {
-    (64, 16): KernelConfig(16, 128, 4, 4, 2),
-    (64, 64): KernelConfig(64, 128, 4, 3, 2),
-    (64, 128): KernelConfig(128, 64, 8, 4, 1),
-    (64, 256): KernelConfig(256, 64, 8, 3, 1),
-    (128, 16): KernelConfig(16, 64, 4, 4, 2),
-    (128, 64): KernelConfig(64, 64, 4, 3, 2),
-    (128, 128): KernelConfig(128, 128, 8, 2, 1),
-    (128, 256): KernelConfig(256, 64, 8, 3, 1),
-    (256, 16): KernelConfig(16, 32, 4, 3, 2),
-    (256, 64): KernelConfig(64, 64, 8, 2, 1),
-    (256, 128): KernelConfig(128, 32, 8, 2, 1),
+    64: [
+        (16, KernelConfig(16, 128, 4, 4, 2)),
+        (64, KernelConfig(64, 128, 4, 3, 2)),
+        (128, KernelConfig(128, 64, 8, 4, 1)),
+    ],
+    128: [
+        (16, KernelConfig(16, 128, 4, 3, 1)),
+        (64, KernelConfig(64, 64, 4, 3, 2)),
+    ],
+    256: [
+        (16, KernelConfig(16, 32, 4, 3, 2)),
+        (64, KernelConfig(64, 64, 8, 2, 1)),
+        (128, KernelConfig(128, 32, 8, 2, 1)),
+    ],
 }
 
 
 def choose(rows: int, head_dim: int, element_bytes: int) -> KernelConfig:
     """The configuration for ``rows`` packed query rows per KV head.
 
-    The smallest tile that holds all rows reads the KV once. Beyond the largest, sibling tiles walk the
-    same KV rows side by side and share them through L2.
+    A tile that holds all rows reads the KV once; sibling tiles walk the same KV rows side by side
+    and share them through L2, which pays where smaller tiles overlap better.
     """
     padded = max(64, 1 << (head_dim - 1).bit_length())
     if padded > 256:
-        raise ValueError(f"head_dim={head_dim} is beyond 256, the largest the tiles fit; use 256 or less")
+        raise ValueError(f"head_dim={head_dim} is beyond 256, the largest that tiles fit; use 256 or less")
     if element_bytes == 4:
-        return KernelConfig(16 if rows <= 16 or padded == 256 else 32, 32, 4, 2, 1, tma=False)
-    tiles = sorted(m for dim, m in _HOPPER if dim == padded)
-    return _HOPPER[padded, next((m for m in tiles if m >= rows), tiles[-1])]
+        # Exact fp32 products use no tensor cores, and their operands fill the registers.
+        return KernelConfig(16, EDGE, 8, 2, 1, tma=False)
+    table = _HOPPER[padded]
+    return next((config for most, config in table if most >= rows), table[-1][1])

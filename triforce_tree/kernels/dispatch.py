@@ -1,6 +1,6 @@
-"""Which implementation computes tree attention and its companions: the one branch between CPU and GPU.
+"""What computes tree attention and its companions: the one branch between CPU and GPU.
 
-CUDA tensors go to the Triton kernels, everything else to the fp32 torch references, which define them.
+CUDA tensors go to the Triton kernels, everything else to the torch references that define them.
 Triton is imported at the first use, so that machines without it can import the package.
 """
 
@@ -14,6 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from triforce_tree.kernels import host, reference
 
+# The plans made for a mask, for as long as the mask lives.
 _plans: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
@@ -30,9 +31,7 @@ def tree_attention(
 ) -> tuple[Tensor, Tensor]:
     """See ``reference.tree_attention``."""
     if not q.is_cuda:
-        return reference.tree_attention(
-            q, k, v, mask, scale=scale, first=first, softcap=softcap, sinks=sinks
-        )
+        return reference.tree_attention(q, k, v, mask, scale=scale, first=first, softcap=softcap, sinks=sinks)
     return _planned(q, k, v, mask, scale=scale, first=first, softcap=softcap, sinks=sinks)
 
 
@@ -48,7 +47,7 @@ def tree_attention_out(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """The output of ``tree_attention`` alone, which on the CPU has a faster way of its own."""
-    how = {"scale": scale, "first": first, "softcap": softcap, "sinks": sinks}
+    how: dict[str, Any] = {"scale": scale, "first": first, "softcap": softcap, "sinks": sinks}
     if q.is_cuda:
         return _planned(q, k, v, mask, **how)[0]
     return host.tree_attention(q, k, v, mask, **how)
@@ -57,26 +56,26 @@ def tree_attention_out(
 def _planned(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, first: Tensor | None, **how: Any
 ) -> tuple[Tensor, Tensor]:
-    """One call through a plan; the layers of a forward share the mask tensor, and with it the plan."""
+    """One call through a plan, which the layers of a forward share as they share the mask."""
     from triforce_tree.kernels.launch import run
     from triforce_tree.kernels.plan import Heads, plan_trees
 
     batch, q_heads, queries, dim = q.shape
-    key = (batch, q_heads, k.shape[1], dim, k.shape[2], q.dtype, mask._version)
-    known = _plans.get(mask)
-    if known is None or known[0] != key:
-        plan = plan_trees(
+    version = 0 if mask.is_inference() else mask._version
+    key = (batch, q_heads, k.shape[1], dim, k.shape[2], q.dtype, version)
+    plans = _plans.setdefault(mask, {})
+    if key not in plans:
+        plans[key] = plan_trees(
             Heads(q_heads, k.shape[1], dim),
             [mask] * batch,
             [k.shape[2] - mask.shape[1]] * batch,
             device=q.device,
             dtype=q.dtype,
         )
-        known = _plans[mask] = (key, plan)
     if first is not None and batch > 1:
         first = first.repeat(batch)
     packed = q.transpose(1, 2).reshape(batch * queries, q_heads, dim)
-    out, lse = run(packed, k, v, known[1], first=first, **how)
+    out, lse = run(packed, k, v, plans[key], first=first, **how)
     out = out.view(batch, queries, q_heads, dim).transpose(1, 2)
     return out, lse.view(batch, queries, q_heads).transpose(1, 2)
 
@@ -88,17 +87,18 @@ def cascade(
 
     Args:
         q: ``[B, H_q, T, D]``.
-        levels: (k, v, mask) with k, v ``[B, H_kv, S, D]``; mask bool ``[T, N]`` over the level's last N
-            rows, or None where every query sees every row.
+        levels: (k, v, mask) with k, v ``[B, H_kv, S, D]``; mask bool ``[T, N]`` over the level's
+            last N rows, or None where every query sees every row.
 
     Returns:
         As ``tree_attention``.
     """
+    unmasked = q.new_ones(q.shape[2], 0, dtype=torch.bool)
     parts = [
-        tree_attention(q, k, v, q.new_ones(q.shape[2], 0, dtype=torch.bool) if m is None else m, scale=scale)
-        for k, v, m in levels
+        tree_attention(q, k, v, unmasked if mask is None else mask, scale=scale) for k, v, mask in levels
     ]
-    return merge_states(torch.stack([out for out, _ in parts]), torch.stack([lse for _, lse in parts]))
+    outs, lses = zip(*parts, strict=True)
+    return merge_states(torch.stack(outs), torch.stack(lses))
 
 
 @cache

@@ -11,13 +11,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from triforce_tree.kernels.reference import tree_attention as reference
+from triforce_tree.kernels import reference
 
 # Below this many rows one batched product for all heads costs less than a call for each head.
 _ROWS_PER_HEAD_CALL = 1024
 Product = Callable[[Tensor, Tensor], Tensor]
 
-_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def tree_attention(
@@ -36,7 +36,7 @@ def tree_attention(
     Every query must see at least one row (tree queries see themselves).
     """
     if softcap is not None or sinks is not None or q.dtype != torch.float32:
-        return reference(
+        return reference.tree_attention(
             q, k, v, mask, scale=scale, first=first, softcap=softcap, sinks=sinks
         )[0]
     batch, q_heads, queries, dim = q.shape
@@ -54,7 +54,7 @@ def tree_attention(
         return product(scores.softmax(-1), values.mT)
 
     packed = (q * scale).reshape(batch, kv_heads, group * queries, dim)
-    if not _ONEDNN or rows < _ROWS_PER_HEAD_CALL:
+    if not ONEDNN or rows < _ROWS_PER_HEAD_CALL:
         out = attend(packed, k, v, _batched)
     else:
         pairs = zip(packed.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), strict=True)

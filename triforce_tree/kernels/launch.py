@@ -1,20 +1,23 @@
 """Run a plan: check the tensors, describe their layout, launch the two kernels.
 
-The launch is a ``torch.library`` custom op with a fake implementation, so ``torch.compile`` keeps it in
-its graph. Nothing here synchronises with the device, and all that varies from step to step (lengths,
-tree, page table) is read from device buffers: a captured CUDA graph stays valid as the context grows.
+The launch is a ``torch.library`` custom op with a fake implementation, so ``torch.compile`` keeps
+it in its graph. Nothing here synchronises with the device, and all that varies from step to step
+(lengths, tree, page table) is read from device buffers: a captured CUDA graph stays valid as the
+context grows.
 """
 
 from collections.abc import Sequence
+from dataclasses import astuple
+from typing import Any, cast
 
 import torch
 import triton
 from torch import Tensor
 from triton import knobs
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from triforce_tree.kernels.combine import combine_kernel
 from triforce_tree.kernels.configs import EDGE, KernelConfig
+from triforce_tree.kernels.layout import row_views
 from triforce_tree.kernels.plan import NODE, Plan
 from triforce_tree.kernels.tree_attention import tree_attention_kernel
 
@@ -35,8 +38,9 @@ def run(
 
     Args:
         q: ``[queries, H_q, D]``, last dimension dense.
-        k, v: ``[B, H_kv, S, D]``, or with a ``table`` pages ``[pages, H_kv, page, D]``; any strides with
-            the last dimension dense. ``[S, H_kv, D]`` storage is ``k.transpose(0, 1)[None]``.
+        k, v: ``[B, H_kv, S, D]``, or with a ``table`` pages ``[pages, H_kv, page, D]``; any
+            strides with the last dimension dense. ``[S, H_kv, D]`` storage is
+            ``k.transpose(0, 1)[None]``.
         plan: from ``plan_trees`` or ``plan_nodes``.
         scale: positive factor on the raw scores.
         table: int32 ``[B, pages of a sequence]``, or ``[B, H_kv, pages]`` where every KV head has a
@@ -47,14 +51,14 @@ def run(
         sinks: ``[H_q]`` logits of a virtual key whose value is zero.
 
     Returns:
-        out ``[queries, H_q, D]`` in q's dtype and natural-log lse fp32 ``[queries, H_q]``; (0, -inf) for
-        a query that sees nothing.
+        out ``[queries, H_q, D]`` in q's dtype and natural-log lse fp32 ``[queries, H_q]``; (0,
+        -inf) for a query that sees nothing.
     """
     heads = plan.heads
     if q.shape != (plan.queries, heads.query, heads.dim):
         raise ValueError(
-            f"q has shape {tuple(q.shape)}, the plan is for {(plan.queries, heads.query, heads.dim)}; "
-            "make a new plan"
+            f"q has shape {tuple(q.shape)}, the plan is for "
+            f"{(plan.queries, heads.query, heads.dim)}; make a new plan"
         )
     if not scale > 0:
         raise ValueError(f"scale={scale} must be positive: the running maximum is taken on raw scores")
@@ -62,13 +66,12 @@ def run(
     if first is not None:
         first = first.to(torch.int32)
         low, high = _bounds(first, plan)
-    cfg = plan.config
     return _run(
         q, k, v, plan.lengths, plan.segments, plan.mask, plan.owner_start, plan.owners, table,
         first, low, high, sinks, plan.partial_out, plan.partial_lse, plan.bounds,
-        scale, softcap or 0.0, heads.kv, plan.slices, plan.blocks, plan.max_queries, plan.split == NODE,
-        [cfg.block_m, cfg.block_n, cfg.warps, cfg.stages, cfg.programs_per_sm, cfg.tma,
-         cfg.combine_warps, cfg.max_registers],
+        scale, softcap or 0.0,
+        heads.kv, plan.slices, plan.blocks, plan.max_queries, plan.split == NODE,
+        list(astuple(plan.config)),
     )  # fmt: skip
 
 
@@ -111,9 +114,9 @@ def _run(
     blocks: int,
     max_queries: int,
     node: bool,
-    tiles: Sequence[int],
+    config: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    cfg = KernelConfig(*tiles)
+    cfg = KernelConfig(*cast(Any, config))
     queries, q_heads, dim = q.shape
     group = q_heads // kv_heads
     if q.stride(2) != 1:
@@ -127,16 +130,19 @@ def _run(
         table = table[:, None].expand(-1, kv_heads, -1)
     if table is not None and (table.dtype != torch.int32 or table.stride(2) != 1):
         raise ValueError("table must be int32 with a dense last dimension")
-    views = _views(k, v, page, cfg) if cfg.tma else None
     count = lengths.shape[0]
     block_d = max(16, triton.next_power_of_2(dim))
-    dependent = q.is_cuda and torch.cuda.get_device_capability(q.device)[0] >= 9
+    # The bulk copy engine and dependent launches came with Hopper; the interpreter plays the first.
+    pdl = q.is_cuda and torch.cuda.get_device_capability(q.device)[0] >= 9
+    views = row_views(k, v, page, cfg.block_n) if cfg.tma and (pdl or not q.is_cuda) else None
     options = {"num_warps": cfg.warps}
+    if pdl:
+        options["launch_pdl"] = True
     if cfg.max_registers:
         options["maxnreg"] = cfg.max_registers
     tree_attention_kernel[(slices * blocks,)](
         q, k, v,
-        *(views[0] if views else (k, v)),
+        *((views.k, views.v) if views else (k, v)),
         partial_out, partial_lse, bounds, lengths, segments, mask.view(torch.int32),
         lengths if table is None else table,
         first, low, high,
@@ -144,26 +150,32 @@ def _run(
         q.stride(0), q.stride(1),
         *k.stride()[:3], *v.stride()[:3],
         *((0, 0) if table is None else table.stride()[:2]),
-        *(views[1] if views else (0, 0, 0)),
+        *(views.steps if views else (0, 0, 0)),
         2 * mask.shape[1], max_queries * group, slices, blocks, count,
         GROUP=group, KV_HEADS=kv_heads, DIM=dim, BLOCK_D=block_d,
         BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, EDGE=EDGE,
-        BLOCK_SEGMENTS=triton.next_power_of_2(count), PAGE=page, TMA=views is not None,
+        SINGLE=count == 1, BLOCK_SEGMENTS=triton.next_power_of_2(count), PAGE=page,
+        TMA=views is not None,
         WINDOW=first is not None, SOFTCAP=softcap > 0, NODE=node,
-        PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32",
-        STAGES=cfg.stages, DEPENDENTS=dependent,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        STAGES=cfg.stages, EDGE_STAGES=cfg.edge_stages, ALIGN=cfg.align, PDL=pdl,
         **({} if knobs.runtime.interpret else options),
     )  # fmt: skip
     out = torch.empty(queries, q_heads, dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(queries, q_heads, dtype=torch.float32, device=q.device)
-    options = {"num_warps": cfg.combine_warps}
-    if dependent:
+    # Enough pieces at once that most rows need one round of loads, 64 registers of them a thread.
+    pieces = 2 + slices // max(1, min(slices, count * kv_heads))
+    chunk = min(64, max(4, triton.next_power_of_2(pieces)))
+    options = {"num_warps": max(1, chunk * block_d // 2048)}
+    if pdl:
         options["launch_pdl"] = True
     combine_kernel[(queries, q_heads)](
-        out, lse, partial_out, partial_lse, bounds, segments, owner_start, owners, sinks,
-        max_queries * group, count,
+        out, lse, partial_out, partial_lse, bounds, lengths, segments, low, high,
+        owner_start, owners, sinks, max_queries * group, count, slices,
         GROUP=group, KV_HEADS=kv_heads, DIM=dim, BLOCK_D=block_d, SINGLE=count == 1,
-        CHUNK=16, SINKS=sinks is not None, DEPENDENT=dependent,
+        CHUNK=chunk,
+        BLOCK_N=cfg.block_n, EDGE=EDGE, ALIGN=cfg.align, WINDOW=low is not None,
+        CUT=count == 1 and not node, SINKS=sinks is not None, PDL=pdl,
         **({} if knobs.runtime.interpret else options),
     )  # fmt: skip
     return out, lse
@@ -172,42 +184,3 @@ def _run(
 @_run.register_fake
 def _(q: Tensor, *args: object) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
-
-
-def _views(
-    k: Tensor, v: Tensor, page: int, cfg: KernelConfig
-) -> tuple[tuple[TensorDescriptor, TensorDescriptor], tuple[int, int, int]] | None:
-    """K and V as matrices ``[rows, columns]`` for the copy engine, with the steps from sequence to
-    sequence and head to head; None where the layout does not allow it.
-
-    Rows of one head must be equally spaced over everything a tile can touch, so heads are either columns
-    (storage ``[S, H_kv, D]``) or whole multiples of the row stride apart (``[H_kv, S, D]``).
-    """
-    batch, kv_heads, rows, dim = k.shape
-    block_stride, head_stride, row_stride, _ = k.stride()
-    if v.stride() != k.stride() or dim != triton.next_power_of_2(dim) or k.dtype == torch.float32:
-        return None
-    if page and (page % cfg.block_n or block_stride != page * row_stride):
-        return None
-    if row_stride * k.element_size() % 16 or k.data_ptr() % 16 or v.data_ptr() % 16 or not row_stride:
-        return None
-    if batch == 1:
-        block_stride = 0
-    if block_stride % row_stride:
-        return None
-    rows_per_batch = 0 if page else block_stride // row_stride
-    span = (batch - 1) * (block_stride // row_stride) + rows
-    if kv_heads == 1 or head_stride == dim and row_stride >= kv_heads * dim:
-        rows_per_head, columns_per_head, columns = 0, dim, kv_heads * dim
-    elif head_stride % row_stride == 0 and row_stride >= dim:
-        rows_per_head, columns_per_head, columns = head_stride // row_stride, 0, dim
-        span += (kv_heads - 1) * rows_per_head
-    else:
-        return None
-    if span < cfg.block_n or span >= 2**31:
-        return None
-    shape, strides, block = [span, columns], [row_stride, 1], [cfg.block_n, dim]
-    return (
-        (TensorDescriptor(k, shape, strides, block), TensorDescriptor(v, shape, strides, block)),
-        (rows_per_batch, rows_per_head, columns_per_head),
-    )

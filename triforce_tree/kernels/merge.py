@@ -1,8 +1,8 @@
 """Triton kernel: attention over a union of row sets from the attention over each, in a fixed order.
 
-The maths is ``reference.merge_states``: with ``m = max lse_p``, ``out = sum exp(lse_p - m) out_p / sum
-exp(lse_p - m)`` and ``lse = m + log sum exp(lse_p - m)``, natural logarithms (cascade inference; DeFT,
-arXiv 2404.00242, section 3.2).
+The maths is ``reference.merge_states``: with ``m = max lse_p``, ``out = sum exp(lse_p - m) out_p /
+sum exp(lse_p - m)`` and ``lse = m + log sum exp(lse_p - m)``, natural logarithms (cascade
+inference; DeFT, arXiv 2404.00242, section 3.2).
 """
 
 import torch
@@ -51,7 +51,7 @@ def _merge_kernel(
 
 @torch.library.custom_op("triforce_tree::merge_states", mutates_args=())
 def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    """See ``reference.merge_states``: ``[P, ..., D]`` and ``[P, ...]`` to ``[..., D]`` and ``[...]``."""
+    """See ``reference.merge_states``."""
     parts, dim = outs.shape[0], outs.shape[-1]
     outs, lses = outs.contiguous(), lses.float().contiguous()
     out = torch.empty(outs.shape[1:], dtype=outs.dtype, device=outs.device)

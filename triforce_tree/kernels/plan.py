@@ -1,11 +1,12 @@
 """What one forward attends to, laid out in device buffers that a captured graph can keep reading.
 
-A *segment* is a run of KV rows with the queries that see it: ``length`` rows seen by all of them, then
-``tail`` rows seen through the mask. One long prefix with a token tree is one segment; a ragged batch of
-such trees is one per sequence; tree-shaped KV (few-shot prompting, multi-step reasoning) is one per node,
-with leaf queries in depth-first order, so that each node's queries are a range. The kernel cuts the list
-of all (segment, KV head, tile) evenly over its programs: DeFT-Flatten (arXiv 2404.00242, section 3.3) with
-the cut at the size of a multiprocessor's share rather than at 128 tokens.
+A *segment* is a run of KV rows with the queries that see it: ``length`` rows seen by all of them,
+then ``tail`` rows seen through the mask. One long prefix with a token tree is one segment; a ragged
+batch of such trees is one per sequence; tree-shaped KV (few-shot prompting, multi-step reasoning)
+is one per node, with leaf queries in depth-first order, so that each node's queries are a range.
+The kernel cuts the list of all (segment, KV head, tile) evenly over its programs: DeFT-Flatten
+(arXiv 2404.00242, section 3.3) with the cut at the size of a multiprocessor's share rather than at
+128 tokens.
 """
 
 from collections.abc import Sequence
@@ -41,13 +42,16 @@ class Heads:
 
 @dataclass(frozen=True)
 class Plan:
-    """Device buffers of one topology. Their addresses never change, so a captured graph may hold them.
+    """Device buffers of one topology. Their addresses never change, so a captured graph may hold
+    them.
 
     Attributes:
-        lengths: int32 ``[segments]``, mask-free rows of each segment. Write it in place as contexts grow.
-        segments: int32 ``[6, segments]``: sequence, first KV row, tail rows, first query, queries, and
-            queries of all earlier segments.
-        mask: int64 ``[queries, words]``; bit j of word w says that the query sees tail row ``64 w + j``.
+        lengths: int32 ``[segments]``, mask-free rows of each segment. Write it in place as contexts
+            grow.
+        segments: int32 ``[6, segments]``: sequence, first KV row, tail rows, first query, queries,
+            and queries of all earlier segments.
+        mask: int64 ``[queries, words]``; bit j of word w says that the query sees tail row ``64 w +
+            j``.
         owner_start, owners: int32; query i belongs to segments
             ``owners[owner_start[i] : owner_start[i + 1]]``.
         partial_out, partial_lse, bounds: workspace of the two kernels.
@@ -73,7 +77,8 @@ class Plan:
     max_queries: int
 
     def update(self, mask: Tensor | None = None, lengths: Tensor | Sequence[int] | None = None) -> None:
-        """Change tree and lengths in place; nothing is allocated on the device and nothing waits for it.
+        """Change tree and lengths in place; nothing is allocated on the device and nothing waits
+        for it.
 
         Args:
             mask: bool ``[queries, N]`` with N at most ``64 * words``, or packed words.
@@ -85,20 +90,22 @@ class Plan:
         if lengths is not None:
             self.lengths.copy_(torch.as_tensor(lengths, dtype=torch.int32), non_blocking=True)
 
-    def io_bytes(self, lengths: Sequence[int], tails: Sequence[int], element_bytes: int = 2) -> dict:
-        """Bytes that one call must move: KV once, queries, results, and the fp32 partials both ways."""
-        rows = sum(lengths) + sum(tails)
+    def io_bytes(
+        self, lengths: Sequence[int], tails: Sequence[int], element_bytes: int = 2
+    ) -> dict[str, int]:
+        """Bytes one call must move: KV once, queries, results, and the fp32 partials both ways."""
+        rows, vectors = sum(lengths) + sum(tails), self.queries * self.heads.query
         pieces = (self.slices + len(lengths) * self.heads.kv) * self.max_queries * self.heads.group
         return {
             "kv": 2 * rows * self.heads.kv * self.heads.dim * element_bytes,
-            "queries_and_results": 2 * self.queries * self.heads.query * self.heads.dim * element_bytes,
+            "queries_and_results": 2 * vectors * self.heads.dim * element_bytes,
             "mask": self.mask.numel() * 8,
             "partials_at_most": 2 * pieces * (self.heads.dim + 1) * 4,
         }
 
 
 def pack_mask(mask: Tensor, words: int | None = None) -> Tensor:
-    """Bool ``[T, N]`` to int64 ``[T, words]``, on the mask's device; ``words`` defaults to ceil(N / 64)."""
+    """Bool ``[T, N]`` to int64 ``[T, words]``, by default ceil(N / 64), on the mask's device."""
     queries, tail = mask.shape
     needed = max(1, -(-tail // 64))
     words = words or needed
@@ -134,7 +141,8 @@ def plan_trees(
         masks: per sequence, bool ``[T_b, N_b]`` over the sequence's last N_b rows (T_b may differ).
         lengths: ``[B]`` rows before the tail.
         device, dtype: of queries and KV.
-        split: ``"flatten"`` cuts the whole list evenly; ``"node"`` gives each segment and head to one
+        split: ``"flatten"`` cuts the whole list evenly; ``"node"`` gives each segment and head to
+            one
             program (DeFT-Node), for comparison.
         config: tile shapes; from the table when None.
     """
@@ -165,7 +173,8 @@ def plan_nodes(
     Args:
         nodes: ``(first KV row, rows, first query, queries)`` of each node.
         queries: all queries; each sees the union of the nodes whose range holds it.
-        chunk: cut nodes into pieces of at most this many rows (with ``split="node"``: DeFT-Node-Chunk).
+        chunk: cut nodes into pieces of at most this many rows (with ``split="node"``:
+            DeFT-Node-Chunk).
 
     Other arguments as in ``plan_trees``.
     """
@@ -178,6 +187,9 @@ def plan_nodes(
         for row in range(start, start + max(size, 1), max(chunk or size, 1))
         for query in range(first, first + count, per_block)
     ]
+    if len(pieces) == 1:
+        # The kernel takes a lone segment for a whole sequence, so a lone node gets empty company.
+        pieces.append((0, 0, 0, 0))
     starts, sizes, firsts, counts = (list(column) for column in zip(*pieces, strict=True))
     none = [0] * len(pieces)
     columns = [none, starts, none, firsts, counts, _running(counts)]
@@ -213,27 +225,37 @@ def _make(
         raise ValueError(f"split={split!r} is not known; use {FLATTEN!r} or {NODE!r}")
     counts = columns[4]
     most = max(counts)
-    config = config or choose(most * heads.group, heads.dim, dtype.itemsize)
-    blocks = -(-most * heads.group // config.block_m)
+    rows = most * heads.group
+    config = config or choose(rows, heads.dim, dtype.itemsize)
+    blocks = -(-rows // config.block_m)
     units = len(counts) * heads.kv
     slices = units if split == NODE else max(1, _programs(device, config) // blocks)
-    rows = (sum(counts) * heads.kv + slices * most) * heads.group
+    pieces = (sum(counts) * heads.kv + slices * most) * heads.group
 
-    def on_device(values: Sequence) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32).to(device)
-
+    # One transfer for all integers: a plan must cost less than the launches it saves.
+    flat: list[int] = []
+    spans = []
+    known = [0] * len(counts) if isinstance(lengths, Tensor) else lengths
+    for part in (known, [x for column in columns for x in column], owner_start, owners):
+        spans.append(slice(len(flat), len(flat) + len(part)))
+        # To 16 bytes: kernels are specialised on the alignment of their pointers.
+        flat += [*part, *[0] * (-len(part) % 4)]
+    table = torch.tensor(flat, dtype=torch.int32).to(device)
+    device_lengths, segments, device_owner_start, device_owners = (table[span] for span in spans)
+    if isinstance(lengths, Tensor):
+        device_lengths.copy_(lengths)
     return Plan(
         heads=heads,
         config=config,
         split=split,
         queries=queries,
-        lengths=torch.as_tensor(lengths, dtype=torch.int32).to(device, copy=True),
-        segments=on_device(columns),
+        lengths=device_lengths,
+        segments=segments.view(6, len(counts)),
         mask=torch.zeros(queries, 1, dtype=torch.int64, device=device),
-        owner_start=on_device(owner_start),
-        owners=on_device(owners),
-        partial_out=torch.empty(rows, heads.dim, dtype=torch.float32, device=device),
-        partial_lse=torch.empty(rows, dtype=torch.float32, device=device),
+        owner_start=device_owner_start,
+        owners=device_owners,
+        partial_out=torch.empty(pieces, heads.dim, dtype=torch.float32, device=device),
+        partial_lse=torch.empty(pieces, dtype=torch.float32, device=device),
         bounds=torch.empty(units, 2, dtype=torch.int32, device=device),
         slices=slices,
         blocks=blocks,
@@ -244,5 +266,6 @@ def _make(
 def _programs(device: torch.device | str, config: KernelConfig) -> int:
     device = torch.device(device)
     if device.type != "cuda":
-        return 5 * config.programs_per_sm  # the interpreter: few, and no divisor of common head counts
+        # The interpreter: few, and no divisor of common head counts.
+        return 13 * config.programs_per_sm
     return torch.cuda.get_device_properties(device).multi_processor_count * config.programs_per_sm

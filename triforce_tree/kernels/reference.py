@@ -1,8 +1,8 @@
 """Tree attention in plain torch: the definition every kernel is tested against.
 
 A forward over a token tree attends to rows in two groups: the *prefix* (committed rows, which every
-query sees) and the *tail* (the uncommitted rows, where a query sees itself and its ancestors). The mask
-therefore covers the tail only and never grows with the context.
+query sees) and the *tail* (the uncommitted rows, where a query sees itself and its ancestors). The
+mask therefore covers the tail only and never grows with the context.
 """
 
 import torch
@@ -24,7 +24,8 @@ def tree_attention(
 
     Args:
         q: ``[B, H_q, T, D]`` rotated queries.
-        k: ``[B, H_kv, S, D]`` keys, any strides; query head ``h`` reads KV head ``h // (H_q / H_kv)``.
+        k: ``[B, H_kv, S, D]`` keys, any strides; query head ``h`` reads KV head ``h // (H_q /
+            H_kv)``.
         v: ``[B, H_kv, S, D]`` values.
         mask: bool ``[T, N]``, N <= S; ``mask[t, j]`` says that query t sees row ``S - N + j``.
         scale: factor on the raw scores.
@@ -33,8 +34,9 @@ def tree_attention(
         sinks: ``[H_q]`` logits of a virtual key whose value is zero (gpt-oss).
 
     Returns:
-        out ``[B, H_q, T, D]`` in q's dtype and lse ``[B, H_q, T]`` in fp32: the natural logarithm of the
-        sum of exponentials, sinks included. A query that sees no row gets out 0 and lse -inf.
+        out ``[B, H_q, T, D]`` in q's dtype and lse ``[B, H_q, T]`` in fp32: the natural logarithm
+        of the sum of exponentials, sinks included. A query that sees no row gets out 0 and lse
+        -inf.
     """
     batch, q_heads, queries, dim = q.shape
     kv_heads, rows = k.shape[1], k.shape[2]
@@ -58,7 +60,8 @@ def tree_attention(
 
 
 def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over a union of disjoint row sets, from the attention over each (DeFT, section 3.2).
+    """Attention over a union of disjoint row sets, from the attention over each (DeFT, section
+    3.2).
 
     Args:
         outs: ``[P, ..., D]`` partial outputs.

@@ -1,8 +1,9 @@
-"""Triton kernels: how much the latest queries look at each chunk of the context, for retrieval caches.
+"""Triton kernels: how much the latest queries look at each chunk of the context, for retrieval
+caches.
 
 A query head's interest in a chunk is its softmax share over the chunks' mean keys (TriForce, arXiv
-2404.11912, section 4.1); the KV head takes the largest interest over its query group and all queries, so
-a chunk that one query head needs is not averaged away.
+2404.11912, section 4.1); the KV head takes the largest interest over its query group and all
+queries, so a chunk that one query head needs is not averaged away.
 """
 
 import torch
@@ -14,8 +15,21 @@ _BLOCK = 64
 
 
 @triton.jit
-def _scores(q_ptr, means_ptr, pair, start, rows, chunks, scale, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-            BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, block):  # fmt: skip
+def _scores(
+    q_ptr,
+    means_ptr,
+    pair,
+    block,
+    start,
+    rows,
+    chunks,
+    scale,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Base-2 scores ``[BLOCK_M, BLOCK]`` of one tile of rows and chunks; -inf outside."""
     row = block * BLOCK_M + tl.arange(0, BLOCK_M)
     chunk = start + tl.arange(0, BLOCK)
@@ -36,13 +50,26 @@ def _scores(q_ptr, means_ptr, pair, start, rows, chunks, scale, DIM: tl.constexp
 
 
 @triton.jit
-def _lse_kernel(lse_ptr, q_ptr, means_ptr, rows, chunks, blocks, scale, DIM: tl.constexpr,
-                BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
-                PRECISION: tl.constexpr):  # fmt: skip
+def _lse_kernel(
+    lse_ptr,  # fp32 [pairs, blocks, rows], base 2
+    q_ptr,  # [pairs, rows, D]
+    means_ptr,  # [pairs, chunks, D]
+    rows,
+    chunks,
+    blocks,
+    scale,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Base-2 log-sum-exp of each row over one block of chunks: ``[pairs, blocks, rows]``."""
     at, pair, block = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
-    scores = _scores(q_ptr, means_ptr, pair, at * BLOCK, rows, chunks, scale, DIM, BLOCK_D, BLOCK_M,
-                     BLOCK, PRECISION, block)  # fmt: skip
+    scores = _scores(
+        q_ptr, means_ptr, pair, block, at * BLOCK, rows, chunks, scale,
+        DIM, BLOCK_D, BLOCK_M, BLOCK, PRECISION,
+    )  # fmt: skip
     top = tl.max(scores, 1)
     lse = top + tl.log2(tl.sum(tl.exp2(scores - top[:, None]), 1))
     row = block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -50,15 +77,28 @@ def _lse_kernel(lse_ptr, q_ptr, means_ptr, rows, chunks, blocks, scale, DIM: tl.
 
 
 @triton.jit
-def _interest_kernel(out_ptr, total_ptr, q_ptr, means_ptr, rows, chunks, scale, DIM: tl.constexpr,
-                     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
-                     PRECISION: tl.constexpr):  # fmt: skip
+def _interest_kernel(
+    out_ptr,  # fp32 [pairs, chunks]
+    total_ptr,  # fp32 [pairs, rows], base 2
+    q_ptr,
+    means_ptr,
+    rows,
+    chunks,
+    scale,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Largest softmax share over all rows, for one block of chunks."""
     at, pair = tl.program_id(0), tl.program_id(1).to(tl.int64)
     most = tl.zeros([BLOCK], tl.float32)
-    for block in range(0, tl.cdiv(rows, BLOCK_M)):
-        scores = _scores(q_ptr, means_ptr, pair, at * BLOCK, rows, chunks, scale, DIM, BLOCK_D, BLOCK_M,
-                         BLOCK, PRECISION, block)  # fmt: skip
+    for block in range(tl.cdiv(rows, BLOCK_M)):
+        scores = _scores(
+            q_ptr, means_ptr, pair, block, at * BLOCK, rows, chunks, scale,
+            DIM, BLOCK_D, BLOCK_M, BLOCK, PRECISION,
+        )  # fmt: skip
         row = block * BLOCK_M + tl.arange(0, BLOCK_M)
         total = tl.load(total_ptr + pair * rows + row, mask=row < rows, other=float("inf"))
         most = tl.maximum(most, tl.max(tl.exp2(scores - total[:, None]), 0))
@@ -68,7 +108,7 @@ def _interest_kernel(out_ptr, total_ptr, q_ptr, means_ptr, rows, chunks, scale, 
 
 @torch.library.custom_op("triforce_tree::chunk_scores", mutates_args=())
 def chunk_scores(q: Tensor, means: Tensor, scale: float) -> Tensor:
-    """See ``reference.chunk_scores``: ``[B, H_q, T, D]`` and ``[B, H_kv, C, D]`` to ``[B, H_kv, C]``."""
+    """See ``reference.chunk_scores``."""
     batch, q_heads, queries, dim = q.shape
     kv_heads, chunks = means.shape[1], means.shape[2]
     pairs, rows = batch * kv_heads, q_heads // kv_heads * queries
@@ -77,7 +117,8 @@ def chunk_scores(q: Tensor, means: Tensor, scale: float) -> Tensor:
     blocks, block_m = triton.cdiv(chunks, _BLOCK), 16 if rows <= 16 else 64
     lse = torch.empty(pairs, blocks, rows, dtype=torch.float32, device=q.device)
     shape = {
-        "DIM": dim, "BLOCK_D": max(16, triton.next_power_of_2(dim)), "BLOCK_M": block_m, "BLOCK": _BLOCK,
+        "DIM": dim, "BLOCK_D": max(16, triton.next_power_of_2(dim)),
+        "BLOCK_M": block_m, "BLOCK": _BLOCK,
         "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
     }  # fmt: skip
     grid = (blocks, pairs, triton.cdiv(rows, block_m))

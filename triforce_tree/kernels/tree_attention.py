@@ -1,9 +1,10 @@
 """Triton kernel: every program walks an equal share of the (segment, KV head, tile) list.
 
-Within a unit (one segment, one KV head) come first the tiles of ``BLOCK_N`` rows that every query sees
-whole, with no mask and no bounds in the loop, then the edge tiles of ``EDGE`` rows: a sliding window's
-start, the ragged end of the prefix, and the tail under the mask. Order within a unit does not matter to
-the sum. Each (slice, unit) pair that meets writes one fp32 partial; ``combine`` merges them.
+Within a unit (one segment, one KV head) come first the tiles of ``BLOCK_N`` rows that every query
+sees whole, with no mask and no bounds in the loop, then the edge tiles of ``EDGE`` rows: a sliding
+window's start, the ragged end of the prefix, and the tail under the mask. Order within a unit does
+not matter to the sum. Each (slice, unit) pair that meets writes one fp32 partial; ``combine``
+merges them.
 
 The online softmax runs in base 2 on raw scores (FlashAttention-2, arXiv 2307.08691, section 3.1).
 """
@@ -11,30 +12,9 @@ The online softmax runs in base 2 on raw scores (FlashAttention-2, arXiv 2307.08
 import triton
 import triton.language as tl
 
+from triforce_tree.kernels.schedule import cut_evenly, spans
+
 LOG2E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def _spans(length, tail, low, high, BLOCK_N: tl.constexpr, EDGE: tl.constexpr, WINDOW: tl.constexpr):
-    """Split a segment's rows: (first full row, full tiles, front, ragged and tail edge tiles, front row,
-    ragged row). Without a window the first full row is 0 and there is no front."""
-    full_end = length // BLOCK_N * BLOCK_N
-    if WINDOW:
-        front_row = tl.minimum(low // EDGE * EDGE, length)
-        full_row = tl.minimum((high + BLOCK_N - 1) // BLOCK_N * BLOCK_N, full_end)
-        front = tl.maximum(full_row - front_row, 0) // EDGE
-        ragged_row = tl.maximum(front_row, full_end)
-    else:
-        front_row = length * 0
-        full_row = length * 0
-        front = length * 0
-        ragged_row = full_end
-    full = (full_end - full_row) // BLOCK_N
-    ragged = (length - ragged_row + EDGE - 1) // EDGE
-    edges = front + ragged + (tail + EDGE - 1) // EDGE
-    # A unit with nothing to read still owns one edge tile, so that its partial (0, -inf) is written.
-    edges = tl.where(full + edges > 0, edges, 1)
-    return full_row, full, front, ragged, edges, front_row, ragged_row
 
 
 @triton.jit
@@ -48,8 +28,15 @@ def _row_offsets(rows, table_row, base_row, stride_block, stride_row, PAGE: tl.c
 
 
 @triton.jit
+def _prefetch(pointer):
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; // dummy $0", "=r,l", [pointer], tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def _soften(scores, scale, softcap, SOFTCAP: tl.constexpr):
-    """Softcap on scaled scores; without one the raw scores stay and the caller's base carries the scale."""
+    """Softcap on scaled scores; without one they stay raw and the caller's base has the scale."""
     if SOFTCAP:
         grown = tl.exp2(scores * (scale / softcap) * (2.0 * LOG2E))
         scores = softcap * (1.0 - 2.0 / (grown + 1.0))
@@ -107,6 +94,7 @@ def tree_attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     EDGE: tl.constexpr,
+    SINGLE: tl.constexpr,
     BLOCK_SEGMENTS: tl.constexpr,
     PAGE: tl.constexpr,
     TMA: tl.constexpr,
@@ -115,29 +103,40 @@ def tree_attention_kernel(
     NODE: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
-    DEPENDENTS: tl.constexpr,
+    EDGE_STAGES: tl.constexpr,
+    ALIGN: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     part = tl.program_id(0) // blocks
     block = tl.program_id(0) % blocks
+    if PDL:
+        # Wait for the kernel before; let the combine kernel be set up while this one runs. Anything
+        # may be prefetched meanwhile, because a prefetch reads nothing.
+        _prefetch(lengths_ptr)
+        _prefetch(segments_ptr + 2 * segments)
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
     # Find this program's share [at, stop) of the flattened list, and the segment it begins in.
-    if NODE:
-        segment = part // KV_HEADS
-        at = (part % KV_HEADS).to(tl.int64)
-        stop = at + 1
-        before = at * 0
-    elif BLOCK_SEGMENTS == 1:
+    if SINGLE:
+        length = tl.load(lengths_ptr)
+        tail = tl.load(segments_ptr + 2)
         low, high = 0, 0
         if WINDOW:
             low, high = tl.load(low_ptr), tl.load(high_ptr)
-        _, full, _, _, edges, _, _ = _spans(
-            tl.load(lengths_ptr), tl.load(segments_ptr + 2), low, high, BLOCK_N, EDGE, WINDOW
+        full_row, full, front, ragged, edges, front_row, ragged_row = spans(
+            length, tail, low, high, BLOCK_N, EDGE, WINDOW
         )
-        total = (full + edges).to(tl.int64) * KV_HEADS
-        at = part * total // slices
-        stop = (part + 1) * total // slices
+        sequence, first_kv, first_query, earlier = 0, 0, 0, 0
+        queries = max_rows // GROUP
+        tiles = full + edges
+        total = tiles * KV_HEADS
         segment = part * 0
-        before = at * 0
+        before = part * 0
+    elif NODE:
+        segment = part // KV_HEADS
+        before = part * 0
+        total = before
     else:
         every = tl.arange(0, BLOCK_SEGMENTS)
         there = every < segments
@@ -147,14 +146,27 @@ def tree_attention_kernel(
         if WINDOW:
             lows = tl.load(low_ptr + every, mask=there, other=0)
             highs = tl.load(high_ptr + every, mask=there, other=0)
-        _, fulls, _, _, edges_of, _, _ = _spans(lengths, tails, lows, highs, BLOCK_N, EDGE, WINDOW)
-        sizes = tl.where(there, fulls + edges_of, 0).to(tl.int64) * KV_HEADS
+        _, fulls, _, _, edges_of, _, _ = spans(lengths, tails, lows, highs, BLOCK_N, EDGE, WINDOW)
+        sizes = tl.where(there, fulls + edges_of, 0) * KV_HEADS
         total = tl.sum(sizes)
-        at = part * total // slices
-        stop = (part + 1) * total // slices
-        ends = tl.cumsum(sizes, 0)
-        segment = tl.sum(((ends <= at) & there).to(tl.int32))
-        before = tl.sum(tl.where(every < segment, sizes, 0))
+
+    if NODE:
+        at = part % KV_HEADS
+        stop = at + 1
+    else:
+        if SINGLE:
+            groups, size, cuts, share, spare = cut_evenly(total, slices, KV_HEADS, ALIGN)
+        else:
+            groups, size, cuts, share, spare = cut_evenly(total, slices, KV_HEADS, 0)
+        member = part // cuts
+        place = part - member * cuts
+        at = member * size + place * share + tl.minimum(place, spare)
+        stop = at + share + (place < spare).to(tl.int32)
+        stop = tl.where(member < groups, stop, at)
+        if not SINGLE:
+            ends = tl.cumsum(sizes, 0)
+            segment = tl.sum(((ends <= at) & there).to(tl.int32))
+            before = tl.sum(tl.where(every < segment, sizes, 0))
 
     lane = tl.arange(0, BLOCK_M)
     columns = tl.arange(0, BLOCK_D)
@@ -164,62 +176,67 @@ def tree_attention_kernel(
     base = LOG2E if SOFTCAP else scale * LOG2E
 
     while at < stop:
-        length = tl.load(lengths_ptr + segment)
-        sequence = tl.load(segments_ptr + segment).to(tl.int64)
-        first_kv = tl.load(segments_ptr + segments + segment)
-        tail = tl.load(segments_ptr + 2 * segments + segment)
-        first_query = tl.load(segments_ptr + 3 * segments + segment)
-        queries = tl.load(segments_ptr + 4 * segments + segment)
-        earlier = tl.load(segments_ptr + 5 * segments + segment).to(tl.int64)
-        low, high = 0, 0
-        if WINDOW:
-            low, high = tl.load(low_ptr + segment), tl.load(high_ptr + segment)
-        full_row, full, front, ragged, edges, front_row, ragged_row = _spans(
-            length, tail, low, high, BLOCK_N, EDGE, WINDOW
-        )
-        tiles = full + edges
+        if not SINGLE:
+            length = tl.load(lengths_ptr + segment)
+            sequence = tl.load(segments_ptr + segment)
+            first_kv = tl.load(segments_ptr + segments + segment)
+            tail = tl.load(segments_ptr + 2 * segments + segment)
+            first_query = tl.load(segments_ptr + 3 * segments + segment)
+            queries = tl.load(segments_ptr + 4 * segments + segment)
+            earlier = tl.load(segments_ptr + 5 * segments + segment)
+            low, high = 0, 0
+            if WINDOW:
+                low, high = tl.load(low_ptr + segment), tl.load(high_ptr + segment)
+            full_row, full, front, ragged, edges, front_row, ragged_row = spans(
+                length, tail, low, high, BLOCK_N, EDGE, WINDOW
+            )
+            tiles = full + edges
         if NODE:
-            head = at
-            begin, end = tiles * 0, tiles
+            head, begin, end = at, at * 0, tiles
         else:
             head = (at - before) // tiles
-            begin = (at - before - head * tiles).to(tl.int32)
-            end = tl.minimum(tiles, begin + stop - at).to(tl.int32)
+            begin = at - before - head * tiles
+            end = tl.minimum(tiles, begin + stop - at)
+        wide_head = head.to(tl.int64)
 
         row = block * BLOCK_M + lane
         real = row < queries * GROUP
         token = first_query + row // GROUP
-        q_rows = q_ptr + token.to(tl.int64) * stride_qt + (head * GROUP + row % GROUP) * stride_qh
+        q_rows = q_ptr + token.to(tl.int64) * stride_qt + (wide_head * GROUP + row % GROUP) * stride_qh
         q = tl.load(q_rows[:, None] + columns[None, :], mask=real[:, None] & inside[None, :], other=0.0)
         if WINDOW:
             first = tl.load(first_ptr + token, mask=real, other=0)
 
-        k_head = k_ptr + head * stride_kh
-        v_head = v_ptr + head * stride_vh
+        k_head = k_ptr + wide_head * stride_kh
+        v_head = v_ptr + wide_head * stride_vh
         if PAGE == 0:
-            k_head += sequence * stride_kb
-            v_head += sequence * stride_vb
-        table_row = table_ptr + sequence * stride_tb + head * stride_th
-        view_row = (first_kv + sequence * rows_per_batch + head * rows_per_head).to(tl.int32)
-        view_column = (head * columns_per_head).to(tl.int32)
+            k_head += tl.cast(sequence, tl.int64) * stride_kb
+            v_head += tl.cast(sequence, tl.int64) * stride_vb
+        table_row = table_ptr + tl.cast(sequence, tl.int64) * stride_tb + wide_head * stride_th
+        view_row = first_kv + sequence * rows_per_batch + head * rows_per_head
+        view_column = head * columns_per_head
 
         best = tl.full([BLOCK_M], float("-inf"), tl.float32)
         weight = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
+        if TMA and PAGE > 0:
+            # Pages are looked up a tile ahead, or every copy would wait for its look-up.
+            last_page = (first_kv + tl.maximum(length - 1, 0)) // PAGE
+            coming = first_kv + full_row + begin * BLOCK_N
+            page = tl.load(table_row + tl.minimum(coming // PAGE, last_page))
         for tile in tl.range(begin, tl.minimum(end, full), num_stages=STAGES):
             start = full_row + tile * BLOCK_N
             if TMA:
                 if PAGE == 0:
                     source = view_row + start
                 else:
-                    logical = first_kv + start
-                    source = tl.load(table_row + logical // PAGE) * PAGE + logical % PAGE
+                    source = page * PAGE + (first_kv + start) % PAGE
+                    coming = (first_kv + start + BLOCK_N) // PAGE
+                    page = tl.load(table_row + tl.minimum(coming, last_page))
                 k = k_rows.load([source, view_column])
             else:
-                k_at = _row_offsets(
-                    start + straight, table_row, first_kv, stride_kb, stride_ks, PAGE, None
-                )
+                k_at = _row_offsets(start + straight, table_row, first_kv, stride_kb, stride_ks, PAGE, None)
                 if DIM == BLOCK_D:
                     k = tl.load(k_head + k_at[:, None] + columns[None, :])
                 else:
@@ -234,9 +251,7 @@ def tree_attention_kernel(
             if TMA:
                 v = v_rows.load([source, view_column])
             else:
-                v_at = _row_offsets(
-                    start + straight, table_row, first_kv, stride_vb, stride_vs, PAGE, None
-                )
+                v_at = _row_offsets(start + straight, table_row, first_kv, stride_vb, stride_vs, PAGE, None)
                 if DIM == BLOCK_D:
                     v = tl.load(v_head + v_at[:, None] + columns[None, :])
                 else:
@@ -244,7 +259,7 @@ def tree_attention_kernel(
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
             best = top
 
-        for tile in tl.range(tl.maximum(begin, full) - full, end - full, num_stages=1):
+        for tile in tl.range(tl.maximum(begin, full) - full, end - full, num_stages=EDGE_STAGES):
             bits = tl.full([BLOCK_M], -1, tl.int32)
             if tile < front:
                 start, limit = front_row + tile * EDGE, length
@@ -257,8 +272,11 @@ def tree_attention_kernel(
             rows = start + edge
             valid = rows < limit
             k_at = _row_offsets(rows, table_row, first_kv, stride_kb, stride_ks, PAGE, valid)
-            k_in = valid[:, None] & inside[None, :]
-            k = tl.load(k_head + k_at[:, None] + columns[None, :], mask=k_in, other=0.0)
+            stored = valid[:, None] & inside[None, :]
+            k = tl.load(k_head + k_at[:, None] + columns[None, :], mask=stored, other=0.0)
+            # Rows past the end may hold anything, NaN too, and 0 * NaN is NaN: read them as 0.
+            v_at = _row_offsets(rows, table_row, first_kv, stride_vb, stride_vs, PAGE, valid)
+            v = tl.load(v_head + v_at[:, None] + columns[None, :], mask=stored, other=0.0)
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             scores = _soften(scores, scale, softcap, SOFTCAP)
             seen = (((bits[:, None] >> edge[None, :]) & 1) != 0) & valid[None, :]
@@ -272,16 +290,14 @@ def tree_attention_kernel(
             shrink = tl.exp2((best - floor) * base)
             weight = weight * shrink + tl.sum(p, 1)
             acc = acc * shrink[:, None]
-            # Rows past the end may hold anything, NaN too, and 0 * NaN is NaN: read them as 0.
-            v_at = _row_offsets(rows, table_row, first_kv, stride_vb, stride_vs, PAGE, valid)
-            v = tl.load(v_head + v_at[:, None] + columns[None, :], mask=k_in, other=0.0)
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
             best = top
 
         empty = weight == 0.0
         acc = acc * (1.0 / tl.where(empty, 1.0, weight))[:, None]
         lse = tl.where(empty, float("-inf"), best * base + tl.log2(tl.where(empty, 1.0, weight)))
-        piece = (earlier * KV_HEADS + head * queries) * GROUP + part.to(tl.int64) * max_rows + row
+        piece = (tl.cast(earlier, tl.int64) * KV_HEADS + wide_head * queries) * GROUP
+        piece = piece + part.to(tl.int64) * max_rows + row
         tl.store(
             partial_out_ptr + piece[:, None] * DIM + columns[None, :],
             acc,
@@ -299,9 +315,7 @@ def tree_attention_kernel(
             at = stop
         else:
             at += end - begin
-            if at - before >= tiles.to(tl.int64) * KV_HEADS:
-                before += tiles.to(tl.int64) * KV_HEADS
-                segment += 1
-
-    if DEPENDENTS:
-        tl.extra.cuda.gdc_launch_dependents()
+            if not SINGLE:  # noqa: SIM102 - the outer branch is the compiler's
+                if at - before >= tiles * KV_HEADS:
+                    before += tiles * KV_HEADS
+                    segment += 1

@@ -1,0 +1,55 @@
+# make demo | test | lint | wheel-check | clean
+#
+#   PYTHON=python3.12      the interpreter that .venv is made with
+#   PYTEST_ARGS='-k tree'  what to hand to pytest
+
+PYTHON ?= python3
+PYTEST_ARGS ?=
+
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check
+
+.PHONY: demo test lint wheel-check clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.user
+	@$(VENV)/bin/triforce-tree demo
+
+test: $(VENV)/.dev
+	$(PY) -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.dev
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy -p triforce_tree
+	$(VENV)/bin/lint-imports --no-logo
+
+wheel-check: $(VENV)/.dev
+	$(PY) scripts/check_wheel.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
+
+# Stamps: pip runs again only when pyproject.toml has changed.
+$(VENV)/.user: pyproject.toml $(PY)
+	$(PIP) install --editable .
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml $(PY)
+	$(PIP) install --editable '.[test,dev]'
+	@touch $@ $(VENV)/.user
+
+# A newer pip chooses better; the one that came with Python does as well, so a failure is no error.
+$(PY):
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo "PYTHON=$(PYTHON): no such command; install Python 3.11 or newer, or name one:" \
+	    "make PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; v >= (3, 11) or sys.exit( \
+	  "PYTHON=$(PYTHON) is Python %d.%d and 3.11 is the oldest that works; " % v + \
+	  "name a newer one: make PYTHON=python3.12")'
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "PYTHON=$(PYTHON) cannot make a virtual environment (no venv or ensurepip module);" \
+	    "on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	-@$(PIP) install --quiet --retries 0 --timeout 15 --upgrade pip

@@ -1,0 +1,15 @@
+"""Continue a long text with the embedded pair, and see what each level did."""
+
+from pydoc_data.topics import topics
+
+import triforce_tree
+
+engine = triforce_tree.load()  # or load("path/to/target", "path/to/draft")
+text = "\n\n".join(topics[name] for name in sorted(topics))[:40_000]
+
+out = engine.generate(text, max_new_tokens=128, temperature=0.8, top_k=0, seed=1)
+
+print(out.text)
+for level in out.levels:
+    print(level.name, level.forwards, level.acceptance_rate, level.mean_accepted_length)
+print(f"{1e3 * out.decode_seconds / out.new_tokens:.1f} ms a token")

@@ -1,0 +1,127 @@
+"""What the embedded pair can do, through the engine's own caches: docs/results/pair.json.
+
+    python scripts/eval_pair.py                      # on a CPU: needles up to 16K, overlaps at 16K
+    python scripts/eval_pair.py --device cuda --lengths 2048 8192 16384 32768 122880 \
+        --retrieval 16384/1024 122880/4096 --trials 40
+
+Only the figures measured now are replaced in the file. The text is Python's help topics, which the pair
+was not trained on. Overlap is the mean of sum(min(p, q)), the chance that a token drawn from q is
+accepted under p, at temperature 1: of the draft on its streaming cache and of the target on its retrieval
+cache, both against the target on its full cache, over the tokens that follow a prompt in the text.
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+import triforce_tree
+from triforce_tree.bench import needle, overlap, results, text
+from triforce_tree.sampling import TokenLaw
+
+RESULTS = Path(__file__).parents[1] / "docs" / "results"
+
+
+def windows(ids: Sequence[int], length: int, count: int) -> Iterator[list[int]]:
+    """``count`` windows that start at even distances; the text is read as a ring."""
+    if length > len(ids):
+        raise SystemExit(
+            f"the text has {len(ids)} tokens, {length} are wanted; give a longer one with --file"
+        )
+    for number in range(count):
+        start = number * len(ids) // count
+        yield [*ids[start : start + length], *ids[: max(0, start + length - len(ids))]]
+
+
+@torch.no_grad()
+def loss(model: Any, ids: Sequence[int], length: int, count: int) -> float:
+    """Mean negative log-likelihood in nats over windows of ``length`` tokens."""
+    losses = []
+    for window in windows(ids, length + 1, count):
+        row = torch.tensor([window], device=model.device)
+        logits = model(row[:, :-1]).logits[0].float()
+        losses.append(float(torch.nn.functional.cross_entropy(logits, row[0, 1:])))
+        print(f"loss at {length}: {losses[-1]:.3f}")
+    return statistics.fmean(losses)
+
+
+def overlaps(
+    engine: triforce_tree.Engine, ids: Sequence[int], length: int, budget: int, new: int, count: int
+) -> tuple[float, float | None]:
+    """(retrieval, draft) against the full target, over ``new`` tokens behind ``count`` prompts."""
+    engine = engine.with_options(budget=budget)
+    retrieval, draft = [], []
+    for window in windows(ids, length + new, count):
+        for laws in overlap.teacher_forced(engine, window, length, TokenLaw()):
+            retrieval += torch.minimum(laws.retrieval, laws.target).sum(-1).tolist()
+            if laws.draft is not None:
+                draft += torch.minimum(laws.draft, laws.target).sum(-1).tolist()
+        print(f"{length}/{budget}: retrieval {statistics.fmean(retrieval):.3f}", end="")
+        print(f", draft {statistics.fmean(draft):.3f}" if draft else "")
+    return statistics.fmean(retrieval), statistics.fmean(draft) if draft else None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument(
+        "--lengths", type=int, nargs="*", default=[2048, 8192, 16384], help="of needle prompts"
+    )
+    parser.add_argument("--trials", type=int, default=40, help="needles for each length")
+    parser.add_argument(
+        "--retrieval", nargs="*", default=["16384/1024"], metavar="CONTEXT/BUDGET", help="overlaps to measure"
+    )
+    parser.add_argument("--prompts", type=int, default=8, help="prompts for each overlap")
+    parser.add_argument("--new-tokens", type=int, default=128, help="tokens behind each of them")
+    parser.add_argument("--windows", type=int, default=7, help="of 16,384 tokens for the loss; 0 for no loss")
+    parser.add_argument("--file", help="another held-out text")
+    parser.add_argument("--seed", type=int, default=0, help="of the needles")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--dtype", default="float32", help="of both models")
+    parser.add_argument("--target", help="model folder; without it, the embedded pair")
+    parser.add_argument("--draft", help="model folder; without it, the embedded draft")
+    parser.add_argument("--out", type=Path, default=RESULTS / "pair.json", help="results file")
+    args = parser.parse_args()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    results.check_writable(args.out)
+    engine = triforce_tree.load(args.target, args.draft, device=args.device, dtype=args.dtype)
+    assert engine.tokenizer is not None
+    source = text.read_text(args.file) if args.file else text.pydoc_text()
+    ids = text.token_ids(engine.tokenizer, source)
+
+    found: dict[str, Any] = {}
+    if args.windows:
+        found["loss_16k"] = round(loss(engine.hierarchy.target.model, ids, 16_384, args.windows), 4)
+    retrieval: dict[str, float] = {}
+    for pair in args.retrieval:
+        length, _, budget = pair.partition("/")
+        share, draft = overlaps(engine, ids, int(length), int(budget), args.new_tokens, args.prompts)
+        retrieval[pair] = round(share, 4)
+        if draft is not None and "draft_overlap" not in found:
+            found["draft_overlap"] = round(draft, 4)
+    accuracy = {}
+    for length in args.lengths:
+        stack = needle.Haystack(source, engine.tokenizer, length)
+        depths = [(i + 0.5) / args.trials for i in range(args.trials)]
+        records = results.Records(None, {})
+        needle.measure(engine, stack, [length], depths, 1, records, through=("target",), seed=args.seed)
+        accuracy[str(length)] = needle.accuracy(records.all)
+        print(f"needle at {length}: {accuracy[str(length)]}")
+
+    old = json.loads(args.out.read_text(encoding="utf-8")) if args.out.exists() else {}
+    merged = {**old, **found, "evaluated": results.header(args.seed)}
+    for name, part in (("needle", accuracy), ("retrieval_overlap", retrieval)):
+        merged[name] = {**old.get(name, {}), **part}
+    args.out.write_text(json.dumps(merged, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(merged))
+
+
+if __name__ == "__main__":
+    main()

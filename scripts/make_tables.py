@@ -1,0 +1,126 @@
+"""Write the tables of README.md and docs/ from the results files, so that no figure is typed by hand.
+
+    python scripts/make_tables.py           # fills every table
+    python scripts/make_tables.py --check   # for CI: fails where one is out of date
+
+A table stands between <!-- table: NAME --> and <!-- end table -->; NAME is one of TABLES below.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "docs" / "results"
+MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end table -->)", re.DOTALL)
+
+
+def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    rule = ["---", *["---:"] * (len(columns) - 1)]
+    return "".join("| " + " | ".join(line) + " |\n" for line in (columns, rule, *rows))
+
+
+def cpu(result: dict[str, Any]) -> str:
+    rows = result["rows"]
+    temperatures = sorted({r["temperature"] for r in rows})
+    methods = list(dict.fromkeys(r["method"] for r in rows))
+    columns = ["method"]
+    for t in temperatures:
+        columns += [f"ms/token, T={t:g}", "speed-up", "repeated 8-grams"]
+    lines = []
+    for method in methods:
+        line = [method]
+        for t in temperatures:
+            row = next((r for r in rows if r["method"] == method and r["temperature"] == t), None)
+            if row is None:
+                line += ["", "", ""]
+                continue
+            gain = row["speedup_vs_best_baseline"]
+            line.append(f"{row['ms_per_token']:.1f}")
+            line.append("" if gain is None else f"{gain:.2f}x")
+            line.append(f"{100 * row['repeated_8grams']:.0f} %")
+        lines.append(line)
+    versions = result["versions"]
+    first = rows[0]
+    note = (
+        f"{first['context']:,} prompt tokens, {first['new_tokens']} new ones, medians over "
+        f"{result['prompts']} prompts, decode only; {result['hardware']}, {result['threads']} threads, "
+        f"fp32, torch {versions['torch']}, transformers {versions['transformers']}, commit "
+        f"{result['commit']}. Speed-up against the fastest of transformers-static, -dynamic and "
+        "-assistant. File: `docs/results/cpu_16k.json`.\n"
+    )
+    return markdown(columns, lines) + "\n" + note
+
+
+def acceptance(result: dict[str, Any]) -> str:
+    lines = [
+        [
+            row["method"],
+            f"{row['temperature']:g}",
+            ", ".join(f"{name} {value:.2f}" for name, value in row["acceptance"].items()),
+        ]
+        for row in result["rows"]
+        if row["acceptance"]
+    ]
+    return markdown(["method", "temperature", "acceptance"], lines)
+
+
+def pair(result: dict[str, Any]) -> str:
+    needles = sorted(result.get("needle", {}).items(), key=lambda item: int(item[0]))
+    lines = [[f"needle, {int(length):,} tokens (exact, greedy)", f"{share:.2f}"] for length, share in needles]
+    if "loss_16k" in result:
+        lines.append(["loss at 16K of context, nats a token", f"{result['loss_16k']:.3f}"])
+    if "draft_overlap" in result:
+        lines.append(["draft against target, mean sum of min(p, q)", f"{result['draft_overlap']:.3f}"])
+    for name, share in result.get("retrieval_overlap", {}).items():
+        context, _, budget = name.partition("/")
+        what = f"retrieval against full cache, {int(context):,} tokens, budget {int(budget):,}"
+        lines.append([what, f"{share:.3f}"])
+    return markdown(["embedded pair, held-out text", "figure"], lines)
+
+
+# name -> (results file, what makes the table, what makes the file)
+TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str], str]] = {
+    "cpu_16k": ("cpu_16k.json", cpu, "python scripts/bench_cpu.py"),
+    "cpu_16k_acceptance": ("cpu_16k.json", acceptance, "python scripts/bench_cpu.py"),
+    "pair": ("pair.json", pair, "python scripts/eval_pair.py"),
+}
+
+
+def table(name: str) -> str:
+    if name not in TABLES:
+        raise SystemExit(f"unknown table {name!r}; known: {', '.join(TABLES)}")
+    file, make, command = TABLES[name]
+    path = RESULTS / file
+    if not path.exists():
+        return f"Not measured yet: `{command}` writes `docs/results/{file}`.\n"
+    return make(json.loads(path.read_text(encoding="utf-8")))
+
+
+def filled(text: str) -> str:
+    return MARKED.sub(lambda m: m[1] + table(m[2]) + m[3], text)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 if a table is old")
+    args = parser.parse_args()
+    old = []
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        text = path.read_text(encoding="utf-8")
+        fresh = filled(text)
+        if fresh != text:
+            old.append(path.relative_to(ROOT))
+            if not args.check:
+                path.write_text(fresh, encoding="utf-8")
+    for path in old:
+        print(f"{path}: {'out of date; run python scripts/make_tables.py' if args.check else 'written'}")
+    return int(args.check and bool(old))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

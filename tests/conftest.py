@@ -1,0 +1,70 @@
+"""What all tests share: no network, few threads, fixed seeds, poisoned memory, markers."""
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+# Tests use tiny tensors, and two threads that meet after every such operation are hundreds of times
+# slower than one where something else keeps a core busy.
+THREADS = 1
+
+# Read once, when transformers, datasets and triton are first imported: by the tests, later.
+for _name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
+    os.environ.setdefault(_name, "1")
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device, and torch sees none")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _same_start_for_every_test() -> Iterator[None]:
+    """Fixed seeds and threads; torch's global settings are put back if a test changed them."""
+    dtype, grad = torch.get_default_dtype(), torch.is_grad_enabled()
+    torch.set_num_threads(THREADS)
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002 - for libraries that draw from the global state
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(dtype)
+    torch.set_grad_enabled(grad)
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+@pytest.fixture
+def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uninitialised memory holds NaN, so whoever reads a row before writing it is found out."""
+
+    def poison(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def made(*args: Any, **kwargs: Any) -> torch.Tensor:
+            tensor = make(*args, **kwargs)
+            if tensor.is_floating_point():
+                with torch.no_grad():
+                    tensor.fill_(torch.nan)
+            return tensor
+
+        return made
+
+    for owner, name in (
+        (torch, "empty"),
+        (torch, "empty_like"),
+        (torch, "empty_strided"),
+        (torch.Tensor, "new_empty"),
+    ):
+        monkeypatch.setattr(owner, name, poison(getattr(owner, name)))

@@ -1,0 +1,242 @@
+"""Every family's greedy output equals transformers' own, token for token, at every level count.
+
+The caches are far smaller than the texts: chunks are selected and dropped again, streaming rows
+leave, windows slide. Drafts are perturbed copies of their targets, so that proposals are accepted
+and refused.
+"""
+
+import pytest
+import torch
+from families import FAMILIES, VOCABULARY, build, greedy, perturbed, prompt_of, tiny
+from transformers import PreTrainedModel
+
+import triforce_tree
+from triforce_tree import UnsupportedModelError
+from triforce_tree.caches import FullCache, StreamingCache
+from triforce_tree.config import StreamingConfig
+from triforce_tree.hf_model import HFModel
+from triforce_tree.level import Level
+from triforce_tree.token_tree import Context, TokenTree
+
+SMALL = {
+    "gamma": 3,
+    "tree": "best-first:3,2,1",
+    "budget": 24,
+    "chunk": 4,
+    "recent": 8,
+    "sinks": 2,
+    "window": 6,
+    "prefill_chunk": 16,
+}
+
+
+def accepted_per_level(
+    target: PreTrainedModel,
+    draft: PreTrainedModel | None,
+    prompt: list[int],
+    new_tokens: int,
+    **options,
+) -> list[int]:
+    """Check greedy equality; accepted tokens of every level."""
+    engine = triforce_tree.load(target, draft, **{**SMALL, **options})
+    out = engine.generate(prompt, max_new_tokens=new_tokens, do_sample=False)
+    assert out.sequences[0, len(prompt) :].tolist() == greedy(target, prompt, new_tokens)
+    return [level.accepted for level in out.levels]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_output_is_the_targets_own(family: str) -> None:
+    target = tiny(family)
+    draft = perturbed(target, 0.05)
+    assert len(set(greedy(target, prompt_of(37), 60))) > 3, "an output that varies"
+    accepted = accepted_per_level(target, draft, prompt_of(37), 60, levels=3)
+    assert min(accepted[1:]) > 0
+    accepted_per_level(target, draft, prompt_of(203), 40, levels=3, refresh=0)
+    assert accepted_per_level(target, draft, prompt_of(37), 40, levels=2)[-1] > 0
+    accepted_per_level(target, draft, prompt_of(2), 12, levels=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "llama-gqa"])
+@pytest.mark.parametrize("prompt_tokens", [1, 2, 37, 203])
+def test_long_greedy_outputs(family: str, prompt_tokens: int) -> None:
+    """210 new tokens: several times the budget, whatever the prompt's length."""
+    target = tiny(family)
+    for levels in (1, 2, 3):
+        accepted = accepted_per_level(
+            target, perturbed(target, 0.05), prompt_of(prompt_tokens), 210, levels=levels
+        )
+        assert levels == 1 or min(accepted[1:]) > 0
+
+
+@pytest.mark.parametrize(
+    "tree", ["chain:1", "chain:4", "sequoia:6x3", "static:0;0.1;1", "best-first:5"]
+)
+@pytest.mark.parametrize("leaves", [True, False])
+def test_every_shape_and_gamma(tree: str, leaves: bool) -> None:
+    target = tiny("llama-gqa")
+    for gamma in (1, 9):
+        accepted_per_level(
+            target,
+            perturbed(target, 0.1),
+            prompt_of(61),
+            40,
+            levels=3,
+            tree=tree,
+            gamma=gamma,
+            leaves=leaves,
+        )
+
+
+@pytest.mark.parametrize("levels", [2, 3])
+def test_prompt_lookup_needs_no_draft(levels: int) -> None:
+    target = tiny("llama-gqa")
+    prompt = prompt_of(23) * 4
+    accepted_per_level(target, None, prompt, 80, levels=levels, lookup=5)
+
+
+@pytest.mark.parametrize("kind", ["a stranger", "the target itself"])
+def test_any_draft_will_do(kind: str) -> None:
+    target = tiny("llama")
+    draft = tiny("qwen2", seed=5) if kind == "a stranger" else target
+    accepted_per_level(target, draft, prompt_of(50), 50, levels=3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tree_forward_gives_every_paths_own_logits(family: str) -> None:
+    """One forward over a tree against plain forwards over each of its paths, twice in a row."""
+    model = tiny(family)
+    level = Level(HFModel(model), FullCache(model.config.num_hidden_layers), prefill_chunk=16)
+    tokens = prompt_of(37)
+    parents = [-1, 0, 0, 1, 1, 2, 3, 3, 5, 6]
+    with level.model.active():
+        level.prefill(Context(tokens))
+        for path in ([0, 1, 3, 7], [0, 2]):
+            tree = TokenTree([tokens[-1], *prompt_of(9)], parents)
+            logits = level.forward_tree(Context(tokens), tree)
+            expected = torch.stack(
+                [next_logits(model, tokens, tree, node) for node in range(len(tree))]
+            )
+            torch.testing.assert_close(logits, expected, atol=2e-5, rtol=2e-5)
+            tokens = [*tokens, *(tree.tokens[node] for node in path[1:]), 5]
+            level.commit(Context(tokens))
+            assert level.cache.length == len(tokens) - 1, "the accepted rows are there"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_streaming_cache_that_holds_everything_is_exact(family: str) -> None:
+    """Keys that came unrotated and were turned by the family's functions are the model's."""
+    model, tokens = tiny(family), prompt_of(45)
+    checked = HFModel(model)
+    cache = StreamingCache(checked.layers, StreamingConfig(sinks=4, window=100), checked.rope())
+    level = Level(checked, cache, prefill_chunk=16)
+    with torch.no_grad():
+        expected = model(torch.tensor([tokens])).logits[0]
+    with checked.active():
+        level.prefill(Context(tokens[:30]))
+        for end in (30, 33, 34, 45):
+            logits, _ = level.catch_up(Context(tokens[:end]))
+            torch.testing.assert_close(logits, expected[end - 1], atol=2e-5, rtol=2e-5)
+
+
+@torch.no_grad()
+def next_logits(
+    model: PreTrainedModel, tokens: list[int], tree: TokenTree, node: int
+) -> torch.Tensor:
+    """``[V]``, from the model under its own attention and without any cache."""
+    ours = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    path = [*tokens, *(tree.tokens[i] for i in tree.path(node)[1:])]
+    logits = model(torch.tensor([path]), use_cache=False).logits[0, -1]
+    model.set_attn_implementation(ours)
+    return logits
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_the_models_attention_is_as_it_was(attention: str) -> None:
+    target, draft = tiny("llama"), tiny("llama", seed=1)
+    for model in (target, draft):
+        model.set_attn_implementation(attention)
+    target.train()
+    engine = triforce_tree.load(target, draft, levels=3, **SMALL)
+    engine.generate(prompt_of(40), max_new_tokens=5)
+    with pytest.raises(ValueError, match="empty"):
+        engine.generate([])
+    assert target.config._attn_implementation == draft.config._attn_implementation == attention
+    assert target.training
+    assert not draft.training
+
+
+def test_the_models_attention_is_restored_after_an_error() -> None:
+    target = tiny("llama")
+    engine = triforce_tree.load(target, levels=2, **SMALL)
+    with torch.no_grad():
+        target.lm_head.weight.fill_(torch.nan)
+    with pytest.raises(ValueError, match="NaN"):
+        engine.generate(prompt_of(5), max_new_tokens=5)
+    assert target.config._attn_implementation == "sdpa"
+
+
+NAMES = {
+    "FalconForCausalLM": "attention interface",
+    "BloomForCausalLM": "attention interface",
+    "T5ForConditionalGeneration": "encoder-decoder",
+    "MambaForCausalLM": "attention|recurrent|state",
+}
+OWN = {
+    "FalconForCausalLM": {"alibi": False, "new_decoder_architecture": False},
+    "T5ForConditionalGeneration": {
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 64,
+        "num_layers": 2,
+        "num_heads": 4,
+    },
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_families_that_cannot_work_say_so(name: str) -> None:
+    settings = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    config = name.split("For")[0] + "Config"
+    model = build(config, name, **{**settings, **OWN.get(name, {})})
+    with pytest.raises(UnsupportedModelError, match=rf"{name}.*({NAMES[name]})"):
+        triforce_tree.load(model)
+
+
+def gpt2() -> PreTrainedModel:
+    return build(
+        "GPT2Config",
+        "GPT2LMHeadModel",
+        vocab_size=VOCABULARY,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=512,
+    )
+
+
+def test_learned_positions_serve_as_target_and_not_as_draft() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"GPT2LMHeadModel.*no rotary"):
+        triforce_tree.load(tiny("llama"), gpt2())
+    target = gpt2()
+    accepted_per_level(target, tiny("llama"), prompt_of(70), 40, levels=3)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_a_rotation_that_depends_on_the_length_cannot_draft(kind: str) -> None:
+    rope = {"rope_type": kind, "factor": 2.0, "rope_theta": 10_000.0}
+    if kind == "longrope":
+        rope |= {
+            "original_max_position_embeddings": 64,
+            "short_factor": [1.0] * 4,
+            "long_factor": [2.0] * 4,
+        }
+    draft = tiny("llama", rope_parameters=rope)
+    with pytest.raises(UnsupportedModelError, match=rf"LlamaForCausalLM.*{kind}"):
+        triforce_tree.load(tiny("llama"), draft)

@@ -1,0 +1,288 @@
+"""The Triton kernels, in the interpreter, against fp64 definitions; bench_tree_attention checks a
+GPU.
+
+The interpreter multiplies bf16 tiles wrongly, so these run fp16 and fp32.
+"""
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the kernels need Triton; install triton to run their tests")
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from kernels_cases import Case, allowed, poisoned_memory, random_nodes, random_tree, run_case
+from triton import knobs
+
+from triforce_tree.kernels import dispatch, reference
+from triforce_tree.kernels.configs import KernelConfig, choose
+from triforce_tree.kernels.plan import NODE, Heads, pack_mask, plan_nodes, plan_trees
+
+if not torch.cuda.is_available() and not knobs.runtime.interpret:
+    pytest.skip("Triton was loaded without TRITON_INTERPRET=1", allow_module_level=True)
+
+from triforce_tree.kernels import compaction, merge, scoring
+from triforce_tree.kernels.launch import run
+
+# The interpreter of Triton 3.6 makes scalars of one-element arrays, which newer NumPy warns about.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HALF, SINGLE = torch.float16, torch.float32
+SMALL = KernelConfig(16, 64, 4, 2, 1)
+PLAIN = KernelConfig(16, 32, 4, 2, 1, tma=False)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(Heads(4, 2, 64), ((0, 1),), HALF, config=SMALL),
+        Case(Heads(4, 2, 64), ((0, 7),), SINGLE, order="breadth", config=PLAIN),
+        Case(Heads(4, 4, 64), ((1, 16),), HALF, "rows", config=SMALL),
+        Case(Heads(4, 1, 64), ((63, 7),), HALF, "rows", config=PLAIN),
+        Case(Heads(3, 1, 64), ((64, 33),), HALF, order="breadth", config=SMALL),
+        Case(Heads(2, 2, 64), ((65, 65),), SINGLE, config=PLAIN),
+        Case(Heads(2, 1, 96), ((129, 2),), HALF, config=SMALL),
+        Case(Heads(2, 1, 128), ((200, 3),), HALF, config=SMALL),
+    ],
+    ids=str,
+)
+def test_trees(case):
+    assert run_case(case, DEVICE) <= allowed(case)
+
+
+@pytest.mark.parametrize("layout", [1, 16, 64, ("view", 8)], ids=str)
+@pytest.mark.parametrize("config", [SMALL, PLAIN], ids=["bulk", "plain"])
+def test_pages(layout, config):
+    assert run_case(Case(Heads(4, 2, 64), ((150, 9),), HALF, layout, config=config), DEVICE) <= 2
+
+
+@pytest.mark.parametrize("how", [{"window": 40}, {"window": 3}, {"softcap": 5.0}, {"sinks": True}], ids=str)
+@pytest.mark.parametrize("layout", ["heads", 16], ids=str)
+def test_variants(how, layout):
+    case = Case(Heads(4, 2, 64), ((150, 9),), HALF, layout, config=SMALL, **how)
+    assert run_case(case, DEVICE) <= allowed(case)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("split", ["flatten", NODE])
+def test_ragged_batch(window, split):
+    trees = ((0, 3), (130, 9), (64, 1), (31, 20))
+    case = Case(Heads(4, 2, 64), trees, HALF, 16, window=window, split=split, config=SMALL)
+    assert run_case(case, DEVICE) <= allowed(case)
+
+
+@pytest.mark.parametrize(
+    "split, chunk",
+    [("flatten", None), (NODE, None), (NODE, 32)],
+    ids=["flatten", "node", "node-chunk"],
+)
+def test_tree_shaped_kv(split, chunk):
+    rng = random.Random(1)
+    heads = Heads(4, 2, 64)
+    nodes, rows = random_nodes(rng, (1, 3, 11), (150, 40, 9))
+    torch.manual_seed(1)
+    queries = nodes[-1][2] + nodes[-1][3]
+    q = torch.randn(queries, heads.query, heads.dim, dtype=HALF, device=DEVICE)
+    k, v = (torch.randn(1, heads.kv, rows, heads.dim, dtype=HALF, device=DEVICE) for _ in range(2))
+    plan = plan_nodes(
+        heads, nodes, queries, device=DEVICE, dtype=HALF, split=split, chunk=chunk, config=SMALL
+    )
+    with poisoned_memory():
+        out, lse = run(q, k, v, plan, scale=0.125)
+    sees = torch.zeros(queries, rows, dtype=torch.bool, device=DEVICE)
+    for start, size, first, count in nodes:
+        sees[first : first + count, start : start + size] = True
+    exact, exact_lse = reference.tree_attention(
+        q.transpose(0, 1)[None].float(), k.float(), v.float(), sees, scale=0.125
+    )
+    torch.testing.assert_close(out.float(), exact[0].transpose(0, 1), atol=2e-3, rtol=0)
+    torch.testing.assert_close(lse, exact_lse[0].T, atol=2e-3, rtol=0)
+
+
+def test_reference_is_the_definition():
+    torch.manual_seed(0)
+    mask, depths = random_tree(9, "depth", random.Random(0))
+    q, k, v = (torch.randn(2, h, n, 16) for h, n in [(4, 9), (2, 59), (2, 59)])
+    sinks, first = torch.randn(4), (50 + depths - 19).clamp(0)
+    out, lse = reference.tree_attention(q, k, v, mask, scale=0.3, first=first, softcap=4.0, sinks=sinks)
+    seen = torch.ones(9, 59, dtype=torch.bool)
+    seen[:, 50:] = mask
+    seen &= torch.arange(59) >= first[:, None]
+    scores = 4 * torch.tanh(q @ k.repeat_interleave(2, 1).transpose(-1, -2) * 0.3 / 4)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    scores = torch.cat([scores, sinks.view(1, 4, 1, 1).expand(2, 4, 9, 1)], -1)
+    exact = scores.softmax(-1)[..., :-1] @ v.repeat_interleave(2, 1)
+    torch.testing.assert_close(out, exact)
+    torch.testing.assert_close(lse, scores.logsumexp(-1))
+
+
+def test_plan_is_updated_in_place():
+    heads, rng = Heads(4, 2, 64), random.Random(2)
+    first, second = (random_tree(9, order, rng)[0] for order in ("depth", "breadth"))
+    torch.manual_seed(2)
+    q = torch.randn(9, 4, 64, dtype=HALF, device=DEVICE)
+    k, v = (torch.randn(1, 2, 300, 64, dtype=HALF, device=DEVICE) for _ in range(2))
+    plan = plan_trees(heads, [first], [50], device=DEVICE, dtype=HALF, config=SMALL)
+    run(q, k, v, plan, scale=0.125)
+    places = [plan.lengths.data_ptr(), plan.mask.data_ptr()]
+    plan.update(second, [201])
+    assert places == [plan.lengths.data_ptr(), plan.mask.data_ptr()]
+    changed = run(q, k, v, plan, scale=0.125)
+    fresh = run(
+        q,
+        k,
+        v,
+        plan_trees(heads, [second], [201], device=DEVICE, dtype=HALF, config=SMALL),
+        scale=0.125,
+    )
+    assert all(torch.equal(a, b) for a, b in zip(changed, fresh, strict=True))
+
+
+def test_query_that_sees_nothing_gets_zero():
+    plan = plan_trees(
+        Heads(2, 1, 64),
+        [torch.zeros(3, 3, dtype=torch.bool)],
+        [0],
+        device=DEVICE,
+        dtype=HALF,
+        config=SMALL,
+    )
+    q, k = (torch.randn(s, dtype=HALF, device=DEVICE) for s in [(3, 2, 64), (1, 1, 3, 64)])
+    with poisoned_memory():
+        out, lse = run(q, k, k, plan, scale=1.0)
+    assert torch.equal(out, torch.zeros_like(out))
+    assert torch.equal(lse, torch.full_like(lse, -torch.inf))
+
+
+def test_mask_words():
+    mask = torch.rand(5, 130) < 0.5
+    words = pack_mask(mask)
+    bits = (words[..., None] >> torch.arange(64)) & 1
+    assert words.shape == (5, 3)
+    assert torch.equal(bits.flatten(1)[:, :130].bool(), mask)
+    with pytest.raises(ValueError, match="plan for 3 words"):
+        pack_mask(mask, 2)
+
+
+def test_merge():
+    torch.manual_seed(3)
+    outs = torch.randn(3, 5, 7, 64, device=DEVICE)
+    lses = torch.randn(3, 5, 7, device=DEVICE)
+    lses[0, 0], lses[:, 1] = -torch.inf, -torch.inf
+    outs[0, 0], outs[:, 1] = torch.nan, torch.nan
+    exact = reference.merge_states(outs, lses)
+    with poisoned_memory():
+        made = merge.merge_states(outs, lses)
+    for a, b in zip(made, exact, strict=True):
+        torch.testing.assert_close(a, b)
+    two = reference.merge_states(outs[:2], lses[:2])
+    torch.testing.assert_close(reference.merge_state(outs[0], lses[0], outs[1], lses[1]), two)
+
+
+def test_cascade_is_attention_over_all_levels():
+    torch.manual_seed(6)
+    mask, _ = random_tree(5, "depth", random.Random(6))
+    q, k, v = (torch.randn(1, h, n, 64) for h, n in [(4, 5), (2, 40), (2, 40)])
+    levels = [(k[:, :, :20], v[:, :, :20], None), (k[:, :, 20:], v[:, :, 20:], mask)]
+    made = dispatch.cascade(q, levels, scale=0.125)
+    exact = reference.tree_attention(q, k, v, mask, scale=0.125)
+    for a, b in zip(made, exact, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("batch, window", [(1, None), (2, None), (2, 20)])
+def test_engine_call_through_plans(batch, window):
+    """What CUDA tensors get from ``dispatch.tree_attention``, and that layers share the plan."""
+    torch.manual_seed(7)
+    mask, depths = random_tree(5, "depth", random.Random(7))
+    mask = mask.to(DEVICE)
+    q = torch.randn(batch, 5, 4, 64, dtype=HALF, device=DEVICE).transpose(1, 2)
+    k, v = (torch.randn(batch, 2, 90, 64, dtype=HALF, device=DEVICE)[:, :, :75] for _ in range(2))
+    first = None if window is None else (70 + depths - window + 1).clamp(0).to(DEVICE)
+    how = {"scale": 0.125, "first": first}
+    for _ in range(2):
+        out, lse = dispatch._planned(q, k, v, mask, **how)
+    assert len(dispatch._plans[mask]) == 1
+    exact, exact_lse = reference.tree_attention(q.float(), k.float(), v.float(), mask, **how)
+    torch.testing.assert_close(out.float(), exact, atol=2e-3, rtol=0)
+    torch.testing.assert_close(lse, exact_lse, atol=2e-3, rtol=0)
+
+
+@pytest.mark.parametrize("chunks", [1, 64, 150])
+def test_chunk_scores(chunks):
+    torch.manual_seed(4)
+    q = torch.randn(2, 6, 5, 64, device=DEVICE)
+    means = torch.randn(2, 2, chunks, 64, device=DEVICE)
+    with poisoned_memory():
+        made = scoring.chunk_scores(q, means, 0.3)
+    torch.testing.assert_close(made, reference.chunk_scores(q, means, 0.3), atol=1e-5, rtol=1e-4)
+
+
+def test_rows_move():
+    torch.manual_seed(5)
+    rows = torch.randn(2, 40, 3, 64, device=DEVICE).transpose(1, 2)
+    index = torch.randint(40, (2, 3, 35), device=DEVICE)
+    assert torch.equal(compaction.gather_rows(rows, index), reference.gather_rows(rows, index))
+    path = torch.tensor([0, 2, 3, 7, 12, -1, -1], device=DEVICE)
+    start = torch.tensor([20], device=DEVICE)
+    mine, theirs = rows.clone(), rows.clone()
+    compaction.compact_rows(mine, path, start)
+    reference.compact_rows(theirs, path, start)
+    assert torch.equal(mine, theirs)
+
+
+def test_ops_trace():
+    """The custom ops have fakes that agree with them, so torch.compile keeps them in its graph."""
+    outs, lses = torch.randn(2, 3, 64, device=DEVICE), torch.randn(2, 3, device=DEVICE)
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(merge.merge_states, (outs, lses), test_utils=checks)
+    rows = torch.randn(1, 2, 9, 64, device=DEVICE)
+    index = torch.tensor([[[0, 3], [1, 1]]], device=DEVICE)
+    torch.library.opcheck(compaction.gather_rows, (rows, index), test_utils=checks)
+    path, start = torch.tensor([1], device=DEVICE), torch.tensor([4], device=DEVICE)
+    torch.library.opcheck(compaction.compact_rows, (rows, path, start), test_utils=checks)
+    torch.library.opcheck(scoring.chunk_scores, (rows, rows, 1.0), test_utils=checks)
+
+
+@pytest.mark.slow
+def test_compiles_for_hopper():
+    """What the interpreter cannot see: types, operands and registers, without a GPU."""
+    script = Path(__file__).parent / "kernels_compile.py"
+    plain = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    root = str(Path(__file__).parent.parent)
+    made = subprocess.run(
+        [sys.executable, str(script)],
+        env=plain | {"PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert made.returncode == 0, made.stderr
+    spilled = {line: int(line.split(", ")[-2].split()[0]) for line in made.stdout.splitlines()}
+    assert all(count < 64 for count in spilled.values()), made.stdout
+
+
+def test_table_of_configs():
+    assert choose(1, 128, 2).block_m == 16
+    assert choose(64, 128, 2).block_m == 64
+    assert choose(4096, 64, 2) == choose(129, 64, 2)
+    with pytest.raises(ValueError, match="head_dim=512"):
+        choose(16, 512, 2)
+
+
+def test_errors_name_the_remedy():
+    with pytest.raises(ValueError, match="multiple"):
+        Heads(5, 2, 64)
+    plan = plan_trees(Heads(2, 1, 64), [torch.ones(1, 1, dtype=torch.bool)], [0], device=DEVICE)
+    q, k = torch.zeros(2, 2, 64, device=DEVICE), torch.zeros(1, 1, 1, 64, device=DEVICE)
+    with pytest.raises(ValueError, match="make a new plan"):
+        run(q, k, k, plan, scale=1.0)
+    with pytest.raises(ValueError, match="positive"):
+        run(q[:1], k, k, plan, scale=0.0)

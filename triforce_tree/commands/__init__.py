@@ -1,0 +1,1 @@
+"""The commands of the command line: each has ``add(subparsers)`` and ``run(args)``."""

@@ -1,0 +1,71 @@
+"""``triforce-tree generate``: continue a text."""
+
+import argparse
+import sys
+from typing import Any
+
+from transformers import StoppingCriteriaList
+
+from triforce_tree.api import Engine, GenerateOutput
+from triforce_tree.bench.compare import Comparison, ms_per_token, summary
+from triforce_tree.bench.text import read_text, token_ids
+from triforce_tree.commands import options
+from triforce_tree.console import Interrupt, PrefillBar, TextOut, json_line, levels_table, screen
+
+
+def run(args: argparse.Namespace) -> int:
+    text = _prompt(args.prompt)
+    sampling = options.sampling_of(args)
+    seed = options.seed_of(args)
+    engine = options.engine_of(args)
+    assert engine.tokenizer is not None
+    prompt = token_ids(engine.tokenizer, text)
+    greedy = args.temperature == 0
+    with Interrupt() as interrupt:
+        more = {"max_new_tokens": args.max_new_tokens, "seed": seed, **sampling}
+        out = generate(engine, prompt, interrupt, show=True, **more)
+        show = screen()
+        show.print(levels_table(out.levels or []))
+        ms = ms_per_token(out)
+        show.print(
+            f"{len(prompt)} prompt tokens in {out.prefill_seconds:.1f} s, {out.new_tokens} new ones"
+            + (f" at {ms:.1f} ms each" if ms else "")
+            + f"; ended by {'Ctrl-C' if interrupt.requested else out.finish_reason}"
+        )
+        comparison = None
+        if args.compare and not interrupt.requested:
+            baseline = generate(engine.with_options(levels=1), prompt, interrupt, show=False, **more)
+            if not interrupt.requested:
+                comparison = Comparison(out, baseline, greedy)
+                show.print(comparison.verdict())
+    if args.json:
+        extra = {"seed": seed, "interrupted": interrupt.requested, "text": out.text}
+        json_line({**summary(out, comparison), **extra})
+    return 130 if interrupt.requested else 0
+
+
+def generate(
+    engine: Engine, prompt: list[int], interrupt: Interrupt, *, show: bool, **more: Any
+) -> GenerateOutput:
+    """One generation with a progress bar, its text shown or not, and Ctrl-C at work."""
+    assert engine.tokenizer is not None
+    what = "reading the prompt" if show else "the same, target alone"
+    with PrefillBar(len(prompt) - 1, interrupt, what) as progress:
+        return engine.generate(
+            prompt,
+            stopping_criteria=StoppingCriteriaList([interrupt]),
+            streamer=TextOut(engine.tokenizer) if show else None,
+            progress=progress,
+            **more,
+        )
+
+
+def _prompt(path: str) -> str:
+    if path != "-":
+        return read_text(path)
+    if sys.stdin.isatty():
+        screen().print("type the prompt; Ctrl-D on an empty line ends it")
+    text = sys.stdin.read()
+    if not text.strip():
+        raise ValueError("the prompt on stdin is empty; pipe a text in, or name a file")
+    return text

@@ -1,0 +1,54 @@
+"""What options that several commands share turn into."""
+
+import argparse
+import secrets
+from typing import Any
+
+import torch
+
+from triforce_tree.api import Engine, load
+from triforce_tree.commands.arguments import ENGINE_OPTIONS
+from triforce_tree.options import check_sampling_options
+
+
+
+def engine_of(args: argparse.Namespace) -> Engine:
+    """Load what the options name."""
+    options = {name: getattr(args, name) for name in ENGINE_OPTIONS if hasattr(args, name)}
+    if args.device is not None:
+        _check_device(args.device)
+    engine = load(args.target, args.draft, device=args.device, dtype=args.dtype, **options)
+    if engine.tokenizer is None:
+        raise ValueError(
+            f"no tokenizer lies beside the target {args.target!r}; save one there with save_pretrained"
+        )
+    return engine
+
+
+def sampling_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Options of ``generate``.
+
+    Raises:
+        ValueError: temperature, top_p or top_k out of range.
+    """
+    check_sampling_options({"temperature": args.temperature})
+    if not 0 < args.top_p <= 1:
+        raise ValueError(f"top_p={args.top_p} must lie in (0, 1]; 1 keeps all tokens")
+    if args.top_k < 0:
+        raise ValueError(f"top_k={args.top_k} must be at least 0; 0 keeps all tokens")
+    if args.temperature == 0:
+        return {"temperature": 0.0}
+    return {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
+
+
+def seed_of(args: argparse.Namespace) -> int:
+    return secrets.randbits(31) if args.seed is None else args.seed
+
+
+def _check_device(name: str) -> None:
+    try:
+        kind = torch.device(name).type
+    except RuntimeError as error:
+        raise ValueError(f"device={name!r} is unknown; use cpu or cuda") from error
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device={name!r}, but torch sees no CUDA device here; use --device cpu")
