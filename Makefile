@@ -24,6 +24,7 @@ lint: $(VENV)/.dev
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy -p triforce_tree
 	$(VENV)/bin/lint-imports --no-logo
+	$(PY) scripts/make_tables.py --check
 
 wheel-check: $(VENV)/.dev
 	$(PY) scripts/check_wheel.py

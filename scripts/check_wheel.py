@@ -29,7 +29,7 @@ INSTALLED = """
 from transformers import LlamaForCausalLM
 from transformers.utils import is_kernels_available
 import kernels, sys
-import triforce_tree, triforce_tree.drafters, triforce_tree.verify
+import triforce_tree.api, triforce_tree.drafters, triforce_tree.verify
 import triforce_tree.kernels.dispatch
 assert is_kernels_available() or not {wanted}, "transformers does not want this release of kernels"
 for module in (kernels, triforce_tree):
@@ -38,7 +38,7 @@ for module in (kernels, triforce_tree):
 
 FROM_ROOT = """
 from transformers import LlamaForCausalLM
-import kernels, triforce_tree
+import kernels, triforce_tree.api
 assert kernels.__file__ and "site-packages" in kernels.__file__, kernels
 assert triforce_tree.__file__.startswith({root!r}), triforce_tree.__file__
 """
@@ -59,9 +59,9 @@ def main() -> None:
             run(python, "-c", FROM_ROOT.format(root=str(PACKAGE)), cwd=ROOT)
         pip(python, "check")
         run(python.with_name("triforce-tree"), "--help", cwd=elsewhere)
-        run(python, "-m", "triforce_tree.cli", "--help", cwd=ROOT)
+        run(python, "-m", "triforce_tree", "--help", cwd=ROOT)
     # The plain case: no PyPI `kernels`, only our folder of that name in reach.
-    run(sys.executable, "-c", "from transformers import LlamaForCausalLM; import triforce_tree")
+    run(sys.executable, "-c", "from transformers import LlamaForCausalLM; import triforce_tree.api")
     print(f"{wheel.name}: contents and imports are as they should be")
 
 

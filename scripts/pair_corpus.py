@@ -111,8 +111,6 @@ def gather(args: argparse.Namespace) -> None:
     held_out = HeldOut([t for path in args.held_out for t in topics_text(path)])
     keep = Filter(held_out)
     args.out.mkdir(parents=True, exist_ok=True)
-    handles = {g: open(args.out / f"{g}.txt", "w", encoding="utf-8")
-               for g in sorted({s.group for s in SOURCES})}
     manifest = []
     for source in SOURCES:
         size = documents = 0

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -15,8 +15,8 @@ from transformers import (
     StoppingCriteriaList,
     StopStringCriteria,
 )
-from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.hf_model import HFModel
@@ -104,7 +104,7 @@ class Engine:
             generation_config, logits_processor, stopping_criteria, stop_strings, streamer: as in
                 transformers; ``stop_strings`` needs a tokenizer.
             seed: of all draws; by default taken from torch's global generator.
-            progress: called with the number of prompt tokens fed so far, chunk by chunk.
+            progress: called after each chunk of the prompt with the number of tokens in it.
             kwargs: options of ``GenerationConfig``: max_new_tokens, temperature, top_k, top_p,
                 do_sample, eos_token_id, ...; one that is not supported raises.
 
@@ -121,7 +121,7 @@ class Engine:
             if self.tokenizer is None:
                 raise ValueError("stop_strings needs a tokenizer: load(..., tokenizer=...)")
             criteria.append(StopStringCriteria(self.tokenizer, stop_strings))
-        target = self.hierarchy.target.model
+        target: Any = self.hierarchy.target.model  # transformers mixes generate() in by hand
         if generation_config is not None and generation_config.stop_strings:
             generation_config = GenerationConfig(**{**generation_config.to_dict(), "stop_strings": None})
         outputs = []
@@ -180,13 +180,13 @@ class Engine:
                 streamer.end()
             fresh = torch.tensor([new], device=input_ids.device)
             return GenerateOutput(
-                sequences=torch.cat([input_ids, fresh], 1),
+                sequences=_long(torch.cat([input_ids, fresh], 1)),
                 levels=decoder.levels,
                 finish_reason=decoder.finish_reason,
                 prefill_seconds=decoder.prefill_seconds,
                 decode_seconds=decoder.decode_seconds,
                 new_tokens=len(new),
-                text=self.tokenizer.decode(new, skip_special_tokens=True) if self.tokenizer else None,
+                text=str(self.tokenizer.decode(new, skip_special_tokens=True)) if self.tokenizer else None,
             )
 
         return run
@@ -228,13 +228,19 @@ class Engine:
         eos = config.eos_token_id[0] if isinstance(config.eos_token_id, list) else config.eos_token_id
         pad = next((i for i in (config.pad_token_id, eos) if i is not None), 0)
         last = outputs[-1]
-        last.sequences = torch.nn.utils.rnn.pad_sequence(
-            [o.sequences[0] for o in outputs], batch_first=True, padding_value=pad
+        rows = [o.sequences[0] for o in outputs]
+        last.sequences = _long(
+            torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad)
         )
-        last.prefill_seconds = sum(o.prefill_seconds for o in outputs)
-        last.decode_seconds = sum(o.decode_seconds for o in outputs)
-        last.new_tokens = sum(o.new_tokens for o in outputs)
+        last.prefill_seconds = sum(o.prefill_seconds or 0.0 for o in outputs)
+        last.decode_seconds = sum(o.decode_seconds or 0.0 for o in outputs)
+        last.new_tokens = sum(o.new_tokens or 0 for o in outputs)
         return last
+
+
+def _long(tokens: Tensor) -> torch.LongTensor:
+    """int64 already; transformers annotates its outputs with the legacy class."""
+    return cast(torch.LongTensor, tokens)
 
 
 def load(

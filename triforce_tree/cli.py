@@ -18,6 +18,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(args)
     except KeyboardInterrupt:
+        # Where Ctrl-C met code in a string, as dataclasses have it, CPython would end by the signal and
+        # not with our code; running another string clears its note.
+        exec("")
         return _failed("interrupted", 130)
     except BrokenPipeError:
         # The reader of our stdout has gone; what is left in its buffer must not raise again at exit.

@@ -38,7 +38,7 @@ class _PassThrough(Cache):
     def __init__(self) -> None:
         super().__init__(layers=[])
 
-    def update(  # type: ignore[override]
+    def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         return key_states, value_states
@@ -98,7 +98,7 @@ class HFModel:
 
     @property
     def device(self) -> torch.device:
-        return self.model.get_input_embeddings().weight.device
+        return next(self.model.get_input_embeddings().parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -140,7 +140,8 @@ class HFModel:
             triforce=_Run(cache, rows),
         )
         cache.advance(len(tokens))
-        return out.logits[0, -1:] if last_only else out.logits[0]
+        logits: Tensor = out.logits[0]
+        return logits[-1:] if last_only else logits
 
     def rope(self) -> FamilyRope:
         """The family's rotation, for a cache with relative positions; checked against the model.
@@ -164,11 +165,11 @@ class HFModel:
         for index, raw in at_zero.keys.items():
             turned = rope.rotate(at_zero.modules[index], raw, raw, places)[1]
             expected = at_five.keys[index].float()
-            error = (turned.float() - expected).norm() / expected.norm()
-            if not error < 0.02:
+            off = float((turned.float() - expected).norm() / expected.norm())
+            if not off < 0.02:
                 raise UnsupportedModelError(
                     f"{self.name} cannot draft on a streaming cache: layer {index} rotates keys in a "
-                    f"way its rotary module does not tell (relative error {float(error):.2g})"
+                    f"way its rotary module does not tell (relative error {off:.2g})"
                 )
         if len(rope.unrotated) == self.layers:
             raise UnsupportedModelError(

@@ -43,4 +43,5 @@ def few_row_linears(model: nn.Module) -> Iterator[None]:
 def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
     if x.shape[-2] > _MOST_ROWS:
         return nn.functional.linear(x, layer.weight, layer.bias)
-    return torch.ops.mkldnn._linear_pointwise(x, layer.weight, layer.bias, "none", [], "")
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, layer.weight, layer.bias, "none", [], "")
+    return out

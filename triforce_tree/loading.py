@@ -1,6 +1,7 @@
 """Models and tokenizers from folders, hub ids or objects; safetensors only."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -32,19 +33,22 @@ def load_model(
     if dtype is None:
         dtype = torch.float32 if device.type == "cpu" else "auto"
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        # Typed as a model; with the loading info it is a pair.
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             source, dtype=dtype, use_safetensors=True, output_loading_info=True
         )
     except SafetensorError as error:
         raise OSError(
             f"the checkpoint in {str(source)!r} is corrupt ({error}); copy or download it again"
         ) from error
+    model, report = loaded
     if missing := sorted(report["missing_keys"]):
         raise OSError(
             f"the checkpoint in {str(source)!r} lacks {len(missing)} weights, such as {missing[0]}; copy "
             "or download it again"
         )
-    return model.to(device).eval()
+    placed: PreTrainedModel = model.to(device).eval()
+    return placed
 
 
 def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase | None:

@@ -12,15 +12,15 @@ from triforce_tree.sampling import TokenLaw
 # Options of GenerationConfig that this package carries out. Everything else that differs from its
 # default is refused by name: an option that is silently ignored is worse than one that is missing.
 HONOURED = frozenset(
-    """
-    max_new_tokens max_length min_length min_new_tokens max_time stop_strings
-    do_sample temperature top_k top_p min_p typical_p epsilon_cutoff eta_cutoff top_h
-    repetition_penalty no_repeat_ngram_size bad_words_ids sequence_bias suppress_tokens
-    begin_suppress_tokens forced_bos_token_id forced_eos_token_id exponential_decay_length_penalty
-    renormalize_logits remove_invalid_values
-    pad_token_id bos_token_id eos_token_id return_dict_in_generate use_cache
-    transformers_version
-    """.split()
+    (
+        *("max_new_tokens", "max_length", "min_length", "min_new_tokens", "max_time", "stop_strings"),
+        *("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff"),
+        *("eta_cutoff", "top_h", "repetition_penalty", "no_repeat_ngram_size", "bad_words_ids"),
+        *("sequence_bias", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id"),
+        *("forced_eos_token_id", "exponential_decay_length_penalty", "renormalize_logits"),
+        *("remove_invalid_values", "pad_token_id", "bos_token_id", "eos_token_id"),
+        *("return_dict_in_generate", "use_cache", "transformers_version"),
+    )
 )
 # What transformers fills in for options nobody set; these values ask for nothing.
 _NEUTRAL = {
@@ -67,7 +67,14 @@ def refuse_unsupported(config: GenerationConfig, processors: LogitsProcessorList
 
 # What transformers' generate prepares for a model's own forward: caches and positions are our business.
 _PREPARED = frozenset(
-    "position_ids cache_position past_key_values use_cache logits_to_keep num_logits_to_keep".split()
+    {
+        "position_ids",
+        "cache_position",
+        "past_key_values",
+        "use_cache",
+        "logits_to_keep",
+        "num_logits_to_keep",
+    }
 )
 
 
@@ -130,6 +137,6 @@ def _asking(criteria: StoppingCriteriaList, device: torch.device) -> Stop:
         nonlocal held
         fresh = torch.tensor([tokens[held.shape[1] :]], dtype=torch.int64, device=device)
         held = torch.cat([held, fresh], 1)
-        return bool(criteria(held, None).all())  # type: ignore[arg-type]
+        return bool(criteria(held, None).all())
 
     return stop

@@ -23,14 +23,14 @@ class FamilyRope:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        base = model.base_model
-        self._embed = getattr(base, "rotary_emb", None)
+        embed = getattr(model.base_model, "rotary_emb", None)
         name = type(model).__name__
-        if not isinstance(self._embed, nn.Module):
+        if not isinstance(embed, nn.Module):
             raise ValueError(
                 f"{name} has no rotary embedding on its base model, so its keys cannot be kept "
                 "unrotated; choose a draft model with RoPE"
             )
+        self._embed = embed
         kind = self._kind()
         if kind in ("dynamic", "longrope"):
             raise ValueError(
@@ -43,13 +43,13 @@ class FamilyRope:
         self.unrotated: frozenset[int] = frozenset()
 
     def _kind(self) -> str | None:
-        kind = getattr(self._embed, "rope_type", None)
+        kind: str | dict[str, str] | None = getattr(self._embed, "rope_type", None)
         if isinstance(kind, dict):
             odd = [k for k in kind.values() if k in ("dynamic", "longrope")]
             return odd[0] if odd else None
         return kind
 
-    def rotate(self, layer: nn.Module, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def rotate(self, layer: Any, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Rotate by ``positions`` int64 ``[T]`` what came out of the model at position 0.
 
         Args:
@@ -60,9 +60,10 @@ class FamilyRope:
             return q, k
         cos, sin = self._tables(layer, positions, q)
         apply = vars(sys.modules[type(layer).__module__])["apply_rotary_pos_emb"]
-        return apply(q, k, cos, sin)
+        rotated: tuple[Tensor, Tensor] = apply(q, k, cos, sin)
+        return rotated
 
-    def _tables(self, layer: nn.Module, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+    def _tables(self, layer: Any, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         if self._memo_key is not positions:
             # One forward passes the same tensor to every layer.
             self._memo_key, self._memo = positions, {}

@@ -20,6 +20,10 @@ from triforce_tree.kernels import dispatch
 # Without a choice in every forward, the newest accepted tokens of a level-2 pass choose together.
 _VERIFIED_QUERIES = 32
 
+# A chunk that is here stays until another is this many times as interesting: most of the exchange would
+# be among chunks of hardly any interest, and copying them costs more than they bring.
+_LOYALTY = 2.0
+
 
 class RetrievalCache:
     """A selection of a full cache's rows, per layer and KV head, and a tail of its own.
@@ -137,6 +141,7 @@ class RetrievalCache:
         held = self._slots[index]
         wanted = torch.zeros(means.shape[:3], dtype=torch.bool, device=k.device)
         interest = dispatch.chunk_scores(q, means, q.shape[-1] ** -0.5)
+        interest.scatter_(2, held, interest.gather(2, held) * _LOYALTY)
         interest[..., 0] = torch.inf
         wanted.scatter_(2, interest.topk(held.shape[2], sorted=False).indices, True)
         idle = ~wanted.gather(2, held)

@@ -20,7 +20,6 @@ ENGINE_OPTIONS = (
     "chunk",
     "recent",
     "refresh",
-    "queries",
     "sinks",
     "window",
 )
@@ -255,7 +254,6 @@ def _add_hierarchy(parser: argparse.ArgumentParser) -> None:
             "every how many passes the middle level chooses its chunks anew; 0 leaves the choice to the "
             "target's passes",
         ),
-        "queries": (int, "rows of a pass whose queries choose"),
         "sinks": (int, "first tokens that the draft's cache keeps"),
         "window": (int, "newest tokens that the draft's cache keeps"),
     }

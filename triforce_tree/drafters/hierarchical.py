@@ -76,7 +76,7 @@ class HierarchicalDrafter:
 
     def _runner_up(self, row: torch.Tensor, token: int, greedy: bool) -> int | None:
         if greedy:
-            first, second = row.topk(2).indices.tolist()
-            return second if first == token else first
+            best: list[int] = row.topk(2).indices.tolist()
+            return best[1] if best[0] == token else best[0]
         rest = sampling.without(row, token)
         return None if rest is None else self.verifier.random.choose(rest)

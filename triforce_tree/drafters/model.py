@@ -1,5 +1,7 @@
 """A small model that grows token trees."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -54,7 +56,7 @@ class ModelDrafter:
         while True:
             values = [grown.values[n] for n in frontier]
             ranks = [grown.ranks[n] for n in frontier]
-            laws = self.law(logits, lambda nodes=frontier: grown.paths(nodes))
+            laws = self.law(logits, partial(grown.paths, frontier))
             counts = self.shape.branch(ranks, values, laws)
             fresh = grown.add(frontier, laws, self._draw(laws, counts))
             frontier = [n for n in fresh if self.shape.expands(grown.ranks[n])]

@@ -13,7 +13,7 @@ ADJECTIVES = (
     "noble", "orange", "pale", "patient", "proud", "purple", "quick", "quiet", "rapid", "red",
     "rusty", "scarlet", "silent", "silver", "simple", "slow", "smooth", "steady", "stormy", "sweet",
     "tall", "tiny", "violet", "wild",
-)
+)  # fmt: skip
 NOUNS = (
     "anchor", "arrow", "badger", "bell", "bridge", "candle", "canyon", "castle", "cedar", "cloud",
     "comet", "crow", "desert", "dolphin", "dragon", "eagle", "falcon", "feather", "forest", "fox",
@@ -22,7 +22,7 @@ NOUNS = (
     "owl", "panther", "pebble", "piano", "planet", "raven", "ribbon", "river", "rocket", "sparrow",
     "spider", "temple", "thunder", "tiger", "tower", "tunnel", "valley", "violin", "walnut",
     "whale", "willow", "window", "winter", "wizard", "wolf",
-)
+)  # fmt: skip
 DIGITS = 6
 
 
