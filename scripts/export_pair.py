@@ -34,8 +34,9 @@ def export(name: str, checkpoint: Path, tokenizer: Path, out: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument("--checkpoint", type=Path, required=True, help="--out of train_pair.py")
     parser.add_argument("--tokenizer", type=Path, required=True, help="--out of pair_tokenizer.py")
     parser.add_argument("--out", type=Path, default=Path("triforce_tree/pair"))

@@ -13,6 +13,7 @@ import json
 import random
 import re
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 from pair_sources import EXCLUDED, SOURCES, Source
@@ -44,7 +45,7 @@ class HeldOut:
 
     @staticmethod
     def _hashes(words: list[str]) -> Iterator[int]:
-        return (hash(tuple(words[i:i + SHINGLE])) for i in range(len(words) - SHINGLE + 1))
+        return (hash(tuple(words[i : i + SHINGLE])) for i in range(len(words) - SHINGLE + 1))
 
     def holds(self, words: list[str]) -> bool:
         if len(words) < SHINGLE:
@@ -86,8 +87,9 @@ class Filter:
 
 def paths_of(source: Source, roots: dict[str, str], seed: int) -> list[Path]:
     """Files of a source in folder order; folders shuffled so that a cap takes a fair sample."""
-    files = sorted({f for pattern in source.patterns
-                    for f in glob.glob(pattern.format(**roots), recursive=True)})
+    files = sorted(
+        {f for pattern in source.patterns for f in glob.glob(pattern.format(**roots), recursive=True)}
+    )
     banned = EXCLUDED + source.excluded
     files = [f for f in files if not any(part in f for part in banned)]
     folders: dict[str, list[str]] = {}
@@ -106,46 +108,54 @@ def english(text: str) -> bool:
 
 
 def gather(args: argparse.Namespace) -> None:
-    roots = {"docs": args.docs, "wheels": args.wheels, "rust": args.rust, "stdlib": args.stdlib,
-             "site": args.site}
+    roots = {name: getattr(args, name) for name in ("docs", "wheels", "rust", "stdlib", "site")}
     held_out = HeldOut([t for path in args.held_out for t in topics_text(path)])
     keep = Filter(held_out)
     args.out.mkdir(parents=True, exist_ok=True)
     manifest = []
-    for source in SOURCES:
-        size = documents = 0
-        for path in paths_of(source, roots, args.seed):
-            try:
-                text = READERS[source.reader](path)
-            except (OSError, RecursionError, ValueError) as error:
-                print(f"skipped {path}: {error}")
-                continue
-            if len(text) < 300 or not english(text):
-                continue
-            text = keep(text)
-            if text:
-                handles[source.group].write(text + "\n" + SEPARATOR)
-                size, documents = size + len(text.encode()), documents + 1
-            if size > source.cap * 1e6:
-                break
-        if documents:
-            manifest.append({"name": source.name, "licence": source.licence, "group": source.group,
-                             "documents": documents, "bytes": size})
-        print(f"{source.name}: {documents} documents, {size / 1e6:.2f} MB", flush=True)
-    for handle in handles.values():
-        handle.close()
-    report = {"sources": manifest, "contaminated_paragraphs": keep.contaminated,
-              "repeated_paragraphs": keep.repeated, "shingle_words": SHINGLE}
+    with ExitStack() as files:
+        handles = {
+            group: files.enter_context(open(args.out / f"{group}.txt", "w", encoding="utf-8"))
+            for group in sorted({s.group for s in SOURCES})
+        }
+        for source in SOURCES:
+            size = documents = 0
+            for path in paths_of(source, roots, args.seed):
+                try:
+                    text = READERS[source.reader](path)
+                except (OSError, RecursionError, ValueError) as error:
+                    print(f"skipped {path}: {error}")
+                    continue
+                if len(text) < 300 or not english(text):
+                    continue
+                text = keep(text)
+                if text:
+                    handles[source.group].write(text + "\n" + SEPARATOR)
+                    size, documents = size + len(text.encode()), documents + 1
+                if size > source.cap * 1e6:
+                    break
+            if documents:
+                entry = {"name": source.name, "licence": source.licence, "group": source.group}
+                manifest.append({**entry, "documents": documents, "bytes": size})
+            print(f"{source.name}: {documents} documents, {size / 1e6:.2f} MB", flush=True)
+    report = {
+        "sources": manifest,
+        "contaminated_paragraphs": keep.contaminated,
+        "repeated_paragraphs": keep.repeated,
+        "shingle_words": SHINGLE,
+    }
     (args.out / "manifest.json").write_text(json.dumps(report, indent=1))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     for root in ("docs", "wheels", "rust", "stdlib", "site"):
         parser.add_argument(f"--{root}", default="/nonexistent", help=f"what {{{root}}} stands for")
-    parser.add_argument("--held-out", type=Path, nargs="+", required=True,
-                        help="pydoc_data/topics.py of every Python at hand")
+    parser.add_argument(
+        "--held-out", type=Path, nargs="+", required=True, help="pydoc_data/topics.py of every Python at hand"
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--seed", type=int, default=0)
     gather(parser.parse_args())

@@ -107,16 +107,20 @@ class Facts:
             for _ in range(asked):
                 first = home + 1 if rng.random() < 0.5 else max(home + 1, int(slots * 0.8))
                 if first < slots:
-                    place(int(rng.integers(first, slots)),
-                          self.questions[name] + number + self.tail_ids, "question")
+                    place(
+                        int(rng.integers(first, slots)),
+                        self.questions[name] + number + self.tail_ids,
+                        "question",
+                    )
         return pieces
 
 
 class Stream:
     """Batches from the groups' tokens on ``device``; ``python`` weighs that group, per token."""
 
-    def __init__(self, folder: Path, facts: Facts, device: torch.device, seed: int,
-                 python: float = 1.6) -> None:
+    def __init__(
+        self, folder: Path, facts: Facts, device: torch.device, seed: int, python: float = 1.6
+    ) -> None:
         arrays = {f.stem: np.load(f) for f in sorted(folder.glob("*.npy"))}
         if not arrays:
             raise FileNotFoundError(f"no .npy token files in {folder}; run pair_data.py first")
@@ -131,8 +135,7 @@ class Stream:
         self.facts = facts
         self.rng = np.random.default_rng(seed)
 
-    def batch(self, rows: int, length: int, planted: float, weight: float
-              ) -> tuple[Tensor, Tensor, Tensor]:
+    def batch(self, rows: int, length: int, planted: float, weight: float) -> tuple[Tensor, Tensor, Tensor]:
         """tokens, labels [rows, length] int64 and label weights [rows, length] fp32.
 
         Args:
@@ -168,8 +171,9 @@ class Stream:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument("--tokenizer", type=Path, required=True, help="tokenizer.json")
     parser.add_argument("--corpus", type=Path, required=True, help="folder with <group>*.txt")
     parser.add_argument("--out", type=Path, required=True, help="folder for <group>.npy")

@@ -44,18 +44,34 @@ class StreamingForward:
         x = F.embedding(tokens.flatten(), draft.model.embed_tokens.weight).to(dtype)
         for block in draft.model.layers:
             attn, mlp = block.self_attn, block.mlp
-            parts = draft.before(x, block.input_layernorm.weight, attn.q_proj.weight,
-                                 attn.k_proj.weight, attn.v_proj.weight, cos, sin, block.head_dim)
+            parts = draft.before(
+                x,
+                block.input_layernorm.weight,
+                attn.q_proj.weight,
+                attn.k_proj.weight,
+                attn.v_proj.weight,
+                cos,
+                sin,
+                block.head_dim,
+            )
             q, k, v = (p.unflatten(0, (batch, length)).transpose(1, 2) for p in parts)
-            copies = [rotate(k[:, :, :SINKS].float(), self.cos[s], self.sin[s]).to(k.dtype)
-                      for s in range(0, PHASES * WINDOW, WINDOW)]
+            copies = [
+                rotate(k[:, :, :SINKS].float(), self.cos[s], self.sin[s]).to(k.dtype)
+                for s in range(0, PHASES * WINDOW, WINDOW)
+            ]
             k = torch.cat((*copies, k[:, :, SINKS:]), dim=2)
             v = torch.cat((*[v[:, :, :SINKS]] * len(copies), v[:, :, SINKS:]), dim=2)
             mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)
             mixed = mixed.transpose(1, 2).reshape(batch * length, -1)
-            x = draft.after(x, mixed, attn.o_proj.weight,
-                            block.post_attention_layernorm.weight, mlp.gate_proj.weight,
-                            mlp.up_proj.weight, mlp.down_proj.weight)
+            x = draft.after(
+                x,
+                mixed,
+                attn.o_proj.weight,
+                block.post_attention_layernorm.weight,
+                mlp.gate_proj.weight,
+                mlp.up_proj.weight,
+                mlp.down_proj.weight,
+            )
         return x.unflatten(0, (batch, length))[:, SINKS:]
 
 
@@ -76,8 +92,9 @@ def cut(tokens: Tensor, hidden: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]
     return torch.cat((sinks, tokens[row, at]), dim=-1).flatten(0, 1), hidden[row, at].flatten(0, 1)
 
 
-def laws(student: Tensor, norm_d: Tensor, embedding_d: Tensor, teacher: Tensor, norm_t: Tensor,
-         embedding_t: Tensor) -> tuple[Tensor, Tensor]:
+def laws(
+    student: Tensor, norm_d: Tensor, embedding_d: Tensor, teacher: Tensor, norm_t: Tensor, embedding_t: Tensor
+) -> tuple[Tensor, Tensor]:
     """Cross-entropy against the target's whole law and overlap sum(min(p, q)), each [N] fp32.
 
     student [N, H_d] and teacher [N, H_t] are last hidden states before the final norm.

@@ -45,18 +45,19 @@ def loss_at(model: Llama, text: Tensor, length: int, dtype: torch.dtype) -> dict
     """
     total = last = windows = 0.0
     for i in _mine((len(text) - 1) // length):
-        row = text[i * length:(i + 1) * length + 1][None]
+        row = text[i * length : (i + 1) * length + 1][None]
         losses = model.losses(row[:, :-1].contiguous(), row[:, 1:].contiguous(), dtype)
         total += losses.mean().item()
-        last += losses[:, -(length // 4):].mean().item()
+        last += losses[:, -(length // 4) :].mean().item()
         windows += 1
     total, last, windows = _share(text.device, total, last, windows)
     return {"loss": total / max(windows, 1), "last_quarter": last / max(windows, 1)}
 
 
 @torch.no_grad()
-def needle_at(model: Llama, facts: Facts, text: Tensor, length: int, trials: int, seed: int,
-              dtype: torch.dtype) -> float:
+def needle_at(
+    model: Llama, facts: Facts, text: Tensor, length: int, trials: int, seed: int, dtype: torch.dtype
+) -> float:
     """Share of trials whose six digits are all the argmax, one fact in ``length`` tokens of text.
 
     Trial i plants its fact at depth (i + 0.5) / trials of the haystack and asks at the end.
@@ -74,7 +75,7 @@ def needle_at(model: Llama, facts: Facts, text: Tensor, length: int, trials: int
         depth = int(room * (i + 0.5) / trials)
         pieces = hay[:depth], text.new_tensor(planted), hay[depth:], text.new_tensor(asked)
         row = torch.cat(pieces)
-        hidden = model.hidden_states(row[None], dtype)[-needle.DIGITS - 1:-1]
+        hidden = model.hidden_states(row[None], dtype)[-needle.DIGITS - 1 : -1]
         guess = model.logits(hidden).argmax(-1)
         right += float((guess == text.new_tensor(number)).all())
         done += 1
@@ -83,20 +84,27 @@ def needle_at(model: Llama, facts: Facts, text: Tensor, length: int, trials: int
 
 
 @torch.no_grad()
-def overlap_at(target: Llama, streaming: StreamingForward, text: Tensor, length: int,
-               dtype: torch.dtype) -> dict[str, float]:
+def overlap_at(
+    target: Llama, streaming: StreamingForward, text: Tensor, length: int, dtype: torch.dtype
+) -> dict[str, float]:
     """Mean sum(min(p, q)) and greedy match, target on ``length`` tokens, draft on its cache."""
     draft, total, match, count = streaming.draft, 0.0, 0.0, 0.0
     step = SEGMENT - WINDOW
     for i in _mine(len(text) // length):
-        row = text[i * length:(i + 1) * length][None]
+        row = text[i * length : (i + 1) * length][None]
         hidden = target.hidden_states(row, dtype).unflatten(0, (1, -1))
         starts = torch.arange(SINKS, length - SEGMENT + 1, step, device=text.device)[None]
         inputs, teacher = cut(row, hidden, starts)
         student = streaming(inputs, dtype)[:, WINDOW:].flatten(0, 1)
         teacher = teacher[:, WINDOW:].flatten(0, 1)
-        _, overlap = laws(student, draft.model.norm.weight, draft.model.embed_tokens.weight,
-                          teacher, target.model.norm.weight, target.model.embed_tokens.weight)
+        _, overlap = laws(
+            student,
+            draft.model.norm.weight,
+            draft.model.embed_tokens.weight,
+            teacher,
+            target.model.norm.weight,
+            target.model.embed_tokens.weight,
+        )
         same = draft.logits(student).argmax(-1) == target.logits(teacher).argmax(-1)
         total, match = total + overlap.sum().item(), match + same.sum().item()
         count += len(overlap)

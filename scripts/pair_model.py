@@ -32,31 +32,44 @@ class Shape:
     def hf_config(self, end: int) -> dict:
         """The ``config.json`` of this shape; ``end`` is the id of the end-of-text token."""
         return {
-            "architectures": ["LlamaForCausalLM"], "model_type": "llama",
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
             "hidden_size": self.hidden,
-            "num_hidden_layers": self.layers, "num_attention_heads": self.heads,
-            "num_key_value_heads": self.heads, "head_dim": self.head_dim,
-            "intermediate_size": self.mlp, "vocab_size": self.vocabulary, "hidden_act": "silu",
-            "max_position_embeddings": self.positions, "rms_norm_eps": 1e-5,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.heads,
+            "head_dim": self.head_dim,
+            "intermediate_size": self.mlp,
+            "vocab_size": self.vocabulary,
+            "hidden_act": "silu",
+            "max_position_embeddings": self.positions,
+            "rms_norm_eps": 1e-5,
             "rope_parameters": {"rope_type": "default", "rope_theta": self.theta},
-            "tie_word_embeddings": True, "attention_bias": False,
-            "mlp_bias": False, "bos_token_id": end, "eos_token_id": end, "pad_token_id": end,
-            "initializer_range": 0.02, "use_cache": True, "dtype": "bfloat16",
+            "tie_word_embeddings": True,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "bos_token_id": end,
+            "eos_token_id": end,
+            "pad_token_id": end,
+            "initializer_range": 0.02,
+            "use_cache": True,
+            "dtype": "bfloat16",
         }
 
     def to_dict(self) -> dict:
         return asdict(self)
 
 
-TARGET = Shape(hidden=384, layers=6, heads=3, head_dim=128, mlp=1152, vocabulary=4096, theta=5e6,
-               positions=131072)
-DRAFT = Shape(hidden=256, layers=2, heads=4, head_dim=64, mlp=512, vocabulary=4096, theta=1e4,
-              positions=131072)
+TARGET = Shape(
+    hidden=384, layers=6, heads=3, head_dim=128, mlp=1152, vocabulary=4096, theta=5e6, positions=131072
+)
+DRAFT = Shape(
+    hidden=256, layers=2, heads=4, head_dim=64, mlp=512, vocabulary=4096, theta=1e4, positions=131072
+)
 
 
 @lru_cache(maxsize=8)
-def rotation(length: int, head_dim: int, theta: float,
-             device: torch.device) -> tuple[Tensor, Tensor]:
+def rotation(length: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
     """cos and sin of rotary embedding, each [length, head_dim] fp32, halves repeated."""
     step = torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / head_dim
     angles = torch.outer(torch.arange(length, device=device, dtype=torch.float64), theta**-step)
@@ -87,21 +100,28 @@ class Block(nn.Module):
         super().__init__()
         hidden, inner = shape.hidden, shape.heads * shape.head_dim
         self.heads, self.head_dim = shape.heads, shape.head_dim
-        self.self_attn = nn.ModuleDict({
-            "q_proj": nn.Linear(hidden, inner, bias=False),
-            "k_proj": nn.Linear(hidden, inner, bias=False),
-            "v_proj": nn.Linear(hidden, inner, bias=False),
-            "o_proj": nn.Linear(inner, hidden, bias=False)})
-        self.mlp = nn.ModuleDict({
-            "gate_proj": nn.Linear(hidden, shape.mlp, bias=False),
-            "up_proj": nn.Linear(hidden, shape.mlp, bias=False),
-            "down_proj": nn.Linear(shape.mlp, hidden, bias=False)})
+        self.self_attn = nn.ModuleDict(
+            {
+                "q_proj": nn.Linear(hidden, inner, bias=False),
+                "k_proj": nn.Linear(hidden, inner, bias=False),
+                "v_proj": nn.Linear(hidden, inner, bias=False),
+                "o_proj": nn.Linear(inner, hidden, bias=False),
+            }
+        )
+        self.mlp = nn.ModuleDict(
+            {
+                "gate_proj": nn.Linear(hidden, shape.mlp, bias=False),
+                "up_proj": nn.Linear(hidden, shape.mlp, bias=False),
+                "down_proj": nn.Linear(shape.mlp, hidden, bias=False),
+            }
+        )
         self.input_layernorm = nn.RMSNorm(hidden)
         self.post_attention_layernorm = nn.RMSNorm(hidden)
 
 
-def before(x: Tensor, norm: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, cos: Tensor, sin: Tensor,
-           head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+def before(
+    x: Tensor, norm: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, cos: Tensor, sin: Tensor, head_dim: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """x [T, hidden], cos and sin [T, head_dim] -> q, k, v, each [T, heads, head_dim]."""
     y = rms_norm(x, norm)
     q, k, v = (linear(y, w).unflatten(-1, (-1, head_dim)) for w in (wq, wk, wv))
@@ -109,8 +129,9 @@ def before(x: Tensor, norm: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, cos: Ten
     return rotate(q, cos, sin).to(x.dtype), rotate(k, cos, sin).to(x.dtype), v
 
 
-def after(x: Tensor, mixed: Tensor, wo: Tensor, norm: Tensor, gate: Tensor, up: Tensor,
-          down: Tensor) -> Tensor:
+def after(
+    x: Tensor, mixed: Tensor, wo: Tensor, norm: Tensor, gate: Tensor, up: Tensor, down: Tensor
+) -> Tensor:
     """x [T, hidden], mixed [T, heads * head_dim] -> the layer's output [T, hidden]."""
     x = x + linear(mixed, wo)
     y = rms_norm(x, norm)
@@ -154,31 +175,58 @@ class Llama(nn.Module):
     def hidden_states(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
         """tokens [B, L] -> last hidden states before the final norm, [B * L, hidden]."""
         batch, length = tokens.shape
-        cos, sin = (t.repeat(batch, 1) for t in rotation(length, self.shape.head_dim,
-                                                         self.shape.theta, tokens.device))
+        cos, sin = (
+            t.repeat(batch, 1) for t in rotation(length, self.shape.head_dim, self.shape.theta, tokens.device)
+        )
         pieces = list(range(0, batch * length, CHUNK))
         x = F.embedding(tokens.flatten(), self.model.embed_tokens.weight).to(dtype)
         for block in self.model.layers:
             attn, mlp = block.self_attn, block.mlp
-            parts = [self.before(x[i:i + CHUNK], block.input_layernorm.weight, attn.q_proj.weight,
-                                 attn.k_proj.weight, attn.v_proj.weight, cos[i:i + CHUNK],
-                                 sin[i:i + CHUNK], block.head_dim) for i in pieces]
-            q, k, v = (_join([p[j] for p in parts]).unflatten(0, (batch, length)).transpose(1, 2)
-                       for j in range(3))
+            parts = [
+                self.before(
+                    x[i : i + CHUNK],
+                    block.input_layernorm.weight,
+                    attn.q_proj.weight,
+                    attn.k_proj.weight,
+                    attn.v_proj.weight,
+                    cos[i : i + CHUNK],
+                    sin[i : i + CHUNK],
+                    block.head_dim,
+                )
+                for i in pieces
+            ]
+            q, k, v = (
+                _join([p[j] for p in parts]).unflatten(0, (batch, length)).transpose(1, 2) for j in range(3)
+            )
             with sdpa_kernel(self.backend):
                 mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
             mixed = mixed.transpose(1, 2).reshape(batch * length, -1)
-            x = _join([self.after(x[i:i + CHUNK], mixed[i:i + CHUNK], attn.o_proj.weight,
-                                  block.post_attention_layernorm.weight, mlp.gate_proj.weight,
-                                  mlp.up_proj.weight, mlp.down_proj.weight) for i in pieces])
+            x = _join(
+                [
+                    self.after(
+                        x[i : i + CHUNK],
+                        mixed[i : i + CHUNK],
+                        attn.o_proj.weight,
+                        block.post_attention_layernorm.weight,
+                        mlp.gate_proj.weight,
+                        mlp.up_proj.weight,
+                        mlp.down_proj.weight,
+                    )
+                    for i in pieces
+                ]
+            )
         return x
 
     def losses(self, tokens: Tensor, labels: Tensor, dtype: torch.dtype) -> Tensor:
         """Negative log-likelihood [B, L] of ``labels`` [B, L]."""
         x = self.hidden_states(tokens, dtype)
         flat = labels.flatten()
-        parts = [self.nll(x[i:i + CHUNK], self.model.norm.weight, self.model.embed_tokens.weight,
-                          flat[i:i + CHUNK]) for i in range(0, len(flat), CHUNK)]
+        parts = [
+            self.nll(
+                x[i : i + CHUNK], self.model.norm.weight, self.model.embed_tokens.weight, flat[i : i + CHUNK]
+            )
+            for i in range(0, len(flat), CHUNK)
+        ]
         return _join(parts).view_as(labels)
 
     def logits(self, x: Tensor) -> Tensor:

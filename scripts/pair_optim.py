@@ -40,18 +40,20 @@ class PairOptimizer:
         self.flat = torch.zeros(total + 1, device=named[0][1].device)
         at = 0
         for _, p in named:
-            p.grad = self.flat[at:at + p.numel()].view_as(p)
+            p.grad = self.flat[at : at + p.numel()].view_as(p)
             at += p.numel()
         matrices = [p for n, p in named if p.ndim == 2 and "embed" not in n]
         shapes: dict[torch.Size, list[nn.Parameter]] = {}
         for p in matrices:
             shapes.setdefault(p.shape, []).append(p)
-        self.stacks = [(ps, torch.zeros(len(ps), *shape, device=self.flat.device))
-                       for shape, ps in shapes.items()]
+        self.stacks = [
+            (ps, torch.zeros(len(ps), *shape, device=self.flat.device)) for shape, ps in shapes.items()
+        ]
         chosen = {id(p) for p in matrices}
         rest = [p for _, p in named if id(p) not in chosen]
-        self.adam = torch.optim.AdamW(rest, lr=adam_rate, betas=(0.9, 0.95), weight_decay=0.0,
-                                      eps=1e-10, foreach=True)
+        self.adam = torch.optim.AdamW(
+            rest, lr=adam_rate, betas=(0.9, 0.95), weight_decay=0.0, eps=1e-10, foreach=True
+        )
         self.muon_rate, self.adam_rate, self.decay = muon_rate, adam_rate, decay
 
     def reduce(self, clock: float, read: bool) -> float:

@@ -17,16 +17,83 @@ from lxml import etree
 from lxml import html as lxml_html
 
 WIDTH = 70
-SKIPPED = {"script", "style", "head", "nav", "footer", "aside", "svg", "form", "button", "header",
-           "noscript", "iframe", "input", "select", "math", "template"}
-SKIPPED_CLASSES = ("sphinxsidebar", "related", "footer", "headerlink", "sidebar", "navigation",
-                   "breadcrumb", "toctree-wrapper", "rustdoc-breadcrumbs", "src", "nav", "lineno",
-                   "linenos", "copybtn", "navheader", "navfooter", "toc", "bottomnav", "topnav")
+SKIPPED = {
+    "script",
+    "style",
+    "head",
+    "nav",
+    "footer",
+    "aside",
+    "svg",
+    "form",
+    "button",
+    "header",
+    "noscript",
+    "iframe",
+    "input",
+    "select",
+    "math",
+    "template",
+}
+SKIPPED_CLASSES = (
+    "sphinxsidebar",
+    "related",
+    "footer",
+    "headerlink",
+    "sidebar",
+    "navigation",
+    "breadcrumb",
+    "toctree-wrapper",
+    "rustdoc-breadcrumbs",
+    "src",
+    "nav",
+    "lineno",
+    "linenos",
+    "copybtn",
+    "navheader",
+    "navfooter",
+    "toc",
+    "bottomnav",
+    "topnav",
+)
 LITERAL = {"code", "tt", "kbd", "samp", "var"}
-BLOCKS = {"p", "div", "section", "article", "main", "ul", "ol", "dl", "dt", "dd", "li", "pre",
-          "table", "blockquote", "h1", "h2", "h3", "h4", "h5", "h6", "tr", "td", "th", "tbody",
-          "thead", "tfoot", "body", "details", "summary", "figure", "hr", "center", "fieldset",
-          "caption", "colgroup"}
+BLOCKS = {
+    "p",
+    "div",
+    "section",
+    "article",
+    "main",
+    "ul",
+    "ol",
+    "dl",
+    "dt",
+    "dd",
+    "li",
+    "pre",
+    "table",
+    "blockquote",
+    "h1",
+    "h2",
+    "h3",
+    "h4",
+    "h5",
+    "h6",
+    "tr",
+    "td",
+    "th",
+    "tbody",
+    "thead",
+    "tfoot",
+    "body",
+    "details",
+    "summary",
+    "figure",
+    "hr",
+    "center",
+    "fieldset",
+    "caption",
+    "colgroup",
+}
 UNDERLINES = {"h1": "*", "h2": "=", "h3": "-", "h4": "~", "h5": "~", "h6": "~"}
 BREAKS = re.compile(r"\s*\n\s*")
 CHUNKS = re.compile(r"\s+|[^\s-]*[A-Za-z]{2}-(?=[A-Za-z]{2})|\S+")
@@ -227,8 +294,13 @@ def _fragment(markup: str, indent: str = "") -> str:
             text = html.unescape(TAGS.sub("", item))
             text = " ".join(text.split())
             if len(text) > 1:
-                out.append(wrap(text, indent + ("  " if "<li>" in part else ""),
-                                indent + "* " if "<li>" in part else None))
+                out.append(
+                    wrap(
+                        text,
+                        indent + ("  " if "<li>" in part else ""),
+                        indent + "* " if "<li>" in part else None,
+                    )
+                )
     return "\n\n".join(out)
 
 
@@ -292,9 +364,11 @@ def pod_text(path: Path) -> str:
         elif block.startswith((" ", "\t")):
             out.append("\n".join("   " + s.strip("\n") for s in block.expandtabs().split("\n")))
         else:
+
             def mark(m: re.Match[str]) -> str:
                 sign = marks.get(m[1], "")
                 return sign + m[2].split("|")[0] + sign
+
             out.append(wrap(POD.sub(mark, POD.sub(mark, " ".join(block.split())))))
     return "\n\n".join(out)
 
@@ -304,5 +378,12 @@ def read_html(path: Path) -> str:
     return html_text(raw) if len(raw) < 3_000_000 else ""
 
 
-READERS = {"html": read_html, "docstrings": python_docs, "code": source_code, "rst": rst_text,
-           "service": service_model, "discovery": discovery, "pod": pod_text}
+READERS = {
+    "html": read_html,
+    "docstrings": python_docs,
+    "code": source_code,
+    "rst": rst_text,
+    "service": service_model,
+    "discovery": discovery,
+    "pod": pod_text,
+}

@@ -28,8 +28,9 @@ def sample(folder: Path, megabytes: float, seed: int) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument("--corpus", type=Path, required=True, help="folder of pair_corpus.py")
     parser.add_argument("--out", type=Path, required=True, help="folder for the tokenizer files")
     parser.add_argument("--vocabulary", type=int, default=4096, help="tokens")
@@ -38,19 +39,28 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Digits(individual_digits=True),
-        pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=args.vocabulary, special_tokens=[END],
-                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-                                  max_token_length=24)
+    trainer = trainers.BpeTrainer(
+        vocab_size=args.vocabulary,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        max_token_length=24,
+    )
     tokenizer.train_from_iterator(sample(args.corpus, args.sample_mb, args.seed), trainer)
     args.out.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(args.out / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": END, "eos_token": END,
-              "pad_token": END, "model_max_length": args.positions,
-              "clean_up_tokenization_spaces": False, "add_bos_token": False}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": END,
+        "eos_token": END,
+        "pad_token": END,
+        "model_max_length": args.positions,
+        "clean_up_tokenization_spaces": False,
+        "add_bos_token": False,
+    }
     (args.out / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")
 
 

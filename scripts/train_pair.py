@@ -39,8 +39,12 @@ class Stage:
     weight: float  # loss weight of an answer's digits
 
 
-STAGES = (Stage(1024, 0.14, 0.4, 2.0), Stage(4096, 0.22, 0.5, 4.0), Stage(32768, 0.26, 0.8, 8.0),
-          Stage(131072, 0.38, 1.0, 10.0))
+STAGES = (
+    Stage(1024, 0.14, 0.4, 2.0),
+    Stage(4096, 0.22, 0.5, 4.0),
+    Stage(32768, 0.26, 0.8, 8.0),
+    Stage(131072, 0.38, 1.0, 10.0),
+)
 TOY_STAGES = (Stage(256, 0.4, 0.5, 2.0), Stage(2048, 0.6, 1.0, 8.0))
 
 
@@ -58,8 +62,7 @@ class Run:
         if cuda:
             torch.cuda.set_device(local)
         if self.world > 1:
-            dist.init_process_group("nccl" if cuda else "gloo",
-                                    device_id=self.device if cuda else None)
+            dist.init_process_group("nccl" if cuda else "gloo", device_id=self.device if cuda else None)
         args.out.mkdir(parents=True, exist_ok=True)
         self.began = time.monotonic()
 
@@ -113,8 +116,10 @@ def fastest_backend(run: Run, model: Llama, length: int, rows: int) -> SDPBacken
     for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
         try:
             for repeat in range(3):
-                q, k, v = (torch.randn(shape, device=run.device, dtype=run.dtype).transpose(1, 2)
-                           .requires_grad_() for _ in range(3))
+                q, k, v = (
+                    torch.randn(shape, device=run.device, dtype=run.dtype).transpose(1, 2).requires_grad_()
+                    for _ in range(3)
+                )
                 torch.cuda.synchronize()
                 start = time.monotonic()
                 with sdpa_kernel(backend):
@@ -154,7 +159,7 @@ def train_target(run: Run, target: Llama, stream: Stream) -> None:
     saved = seen = time.monotonic()
     while clock < args.target_seconds:
         progress = clock / args.target_seconds
-        ends = [sum(s.share for s in stages[:i + 1]) for i in range(len(stages))]
+        ends = [sum(s.share for s in stages[: i + 1]) for i in range(len(stages))]
         stage = next((s for s, e in zip(stages, ends, strict=True) if progress < e), stages[-1])
         rows = max(1, args.tokens // stage.length)
         if stage is not current:
@@ -170,9 +175,14 @@ def train_target(run: Run, target: Llama, stream: Stream) -> None:
         clock = now if slow else clock
         optimizer.step(rate(progress, step, args.hold))
         if step % args.log_every == 0:
-            run.log(what="target", step=step, length=stage.length, loss=round(loss.item(), 4),
-                    progress=round(progress, 3),
-                    mtok_s=round(tokens / (time.monotonic() - seen) / 1e6, 2))
+            run.log(
+                what="target",
+                step=step,
+                length=stage.length,
+                loss=round(loss.item(), 4),
+                progress=round(progress, 3),
+                mtok_s=round(tokens / (time.monotonic() - seen) / 1e6, 2),
+            )
         step += 1
         if time.monotonic() - saved > args.save_every:
             run.save("target", target, clock)
@@ -208,8 +218,13 @@ def distil(run: Run, target: Llama, draft: Llama, stream: Stream) -> None:
         inputs, teacher = cut(tokens, hidden, starts)
         student = streaming(inputs, run.dtype)
         entropy, overlap = compiled(
-            student.flatten(0, 1), draft.model.norm.weight, draft.model.embed_tokens.weight,
-            teacher.flatten(0, 1), target.model.norm.weight, target.model.embed_tokens.weight)
+            student.flatten(0, 1),
+            draft.model.norm.weight,
+            draft.model.embed_tokens.weight,
+            teacher.flatten(0, 1),
+            target.model.norm.weight,
+            target.model.embed_tokens.weight,
+        )
         direct = args.overlap_weight * min(1.0, max(0.0, 2 * progress - 0.5))
         loss = ((entropy + direct * (1 - overlap)) * weight).sum() / weight.sum()
         return loss, (overlap.detach() * weight).sum() / weight.sum()
@@ -227,8 +242,13 @@ def distil(run: Run, target: Llama, draft: Llama, stream: Stream) -> None:
         clock = now if slow else clock
         optimizer.step(rate(progress, step, 0.3))
         if step % args.log_every == 0:
-            run.log(what="draft", step=step, loss=round(loss.item(), 4),
-                    overlap=round(overlap.item(), 4), progress=round(progress, 3))
+            run.log(
+                what="draft",
+                step=step,
+                loss=round(loss.item(), 4),
+                overlap=round(overlap.item(), 4),
+                progress=round(progress, 3),
+            )
         step += 1
     run.save("draft", draft, args.draft_seconds)
     run.log(what="draft", steps=step)
@@ -236,8 +256,12 @@ def distil(run: Run, target: Llama, draft: Llama, stream: Stream) -> None:
 
 def evaluate(run: Run, target: Llama, draft: Llama, facts: Facts, held_out: Tensor) -> None:
     args = run.args
-    result: dict[str, object] = {"held_out_tokens": len(held_out), "seed": args.seed,
-                                 "torch": torch.__version__, "processes": run.world}
+    result: dict[str, object] = {
+        "held_out_tokens": len(held_out),
+        "seed": args.seed,
+        "torch": torch.__version__,
+        "processes": run.world,
+    }
     if run.device.type == "cuda":
         result["device"] = torch.cuda.get_device_name()
     target.backend = SDPBackend.FLASH_ATTENTION if run.device.type == "cuda" else SDPBackend.MATH
@@ -252,35 +276,48 @@ def evaluate(run: Run, target: Llama, draft: Llama, facts: Facts, held_out: Tens
     run.log(what="draft", **{str(k): v for k, v in result["draft"].items()})
     lengths = [512, 2048] if args.toy else [2048, 8192, 16384, 32768, 65536, 122880]
     trials = 4 if args.toy else args.trials
-    result["needle"] = {n: needle_at(target, facts, held_out, n, trials, args.seed, run.dtype)
-                        for n in lengths}
+    result["needle"] = {
+        n: needle_at(target, facts, held_out, n, trials, args.seed, run.dtype) for n in lengths
+    }
     run.log(what="needle", **{str(k): v for k, v in result["needle"].items()})
     if run.rank == 0:
         (args.out / "eval.json").write_text(json.dumps(result, indent=1))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument("--data", type=Path, required=True, help="token files of pair_data.py")
     parser.add_argument("--tokenizer", type=Path, required=True, help="tokenizer.json")
-    parser.add_argument("--held-out", type=Path,
-                        help="text file to evaluate on; default: this Python's pydoc_data.topics")
+    parser.add_argument(
+        "--held-out", type=Path, help="text file to evaluate on; default: this Python's pydoc_data.topics"
+    )
     parser.add_argument("--out", type=Path, required=True, help="checkpoints, log and evaluation")
     parser.add_argument("--target-seconds", type=float, default=400.0)
     parser.add_argument("--draft-seconds", type=float, default=110.0)
     parser.add_argument("--tokens", type=int, default=CHUNK, help="tokens per process and step")
-    parser.add_argument("--teacher-length", type=int, default=16384,
-                        help="context of the target while it teaches the draft, in tokens")
+    parser.add_argument(
+        "--teacher-length",
+        type=int,
+        default=16384,
+        help="context of the target while it teaches the draft, in tokens",
+    )
     parser.add_argument("--muon-rate", type=float, default=0.015)
     parser.add_argument("--adam-rate", type=float, default=3e-3)
     parser.add_argument("--decay", type=float, default=0.1, help="weight decay of the matrices")
-    parser.add_argument("--hold", type=float, default=0.45,
-                        help="share of the target's time before the rate decays")
-    parser.add_argument("--overlap-weight", type=float, default=1.0,
-                        help="weight of 1 - sum(min(p, q)) late in distillation")
-    parser.add_argument("--python-weight", type=float, default=1.6,
-                        help="sampling weight of Python's own documentation, per token")
+    parser.add_argument(
+        "--hold", type=float, default=0.45, help="share of the target's time before the rate decays"
+    )
+    parser.add_argument(
+        "--overlap-weight", type=float, default=1.0, help="weight of 1 - sum(min(p, q)) late in distillation"
+    )
+    parser.add_argument(
+        "--python-weight",
+        type=float,
+        default=1.6,
+        help="sampling weight of Python's own documentation, per token",
+    )
     parser.add_argument("--trials", type=int, default=40, help="needle trials per length")
     parser.add_argument("--log-every", type=int, default=50, help="steps")
     parser.add_argument("--save-every", type=float, default=60.0, help="seconds")
@@ -294,19 +331,24 @@ def main() -> None:
     facts = Facts(tokenizer)
     text = args.held_out.read_text("utf-8") if args.held_out else held_out_text()
     held_out = torch.tensor(tokenizer.encode(text).ids, device=run.device)
-    stream = Stream(args.data, facts, run.device, args.seed * 1000 + run.rank,
-                    args.python_weight)
+    stream = Stream(args.data, facts, run.device, args.seed * 1000 + run.rank, args.python_weight)
     shapes = (TARGET, DRAFT)
     if args.toy:
-        shapes = (replace(TARGET, hidden=64, layers=2, heads=1, head_dim=64, mlp=128),
-                  replace(DRAFT, hidden=32, layers=1, heads=1, head_dim=32, mlp=64))
+        shapes = (
+            replace(TARGET, hidden=64, layers=2, heads=1, head_dim=64, mlp=128),
+            replace(DRAFT, hidden=32, layers=1, heads=1, head_dim=32, mlp=64),
+        )
     target, draft = (Llama(shape).to(run.device) for shape in shapes)
     if run.device.type == "cuda":
         target.compile_pieces()
         draft.compile_pieces()
-    run.log(what="start", corpus_mtok=round(len(stream.tokens) / 1e6, 1), world=run.world,
-            held_out=len(held_out), parameters=[sum(p.numel() for p in m.parameters())
-                                                for m in (target, draft)])
+    run.log(
+        what="start",
+        corpus_mtok=round(len(stream.tokens) / 1e6, 1),
+        world=run.world,
+        held_out=len(held_out),
+        parameters=[sum(p.numel() for p in m.parameters()) for m in (target, draft)],
+    )
     train_target(run, target, stream)
     distil(run, target, draft, stream)
     evaluate(run, target, draft, facts, held_out)

@@ -100,9 +100,7 @@ def total_variation(a: Law, b: Law) -> float:
 
 def chi_square_p(counts: dict[Hashable, int], law: dict[Hashable, float]) -> float:
     """Chance of counts at least as far from ``law``; rare outcomes share a bin."""
-    assert counts.keys() <= {key for key, chance in law.items() if chance > 0}, (
-        "impossible outcomes"
-    )
+    assert counts.keys() <= {key for key, chance in law.items() if chance > 0}, "impossible outcomes"
     total = sum(counts.values())
     pairs = [(counts.get(key, 0), chance * total) for key, chance in law.items() if chance > 0]
     bins = [pair for pair in pairs if pair[1] >= 5]

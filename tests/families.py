@@ -105,9 +105,7 @@ def perturbed(model: PreTrainedModel, noise: float, seed: int = 1) -> PreTrained
 
 def greedy(model: PreTrainedModel, prompt: list[int], new_tokens: int, **kwargs: Any) -> list[int]:
     """The new tokens of transformers' own greedy decoding."""
-    out = model.generate(
-        torch.tensor([prompt]), do_sample=False, max_new_tokens=new_tokens, **kwargs
-    )
+    out = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=new_tokens, **kwargs)
     return out[0, len(prompt) :].tolist()
 
 

@@ -98,9 +98,7 @@ class TableModel:
             self._memo[path] = self._sharpness * torch.randn(self.vocab_size, generator=generator)
         return self._memo[path]
 
-    def forward(
-        self, tokens: list[int], rows: Rows, cache: TokenCache, last_only: bool = False
-    ) -> Tensor:
+    def forward(self, tokens: list[int], rows: Rows, cache: TokenCache, last_only: bool = False) -> Tensor:
         paths = cache.paths(tokens, rows)
         cache.advance(len(tokens))
         return torch.stack([self.logits(path) for path in (paths[-1:] if last_only else paths)])
@@ -177,9 +175,7 @@ class TableDecoding:
         """The law of the new tokens under the target alone, in float64."""
         return dict(self._continuations((), 1.0))
 
-    def _continuations(
-        self, new: tuple[int, ...], chance: float
-    ) -> Iterator[tuple[tuple[int, ...], float]]:
+    def _continuations(self, new: tuple[int, ...], chance: float) -> Iterator[tuple[tuple[int, ...], float]]:
         if len(new) == self.new_tokens:
             yield new, chance
             return

@@ -41,8 +41,7 @@ def test_a_deterministic_child_is_accepted_with_the_targets_own_probability() ->
     p = torch.tensor([[0.25, 0.75, 0.0], [0.0, 0.0, 1.0]])
     tree = TokenTree([0, 0], [-1, 0])
     results = {
-        (tuple(a.path), a.next_token): chance
-        for a, chance in outcomes(lambda r: accept_sampling(tree, p, r))
+        (tuple(a.path), a.next_token): chance for a, chance in outcomes(lambda r: accept_sampling(tree, p, r))
     }
     assert results == {((0,), 1): 0.75, ((0, 1), 2): 0.25}
 

@@ -37,9 +37,7 @@ TARGET = tiny("llama-gqa")
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    return triforce_tree.load(
-        TARGET, perturbed(TARGET, 0.1), tokenizer=characters(), levels=3, **SMALL
-    )
+    return triforce_tree.load(TARGET, perturbed(TARGET, 0.1), tokenizer=characters(), levels=3, **SMALL)
 
 
 CHARACTERS = string.ascii_letters + string.digits + " ."
@@ -133,9 +131,7 @@ def test_end_tokens(engine: Engine) -> None:
         assert out.finish_reason == "eos"
     least = len(cut) + 2
     kwargs = {"eos_token_id": stop, "min_new_tokens": least}
-    assert ours(engine, max_new_tokens=40, do_sample=False, **kwargs) == greedy(
-        TARGET, PROMPT, 40, **kwargs
-    )
+    assert ours(engine, max_new_tokens=40, do_sample=False, **kwargs) == greedy(TARGET, PROMPT, 40, **kwargs)
 
 
 def test_stop_strings_cut_at_the_token_that_completes_them(engine: Engine) -> None:
@@ -188,13 +184,9 @@ GREEDY_OPTIONS = [
 @pytest.mark.parametrize("options", GREEDY_OPTIONS, ids=lambda options: "+".join(options))
 def test_options_act_as_in_transformers(engine: Engine, options: dict) -> None:
     options = {"max_new_tokens": 25, **options}
-    expected = TARGET.generate(torch.tensor([PROMPT]), do_sample=False, **options)[
-        0, len(PROMPT) :
-    ].tolist()
+    expected = TARGET.generate(torch.tensor([PROMPT]), do_sample=False, **options)[0, len(PROMPT) :].tolist()
     assert ours(engine, do_sample=False, **options) == expected
-    assert expected != EXPECTED[: len(expected)] or "max_length" in options, (
-        "the option does something"
-    )
+    assert expected != EXPECTED[: len(expected)] or "max_length" in options, "the option does something"
 
 
 def test_a_generation_config_and_keywords_over_it(engine: Engine) -> None:
@@ -207,19 +199,13 @@ def test_a_generation_config_and_keywords_over_it(engine: Engine) -> None:
 
 def test_own_logits_processors(engine: Engine) -> None:
     banned = SuppressTokensLogitsProcessor(EXPECTED[:2], device="cpu")
-    out = ours(
-        engine, max_new_tokens=20, do_sample=False, logits_processor=LogitsProcessorList([banned])
-    )
+    out = ours(engine, max_new_tokens=20, do_sample=False, logits_processor=LogitsProcessorList([banned]))
     assert out == greedy(TARGET, PROMPT, 20, suppress_tokens=EXPECTED[:2])
 
 
 def test_same_seed_same_tokens(engine: Engine) -> None:
     sample = {"max_new_tokens": 20, "do_sample": True, "temperature": 2.0}
-    assert (
-        ours(engine, seed=5, **sample)
-        == ours(engine, seed=5, **sample)
-        != ours(engine, seed=6, **sample)
-    )
+    assert ours(engine, seed=5, **sample) == ours(engine, seed=5, **sample) != ours(engine, seed=6, **sample)
 
 
 def test_without_a_seed_torchs_own_decides(engine: Engine) -> None:
@@ -251,9 +237,7 @@ def test_padding_is_left_out_and_batches_run_row_by_row(engine: Engine) -> None:
     ids = torch.tensor([PROMPT, [0] * (width - 30) + other])
     mask = torch.tensor([[1] * width, [0] * (width - 30) + [1] * 30])
     stop = EXPECTED[4]
-    out = engine.generate(
-        ids, attention_mask=mask, max_new_tokens=12, do_sample=False, eos_token_id=stop
-    )
+    out = engine.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False, eos_token_id=stop)
     first = [*PROMPT, *EXPECTED[: EXPECTED.index(stop) + 1]]
     second = [*other, *greedy(TARGET, other, 12, eos_token_id=stop, pad_token_id=0)]
     if stop in second[30:]:
@@ -299,9 +283,7 @@ def test_a_streamer_follows_one_row(engine: Engine) -> None:
 
 
 def through_transformers(draft=None, hook: dict | None = None, **kwargs):
-    run = triforce_tree.custom_generate(
-        draft or perturbed(TARGET, 0.1), levels=3, **SMALL, **(hook or {})
-    )
+    run = triforce_tree.custom_generate(draft or perturbed(TARGET, 0.1), levels=3, **SMALL, **(hook or {}))
     return TARGET.generate(torch.tensor([PROMPT]), custom_generate=run, **kwargs)
 
 
@@ -328,14 +310,10 @@ def test_custom_generate_carries_what_transformers_drops() -> None:
 
 def test_custom_generate_honours_seeds_and_options() -> None:
     sample = {"do_sample": True, "temperature": 2.0, "max_new_tokens": 15}
-    a, b, c = (
-        through_transformers(hook={"seed": seed}, **sample)[0].tolist() for seed in (1, 1, 2)
-    )
+    a, b, c = (through_transformers(hook={"seed": seed}, **sample)[0].tolist() for seed in (1, 1, 2))
     assert a == b != c
     penalised = through_transformers(do_sample=False, max_new_tokens=15, repetition_penalty=1.7)
-    assert penalised[0, len(PROMPT) :].tolist() == greedy(
-        TARGET, PROMPT, 15, repetition_penalty=1.7
-    )
+    assert penalised[0, len(PROMPT) :].tolist() == greedy(TARGET, PROMPT, 15, repetition_penalty=1.7)
 
 
 @pytest.mark.parametrize(
@@ -359,9 +337,7 @@ def test_custom_generate_needs_a_tokenizer_for_stop_strings() -> None:
 
 def test_one_call_does_it_all() -> None:
     draft = perturbed(TARGET, 0.1)
-    out = triforce_tree.generate(
-        PROMPT, TARGET, draft, levels=3, max_new_tokens=9, do_sample=False, **SMALL
-    )
+    out = triforce_tree.generate(PROMPT, TARGET, draft, levels=3, max_new_tokens=9, do_sample=False, **SMALL)
     assert new(out) == EXPECTED[:9]
 
 

@@ -72,9 +72,7 @@ def test_different_vocabularies() -> None:
 
 @pytest.mark.parametrize("temperature", [-0.1, math.nan, math.inf])
 def test_temperature(engine, temperature: float) -> None:
-    with pytest.raises(
-        ValueError, match=says(f"temperature={temperature}", "at least 0", "0 means greedy")
-    ):
+    with pytest.raises(ValueError, match=says(f"temperature={temperature}", "at least 0", "0 means greedy")):
         engine.generate([1], temperature=temperature, max_new_tokens=3)
 
 
@@ -157,9 +155,7 @@ def test_missing_files(folder: Path) -> None:
 def test_pickle_in_place_of_safetensors(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     torch.save(TARGET.state_dict(), folder / "pytorch_model.bin")
-    with pytest.raises(
-        FileNotFoundError, match=says("only pytorch_model.bin", "pickle", "safetensors")
-    ):
+    with pytest.raises(FileNotFoundError, match=says("only pytorch_model.bin", "pickle", "safetensors")):
         triforce_tree.load(folder)
 
 
@@ -190,9 +186,7 @@ def test_a_checkpoint_without_some_weights(folder: Path) -> None:
 
 
 def test_a_sound_folder_loads_and_generates(folder: Path) -> None:
-    out = triforce_tree.load(folder, folder).generate(
-        prompt_of(20), max_new_tokens=5, do_sample=False
-    )
+    out = triforce_tree.load(folder, folder).generate(prompt_of(20), max_new_tokens=5, do_sample=False)
     expected = TARGET.generate(torch.tensor([prompt_of(20)]), max_new_tokens=5, do_sample=False)
     assert out.sequences.tolist() == expected.tolist()
 

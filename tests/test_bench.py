@@ -71,9 +71,7 @@ def test_every_method_writes_the_same_greedy_tokens(engine: Engine, ids: list[in
         assert sample.decode_seconds > 0
         assert sample.prefill_seconds > 0
         # Whatever the first pass brought is not among the timed tokens of a baseline.
-        assert (
-            sample.timed_tokens == 24 if name.startswith("triforce") else sample.timed_tokens < 24
-        )
+        assert sample.timed_tokens == 24 if name.startswith("triforce") else sample.timed_tokens < 24
 
 
 def test_nothing_ends_a_measurement_early(engine: Engine, ids: list[int]) -> None:
@@ -222,9 +220,7 @@ def make_tables() -> Any:
     return module
 
 
-def test_tables_come_from_results(
-    make_tables: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tables_come_from_results(make_tables: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(make_tables, "RESULTS", tmp_path)
     marked = "a\n<!-- table: cpu_16k -->\nold figures\n<!-- end table -->\nb\n"
     assert "Not measured yet: `python scripts/bench_cpu.py`" in make_tables.filled(marked)

@@ -55,8 +55,6 @@ def test_a_wrong_choice_is_no_tie(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_sampled_texts_run_to_their_end() -> None:
     engine = engine_of("llama-gqa").with_options(levels=3)
     for seed in range(3):
-        out = engine.generate(
-            prompt_of(60), max_new_tokens=40, temperature=1.0, top_p=0.9, seed=seed
-        )
+        out = engine.generate(prompt_of(60), max_new_tokens=40, temperature=1.0, top_p=0.9, seed=seed)
         assert out.new_tokens == 40
         assert out.levels[-1].accepted > 0

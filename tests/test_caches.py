@@ -76,8 +76,7 @@ class ListCache:
         count, start = len(parents), len(self.tail)
         self.parents += parents
         fresh = like or [
-            Row(*([torch.randn(kv_heads, DIM) for _ in range(LAYERS)] for _ in "kv"))
-            for _ in range(count)
+            Row(*([torch.randn(kv_heads, DIM) for _ in range(LAYERS)] for _ in "kv")) for _ in range(count)
         ]
         self.tail += fresh
         depths = torch.tensor([len(self.ancestors(row)) - 1 for row in range(len(self.tail))])
@@ -108,18 +107,12 @@ class ListCache:
         self.committed += self.tail
         self.tail, self.parents = [], []
 
-    def expected(
-        self, q: Tensor, index: int, row: int, seen: list[Row], turn=lambda x, places: x
-    ) -> Tensor:
+    def expected(self, q: Tensor, index: int, row: int, seen: list[Row], turn=lambda x, places: x) -> Tensor:
         """Attention of a query ``[H_q, D]`` over committed ``seen`` and its tail ancestors."""
         rows = [*seen, *(self.tail[i] for i in self.ancestors(row))]
         places = torch.arange(len(rows))
         group = self.heads[0] // self.heads[1]
-        k = (
-            turn(torch.stack([r.k[index] for r in rows], 1), places)
-            .double()
-            .repeat_interleave(group, 0)
-        )
+        k = turn(torch.stack([r.k[index] for r in rows], 1), places).double().repeat_interleave(group, 0)
         v = torch.stack([r.v[index] for r in rows], 1).double().repeat_interleave(group, 0)
         if self.how.window is not None:
             k, v = k[:, -self.how.window :], v[:, -self.how.window :]
@@ -164,9 +157,7 @@ def test_full_cache_is_a_list(heads, window, capacity, poisoned_empty) -> None:
 
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize(("sinks", "window"), [(0, 1), (2, 3), (4, 8), (4, 300)])
-def test_streaming_cache_is_a_list_of_sinks_and_recent_rows(
-    heads, sinks, window, poisoned_empty
-) -> None:
+def test_streaming_cache_is_a_list_of_sinks_and_recent_rows(heads, sinks, window, poisoned_empty) -> None:
     """Positions count what is held: a key turns by its place in the cache, a query by its own."""
     cache = StreamingCache(LAYERS, StreamingConfig(sinks, window), HalfRope())
     model = ListCache(cache, heads)
@@ -202,9 +193,7 @@ def test_queries_of_kept_rows_are_at_hand() -> None:
 class Pair:
     """A full cache and a retrieval cache over it, driven as the hierarchy does."""
 
-    def __init__(
-        self, config: RetrievalConfig, heads: tuple[int, int], window: int | None = None
-    ) -> None:
+    def __init__(self, config: RetrievalConfig, heads: tuple[int, int], window: int | None = None) -> None:
         how = Variant(DIM**-0.5, window)
         full = FullCache(LAYERS)
         self.full = ListCache(full, heads, how)
@@ -399,9 +388,7 @@ def test_a_streaming_model_sees_its_sinks_and_recent_rows_alone() -> None:
     sinks, window = 3, 6
     model = tiny("llama-gqa", num_hidden_layers=1)
     checked = HFModel(model)
-    level = Level(
-        checked, StreamingCache(1, StreamingConfig(sinks, window), checked.rope()), prefill_chunk=4
-    )
+    level = Level(checked, StreamingCache(1, StreamingConfig(sinks, window), checked.rope()), prefill_chunk=4)
     tokens = prompt_of(90)
     held = tokens[:9]
     with checked.active():
@@ -424,15 +411,11 @@ def test_a_streaming_model_sees_its_sinks_and_recent_rows_alone() -> None:
 
 @pytest.mark.parametrize("length", [1, 2, 5, 16, 17, 100])
 @pytest.mark.parametrize("prefill_chunk", [1, 3, 1000])
-def test_streaming_prefill_passes_over_what_nobody_would_see(
-    length: int, prefill_chunk: int
-) -> None:
+def test_streaming_prefill_passes_over_what_nobody_would_see(length: int, prefill_chunk: int) -> None:
     sinks, window = 3, 6
     model = tiny("llama", num_hidden_layers=1)
     checked = HFModel(model)
-    level = Level(
-        checked, StreamingCache(1, StreamingConfig(sinks, window), checked.rope()), prefill_chunk
-    )
+    level = Level(checked, StreamingCache(1, StreamingConfig(sinks, window), checked.rope()), prefill_chunk)
     tokens = prompt_of(length)
     fed: list[int] = []
     with checked.active():
@@ -444,6 +427,4 @@ def test_streaming_prefill_passes_over_what_nobody_would_see(
     seen = [*tokens[: min(sinks, length - 1)], *tokens[length - 1 - recent :]]
     assert recent >= min(window, length - 1 - sinks)
     with torch.no_grad():
-        torch.testing.assert_close(
-            logits, model(torch.tensor([seen])).logits[0, -1], atol=2e-5, rtol=1e-4
-        )
+        torch.testing.assert_close(logits, model(torch.tensor([seen])).logits[0, -1], atol=2e-5, rtol=1e-4)

@@ -4,6 +4,8 @@ import io
 import json
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,11 @@ import pytest
 import tiny_pair
 from tiny_pair import TinyPair
 
-from triforce_tree import __version__, console
-from triforce_tree.bench import results
+from triforce_tree import __version__, cli, console
+from triforce_tree.bench import baselines, results
 from triforce_tree.cli import main
+from triforce_tree.commands import arguments
+from triforce_tree.config import HierarchyConfig
 
 
 @pytest.fixture(scope="module")
@@ -24,9 +28,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
 @pytest.fixture
 def prompt(tmp_path: Path) -> str:
     path = tmp_path / "prompt.txt"
-    path.write_text(
-        "The import statement finds a module and binds its name. " * 8, encoding="utf-8"
-    )
+    path.write_text("The import statement finds a module and binds its name. " * 8, encoding="utf-8")
     return str(path)
 
 
@@ -50,8 +52,35 @@ def last_object(out: str) -> dict[str, Any]:
 def test_help_shows_defaults(capsys: pytest.CaptureFixture[str], command: list[str]) -> None:
     code, out, _ = run(capsys, *command, "--help")
     assert code == 0
-    assert "(default: 1024)" in " ".join(out.split())
+    assert f"(default: {HierarchyConfig().gamma})" in " ".join(out.split())
     assert "None" not in out
+
+
+def test_help_waits_for_no_library() -> None:
+    program = (
+        "import sys; from triforce_tree.cli import main\n"
+        "try: main(['demo', '--help'])\n"
+        "except SystemExit: print({'torch', 'transformers', 'numpy'} & sys.modules.keys())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("set()\n")
+
+
+def test_help_names_every_method() -> None:
+    assert tuple(baselines.METHODS) == arguments.METHODS
+
+
+def test_ctrl_c_while_libraries_load(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "import_module", lambda name: signal.raise_signal(signal.SIGINT))
+    assert run(capsys, "demo") == (130, "", "triforce-tree: interrupted\n")
+
+
+def test_public_names_are_listed_before_they_are_loaded() -> None:
+    program = "import triforce_tree as t; print(set(t.__all__) <= set(dir(t)), hasattr(t, 'nothing'), t.load)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("True False <function load")
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -210,9 +239,7 @@ def test_a_second_ctrl_c_ends_at_once() -> None:
 
 
 def test_demo(capsys: pytest.CaptureFixture[str], pair: TinyPair) -> None:
-    code, out, _ = run(
-        capsys, "demo", *pair.options, "--prompt-tokens", "2100", "--new-tokens", "24"
-    )
+    code, out, _ = run(capsys, "demo", *pair.options, "--prompt-tokens", "2100", "--new-tokens", "24")
     result = last_object(out)
     assert code == 0
     assert result["identical"] is True

@@ -69,9 +69,7 @@ def test_long_greedy_outputs(family: str, prompt_tokens: int) -> None:
         assert levels == 1 or min(accepted[1:]) > 0
 
 
-@pytest.mark.parametrize(
-    "tree", ["chain:1", "chain:4", "sequoia:6x3", "static:0;0.1;1", "best-first:5"]
-)
+@pytest.mark.parametrize("tree", ["chain:1", "chain:4", "sequoia:6x3", "static:0;0.1;1", "best-first:5"])
 @pytest.mark.parametrize("leaves", [True, False])
 def test_every_shape_and_gamma(tree: str, leaves: bool) -> None:
     target = tiny("llama-gqa")
@@ -114,9 +112,7 @@ def test_a_tree_forward_gives_every_paths_own_logits(family: str) -> None:
         for path in ([0, 1, 3, 7], [0, 2]):
             tree = TokenTree([tokens[-1], *prompt_of(9)], parents)
             logits = level.forward_tree(Context(tokens), tree)
-            expected = torch.stack(
-                [next_logits(model, tokens, tree, node) for node in range(len(tree))]
-            )
+            expected = torch.stack([next_logits(model, tokens, tree, node) for node in range(len(tree))])
             torch.testing.assert_close(logits, expected, atol=2e-5, rtol=2e-5)
             tokens = [*tokens, *(tree.tokens[node] for node in path[1:]), 5]
             level.commit(Context(tokens))
@@ -140,9 +136,7 @@ def test_a_streaming_cache_that_holds_everything_is_exact(family: str) -> None:
 
 
 @torch.no_grad()
-def next_logits(
-    model: PreTrainedModel, tokens: list[int], tree: TokenTree, node: int
-) -> torch.Tensor:
+def next_logits(model: PreTrainedModel, tokens: list[int], tree: TokenTree, node: int) -> torch.Tensor:
     """``[V]``, from the model under its own attention and without any cache."""
     ours = model.config._attn_implementation
     model.set_attn_implementation("eager")

@@ -44,9 +44,7 @@ def test_any_context_after_any_other() -> None:
         if random.random() < 0.5:
             size = random.randint(1, 6)
             parents = [-1, *(random.randrange(node) for node in range(1, size))]
-            tree = TokenTree(
-                [context[-1], *(random.randrange(4) for _ in range(size - 1))], parents
-            )
+            tree = TokenTree([context[-1], *(random.randrange(4) for _ in range(size - 1))], parents)
             logits = one.forward_tree(Context(context), tree)
             for node in range(size):
                 path = [*context, *(tree.tokens[i] for i in tree.path(node)[1:])]

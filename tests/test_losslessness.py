@@ -127,8 +127,7 @@ def test_stop_tokens_cut_the_law_and_nothing_else() -> None:
     make = hierarchical(model("chain:1"), gamma=2, leaves=False, stop_tokens=stop)
     law = exact_law(lambda random: case.run(make, random, ending))
     cut = summed(
-        (tokens[:1] if tokens[0] in stop else tokens, chance)
-        for tokens, chance in case.target_law().items()
+        (tokens[:1] if tokens[0] in stop else tokens, chance) for tokens, chance in case.target_law().items()
     )
     assert total_variation(law, cut) < NOISE
 
@@ -160,9 +159,7 @@ def law_after(tree_of, target: TableModel, length: int) -> float:
         return new[:length]
 
     expected = {
-        tokens: float(
-            torch.tensor([law((0, *tokens[:i]))[t] for i, t in enumerate(tokens)]).double().prod()
-        )
+        tokens: float(torch.tensor([law((0, *tokens[:i]))[t] for i, t in enumerate(tokens)]).double().prod())
         for tokens in itertools.product(range(target.vocab_size), repeat=length)
     }
     return total_variation(exact_law(run), expected)
@@ -183,9 +180,7 @@ def test_siblings_drawn_without_replacement_are_accepted_losslessly() -> None:
     def tree(random):
         [siblings] = random.choose_distinct(q[:1], [3])
         below = [random.choose(q[1]) for _ in siblings]
-        return TokenTree(
-            [0, *siblings, *below], [-1, 0, 0, 0, 1, 2, 3], q, {0: 0, 1: 1, 2: 1, 3: 1}
-        )
+        return TokenTree([0, *siblings, *below], [-1, 0, 0, 0, 1, 2, 3], q, {0: 0, 1: 1, 2: 1, 3: 1})
 
     assert law_after(tree, TableModel(3, seed=1), length=2) < NOISE
 
@@ -267,9 +262,7 @@ def test_every_drafter_is_honest(name: str) -> None:
         share = {key: mass / total for key, mass in drawn.items()}
         if place in reported:
             expected = exact_law(
-                lambda random, place=place: random.choose_distinct(
-                    reported[place][None], [place[2]]
-                )[0]
+                lambda random, place=place: random.choose_distinct(reported[place][None], [place[2]])[0]
             )
             assert total_variation(share, expected) < NOISE, place
         else:
@@ -325,9 +318,7 @@ def test_siblings_drawn_with_replacement_are_found_out(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("refresh", [0, 1, 2])
-@pytest.mark.parametrize(
-    ("tree", "leaves", "vocabulary"), [("chain:1", False, 3), ("chain:2", True, 2)]
-)
+@pytest.mark.parametrize(("tree", "leaves", "vocabulary"), [("chain:1", False, 3), ("chain:2", True, 2)])
 def test_the_exact_law_of_the_whole_engine(
     refresh: int, tree: str, leaves: bool, vocabulary: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

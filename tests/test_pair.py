@@ -54,9 +54,7 @@ def test_size_and_card() -> None:
 
 
 @pytest.mark.slow
-def test_three_levels_give_the_targets_own_text(
-    engine: triforce_tree.Engine, prompt: list[int]
-) -> None:
+def test_three_levels_give_the_targets_own_text(engine: triforce_tree.Engine, prompt: list[int]) -> None:
     """fp32, greedy, token for token; with real models most of what is drafted is accepted."""
     options = {"max_new_tokens": 96, "do_sample": False}
     expected = engine.hierarchy.target.model.generate(torch.tensor([prompt]), **options)

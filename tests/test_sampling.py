@@ -49,9 +49,7 @@ def test_laws_are_transformers_own_on_every_path(name: str, dtype: torch.dtype) 
     before = logits.clone()
     laws = TokenLaw(processors)(logits, lambda: PATHS)
     for row, path in enumerate(PATHS):
-        expected = processors(torch.tensor([path]), logits[row : row + 1].float().clone()).softmax(
-            -1
-        )
+        expected = processors(torch.tensor([path]), logits[row : row + 1].float().clone()).softmax(-1)
         torch.testing.assert_close(laws[row], expected[0])
     assert laws.dtype == torch.float32
     assert torch.equal(logits, before), "the model's logits are left alone"
@@ -79,9 +77,7 @@ def test_residual_is_the_normalised_positive_part() -> None:
     p, q = torch.tensor([0.5, 0.3, 0.2, 0.0]), torch.tensor([0.1, 0.6, 0.1, 0.2])
     torch.testing.assert_close(residual(p, q), torch.tensor([0.8, 0.0, 0.2, 0.0]))
     assert torch.equal(residual(p, p), p), "nothing left: p itself"
-    torch.testing.assert_close(
-        p, torch.tensor([0.5, 0.3, 0.2, 0.0]), msg="arguments are left alone"
-    )
+    torch.testing.assert_close(p, torch.tensor([0.5, 0.3, 0.2, 0.0]), msg="arguments are left alone")
 
 
 def test_acceptance_and_residual_make_up_the_target_law() -> None:
@@ -89,9 +85,7 @@ def test_acceptance_and_residual_make_up_the_target_law() -> None:
     for _ in range(20):
         p, q = torch.randn(2, 30).mul(2).softmax(-1)
         both = torch.minimum(p, q)
-        torch.testing.assert_close(
-            both + (1 - both.sum()) * residual(p, q), p, atol=1e-6, rtol=1e-5
-        )
+        torch.testing.assert_close(both + (1 - both.sum()) * residual(p, q), p, atol=1e-6, rtol=1e-5)
 
 
 def test_without_conditions_on_another_outcome() -> None:

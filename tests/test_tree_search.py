@@ -165,7 +165,5 @@ def test_expected_acceptances_adds_up_paths() -> None:
     shape = Static([[0, 0], [1]])
     assert expected_acceptances(shape, [0.5, 0.2]) == pytest.approx(0.5 + 0.25 + 0.2)
     for a, b in itertools.pairwise([2, 4, 8, 16]):
-        first, second = (
-            expected_acceptances(sequoia(ACCEPTANCE[0], n, 4), ACCEPTANCE[0]) for n in (a, b)
-        )
+        first, second = (expected_acceptances(sequoia(ACCEPTANCE[0], n, 4), ACCEPTANCE[0]) for n in (a, b))
         assert first < second

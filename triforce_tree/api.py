@@ -156,9 +156,7 @@ class Engine:
             refuse_unsupported(generation_config, logits_processor)
             refuse_model_inputs(model_inputs)
             [prompt] = self._token_rows(input_ids, attention_mask)
-            ending = ending_of(
-                generation_config, stopping_criteria, input_ids.shape[1], input_ids.device
-            )
+            ending = ending_of(generation_config, stopping_criteria, input_ids.shape[1], input_ids.device)
             self._check_length(len(prompt), ending.max_new_tokens)
             decoder = self.hierarchy.decoder(
                 law_of(generation_config, logits_processor),
@@ -229,9 +227,7 @@ class Engine:
         pad = next((i for i in (config.pad_token_id, eos) if i is not None), 0)
         last = outputs[-1]
         rows = [o.sequences[0] for o in outputs]
-        last.sequences = _long(
-            torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad)
-        )
+        last.sequences = _long(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad))
         last.prefill_seconds = sum(o.prefill_seconds or 0.0 for o in outputs)
         last.decode_seconds = sum(o.decode_seconds or 0.0 for o in outputs)
         last.new_tokens = sum(o.new_tokens or 0 for o in outputs)
@@ -321,9 +317,7 @@ def custom_generate(
             if tokenizer is None:
                 raise ValueError("stop_strings needs custom_generate(..., tokenizer=...)")
             criteria = StoppingCriteriaList([*criteria, StopStringCriteria(tokenizer, stop_strings)])
-        out = engine._runner(streamer, None, seed)(
-            model, input_ids, stopping_criteria=criteria, **kwargs
-        )
+        out = engine._runner(streamer, None, seed)(model, input_ids, stopping_criteria=criteria, **kwargs)
         wanted = kwargs["generation_config"].return_dict_in_generate
         return out if wanted else out.sequences
 

@@ -18,8 +18,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(args)
     except KeyboardInterrupt:
-        # Where Ctrl-C met code in a string, as dataclasses have it, CPython would end by the signal and
-        # not with our code; running another string clears its note.
+        # CPython notes when Ctrl-C meets code in a string, as dataclasses have it, and would then end
+        # `python -m` by the signal, not with our code; running another string clears the note.
         exec("")
         return _failed("interrupted", 130)
     except BrokenPipeError:

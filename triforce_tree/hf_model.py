@@ -158,9 +158,7 @@ class HFModel:
             for recorder, position in ((at_zero, 0), (at_five, 5)):
                 recorder.position = position
                 self.forward([1], _one_row(self.device), recorder)
-        rope.unrotated = frozenset(
-            i for i in at_zero.keys if torch.equal(at_zero.keys[i], at_five.keys[i])
-        )
+        rope.unrotated = frozenset(i for i in at_zero.keys if torch.equal(at_zero.keys[i], at_five.keys[i]))
         places = torch.tensor([5], device=self.device)
         for index, raw in at_zero.keys.items():
             turned = rope.rotate(at_zero.modules[index], raw, raw, places)[1]
@@ -202,8 +200,7 @@ class HFModel:
             problem = f"{type(error).__name__}: {error}"
         if problem is None and len(recorder.keys) != self.layers:
             problem = (
-                f"{len(recorder.keys)} of its {self.layers} layers used transformers' attention "
-                "interface"
+                f"{len(recorder.keys)} of its {self.layers} layers used transformers' attention interface"
             )
         if problem:
             raise UnsupportedModelError(

@@ -88,9 +88,7 @@ class Hierarchy:
         drafter: Drafter = Autoregressive() if levels == 1 else self._base_drafter(law, seed)
         if levels == 3:
             retrieval = RetrievalCache(full, self.target.layers, config.retrieval)
-            middle = Verifier(
-                "retrieval", self._level(self.target, retrieval), law, self._random(seed, 1)
-            )
+            middle = Verifier("retrieval", self._level(self.target, retrieval), law, self._random(seed, 1))
             leaves = config.leaves
             if leaves is None:
                 leaves = self.target.device.type != "cpu"

@@ -126,9 +126,7 @@ class Level:
         end = -1
         for token in wanted[:-1]:
             rows = range(end + 1, self.tail)
-            end = next(
-                (r for r in rows if self._parents[r] == end and self._tokens[r] == token), -2
-            )
+            end = next((r for r in rows if self._parents[r] == end and self._tokens[r] == token), -2)
             if end == -2:
                 break
             path.append(end)

@@ -12,15 +12,15 @@ from triforce_tree.sampling import TokenLaw
 # Options of GenerationConfig that this package carries out. Everything else that differs from its
 # default is refused by name: an option that is silently ignored is worse than one that is missing.
 HONOURED = frozenset(
-    (
-        *("max_new_tokens", "max_length", "min_length", "min_new_tokens", "max_time", "stop_strings"),
-        *("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff"),
-        *("eta_cutoff", "top_h", "repetition_penalty", "no_repeat_ngram_size", "bad_words_ids"),
-        *("sequence_bias", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id"),
-        *("forced_eos_token_id", "exponential_decay_length_penalty", "renormalize_logits"),
-        *("remove_invalid_values", "pad_token_id", "bos_token_id", "eos_token_id"),
-        *("return_dict_in_generate", "use_cache", "transformers_version"),
-    )
+    """
+    max_new_tokens max_length min_length min_new_tokens max_time stop_strings
+    do_sample temperature top_k top_p min_p typical_p epsilon_cutoff eta_cutoff top_h
+    repetition_penalty no_repeat_ngram_size bad_words_ids sequence_bias suppress_tokens
+    begin_suppress_tokens forced_bos_token_id forced_eos_token_id exponential_decay_length_penalty
+    renormalize_logits remove_invalid_values
+    pad_token_id bos_token_id eos_token_id return_dict_in_generate use_cache
+    transformers_version
+    """.split()  # noqa: SIM905 - a name a line would fill the page
 )
 # What transformers fills in for options nobody set; these values ask for nothing.
 _NEUTRAL = {
@@ -102,9 +102,7 @@ def check_sampling_options(kwargs: dict[str, Any]) -> None:
     if temperature is None:
         return
     if not 0 <= temperature < float("inf"):
-        raise ValueError(
-            f"temperature={temperature} must be a finite number of at least 0; 0 means greedy"
-        )
+        raise ValueError(f"temperature={temperature} must be a finite number of at least 0; 0 means greedy")
     if temperature == 0:
         if kwargs.get("do_sample"):
             raise ValueError("temperature=0 means greedy, but do_sample=True; choose one")

@@ -18,6 +18,10 @@ from triforce_tree.level import Level, Progress
 from triforce_tree.sampling import Random, TokenLaw
 from triforce_tree.token_tree import Context, chain
 
+# Tokens that one forward of level 1 settles, about what the trees of the embedded draft bring it: a
+# retrieval cache chooses by the root of each forward, so how far the root is behind matters.
+LEVEL_1_STEP = 3
+
 
 @dataclass(frozen=True)
 class Laws:
@@ -54,19 +58,24 @@ def teacher_forced(
         draft = drafter.inner.level if isinstance(drafter.inner, ModelDrafter) else None
         at = prompt_tokens
         while at < len(tokens):
-            here = Context(list(tokens[:at]))
-            fed = tokens[at - 1 : min(at + engine.hierarchy.config.gamma, len(tokens) - 1)]
+            stop = min(at + engine.hierarchy.config.gamma + 1, len(tokens))
 
-            def laws(level: Level, here: Context = here, fed: Sequence[int] = fed) -> Tensor:
-                return law(level.forward_tree(here, chain(fed)), list)
+            def laws(level: Level, step: int, at: int = at, stop: int = stop) -> Tensor:
+                """Laws of ``tokens[at:stop]``, by forwards of ``step`` rows."""
+                parts = []
+                for first in range(at, stop, step):
+                    rows = tokens[first - 1 : min(first + step, stop) - 1]
+                    logits = level.forward_tree(Context(list(tokens[:first])), chain(rows))
+                    parts.append(law(logits, list))
+                return torch.cat(parts)
 
             yield Laws(
-                laws(draft) if draft is not None else None,
-                laws(drafter.verifier.level),
-                laws(decoder.verifier.level),
-                list(tokens[at : at + len(fed)]),
+                laws(draft, stop - at) if draft is not None else None,
+                laws(drafter.verifier.level, LEVEL_1_STEP),
+                laws(decoder.verifier.level, stop - at),
+                list(tokens[at:stop]),
             )
-            at += len(fed)
+            at = stop
             decoder.verifier.commit(Context(list(tokens[:at])))
             drafter.commit(Context(list(tokens[:at])))
 

@@ -4,7 +4,8 @@ TriForce (arXiv 2404.11912, section 4.1) scores chunks by the mean of their keys
 prompt token's query. Here the root of a forward chooses anew, by its own query, what that forward sees
 (as each token does in Quest's lossy decoding): earlier queries only dilute the choice. Proposed tokens
 never choose: a law that depended on the tokens it judges would not be the law they are accepted by. The
-first chunk, a recent window and everything generated since are always there. Committed rows come from the full cache: they are the target's own, never an approximation.
+first chunk, a recent window and everything generated since are always there. Committed rows come from
+the full cache: they are the target's own, never an approximation.
 """
 
 from typing import Any
@@ -106,7 +107,7 @@ class RetrievalCache:
         recent, chunk = self.config.recent, self.config.chunk
         if length <= self.config.budget or length - self._boundary <= recent + recent // 2 + chunk:
             return False
-        self._boundary = -(-(length - recent) // chunk) * chunk
+        self._boundary = (length - recent) // chunk * chunk
         return True
 
     def _rebase(self, index: int) -> None:

@@ -71,12 +71,13 @@ def parser() -> Parser:
 
 def _generate(subparsers: Any) -> None:
     parser = _add_parser(
-        subparsers, "generate", "triforce_tree.commands.generate", "Continue a text, by exactly the target's own law; new text to stdout."
+        subparsers,
+        "generate",
+        "triforce_tree.commands.generate",
+        "Continue a text, by exactly the target's own law; new text to stdout.",
     )
     parser.add_argument("prompt", nargs="?", default="-", help="text file with the prompt; - is stdin")
-    parser.add_argument(
-        "--max-new-tokens", type=_positive, default=256, help="tokens to write at most"
-    )
+    parser.add_argument("--max-new-tokens", type=_positive, default=256, help="tokens to write at most")
     parser.add_argument(
         "--compare", action="store_true", help="then decode the same prompt with the target alone"
     )
@@ -134,9 +135,7 @@ def _bench_needle(subparsers: Any) -> None:
         metavar="D",
         help="where the fact stands: 0 the start, 1 the end",
     )
-    parser.add_argument(
-        "--trials", type=_positive, default=2, help="needles for each length and depth"
-    )
+    parser.add_argument("--trials", type=_positive, default=2, help="needles for each length and depth")
     parser.add_argument(
         "--through",
         nargs="+",

@@ -11,7 +11,6 @@ from triforce_tree.commands.arguments import ENGINE_OPTIONS
 from triforce_tree.options import check_sampling_options
 
 
-
 def engine_of(args: argparse.Namespace) -> Engine:
     """Load what the options name."""
     options = {name: getattr(args, name) for name in ENGINE_OPTIONS if hasattr(args, name)}

@@ -34,20 +34,14 @@ def causal_attention(
     if softcap is None and sinks is None:
         grouped = q.shape[1] != k.shape[1]
         if queries == rows and (window is None or window >= rows):
-            return F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=scale, enable_gqa=grouped
-            )
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
         bias = causal_lower_right(queries, rows) if window is None else _band(queries, rows, window, q)
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=bias, scale=scale, enable_gqa=grouped
-        )
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale, enable_gqa=grouped)
     mask = torch.ones(queries, queries, dtype=torch.bool, device=q.device).tril_()
     first = None
     if window is not None:
         first = (torch.arange(queries, device=q.device) + rows - queries - window + 1).clamp_(0)
-    out, _ = tree_attention(
-        q, k, v, mask, scale=scale, first=first, softcap=softcap, sinks=sinks
-    )
+    out, _ = tree_attention(q, k, v, mask, scale=scale, first=first, softcap=softcap, sinks=sinks)
     return out
 
 

@@ -38,5 +38,6 @@ def fact(name: str, number: str) -> str:
 
 def question(name: str) -> str:
     """The question to ask last; the answer follows as a blank and six digits."""
-    return (f"\n\nQuestion: What is the secret number of the {name}?\n"
-            f"Answer: The secret number of the {name} is")
+    return (
+        f"\n\nQuestion: What is the secret number of the {name}?\nAnswer: The secret number of the {name} is"
+    )
