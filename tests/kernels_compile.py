@@ -10,10 +10,10 @@ import re
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from triforce_tree.kernels import combine, compaction, merge, scoring
@@ -92,7 +92,7 @@ def companions():
 
 def registers(made) -> str:
     """Registers and spills, as ptxas reports them."""
-    assembler = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    assembler = get_ptxas(90).path
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(made.asm["ptx"])
         file.flush()

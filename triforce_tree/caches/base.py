@@ -2,7 +2,8 @@
 
 A forward writes its rows behind those that are there (``attend``, layer by layer, then ``advance``).
 ``keep`` selects tail rows, which is acceptance and rollback in one; ``commit`` turns leading tail rows
-into committed ones, and there alone happen eviction, refresh and upkeep.
+into committed ones, and there alone happen eviction and upkeep. Which committed rows a forward is shown
+may be chosen anew at its start, by the context's rows.
 """
 
 from dataclasses import dataclass

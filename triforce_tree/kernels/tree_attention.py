@@ -268,7 +268,8 @@ def tree_attention_kernel(
             else:
                 start, limit = length + (tile - front - ragged) * EDGE, length + tail
                 word = mask_ptr + token.to(tl.int64) * halves + (tile - front - ragged)
-                bits = tl.load(word, mask=real & (start < limit), other=0)
+                # A block on both sides: Triton's interpreter makes no mask of a block and a scalar.
+                bits = tl.load(word, mask=real & (row * 0 + start < limit), other=0)
             rows = start + edge
             valid = rows < limit
             k_at = _row_offsets(rows, table_row, first_kv, stride_kb, stride_ks, PAGE, valid)
