@@ -49,6 +49,7 @@ def test_several_documents_give_one_prompt_each(engine: Engine) -> None:
     assert engine.tokenizer is not None
     documents = ["alpha " * 50, "short", "beta " * 50, "gamma " * 50]
     cut = text.prompts(iter(documents), engine.tokenizer, 20, 2)
+    assert text.prompts(iter(documents), engine.tokenizer, 20, 1) == cut[:1]
     decoded = [str(engine.tokenizer.decode(p)) for p in cut]
     assert [d.split()[0] for d in decoded] == ["alpha", "beta"]
 

@@ -76,8 +76,8 @@ def prompts(
         longest = max(longest, len(ids))
         if len(ids) >= context:
             cut.append(ids[:context])
-        if len(cut) == count and documents_seen > 1:
-            return cut
+        if len(cut) >= count and documents_seen > 1:
+            return cut[:count]
     if documents_seen == 1 and longest >= context:
         step = (longest - context) // max(1, count - 1)
         if count > 1 and step == 0:
