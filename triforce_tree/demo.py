@@ -23,11 +23,13 @@ def run(args: argparse.Namespace) -> int:
     engine = options.engine_of(args)
     assert engine.tokenizer is not None
     ids = token_ids(engine.tokenizer, pydoc_text())
-    if args.prompt_tokens > len(ids):
+    stop = args.start + args.prompt_tokens
+    if stop > len(ids):
         raise ValueError(
-            f"--prompt-tokens {args.prompt_tokens} exceeds the help topics' {len(ids)} tokens; use fewer"
+            f"--start {args.start} + --prompt-tokens {args.prompt_tokens} exceeds the help topics' {len(ids)} "
+            "tokens; use less of either"
         )
-    prompt = ids[: args.prompt_tokens]
+    prompt = ids[args.start : stop]
     alone = engine.with_options(levels=1)
     greedy = args.temperature == 0
     more: dict[str, Any] = {

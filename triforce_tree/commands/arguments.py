@@ -195,6 +195,12 @@ def _demo(subparsers: Any) -> None:
         "decoding. Ends with one line of JSON, asked for or not.",
     )
     parser.add_argument("--prompt-tokens", type=_positive, default=8192, help="tokens of the prompt")
+    parser.add_argument(
+        "--start",
+        type=_positive,
+        default=105_000,
+        help="where in the help topics the prompt begins, in tokens",
+    )
     parser.add_argument("--new-tokens", type=_positive, default=192, help="tokens to write")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the most probable token")
     parser.add_argument("--seed", type=int, default=0, help="of all draws")
