@@ -26,8 +26,8 @@ def run(args: argparse.Namespace) -> int:
     stop = args.start + args.prompt_tokens
     if stop > len(ids):
         raise ValueError(
-            f"--start {args.start} + --prompt-tokens {args.prompt_tokens} exceeds the help topics' {len(ids)} "
-            "tokens; use less of either"
+            f"--start {args.start} + --prompt-tokens {args.prompt_tokens} exceeds the help topics' "
+            f"{len(ids)} tokens; use less of either"
         )
     prompt = ids[args.start : stop]
     alone = engine.with_options(levels=1)

@@ -199,7 +199,7 @@ def _demo(subparsers: Any) -> None:
         "--start",
         type=_positive,
         default=105_000,
-        help="where in the help topics the prompt begins, in tokens",
+        help="token of the topics that the prompt begins with",
     )
     parser.add_argument("--new-tokens", type=_positive, default=192, help="tokens to write")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the most probable token")
