@@ -1,6 +1,6 @@
 """``load``, ``generate`` and the hook for transformers' own ``generate``."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -19,6 +19,8 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from triforce_tree.config import HierarchyConfig
+from triforce_tree.cycle.decoder import CycleDecoder
+from triforce_tree.decoder import Decoder
 from triforce_tree.hf_model import HFModel
 from triforce_tree.hierarchy import Hierarchy
 from triforce_tree.level import Progress
@@ -42,7 +44,7 @@ class GenerateOutput(GenerateDecoderOnlyOutput):
 
     ``levels``: statistics of each level, level 0 first (of the last row, where there are several).
     ``finish_reason``: "eos", "stop" or "length". ``prefill_seconds`` and ``decode_seconds``: host time.
-    ``text``: the new text, where a tokenizer is at hand.
+    ``text``: the new text, where a tokenizer is at hand. ``captured``: whether the cycle ran in CUDA graphs.
     """
 
     levels: list[LevelStats] | None = None
@@ -51,6 +53,7 @@ class GenerateOutput(GenerateDecoderOnlyOutput):
     decode_seconds: float | None = None
     new_tokens: int | None = None
     text: str | None = None
+    captured: bool | None = None
 
 
 class Engine:
@@ -99,7 +102,8 @@ class Engine:
         """Continue a text, by exactly the target's own law.
 
         Args:
-            inputs: text, token ids, or int64 ``[L]`` / ``[B, L]``; rows of a batch run one by one.
+            inputs: text, token ids, or int64 ``[L]`` / ``[B, L]``; rows of a batch run together where the
+                cycle is captured, one by one elsewhere.
             attention_mask: ``[B, L]``; tokens under 0 are padding and left out.
             generation_config, logits_processor, stopping_criteria, stop_strings, streamer: as in
                 transformers; ``stop_strings`` needs a tokenizer.
@@ -121,23 +125,34 @@ class Engine:
             if self.tokenizer is None:
                 raise ValueError("stop_strings needs a tokenizer: load(..., tokenizer=...)")
             criteria.append(StopStringCriteria(self.tokenizer, stop_strings))
-        target: Any = self.hierarchy.target.model  # transformers mixes generate() in by hand
         if generation_config is not None and generation_config.stop_strings:
             generation_config = GenerationConfig(**{**generation_config.to_dict(), "stop_strings": None})
-        outputs = []
-        for number, row in enumerate(rows):
-            run = self._runner(streamer, progress, seed if seed is None else seed + number)
-            outputs.append(
-                target.generate(
-                    torch.tensor([row], device=target.device),
-                    generation_config=generation_config,
-                    logits_processor=logits_processor,
-                    stopping_criteria=criteria,
-                    custom_generate=run,
-                    **kwargs,
-                )
+
+        def continued(rows: list[list[int]], seed: int | None) -> GenerateOutput:
+            target: Any = self.hierarchy.target.model  # transformers mixes generate() in by hand
+            longest = max(len(row) for row in rows)
+            ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows], device=target.device)
+            real = torch.tensor(
+                [[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=target.device
             )
-        return self._joined(outputs, inputs)
+            out: GenerateOutput = target.generate(
+                ids,
+                attention_mask=real,
+                generation_config=generation_config,
+                logits_processor=logits_processor,
+                stopping_criteria=criteria,
+                custom_generate=self._runner(streamer, progress, seed),
+                **kwargs,
+            )
+            return out
+
+        try:
+            return continued(rows, seed)
+        except _OneByOneError:
+            outputs = [
+                continued([row], seed if seed is None else seed + number) for number, row in enumerate(rows)
+            ]
+            return self._joined(outputs)
 
     def _runner(
         self, streamer: BaseStreamer | None, progress: Progress | None, seed: int | None
@@ -150,42 +165,48 @@ class Engine:
             logits_processor: LogitsProcessorList,
             stopping_criteria: StoppingCriteriaList,
             generation_config: GenerationConfig,
-            attention_mask: Tensor | None = None,
             **model_inputs: Any,
         ) -> GenerateOutput:
+            # Not a parameter by name: transformers would hand it over twice.
+            attention_mask = model_inputs.pop("attention_mask", None)
             refuse_unsupported(generation_config, logits_processor)
             refuse_model_inputs(model_inputs)
-            [prompt] = self._token_rows(input_ids, attention_mask)
-            ending = ending_of(generation_config, stopping_criteria, input_ids.shape[1], input_ids.device)
-            self._check_length(len(prompt), ending.max_new_tokens)
-            decoder = self.hierarchy.decoder(
-                law_of(generation_config, logits_processor),
-                int(torch.randint(2**62, ())) if seed is None else seed,
-                len(prompt),
-                ending.max_new_tokens,
-                ending.stop_tokens,
-            )
-            new: list[int] = []
+            prompts = self._token_rows(input_ids, attention_mask)
+            endings = [
+                ending_of(generation_config, stopping_criteria, input_ids.shape[1], input_ids.device)
+                for _ in prompts
+            ]
+            new_tokens = endings[0].max_new_tokens
+            for prompt in prompts:
+                self._check_length(len(prompt), new_tokens)
+            law = law_of(generation_config, logits_processor)
+            chosen = int(torch.randint(2**62, ())) if seed is None else seed
+            captured = self.hierarchy.why_not_captured(law, prompts) is None
+            if not captured and len(prompts) > 1:
+                raise _OneByOneError
+            new: list[list[int]] = [[] for _ in prompts]
             if streamer is not None:
                 streamer.put(input_ids.cpu())
+            steps: Iterator[list[list[int]]]
+            decoder: Decoder | CycleDecoder
             with self.hierarchy.active():
-                context = decoder.prefill(prompt, progress)
-                for tokens in decoder.decode(context, ending):
-                    new += tokens
+                if captured:
+                    cycles = CycleDecoder(self.hierarchy.cycle(prompts, new_tokens), law, chosen)
+                    cycles.prefill(prompts, progress)
+                    decoder, steps = cycles, cycles.decode(prompts, endings)
+                else:
+                    [prompt], [ending] = prompts, endings
+                    single = self.hierarchy.decoder(law, chosen, len(prompt), new_tokens, ending.stop_tokens)
+                    context = single.prefill(prompt, progress)
+                    decoder, steps = single, ([tokens] for tokens in single.decode(context, ending))
+                for fresh in steps:
+                    for row, tokens in zip(new, fresh, strict=True):
+                        row += tokens
                     if streamer is not None:
-                        streamer.put(torch.tensor(tokens))
+                        streamer.put(torch.tensor(fresh[0]))
             if streamer is not None:
                 streamer.end()
-            fresh = torch.tensor([new], device=input_ids.device)
-            return GenerateOutput(
-                sequences=_long(torch.cat([input_ids, fresh], 1)),
-                levels=decoder.levels,
-                finish_reason=decoder.finish_reason,
-                prefill_seconds=decoder.prefill_seconds,
-                decode_seconds=decoder.decode_seconds,
-                new_tokens=len(new),
-                text=str(self.tokenizer.decode(new, skip_special_tokens=True)) if self.tokenizer else None,
-            )
+            return self._output(prompts, new, decoder, input_ids)
 
         return run
 
@@ -218,25 +239,49 @@ class Engine:
                 raise ValueError(f"token id {worst} lies outside the vocabulary of {vocabulary}")
         return rows
 
-    def _joined(self, outputs: list[GenerateOutput], inputs: Inputs) -> GenerateOutput:
-        """One output for all rows; shorter rows are padded at the end."""
-        if len(outputs) == 1:
-            return outputs[0]
-        config = self.hierarchy.target.model.generation_config
-        eos = config.eos_token_id[0] if isinstance(config.eos_token_id, list) else config.eos_token_id
-        pad = next((i for i in (config.pad_token_id, eos) if i is not None), 0)
+    def _output(
+        self,
+        prompts: list[list[int]],
+        new: list[list[int]],
+        decoder: Decoder | CycleDecoder,
+        input_ids: Tensor,
+    ) -> GenerateOutput:
+        reasons = decoder.finish_reasons
+        rows = [input_ids.new_tensor(p + n) for p, n in zip(prompts, new, strict=True)]
+        if len(rows) == 1:
+            # As transformers does, with whatever padding the prompt came with.
+            rows = [torch.cat([input_ids[0], input_ids.new_tensor(new[0])])]
+        return GenerateOutput(
+            sequences=self._padded(rows),
+            levels=decoder.levels,
+            finish_reason=reasons[-1],
+            prefill_seconds=decoder.prefill_seconds,
+            decode_seconds=decoder.decode_seconds,
+            new_tokens=sum(len(n) for n in new),
+            text=str(self.tokenizer.decode(new[-1], skip_special_tokens=True)) if self.tokenizer else None,
+            captured=isinstance(decoder, CycleDecoder),
+        )
+
+    def _joined(self, outputs: list[GenerateOutput]) -> GenerateOutput:
+        """One output for rows that were decoded one by one."""
         last = outputs[-1]
-        rows = [o.sequences[0] for o in outputs]
-        last.sequences = _long(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad))
+        last.sequences = self._padded([o.sequences[0] for o in outputs])
         last.prefill_seconds = sum(o.prefill_seconds or 0.0 for o in outputs)
         last.decode_seconds = sum(o.decode_seconds or 0.0 for o in outputs)
         last.new_tokens = sum(o.new_tokens or 0 for o in outputs)
         return last
 
+    def _padded(self, rows: list[Tensor]) -> torch.LongTensor:
+        """int64 ``[B, L]``; shorter rows are padded at the end."""
+        config = self.hierarchy.target.model.generation_config
+        eos = config.eos_token_id[0] if isinstance(config.eos_token_id, list) else config.eos_token_id
+        pad = next((i for i in (config.pad_token_id, eos) if i is not None), 0)
+        tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad)
+        return cast(torch.LongTensor, tokens)  # transformers annotates its outputs with the legacy class
 
-def _long(tokens: Tensor) -> torch.LongTensor:
-    """int64 already; transformers annotates its outputs with the legacy class."""
-    return cast(torch.LongTensor, tokens)
+
+class _OneByOneError(Exception):
+    """These rows cannot be decoded as one batch; never leaves this module."""
 
 
 def load(
@@ -257,9 +302,9 @@ def load(
         tokenizer: by default the one beside the target.
         device: for models named by id or folder; by default CUDA where there is one.
         dtype: likewise; by default the checkpoint's own on CUDA and float32 on the CPU.
-        options: levels, gamma, tree, leaves, lookup, prefill_chunk (:class:`HierarchyConfig`), budget,
-            chunk, recent, refresh (:class:`RetrievalConfig`), sinks, window
-            (:class:`StreamingConfig`).
+        options: levels, gamma, tree, leaves, lookup, middle_bits, rounds, captured, prefill_chunk
+            (:class:`HierarchyConfig`), budget, chunk, recent, refresh (:class:`RetrievalConfig`), sinks,
+            window (:class:`StreamingConfig`).
 
     Raises:
         ValueError: an option or a pair of models that cannot work; :class:`UnsupportedModelError` for a

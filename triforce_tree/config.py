@@ -70,10 +70,15 @@ class HierarchyConfig:
     ``gamma`` is γ2, the tokens that level 1 gathers before one level-2 pass; ``tree`` the shape of the
     token trees that the draft grows (see :func:`triforce_tree.tree_search.parse_shape`); ``leaves`` says
     whether level 2 also checks one runner-up token at every depth of the chain; None does where more
-    rows cost little, which is not on a CPU. ``lookup`` is the number
-    of tokens that prompt lookup proposes when there is no draft model. ``levels`` 3 is the whole
-    hierarchy, 2 the draft under the full target, 1 ordinary decoding; "auto" takes 3 where the prompt is
-    at least twice the retrieval budget and 2 below.
+    rows cost little, which is not on a CPU. ``lookup`` is the number of tokens that prompt lookup proposes
+    when there is no draft model. ``levels`` 3 is the whole hierarchy, 2 the draft under the full target, 1
+    ordinary decoding; "auto" takes 3 where the prompt is at least twice the retrieval budget and 2 below.
+
+    ``captured`` says whether the cycle runs on the device alone, in CUDA graphs; None does wherever it
+    can, True raises where it cannot. There ``gamma`` is the most that level 1 may gather, in ``rounds``
+    passes (None: as many as running acceptance and measured times suggest), and level 1 may run on a copy
+    of the weights in ``middle_bits`` 8 or 4, which changes what is proposed and never what comes out.
+    ``prefill_chunk`` tokens of a prompt are fed at once; None: 1024, on a GPU 4096.
     """
 
     levels: int | str = "auto"
@@ -81,13 +86,21 @@ class HierarchyConfig:
     tree: str | Shape = "best-first:6,5,4"
     leaves: bool | None = None
     lookup: int = 8
-    prefill_chunk: int = 1024
+    middle_bits: int = 16
+    rounds: int | None = None
+    captured: bool | None = None
+    prefill_chunk: int | None = None
     streaming: StreamingConfig = field(default_factory=StreamingConfig)
     retrieval: RetrievalConfig = field(default_factory=RetrievalConfig)
 
     def __post_init__(self) -> None:
-        for name in ("gamma", "lookup", "prefill_chunk"):
+        for name in ("gamma", "lookup"):
             _at_least(name, getattr(self, name), 1)
+        for name in ("rounds", "prefill_chunk"):
+            if getattr(self, name) is not None:
+                _at_least(name, getattr(self, name), 1)
+        if self.middle_bits not in (4, 8, 16):
+            raise ValueError(f"middle_bits={self.middle_bits!r} must be 16, 8 or 4")
         if self.levels not in ("auto", 1, 2, 3):
             raise ValueError(f"levels={self.levels!r} must be 1, 2, 3 or 'auto'")
         parse_shape(self.tree)

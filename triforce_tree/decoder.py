@@ -44,6 +44,11 @@ class Decoder:
         self.finish_reason: str | None = None
 
     @property
+    def finish_reasons(self) -> list[str | None]:
+        """Of the texts, of which there is one."""
+        return [self.finish_reason]
+
+    @property
     def levels(self) -> list[LevelStats]:
         """Statistics, level 0 first."""
         return [*self.drafter.stats, self.verifier.stats]
@@ -71,7 +76,7 @@ class Decoder:
             for token in verdict.tokens:
                 new.append(token)
                 tokens.append(token)
-                self.finish_reason = self._reason(tokens, token, emitted + len(new), ending)
+                self.finish_reason = finish_reason(tokens, token, emitted + len(new), ending)
                 if self.finish_reason:
                     break
             emitted += len(new)
@@ -82,10 +87,11 @@ class Decoder:
             self.decode_seconds += time.perf_counter() - start
             yield new
 
-    @staticmethod
-    def _reason(tokens: list[int], token: int, emitted: int, ending: Ending) -> str | None:
-        if token in ending.stop_tokens:
-            return "eos"
-        if ending.stop is not None and ending.stop(tokens):
-            return "stop"
-        return "length" if emitted >= ending.max_new_tokens else None
+
+def finish_reason(tokens: list[int], token: int, emitted: int, ending: Ending) -> str | None:
+    """Why a text ends with ``token``, its ``emitted``-th new one; None when it goes on."""
+    if token in ending.stop_tokens:
+        return "eos"
+    if ending.stop is not None and ending.stop(tokens):
+        return "stop"
+    return "length" if emitted >= ending.max_new_tokens else None

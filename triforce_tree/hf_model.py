@@ -15,6 +15,7 @@ from transformers import AttentionInterface, Cache, PreTrainedModel
 
 from triforce_tree.caches.base import KVCache, Rows, Variant
 from triforce_tree.host_linear import few_row_linears
+from triforce_tree.kernels.plan import Heads
 from triforce_tree.rope import FamilyRope
 
 ATTENTION = "triforce_tree"
@@ -32,8 +33,8 @@ class _Run:
     rows: Rows
 
 
-class _PassThrough(Cache):
-    """Hands new keys and values on to the attention function, which stores them."""
+class PassThrough(Cache):
+    """A transformers cache that hands new keys and values on to the attention function, which stores them."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -134,7 +135,7 @@ class HFModel:
         out = self.model(
             input_ids=ids,
             position_ids=cache.positions(rows)[None],
-            past_key_values=_PassThrough(),
+            past_key_values=PassThrough(),
             use_cache=True,
             logits_to_keep=1 if last_only else 0,
             triforce=_Run(cache, rows),
@@ -207,6 +208,9 @@ class HFModel:
                 f"{self.name} cannot be decoded hierarchically: its attention does not pass through "
                 f"transformers' attention interface with our cache ({problem})"
             )
+        self.has_windows = any(window is not None for window in recorder.windows.values())
+        _, kv_heads, _, dim = next(iter(recorder.keys.values())).shape
+        self.heads = Heads(recorder.query_heads, kv_heads, dim)
 
 
 class _Recorder:
@@ -218,12 +222,15 @@ class _Recorder:
     def __init__(self) -> None:
         self.keys: dict[int, Tensor] = {}
         self.modules: dict[int, Any] = {}
+        self.windows: dict[int, int | None] = {}
+        self.query_heads = 0
 
     def positions(self, rows: Rows) -> Tensor:
         return torch.full_like(rows.depths, self.position)
 
     def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, rows: Rows, how: Variant) -> Tensor:
         self.keys[layer.layer_idx], self.modules[layer.layer_idx] = k, layer
+        self.windows[layer.layer_idx], self.query_heads = how.window, q.shape[1]
         return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
 
     def advance(self, count: int) -> None: ...

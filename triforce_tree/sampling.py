@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 # Processors whose result does not depend on the tokens so far: one call serves all nodes of a tree.
@@ -47,6 +47,16 @@ class TokenLaw:
         self._free = LogitsProcessorList(p for p in processors if isinstance(p, _CONTEXT_FREE))
         self._bound = [p for p in processors if not isinstance(p, _CONTEXT_FREE)]
         self._ordered = list(processors)
+
+    @property
+    def context_free(self) -> bool:
+        """Whether one row of logits is all that the law of a node depends on."""
+        return not self._bound
+
+    @property
+    def processors(self) -> list[LogitsProcessor]:
+        """In the order they are applied."""
+        return self._ordered
 
     def scores(self, logits: Tensor, paths: Paths) -> Tensor:
         """Processed logits, fp32 ``[N, V]``.

@@ -20,6 +20,7 @@ ENGINE_OPTIONS = (
     "chunk",
     "recent",
     "refresh",
+    "middle_bits",
     "sinks",
     "window",
 )
@@ -259,12 +260,17 @@ def _add_hierarchy(parser: argparse.ArgumentParser) -> None:
             "every how many passes the middle level chooses its chunks anew; 0 leaves the choice to the "
             "target's passes",
         ),
+        "middle_bits": (
+            int,
+            "bits of the middle level's weights, 16, 8 or 4: fewer draft faster and never change the output "
+            "(on a GPU)",
+        ),
         "sinks": (int, "first tokens that the draft's cache keeps"),
         "window": (int, "newest tokens that the draft's cache keeps"),
     }
     for name in ENGINE_OPTIONS:
         kind, text = options[name]
-        group.add_argument(f"--{name}", type=kind, default=DEFAULTS[name], help=text)
+        group.add_argument(f"--{name.replace('_', '-')}", type=kind, default=DEFAULTS[name], help=text)
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:

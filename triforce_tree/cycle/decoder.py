@@ -1,0 +1,184 @@
+"""The loop around captured cycles: one wait a pass, then endings, statistics and the next pace."""
+
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from triforce_tree.cycle.cycle import Cycle
+from triforce_tree.cycle.pace import Pace
+from triforce_tree.decoder import Ending, finish_reason
+from triforce_tree.level import Progress
+from triforce_tree.sampling import TokenLaw
+from triforce_tree.stats import LevelStats
+
+
+class CycleDecoder:
+    """Decodes a batch of texts with one :class:`Cycle`.
+
+    Args:
+        cycle: made for this batch size; one decoder uses it at a time.
+        law: logits to law.
+        seed: of all draws; same seed, same tokens, as long as ``rounds`` is fixed or decoding is greedy:
+            the pace follows measured times otherwise.
+    """
+
+    def __init__(self, cycle: Cycle, law: TokenLaw, seed: int) -> None:
+        self.cycle = cycle
+        cycle.prepare(law)
+        self._generator = torch.Generator(cycle.device)
+        self._generator.manual_seed(seed % 2**63)
+        names = {1: ["target"], 2: ["draft", "target"], 3: ["draft", "retrieval", "target"]}
+        self.levels = [LevelStats(name) for name in names[cycle.levels]]
+        depth = cycle.growth.depth if cycle.growth is not None else 0
+        fixed = 0 if cycle.levels == 1 else 1 if cycle.levels == 2 else cycle.config.rounds
+        self.pace = Pace(depth, cycle.reach, fixed)
+        self.prefill_seconds = self.decode_seconds = 0.0
+        self.finish_reasons: list[str | None] = []
+        self._clock = _Clock(cycle.device)
+
+    def prefill(self, prompts: Sequence[Sequence[int]], progress: Progress | None = None) -> None:
+        """Feed the prompts to every level; all but their last tokens, which are the first roots."""
+        start = time.perf_counter()
+        self.cycle.prefill(prompts, progress)
+        self._clock.synchronize()
+        self.prefill_seconds += time.perf_counter() - start
+
+    def decode(
+        self, prompts: Sequence[Sequence[int]], endings: Sequence[Ending]
+    ) -> Iterator[list[list[int]]]:
+        """Yield each text's new tokens as passes of level 2 settle them; nothing for one that has ended.
+
+        Raises:
+            ValueError: the model returned NaN.
+        """
+        cycle, texts = self.cycle, [list(p) for p in prompts]
+        before = [len(text) for text in texts]
+        self.finish_reasons = [None] * len(texts)
+        plain_before = False
+        while None in self.finish_reasons:
+            start = time.perf_counter()
+            rounds = self.pace.rounds()
+            self._make_room(texts, everything=plain_before and rounds > 0)
+            report = self._pass(rounds)
+            plain_before = rounds == 0
+            fresh: list[list[int]] = []
+            ended = False
+            for b, (count, _, _, broken, *tokens) in enumerate(report):
+                if broken:
+                    raise ValueError(
+                        "the model returned NaN logits; its weights or its dtype are at fault: "
+                        "try dtype=torch.float32 or check the checkpoint"
+                    )
+                fresh.append([])
+                for token in tokens[:count] if self.finish_reasons[b] is None else []:
+                    fresh[b].append(token)
+                    texts[b].append(token)
+                    reason = finish_reason(texts[b], token, len(texts[b]) - before[b], endings[b])
+                    if reason:
+                        self.finish_reasons[b], ended = reason, True
+                        break
+            self._count(rounds, report)
+            if ended:
+                still = [reason is None for reason in self.finish_reasons]
+                cycle.texts.active.copy_(torch.tensor(still, device=cycle.device))
+            self.decode_seconds += time.perf_counter() - start
+            yield fresh
+
+    def _pass(self, rounds: int) -> list[list[int]]:
+        cycle, clock = self.cycle, self._clock
+        clock.start()
+        if rounds == 0:
+            cycle.run("plain", self._generator)
+            clock.mark("plain")
+        else:
+            refresh = cycle.config.retrieval.refresh
+            for done in range(rounds):
+                cycle.run("grow", self._generator)
+                clock.mark("grow")
+                if cycle.levels == 3:
+                    choosing = done == 0 or (refresh > 0 and done % refresh == 0)
+                    name = "choose" if choosing else "middle"
+                    cycle.run(name, self._generator)
+                    clock.mark(name)
+            cycle.run("full", self._generator)
+            clock.mark("full")
+        report: list[list[int]] = cycle.texts.report().tolist()
+        cycle.texts.gathered.zero_()
+        return report
+
+    def _count(self, rounds: int, report: list[list[int]]) -> None:
+        """Statistics of the sequences that were still running, and the pace's lesson."""
+        seconds = self._clock.seconds()
+        alive = [row for row in report if row[0] > 0]
+        count, proposed, gathered = (sum(row[i] for row in alive) for i in range(3))
+        target = self.levels[-1]
+        target.forwards += len(alive)
+        target.proposed += proposed
+        target.accepted += count - len(alive)
+        target.emitted += count
+        target.seconds += seconds.get("full", 0.0) + seconds.get("plain", 0.0)
+        if rounds and alive:
+            growth = self.cycle.growth
+            assert growth is not None
+            draft = self.levels[0]
+            draft.forwards += rounds * growth.depth * len(alive)
+            draft.emitted += rounds * (growth.nodes - 1) * len(alive)
+            draft.seconds += seconds.get("grow", 0.0)
+            if self.cycle.levels == 3:
+                middle = self.levels[1]
+                middle.forwards += rounds * len(alive)
+                middle.proposed += rounds * growth.depth * len(alive)
+                middle.accepted += gathered - rounds * len(alive)
+                middle.emitted += gathered
+                middle.seconds += seconds.get("choose", 0.0) + seconds.get("middle", 0.0)
+                refused = sum(row[0] <= row[1] for row in alive)
+                self.pace.drafted(rounds, gathered / len(alive), count - len(alive), refused)
+        if seconds:
+            self.pace.timed(seconds, rounds)
+
+    def _make_room(self, texts: list[list[int]], everything: bool) -> None:
+        """Renew the draft's windows that are full, or all of them after passes it did not see."""
+        growth = self.cycle.growth
+        if growth is None:
+            return
+        wanted = [
+            text if reason is None and (everything or growth.full(b, len(text))) else None
+            for b, (text, reason) in enumerate(zip(texts, self.finish_reasons, strict=True))
+        ]
+        if any(text is not None for text in wanted):
+            growth.renew(wanted)
+
+
+class _Clock:
+    """Device time between marks of one pass, read after the pass has been waited for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on = device.type == "cuda"
+        self._events: list[tuple[str, torch.cuda.Event]] = []
+        self._times: list[tuple[str, float]] = []
+
+    def synchronize(self) -> None:
+        if self._on:
+            torch.cuda.synchronize()
+
+    def start(self) -> None:
+        self._events, self._times = [], []
+        self.mark("")
+
+    def mark(self, name: str) -> None:
+        if self._on:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._events.append((name, event))
+        else:
+            self._times.append((name, time.perf_counter()))
+
+    def seconds(self) -> dict[str, float]:
+        """Sum by name, since ``start``."""
+        total: dict[str, float] = {}
+        for (_, before), (name, after) in zip(self._times, self._times[1:], strict=False):
+            total[name] = total.get(name, 0.0) + after - before
+        for (_, mark), (name, later) in zip(self._events, self._events[1:], strict=False):
+            total[name] = total.get(name, 0.0) + mark.elapsed_time(later) / 1000
+        return total

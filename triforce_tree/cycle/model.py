@@ -1,0 +1,160 @@
+"""A transformers causal LM as a function of tensors alone, so that a CUDA graph can hold it.
+
+The model is a structural clone that shares its weights with the user's: its attention setting, its linear
+layers and its compiled layers are its own, and the user's object is never touched.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from triforce_tree.hf_model import PassThrough
+
+ATTENTION = "triforce_tree_cycle"
+MOST_ROWS = 128
+"""Rows a sequence of the forwards that are compiled and captured."""
+
+# All models of a family share one compiled function, with a version for each count of rows and sequences.
+_COMPILED_SHAPES = 256
+_LOG = logging.getLogger(__name__)
+
+
+class Attend(Protocol):
+    """What the attention layers of one forward do with their queries, keys and values."""
+
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, sinks: Tensor | None
+    ) -> Tensor:
+        """Store the new rows of ``layer``, and attend.
+
+        Args:
+            q, k, v: ``[B, H_q, T, D]`` and ``[B, H_kv, T, D]``, rotated.
+            softcap: 0 for none.
+
+        Returns:
+            ``[B, T, H_q, D]``.
+        """
+
+
+class _Running(threading.local):
+    """The forward under way. Layers run in order, so a count names them, and compiled layers stay alike."""
+
+    attend: Attend | None = None
+    layer = 0
+
+
+_running = _Running()
+
+
+@torch.library.custom_op("triforce_tree::cycle_attend", mutates_args=())
+def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, sinks: Tensor | None) -> Tensor:
+    if _running.attend is None:
+        raise RuntimeError(f"attention implementation {ATTENTION!r} was called outside a StepModel")
+    layer = _running.layer
+    _running.layer += 1
+    return _running.attend(layer, q, k, v, scale, softcap, sinks)
+
+
+@_attend.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, sinks: Tensor | None) -> Tensor:
+    batch, heads, rows, dim = q.shape
+    return q.new_empty(batch, rows, heads, dim)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    if sliding_window is not None:
+        raise NotImplementedError("the captured cycle has no sliding windows")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return torch.ops.triforce_tree.cycle_attend(query, key, value, scale, softcap or 0.0, s_aux), None
+
+
+AttentionInterface.register(ATTENTION, _attention)
+
+
+class StepModel:
+    """Logits of T tokens a sequence.
+
+    Args:
+        clone: a model whose weights may be shared but whose modules are this object's own.
+        compiled: fuse each decoder layer's small operations with ``torch.compile``; where that fails the
+            layers run as they are, and a warning says why.
+    """
+
+    def __init__(self, clone: PreTrainedModel, compiled: bool = False) -> None:
+        self.model = clone.eval()
+        self.model.set_attn_implementation(ATTENTION)
+        if compiled:
+            for layer in decoder_layers(clone):
+                layer.forward = _compiled(layer.forward)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @torch.no_grad()
+    def __call__(self, tokens: Tensor, positions: Tensor, attend: Attend, last: int = 0) -> Tensor:
+        """Logits ``[B, T, V]`` of int64 ``[B, T]``; with ``last`` = n those of the last n tokens alone."""
+        _running.attend, _running.layer = attend, 0
+        try:
+            out = self.model(
+                input_ids=tokens,
+                position_ids=positions,
+                past_key_values=PassThrough(),
+                use_cache=True,
+                logits_to_keep=last,
+            )
+        finally:
+            _running.attend = None
+        logits: Tensor = out.logits
+        return logits
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The stack of decoder layers, found by its length.
+
+    Raises:
+        ValueError: there is none.
+    """
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    raise ValueError(f"{type(model).__name__} has no list of its {count} decoder layers")
+
+
+def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """``forward`` under torch.compile, or itself once compiling has failed."""
+    fast = torch.compile(forward, fullgraph=True, dynamic=False)
+    failed = False
+
+    def run(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        nonlocal failed
+        # Many rows gain little, and every count of them would be compiled anew.
+        if not failed and hidden.shape[1] <= MOST_ROWS:
+            layer = _running.layer
+            try:
+                with torch._dynamo.config.patch(recompile_limit=_COMPILED_SHAPES):
+                    return fast(hidden, *args, **kwargs)
+            except Exception as error:
+                # Whatever failed, the plain layer writes the same rows again, or raises the same error.
+                _running.layer, failed = layer, True
+                _LOG.warning("torch.compile failed, decoder layers run uncompiled: %s", error)
+        return forward(hidden, *args, **kwargs)
+
+    return run

@@ -1,0 +1,180 @@
+"""Key and value rows on the device, and what the attention layers of a forward do with them.
+
+Rows are never moved between forwards but by :meth:`KVStore.move`: a forward writes its rows behind those
+that count, and whatever nobody keeps is overwritten by the next one.
+"""
+
+import torch
+from torch import Tensor
+
+from triforce_tree.config import RetrievalConfig
+from triforce_tree.kernels import planned, step
+from triforce_tree.kernels.plan import Heads, Plan, plan_trees
+
+
+class KVStore:
+    """K and V of every layer of B sequences: one tensor ``[layers, 2, B, H_kv, S, D]``.
+
+    Args:
+        layers, batch: how many.
+        heads: of the attention.
+        rows: S, rounded up to whole pages.
+        page: rows of the unit that tables refer to.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        batch: int,
+        heads: Heads,
+        rows: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        page: int = 64,
+    ) -> None:
+        self.heads, self.batch, self.page = heads, batch, page
+        self.rows = -(-rows // page) * page
+        self.kv = torch.empty(layers, 2, batch, heads.kv, self.rows, heads.dim, device=device, dtype=dtype)
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """K and V ``[B, H_kv, S, D]``."""
+        return self.kv[index, 0], self.kv[index, 1]
+
+    def paged(self, index: int) -> tuple[Tensor, Tensor]:
+        """K and V as pages ``[pages, H_kv, page, D]``; page p of sequence b is ``b * pages_apart + p``."""
+        count = (self.batch - 1) * self.pages_apart + self.rows // self.page
+        shape = (count, self.heads.kv, self.page, self.heads.dim)
+        strides = (self.page * self.heads.dim, self.rows * self.heads.dim, self.heads.dim, 1)
+        k, v = self.layer(index)
+        return k.as_strided(shape, strides, k.storage_offset()), v.as_strided(
+            shape, strides, v.storage_offset()
+        )
+
+    @property
+    def pages_apart(self) -> int:
+        return self.heads.kv * (self.rows // self.page)
+
+    def move(self, index: Tensor, start: Tensor) -> None:
+        """In all layers, row ``start[b] + index[b, i]`` becomes row ``start[b] + i``; -1 moves nothing."""
+        step.move_rows(self.kv.flatten(0, 1), index, start)
+
+
+class TreeRows:
+    """T new rows a sequence, of which each sees the rows before the tail and its ancestors in it.
+
+    Args:
+        store: where rows live.
+        queries: T.
+        tail: N >= T, rows that the mask covers; the T new ones are the last of them.
+        mask: bool ``[T, N]`` where it never changes.
+    """
+
+    def __init__(self, store: KVStore, queries: int, tail: int | None = None, mask: Tensor | None = None):
+        self.store = store
+        tail = queries if tail is None else tail
+        if mask is None:
+            mask = torch.ones(queries, tail, dtype=torch.bool)
+        device = store.kv.device
+        self.before = torch.zeros(store.batch, dtype=torch.int64, device=device)
+        self.at = torch.zeros_like(self.before)
+        self.ahead = tail - queries
+        self.plan: Plan = plan_trees(
+            store.heads, [mask] * store.batch, [0] * store.batch, device=device, dtype=store.kv.dtype
+        )
+
+    def begin(self, before: Tensor, words: Tensor | None = None) -> None:
+        """Say where this forward stands.
+
+        Args:
+            before: int64 ``[B]`` rows before the tail.
+            words: int64 ``[B, T]``, bit j of word t: row t sees tail row j (tails of at most 64 rows).
+        """
+        self.before.copy_(before)
+        self.at.copy_(before + self.ahead)
+        self.plan.lengths.copy_(before)
+        if words is not None:
+            self.plan.mask.copy_(words.reshape(-1, 1))
+
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, sinks: Tensor | None
+    ) -> Tensor:
+        keys, values = self.store.layer(layer)
+        step.append_rows(keys, values, k, v, self.at)
+        return self._attend(q, keys, values, scale, softcap, sinks, None)
+
+    def _attend(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        softcap: float,
+        sinks: Tensor | None,
+        table: Tensor | None,
+    ) -> Tensor:
+        batch, heads, queries, dim = q.shape
+        packed = q.transpose(1, 2).reshape(batch * queries, heads, dim)
+        out = planned.run(
+            packed, keys, values, self.plan, scale=scale, table=table, softcap=softcap or None, sinks=sinks
+        )
+        return out.view(batch, queries, heads, dim)
+
+
+class RetrievalRows(TreeRows):
+    """New rows that see a selection of the rows before them: chosen chunks and the recent ones.
+
+    A view: a table of chunks for each layer and KV head names rows of the full cache, and nothing is
+    copied. The new rows stand where the full cache's next rows will, which overwrites them.
+
+    Args:
+        store: the full cache; its page is the chunk.
+        queries: T.
+        config: budget, recent window (tokens).
+        growth: rows by which the context may grow from one choice to the next.
+    """
+
+    def __init__(self, store: KVStore, queries: int, config: RetrievalConfig, growth: int) -> None:
+        super().__init__(store, queries)
+        chunk, device = config.chunk, store.kv.device
+        layers, _, batch = store.kv.shape[:3]
+        self.config = config
+        self.slots = (config.budget - config.recent) // chunk
+        self.choosing = False
+        recent = -(-(config.recent + growth + queries) // chunk) + 2
+        self._recent = torch.arange(recent, device=device)
+        self._first_page = torch.arange(batch, device=device)[:, None] * store.pages_apart
+        shape = (layers, batch, store.heads.kv, self.slots + recent)
+        self.table = torch.zeros(shape, dtype=torch.int32, device=device)
+        self.means = torch.zeros(
+            layers, batch, store.heads.kv, store.rows // chunk, store.heads.dim, device=device,
+            dtype=store.kv.dtype,
+        )  # fmt: skip
+        self.boundary = torch.zeros(batch, dtype=torch.int64, device=device)
+
+    def choose(self, end: Tensor) -> None:
+        """Let the next forward choose by its root, among the chunks before the recent window of ``end``."""
+        self.boundary.copy_((end - self.config.recent) // self.config.chunk)
+        last = self.store.rows // self.config.chunk - 1
+        recent = (self.boundary[:, None] + self._recent).clamp_max(last) + self._first_page
+        self.table[..., self.slots :] = recent[:, None].int()
+
+    def begin(self, before: Tensor, words: Tensor | None = None) -> None:
+        super().begin(before, words)
+        held = self.slots - self.boundary
+        self.plan.lengths.copy_(before + held * self.config.chunk)
+
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, sinks: Tensor | None
+    ) -> Tensor:
+        table = self.table[layer]
+        if self.choosing:
+            step.select_chunks(q[:, :, 0], self.means[layer], self.boundary, table, self.slots, scale)
+            if self.store.batch > 1:
+                table[:, :, : self.slots] += self._first_page[:, :, None].int()
+        keys, values = self.store.layer(layer)
+        step.append_rows(keys, values, k, v, self.at)
+        return self._attend(q, *self.store.paged(layer), scale, softcap, sinks, table)
+
+    def renew_means(self, first: Tensor, count: int) -> None:
+        """Means of the ``count`` chunks from chunk ``first[b]`` on, after rows in them were settled."""
+        step.chunk_means(self.means, self.store.kv[:, 0], first, count, self.config.chunk)

@@ -1,0 +1,105 @@
+"""Where every text of a batch stands, in buffers that captured graphs read and write."""
+
+import torch
+from torch import Tensor
+
+from triforce_tree.cycle.growth import Tree
+
+
+class Texts:
+    """B texts and the chains that grow behind them.
+
+    Args:
+        batch, capacity: sequences, and tokens of the longest.
+        reach: most tokens of a chain; 0 where nothing but the text is written.
+        extra: tokens by which one verification may overshoot it.
+        vocabulary: width of the laws that are kept; 0 for greedy decoding, which needs none.
+
+    Attributes:
+        tokens: int64 ``[B, capacity]``: settled ones, the root at ``length``, then the chain.
+        length: int64 ``[B]`` settled tokens that stand before the root.
+        chain: int64 ``[B]`` tokens gathered behind the root.
+        chain_laws: fp32 ``[B, reach + extra, V]``; row i is the law that the chain's token i was drawn from.
+        leaves: int64 ``[B, reach + extra]``, the runner-up beside each token of the chain, -1 for none.
+        active: int64 ``[B]``, 0 for a text that has ended: it stays as it is.
+        fresh: int64 ``[B, F]``, tokens of the last verdict; the first ``count`` of them are new.
+        count, proposed, gathered: int64 ``[B]``: new tokens of the last pass, the chain it was offered,
+            and what level 1 had emitted for it.
+        broken: bool ``[]``, set when logits held NaN.
+    """
+
+    def __init__(
+        self, batch: int, capacity: int, reach: int, extra: int, vocabulary: int, device: torch.device
+    ) -> None:
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int64, device=device)
+
+        self.batch, self.capacity, self.reach, self.extra = batch, capacity, reach, extra
+        self.tokens, self.length, self.chain = zeros(batch, capacity), zeros(batch), zeros(batch)
+        self.chain_laws = torch.zeros(batch, reach + extra, vocabulary, device=device)
+        self.leaves = zeros(batch, reach + extra)
+        self.active = torch.ones_like(self.length)
+        self.fresh, self.count = zeros(batch, max(reach, extra) + 1), zeros(batch)
+        self.proposed, self.gathered = zeros(batch), zeros(batch)
+        self.broken = torch.zeros((), dtype=torch.bool, device=device)
+
+    @property
+    def end(self) -> Tensor:
+        """int64 ``[B]``, where the newest token of text and chain stands: the next tree's root."""
+        return self.length + self.chain
+
+    def report(self) -> Tensor:
+        """What the host wants to know after a pass, int64 ``[B, F + 4]``: one copy, one wait."""
+        columns = [self.count, self.proposed, self.gathered, self.broken.expand(self.batch).long()]
+        return torch.cat([torch.stack(columns, 1), self.fresh], 1)
+
+    def check(self, logits: Tensor) -> None:
+        """Remember whether logits were NaN; the host asks once a pass."""
+        self.broken |= torch.isnan(logits).any()
+
+    def lengthen(self, tree: Tree, path: Tensor, count: Tensor, last: Tensor, laws: Tensor | None) -> None:
+        """Add what level 1 emitted to the chain, as far as it fits.
+
+        Args:
+            tree: what was verified.
+            path: int64 ``[B, D + 1]`` accepted nodes, -1 after the last; ``count`` of them.
+            last: int64 ``[B]``, the token emitted after them.
+            laws: fp32 ``[B, D + 1, V]`` that the emitted tokens were drawn from; None when greedy.
+        """
+        emitted = emitted_tokens(tree.tokens, path, count, last)
+        places = self._write(self.end, emitted)
+        if laws is not None:
+            rows = self.chain[:, None] + places
+            self.chain_laws.scatter_(1, rows[..., None].expand_as(laws), laws)
+        self.gathered += count
+        self.chain.copy_((self.chain + count).clamp_max(self.reach))
+
+    def add_leaves(self, leaves: Tensor) -> None:
+        """Runner-ups int64 ``[B, D + 1]`` of the tokens that ``lengthen`` adds next."""
+        rows = self.chain[:, None] + torch.arange(leaves.shape[1], device=leaves.device)
+        self.leaves.scatter_(1, rows, leaves)
+
+    def settle(self, tokens: Tensor, path: Tensor, count: Tensor, last: Tensor) -> None:
+        """Level 2 has spoken: the nodes of ``path`` and ``last`` are text, the chain is over."""
+        emitted = emitted_tokens(tokens, path, count, last)
+        count = count * self.active
+        self._write(self.length, emitted)
+        self.fresh[:, : emitted.shape[1]] = emitted
+        self.count.copy_(count)
+        self.proposed.copy_(self.chain)
+        self.length += count
+        self.chain.zero_()
+
+    def _write(self, root: Tensor, emitted: Tensor) -> Tensor:
+        """Tokens behind the root; rows past the emitted ones are rubbish that nothing reads."""
+        places = torch.arange(emitted.shape[1], device=emitted.device)
+        at = root[:, None] + 1 + places
+        self.tokens.scatter_(1, at.clamp_max(self.capacity - 1), emitted)
+        return places
+
+
+def emitted_tokens(tokens: Tensor, path: Tensor, count: Tensor, last: Tensor) -> Tensor:
+    """int64 ``[B, D + 1]``: the tokens of ``path[:, 1:]``, then ``last`` at place ``count - 1``."""
+    accepted = tokens.gather(1, path[:, 1:].clamp_min(0))
+    padded = torch.cat([accepted, last[:, None]], 1)
+    return padded.scatter(1, count[:, None] - 1, last[:, None])

@@ -1,0 +1,159 @@
+"""Linear layers made for the few rows of a tree forward, and copies of a model that use them.
+
+A copy shares every parameter and buffer with its original, which stays as it was. Only the plain linear
+layers inside the decoder's layers are exchanged: embeddings, norms and the head are the original's own.
+"""
+
+import copy
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from triforce_tree.kernels import linear_reference as reference
+from triforce_tree.kernels.linear_configs import LEAST_BLOCK, MOST_ROWS
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+class FewRowLinear(nn.Module):
+    """An ``nn.Linear`` whose few rows go through our kernel; it shares the weight and the bias.
+
+    More than ``MOST_ROWS`` rows, other dtypes than bf16 and fp16, and the CPU run torch's own product.
+
+    Args:
+        linear: the layer to stand for.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight, self.bias = linear.weight, linear.bias
+        self.counters: Tensor
+        self.register_buffer("counters", _counters(linear), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., in_features]`` to ``[..., out_features]`` in x's dtype."""
+        if _fits(x) and self.weight.dtype == x.dtype:
+            out: Tensor = _kernels().linear(x, self.weight, self.bias, self.counters)
+            return out
+        return nn.functional.linear(x, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}"
+
+
+class LowBitLinear(nn.Module):
+    """An ``nn.Linear`` with weights of 8 bits (a scale per row) or 4 (one per 128 columns of a row).
+
+    On the GPU up to ``MOST_ROWS`` rows are multiplied from the packed weights; more rows, and every call
+    elsewhere, by a dequantised copy that lives for the call.
+
+    Args:
+        linear: the layer to approximate; its bias is shared, its weight not kept.
+        bits: 8 or 4.
+    """
+
+    def __init__(self, linear: nn.Linear, bits: int) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.bits = linear.in_features, linear.out_features, bits
+        words, scales = reference.quantise(linear.weight, bits)
+        self.words: Tensor
+        self.scales: Tensor
+        self.counters: Tensor
+        self.register_buffer("words", words)
+        self.register_buffer("scales", scales)
+        self.register_buffer("counters", _counters(linear), persistent=False)
+        self.bias = linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., in_features]`` to ``[..., out_features]`` in x's dtype."""
+        if _fits(x):
+            op = _kernels().low_bit_linear
+            out: Tensor = op(x, self.words, self.scales, self.bias, self.bits, self.counters)
+            return out
+        weight = reference.dequantise(self.words, self.scales, self.bits, self.in_features, x.dtype)
+        return nn.functional.linear(x, weight, self.bias)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}"
+
+
+def with_linears(model: PreTrainedModel, make: Callable[[nn.Linear], nn.Module]) -> PreTrainedModel:
+    """A copy of a model's structure over the same parameters and buffers, with other linear layers.
+
+    Args:
+        model: any transformers model; it is not changed.
+        make: what takes the place of each plain ``nn.Linear`` inside a list of layers.
+
+    Returns:
+        A model of the same class. Its configuration is a copy, so that attention implementations can
+        differ.
+
+    Raises:
+        ValueError: the model has no such layer.
+    """
+    shared = [*model.parameters(), *model.buffers()]
+    clone = copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
+    places = [
+        (parent, name, child)
+        for path, parent in clone.named_modules()
+        for name, child in parent.named_children()
+        if type(child) is nn.Linear and _in_layers(clone, path)
+    ]
+    if not places:
+        raise ValueError(f"{type(model).__name__} has no nn.Linear inside a list of layers to exchange")
+    made: dict[nn.Linear, nn.Module] = {}
+    for parent, name, child in places:
+        if child not in made:
+            made[child] = make(child)
+        setattr(parent, name, made[child])
+    return clone
+
+
+def few_row_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy over the same weights whose layers multiply few rows by our kernel; the results are the same."""
+    return with_linears(model, FewRowLinear)
+
+
+def low_bit_copy(model: PreTrainedModel, bits: int) -> PreTrainedModel:
+    """A copy with layers of 8 or 4 bits, for drafting: close to the model, in far fewer bytes."""
+    return with_linears(model, lambda linear: LowBitLinear(linear, bits))
+
+
+def extra_bytes(model: nn.Module) -> int:
+    """Memory that a copy's exchanged layers hold beside what they share with the original, in bytes."""
+    owned = [
+        tensor
+        for module in model.modules()
+        if isinstance(module, FewRowLinear | LowBitLinear)
+        for tensor in module.buffers()
+    ]
+    return sum(tensor.numel() * tensor.element_size() for tensor in {id(t): t for t in owned}.values())
+
+
+def _in_layers(model: nn.Module, path: str) -> bool:
+    """Whether a module lies in an ``nn.ModuleList``, as decoder layers do and heads do not."""
+    parts = path.split(".")
+    return any(
+        isinstance(model.get_submodule(".".join(parts[:depth])), nn.ModuleList) for depth in range(len(parts))
+    )
+
+
+def _counters(linear: nn.Linear) -> Tensor:
+    size = -(-linear.out_features // LEAST_BLOCK)
+    return torch.zeros(size, dtype=torch.int32, device=linear.weight.device)
+
+
+def _fits(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype in _HALF and 0 < x.numel() <= MOST_ROWS * x.shape[-1]
+
+
+@cache
+def _kernels():  # type: ignore[no-untyped-def]
+    """Triton is imported at the first use, so that machines without it can import the package."""
+    from triforce_tree.kernels import linear
+
+    return linear

@@ -1,0 +1,44 @@
+"""CUDA graphs: a stage over fixed buffers, captured once and replayed.
+
+Capture happens when a decoder is made, never in the middle of a text. Off the GPU a stage simply runs.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+# Before a capture everything must have been compiled, tuned and allocated once.
+_WARM_UPS = 2
+
+
+class Captured:
+    """A function of nothing, as a CUDA graph where there is a GPU.
+
+    Args:
+        run: reads and writes tensors at fixed addresses, and never waits for the device.
+        device: where.
+        pool: memory pool; graphs that run at different levels get pools of their own, so that what one
+            leaves behind stays there until its next run.
+    """
+
+    def __init__(self, run: Callable[[], None], device: torch.device, pool: Any = None) -> None:
+        self._run = run
+        self._graph: torch.cuda.CUDAGraph | None = None
+        if device.type != "cuda":
+            return
+        side = torch.cuda.Stream(device)
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):
+            for _ in range(_WARM_UPS):
+                run()
+        torch.cuda.current_stream(device).wait_stream(side)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.no_grad(), torch.cuda.graph(self._graph, pool=pool):
+            run()
+
+    def __call__(self) -> None:
+        if self._graph is None:
+            self._run()
+        else:
+            self._graph.replay()

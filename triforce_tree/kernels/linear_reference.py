@@ -1,0 +1,117 @@
+"""Linear layers of few rows in plain torch: the definition of the kernels, and of the low-bit format.
+
+A packed weight is int16 words ``[N, 128 * blocks]``. A block covers ``128 * planes`` input columns, planes
+= 16 / bits; column ``128 * p + j`` of a block is plane p of its word j, bits ``bits * p`` upwards. So the
+planes of a tile of words are whole column ranges, and with 4 bits each is one group with a scale of its own.
+
+Codes are symmetric: a draft needs no zero points, and without them a weight is code times scale, exact in
+bf16 before the scale, which multiplies the fp32 sum.
+"""
+
+import torch
+from torch import Tensor
+
+GROUP = 128
+"""Input columns of one plane of one block, and of one 4-bit scale."""
+
+# Shrunk ranges tried per group of 4-bit codes: clipping the extreme buys the others finer steps.
+_RANGES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
+_CHUNK = 512
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x [..., K]`` times ``weight [N, K]`` transposed, plus ``bias [N]``."""
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+def low_bit_linear(x: Tensor, words: Tensor, scales: Tensor, bias: Tensor | None, bits: int) -> Tensor:
+    """``linear`` with a packed weight, multiplied in fp32.
+
+    Args:
+        x: ``[..., K]``.
+        words: int16 ``[N, 128 * blocks]``.
+        scales: as ``quantise`` makes them.
+        bias: ``[N]`` or None.
+        bits: 8 or 4.
+
+    Returns:
+        ``[..., N]`` in x's dtype.
+    """
+    weight = dequantise(words, scales, bits, x.shape[-1])
+    return torch.nn.functional.linear(x.float(), weight, None if bias is None else bias.float()).to(x.dtype)
+
+
+def blocks_of(ins: int, bits: int) -> int:
+    """Blocks that hold a row of ``ins`` columns; the rest of the last one is zero."""
+    return -(-ins // (GROUP * _planes(bits)))
+
+
+def quantise(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """A weight ``[N, K]`` in 8 bits with a scale per row, or 4 bits with one per row and 128 columns.
+
+    Returns:
+        int16 words ``[N, 128 * blocks]``, and scales: fp32 ``[N]`` for 8 bits, bf16 ``[blocks, N, 4]``
+        (group ``4 * block + plane``) for 4.
+    """
+    parts = [_quantise_rows(rows.float(), bits) for rows in weight.detach().split(_CHUNK)]
+    words = torch.cat([words for words, _ in parts])
+    if bits == 8:
+        return words, torch.cat([scales for _, scales in parts])
+    return words, torch.cat([scales for _, scales in parts], 1).contiguous()
+
+
+def dequantise(
+    words: Tensor, scales: Tensor, bits: int, ins: int, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """The weight ``[N, ins]`` that packed words stand for."""
+    outs, planes = words.shape[0], _planes(bits)
+    shifts = torch.arange(0, 16, bits, device=words.device, dtype=torch.int32)[:, None]
+    blocks = words.view(outs, -1, 1, GROUP).to(torch.int32)
+    codes = (blocks >> shifts) & (2**bits - 1)
+    if bits == 8:
+        weight = ((codes ^ 128) - 128) * scales[:, None, None, None]
+    else:
+        weight = (codes - 8) * scales.transpose(0, 1)[..., None].float()
+    return weight.reshape(outs, words.shape[1] * planes)[:, :ins].to(dtype)
+
+
+def _planes(bits: int) -> int:
+    if bits not in (4, 8):
+        raise ValueError(f"bits={bits} is no packed format; use 8 or 4")
+    return 16 // bits
+
+
+def _quantise_rows(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """fp32 rows ``[n, K]`` to words and scales."""
+    outs, ins = weight.shape
+    blocks, planes = blocks_of(ins, bits), _planes(bits)
+    padded = torch.nn.functional.pad(weight, (0, blocks * planes * GROUP - ins))
+    if bits == 8:
+        scales = (weight.abs().amax(1) / 127).clamp_min(torch.finfo(torch.float32).tiny)
+        codes = (padded / scales[:, None]).round_().clamp_(-127, 127).to(torch.int32) & 255
+    else:
+        groups = padded.view(outs, -1, GROUP)
+        steps = _best_steps(groups)
+        codes = ((groups / steps[..., None]).round_().clamp_(-8, 7) + 8).to(torch.int32)
+        scales = steps.to(torch.bfloat16).view(outs, blocks, planes).transpose(0, 1)
+    shifts = torch.arange(0, 16, bits, device=weight.device, dtype=torch.int32)[:, None]
+    words = (codes.view(outs, blocks, planes, GROUP) << shifts).sum(2, dtype=torch.int32)
+    return words.to(torch.int16).view(outs, blocks * GROUP), scales
+
+
+def _best_steps(groups: Tensor) -> Tensor:
+    """bf16 values in fp32 ``[n, G]``: the step of least squared error for each group ``[n, G, 128]``.
+
+    A step is negative where the extreme is positive, because the codes reach to -8 but only to 7.
+    """
+    extreme = groups.gather(2, groups.abs().argmax(2, keepdim=True))
+    tiny = torch.finfo(torch.bfloat16).tiny
+    best = torch.full_like(extreme, torch.inf)
+    steps = torch.ones_like(extreme)
+    for share in _RANGES:
+        step = (extreme * (share / -8)).to(torch.bfloat16).float()
+        step = torch.where(step.abs() < tiny, tiny, step)
+        error = ((groups / step).round_().clamp_(-8, 7) * step - groups).square_().sum(2, keepdim=True)
+        better = error < best
+        best, steps = torch.where(better, error, best), torch.where(better, step, steps)
+    return steps[..., 0]

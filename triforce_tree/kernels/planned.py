@@ -1,0 +1,54 @@
+"""Attention by a plan: the kernel on CUDA, plain torch elsewhere."""
+
+import torch
+from torch import Tensor
+
+from triforce_tree.kernels import reference
+from triforce_tree.kernels.plan import Plan
+
+
+def run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: Plan,
+    *,
+    scale: float,
+    table: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """The output ``[queries, H_q, D]`` of ``launch.run``, whose arguments these are.
+
+    ``plan`` must be one of ``plan_trees``.
+    """
+    if q.is_cuda:
+        from triforce_tree.kernels import launch
+
+        return launch.run(q, k, v, plan, scale=scale, table=table, softcap=softcap, sinks=sinks)[0]
+    parts = []
+    _, _, tails, firsts, counts, _ = plan.segments.tolist()
+    for b, length in enumerate(plan.lengths.tolist()):
+        queries = slice(firsts[b], firsts[b] + counts[b])
+        rows = length + tails[b]
+        if table is None:
+            keys, values = k[b : b + 1, :, :rows], v[b : b + 1, :, :rows]
+        else:
+            pages = table[b] if table.ndim == 3 else table[b].expand(plan.heads.kv, -1)
+            keys, values = _gathered(k, pages, rows), _gathered(v, pages, rows)
+        words = plan.mask[queries]
+        bits = torch.arange(64, device=q.device)
+        mask = (words[..., None] >> bits & 1).bool().flatten(1)[:, : tails[b]]
+        out, _ = reference.tree_attention(
+            q[queries].transpose(0, 1)[None], keys, values, mask, scale=scale, softcap=softcap, sinks=sinks
+        )
+        parts.append(out[0].transpose(0, 1))
+    return torch.cat(parts)
+
+
+def _gathered(pages: Tensor, table: Tensor, rows: int) -> Tensor:
+    """Logical rows ``[1, H_kv, rows, D]`` of pages ``[P, H_kv, page, D]`` by a table ``[H_kv, W]``."""
+    size = pages.shape[2]
+    wanted = table[:, : -(-rows // size)].long()
+    heads = torch.arange(wanted.shape[0], device=pages.device)[:, None]
+    return pages[wanted, heads].flatten(1, 2)[None, :, :rows]

@@ -1,0 +1,194 @@
+"""Triton kernels that keep the rows of a batch of caches: append, commit, means of chunks.
+
+Where a row goes is read from device buffers, so that a captured graph serves any lengths. Every op is
+one launch, over all layers where it works on several.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Elements of a tile: 64 to a thread of four warps.
+_TILE = 8192
+
+
+@triton.jit
+def _append_kernel(
+    k_cache_ptr,  # [B, H, S, D] with strides, as v_cache
+    v_cache_ptr,
+    k_ptr,  # [B, H, T, D] with strides, as v
+    v_ptr,
+    start_ptr,  # int64 [B]
+    k_cache_b,
+    k_cache_h,
+    k_cache_s,
+    v_cache_b,
+    v_cache_h,
+    v_cache_s,
+    k_b,
+    k_h,
+    k_t,
+    v_b,
+    v_h,
+    v_t,
+    heads,
+    size,
+    count,
+    DIM: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    pair = tl.program_id(0).to(tl.int64)
+    sequence, head = pair // heads, pair % heads
+    row = tl.program_id(1).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    column = tl.arange(0, BLOCK_D)[None, :]
+    target = tl.load(start_ptr + sequence) + row
+    there = ((row < count) & (target >= 0) & (target < size))[:, None] & (column < DIM)
+    k = tl.load(k_ptr + sequence * k_b + head * k_h + row[:, None] * k_t + column, mask=there)
+    v = tl.load(v_ptr + sequence * v_b + head * v_h + row[:, None] * v_t + column, mask=there)
+    k_at = k_cache_ptr + sequence * k_cache_b + head * k_cache_h + target[:, None] * k_cache_s + column
+    v_at = v_cache_ptr + sequence * v_cache_b + head * v_cache_h + target[:, None] * v_cache_s + column
+    tl.store(k_at, k.to(k_cache_ptr.dtype.element_ty), mask=there)
+    tl.store(v_at, v.to(v_cache_ptr.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _move_kernel(
+    rows_ptr,  # [P, B, H, S, D] with strides, changed in place
+    index_ptr,  # int64 [B, R], negative for no row
+    start_ptr,  # int64 [B]
+    stride_p,
+    stride_b,
+    stride_h,
+    stride_s,
+    stride_index,
+    batch,
+    heads,
+    size,
+    count,
+    DIM: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    at = tl.program_id(0).to(tl.int64)
+    part, sequence, head = at // (batch * heads), at // heads % batch, at % heads
+    place = tl.arange(0, BLOCK_R)
+    column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    index = tl.load(index_ptr + sequence * stride_index + place, mask=place < count, other=-1)
+    start = tl.load(start_ptr + sequence)
+    source, target = start + index, start + place
+    # Most of a path often lies in order already: a row that is its own target needs no traffic.
+    moved = (index >= 0) & (index != place) & (source < size) & (target < size)
+    there = moved[:, None] & (column < DIM)[None, :]
+    base = rows_ptr + part * stride_p + sequence * stride_b + head * stride_h
+    values = tl.load(base + source[:, None] * stride_s + column[None, :], mask=there)
+    # A row may be one thread's source and another's target: all must have read before any writes.
+    tl.debug_barrier()
+    tl.store(base + target[:, None] * stride_s + column[None, :], values, mask=there)
+
+
+@triton.jit
+def _means_kernel(
+    means_ptr,  # [L, B, H, C, D] with strides, changed in place
+    k_ptr,  # [L, B, H, S, D] with strides
+    first_ptr,  # int64 [B]
+    means_l,
+    means_b,
+    means_h,
+    means_c,
+    k_l,
+    k_b,
+    k_h,
+    k_s,
+    batch,
+    heads,
+    places,
+    count,
+    CHUNK: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    at = tl.program_id(0).to(tl.int64)
+    layer, sequence, head = at // (batch * heads), at // heads % batch, at % heads
+    offset = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    column = tl.arange(0, BLOCK_D)[None, :]
+    chunk = tl.load(first_ptr + sequence) + offset
+    there = ((offset < count) & (chunk >= 0) & (chunk < places))[:, None] & (column < DIM)
+    base = k_ptr + layer * k_l + sequence * k_b + head * k_h
+    at_row = base + chunk[:, None] * CHUNK * k_s + column
+    total = tl.zeros([BLOCK_C, BLOCK_D], tl.float32)
+    for row in tl.static_range(CHUNK):
+        total += tl.load(at_row + row * k_s, mask=there, other=0.0).to(tl.float32)
+    out = means_ptr + layer * means_l + sequence * means_b + head * means_h
+    mean = (total / CHUNK).to(means_ptr.dtype.element_ty)
+    tl.store(out + chunk[:, None] * means_c + column, mean, mask=there)
+
+
+@torch.library.custom_op("triforce_tree::append_rows", mutates_args=("k_cache", "v_cache"))
+def append_rows(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tensor) -> None:
+    """See ``step_reference.append_rows``."""
+    batch, heads, size, dim = k_cache.shape
+    count = k.shape[2]
+    if k.shape != (batch, heads, count, dim) or v.shape != k.shape or v_cache.shape != k_cache.shape:
+        raise ValueError(f"rows of {tuple(k.shape)}, {tuple(v.shape)} do not fit {tuple(k_cache.shape)}")
+    block_d = triton.next_power_of_2(dim)
+    block_t = max(1, min(triton.next_power_of_2(count), _TILE // 2 // block_d))
+    _append_kernel[(batch * heads, triton.cdiv(count, block_t))](
+        k_cache, v_cache, k, v, start.contiguous(),
+        *_strides(k_cache), *_strides(v_cache), *_strides(k), *_strides(v), heads, size, count,
+        DIM=dim, BLOCK_T=block_t, BLOCK_D=block_d,
+    )  # fmt: skip
+
+
+@torch.library.custom_op("triforce_tree::move_rows", mutates_args=("rows",))
+def move_rows(rows: Tensor, index: Tensor, start: Tensor) -> None:
+    """See ``step_reference.move_rows``; 1,024 places at most."""
+    parts, batch, heads, size, dim = rows.shape
+    count = index.shape[1]
+    if count > 1024:
+        raise ValueError(f"index has {count} places, 1024 at most fit one program; commit in parts")
+    if index.stride(1) != 1:
+        index = index.contiguous()
+    block_r = triton.next_power_of_2(count)
+    block_d = max(8, min(triton.next_power_of_2(dim), _TILE // block_r))
+    _move_kernel[(parts * batch * heads, triton.cdiv(dim, block_d))](
+        rows, index, start.contiguous(), *_strides(rows), index.stride(0), batch, heads, size, count,
+        DIM=dim, BLOCK_R=block_r, BLOCK_D=block_d,
+    )  # fmt: skip
+
+
+@torch.library.custom_op("triforce_tree::chunk_means", mutates_args=("means",))
+def chunk_means(means: Tensor, k: Tensor, first: Tensor, count: int, chunk: int) -> None:
+    """See ``step_reference.chunk_means``."""
+    layers, batch, heads, size, dim = k.shape
+    places = min(means.shape[3], size // chunk)
+    block_d = triton.next_power_of_2(dim)
+    block_c = max(1, min(triton.next_power_of_2(count), 2048 // block_d))
+    _means_kernel[(layers * batch * heads, triton.cdiv(count, block_c))](
+        means, k, first.contiguous(), *_strides(means), *_strides(k), batch, heads, places, count,
+        CHUNK=chunk, DIM=dim, BLOCK_C=block_c, BLOCK_D=block_d,
+    )  # fmt: skip
+
+
+@append_rows.register_fake
+def _(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tensor) -> None:
+    return None
+
+
+@move_rows.register_fake
+def _(rows: Tensor, index: Tensor, start: Tensor) -> None:
+    return None
+
+
+@chunk_means.register_fake
+def _(means: Tensor, k: Tensor, first: Tensor, count: int, chunk: int) -> None:
+    return None
+
+
+def _strides(rows: Tensor) -> tuple[int, ...]:
+    """All but the last dimension's, which is dense."""
+    if rows.stride(-1) != 1:
+        raise ValueError("the last dimension of rows must be dense; call .contiguous() first")
+    return rows.stride()[:-1]

@@ -1,0 +1,78 @@
+"""The ops of a decoding cycle: CUDA tensors go to the Triton kernels, all others to the references.
+
+See ``step_reference`` for what each does. Triton is imported at the first use on a GPU.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+
+from triforce_tree.kernels import step_reference
+
+
+@cache
+def _triton_op(name: str) -> Callable[..., Any]:
+    from triforce_tree.kernels import accept, rows, select
+
+    return {
+        "append_rows": rows.append_rows,
+        "move_rows": rows.move_rows,
+        "chunk_means": rows.chunk_means,
+        "select_chunks": select.select_chunks,
+        "accept_tree": accept.accept_tree,
+        "accept_greedy": accept.accept_greedy,
+        "second_choice": accept.second_choice,
+    }[name]
+
+
+def append_rows(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tensor) -> None:
+    """See ``step_reference.append_rows``."""
+    op = _triton_op("append_rows") if k_cache.is_cuda else step_reference.append_rows
+    op(k_cache, v_cache, k, v, start)
+
+
+def move_rows(rows: Tensor, index: Tensor, start: Tensor) -> None:
+    """See ``step_reference.move_rows``."""
+    op = _triton_op("move_rows") if rows.is_cuda else step_reference.move_rows
+    op(rows, index, start)
+
+
+def chunk_means(means: Tensor, k: Tensor, first: Tensor, count: int, chunk: int) -> None:
+    """See ``step_reference.chunk_means``."""
+    op = _triton_op("chunk_means") if means.is_cuda else step_reference.chunk_means
+    op(means, k, first, count, chunk)
+
+
+def select_chunks(q: Tensor, means: Tensor, limit: Tensor, table: Tensor, slots: int, scale: float) -> None:
+    """See ``step_reference.select_chunks``."""
+    op = _triton_op("select_chunks") if q.is_cuda else step_reference.select_chunks
+    op(q, means, limit, table, slots, scale)
+
+
+def accept_tree(
+    tokens: Tensor,
+    parents: Tensor,
+    p: Tensor,
+    q: Tensor,
+    q_rows: Tensor,
+    uniforms: Tensor,
+    race: Tensor,
+    depth: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See ``step_reference.accept_tree``."""
+    op = _triton_op("accept_tree") if tokens.is_cuda else step_reference.accept_tree
+    return op(tokens, parents, p, q, q_rows, uniforms, race, depth)
+
+
+def accept_greedy(tokens: Tensor, parents: Tensor, best: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
+    """See ``step_reference.accept_greedy``."""
+    op = _triton_op("accept_greedy") if tokens.is_cuda else step_reference.accept_greedy
+    return op(tokens, parents, best, depth)
+
+
+def second_choice(laws: Tensor, chosen: Tensor, race: Tensor | None) -> Tensor:
+    """See ``step_reference.second_choice``."""
+    op = _triton_op("second_choice") if laws.is_cuda else step_reference.second_choice
+    return op(laws, chosen, race)

@@ -1,0 +1,225 @@
+"""What one decoding cycle does besides attention and matrix products, in plain torch: the definitions.
+
+The engine keeps a batch of sequences of different lengths on the device and never asks how long they
+are: each op here reads lengths, indices and random numbers from tensors. The Triton twins (``rows``,
+``select``, ``accept``) have the same signatures, never synchronise with the host and can be captured in
+CUDA graphs; these may, and do, loop in Python.
+"""
+
+import torch
+from torch import Tensor
+
+
+def append_rows(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tensor) -> None:
+    """Write new rows behind the present ones: row t of sequence b goes to row ``start[b] + t``.
+
+    Args:
+        k_cache, v_cache: ``[B, H, S, D]``, changed in place; any strides with the last dimension dense.
+        k, v: ``[B, H, T, D]``, likewise; rows that would land at S or beyond are dropped.
+        start: int64 ``[B]``, not negative.
+    """
+    size = k_cache.shape[2]
+    for sequence, first in enumerate(start.tolist()):
+        count = max(0, min(k.shape[2], size - first))
+        k_cache[sequence, :, first : first + count] = k[sequence, :, :count].to(k_cache.dtype)
+        v_cache[sequence, :, first : first + count] = v[sequence, :, :count].to(v_cache.dtype)
+
+
+def move_rows(rows: Tensor, index: Tensor, start: Tensor) -> None:
+    """Commit accepted paths: row ``start[b] + index[b, i]`` moves to ``start[b] + i``, in place.
+
+    All sources are read before any target is written, so the two may overlap.
+
+    Args:
+        rows: ``[P, B, H, S, D]`` (layers times K and V first), any strides with the last dimension dense.
+        index: int64 ``[B, R]``; -1, anywhere, moves nothing for its place.
+        start: int64 ``[B]``, the committed lengths.
+    """
+    size = rows.shape[3]
+    for sequence, first in enumerate(start.tolist()):
+        sources = index[sequence] + first
+        targets = torch.arange(index.shape[1], device=rows.device) + first
+        moved = (index[sequence] >= 0) & (sources < size) & (targets < size)
+        values = rows[:, sequence].index_select(2, sources[moved])
+        rows[:, sequence, :, targets[moved]] = values
+
+
+def chunk_means(means: Tensor, k: Tensor, first: Tensor, count: int, chunk: int) -> None:
+    """Recompute the means of chunks ``first[b] ... first[b] + count - 1`` of every layer, in place.
+
+    Chunks that do not lie wholly inside S, or for which ``means`` has no place, are left alone.
+
+    Args:
+        means: ``[L, B, H, C, D]``.
+        k: keys ``[L, B, H, S, D]``; both have any strides with the last dimension dense.
+        first: int64 ``[B]``, not negative.
+        count: chunks of each sequence.
+        chunk: rows of a chunk.
+    """
+    places = min(means.shape[3], k.shape[3] // chunk)
+    for sequence, begin in enumerate(first.tolist()):
+        end = min(begin + count, places)
+        if begin < end:
+            rows = k[:, sequence, :, begin * chunk : end * chunk].unflatten(2, (end - begin, chunk))
+            means[:, sequence, :, begin:end] = rows.float().mean(3).to(means.dtype)
+
+
+def chunk_interest(q: Tensor, means: Tensor, limit: Tensor, scale: float) -> Tensor:
+    """How much each KV head wants each chunk, on a scale that only ranks.
+
+    The largest logarithm of a softmax share over the candidates among the heads of the query group; for
+    a group of one the raw score, which ranks alike. Logarithms do not underflow as shares do.
+
+    Args:
+        q: ``[B, H_q, D]``, one query a sequence.
+        means: ``[B, H, C, D]``.
+        limit: int64 ``[B]``; candidates are chunks ``0 ... limit[b] - 1``.
+        scale: factor on the raw scores.
+
+    Returns:
+        fp32 ``[B, H, C]``; -inf for what is no candidate, or not a number.
+    """
+    batch, heads, chunks, dim = means.shape
+    group = q.shape[1] // heads
+    packed = q.reshape(batch, heads, group, dim).float()
+    scores = (packed @ means.float().transpose(-1, -2)) * scale
+    outside = torch.arange(chunks, device=q.device) >= limit[:, None]
+    scores = scores.masked_fill(outside[:, None, None], -torch.inf)
+    if group > 1:
+        scores = scores.log_softmax(-1)
+    return scores.amax(2).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+
+
+def select_chunks(q: Tensor, means: Tensor, limit: Tensor, table: Tensor, slots: int, scale: float) -> None:
+    """Choose the chunks a retrieval view shows: chunk 0 and those of greatest interest, per KV head.
+
+    Args:
+        q, means, limit, scale: see ``chunk_interest``; ``limit >= slots``.
+        table: int32 ``[B, H, W]``; its first ``slots`` columns receive the chosen chunks, ascending.
+        slots: how many are chosen, chunk 0 included; equal interests go to the lower chunk.
+    """
+    interest = chunk_interest(q, means, limit, scale)
+    outside = torch.arange(means.shape[2], device=q.device) >= limit[:, None]
+    # -inf ranks below every score, yet a candidate of that score must come before what is none.
+    order = interest.clamp_min(torch.finfo(torch.float32).min)
+    order = order.masked_fill(outside[:, None], -torch.inf)
+    order[..., 0] = torch.inf
+    chosen = order.sort(dim=-1, descending=True, stable=True).indices[..., :slots]
+    table[..., :slots] = chosen.sort(-1).values.to(table.dtype)
+
+
+def accept_greedy(tokens: Tensor, parents: Tensor, best: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Follow the target's own choice as long as it was proposed.
+
+    Args:
+        tokens: int64 ``[B, N]``; node 0 is the root, whose token is not looked at; -1 marks a node that
+            is not there.
+        parents: int64 ``[B, N]``; -1 for the root, and a parent stands before its children.
+        best: int64 ``[B, N]``, the target's choice at each node.
+        depth: length of the longest path below the root; deeper nodes are not looked at.
+
+    Returns:
+        path int64 ``[B, depth + 1]``, the accepted nodes from the root on, padded with -1; count int64
+        ``[B]``, how many they are, the root included; next int64 ``[B]``, the token emitted after them.
+    """
+    paths, emitted = [], []
+    for token, parent, choice in zip(tokens.tolist(), parents.tolist(), best.tolist(), strict=True):
+        path = [0]
+        while len(path) <= depth:
+            node = path[-1]
+            match = [
+                i
+                for i in range(node + 1, len(token))
+                if parent[i] == node and token[i] == choice[node] and token[i] >= 0
+            ]
+            if not match:
+                break
+            path.append(match[0])
+        paths.append(path)
+        emitted.append(choice[path[-1]])
+    return _packed(paths, emitted, depth, tokens)
+
+
+def accept_tree(
+    tokens: Tensor,
+    parents: Tensor,
+    p: Tensor,
+    q: Tensor,
+    q_rows: Tensor,
+    uniforms: Tensor,
+    race: Tensor,
+    depth: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Recursive rejection over siblings, the rule of ``verify.acceptance.accept_sampling``.
+
+    A child to which its law (without the refused siblings) gives no probability cannot have been drawn
+    from it and counts as absent.
+
+    Args:
+        tokens, parents, depth: as for ``accept_greedy``; siblings stand in draw order.
+        p: fp32 ``[B, N, V]``, the target's law at each node.
+        q: fp32 ``[B, M, V]``, draft laws.
+        q_rows: int64 ``[B, N]``, the row of ``q`` that a node's children were drawn from; looked at for
+            nodes with children only.
+        uniforms: fp32 ``[B, N]`` in [0, 1); node x is accepted where ``uniforms[x] < p(x) / q(x)``.
+        race: fp32 ``[B, V]`` of Exp(1) noise; the emitted token is the argmax of law / race, the lowest
+            id among equals. A law that is NaN emits token 0.
+
+    Returns:
+        path, count, next: as ``accept_greedy``; next follows the residual where a child was refused.
+    """
+    paths, emitted = [], []
+    for b, (token, parent, row) in enumerate(
+        zip(tokens.tolist(), parents.tolist(), q_rows.tolist(), strict=True)
+    ):
+        path, law = [0], p[b, 0]
+        accepted = True
+        while accepted:
+            node, accepted = path[-1], False
+            law = p[b, node]
+            children = [i for i in range(node + 1, len(token)) if parent[i] == node and token[i] >= 0]
+            draft = q[b, row[node]] if children else law
+            for child in children if len(path) <= depth else ():
+                x = token[child]
+                if not draft[x] > 0:
+                    continue
+                if uniforms[b, child] < law[x] / draft[x]:
+                    path.append(child)
+                    accepted = True
+                    break
+                left = (law - draft).clamp_min(0)
+                law = left / left.sum() if left.sum() > 0 else law
+                draft = draft.index_fill(0, torch.tensor(x, device=draft.device), 0.0)
+                draft = draft / draft.sum() if draft.sum() > 0 else draft
+        paths.append(path)
+        emitted.append(int(torch.where(law > 0, law / race[b], 0.0).argmax()))
+    return _packed(paths, emitted, depth, tokens)
+
+
+def _packed(
+    paths: list[list[int]], emitted: list[int], depth: int, like: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    padded = [path + [-1] * (depth + 1 - len(path)) for path in paths]
+    return like.new_tensor(padded), like.new_tensor([len(path) for path in paths]), like.new_tensor(emitted)
+
+
+def second_choice(laws: Tensor, chosen: Tensor, race: Tensor | None) -> Tensor:
+    """The runner-up: the second outcome of an exponential race, or the second most probable token.
+
+    Args:
+        laws: fp32 ``[B, C, V]``.
+        chosen: int64 ``[B, C]``, the token that is out; negative for none.
+        race: fp32 ``[B, C, V]`` of Exp(1) noise: argmax of laws / race; None: argmax of laws, which may
+            then be logits. The lowest id among equals.
+
+    Returns:
+        int64 ``[B, C]``; -1 where no other token is possible (no positive probability; without ``race``,
+        nothing above -inf). NaN counts as impossible.
+    """
+    floor = -torch.inf if race is None else 0.0
+    weights = laws if race is None else laws / race
+    weights = torch.where(laws > floor, weights, floor)
+    ids = torch.arange(laws.shape[-1], device=laws.device)
+    weights = weights.masked_fill(ids == chosen[..., None], floor)
+    top, token = weights.max(-1)
+    return torch.where(top > floor, token, -1)
