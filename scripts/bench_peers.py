@@ -269,6 +269,7 @@ _BUILDS = [
     ("FlashInfer XQA", Cell(32, 8, 128, 1)),
     ("FlashInfer XQA", Cell(32, 8, 128, 16)),
     ("FlashInfer XQA", Cell(32, 8, 128, 64)),
+    ("FlashInfer XQA", Cell(32, 8, 128, 256)),
     ("FlashInfer XQA", Cell(32, 32, 128, 16)),
     ("FlashInfer XQA", Cell(32, 32, 128, 64)),
 ]

@@ -1,13 +1,13 @@
 """Tree attention on one GPU: the correctness gate, then time per call beside the peers that are
 there.
 
-    python scripts/bench_tree_attention.py --check          # the gate alone
-    python scripts/bench_tree_attention.py --out results    # gate, timings, JSON, table, plot
+    python scripts/bench_tree_attention.py --check                  # the gate alone
+    python scripts/bench_tree_attention.py --build --out results    # gate, timings, JSON, plot
 
 A speed is never reported on a red gate. Calls are timed in a CUDA graph over KV copies that
 together do not fit L2; the roof of a cell is the larger of its bytes over the read bandwidth and
-its FLOPs over the matmul rate, both measured in the same run. The last line on stdout is the result
-as JSON.
+its FLOPs over the matmul rate, both measured in the same run. All that the results file holds comes
+from one run, which writes it anew after each step. ``scripts/make_tables.py`` puts it into the docs.
 """
 
 import argparse
@@ -15,25 +15,24 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 from time import perf_counter
 
 import torch
 from bench_peers import PEERS, peers
+from bench_tree_shaped import SHAPES
+from bench_tree_shaped import measure as measure_shape
+from kernel_tables import cells as cell_table
+from kernel_tables import plot
 from tree_attention_check import check, replays
-from tree_attention_timing import (
-    Ceilings,
-    Cell,
-    chain_mask,
-    measure_ceilings,
-    random_kv,
-    time_calls,
-)
+from tree_attention_counters import counters
+from tree_attention_timing import Ceilings, Cell, chain_mask, measure_ceilings, random_kv, time_calls
 
 from triforce_tree.kernels import reference
 from triforce_tree.kernels.launch import run
-from triforce_tree.kernels.plan import NODE, Heads, plan_nodes, plan_trees
+from triforce_tree.kernels.plan import Heads, plan_trees
 
 CELLS = [
     Cell(32, 32, 122880, 16),
@@ -46,13 +45,13 @@ CELLS = [
     Cell(32, 32, 4096, 16),
     Cell(32, 8, 4096, 64),
 ]
-SLOW = "FlexAttention"  # autotunes for many seconds a cell, so it goes last
+SLOW = "FlexAttention"  # autotunes for long in each cell, so it gets what time is left
 MORE = [Cell(32, 8, 122880, 256), Cell(32, 8, 32768, 256), Cell(32, 8, 19456, 16, batch=6)]
 
 
-def gate(workers: int) -> list[dict]:
-    """All cases, spread over processes because most of the time is compilation."""
-    command = [sys.executable, __file__, "--workers", str(workers), "--shard"]
+def gate(workers: int, every: int) -> dict:
+    """All cases, spread over processes because most of the time is compilation; and the replays."""
+    command = [sys.executable, __file__, "--workers", str(workers), "--every", str(every), "--shard"]
     running = [
         subprocess.Popen([*command, str(i)], stdout=subprocess.PIPE, text=True) for i in range(workers)
     ]
@@ -63,7 +62,16 @@ def gate(workers: int) -> list[dict]:
             rows.append({"case": f"shard {index}", "ok": False, "error": "the process died"})
         else:
             rows += json.loads(out[-1])
-    return rows
+    judged = [row for row in rows if "error_ratio" in row]
+    single = [row["error_ratio"] for row in judged if " float32 " in row["case"]]
+    half = [row["error_ratio"] for row in judged if " float32 " not in row["case"]]
+    return {
+        "cases": len(rows),
+        "failed": [row for row in rows if not row["ok"]],
+        "worst_error_ratio": max(half, default=None),
+        "worst_error_ratio_fp32": max(single, default=None),
+        "replays": replays(),
+    }
 
 
 def ours(cell: Cell, kv: list, layout: str | int = "heads", split: str = "flatten") -> float:
@@ -115,10 +123,17 @@ def measure(cell: Cell, ceilings: Ceilings, names: list[str]) -> dict:
         "roof_us": round(roof, 2),
         "percent_of_roof": round(100 * roof / took, 1),
         "error_ratio": round(error_ratio(cell, kv[0]), 3),
-        "peers": peers(cell, kv, names),
+        "peers": {},
+        "peers_without_a_time": {},
     }
+    add_peers(row, peers(cell, kv, names))
     print(json.dumps(row), flush=True)
     return row
+
+
+def add_peers(row: dict, found: dict[str, float | str]) -> None:
+    for name, took in found.items():
+        row["peers_without_a_time" if isinstance(took, str) else "peers"][name] = took
 
 
 def layouts(ceilings: Ceilings) -> list[dict]:
@@ -140,39 +155,6 @@ def layouts(ceilings: Ceilings) -> list[dict]:
             )
             print(json.dumps(rows[-1]), flush=True)
             del kv
-    return rows
-
-
-def splits() -> list[dict]:
-    """Flatten, Node and Node-Chunk on tree-shaped KV (few-shot prompts, branching reasoning)."""
-    heads, rows = Heads(32, 8, 128), []
-    shapes = {
-        "one 16K prompt, 64 branches of 256": ((1, 64), (16384, 256)),
-        "4K prompt, 4 x 2K, 16 x 512, 64 x 128": ((1, 4, 16, 64), (4096, 2048, 512, 128)),
-        "32 separate sequences of 4K": ((32,), (4096,)),
-    }
-    for name, (levels, sizes) in shapes.items():
-        nodes, at = [], 0
-        for count, size in zip(levels, sizes, strict=True):
-            each = levels[-1] // count
-            for index in range(count):
-                nodes.append((at, size, index * each, each))
-                at += size
-        q = torch.randn(levels[-1], 32, 128, device="cuda").bfloat16()
-        copies = max(2, -(-240 * 2**20 // (at * 8 * 128 * 4)))
-        kv = [
-            tuple(torch.randn(1, 8, at, 128, device="cuda", dtype=q.dtype) for _ in range(2))
-            for _ in range(copies)
-        ]
-        row = {"tree": name, "roof_kv_us": None}
-        for label, split, chunk in [("flatten", "flatten", None), ("node", NODE, None),
-                                    ("node-chunk 512", NODE, 512)]:  # fmt: skip
-            plan = plan_nodes(heads, nodes, levels[-1], device="cuda", split=split, chunk=chunk)
-            calls = [lambda q=q, k=k, v=v, p=plan: run(q, k, v, p, scale=0.09) for k, v in kv]
-            row[label] = round(time_calls(calls), 2)
-        row["kv_bytes"] = at * 8 * 128 * 4
-        rows.append(row)
-        print(json.dumps(row), flush=True)
     return rows
 
 
@@ -199,112 +181,125 @@ def plan_cost() -> dict:
     }
 
 
-def save(result: dict, folder: Path | None) -> None:
-    """Write what there is; a run that is cut short leaves all it measured."""
-    if folder:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "tree_attention_h200.json").write_text(json.dumps(result, indent=1) + "\n")
-        plot(result["rows"], folder / "tree_attention_h200.png")
+class Report:
+    """What is known so far, written after every step: a run that is cut short leaves all it measured."""
+
+    def __init__(self, folder: Path | None, commit: str | None):
+        self.folder = folder
+        self.began = perf_counter()
+        self.result: dict = {
+            "gpu": torch.cuda.get_device_name(),
+            **{name: _version(package) for name, package in _PACKAGES.items()},
+            "command": " ".join(["python", *sys.argv]).replace(str(folder), "docs/results"),
+            "commit": commit,
+            "seconds": {},
+        }
+
+    def passed(self) -> float:
+        return perf_counter() - self.began
+
+    def add(self, name: str, make: Callable[[], object]) -> None:
+        """One section; a failure is recorded and leaves the others to run."""
+        start = perf_counter()
+        try:
+            self.result[name] = make()
+        except Exception as error:
+            self.result[name] = []
+            self.result.setdefault("sections_that_failed", {})[name] = repr(error)[:300]
+        self.result["seconds"][name] = round(perf_counter() - start, 1)
+        self.save()
+
+    def save(self) -> None:
+        if self.folder:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            text = json.dumps(self.result, indent=1) + "\n"
+            (self.folder / "tree_attention_h200.json").write_text(text)
 
 
-def count_io() -> None:
-    """One call of some cells and the bytes their plans count, for a profiler to compare."""
-    for cell in (Cell(32, 8, 122880, 16), Cell(32, 8, 32768, 64)):
-        plan = plan_trees(cell.heads, [chain_mask(cell.size)], [cell.length], device="cuda")
-        q = torch.randn(cell.size, cell.query_heads, cell.dim, device="cuda").bfloat16()
-        run(q, *random_kv(cell)[0], plan, scale=cell.dim**-0.5)
-        print(cell, json.dumps(plan.io_bytes([cell.length], [cell.size])), flush=True)
+_PACKAGES = {"torch": "torch", "triton": "triton", "flashinfer": "flashinfer-python"}
 
 
-def table(rows: list[dict]) -> str:
-    names = sorted({name for row in rows for name in row["peers"]})
-    head = ["Hq/Hkv", "L", "T", "batch", "ours", "roof", "% of roof", "error", *names]
-    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-    for row in rows:
-        cells = [f"{row['hq']}/{row['hkv']}", row["l"], row["t"], row["batch"], row["ours_us"],
-                 row["roof_us"], row["percent_of_roof"], row["error_ratio"]]  # fmt: skip
-        cells += [row["peers"].get(name, "-") for name in names]
-        lines.append("| " + " | ".join(str(c) for c in cells) + " |")
-    return "\n".join(lines)
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
-def plot(rows: list[dict], path: Path) -> None:
-    import matplotlib
+def slow_peer(report: Report, cells: list[Cell], seconds: float) -> None:
+    """FlexAttention in the cells that the time allows, those with the fewest rows a KV head first.
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    names = ["ours", *sorted({name for row in rows for name in row["peers"]})]
-    figure, axis = plt.subplots(figsize=(11, 4.5))
-    width = 0.8 / len(names)
-    for index, name in enumerate(names):
-        took = [row["ours_us"] if name == "ours" else row["peers"].get(name) for row in rows]
-        known = [at for at, us in enumerate(took) if isinstance(us, (int, float))]
-        heights = [100 * rows[at]["roof_us"] / took[at] for at in known]
-        axis.bar([at + index * width for at in known], heights, width, label=name)
-    labels = [
-        f"{r['hq']}/{r['hkv']}\nL={r['l']}\nT={r['t']}" + (f" x{r['batch']}" if r["batch"] > 1 else "")
-        for r in rows
-    ]
-    axis.set_xticks([i + 0.4 - width / 2 for i in range(len(rows))], labels, fontsize=8)
-    axis.set_ylabel("percent of the roof")
-    axis.set_title("Tree attention, one layer, bf16, head_dim 128, one H200")
-    axis.legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    There it has come nearest to ours, so those say most.
+    """
+    rows_a_head = [cell.batch * cell.size * cell.heads.group for cell in cells]
+    order = sorted(range(len(cells)), key=rows_a_head.__getitem__)
+    start, longest = perf_counter(), 0.0
+    for at in order:
+        began, row = perf_counter(), report.result["rows"][at]
+        if report.passed() + longest > seconds:
+            row["peers_without_a_time"][SLOW] = "its autotuning was cut off by the time of the run"
+            continue
+        add_peers(row, peers(cells[at], random_kv(cells[at]), [SLOW]))
+        longest = max(longest, perf_counter() - began)
+        report.save()
+    report.result["seconds"][SLOW] = round(perf_counter() - start, 1)
+    report.save()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="run the correctness gate only")
     parser.add_argument("--no-gate", action="store_true", help="skip the gate (while tuning)")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="check every Nth case only")
+    parser.add_argument("--build", action="store_true", help="compile FlashInfer's modules during the gate")
     parser.add_argument("--peers", nargs="*", default=[*PEERS], help="peers to time")
-    parser.add_argument("--io", action="store_true", help="count bytes; run it under a profiler")
-    parser.add_argument("--only", help="time the cells whose name contains this")
+    parser.add_argument("--seconds", type=float, default=360, help=f"when to stop timing {SLOW}")
+    parser.add_argument("--only", help="time the cells whose name contains this, and nothing else")
     parser.add_argument("--workers", type=int, default=14, help="processes of the gate")
     parser.add_argument("--out", type=Path, help="folder for tree_attention_h200.json and .png")
+    parser.add_argument("--commit", help="of this tree, for the results file")
     parser.add_argument("--shard", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.io:
-        count_io()
-        return
     if args.shard is not None:
-        print(json.dumps(check(args.shard, args.workers)))
+        print(json.dumps(check(args.shard, args.workers, args.every)))
         return
 
-    result: dict = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+    report = Report(args.out, args.commit)
+    result = report.result
+    build = [sys.executable, str(Path(__file__).with_name("bench_peers.py")), "--build"]
+    builder = subprocess.Popen(build) if args.build else None
     if not args.no_gate:
-        rows = gate(args.workers)
-        failed = [row for row in rows if not row["ok"]]
-        ratios = [row["error_ratio"] for row in rows if "error_ratio" in row]
-        result["gate"] = {
-            "cases": len(rows),
-            "failed": failed,
-            "worst_error_ratio": max(ratios, default=None),
-        }
-        result["gate"]["replays"] = replays()
+        report.add("gate", lambda: gate(args.workers, args.every))
         print(json.dumps(result["gate"], indent=1), flush=True)
-        if failed or result["gate"]["replays"]["different_elements"]:
+        if not result["gate"] or result["gate"]["failed"] or result["gate"]["replays"]["different_elements"]:
             sys.exit("the gate is red: no speeds are reported")
-    if not args.check:
-        ceilings = measure_ceilings()
-        result["ceilings"] = vars(ceilings)
-        print(json.dumps(result["ceilings"]), flush=True)
-        cells = [c for c in CELLS + MORE if args.only is None or args.only in str(c)]
-        result["rows"] = []
-        for cell in cells:
-            result["rows"].append(measure(cell, ceilings, [n for n in args.peers if n != SLOW]))
-            save(result, args.out)
-        if args.only is None:
-            result["plan"] = plan_cost()
-            result["layouts"] = layouts(ceilings)
-            result["splits"] = splits()
-            save(result, args.out)
-        if SLOW in args.peers:
-            for cell, row in zip(cells, result["rows"], strict=True):
-                row["peers"] |= peers(cell, random_kv(cell), [SLOW])
-                save(result, args.out)
-        print(table(result["rows"]))
+    if builder:
+        start = perf_counter()
+        builder.wait()
+        result["seconds"]["build, beyond the gate"] = round(perf_counter() - start, 1)
+    if args.check:
+        return
+    ceilings = measure_ceilings()
+    result["ceilings"] = vars(ceilings)
+    print(json.dumps(result["ceilings"]), flush=True)
+    cells = [c for c in CELLS + MORE if args.only is None or args.only in str(c)]
+    quick = [name for name in args.peers if name != SLOW]
+    report.add("rows", list)
+    start = perf_counter()
+    for cell in cells:
+        result["rows"].append(measure(cell, ceilings, quick))
+        report.save()
+    result["seconds"]["rows"] = round(perf_counter() - start, 1)
+    if args.only is None:
+        report.add("plan", plan_cost)
+        report.add("layouts", lambda: layouts(ceilings))
+        report.add("splits", lambda: [measure_shape(name, ceilings) for name in SHAPES])
+        report.add("counters", counters)
+    if SLOW in args.peers:
+        slow_peer(report, cells, args.seconds)
+    if args.out:
+        plot(result["rows"], args.out / "tree_attention_h200.png")
+    print(cell_table(result))
     print(json.dumps(result))
 
 

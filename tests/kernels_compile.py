@@ -35,7 +35,7 @@ def build(kernel, constants: dict, warps: int, dtype: str = "bf16", tile: str = 
         elif name in _TENSORS:
             signature[name] = dtype_at
         elif name in _FLOATS:
-            signature[name] = "*fp32"
+            signature[name] = "*fp64" if name == "partial_lse_ptr" and constants["EXACT"] else "*fp32"
         elif name.endswith("_ptr"):
             signature[name] = "*i32"
         else:
@@ -48,32 +48,33 @@ def build(kernel, constants: dict, warps: int, dtype: str = "bf16", tile: str = 
 
 def attention(rows: int, dim: int = 128, page: int = 0, tma: bool = True, **flags):
     """The main kernel in its configuration for so many packed rows."""
-    config = choose(rows, dim, 2)
+    exact = flags.get("EXACT", False)
+    config = choose(rows, dim, 4 if exact else 2)
     constants = {
         "GROUP": 4, "KV_HEADS": 8, "DIM": dim, "BLOCK_D": dim, "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n, "EDGE": EDGE, "SINGLE": True, "BLOCK_SEGMENTS": 1, "PAGE": page,
-        "TMA": tma, "WINDOW": False, "SOFTCAP": False, "NODE": False, "PRECISION": "tf32",
+        "TMA": tma, "WINDOW": False, "SOFTCAP": False, "NODE": False, "EXACT": False,
         "STAGES": config.stages, "EDGE_STAGES": config.edge_stages, "ALIGN": config.align,
-        "PDL": True,
+        "LATE": config.late, "AHEAD": config.ahead, "PDL": True,
     } | flags  # fmt: skip
     if not constants["WINDOW"]:
         constants |= {"first_ptr": None, "low_ptr": None, "high_ptr": None}
     tile = f"bf16[{config.block_n}, {dim}]" if tma else ""
-    return build(tree_attention_kernel, constants, config.warps, tile=tile)
+    return build(tree_attention_kernel, constants, config.warps, "fp32" if exact else "bf16", tile)
 
 
 def merging(**flags):
     """The combine kernel."""
     constants = {
         "GROUP": 4, "KV_HEADS": 8, "DIM": 128, "BLOCK_D": 128, "SINGLE": True, "CHUNK": 16,
-        "BLOCK_N": 64, "EDGE": EDGE, "ALIGN": 16, "WINDOW": False, "CUT": True, "SINKS": False,
-        "PDL": True,
+        "BLOCK_N": 64, "EDGE": EDGE, "ALIGN": 16, "LATE": False, "WINDOW": False, "CUT": True, "SINKS": False,
+        "EXACT": False, "PDL": True,
     } | flags  # fmt: skip
     if not constants["WINDOW"]:
         constants |= {"low_ptr": None, "high_ptr": None}
     if not constants["SINKS"]:
         constants["sinks_ptr"] = None
-    return build(combine.combine_kernel, constants, 1)
+    return build(combine.combine_kernel, constants, 1, "fp32" if constants["EXACT"] else "bf16")
 
 
 def companions():
@@ -107,6 +108,8 @@ def main() -> None:
     variants = {
         "16 rows": lambda: attention(4),
         "64 rows": lambda: attention(64),
+        "16 rows, ahead": lambda: attention(4, AHEAD=2, LATE=True),
+        "64 rows, ahead": lambda: attention(64, AHEAD=2),
         "64 rows, pages of 128": lambda: attention(64, page=128),
         "64 rows, pages of 16, window, softcap": lambda: attention(
             64, page=16, tma=False, WINDOW=True, SOFTCAP=True
@@ -115,7 +118,12 @@ def main() -> None:
         "node": lambda: attention(16, SINGLE=False, BLOCK_SEGMENTS=64, NODE=True),
         "head_dim 64": lambda: attention(64, 64),
         "head_dim 256": lambda: attention(64, 256),
+        "fp32": lambda: attention(64, tma=False, EXACT=True),
+        "fp32, head_dim 256, window, softcap": lambda: attention(
+            64, 256, tma=False, EXACT=True, WINDOW=True, SOFTCAP=True
+        ),
         "combine": merging,
+        "combine, fp32": lambda: merging(EXACT=True, SINKS=True),
         "combine, window, sinks": lambda: merging(WINDOW=True, SINKS=True),
         "combine, many segments": lambda: merging(SINGLE=False, CUT=False),
     }

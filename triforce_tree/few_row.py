@@ -6,7 +6,6 @@ layers inside the decoder's layers are exchanged: embeddings, norms and the head
 
 import copy
 from collections.abc import Callable
-from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -37,8 +36,10 @@ class FewRowLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in_features]`` to ``[..., out_features]`` in x's dtype."""
         if _fits(x) and self.weight.dtype == x.dtype:
-            out: Tensor = _kernels().linear(x, self.weight, self.bias, self.counters)
-            return out
+            # At the first use, so that machines without Triton can import the package.
+            from triforce_tree.kernels.linear import linear
+
+            return linear(x, self.weight, self.bias, self.counters)
         return nn.functional.linear(x, self.weight, self.bias)
 
     def extra_repr(self) -> str:
@@ -71,9 +72,9 @@ class LowBitLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in_features]`` to ``[..., out_features]`` in x's dtype."""
         if _fits(x):
-            op = _kernels().low_bit_linear
-            out: Tensor = op(x, self.words, self.scales, self.bias, self.bits, self.counters)
-            return out
+            from triforce_tree.kernels.linear import low_bit_linear
+
+            return low_bit_linear(x, self.words, self.scales, self.bias, self.bits, self.counters)
         weight = reference.dequantise(self.words, self.scales, self.bits, self.in_features, x.dtype)
         return nn.functional.linear(x, weight, self.bias)
 
@@ -149,11 +150,3 @@ def _counters(linear: nn.Linear) -> Tensor:
 
 def _fits(x: Tensor) -> bool:
     return x.is_cuda and x.dtype in _HALF and 0 < x.numel() <= MOST_ROWS * x.shape[-1]
-
-
-@cache
-def _kernels():  # type: ignore[no-untyped-def]
-    """Triton is imported at the first use, so that machines without it can import the package."""
-    from triforce_tree.kernels import linear
-
-    return linear

@@ -14,6 +14,8 @@ the vocabulary, and where no sibling is left that walk finds the emitted token t
 the definition.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -319,17 +321,8 @@ def second_choice(laws: Tensor, chosen: Tensor, race: Tensor | None) -> Tensor:
 
 
 @accept_tree.register_fake
-def _(
-    tokens: Tensor,
-    parents: Tensor,
-    p: Tensor,
-    q: Tensor,
-    q_rows: Tensor,
-    uniforms: Tensor,
-    race: Tensor,
-    depth: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _results(tokens, depth)
+def _(tokens: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _results(tokens, rest[-1])
 
 
 @accept_greedy.register_fake

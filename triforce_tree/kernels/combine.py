@@ -8,14 +8,7 @@ in base 2, the result leaves in base e.
 import triton
 import triton.language as tl
 
-from triforce_tree.kernels.schedule import cut_evenly, spans
-
-
-@triton.jit
-def _slice_of(tile, share, spare):
-    """The slice that holds a tile; the first ``spare`` slices hold one more than ``share``."""
-    long = spare * (share + 1)
-    return tl.where(tile < long, tile // (share + 1), spare + (tile - long) // tl.maximum(share, 1))
+from triforce_tree.kernels.schedule import cut_evenly, slice_of, spans
 
 
 @triton.jit(do_not_specialize=["max_rows", "segments", "slices"])
@@ -23,7 +16,7 @@ def combine_kernel(
     out_ptr,  # [queries, H_q, D]
     lse_ptr,  # fp32 [queries, H_q]
     partial_out_ptr,  # fp32 [pieces, D]
-    partial_lse_ptr,  # fp32 [pieces], base 2
+    partial_lse_ptr,  # fp32, or fp64 when EXACT, [pieces], base 2
     bounds_ptr,  # int32 [units, 2]
     lengths_ptr,  # int32 [segments]
     segments_ptr,  # int32 [6, segments]
@@ -44,11 +37,14 @@ def combine_kernel(
     BLOCK_N: tl.constexpr,
     EDGE: tl.constexpr,
     ALIGN: tl.constexpr,
+    LATE: tl.constexpr,
     WINDOW: tl.constexpr,
     CUT: tl.constexpr,
     SINKS: tl.constexpr,
+    EXACT: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    REAL: tl.constexpr = tl.float64 if EXACT else tl.float32
     token = tl.program_id(0)
     q_head = tl.program_id(1)
     kv_head = q_head // GROUP
@@ -70,17 +66,17 @@ def combine_kernel(
         )
         tiles = full + edges
         groups, _, cuts, each, spare = cut_evenly(tiles * KV_HEADS, slices, KV_HEADS, ALIGN)
-        from_part = _slice_of(kv_head * tiles, each, spare)
-        to_part = _slice_of(kv_head * tiles + tiles - 1, each, spare)
+        from_part = slice_of(kv_head * tiles, cuts, each, spare, LATE)
+        to_part = slice_of(kv_head * tiles + tiles - 1, cuts, each, spare, LATE)
         from_part = tl.where(groups > 1, kv_head * cuts, from_part)
         to_part = tl.where(groups > 1, kv_head * cuts + cuts - 1, to_part)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
-    best = tl.full([], float("-inf"), tl.float32)
-    weight = tl.full([], 0.0, tl.float32)
-    acc = tl.zeros([BLOCK_D], tl.float32)
+    best = tl.full([], float("-inf"), REAL)
+    weight = tl.full([], 0.0, REAL)
+    acc = tl.zeros([BLOCK_D], REAL)
     for index in range(owner, last_owner):
         if SINGLE:
             segment, first_query, earlier = 0, 0, 0
@@ -117,7 +113,7 @@ def combine_kernel(
             best = top
 
     if SINKS:
-        sink = tl.load(sinks_ptr + q_head).to(tl.float32) * 1.4426950408889634
+        sink = tl.load(sinks_ptr + q_head).to(REAL) * 1.4426950408889634
         top = tl.maximum(best, sink)
         floor = tl.where(top == float("-inf"), 0.0, top)
         acc = acc * tl.exp2(best - floor)

@@ -24,6 +24,9 @@ class KernelConfig:
         max_registers: per thread, to fit more programs on a multiprocessor; 0 for no limit.
         align: below this many tiles a program, shares do not straddle KV heads.
         edge_stages: depth of the load pipeline over tiles that look at the mask.
+        ahead: mask-free tiles (a power of two, or 0) that a program asks into L2 while it waits for
+            the kernel before it; dense rows of one sequence only.
+        late: where tiles do not divide, the last programs of a head take one more, not the first.
     """
 
     block_m: int
@@ -35,6 +38,8 @@ class KernelConfig:
     max_registers: int = 0
     align: int = 16
     edge_stages: int = 2
+    ahead: int = 0
+    late: bool = False
 
     def __post_init__(self) -> None:
         if self.block_n % EDGE:
@@ -71,7 +76,7 @@ def choose(rows: int, head_dim: int, element_bytes: int) -> KernelConfig:
     if padded > 256:
         raise ValueError(f"head_dim={head_dim} is beyond 256, the largest that tiles fit; use 256 or less")
     if element_bytes == 4:
-        # Exact fp32 products use no tensor cores, and their operands fill the registers.
+        # fp32 is multiplied in fp64, whose tiles take four times the registers.
         return KernelConfig(16, EDGE, 8, 2, 1, tma=False)
     table = _HOPPER[padded]
     return next((config for most, config in table if most >= rows), table[-1][1])

@@ -60,6 +60,8 @@ def run(
             f"q has shape {tuple(q.shape)}, the plan is for "
             f"{(plan.queries, heads.query, heads.dim)}; make a new plan"
         )
+    if (q.dtype == torch.float32) != (plan.partial_lse.dtype == torch.float64):
+        raise ValueError(f"q is {q.dtype}, the plan is for another precision; plan with dtype={q.dtype}")
     if not scale > 0:
         raise ValueError(f"scale={scale} must be positive: the running maximum is taken on raw scores")
     low = high = None
@@ -117,6 +119,7 @@ def _run(
     config: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     cfg = KernelConfig(*cast(Any, config))
+    exact = q.dtype == torch.float32
     queries, q_heads, dim = q.shape
     group = q_heads // kv_heads
     if q.stride(2) != 1:
@@ -151,14 +154,14 @@ def _run(
         *k.stride()[:3], *v.stride()[:3],
         *((0, 0) if table is None else table.stride()[:2]),
         *(views.steps if views else (0, 0, 0)),
-        2 * mask.shape[1], max_queries * group, slices, blocks, count,
+        2 * mask.shape[1], max_queries * group, slices, blocks, count, k.shape[2],
         GROUP=group, KV_HEADS=kv_heads, DIM=dim, BLOCK_D=block_d,
         BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, EDGE=EDGE,
         SINGLE=count == 1, BLOCK_SEGMENTS=triton.next_power_of_2(count), PAGE=page,
         TMA=views is not None,
         WINDOW=first is not None, SOFTCAP=softcap > 0, NODE=node,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        STAGES=cfg.stages, EDGE_STAGES=cfg.edge_stages, ALIGN=cfg.align, PDL=pdl,
+        EXACT=exact, STAGES=cfg.stages, EDGE_STAGES=cfg.edge_stages, ALIGN=cfg.align,
+        LATE=bool(cfg.late), AHEAD=cfg.ahead, PDL=pdl,
         **({} if knobs.runtime.interpret else options),
     )  # fmt: skip
     out = torch.empty(queries, q_heads, dim, dtype=q.dtype, device=q.device)
@@ -166,7 +169,7 @@ def _run(
     # Enough pieces at once that most rows need one round of loads, 64 registers of them a thread.
     pieces = 2 + slices // max(1, min(slices, count * kv_heads))
     chunk = min(64, max(4, triton.next_power_of_2(pieces)))
-    options = {"num_warps": max(1, chunk * block_d // 2048)}
+    options = {"num_warps": max(1, chunk * block_d // (1024 if exact else 2048))}
     if pdl:
         options["launch_pdl"] = True
     combine_kernel[(queries, q_heads)](
@@ -174,8 +177,9 @@ def _run(
         owner_start, owners, sinks, max_queries * group, count, slices,
         GROUP=group, KV_HEADS=kv_heads, DIM=dim, BLOCK_D=block_d, SINGLE=count == 1,
         CHUNK=chunk,
-        BLOCK_N=cfg.block_n, EDGE=EDGE, ALIGN=cfg.align, WINDOW=low is not None,
-        CUT=count == 1 and not node, SINKS=sinks is not None, PDL=pdl,
+        BLOCK_N=cfg.block_n, EDGE=EDGE, ALIGN=cfg.align, LATE=bool(cfg.late), WINDOW=low is not None,
+        CUT=count == 1 and not node, SINKS=sinks is not None,
+        EXACT=exact, PDL=pdl,
         **({} if knobs.runtime.interpret else options),
     )  # fmt: skip
     return out, lse

@@ -241,9 +241,10 @@ def _linear(
         words, _view(words, cfg.block_n, cfg.width) if tma else words,
         scales.view(torch.int64) if scales is not None and bits == 4 else scales,
         bias, partial, counters,
-        rows, outs, ins, length, flat.stride(0), words.stride(0), cfg.splits, cfg.prefetch * cfg.width if aligned else 0,
-        BITS=bits, BLOCK_M=block_m, BLOCK_N=cfg.block_n, WIDTH=cfg.width, SPLIT=cfg.splits > 1, STAGES=cfg.stages,
-        TMA=tma, ASM=not interpreted, PDL=hopper,
+        rows, outs, ins, length, flat.stride(0), words.stride(0),
+        cfg.splits, cfg.prefetch * cfg.width if aligned else 0,
+        BITS=bits, BLOCK_M=block_m, BLOCK_N=cfg.block_n, WIDTH=cfg.width, SPLIT=cfg.splits > 1,
+        STAGES=cfg.stages, TMA=tma, ASM=not interpreted, PDL=hopper,
         **({} if interpreted else options),
     )  # fmt: skip
     return out.view(*x.shape[:-1], outs)

@@ -38,12 +38,17 @@ def row_block(rows: int) -> int:
     return max(16, 1 << (rows - 1).bit_length())
 
 
+# bits -> rows of the tile -> (block_n, width, warps, stages).
+_TABLE = {
+    16: {16: (64, 128, 4, 4), 32: (64, 128, 4, 4), 64: (64, 128, 4, 3), 128: (64, 64, 4, 4)},
+    8: {16: (64, 128, 4, 4), 32: (64, 128, 4, 3), 64: (64, 64, 4, 4), 128: (64, 64, 8, 3)},
+    4: {16: (64, 128, 4, 3), 32: (64, 64, 4, 4), 64: (128, 64, 8, 3), 128: (64, 64, 8, 2)},
+}
+
+
 def choose(bits: int, rows: int, outs: int, ins: int) -> LinearConfig:
     """The configuration for ``rows`` rows and a weight ``[outs, ins]`` of 16, 8 or 4 bits."""
-    block_m = row_block(rows)
-    block_n = 128 if bits == 4 and block_m > 16 else 64
-    steps = -(-ins * bits // (128 * 16))
-    tiles = -(-outs // block_n)
-    splits = max(1, min(264 // tiles, steps // 2, 8))
-    stages = {16: 4, 32: 4, 64: 3, 128: 2}[block_m] if bits != 4 else {16: 3, 32: 3, 64: 2, 128: 2}[block_m]
-    return LinearConfig(block_n, 128, splits, block_n // 16, stages)
+    block_n, width, warps, stages = _TABLE[bits][row_block(rows)]
+    tiles, steps = -(-outs // block_n), -(-ins * bits // (16 * width))
+    splits = max(1, min(264 // tiles, steps // 2, 16))
+    return LinearConfig(block_n, width, splits, warps, stages)

@@ -255,7 +255,10 @@ def _make(
         owner_start=device_owner_start,
         owners=device_owners,
         partial_out=torch.empty(pieces, heads.dim, dtype=torch.float32, device=device),
-        partial_lse=torch.empty(pieces, dtype=torch.float32, device=device),
+        # A sum of exponentials of fp32 scores is known better than fp32 can say in base 2.
+        partial_lse=torch.empty(
+            pieces, dtype=torch.float64 if dtype == torch.float32 else torch.float32, device=device
+        ),
         bounds=torch.empty(units, 2, dtype=torch.int32, device=device),
         slices=slices,
         blocks=blocks,

@@ -123,7 +123,8 @@ def _extremes(keys, limit, start, BLOCK: tl.constexpr):
     return tl.min(tl.where(asked, keys, _HIGHEST), 0), tl.max(tl.where(asked, keys, _LOWEST), 0)
 
 
-@triton.jit
+# A single slot as a constant leaves a loop that never runs, over which Triton 3.6 fails.
+@triton.jit(do_not_specialize=["slots"])
 def _choose_kernel(
     table_ptr,  # int32 [B, H, W] with strides
     score_ptr,  # fp32 [B, H_q, C]

@@ -7,12 +7,17 @@ not matter to the sum. Each (slice, unit) pair that meets writes one fp32 partia
 merges them.
 
 The online softmax runs in base 2 on raw scores (FlashAttention-2, arXiv 2307.08691, section 3.1).
+
+fp32 tensors go through fp64: Hopper's tensor cores multiply fp64 as fast as its other units do fp32,
+and what fp32 would lose to the approximate exp2 and log2 of the hardware, and to running sums, stays
+below torch's own error.
 """
 
 import triton
 import triton.language as tl
 
-from triforce_tree.kernels.schedule import cut_evenly, spans
+from triforce_tree.kernels.ahead import fetch_ahead, prefetch
+from triforce_tree.kernels.schedule import share_of, spans
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -28,13 +33,6 @@ def _row_offsets(rows, table_row, base_row, stride_block, stride_row, PAGE: tl.c
 
 
 @triton.jit
-def _prefetch(pointer):
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; // dummy $0", "=r,l", [pointer], tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
 def _soften(scores, scale, softcap, SOFTCAP: tl.constexpr):
     """Softcap on scaled scores; without one they stay raw and the caller's base has the scale."""
     if SOFTCAP:
@@ -45,7 +43,7 @@ def _soften(scores, scale, softcap, SOFTCAP: tl.constexpr):
 
 _UNSPECIALIZED = [
     "rows_per_batch", "rows_per_head", "columns_per_head", "halves", "max_rows", "slices", "blocks",
-    "segments",
+    "segments", "capacity",
 ]  # fmt: skip
 
 
@@ -58,7 +56,7 @@ def tree_attention_kernel(
     k_rows,  # descriptors of [rows, columns] views of k and v when TMA, unused otherwise
     v_rows,
     partial_out_ptr,  # fp32 [pieces, D]
-    partial_lse_ptr,  # fp32 [pieces], base 2
+    partial_lse_ptr,  # fp32, or fp64 when EXACT, [pieces], base 2
     bounds_ptr,  # int32 [units, 2]: first and last slice that wrote a piece of the unit
     lengths_ptr,  # int32 [segments]
     segments_ptr,  # int32 [6, segments]
@@ -87,6 +85,7 @@ def tree_attention_kernel(
     slices,
     blocks,
     segments,
+    capacity,  # KV rows of a sequence that there is storage for
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -101,19 +100,28 @@ def tree_attention_kernel(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     NODE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    EXACT: tl.constexpr,
     STAGES: tl.constexpr,
     EDGE_STAGES: tl.constexpr,
     ALIGN: tl.constexpr,
+    LATE: tl.constexpr,
+    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    REAL: tl.constexpr = tl.float64 if EXACT else tl.float32
     part = tl.program_id(0) // blocks
     block = tl.program_id(0) % blocks
     if PDL:
         # Wait for the kernel before; let the combine kernel be set up while this one runs. Anything
         # may be prefetched meanwhile, because a prefetch reads nothing.
-        _prefetch(lengths_ptr)
-        _prefetch(segments_ptr + 2 * segments)
+        prefetch(lengths_ptr)
+        prefetch(segments_ptr + 2 * segments)
+        if AHEAD > 0 and SINGLE and TMA and PAGE == 0 and not NODE and not WINDOW:
+            fetch_ahead(
+                k_ptr, v_ptr, lengths_ptr, segments_ptr, part, slices, capacity,
+                stride_kh, stride_ks, stride_vh, stride_vs,
+                KV_HEADS, DIM, BLOCK_N, EDGE, ALIGN, LATE, AHEAD,
+            )  # fmt: skip
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
@@ -154,15 +162,7 @@ def tree_attention_kernel(
         at = part % KV_HEADS
         stop = at + 1
     else:
-        if SINGLE:
-            groups, size, cuts, share, spare = cut_evenly(total, slices, KV_HEADS, ALIGN)
-        else:
-            groups, size, cuts, share, spare = cut_evenly(total, slices, KV_HEADS, 0)
-        member = part // cuts
-        place = part - member * cuts
-        at = member * size + place * share + tl.minimum(place, spare)
-        stop = at + share + (place < spare).to(tl.int32)
-        stop = tl.where(member < groups, stop, at)
+        at, stop = share_of(part, total, slices, KV_HEADS, ALIGN if SINGLE else 0, LATE)
         if not SINGLE:
             ends = tl.cumsum(sizes, 0)
             segment = tl.sum(((ends <= at) & there).to(tl.int32))
@@ -173,6 +173,7 @@ def tree_attention_kernel(
     straight = tl.arange(0, BLOCK_N)
     edge = tl.arange(0, EDGE)
     inside = columns < DIM
+    scale, softcap = tl.cast(scale, REAL), tl.cast(softcap, REAL)
     base = LOG2E if SOFTCAP else scale * LOG2E
 
     while at < stop:
@@ -204,6 +205,8 @@ def tree_attention_kernel(
         token = first_query + row // GROUP
         q_rows = q_ptr + token.to(tl.int64) * stride_qt + (wide_head * GROUP + row % GROUP) * stride_qh
         q = tl.load(q_rows[:, None] + columns[None, :], mask=real[:, None] & inside[None, :], other=0.0)
+        if EXACT:
+            q = q.to(REAL)
         if WINDOW:
             first = tl.load(first_ptr + token, mask=real, other=0)
 
@@ -216,9 +219,9 @@ def tree_attention_kernel(
         view_row = first_kv + sequence * rows_per_batch + head * rows_per_head
         view_column = head * columns_per_head
 
-        best = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        weight = tl.zeros([BLOCK_M], tl.float32)
-        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        best = tl.full([BLOCK_M], float("-inf"), REAL)
+        weight = tl.zeros([BLOCK_M], REAL)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], REAL)
 
         if TMA and PAGE > 0:
             # Pages are looked up a tile ahead, or every copy would wait for its look-up.
@@ -241,7 +244,7 @@ def tree_attention_kernel(
                     k = tl.load(k_head + k_at[:, None] + columns[None, :])
                 else:
                     k = tl.load(k_head + k_at[:, None] + columns[None, :], mask=inside[None, :], other=0.0)
-            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            scores = tl.dot(q, tl.trans(k.to(q.dtype)), out_dtype=REAL)
             scores = _soften(scores, scale, softcap, SOFTCAP)
             top = tl.maximum(best, tl.max(scores, 1))
             p = tl.exp2(scores * base - (top * base)[:, None])
@@ -256,7 +259,7 @@ def tree_attention_kernel(
                     v = tl.load(v_head + v_at[:, None] + columns[None, :])
                 else:
                     v = tl.load(v_head + v_at[:, None] + columns[None, :], mask=inside[None, :], other=0.0)
-            acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+            acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, out_dtype=REAL)
             best = top
 
         for tile in tl.range(tl.maximum(begin, full) - full, end - full, num_stages=EDGE_STAGES):
@@ -278,7 +281,7 @@ def tree_attention_kernel(
             # Rows past the end may hold anything, NaN too, and 0 * NaN is NaN: read them as 0.
             v_at = _row_offsets(rows, table_row, first_kv, stride_vb, stride_vs, PAGE, valid)
             v = tl.load(v_head + v_at[:, None] + columns[None, :], mask=stored, other=0.0)
-            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            scores = tl.dot(q, tl.trans(k.to(q.dtype)), out_dtype=REAL)
             scores = _soften(scores, scale, softcap, SOFTCAP)
             seen = (((bits[:, None] >> edge[None, :]) & 1) != 0) & valid[None, :]
             if WINDOW:
@@ -291,7 +294,7 @@ def tree_attention_kernel(
             shrink = tl.exp2((best - floor) * base)
             weight = weight * shrink + tl.sum(p, 1)
             acc = acc * shrink[:, None]
-            acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+            acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, out_dtype=REAL)
             best = top
 
         empty = weight == 0.0

@@ -1,0 +1,267 @@
+"""Problems for the kernels of the decoding cycle; whoever runs one learns whether it equals its reference.
+
+Used by the tests, in Triton's interpreter on small shapes, and by ``scripts/step_kernels_check.py`` on a
+GPU. A problem holds the arguments of an op; ``agree`` runs the op and its reference on copies of them.
+Storage that an op must not look at is NaN.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from kernels_cases import poisoned_memory
+from torch import Tensor
+
+from triforce_tree.kernels import step_reference
+
+# What draft and target have in common: (sharp, likeness) of ``judgement``, from nothing to almost all.
+LIKENESS = ((1.0, 0.0), (2.0, 1.0), (0.3, 10.0), (30.0, 0.2), (0.1, 20.0), (0.5, 100.0))
+
+
+@dataclass
+class Problem:
+    """An op by name and its arguments; the tensors among them named in ``changed`` are its results."""
+
+    op: str
+    args: tuple[Any, ...]
+    changed: tuple[int, ...] = ()
+    compare: Callable[["Problem", list[Tensor], list[Tensor]], None] | None = None
+
+    def run(self, op: Callable[..., Any], args: tuple[Any, ...] | None = None) -> list[Tensor]:
+        args = self.args if args is None else args
+        made = op(*args)
+        if made is None:
+            return [args[at] for at in self.changed]
+        return list(made) if isinstance(made, tuple) else [made]
+
+    def copied(self) -> tuple[Any, ...]:
+        return tuple(copy(x) if at in self.changed else x for at, x in enumerate(self.args))
+
+    def expected(self) -> list[Tensor]:
+        return self.run(getattr(step_reference, self.op), self.copied())
+
+    def judge(self, made: list[Tensor], exact: list[Tensor]) -> None:
+        if self.compare is not None:
+            self.compare(self, made, exact)
+            return
+        for a, b in zip(made, exact, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def agree(problem: Problem, ops: Any) -> None:
+    """Raise where the op of that name in ``ops`` differs from its reference."""
+    with poisoned_memory():
+        made = problem.run(getattr(ops, problem.op), problem.copied())
+    problem.judge(made, problem.expected())
+
+
+def copy(x: Tensor) -> Tensor:
+    """A clone with x's strides, which ``clone`` keeps only where nothing lies between the elements."""
+    if x.is_contiguous():
+        return x.clone()
+    span = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+    made = torch.full((span,), torch.nan if x.is_floating_point() else -99, dtype=x.dtype, device=x.device)
+    return made.as_strided(x.shape, x.stride()).copy_(x)
+
+
+def _randn(*shape: int, dtype: torch.dtype, device: str) -> Tensor:
+    return torch.randn(shape, device=device, dtype=dtype)
+
+
+def append(
+    batch: int, heads: int, size: int, count: int, dim: int, dtype: torch.dtype, device: str, seed: int = 0
+) -> Problem:
+    """New rows as a linear layer makes them, the last sequence running over the end."""
+    rng = random.Random(seed)
+    caches = [_randn(batch, heads, size, dim, dtype=dtype, device=device) for _ in range(2)]
+    new = [_randn(batch, count, heads, dim, dtype=dtype, device=device).transpose(1, 2) for _ in range(2)]
+    start = [rng.randrange(max(1, size - count)) for _ in range(batch - 1)] + [size - (count + 1) // 2]
+    return Problem("append_rows", (*caches, *new, torch.tensor(start, device=device)), (0, 1))
+
+
+def move(
+    parts: int,
+    batch: int,
+    heads: int,
+    size: int,
+    places: int,
+    dim: int,
+    dtype: torch.dtype,
+    device: str,
+    seed: int = 0,
+) -> Problem:
+    """Ascending paths with gaps of -1, one that moves backwards, one that moves nothing."""
+    rng = random.Random(seed)
+    rows = _randn(parts, batch, size, heads, dim, dtype=dtype, device=device).transpose(2, 3)
+    start = [rng.randrange(size - 2 * places) for _ in range(batch)]
+    index = torch.full((batch, places), -1)
+    for b in range(batch):
+        path = sorted(rng.sample(range(2 * places), places))
+        index[b] = torch.tensor(path if b % 3 else path[::-1])
+        index[b, torch.rand(places) < 0.2] = -1
+    if batch > 1:
+        index[-1] = -1
+    tensors = index.to(device), torch.tensor(start, device=device)
+    return Problem("move_rows", (rows, *tensors), (0,))
+
+
+def means(
+    layers: int,
+    batch: int,
+    heads: int,
+    size: int,
+    count: int,
+    dim: int,
+    chunk: int,
+    dtype: torch.dtype,
+    device: str,
+    seed: int = 0,
+) -> Problem:
+    """Keys are every second part of one tensor; first and last sequences at the two ends."""
+    rng = random.Random(seed)
+    places = size // chunk
+    k = _randn(layers, 2, batch, heads, size, dim, dtype=dtype, device=device)[:, 0]
+    made = torch.full((layers, batch, heads, places - 1, dim), torch.nan, dtype=dtype, device=device)
+    first = [0] + [rng.randrange(places) for _ in range(batch - 2)] + [places - 1]
+    args = (made, k, torch.tensor(first[:batch], device=device), count, chunk)
+    return Problem("chunk_means", args, (0,), _close_means)
+
+
+def _close_means(problem: Problem, made: list[Tensor], exact: list[Tensor]) -> None:
+    # Sums in another order may round to the neighbouring number.
+    eps = torch.finfo(made[0].dtype).eps
+    torch.testing.assert_close(made[0], exact[0], rtol=2 * eps, atol=2 * eps, equal_nan=True)
+
+
+def selection(
+    batch: int,
+    heads: int,
+    group: int,
+    chunks: int,
+    dim: int,
+    slots: int,
+    dtype: torch.dtype,
+    device: str,
+    integers: bool = False,
+    seed: int = 0,
+) -> Problem:
+    """Means beyond each sequence's limit are NaN; integers give exact scores with many ties."""
+    rng = random.Random(seed)
+    q = _randn(batch, heads * group, dim, dtype=torch.float32, device=device)
+    m = _randn(batch, heads, chunks, dim, dtype=torch.float32, device=device)
+    if integers:
+        q, m = q.mul_(0.6).round_(), m.round_()
+    q, m = q.to(dtype), m.to(dtype)
+    limit = [chunks] + [rng.randint(slots, chunks) for _ in range(batch - 2)] + [slots]
+    for b, count in enumerate(limit[:batch]):
+        m[b, :, count:] = torch.nan
+    table = torch.full((batch, heads, slots + 3), -7, dtype=torch.int32, device=device)
+    args = (q, m, torch.tensor(limit[:batch], device=device), table, slots, 0.5 if integers else dim**-0.5)
+    return Problem("select_chunks", args, (3,), None if integers and group == 1 else _good_choice)
+
+
+def _good_choice(problem: Problem, made: list[Tensor], exact: list[Tensor]) -> None:
+    """Another order of summation may exchange chunks of almost equal interest, and no others."""
+    q, m, limit, _, slots, scale = problem.args
+    table, interest = made[0], step_reference.chunk_interest(q, m, limit, scale)
+    assert torch.equal(table[..., slots:], exact[0][..., slots:]), "columns beyond the slots changed"
+    chosen = table[..., :slots].long()
+    assert (chosen[..., 0] == 0).all(), "chunk 0 is missing"
+    assert (chosen.diff(dim=-1) > 0).all(), "not ascending"
+    assert (chosen[..., -1] < limit[:, None]).all(), "beyond the limit"
+    least = interest.gather(2, chosen)[..., 1:].amin(-1) if slots > 1 else interest[..., 0] + torch.inf
+    most = interest.scatter(2, chosen, -torch.inf).amax(-1)
+    # Scores are sums of `dim` products of unit variance, times the scale.
+    assert (least >= most - 1e-4).all(), f"a chunk is missing: {(most - least).max()} more interesting"
+
+
+def random_parents(size: int, rng: random.Random) -> list[int]:
+    """Parents of a random tree, a third of the nodes extending the newest path."""
+    return [-1] + [node - 1 if rng.random() < 0.35 else rng.randrange(node) for node in range(1, size)]
+
+
+def depth_of(parents: list[list[int]]) -> int:
+    deepest = 0
+    for one in parents:
+        depths = [0] * len(one)
+        for node in range(1, len(one)):
+            depths[node] = depths[one[node]] + 1
+        deepest = max(deepest, *depths)
+    return deepest
+
+
+def honest_tokens(parents: list[list[int]], q: Tensor, q_rows: Tensor, absent: float = 0.1) -> Tensor:
+    """Children drawn from their laws without replacement; some are absent, and all below them."""
+    most = min(len(parents[0]), q.shape[-1])
+    race = q / torch.empty_like(q).exponential_()
+    times, order = race.topk(most, dim=-1)
+    order = order.masked_fill(times <= 0, -1).cpu()
+    gone = torch.rand(len(parents), len(parents[0])) < absent
+    tokens = torch.full(gone.shape, -1)
+    for b, one in enumerate(parents):
+        drawn = [0] * len(one)
+        for node in range(1, len(one)):
+            above = one[node]
+            if (above and tokens[b, above] < 0) or drawn[above] >= most or gone[b, node]:
+                continue
+            tokens[b, node] = order[b, q_rows[b, above], drawn[above]]
+            drawn[above] += 1
+    return tokens
+
+
+def judgement(
+    batch: int,
+    nodes: int,
+    vocab: int,
+    device: str,
+    sharp: float = 2.0,
+    likeness: float = 1.0,
+    nan: bool = False,
+    seed: int = 0,
+) -> Problem:
+    """An honest random tree; ``sharp`` scales the logits, ``likeness`` what p and q share of them."""
+    rng = random.Random(seed)
+    parents = [random_parents(nodes, rng) for _ in range(batch)]
+    shared = torch.randn(batch, nodes, vocab, device=device) * likeness
+    p, q = (((torch.randn_like(shared) + shared) * sharp).softmax(-1) for _ in range(2))
+    rows = torch.stack([torch.randperm(nodes) for _ in range(batch)])
+    q = q.gather(1, rows.argsort(1).to(device)[..., None].expand_as(q))
+    tokens = honest_tokens(parents, q, rows)
+    if nan:
+        p[0] = torch.nan
+    random_numbers = torch.rand(batch, nodes, device=device), torch.empty(batch, vocab, device=device)
+    random_numbers[1].exponential_()
+    tree = tokens.to(device), torch.tensor(parents, device=device)
+    return Problem("accept_tree", (*tree, p, q, rows.to(device), *random_numbers, depth_of(parents)))
+
+
+def greedy(batch: int, nodes: int, vocab: int, device: str, seed: int = 0) -> Problem:
+    """A random tree in which half of the nodes hold what the target wants."""
+    rng = random.Random(seed)
+    parents = [random_parents(nodes, rng) for _ in range(batch)]
+    tokens = torch.randint(-1, vocab, (batch, nodes))
+    best = torch.randint(vocab, (batch, nodes))
+    for b in range(batch):
+        for node in range(1, nodes):
+            if tokens[b, node] >= 0 and rng.random() < 0.5:
+                best[b, parents[b][node]] = tokens[b, node]
+    args = (tokens.to(device), torch.tensor(parents, device=device), best.to(device), depth_of(parents))
+    return Problem("accept_greedy", args)
+
+
+def runner_up(batch: int, count: int, vocab: int, race: bool, device: str, seed: int = 0) -> Problem:
+    """Half of the outcomes impossible; a law of one outcome, one without any, one of NaN, one of ties."""
+    torch.manual_seed(seed)
+    laws = torch.rand(batch, count, vocab, device=device)
+    laws = torch.where(torch.rand_like(laws) < 0.5, laws, 0.0 if race else -torch.inf)
+    chosen = torch.randint(-1, vocab, (batch, count), device=device)
+    special = laws.view(-1, vocab)
+    special[0], special[-1] = 0.0 if race else -torch.inf, torch.nan
+    special[1 % len(special)] = 0.25
+    if len(special) > 2:
+        special[2] = 0.0 if race else -torch.inf
+        special[2, chosen.view(-1)[2].clamp_min(0)] = 1.0
+    noise = torch.empty_like(laws).exponential_() if race else None
+    return Problem("second_choice", (laws, chosen, noise))

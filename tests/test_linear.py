@@ -1,0 +1,174 @@
+"""The few-row linear kernel, in the interpreter, against fp64; scripts/tune_linear.py checks a GPU.
+
+The interpreter multiplies bf16 tiles wrongly, so these run fp16.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from triforce_tree.kernels import linear_reference as reference
+from triforce_tree.kernels.linear_configs import LinearConfig, choose, row_block
+
+# The interpreter of Triton 3.6 makes scalars of one-element arrays, which newer NumPy warns about.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+HALF = torch.float16
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TMA = LinearConfig(64, 128, 1, 4, 2)
+SPLIT = LinearConfig(64, 64, 3, 4, 2)
+PLAIN = LinearConfig(32, 128, 2, 4, 2, tma=False)
+
+
+@pytest.fixture
+def kernels():
+    """The kernel's module, in the interpreter where there is no GPU."""
+    pytest.importorskip("triton", reason="the kernels need Triton; install triton to run their tests")
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    from triton import knobs
+
+    if not torch.cuda.is_available() and not knobs.runtime.interpret:
+        pytest.skip("Triton was loaded without TRITON_INTERPRET=1")
+    from triforce_tree.kernels import linear
+
+    return linear
+
+
+def problem(rows: int, outs: int, ins: int) -> tuple[Tensor, Tensor, Tensor]:
+    """x, weight and bias."""
+    made = [torch.randn(rows, ins), torch.randn(outs, ins) / ins**0.5, torch.randn(outs)]
+    x, weight, bias = (tensor.to(DEVICE, HALF) for tensor in made)
+    return x, weight, bias
+
+
+def within_the_law(made: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """At most twice the error that one rounding of the exact result makes, or that torch makes."""
+    gold = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    near = [gold.to(x.dtype)]
+    if weight.dtype == x.dtype:
+        near.append(torch.nn.functional.linear(x, weight, bias))
+    allowed = 2 * max((n.double() - gold).abs().max().item() for n in near) + 1e-6
+    return (made.double() - gold).abs().max().item() <= allowed
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("config", [TMA, SPLIT, PLAIN], ids=["tma", "split", "plain"])
+@pytest.mark.parametrize(
+    "rows, outs, ins",
+    [(1, 64, 128), (7, 100, 520), (17, 64, 640), (3, 65, 333)],
+    ids=lambda size: str(size),
+)
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_results(kernels, bits, rows, outs, ins, config):
+    x, weight, bias = problem(rows, outs, ins)
+    counters = kernels.counters_for(outs, DEVICE)
+    if bits == 16:
+        made = kernels.linear(x, weight, bias, counters, config)
+    else:
+        words, scales = reference.quantise(weight, bits)
+        weight = reference.dequantise(words, scales, bits, ins)
+        made = kernels.low_bit_linear(x, words, scales, bias, bits, counters, config)
+    assert within_the_law(made, x, weight, bias)
+    assert not counters.any()
+
+
+def test_leading_dimensions_strides_and_no_bias(kernels):
+    x, weight, _ = problem(6, 64, 256)
+    wide = torch.cat([x, x], 1)[:, :256].view(2, 3, 256)
+    made = kernels.linear(wide, weight, None, kernels.counters_for(64, DEVICE), TMA)
+    assert made.shape == (2, 3, 64)
+    assert within_the_law(made.view(6, 64), x, weight, None)
+
+
+def test_operators_are_well_formed(kernels):
+    x, weight, bias = problem(2, 64, 256)
+    words, scales = reference.quantise(weight, 4)
+    checks = ("test_schema", "test_faketensor")
+    counters = kernels.counters_for(64, DEVICE)
+    plain = kernels._plain(TMA)
+    torch.library.opcheck(kernels._linear, (x, weight, None, bias, counters, 16, plain), test_utils=checks)
+    torch.library.opcheck(kernels._linear, (x, words, scales, None, counters, 4, plain), test_utils=checks)
+
+
+def test_wrong_input_is_refused(kernels):
+    x, weight, _ = problem(2, 64, 256)
+    counters = kernels.counters_for(64, DEVICE)
+    with pytest.raises(ValueError, match="rows=129"):
+        kernels.linear(x.new_zeros(129, 256), weight, None, counters)
+    with pytest.raises(ValueError, match="takes bf16 and fp16"):
+        kernels.linear(x.float(), weight.float(), None, counters)
+    with pytest.raises(ValueError, match="weight is"):
+        kernels.linear(x[:, :128], weight, None, counters)
+    with pytest.raises(ValueError, match="counters_for"):
+        kernels.linear(x, weight, None, counters[:1])
+    with pytest.raises(ValueError, match="do not hold"):
+        kernels.low_bit_linear(x, weight, torch.ones(64, device=DEVICE), None, 8, counters)
+
+
+@pytest.mark.parametrize("bits, most", [(8, 0.012), (4, 0.11)])
+def test_quantised_weights_are_near(bits, most):
+    weight = torch.randn(70, 333)
+    words, scales = reference.quantise(weight, bits)
+    assert words.shape == (70, 128 * reference.blocks_of(333, bits))
+    assert words.dtype == torch.int16
+    back = reference.dequantise(words, scales, bits, 333)
+    assert ((back - weight).norm() / weight.norm()).item() < most
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_what_was_quantised_stays(bits):
+    """Weights that are codes times scales come back exactly; zero rows too."""
+    weight = torch.randn(5, 256)
+    weight[3] = 0
+    once = reference.dequantise(*reference.quantise(weight, bits), bits, 256)
+    assert torch.equal(once[3], torch.zeros(256))
+    if bits == 8:
+        twice = reference.dequantise(*reference.quantise(once, bits), bits, 256)
+        torch.testing.assert_close(twice, once)
+
+
+def test_reference_is_the_product_with_the_dequantised_weight():
+    x, weight, bias = torch.randn(2, 3, 200), torch.randn(10, 200), torch.randn(10)
+    for bits in (8, 4):
+        words, scales = reference.quantise(weight, bits)
+        made = reference.low_bit_linear(x, words, scales, bias, bits)
+        exact = x @ reference.dequantise(words, scales, bits, 200).T + bias
+        torch.testing.assert_close(made, exact)
+    torch.testing.assert_close(reference.linear(x, weight, bias), x @ weight.T + bias)
+    with pytest.raises(ValueError, match="bits=3"):
+        reference.quantise(weight, 3)
+
+
+def test_every_shape_has_a_configuration():
+    for bits in (16, 8, 4):
+        for rows in (1, 16, 17, 64, 128):
+            for outs, ins in [(4096, 4096), (11008, 4096), (4096, 14336), (33, 65), (384, 384)]:
+                config = choose(bits, rows, outs, ins)
+                assert config.splits >= 1
+                assert config.width == 128 or bits == 16 or 128 % config.width == 0
+    assert [row_block(rows) for rows in (1, 16, 17, 33, 65, 128)] == [16, 16, 32, 64, 128, 128]
+
+
+@pytest.mark.slow
+def test_compiles_for_hopper():
+    """No GPU: nothing spills, and products of packed weights overlap with unpacking."""
+    pytest.importorskip("triton", reason="the kernels need Triton; install triton to run their tests")
+    script = Path(__file__).parent / "linear_compile.py"
+    plain = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    made = subprocess.run(
+        [sys.executable, str(script)],
+        env=plain | {"PYTHONPATH": str(Path(__file__).parent.parent)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert made.returncode == 0, made.stderr
+    lines = made.stdout.splitlines()
+    assert all(int(line.split(", ")[-1].split()[0]) <= 64 for line in lines), made.stdout
+    assert not any("serialized" in line for line in lines), made.stdout

@@ -1,0 +1,334 @@
+"""The ops of the decoding cycle: references against naive definitions, kernels against references.
+
+The kernels run in Triton's interpreter where there is no GPU, which rounds bf16 wrongly: fp16 and fp32
+here, bf16 in ``scripts/step_kernels_check.py``.
+"""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from inspect import isfunction, signature
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import step_cases
+import torch
+from scipy import stats
+
+from triforce_tree.kernels import step, step_reference
+from triforce_tree.token_tree import TokenTree
+from triforce_tree.verify import acceptance
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HALF, SINGLE = torch.float16, torch.float32
+
+
+@pytest.fixture(name="ops")
+def kernels() -> SimpleNamespace:
+    """The Triton ops by name."""
+    pytest.importorskip("triton", reason="the kernels need Triton; install triton to run their tests")
+    from triton import knobs
+
+    if not torch.cuda.is_available() and not knobs.runtime.interpret:
+        pytest.skip("Triton was loaded without TRITON_INTERPRET=1")
+    from triforce_tree.kernels import accept, rows, select
+
+    return SimpleNamespace(
+        **{k: v for m in (rows, select, accept) for k, v in vars(m).items() if k[0] != "_"}
+    )
+
+
+# The interpreter of Triton 3.6 makes scalars of one-element arrays, which newer NumPy warns about, as it
+# does of infinities and NaN.
+runs_kernels = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")
+
+
+@runs_kernels
+@pytest.mark.parametrize("shape", [(1, 2, 20, 1, 16), (3, 2, 40, 7, 24), (2, 3, 90, 70, 128)], ids=str)
+@pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=str)
+def test_append_rows(shape, dtype, ops) -> None:
+    step_cases.agree(step_cases.append(*shape, dtype, DEVICE), ops)
+
+
+@runs_kernels
+@pytest.mark.parametrize(
+    "shape", [(2, 1, 2, 20, 1, 16), (4, 3, 2, 60, 9, 24), (2, 2, 1, 300, 128, 128)], ids=str
+)
+def test_move_rows(shape, ops) -> None:
+    step_cases.agree(step_cases.move(*shape, HALF, DEVICE), ops)
+
+
+@runs_kernels
+def test_moved_rows_stay_inside(ops) -> None:
+    """Sources and targets beyond the end are left alone."""
+    rows = torch.randn(2, 1, 2, 10, 8, device=DEVICE)
+    index, start = torch.tensor([[0, 3, -1, 1, 2]], device=DEVICE), torch.tensor([7], device=DEVICE)
+    step_cases.agree(step_cases.Problem("move_rows", (rows, index, start), (0,)), ops)
+
+
+@runs_kernels
+@pytest.mark.parametrize(
+    "shape", [(1, 2, 1, 16, 1, 16, 8), (2, 3, 2, 70, 5, 24, 6), (1, 3, 1, 300, 40, 128, 8)]
+)
+@pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=str)
+def test_chunk_means(shape, dtype, ops) -> None:
+    step_cases.agree(step_cases.means(*shape, dtype, DEVICE), ops)
+
+
+@runs_kernels
+@pytest.mark.parametrize(
+    "shape",
+    [(2, 3, 1, 70, 24, 8), (3, 2, 1, 150, 16, 33), (1, 1, 1, 64, 16, 64), (1, 2, 1, 5, 16, 1)],
+    ids=str,
+)
+@pytest.mark.parametrize("integers", [False, True], ids=["normal", "ties"])
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("held", [16384, 64], ids=["held", "walked"])
+def test_select_chunks(shape, integers, group, held, ops, monkeypatch) -> None:
+    from triforce_tree.kernels import select
+
+    monkeypatch.setattr(select, "_HELD", held)
+    batch, heads, _, *rest = shape
+    problem = step_cases.selection(batch, heads, group, *rest, HALF, DEVICE, integers=integers)
+    step_cases.agree(problem, ops)
+
+
+@runs_kernels
+@pytest.mark.parametrize("value", [0.0, -0.0, torch.inf, -torch.inf, torch.nan], ids=str)
+def test_selection_from_strange_scores(value, ops) -> None:
+    """All interests equal, or not numbers: the lowest chunks, as ever."""
+    means = torch.zeros(1, 1, 90, 16, device=DEVICE)
+    means[0, 0, 40:, 0] = value
+    means[0, 0, 70, 0] = -1.0
+    q, limit = torch.ones(1, 1, 16, device=DEVICE), torch.tensor([80], device=DEVICE)
+    table = torch.full((1, 1, 60), -7, dtype=torch.int32, device=DEVICE)
+    step_cases.agree(step_cases.Problem("select_chunks", (q, means, limit, table, 60, 1.0), (3,)), ops)
+
+
+@pytest.mark.parametrize("group", [1, 4])
+def test_reference_selection_ranks_as_shares(group) -> None:
+    """Against softmax shares over the candidates, the largest of the query group, spelt out."""
+    torch.manual_seed(0)
+    q, means = torch.randn(2, 2 * group, 16), torch.randn(2, 2, 40, 16)
+    limit, table = torch.tensor([40, 25]), torch.zeros(2, 2, 9, dtype=torch.int32)
+    step.select_chunks(q, means, limit, table, 9, 0.25)
+    for b, h in [(0, 0), (0, 1), (1, 0), (1, 1)]:
+        own = means[b, h, : limit[b]]
+        shares = torch.stack([(own @ q[b, h * group + g] * 0.25).softmax(0) for g in range(group)]).amax(0)
+        shares[0] = torch.inf
+        assert table[b, h].tolist() == sorted(shares.topk(9).indices.tolist())
+
+
+class Scripted:
+    """Stands for ``sampling.Random``: coins and races that were thrown before."""
+
+    def __init__(self, tree: TokenTree, nodes: list[int], uniforms, race) -> None:
+        self.tree, self.nodes, self.uniforms, self.race = tree, nodes, uniforms, race
+        self.node = self.child = 0
+
+    def accept(self, probability: float) -> bool:
+        child = self.tree.children[self.node][self.child]
+        taken = float(self.uniforms[self.nodes[child]]) < probability
+        self.node, self.child = (child, 0) if taken else (self.node, self.child + 1)
+        return taken
+
+    def choose(self, law) -> int:
+        return int((law / self.race).argmax())
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_reference_acceptance_is_that_of_verify(seed) -> None:
+    torch.manual_seed(seed)
+    likeness = step_cases.LIKENESS[seed % 6]
+    problem = step_cases.judgement(4, 3 + seed, (3, 9, 60, 9)[seed % 4], "cpu", *likeness, seed=seed)
+    tokens, parents, p, q, q_rows, uniforms, race, _ = problem.args
+    path, count, following = problem.expected()
+    for b in range(4):
+        there = [0] + [i for i in range(1, tokens.shape[1]) if tokens[b, i] >= 0]
+        place = {node: at for at, node in enumerate(there)} | {-1: -1}
+        tree = TokenTree(
+            tokens[b, there].tolist(),
+            [place[int(parents[b, node])] for node in there],
+            q[b],
+            {at: int(q_rows[b, node]) for at, node in enumerate(there)},
+        )
+        exact = acceptance.accept_sampling(tree, p[b, there], Scripted(tree, there, uniforms[b], race[b]))
+        assert [there[node] for node in exact.path] == path[b, : count[b]].tolist()
+        assert (path[b, count[b] :] == -1).all()
+        assert exact.next_token == following[b]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_reference_greedy_is_that_of_verify(seed) -> None:
+    torch.manual_seed(seed)
+    problem = step_cases.greedy(3, 12, 4, "cpu", seed)
+    tokens, parents, best, _ = problem.args
+    path, count, following = problem.expected()
+    for b in range(3):
+        tree = TokenTree(tokens[b].tolist(), parents[b].tolist())
+        exact = acceptance.accept_greedy(tree, best[b].tolist())
+        assert (path[b, : count[b]].tolist(), int(following[b])) == (exact.path, exact.next_token)
+
+
+def test_reference_acceptance_gives_the_targets_law() -> None:
+    """Chi-square of the first two emitted tokens; the tree has two siblings, of which the first has one."""
+    torch.manual_seed(1)
+    runs, vocab = 6000, 4
+    parents = [[-1, 0, 0, 1]] * runs
+    target = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.4, 0.1, 0.25, 0.25]])
+    draft = torch.tensor([[0.5, 0.3, 0.15, 0.05], [0.1, 0.2, 0.3, 0.4]])
+    q_rows = torch.tensor([[0, 1, 1, 1]]).expand(runs, -1)
+    tokens = step_cases.honest_tokens(parents, draft.expand(runs, -1, -1), q_rows, absent=0.0)
+    path, count, following = step.accept_tree(
+        tokens,
+        torch.tensor(parents),
+        target[[0, 1, 1, 1]].expand(runs, -1, -1),
+        draft.expand(runs, -1, -1),
+        q_rows,
+        torch.rand(runs, 4),
+        torch.empty(runs, vocab).exponential_(),
+        2,
+    )
+    emitted = torch.where(count[:, None] > 1, tokens.gather(1, path[:, 1:].clamp_min(0)), following[:, None])
+    first = emitted[:, 0]
+    second = torch.where(count > 2, emitted[:, 1], following)[count > 1]
+    for tokens, law in ((first, target[0]), (second, target[1])):
+        seen, law = tokens.bincount(minlength=vocab), law.double() / law.double().sum()
+        assert stats.chisquare(seen, law * seen.sum()).pvalue > 0.01
+    assert (count == 3).any()
+    assert (path[count > 1, 1] == 2).any(), "the second sibling was never accepted"
+
+
+@runs_kernels
+@pytest.mark.parametrize("seed", range(18))
+def test_accept_tree(seed, ops) -> None:
+    torch.manual_seed(seed)
+    nodes, vocab = (1, 2, 5, 9, 17, 33, 33)[seed % 7], (3, 7, 50, 300, 4200)[seed % 5]
+    for nan in (False, True):
+        problem = step_cases.judgement(2, nodes, vocab, DEVICE, *step_cases.LIKENESS[seed % 6], nan, seed)
+        step_cases.agree(problem, ops)
+        problem.args = (*problem.args[:-1], 1)  # deeper nodes are not looked at
+        step_cases.agree(problem, ops)
+
+
+@runs_kernels
+def test_refused_siblings_one_after_the_other(ops) -> None:
+    """All children of the root refused, down to a draft law that is left with 1e-20 of its mass."""
+    q = torch.tensor([0.9, 0.1 - 1e-6, 1e-6, 1e-12, 1e-20, 0.0, 0.0])
+    p = torch.tensor([0.1, 0.05, 1e-7, 1e-13, 1e-21, 0.5, 0.35])
+    tree = torch.tensor([[0, 0, 1, 2, 3, 4]]), torch.tensor([[-1, 0, 0, 0, 0, 0]])
+    race = torch.ones(1, 7)
+    race[0, 6] = 0.1
+    for refusals in range(6):
+        coins = torch.full((1, 6), 0.9999)
+        coins[0, 1 + refusals :] = 0.0
+        tensors = (*tree, p.expand(1, 6, 7), q.expand(1, 1, 7), torch.zeros_like(tree[0]), coins, race)
+        args = *(x.to(DEVICE) for x in tensors), 1
+        step_cases.agree(step_cases.Problem("accept_tree", args), ops)
+
+
+@runs_kernels
+def test_nothing_left_keeps_the_law(ops) -> None:
+    """p <= q everywhere comes about by rounding only; a coin of 1 plays it here."""
+    p = torch.tensor([0.25, 0.5, 0.25], device=DEVICE).expand(1, 2, 3)
+    tokens, parents = torch.tensor([[0, 1]], device=DEVICE), torch.tensor([[-1, 0]], device=DEVICE)
+    ones = torch.ones(1, 3, device=DEVICE)
+    args = (tokens, parents, p, p, torch.zeros_like(tokens), ones[:, :2], ones, 1)
+    problem = step_cases.Problem("accept_tree", args)
+    step_cases.agree(problem, ops)
+    assert [x.tolist() for x in problem.expected()] == [[[0, -1]], [1], [1]]
+
+
+@runs_kernels
+@pytest.mark.parametrize("seed", range(6))
+def test_accept_greedy(seed, ops) -> None:
+    torch.manual_seed(seed)
+    step_cases.agree(step_cases.greedy(3, (1, 2, 7, 16, 33, 64)[seed], 3 + seed, DEVICE, seed), ops)
+
+
+@runs_kernels
+@pytest.mark.parametrize("shape", [(1, 1, 5), (2, 3, 300), (1, 4, 4200)], ids=str)
+@pytest.mark.parametrize("race", [True, False], ids=["race", "greedy"])
+def test_second_choice(shape, race, ops) -> None:
+    step_cases.agree(step_cases.runner_up(*shape, race, DEVICE), ops)
+
+
+def test_second_choice_by_hand() -> None:
+    laws, chosen = torch.tensor([[[0.2, 0.5, 0.3, 0.0]] * 3]), torch.tensor([[1, 2, -1]])
+    noise = torch.tensor([1.0, 1.0, 3.0, 1e-9]).expand(1, 3, 4)
+    assert step.second_choice(laws, chosen, None).tolist() == [[2, 1, 1]]
+    assert step.second_choice(laws, chosen, noise).tolist() == [[0, 1, 1]]
+    only = torch.tensor([[[0.0, 1.0, 0.0]]])
+    assert step.second_choice(only, torch.tensor([[1]]), torch.ones(1, 1, 3)).tolist() == [[-1]]
+    assert step.second_choice(only, torch.tensor([[1]]), None).tolist() == [[0]]
+
+
+def test_rows_by_hand() -> None:
+    caches = [torch.zeros(2, 1, 6, 2) for _ in range(2)]
+    k = torch.arange(1.0, 13).view(2, 1, 3, 2)
+    step.append_rows(*caches, k, -k, torch.tensor([1, 4]))
+    assert caches[0][:, 0, :, 0].tolist() == [[0, 1, 3, 5, 0, 0], [0, 0, 0, 0, 7, 9]]
+    assert torch.equal(caches[1], -caches[0])
+    rows = torch.arange(10.0).view(1, 1, 1, 10, 1).repeat(1, 2, 1, 1, 1)
+    step.move_rows(rows, torch.tensor([[0, 2, -1, 5], [1, 0, -1, -1]]), torch.tensor([3, 6]))
+    assert rows[0, :, 0, :, 0].tolist() == [[0, 1, 2, 3, 5, 5, 8, 7, 8, 9], [0, 1, 2, 3, 4, 5, 7, 6, 8, 9]]
+    means = torch.full((1, 2, 1, 3, 1), -1.0)
+    step.chunk_means(
+        means, torch.arange(10.0).view(1, 1, 1, 10, 1).repeat(1, 2, 1, 1, 1), torch.tensor([0, 1]), 2, 4
+    )
+    assert means.flatten(1).tolist() == [[1.5, 5.5, -1, -1, 5.5, -1]]
+
+
+@runs_kernels
+def test_ops_trace(ops) -> None:
+    """The custom ops have fakes that agree with them, so torch.compile keeps them in its graph."""
+    for problem in (
+        step_cases.append(1, 2, 20, 3, 16, SINGLE, DEVICE),
+        step_cases.move(2, 1, 2, 20, 3, 16, SINGLE, DEVICE),
+        step_cases.means(1, 2, 1, 16, 1, 16, 8, SINGLE, DEVICE),
+        step_cases.selection(1, 2, 2, 20, 16, 5, SINGLE, DEVICE),
+        step_cases.judgement(2, 5, 7, DEVICE),
+        step_cases.greedy(2, 5, 7, DEVICE),
+        step_cases.runner_up(1, 2, 5, True, DEVICE),
+    ):
+        checks = ("test_schema", "test_faketensor")
+        torch.library.opcheck(getattr(ops, problem.op), problem.copied(), test_utils=checks)
+
+
+def test_dispatch_imports_triton_on_a_gpu_only() -> None:
+    root = Path(__file__).parent.parent
+    check = "import sys; sys.modules['triton'] = None; import triforce_tree.kernels.step"
+    subprocess.run([sys.executable, "-c", check], cwd=root, check=True)
+
+
+@runs_kernels
+def test_all_three_have_one_signature(ops) -> None:
+    names = [
+        name for name, made in vars(step).items() if isfunction(made) and name[0] != "_" and name != "cache"
+    ]
+    assert len(names) == 7
+    for name in names:
+        assert signature(getattr(step, name)) == signature(getattr(step_reference, name))
+        assert list(signature(getattr(step, name)).parameters) == [
+            argument.name for argument in getattr(ops, name)._opoverload._schema.arguments
+        ]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("triton") is None, reason="compiles with Triton; install triton to run it")
+def test_compiles_for_hopper() -> None:
+    """What the interpreter cannot see: types, operands and registers, without a GPU."""
+    script = Path(__file__).parent / "step_compile.py"
+    plain = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    made = subprocess.run(
+        [sys.executable, str(script)],
+        env=plain | {"PYTHONPATH": str(Path(__file__).parent.parent)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert made.returncode == 0, made.stderr
+    spilled = {line: int(line.split(", ")[-2].split()[0]) for line in made.stdout.splitlines()}
+    assert all(count <= 64 for count in spilled.values()), made.stdout

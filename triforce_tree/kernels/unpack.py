@@ -1,0 +1,88 @@
+"""Packed integers to bf16 or fp16 in registers, exactly, by bits of the float format.
+
+A code in the low mantissa bits of a power of two is that power plus the code, so an ``and``, an ``or`` and
+one subtraction make two floats. Without ``ASM`` (in the interpreter) the same is said in plain Triton.
+"""
+
+import triton
+import triton.language as tl
+
+
+def _nibbles(kind: str, magic: int, offset: int) -> str:
+    """Four planes of 4-bit codes: a code in the low mantissa bits of ``magic`` is ``magic`` plus the code."""
+    lines = [
+        f"shr.u32 t, $4, {4 * p}; lop3.b32 ${p}, t, 0x000f000f, m, 0xea; sub.{kind} ${p}, ${p}, o;"
+        for p in range(4)
+    ]
+    start = f".reg .b32 t, m, o; mov.b32 m, {magic:#x}; mov.b32 o, {offset:#x};"
+    return "{" + start + " ".join(lines) + "}"
+
+
+# bf16 mantissas have 7 bits: the sign bit of a byte chooses between 128 and 256 to subtract.
+_BYTES_BF16 = """{
+    .reg .b32 s, t, m;
+    mov.b32 m, 0x43004300;
+    lop3.b32 $0, $2, 0x007f007f, m, 0xea;
+    lop3.b32 s, $2, 0x00800080, m, 0xea;
+    sub.bf16x2 $0, $0, s;
+    shr.u32 t, $2, 8;
+    lop3.b32 $1, t, 0x007f007f, m, 0xea;
+    lop3.b32 s, t, 0x00800080, m, 0xea;
+    sub.bf16x2 $1, $1, s;
+}"""
+# fp16 mantissas have room for the byte itself, made unsigned by flipping its sign bit.
+_BYTES_FP16 = """{
+    .reg .b32 t, m;
+    mov.b32 m, 0x64806480;
+    lop3.b32 $0, $2, 0x00ff00ff, m, 0x6a;
+    sub.f16x2 $0, $0, m;
+    shr.u32 t, $2, 8;
+    lop3.b32 $1, t, 0x00ff00ff, m, 0x6a;
+    sub.f16x2 $1, $1, m;
+}"""
+BYTES_BF16, BYTES_FP16 = tl.constexpr(_BYTES_BF16), tl.constexpr(_BYTES_FP16)
+NIBBLES_BF16 = tl.constexpr(_nibbles("bf16x2", 0x43004300, 0x43084308))
+NIBBLES_FP16 = tl.constexpr(_nibbles("f16x2", 0x64006400, 0x64086408))
+
+
+@triton.jit
+def _plane(words, P: tl.constexpr, BITS: tl.constexpr, Kind: tl.constexpr):
+    codes = (words.to(tl.int32) >> (BITS * P)) & ((1 << BITS) - 1)
+    if BITS == 8:
+        codes = (codes ^ 128) - 128
+    else:
+        codes = codes - 8
+    return codes.to(tl.float32).to(Kind)
+
+
+@triton.jit
+def two_planes(words, Kind: tl.constexpr, ASM: tl.constexpr):
+    if not ASM:
+        return _plane(words, 0, 8, Kind), _plane(words, 1, 8, Kind)
+    elif Kind == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            BYTES_BF16, "=&r,=&r,r", [words], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            BYTES_FP16, "=&r,=&r,r", [words], (tl.float16, tl.float16), is_pure=True, pack=2
+        )
+
+
+@triton.jit
+def four_planes(words, Kind: tl.constexpr, ASM: tl.constexpr):
+    if not ASM:
+        return (
+            _plane(words, 0, 4, Kind), _plane(words, 1, 4, Kind),
+            _plane(words, 2, 4, Kind), _plane(words, 3, 4, Kind),
+        )  # fmt: skip
+    elif Kind == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            NIBBLES_BF16, "=&r,=&r,=&r,=&r,r", [words],
+            (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            NIBBLES_FP16, "=&r,=&r,=&r,=&r,r", [words],
+            (tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
