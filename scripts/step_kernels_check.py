@@ -2,8 +2,8 @@
 
     PYTHONPATH=. python scripts/step_kernels_check.py [--no-times]
 
-Problems are those of ``tests/step_cases.py``. Prints what failed, a table of times inside CUDA graphs, and
-one line of JSON. Ends with status 1 where an op differs from its reference.
+Problems are those of ``tests/step_cases.py`` and ``tests/grow_cases.py``. Prints what failed, a table of
+times inside CUDA graphs, and one line of JSON. Ends with status 1 where an op differs from its reference.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 sys.path.insert(0, str(Path(__file__).parent))
 
+import grow_cases
 import step_cases
 from step_cases import Problem
 from tree_attention_timing import time_calls as time_captured
@@ -70,6 +72,38 @@ def problems() -> Iterator[tuple[str, Callable[[], Problem]]]:
     for shape in [(1, 1, 5), (6, 12, 4096), (2, 12, 128256), (1, 4, 4095)]:
         for race in (True, False):
             yield f"runner-up {shape} {race}", lambda s=shape, r=race: step_cases.runner_up(*s, r, GPU)
+    yield from _problems_of_growth()
+
+
+def _problems_of_growth() -> Iterator[tuple[str, Callable[[], Problem]]]:
+    for widths in [(1,), (8, 6, 4), (1,) * 30, (20, 20, 19)]:
+        for batch in (1, 6):
+            again = len(widths) + 2
+            yield (
+                f"begin {batch} {widths}",
+                lambda b=batch, a=again, w=widths: grow_cases.beginning(b, a, w, 5000, GPU),
+            )
+    for shape in [
+        (1, 1, 4096, 8),
+        (1, 8, 4096, 6),
+        (6, 8, 4096, 6),
+        (6, 1, 4096, 1),
+        (2, 5, 4095, 16),
+        (2, 4, 100, 60),
+        (2, 6, 5, 8),
+        (1, 8, 32000, 8),
+        (2, 8, 128256, 8),
+        (1, 16, 152064, 16),
+    ]:
+        for seed in range(8):
+            race, ties, dtype = seed % 2 == 1, seed // 2 % 2 == 1, (HALF, SINGLE)[seed // 4]
+            how = dtype, race, GPU, (None, 0.7)[race], ties, seed
+            name = f"expand {shape} {dtype} race {race} ties {ties}"
+            yield name, lambda s=shape, h=how: grow_cases.expansion(*s, *h)
+    for shape in [(1, 1, 8, 8), (1, 8, 6, 6), (6, 8, 6, 6), (6, 1, 1, 1), (2, 29, 30, 30), (3, 16, 16, 16)]:
+        for seed in range(8):
+            how = seed % 2 == 1, seed // 2 % 2 == 1, seed // 4 == 1, seed
+            yield f"place {shape} {how}", lambda s=shape, h=how: grow_cases.placement(*s, GPU, *h)
 
 
 def captured() -> Iterator[tuple[str, Callable[[int], Problem]]]:
@@ -88,6 +122,15 @@ def captured() -> Iterator[tuple[str, Callable[[int], Problem]]]:
     yield "accept", lambda i: cut(step_cases.judgement(4, 16, 4096, GPU, 0.3, 10.0, seed=i))
     yield "greedy", lambda i: cut(step_cases.greedy(4, 16, 5, GPU, seed=i))
     yield "runner-up", lambda i: step_cases.runner_up(4, 6, 4096, True, GPU, seed=i)
+    yield "begin", lambda i: grow_cases.beginning(4, 5, (8, 6, 4), 300, GPU, seed=i)
+    for vocab in (4096, 32000):
+        for race in (False, True):
+            yield (
+                f"expand {vocab} {race}",
+                lambda i, v=vocab, r=race: grow_cases.expansion(4, 8, v, 6, HALF, r, GPU, 0.5 + i, seed=i),
+            )
+    for fixed in (False, True):
+        yield "place", lambda i, f=fixed: grow_cases.placement(4, 8, 6, 6, GPU, f, seed=i)
 
 
 def replayed(make: Callable[[int], Problem]) -> None:
@@ -111,9 +154,8 @@ def replayed(make: Callable[[int], Problem]) -> None:
         runs = []
         for _ in range(2):
             fill(problem)
-            if not problem.changed:
-                for result in made:
-                    result.fill_(-99)
+            for result in made[: len(made) - len(problem.changed)]:
+                result.fill_(-99)
             graph.replay()
             runs.append([result.clone() for result in made])
         problem.judge(runs[0], problem.expected())
@@ -141,6 +183,7 @@ def times() -> Iterator[tuple[str, float, int]]:
     yield from _times_of_rows()
     yield from _times_of_selection()
     yield from _times_of_acceptance()
+    yield from _times_of_growth()
 
 
 def time_calls(calls: list[Callable[[], object]]) -> float:
@@ -218,6 +261,43 @@ def _times_of_acceptance() -> Iterator[tuple[str, float, int]]:
             took = time_calls([partial(step.second_choice, *problem.args)])
             bytes_read = problem.args[0].numel() * (8 if race else 4)
             yield f"second_choice {shape}{' race' if race else ''}", took, bytes_read
+
+
+def _times_of_growth() -> Iterator[tuple[str, float, int]]:
+    for batch in (1, 6):
+        took = time_calls(
+            [partial(step.begin_tree, *grow_cases.beginning(batch, 5, (8, 6, 4), 9000, GPU).args)]
+        )
+        yield f"begin_tree B={batch}", took, 0
+        for fixed in (False, True):
+            problem = grow_cases.placement(batch, 8, 6, 6, GPU, fixed)
+            took = time_calls([partial(step.place_nodes, *problem.args)])
+            yield f"place_nodes B={batch} F=8 K=6{' fixed' if fixed else ''}", took, 0
+    for shape in [
+        (1, 1, 4096, 8),
+        (1, 8, 4096, 6),
+        (6, 8, 4096, 6),
+        (1, 8, 32000, 6),
+        (1, 8, 128256, 6),
+        (6, 8, 128256, 6),
+    ]:
+        for race in (False, True):
+            for dtype in (HALF, SINGLE):
+                problem = grow_cases.expansion(*shape, dtype, race, GPU, 0.7)
+                took = time_calls([partial(step.expand_nodes, *problem.args)])
+                yield f"expand_nodes {shape} {dtype}{' race' if race else ''}", took, 0
+    for batch in (1, 6):
+        for race in (False, True):
+            grown = grow_cases.expansion(batch, 8, 4096, 6, HALF, race, GPU, 0.7).args
+            placed = grow_cases.placement(batch, 8, 6, 6, GPU).args
+            took = time_calls([partial(_depth, grown, placed)])
+            yield f"from logits to tokens B={batch} F=8 K=6 V=4096{' race' if race else ''}", took, 0
+
+
+def _depth(grown: tuple[Any, ...], placed: tuple[Any, ...]) -> None:
+    """All that is done between two forwards of the draft model."""
+    draws, by_rank = step.expand_nodes(*grown)
+    step.place_nodes(*placed[:6], draws, by_rank, grown[3], *placed[9:])
 
 
 def main() -> int:

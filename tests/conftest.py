@@ -16,6 +16,8 @@ THREADS = 1
 # Read once, when transformers, datasets and triton are first imported: by the tests, later.
 for _name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
     os.environ.setdefault(_name, "1")
+# Whatever was measured on this machine, tests choose their settings themselves.
+os.environ["TRIFORCE_TREE_PROFILES"] = ""
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 

@@ -27,7 +27,8 @@ class Case:
     """One problem: a batch of token trees, each ``(prefix, tree size)``.
 
     ``layout``: "heads" is storage ``[B, H_kv, S, D]``, "rows" is ``[B, S, H_kv, D]``, an integer is
-    a page size with one table per sequence, and ("view", chunk) one table per KV head.
+    a page size with one table per sequence, and ("view", chunk) one table per KV head;
+    ("cache", chunk) likewise, over a store ``[H_kv, S, D]``.
     """
 
     heads: Heads
@@ -152,6 +153,11 @@ def _store(
     table = table.view(batch, tables, pages)
     shape = (len(order), page, heads.kv, heads.dim)
     stores = [torch.full(shape, nan, dtype=case.dtype, device=device) for _ in range(2)]
+    if per_head and case.layout[0] == "cache":
+        shape = (heads.kv, len(order), page, heads.dim)
+        stores = [
+            torch.full(shape, nan, dtype=case.dtype, device=device).permute(1, 2, 0, 3) for _ in range(2)
+        ]
     for sequence, pair in enumerate(rows):
         for head in range(heads.kv):
             at = torch.arange(pair[0].shape[1], device=device)

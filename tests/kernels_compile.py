@@ -55,7 +55,7 @@ def attention(rows: int, dim: int = 128, page: int = 0, tma: bool = True, **flag
         "BLOCK_N": config.block_n, "EDGE": EDGE, "SINGLE": True, "BLOCK_SEGMENTS": 1, "PAGE": page,
         "TMA": tma, "WINDOW": False, "SOFTCAP": False, "NODE": False, "EXACT": False,
         "STAGES": config.stages, "EDGE_STAGES": config.edge_stages, "ALIGN": config.align,
-        "LATE": config.late, "AHEAD": config.ahead, "PDL": True,
+        "PDL": True,
     } | flags  # fmt: skip
     if not constants["WINDOW"]:
         constants |= {"first_ptr": None, "low_ptr": None, "high_ptr": None}
@@ -67,7 +67,7 @@ def merging(**flags):
     """The combine kernel."""
     constants = {
         "GROUP": 4, "KV_HEADS": 8, "DIM": 128, "BLOCK_D": 128, "SINGLE": True, "CHUNK": 16,
-        "BLOCK_N": 64, "EDGE": EDGE, "ALIGN": 16, "LATE": False, "WINDOW": False, "CUT": True, "SINKS": False,
+        "BLOCK_N": 64, "EDGE": EDGE, "ALIGN": 16, "WINDOW": False, "CUT": True, "SINKS": False,
         "EXACT": False, "PDL": True,
     } | flags  # fmt: skip
     if not constants["WINDOW"]:
@@ -108,8 +108,6 @@ def main() -> None:
     variants = {
         "16 rows": lambda: attention(4),
         "64 rows": lambda: attention(64),
-        "16 rows, ahead": lambda: attention(4, AHEAD=2, LATE=True),
-        "64 rows, ahead": lambda: attention(64, AHEAD=2),
         "64 rows, pages of 128": lambda: attention(64, page=128),
         "64 rows, pages of 16, window, softcap": lambda: attention(
             64, page=16, tma=False, WINDOW=True, SOFTCAP=True

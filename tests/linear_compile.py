@@ -16,34 +16,36 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from triforce_tree.kernels.linear import linear_kernel
 from triforce_tree.kernels.linear_configs import LinearConfig, choose, row_block
+from triforce_tree.kernels.linear_kernel import linear_kernel
 
 
-def build(bits: int, rows: int, config: LinearConfig, dtype: str = "bf16", bias: bool = False):
+def build(
+    bits: int, rows: int, config: LinearConfig, dtype: str = "bf16", bias: bool = False, fused: bool = False
+):
     """Compile for sm_90 with all sizes multiples of 16."""
     block_m, word = row_block(rows), dtype if bits == 16 else "i16"
     constants = {
         "BITS": bits, "BLOCK_M": block_m, "BLOCK_N": config.block_n, "WIDTH": config.width,
-        "SPLIT": config.splits > 1, "STAGES": config.stages, "TMA": config.tma, "ASM": True, "PDL": True,
+        "SPLIT": config.splits > 1, "STAGES": config.stages, "TMA": config.tma, "FUSED": fused, "ASM": True,
+        "PDL": True,
     }  # fmt: skip
-    if not bias:
-        constants["bias_ptr"] = None
-    if bits == 16:
-        constants["scales_ptr"] = None
     types = {
         "out_ptr": "*" + dtype, "x_ptr": "*" + dtype, "bias_ptr": "*" + dtype, "w_ptr": "*" + word,
         "scales_ptr": "*fp32" if bits == 8 else "*i64", "partial_ptr": "*fp32", "counters_ptr": "*i32",
         "x_view": f"tensordesc<{dtype}[{block_m}, {config.width}]>" if config.tma else "*" + dtype,
         "w_view": f"tensordesc<{word}[{config.block_n}, {config.width}]>" if config.tma else "*" + word,
     }  # fmt: skip
-    free = ("rows", "splits", "prefetch", "x_view", "w_view")
+    absent = [name for name, there in (("bias_ptr", bias), ("scales_ptr", bits < 16)) if not there]
+    free = ("rows", "splits", "prefetch", "first_1", "first_2", "x_view", "w_view", "w_view_1", "w_view_2")
+    names = {name: re.sub(r"_[12]$", "", name) for name in linear_kernel.arg_names}
+    constants |= {name: None for name, kind in names.items() if kind in absent}
     signature = {
-        name: "constexpr" if name in constants else types.get(name, "i32") for name in linear_kernel.arg_names
+        name: "constexpr" if name in constants else types.get(kind, "i32") for name, kind in names.items()
     }
     attributes = {
         (at,): [["tt.divisibility", 16]]
-        for at, name in enumerate(linear_kernel.arg_names)
+        for at, name in enumerate(names)
         if name not in free and name not in constants
     }
     source = ASTSource(linear_kernel, signature, constants, attributes)
@@ -74,6 +76,10 @@ def main() -> None:
         sys.stdout.write(f"{bits} bits, fp16, bias: {said_of(build(bits, 16, config, 'fp16', True))}\n")
         plain = LinearConfig(64, 128, 1, 4, 3, tma=False)
         sys.stdout.write(f"{bits} bits, plain loads: {said_of(build(bits, 16, plain))}\n")
+        for tma in (True, False):
+            config = LinearConfig(64, 128, 4, 4, 3, tma)
+            made = build(bits, 16, config, bias=True, fused=True)
+            sys.stdout.write(f"{bits} bits, fused, {'bulk' if tma else 'plain'}: {said_of(made)}\n")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ LIKENESS = ((1.0, 0.0), (2.0, 1.0), (0.3, 10.0), (30.0, 0.2), (0.1, 20.0), (0.5,
 
 @dataclass
 class Problem:
-    """An op by name and its arguments; the tensors among them named in ``changed`` are its results."""
+    """An op by name and its arguments; results are what it returns and the arguments at ``changed``."""
 
     op: str
     args: tuple[Any, ...]
@@ -32,9 +32,8 @@ class Problem:
     def run(self, op: Callable[..., Any], args: tuple[Any, ...] | None = None) -> list[Tensor]:
         args = self.args if args is None else args
         made = op(*args)
-        if made is None:
-            return [args[at] for at in self.changed]
-        return list(made) if isinstance(made, tuple) else [made]
+        returned = [] if made is None else list(made) if isinstance(made, tuple) else [made]
+        return [*returned, *(args[at] for at in self.changed)]
 
     def copied(self) -> tuple[Any, ...]:
         return tuple(copy(x) if at in self.changed else x for at, x in enumerate(self.args))

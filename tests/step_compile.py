@@ -12,11 +12,12 @@ from kernels_compile import registers
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from triforce_tree.kernels import accept, rows, select
+from triforce_tree.kernels import accept, grow, rows, select
 
-_BF16 = {"k_cache_ptr", "v_cache_ptr", "k_ptr", "v_ptr", "rows_ptr", "means_ptr", "q_ptr"}
+_BF16 = {"k_cache_ptr", "v_cache_ptr", "k_ptr", "v_ptr", "rows_ptr", "means_ptr", "q_ptr", "logits_ptr"}
 _FP32 = {"score_ptr", "top_ptr", "mass_ptr", "lse_ptr", "p_ptr", "uniforms_ptr", "race_ptr", "laws_ptr"}
-_INT32 = {"table_ptr", "key_ptr", "gone_ptr"}
+_FP32 |= {"temperature_ptr", "ranks_ptr", "values_ptr"}
+_INT32 = {"table_ptr", "key_ptr", "gone_ptr", "lengths_ptr"}
 
 
 def build(kernel, constants: dict, warps: int, **types: str):
@@ -61,6 +62,17 @@ def variants():
     yield "greedy", accept._greedy_kernel, tile, 1, {}
     yield "second", accept._second_kernel, {"BLOCK": 4096}, 16, {}
     yield "second, greedy", accept._second_kernel, {"BLOCK": 4096, "race_ptr": None}, 16, {}
+    yield "begin", grow._begin_kernel, {"BLOCK_C": 32, "BLOCK_D": 4}, 1, {}
+    for block, most in ((4096, 8), (4096, 1), (8192, 16)):
+        tile = {"BLOCK": block, "BLOCK_K": most}
+        yield f"expand {block}, {most} draws", grow._expand_kernel, tile, block // grow._WARP, {}
+        tile |= {"temperature_ptr": None, "race_ptr": None}
+        yield f"expand {block}, {most} best", grow._expand_kernel, tile, block // grow._WARP, {}
+    for block in (1, 64, 2048):
+        tile = {"BLOCK": block, "pairs_ptr": None}
+        yield f"place of {block}", grow._place_kernel, tile, max(1, block // 256), {}
+    tile = {"BLOCK": 8, "ranks_ptr": None, "mask_ptr": None}
+    yield "place, fixed", grow._place_kernel, tile, 1, {}
 
 
 def main() -> None:

@@ -36,7 +36,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF, SINGLE = torch.float16, torch.float32
 SMALL = KernelConfig(16, 64, 4, 2, 1)
-LATE = KernelConfig(16, 64, 4, 2, 1, late=True)
 PLAIN = KernelConfig(16, 32, 4, 2, 1, tma=False)
 
 
@@ -52,8 +51,8 @@ PLAIN = KernelConfig(16, 32, 4, 2, 1, tma=False)
         Case(
             Heads(4, 2, 64), ((40, 5), (99, 9)), SINGLE, 16, window=50, softcap=5.0, sinks=True, config=PLAIN
         ),
-        Case(Heads(2, 2, 64), ((500, 3),), HALF, config=LATE),
-        Case(Heads(2, 1, 64), ((1000, 3),), HALF, config=LATE),
+        Case(Heads(2, 2, 64), ((500, 3),), HALF, config=SMALL),
+        Case(Heads(2, 1, 64), ((1000, 3),), HALF, config=SMALL),
         Case(Heads(2, 1, 96), ((129, 2),), HALF, config=SMALL),
         Case(Heads(2, 1, 128), ((200, 3),), HALF, config=SMALL),
     ],
@@ -63,7 +62,7 @@ def test_trees(case):
     assert run_case(case, DEVICE) <= LAW
 
 
-@pytest.mark.parametrize("layout", [1, 16, 64, ("view", 8)], ids=str)
+@pytest.mark.parametrize("layout", [1, 16, 64, ("view", 8), ("cache", 8), ("cache", 64)], ids=str)
 @pytest.mark.parametrize("config", [SMALL, PLAIN], ids=["bulk", "plain"])
 def test_pages(layout, config):
     assert run_case(Case(Heads(4, 2, 64), ((150, 9),), HALF, layout, config=config), DEVICE) <= LAW

@@ -33,10 +33,10 @@ def kernels() -> SimpleNamespace:
 
     if not torch.cuda.is_available() and not knobs.runtime.interpret:
         pytest.skip("Triton was loaded without TRITON_INTERPRET=1")
-    from triforce_tree.kernels import accept, rows, select
+    from triforce_tree.kernels import accept, grow, rows, select
 
     return SimpleNamespace(
-        **{k: v for m in (rows, select, accept) for k, v in vars(m).items() if k[0] != "_"}
+        **{k: v for m in (rows, select, accept, grow) for k, v in vars(m).items() if k[0] != "_"}
     )
 
 
@@ -308,7 +308,7 @@ def test_all_three_have_one_signature(ops) -> None:
     names = [
         name for name, made in vars(step).items() if isfunction(made) and name[0] != "_" and name != "cache"
     ]
-    assert len(names) == 7
+    assert len(names) == 10
     for name in names:
         assert signature(getattr(step, name)) == signature(getattr(step_reference, name))
         assert list(signature(getattr(step, name)).parameters) == [

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from triforce_tree.kernels import linear_reference as reference
-from triforce_tree.kernels.linear_configs import LEAST_BLOCK, MOST_ROWS
+from triforce_tree.kernels.linear_configs import LEAST_BLOCK, MOST_PLAIN_ROWS, MOST_ROWS
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -20,7 +20,7 @@ _HALF = (torch.bfloat16, torch.float16)
 class FewRowLinear(nn.Module):
     """An ``nn.Linear`` whose few rows go through our kernel; it shares the weight and the bias.
 
-    More than ``MOST_ROWS`` rows, other dtypes than bf16 and fp16, and the CPU run torch's own product.
+    More than ``MOST_PLAIN_ROWS`` rows, other dtypes than bf16 and fp16, and the CPU run torch's own product.
 
     Args:
         linear: the layer to stand for.
@@ -35,7 +35,7 @@ class FewRowLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in_features]`` to ``[..., out_features]`` in x's dtype."""
-        if _fits(x) and self.weight.dtype == x.dtype:
+        if _fits(x, MOST_PLAIN_ROWS) and self.weight.dtype == x.dtype:
             # At the first use, so that machines without Triton can import the package.
             from triforce_tree.kernels.linear import linear
 
@@ -148,5 +148,5 @@ def _counters(linear: nn.Linear) -> Tensor:
     return torch.zeros(size, dtype=torch.int32, device=linear.weight.device)
 
 
-def _fits(x: Tensor) -> bool:
-    return x.is_cuda and x.dtype in _HALF and 0 < x.numel() <= MOST_ROWS * x.shape[-1]
+def _fits(x: Tensor, most: int = MOST_ROWS) -> bool:
+    return x.is_cuda and x.dtype in _HALF and 0 < x.numel() <= most * x.shape[-1]

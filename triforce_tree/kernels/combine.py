@@ -37,7 +37,6 @@ def combine_kernel(
     BLOCK_N: tl.constexpr,
     EDGE: tl.constexpr,
     ALIGN: tl.constexpr,
-    LATE: tl.constexpr,
     WINDOW: tl.constexpr,
     CUT: tl.constexpr,
     SINKS: tl.constexpr,
@@ -66,8 +65,8 @@ def combine_kernel(
         )
         tiles = full + edges
         groups, _, cuts, each, spare = cut_evenly(tiles * KV_HEADS, slices, KV_HEADS, ALIGN)
-        from_part = slice_of(kv_head * tiles, cuts, each, spare, LATE)
-        to_part = slice_of(kv_head * tiles + tiles - 1, cuts, each, spare, LATE)
+        from_part = slice_of(kv_head * tiles, each, spare)
+        to_part = slice_of(kv_head * tiles + tiles - 1, each, spare)
         from_part = tl.where(groups > 1, kv_head * cuts, from_part)
         to_part = tl.where(groups > 1, kv_head * cuts + cuts - 1, to_part)
     if PDL:

@@ -24,9 +24,6 @@ class KernelConfig:
         max_registers: per thread, to fit more programs on a multiprocessor; 0 for no limit.
         align: below this many tiles a program, shares do not straddle KV heads.
         edge_stages: depth of the load pipeline over tiles that look at the mask.
-        ahead: mask-free tiles (a power of two, or 0) that a program asks into L2 while it waits for
-            the kernel before it; dense rows of one sequence only.
-        late: where tiles do not divide, the last programs of a head take one more, not the first.
     """
 
     block_m: int
@@ -38,8 +35,6 @@ class KernelConfig:
     max_registers: int = 0
     align: int = 16
     edge_stages: int = 2
-    ahead: int = 0
-    late: bool = False
 
     def __post_init__(self) -> None:
         if self.block_n % EDGE:

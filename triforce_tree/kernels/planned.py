@@ -22,11 +22,26 @@ def run(
 
     ``plan`` must be one of ``plan_trees``.
     """
+    return states(q, k, v, plan, scale=scale, table=table, softcap=softcap, sinks=sinks)[0]
+
+
+def states(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: Plan,
+    *,
+    scale: float,
+    table: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The output and its log-sum-exp ``[queries, H_q]``, both of ``launch.run``; see :func:`run`."""
     if q.is_cuda:
         from triforce_tree.kernels import launch
 
-        return launch.run(q, k, v, plan, scale=scale, table=table, softcap=softcap, sinks=sinks)[0]
-    parts = []
+        return launch.run(q, k, v, plan, scale=scale, table=table, softcap=softcap, sinks=sinks)
+    outs, lses = [], []
     _, _, tails, firsts, counts, _ = plan.segments.tolist()
     for b, length in enumerate(plan.lengths.tolist()):
         queries = slice(firsts[b], firsts[b] + counts[b])
@@ -39,11 +54,12 @@ def run(
         words = plan.mask[queries]
         bits = torch.arange(64, device=q.device)
         mask = (words[..., None] >> bits & 1).bool().flatten(1)[:, : tails[b]]
-        out, _ = reference.tree_attention(
+        out, lse = reference.tree_attention(
             q[queries].transpose(0, 1)[None], keys, values, mask, scale=scale, softcap=softcap, sinks=sinks
         )
-        parts.append(out[0].transpose(0, 1))
-    return torch.cat(parts)
+        outs.append(out[0].transpose(0, 1))
+        lses.append(lse[0].transpose(0, 1))
+    return torch.cat(outs), torch.cat(lses)
 
 
 def _gathered(pages: Tensor, table: Tensor, rows: int) -> Tensor:

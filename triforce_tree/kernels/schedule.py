@@ -48,33 +48,19 @@ def cut_evenly(total, slices, KV_HEADS: tl.constexpr, ALIGN: tl.constexpr):
 
 
 @triton.jit
-def share_of(part, total, slices, KV_HEADS: tl.constexpr, ALIGN: tl.constexpr, LATE: tl.constexpr):
-    """Tiles [at, stop) of one slice. Where a group does not divide, some slices take one tile more:
-    the first ones, or, LATE, the last ones, which end in edge tiles and so have fewer rows anyway.
-    """
+def share_of(part, total, slices, KV_HEADS: tl.constexpr, ALIGN: tl.constexpr):
+    """Tiles [at, stop) of one slice. Where a group does not divide, its first slices take one more."""
     groups, size, cuts, share, spare = cut_evenly(total, slices, KV_HEADS, ALIGN)
     member = part // cuts
     place = part - member * cuts
-    if LATE:
-        extra = tl.maximum(place - (cuts - spare), 0)
-        more = place >= cuts - spare
-    else:
-        extra = tl.minimum(place, spare)
-        more = place < spare
+    extra, more = tl.minimum(place, spare), place < spare
     at = member * size + place * share + extra
     stop = at + share + more.to(tl.int32)
     return at, tl.where(member < groups, stop, at)
 
 
 @triton.jit
-def slice_of(tile, cuts, share, spare, LATE: tl.constexpr):
+def slice_of(tile, share, spare):
     """The slice of an only group that holds a tile: ``share_of`` the other way round."""
-    if LATE:
-        short = (cuts - spare) * share
-        place = tl.where(
-            tile < short, tile // tl.maximum(share, 1), cuts - spare + (tile - short) // (share + 1)
-        )
-    else:
-        long = spare * (share + 1)
-        place = tl.where(tile < long, tile // (share + 1), spare + (tile - long) // tl.maximum(share, 1))
-    return place
+    long = spare * (share + 1)
+    return tl.where(tile < long, tile // (share + 1), spare + (tile - long) // tl.maximum(share, 1))

@@ -14,7 +14,7 @@ from triforce_tree.kernels import step_reference
 
 @cache
 def _triton_op(name: str) -> Callable[..., Any]:
-    from triforce_tree.kernels import accept, rows, select
+    from triforce_tree.kernels import accept, grow, rows, select
 
     return {
         "append_rows": rows.append_rows,
@@ -24,6 +24,9 @@ def _triton_op(name: str) -> Callable[..., Any]:
         "accept_tree": accept.accept_tree,
         "accept_greedy": accept.accept_greedy,
         "second_choice": accept.second_choice,
+        "begin_tree": grow.begin_tree,
+        "expand_nodes": grow.expand_nodes,
+        "place_nodes": grow.place_nodes,
     }[name]
 
 
@@ -76,3 +79,47 @@ def second_choice(laws: Tensor, chosen: Tensor, race: Tensor | None) -> Tensor:
     """See ``step_reference.second_choice``."""
     op = _triton_op("second_choice") if laws.is_cuda else step_reference.second_choice
     return op(laws, chosen, race)
+
+
+def begin_tree(
+    ids: Tensor,
+    positions: Tensor,
+    root: Tensor,
+    at: Tensor,
+    lengths: Tensor,
+    tokens: Tensor,
+    end: Tensor,
+    dropped: Tensor,
+    offsets: Tensor,
+    ahead: Tensor,
+) -> None:
+    """See ``step_reference.begin_tree``."""
+    op = _triton_op("begin_tree") if tokens.is_cuda else step_reference.begin_tree
+    op(ids, positions, root, at, lengths, tokens, end, dropped, offsets, ahead)
+
+
+def expand_nodes(
+    logits: Tensor, temperature: Tensor | None, race: Tensor | None, laws: Tensor, count: int
+) -> tuple[Tensor, Tensor]:
+    """See ``step_reference.expand_nodes``."""
+    op = _triton_op("expand_nodes") if logits.is_cuda else step_reference.expand_nodes
+    return op(logits, temperature, race, laws, count)
+
+
+def place_nodes(
+    tokens: Tensor,
+    parents: Tensor,
+    words: Tensor,
+    values: Tensor,
+    ids: Tensor,
+    mask: Tensor | None,
+    draws: Tensor,
+    by_rank: Tensor,
+    laws: Tensor,
+    pairs: Tensor | None,
+    first: int,
+    before: int,
+) -> None:
+    """See ``step_reference.place_nodes``."""
+    op = _triton_op("place_nodes") if tokens.is_cuda else step_reference.place_nodes
+    op(tokens, parents, words, values, ids, mask, draws, by_rank, laws, pairs, first, before)

@@ -2,8 +2,8 @@
 
 The engine keeps a batch of sequences of different lengths on the device and never asks how long they
 are: each op here reads lengths, indices and random numbers from tensors. The Triton twins (``rows``,
-``select``, ``accept``) have the same signatures, never synchronise with the host and can be captured in
-CUDA graphs; these may, and do, loop in Python.
+``select``, ``accept``, ``grow``) have the same signatures, never synchronise with the host and can be
+captured in CUDA graphs; these may, and do, loop in Python.
 """
 
 import torch
@@ -223,3 +223,125 @@ def second_choice(laws: Tensor, chosen: Tensor, race: Tensor | None) -> Tensor:
     weights = weights.masked_fill(ids == chosen[..., None], floor)
     top, token = weights.max(-1)
     return torch.where(top > floor, token, -1)
+
+
+def begin_tree(
+    ids: Tensor,
+    positions: Tensor,
+    root: Tensor,
+    at: Tensor,
+    lengths: Tensor,
+    tokens: Tensor,
+    end: Tensor,
+    dropped: Tensor,
+    offsets: Tensor,
+    ahead: Tensor,
+) -> None:
+    """Say where a tree grows whose root is each text's token at ``end``; the first five are written.
+
+    Args:
+        ids: int64 ``[B, A]``, the text's newest tokens, the root the last.
+        positions: int64 ``[B, C]``, where columns stand in a cache without the ``dropped`` tokens.
+        root: int64 ``[B, N]``, whose first column receives the root.
+        at: int64 ``[D, B]``, first new row of each forward.
+        lengths: int32 ``[B]``, rows before those of ``ids``.
+        tokens: int64 ``[B, S]``, the texts.
+        end, dropped: int64 ``[B]``; ``end`` at least A - 1.
+        offsets: int64 ``[C]``, of each column from the root; the first A are 1 - A ... 0.
+        ahead: int64 ``[D]``, of each forward's first row from the root's.
+    """
+    newest, place = ids.shape[1], end - dropped
+    ids.copy_(tokens.gather(1, end[:, None] + offsets[:newest]))
+    positions.copy_(place[:, None] + offsets)
+    root[:, 0] = ids[:, -1]
+    at.copy_(place + ahead[:, None])
+    lengths.copy_(place - newest + 1)
+
+
+def expand_nodes(
+    logits: Tensor, temperature: Tensor | None, race: Tensor | None, laws: Tensor, count: int
+) -> tuple[Tensor, Tensor]:
+    """The laws at a tree's frontier, and the tokens that may be their children.
+
+    Args:
+        logits: ``[B, F, V]``.
+        temperature: fp32 ``[]``; None for 1.
+        race: fp32 ``[B, F, V]`` of Exp(1) noise: draws without replacement, by falling law / race; None:
+            the most probable tokens. The lower id among equals.
+        laws: fp32 ``[B, F, V]``, written: softmax of logits / temperature.
+        count: K, draws of a node.
+
+    Returns:
+        int64 ``[B, F, K]``, the draws in their order, -1 where there are no more; fp32 ``[B, F, K]``, the K
+        largest probabilities, which are the same whatever was drawn; 0 past V.
+    """
+    scores = logits.float() if temperature is None else logits.float() / temperature
+    laws.copy_(scores.softmax(-1))
+    return draw_tokens(laws, race, count)
+
+
+def draw_tokens(laws: Tensor, race: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
+    """What ``expand_nodes`` returns, from its laws."""
+    most = min(count, laws.shape[-1])
+    order = _ranked(laws).topk(most).indices
+    draws, by_rank = order, laws.gather(2, order)
+    if race is not None:
+        times = laws / race
+        draws = _ranked(times).topk(most).indices
+        draws = torch.where(times.gather(2, draws) > 0, draws, -1)
+    missing = (0, count - most)
+    return torch.nn.functional.pad(draws, missing, value=-1), torch.nn.functional.pad(by_rank, missing)
+
+
+def place_nodes(
+    tokens: Tensor,
+    parents: Tensor,
+    words: Tensor,
+    values: Tensor,
+    ids: Tensor,
+    mask: Tensor | None,
+    draws: Tensor,
+    by_rank: Tensor,
+    laws: Tensor,
+    pairs: Tensor | None,
+    first: int,
+    before: int,
+) -> None:
+    """Add W nodes behind their parents, the frontier ``first ... first + F - 1``; the first six are written.
+
+    Which places they take depends on ``pairs``, or on ``values`` and ``by_rank``: on what was known before
+    the draws at hand. The i-th largest probability stands for the chance of the i-th draw, whatever that is.
+
+    Args:
+        tokens, parents, words: int64 ``[B, N]``; bit j of a word: node j is the node or its ancestor.
+        values: fp32 ``[B, N]``, products of the laws along the paths.
+        ids: int64 ``[B, W]``, the new tokens as input of a forward, 0 for those that are not there.
+        mask: int64 ``[B * W, 1]``, the new words behind ``before`` bits that are set; may be None.
+        draws, by_rank, laws: of the frontier, see ``expand_nodes``.
+        pairs: int64 ``[2, W]``, parents (counted from ``first``) and ranks of the new nodes, siblings by
+            rank; None: the W likeliest, the lower (parent, rank) among equals.
+    """
+    batch, frontier, count = draws.shape
+    old, new = slice(first, first + frontier), slice(first + frontier, first + frontier + ids.shape[1])
+    if pairs is None:
+        # Chances fall with the rank: a parent with n chosen places gets its first n draws.
+        chances = (by_rank * values[:, old, None]).flatten(1)
+        chosen = _ranked(chances).topk(ids.shape[1]).indices.sort(1).values
+    else:
+        chosen = (pairs[0] * count + pairs[1]).expand(batch, -1)
+    above, drawn = chosen // count, draws.flatten(1).gather(1, chosen)
+    sequence = torch.arange(batch, device=draws.device)[:, None]
+    chance = torch.where(drawn >= 0, laws[sequence, above, drawn.clamp_min(0)], 0.0)
+    tokens[:, new], parents[:, new] = drawn, above + first
+    values[:, new] = values[:, old].gather(1, above) * chance
+    own = 1 << torch.arange(new.start, new.stop, device=draws.device)
+    words[:, new] = words[:, old].gather(1, above) | own
+    ids.copy_(drawn.clamp_min(0))
+    if mask is not None:
+        mask.copy_((words[:, new] << before | (1 << before) - 1).view(-1, 1))
+
+
+def _ranked(numbers: Tensor) -> Tensor:
+    """Numbers ``[..., R]``, not negative, as int64: NaN first, and the lower index first among equals."""
+    bits = torch.where(numbers.isnan(), 0x7FC00000, numbers.view(torch.int32))
+    return (bits.long() << 32) - torch.arange(numbers.shape[-1], device=numbers.device)

@@ -16,7 +16,6 @@ below torch's own error.
 import triton
 import triton.language as tl
 
-from triforce_tree.kernels.ahead import fetch_ahead, prefetch
 from triforce_tree.kernels.schedule import share_of, spans
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -33,6 +32,13 @@ def _row_offsets(rows, table_row, base_row, stride_block, stride_row, PAGE: tl.c
 
 
 @triton.jit
+def _prefetch(pointer):
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; // dummy $0", "=r,l", [pointer], tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def _soften(scores, scale, softcap, SOFTCAP: tl.constexpr):
     """Softcap on scaled scores; without one they stay raw and the caller's base has the scale."""
     if SOFTCAP:
@@ -43,7 +49,7 @@ def _soften(scores, scale, softcap, SOFTCAP: tl.constexpr):
 
 _UNSPECIALIZED = [
     "rows_per_batch", "rows_per_head", "columns_per_head", "halves", "max_rows", "slices", "blocks",
-    "segments", "capacity",
+    "segments",
 ]  # fmt: skip
 
 
@@ -85,7 +91,6 @@ def tree_attention_kernel(
     slices,
     blocks,
     segments,
-    capacity,  # KV rows of a sequence that there is storage for
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -104,8 +109,6 @@ def tree_attention_kernel(
     STAGES: tl.constexpr,
     EDGE_STAGES: tl.constexpr,
     ALIGN: tl.constexpr,
-    LATE: tl.constexpr,
-    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     REAL: tl.constexpr = tl.float64 if EXACT else tl.float32
@@ -114,14 +117,8 @@ def tree_attention_kernel(
     if PDL:
         # Wait for the kernel before; let the combine kernel be set up while this one runs. Anything
         # may be prefetched meanwhile, because a prefetch reads nothing.
-        prefetch(lengths_ptr)
-        prefetch(segments_ptr + 2 * segments)
-        if AHEAD > 0 and SINGLE and TMA and PAGE == 0 and not NODE and not WINDOW:
-            fetch_ahead(
-                k_ptr, v_ptr, lengths_ptr, segments_ptr, part, slices, capacity,
-                stride_kh, stride_ks, stride_vh, stride_vs,
-                KV_HEADS, DIM, BLOCK_N, EDGE, ALIGN, LATE, AHEAD,
-            )  # fmt: skip
+        _prefetch(lengths_ptr)
+        _prefetch(segments_ptr + 2 * segments)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
@@ -162,7 +159,7 @@ def tree_attention_kernel(
         at = part % KV_HEADS
         stop = at + 1
     else:
-        at, stop = share_of(part, total, slices, KV_HEADS, ALIGN if SINGLE else 0, LATE)
+        at, stop = share_of(part, total, slices, KV_HEADS, ALIGN if SINGLE else 0)
         if not SINGLE:
             ends = tl.cumsum(sizes, 0)
             segment = tl.sum(((ends <= at) & there).to(tl.int32))
@@ -234,7 +231,7 @@ def tree_attention_kernel(
                 if PAGE == 0:
                     source = view_row + start
                 else:
-                    source = page * PAGE + (first_kv + start) % PAGE
+                    source = head * rows_per_head + page * PAGE + (first_kv + start) % PAGE
                     coming = (first_kv + start + BLOCK_N) // PAGE
                     page = tl.load(table_row + tl.minimum(coming, last_page))
                 k = k_rows.load([source, view_column])

@@ -1,0 +1,120 @@
+"""Problems for the kernels that grow a token tree; see ``step_cases``, whose methods these follow."""
+
+import random
+
+import torch
+from step_cases import Problem
+from torch import Tensor
+
+from triforce_tree.kernels import step_reference
+
+
+def beginning(
+    batch: int, again: int, widths: tuple[int, ...], size: int, device: str, seed: int = 0
+) -> Problem:
+    """Texts of different lengths in a buffer, one that has just enough tokens."""
+    rng = random.Random(seed)
+    depths = [0] + [d + 1 for d, width in enumerate(widths) for _ in range(width)]
+
+    def made(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.full(shape, -99, dtype=dtype, device=device)
+
+    columns = again - 1 + len(depths)
+    written = made(batch, again), made(batch, columns), made(batch, len(depths)), made(len(widths), batch)
+    end = [rng.randrange(again, size) for _ in range(batch - 1)] + [again - 1]
+    dropped = [rng.randrange(max(1, e - again)) for e in end]
+    offsets = [*range(1 - again, 0), *depths]
+    ahead = [1 - again, *(sum(widths[:d]) + 1 for d in range(len(widths) - 1))]
+    read = (torch.tensor(x, device=device) for x in (end, dropped, offsets, ahead))
+    tokens = torch.randint(50000, (batch, size + 3), device=device)[:, :size]
+    args = (*written, made(batch, dtype=torch.int32), tokens, *read)
+    return Problem("begin_tree", args, (0, 1, 2, 3, 4))
+
+
+def expansion(
+    batch: int,
+    frontier: int,
+    vocab: int,
+    count: int,
+    dtype: torch.dtype,
+    race: bool,
+    device: str,
+    temperature: float | None = None,
+    ties: bool = False,
+    seed: int = 0,
+) -> Problem:
+    """Peaked logits, a part of them -inf; rows of one token alone, of equal ones and of NaN among them."""
+    torch.manual_seed(seed)
+    scores = torch.randn(batch, frontier, vocab, device=device) * 4
+    scores = scores.round() if ties else scores
+    scores[torch.rand_like(scores) < 0.2] = -torch.inf
+    rows = scores.view(-1, vocab)
+    rows[0, vocab // 2] = 0.0  # all of a law may be -inf by now, which makes NaN of it
+    for row in range(1, len(rows)):
+        if row % 5 == 2:
+            rows[row] = -torch.inf
+            rows[row, vocab - 1 - row % 3] = 1.0
+        elif row % 5 == 3:
+            rows[row] = 0.5
+        elif row % 5 == 4:
+            rows[row, 0] = torch.nan
+    logits = torch.full((batch, frontier + 1, vocab + 5), torch.nan, dtype=dtype, device=device)
+    logits = logits[:, 1:, :vocab].copy_(scores)
+    laws = torch.full((batch, frontier + 2, vocab), torch.nan, device=device)[:, 1:-1]
+    noise = None
+    if race:
+        noise = torch.empty(batch, frontier + 2, vocab, device=device).exponential_()[:, 2:]
+    heat = None if temperature is None else torch.tensor(temperature, device=device)
+    return Problem("expand_nodes", (logits, heat, noise, laws, count), (3,), _drawn_from_its_laws)
+
+
+def _drawn_from_its_laws(problem: Problem, made: list[Tensor], exact: list[Tensor]) -> None:
+    """Laws may round otherwise; whatever they are, draws and probabilities are exactly those of them."""
+    _, _, race, _, count = problem.args
+    draws, by_rank, laws = made
+    torch.testing.assert_close(laws, exact[2], rtol=2e-5, atol=1e-30, equal_nan=True)
+    for a, b in zip((draws, by_rank), step_reference.draw_tokens(laws, race, count), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def placement(
+    batch: int,
+    frontier: int,
+    count: int,
+    width: int,
+    device: str,
+    fixed: bool = False,
+    ties: bool = False,
+    last: bool = False,
+    seed: int = 0,
+) -> Problem:
+    """A frontier behind some older nodes; draws that ran out, values of 0, a sequence of NaN."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    first, before, vocab = 3, 5, 40
+    nodes = first + frontier + width + (0 if last else 2)
+
+    def tree(most: int) -> Tensor:
+        return torch.randint(-1, most, (batch, nodes), device=device)
+
+    values = torch.rand(batch, nodes, device=device)
+    laws = torch.randn(batch, frontier + 4, vocab, device=device).softmax(-1)[:, 3:-1]
+    by_rank = laws.topk(min(count, vocab)).values
+    by_rank = torch.nn.functional.pad(by_rank, (0, count - by_rank.shape[2]))
+    if ties:
+        values, by_rank = values.mul(2).ceil() / 2, by_rank.mul(16).ceil() / 16
+    draws = torch.randint(-1, vocab, (batch, frontier, count), device=device)
+    values[0, first] = 0.0
+    if batch > 1:
+        values[-1], laws[-1], by_rank[-1] = torch.nan, torch.nan, torch.nan
+    pairs = None
+    if fixed:
+        chosen = sorted(rng.sample(range(frontier * count), width))
+        parents = [place // count for place in chosen]
+        ranks = [parents[:i].count(parent) for i, parent in enumerate(parents)]
+        pairs = torch.tensor([parents, ranks], device=device)
+    ids = torch.full((batch, width), -99, device=device)
+    mask = None if last else torch.full((batch * width, 1), -99, device=device)
+    changed = (0, 1, 2, 3, 4) if last else (0, 1, 2, 3, 4, 5)
+    args = (tree(9), tree(9), tree(2**40), values, ids, mask, draws, by_rank, laws, pairs, first, before)
+    return Problem("place_nodes", args, changed)

@@ -1,0 +1,145 @@
+"""The ops that grow a token tree: references against plain definitions, kernels against references."""
+
+from types import SimpleNamespace
+
+import grow_cases
+import pytest
+import step_cases
+import torch
+from scipy import stats
+
+from triforce_tree.kernels import step, step_reference
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HALF, SINGLE = torch.float16, torch.float32
+
+
+@pytest.fixture(name="ops")
+def kernels() -> SimpleNamespace:
+    """The Triton ops by name."""
+    pytest.importorskip("triton", reason="the kernels need Triton; install triton to run their tests")
+    from triton import knobs
+
+    if not torch.cuda.is_available() and not knobs.runtime.interpret:
+        pytest.skip("Triton was loaded without TRITON_INTERPRET=1")
+    from triforce_tree.kernels import grow
+
+    return SimpleNamespace(**{k: v for k, v in vars(grow).items() if k[0] != "_"})
+
+
+# See ``test_step_kernels``.
+runs_kernels = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")
+
+
+@runs_kernels
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("widths", [(1,), (8, 6, 4), (1, 1, 1, 1, 1)], ids=str)
+def test_begin_tree(batch, widths, ops) -> None:
+    step_cases.agree(grow_cases.beginning(batch, len(widths) + 2, widths, 40, DEVICE), ops)
+
+
+@runs_kernels
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 5, 1), (2, 3, 5, 8), (2, 3, 300, 6), (3, 2, 64, 16), (1, 6, 1030, 33)], ids=str
+)
+@pytest.mark.parametrize("race", [True, False], ids=["race", "greedy"])
+@pytest.mark.parametrize("ties", [True, False], ids=["ties", "normal"])
+@pytest.mark.parametrize("block", [8192, 32], ids=["held", "walked"])
+def test_expand_nodes(shape, race, ties, block, ops, monkeypatch) -> None:
+    from triforce_tree.kernels import grow
+
+    monkeypatch.setattr(grow, "_BLOCK", block)
+    for dtype, temperature in ((HALF, None), (SINGLE, 0.7)):
+        problem = grow_cases.expansion(*shape, dtype, race, DEVICE, temperature, ties)
+        step_cases.agree(problem, ops)
+
+
+@runs_kernels
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1, 1), (1, 1, 8, 8), (2, 8, 6, 6), (3, 6, 4, 4), (2, 5, 45, 33), (2, 1, 16, 9)], ids=str
+)
+@pytest.mark.parametrize("fixed", [True, False], ids=["fixed", "live"])
+def test_place_nodes(shape, fixed, ops) -> None:
+    for seed in range(3):
+        for ties, last in ((False, False), (True, False), (False, True)):
+            step_cases.agree(grow_cases.placement(*shape, DEVICE, fixed, ties, last, seed), ops)
+
+
+def test_draws_are_the_law_without_replacement() -> None:
+    """Chi-square over ordered pairs: P(i, j) = p_i p_j / (1 - p_i)."""
+    torch.manual_seed(0)
+    runs, law = 20000, torch.tensor([0.4, 0.3, 0.2, 0.1, 0.0])
+    logits, laws = law.log().expand(1, runs, 5), torch.empty(1, runs, 5)
+    race = torch.empty_like(laws).exponential_()
+    draws, by_rank = step.expand_nodes(logits, None, race, laws, 6)
+    torch.testing.assert_close(by_rank[0, 0], torch.tensor([0.4, 0.3, 0.2, 0.1, 0.0, 0.0]))
+    assert (draws[..., :4].sort(-1).values == torch.arange(4)).all(), "all that is possible, once each"
+    assert (draws[..., 4:] == -1).all()
+    seen = (draws[0, :, 0] * 4 + draws[0, :, 1]).bincount(minlength=16).view(4, 4)
+    p = law[:4].double()
+    expected = p[:, None] * p / (1 - p[:, None])
+    other = ~torch.eye(4, dtype=torch.bool)
+    assert (seen[~other] == 0).all()
+    assert stats.chisquare(seen[other], expected[other] * runs / expected[other].sum()).pvalue > 0.01
+
+
+@pytest.mark.parametrize("fixed", [True, False], ids=["fixed", "live"])
+def test_places_do_not_look_at_the_draws(fixed) -> None:
+    """Other draws from the same laws: the same tree but for its tokens; siblings are the first draws."""
+    problem = grow_cases.placement(4, 6, 5, 5, "cpu", fixed)
+    args, other = problem.copied(), list(problem.copied())
+    other[6] = torch.randint(-1, 40, args[6].shape)
+    for one in (args, other):
+        step_reference.place_nodes(*one)
+        tokens, parents, draws, first = one[0], one[1], one[6], one[10]
+        for b in range(4):
+            for node in range(first + 6, first + 11):
+                above = int(parents[b, node])
+                rank = parents[b, first + 6 : node].tolist().count(above)
+                assert tokens[b, node] == draws[b, above - first, rank]
+    for at in (1, 2, 5):
+        assert torch.equal(args[at], other[at])
+    assert not torch.equal(args[0], other[0])
+
+
+def test_growth_by_hand() -> None:
+    """Two children of the root, then the three likeliest below them."""
+    ids, positions, root = torch.zeros(1, 3).long(), torch.zeros(1, 8).long(), torch.full((1, 6), -1)
+    at, lengths = torch.zeros(2, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
+    text, offsets = torch.tensor([[5, 6, 7, 8, 9]]), torch.tensor([-2, -1, 0, 1, 1, 2, 2, 2])
+    end, dropped, ahead = torch.tensor([3]), torch.tensor([1]), torch.tensor([-2, 1])
+    step.begin_tree(ids, positions, root, at, lengths, text, end, dropped, offsets, ahead)
+    assert ids.tolist() == [[6, 7, 8]]
+    assert positions.tolist() == [[0, 1, 2, 3, 3, 4, 4, 4]]
+    assert (int(root[0, 0]), at.flatten().tolist(), lengths.tolist()) == (8, [0, 3], [0])
+
+    parents, words, values = torch.full((1, 6), -1), torch.ones(1, 6).long(), torch.ones(1, 6)
+    for frontier, laws, expected in (
+        (slice(0, 1), [[0.1, 0.6, 0.3]], [1, 2]),
+        (slice(1, 3), [[0.5, 0.4, 0.1], [0.0, 0.1, 0.9]], [0, 1, 2]),
+    ):
+        law = torch.tensor([laws])
+        out, mask = torch.zeros(1, len(expected)).long(), torch.zeros(len(expected), 1).long()
+        draws, by_rank = step.expand_nodes(law.log(), None, None, torch.empty_like(law), len(expected))
+        step.place_nodes(
+            root, parents, words, values, out, mask, draws, by_rank, law, None, frontier.start, 2
+        )
+        assert out.tolist() == [expected]
+    assert root.tolist() == [[8, 1, 2, 0, 1, 2]]
+    assert parents.tolist() == [[-1, 0, 0, 1, 1, 2]]
+    assert words.tolist() == [[1, 0b11, 0b101, 0b1011, 0b10011, 0b100101]]
+    assert mask.flatten().tolist() == [0b101111, 0b1001111, 0b10010111]
+    torch.testing.assert_close(values[0], torch.tensor([1.0, 0.6, 0.3, 0.3, 0.24, 0.27]))
+
+
+@runs_kernels
+def test_ops_trace(ops) -> None:
+    for problem in (
+        grow_cases.beginning(2, 4, (3, 2), 20, DEVICE),
+        grow_cases.expansion(2, 2, 7, 3, SINGLE, True, DEVICE, 0.5),
+        grow_cases.expansion(1, 2, 7, 3, SINGLE, False, DEVICE),
+        grow_cases.placement(2, 3, 2, 2, DEVICE),
+        grow_cases.placement(2, 3, 2, 2, DEVICE, fixed=True, last=True),
+    ):
+        checks = ("test_schema", "test_faketensor")
+        torch.library.opcheck(getattr(ops, problem.op), problem.copied(), test_utils=checks)
