@@ -53,7 +53,7 @@ def main() -> None:
     )
     settings["threads"] = args.threads
     records = results.Records(args.out.with_suffix(".jsonl"), settings)
-    engine = triforce_tree.load(args.target, args.draft, device="cpu", dtype=torch.float32)
+    engine = triforce_tree.load(args.target, args.draft, device="cpu", dtype=torch.float32, profile=False)
     assert engine.tokenizer is not None
     prompts = text.prompts([text.pydoc_text()], engine.tokenizer, args.context, args.prompts)
 

@@ -93,7 +93,7 @@ def main() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     results.check_writable(args.out)
-    engine = triforce_tree.load(args.target, args.draft, device=args.device, dtype=args.dtype)
+    engine = triforce_tree.load(args.target, args.draft, device=args.device, dtype=args.dtype, profile=False)
     assert engine.tokenizer is not None
     source = text.read_text(args.file) if args.file else text.pydoc_text()
     ids = text.token_ids(engine.tokenizer, source)

@@ -2,6 +2,7 @@
 
     python scripts/make_tables.py           # fills every table
     python scripts/make_tables.py --check   # for CI: fails where one is out of date
+    python scripts/make_tables.py --plots   # pictures too, which need matplotlib
 
 A table stands between <!-- table: NAME --> and <!-- end table -->; NAME is one of TABLES below.
 """
@@ -15,6 +16,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import kernel_tables  # noqa: E402 - beside this file, wherever it is run from
+import on_chip_tables  # noqa: E402
+
 RESULTS = ROOT / "docs" / "results"
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end table -->)", re.DOTALL)
 
@@ -83,11 +89,25 @@ def pair(result: dict[str, Any]) -> str:
     return markdown(["embedded pair, held-out text", "figure"], lines)
 
 
+_KERNEL = "python scripts/bench_tree_attention.py --out docs/results"
+_ON_CHIP = "python scripts/bench_on_chip.py --part 7b"
 # name -> (results file, what makes the table, what makes the file)
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str], str]] = {
     "cpu_16k": ("cpu_16k.json", cpu, "python scripts/bench_cpu.py"),
     "cpu_16k_acceptance": ("cpu_16k.json", acceptance, "python scripts/bench_cpu.py"),
     "pair": ("pair.json", pair, "python scripts/eval_pair.py"),
+    **{
+        f"tree_attention_{make.__name__}": ("tree_attention_h200.json", make, _KERNEL)
+        for make in (
+            kernel_tables.cells,
+            kernel_tables.aims,
+            kernel_tables.layouts,
+            kernel_tables.splits,
+            kernel_tables.costs,
+            kernel_tables.gate,
+        )
+    },
+    **{f"on_chip_{make.__name__}": (on_chip_tables.FILE, make, _ON_CHIP) for make in on_chip_tables.TABLES},
 }
 
 
@@ -108,7 +128,14 @@ def filled(text: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 if a table is old")
+    parser.add_argument("--plots", action="store_true", help="draw the pictures as well")
     args = parser.parse_args()
+    on_chip = RESULTS / on_chip_tables.FILE
+    if args.plots and on_chip.exists():
+        import on_chip_plots
+
+        for path in on_chip_plots.plots(json.loads(on_chip.read_text(encoding="utf-8")), RESULTS):
+            print(f"{path.relative_to(ROOT)}: written")
     old = []
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         text = path.read_text(encoding="utf-8")

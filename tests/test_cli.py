@@ -47,7 +47,7 @@ def last_object(out: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "command", [["generate"], ["bench", "text"], ["bench", "needle"], ["check"], ["demo"]]
+    "command", [["generate"], ["bench", "text"], ["bench", "needle"], ["check"], ["tune"], ["demo"]]
 )
 def test_help_shows_defaults(capsys: pytest.CaptureFixture[str], command: list[str]) -> None:
     code, out, _ = run(capsys, *command, "--help")

@@ -1,19 +1,32 @@
 """Buffers, models and captured stages for one batch size, room and configuration."""
 
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 
 from triforce_tree.config import HierarchyConfig
+from triforce_tree.cycle.copied import CopiedRows
 from triforce_tree.cycle.growth import Growth
+from triforce_tree.cycle.host_store import Offload
 from triforce_tree.cycle.laws import DeviceLaw
 from triforce_tree.cycle.model import StepModel
+from triforce_tree.cycle.offloaded import OffloadedCache
 from triforce_tree.cycle.prefill import prefill
-from triforce_tree.cycle.rows import KVStore, RetrievalRows
+from triforce_tree.cycle.rows import KVStore, RetrievalRows, TreeRows
 from triforce_tree.cycle.shapes import DeviceShape, device_shape
-from triforce_tree.cycle.stages import ChainPass, Grow, MiddlePass, PlainPass, Stage, TreePass, Verifier
+from triforce_tree.cycle.stages import (
+    ChainPass,
+    FullRows,
+    Grow,
+    MiddlePass,
+    PlainPass,
+    Stage,
+    TreePass,
+    Verifier,
+)
 from triforce_tree.cycle.texts import Texts
 from triforce_tree.few_row import few_row_copy, low_bit_copy
 from triforce_tree.graphs import Captured
@@ -29,7 +42,7 @@ class _Program:
 
     law: DeviceLaw
     stages: dict[str, Stage]
-    graphs: dict[str, Captured]
+    graphs: dict[str, Callable[[], None]]
 
 
 class Cycle:
@@ -42,9 +55,12 @@ class Cycle:
         batch: sequences.
         room: most tokens of a text, new ones included.
         levels: 1, 2 or 3.
+        offload: how to split the full cache between device and host; None keeps it on the device.
+        progress: called with bytes of host memory as they are taken.
 
     Raises:
         ValueError: several levels without a draft, or with a tree that has no fixed size.
+        HostMemoryError: host memory is short.
     """
 
     def __init__(
@@ -55,6 +71,8 @@ class Cycle:
         batch: int,
         room: int,
         levels: int,
+        offload: Offload | None = None,
+        progress: Callable[[int], None] | None = None,
     ) -> None:
         self.target, self.config, self.batch, self.room, self.levels = target, config, batch, room, levels
         self.device = target.device
@@ -73,9 +91,23 @@ class Cycle:
         # Rows and tokens behind a text's end that a pass may write, and those of a capture's trial runs.
         behind = 4 * (self.reach + depth + nodes) + 64
         page = config.retrieval.chunk if levels == 3 else 64
-        self.store = KVStore(
-            target.layers, batch, target.heads, room + behind, self.device, target.dtype, page
-        )
+        self.offloaded: OffloadedCache | None = None
+        self._full_rows: FullRows
+        if offload is not None:
+            chosen = config.retrieval
+            recent, slots = (chosen.recent, (chosen.budget - chosen.recent) // page * page)
+            if levels < 3:
+                recent = slots = page = 0
+            self.offloaded = OffloadedCache(
+                target, batch, room, recent, behind, slots, page, offload, progress
+            )
+            self._full_rows = self.offloaded.rows
+        else:
+            self.store = KVStore(
+                target.layers, batch, target.heads, room + behind, self.device, target.dtype, page
+            )
+            store = self.store
+            self._full_rows = lambda queries, mask: TreeRows(store, queries, mask=mask)
         reach, extra, vocabulary = (
             (self.reach, depth + 1, target.vocab_size) if levels == 3 else (0, depth, 0)
         )
@@ -83,8 +115,12 @@ class Cycle:
         self.full = StepModel(few_row_copy(target.model), compiled)
         self.growth = self._growth(draft, shape, depth, compiled) if draft and shape else None
         self.rows: RetrievalRows | None = None
+        self.copies: CopiedRows | None = None
         if levels == 3:
-            self.rows = RetrievalRows(self.store, nodes, config.retrieval, self.reach + 1)
+            if self.offloaded is not None:
+                self.copies = CopiedRows(self.offloaded, nodes, config.retrieval)
+            else:
+                self.rows = RetrievalRows(self.store, nodes, config.retrieval, self.reach + 1)
             bits = config.middle_bits
             self.middle = self.full if bits == 16 else StepModel(low_bit_copy(target.model, bits), compiled)
         self.capture_seconds = 0.0
@@ -116,34 +152,53 @@ class Cycle:
             grow = Grow(self.growth, law, texts)
             stages["grow"] = grow
             nodes = self.growth.nodes
-            if self.rows is not None:
+            seen = self.rows or self.copies
+            if seen is not None:
                 verifier = Verifier(self.middle, law, texts, nodes, vocabulary)
                 for name, choosing in (("choose", True), ("middle", False)):
-                    stages[name] = MiddlePass(grow, verifier, self.rows, self.leaves, choosing)
+                    stages[name] = MiddlePass(grow, verifier, seen, self.leaves, choosing)
                 stages["full"] = ChainPass(
-                    self.full, self.store, self.rows, law, texts, vocabulary, self.leaves
+                    self.full, self._full_rows, self.rows, law, texts, vocabulary, self.leaves
                 )
             else:
                 stages["full"] = TreePass(
-                    grow, Verifier(self.full, law, texts, nodes, vocabulary), self.store
+                    grow, Verifier(self.full, law, texts, nodes, vocabulary), self._full_rows
                 )
-        stages["plain"] = PlainPass(self.full, self.store, self.rows, law, texts, vocabulary)
+        stages["plain"] = PlainPass(self.full, self._full_rows, self.rows, law, texts, vocabulary)
         return stages
 
-    def _captured(self, stages: dict[str, Stage]) -> dict[str, Captured]:
+    def _captured(self, stages: dict[str, Stage]) -> dict[str, Callable[[], None]]:
         """Capture every stage on texts of a made-up length."""
-        result = {}
-        for name, stage in stages.items():
-            self.texts.length.fill_(self.room - 1)
-            self.texts.chain.zero_()
-            if self.growth is not None:
-                self.growth.dropped.fill_(max(0, self.room - 1 - self.growth.again))
-            pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
-            result[name] = Captured(stage, self.device, pool)
+        result: dict[str, Callable[[], None]] = {}
+        on_gpu = self.device.type == "cuda"
+        with self.offloaded.trial(self.room - 1) if self.offloaded is not None else nullcontext():
+            for name, stage in stages.items():
+                self.texts.length.fill_(self.room - 1)
+                self.texts.chain.zero_()
+                if self.growth is not None:
+                    self.growth.dropped.fill_(max(0, self.room - 1 - self.growth.again))
+                if self.offloaded is not None and name in ("full", "plain"):
+                    # A pass over the host's rows follows their lengths, and waits for the bus anyway.
+                    result[name] = stage
+                    if on_gpu:
+                        stage()
+                    continue
+                pool = torch.cuda.graph_pool_handle() if on_gpu else None
+                result[name] = Captured(stage, self.device, pool)
         return result
 
     def prefill(self, prompts: Sequence[Sequence[int]], progress: Progress | None = None) -> None:
-        """Feed all but each prompt's last token, the first root, to every level."""
+        """Feed all but each prompt's last token, the first root, to every level.
+
+        Where an offloaded cache is interrupted in this, its memory is given back and the cycle closed.
+
+        Raises:
+            ValueError: a prompt is too short for the levels, or too long for the room.
+        """
+        self._check(prompts)
+        if self.offloaded is not None:
+            self._prefill_offloaded(self.offloaded, prompts, progress)
+            return
         with self.target.active():
             for b, prompt in enumerate(prompts):
                 prefill(self.target, self.store, b, list(prompt[:-1]), self._prefill_chunk, progress)
@@ -152,8 +207,29 @@ class Cycle:
             self.rows.renew_means(torch.zeros_like(self.texts.length), everything)
         self.rewind(prompts)
 
+    def _prefill_offloaded(
+        self, cache: OffloadedCache, prompts: Sequence[Sequence[int]], progress: Progress | None
+    ) -> None:
+        try:
+            with self.target.active():
+                cache.prefill(prompts, self._prefill_chunk, progress)
+            self.rewind(prompts)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Give an offloaded cache's host memory back; the cycle is of no use afterwards."""
+        if self.offloaded is not None:
+            self.offloaded.close()
+
+    @property
+    def closed(self) -> bool:
+        return self.offloaded is not None and self.offloaded.closed
+
     def rewind(self, prompts: Sequence[Sequence[int]]) -> None:
         """Stand at the end of these prompts, or beginnings of texts, whose rows are in the cache."""
+        self._check(prompts)
         texts = self.texts
         for b, prompt in enumerate(prompts):
             texts.tokens[b, : len(prompt)] = torch.tensor(prompt, device=self.device)
@@ -164,6 +240,34 @@ class Cycle:
         texts.gathered.zero_()
         if self.growth is not None:
             self.growth.renew([list(p) for p in prompts])
+        if self.offloaded is not None:
+            self.offloaded.stand([len(p) - 1 for p in prompts])
+        if self.copies is not None:
+            self.copies.fill()
+
+    def _check(self, prompts: Sequence[Sequence[int]]) -> None:
+        least = 1
+        if self.growth is not None:
+            least = self.growth.again
+        if self.levels == 3:
+            # Candidates must fill the slots, or rows of the window would be seen twice.
+            own = self.config.retrieval
+            least = max(least, own.recent + (own.budget - own.recent) // own.chunk * own.chunk + 1)
+            if self.offloaded is not None:
+                # Candidates are the rows that have left the window, which they do in whole units.
+                least += self.offloaded.host.unit
+        for prompt in prompts:
+            if not least <= len(prompt) <= self.room:
+                raise ValueError(
+                    f"a prompt of {len(prompt)} tokens does not fit a captured cycle of {self.levels} "
+                    f"levels made for {least} to {self.room} tokens; use fewer levels, a smaller budget or "
+                    "captured=False"
+                )
+
+    def settled(self, counts: Sequence[int]) -> None:
+        """The last pass of level 2 made each text so many tokens longer."""
+        if self.offloaded is not None:
+            self.offloaded.settled(counts)
 
     def run(self, name: str, generator: torch.Generator) -> None:
         """One stage, with fresh random numbers."""

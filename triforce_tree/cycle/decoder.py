@@ -59,7 +59,8 @@ class CycleDecoder:
         while None in self.finish_reasons:
             start = time.perf_counter()
             rounds = self.pace.rounds()
-            self._make_room(texts, everything=plain_before and rounds > 0)
+            if rounds:
+                self._make_room(texts, everything=plain_before)
             report = self._pass(rounds)
             plain_before = rounds == 0
             fresh: list[list[int]] = []
@@ -104,6 +105,7 @@ class CycleDecoder:
             cycle.run("full", self._generator)
             clock.mark("full")
         report: list[list[int]] = cycle.texts.report().tolist()
+        cycle.settled([count for count, *_ in report])
         cycle.texts.gathered.zero_()
         return report
 

@@ -1,6 +1,7 @@
 """Level 0 on the device: the draft model grows a token tree for every sequence at once."""
 
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from triforce_tree.cycle.laws import DeviceLaw, Noise
 from triforce_tree.cycle.model import StepModel
 from triforce_tree.cycle.rows import KVStore, TreeRows
 from triforce_tree.cycle.shapes import DeviceShape
+from triforce_tree.kernels import step
 from triforce_tree.kernels.plan import Heads
 
 MOST_TAIL = 64
@@ -77,24 +79,43 @@ class Growth:
         self.store = KVStore(layers, batch, heads, capacity, device, model.model.dtype)
         self.dropped = torch.zeros(batch, dtype=torch.int64, device=device)
         self._held = [0] * batch
-        self._offsets = torch.arange(-self.again + 1, 1, device=device)
-        self._starts = [0, 1]
-        for width in shape.widths:
-            self._starts.append(self._starts[-1] + width)
+        starts = [0, *accumulate(shape.widths, initial=1)]
+        self._frontiers = [slice(a, b) for a, b in pairwise(starts[:-1])]  # the nodes that get children
+        self.expanding = starts[self.depth]
+        self.vocabulary: int = model.model.config.get_text_config(decoder=True).vocab_size
         depths = [0] + [d + 1 for d, width in enumerate(shape.widths) for _ in range(width)]
-        self.depths = torch.tensor(depths, device=device)
-        self._bits = torch.tensor([_signed(1 << i) for i in range(self.nodes)], device=device)
-        self._root = torch.ones(batch, 1, dtype=torch.int64, device=device)
+
+        def buffer(*size: int, fill: int = 0, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.full(size, fill, dtype=dtype, device=device)
+
+        self.tree = Tree(
+            tokens=buffer(batch, self.nodes),
+            parents=buffer(batch, self.nodes, fill=-1),
+            depths=torch.tensor(depths, device=device),
+            words=buffer(batch, self.nodes, fill=1),
+            laws=buffer(batch, self.expanding, self.vocabulary, dtype=torch.float32),
+        )
+        self._values = buffer(batch, self.nodes, fill=1, dtype=torch.float32)
+        self._pairs = [
+            None if shape.places is None else torch.tensor(shape.places[d], device=device).T.contiguous()
+            for d in range(self.depth)
+        ]
+        # Inputs of the forwards: the text's newest tokens, then each depth's nodes.
+        self._ids = [buffer(batch, width) for width in (self.again, *shape.widths)]
+        self._positions = buffer(batch, self.again - 1 + self.nodes)
+        self._offsets = torch.tensor([*range(1 - self.again, 0), *depths], device=device)
+        self._ahead = torch.tensor([1 - self.again, *starts[1 : self.depth]], device=device)
+        self._at = buffer(self.depth, batch)
+        self._lengths = buffer(batch, dtype=torch.int32)
         tail = torch.ones(self.again, self.again, dtype=torch.bool).tril()
         self._rows = [TreeRows(self.store, self.again, mask=tail)]
-        for d in range(1, self.depth):
-            seen = self.again + self._starts[d + 1] - 1
-            self._rows.append(TreeRows(self.store, shape.widths[d - 1], tail=seen))
-        self.expanding = self._starts[self.depth]  # nodes that have children
-        self.vocabulary: int = model.model.config.get_text_config(decoder=True).vocab_size
+        for width, nodes in zip(shape.widths, self._frontiers[1:], strict=False):
+            self._rows.append(TreeRows(self.store, width, tail=self.again - 1 + nodes.stop))
+        for rows, at in zip(self._rows, self._at, strict=True):
+            rows.follow(at, self._lengths)
 
     def grow(self, tokens: Tensor, end: Tensor, law: DeviceLaw, noise: Noise) -> Tree:
-        """A tree below each text's token at ``end``.
+        """A tree below each text's token at ``end``, in the buffers of ``self.tree``.
 
         Args:
             tokens: int64 ``[B, S]``.
@@ -102,41 +123,24 @@ class Growth:
             law: logits to laws.
             noise: a race for each of the ``expanding`` nodes that have children, unless greedy.
         """
-        again = end[:, None] + self._offsets
-        places = again - self.dropped[:, None]
-        newest = tokens.gather(1, again)
-        before = places[:, 0]
-        self._rows[0].begin(before)
-        logits = self.model(newest, places, self._rows[0], last=1)
-        nodes, parents, words = newest[:, -1:], torch.full_like(self._root, -1), self._root
-        values = torch.ones_like(nodes, dtype=torch.float32)
-        laws = []
-        below = (1 << (self.again - 1)) - 1  # the text's newest rows, which every node sees
-        for d in range(self.depth):
-            laws.append(law(logits))
-            first, start, stop = self._starts[d], self._starts[d + 1], self._starts[d + 2]
-            slots, ranks = self.shape.places(d, laws[-1], values)
-            draws = self._draw(laws[-1], d, None if law.greedy else noise.race)
-            drawn = draws.flatten(1).gather(1, slots * draws.shape[2] + ranks)
-            chance = laws[-1].flatten(1).gather(1, slots * self.vocabulary + drawn.clamp_min(0))
-            values = values.gather(1, slots) * torch.where(drawn >= 0, chance, 0.0)
-            above = slots + first
-            nodes, parents = torch.cat([nodes, drawn], 1), torch.cat([parents, above], 1)
-            words = torch.cat([words, words.gather(1, above) | self._bits[start:stop]], 1)
-            if d + 1 < self.depth:
-                rows = self._rows[d + 1]
-                rows.begin(before, (words[:, start:stop] << (self.again - 1)) | below)
-                at = (places[:, -1:] + d + 1).expand_as(drawn)
-                logits = self.model(drawn.clamp_min(0), at, rows)
-        return Tree(nodes, parents, self.depths, words, torch.cat(laws, 1))
-
-    def _draw(self, laws: Tensor, depth: int, race: Tensor | None) -> Tensor:
-        """int64 ``[B, F, K]``: each node's draws without replacement, in order; -1 when there are no more."""
-        most = min(self.shape.siblings(depth), self.vocabulary)
-        if race is None:
-            return laws.topk(most).indices
-        times = (laws / race[:, self._starts[depth] : self._starts[depth + 1]]).topk(most)
-        return torch.where(times.values > 0, times.indices, -1)
+        tree, before = self.tree, self.again - 1
+        step.begin_tree(
+            self._ids[0], self._positions, tree.tokens, self._at, self._lengths,
+            tokens, end, self.dropped, self._offsets, self._ahead,
+        )  # fmt: skip
+        for d, nodes in enumerate(self._frontiers):
+            columns = slice(before + nodes.start if d else 0, before + nodes.stop)
+            logits = self.model(
+                self._ids[d], self._positions[:, columns], self._rows[d], last=nodes.stop - nodes.start
+            )
+            laws, race = tree.laws[:, nodes], None if law.greedy else noise.race[:, nodes]
+            draws, by_rank = step.expand_nodes(*law.unscaled(logits), race, laws, self.shape.siblings(d))
+            mask = self._rows[d + 1].plan.mask if d + 1 < self.depth else None
+            step.place_nodes(
+                tree.tokens, tree.parents, tree.words, self._values, self._ids[d + 1], mask,
+                draws, by_rank, laws, self._pairs[d], nodes.start, before,
+            )  # fmt: skip
+        return tree
 
     def renew(self, texts: list[list[int] | None]) -> None:
         """Make room for the next trees.
@@ -176,8 +180,3 @@ class Growth:
             return out.transpose(1, 2).contiguous()
 
         self.model(ids, positions, attend, last=1)
-
-
-def _signed(word: int) -> int:
-    """An unsigned 64-bit word as torch's int64 holds it."""
-    return word - (1 << 64) if word >= 1 << 63 else word

@@ -32,19 +32,34 @@ class DeviceLaw:
     @staticmethod
     def key(law: TokenLaw) -> Hashable:
         """Laws with equal keys differ in their temperature alone."""
-        rest = [(type(p).__name__, str(sorted(vars(p).items()))) for p in _split(law)[1]]
-        return law.greedy, tuple(rest)
+        rest = _split(law)[1]
+        settings = [sorted((name, _hashable(value)) for name, value in vars(p).items()) for p in rest]
+        return law.greedy, tuple((type(p), *values) for p, values in zip(rest, settings, strict=True))
 
     def scores(self, logits: Tensor) -> Tensor:
         """Processed logits, fp32, of ``[B, T, V]``."""
-        scores = logits.float() / self.temperature
+        scores = logits.float()
+        if not self.greedy:
+            scores = scores / self.temperature
         if self._rest:
             scores = self._rest(None, scores.flatten(0, 1)).view_as(scores)  # type: ignore[arg-type]
         return scores
 
+    def unscaled(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Numbers x and a temperature t (None for 1) whose softmax(x / t) are the laws: for fused kernels."""
+        if self._rest:
+            return self.scores(logits), None
+        return logits, None if self.greedy else self.temperature
+
     def __call__(self, logits: Tensor) -> Tensor:
         """Laws, fp32 ``[B, T, V]``."""
         return self.scores(logits).softmax(-1)
+
+
+def _hashable(value: object) -> Hashable:
+    if isinstance(value, Tensor):
+        return tuple(value.flatten().tolist())
+    return repr(value)
 
 
 def _split(law: TokenLaw) -> tuple[float, list[object]]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from triforce_tree.fused_linears import fused
 from triforce_tree.hf_model import PassThrough
 
 ATTENTION = "triforce_tree_cycle"
@@ -105,7 +106,8 @@ class StepModel:
 
     @property
     def device(self) -> torch.device:
-        return next(self.model.parameters()).device
+        device: torch.device = next(self.model.parameters()).device
+        return device
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor, positions: Tensor, attend: Attend, last: int = 0) -> Tensor:
@@ -140,7 +142,7 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
     """``forward`` under torch.compile, or itself once compiling has failed."""
-    fast = torch.compile(forward, fullgraph=True, dynamic=False)
+    fast = torch.compile(forward, backend=fused, fullgraph=True, dynamic=False)
     failed = False
 
     def run(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -4,6 +4,9 @@ Rows are never moved between forwards but by :meth:`KVStore.move`: a forward wri
 that count, and whatever nobody keeps is overwritten by the next one.
 """
 
+import math
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -20,6 +23,7 @@ class KVStore:
         heads: of the attention.
         rows: S, rounded up to whole pages.
         page: rows of the unit that tables refer to.
+        least: elements that ``memory``, which the tensor lies at the front of, has at least.
     """
 
     def __init__(
@@ -31,10 +35,13 @@ class KVStore:
         device: torch.device,
         dtype: torch.dtype,
         page: int = 64,
+        least: int = 0,
     ) -> None:
         self.heads, self.batch, self.page = heads, batch, page
         self.rows = -(-rows // page) * page
-        self.kv = torch.empty(layers, 2, batch, heads.kv, self.rows, heads.dim, device=device, dtype=dtype)
+        shape = (layers, 2, batch, heads.kv, self.rows, heads.dim)
+        self.memory = torch.empty(max(least, math.prod(shape)), device=device, dtype=dtype)
+        self.kv = self.memory[: math.prod(shape)].view(shape)
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """K and V ``[B, H_kv, S, D]``."""
@@ -75,8 +82,7 @@ class TreeRows:
         if mask is None:
             mask = torch.ones(queries, tail, dtype=torch.bool)
         device = store.kv.device
-        self.before = torch.zeros(store.batch, dtype=torch.int64, device=device)
-        self.at = torch.zeros_like(self.before)
+        self.at = torch.zeros(store.batch, dtype=torch.int64, device=device)
         self.ahead = tail - queries
         self.plan: Plan = plan_trees(
             store.heads, [mask] * store.batch, [0] * store.batch, device=device, dtype=store.kv.dtype
@@ -89,11 +95,19 @@ class TreeRows:
             before: int64 ``[B]`` rows before the tail.
             words: int64 ``[B, T]``, bit j of word t: row t sees tail row j (tails of at most 64 rows).
         """
-        self.before.copy_(before)
-        self.at.copy_(before + self.ahead)
+        torch.add(before, self.ahead, out=self.at)
         self.plan.lengths.copy_(before)
         if words is not None:
             self.plan.mask.copy_(words.reshape(-1, 1))
+
+    def follow(self, at: Tensor, lengths: Tensor) -> None:
+        """Stand where these buffers say, instead of ``begin``; the mask is ``plan.mask``.
+
+        Args:
+            at: int64 ``[B]``, the first of the new rows.
+            lengths: int32 ``[B]``, rows before the tail.
+        """
+        self.at, self.plan = at, replace(self.plan, lengths=lengths)
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, sinks: Tensor | None
@@ -151,9 +165,12 @@ class RetrievalRows(TreeRows):
         )  # fmt: skip
         self.boundary = torch.zeros(batch, dtype=torch.int64, device=device)
 
-    def choose(self, end: Tensor) -> None:
-        """Let the next forward choose by its root, among the chunks before the recent window of ``end``."""
-        self.boundary.copy_((end - self.config.recent) // self.config.chunk)
+    def choose(self, end: Tensor, settled: Tensor) -> None:
+        """Let the next forward choose by its root.
+
+        Candidates are the chunks before the recent window of ``end``, as far as their rows are ``settled``.
+        """
+        self.boundary.copy_((end - self.config.recent).minimum(settled) // self.config.chunk)
         last = self.store.rows // self.config.chunk - 1
         recent = (self.boundary[:, None] + self._recent).clamp_max(last) + self._first_page
         self.table[..., self.slots :] = recent[:, None].int()

@@ -6,18 +6,23 @@
 * :class:`PlainPass`: level 2 alone: ordinary decoding (``levels=1``).
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from triforce_tree.cycle.copied import CopiedRows
 from triforce_tree.cycle.growth import Growth, Tree
 from triforce_tree.cycle.laws import DeviceLaw, Noise
 from triforce_tree.cycle.model import StepModel
-from triforce_tree.cycle.rows import KVStore, RetrievalRows, TreeRows
+from triforce_tree.cycle.rows import RetrievalRows, TreeRows
 from triforce_tree.cycle.texts import Texts, emitted_tokens
 from triforce_tree.kernels import step
 from triforce_tree.token_tree import ancestor_mask
+
+FullRows = Callable[[int, Tensor | None], TreeRows]
+"""Makes what T new rows of level 2 do in the full cache, of T and a mask that never changes."""
 
 
 class Stage(Protocol):
@@ -48,12 +53,15 @@ class Verifier:
         """
         rows.begin(root, words)
         logits = self.model(tree.tokens.clamp_min(0), root[:, None] + tree.depths, rows)
-        self.texts.check(logits)
         if self.law.greedy:
             p = self.law.scores(logits)
-            path, count, last = step.accept_greedy(tree.tokens, tree.parents, p.argmax(-1), depth)
+            top, best = p.max(-1)
+            # NaN counts as the largest of all, and spreads over a whole law.
+            self.texts.check(top)
+            path, count, last = step.accept_greedy(tree.tokens, tree.parents, best, depth)
         else:
             p = self.law(logits)
+            self.texts.check(p[..., 0])
             own = torch.arange(tree.tokens.shape[1], device=p.device).expand_as(tree.tokens)
             path, count, last = step.accept_tree(
                 tree.tokens, tree.parents, p, tree.laws, own, self.noise.uniform, self.noise.race[:, 0], depth
@@ -81,13 +89,18 @@ class MiddlePass:
     Args:
         grow: made the trees.
         verifier: level 1's weights.
-        rows: its retrieval view of the full cache.
+        rows: its retrieval view of the full cache, or copies from it.
         leaves: keep the runner-up of every token that joins the chain.
         choosing: whether this pass chooses its chunks anew.
     """
 
     def __init__(
-        self, grow: Grow, verifier: Verifier, rows: RetrievalRows, leaves: bool, choosing: bool
+        self,
+        grow: Grow,
+        verifier: Verifier,
+        rows: RetrievalRows | CopiedRows,
+        leaves: bool,
+        choosing: bool,
     ) -> None:
         self.grow, self.verifier, self.rows, self.leaves = grow, verifier, rows, leaves
         self.choosing = choosing
@@ -101,9 +114,9 @@ class MiddlePass:
         root = texts.end
         self.rows.choosing = self.choosing
         if self.choosing:
-            self.rows.choose(root)
+            self.rows.choose(root, texts.length)
         path, count, last, p = self.verifier.judge(tree, depth, root, self.rows, tree.words)
-        self.rows.store.move(path, root)
+        self.rows.store.move(path, self.rows.at)
         laws = p.gather(1, path.clamp_min(0)[..., None].expand(-1, -1, p.shape[2]))
         greedy = self.verifier.law.greedy
         if self.leaves:
@@ -117,28 +130,28 @@ class ChainPass:
 
     Args:
         model: the target.
-        store: the full cache.
-        means: whose chunk means follow the text.
+        full: makes rows of the full cache.
+        means: whose chunk means follow the text; None where the cache keeps them itself.
         leaves: verify the runner-ups too.
     """
 
     def __init__(
         self,
         model: StepModel,
-        store: KVStore,
-        means: RetrievalRows,
+        full: FullRows,
+        means: RetrievalRows | None,
         law: DeviceLaw,
         texts: Texts,
         vocabulary: int,
         leaves: bool,
     ) -> None:
-        self.texts, self.store, self.means, self.leaves = texts, store, means, leaves
+        self.texts, self.means, self.leaves = texts, means, leaves
         reach, device = texts.reach, model.device
         parents = list(range(-1, reach)) + (list(range(reach)) if leaves else [])
         depths = list(range(reach + 1)) + (list(range(1, reach + 1)) if leaves else [])
         self.parents = torch.tensor(parents, device=device).expand(texts.batch, -1)
         self.depths = torch.tensor(depths, device=device)
-        self.rows = TreeRows(store, len(parents), mask=ancestor_mask(parents))
+        self.rows = full(len(parents), ancestor_mask(parents))
         self.verifier = Verifier(model, law, texts, len(parents), vocabulary)
         self.noise = [self.verifier.noise]
         self._places = torch.arange(reach + 1, device=device)
@@ -155,25 +168,26 @@ class ChainPass:
         # Shapes do not change, so words are those of the plan: only laws and tokens vary.
         tree = Tree(nodes, self.parents, self.depths, nodes, texts.chain_laws)
         path, count, last, _ = self.verifier.judge(tree, reach, root, self.rows, None)
-        self.store.move(torch.where(texts.active[:, None] > 0, path, -1), root)
+        self.rows.store.move(torch.where(texts.active[:, None] > 0, path, -1), self.rows.at)
         texts.settle(nodes, path, count, last)
-        chunk = self.store.page
-        self.means.renew_means(root // chunk, (reach + 1) // chunk + 2)
+        if self.means is not None:
+            chunk = self.means.store.page
+            self.means.renew_means(root // chunk, (reach + 1) // chunk + 2)
 
 
 class TreePass:
     """Level 2 verifies level 0's trees."""
 
-    def __init__(self, grow: Grow, verifier: Verifier, store: KVStore) -> None:
-        self.grow, self.verifier, self.store = grow, verifier, store
-        self.rows = TreeRows(store, grow.growth.nodes)
+    def __init__(self, grow: Grow, verifier: Verifier, full: FullRows) -> None:
+        self.grow, self.verifier = grow, verifier
+        self.rows = full(grow.growth.nodes, None)
         self.noise = [verifier.noise]
 
     def __call__(self) -> None:
         tree, texts, depth = self.grow.tree, self.grow.texts, self.grow.growth.depth
         root = texts.length.clone()
         path, count, last, _ = self.verifier.judge(tree, depth, root, self.rows, tree.words)
-        self.store.move(torch.where(texts.active[:, None] > 0, path, -1), root)
+        self.rows.store.move(torch.where(texts.active[:, None] > 0, path, -1), self.rows.at)
         texts.settle(tree.tokens, path, count, last)
         texts.proposed.fill_(depth)
 
@@ -182,20 +196,21 @@ class PlainPass:
     """Level 2 alone, one token a pass.
 
     Args:
-        means: whose chunk means follow the text, where there is a level 1 to come back to.
+        full: makes rows of the full cache.
+        means: whose chunk means follow the text; None where nobody asks, or the cache keeps them itself.
     """
 
     def __init__(
         self,
         model: StepModel,
-        store: KVStore,
+        full: FullRows,
         means: RetrievalRows | None,
         law: DeviceLaw,
         texts: Texts,
         vocabulary: int,
     ) -> None:
-        self.texts, self.store, self.means = texts, store, means
-        self.rows = TreeRows(store, 1)
+        self.texts, self.means = texts, means
+        self.rows = full(1, None)
         self.verifier = Verifier(model, law, texts, 1, vocabulary)
         self.noise = [self.verifier.noise]
         device = model.device
@@ -210,4 +225,4 @@ class PlainPass:
         path, count, last, _ = self.verifier.judge(tree, 0, root, self.rows, None)
         self.texts.settle(nodes, path, count, last)
         if self.means is not None:
-            self.means.renew_means(root // self.store.page, 2)
+            self.means.renew_means(root // self.means.store.page, 2)

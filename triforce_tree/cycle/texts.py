@@ -53,9 +53,9 @@ class Texts:
         columns = [self.count, self.proposed, self.gathered, self.broken.expand(self.batch).long()]
         return torch.cat([torch.stack(columns, 1), self.fresh], 1)
 
-    def check(self, logits: Tensor) -> None:
-        """Remember whether logits were NaN; the host asks once a pass."""
-        self.broken |= torch.isnan(logits).any()
+    def check(self, numbers: Tensor) -> None:
+        """Remember whether any are NaN; the host asks once a pass."""
+        self.broken |= torch.isnan(numbers).any()
 
     def lengthen(self, tree: Tree, path: Tensor, count: Tensor, last: Tensor, laws: Tensor | None) -> None:
         """Add what level 1 emitted to the chain, as far as it fits.

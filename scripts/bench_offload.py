@@ -1,0 +1,146 @@
+"""Speed of the inflated pair with its cache in host memory, under a cap of device memory.
+
+    python scripts/bench_offload.py --part smoke            # does it work here, in three minutes
+    python scripts/bench_offload.py --part smoke --tiny     # the same code, tiny, on a CPU
+
+Each line of the output is one JSON object; the last one sums up.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from offload_measure import GIB, Bench, Rows, bus_gbps, free, peak_gib
+from on_chip_prompts import Library
+from transformers.utils import logging
+
+from triforce_tree.bench.results import hardware, repeated_share
+from triforce_tree.config import HierarchyConfig
+from triforce_tree.cycle import copied
+from triforce_tree.cycle.host_store import Offload
+
+_START = time.perf_counter()
+OPTIONS: dict[str, Any] = {
+    "levels": 3,
+    "gamma": 40,
+    "tree": "best-first:8,6,4",
+    "budget": 4096,
+    "chunk": 8,
+    "recent": 256,
+    "refresh": 1,
+}
+_TINY = {"gamma": 6, "tree": "best-first:3,2", "budget": 128, "recent": 32, "window": 64}
+
+
+def say(name: str, **facts: Any) -> None:
+    print(json.dumps({"at": round(time.perf_counter() - _START, 1), "what": name, **facts}), flush=True)
+
+
+def smoke(args: argparse.Namespace, device: torch.device) -> None:
+    """All that has never run on this machine, once, with everything it takes."""
+    tiny = args.tiny
+    dtype = torch.float32 if tiny else torch.bfloat16
+    shape, draft = ("768x7x6/3x128x1152", "256x2x4/4x64x512") if tiny else (args.shape, "llama-68m")
+    context = 600 if tiny else args.context
+    say("machine", gpu=hardware(), torch=torch.__version__, bus_gbps=bus_gbps(device))
+    start = time.perf_counter()
+    bench = Bench(shape, draft, device, dtype, None if tiny else args.cap, args.seed)
+    say("models", seconds=time.perf_counter() - start, peak_gib=peak_gib(device))
+    prompt = Library(bench.tokenizer, context).prompt(0, context).tokens
+    piece = 1 << 18 if tiny else 64 << 20
+
+    # The same rows wherever they live: bit for bit.
+    rows = Rows(bench, prompt[: 300 if tiny else 8192], 128 if tiny else 4096)
+    near = 3 * piece * bench.target.layers
+    split = {
+        name: rows.offloaded(Offload(size, piece, 3))
+        for name, size in (("host", 0), ("mixed", near // 2), ("device", 1 << 40 if tiny else 5 * GIB))
+    }
+    on_chip = rows.on_chip()
+    say(
+        "splits",
+        identical=all(torch.equal(split["host"], logits) for logits in split.values()),
+        off_on_chip=float((split["host"] - on_chip).abs().max()),
+        spread=float(on_chip.std()),
+        same_choice=float((split["host"].argmax(-1) == on_chip.argmax(-1)).float().mean()),
+    )
+    del rows, split, on_chip
+    free()
+
+    options = {**OPTIONS, **(_TINY if tiny else {}), **dict(args.set)}
+    config = HierarchyConfig.from_options(**options)
+    new = 24 if tiny else args.new_tokens
+    peak_gib(device, reset=True)
+    bench.open(config, context + new, Offload(int(args.resident * GIB), piece, 3), (0.0, 0.6))
+    host = bench.cycle.offloaded.host
+    say(
+        "open",
+        seconds=bench.seconds,
+        host_gib=host.host_bytes / GIB,
+        resident_gib=host.resident_bytes / GIB,
+        store_gib=bench.cycle.offloaded.store.kv.nbytes / GIB,
+        means_gib=bench.cycle.copies.means.nbytes / GIB,
+        peak_gib=peak_gib(device),
+    )
+    bench.feed(prompt)
+    say("prefill", seconds=bench.seconds["prefill"], peak_gib=peak_gib(device))
+    say("stages", ms=bench.stage_ms(0.0, prompt, 6))
+    greedy = bench.decode(0.0, prompt, new)
+    say("greedy", **greedy.as_dict(), repeated_8grams=repeated_share(greedy.tokens))
+    sampled = bench.decode(0.6, prompt, new)
+    say("sampled", **sampled.as_dict(), repeated_8grams=repeated_share(sampled.tokens))
+    again = bench.decode(0.0, prompt, min(new, 32))
+    say("again", same=again.tokens == greedy.tokens[: len(again.tokens)])
+    plain, partings = bench.plain(prompt, greedy.tokens[:16])
+    say("plain", **plain.as_dict(), partings=partings)
+    say(
+        "sum",
+        speedup={
+            "greedy": plain.ms_per_token / greedy.ms_per_token,
+            "sampled": plain.ms_per_token / sampled.ms_per_token,
+        },
+        peak_gib=peak_gib(device),
+    )
+    bench.close()
+    say("closed", allocated_gib=torch.cuda.memory_allocated() / GIB if device.type == "cuda" else 0)
+
+
+def setting(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE, as in gamma=16")
+    return name, int(value) if value.lstrip("-").isdigit() else value
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    made = argparse.ArgumentParser(
+        description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    add = made.add_argument
+    add("--part", choices=["smoke"], required=True, help="what to measure")
+    add("--shape", default="llama-2-7b", help="what the target is inflated to")
+    add("--context", type=int, default=32768, help="tokens of the prompt")
+    add("--new-tokens", type=int, default=128, help="tokens of each text")
+    add("--cap", type=float, default=24.0, help="GiB of device memory")
+    add("--resident", type=float, default=0.0, help="GiB of the cache that stay on the device")
+    add("--set", type=setting, nargs="*", default=[], metavar="NAME=VALUE", help="options of the hierarchy")
+    add("--asked", type=float, help="share of level 1's slots that one choice asks for")
+    add("--seed", type=int, default=0, help="of all draws, and of the weights without effect")
+    add("--tiny", action="store_true", help="tiny shapes and prompts, on any machine")
+    args = made.parse_args(words)
+    if not args.tiny and not torch.cuda.is_available():
+        made.error("there is no GPU here; --tiny runs the same code with tiny models on the CPU")
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch._dynamo.config.recompile_limit = 128
+    if args.asked:
+        copied._ASKED = args.asked
+    smoke(args, torch.device("cpu" if args.tiny else "cuda"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

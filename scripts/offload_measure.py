@@ -1,0 +1,307 @@
+"""An inflated pair whose full cache is offloaded: feed, decode, compare, and time it, under a memory cap."""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList, TemperatureLogitsWarper
+
+from triforce_tree.config import HierarchyConfig
+from triforce_tree.cycle.cycle import Cycle
+from triforce_tree.cycle.decoder import CycleDecoder
+from triforce_tree.cycle.host_store import Offload
+from triforce_tree.cycle.lanes import Lane
+from triforce_tree.cycle.model import StepModel
+from triforce_tree.cycle.offloaded import OffloadedCache
+from triforce_tree.cycle.pace import Pace
+from triforce_tree.cycle.pinned import HostMemory
+from triforce_tree.cycle.rows import KVStore, TreeRows
+from triforce_tree.decoder import Ending
+from triforce_tree.few_row import few_row_copy
+from triforce_tree.hf_model import HFModel
+from triforce_tree.inflate import inflate_pair
+from triforce_tree.sampling import TokenLaw
+from triforce_tree.stats import LevelStats
+
+GIB = 1 << 30
+
+
+def law_of(temperature: float) -> TokenLaw:
+    """No cut of the law but the temperature's."""
+    if temperature == 0:
+        return TokenLaw(greedy=True)
+    return TokenLaw(LogitsProcessorList([TemperatureLogitsWarper(temperature)]))
+
+
+@dataclass
+class Run:
+    """One decoding: ``tokens`` that were written, and what it took."""
+
+    tokens: list[int]
+    seconds: float
+    passes: int
+    streamed_bytes: int
+    levels: list[LevelStats] = field(default_factory=list)
+    rounds: float = 0.0
+
+    @property
+    def ms_per_token(self) -> float:
+        return 1e3 * self.seconds / len(self.tokens)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Figures of the run; of each level its share of one pass."""
+        per_pass = {level.name: 1e3 * level.seconds / self.passes for level in self.levels}
+        return {
+            "ms_per_token": self.ms_per_token,
+            "tokens": len(self.tokens),
+            "passes": self.passes,
+            "tokens_per_pass": len(self.tokens) / self.passes,
+            "rounds_per_pass": self.rounds,
+            "pass_ms": per_pass,
+            "pcie_gbps": self.streamed_bytes / 1e9 / self.levels[-1].seconds
+            if self.levels[-1].seconds
+            else None,
+            "acceptance": {level.name: level.acceptance_rate for level in self.levels},
+            "mean_accepted_length": {level.name: level.mean_accepted_length for level in self.levels},
+        }
+
+
+def cap_memory(device: torch.device, gib: float | None) -> None:
+    """Let torch's allocator take no more than this of the device."""
+    if gib is not None and device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        index = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.set_per_process_memory_fraction(min(1.0, gib * GIB / total), index)
+
+
+def peak_gib(device: torch.device, reset: bool = False) -> float:
+    """What torch's allocator has held at most, reserved memory and graphs included."""
+    if device.type != "cuda":
+        return 0.0
+    peak = torch.cuda.max_memory_reserved(device) / GIB
+    if reset:
+        free()
+        torch.cuda.reset_peak_memory_stats(device)
+    return peak
+
+
+def free() -> None:
+    """Captured graphs and their buffers refer to each other, so they go only when they are collected."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def bus_gbps(device: torch.device, size: int = 2 * GIB, piece: int = 64 << 20) -> dict[str, float]:
+    """Host to device and back, from locked memory in pieces, in GB/s."""
+    if device.type != "cuda":
+        size, piece = 1 << 26, 1 << 22
+    memory = HostMemory(device.type == "cuda")
+    host = memory.take((size // piece, piece), torch.uint8)
+    near = torch.empty(piece, dtype=torch.uint8, device=device)
+    lane, result = Lane(device), {}
+    for name, order in (("in", lambda row: (near, row)), ("out", lambda row: (row, near))):
+        times = []
+        for _ in range(3):
+            lane.synchronize()
+            start = time.perf_counter()
+            for row in host:
+                lane.copy(*order(row))
+            lane.synchronize()
+            times.append(time.perf_counter() - start)
+        result[name] = size / 1e9 / min(times)
+    del host
+    memory.release()
+    return result
+
+
+class Bench:
+    """The pair and the cycle that is open.
+
+    Args:
+        shape, draft_shape: what the embedded pair is inflated to.
+        device, dtype: of everything.
+        cap_gib: of device memory; None for no cap.
+        seed: of the weights without effect, and of all draws.
+    """
+
+    def __init__(
+        self,
+        shape: str,
+        draft_shape: str,
+        device: torch.device,
+        dtype: torch.dtype,
+        cap_gib: float | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.device, self.dtype, self.seed = device, dtype, seed
+        cap_memory(device, cap_gib)
+        target, draft, self.tokenizer = inflate_pair(shape, device, dtype, draft_shape, seed)
+        free()
+        self.target, self.draft = HFModel(target), HFModel(draft)
+        self._cycle: Cycle | None = None
+        self._fed: list[int] = []
+        self.seconds: dict[str, float] = {}
+
+    @property
+    def cycle(self) -> Cycle:
+        assert self._cycle is not None, "no cycle is open"
+        return self._cycle
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def timed(self, name: str, work: Callable[[], Any]) -> Any:
+        """Do the work, and note its seconds under ``name``."""
+        self.wait()
+        start = time.perf_counter()
+        result = work()
+        self.wait()
+        self.seconds[name] = time.perf_counter() - start
+        return result
+
+    def open(
+        self, config: HierarchyConfig, room: int, offload: Offload, temperatures: Sequence[float] = (0.0,)
+    ) -> None:
+        """A cycle for these settings, captured."""
+        self.close()
+        levels = config.levels if isinstance(config.levels, int) else 3
+        self._cycle = self.timed(
+            "allocate", lambda: Cycle(self.target, self.draft, config, 1, room, levels, offload)
+        )
+        for temperature in temperatures:
+            self.timed(f"capture {temperature}", lambda t=temperature: self.cycle.prepare(law_of(t)))
+
+    def close(self) -> None:
+        if self._cycle is not None:
+            self._cycle.close()
+        self._cycle, self._fed = None, []
+        free()
+
+    def feed(self, prompt: Sequence[int]) -> None:
+        """The prompt into the full cache, unless it is there."""
+        if self._fed != list(prompt):
+            self._fed = []
+            self.timed("prefill", lambda: self.cycle.prefill([list(prompt)]))
+            self._fed = list(prompt)
+
+    def decode(self, temperature: float, prompt: Sequence[int], new: int, rounds: int | None = None) -> Run:
+        """``new`` tokens behind a prompt that was fed, or the beginning of its text; 0 rounds: plain."""
+        cycle = self.cycle
+        decoder = CycleDecoder(cycle, law_of(temperature), self.seed)
+        if rounds is not None:
+            decoder.pace = Pace(decoder.pace.depth, decoder.pace.reach, fixed=rounds)
+        cycle.rewind([list(prompt)])
+        self.wait()
+        assert cycle.offloaded is not None
+        host, tokens = cycle.offloaded.host, []
+        streamed = 0
+        for fresh in decoder.decode([list(prompt)], [Ending(new)]):
+            tokens += fresh[0]
+            streamed += host.streamed_bytes()
+        target = decoder.levels[-1]
+        run = Run(tokens, decoder.decode_seconds, target.forwards, streamed, decoder.levels)
+        if cycle.growth is not None and decoder.levels[0].forwards:
+            run.rounds = decoder.levels[0].forwards / cycle.growth.depth / target.forwards
+        return run
+
+    def plain(self, prompt: Sequence[int], text: Sequence[int]) -> tuple[Run, list[dict[str, float]]]:
+        """Plain greedy decoding along ``text``: its time, and where it parts from it (never, but at ties)."""
+        partings, runs, done = [], [], 0
+        while done < len(text):
+            run = self.decode(0.0, [*prompt, *text[:done]], len(text) - done, rounds=0)
+            same = next(
+                (i for i, (a, b) in enumerate(zip(run.tokens, text[done:], strict=True)) if a != b), None
+            )
+            runs.append(run)
+            if same is None:
+                break
+            partings.append({"at": done + same, "plain": run.tokens[same], "ours": text[done + same]})
+            done += same + 1
+            if len(partings) > 8:
+                break
+        return runs[0], partings
+
+    def stage_ms(
+        self, temperature: float, prompt: Sequence[int], rounds: int, passes: int = 2
+    ) -> dict[str, float]:
+        """Median milliseconds of one run of each stage; every round of level 1 but the second chooses."""
+        cycle = self.cycle
+        cycle.prepare(law_of(temperature))
+        cycle.rewind([list(prompt)])
+        generator = torch.Generator(self.device)
+        generator.manual_seed(self.seed)
+        found: dict[str, list[float]] = {}
+        exchanged = []
+        for _ in range(passes):
+            names = [n for i in range(rounds) for n in ("grow", "middle" if i == 1 else "choose")]
+            for name in [*names, "full"]:
+                self.wait()
+                start = time.perf_counter()
+                cycle.run(name, generator)
+                self.wait()
+                found.setdefault(name, []).append(1e3 * (time.perf_counter() - start))
+                if name == "choose" and cycle.copies is not None:
+                    exchanged.append(float(cycle.copies.exchanged.float().mean()))
+            cycle.settled([row[0] for row in cycle.texts.report().tolist()])
+            cycle.texts.gathered.zero_()
+        result = {name: statistics.median(times) for name, times in found.items()}
+        if exchanged:
+            result["exchanged chunks a head"] = statistics.fmean(exchanged)
+        return result
+
+
+class Rows:
+    """Logits of a few rows behind a prompt, from caches that are split in several ways.
+
+    Args:
+        bench: its target is used.
+        prompt: whose rows are computed anew for each split.
+        chunk: tokens of prefill at once.
+    """
+
+    def __init__(self, bench: Bench, prompt: Sequence[int], chunk: int) -> None:
+        self.bench, self.prompt, self.chunk = bench, list(prompt), chunk
+        compiled = bench.device.type == "cuda"
+        self.model = StepModel(few_row_copy(bench.target.model), compiled)
+
+    def offloaded(self, offload: Offload, width: int = 9) -> Tensor:
+        """``[width, V]`` of the last ``width`` tokens."""
+        target, count = self.bench.target, len(self.prompt)
+        cache = OffloadedCache(target, 1, count + 64, 0, 256, 0, 0, offload)
+        with target.active():
+            cache.prefill([self.prompt[: count - width + 1]], self.chunk)
+        mask = torch.ones(width, width, dtype=torch.bool).tril()
+        logits = self._forward(cache.rows(width, mask), width)
+        cache.close()
+        del cache
+        free()
+        return logits
+
+    def on_chip(self, width: int = 9) -> Tensor:
+        from triforce_tree.cycle.prefill import prefill
+
+        target, count = self.bench.target, len(self.prompt)
+        store = KVStore(target.layers, 1, target.heads, count + 256, target.device, target.dtype)
+        with target.active():
+            prefill(target, store, 0, self.prompt[: count - width], self.chunk, None)
+        mask = torch.ones(width, width, dtype=torch.bool).tril()
+        logits = self._forward(TreeRows(store, width, mask=mask), width)
+        del store
+        free()
+        return logits
+
+    @torch.no_grad()
+    def _forward(self, rows: TreeRows, width: int) -> Tensor:
+        count, device = len(self.prompt), self.bench.device
+        start = torch.tensor([count - width], device=device)
+        rows.begin(start)
+        tokens = torch.tensor([self.prompt[-width:]], device=device)
+        positions = start[:, None] + torch.arange(width, device=device)
+        return self.model(tokens, positions, rows)[0].float()

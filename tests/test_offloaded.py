@@ -1,0 +1,353 @@
+"""The offloaded cycle off the GPU: the target's own text, bit for bit the same wherever its rows live.
+
+Caches are far smaller than the texts, pieces smaller still, and memory holds NaN until it is written. There
+are no streams here: what is copied when is tested on a GPU by ``scripts/bench_offload.py --part smoke``.
+"""
+
+import gc
+import weakref
+from functools import cache
+
+import pytest
+import torch
+from cycle_cases import SMALL, decoded
+from families import build, greedy, perturbed, prompt_of, tiny
+from scipy import stats
+from torch import Tensor
+from transformers import LogitsProcessorList, PreTrainedModel, TemperatureLogitsWarper
+
+from triforce_tree.config import HierarchyConfig
+from triforce_tree.cycle import offloaded, pinned
+from triforce_tree.cycle.cycle import Cycle
+from triforce_tree.cycle.decoder import CycleDecoder
+from triforce_tree.cycle.host_store import Offload
+from triforce_tree.cycle.layerwise import fill_by_layers
+from triforce_tree.cycle.model import StepModel
+from triforce_tree.cycle.offloaded import OffloadedCache
+from triforce_tree.cycle.pinned import HostMemory, HostMemoryError
+from triforce_tree.cycle.rows import KVStore, TreeRows
+from triforce_tree.decoder import Ending
+from triforce_tree.few_row import few_row_copy
+from triforce_tree.hf_model import HFModel
+from triforce_tree.sampling import TokenLaw
+
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
+
+PROMPTS = [prompt_of(length) for length in (83, 150, 67)]
+NEW = [40, 30, 20]
+SAMPLED = TokenLaw(LogitsProcessorList([TemperatureLogitsWarper(0.8)]))
+# 2 layers, 2 KV heads of 8: a row of a layer takes 128 bytes in fp32.
+PIECE = 32 * 128
+SPLITS = {"host": 0, "mixed": 5 * PIECE, "device": 1 << 24}
+
+model = cache(tiny)
+
+
+@pytest.fixture(autouse=True)
+def _few_rows_leave_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offloaded, "LEAVING", 16)
+
+
+@cache
+def draft_of(family: str) -> PreTrainedModel:
+    return perturbed(model(family), 0.05)
+
+
+@cache
+def _reference(family: str, prompt: tuple[int, ...], new_tokens: int) -> list[int]:
+    return greedy(model(family), list(prompt), new_tokens, attention_mask=torch.ones(1, len(prompt)))
+
+
+def references(prompts: list[list[int]], new: list[int], family: str = "llama-gqa") -> list[list[int]]:
+    return [_reference(family, tuple(p), n) for p, n in zip(prompts, new, strict=True)]
+
+
+def cycle_of(
+    levels: int,
+    batch: int = 1,
+    family: str = "llama-gqa",
+    room: int = 200,
+    split: Offload | None = None,
+    **options: object,
+) -> Cycle:
+    config = HierarchyConfig.from_options(**{**SMALL, **options})
+    draft = None if levels == 1 else HFModel(draft_of(family))
+    split = split or Offload(0, PIECE, 2)
+    return Cycle(HFModel(model(family)), draft, config, batch, room, levels, split)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("levels", [1, 2, 3])
+def test_greedy_text_is_the_targets_own(levels: int, split: str):
+    cycle = cycle_of(levels, 3, split=Offload(SPLITS[split], PIECE, 2))
+    new, decoder = decoded(cycle, PROMPTS, NEW)
+    assert new == references(PROMPTS, NEW)
+    if levels == 3:
+        assert decoder.levels[-1].mean_accepted_length > 1.2
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-mqa", "qwen3", "gpt-neox", "olmo2", "mixtral", "phi3"])
+def test_families(family: str):
+    cycle = cycle_of(3, 1, family)
+    assert decoded(cycle, PROMPTS[:1], NEW[:1])[0] == references(PROMPTS[:1], NEW[:1], family)
+
+
+CAPPED = {
+    "gemma2": lambda: tiny("gemma2", query_pre_attn_scalar=8, layer_types=["full_attention"] * 2),
+    "gpt-oss": lambda: build(
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        layer_types=["full_attention"] * 2,
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        max_position_embeddings=512,
+        initializer_range=0.2,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        pad_token_id=None,
+        eos_token_id=None,
+    ),
+}
+
+
+@pytest.mark.parametrize("family", CAPPED)
+def test_capped_scores_and_sinks_are_counted_once(family: str):
+    target = CAPPED[family]()
+    config = HierarchyConfig.from_options(**SMALL)
+    cycle = Cycle(HFModel(target), None, config, 1, 200, 1, Offload(0, PIECE, 2))
+    expected = greedy(target, PROMPTS[0], 30, attention_mask=torch.ones(1, len(PROMPTS[0])))
+    assert decoded(cycle, PROMPTS[:1], [30])[0] == [expected]
+
+
+@pytest.mark.parametrize(
+    "options", [{"chunk": 8}, {"chunk": 3}, {"refresh": 1}, {"refresh": 2}, {"leaves": False}]
+)
+def test_settings_of_level_one(options: dict[str, object]):
+    cycle = cycle_of(3, 2, **options)
+    assert decoded(cycle, PROMPTS[:2], NEW[:2])[0] == references(PROMPTS[:2], NEW[:2])
+
+
+def test_long_texts_leave_the_window_many_times():
+    cycle = cycle_of(3, 1, room=400)
+    assert decoded(cycle, PROMPTS[:1], [250])[0] == references(PROMPTS[:1], [250])
+    assert cycle.offloaded is not None
+    assert cycle.offloaded.host.base[0] >= 83 + 250 - 1 - 8 - 16 - 5
+    means = cycle.offloaded.means
+    assert means is not None
+    host, chunk = cycle.offloaded.host, cycle.offloaded.chunk
+    for layer in range(host.layers):
+        keys = host.read(layer, 0, 0, host.base[0])[:, 0].unflatten(0, (-1, chunk)).mean(1)
+        torch.testing.assert_close(means[layer, 0, :, : keys.shape[0]], keys.transpose(0, 1))
+
+
+def test_copies_are_the_chunks_they_stand_for():
+    cycle = cycle_of(3, 2, room=400, budget=40)
+    decoded(cycle, PROMPTS[:2], [150, 150])
+    assert cycle.copies is not None
+    assert cycle.offloaded is not None
+    held, chunk, cached = cycle.copies._held, cycle.copies.chunk, cycle.offloaded
+    for layer in range(2):
+        for b in range(2):
+            rows = cached.host.read(layer, b, 0, cached.host.base[b])
+            for head in range(2):
+                for slot, number in enumerate(held[layer, b, head].tolist()):
+                    own = cached.store.kv[layer, :, b, head, slot * chunk : (slot + 1) * chunk]
+                    source = rows[number * chunk : (number + 1) * chunk, :, head].transpose(0, 1)
+                    assert torch.equal(own, source)
+
+
+def logits_of(split: Offload, width: int = 7) -> tuple[Tensor, Tensor]:
+    """Of the last ``width`` tokens, from an offloaded cache, and from one on the device."""
+    target, prompt = HFModel(model("llama-gqa")), PROMPTS[1]
+    step = StepModel(few_row_copy(target.model))
+    own = OffloadedCache(target, 1, 160, 0, 40, 0, 0, split)
+    store = KVStore(2, 1, target.heads, 200, target.device, target.dtype)
+    with target.active():
+        own.prefill([prompt[: 1 - width]], 16)
+        fill_by_layers(target, prompt[:-width], 16, _Whole(store))
+    mask = torch.ones(width, width, dtype=torch.bool).tril()
+    start = torch.tensor([len(prompt) - width])
+    tokens, positions = torch.tensor([prompt[-width:]]), start[:, None] + torch.arange(width)
+    made = []
+    for rows in (own.rows(width, mask), TreeRows(store, width, mask=mask)):
+        rows.begin(start)
+        made.append(step(tokens, positions, rows)[0])
+    return made[0], made[1]
+
+
+class _Whole:
+    """A prefill's rows, all into one store."""
+
+    def __init__(self, store: KVStore) -> None:
+        self.store = store
+
+    def buffer(self, rows: int) -> Tensor:
+        return torch.empty((rows, 2, self.store.heads.kv, self.store.heads.dim))
+
+    def part(self, layer: int, start: int, rows: Tensor):
+        return lambda: None
+
+    def whole(self, layer: int, rows: Tensor) -> None:
+        self.store.kv[layer, :, 0, :, : rows.shape[0]] = rows.permute(1, 2, 0, 3)
+
+
+def test_where_rows_live_changes_no_bit():
+    (first, on_chip), *others = [logits_of(Offload(size, PIECE, 2)) for size in SPLITS.values()]
+    for logits, _ in others:
+        assert torch.equal(logits, first)
+    for buffers in (3, 7):
+        assert torch.equal(logits_of(Offload(0, PIECE, buffers))[0], first)
+    torch.testing.assert_close(first, on_chip, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("levels", [1, 3])
+def test_rewinding_is_as_good_as_feeding_anew(levels: int):
+    cycle = cycle_of(levels, 2, room=300)
+    [first, second], _ = decoded(cycle, PROMPTS[:2], [60, 60])
+    for kept in (0, 1, 25, 40, 3, 50):
+        heads = [[*PROMPTS[0], *first[:kept]], [*PROMPTS[1], *second[:kept]]]
+        new, _ = decoded(cycle, heads, [60 - kept, 60 - kept], again=True)
+        assert new == [first[kept:], second[kept:]]
+    again = decoded(cycle, PROMPTS[:2], [60, 60], SAMPLED, seed=3, again=True)[0]
+    fresh = cycle_of(levels, 2, room=300)
+    assert again == decoded(fresh, PROMPTS[:2], [60, 60], SAMPLED, seed=3)[0]
+
+
+def test_what_was_never_fed_cannot_be_stood_at():
+    cycle = cycle_of(1)
+    decoded(cycle, PROMPTS[:1], [4])
+    with pytest.raises(ValueError, match="feed it first"):
+        cycle.rewind([PROMPTS[1]])
+
+
+def test_plain_sampling_draws_what_the_cache_on_the_device_draws():
+    config = HierarchyConfig.from_options(**SMALL)
+    on_chip = Cycle(HFModel(model("llama-gqa")), None, config, 2, 200, 1)
+    expected = decoded(on_chip, PROMPTS[:2], NEW[:2], SAMPLED, seed=5)[0]
+    assert decoded(cycle_of(1, 2), PROMPTS[:2], NEW[:2], SAMPLED, seed=5)[0] == expected
+
+
+def test_sampled_tokens_follow_the_targets_law():
+    prompt, draws, law = PROMPTS[0], 500, SAMPLED
+    cycle = cycle_of(3)
+    cycle.prepare(law)
+    cycle.prefill([prompt])
+    seen: dict[int, list[int]] = {}
+    for seed in range(draws):
+        decoder = CycleDecoder(cycle, law, seed)
+        cycle.rewind([prompt])
+        [tokens] = next(iter(decoder.decode([prompt], [Ending(3)])))
+        seen.setdefault(1, []).append(tokens[0])
+        if len(tokens) > 1:
+            seen.setdefault(2, []).append(tokens[1])
+    with torch.no_grad():
+        logits = model("llama-gqa")(torch.tensor([prompt])).logits[0, -1]
+    p = (logits.double() / 0.8).softmax(-1)
+    counts = torch.bincount(torch.tensor(seen[1]), minlength=p.shape[0])
+    rare = p * draws < 5
+    observed = [*counts[~rare].tolist(), int(counts[rare].sum())]
+    wanted = [*(p[~rare] * draws).tolist(), float(p[rare].sum() * draws)]
+    assert stats.chisquare(observed, wanted).pvalue > 1e-3
+    assert len(seen[2]) > draws // 4
+
+
+def test_memory_that_is_short_is_refused_before_it_is_taken(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(pinned, "available", lambda: (1 << 20, "the test"))
+    taken: list[int] = []
+    monkeypatch.setattr(HostMemory, "take", lambda self, shape, dtype: taken.append(1))
+    with pytest.raises(
+        HostMemoryError, match=r"needs .* GiB of host memory .* the test leaves 0.0 GiB; shorten"
+    ):
+        cycle_of(1)
+    assert not taken
+
+
+def test_a_block_that_cannot_be_had_gives_the_others_back(monkeypatch: pytest.MonkeyPatch):
+    blocks: list[weakref.ref[Tensor]] = []
+    take = HostMemory.take
+
+    def twice(self: HostMemory, shape, dtype) -> Tensor:
+        if len(blocks) == 1:
+            raise HostMemoryError("no more")
+        block = take(self, shape, dtype)
+        blocks.append(weakref.ref(block))
+        return block
+
+    monkeypatch.setattr(HostMemory, "take", twice)
+    with pytest.raises(HostMemoryError, match="no more") as caught:
+        cycle_of(1)
+    del caught
+    gc.collect()
+    assert blocks[0]() is None
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("levels", [1, 3])
+def test_an_interrupted_prefill_gives_the_memory_back(levels: int, error: type[BaseException]):
+    cycle = cycle_of(levels)
+    assert cycle.offloaded is not None
+    block = weakref.ref(cycle.offloaded.host.far[0][0])
+    forwards = [layer.forward for layer in model("llama-gqa").model.layers]
+    left = 2
+
+    def progress(tokens: int) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise error("stop")
+
+    with pytest.raises(error):
+        cycle.prefill(PROMPTS[:1], progress)
+    assert cycle.closed
+    gc.collect()
+    assert block() is None
+    assert cycle.offloaded.host.host_bytes == 0
+    assert [layer.forward for layer in model("llama-gqa").model.layers] == forwards
+    assert decoded(cycle_of(levels), PROMPTS[:1], NEW[:1])[0] == references(PROMPTS[:1], NEW[:1])
+
+
+def test_a_fault_in_a_copy_is_raised_and_the_next_text_is_right(monkeypatch: pytest.MonkeyPatch):
+    cycle = cycle_of(1)
+    assert cycle.offloaded is not None
+    ring = cycle.offloaded.host.ring
+    expected, _ = decoded(cycle, PROMPTS[:1], [10])
+    issue, left = ring._issue, 5
+
+    def failing() -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise RuntimeError("the bus is gone")
+        issue()
+
+    monkeypatch.setattr(ring, "_issue", failing)
+    with pytest.raises(RuntimeError, match="the bus is gone"):
+        decoded(cycle, PROMPTS[:1], [10], again=True)
+    monkeypatch.undo()
+    assert decoded(cycle, PROMPTS[:1], [10], again=True)[0] == expected
+
+
+def test_progress_of_prefill_counts_every_token_once():
+    cycle, told = cycle_of(1), []
+    cycle.prefill(PROMPTS[1:2], told.append)
+    assert sum(told) == len(PROMPTS[1]) - 1
+    assert min(told) > 0
+
+
+def test_a_thousand_passes_take_no_more_memory():
+    cycle = cycle_of(1, room=1200)
+    assert cycle.offloaded is not None
+    taken = cycle.offloaded.host.host_bytes
+    assert len(decoded(cycle, PROMPTS[:1], [1000])[0][0]) == 1000
+    assert cycle.offloaded.host.host_bytes == taken
+
+
+def test_a_split_that_cannot_work_is_refused():
+    with pytest.raises(ValueError, match="buffers 2"):
+        Offload(0, 1, 1)

@@ -1,0 +1,180 @@
+"""Profiles: what the disk keeps, which entry a prompt gets, and who wins where options and profiles meet."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_pair
+from tiny_pair import TinyPair
+
+from triforce_tree import Engine, load, profiles
+from triforce_tree.bench.text import token_ids
+from triforce_tree.config import HierarchyConfig
+from triforce_tree.profiles import Entry, Profile
+
+SMALL: dict[str, Any] = {
+    "budget": 64, "recent": 32, "chunk": 8, "gamma": 4, "tree": "best-first:3,2", "window": 64,
+}  # fmt: skip
+CONTEXT = 200
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
+    return tiny_pair.make(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def engine(pair: TinyPair) -> Engine:
+    return pair.load(**SMALL)
+
+
+@pytest.fixture(scope="module")
+def ids(engine: Engine) -> list[int]:
+    assert engine.tokenizer is not None
+    return token_ids(engine.tokenizer, tiny_pair.pydoc_text()[:4000])[:CONTEXT]
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TRIFORCE_TREE_PROFILES", str(tmp_path))
+    return tmp_path
+
+
+def entry(**values: Any) -> Entry:
+    given = {
+        "context": CONTEXT,
+        "temperature": 0.0,
+        "options": {"levels": 3, "gamma": 6, "tree": "chain:2", "budget": 64, "chunk": 8, "recent": 32},
+        "captured": False,
+        "ms_per_token": 1.0,
+        "plain_ms_per_token": 3.0,
+    }
+    return Entry(**(given | values))
+
+
+def profile_of(engine: Engine, path: Path, *entries: Entry) -> Profile:
+    target, draft = engine.hierarchy.target, engine.hierarchy.draft
+    assert draft is not None
+    names = profiles.hardware(target.device), profiles.shape_of(target.model), profiles.shape_of(draft.model)
+    made = Profile(*names, entries, {"date": "today"}, path)
+    made.write()
+    return made
+
+
+def test_profiles_survive_the_disk(engine: Engine, tmp_path: Path) -> None:
+    made = profile_of(engine, tmp_path / "p.json", entry(), entry(temperature=0.6, pace={"gathered": 2.0}))
+    assert profiles.read(tmp_path / "p.json") == made
+    newer = made.with_entry(entry(ms_per_token=0.5))
+    assert [e.ms_per_token for e in newer.entries] == [0.5, 1.0]
+
+
+def test_the_nearest_entry_is_taken_and_a_far_one_is_not() -> None:
+    entries = (entry(context=8000), entry(context=32_000), entry(context=32_000, temperature=1.0))
+    made = Profile("", "", None, entries)
+    assert made.nearest(9000, 1.0) == entries[0]
+    assert made.nearest(20_000, 0.8) == entries[2]
+    assert made.nearest(100_000, 0.2) == entries[1]
+    assert made.nearest(1999, 0.0) is None
+    assert made.nearest(130_000, 0.0) is None
+
+
+BROKEN = {
+    "no JSON": ("{", "corrupt"),
+    "no profile": ("[]", "no profile"),
+    "version": ('{"version": 99}', "version 99"),
+    "field": ('{"version": 1, "entries": [], "speed": 3}', "unknown field 'speed'"),
+    "missing": ('{"version": 1, "entries": []}', "cannot be used"),
+    "entries": ('{"version": 1, "entries": [3]}', "an entry is 3"),
+    "entry": ('{"version": 1, "entries": [{"temprature": 1}]}', "unknown field 'temprature'"),
+    "option": (
+        '{"version": 1, "entries": [{"context": 9, "temperature": 0, "options": {"gama": 1}, '
+        '"captured": false, "ms_per_token": 1, "plain_ms_per_token": 1}]}',
+        "unknown option 'gama'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_profile_is_named_with_a_remedy(pair: TinyPair, tmp_path: Path, case: str) -> None:
+    content, needed = BROKEN[case]
+    path = tmp_path / "broken.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match="delete it, measure again") as error:
+        pair.load(profile=path)
+    assert str(path) in str(error.value)
+    assert needed in str(error.value)
+
+
+def test_folders_follow_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert profiles.folder() is None
+    monkeypatch.delenv("TRIFORCE_TREE_PROFILES")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
+    assert profiles.folder() == Path("/cache/triforce-tree/profiles")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert profiles.folder() == Path.home() / ".cache/triforce-tree/profiles"
+
+
+def test_load_finds_the_profile_of_its_models(
+    engine: Engine, pair: TinyPair, home: Path, ids: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert pair.load().profile is None
+    target, draft = engine.hierarchy.target.model, engine.hierarchy.draft
+    assert draft is not None
+    path = profiles.default_path(target, draft.model)
+    assert path is not None
+    profile_of(engine, path, entry())
+    with caplog.at_level("INFO"):
+        tuned = pair.load(recent=32, window=64)
+    assert str(path) in caplog.text
+    assert tuned.profile is not None
+    # `recent` was given, so what must fit it is left aside.
+    out = tuned.generate(ids, max_new_tokens=5, do_sample=False)
+    assert out.profile == str(path)
+    config = tuned.hierarchy.config
+    assert (config.gamma, config.tree, config.retrieval.budget) == (6, "chain:2", 1536)
+    assert len(out.levels) == 2  # the prompt is shorter than twice that budget
+    assert pair.load(profile=False).profile is None
+    assert load(pair.target, device="cpu").profile is None  # no draft: another pair
+
+
+def test_options_come_before_the_profile(
+    engine: Engine, pair: TinyPair, tmp_path: Path, ids: list[int]
+) -> None:
+    path = tmp_path / "p.json"
+    profile_of(engine, path, entry(), entry(temperature=0.8, options={"levels": 1}))
+    expected = engine.generate(ids, max_new_tokens=12, do_sample=False).sequences
+    tuned = pair.load(profile=path, gamma=3)
+    greedy = tuned.generate(ids, max_new_tokens=12, do_sample=False)
+    assert greedy.sequences.equal(expected)
+    assert len(greedy.levels) == 3
+    assert (tuned.hierarchy.config.gamma, tuned.hierarchy.config.tree) == (3, "chain:2")
+    assert len(tuned.generate(ids, max_new_tokens=3, temperature=0.9, seed=1).levels) == 1
+    assert len(tuned.with_options(levels=2).generate(ids, max_new_tokens=3, temperature=0.9).levels) == 2
+    short = tuned.generate(ids[:20], max_new_tokens=3, do_sample=False)
+    assert short.profile is None
+    assert tuned.hierarchy.config.tree == HierarchyConfig().tree
+
+
+def test_settings_of_the_captured_cycle_serve_it_alone(
+    engine: Engine, pair: TinyPair, tmp_path: Path, ids: list[int]
+) -> None:
+    fast = entry(captured=True, pace={"acceptance": 0.5, "gathered": 1.5})
+    fast.options["middle_bits"] = 4
+    path = tmp_path / "p.json"
+    profile_of(engine, path, fast)
+    assert pair.load(profile=path).generate(ids, max_new_tokens=4, do_sample=False).profile is None
+    cycle = pair.load(profile=path, captured=True, middle_bits=16, window=64, rounds=1)
+    out = cycle.generate(ids, max_new_tokens=12, do_sample=False)
+    assert out.profile == str(path)
+    assert out.captured
+    assert out.sequences.equal(engine.generate(ids, max_new_tokens=12, do_sample=False).sequences)
+
+
+def test_a_profile_of_another_machine_is_used_with_a_warning(
+    engine: Engine, pair: TinyPair, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = profile_of(engine, tmp_path / "p.json", entry())
+    replace(made, hardware="abacus").write()
+    assert pair.load(profile=tmp_path / "p.json").profile is not None
+    assert "measured with hardware abacus" in caplog.text

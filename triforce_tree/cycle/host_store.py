@@ -1,0 +1,189 @@
+"""The settled rows of a cache that is larger than the device: host memory, and what fits beside it."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from triforce_tree.cycle.lanes import Lane, Mark, Ring
+from triforce_tree.cycle.pinned import HostMemory
+from triforce_tree.kernels.plan import Heads
+
+_TILE = 16
+"""Rows that everything is counted in, together with the retrieval cache's chunk."""
+
+
+@dataclass(frozen=True)
+class Offload:
+    """How a cache is split between device and host.
+
+    Args:
+        resident_bytes: of key and value rows that stay on the device.
+        piece_bytes: one copy to the device; rows of one layer and sequence.
+        buffers: pieces under way at once.
+    """
+
+    resident_bytes: int = 0
+    piece_bytes: int = 64 << 20
+    buffers: int = 3
+
+    def __post_init__(self) -> None:
+        if self.resident_bytes < 0 or self.piece_bytes < 1 or self.buffers < 2:
+            raise ValueError(
+                f"{self} cannot work: resident_bytes must be at least 0, piece_bytes 1 and buffers 2 (one "
+                "that is read, one that is filled)"
+            )
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows ``[start, stop)`` of one sequence in one layer; ``rows`` ``[stop - start, 2, H_kv, D]``."""
+
+    start: int
+    stop: int
+    rows: Tensor
+    resident: bool
+
+
+class HostStore:
+    """K and V rows ``[S, 2, H_kv, D]`` of every layer of B sequences, written in order and never changed.
+
+    A row's keys and values of all heads lie together, so that any run of rows is one copy. Rows are cut
+    into pieces at fixed places; the leading pieces of every layer stay on the device as far as
+    ``resident_bytes`` reach. Where a piece lives changes nothing in what is computed from it.
+
+    Args:
+        layers, batch: how many.
+        heads: of the attention.
+        rows: S, most rows of a sequence.
+        unit: pieces begin at multiples of it (the retrieval cache's chunk), and of 16.
+        settings: the split.
+        progress: called with the bytes of each block of host memory once it is there.
+
+    Raises:
+        HostMemoryError: host memory is short; nothing is kept.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        batch: int,
+        heads: Heads,
+        rows: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        unit: int,
+        settings: Offload,
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        self.layers, self.batch, self.heads, self.device = layers, batch, heads, device
+        self.unit = math.lcm(unit, _TILE)
+        self.rows = -(-rows // self.unit) * self.unit
+        self.row_bytes = 2 * heads.kv * heads.dim * dtype.itemsize
+        self.piece = max(1, min(settings.piece_bytes // self.row_bytes, self.rows) // self.unit) * self.unit
+        self.resident_rows = self._resident(settings.resident_bytes)
+        self.base = [0] * batch
+        shape = (2, heads.kv, heads.dim)
+        self.near = [
+            [torch.empty((near, *shape), device=device, dtype=dtype) for _ in range(batch)]
+            for near in self.resident_rows
+        ]
+        self.memory = HostMemory(locked=device.type == "cuda")
+        self.far: list[list[Tensor]] = []
+        try:
+            self.memory.check(batch * sum(self.rows - near for near in self.resident_rows) * self.row_bytes)
+            for near in self.resident_rows:
+                self.far.append([])
+                for _ in range(batch):
+                    block = self.memory.take((self.rows - near, *shape), dtype)
+                    self.far[-1].append(block)
+                    if progress:
+                        progress(block.nbytes)
+        except BaseException:
+            self.close()
+            raise
+        self.ring = Ring(settings.buffers, (self.piece, *shape), device, dtype)
+        self.out = Lane(device)
+        self._scheduled: list[int] | None = None
+        self._schedule: list[Tensor] = []
+
+    def _resident(self, size: int) -> list[int]:
+        """Rows of each layer that stay on the device: whole pieces, the first layers one more."""
+        pieces = -(-self.rows // self.piece)
+        have = min(size // (self.piece * self.row_bytes * self.batch), pieces * self.layers)
+        shares = [have // self.layers + (layer < have % self.layers) for layer in range(self.layers)]
+        return [min(share * self.piece, self.rows) for share in shares]
+
+    @property
+    def host_bytes(self) -> int:
+        """Of host memory that is taken."""
+        return self.memory.bytes
+
+    @property
+    def resident_bytes(self) -> int:
+        return sum(t.nbytes for layer in self.near for t in layer)
+
+    def pieces(self, layer: int, b: int) -> Iterator[Piece]:
+        """The rows before ``base[b]``, cut at multiples of ``piece``."""
+        near = self.resident_rows[layer]
+        for start in range(0, self.base[b], self.piece):
+            stop = min(start + self.piece, self.base[b])
+            if start < near:
+                yield Piece(start, stop, self.near[layer][b][start:stop], True)
+            else:
+                yield Piece(start, stop, self.far[layer][b][start - near : stop - near], False)
+
+    def streamed_bytes(self) -> int:
+        """What one pass copies to the device."""
+        return sum(max(0, base - near) * self.row_bytes for near in self.resident_rows for base in self.base)
+
+    def prefetch(self) -> None:
+        """Let the first pieces of the next pass come, behind whatever was written before."""
+        self.out.join(self.ring.lane)
+        if self._scheduled != self.base:
+            self._scheduled = list(self.base)
+            self._schedule = [
+                piece.rows
+                for layer in range(self.layers)
+                for b in range(self.batch)
+                for piece in self.pieces(layer, b)
+                if not piece.resident
+            ]
+        self.ring.start(self._schedule)
+
+    def write(self, layer: int, b: int, start: int, rows: Tensor) -> Mark:
+        """Store device rows ``[n, 2, H_kv, D]`` from row ``start`` on.
+
+        Returns:
+            set when ``rows`` may be overwritten.
+        """
+        near = max(0, min(self.resident_rows[layer] - start, rows.shape[0]))
+        if near:
+            self.near[layer][b][start : start + near] = rows[:near]
+        if near == rows.shape[0]:
+            return Mark(None)
+        first = start + near - self.resident_rows[layer]
+        return self.out.copy(self.far[layer][b][first : first + rows.shape[0] - near], rows[near:])
+
+    def read(self, layer: int, b: int, start: int, stop: int) -> Tensor:
+        """Rows ``[stop - start, 2, H_kv, D]``, on the device."""
+        self.out.join()
+        near = self.resident_rows[layer]
+        parts = []
+        if start < near:
+            parts.append(self.near[layer][b][start : min(stop, near)])
+        if stop > near:
+            far = self.far[layer][b][max(start, near) - near : stop - near]
+            parts.append(far.to(self.device, non_blocking=True))
+        return torch.cat(parts)
+
+    def close(self) -> None:
+        """Give all memory back; the store is of no use afterwards."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        if hasattr(self, "ring"):
+            self.ring.close()
+        self.near, self.far, self._schedule = [], [], []
+        self.memory.release()

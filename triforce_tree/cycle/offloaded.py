@@ -1,0 +1,278 @@
+"""The full cache of a cycle whose settled rows live in host memory.
+
+    rows of a text:    0 ............. base ...... length (the root) ... tail
+                       host store      window, on the device
+
+Level 2 attends to the host store piece by piece, in a fixed order and whatever is resident, then to the
+window, and merges by log-sum-exp. Its new rows stay in the window until they are settled and old enough
+to leave it; then they go to the host, off the critical path.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from triforce_tree.cycle.host_store import HostStore, Offload
+from triforce_tree.cycle.layerwise import fill_by_layers
+from triforce_tree.cycle.rows import KVStore, TreeRows
+from triforce_tree.hf_model import HFModel
+from triforce_tree.kernels import dispatch, planned, step
+from triforce_tree.kernels.plan import plan_trees
+from triforce_tree.level import Progress
+
+LEAVING = 128
+"""Rows that leave the window together, rounded up to whole units."""
+
+
+class OffloadedCache:
+    """Rows of B texts: settled ones in a :class:`HostStore`, the newest in a window on the device.
+
+    Args:
+        model: the target.
+        batch: texts.
+        room: most rows of one.
+        recent: rows before the root that always stay in the window.
+        behind: rows that passes may write behind the settled ones.
+        slots: rows of copies that level 1 keeps in front of the window, in the same memory.
+        chunk: rows that level 1's copies consist of, and whose key means are kept; 0 without a level 1.
+        settings: how the rows are split.
+        progress: called with bytes of host memory as they are taken.
+
+    Attributes:
+        store: slots and window ``[layers, 2, B, H_kv, slots + W, D]``; level 1's memory.
+        window: the same without the slots.
+        base: int64 ``[B]``, rows of each text that are in the host store.
+        means: ``[layers, B, H_kv, C, D]``, of the keys of each chunk before ``base``; None without chunks.
+    """
+
+    def __init__(
+        self,
+        model: HFModel,
+        batch: int,
+        room: int,
+        recent: int,
+        behind: int,
+        slots: int,
+        chunk: int,
+        settings: Offload,
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        self.model, self.recent, self.chunk, self.closed = model, recent, chunk, False
+        layers, heads, device, dtype = model.layers, model.heads, model.device, model.dtype
+        self.host = HostStore(layers, batch, heads, room, device, dtype, max(1, chunk), settings, progress)
+        self.leaving = -(-LEAVING // self.host.unit) * self.host.unit
+        self.slots, self.behind = slots, behind
+        # While a prompt is fed nothing of this is needed: it holds one layer's rows then.
+        self.store = KVStore(
+            layers, batch, heads, slots + recent + self.leaving + behind, device, dtype,
+            least=self.host.rows * 2 * heads.kv * heads.dim,
+        )  # fmt: skip
+        self.window = copy.copy(self.store)
+        self.window.kv = self.store.kv[..., slots:, :]
+        self.window.rows = self.store.rows - slots
+        self.base = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.lengths = [0] * batch
+        self.means: Tensor | None = None
+        if chunk:
+            count = self.host.rows // chunk
+            self.means = torch.zeros(layers, batch, heads.kv, count, heads.dim, device=device, dtype=dtype)
+
+    def rows(self, queries: int, mask: Tensor | None = None) -> "StreamedRows":
+        """What the attention layers of a pass of level 2 do."""
+        return StreamedRows(self, queries, mask)
+
+    def prefill(self, prompts: Sequence[Sequence[int]], chunk: int, progress: Progress | None = None) -> None:
+        """Compute the rows of all but the last token of each prompt."""
+        self.host.ring.forget()
+        fillings = []
+        for b, prompt in enumerate(prompts):
+            tokens = list(prompt[:-1])
+            self.lengths[b] = len(tokens)
+            self.host.base[b] = self._base_of(len(tokens))
+            fillings.append(Filling(self, b))
+            fill_by_layers(self.model, tokens, chunk, fillings[-1], progress)
+            # The last layer's rows have left the memory that the next one, or the window, is written to.
+            self.host.out.join()
+        for filling in fillings:
+            filling.settle()
+        self._publish()
+
+    def _base_of(self, length: int) -> int:
+        """Where the window begins behind a text that has just been fed."""
+        unit = self.host.unit
+        return max(0, length - self.recent) // unit * unit
+
+    def _publish(self) -> None:
+        """Let device and ring know what stands where; no choice reads a row before it has arrived."""
+        self.host.out.join()
+        self.base.copy_(torch.tensor(self.host.base))
+        self.host.prefetch()
+
+    def settled(self, counts: Sequence[int]) -> None:
+        """Texts have grown by so many rows; whole blocks that are no longer recent leave the window."""
+        moved = False
+        for b, count in enumerate(counts):
+            self.lengths[b] += count
+            while self.lengths[b] - self.host.base[b] >= self.recent + self.leaving:
+                self._leave(b, self.leaving)
+                moved = True
+        if moved:
+            self._publish()
+        else:
+            self.host.prefetch()
+
+    def _leave(self, b: int, count: int) -> None:
+        """The window's first ``count`` rows go to the host, the others move up."""
+        base, kv = self.host.base[b], self.window.kv[:, :, b]
+        left = self.lengths[b] - base - count
+        for layer in range(self.host.layers):
+            gone = kv[layer, :, :, :count].permute(2, 0, 1, 3).contiguous()
+            self.host.write(layer, b, base, gone)
+            self.average(layer, b, base, gone)
+            kv[layer, :, :, :left] = kv[layer, :, :, count : count + left].clone()
+        self.host.base[b] = base + count
+
+    def average(self, layer: int, b: int, start: int, rows: Tensor) -> None:
+        """Key means of the chunks in ``rows`` ``[n, 2, H_kv, D]``, which begin at row ``start``."""
+        if self.means is not None and rows.shape[0]:
+            keys = rows[:, 0].unflatten(0, (-1, self.chunk)).mean(1, dtype=torch.float32)
+            first = start // self.chunk
+            self.means[layer, b, :, first : first + keys.shape[0]] = keys.transpose(0, 1).to(rows.dtype)
+
+    def stand(self, lengths: Sequence[int]) -> None:
+        """Stand behind beginnings of the texts whose rows are here, as right after feeding them.
+
+        Raises:
+            ValueError: a text has fewer rows here.
+        """
+        for b, length in enumerate(lengths):
+            if length > self.lengths[b]:
+                raise ValueError(
+                    f"text {b} has {self.lengths[b]} rows in the cache, not {length}; feed it first"
+                )
+            base, old = self._base_of(length), self.host.base[b]
+            self.lengths[b] = length
+            if base > old:
+                self._leave(b, base - old)
+            elif base < old:
+                kept = max(0, length - old)
+                for layer in range(self.host.layers):
+                    kv = self.window.kv[layer, :, b]
+                    newest = kv[:, :, :kept].clone()
+                    back = self.host.read(layer, b, base, min(length, old)).permute(1, 2, 0, 3)
+                    kv[:, :, : back.shape[2]] = back
+                    kv[:, :, back.shape[2] : back.shape[2] + kept] = newest
+                self.host.base[b] = base
+        self._publish()
+
+    @contextmanager
+    def trial(self, length: int) -> Iterator[None]:
+        """Inside, texts of ``length`` rows may be run at, without harm to rows that are here.
+
+        What the runs write lands at the window's end, and the host store shows its first piece alone.
+        """
+        base, host = self.base.clone(), self.host.base
+        self.base.fill_(max(0, length - (self.window.rows - self.behind)))
+        self.host.base = [min(self.host.piece, self.host.rows)] * len(host)
+        self.host.ring.forget()
+        try:
+            yield
+        finally:
+            self.base.copy_(base)
+            self.host.base = host
+            self.host.ring.forget()
+
+    def close(self) -> None:
+        """Give the memory back: at once on the host, with the last reference on the device."""
+        self.closed = True
+        self.host.close()
+
+
+class Filling:
+    """Where the rows of one text's prefill go, layer by layer; see ``layerwise.Sink``.
+
+    A layer's rows stand in the memory of slots and window, so those that belong into the window wait aside.
+    """
+
+    def __init__(self, cache: OffloadedCache, b: int) -> None:
+        self.cache, self.b = cache, b
+        heads, newest = cache.host.heads, cache.lengths[b] - cache.host.base[b]
+        shape = (cache.host.layers, 2, heads.kv, newest, heads.dim)
+        self._aside = torch.empty(shape, device=cache.host.device, dtype=cache.model.dtype)
+
+    def buffer(self, rows: int) -> Tensor:
+        """Room for one layer's rows ``[rows, 2, H_kv, D]``."""
+        heads = self.cache.host.heads
+        size = rows * 2 * heads.kv * heads.dim
+        return self.cache.store.memory[:size].view(rows, 2, heads.kv, heads.dim)
+
+    def part(self, layer: int, start: int, rows: Tensor) -> Callable[[], None]:
+        """Rows from ``start`` on are computed; what comes back must be called before they are overwritten."""
+        count = max(0, min(self.cache.host.base[self.b] - start, rows.shape[0]))
+        return self.cache.host.write(layer, self.b, start, rows[:count]).wait
+
+    def whole(self, layer: int, rows: Tensor) -> None:
+        """All rows of a layer are computed."""
+        base = self.cache.host.base[self.b]
+        self.cache.average(layer, self.b, 0, rows[:base])
+        self._aside[layer] = rows[base:].permute(1, 2, 0, 3)
+
+    def settle(self) -> None:
+        """Put the newest rows into the window."""
+        self.cache.window.kv[:, :, self.b, :, : self._aside.shape[3]] = self._aside
+
+
+class StreamedRows(TreeRows):
+    """T new rows a text, of which each sees all settled rows and its ancestors: a pass of level 2."""
+
+    def __init__(self, cache: OffloadedCache, queries: int, mask: Tensor | None = None) -> None:
+        super().__init__(cache.window, queries, mask=mask)
+        self.cache, host = cache, cache.host
+        self.queries = queries
+        nothing = torch.ones(queries, 0, dtype=torch.bool)
+        self._piece = plan_trees(host.heads, [nothing], [0], device=host.device, dtype=cache.window.kv.dtype)
+        # Lengths of a piece, four numbers apart: kernels are specialised on the alignment of pointers.
+        steps = torch.arange(host.piece // host.unit + 1, dtype=torch.int32) * host.unit
+        self._lengths = steps[:, None].expand(-1, 4).contiguous().to(host.device)
+
+    def begin(self, before: Tensor, words: Tensor | None = None) -> None:
+        super().begin(before - self.cache.base, words)
+        self.cache.host.prefetch()
+
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, sinks: Tensor | None
+    ) -> Tensor:
+        batch, heads, queries, dim = q.shape
+        packed = q.transpose(1, 2).reshape(batch, queries, heads, dim)
+        parts = [self._pieces(layer, b, packed[b], scale, softcap) for b in range(batch)]
+        keys, values = self.store.layer(layer)
+        # The window last: its rows are the only ones that this forward writes.
+        step.append_rows(keys, values, k, v, self.at)
+        out, lse = planned.states(
+            packed.flatten(0, 1), keys, values, self.plan, scale=scale, softcap=softcap or None, sinks=sinks
+        )
+        merged = []
+        for b, pieces in enumerate(parts):
+            own = slice(b * queries, (b + 1) * queries)
+            outs, lses = zip(*pieces, (out[own], lse[own]), strict=True)
+            merged.append(dispatch.merge_states(torch.stack(outs), torch.stack(lses))[0])
+        return torch.stack(merged)
+
+    def _pieces(
+        self, layer: int, b: int, q: Tensor, scale: float, softcap: float
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Attention of ``q`` ``[T, H_q, D]`` to each piece in the host store."""
+        host, found = self.cache.host, []
+        for piece in host.pieces(layer, b):
+            rows = piece.rows if piece.resident else host.ring.take()
+            step = (piece.stop - piece.start) // host.unit
+            plan = replace(self._piece, lengths=self._lengths[step, :1])
+            k, v = (rows[:, i].transpose(0, 1)[None] for i in (0, 1))
+            found.append(planned.states(q, k, v, plan, scale=scale, softcap=softcap or None))
+            if not piece.resident:
+                host.ring.give()
+        return found

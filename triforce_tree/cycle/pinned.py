@@ -1,0 +1,151 @@
+"""Host memory that the GPU reads and writes by itself: taken in blocks, checked first, given back whole."""
+
+import mmap
+import resource
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+_GIB = 1 << 30
+# cudaHostRegisterPortable | cudaHostRegisterMapped: kernels may read the pages too.
+_FLAGS = 3
+# What is left to the rest of the machine, beside what is asked for.
+_SPARE = _GIB
+
+
+class HostMemoryError(OSError):
+    """Host memory, or leave to lock it, is short; the message names value, limit and remedy."""
+
+
+class HostMemory:
+    """Blocks of zeroed host memory, page-locked for CUDA where there is CUDA.
+
+    Blocks are anonymous mappings of their own, registered one by one: torch's pinned allocator rounds
+    sizes up to powers of two, and keeps what is freed.
+
+    Args:
+        locked: whether to lock the pages.
+    """
+
+    def __init__(self, locked: bool) -> None:
+        self.locked = locked
+        self.bytes = 0
+        self._blocks: list[tuple[mmap.mmap, int]] = []
+        self._finalizer = weakref.finalize(self, _give_back, self._blocks)
+        # A process that ends gives its memory back anyway, and faster.
+        self._finalizer.atexit = False
+
+    def check(self, size: int) -> None:
+        """Raise before anything is taken where ``size`` bytes are more than the machine can give.
+
+        Raises:
+            HostMemoryError: they are.
+        """
+        limit, name = available()
+        if size + _SPARE > limit:
+            raise HostMemoryError(
+                f"the offloaded cache needs {size / _GIB:.1f} GiB of host memory beside {_SPARE / _GIB:.0f} "
+                f"GiB for the rest, but {name} leaves {limit / _GIB:.1f} GiB; shorten the prompt, keep more "
+                "of the cache on the device (a larger gpu_memory), or free host memory"
+            )
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A zeroed tensor in a block of its own.
+
+        Raises:
+            HostMemoryError: the system refuses the memory, or to lock it. Earlier blocks stay.
+        """
+        size = prod(shape) * dtype.itemsize
+        if size == 0:
+            return torch.zeros(tuple(shape), dtype=dtype)
+        try:
+            mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, MemoryError) as error:
+            raise HostMemoryError(
+                f"the system refuses {size / _GIB:.2f} GiB of host memory after {self.bytes / _GIB:.1f} GiB "
+                f"({error}); shorten the prompt or raise the limit (ulimit -v)"
+            ) from error
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            # Pages of 2 MiB are touched and locked several times as fast; some kernels have none.
+            with suppress(OSError):
+                mapping.madvise(mmap.MADV_HUGEPAGE)
+        tensor = torch.frombuffer(mapping, dtype=dtype).view(tuple(shape))
+        if self.locked:
+            self._lock(mapping, tensor, size)
+        else:
+            self._blocks.append((mapping, 0))
+        self.bytes += size
+        return tensor
+
+    def _lock(self, mapping: mmap.mmap, tensor: Tensor, size: int) -> None:
+        # The first touch, by all threads, page by page.
+        tensor.view(-1).view(torch.uint8)[:: mmap.PAGESIZE].fill_(0)
+        pointer = tensor.data_ptr()
+        status = int(torch.cuda.cudart().cudaHostRegister(pointer, size, _FLAGS))
+        if status:
+            soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+            limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / _GIB:.2f} GiB"
+            raise HostMemoryError(
+                f"CUDA cannot lock {size / _GIB:.2f} GiB of host memory after {self.bytes / _GIB:.1f} GiB "
+                f"(error {status}); the limit on locked memory (ulimit -l) is {limit}: raise it, free host "
+                "memory, or shorten the prompt"
+            )
+        self._blocks.append((mapping, pointer))
+
+    def release(self) -> None:
+        """Unlock all blocks; each goes back to the system with the last tensor that looks at it."""
+        _give_back(self._blocks)
+        self.bytes = 0
+
+
+def _give_back(blocks: list[tuple[mmap.mmap, int]]) -> None:
+    while blocks:
+        _, pointer = blocks.pop()
+        if pointer:
+            # A status is no use here: after a fault of the device nothing can be unlocked any more.
+            torch.cuda.cudart().cudaHostUnregister(pointer)
+
+
+def available() -> tuple[int, str]:
+    """Bytes of host memory that can still be had, and whose limit that is."""
+    found = [(size, name) for size, name in (_free_memory(), *_cgroup_rooms()) if size is not None]
+    return min(found, default=(1 << 62, "no known limit"))
+
+
+def _free_memory() -> tuple[int | None, str]:
+    for line in _lines("/proc/meminfo"):
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024, "MemAvailable in /proc/meminfo"
+    return None, ""
+
+
+def _cgroup_rooms() -> list[tuple[int | None, str]]:
+    """Room below the memory limits of control groups, version 2 and 1; file pages can be dropped."""
+    rooms: list[tuple[int | None, str]] = []
+    for folder, limit, usage, inactive in (
+        ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        most, used = _number(f"{folder}/{limit}"), _number(f"{folder}/{usage}")
+        if most is None or used is None:
+            continue
+        stat = dict(line.split() for line in _lines(f"{folder}/memory.stat"))
+        rooms.append((most - used + int(stat.get(inactive, 0)), f"the control group's {limit}"))
+    return rooms
+
+
+def _number(path: str) -> int | None:
+    lines = _lines(path)
+    return int(lines[0]) if lines and lines[0].isdigit() else None
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []
