@@ -1,21 +1,32 @@
 """Speed of the inflated pair with its cache in host memory, under a cap of device memory.
 
+    python scripts/bench_offload.py --part 7b               # in eight minutes; again: goes on
+    python scripts/bench_offload.py --part 7b --tiny        # the same code, tiny, on a CPU
     python scripts/bench_offload.py --part smoke            # does it work here, in three minutes
-    python scripts/bench_offload.py --part smoke --tiny     # the same code, tiny, on a CPU
 
-Each line of the output is one JSON object; the last one sums up.
+A part goes into docs/results/offload_h200.json, one measurement after the other; what was made with other
+settings or another engine is not continued. Models, prompts and clocks are those of bench_on_chip.py. The
+cap is that of torch's allocator, and holds for weights, graphs and prefill as well. The baseline is plain
+decoding of this engine, whose cache is streamed too. Each line of a smoke run is one JSON object.
 """
 
 import argparse
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from offload_measure import GIB, Bench, Rows, bus_gbps, free, peak_gib
+from offload_parts import PARTS, Session
+from offload_results import FILE, book
+from on_chip_parts import Deadline
 from on_chip_prompts import Library
+from on_chip_results import ROOT, engine_digest
 from transformers.utils import logging
 
 from triforce_tree.bench.results import hardware, repeated_share
@@ -116,21 +127,62 @@ def setting(text: str) -> tuple[str, Any]:
     return name, int(value) if value.lstrip("-").isdigit() else value
 
 
+def measure(args: argparse.Namespace, name: str, device: torch.device) -> None:
+    """One part, into the book."""
+    part = PARTS[name]
+    plan = part.full.smoke() if args.tiny else part.full
+    plan = replace(
+        plan,
+        options=plan.options | dict(args.set),
+        prompts=args.prompts or plan.prompts,
+        caps=tuple(args.caps or plan.caps),
+        temperatures=tuple(args.temperatures or plan.temperatures),
+    )
+    out = args.out or (Path(tempfile.mkdtemp()) if args.tiny else ROOT / "docs" / "results")
+    out.mkdir(parents=True, exist_ok=True)
+    settings = {
+        **plan.as_dict(),
+        "seed": args.seed,
+        "engine": engine_digest(),
+        "gpu": hardware(),
+        "dtype": "float32" if args.tiny else "bfloat16",
+    }
+    deadline = Deadline(args.seconds)
+    written = book(out / FILE, name, settings, args.fresh)
+    session = Session(plan, written, device, args.seed)
+    try:
+        part.loop(session, deadline)
+    finally:
+        written.write()
+        session.bench.close()
+    for row in written.all["rows"]:
+        if row["part"] == name:
+            print(json.dumps({k: v for k, v in row.items() if k not in ("config", "memory_plan")}))
+
+
 def main(words: Sequence[str] | None = None) -> None:
     made = argparse.ArgumentParser(
         description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = made.add_argument
-    add("--part", choices=["smoke"], required=True, help="what to measure")
+    add("--part", choices=["smoke", *PARTS], nargs="+", required=True, help="what to measure")
+    add("--out", type=Path, help="folder of the results file; without it docs/results, or none with --tiny")
+    add("--seconds", type=float, default=450, help="begin nothing that would not end within this time")
+    add("--set", type=setting, nargs="*", default=[], metavar="NAME=VALUE", help="options of the hierarchy")
+    add("--prompts", type=int, help="of a part; by default as the part has it")
+    add("--caps", type=float, nargs="+", help="GiB of device memory; likewise")
+    add("--temperatures", type=float, nargs="+", help="0 is greedy; likewise")
+    add("--fresh", action="store_true", help="drop what the part has measured before")
+    add("--seed", type=int, default=0, help="of all draws, and of the weights without effect")
+    add("--tiny", action="store_true", help="tiny shapes and prompts, on any machine")
+    alone = made.add_argument_group("smoke run")
+    add = alone.add_argument
     add("--shape", default="llama-2-7b", help="what the target is inflated to")
     add("--context", type=int, default=32768, help="tokens of the prompt")
     add("--new-tokens", type=int, default=128, help="tokens of each text")
     add("--cap", type=float, default=24.0, help="GiB of device memory")
     add("--resident", type=float, default=0.0, help="GiB of the cache that stay on the device")
-    add("--set", type=setting, nargs="*", default=[], metavar="NAME=VALUE", help="options of the hierarchy")
     add("--asked", type=float, help="share of level 1's slots that one choice asks for")
-    add("--seed", type=int, default=0, help="of all draws, and of the weights without effect")
-    add("--tiny", action="store_true", help="tiny shapes and prompts, on any machine")
     args = made.parse_args(words)
     if not args.tiny and not torch.cuda.is_available():
         made.error("there is no GPU here; --tiny runs the same code with tiny models on the CPU")
@@ -139,7 +191,12 @@ def main(words: Sequence[str] | None = None) -> None:
     torch._dynamo.config.recompile_limit = 128
     if args.asked:
         copied._ASKED = args.asked
-    smoke(args, torch.device("cpu" if args.tiny else "cuda"))
+    device = torch.device("cpu" if args.tiny else "cuda")
+    for name in args.part:
+        if name == "smoke":
+            smoke(args, device)
+        else:
+            measure(args, name, device)
 
 
 if __name__ == "__main__":

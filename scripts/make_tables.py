@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import kernel_tables  # noqa: E402 - beside this file, wherever it is run from
+import linear_tables  # noqa: E402
 import on_chip_tables  # noqa: E402
 
 RESULTS = ROOT / "docs" / "results"
@@ -107,6 +108,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str], str]] = {
             kernel_tables.gate,
         )
     },
+    "linear_layers": (linear_tables.FILE, linear_tables.layers, linear_tables.COMMAND),
     **{f"on_chip_{make.__name__}": (on_chip_tables.FILE, make, _ON_CHIP) for make in on_chip_tables.TABLES},
 }
 

@@ -167,9 +167,13 @@ class Bench:
         return result
 
     def open(
-        self, config: HierarchyConfig, room: int, offload: Offload, temperatures: Sequence[float] = (0.0,)
+        self,
+        config: HierarchyConfig,
+        room: int,
+        offload: Offload | None,
+        temperatures: Sequence[float] = (0.0,),
     ) -> None:
-        """A cycle for these settings, captured."""
+        """A cycle for these settings, captured; without ``offload`` its cache is on the device."""
         self.close()
         levels = config.levels if isinstance(config.levels, int) else 3
         self._cycle = self.timed(
@@ -183,6 +187,21 @@ class Bench:
             self._cycle.close()
         self._cycle, self._fed = None, []
         free()
+
+    def cap(self, gib: float) -> None:
+        """Bound the device memory anew, and forget peaks under the last bound."""
+        self.close()
+        cap_memory(self.device, gib)
+        peak_gib(self.device, reset=True)
+
+    @property
+    def is_open(self) -> bool:
+        return self._cycle is not None
+
+    @property
+    def offloaded(self) -> OffloadedCache:
+        assert self.cycle.offloaded is not None, "the cycle that is open keeps its cache on the device"
+        return self.cycle.offloaded
 
     def feed(self, prompt: Sequence[int]) -> None:
         """The prompt into the full cache, unless it is there."""

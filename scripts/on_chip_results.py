@@ -3,7 +3,7 @@
 import hashlib
 import json
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +44,20 @@ class Book:
         settings: of the part.
         fresh: drop them in any case.
         begin: another results file, which a new one begins as a copy of.
+        make_rows: of a part's name and content.
     """
 
     def __init__(
-        self, path: Path, part: str, settings: Record, fresh: bool = False, begin: Path | None = None
+        self,
+        path: Path,
+        part: str,
+        settings: Record,
+        fresh: bool = False,
+        begin: Path | None = None,
+        make_rows: Callable[[str, Record], list[Record]] | None = None,
     ) -> None:
         results.check_writable(path)
-        self.path = path
+        self.path, self._rows = path, make_rows or rows
         self.all: Record = {"rows": [], "parts": {}}
         source = path if path.exists() or begin is None else begin
         if source.exists():
@@ -78,7 +85,7 @@ class Book:
 
     def write(self) -> None:
         parts = self.all["parts"]
-        self.all["rows"] = [row for name in sorted(parts) for row in rows(name, parts[name])]
+        self.all["rows"] = [row for name in sorted(parts) for row in self._rows(name, parts[name])]
         beside = self.path.with_suffix(".tmp")
         beside.write_text(json.dumps(self.all, indent=1) + "\n", encoding="utf-8")
         beside.replace(self.path)

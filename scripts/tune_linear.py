@@ -16,6 +16,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
+import triton
 from linear_layers import layer_times, peer_times
 from linear_problems import (
     BITS,
@@ -33,6 +34,7 @@ from linear_problems import (
 )  # fmt: skip
 from tree_attention_timing import measure_ceilings
 
+from triforce_tree.bench.results import commit
 from triforce_tree.kernels.linear_configs import LinearConfig, choose
 
 # Rows that are tuned, and more rows of the same tile that take what was found there.
@@ -223,6 +225,17 @@ def report(log: Log) -> dict:
     return {"read_bandwidth": read, "gpu": torch.cuda.get_device_name(), "cells": table}
 
 
+def in_lines(result: dict) -> str:
+    """JSON with a line for each key, and one for each member of a list."""
+
+    def one(value: object) -> str:
+        if not isinstance(value, list) or not value:
+            return json.dumps(value)
+        return "[\n" + ",\n".join(map(json.dumps, value)) + "\n]"
+
+    return "{\n" + ",\n".join(f"{json.dumps(key)}: {one(value)}" for key, value in result.items()) + "\n}\n"
+
+
 def check(log: Log, part: int, parts: int) -> None:
     for name, said in gate(part, parts):
         log.add(["gate", name], error=said)
@@ -236,6 +249,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=14, help="processes that compile")
     parser.add_argument("--layer-seconds", type=float, default=25.0, help="part of the time for whole layers")
     parser.add_argument("--peer-seconds", type=float, default=15.0, help="part of the time for gemlite")
+    parser.add_argument("--commit", default=commit(), help="what is measured, where no .git says it")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     args = parser.parse_args()
     end = time.time() + args.seconds
@@ -293,8 +307,10 @@ def main() -> int:
     if args.peer_seconds:
         finish("peer", end - time.time())
     log = Log(lines)
-    checks = {"checked": len(checked), "failed": failed}
-    args.out.write_text(json.dumps(report(log) | checks | {"measurements": log.rows}, indent=0))
+    made = {"command": " ".join(["python", *sys.argv]), "commit": args.commit}
+    made |= {"torch": torch.__version__, "triton": triton.__version__, **report(log)}
+    made |= {"checked": len(checked), "failed": failed, "measurements": log.rows}
+    args.out.write_text(in_lines(made))
     return 1 if failed else 0
 
 

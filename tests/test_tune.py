@@ -229,6 +229,11 @@ def test_drafting_that_gains_is_chosen(
     assert none.speedup == 1
 
 
+def test_a_cache_in_host_memory_is_refused(engine: Engine, ids: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"offload=True.*leave both out"):
+        Tuner(engine.with_options(offload=True), ids, plan(), Records(None, {}))
+
+
 def test_without_time_the_first_cell_has_its_two_measurements(engine: Engine, ids: list[int]) -> None:
     records = Records(None, {})
     tuner = Tuner(engine, ids, plan(seconds=0.0), records)

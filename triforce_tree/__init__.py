@@ -4,8 +4,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from triforce_tree.api import Engine, GenerateOutput, custom_generate, generate, load
+    from triforce_tree.api import Engine, custom_generate, generate, load
     from triforce_tree.hf_model import UnsupportedModelError
+    from triforce_tree.output import GenerateOutput
     from triforce_tree.stats import LevelStats
 else:
 
@@ -32,6 +33,7 @@ __all__ = [
 
 _HOMES = {
     **dict.fromkeys(__all__, "triforce_tree.api"),
+    "GenerateOutput": "triforce_tree.output",
     "LevelStats": "triforce_tree.stats",
     "UnsupportedModelError": "triforce_tree.hf_model",
 }

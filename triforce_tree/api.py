@@ -1,9 +1,10 @@
 """``load``, ``generate`` and the hook for transformers' own ``generate``."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import copy
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,15 +17,17 @@ from transformers import (
     StopStringCriteria,
 )
 from transformers.generation.streamers import BaseStreamer
-from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from triforce_tree import profiles
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.decoder import CycleDecoder
+from triforce_tree.cycle.steady import SteadyDecoder
 from triforce_tree.decoder import Decoder
 from triforce_tree.hf_model import HFModel
 from triforce_tree.hierarchy import Hierarchy
 from triforce_tree.level import Progress
 from triforce_tree.loading import PAIR, load_model, load_tokenizer
+from triforce_tree.memory_plan import MemoryPlan
 from triforce_tree.options import (
     check_sampling_options,
     ending_of,
@@ -32,28 +35,12 @@ from triforce_tree.options import (
     refuse_model_inputs,
     refuse_unsupported,
 )
-from triforce_tree.stats import LevelStats
+from triforce_tree.output import GenerateOutput, joined, padded
+from triforce_tree.profiles import Entry, Profile
+from triforce_tree.sampling import TokenLaw
 
 Model = PreTrainedModel | str | Path
 Inputs = str | Sequence[int] | Tensor
-
-
-@dataclass
-class GenerateOutput(GenerateDecoderOnlyOutput):
-    """transformers' output (``.sequences`` int64 ``[B, L]``, prompt included) and what it took.
-
-    ``levels``: statistics of each level, level 0 first (of the last row, where there are several).
-    ``finish_reason``: "eos", "stop" or "length". ``prefill_seconds`` and ``decode_seconds``: host time.
-    ``text``: the new text, where a tokenizer is at hand. ``captured``: whether the cycle ran in CUDA graphs.
-    """
-
-    levels: list[LevelStats] | None = None
-    finish_reason: str | None = None
-    prefill_seconds: float | None = None
-    decode_seconds: float | None = None
-    new_tokens: int | None = None
-    text: str | None = None
-    captured: bool | None = None
 
 
 class Engine:
@@ -63,6 +50,8 @@ class Engine:
         target, draft: transformers causal LMs; without a draft, prompt lookup proposes.
         tokenizer: for text prompts and ``stop_strings``.
         config: what each level does.
+        profile: measured settings, taken up for the prompts that they were measured for.
+        given: options that no profile changes.
     """
 
     def __init__(
@@ -71,19 +60,56 @@ class Engine:
         draft: PreTrainedModel | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         config: HierarchyConfig | None = None,
+        profile: Profile | None = None,
+        given: Collection[str] = (),
     ) -> None:
         self.tokenizer = tokenizer
+        self.profile = profile
+        self._given = frozenset(given)
+        self._config = config or HierarchyConfig()
         self.hierarchy = Hierarchy(
-            HFModel(target), HFModel(draft) if draft is not None else None, config or HierarchyConfig()
+            HFModel(target), HFModel(draft) if draft is not None else None, self._config
         )
 
     def with_options(self, **options: Any) -> "Engine":
         """The same models under other settings (those of :func:`load`)."""
-        other = object.__new__(Engine)
-        other.tokenizer = self.tokenizer
-        config = HierarchyConfig.from_options(**{**self.hierarchy.config.as_options(), **options})
-        other.hierarchy = self.hierarchy.with_config(config)
+        other = copy.copy(self)
+        other._given = self._given | options.keys()
+        other._config = HierarchyConfig.from_options(**{**self._config.as_options(), **options})
+        other.hierarchy = self.hierarchy.with_config(other._config)
         return other
+
+    def memory_plan(self, prompt_tokens: int, new_tokens: int) -> MemoryPlan | None:
+        """Where a generation of one such prompt would keep its rows; None unless they may be offloaded.
+
+        Raises:
+            ValueError: memory is short, or what would have to be offloaded cannot be.
+        """
+        self.hierarchy.config = self._config
+        self.hierarchy.settle_memory(TokenLaw(greedy=True), [prompt_tokens], new_tokens, self._given)
+        return self.hierarchy.memory
+
+    def _settle(
+        self, law: TokenLaw, temperature: float, prompts: list[list[int]], new_tokens: int
+    ) -> Entry | None:
+        """Decide where rows live; take up what the profile advises, where it holds; else our own settings."""
+        self.hierarchy.config = self._config
+        self.hierarchy.settle_memory(law, [len(p) for p in prompts], new_tokens, self._given)
+        # Profiles are measured with the cache on the device.
+        if self.profile is None or self.hierarchy.offloads:
+            return None
+        longest = max(len(prompt) for prompt in prompts)
+        entry = self.profile.nearest(longest, temperature)
+        if entry is None:
+            return None
+        advised = entry.options_for(self._given)
+        config = HierarchyConfig.from_options(**{**self._config.as_options(), **advised})
+        # Asked in 16 bits: fewer would raise where the captured cycle cannot serve.
+        asked = replace(config, middle_bits=self._config.middle_bits)
+        if (self.hierarchy.with_config(asked).why_not_captured(law, prompts) is None) != entry.captured:
+            return None
+        self.hierarchy.config = config
+        return entry
 
     def generate(
         self,
@@ -97,6 +123,7 @@ class Engine:
         streamer: BaseStreamer | None = None,
         seed: int | None = None,
         progress: Progress | None = None,
+        pinned: Callable[[int], None] | None = None,
         **kwargs: Any,
     ) -> GenerateOutput:
         """Continue a text, by exactly the target's own law.
@@ -109,6 +136,7 @@ class Engine:
                 transformers; ``stop_strings`` needs a tokenizer.
             seed: of all draws; by default taken from torch's global generator.
             progress: called after each chunk of the prompt with the number of tokens in it.
+            pinned: called with bytes of host memory as an offloaded cache takes them.
             kwargs: options of ``GenerationConfig``: max_new_tokens, temperature, top_k, top_p,
                 do_sample, eos_token_id, ...; one that is not supported raises.
 
@@ -141,7 +169,7 @@ class Engine:
                 generation_config=generation_config,
                 logits_processor=logits_processor,
                 stopping_criteria=criteria,
-                custom_generate=self._runner(streamer, progress, seed),
+                custom_generate=self._runner(streamer, progress, seed, pinned),
                 **kwargs,
             )
             return out
@@ -152,10 +180,14 @@ class Engine:
             outputs = [
                 continued([row], seed if seed is None else seed + number) for number, row in enumerate(rows)
             ]
-            return self._joined(outputs)
+            return joined(outputs, self.hierarchy.target.model)
 
     def _runner(
-        self, streamer: BaseStreamer | None, progress: Progress | None, seed: int | None
+        self,
+        streamer: BaseStreamer | None,
+        progress: Progress | None,
+        seed: int | None,
+        pinned: Callable[[int], None] | None = None,
     ) -> Callable[..., GenerateOutput]:
         """The callable that transformers' generate runs after it has prepared everything."""
 
@@ -178,9 +210,11 @@ class Engine:
             ]
             new_tokens = endings[0].max_new_tokens
             for prompt in prompts:
-                self._check_length(len(prompt), new_tokens)
+                self.check_length(len(prompt), new_tokens)
             law = law_of(generation_config, logits_processor)
             chosen = int(torch.randint(2**62, ())) if seed is None else seed
+            temperature = generation_config.temperature if generation_config.do_sample else 0.0
+            entry = self._settle(law, 1.0 if temperature is None else temperature, prompts, new_tokens)
             captured = self.hierarchy.why_not_captured(law, prompts) is None
             if not captured and len(prompts) > 1:
                 raise _OneByOneError
@@ -188,10 +222,18 @@ class Engine:
             if streamer is not None:
                 streamer.put(input_ids.cpu())
             steps: Iterator[list[list[int]]]
-            decoder: Decoder | CycleDecoder
+            decoder: Decoder | SteadyDecoder
             with self.hierarchy.active():
                 if captured:
-                    cycles = CycleDecoder(self.hierarchy.cycle(prompts, new_tokens), law, chosen)
+                    cycles = SteadyDecoder(
+                        lambda number: CycleDecoder(
+                            self.hierarchy.cycle(prompts, new_tokens, pinned), law, chosen + number
+                        ),
+                        self.hierarchy.shrink,
+                    )
+                    if entry is not None and entry.pace and "tree" not in self._given:
+                        cycles.pace.acceptance = entry.pace["acceptance"]
+                        cycles.pace.gathered = entry.pace["gathered"]
                     cycles.prefill(prompts, progress)
                     decoder, steps = cycles, cycles.decode(prompts, endings)
                 else:
@@ -206,11 +248,17 @@ class Engine:
                         streamer.put(torch.tensor(fresh[0]))
             if streamer is not None:
                 streamer.end()
-            return self._output(prompts, new, decoder, input_ids)
+            out = self._output(prompts, new, decoder, input_ids)
+            if entry is not None and self.profile is not None:
+                out.profile = str(self.profile.path)
+            if captured and self.hierarchy.memory is not None:
+                out.memory = self.hierarchy.memory.as_dict()
+            return out
 
         return run
 
-    def _check_length(self, prompt: int, new: int) -> None:
+    def check_length(self, prompt: int, new: int) -> None:
+        """Raise ValueError where a prompt and its new tokens exceed the model's positions."""
         limit = self.hierarchy.target.max_positions
         if limit is not None and prompt + new > limit:
             raise ValueError(
@@ -243,7 +291,7 @@ class Engine:
         self,
         prompts: list[list[int]],
         new: list[list[int]],
-        decoder: Decoder | CycleDecoder,
+        decoder: Decoder | SteadyDecoder,
         input_ids: Tensor,
     ) -> GenerateOutput:
         reasons = decoder.finish_reasons
@@ -252,32 +300,15 @@ class Engine:
             # As transformers does, with whatever padding the prompt came with.
             rows = [torch.cat([input_ids[0], input_ids.new_tensor(new[0])])]
         return GenerateOutput(
-            sequences=self._padded(rows),
+            sequences=padded(rows, self.hierarchy.target.model),
             levels=decoder.levels,
             finish_reason=reasons[-1],
             prefill_seconds=decoder.prefill_seconds,
             decode_seconds=decoder.decode_seconds,
             new_tokens=sum(len(n) for n in new),
             text=str(self.tokenizer.decode(new[-1], skip_special_tokens=True)) if self.tokenizer else None,
-            captured=isinstance(decoder, CycleDecoder),
+            captured=isinstance(decoder, SteadyDecoder),
         )
-
-    def _joined(self, outputs: list[GenerateOutput]) -> GenerateOutput:
-        """One output for rows that were decoded one by one."""
-        last = outputs[-1]
-        last.sequences = self._padded([o.sequences[0] for o in outputs])
-        last.prefill_seconds = sum(o.prefill_seconds or 0.0 for o in outputs)
-        last.decode_seconds = sum(o.decode_seconds or 0.0 for o in outputs)
-        last.new_tokens = sum(o.new_tokens or 0 for o in outputs)
-        return last
-
-    def _padded(self, rows: list[Tensor]) -> torch.LongTensor:
-        """int64 ``[B, L]``; shorter rows are padded at the end."""
-        config = self.hierarchy.target.model.generation_config
-        eos = config.eos_token_id[0] if isinstance(config.eos_token_id, list) else config.eos_token_id
-        pad = next((i for i in (config.pad_token_id, eos) if i is not None), 0)
-        tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad)
-        return cast(torch.LongTensor, tokens)  # transformers annotates its outputs with the legacy class
 
 
 class _OneByOneError(Exception):
@@ -291,6 +322,7 @@ def load(
     tokenizer: PreTrainedTokenizerBase | None = None,
     device: str | torch.device | None = None,
     dtype: torch.dtype | str | None = None,
+    profile: profiles.Source = None,
     **options: Any,
 ) -> Engine:
     """Make an engine.
@@ -302,13 +334,16 @@ def load(
         tokenizer: by default the one beside the target.
         device: for models named by id or folder; by default CUDA where there is one.
         dtype: likewise; by default the checkpoint's own on CUDA and float32 on the CPU.
-        options: levels, gamma, tree, leaves, lookup, middle_bits, rounds, captured, prefill_chunk
-            (:class:`HierarchyConfig`), budget, chunk, recent, refresh (:class:`RetrievalConfig`), sinks,
-            window (:class:`StreamingConfig`).
+        profile: a file that ``triforce-tree tune`` wrote, or False for none; by default the one for this
+            machine and models of this shape, if there is one. Each generation takes the settings that were
+            measured nearest to its prompt's length and temperature; ``options`` come before them.
+        options: levels, gamma, tree, leaves, lookup, middle_bits, rounds, captured, prefill_chunk, offload,
+            gpu_memory (:class:`HierarchyConfig`), budget, chunk, recent, refresh (:class:`RetrievalConfig`),
+            sinks, window (:class:`StreamingConfig`).
 
     Raises:
-        ValueError: an option or a pair of models that cannot work; :class:`UnsupportedModelError` for a
-            model family that cannot.
+        ValueError: an option, a profile or a pair of models that cannot work;
+            :class:`UnsupportedModelError` for a model family that cannot.
         OSError: a model folder without its files, or not in safetensors.
     """
     config = HierarchyConfig.from_options(**options)
@@ -318,14 +353,14 @@ def load(
         tokenizer = load_tokenizer(target)
     loaded = load_model(target, device, dtype)
     drafter = None if draft is None else load_model(draft, loaded.device, dtype)
-    return Engine(loaded, drafter, tokenizer, config)
+    return Engine(loaded, drafter, tokenizer, config, profiles.find(profile, loaded, drafter), options)
 
 
 def generate(
     inputs: Inputs, target: Model | None = None, draft: Model | None = None, **kwargs: Any
 ) -> GenerateOutput:
     """``load`` and ``generate`` in one call; keywords go to whichever of the two knows them."""
-    names = {"tokenizer", "device", "dtype", *HierarchyConfig().as_options()}
+    names = {"tokenizer", "device", "dtype", "profile", *HierarchyConfig().as_options()}
     loading = {k: kwargs.pop(k) for k in list(kwargs) if k in names}
     return load(target, draft, **loading).generate(inputs, **kwargs)
 
@@ -337,12 +372,13 @@ def custom_generate(
     streamer: BaseStreamer | None = None,
     stop_strings: str | list[str] | None = None,
     seed: int | None = None,
+    profile: profiles.Source = None,
     **options: Any,
 ) -> Callable[..., Any]:
     """A value for transformers' ``model.generate(input_ids, custom_generate=...)``.
 
     ``streamer``, ``tokenizer`` and ``stop_strings`` are given here, because transformers does not pass
-    them on to a callable. ``options`` are those of :func:`load`.
+    them on to a callable. ``profile`` and ``options`` are those of :func:`load`.
     """
     engines: dict[int, Engine] = {}
 
@@ -355,7 +391,8 @@ def custom_generate(
         if id(model) not in engines:
             drafter = None if draft is None else load_model(draft, model.device, model.dtype)
             config = HierarchyConfig.from_options(**options)
-            engines[id(model)] = Engine(model, drafter, tokenizer, config)
+            measured = profiles.find(profile, model, drafter)
+            engines[id(model)] = Engine(model, drafter, tokenizer, config, measured, options)
         engine = engines[id(model)]
         criteria = kwargs.pop("stopping_criteria")
         if stop_strings:

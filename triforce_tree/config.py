@@ -1,5 +1,6 @@
 """Settings of the hierarchy: small frozen records, checked when they are made."""
 
+import re
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -9,6 +10,24 @@ from triforce_tree.tree_search import Shape, parse_shape
 def _at_least(name: str, value: int, limit: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < limit:
         raise ValueError(f"{name}={value!r} must be an integer of at least {limit}")
+
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_UNITS |= {f"{name}i": 1 << (10 * power) for power, name in enumerate("KMGT", 1)}
+
+
+def bytes_of(size: int | str) -> int:
+    """``24GiB``, ``24 GB``, ``24G`` or a plain number, in bytes.
+
+    Raises:
+        ValueError: it is no size, or not above 0.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?\s*", str(size), re.IGNORECASE)
+    number = 0 if isinstance(size, bool) or found is None else float(found[1])
+    if found is None or number <= 0:
+        raise ValueError(f"{size!r} is no size of memory; write it like 24GiB, or in bytes")
+    unit = (found[2] or "").upper().replace("I", "i")
+    return int(number * _UNITS[unit])
 
 
 @dataclass(frozen=True)
@@ -79,6 +98,10 @@ class HierarchyConfig:
     passes (None: as many as running acceptance and measured times suggest), and level 1 may run on a copy
     of the weights in ``middle_bits`` 8 or 4, which changes what is proposed and never what comes out.
     ``prefill_chunk`` tokens of a prompt are fed at once; None: 1024, on a GPU 4096.
+
+    ``offload`` True keeps the full cache in host memory, as far as ``gpu_memory`` (bytes, or "24GiB": the
+    most that the whole engine takes of the device) does not hold it; "auto" does so where the device cannot
+    hold all of it, False never; None is "auto" where ``gpu_memory`` is given, and else False.
     """
 
     levels: int | str = "auto"
@@ -90,6 +113,8 @@ class HierarchyConfig:
     rounds: int | None = None
     captured: bool | None = None
     prefill_chunk: int | None = None
+    offload: bool | str | None = None
+    gpu_memory: int | str | None = None
     streaming: StreamingConfig = field(default_factory=StreamingConfig)
     retrieval: RetrievalConfig = field(default_factory=RetrievalConfig)
 
@@ -104,6 +129,35 @@ class HierarchyConfig:
         if self.levels not in ("auto", 1, 2, 3):
             raise ValueError(f"levels={self.levels!r} must be 1, 2, 3 or 'auto'")
         parse_shape(self.tree)
+        if not isinstance(self.offload, bool) and self.offload not in (None, "auto"):
+            raise ValueError(f"offload={self.offload!r} must be True, False or 'auto'")
+        if self.gpu_memory is not None:
+            try:
+                bytes_of(self.gpu_memory)
+            except ValueError as error:
+                raise ValueError(f"gpu_memory={error}") from error
+            if self.offload is False:
+                raise ValueError(
+                    f"gpu_memory={self.gpu_memory!r} bounds an offloaded cache, and offload=False asks for "
+                    "none; leave one of them out"
+                )
+        if self.offload and self.captured is False:
+            raise ValueError(
+                f"offload={self.offload!r} needs the captured cycle, which captured=False switches off; "
+                "leave one of them out"
+            )
+
+    @property
+    def offloads(self) -> bool | str:
+        """Whether the full cache may live in host memory: True, False or "auto"."""
+        if self.offload is None:
+            return "auto" if self.gpu_memory is not None else False
+        return self.offload
+
+    @property
+    def gpu_bytes(self) -> int | None:
+        """Most device memory; None for all there is."""
+        return None if self.gpu_memory is None else bytes_of(self.gpu_memory)
 
     def as_options(self) -> dict[str, Any]:
         """The flat set of options that ``from_options`` takes."""

@@ -15,6 +15,8 @@ from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, StoppingCriteria, TextStreamer
 
+from triforce_tree.memory_map import GIB
+from triforce_tree.memory_plan import MemoryPlan
 from triforce_tree.stats import LevelStats
 
 LOG_WIDTH = 120  # of tables that go into a file
@@ -92,6 +94,32 @@ class PrefillBar:
             self._bar.stop()
 
 
+class PinningBar:
+    """A ``pinned`` callback for :meth:`triforce_tree.Engine.generate`: host memory, as it is taken."""
+
+    def __init__(self, total: int, interrupt: Interrupt) -> None:
+        self._interrupt = interrupt
+        self._left = total
+        self._bar = bar("MiB")
+        self._task = self._bar.add_task("taking host memory", total=max(1, total >> 20))
+
+    def __enter__(self) -> "PinningBar":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar.live.is_started:
+            self._bar.stop()
+
+    def __call__(self, size: int) -> None:
+        self._interrupt.check()
+        if self._left > 0:
+            self._bar.start()
+        self._left -= size
+        self._bar.update(self._task, advance=size / (1 << 20))
+        if self._left <= 0:
+            self._bar.stop()
+
+
 class TextOut(TextStreamer):
     """The new text, on stdout as it comes."""
 
@@ -123,6 +151,21 @@ def levels_table(levels: Sequence[LevelStats]) -> Table:
             for level in levels
         ],
     )
+
+
+def memory_table(plan: MemoryPlan) -> Table:
+    """Where everything will live, and what was chosen for it."""
+    rows = [(f"device: {name}", f"{size / GIB:.2f}") for name, size in plan.device.items() if size]
+    rows += [(f"host: {name}", f"{size / GIB:.2f}") for name, size in plan.host.items() if size]
+    own = plan.config
+    facts = "nothing is offloaded"
+    if plan.offload is not None:
+        facts = f"bus {plan.machine.bus / 1e9:.1f} GB/s, a pass of level 2 {1e3 * plan.pass_seconds:.0f} ms"
+    if plan.levels == 3:
+        facts += f", budget {own.retrieval.budget}, chunk {own.retrieval.chunk}, gamma {own.gamma}"
+    table = plain_table("memory map", ("", "GiB"), rows)
+    table.caption, table.caption_justify = facts, "left"
+    return table
 
 
 def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

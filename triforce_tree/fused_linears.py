@@ -5,6 +5,7 @@ same input, which a traced graph shows for every family of models alike.
 """
 
 import operator
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,10 +19,26 @@ _ONE = "triforce_tree.few_row_linear.default"
 
 
 def fused(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
-    """A backend of ``torch.compile``: the default one, behind ``fuse_linears``."""
-    inductor = torch._dynamo.lookup_backend("inductor")
-    compiled: Callable[..., Any] = inductor(fuse_linears(graph), list(inputs))
-    return compiled
+    """A backend of ``torch.compile``: the default one, behind ``fuse_linears``.
+
+    On a Hopper GPU torch's own kernels let our linears launch early (``TORCHINDUCTOR_ENABLE_PDL=0`` forbids
+    it): a 7B's layers take 3 to 5% less time. That is right beside ours, which wait before they read what a
+    kernel wrote and let none behind them start before.
+    """
+    # Imported when something is compiled: it takes seconds.
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx
+
+    early = (
+        "TORCHINDUCTOR_ENABLE_PDL" not in os.environ
+        and hasattr(config.triton, "enable_pdl")
+        and torch.cuda.is_available()
+        and torch.cuda.get_device_capability() >= (9, 0)
+    )
+    patches = {"triton.enable_pdl": True} if early else None
+    compiled: Any = compile_fx(fuse_linears(graph), list(inputs), config_patches=patches)
+    run: Callable[..., Any] = compiled
+    return run
 
 
 def fuse_linears(module: fx.GraphModule) -> fx.GraphModule:

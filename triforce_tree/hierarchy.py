@@ -1,9 +1,15 @@
 """Putting the levels together: models, caches and drafters for one generation."""
 
 import copy
-from collections.abc import Iterator, Sequence
+import gc
+import logging
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
+import torch
+
+from triforce_tree import memory_map, memory_plan
 from triforce_tree.caches import FullCache, RetrievalCache, StreamingCache
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.cycle import Cycle
@@ -19,6 +25,9 @@ from triforce_tree.drafters import (
 )
 from triforce_tree.hf_model import HFModel
 from triforce_tree.level import Level
+from triforce_tree.machine import measured
+from triforce_tree.memory_map import Sizes
+from triforce_tree.memory_plan import MemoryPlan
 from triforce_tree.rope import FamilyRope
 from triforce_tree.sampling import Random, TokenLaw
 from triforce_tree.tree_search import parse_shape
@@ -26,6 +35,7 @@ from triforce_tree.verify.verifier import Verifier
 
 # Captured buffers are made for texts of a multiple of this many tokens, so that the next text fits too.
 _ROOM_STEP = 1024
+_LOG = logging.getLogger(__name__)
 
 
 class Hierarchy:
@@ -36,6 +46,9 @@ class Hierarchy:
         draft: level 0; None proposes by prompt lookup.
         config: what each level does.
 
+    Attributes:
+        memory: where rows live, as :meth:`settle_memory` decided; None where nothing may be offloaded.
+
     Raises:
         ValueError: the vocabularies differ, or the draft cannot run on a streaming cache.
     """
@@ -45,7 +58,11 @@ class Hierarchy:
         self.draft = draft
         self.config = config
         self._rope: FamilyRope | None = None
-        self._cycle: tuple[tuple[HierarchyConfig, int, int], Cycle] | None = None
+        self.memory: MemoryPlan | None = None
+        self._planned: tuple[object, MemoryPlan] | None = None
+        self._cycle: tuple[object, Cycle] | None = None
+        # Of all configurations of these models: host memory holds one full cache at a time.
+        self._offloaded: list[Cycle] = []
         if draft is None:
             return
         if draft.vocab_size != target.vocab_size:
@@ -60,7 +77,7 @@ class Hierarchy:
         """The same checked models under another configuration."""
         other = copy.copy(self)
         other.config = config
-        other._cycle = None
+        other.memory = other._planned = other._cycle = None
         return other
 
     @contextmanager
@@ -88,15 +105,24 @@ class Hierarchy:
         wanted = self.config.captured
         if wanted is False:
             reason = "captured=False"
-        elif wanted is None and reason is None and self.target.device.type != "cuda":
+        elif wanted is None and reason is None and self.target.device.type != "cuda" and not self.offloads:
             reason = "captured cycles are for GPUs"
         if reason and (wanted or self.config.middle_bits != 16):
             asked = "captured=True" if wanted else f"middle_bits={self.config.middle_bits}"
             raise ValueError(f"{asked} needs the captured cycle, but {reason}; leave it out")
         return reason
 
+    @property
+    def offloads(self) -> bool:
+        """Whether the full cache is to live in host memory."""
+        return self.memory is not None and self.memory.offload is not None
+
     def _obstacle(self, law: TokenLaw, lengths: list[int]) -> str | None:
-        levels = self.levels(min(lengths))
+        reason = self._unfit(law, self.levels(min(lengths)))
+        return reason or self._too_short(min(lengths))
+
+    def _unfit(self, law: TokenLaw, levels: int) -> str | None:
+        """What of models and settings keeps the captured cycle from serving."""
         if self.target.has_windows:
             return f"{self.target.name} has sliding windows"
         if not law.context_free:
@@ -113,33 +139,140 @@ class Hierarchy:
         limit = MOST_TAIL - 3
         if sum(shape.widths) + 1 + len(shape.widths) > limit:
             return f"tree={self.config.tree!r} is larger than {limit} nodes and depth"
-        need = len(shape.widths) + 3
-        if levels == 3:
-            need = max(need, self.config.retrieval.budget + 2 * self.config.retrieval.chunk)
-        if min(lengths) < need:
-            return f"a prompt of {min(lengths)} tokens is shorter than the {need} that {levels} levels need"
         return None
 
-    def cycle(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Cycle:
-        """Buffers and graphs for these prompts: the last ones where they serve, else new ones."""
+    def _too_short(self, shortest: int) -> str | None:
+        """Why a prompt of so few tokens has no captured cycle."""
+        levels, shape = self.levels(shortest), device_shape(parse_shape(self.config.tree))
+        if levels == 1 or shape is None:
+            return None
+        need = len(shape.widths) + 3
+        if levels == 3:
+            chosen = self.config.retrieval
+            need = max(need, chosen.budget + 1)
+            if self.offloads:
+                # Rows leave the window in whole units, and level 1 chooses among those that have left it.
+                need = chosen.budget + 2 * math.lcm(chosen.chunk, 16)
+        if shortest < need:
+            return f"a prompt of {shortest} tokens is shorter than the {need} that {levels} levels need"
+        return None
+
+    def settle_memory(
+        self, law: TokenLaw, lengths: Sequence[int], new_tokens: int, given: Collection[str] = ()
+    ) -> None:
+        """Decide where the rows of texts of these lengths live, and take up the settings that fit there.
+
+        Args:
+            given: names of options that stay as they are.
+
+        Raises:
+            DoesNotFitError: memory is short.
+            ValueError: what cannot be offloaded would have to be.
+        """
+        self.memory, base = None, self.config
+        if not base.offloads:
+            return
+        room = self._rounded(max(lengths) + new_tokens)
+        key = (base, len(lengths), frozenset(given))
+        plan = self._kept_plan(key, room, lengths)
+        if plan is None:
+            self.release()
+            weights = sum(memory_map.tensor_bytes(m) for m in (self.target, self.draft) if m is not None)
+            machine = measured(self.target.device, weights, base.gpu_bytes)
+            sizes = Sizes.of(self.target, self.draft, base)
+            longest = max(lengths)
+            plan = memory_plan.plan(sizes, machine, base, given, len(lengths), longest, room - longest)
+        self.memory, self._planned = plan, (key, plan)
+        if plan.offload is None:
+            return
+        self.config = plan.config
+        reason = self._unfit(law, self.levels(min(lengths)))
+        if reason is not None:
+            asked = f"offload={base.offload!r}" if base.offload else f"gpu_memory={base.gpu_memory!r}"
+            raise ValueError(
+                f"{asked} needs the captured cycle, but {reason}; leave it out, or set levels=1, which needs "
+                "neither draft nor tree"
+            )
+        if self._too_short(min(lengths)) is not None:
+            # So short a text has a small cache.
+            self.memory, self.config = None, base
+
+    def _kept_plan(self, key: object, room: int, lengths: Sequence[int]) -> MemoryPlan | None:
+        """The last plan, where its cycle serves these texts too."""
+        if self._planned is None or self._cycle is None or self._cycle[1].closed:
+            return None
+        before, plan = self._planned
+        with_plan = self.with_config(plan.config)
+        fits = room <= self._cycle[1].room <= 2 * room and with_plan.levels(min(lengths)) == plan.levels
+        return plan if before == key and fits else None
+
+    def shrink(self) -> bool:
+        """After device memory ran out: give some of the plan up; False where nothing is left to give."""
+        smaller = self.memory.smaller() if self.memory is not None else None
+        self.release()
+        if smaller is None or self._planned is None:
+            return False
+        self.memory, what = smaller
+        self.config = self.memory.config
+        self._planned = (self._planned[0], self.memory)
+        _LOG.warning("device memory ran out; going on with less: %s", what)
+        return True
+
+    def release(self) -> None:
+        """Give the buffers of the last texts back, and every offloaded cache of these models."""
+        for cycle in self._offloaded:
+            cycle.close()
+        self._offloaded.clear()
+        self._cycle = None
+        gc.collect()
+        if self.target.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def cycle(
+        self,
+        prompts: Sequence[Sequence[int]],
+        new_tokens: int,
+        pinned: Callable[[int], None] | None = None,
+    ) -> Cycle:
+        """Buffers and graphs for these prompts: the last ones where they serve, else new ones.
+
+        Args:
+            pinned: called with bytes of host memory as they are taken.
+        """
         batch, longest = len(prompts), max(len(p) for p in prompts)
         levels = self.levels(min(len(p) for p in prompts))
-        wanted = (self.config, batch, levels)
+        split = self.memory.offload if self.memory is not None else None
+        wanted = (self.config, batch, levels, split)
         room = longest + new_tokens
         if self._cycle is not None:
             kept, cycle = self._cycle
-            if kept == wanted and cycle.room >= room:
+            if kept == wanted and cycle.room >= room and not cycle.closed:
                 return cycle
             # Its memory is needed for the next one.
+            cycle.close()
             self._cycle = None
             del cycle
-        room = -(-room // _ROOM_STEP) * _ROOM_STEP
-        cycle = Cycle(self.target, self.draft, self.config, batch, room, levels)
+        if split is not None:
+            self.release()
+        cycle = Cycle(self.target, self.draft, self.config, batch, self._rounded(room), levels, split, pinned)
         self._cycle = (wanted, cycle)
+        if split is not None:
+            self._offloaded.append(cycle)
         return cycle
 
+    def _rounded(self, room: int) -> int:
+        """Room for a little more than asked for, as far as the model has positions."""
+        rounded = -(-room // _ROOM_STEP) * _ROOM_STEP
+        return max(room, min(rounded, self.target.max_positions or rounded))
+
     def decoder(
-        self, law: TokenLaw, seed: int, prompt_tokens: int, new_tokens: int, stop: frozenset[int]
+        self,
+        law: TokenLaw,
+        seed: int,
+        prompt_tokens: int,
+        new_tokens: int,
+        stop: frozenset[int],
+        full: FullCache | None = None,
     ) -> Decoder:
         """Fresh caches and a decoder over them.
 
@@ -148,10 +281,11 @@ class Hierarchy:
             seed: of every level's draws.
             prompt_tokens, new_tokens: how many rows the full cache should have room for.
             stop: ids that end the text.
+            full: a full cache that holds a beginning of the prompt already; None for an empty one.
         """
         config, levels = self.config, self.levels(prompt_tokens)
         room = prompt_tokens + new_tokens + 2 * (config.gamma + 64)
-        full = FullCache(self.target.layers, room)
+        full = full or FullCache(self.target.layers, room)
         verifier = Verifier("target", self._level(self.target, full), law, self._random(seed, 2))
         drafter: Drafter = Autoregressive() if levels == 1 else self._base_drafter(law, seed)
         if levels == 3:

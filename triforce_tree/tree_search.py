@@ -56,6 +56,12 @@ class Static:
         """Proposed tokens, the root not counted."""
         return sum(self.counts.values())
 
+    @property
+    def name(self) -> str:
+        """As :func:`parse_shape` reads it: the last sibling of each family stands for all of them."""
+        last = [(*place, count - 1) for place, count in self.counts.items()]
+        return "static:" + ";".join(".".join(map(str, path)) for path in last)
+
     def expands(self, ranks: Ranks) -> bool:
         return ranks in self.counts
 

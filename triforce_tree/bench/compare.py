@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from triforce_tree.api import GenerateOutput
+from triforce_tree.output import GenerateOutput
 
 
 def ms_per_token(out: GenerateOutput) -> float | None:
@@ -63,6 +63,8 @@ def summary(out: GenerateOutput, comparison: Comparison | None = None) -> dict[s
         "finish_reason": out.finish_reason,
         "prefill_seconds": out.prefill_seconds,
         "ms_per_token": ms_per_token(out),
+        "profile": out.profile,
+        "memory": out.memory,
         "levels": [level.as_dict() for level in out.levels or []],
     }
     if comparison is not None:

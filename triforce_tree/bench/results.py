@@ -1,7 +1,6 @@
 """Results on disk: one JSON line a measurement, so that a run that was cut short goes on where it ended."""
 
 import json
-import os
 import platform
 import shutil
 import statistics
@@ -16,6 +15,7 @@ import torch
 import transformers
 
 import triforce_tree
+from triforce_tree.profiles import hardware as hardware
 
 # Results are small; less room than this means that the next write may fail after hours of work.
 LEAST_FREE_BYTES = 8 * 2**20
@@ -151,19 +151,6 @@ def commit() -> str | None:
         return git("rev-parse", "--short=12", "HEAD") + "+" * bool(changed)
     except (OSError, subprocess.CalledProcessError):
         return None
-
-
-def hardware() -> str:
-    """The processor in words, and the GPU where there is one."""
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    model = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next((x.partition(":")[2].strip() for x in lines if x.startswith("model name")), model)
-    except OSError:
-        pass
-    return f"{model}, {os.cpu_count()} cores"
 
 
 def repeated_share(tokens: Sequence[int], n: int = 8) -> float:

@@ -57,5 +57,11 @@ class FullCache:
         self._length += count
         self._tail = 0
 
+    def stand(self, length: int) -> None:
+        """Count the first ``length`` rows, which must have been written, and no others; forget the tail."""
+        self._length = length
+        self._tail = self._queries_start = 0
+        self.queries = {}
+
     def prefill_step(self, coming: int) -> tuple[int, int]:
         return 0, coming

@@ -5,12 +5,14 @@ once. A command names the module whose ``run(args)`` carries it out.
 """
 
 import argparse
-from typing import Any, NoReturn
+from typing import Any
 
 from triforce_tree import __version__
+from triforce_tree.commands.parsing import Given, GivenTrue, HelpFormatter, Parser, depth, levels, positive
 from triforce_tree.config import HierarchyConfig
 
 DEFAULTS = HierarchyConfig().as_options()
+AUTO, NONE = "auto", "none"
 DTYPES = ("float32", "bfloat16", "float16", "auto")
 ENGINE_OPTIONS = (
     "levels",
@@ -24,6 +26,7 @@ ENGINE_OPTIONS = (
     "sinks",
     "window",
 )
+MEMORY_OPTIONS = ("offload", "gpu_memory")
 # The names in bench.baselines.METHODS.
 METHODS = (
     "triforce-3-level",
@@ -34,22 +37,6 @@ METHODS = (
     "transformers-assistant",
     "transformers-prompt-lookup",
 )
-
-
-class Parser(argparse.ArgumentParser):
-    """One line for a bad option, instead of the whole usage."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
-
-
-class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults where there is one to show."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default is None or action.default is False:
-            return action.help
-        return super()._get_help_string(action)
 
 
 def parser() -> Parser:
@@ -66,6 +53,7 @@ def parser() -> Parser:
     _bench_text(kinds)
     _bench_needle(kinds)
     _check(commands)
+    _tune(commands)
     _demo(commands)
     return top
 
@@ -78,13 +66,13 @@ def _generate(subparsers: Any) -> None:
         "Continue a text, by exactly the target's own law; new text to stdout.",
     )
     parser.add_argument("prompt", nargs="?", default="-", help="text file with the prompt; - is stdin")
-    parser.add_argument("--max-new-tokens", type=_positive, default=256, help="tokens to write at most")
+    parser.add_argument("--max-new-tokens", type=positive, default=256, help="tokens to write at most")
     parser.add_argument(
         "--compare", action="store_true", help="then decode the same prompt with the target alone"
     )
     _add_sampling(parser)
     _add_models(parser)
-    _add_hierarchy(parser)
+    _add_hierarchy(parser, AUTO)
 
 
 def _bench_text(subparsers: Any) -> None:
@@ -95,9 +83,9 @@ def _bench_text(subparsers: Any) -> None:
         "Time every way of decoding on prompts cut from real text; prefill is kept apart. Medians over "
         "prompts, speed-up against the fastest of transformers' static, dynamic and assisted decoding.",
     )
-    parser.add_argument("--context", type=_positive, default=8192, help="tokens of each prompt")
-    parser.add_argument("--new-tokens", type=_positive, default=128, help="tokens to write")
-    parser.add_argument("--prompts", type=_positive, default=3, help="different prompts")
+    parser.add_argument("--context", type=positive, default=8192, help="tokens of each prompt")
+    parser.add_argument("--new-tokens", type=positive, default=128, help="tokens to write")
+    parser.add_argument("--prompts", type=positive, default=3, help="different prompts")
     parser.add_argument(
         "--temperatures", type=float, nargs="+", default=[0.0, 0.8], metavar="T", help="0 is greedy"
     )
@@ -122,7 +110,7 @@ def _bench_needle(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--lengths",
-        type=_positive,
+        type=positive,
         nargs="+",
         default=[2048, 4096, 8192],
         metavar="N",
@@ -130,13 +118,13 @@ def _bench_needle(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--depths",
-        type=_depth,
+        type=depth,
         nargs="+",
         default=[0.0, 0.25, 0.5, 0.75, 1.0],
         metavar="D",
         help="where the fact stands: 0 the start, 1 the end",
     )
-    parser.add_argument("--trials", type=_positive, default=2, help="needles for each length and depth")
+    parser.add_argument("--trials", type=positive, default=2, help="needles for each length and depth")
     parser.add_argument(
         "--through",
         nargs="+",
@@ -162,18 +150,18 @@ def _check(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--lengths",
-        type=_positive,
+        type=positive,
         nargs="+",
         metavar="N",
         help="tokens of the prompts; without it 1, 67, 1021 and twice the budget + 455",
     )
-    parser.add_argument("--new-tokens", type=_positive, default=128, help="tokens to compare")
+    parser.add_argument("--new-tokens", type=positive, default=128, help="tokens to compare")
     parser.add_argument(
         "--draws", type=int, default=400, help="sampled tokens for each prompt and level; 0 for no such test"
     )
-    parser.add_argument("--contexts", type=_positive, default=4, help="prompts of the sampling test")
+    parser.add_argument("--contexts", type=positive, default=4, help="prompts of the sampling test")
     parser.add_argument(
-        "--context", type=_positive, help="tokens of each at most; without it twice the budget + 455"
+        "--context", type=positive, help="tokens of each at most; without it twice the budget + 455"
     )
     parser.add_argument("--temperature", type=float, default=1.0, help="of the sampling test")
     parser.add_argument("--seed", type=int, default=0, help="of all draws")
@@ -187,6 +175,46 @@ def _check(subparsers: Any) -> None:
     _add_hierarchy(parser)
 
 
+def _tune(subparsers: Any) -> None:
+    parser = _add_parser(
+        subparsers,
+        "tune",
+        "triforce_tree.commands.tune",
+        "Measure which settings are fastest on this machine, with these models and this kind of text, and "
+        "write them into a profile that load and generate pick up. Options of the hierarchy that are given "
+        "stay as they are.",
+    )
+    parser.add_argument(
+        "--context", type=positive, nargs="+", default=[8192], metavar="N", help="tokens of the prompts"
+    )
+    parser.add_argument("--new-tokens", type=positive, default=128, help="tokens of each generation")
+    parser.add_argument(
+        "--temperature", type=float, nargs="+", default=[0.0, 0.6], metavar="T", help="0 is greedy"
+    )
+    parser.add_argument(
+        "--prompts", type=positive, default=3, help="generations of each setting, behind different places"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=900.0,
+        help="begin nothing new after this time; the same command goes on",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of all draws")
+    parser.add_argument(
+        "--out",
+        help="the profile; without it, the one that load looks for. Measurements go into a file beside it, "
+        "where a run that was cut short goes on",
+    )
+    parser.add_argument("--fresh", action="store_true", help="forget earlier measurements of this profile")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="show what would be tried, and measure nothing"
+    )
+    _add_text_source(parser)
+    _add_models(parser)
+    _add_hierarchy(parser, profile=None)
+
+
 def _demo(subparsers: Any) -> None:
     parser = _add_parser(
         subparsers,
@@ -195,19 +223,19 @@ def _demo(subparsers: Any) -> None:
         "Continue a long piece of Python's own help text with the embedded pair, and compare with ordinary "
         "decoding. Ends with one line of JSON, asked for or not.",
     )
-    parser.add_argument("--prompt-tokens", type=_positive, default=8192, help="tokens of the prompt")
+    parser.add_argument("--prompt-tokens", type=positive, default=8192, help="tokens of the prompt")
     parser.add_argument(
         "--start",
-        type=_positive,
+        type=positive,
         default=105_000,
         help="token of the topics that the prompt begins with",
     )
-    parser.add_argument("--new-tokens", type=_positive, default=192, help="tokens to write")
+    parser.add_argument("--new-tokens", type=positive, default=192, help="tokens to write")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the most probable token")
     parser.add_argument("--seed", type=int, default=0, help="of all draws")
     _add_models(parser)
-    _add_hierarchy(parser)
-    parser.set_defaults(levels=3)
+    _add_hierarchy(parser, AUTO)
+    parser.set_defaults(levels=3, given=frozenset({"levels"}))
 
 
 def _add_parser(subparsers: Any, name: str, module: str, summary: str) -> argparse.ArgumentParser:
@@ -238,11 +266,12 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_hierarchy(parser: argparse.ArgumentParser) -> None:
+def _add_hierarchy(parser: argparse.ArgumentParser, profile: str | None = NONE) -> None:
+    """Options of the engine; ``profile``: default of ``--profile``, None for no such option."""
     group = parser.add_argument_group("hierarchy")
     options: dict[str, tuple[Any, str]] = {
         "levels": (
-            _levels,
+            levels,
             "3 is the whole hierarchy, 2 the draft under the target, 1 ordinary decoding, auto takes 3 for "
             "prompts of at least twice the budget",
         ),
@@ -270,7 +299,35 @@ def _add_hierarchy(parser: argparse.ArgumentParser) -> None:
     }
     for name in ENGINE_OPTIONS:
         kind, text = options[name]
-        group.add_argument(f"--{name.replace('_', '-')}", type=kind, default=DEFAULTS[name], help=text)
+        flag = f"--{name.replace('_', '-')}"
+        group.add_argument(flag, type=kind, default=DEFAULTS[name], action=Given, help=text)
+    parser.set_defaults(given=frozenset(), profile=NONE, **dict.fromkeys(MEMORY_OPTIONS))
+    if profile is not None:
+        _add_memory(parser)
+        group.add_argument(
+            "--profile",
+            default=profile,
+            metavar="PATH",
+            help="file of settings that triforce-tree tune has measured, auto for the one of this machine "
+            "and these models, or none; options that are given come first",
+        )
+
+
+def _add_memory(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("memory")
+    group.add_argument(
+        "--offload",
+        action=GivenTrue,
+        help="keep keys and values in host memory, as far as the device does not hold them; settings that "
+        "are not given are chosen for it, and the plan is shown",
+    )
+    group.add_argument(
+        "--gpu-memory",
+        action=Given,
+        metavar="SIZE",
+        help="most device memory to take, as in 24GiB; without --offload, a cache that does not fit into it "
+        "is offloaded",
+    )
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
@@ -295,23 +352,3 @@ def _add_text_source(parser: argparse.ArgumentParser) -> None:
     source.add_argument("--dataset", help="name of a Hugging Face data set, for example emozilla/pg19-test")
     group.add_argument("--split", default="test", help="of the data set")
     group.add_argument("--column", default="text", help="of the data set")
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} must be at least 1")
-    return value
-
-
-def _levels(text: str) -> int | str:
-    if text not in ("auto", "1", "2", "3"):
-        raise argparse.ArgumentTypeError(f"{text!r} is none of auto, 1, 2, 3")
-    return text if text == "auto" else int(text)
-
-
-def _depth(text: str) -> float:
-    value = float(text)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{value} must lie between 0 (the start) and 1 (the end)")
-    return value

@@ -8,7 +8,7 @@ from typing import Any
 from triforce_tree.bench import needle
 from triforce_tree.bench.results import Record, Records, check_writable, header
 from triforce_tree.commands import options
-from triforce_tree.commands.arguments import ENGINE_OPTIONS
+from triforce_tree.commands.arguments import ENGINE_OPTIONS, NONE
 from triforce_tree.commands.bench_text import documents
 from triforce_tree.console import Interrupt, bar, json_line, plain_table, screen
 
@@ -26,6 +26,8 @@ def run(args: argparse.Namespace) -> int:
         "target": args.target or "embedded",
         "options": {name: getattr(args, name) for name in ENGINE_OPTIONS},
     }
+    if args.profile != NONE:
+        settings["profile"] = args.profile
     records = Records(args.out, settings)
     engine = options.engine_of(args)
     assert engine.tokenizer is not None

@@ -8,7 +8,7 @@ from triforce_tree.bench import speed, text
 from triforce_tree.bench.baselines import usable_methods
 from triforce_tree.bench.results import Record, Records, header
 from triforce_tree.commands import options
-from triforce_tree.commands.arguments import ENGINE_OPTIONS
+from triforce_tree.commands.arguments import ENGINE_OPTIONS, NONE
 from triforce_tree.console import Interrupt, bar, json_line, plain_table, screen
 
 
@@ -28,6 +28,8 @@ def run(args: argparse.Namespace) -> int:
         args.context, args.new_tokens, args.seed, source, args.target or "embedded", args.draft or "default"
     )
     settings["options"] = {name: getattr(args, name) for name in ENGINE_OPTIONS if name != "levels"}
+    if args.profile != NONE:
+        settings["profile"] = args.profile
     records = Records(args.out, settings)
     engine = options.engine_of(args)
     assert engine.tokenizer is not None

@@ -13,7 +13,7 @@ from triforce_tree.commands import options
 from triforce_tree.commands.bench_text import documents
 from triforce_tree.console import Interrupt, bar, json_line, plain_table, screen
 from triforce_tree.sampling import TokenLaw
-from triforce_tree.tree_search import Static, sequoia
+from triforce_tree.tree_search import sequoia
 
 RANKS = 8
 
@@ -137,10 +137,5 @@ def _acceptance(
         screen().print(plain_table(f"acceptance by sibling rank, {way}", columns, rows))
         first = vectors.get("draft -> retrieval")
         if first and sum(first) > 0:
-            screen().print(f"  the best 15 tokens in 3 levels: --tree '{_as_option(sequoia(first, 15, 3))}'")
+            screen().print(f"  the best 15 tokens in 3 levels: --tree '{sequoia(first, 15, 3).name}'")
     return result
-
-
-def _as_option(shape: Static) -> str:
-    last = [(*place, count - 1) for place, count in shape.counts.items()]
-    return "static:" + ";".join(".".join(map(str, path)) for path in last)

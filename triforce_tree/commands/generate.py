@@ -6,11 +6,21 @@ from typing import Any
 
 from transformers import StoppingCriteriaList
 
-from triforce_tree.api import Engine, GenerateOutput
+from triforce_tree.api import Engine
 from triforce_tree.bench.compare import Comparison, ms_per_token, summary
 from triforce_tree.bench.text import read_text, token_ids
 from triforce_tree.commands import options
-from triforce_tree.console import Interrupt, PrefillBar, TextOut, json_line, levels_table, screen
+from triforce_tree.console import (
+    Interrupt,
+    PinningBar,
+    PrefillBar,
+    TextOut,
+    json_line,
+    levels_table,
+    memory_table,
+    screen,
+)
+from triforce_tree.output import GenerateOutput
 
 
 def run(args: argparse.Namespace) -> int:
@@ -32,6 +42,8 @@ def run(args: argparse.Namespace) -> int:
             + (f" at {ms:.1f} ms each" if ms else "")
             + f"; ended by {'Ctrl-C' if interrupt.requested else out.finish_reason}"
         )
+        if out.profile:
+            show.print(f"settings of the profile {out.profile}")
         comparison = None
         if args.compare and not interrupt.requested:
             baseline = generate(engine.with_options(levels=1), prompt, interrupt, show=False, **more)
@@ -47,15 +59,22 @@ def run(args: argparse.Namespace) -> int:
 def generate(
     engine: Engine, prompt: list[int], interrupt: Interrupt, *, show: bool, **more: Any
 ) -> GenerateOutput:
-    """One generation with a progress bar, its text shown or not, and Ctrl-C at work."""
+    """One generation with progress bars, its text shown or not, and Ctrl-C at work."""
     assert engine.tokenizer is not None
+    plan = engine.memory_plan(len(prompt), more["max_new_tokens"])
+    if plan is not None:
+        screen().print(memory_table(plan))
     what = "reading the prompt" if show else "the same, target alone"
-    with PrefillBar(len(prompt) - 1, interrupt, what) as progress:
+    with (
+        PrefillBar(len(prompt) - 1, interrupt, what) as progress,
+        PinningBar(plan.host_bytes if plan is not None else 0, interrupt) as pinned,
+    ):
         return engine.generate(
             prompt,
             stopping_criteria=StoppingCriteriaList([interrupt]),
             streamer=TextOut(engine.tokenizer) if show else None,
             progress=progress,
+            pinned=pinned,
             **more,
         )
 

@@ -7,16 +7,19 @@ from typing import Any
 import torch
 
 from triforce_tree.api import Engine, load
-from triforce_tree.commands.arguments import ENGINE_OPTIONS
+from triforce_tree.commands.arguments import AUTO, ENGINE_OPTIONS, MEMORY_OPTIONS, NONE
+from triforce_tree.config import bytes_of
 from triforce_tree.options import check_sampling_options
 
 
 def engine_of(args: argparse.Namespace) -> Engine:
     """Load what the options name."""
-    options = {name: getattr(args, name) for name in ENGINE_OPTIONS if hasattr(args, name)}
+    options = {name: getattr(args, name) for name in (*ENGINE_OPTIONS, *MEMORY_OPTIONS) if name in args.given}
     if args.device is not None:
         _check_device(args.device)
-    engine = load(args.target, args.draft, device=args.device, dtype=args.dtype, **options)
+    _bound_memory(args)
+    profile = {AUTO: None, NONE: False}.get(args.profile, args.profile)
+    engine = load(args.target, args.draft, device=args.device, dtype=args.dtype, profile=profile, **options)
     if engine.tokenizer is None:
         raise ValueError(
             f"no tokenizer lies beside the target {args.target!r}; save one there with save_pretrained"
@@ -42,6 +45,17 @@ def sampling_of(args: argparse.Namespace) -> dict[str, Any]:
 
 def seed_of(args: argparse.Namespace) -> int:
     return secrets.randbits(31) if args.seed is None else args.seed
+
+
+def _bound_memory(args: argparse.Namespace) -> None:
+    """Hold the whole process to what it may take of the device."""
+    if args.gpu_memory is None or not torch.cuda.is_available():
+        return
+    device = torch.device(args.device or "cuda")
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        total = torch.cuda.get_device_properties(index).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, bytes_of(args.gpu_memory) / total), index)
 
 
 def _check_device(name: str) -> None:

@@ -23,11 +23,13 @@ class Offload:
         resident_bytes: of key and value rows that stay on the device.
         piece_bytes: one copy to the device; rows of one layer and sequence.
         buffers: pieces under way at once.
+        states_on_host: while a prompt is fed, its hidden states wait in host memory too.
     """
 
     resident_bytes: int = 0
     piece_bytes: int = 64 << 20
     buffers: int = 3
+    states_on_host: bool = False
 
     def __post_init__(self) -> None:
         if self.resident_bytes < 0 or self.piece_bytes < 1 or self.buffers < 2:

@@ -3,7 +3,7 @@
 Chunk by chunk through all layers, as prompts are usually fed, every chunk would read all earlier rows of
 every layer, and far from the device each of these readings crosses the bus. Layer by layer a layer's rows
 are read while they are all on the device, and cross the bus once, on their way out. It takes one layer's
-rows and one hidden state a token as memory.
+rows and one hidden state a token as memory, the latter on the host where the device has no room for it.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from triforce_tree.caches.base import Rows, Variant
+from triforce_tree.cycle.lanes import Lane, Mark
 from triforce_tree.cycle.model import decoder_layers
+from triforce_tree.cycle.pinned import HostMemory
 from triforce_tree.hf_model import HFModel
 from triforce_tree.kernels.prefill import causal_attention
 from triforce_tree.level import Progress
@@ -35,6 +37,73 @@ class Sink(Protocol):
 
     def whole(self, layer: int, rows: Tensor) -> None:
         """All rows of ``layer`` are in the buffer; read at once what is wanted of them."""
+
+
+class States(Protocol):
+    """The hidden states between two layers, ``[1, n, hidden]`` of each chunk."""
+
+    def put(self, chunk: int, hidden: Tensor) -> None: ...
+
+    def take(self, chunk: int) -> Tensor: ...
+
+
+class NearStates:
+    """On the device."""
+
+    def __init__(self) -> None:
+        self._hidden: dict[int, Tensor] = {}
+
+    def put(self, chunk: int, hidden: Tensor) -> None:
+        self._hidden[chunk] = hidden
+
+    def take(self, chunk: int) -> Tensor:
+        return self._hidden.pop(chunk)
+
+
+class FarStates:
+    """In host memory: while one chunk is at work the next one's come, and the last one's leave.
+
+    Args:
+        tokens: of the whole prompt.
+        chunk: tokens of each chunk but the last.
+    """
+
+    def __init__(self, tokens: int, chunk: int, device: torch.device) -> None:
+        self._tokens, self._chunk = tokens, chunk
+        self._lane, self._memory = Lane(device), HostMemory(locked=device.type == "cuda")
+        self._host: Tensor | None = None
+        self._coming: tuple[int, Tensor, Mark] | None = None
+
+    def put(self, chunk: int, hidden: Tensor) -> None:
+        if self._host is None:
+            width = hidden.shape[-1]
+            self._memory.check(self._tokens * width * hidden.element_size())
+            self._host = self._memory.take((self._tokens, width), hidden.dtype)
+        # One lane for both ways: nothing comes back before it has left.
+        self._lane.copy(self._rows(chunk), hidden[0])
+
+    def take(self, chunk: int) -> Tensor:
+        number, hidden, mark = self._coming or self._fetch(chunk)
+        assert number == chunk, "chunks follow each other"
+        mark.wait()
+        following = (chunk + 1) % -(-self._tokens // self._chunk)
+        self._coming = self._fetch(following) if following != chunk else None
+        return hidden[None]
+
+    def _rows(self, chunk: int) -> Tensor:
+        assert self._host is not None
+        return self._host[chunk * self._chunk : (chunk + 1) * self._chunk]
+
+    def _fetch(self, chunk: int) -> tuple[int, Tensor, Mark]:
+        rows = self._rows(chunk)
+        near = torch.empty(rows.shape, dtype=rows.dtype, device=self._lane.device)
+        return chunk, near, self._lane.copy(near, rows)
+
+    def close(self) -> None:
+        """Give the host memory back."""
+        self._lane.synchronize()
+        self._coming = self._host = None
+        self._memory.release()
 
 
 class _LayerRows:
@@ -67,9 +136,8 @@ class _LayerRows:
 class _Calls:
     """How the model calls its decoder layers for each chunk, and what it gives the first of them."""
 
-    def __init__(self, layers: nn.ModuleList) -> None:
-        self.layers = layers
-        self.hidden: list[Tensor] = []
+    def __init__(self, layers: nn.ModuleList, states: States) -> None:
+        self.layers, self.states = layers, states
         self._calls: list[list[tuple[tuple[Any, ...], dict[str, Any]]]] = []
 
     @contextmanager
@@ -90,7 +158,7 @@ class _Calls:
     def _note(self, index: int) -> Callable[..., Tensor]:
         def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             if index == 0:
-                self.hidden.append(hidden_states)
+                self.states.put(len(self._calls), hidden_states)
                 self._calls.append([])
             self._calls[-1].append((args, kwargs))
             return hidden_states
@@ -100,13 +168,18 @@ class _Calls:
     def run(self, index: int, chunk: int) -> None:
         """Layer ``index`` on one chunk; its output takes the place of its input."""
         args, kwargs = self._calls[chunk][index]
-        out = self.layers[index](self.hidden[chunk], *args, **kwargs)
-        self.hidden[chunk] = out if isinstance(out, Tensor) else out[0]
+        out = self.layers[index](self.states.take(chunk), *args, **kwargs)
+        self.states.put(chunk, out if isinstance(out, Tensor) else out[0])
 
 
 @torch.no_grad()
 def fill_by_layers(
-    model: HFModel, tokens: list[int], chunk: int, sink: Sink, progress: Progress | None = None
+    model: HFModel,
+    tokens: list[int],
+    chunk: int,
+    sink: Sink,
+    progress: Progress | None = None,
+    states: States | None = None,
 ) -> None:
     """Compute the rows of ``tokens`` in all layers, into ``sink``.
 
@@ -114,12 +187,13 @@ def fill_by_layers(
         model: inside its ``active()``.
         chunk: tokens at once.
         progress: hears of tokens as if they were fed one after the other, layers counting alike.
+        states: where hidden states wait; by default on the device.
     """
     if not tokens:
         return
     buffer = sink.buffer(len(tokens))
     rows = _LayerRows(buffer)
-    calls = _Calls(decoder_layers(model.model))
+    calls = _Calls(decoder_layers(model.model), states or NearStates())
     starts = range(0, len(tokens), chunk)
     with calls.noted():
         for start in starts:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from triforce_tree.cycle.host_store import HostStore, Offload
-from triforce_tree.cycle.layerwise import fill_by_layers
+from triforce_tree.cycle.layerwise import FarStates, fill_by_layers
 from triforce_tree.cycle.rows import KVStore, TreeRows
 from triforce_tree.hf_model import HFModel
 from triforce_tree.kernels import dispatch, planned, step
@@ -66,6 +66,7 @@ class OffloadedCache:
         self.host = HostStore(layers, batch, heads, room, device, dtype, max(1, chunk), settings, progress)
         self.leaving = -(-LEAVING // self.host.unit) * self.host.unit
         self.slots, self.behind = slots, behind
+        self._states_on_host = settings.states_on_host
         # While a prompt is fed nothing of this is needed: it holds one layer's rows then.
         self.store = KVStore(
             layers, batch, heads, slots + recent + self.leaving + behind, device, dtype,
@@ -94,12 +95,22 @@ class OffloadedCache:
             self.lengths[b] = len(tokens)
             self.host.base[b] = self._base_of(len(tokens))
             fillings.append(Filling(self, b))
-            fill_by_layers(self.model, tokens, chunk, fillings[-1], progress)
+            self._fill(tokens, chunk, fillings[-1], progress)
             # The last layer's rows have left the memory that the next one, or the window, is written to.
             self.host.out.join()
         for filling in fillings:
             filling.settle()
         self._publish()
+
+    def _fill(self, tokens: list[int], chunk: int, filling: "Filling", progress: Progress | None) -> None:
+        if not self._states_on_host:
+            fill_by_layers(self.model, tokens, chunk, filling, progress)
+            return
+        states = FarStates(len(tokens), chunk, self.host.device)
+        try:
+            fill_by_layers(self.model, tokens, chunk, filling, progress, states)
+        finally:
+            states.close()
 
     def _base_of(self, length: int) -> int:
         """Where the window begins behind a text that has just been fed."""

@@ -15,7 +15,7 @@ _GIB = 1 << 30
 # cudaHostRegisterPortable | cudaHostRegisterMapped: kernels may read the pages too.
 _FLAGS = 3
 # What is left to the rest of the machine, beside what is asked for.
-_SPARE = _GIB
+SPARE = _GIB
 
 
 class HostMemoryError(OSError):
@@ -47,9 +47,9 @@ class HostMemory:
             HostMemoryError: they are.
         """
         limit, name = available()
-        if size + _SPARE > limit:
+        if size + SPARE > limit:
             raise HostMemoryError(
-                f"the offloaded cache needs {size / _GIB:.1f} GiB of host memory beside {_SPARE / _GIB:.0f} "
+                f"the offloaded cache needs {size / _GIB:.1f} GiB of host memory beside {SPARE / _GIB:.0f} "
                 f"GiB for the rest, but {name} leaves {limit / _GIB:.1f} GiB; shorten the prompt, keep more "
                 "of the cache on the device (a larger gpu_memory), or free host memory"
             )

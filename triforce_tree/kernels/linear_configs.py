@@ -6,7 +6,7 @@ MOST_ROWS = 128
 """More rows than this are a matter for a general matrix product."""
 
 MOST_PLAIN_ROWS = 64
-"""The same for 16-bit weights, where the general product of the vendor's library wins sooner."""
+"""The same for 16-bit weights: the general product of the vendor's library is level at 96 rows."""
 
 MOST_FUSED = 3
 """Weights of one launch."""
@@ -25,7 +25,8 @@ class LinearConfig:
         splits: programs that share the input columns of a tile and add up their parts.
         warps, stages: warps per program and depth of the load pipeline.
         tma: load with the bulk copy engine where the layout allows it.
-        prefetch: first steps whose weights are sent for while the kernel before still runs.
+        prefetch: first steps whose weights are sent for while the kernel before still runs. One is best
+            where that kernel lets others come early; more gain nothing there.
     """
 
     block_n: int
@@ -44,18 +45,68 @@ def row_block(rows: int) -> int:
     return max(16, 1 << (rows - 1).bit_length())
 
 
-# (block_n, width, warps, stages, tma) by bits and rows of the tile, measured on an H200.
-_TILES = {
-    16: {16: (64, 128, 4, 4, 0), 32: (64, 128, 4, 4, 0), 64: (64, 64, 4, 5, 1), 128: (64, 64, 4, 4, 1)},
-    8: {16: (64, 128, 4, 4, 0), 32: (64, 128, 4, 3, 1), 64: (64, 64, 4, 4, 1), 128: (64, 64, 4, 3, 1)},
-    4: {16: (64, 128, 4, 3, 0), 32: (64, 64, 4, 4, 0), 64: (64, 64, 4, 3, 1), 128: (64, 64, 8, 3, 1)},
-}
-# 16 bits with few rows: deeper pipelines where no columns are shared, fewer and wider steps for short rows.
-_WIDE = {16: (64, 128, 4, 6, 1), 32: (64, 128, 4, 5, 1)}
-_SHORT = {16: (64, 256, 4, 3, 1)}
+# By bits and rows of the tile, for as many outputs as the first number and fewer: block_n, width, warps,
+# stages, tma, and how many programs a processor runs at once. Measured on an H200, scripts/tune_linear.py,
+# with 4096, 6144, 12288, 22016 and 28672 outputs of 4096 inputs, and 768 and 4096 of more.
+_MANY = 1 << 62
+_CUTS: dict[int, dict[int, tuple[tuple[int, int, int, int, int, int, int], ...]]] = {
+    16: {
+        16: (
+            (2048, 32, 128, 4, 9, 0, 1),
+            (8192, 64, 128, 4, 5, 0, 1),
+            (16384, 128, 64, 4, 6, 1, 1),
+            (_MANY, 64, 256, 4, 5, 1, 1),
+        ),
+        32: (
+            (5120, 64, 128, 4, 4, 0, 1),
+            (8192, 64, 64, 4, 9, 1, 1),
+            (16384, 128, 64, 4, 5, 1, 1),
+            (_MANY, 64, 128, 4, 4, 1, 1),
+        ),
+        64: (
+            (5120, 64, 128, 4, 7, 1, 1),
+            (8192, 64, 64, 4, 7, 1, 1),
+            (16384, 64, 128, 4, 7, 1, 1),
+            (25600, 64, 64, 4, 4, 1, 1),
+            (_MANY, 64, 64, 4, 5, 1, 1),
+        ),
+        128: ((5120, 128, 64, 8, 7, 1, 1), (8192, 64, 64, 4, 9, 1, 1), (_MANY, 128, 64, 8, 7, 1, 1)),
+    },
+    8: {
+        16: (
+            (5120, 64, 128, 4, 4, 0, 2),
+            (8192, 64, 128, 4, 3, 1, 3),
+            (16384, 64, 128, 4, 4, 0, 2),
+            (25600, 64, 128, 4, 3, 0, 3),
+            (_MANY, 64, 128, 4, 4, 0, 2),
+        ),
+        32: (
+            (5120, 64, 128, 4, 3, 1, 2),
+            (8192, 64, 64, 4, 5, 1, 3),
+            (16384, 64, 128, 4, 3, 1, 2),
+            (25600, 64, 64, 4, 5, 1, 3),
+            (_MANY, 64, 128, 4, 3, 1, 2),
+        ),
+        64: ((5120, 64, 64, 4, 4, 1, 2), (25600, 64, 64, 4, 3, 1, 3), (_MANY, 128, 64, 4, 4, 1, 2)),
+        128: ((_MANY, 64, 64, 4, 3, 1, 2),),
+    },
+    4: {
+        16: (
+            (5120, 64, 128, 4, 3, 0, 2),
+            (8192, 64, 64, 4, 5, 0, 3),
+            (25600, 128, 64, 4, 3, 1, 3),
+            (_MANY, 64, 128, 4, 3, 0, 2),
+        ),
+        32: ((5120, 64, 64, 4, 4, 0, 2), (_MANY, 64, 64, 4, 3, 1, 3)),
+        64: ((_MANY, 64, 64, 4, 3, 1, 2),),
+        128: ((_MANY, 64, 64, 8, 3, 1, 2),),
+    },
+}  # fmt: skip
+# Rows so short that programs do not share them; 16 bits and 16 rows have tiles of their own there.
 _SHORT_INS = 1024
-# Two programs on each of 132 processors.
-_PROGRAMS = 264
+_SHORT = ((1024, 64, 256, 4, 3, 1, 1), (_MANY, 64, 128, 4, 5, 0, 1))
+_PROCESSORS = 132
+_MOST_SPLITS = 8
 
 
 def choose(bits: int, rows: int, outs: int, ins: int) -> LinearConfig:
@@ -64,16 +115,9 @@ def choose(bits: int, rows: int, outs: int, ins: int) -> LinearConfig:
     Args:
         outs: of all weights, where several share a launch.
     """
-    block_m = row_block(rows)
-    tile = _TILES[bits][block_m]
-    if bits == 16 and ins <= _SHORT_INS:
-        tile = _SHORT.get(block_m, tile)
-    elif bits == 16 and 2 * outs > _PROGRAMS * tile[0]:
-        tile = _WIDE.get(block_m, tile)
-    block_n, width, warps, stages, tma = tile
+    block_m, short = row_block(rows), ins <= _SHORT_INS
+    cuts = _SHORT if short and (bits, block_m) == (16, 16) else _CUTS[bits][block_m]
+    _, block_n, width, warps, stages, tma, resident = next(cut for cut in cuts if outs <= cut[0])
     tiles, steps = -(-outs // block_n), -(-ins * bits // (16 * width))
-    if ins <= _SHORT_INS:
-        splits = 1 if outs <= _SHORT_INS else 2
-    else:
-        splits = min(8, max(1, _PROGRAMS // tiles))
-    return LinearConfig(block_n, width, min(splits, steps), warps, stages, bool(tma), 1)
+    splits = 1 if short else max(1, min(_MOST_SPLITS, _PROCESSORS * resident // tiles))
+    return LinearConfig(block_n, width, min(splits, steps), warps, stages, bool(tma))

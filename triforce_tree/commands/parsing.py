@@ -1,0 +1,70 @@
+"""How the command line reads words: one-line errors, help with defaults, kinds of values; without torch."""
+
+import argparse
+from typing import Any, NoReturn
+
+
+class Parser(argparse.ArgumentParser):
+    """One line for a bad option, instead of the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+class Given(argparse.Action):
+    """Stores a value, and that it was given: what was not may come from a profile."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        setattr(namespace, self.dest, values)
+        namespace.given = namespace.given | {self.dest}
+
+
+class GivenTrue(Given):
+    """Stores True, and that it was given."""
+
+    def __init__(self, option_strings: list[str], dest: str, **kwargs: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, **kwargs)
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        super().__call__(parser, namespace, True, option_string)
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults where there is one to show."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default is None or action.default is False:
+            return action.help
+        return super()._get_help_string(action)
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} must be at least 1")
+    return value
+
+
+def levels(text: str) -> int | str:
+    if text not in ("auto", "1", "2", "3"):
+        raise argparse.ArgumentTypeError(f"{text!r} is none of auto, 1, 2, 3")
+    return text if text == "auto" else int(text)
+
+
+def depth(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{value} must lie between 0 (the start) and 1 (the end)")
+    return value

@@ -1,0 +1,75 @@
+"""What this machine has: memory that can be had now, and how fast bytes move."""
+
+import time
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from triforce_tree.cycle.lanes import Lane
+from triforce_tree.cycle.pinned import SPARE, HostMemory, available
+from triforce_tree.memory_map import Machine
+
+_PROBE, _PIECE = 256 << 20, 64 << 20
+_TIMES = 3
+
+
+def measured(device: torch.device, own: int, gpu_bytes: int | None = None) -> Machine:
+    """Memory and bandwidths, the latter measured once a process.
+
+    Args:
+        own: bytes of the engine's tensors that are on the device already.
+        gpu_bytes: the engine's share of the device; None for all that is free.
+    """
+    host = max(0, available()[0] - SPARE)
+    bus, read = bandwidths(device)
+    if device.type != "cuda":
+        # There is one memory, and cache and rows "on the device" lie in it as well.
+        limit = gpu_bytes if gpu_bytes is not None else host + own
+        return Machine(limit, host, bus, read, limit="the host" if gpu_bytes is None else "gpu_memory")
+    torch.cuda.empty_cache()
+    allocated = torch.cuda.memory_allocated(device)
+    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    bounded = gpu_bytes is not None and gpu_bytes < free
+    name = "gpu_memory" if bounded else torch.cuda.get_device_name(device)
+    size = gpu_bytes if bounded and gpu_bytes is not None else free
+    return Machine(size, host, bus, read, max(0, allocated - own), name)
+
+
+@cache
+def bandwidths(device: torch.device) -> tuple[float, float]:
+    """Bytes a second from page-locked host memory to the device, and of reading the device's memory."""
+    on_gpu = device.type == "cuda"
+    size, piece = (_PROBE, _PIECE) if on_gpu else (_PROBE >> 4, _PIECE >> 4)
+    memory = HostMemory(locked=on_gpu)
+    try:
+        host = memory.take((size // piece, piece), torch.uint8)
+        near = torch.empty(piece, dtype=torch.uint8, device=device)
+        lane = Lane(device)
+
+        def stream(pieces: tuple[Tensor, ...] = tuple(host)) -> None:
+            for rows in pieces:
+                lane.copy(near, rows)
+            lane.synchronize()
+
+        bus = size / _shortest(stream, device)
+        del host, stream
+    finally:
+        memory.release()
+    data = torch.ones(size // 4, dtype=torch.float32, device=device)
+    return bus, size / _shortest(lambda: data.sum(), device)
+
+
+def _shortest(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds, of some times."""
+    times = []
+    for _ in range(_TIMES + 1):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return min(times[1:])

@@ -1,0 +1,132 @@
+"""How many bytes each use of the device's memory takes, of an engine that keeps its cache elsewhere."""
+
+from dataclasses import dataclass
+
+from triforce_tree.config import HierarchyConfig
+from triforce_tree.cycle.shapes import device_shape
+from triforce_tree.hf_model import HFModel
+from triforce_tree.tree_search import parse_shape
+
+MIB, GIB = 1 << 20, 1 << 30
+# Graphs, libraries' workspaces, and what the allocator rounds up.
+_WORKSPACE = 384 * MIB
+
+MOST_GAMMA = 48
+"""The largest gamma that is chosen: rows for it are laid out before the choice."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What of the models decides about memory and time, in bytes and counts.
+
+    ``weights``, ``draft``: parameters and buffers, of the draft with its cache.
+    """
+
+    weights: int
+    draft: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    mlp: int
+    vocabulary: int
+    itemsize: int = 2
+
+    @property
+    def row(self) -> int:
+        """Keys and values of one token in one layer."""
+        return 2 * self.kv_heads * self.head_dim * self.itemsize
+
+    @classmethod
+    def of(cls, target: HFModel, draft: HFModel | None, config: HierarchyConfig) -> "Sizes":
+        own = target.model.config.get_text_config(decoder=True)
+        small = 0
+        if draft is not None:
+            rows = config.streaming.sinks + 2 * config.streaming.window + 3 * MOST_GAMMA
+            cache = draft.layers * rows * 2 * draft.heads.kv * draft.heads.dim * draft.dtype.itemsize
+            small = tensor_bytes(draft) + cache
+        return cls(
+            tensor_bytes(target), small, target.layers, target.heads.query, target.heads.kv,
+            target.heads.dim, own.hidden_size, getattr(own, "intermediate_size", None) or 4 * own.hidden_size,
+            target.vocab_size, target.dtype.itemsize,
+        )  # fmt: skip
+
+
+def tensor_bytes(model: HFModel) -> int:
+    """Of parameters and buffers, each counted once."""
+    tensors = {id(t): t for t in [*model.model.parameters(), *model.model.buffers()]}
+    return sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Memory that can be had, in bytes, and bandwidths in bytes a second.
+
+    Attributes:
+        device: for the whole engine; ``others`` of it is taken by tensors that are not the engine's.
+        host: for page-locked rows.
+        bus: host to device; ``read``: of the device's own memory.
+        limit: whose the limit on device memory is, for messages.
+    """
+
+    device: int
+    host: int
+    bus: float
+    read: float
+    others: int = 0
+    limit: str = "the device"
+
+
+def behind(config: HierarchyConfig, levels: int) -> int:
+    """Rows behind a text that passes may write, as ``Cycle`` lays them out."""
+    depth, nodes = tree_of(config) if levels > 1 else (0, 1)
+    reach = config.gamma if levels == 3 else depth
+    return 4 * (reach + depth + nodes) + 64
+
+
+def tree_of(config: HierarchyConfig) -> tuple[int, int]:
+    """(depth, nodes) of level 0's trees; (0, 1) where they have no fixed size."""
+    shape = device_shape(parse_shape(config.tree))
+    return (len(shape.widths), 1 + sum(shape.widths)) if shape is not None else (0, 1)
+
+
+def prefill(
+    sizes: Sizes, config: HierarchyConfig, prompt: int, store: int, aside: int, states_on_host: bool
+) -> int:
+    """What feeding one text takes beside level 1's memory, which holds one layer's rows meanwhile.
+
+    Args:
+        store: bytes of level 1's memory.
+        aside: rows that belong into the window and wait for it.
+        states_on_host: whether hidden states wait there; then three chunks' of them are on the device.
+    """
+    layer = max(0, prompt * sizes.row - store)
+    chunk = config.prefill_chunk or 4096
+    waiting = min(prompt, 3 * chunk) if states_on_host else prompt
+    hidden = (waiting * sizes.hidden + prompt * 2 * sizes.head_dim) * sizes.itemsize
+    return layer + aside * sizes.layers * sizes.row + hidden + chunk * token(sizes)
+
+
+def token(sizes: Sizes) -> int:
+    """Bytes of one layer's intermediate results for a token of prefill."""
+    wide = 3 * sizes.mlp + 6 * sizes.hidden + 3 * (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim
+    return wide * sizes.itemsize
+
+
+def workspace(sizes: Sizes, config: HierarchyConfig, levels: int, batch: int) -> int:
+    """Laws, noise, logits and activations of the passes, and what graphs keep of them."""
+    _, nodes = tree_of(config) if levels > 1 else (0, 1)
+    rows = 2 * config.gamma + 1 if levels == 3 else nodes
+    laws = (6 * rows + 8 * nodes) * sizes.vocabulary * 4
+    return _WORKSPACE + batch * (laws + 2 * (rows + 2 * nodes) * token(sizes))
+
+
+def partials(sizes: Sizes, config: HierarchyConfig, room: int, piece: int) -> int:
+    """One layer's attention to each piece, before it is merged."""
+    pieces = -(-room * sizes.row // piece)
+    return 3 * pieces * (2 * config.gamma + 1) * sizes.heads * (sizes.head_dim + 1) * sizes.itemsize
+
+
+def low_bit(sizes: Sizes, config: HierarchyConfig, levels: int) -> int:
+    return 0 if config.middle_bits == 16 or levels < 3 else sizes.weights * config.middle_bits // 16

@@ -1,0 +1,298 @@
+"""Where everything lives when a full cache is larger than the device: a function of sizes.
+
+    device   weights | draft | level 1's chunks and window | chunk means | ring | resident rows | work | free
+    host     the other rows of the full cache, in page-locked memory
+
+What is not given is chosen: level 1's budget and chunk as large and fine as fits, gamma by expected tokens a
+second, and every byte that is left keeps rows on the device, since each of them need not cross the bus.
+"""
+
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from typing import Any
+
+from triforce_tree import memory_map
+from triforce_tree.config import HierarchyConfig
+from triforce_tree.cycle.host_store import Offload
+from triforce_tree.cycle.offloaded import LEAVING
+from triforce_tree.memory_map import GIB, MIB, MOST_GAMMA, Machine, Sizes
+
+# Acceptance a token that gamma, which is only the most that a pass may gather, is chosen for.
+_ACCEPTANCE = 0.97
+_LEAST_GAMMA = 12
+_LEAST_BUDGET, _MOST_BUDGET = 1024, 4096
+# A pass over the bus dwarfs a round of levels 0 and 1, so that larger trees pay.
+_TREE = "best-first:8,6,4"
+# Seconds of a round that are not bytes: the draft's forwards, and small kernels.
+_ROUND_SECONDS = 2e-3
+# Of the bandwidth that a round of level 1 reaches on its bytes.
+_ROUND_SHARE = 0.7
+_LEAST_RESERVE, _RESERVE = 256 * MIB, 0.02
+
+
+class DoesNotFitError(ValueError):
+    """No choice of what may be chosen fits; the message says by how much, and what would help."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What was decided, and the map of the memory.
+
+    Attributes:
+        config: settings, those that were free chosen.
+        levels: 1, 2 or 3.
+        offload: how rows are split; None where all of them stay on the device.
+        device, host: bytes by use; the device's add up to what there is.
+        pass_seconds: of level 2, expected.
+    """
+
+    config: HierarchyConfig
+    levels: int
+    offload: Offload | None
+    device: dict[str, int]
+    host: dict[str, int]
+    machine: Machine
+    pass_seconds: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON; memory in GiB."""
+        own = self.config.as_options()
+        chosen = {name: own[name] for name in ("gamma", "tree", "budget", "chunk", "prefill_chunk")}
+        return {
+            "offloaded": self.offload is not None,
+            "levels": self.levels,
+            "options": {**chosen, "tree": str(chosen["tree"])},
+            "split": asdict(self.offload) if self.offload is not None else None,
+            "device_gib": {name: size / GIB for name, size in self.device.items()},
+            "host_gib": {name: size / GIB for name, size in self.host.items()},
+            "bus_gbps": self.machine.bus / 1e9,
+            "pass_ms": 1e3 * self.pass_seconds,
+        }
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(self.host.values())
+
+    @property
+    def peak(self) -> int:
+        """Device bytes that the engine is expected to take."""
+        return sum(size for name, size in self.device.items() if name != "free")
+
+    def smaller(self) -> tuple["MemoryPlan", str] | None:
+        """After memory ran out: a plan that needs less, and what was given up; None at the end."""
+        split = self.offload
+        if split is None:
+            return None
+        if split.resident_bytes:
+            less = max(0, min(3 * split.resident_bytes // 4, split.resident_bytes - GIB // 2))
+            what = f"resident rows {_gib(split.resident_bytes)} -> {_gib(less)}"
+            return replace(self, offload=replace(split, resident_bytes=less)), what
+        if split.buffers > 2:
+            return replace(self, offload=replace(split, buffers=2)), f"ring {split.buffers} -> 2 buffers"
+        if split.piece_bytes > 8 * MIB:
+            less = split.piece_bytes // 2
+            what = f"ring pieces {split.piece_bytes // MIB} -> {less // MIB} MiB"
+            return replace(self, offload=replace(split, piece_bytes=less)), what
+        chosen = self.config.retrieval
+        budget = chosen.budget // 2
+        least = max(_LEAST_BUDGET, chosen.recent + chosen.chunk)
+        if self.levels == 3 and budget >= least and budget % chosen.chunk == 0:
+            return replace(
+                self, config=_with(self.config, budget=budget)
+            ), f"budget {chosen.budget} -> {budget}"
+        return None
+
+
+def plan(
+    sizes: Sizes,
+    machine: Machine,
+    config: HierarchyConfig,
+    given: Collection[str],
+    batch: int,
+    prompt: int,
+    new: int,
+) -> MemoryPlan:
+    """Decide for ``batch`` texts of ``prompt`` tokens, the longest, and ``new`` ones.
+
+    Args:
+        config: ``offloads`` True or "auto".
+        given: names of options that stay as they are.
+
+    Raises:
+        DoesNotFitError: device or host memory is short.
+    """
+    if config.offloads == "auto":
+        on_chip = _on_chip(sizes, machine, config, batch, prompt, new)
+        if on_chip.device["free"] >= _reserve(machine):
+            return on_chip
+    tried: list[MemoryPlan] = []
+    if "tree" not in given:
+        config = _with(config, tree=_TREE)
+    for choice, split in _choices(config, given, prompt):
+        made = _offloaded(sizes, machine, choice, split, given, batch, prompt, new)
+        tried.append(made)
+        if made.device["free"] >= _reserve(machine):
+            if made.host_bytes > machine.host:
+                raise DoesNotFitError(
+                    f"the offloaded cache of {prompt + new} tokens needs {_gib(made.host_bytes)} of host "
+                    f"memory, but {_gib(machine.host)} can be had; shorten the prompt, or keep more of it on "
+                    "the device (a larger gpu_memory)"
+                )
+            return made
+    raise DoesNotFitError(_refusal(tried[-1], sizes, machine, prompt))
+
+
+def _refusal(least: MemoryPlan, sizes: Sizes, machine: Machine, prompt: int) -> str:
+    used = {name: size for name, size in least.device.items() if name != "free" and size}
+    total = sum(used.values()) + _reserve(machine)
+    parts = ", ".join(f"{name} {_gib(size)}" for name, size in used.items())
+    remedy = "allow more (gpu_memory), or shorten the prompt"
+    if sizes.weights + sizes.draft > machine.device:
+        remedy = (
+            "use a smaller model, weights of fewer bits, or a larger device: the weights alone do not fit, "
+            "and only the cache can be offloaded"
+        )
+    return (
+        f"a prompt of {prompt} tokens needs at least {_gib(total)} of device memory ({parts}, spare "
+        f"{_gib(_reserve(machine))}), but {machine.limit} has {_gib(machine.device)}; {remedy}"
+    )
+
+
+def _choices(
+    config: HierarchyConfig, given: Collection[str], prompt: int
+) -> Iterator[tuple[HierarchyConfig, Offload]]:
+    """From what accepts most and feeds fastest to what needs least memory."""
+    own = config.retrieval
+    budgets, chunks, feeds = [own.budget], [own.chunk], [config.prefill_chunk]
+    if "budget" not in given:
+        most = min(_MOST_BUDGET, max(_LEAST_BUDGET, prompt // 16 // 512 * 512))
+        most = max(most, own.recent + own.chunk)
+        least = max(_LEAST_BUDGET, own.recent + 64)
+        budgets = [most, *(b for b in (most // 2, most // 4) if b >= least)]
+    if "chunk" not in given:
+        # A chunk's mean is one row's keys, so that coarse chunks take less of them, and choose worse.
+        chunks = [8, 16, 32, 64]
+    if "prefill_chunk" not in given:
+        feeds = [4096, 1024]
+    near, far = Offload(), Offload(states_on_host=True)
+    small = replace(far, piece_bytes=16 * MIB, buffers=2)
+    if not any(budget % chunk == 0 for budget, chunk in product(budgets, chunks)):
+        budgets, chunks = [own.budget], [own.chunk]
+    ways = ((near, feeds[:1], chunks[:2]), (far, feeds[:1], chunks[:2]), (small, feeds[-1:], chunks))
+    for budget in budgets:
+        for split, some_feeds, some_chunks in ways:
+            for feed, chunk in product(some_feeds, some_chunks):
+                if budget % chunk == 0 and chunk <= own.recent:
+                    yield _with(config, budget=budget, chunk=chunk, prefill_chunk=feed), split
+
+
+def _levels(config: HierarchyConfig, prompt: int) -> int:
+    if isinstance(config.levels, int):
+        return config.levels
+    return 3 if prompt >= 2 * config.retrieval.budget else 2
+
+
+def _offloaded(
+    sizes: Sizes,
+    machine: Machine,
+    config: HierarchyConfig,
+    split: Offload,
+    given: Collection[str],
+    batch: int,
+    prompt: int,
+    new: int,
+) -> MemoryPlan:
+    levels = _levels(config, prompt)
+    if "gamma" not in given and levels == 3:
+        # Behind rows and laws grow with it, so the largest is laid out for, and a smaller one taken below.
+        config = _with(config, gamma=MOST_GAMMA)
+    row, layers = sizes.row, sizes.layers
+    chosen = config.retrieval
+    unit = math.lcm(chosen.chunk if levels == 3 else 1, 16)
+    room = -(-(prompt + new) // unit) * unit
+    piece = max(unit, min(split.piece_bytes // row, room) // unit * unit) * row
+    means, slots, recent = 0, 0, 0
+    if levels == 3:
+        recent, slots = chosen.recent, (chosen.budget - chosen.recent) // chosen.chunk * chosen.chunk
+        chunks = room // chosen.chunk * layers * sizes.kv_heads * batch
+        means = chunks * (sizes.head_dim * sizes.itemsize + 4)  # and where each of them is
+    leaving = -(-LEAVING // unit) * unit
+    store = (slots + recent + leaving + memory_map.behind(config, levels)) * layers * row * batch
+    aside = (recent + unit) * batch
+    prefill = memory_map.prefill(sizes, config, prompt, store, aside, split.states_on_host)
+    device = {
+        "weights": sizes.weights,
+        "draft": sizes.draft if levels > 1 else 0,
+        "low-bit weights": memory_map.low_bit(sizes, config, levels),
+        "level 1: chunks and window": store,
+        "chunk means": means,
+        "ring": split.buffers * piece,
+        "prefill": prefill,
+        "graphs and workspace": memory_map.workspace(sizes, config, levels, batch)
+        + memory_map.partials(sizes, config, room, piece),
+        "other tensors": machine.others,
+    }
+    left = machine.device - sum(device.values()) - _reserve(machine)
+    whole = room * layers * row * batch
+    resident = min(whole, max(0, left) // (piece * batch) * piece * batch)
+    device["resident rows"] = resident
+    device["free"] = machine.device - sum(device.values())
+    streamed = max(0, whole - resident)
+    on_device = sizes.weights + resident
+    seconds = max(streamed / machine.bus, on_device / machine.read)
+    if "gamma" not in given and levels == 3:
+        config = _with(config, gamma=_gamma(sizes, machine, config, seconds))
+    host = {"full rows": streamed}
+    if split.states_on_host:
+        host["hidden states of prefill"] = prompt * sizes.hidden * sizes.itemsize
+    return MemoryPlan(config, levels, replace(split, resident_bytes=resident), device, host, machine, seconds)
+
+
+def _on_chip(
+    sizes: Sizes, machine: Machine, config: HierarchyConfig, batch: int, prompt: int, new: int
+) -> MemoryPlan:
+    levels = _levels(config, prompt)
+    room = prompt + new + memory_map.behind(config, levels)
+    rows = room * sizes.layers * sizes.row * batch
+    means = room // config.retrieval.chunk * sizes.layers * sizes.row // 2 * batch if levels == 3 else 0
+    chunk = config.prefill_chunk or 4096
+    device = {
+        "weights": sizes.weights,
+        "draft": sizes.draft if levels > 1 else 0,
+        "low-bit weights": memory_map.low_bit(sizes, config, levels),
+        "full rows": rows,
+        "chunk means": means,
+        "prefill": chunk * memory_map.token(sizes),
+        "graphs and workspace": memory_map.workspace(sizes, config, levels, batch),
+        "other tensors": machine.others,
+    }
+    device["free"] = machine.device - sum(device.values())
+    seconds = (sizes.weights + rows) / machine.read
+    return MemoryPlan(config, levels, None, device, {}, machine, seconds)
+
+
+def _gamma(sizes: Sizes, machine: Machine, config: HierarchyConfig, pass_seconds: float) -> int:
+    """Tokens to gather for most tokens a second, with rounds that cost level 1's bytes."""
+    depth, _ = memory_map.tree_of(config)
+    seen = config.retrieval.budget * sizes.layers * sizes.row
+    a_round = _ROUND_SECONDS + (sizes.weights + seen) / (_ROUND_SHARE * machine.read)
+
+    def rate(gamma: int) -> float:
+        expected = (1 - _ACCEPTANCE ** (gamma + 1)) / (1 - _ACCEPTANCE)
+        return expected / (math.ceil(gamma / (1 + depth / 2)) * a_round + pass_seconds)
+
+    return max(range(_LEAST_GAMMA, MOST_GAMMA + 1, 4), key=rate)
+
+
+def _with(config: HierarchyConfig, **options: Any) -> HierarchyConfig:
+    return HierarchyConfig.from_options(**{**config.as_options(), **options})
+
+
+def _reserve(machine: Machine) -> int:
+    return max(_LEAST_RESERVE, int(_RESERVE * machine.device))
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.1f} GiB"

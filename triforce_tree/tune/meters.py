@@ -1,0 +1,263 @@
+"""One generation under given settings, timed; the text before it is read once for all of them.
+
+The captured cycle and the eager engine each have a meter. Both keep the target's rows of the text, decode
+from some place in it, and put back what they overwrote.
+"""
+
+import copy
+import gc
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from transformers import LogitsProcessorList, TemperatureLogitsWarper
+
+from triforce_tree.caches import FullCache
+from triforce_tree.config import HierarchyConfig
+from triforce_tree.cycle import cycle as cycle_module
+from triforce_tree.cycle.cycle import Cycle
+from triforce_tree.cycle.decoder import CycleDecoder
+from triforce_tree.cycle.growth import MOST_TAIL
+from triforce_tree.cycle.prefill import prefill
+from triforce_tree.cycle.rows import KVStore
+from triforce_tree.decoder import Decoder, Ending
+from triforce_tree.hierarchy import Hierarchy
+from triforce_tree.level import Level, Progress
+from triforce_tree.sampling import TokenLaw
+from triforce_tree.stats import LevelStats
+from triforce_tree.token_tree import Context
+
+_WARM_UP_TOKENS = 8
+# Tokens before a starting place that are fed again, since some caches choose by the newest queries.
+_FED_AGAIN = 32
+# Tokens more than asked for that a last pass may bring; it counts whole.
+_BEYOND = 2 * MOST_TAIL
+
+
+def law_of(temperature: float) -> TokenLaw:
+    """No cut of the law but the temperature's."""
+    if temperature == 0:
+        return TokenLaw(greedy=True)
+    return TokenLaw(LogitsProcessorList([TemperatureLogitsWarper(temperature)]))
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One timed generation.
+
+    ``pace``: what the captured cycle plans its rounds from, as it was in the end. ``alone_ms``: a token of
+    the target alone, just before and after, where the machine may be doing other things as well.
+    """
+
+    ms_per_token: float
+    tokens: list[int]
+    levels: list[LevelStats]
+    pace: dict[str, float] = field(default_factory=dict)
+    alone_ms: float | None = None
+
+
+class Meter(Protocol):
+    """Made for a text, which is read when it is made."""
+
+    def run(self, config: HierarchyConfig, place: int, temperature: float, new: int, seed: int) -> Sample:
+        """Decode at least ``new`` tokens behind the first ``place`` tokens of the text."""
+
+    def close(self) -> None:
+        """Give the memory back."""
+
+
+class EagerMeter:
+    """The engine without captured stages.
+
+    Args:
+        hierarchy: models.
+        tokens: the text.
+        new: most tokens that will be asked for.
+        progress: of reading.
+    """
+
+    def __init__(
+        self, hierarchy: Hierarchy, tokens: Sequence[int], new: int, progress: Progress | None = None
+    ) -> None:
+        self._hierarchy, self._tokens = hierarchy, list(tokens)
+        self._warm: HierarchyConfig | None = None
+        self._full = FullCache(hierarchy.target.layers, len(tokens) + new + _BEYOND + 2 * MOST_TAIL)
+        with hierarchy.active():
+            chunk = hierarchy.config.prefill_chunk or 1024
+            Level(hierarchy.target, self._full, chunk).prefill(Context(self._tokens), progress)
+
+    def run(self, config: HierarchyConfig, place: int, temperature: float, new: int, seed: int) -> Sample:
+        hierarchy = self._hierarchy.with_config(config)
+        if config != self._warm:
+            self._decode(hierarchy, place, temperature, _WARM_UP_TOKENS, seed)
+            self._warm = config
+        before = self._alone(place)
+        sample = self._decode(hierarchy, place, temperature, new, seed)
+        return replace(sample, alone_ms=(before + self._alone(place)) / 2)
+
+    def _alone(self, place: int) -> float:
+        alone = self._hierarchy.with_config(replace(self._hierarchy.config, levels=1))
+        return self._decode(alone, place, 0.0, _WARM_UP_TOKENS, 0).ms_per_token
+
+    def _decode(self, hierarchy: Hierarchy, place: int, temperature: float, new: int, seed: int) -> Sample:
+        law, most = law_of(temperature), new + _BEYOND
+        with hierarchy.active(), self._standing(place):
+            decoder = hierarchy.decoder(law, seed, place, most, frozenset(), self._full)
+            context = decoder.prefill(self._tokens[:place])
+            return _timed(decoder, decoder.decode(context, Ending(most)), new)
+
+    @contextmanager
+    def _standing(self, place: int) -> Iterator[None]:
+        """Inside, the cache holds no more than a beginning of the text that ends before ``place``."""
+        full, start, stop = self._full, max(0, place - 1 - _FED_AGAIN), len(self._tokens) - 1
+        kept = {i: [t.clone() for t in full.rows.view(i, start, stop)] for i in full.rows.filled}
+        full.stand(start)
+        try:
+            yield
+        finally:
+            for index, (k, v) in kept.items():
+                full.rows.write(index, start, k, v)
+            full.stand(stop)
+
+    def close(self) -> None:
+        del self._full
+
+
+class CapturedMeter:
+    """The captured cycle; a new one for each setting that is built into its graphs.
+
+    Args:
+        hierarchy: models.
+        tokens: the text.
+        new: most tokens that will be asked for.
+        gamma: the largest one that will be.
+        progress: of reading.
+    """
+
+    def __init__(
+        self,
+        hierarchy: Hierarchy,
+        tokens: Sequence[int],
+        new: int,
+        gamma: int,
+        progress: Progress | None = None,
+    ) -> None:
+        self._hierarchy, self._tokens = hierarchy, list(tokens)
+        self._cycle: Cycle | None = None
+        self._warm: set[bool] = set()
+        self._room = len(tokens) + new + _BEYOND + gamma
+        target, config = hierarchy.target, hierarchy.config
+        rows = self._room + 4 * (gamma + 2 * MOST_TAIL) + 64
+        self._store = KVStore(
+            target.layers, 1, target.heads, -(-rows // 64) * 64, target.device, target.dtype
+        )
+        chunk = config.prefill_chunk or (4096 if target.device.type == "cuda" else 1024)
+        with target.active():
+            prefill(target, self._store, 0, self._tokens[:-1], chunk, progress)
+
+    def run(self, config: HierarchyConfig, place: int, temperature: float, new: int, seed: int) -> Sample:
+        law = law_of(temperature)
+        cycle = self._open(config)
+        try:
+            with self._standing(cycle, place, new):
+                if law.greedy not in self._warm:
+                    self._decode(cycle, law, place, _WARM_UP_TOKENS, seed)
+                    self._warm.add(law.greedy)
+                return self._decode(cycle, law, place, new, seed)
+        except torch.OutOfMemoryError:
+            self._cycle = None
+            raise
+
+    def _decode(self, cycle: Cycle, law: TokenLaw, place: int, new: int, seed: int) -> Sample:
+        prompt = self._tokens[:place]
+        decoder = CycleDecoder(cycle, law, seed)
+        if cycle.rows is not None:
+            # Of the text as it was read: captures and earlier generations wrote behind their places.
+            cycle.rows.renew_means(torch.zeros_like(cycle.texts.length), cycle.rows.means.shape[3])
+        cycle.rewind([prompt])
+        if cycle.device.type == "cuda":
+            torch.cuda.synchronize(cycle.device)
+        blocks = (block for [block] in decoder.decode([prompt], [Ending(new + _BEYOND)]))
+        sample = _timed(decoder, blocks, new)
+        if cycle.levels == 1:
+            return sample
+        pace = {"acceptance": decoder.pace.acceptance, "gathered": decoder.pace.gathered}
+        return replace(sample, pace=pace)
+
+    def _open(self, config: HierarchyConfig) -> Cycle:
+        old = self._cycle
+        if old is not None and _alike(old.config, config):
+            old.config = config
+            return old
+        self._cycle = old = None
+        self._warm = set()
+        _free()
+        hierarchy, levels = self._hierarchy, config.levels
+        assert isinstance(levels, int), "the search names the number of levels"
+        self._cycle = _cycle_over(self._store, hierarchy, config, self._room, levels)
+        return self._cycle
+
+    @contextmanager
+    def _standing(self, cycle: Cycle, place: int, new: int) -> Iterator[None]:
+        behind = int(cycle.texts.capacity) - cycle.room
+        first, reach = place - 1, 1 + new + 2 * _BEYOND + 2 * behind
+        rows = self._store.kv[:, :, :, :, first : first + reach]
+        before = rows.clone()
+        try:
+            yield
+        finally:
+            rows.copy_(before)
+
+    def close(self) -> None:
+        self._cycle = None
+        del self._store
+        _free()
+
+
+def _cycle_over(
+    store: KVStore, hierarchy: Hierarchy, config: HierarchyConfig, room: int, levels: int
+) -> Cycle:
+    """A cycle whose full cache is ``store``, with the rows that are in it."""
+
+    def lend(*args: Any) -> KVStore:
+        rows, page = args[3], args[6]
+        assert rows <= store.rows, f"the cycle wants {rows} rows, the text has {store.rows}"
+        assert store.rows % page == 0, f"{store.rows} rows are no whole pages of {page}"
+        lent = copy.copy(store)
+        lent.page = page
+        return lent
+
+    made: Any = cycle_module
+    before = made.KVStore
+    made.KVStore = lend
+    try:
+        return Cycle(hierarchy.target, hierarchy.draft if levels > 1 else None, config, 1, room, levels)
+    finally:
+        made.KVStore = before
+
+
+def _timed(decoder: Decoder | CycleDecoder, blocks: Iterable[list[int]], new: int) -> Sample:
+    tokens: list[int] = []
+    for block in blocks:
+        tokens += block
+        if len(tokens) >= new:
+            break
+    return Sample(1e3 * decoder.decode_seconds / len(tokens), tokens, decoder.levels)
+
+
+def _alike(one: HierarchyConfig, other: HierarchyConfig) -> bool:
+    """Whether two configurations differ only in what the loop reads afresh in every pass."""
+
+    def fixed(config: HierarchyConfig) -> HierarchyConfig:
+        return replace(config, rounds=None, retrieval=replace(config.retrieval, refresh=0))
+
+    return fixed(one) == fixed(other)
+
+
+def _free() -> None:
+    """Captured graphs and their buffers refer to each other, so they go only when they are collected."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

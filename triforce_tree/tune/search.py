@@ -1,0 +1,234 @@
+"""Coordinate descent over settings: what is tried, in which order, and when a step counts as one.
+
+Three levels and two are searched apart, since most settings mean something to one of them alone.
+
+Nothing here measures; a judge does, which gives milliseconds a token.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from triforce_tree.config import HierarchyConfig
+from triforce_tree.tree_search import sequoia
+
+Options = dict[str, Any]
+Judge = Callable[[Options, Options | None], float]
+"""Milliseconds a token of the first options, given up early where clearly worse than the second ones."""
+
+# A step must gain this much: less is noise.
+LEAST_GAIN = 0.02
+# A start this many times slower than the best one is not followed.
+_FAR = 1.5
+# Times through all coordinates; the second one asks again what depends on later ones.
+_SWEEPS = 2
+# Settings that are not searched, and the numbers of levels that they mean something to.
+_CARRIED = {"recent": (3,), "sinks": (2, 3), "window": (2, 3)}
+# (tokens, depth) of the trees that are fitted to a measured acceptance vector.
+_FITTED = ((15, 3), (24, 5))
+
+
+class OutOfTime(Exception):
+    """The judge may measure no more."""
+
+
+@dataclass(frozen=True)
+class Coordinate:
+    """One option and the values it may take.
+
+    ``ordered`` values are climbed from the present one while they gain; others are all tried. ``levels``:
+    the hierarchies that the option means something to.
+    """
+
+    name: str
+    values: tuple[Any, ...]
+    ordered: bool = True
+    levels: tuple[int, ...] = (3,)
+
+
+GRID = (
+    Coordinate(
+        "tree",
+        (
+            "chain:4",
+            "best-first:6,5,4",
+            "best-first:8,8,6,4",
+            "best-first:12,10,8,6,4,4",
+        ),
+        ordered=False,
+        levels=(2, 3),
+    ),
+    Coordinate("lookup", (4, 8, 16), levels=(2, 3)),
+    Coordinate("middle_bits", (16, 8, 4), ordered=False),
+    Coordinate("gamma", (4, 6, 8, 12, 16, 24)),
+    Coordinate("budget", (512, 1024, 1536, 2048, 3072, 4096, 6144, 8192)),
+    # From choosing in every pass to choosing once; 0 chooses once for each pass of level 2.
+    Coordinate("refresh", (1, 2, 4, 0)),
+    Coordinate("chunk", (8, 16, 32)),
+    Coordinate("leaves", (True, False), ordered=False),
+)
+
+
+@dataclass(frozen=True)
+class Space:
+    """The grid for one context length: what of it applies, and where the search begins.
+
+    Args:
+        start: the engine's own configuration.
+        context: tokens of the prompts.
+        captured: whether the captured cycle will be measured.
+        gpu, draft: whether there is one.
+        fixed: names that the user has settled.
+        grid: all coordinates.
+    """
+
+    start: HierarchyConfig
+    context: int
+    captured: bool
+    gpu: bool
+    draft: bool
+    fixed: frozenset[str] = frozenset()
+    grid: Sequence[Coordinate] = field(default=GRID)
+
+    @property
+    def _meaningless(self) -> str:
+        return "lookup" if self.draft else "tree"
+
+    def coordinates(self, acceptance: Sequence[float] = ()) -> list[Coordinate]:
+        """What applies here; with measured ``acceptance`` by sibling rank the trees that fit it, too."""
+        left_out = {self._meaningless}
+        if not (self.captured and self.gpu):
+            left_out.add("middle_bits")
+        result = [c for c in self.grid if c.name not in self.fixed | left_out]
+        if sum(acceptance) > 0:
+            # Rounded shares may add up to a little more than one.
+            law = [share / max(1.0, sum(acceptance)) for share in acceptance]
+            fitted = [sequoia(law, *size).name for size in _FITTED]
+            result = [replace(c, values=(*c.values, *fitted)) if c.name == "tree" else c for c in result]
+        return [
+            replace(c, values=tuple(b for b in c.values if 2 * b <= self.context))
+            if c.name == "budget"
+            else c
+            for c in result
+        ]
+
+    def starts(self) -> list[Options]:
+        """The engine's own settings, by number of levels, with a budget that leaves something to choose."""
+        own = self.start.as_options()
+        options = {"levels": own["levels"]} | {c.name: own[c.name] for c in GRID}
+        if options["leaves"] is None:
+            options["leaves"] = self.captured or self.gpu
+        if 2 * options["budget"] > self.context:
+            ladder = next((c.values for c in self.coordinates() if c.name == "budget"), ())
+            smaller = [b for b in ladder if self.allows(options | {"levels": 3, "budget": b})]
+            options["budget"] = max(smaller, default=options["budget"])
+        if "levels" in self.fixed and options["levels"] != "auto":
+            return [options]
+        return [o for o in (options | {"levels": 3}, options | {"levels": 2}) if self.allows(o)]
+
+    def allows(self, options: Options) -> bool:
+        """Whether these options make a configuration, and one that the context has room for."""
+        try:
+            self.config(options)
+        except ValueError:
+            return False
+        return bool(options["levels"] != 3 or 2 * options["budget"] <= self.context)
+
+    def complete(self, options: Options) -> Options:
+        """What reproduces a measurement of these options, whatever the defaults are."""
+        own = self.start.as_options()
+        carried = {name: own[name] for name, levels in _CARRIED.items() if options["levels"] in levels}
+        found = relevant(options) | carried
+        found.pop(self._meaningless, None)
+        return found
+
+    def config(self, options: Options) -> HierarchyConfig:
+        return HierarchyConfig.from_options(**{**self.start.as_options(), **options})
+
+
+def relevant(options: Options) -> Options:
+    """Options that mean something under their own number of levels, so that equal settings look equal."""
+    level = options["levels"]
+    meant = {"levels", *(c.name for c in GRID if level in c.levels)}
+    return {name: value for name, value in options.items() if name in meant}
+
+
+def search(
+    judge: Judge,
+    starts: Sequence[Options],
+    coordinates: Sequence[Coordinate],
+    allows: Callable[[Options], bool],
+) -> tuple[list[Options], bool]:
+    """The best options from each start, the fastest first, and whether the search came to its end.
+
+    Raises:
+        OutOfTime: before even the first start was judged.
+    """
+    found = [(judge(starts[0], None), starts[0])]
+    try:
+        found += [(judge(start, None), start) for start in starts[1:]]
+    except OutOfTime:
+        return list(starts), False
+    finished = True
+    found.sort(key=lambda pair: pair[0])
+    nearest = found[0][0]
+    for number, (ms, start) in enumerate(found):
+        if ms <= _FAR * nearest:
+            best, best_ms, done = descend(judge, start, ms, coordinates, allows)
+            found[number] = (best_ms, best)
+            finished &= done
+    found.sort(key=lambda pair: pair[0])
+    return [options for _, options in found], finished
+
+
+def descend(
+    judge: Judge,
+    start: Options,
+    start_ms: float,
+    coordinates: Sequence[Coordinate],
+    allows: Callable[[Options], bool],
+) -> tuple[Options, float, bool]:
+    """The best options found with as many levels as ``start`` has, their time, and whether time sufficed."""
+    best, best_ms = start, start_ms
+
+    def improves(value: Any, name: str) -> bool:
+        nonlocal best, best_ms
+        tried = best | {name: value}
+        if value == best.get(name) or not allows(tried):
+            return False
+        ms = judge(tried, best)
+        if ms >= (1 - LEAST_GAIN) * best_ms:
+            return False
+        best, best_ms = tried, ms
+        return True
+
+    try:
+        for _ in range(_SWEEPS):
+            before = best
+            for coordinate in coordinates:
+                if best["levels"] not in coordinate.levels:
+                    continue
+                if coordinate.ordered:
+                    _climb(coordinate, best.get(coordinate.name), improves)
+                    continue
+                for value in coordinate.values:
+                    improves(value, coordinate.name)
+            if best == before:
+                break
+    except OutOfTime:
+        return best, best_ms, False
+    return best, best_ms, True
+
+
+def _climb(coordinate: Coordinate, value: Any, improves: Callable[[Any, str], bool]) -> None:
+    """Go along the values, up or else down, as long as each step gains."""
+    values = coordinate.values
+    at = values.index(value) if value in values else sum(v < value for v in values)
+    for way in (range(at if value not in values else at + 1, len(values)), range(at - 1, -1, -1)):
+        moved = False
+        for place in way:
+            if not improves(values[place], coordinate.name):
+                break
+            moved = True
+        if moved:
+            return

@@ -1,0 +1,347 @@
+"""From measurements to profile entries, one for each context length and temperature.
+
+A measurement is one generation behind one place of the text. All of them go into a results file as they are
+made; what stands there is not measured again, so a search that was cut short goes on.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from transformers import LogitsProcessorList, TemperatureLogitsWarper
+
+from triforce_tree.api import Engine
+from triforce_tree.bench import overlap
+from triforce_tree.bench.results import Record, Records, repeated_share
+from triforce_tree.level import Progress
+from triforce_tree.profiles import Entry
+from triforce_tree.sampling import TokenLaw
+from triforce_tree.tune.meters import CapturedMeter, EagerMeter, Meter, law_of
+from triforce_tree.tune.search import GRID, Coordinate, Options, OutOfTime, Space, relevant, search
+
+# A setting this many times slower than the best one behind one place of the text is not tried at others.
+_CLEARLY_WORSE = 1.15
+# Drafting must be at least this much faster than the target alone to be worth it.
+LEAST_SPEEDUP = 1.05
+# Speeds of the target alone that differ by less are no sign that the machine is busier than before.
+_USUAL = 0.1
+# Acceptance by sibling rank hardly depends on the context's length, and is measured by eager forwards.
+_ACCEPTANCE_CONTEXT, _RANKS = 8192, 8
+_DRAFTED = "draft -> retrieval"
+# Tokens between the places of a text that generations begin at.
+_APART = 2048
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure.
+
+    Attributes:
+        contexts, temperatures: an entry for each pair of them.
+        new_tokens: of each generation.
+        places: generations of each setting, behind different places near the end of a context.
+        seconds: when to begin nothing new; None for never.
+        seed: of all draws.
+        fixed: options that stay as the engine has them.
+        grid: what to try.
+    """
+
+    contexts: Sequence[int]
+    temperatures: Sequence[float]
+    new_tokens: int = 128
+    places: int = 3
+    seconds: float | None = None
+    seed: int = 0
+    fixed: frozenset[str] = frozenset()
+    grid: Sequence[Coordinate] = field(default=GRID)
+
+    def starts(self, context: int) -> list[int]:
+        """Where generations begin."""
+        apart = min(_APART, context // (4 * self.places))
+        return [context - number * apart for number in range(self.places)]
+
+
+@dataclass
+class Watch:
+    """What the search tells while it runs, and who may end it.
+
+    ``says``: what is being measured. ``measured``: hears of each new measurement. ``reading``: gives a
+    progress callback for so many tokens. ``wanted``: asked before each generation.
+    """
+
+    says: Callable[[str], None] = lambda text: None
+    measured: Callable[[Record], None] = lambda record: None
+    reading: Callable[[int], Progress | None] = lambda tokens: None
+    wanted: Callable[[], bool] = lambda: True
+
+
+class Tuner:
+    """Finds entries.
+
+    Args:
+        engine: models, and the settings to begin from.
+        tokens: a text at least as long as the longest context.
+        plan: what to measure.
+        records: what has been measured, and where measurements go.
+        watch: whom to tell.
+
+    Raises:
+        ValueError: the engine keeps its full cache in host memory.
+    """
+
+    def __init__(
+        self, engine: Engine, tokens: Sequence[int], plan: Plan, records: Records, watch: Watch | None = None
+    ) -> None:
+        self.engine, self.tokens, self.plan, self.records = engine, list(tokens), plan, records
+        self.watch = watch or Watch()
+        self.hierarchy = engine.hierarchy
+        config = self.hierarchy.config
+        if config.offload or config.gpu_memory:
+            raise ValueError(
+                f"the full cache must be on the device, but offload={config.offload!r} and "
+                f"gpu_memory={config.gpu_memory!r}; leave both out, or choose shorter contexts"
+            )
+        self.complete = True
+        """Whether every search came to its end."""
+        self._meter: Meter | None = None
+        self._reading: tuple[bool, int] | None = None
+
+    def space(self, context: int) -> Space:
+        return Space(
+            self.hierarchy.config,
+            context,
+            captured=self.captured(context, {"levels": 2}),
+            gpu=self.hierarchy.target.device.type == "cuda",
+            draft=self.hierarchy.draft is not None,
+            fixed=self.plan.fixed,
+            grid=self.plan.grid,
+        )
+
+    def captured(self, context: int, options: Options) -> bool:
+        """Whether the captured cycle would serve prompts of this length under these options."""
+        config = self.engine.with_options(**options).hierarchy.config
+        hierarchy = self.hierarchy.with_config(config)
+        return hierarchy.why_not_captured(law_of(0.0), [[0] * context]) is None
+
+    def entries(self, found: Callable[[Entry], None]) -> list[Entry]:
+        """All entries that time allows, each handed to ``found`` at once.
+
+        Where time is short, plain decoding and the settings to begin from are measured for the first one.
+        """
+        start, done = time.perf_counter(), []
+        cells = [(c, t) for c in self.plan.contexts for t in self.plan.temperatures]
+        starts: list[Options] | None = None
+        try:
+            for number, (context, temperature) in enumerate(cells):
+                if number and context != cells[number - 1][0]:
+                    starts = None
+                self._end: float | None = None
+                if self.plan.seconds is not None:
+                    now = time.perf_counter()
+                    self._end = now + (start + self.plan.seconds - now) / (len(cells) - number)
+                self._must = number == 0
+                try:
+                    entry, starts = self._entry(context, temperature, starts)
+                except OutOfTime:
+                    self.complete = False
+                    continue
+                done.append(entry)
+                found(entry)
+        finally:
+            self._close()
+        return done
+
+    def _entry(
+        self, context: int, temperature: float, starts: list[Options] | None
+    ) -> tuple[Entry, list[Options]]:
+        """The entry, and the best options for each number of levels: where another search may begin."""
+        space = self.space(context)
+        self._cell: Record = {"context": context, "temperature": temperature}
+        plain: Options = {"levels": 1}
+        plain_ms = self._judge(plain)
+        found = starts or space.starts()
+        self._judge(found[0])
+        # From here on there is something to choose from, and time counts.
+        self._must, finished = False, False
+        acceptance: dict[str, list[float]] = {}
+        try:
+            acceptance = self._acceptance()
+            fitting = acceptance.get(_DRAFTED, ())
+            found, finished = search(
+                self._judge, found, space.coordinates(fitting), lambda options: self._allows(space, options)
+            )
+        except OutOfTime:
+            pass
+        self.complete &= finished
+        return self._made(space, found[0], plain, plain_ms, acceptance), found
+
+    def _allows(self, space: Space, options: Options) -> bool:
+        """Whether these options can run, and by the same engine as all others."""
+        if not space.allows(options):
+            return False
+        try:
+            return self.captured(space.context, options) == space.captured
+        except ValueError:  # low bits without the captured cycle
+            return False
+
+    def _made(
+        self,
+        space: Space,
+        best: Options,
+        plain: Options,
+        plain_ms: float,
+        acceptance: dict[str, list[float]],
+    ) -> Entry:
+        ms = self._median(best, "ms_per_token")
+        if ms * LEAST_SPEEDUP > plain_ms:
+            best, ms = plain, plain_ms
+        records = self._found(best)
+        names = records[0]["step_ms"].keys()
+
+        def medians(name: str, keys: Sequence[str]) -> dict[str, float]:
+            return {
+                key: round(statistics.median(r[name][key] for r in records if key in r[name]), 4)
+                for key in keys
+            }
+
+        return Entry(
+            **self._cell,
+            options=space.complete(best),
+            captured=self.captured(space.context, best),
+            ms_per_token=round(ms, 4),
+            plain_ms_per_token=round(plain_ms, 4),
+            step_ms=medians("step_ms", list(names)),
+            tokens_per_pass=medians("tokens_per_pass", list(records[0]["tokens_per_pass"])),
+            acceptance=acceptance,
+            pace=medians("pace", list(records[0]["pace"])),
+            repeated_8grams=round(statistics.median(r["repeated_8grams"] for r in records), 4),
+        )
+
+    def _judge(self, options: Options, against: Options | None = None) -> float:
+        """Median milliseconds a token; infinite where memory is short, or clearly worse than ``against``."""
+        times: list[float] = []
+        for number in range(self.plan.places):
+            if times and self._must and self._late():
+                break
+            record = self._sample(options, number)
+            if record is None:
+                return float("inf")
+            times.append(record["ms_per_token"])
+            rival = (self._recorded(against, number) or {}) if against is not None else {}
+            if times[-1] > _CLEARLY_WORSE * rival.get("ms_per_token", float("inf")):
+                return float("inf")
+        return statistics.median(times)
+
+    def _sample(self, options: Options, number: int) -> Record | None:
+        """One measurement, made or found; None where memory is short."""
+        record = self._recorded(options, number)
+        if record is None:
+            if not self.watch.wanted() or (self._late() and not self._must):
+                raise OutOfTime
+            self.watch.says(f"{self._cell['context']:,} tokens, T={self._cell['temperature']:g}")
+            record = self._key(options, number) | self._measured(options, number)
+            self.records.add(record)
+            self.watch.measured(record)
+        return None if "error" in record else record
+
+    def _late(self) -> bool:
+        return self._end is not None and time.perf_counter() > self._end
+
+    def _measured(self, options: Options, number: int) -> Record:
+        plan, context, temperature = self.plan, self._cell["context"], self._cell["temperature"]
+        config = self.engine.with_options(**options).hierarchy.config
+        place = plan.starts(context)[number]
+        try:
+            meter = self._reader(context, self.captured(context, options))
+            sample = meter.run(config, place, temperature, plan.new_tokens, plan.seed + number)
+        except torch.OutOfMemoryError as error:
+            if options["levels"] == 1:
+                raise
+            return {"error": str(error)[:200]}
+        levels = [level for level in sample.levels if level.forwards]
+        return {
+            "ms_per_token": sample.ms_per_token * self._quieter(sample.alone_ms),
+            "alone_ms": sample.alone_ms,
+            "step_ms": {level.name: 1e3 * level.seconds / level.forwards for level in levels},
+            "tokens_per_pass": {level.name: level.mean_accepted_length for level in levels if level.proposed},
+            "pace": sample.pace,
+            "repeated_8grams": repeated_share(sample.tokens),
+        }
+
+    def _quieter(self, alone_ms: float | None) -> float:
+        """What a time would have been under the load of this context's first measurement, as a factor."""
+        context = self._cell["context"]
+        first = next((r for r in self.records.all if r.get("alone_ms") and r["context"] == context), None)
+        if first is None or alone_ms is None:
+            return 1.0
+        factor = float(first["alone_ms"]) / alone_ms
+        return 1.0 if abs(factor - 1) < _USUAL else factor
+
+    def _reader(self, context: int, captured: bool) -> Meter:
+        """The meter for this context; another one is closed first, since each holds the whole text."""
+        if self._meter is not None and self._reading == (captured, context):
+            return self._meter
+        self._close()
+        tokens, new = self.tokens[:context], self.plan.new_tokens
+        progress = self.watch.reading(context - 1)
+        if captured:
+            gammas = next((c.values for c in self.plan.grid if c.name == "gamma"), ())
+            most = max((*gammas, self.hierarchy.config.gamma))
+            self._meter = CapturedMeter(self.hierarchy, tokens, new, most, progress)
+        else:
+            self._meter = EagerMeter(self.hierarchy, tokens, new, progress)
+        self._reading = (captured, context)
+        return self._meter
+
+    def _close(self) -> None:
+        if self._meter is not None:
+            self._meter.close()
+        self._meter = self._reading = None
+
+    def _acceptance(self) -> dict[str, list[float]]:
+        """Acceptance by sibling rank; nothing where there is no draft, or nothing to fit to it."""
+        temperature, draft = self._cell["temperature"], self.hierarchy.draft
+        if draft is None or "tree" in self.plan.fixed:
+            return {}
+        record = self.records.find(**self._cell, measured="acceptance")
+        if record is None:
+            if not self.watch.wanted() or self._late():
+                raise OutOfTime
+            self.watch.says("acceptance by sibling rank")
+            vectors: dict[str, list[float]] = {}
+            try:
+                vectors = self._by_rank(self._cell["context"], temperature)
+            except torch.OutOfMemoryError:
+                self.watch.says("too little memory to measure acceptance")
+            record = self._cell | {"measured": "acceptance", "acceptance": vectors}
+            self.records.add(record)
+        found: dict[str, list[float]] = record["acceptance"]
+        return found
+
+    def _by_rank(self, context: int, temperature: float) -> dict[str, list[float]]:
+        new = min(self.plan.new_tokens, context // 2)
+        tokens = self.tokens[max(0, context - _ACCEPTANCE_CONTEXT - new) : context]
+        law = TokenLaw(LogitsProcessorList([TemperatureLogitsWarper(temperature or 1.0)]))
+        engine = self.engine.with_options(captured=False, middle_bits=16)
+        steps = []
+        for step in overlap.teacher_forced(engine, tokens, len(tokens) - new, law):
+            if not self.watch.wanted():
+                raise OutOfTime
+            steps.append(step)
+        return overlap.acceptance_by_rank(steps, _RANKS, temperature == 0, self.plan.seed)
+
+    def _key(self, options: Options, number: int) -> Record:
+        return self._cell | {"measured": "speed", "options": relevant(options), "place": number}
+
+    def _recorded(self, options: Options, number: int) -> Record | None:
+        return self.records.find(**self._key(options, number))
+
+    def _found(self, options: Options) -> list[Record]:
+        every = (self._recorded(options, number) for number in range(self.plan.places))
+        return [record for record in every if record is not None and "error" not in record]
+
+    def _median(self, options: Options, name: str) -> float:
+        found = [record[name] for record in self._found(options)]
+        return statistics.median(found) if found else float("inf")
