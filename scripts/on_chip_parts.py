@@ -14,7 +14,7 @@ LLAMA_2_7B, LLAMA_3_1_8B = "llama-2-7b", "llama-3.1-8b"
 DEFAULTS: dict[str, Any] = {
     "levels": 3,
     "gamma": 20,
-    "tree": "best-first:4,4,4,3",
+    "tree": "best-first:10,9,7,5",
     "budget": 8192,
     "chunk": 32,
     "recent": 256,
@@ -30,7 +30,7 @@ ABLATIONS: tuple[dict[str, Any], ...] = (
     *({"gamma": n} for n in (8, 12, 16, 28)),
     *(
         {"tree": tree}
-        for tree in ("best-first:8,6,4", "best-first:8,8,6,4", "sequoia:16x4", "chain:4", "chain:6")
+        for tree in ("best-first:4,4,4,3", "best-first:8,6,4", "sequoia:16x4", "chain:4", "chain:6")
     ),
     *({"middle_bits": n} for n in (16, 4)),
     *({"budget": n} for n in (1024, 2048, 4096)),
@@ -271,7 +271,13 @@ _ABLATION: dict[str, Any] = {
 PARTS: dict[str, Part] = {
     "7b": Part(Plan(LLAMA_2_7B, _LONG, rival_tokens=64), headline),
     # Four query heads share a KV head, so 16 rows fill one tile of 64.
-    "8b": Part(Plan(LLAMA_3_1_8B, _LONG, rival_tokens=16, options=DEFAULTS | {"gamma": 15}), headline),
+    "8b": Part(
+        Plan(
+            LLAMA_3_1_8B, _LONG, rival_tokens=16,
+            options=DEFAULTS | {"gamma": 15, "tree": "best-first:4,4,4,3"},
+        ),
+        headline,
+    ),
     "batch": Part(
         Plan(
             LLAMA_2_7B, ((6, 19_456), (2, 57_344), (10, 12_288)), temperatures=(0.0, 0.6), prompts=2,
