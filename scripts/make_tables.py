@@ -20,6 +20,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 import kernel_tables  # noqa: E402 - beside this file, wherever it is run from
 import linear_tables  # noqa: E402
+import offload_tables  # noqa: E402
 import on_chip_tables  # noqa: E402
 
 RESULTS = ROOT / "docs" / "results"
@@ -110,6 +111,10 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str], str]] = {
     },
     "linear_layers": (linear_tables.FILE, linear_tables.layers, linear_tables.COMMAND),
     **{f"on_chip_{make.__name__}": (on_chip_tables.FILE, make, _ON_CHIP) for make in on_chip_tables.TABLES},
+    **{
+        f"offload_{make.__name__}": (offload_tables.FILE, make, f"{offload_tables.COMMAND} 7b")
+        for make in offload_tables.TABLES
+    },
 }
 
 
