@@ -94,7 +94,8 @@ class Session:
         sources: Sequence[Source] = SOURCES
         if plan.one_text:
             packages = tuple(p for s in SOURCES for p in s.packages if not s.code)
-            sources = [Source("docstrings of all packages", packages)]
+            spare = Source("source code of transformers", ("transformers",), code=True)
+            sources = [Source("docstrings of all packages", packages), spare]
         self.library = Library(self.bench.tokenizer, plan.context, sources=sources)
         self.say("ready")
 
@@ -112,7 +113,7 @@ class Session:
         made = memory_plan.plan(sizes, machine, config, plan.options, 1, plan.context, plan.new_tokens)
         if plan.resident is not None and made.offload is not None:
             whole = (plan.context + plan.new_tokens) * sizes.layers * sizes.row
-            made = replace(made, offload=replace(made.offload, resident_bytes=int(plan.resident * whole)))
+            made = made.with_resident(int(plan.resident * whole))
         return made
 
     def open(self, cap: float, memory: MemoryPlan) -> MemoryPlan:
@@ -143,18 +144,29 @@ class Session:
         self.book.note(f"out of memory: {less[1]}")
         return less[0]
 
-    def feed(self, cap: float, memory: MemoryPlan, tokens: list[int]) -> MemoryPlan:
-        """A prompt into the cache, whatever memory that leaves."""
+    def measure(self, cap: float, memory: MemoryPlan, number: int) -> MemoryPlan:
+        """One prompt at every temperature that it lacks, with whatever memory that leaves."""
+        prompt = self.library.prompt(number, self.plan.context)
         while True:
             try:
-                self.bench.feed(tokens)
-                self.say(
-                    f"prefill {self.bench.seconds['prefill']:.2f} s, peak {peak_gib(self.device):.2f} GiB"
-                )
+                self.bench.feed(prompt.tokens)
+                took = self.bench.seconds["prefill"]
+                self.say(f"prefill {took:.2f} s, peak {peak_gib(self.device):.2f} GiB")
+                for base in self.lacking(cap, number):
+                    base["sources"] = [prompt.name]
+                    text = self.ours(base, prompt.tokens, memory)
+                    if base["temperature"] == 0:
+                        self.plain(base | {"method": PLAIN}, prompt.tokens, text)
                 return memory
             except torch.OutOfMemoryError as error:
                 message = str(error)
             memory = self.open(cap, self.smaller(memory, message))
+
+    def lacking(self, cap: float, number: int) -> list[dict[str, Any]]:
+        """Cells of a prompt that are not measured yet."""
+        bases = [self.sample(OURS, number, "", t, cap) for t in self.plan.temperatures]
+        keys = ("method", "prompt", "context", "temperature", "setting")
+        return [base for base in bases if self.book.find(**{k: base[k] for k in keys}) is None]
 
     def sample(self, method: str, number: int, source: str, temperature: float, cap: float) -> dict[str, Any]:
         return {
@@ -217,10 +229,7 @@ def headline(session: Session, deadline: Deadline) -> None:
     for cap in plan.caps:
         memory: MemoryPlan | None = None
         for number in deadline.steps(range(plan.prompts)):
-            bases = [session.sample(OURS, number, "", t, cap) for t in plan.temperatures]
-            keys = ("method", "prompt", "context", "temperature", "setting")
-            bases = [b for b in bases if session.book.find(**{k: b[k] for k in keys}) is None]
-            if not bases:
+            if not session.lacking(cap, number):
                 continue
             try:
                 memory = session.open(cap, session.memory(cap)) if memory is None else memory
@@ -228,13 +237,7 @@ def headline(session: Session, deadline: Deadline) -> None:
                 session.say(str(error))
                 session.book.note(f"cap {cap:g} GiB: {error}")
                 break
-            prompt = session.library.prompt(number, plan.context)
-            memory = session.feed(cap, memory, prompt.tokens)
-            for base in bases:
-                base["sources"] = [prompt.name]
-                text = session.ours(base, prompt.tokens, memory)
-                if base["temperature"] == 0:
-                    session.plain(base | {"method": PLAIN}, prompt.tokens, text)
+            memory = session.measure(cap, memory, number)
 
 
 def prefills(session: Session, deadline: Deadline) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from families import VOCABULARY, prompt_of, tiny
+from transformers import PreTrainedModel
 
 import triforce_tree
 from triforce_tree.config import HierarchyConfig, RetrievalConfig, StreamingConfig
@@ -156,6 +157,15 @@ def test_pickle_in_place_of_safetensors(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     torch.save(TARGET.state_dict(), folder / "pytorch_model.bin")
     with pytest.raises(FileNotFoundError, match=says("only pytorch_model.bin", "pickle", "safetensors")):
+        triforce_tree.load(folder)
+
+
+def test_weights_that_exceed_the_device(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: object, device: object) -> None:
+        raise torch.OutOfMemoryError("no more")
+
+    monkeypatch.setattr(PreTrainedModel, "to", full)
+    with pytest.raises(ValueError, match=says("weights of", "GiB, more than cpu has left", "smaller model")):
         triforce_tree.load(folder)
 
 

@@ -1,4 +1,4 @@
-"""Slots of chosen chunks: the definitions against plain sets, the kernels (interpreted off the GPU) against them."""
+"""Slots of chosen chunks: definitions against plain sets, kernels (interpreted off the GPU) against them."""
 
 import pytest
 import torch

@@ -24,7 +24,7 @@ def load_model(
 
     Raises:
         OSError: files are missing, corrupt, or hold a pickle instead of safetensors.
-        ValueError: the folder holds something else than a causal LM.
+        ValueError: the folder holds something else than a causal LM, or its weights exceed the device.
     """
     if isinstance(source, PreTrainedModel):
         return source
@@ -47,7 +47,15 @@ def load_model(
             f"the checkpoint in {str(source)!r} lacks {len(missing)} weights, such as {missing[0]}; copy "
             "or download it again"
         )
-    placed: PreTrainedModel = model.to(device).eval()
+    try:
+        placed: PreTrainedModel = model.to(device).eval()
+    except torch.OutOfMemoryError as error:
+        size = sum(t.numel() * t.element_size() for t in [*model.parameters(), *model.buffers()])
+        raise ValueError(
+            f"the weights of {str(source)!r} take {size / 2**30:.1f} GiB, more than {device} has left, and "
+            "only the cache can be offloaded: free device memory, allow more of it, or use a smaller model "
+            "or fewer bits (dtype)"
+        ) from error
     return placed
 
 

@@ -25,11 +25,13 @@ _LEAST_GAMMA = 12
 _LEAST_BUDGET, _MOST_BUDGET = 1024, 4096
 # A pass over the bus dwarfs a round of levels 0 and 1, so that larger trees pay.
 _TREE = "best-first:8,6,4"
+# Rows that a store on the device is rounded up to.
+_PAGE = 64
 # Seconds of a round that are not bytes: the draft's forwards, and small kernels.
 _ROUND_SECONDS = 2e-3
 # Of the bandwidth that a round of level 1 reaches on its bytes.
 _ROUND_SHARE = 0.7
-_LEAST_RESERVE, _RESERVE = 256 * MIB, 0.02
+_LEAST_RESERVE, _RESERVE = 192 * MIB, 0.015
 
 
 class DoesNotFitError(ValueError):
@@ -80,6 +82,15 @@ class MemoryPlan:
         """Device bytes that the engine is expected to take."""
         return sum(size for name, size in self.device.items() if name != "free")
 
+    def with_resident(self, size: int) -> "MemoryPlan":
+        """The same with ``size`` bytes of rows on the device."""
+        assert self.offload is not None, "without offloading all rows are on the device"
+        more = size - self.device["resident rows"]
+        device = {"resident rows": size, "free": self.device["free"] - more}
+        host = {"full rows": max(0, self.host["full rows"] - more)}
+        split = replace(self.offload, resident_bytes=size)
+        return replace(self, offload=split, device=self.device | device, host=self.host | host)
+
     def smaller(self) -> tuple["MemoryPlan", str] | None:
         """After memory ran out: a plan that needs less, and what was given up; None at the end."""
         split = self.offload
@@ -88,7 +99,7 @@ class MemoryPlan:
         if split.resident_bytes:
             less = max(0, min(3 * split.resident_bytes // 4, split.resident_bytes - GIB // 2))
             what = f"resident rows {_gib(split.resident_bytes)} -> {_gib(less)}"
-            return replace(self, offload=replace(split, resident_bytes=less)), what
+            return self.with_resident(less), what
         if split.buffers > 2:
             return replace(self, offload=replace(split, buffers=2)), f"ring {split.buffers} -> 2 buffers"
         if split.piece_bytes > 8 * MIB:
@@ -177,7 +188,7 @@ def _choices(
     if "prefill_chunk" not in given:
         feeds = [4096, 1024]
     near, far = Offload(), Offload(states_on_host=True)
-    small = replace(far, piece_bytes=16 * MIB, buffers=2)
+    small = replace(far, piece_bytes=32 * MIB, buffers=2)
     if not any(budget % chunk == 0 for budget, chunk in product(budgets, chunks)):
         budgets, chunks = [own.budget], [own.chunk]
     ways = ((near, feeds[:1], chunks[:2]), (far, feeds[:1], chunks[:2]), (small, feeds[-1:], chunks))
@@ -219,7 +230,8 @@ def _offloaded(
         chunks = room // chosen.chunk * layers * sizes.kv_heads * batch
         means = chunks * (sizes.head_dim * sizes.itemsize + 4)  # and where each of them is
     leaving = -(-LEAVING // unit) * unit
-    store = (slots + recent + leaving + memory_map.behind(config, levels)) * layers * row * batch
+    rows = slots + recent + leaving + memory_map.behind(config, levels)
+    store = -(-rows // _PAGE) * _PAGE * layers * row * batch
     aside = (recent + unit) * batch
     prefill = memory_map.prefill(sizes, config, prompt, store, aside, split.states_on_host)
     device = {

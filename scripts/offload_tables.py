@@ -1,0 +1,177 @@
+"""Tables of docs/offloading.md from docs/results/offload_h200.json."""
+
+from collections.abc import Sequence
+from typing import Any
+
+Record = dict[str, Any]
+
+FILE = "offload_h200.json"
+COMMAND = "python scripts/bench_offload.py --part"
+_HEADLINES = ("7b", "8b", "8b-512k", "resident", "caps")
+
+
+def headline(result: Record) -> str:
+    """Every shape, context and cap beside streamed plain decoding."""
+    found = [r for part in _HEADLINES for r in of_part(result, part)]
+    if not found:
+        return _missing("7b")
+    columns = [
+        "model", "prompts", "cap, GiB", "T", "**ms/token**", "streamed plain decoding",
+        "its share of the bus", "**speed-up**", "tokens a pass", "repeated 8-grams",
+    ]  # fmt: skip
+    lines = []
+    for row in found:
+        plain, pcie = row["baseline_ms_per_token"], row["baseline_pcie_gbps"]
+        lines.append(
+            [
+                row["shape"] + _lifted(row),
+                f"{row['prompts']} x {row['context']:,}",
+                f"{row['gpu_memory_cap_gib']:g}",
+                f"{row['temperature']:g}",
+                f"**{row['ms_per_token']:.1f}**",
+                f"{plain:.0f}" if plain else "",
+                f"{pcie:.1f} of {row['bus_gbps']['in']:.1f} GB/s" if pcie else "",
+                f"**{row['speedup']:.1f}x**" if row["speedup"] else "",
+                f"{row['tokens_per_pass']:.1f}",
+                f"{100 * row['repeated_8grams']:.0f} %",
+            ]
+        )
+    return _table(columns, lines) + "\n" + _note(result, [p for p in _HEADLINES if of_part(result, p)])
+
+
+def memory(result: Record) -> str:
+    """Where the bytes were, and the allocator's own peak."""
+    found = {
+        (r["shape"], r["context"], r["gpu_memory_cap_gib"]): r
+        for part in _HEADLINES
+        for r in of_part(result, part)
+    }
+    if not found:
+        return _missing("7b")
+    uses = list(dict.fromkeys(use for r in found.values() for use in r["memory_plan"]["device_gib"]))
+    lines = []
+    for use in uses:
+        sizes = [r["memory_plan"]["device_gib"].get(use, 0.0) for r in found.values()]
+        if max(sizes) >= 0.005:
+            lines.append([use, *(f"{size:.2f}" for size in sizes)])
+    rows = list(found.values())
+    lines.append(["**measured peak**", *(f"**{r['peak_gpu_gib']:.2f}**" for r in rows)])
+    lines.append(["rows on the host", *(f"{r['host_gib']:.1f}" for r in rows)])
+    columns = [
+        "GiB", *(f"{r['shape'].split()[0]}, {r['context']:,}, cap {r['gpu_memory_cap_gib']:g}" for r in rows)
+    ]  # fmt: skip
+    return _table(columns, lines)
+
+
+def levels(result: Record) -> str:
+    """What a pass consists of, and what each level accepts."""
+    found = [r for part in _HEADLINES for r in of_part(result, part)]
+    if not found:
+        return _missing("7b")
+    columns = [
+        "model, context, cap", "T", "rounds a pass", "grow, ms", "choose, ms", "level 2, ms",
+        "of it on the bus", "retrieval accepts", "target accepts", "greedy tokens compared", "partings",
+    ]  # fmt: skip
+    lines = []
+    for row in found:
+        stages, rate, exact = row["stages"], row["acceptance"], row.get("exact")
+        full = stages.get("full")
+        bus = row["streamed_gib"] * 2**30 / 1e6 / row["bus_gbps"]["in"]
+        lines.append(
+            [
+                f"{row['shape'].split()[0]}, {row['context']:,}, {row['gpu_memory_cap_gib']:g} GiB",
+                f"{row['temperature']:g}",
+                f"{row['rounds_per_pass']:.1f}",
+                _number(stages.get("grow")),
+                _number(stages.get("choose")),
+                _number(full),
+                f"{100 * bus / full:.0f} %" if full else "",
+                _number(rate.get("retrieval")),
+                _number(rate.get("target")),
+                str(exact["compared"]) if exact else "",
+                str(exact["partings"]) if exact else "",
+            ]
+        )
+    return _table(columns, lines)
+
+
+def prefill(result: Record) -> str:
+    """Feeding the same prompts, with the cache on the device and offloaded."""
+    found = of_part(result, "prefill")
+    if not found:
+        return _missing("prefill")
+    columns = ["model", "tokens", "on the device, s", "offloaded, s", "ratio"]
+    lines = [
+        [
+            row["shape"], f"{row['context']:,}", f"{row['on_chip_prefill_seconds']:.1f}",
+            f"{row['prefill_seconds']:.1f}", f"{row['ratio']:.2f}x",
+        ]
+        for row in found
+    ]  # fmt: skip
+    return _table(columns, lines) + "\n" + _note(result, ["prefill"])
+
+
+def projections(result: Record) -> str:
+    """The same on a smaller card, by the cost model; not measured."""
+    found = [r for part in _HEADLINES for r in of_part(result, part) if "projection" in r]
+    found = [r for r in found if r["gpu_memory_cap_gib"] <= 24]
+    if not found:
+        return _missing("7b")
+    columns = ["projected, not measured", "card", "T", "ms/token", "streamed plain decoding", "speed-up"]
+    lines = []
+    for row in found:
+        there = row["projection"]
+        lines.append(
+            [
+                f"{row['shape'].split()[0]}, {row['context']:,}",
+                there["card"],
+                f"{row['temperature']:g}",
+                f"{there['ms_per_token']:.0f}",
+                f"{there['baseline_ms_per_token']:.0f}",
+                f"{there['speedup']:.1f}x",
+            ]
+        )
+    return _table(columns, lines)
+
+
+TABLES = (headline, memory, levels, prefill, projections)
+
+
+def of_part(result: Record, part: str) -> list[Record]:
+    return [row for row in result["rows"] if row["part"] == part]
+
+
+def _lifted(row: Record) -> str:
+    """The embedded pair knows 131,072 positions; beyond them texts are of no use, times are."""
+    return ", position limit lifted" if row["context"] > 131_072 else ""
+
+
+def _missing(part: str) -> str:
+    return f"Not measured yet: `{COMMAND} {part}`.\n"
+
+
+def _note(result: Record, parts: Sequence[str]) -> str:
+    """Where the figures come from, and what could not be measured."""
+    runs: dict[str, list[str]] = {}
+    notes = []
+    for name in parts:
+        part = result["parts"][name]
+        versions, bus = part["versions"], part["bus_gbps"]
+        run = (
+            f"{part['hardware']}, bus {bus['in']:.1f} GB/s in and {bus['out']:.1f} out, measured in the same "
+            f"run, torch {versions['torch']}, transformers {versions['transformers']}, engine "
+            f"{part['settings']['engine']}, {part['date']}."
+        )
+        runs.setdefault(run, []).append(name)
+        notes += [f"In {name}: {note}." for note in part["notes"]]
+    lines = [f"{', '.join(names)}: {run}" for run, names in runs.items()]
+    return " ".join([*lines, *notes]) + f" File: `docs/results/{FILE}`.\n"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    rule = ["---", *["---:"] * (len(columns) - 1)]
+    return "".join("| " + " | ".join(line) + " |\n" for line in (columns, rule, *rows))

@@ -1,0 +1,66 @@
+"""scripts/bench_offload.py with tiny models on the CPU: rows, resuming, tables, the projection."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+# The format that all results of offloading have.
+COLUMNS = {
+    "shape", "batch", "context", "temperature", "ms_per_token", "baseline", "baseline_ms_per_token",
+    "speedup", "roof_ms", "acceptance", "mean_accepted_length", "repeated_8grams", "gpu_memory_cap_gib",
+    "peak_gpu_gib",
+    "host_gib", "pcie_gbps", "prefill_seconds",
+}  # fmt: skip
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Imports a script by its name, as its neighbours do."""
+    monkeypatch.setattr(sys, "path", [str(SCRIPTS), *sys.path])
+    return importlib.import_module
+
+
+def test_parts_are_measured_once_and_fill_the_tables(
+    script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--tiny", "--out", str(tmp_path), "--prompts", "1", "--part", "resident", "prefill"]
+    measure, tables = script("bench_offload").main, script("offload_tables")
+    measure(words)
+    capsys.readouterr()
+    file = tmp_path / tables.FILE
+    first = json.loads(file.read_text())
+    greedy, sampled = [row for row in first["rows"] if row["part"] == "resident"]
+    assert greedy.keys() >= COLUMNS
+    assert (greedy["temperature"], sampled["temperature"]) == (0.0, 0.6)
+    assert greedy["exact"] == {"compared": 4, "partings": 0}
+    assert 0 < greedy["resident_gib"] <= greedy["host_gib"] * 1.2
+    [feeding] = [row for row in first["rows"] if row["part"] == "prefill"]
+    assert feeding["ratio"] == pytest.approx(
+        feeding["prefill_seconds"] / feeding["on_chip_prefill_seconds"], rel=1e-2
+    )
+    measure(words)
+    assert (
+        json.loads(file.read_text())["parts"]["resident"]["samples"]
+        == (first["parts"]["resident"]["samples"])
+    )
+    made = {table.__name__: table(first) for table in tables.TABLES}
+    assert "| 1 x 480 | 3.33333 | 0 | **" in made["headline"]
+    assert "| resident rows | 0.00 |" in made["memory"] or "measured peak" in made["memory"]
+    assert made["prefill"].startswith("| model | tokens | on the device, s | offloaded, s | ratio |")
+    empty = {table.__name__: table({"rows": [], "parts": {}}) for table in tables.TABLES}
+    assert empty["headline"] == "Not measured yet: `python scripts/bench_offload.py --part 7b`.\n"
+
+
+def test_a_projection_stretches_each_time_by_what_it_waits_for(script: Any) -> None:
+    row = {"streamed_gib": 50e9 / 2**30, "tokens_per_pass": 20.0}
+    row |= {"pass_ms": 1100.0, "baseline_ms_per_token": 1010.0}
+    card = {"name": "half the bus, a quarter of the memory", "bus_gbps": 25.0, "read_gbps": 1000.0}
+    made = script("offload_results").projection(row, 50.0, 4000.0, card)
+    # A second on the bus becomes two; what is beside it takes four times as long.
+    assert made["ms_per_token"] == pytest.approx((2000 + 4 * 100) / 20)
+    assert made["baseline_ms_per_token"] == pytest.approx(2000 + 4 * 10)

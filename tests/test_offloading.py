@@ -1,0 +1,240 @@
+"""Offloading as a user asks for it: ``load(..., offload=)``, ``--offload``, and memory that runs out."""
+
+import gc
+import json
+import logging
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_pair
+import torch
+from cycle_cases import SMALL
+from families import greedy, perturbed, prompt_of, tiny
+from transformers import PreTrainedModel
+
+from triforce_tree import hierarchy, load, memory_plan
+from triforce_tree.api import Engine
+from triforce_tree.cli import main
+from triforce_tree.cycle import offloaded
+from triforce_tree.cycle.cycle import Cycle
+from triforce_tree.cycle.host_store import Offload
+from triforce_tree.memory_plan import MemoryPlan
+
+PROMPT, NEW = prompt_of(150), 40
+PIECE = 32 * 128
+
+
+@cache
+def models() -> tuple[PreTrainedModel, PreTrainedModel]:
+    target = tiny("llama-gqa")
+    return target, perturbed(target, 0.05)
+
+
+@cache
+def expected() -> list[int]:
+    return greedy(models()[0], PROMPT, NEW, attention_mask=torch.ones(1, len(PROMPT)))
+
+
+@pytest.fixture(autouse=True)
+def _little_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts of a few rows: small pieces, of which some stay on the device."""
+    decide = memory_plan.plan
+    split = {"resident_bytes": 3 * PIECE, "piece_bytes": PIECE, "buffers": 3}
+
+    def plan(*args: Any) -> MemoryPlan:
+        made = decide(*args)
+        if made.offload is None:
+            return made
+        return replace(made, offload=replace(made.offload, **split), host={"full rows": 1})
+
+    monkeypatch.setattr(memory_plan, "plan", plan)
+    monkeypatch.setattr(offloaded, "LEAVING", 16)
+
+
+def engine(**options: Any) -> Engine:
+    target, draft = models()
+    return load(target, draft, profile=False, **{**SMALL, "offload": True, **options})
+
+
+def test_greedy_text_is_the_targets_own() -> None:
+    taken: list[int] = []
+    out = engine().generate(PROMPT, max_new_tokens=NEW, do_sample=False, pinned=taken.append)
+    assert out.sequences[0, len(PROMPT) :].tolist() == expected()
+    assert out.captured
+    assert out.memory is not None
+    assert out.memory["offloaded"]
+    assert out.memory["levels"] == 3
+    assert sum(taken) > 0
+
+
+def test_the_next_text_takes_no_memory_anew() -> None:
+    own, taken = engine(), []
+    for seed in (1, 2):
+        before = len(taken)
+        own.generate(PROMPT, max_new_tokens=NEW, do_sample=False, seed=seed, pinned=taken.append)
+    assert len(taken) == before
+
+
+def test_one_offloaded_cache_at_a_time() -> None:
+    own = engine()
+    alone = own.with_options(levels=1)
+    for each in (own, alone, own):
+        out = each.generate(PROMPT, max_new_tokens=8, do_sample=False)
+        assert out.sequences[0, len(PROMPT) :].tolist() == expected()[:8]
+        assert len(own.hierarchy._offloaded) == 1
+        assert each.hierarchy._cycle is not None
+        assert each.hierarchy._cycle[1] is own.hierarchy._offloaded[0]
+
+
+def test_a_batch() -> None:
+    ids = torch.tensor([PROMPT, PROMPT[::-1]])
+    out = engine().generate(ids, max_new_tokens=12, do_sample=False)
+    assert out.sequences[0, len(PROMPT) :].tolist() == expected()[:12]
+    assert out.captured
+
+
+def test_the_plan_can_be_had_beforehand() -> None:
+    own = engine(gpu_memory="2GiB")
+    plan = own.memory_plan(len(PROMPT), NEW)
+    assert plan is not None
+    assert plan.machine.device == 2 << 30
+    out = own.generate(PROMPT, max_new_tokens=NEW, do_sample=False)
+    assert out.memory == plan.as_dict()
+    assert engine(offload=False).memory_plan(len(PROMPT), NEW) is None
+
+
+def test_auto_offloads_nothing_that_fits() -> None:
+    own = engine(offload="auto")
+    out = own.generate(PROMPT, max_new_tokens=8, do_sample=False)
+    assert out.memory is None
+    assert out.sequences[0, len(PROMPT) :].tolist() == expected()[:8]
+
+
+def test_a_short_prompt_needs_no_offloading() -> None:
+    out = engine().generate(PROMPT[:2], max_new_tokens=8, do_sample=False)
+    assert not out.captured
+    assert out.memory is None
+
+
+def test_what_cannot_be_offloaded_is_refused() -> None:
+    without = load(models()[0], profile=False, **{**SMALL, "offload": True})
+    with pytest.raises(
+        ValueError, match=r"offload=True needs the captured cycle, but there is no draft.*levels=1"
+    ):
+        without.generate(PROMPT, max_new_tokens=8, do_sample=False)
+    alone = without.with_options(levels=1)
+    out = alone.generate(PROMPT, max_new_tokens=8, do_sample=False)
+    assert out.sequences[0, len(PROMPT) :].tolist() == expected()[:8]
+    with pytest.raises(ValueError, match=r"gpu_memory has 0.1 GiB; allow more \(gpu_memory\)"):
+        engine(gpu_memory="100MiB").generate(PROMPT, max_new_tokens=8, do_sample=False)
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, times: set[int]) -> None:
+    """Let some calls of a method run out of memory."""
+    work, calls = getattr(owner, name), 0
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls in times:
+            raise torch.OutOfMemoryError("no more")
+        return work(self, *args, **kwargs)
+
+    monkeypatch.setattr(owner, name, run)
+
+
+@pytest.mark.parametrize(
+    ("place", "times"),
+    [("__init__", {1}), ("prepare", {1, 2}), ("prefill", {1}), ("settled", {3}), ("run", {5, 60})],
+)
+def test_memory_that_runs_out_is_done_without(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, place: str, times: set[int]
+) -> None:
+    failing(monkeypatch, Cycle, place, times)
+    steps: list[int] = []
+
+    class Streamer:
+        def put(self, tokens: torch.Tensor) -> None:
+            steps.extend(tokens.flatten().tolist())
+
+        def end(self) -> None: ...
+
+    with caplog.at_level(logging.WARNING):
+        out = engine().generate(PROMPT, max_new_tokens=NEW, do_sample=False, streamer=Streamer())  # type: ignore[arg-type]
+    assert out.sequences[0, len(PROMPT) :].tolist() == expected()
+    assert steps[len(PROMPT) :] == expected()
+    said = [r.message for r in caplog.records if "device memory ran out" in r.message]
+    assert len(said) == len(times)
+    assert "resident rows 0.0 GiB -> 0.0 GiB" in said[0]
+    assert out.levels is not None
+    assert out.levels[-1].emitted >= NEW - 5
+
+
+def test_memory_that_runs_out_for_good_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(monkeypatch, Cycle, "prefill", set(range(100)))
+    own = engine()
+    with pytest.raises(torch.OutOfMemoryError, match="no more"):
+        own.generate(PROMPT, max_new_tokens=NEW, do_sample=False)
+    assert not own.hierarchy._offloaded
+    monkeypatch.undo()
+    failing(monkeypatch, Cycle, "prefill", {1})
+    with pytest.raises(torch.OutOfMemoryError, match="no more"):
+        engine(offload=False, captured=True).generate(PROMPT, max_new_tokens=NEW, do_sample=False)
+
+
+def test_sampling_goes_on_with_new_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(monkeypatch, Cycle, "settled", {2})
+    out = engine().generate(PROMPT, max_new_tokens=NEW, do_sample=True, temperature=0.8, top_k=0, seed=3)
+    assert out.new_tokens == NEW
+
+
+@pytest.mark.parametrize("what", ["pinned", "progress"])
+def test_an_interrupt_gives_the_memory_back(what: str) -> None:
+    def stop(count: int) -> None:
+        raise KeyboardInterrupt
+
+    own = engine()
+    with pytest.raises(KeyboardInterrupt):
+        own.generate(PROMPT, max_new_tokens=NEW, do_sample=False, **{what: stop})
+    assert all(cycle.closed for cycle in own.hierarchy._offloaded)
+    gc.collect()
+    out = own.generate(PROMPT, max_new_tokens=NEW, do_sample=False)
+    assert out.sequences[0, len(PROMPT) :].tolist() == expected()
+
+
+def test_states_that_wait_on_the_host_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = hierarchy.Cycle
+
+    def far(*args: Any) -> Cycle:
+        *others, split, pinned = args
+        assert isinstance(split, Offload)
+        return make(*others, replace(split, states_on_host=True), pinned)
+
+    monkeypatch.setattr(hierarchy, "Cycle", far)
+    for feed in (16, 75, 1024):
+        out = engine(prefill_chunk=feed).generate(PROMPT, max_new_tokens=NEW, do_sample=False)
+        assert out.sequences[0, len(PROMPT) :].tolist() == expected()
+
+
+def test_the_command_shows_the_plan(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    pair = tiny_pair.make(tmp_path_factory.mktemp("pair"))
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("The import statement finds a module and binds its name. " * 8, encoding="utf-8")
+    words = ["generate", str(prompt), *pair.options, "--max-new-tokens", "20", "--json", "--compare"]
+    code = main(
+        [*words, "--offload", "--gpu-memory", "2GiB", "--budget", "64", "--recent", "16", "--levels", "3"]
+    )
+    out, err = capsys.readouterr()
+    assert code == 0
+    assert "memory map" in err
+    assert "device: resident rows" in err
+    result = json.loads(out.splitlines()[-1])
+    assert result["identical"] is True
+    assert result["memory"]["offloaded"] is True
+    assert main([*words, "--gpu-memory", "lots"]) == 2
+    assert "'lots' is no size of memory" in capsys.readouterr().err
