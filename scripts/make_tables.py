@@ -18,7 +18,8 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 
-import kernel_tables  # noqa: E402 - beside this file, wherever it is run from
+import front_table  # noqa: E402 - beside this file, wherever it is run from
+import kernel_tables  # noqa: E402
 import linear_tables  # noqa: E402
 import offload_tables  # noqa: E402
 import on_chip_tables  # noqa: E402
@@ -109,6 +110,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str], str]] = {
             kernel_tables.gate,
         )
     },
+    "front": (front_table.FILE, front_table.front, _ON_CHIP),
     "linear_layers": (linear_tables.FILE, linear_tables.layers, linear_tables.COMMAND),
     **{f"on_chip_{make.__name__}": (on_chip_tables.FILE, make, _ON_CHIP) for make in on_chip_tables.TABLES},
     **{
