@@ -227,7 +227,10 @@ class Engine:
                 if captured:
                     cycles = SteadyDecoder(
                         lambda number: CycleDecoder(
-                            self.hierarchy.cycle(prompts, new_tokens, pinned), law, chosen + number
+                            self.hierarchy.cycle(prompts, new_tokens, pinned),
+                            law,
+                            chosen + number,
+                            repeatable=seed is not None,
                         ),
                         self.hierarchy.shrink,
                     )
@@ -308,6 +311,7 @@ class Engine:
             new_tokens=sum(len(n) for n in new),
             text=str(self.tokenizer.decode(new[-1], skip_special_tokens=True)) if self.tokenizer else None,
             captured=isinstance(decoder, SteadyDecoder),
+            capture_seconds=decoder.capture_seconds if isinstance(decoder, SteadyDecoder) else None,
         )
 
 

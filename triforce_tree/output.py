@@ -18,7 +18,8 @@ class GenerateOutput(GenerateDecoderOnlyOutput):
 
     ``levels``: statistics of each level, level 0 first (of the last row, where there are several).
     ``finish_reason``: "eos", "stop" or "length". ``prefill_seconds`` and ``decode_seconds``: host time.
-    ``text``: the new text, where a tokenizer is at hand. ``captured``: whether the cycle ran in CUDA graphs.
+    ``text``: the new text, where a tokenizer is at hand. ``captured``: whether the cycle ran in CUDA graphs,
+    and ``capture_seconds`` what compiling and capturing them took, once for all texts that fit them.
     ``profile``: the file whose settings were used; None for the engine's own. ``memory``: the map of the
     memory, where rows may be offloaded.
     """
@@ -30,6 +31,7 @@ class GenerateOutput(GenerateDecoderOnlyOutput):
     new_tokens: int | None = None
     text: str | None = None
     captured: bool | None = None
+    capture_seconds: float | None = None
     profile: str | None = None
     memory: dict[str, Any] | None = None
 

@@ -62,6 +62,7 @@ def summary(out: GenerateOutput, comparison: Comparison | None = None) -> dict[s
         "new_tokens": out.new_tokens,
         "finish_reason": out.finish_reason,
         "prefill_seconds": out.prefill_seconds,
+        "capture_seconds": out.capture_seconds,
         "ms_per_token": ms_per_token(out),
         "profile": out.profile,
         "memory": out.memory,

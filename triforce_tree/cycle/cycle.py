@@ -245,6 +245,17 @@ class Cycle:
         if self.copies is not None:
             self.copies.fill()
 
+    def costs(self, tokens: int) -> tuple[float, float]:
+        """Bytes that a round of levels 0 and 1, and a pass of level 2 behind ``tokens``, have to read.
+
+        A round counts twice: it takes about twice the time of its bytes (docs/benchmarks.md).
+        """
+        weights = sum(p.numel() * p.element_size() for p in self.target.model.parameters())
+        heads = self.target.heads
+        row = 2 * self.target.layers * heads.kv * heads.dim * self.target.dtype.itemsize * self.batch
+        own = self.config.retrieval.budget * row
+        return 2.0 * (weights * self.config.middle_bits / 16 + own), float(weights + tokens * row)
+
     def _check(self, prompts: Sequence[Sequence[int]]) -> None:
         least = 1
         if self.growth is not None:

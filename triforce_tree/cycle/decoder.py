@@ -19,12 +19,14 @@ class CycleDecoder:
     Args:
         cycle: made for this batch size; one decoder uses it at a time.
         law: logits to law.
-        seed: of all draws; same seed, same tokens, as long as ``rounds`` is fixed or decoding is greedy:
-            the pace follows measured times otherwise.
+        seed: of all draws.
+        repeatable: same seed, same tokens: the pace goes by bytes to read instead of measured times, which
+            would choose differently from run to run.
     """
 
-    def __init__(self, cycle: Cycle, law: TokenLaw, seed: int) -> None:
+    def __init__(self, cycle: Cycle, law: TokenLaw, seed: int, repeatable: bool = False) -> None:
         self.cycle = cycle
+        self._repeatable = repeatable
         cycle.prepare(law)
         self._generator = torch.Generator(cycle.device)
         self._generator.manual_seed(seed % 2**63)
@@ -54,6 +56,8 @@ class CycleDecoder:
         """
         cycle, texts = self.cycle, [list(p) for p in prompts]
         before = [len(text) for text in texts]
+        if self._repeatable:
+            self.pace.assume(*cycle.costs(max(before)))
         self.finish_reasons = [None] * len(texts)
         plain_before = False
         while None in self.finish_reasons:

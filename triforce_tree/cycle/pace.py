@@ -23,11 +23,17 @@ class Pace:
 
     def __init__(self, depth: int, reach: int, fixed: int | None = None) -> None:
         self.depth, self.reach, self.fixed = depth, reach, fixed
+        self._measures = True
         self.acceptance = 0.95
         self.gathered = 1 + 0.5 * depth
         self.round_seconds = self.full_seconds = 0.0
         self.plain_seconds: float | None = None
         self._passes = self._plain = 0
+
+    def assume(self, a_round: float, a_pass: float) -> None:
+        """Go by these costs, in any unit, and by no clock: choices are then functions of the draws alone."""
+        self._measures = False
+        self.round_seconds, self.full_seconds = a_round, a_pass
 
     def rounds(self) -> int:
         """For the next pass."""
@@ -64,6 +70,8 @@ class Pace:
 
     def timed(self, seconds: dict[str, float], rounds: int) -> None:
         """Device seconds of the stages of one pass."""
+        if not self._measures:
+            return
         if rounds == 0:
             self.plain_seconds = _mean(self.plain_seconds or 0.0, seconds["plain"])
             return

@@ -44,6 +44,11 @@ class SteadyDecoder:
         return _added(self._levels, self._decoder.levels)
 
     @property
+    def capture_seconds(self) -> float:
+        assert self._decoder is not None
+        return self._decoder.cycle.capture_seconds
+
+    @property
     def prefill_seconds(self) -> float:
         return self._seconds[0] + (self._decoder.prefill_seconds if self._decoder else 0.0)
 
