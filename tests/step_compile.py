@@ -34,7 +34,8 @@ def build(kernel, constants: dict, warps: int, **types: str):
         else:
             signature[name] = "fp32" if name == "scale" else "i32"
         # Strides, and most sizes, are multiples of 16.
-        if name.endswith("_ptr") or "_" in name or name in ("chunks", "vocab"):
+        sized = name.endswith("_ptr") or "_" in name or name in ("chunks", "vocab")
+        if sized and signature[name] != "constexpr":
             attributes[(at,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, attributes)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})

@@ -41,8 +41,9 @@ def _walk(p_ptr, q_ptr, race_ptr, gone_ptr, gone, vocab, share, emit, BLOCK: tl.
         token = start + tl.arange(0, BLOCK)
         inside = token < vocab
         p = tl.load(p_ptr + token, mask=inside, other=0.0)
-        q = tl.load(q_ptr + token, mask=inside & (gone > 0), other=0.0)
-        race = tl.load(race_ptr + token, mask=inside & emit, other=1.0)
+        # Blocks on both sides: Triton's interpreter makes no mask of a block and a scalar.
+        q = tl.load(q_ptr + token, mask=inside & (token * 0 + gone > 0), other=0.0)
+        race = tl.load(race_ptr + token, mask=inside & (token * 0 + emit > 0), other=1.0)
         left = p - share * q
         left = tl.where(left > 0.0, left, 0.0)
         for at in range(gone):

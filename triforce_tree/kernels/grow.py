@@ -99,8 +99,9 @@ def _expand_kernel(
     sequence, node = row // frontier, row % frontier
     logits_ptr += sequence * logits_b + node * logits_f
     laws_ptr += sequence * laws_b + node * laws_f
-    # Where there is a race a second program ranks by law.
-    drawing = tl.program_id(1) == 0
+    # Where there is a race a second program ranks by law. Masks below are blocks on both sides: Triton's
+    # interpreter makes none of a block and a scalar.
+    part = tl.program_id(1)
     cold = tl.full([], 1.0, tl.float32)
     if temperature_ptr is not None:
         cold /= tl.load(temperature_ptr)
@@ -122,11 +123,12 @@ def _expand_kernel(
     for start in range(0, vocab, BLOCK):
         token = start + tl.arange(0, BLOCK)
         inside = token < vocab
+        drawing = inside & (token * 0 + part == 0)
         law = tl.exp(_scores(logits_ptr, cold, start, vocab, BLOCK) - most) * share
-        tl.store(laws_ptr + token, law, mask=inside & drawing)
+        tl.store(laws_ptr + token, law, mask=drawing)
         if race_ptr is not None:
             at = race_ptr + sequence * race_b + node * race_f + token
-            law = tl.div_rn(law, tl.load(at, mask=inside & drawing, other=1.0))
+            law = tl.div_rn(law, tl.load(at, mask=drawing, other=1.0))
         bits = tl.where(inside, _bits(law), _GONE)
         best = tl.max(bits, 0)
         winner = tl.min(tl.where(bits == best, token, 2147483647), 0)
@@ -146,11 +148,11 @@ def _expand_kernel(
     if race_ptr is not None:
         token = tl.where(number > 0.0, token, -1)
     out = row * count + rank
-    tl.store(draws_ptr + out, token, mask=(lane < count) & drawing)
+    tl.store(draws_ptr + out, token, mask=(lane < count) & (lane * 0 + part == 0))
     if race_ptr is None:
         tl.store(ranks_ptr + out, number, mask=lane < count)
     else:
-        tl.store(ranks_ptr + out, number, mask=(lane < count) & (tl.program_id(1) == 1))
+        tl.store(ranks_ptr + out, number, mask=(lane < count) & (lane * 0 + part == 1))
 
 
 @triton.jit

@@ -166,7 +166,7 @@ def linear_kernel(
         else:
             four = coming
             after = (step + 1) // PARTS * outs
-            coming = tl.load(scales_ptr + after + n, mask=real & (step + 1 < end), other=0)
+            coming = tl.load(scales_ptr + after + n, mask=real & (n * 0 + step + 1 < end), other=0)
             a, b, c, d = four_planes(w, Kind, ASM)
             x = _columns(x_ptr, x_view, column, stride_x, rows, ins, BLOCK_M, WIDTH, TMA)
             acc += tl.dot(a, x) * _scale(four, 0)
@@ -190,7 +190,8 @@ def linear_kernel(
             for first in range(0, splits, 4):
                 for part in tl.static_range(4):
                     each = parts + (first + part) * (BLOCK_N * BLOCK_M)
-                    total += tl.load(each, mask=first + part < splits, other=0.0, cache_modifier=".cg")
+                    there_is = (m * 0 + first + part < splits)[None, :]
+                    total += tl.load(each, mask=there_is, other=0.0, cache_modifier=".cg")
             tl.store(counters_ptr + tile, 0)
             _finish(out_ptr, bias_ptr, total, m, n, outs, stride_out, there)
     else:
