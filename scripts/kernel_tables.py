@@ -12,7 +12,7 @@ SHORT = {
     "FlashInfer XQA": "FI XQA",
     "FlashInfer decode": "FI decode",
 }
-# What issue 3 set out to reach, in microseconds: (query heads, KV heads, prefix, tree) of one sequence.
+# The aims, in microseconds: (query heads, KV heads, prefix, tree) of one sequence.
 AIMS = {
     (32, 32, 122880, 16): 470,
     (32, 32, 122880, 64): 480,
