@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
 from triforce_tree import load
 from triforce_tree.bench.text import pydoc_text, token_ids
@@ -76,7 +75,7 @@ class Checks:
     def laws(self, length: int, batch: int, repeats: int, temperature: float) -> None:
         """First and second new tokens of many equal prompts."""
         [prompt] = uncertain_contexts(self.engine, self.text[:length], 1)
-        law = TokenLaw(LogitsProcessorList([TemperatureLogitsWarper(temperature)]))
+        law = TokenLaw.at(temperature)
         first_law = self._law(prompt, law)
         for levels, options in ((1, {}), (2, {}), (3, {}), (3, {"leaves": False, "middle_bits": 8})):
             if options.get("middle_bits") and self.target.dtype == torch.float32:
@@ -101,7 +100,7 @@ class Checks:
         """Memory and repeatability over a long text."""
         cycle = self.cycle(3, 1, length + new_tokens)
         prompt = self.text[:length]
-        law = TokenLaw(LogitsProcessorList([TemperatureLogitsWarper(1.0)]))
+        law = TokenLaw.at(1.0)
         texts, memory, passes = [], [], 0
         for _ in range(2):
             decoder = CycleDecoder(cycle, law, 7)

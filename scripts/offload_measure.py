@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.cycle import Cycle
@@ -29,13 +28,6 @@ from triforce_tree.sampling import TokenLaw
 from triforce_tree.stats import LevelStats
 
 GIB = 1 << 30
-
-
-def law_of(temperature: float) -> TokenLaw:
-    """No cut of the law but the temperature's."""
-    if temperature == 0:
-        return TokenLaw(greedy=True)
-    return TokenLaw(LogitsProcessorList([TemperatureLogitsWarper(temperature)]))
 
 
 @dataclass
@@ -180,7 +172,7 @@ class Bench:
             "allocate", lambda: Cycle(self.target, self.draft, config, 1, room, levels, offload)
         )
         for temperature in temperatures:
-            self.timed(f"capture {temperature}", lambda t=temperature: self.cycle.prepare(law_of(t)))
+            self.timed(f"capture {temperature}", lambda t=temperature: self.cycle.prepare(TokenLaw.at(t)))
 
     def close(self) -> None:
         if self._cycle is not None:
@@ -213,7 +205,7 @@ class Bench:
     def decode(self, temperature: float, prompt: Sequence[int], new: int, rounds: int | None = None) -> Run:
         """``new`` tokens behind a prompt that was fed, or the beginning of its text; 0 rounds: plain."""
         cycle = self.cycle
-        decoder = CycleDecoder(cycle, law_of(temperature), self.seed)
+        decoder = CycleDecoder(cycle, TokenLaw.at(temperature), self.seed)
         if rounds is not None:
             decoder.pace = Pace(decoder.pace.depth, decoder.pace.reach, fixed=rounds)
         cycle.rewind([list(prompt)])
@@ -252,7 +244,7 @@ class Bench:
     ) -> dict[str, float]:
         """Median milliseconds of one run of each stage; every round of level 1 but the second chooses."""
         cycle = self.cycle
-        cycle.prepare(law_of(temperature))
+        cycle.prepare(TokenLaw.at(temperature))
         cycle.rewind([list(prompt)])
         generator = torch.Generator(self.device)
         generator.manual_seed(self.seed)

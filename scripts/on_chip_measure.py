@@ -12,7 +12,6 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle import cycle as cycle_module
@@ -35,13 +34,6 @@ _LOOP_SETTINGS = ("rounds", "refresh")
 # Places before a parting at which the noise of two kinds of forward is looked at.
 _NOISE_PLACES = 8
 _WARM_UP_TOKENS = 8
-
-
-def law_of(temperature: float) -> TokenLaw:
-    """No cut of the law but the temperature's."""
-    if temperature == 0:
-        return TokenLaw(greedy=True)
-    return TokenLaw(LogitsProcessorList([TemperatureLogitsWarper(temperature)]))
 
 
 @dataclass
@@ -127,7 +119,7 @@ class Bench:
                 self._fed = []
             self._warm = set()
         for temperature in temperatures:
-            self.cycle.prepare(law_of(temperature))
+            self.cycle.prepare(TokenLaw.at(temperature))
         self._renew_means()
 
     def close(self) -> None:
@@ -193,7 +185,7 @@ class Bench:
         return run
 
     def _decoder(self, temperature: float, rounds: int | None) -> CycleDecoder:
-        decoder = CycleDecoder(self.cycle, law_of(temperature), self.seed)
+        decoder = CycleDecoder(self.cycle, TokenLaw.at(temperature), self.seed)
         if rounds is not None:
             decoder.pace = Pace(decoder.pace.depth, decoder.pace.reach, fixed=rounds)
         return decoder
@@ -255,7 +247,7 @@ class Bench:
     def stage_ms(self, temperature: float, prompts: Texts, rounds: int, passes: int) -> dict[str, float]:
         """Median device milliseconds of one run of each stage, over some passes behind the prompts."""
         cycle = self.cycle
-        cycle.prepare(law_of(temperature))
+        cycle.prepare(TokenLaw.at(temperature))
         cycle.rewind(prompts)
         generator = torch.Generator(self.device)
         generator.manual_seed(self.seed)

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 PROMPTS = [prompt_of(length) for length in (61, 43, 90)]
 NEW = [22, 17, 12]
-SAMPLED = TokenLaw(LogitsProcessorList([TemperatureLogitsWarper(0.8)]))
+SAMPLED = TokenLaw.at(0.8)
 # Caches that hold every text of up to 127 tokens: chunk 0, one more and the recent window, and the draft's.
 EVERYTHING = {"budget": 96, "chunk": 32, "recent": 32, "window": 200}
 COVERED = [prompt_of(length) for length in (98, 101, 100)]
@@ -363,7 +363,7 @@ def test_a_chain_longer_than_the_recent_window_is_the_same_after_rewinding() -> 
 def test_laws_take_turns_on_one_cycle(levels: int) -> None:
     cycle = cycle_of(model("llama-gqa"), draft_of("llama-gqa"), levels, 3)
     other = cycle_of(model("llama-gqa"), draft_of("llama-gqa"), levels, 3)
-    hot = TokenLaw(LogitsProcessorList([TemperatureLogitsWarper(1.7)]))
+    hot = TokenLaw.at(1.7)
     few = TokenLaw(LogitsProcessorList([TemperatureLogitsWarper(1.7), TopKLogitsWarper(3)]))
     drawn = [decoded(other, PROMPTS, NEW, law, seed=3)[0] for law in (SAMPLED, hot, few)]
     assert decoded(cycle, PROMPTS, NEW)[0] == references()
@@ -709,7 +709,7 @@ def test_windows_of_attention_are_refused() -> None:
 def test_a_cycle_is_prepared_once_for_each_kind_of_law() -> None:
     cycle: Cycle = cycle_of(model("llama-gqa"), draft_of("llama-gqa"), 3, 1)
     for temperature in (0.5, 0.8, 0.5):
-        law = TokenLaw(LogitsProcessorList([TemperatureLogitsWarper(temperature)]))
+        law = TokenLaw.at(temperature)
         cycle.prepare(law)
         assert float(cycle._program.law.temperature) == pytest.approx(temperature)
     cycle.prepare(GREEDY)

@@ -14,7 +14,7 @@ from cycle_cases import SMALL, decoded
 from families import build, greedy, perturbed, prompt_of, tiny
 from scipy import stats
 from torch import Tensor
-from transformers import LogitsProcessorList, PreTrainedModel, TemperatureLogitsWarper
+from transformers import PreTrainedModel
 
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle import offloaded, pinned
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 PROMPTS = [prompt_of(length) for length in (83, 150, 67)]
 NEW = [40, 30, 20]
-SAMPLED = TokenLaw(LogitsProcessorList([TemperatureLogitsWarper(0.8)]))
+SAMPLED = TokenLaw.at(0.8)
 # 2 layers, 2 KV heads of 8: a row of a layer takes 128 bytes in fp32.
 PIECE = 32 * 128
 SPLITS = {"host": 0, "mixed": 5 * PIECE, "device": 1 << 24}

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, StoppingCriteriaList, TemperatureLogitsWarper
+from transformers import StoppingCriteriaList
 
 from triforce_tree.api import Engine
 from triforce_tree.drafters import HierarchicalDrafter
@@ -121,7 +121,7 @@ def sampling_laws(
         seed: of all draws.
         each: called after every draw; may raise to end the test.
     """
-    law = TokenLaw(LogitsProcessorList([TemperatureLogitsWarper(temperature)]))
+    law = TokenLaw.at(temperature)
     hierarchy = engine.with_options(levels=3, gamma=2).hierarchy
     totals: dict[str, list[tuple[float, int]]] = {}
     with hierarchy.active():

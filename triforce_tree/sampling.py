@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper
 from transformers.generation import logits_process as hf
 
 # Processors whose result does not depend on the tokens so far: one call serves all nodes of a tree.
@@ -47,6 +47,13 @@ class TokenLaw:
         self._free = LogitsProcessorList(p for p in processors if isinstance(p, _CONTEXT_FREE))
         self._bound = [p for p in processors if not isinstance(p, _CONTEXT_FREE)]
         self._ordered = list(processors)
+
+    @classmethod
+    def at(cls, temperature: float) -> "TokenLaw":
+        """The law at a temperature, cut by nothing else; 0 is greedy."""
+        if temperature == 0:
+            return cls(greedy=True)
+        return cls(LogitsProcessorList([TemperatureLogitsWarper(temperature)]))
 
     @property
     def context_free(self) -> bool:

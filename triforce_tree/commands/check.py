@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from transformers import LogitsProcessorList, StoppingCriteriaList, TemperatureLogitsWarper
+from transformers import StoppingCriteriaList
 
 from triforce_tree import check
 from triforce_tree.api import Engine
@@ -123,7 +123,7 @@ def _acceptance(
 ) -> dict[str, Any]:
     length = max(args.lengths)
     tokens = _cut(ids, min(len(ids), length + args.new_tokens), 1)
-    law = TokenLaw(LogitsProcessorList([TemperatureLogitsWarper(args.temperature)]))
+    law = TokenLaw.at(args.temperature)
     steps = []
     for step in overlap.teacher_forced(engine, tokens, len(tokens) - args.new_tokens, law):
         stop.check()

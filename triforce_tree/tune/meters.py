@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
-from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
 from triforce_tree.caches import FullCache
 from triforce_tree.config import HierarchyConfig
@@ -34,13 +33,6 @@ _WARM_UP_TOKENS = 8
 _FED_AGAIN = 32
 # Tokens more than asked for that a last pass may bring; it counts whole.
 _BEYOND = 2 * MOST_TAIL
-
-
-def law_of(temperature: float) -> TokenLaw:
-    """No cut of the law but the temperature's."""
-    if temperature == 0:
-        return TokenLaw(greedy=True)
-    return TokenLaw(LogitsProcessorList([TemperatureLogitsWarper(temperature)]))
 
 
 @dataclass(frozen=True)
@@ -102,7 +94,7 @@ class EagerMeter:
         return self._decode(alone, place, 0.0, _WARM_UP_TOKENS, 0).ms_per_token
 
     def _decode(self, hierarchy: Hierarchy, place: int, temperature: float, new: int, seed: int) -> Sample:
-        law, most = law_of(temperature), new + _BEYOND
+        law, most = TokenLaw.at(temperature), new + _BEYOND
         with hierarchy.active(), self._standing(place):
             decoder = hierarchy.decoder(law, seed, place, most, frozenset(), self._full)
             context = decoder.prefill(self._tokens[:place])
@@ -158,7 +150,7 @@ class CapturedMeter:
             prefill(target, self._store, 0, self._tokens[:-1], chunk, progress)
 
     def run(self, config: HierarchyConfig, place: int, temperature: float, new: int, seed: int) -> Sample:
-        law = law_of(temperature)
+        law = TokenLaw.at(temperature)
         cycle = self._open(config)
         try:
             with self._standing(cycle, place, new):

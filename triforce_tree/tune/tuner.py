@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
 from triforce_tree.api import Engine
 from triforce_tree.bench import overlap
@@ -18,7 +17,7 @@ from triforce_tree.bench.results import Record, Records, repeated_share
 from triforce_tree.level import Progress
 from triforce_tree.profiles import Entry
 from triforce_tree.sampling import TokenLaw
-from triforce_tree.tune.meters import CapturedMeter, EagerMeter, Meter, law_of
+from triforce_tree.tune.meters import CapturedMeter, EagerMeter, Meter
 from triforce_tree.tune.search import GRID, Coordinate, Options, OutOfTime, Space, relevant, search
 
 # A setting this many times slower than the best one behind one place of the text is not tried at others.
@@ -123,7 +122,7 @@ class Tuner:
         """Whether the captured cycle would serve prompts of this length under these options."""
         config = self.engine.with_options(**options).hierarchy.config
         hierarchy = self.hierarchy.with_config(config)
-        return hierarchy.why_not_captured(law_of(0.0), [[0] * context]) is None
+        return hierarchy.why_not_captured(TokenLaw.at(0.0), [[0] * context]) is None
 
     def entries(self, found: Callable[[Entry], None]) -> list[Entry]:
         """All entries that time allows, each handed to ``found`` at once.
@@ -323,7 +322,7 @@ class Tuner:
     def _by_rank(self, context: int, temperature: float) -> dict[str, list[float]]:
         new = min(self.plan.new_tokens, context // 2)
         tokens = self.tokens[max(0, context - _ACCEPTANCE_CONTEXT - new) : context]
-        law = TokenLaw(LogitsProcessorList([TemperatureLogitsWarper(temperature or 1.0)]))
+        law = TokenLaw.at(temperature or 1.0)
         engine = self.engine.with_options(captured=False, middle_bits=16)
         steps = []
         for step in overlap.teacher_forced(engine, tokens, len(tokens) - new, law):
