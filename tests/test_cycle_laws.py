@@ -312,8 +312,8 @@ def chain_laws_late(patch: pytest.MonkeyPatch) -> None:
     """The laws of the chain's tokens are kept one place late."""
     lengthen = Texts.lengthen
 
-    def late(self: Texts, tree, path: Tensor, count: Tensor, last: Tensor, laws: Tensor | None) -> None:
-        lengthen(self, tree, path, count, last, None if laws is None else laws.roll(1, 1))
+    def late(self: Texts, emitted: Tensor, count: Tensor, laws: Tensor | None) -> None:
+        lengthen(self, emitted, count, None if laws is None else laws.roll(1, 1))
 
     patch.setattr(Texts, "lengthen", late)
 

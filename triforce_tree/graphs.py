@@ -3,6 +3,7 @@
 Capture happens when a decoder is made, never in the middle of a text. Off the GPU a stage simply runs.
 """
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,14 @@ import torch
 
 # Before a capture everything must have been compiled, tuned and allocated once.
 _WARM_UPS = 2
+
+
+def free_memory() -> None:
+    """Give back what nobody uses: captured graphs and their buffers refer to each other, so they go only when
+    they are collected."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 class Captured:

@@ -1,13 +1,10 @@
 """Putting the levels together: models, caches and drafters for one generation."""
 
 import copy
-import gc
 import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-
-import torch
 
 from triforce_tree import memory_map, memory_plan
 from triforce_tree.caches import FullCache, RetrievalCache, StreamingCache
@@ -23,6 +20,7 @@ from triforce_tree.drafters import (
     ModelDrafter,
     PromptLookupDrafter,
 )
+from triforce_tree.graphs import free_memory
 from triforce_tree.hf_model import HFModel
 from triforce_tree.level import Level
 from triforce_tree.machine import measured
@@ -224,9 +222,7 @@ class Hierarchy:
             cycle.close()
         self._offloaded.clear()
         self._cycle = None
-        gc.collect()
-        if self.target.device.type == "cuda":
-            torch.cuda.empty_cache()
+        free_memory()
 
     def cycle(
         self,
@@ -252,6 +248,7 @@ class Hierarchy:
             cycle.close()
             self._cycle = None
             del cycle
+            free_memory()
         if split is not None:
             self.release()
         cycle = Cycle(self.target, self.draft, self.config, batch, self._rounded(room), levels, split, pinned)

@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.cycle.shapes import device_shape
+from triforce_tree.cycle.shapes import Extent
 from triforce_tree.hf_model import HFModel
-from triforce_tree.tree_search import parse_shape
 
 MIB, GIB = 1 << 20, 1 << 30
 # Graphs, libraries' workspaces, and what the allocator rounds up.
@@ -78,19 +77,6 @@ class Machine:
     limit: str = "the device"
 
 
-def behind(config: HierarchyConfig, levels: int) -> int:
-    """Rows behind a text that passes may write, as ``Cycle`` lays them out."""
-    depth, nodes = tree_of(config) if levels > 1 else (0, 1)
-    reach = config.gamma if levels == 3 else depth
-    return 4 * (reach + depth + nodes) + 64
-
-
-def tree_of(config: HierarchyConfig) -> tuple[int, int]:
-    """(depth, nodes) of level 0's trees; (0, 1) where they have no fixed size."""
-    shape = device_shape(parse_shape(config.tree))
-    return (len(shape.widths), 1 + sum(shape.widths)) if shape is not None else (0, 1)
-
-
 def prefill(
     sizes: Sizes, config: HierarchyConfig, prompt: int, store: int, aside: int, states_on_host: bool
 ) -> int:
@@ -116,7 +102,7 @@ def token(sizes: Sizes) -> int:
 
 def workspace(sizes: Sizes, config: HierarchyConfig, levels: int, batch: int) -> int:
     """Laws, noise, logits and activations of the passes, and what graphs keep of them."""
-    _, nodes = tree_of(config) if levels > 1 else (0, 1)
+    nodes = Extent.of(config, levels).nodes
     rows = 2 * config.gamma + 1 if levels == 3 else nodes
     laws = (6 * rows + 8 * nodes) * sizes.vocabulary * 4
     return _WORKSPACE + batch * (laws + 2 * (rows + 2 * nodes) * token(sizes))

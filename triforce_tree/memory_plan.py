@@ -17,6 +17,7 @@ from triforce_tree import memory_map
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.host_store import Offload
 from triforce_tree.cycle.offloaded import LEAVING
+from triforce_tree.cycle.shapes import Extent
 from triforce_tree.memory_map import GIB, MIB, MOST_GAMMA, Machine, Sizes
 
 # Acceptance a token that gamma, which is only the most that a pass may gather, is chosen for.
@@ -230,7 +231,7 @@ def _offloaded(
         chunks = room // chosen.chunk * layers * sizes.kv_heads * batch
         means = chunks * (sizes.head_dim * sizes.itemsize + 4)  # and where each of them is
     leaving = -(-LEAVING // unit) * unit
-    rows = slots + recent + leaving + memory_map.behind(config, levels)
+    rows = slots + recent + leaving + Extent.of(config, levels).behind
     store = -(-rows // _PAGE) * _PAGE * layers * row * batch
     aside = (recent + unit) * batch
     prefill = memory_map.prefill(sizes, config, prompt, store, aside, split.states_on_host)
@@ -266,7 +267,7 @@ def _on_chip(
     sizes: Sizes, machine: Machine, config: HierarchyConfig, batch: int, prompt: int, new: int
 ) -> MemoryPlan:
     levels = _levels(config, prompt)
-    room = prompt + new + memory_map.behind(config, levels)
+    room = prompt + new + Extent.of(config, levels).behind
     rows = room * sizes.layers * sizes.row * batch
     means = room // config.retrieval.chunk * sizes.layers * sizes.row // 2 * batch if levels == 3 else 0
     chunk = config.prefill_chunk or 4096
@@ -287,7 +288,7 @@ def _on_chip(
 
 def _gamma(sizes: Sizes, machine: Machine, config: HierarchyConfig, pass_seconds: float) -> int:
     """Tokens to gather for most tokens a second, with rounds that cost level 1's bytes."""
-    depth, _ = memory_map.tree_of(config)
+    depth = Extent.of(config, 3).depth
     seen = config.retrieval.budget * sizes.layers * sizes.row
     a_round = _ROUND_SECONDS + (sizes.weights + seen) / (_ROUND_SHARE * machine.read)
 

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,9 +14,9 @@ from triforce_tree.cycle.host_store import Offload
 from triforce_tree.cycle.laws import DeviceLaw
 from triforce_tree.cycle.model import StepModel
 from triforce_tree.cycle.offloaded import OffloadedCache
-from triforce_tree.cycle.prefill import prefill
+from triforce_tree.cycle.prefill import chunk_tokens, prefill
 from triforce_tree.cycle.rows import KVStore, RetrievalRows, TreeRows
-from triforce_tree.cycle.shapes import DeviceShape, device_shape
+from triforce_tree.cycle.shapes import DeviceShape, Extent, device_shape
 from triforce_tree.cycle.stages import (
     ChainPass,
     FullRows,
@@ -57,9 +57,11 @@ class Cycle:
         levels: 1, 2 or 3.
         offload: how to split the full cache between device and host; None keeps it on the device.
         progress: called with bytes of host memory as they are taken.
+        store: a full cache on the device to work on, with whatever rows are in it; by default a new one.
 
     Raises:
-        ValueError: several levels without a draft, or with a tree that has no fixed size.
+        ValueError: several levels without a draft, or with a tree that has no fixed size; a store that is
+            too small, or cannot be paged by chunks.
         HostMemoryError: host memory is short.
     """
 
@@ -73,10 +75,11 @@ class Cycle:
         levels: int,
         offload: Offload | None = None,
         progress: Callable[[int], None] | None = None,
+        store: KVStore | None = None,
     ) -> None:
         self.target, self.config, self.batch, self.room, self.levels = target, config, batch, room, levels
         self.device = target.device
-        self._prefill_chunk = config.prefill_chunk or (4096 if self.device.type == "cuda" else 1024)
+        self._prefill_chunk = chunk_tokens(config.prefill_chunk, self.device)
         self._programs: dict[Hashable, _Program] = {}
         compiled = self.device.type == "cuda"
         shape = device_shape(parse_shape(config.tree)) if levels > 1 else None
@@ -84,12 +87,10 @@ class Cycle:
             raise ValueError(
                 "a captured cycle of several levels needs a draft model and a tree of fixed size"
             )
-        depth = len(shape.widths) if shape is not None else 0
-        nodes = 1 + sum(shape.widths) if shape is not None else 1
-        self.reach = config.gamma if levels == 3 else depth
+        extent = Extent.of(config, levels)
+        depth, nodes, behind = extent.depth, extent.nodes, extent.behind
+        self.reach = extent.reach
         self.leaves = levels == 3 and config.leaves is not False
-        # Rows and tokens behind a text's end that a pass may write, and those of a capture's trial runs.
-        behind = 4 * (self.reach + depth + nodes) + 64
         page = config.retrieval.chunk if levels == 3 else 64
         self.offloaded: OffloadedCache | None = None
         self._full_rows: FullRows
@@ -103,11 +104,17 @@ class Cycle:
             )
             self._full_rows = self.offloaded.rows
         else:
-            self.store = KVStore(
-                target.layers, batch, target.heads, room + behind, self.device, target.dtype, page
-            )
-            store = self.store
-            self._full_rows = lambda queries, mask: TreeRows(store, queries, mask=mask)
+            if store is None:
+                store = KVStore(
+                    target.layers, batch, target.heads, room + behind, self.device, target.dtype, page
+                )
+            elif store.batch != batch or store.rows < room + behind:
+                raise ValueError(
+                    f"a store of {store.batch} x {store.rows} rows cannot hold {batch} x {room + behind}: "
+                    f"{room} tokens and what passes write behind them"
+                )
+            self.store = own = store.in_pages(page)
+            self._full_rows = lambda queries, mask: TreeRows(own, queries, mask=mask)
         reach, extra, vocabulary = (
             (self.reach, depth + 1, target.vocab_size) if levels == 3 else (0, depth, 0)
         )
@@ -202,9 +209,7 @@ class Cycle:
         with self.target.active():
             for b, prompt in enumerate(prompts):
                 prefill(self.target, self.store, b, list(prompt[:-1]), self._prefill_chunk, progress)
-        if self.rows is not None:
-            everything = self.rows.means.shape[3]
-            self.rows.renew_means(torch.zeros_like(self.texts.length), everything)
+        self.renew_means()
         self.rewind(prompts)
 
     def _prefill_offloaded(
@@ -217,6 +222,22 @@ class Cycle:
         except BaseException:
             self.close()
             raise
+
+    def renew_means(self) -> None:
+        """Compute all chunk means anew: rows were written by others than the passes."""
+        if self.rows is not None:
+            self.rows.renew_means(torch.zeros_like(self.texts.length), self.rows.means.shape[3])
+
+    def serves(self, config: HierarchyConfig) -> bool:
+        """Whether only ``self.config = config`` is needed to run these settings.
+
+        They may differ in what is read afresh in every pass; all else is built into buffers and graphs.
+        """
+
+        def built_in(settings: HierarchyConfig) -> HierarchyConfig:
+            return replace(settings, rounds=None, retrieval=replace(settings.retrieval, refresh=0))
+
+        return built_in(self.config) == built_in(config)
 
     def close(self) -> None:
         """Give an offloaded cache's host memory back; the cycle is of no use afterwards."""

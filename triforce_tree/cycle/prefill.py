@@ -42,6 +42,11 @@ class SequenceRows:
         return 0, coming
 
 
+def chunk_tokens(chunk: int | None, device: torch.device) -> int:
+    """``chunk``, or as many tokens at once as suit the device."""
+    return chunk or (4096 if device.type == "cuda" else 1024)
+
+
 def prefill(
     model: HFModel, store: KVStore, sequence: int, tokens: list[int], chunk: int, progress: Progress | None
 ) -> None:

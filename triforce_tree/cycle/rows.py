@@ -4,6 +4,7 @@ Rows are never moved between forwards but by :meth:`KVStore.move`: a forward wri
 that count, and whatever nobody keeps is overwritten by the next one.
 """
 
+import copy
 import math
 from dataclasses import replace
 
@@ -42,6 +43,18 @@ class KVStore:
         shape = (layers, 2, batch, heads.kv, self.rows, heads.dim)
         self.memory = torch.empty(max(least, math.prod(shape)), device=device, dtype=dtype)
         self.kv = self.memory[: math.prod(shape)].view(shape)
+
+    def in_pages(self, page: int) -> "KVStore":
+        """The same memory for tables of another unit.
+
+        Raises:
+            ValueError: its rows are no whole number of such pages.
+        """
+        if self.rows % page:
+            raise ValueError(f"a store of {self.rows} rows has no whole number of pages of {page}")
+        other = copy.copy(self)
+        other.page = page
+        return other
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """K and V ``[B, H_kv, S, D]``."""

@@ -1,4 +1,4 @@
-"""Tree shapes with a fixed number of nodes at each depth, grown without the host.
+"""Tree shapes with a fixed number of nodes at each depth, grown without the host; how far passes reach.
 
 What may vary from tree to tree is who follows whom: a child's place is a (parent, rank) pair, rank r
 meaning the parent's r-th draw. The honesty rule of ``drafters/base.py`` holds as there: the pairs depend on
@@ -7,7 +7,8 @@ laws alone, never on the draws at hand (``kernels.step_reference.place_nodes``).
 
 from dataclasses import dataclass
 
-from triforce_tree.tree_search import BestFirst, Ranks, Shape, Static
+from triforce_tree.config import HierarchyConfig
+from triforce_tree.tree_search import BestFirst, Ranks, Shape, Static, parse_shape
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,31 @@ def device_shape(shape: Shape) -> DeviceShape | None:
         places = tuple(_places(shape.counts))
         return DeviceShape(tuple(len(pairs) for pairs in places), places)
     return None
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How far the passes of a cycle reach behind a text.
+
+    Attributes:
+        depth, nodes: of level 0's trees; 0 and 1 without them, or where they have no fixed size.
+        reach: most tokens that are proposed to level 2 in a line.
+    """
+
+    depth: int
+    nodes: int
+    reach: int
+
+    @classmethod
+    def of(cls, config: HierarchyConfig, levels: int) -> "Extent":
+        shape = device_shape(parse_shape(config.tree)) if levels > 1 else None
+        depth, nodes = (len(shape.widths), 1 + sum(shape.widths)) if shape is not None else (0, 1)
+        return cls(depth, nodes, config.gamma if levels == 3 else depth)
+
+    @property
+    def behind(self) -> int:
+        """Rows and tokens behind a text's end that passes, and a capture's trial runs, may write."""
+        return 4 * (self.reach + self.depth + self.nodes) + 64
 
 
 def _places(counts: dict[Ranks, int]) -> list[tuple[tuple[int, int], ...]]:

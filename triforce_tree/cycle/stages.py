@@ -7,7 +7,7 @@
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from triforce_tree.cycle.growth import Growth, Tree
 from triforce_tree.cycle.laws import DeviceLaw, Noise
 from triforce_tree.cycle.model import StepModel
 from triforce_tree.cycle.rows import RetrievalRows, TreeRows
-from triforce_tree.cycle.texts import Texts, emitted_tokens
+from triforce_tree.cycle.texts import Texts
 from triforce_tree.kernels import step
 from triforce_tree.token_tree import ancestor_mask
 
@@ -33,6 +33,22 @@ class Stage(Protocol):
     def __call__(self) -> None: ...
 
 
+class Verdict(NamedTuple):
+    """On the trees of a batch.
+
+    Attributes:
+        path: int64 ``[B, D + 1]``, accepted nodes from the root on, -1 after the last.
+        counts: int64 ``[B]``, how many these are, and how many tokens are emitted.
+        emitted: int64 ``[B, D + 1]``: tokens of the accepted nodes but the root, and the one after them.
+        scores: fp32 ``[B, N, V]`` of all nodes, laws where tokens are sampled.
+    """
+
+    path: Tensor
+    counts: Tensor
+    emitted: Tensor
+    scores: Tensor
+
+
 class Verifier:
     """A model that judges trees on some rows."""
 
@@ -41,10 +57,8 @@ class Verifier:
         sampled = 0 if law.greedy else 1
         self.noise = Noise(texts.batch, sampled, vocabulary, sampled * nodes, model.device)
 
-    def judge(
-        self, tree: Tree, depth: int, root: Tensor, rows: TreeRows, words: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(path ``[B, D + 1]``, accepted nodes ``[B]``, next token ``[B]``, scores or laws ``[B, N, V]``).
+    def judge(self, tree: Tree, depth: int, root: Tensor, rows: TreeRows, words: Tensor | None) -> Verdict:
+        """Which nodes are accepted, and what follows them.
 
         Args:
             tree: to verify; its root stands at ``root`` in each text.
@@ -66,7 +80,9 @@ class Verifier:
             path, count, last = step.accept_tree(
                 tree.tokens, tree.parents, p, tree.laws, own, self.noise.uniform, self.noise.race[:, 0], depth
             )
-        return path, count, last, p
+        accepted = tree.tokens.gather(1, path[:, 1:].clamp_min(0))
+        emitted = torch.cat([accepted, last[:, None]], 1).scatter(1, count[:, None] - 1, last[:, None])
+        return Verdict(path, count, emitted, p)
 
 
 class Grow:
@@ -115,14 +131,13 @@ class MiddlePass:
         self.rows.choosing = self.choosing
         if self.choosing:
             self.rows.choose(root, texts.length)
-        path, count, last, p = self.verifier.judge(tree, depth, root, self.rows, tree.words)
+        path, count, emitted, p = self.verifier.judge(tree, depth, root, self.rows, tree.words)
         self.rows.store.move(path, self.rows.at)
         laws = p.gather(1, path.clamp_min(0)[..., None].expand(-1, -1, p.shape[2]))
         greedy = self.verifier.law.greedy
         if self.leaves:
-            emitted = emitted_tokens(tree.tokens, path, count, last)
             texts.add_leaves(step.second_choice(laws, emitted, None if greedy else self._beside.race))
-        texts.lengthen(tree, path, count, last, None if greedy else laws)
+        texts.lengthen(emitted, count, None if greedy else laws)
 
 
 class ChainPass:
@@ -167,9 +182,7 @@ class ChainPass:
             nodes = torch.cat([nodes, torch.where(self._places[:-1] < chain, runner_ups, -1)], 1)
         # Shapes do not change, so words are those of the plan: only laws and tokens vary.
         tree = Tree(nodes, self.parents, self.depths, nodes, texts.chain_laws)
-        path, count, last, _ = self.verifier.judge(tree, reach, root, self.rows, None)
-        self.rows.store.move(torch.where(texts.active[:, None] > 0, path, -1), self.rows.at)
-        texts.settle(nodes, path, count, last)
+        _settle(texts, self.rows, self.verifier.judge(tree, reach, root, self.rows, None))
         if self.means is not None:
             chunk = self.means.store.page
             self.means.renew_means(root // chunk, (reach + 1) // chunk + 2)
@@ -186,10 +199,14 @@ class TreePass:
     def __call__(self) -> None:
         tree, texts, depth = self.grow.tree, self.grow.texts, self.grow.growth.depth
         root = texts.length.clone()
-        path, count, last, _ = self.verifier.judge(tree, depth, root, self.rows, tree.words)
-        self.rows.store.move(torch.where(texts.active[:, None] > 0, path, -1), self.rows.at)
-        texts.settle(tree.tokens, path, count, last)
+        _settle(texts, self.rows, self.verifier.judge(tree, depth, root, self.rows, tree.words))
         texts.proposed.fill_(depth)
+
+
+def _settle(texts: Texts, rows: TreeRows, verdict: Verdict) -> None:
+    """What level 2 accepted becomes text, and its rows those of the full cache."""
+    rows.store.move(torch.where(texts.active[:, None] > 0, verdict.path, -1), rows.at)
+    texts.settle(verdict.emitted, verdict.counts)
 
 
 class PlainPass:
@@ -222,7 +239,8 @@ class PlainPass:
         root = self.texts.length.clone()
         nodes = self.texts.tokens.gather(1, root[:, None])
         tree = Tree(nodes, self._parents, self._depths, nodes, self._laws)
-        path, count, last, _ = self.verifier.judge(tree, 0, root, self.rows, None)
-        self.texts.settle(nodes, path, count, last)
+        verdict = self.verifier.judge(tree, 0, root, self.rows, None)
+        # The root stays where it is: no row moves.
+        self.texts.settle(verdict.emitted, verdict.counts)
         if self.means is not None:
             self.means.renew_means(root // self.means.store.page, 2)

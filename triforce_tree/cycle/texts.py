@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor
 
-from triforce_tree.cycle.growth import Tree
-
 
 class Texts:
     """B texts and the chains that grow behind them.
@@ -57,16 +55,13 @@ class Texts:
         """Remember whether any are NaN; the host asks once a pass."""
         self.broken |= torch.isnan(numbers).any()
 
-    def lengthen(self, tree: Tree, path: Tensor, count: Tensor, last: Tensor, laws: Tensor | None) -> None:
+    def lengthen(self, emitted: Tensor, count: Tensor, laws: Tensor | None) -> None:
         """Add what level 1 emitted to the chain, as far as it fits.
 
         Args:
-            tree: what was verified.
-            path: int64 ``[B, D + 1]`` accepted nodes, -1 after the last; ``count`` of them.
-            last: int64 ``[B]``, the token emitted after them.
-            laws: fp32 ``[B, D + 1, V]`` that the emitted tokens were drawn from; None when greedy.
+            emitted: int64 ``[B, D + 1]``; the first ``count`` ``[B]`` of each row were.
+            laws: fp32 ``[B, D + 1, V]`` that they were drawn from; None when greedy.
         """
-        emitted = emitted_tokens(tree.tokens, path, count, last)
         places = self._write(self.end, emitted)
         if laws is not None:
             rows = self.chain[:, None] + places
@@ -79,9 +74,8 @@ class Texts:
         rows = self.chain[:, None] + torch.arange(leaves.shape[1], device=leaves.device)
         self.leaves.scatter_(1, rows, leaves)
 
-    def settle(self, tokens: Tensor, path: Tensor, count: Tensor, last: Tensor) -> None:
-        """Level 2 has spoken: the nodes of ``path`` and ``last`` are text, the chain is over."""
-        emitted = emitted_tokens(tokens, path, count, last)
+    def settle(self, emitted: Tensor, count: Tensor) -> None:
+        """Level 2 has spoken: ``count`` tokens of ``emitted`` ``[B, D + 1]`` are text, the chain is over."""
         count = count * self.active
         self._write(self.length, emitted)
         self.fresh[:, : emitted.shape[1]] = emitted
@@ -96,10 +90,3 @@ class Texts:
         at = root[:, None] + 1 + places
         self.tokens.scatter_(1, at.clamp_max(self.capacity - 1), emitted)
         return places
-
-
-def emitted_tokens(tokens: Tensor, path: Tensor, count: Tensor, last: Tensor) -> Tensor:
-    """int64 ``[B, D + 1]``: the tokens of ``path[:, 1:]``, then ``last`` at place ``count - 1``."""
-    accepted = tokens.gather(1, path[:, 1:].clamp_min(0))
-    padded = torch.cat([accepted, last[:, None]], 1)
-    return padded.scatter(1, count[:, None] - 1, last[:, None])

@@ -4,24 +4,22 @@ The captured cycle and the eager engine each have a meter. Both keep the target'
 from some place in it, and put back what they overwrote.
 """
 
-import copy
-import gc
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from triforce_tree.caches import FullCache
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.cycle import cycle as cycle_module
 from triforce_tree.cycle.cycle import Cycle
 from triforce_tree.cycle.decoder import CycleDecoder
 from triforce_tree.cycle.growth import MOST_TAIL
-from triforce_tree.cycle.prefill import prefill
+from triforce_tree.cycle.prefill import chunk_tokens, prefill
 from triforce_tree.cycle.rows import KVStore
 from triforce_tree.decoder import Decoder, Ending
+from triforce_tree.graphs import free_memory
 from triforce_tree.hierarchy import Hierarchy
 from triforce_tree.level import Level, Progress
 from triforce_tree.sampling import TokenLaw
@@ -145,7 +143,7 @@ class CapturedMeter:
         self._store = KVStore(
             target.layers, 1, target.heads, -(-rows // 64) * 64, target.device, target.dtype
         )
-        chunk = config.prefill_chunk or (4096 if target.device.type == "cuda" else 1024)
+        chunk = chunk_tokens(config.prefill_chunk, target.device)
         with target.active():
             prefill(target, self._store, 0, self._tokens[:-1], chunk, progress)
 
@@ -165,9 +163,8 @@ class CapturedMeter:
     def _decode(self, cycle: Cycle, law: TokenLaw, place: int, new: int, seed: int) -> Sample:
         prompt = self._tokens[:place]
         decoder = CycleDecoder(cycle, law, seed)
-        if cycle.rows is not None:
-            # Of the text as it was read: captures and earlier generations wrote behind their places.
-            cycle.rows.renew_means(torch.zeros_like(cycle.texts.length), cycle.rows.means.shape[3])
+        # Of the text as it was read: captures and earlier generations wrote behind their places.
+        cycle.renew_means()
         cycle.rewind([prompt])
         if cycle.device.type == "cuda":
             torch.cuda.synchronize(cycle.device)
@@ -180,15 +177,16 @@ class CapturedMeter:
 
     def _open(self, config: HierarchyConfig) -> Cycle:
         old = self._cycle
-        if old is not None and _alike(old.config, config):
+        if old is not None and old.serves(config):
             old.config = config
             return old
         self._cycle = old = None
         self._warm = set()
-        _free()
+        free_memory()
         hierarchy, levels = self._hierarchy, config.levels
         assert isinstance(levels, int), "the search names the number of levels"
-        self._cycle = _cycle_over(self._store, hierarchy, config, self._room, levels)
+        draft = hierarchy.draft if levels > 1 else None
+        self._cycle = Cycle(hierarchy.target, draft, config, 1, self._room, levels, store=self._store)
         return self._cycle
 
     @contextmanager
@@ -205,29 +203,7 @@ class CapturedMeter:
     def close(self) -> None:
         self._cycle = None
         del self._store
-        _free()
-
-
-def _cycle_over(
-    store: KVStore, hierarchy: Hierarchy, config: HierarchyConfig, room: int, levels: int
-) -> Cycle:
-    """A cycle whose full cache is ``store``, with the rows that are in it."""
-
-    def lend(*args: Any) -> KVStore:
-        rows, page = args[3], args[6]
-        assert rows <= store.rows, f"the cycle wants {rows} rows, the text has {store.rows}"
-        assert store.rows % page == 0, f"{store.rows} rows are no whole pages of {page}"
-        lent = copy.copy(store)
-        lent.page = page
-        return lent
-
-    made: Any = cycle_module
-    before = made.KVStore
-    made.KVStore = lend
-    try:
-        return Cycle(hierarchy.target, hierarchy.draft if levels > 1 else None, config, 1, room, levels)
-    finally:
-        made.KVStore = before
+        free_memory()
 
 
 def _timed(decoder: Decoder | CycleDecoder, blocks: Iterable[list[int]], new: int) -> Sample:
@@ -237,19 +213,3 @@ def _timed(decoder: Decoder | CycleDecoder, blocks: Iterable[list[int]], new: in
         if len(tokens) >= new:
             break
     return Sample(1e3 * decoder.decode_seconds / len(tokens), tokens, decoder.levels)
-
-
-def _alike(one: HierarchyConfig, other: HierarchyConfig) -> bool:
-    """Whether two configurations differ only in what the loop reads afresh in every pass."""
-
-    def fixed(config: HierarchyConfig) -> HierarchyConfig:
-        return replace(config, rounds=None, retrieval=replace(config.retrieval, refresh=0))
-
-    return fixed(one) == fixed(other)
-
-
-def _free() -> None:
-    """Captured graphs and their buffers refer to each other, so they go only when they are collected."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
