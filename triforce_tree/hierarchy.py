@@ -2,7 +2,6 @@
 
 import copy
 import logging
-import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
@@ -11,7 +10,7 @@ from triforce_tree.caches import FullCache, RetrievalCache, StreamingCache
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.cycle import Cycle
 from triforce_tree.cycle.growth import MOST_TAIL
-from triforce_tree.cycle.shapes import device_shape
+from triforce_tree.cycle.shapes import device_shape, least_prompt
 from triforce_tree.decoder import Decoder
 from triforce_tree.drafters import (
     Autoregressive,
@@ -141,16 +140,8 @@ class Hierarchy:
 
     def _too_short(self, shortest: int) -> str | None:
         """Why a prompt of so few tokens has no captured cycle."""
-        levels, shape = self.levels(shortest), device_shape(parse_shape(self.config.tree))
-        if levels == 1 or shape is None:
-            return None
-        need = len(shape.widths) + 3
-        if levels == 3:
-            chosen = self.config.retrieval
-            need = max(need, chosen.budget + 1)
-            if self.offloads:
-                # Rows leave the window in whole units, and level 1 chooses among those that have left it.
-                need = chosen.budget + 2 * math.lcm(chosen.chunk, 16)
+        levels = self.levels(shortest)
+        need = least_prompt(self.config, levels, self.offloads)
         if shortest < need:
             return f"a prompt of {shortest} tokens is shorter than the {need} that {levels} levels need"
         return None

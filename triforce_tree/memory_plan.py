@@ -17,7 +17,7 @@ from triforce_tree import memory_map
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.host_store import Offload
 from triforce_tree.cycle.offloaded import LEAVING
-from triforce_tree.cycle.shapes import Extent
+from triforce_tree.cycle.shapes import Extent, unit_rows
 from triforce_tree.memory_map import GIB, MIB, MOST_GAMMA, Machine, Sizes
 
 # Acceptance a token that gamma, which is only the most that a pass may gather, is chosen for.
@@ -222,7 +222,7 @@ def _offloaded(
         config = _with(config, gamma=MOST_GAMMA)
     row, layers = sizes.row, sizes.layers
     chosen = config.retrieval
-    unit = math.lcm(chosen.chunk if levels == 3 else 1, 16)
+    unit = unit_rows(chosen.chunk if levels == 3 else 1)
     room = -(-(prompt + new) // unit) * unit
     piece = max(unit, min(split.piece_bytes // row, room) // unit * unit) * row
     means, slots, recent = 0, 0, 0

@@ -16,7 +16,7 @@ from triforce_tree.cycle.model import StepModel
 from triforce_tree.cycle.offloaded import OffloadedCache
 from triforce_tree.cycle.prefill import chunk_tokens, prefill
 from triforce_tree.cycle.rows import KVStore, RetrievalRows, TreeRows
-from triforce_tree.cycle.shapes import DeviceShape, Extent, device_shape
+from triforce_tree.cycle.shapes import DeviceShape, Extent, device_shape, least_prompt
 from triforce_tree.cycle.stages import (
     ChainPass,
     FullRows,
@@ -278,16 +278,7 @@ class Cycle:
         return 2.0 * (weights * self.config.middle_bits / 16 + own), float(weights + tokens * row)
 
     def _check(self, prompts: Sequence[Sequence[int]]) -> None:
-        least = 1
-        if self.growth is not None:
-            least = self.growth.again
-        if self.levels == 3:
-            # Candidates must fill the slots, or rows of the window would be seen twice.
-            own = self.config.retrieval
-            least = max(least, own.recent + (own.budget - own.recent) // own.chunk * own.chunk + 1)
-            if self.offloaded is not None:
-                # Candidates are the rows that have left the window, which they do in whole units.
-                least += self.offloaded.host.unit
+        least = least_prompt(self.config, self.levels, self.offloaded is not None)
         for prompt in prompts:
             if not least <= len(prompt) <= self.room:
                 raise ValueError(

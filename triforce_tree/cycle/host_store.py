@@ -1,6 +1,5 @@
 """The settled rows of a cache that is larger than the device: host memory, and what fits beside it."""
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -9,10 +8,8 @@ from torch import Tensor
 
 from triforce_tree.cycle.lanes import Lane, Mark, Ring
 from triforce_tree.cycle.pinned import HostMemory
+from triforce_tree.cycle.shapes import unit_rows
 from triforce_tree.kernels.plan import Heads
-
-_TILE = 16
-"""Rows that everything is counted in, together with the retrieval cache's chunk."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +78,7 @@ class HostStore:
         progress: Callable[[int], None] | None = None,
     ) -> None:
         self.layers, self.batch, self.heads, self.device = layers, batch, heads, device
-        self.unit = math.lcm(unit, _TILE)
+        self.unit = unit_rows(unit)
         self.rows = -(-rows // self.unit) * self.unit
         self.row_bytes = 2 * heads.kv * heads.dim * dtype.itemsize
         self.piece = max(1, min(settings.piece_bytes // self.row_bytes, self.rows) // self.unit) * self.unit

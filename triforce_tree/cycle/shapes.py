@@ -5,10 +5,14 @@ meaning the parent's r-th draw. The honesty rule of ``drafters/base.py`` holds a
 laws alone, never on the draws at hand (``kernels.step_reference.place_nodes``).
 """
 
+import math
 from dataclasses import dataclass
 
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.tree_search import BestFirst, Ranks, Shape, Static, parse_shape
+
+_TILE = 16
+"""Rows of the host's cache are read by tiles of so many."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,26 @@ class Extent:
     def behind(self) -> int:
         """Rows and tokens behind a text's end that passes, and a capture's trial runs, may write."""
         return 4 * (self.reach + self.depth + self.nodes) + 64
+
+
+def least_prompt(config: HierarchyConfig, levels: int, offloaded: bool) -> int:
+    """Tokens that a text must have for a captured cycle of so many levels."""
+    if levels == 1:
+        return 1
+    # The draft feeds as many tokens again as the last pass may have dropped.
+    least = Extent.of(config, levels).depth + 3
+    if levels == 3:
+        # Candidates must fill the slots, or rows of the window would be seen twice. Those of an offloaded
+        # cache have left its window, which they do in whole units.
+        chosen = config.retrieval
+        waiting = unit_rows(chosen.chunk) if offloaded else 0
+        least = max(least, chosen.budget + waiting + 1)
+    return least
+
+
+def unit_rows(chunk: int) -> int:
+    """Rows that an offloaded cache is counted in: whole chunks, and whole tiles of the attention."""
+    return math.lcm(chunk, _TILE)
 
 
 def _places(counts: dict[Ranks, int]) -> list[tuple[tuple[int, int], ...]]:
