@@ -1,6 +1,7 @@
 """Tuning: the search, both meters, what becomes of measurements, and the command."""
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ from triforce_tree.bench.text import token_ids
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.profiles import Entry
 from triforce_tree.tune.meters import CapturedMeter, EagerMeter, Sample
+from triforce_tree.tune.plan import Plan, Watch
 from triforce_tree.tune.search import Coordinate, OutOfTime, Space, relevant, search
-from triforce_tree.tune.tuner import Plan, Tuner, Watch
+from triforce_tree.tune.tuner import Tuner
 
 SMALL: dict[str, Any] = {
     "budget": 64, "recent": 32, "chunk": 8, "gamma": 4, "tree": "best-first:3,2", "window": 64,
@@ -70,8 +72,10 @@ def test_descent_finds_the_best_of_a_known_landscape() -> None:
     found, finished = search(judge, [start, two], FEW, lambda options: True)
     assert finished
     assert found == [best, two | {"tree": "chain:2"}]
-    slow = start | {"gamma": 60}
+    slow = two | {"tree": "best-first:3,2", "gamma": 60}
     assert search(judge, [best, slow], FEW, lambda options: True)[0] == [best, slow]
+    # Of equally many levels the fastest start is followed alone.
+    assert search(judge, [slow | {"levels": 3}, best, two], FEW, lambda options: False)[0] == [best, two]
 
 
 def test_a_search_that_is_cut_short_keeps_its_best() -> None:
@@ -100,6 +104,11 @@ def test_the_space_fits_machine_pair_and_context() -> None:
     assert "lookup" not in {c.name for c in long.coordinates()}
     assert [start["levels"] for start in long.starts()] == [3, 2]
     assert long.starts()[0]["leaves"] is True
+    longer = replace(long, context=122_880, fixed=frozenset({"gamma"}))
+    assert [start["levels"] for start in longer.starts()] == [3, 2, 3]
+    assert longer.starts()[2] | {"budget": 1536} != longer.starts()[0]
+    assert longer.starts()[2]["gamma"] == longer.starts()[0]["gamma"]
+    assert len(replace(longer, gpu=False).starts()) == 2
     trees = next(c for c in long.coordinates([0.5, 0.2, 0.1]) if c.name == "tree").values
     assert sum(tree.startswith("static:") for tree in trees) == 2
     assert long.coordinates([0.6667, 0.1667, 0.1667])  # rounded shares
@@ -232,6 +241,37 @@ def test_drafting_that_gains_is_chosen(
 def test_a_cache_in_host_memory_is_refused(engine: Engine, ids: list[int]) -> None:
     with pytest.raises(ValueError, match=r"offload=True.*leave both out"):
         Tuner(engine.with_options(offload=True), ids, plan(), Records(None, {}))
+
+
+def test_time_that_one_entry_leaves_goes_to_the_others(
+    engine: Engine, ids: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first search has too little time in its share, and comes to its end after the second one."""
+    now = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    monkeypatch.setattr(Tuner, "_acceptance", lambda self: {})
+    asked: list[float] = []
+
+    def measured(self: Tuner, options: dict[str, Any], number: int) -> dict[str, Any]:
+        nonlocal now
+        temperature = self._cell["temperature"]
+        asked.append(temperature)
+        now += 4.0 if temperature == 0 else 0.1
+        ms = 10.0 / options["levels"] + (options.get("gamma") != 2)
+        return {
+            "ms_per_token": ms, "step_ms": {"target": ms}, "tokens_per_pass": {"target": 2.0}, "pace": {},
+            "repeated_8grams": 0.0,
+        }  # fmt: skip
+
+    monkeypatch.setattr(Tuner, "_measured", measured)
+    tuner = Tuner(engine, ids, plan(seconds=90.0), Records(None, {}))
+    entries = tuner.entries(lambda each: None)
+    assert tuner.complete
+    assert [e.temperature for e in entries] == [0.0, 0.6]
+    assert {e.options["gamma"] for e in entries} == {2}
+    second = asked.index(0.6)
+    assert 0.0 in asked[second:]
+    assert 4 * second < 90 / 2 + 4
 
 
 def test_without_time_the_first_cell_has_its_two_measurements(engine: Engine, ids: list[int]) -> None:

@@ -11,17 +11,18 @@ from rich.progress import Progress as Bar
 
 import triforce_tree
 from triforce_tree import profiles
-from triforce_tree.api import Engine
 from triforce_tree.bench.results import Record, Records, check_writable, header
 from triforce_tree.bench.text import prompts
 from triforce_tree.commands import options
 from triforce_tree.commands.arguments import ENGINE_OPTIONS
 from triforce_tree.commands.bench_text import documents
 from triforce_tree.console import Interrupt, bar, json_line, plain_table, screen
+from triforce_tree.engine import Engine
 from triforce_tree.level import Progress
 from triforce_tree.options import check_sampling_options
 from triforce_tree.profiles import Entry, Profile
-from triforce_tree.tune.tuner import Plan, Tuner, Watch
+from triforce_tree.tune.plan import Plan, Watch
+from triforce_tree.tune.tuner import Tuner
 
 
 def run(args: argparse.Namespace) -> int:

@@ -20,6 +20,13 @@ Judge = Callable[[Options, Options | None], float]
 LEAST_GAIN = 0.02
 # A start this many times slower than the best one is not followed.
 _FAR = 1.5
+# From here on a GPU spends its time on reading the cache, and large trees and budgets and a cheap level 1
+# pay (docs/benchmarks.md).
+_LONG = 32_768
+_LONG_ON_GPU: Options = {
+    "levels": 3, "gamma": 20, "tree": "best-first:10,9,7,5", "middle_bits": 8, "budget": 8192, "chunk": 32,
+    "leaves": False,
+}  # fmt: skip
 # Times through all coordinates; the second one asks again what depends on later ones.
 _SWEEPS = 2
 # Settings that are not searched, and the numbers of levels that they mean something to.
@@ -113,7 +120,10 @@ class Space:
         ]
 
     def starts(self) -> list[Options]:
-        """The engine's own settings, by number of levels, with a budget that leaves something to choose."""
+        """The engine's own settings, by number of levels, with a budget that leaves something to choose.
+
+        On a GPU also settings for long contexts, where there is room for them.
+        """
         own = self.start.as_options()
         options = {"levels": own["levels"]} | {c.name: own[c.name] for c in GRID}
         if options["leaves"] is None:
@@ -124,7 +134,10 @@ class Space:
             options["budget"] = max(smaller, default=options["budget"])
         if "levels" in self.fixed and options["levels"] != "auto":
             return [options]
-        return [o for o in (options | {"levels": 3}, options | {"levels": 2}) if self.allows(o)]
+        found = [options | {"levels": 3}, options | {"levels": 2}]
+        if self.captured and self.gpu and self.context >= _LONG:
+            found.append(options | {k: v for k, v in _LONG_ON_GPU.items() if k not in self.fixed})
+        return [o for o in found if self.allows(o)]
 
     def allows(self, options: Options) -> bool:
         """Whether these options make a configuration, and one that the context has room for."""
@@ -159,7 +172,9 @@ def search(
     coordinates: Sequence[Coordinate],
     allows: Callable[[Options], bool],
 ) -> tuple[list[Options], bool]:
-    """The best options from each start, the fastest first, and whether the search came to its end.
+    """The best options for each number of levels, the fastest first, and whether the search came to its end.
+
+    Of several starts with as many levels the fastest one is followed.
 
     Raises:
         OutOfTime: before even the first start was judged.
@@ -170,6 +185,8 @@ def search(
     except OutOfTime:
         return list(starts), False
     finished = True
+    found.sort(key=lambda pair: pair[0], reverse=True)
+    found = list({start["levels"]: (ms, start) for ms, start in found}.values())
     found.sort(key=lambda pair: pair[0])
     nearest = found[0][0]
     for number, (ms, start) in enumerate(found):

@@ -7,18 +7,17 @@ made; what stands there is not measured again, so a search that was cut short go
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import torch
 
-from triforce_tree.api import Engine
 from triforce_tree.bench import overlap
 from triforce_tree.bench.results import Record, Records, repeated_share
-from triforce_tree.level import Progress
+from triforce_tree.engine import Engine
 from triforce_tree.profiles import Entry
 from triforce_tree.sampling import TokenLaw
 from triforce_tree.tune.meters import CapturedMeter, EagerMeter, Meter
-from triforce_tree.tune.search import GRID, Coordinate, Options, OutOfTime, Space, relevant, search
+from triforce_tree.tune.plan import Plan, Watch
+from triforce_tree.tune.search import Options, OutOfTime, Space, relevant, search
 
 # A setting this many times slower than the best one behind one place of the text is not tried at others.
 _CLEARLY_WORSE = 1.15
@@ -29,51 +28,7 @@ _USUAL = 0.1
 # Acceptance by sibling rank hardly depends on the context's length, and is measured by eager forwards.
 _ACCEPTANCE_CONTEXT, _RANKS = 8192, 8
 _DRAFTED = "draft -> retrieval"
-# Tokens between the places of a text that generations begin at.
-_APART = 2048
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What to measure.
-
-    Attributes:
-        contexts, temperatures: an entry for each pair of them.
-        new_tokens: of each generation.
-        places: generations of each setting, behind different places near the end of a context.
-        seconds: when to begin nothing new; None for never.
-        seed: of all draws.
-        fixed: options that stay as the engine has them.
-        grid: what to try.
-    """
-
-    contexts: Sequence[int]
-    temperatures: Sequence[float]
-    new_tokens: int = 128
-    places: int = 3
-    seconds: float | None = None
-    seed: int = 0
-    fixed: frozenset[str] = frozenset()
-    grid: Sequence[Coordinate] = field(default=GRID)
-
-    def starts(self, context: int) -> list[int]:
-        """Where generations begin."""
-        apart = min(_APART, context // (4 * self.places))
-        return [context - number * apart for number in range(self.places)]
-
-
-@dataclass
-class Watch:
-    """What the search tells while it runs, and who may end it.
-
-    ``says``: what is being measured. ``measured``: hears of each new measurement. ``reading``: gives a
-    progress callback for so many tokens. ``wanted``: asked before each generation.
-    """
-
-    says: Callable[[str], None] = lambda text: None
-    measured: Callable[[Record], None] = lambda record: None
-    reading: Callable[[int], Progress | None] = lambda tokens: None
-    wanted: Callable[[], bool] = lambda: True
+_Cell = tuple[int, float]
 
 
 class Tuner:
@@ -128,34 +83,46 @@ class Tuner:
         """All entries that time allows, each handed to ``found`` at once.
 
         Where time is short, plain decoding and the settings to begin from are measured for the first one.
+        What one entry does not need of its share goes to those that had too little.
         """
-        start, done = time.perf_counter(), []
-        cells = [(c, t) for c in self.plan.contexts for t in self.plan.temperatures]
-        starts: list[Options] | None = None
+        begun = time.perf_counter()
+        done: dict[_Cell, Entry] = {}
+        starts: dict[_Cell, list[Options] | None] = {}
+        waiting = [(c, t) for c in self.plan.contexts for t in self.plan.temperatures]
         try:
-            for number, (context, temperature) in enumerate(cells):
-                if number and context != cells[number - 1][0]:
-                    starts = None
-                self._end: float | None = None
-                if self.plan.seconds is not None:
-                    now = time.perf_counter()
-                    self._end = now + (start + self.plan.seconds - now) / (len(cells) - number)
-                self._must = number == 0
-                try:
-                    entry, starts = self._entry(context, temperature, starts)
-                except OutOfTime:
-                    self.complete = False
-                    continue
-                done.append(entry)
-                found(entry)
+            while waiting:
+                unfinished = []
+                best: list[Options] | None = None
+                for number, cell in enumerate(waiting):
+                    if number and cell[0] != waiting[number - 1][0]:
+                        best = None
+                    self._end: float | None = None
+                    if self.plan.seconds is not None:
+                        now = time.perf_counter()
+                        self._end = now + (begun + self.plan.seconds - now) / (len(waiting) - number)
+                    self._must = not done
+                    try:
+                        # The same start as before, so that what was measured serves again.
+                        entry, best, finished = self._entry(*cell, starts.setdefault(cell, best))
+                    except OutOfTime:
+                        unfinished.append(cell)
+                        continue
+                    if not finished:
+                        unfinished.append(cell)
+                    done[cell] = entry
+                    found(entry)
+                waiting = unfinished
+                if self._end is None or not self.watch.wanted() or self._late():
+                    break
         finally:
             self._close()
-        return done
+        self.complete = not waiting
+        return list(done.values())
 
     def _entry(
         self, context: int, temperature: float, starts: list[Options] | None
-    ) -> tuple[Entry, list[Options]]:
-        """The entry, and the best options for each number of levels: where another search may begin."""
+    ) -> tuple[Entry, list[Options], bool]:
+        """The entry, the best options for each number of levels, and whether the search came to its end."""
         space = self.space(context)
         self._cell: Record = {"context": context, "temperature": temperature}
         plain: Options = {"levels": 1}
@@ -173,8 +140,7 @@ class Tuner:
             )
         except OutOfTime:
             pass
-        self.complete &= finished
-        return self._made(space, found[0], plain, plain_ms, acceptance), found
+        return self._made(space, found[0], plain, plain_ms, acceptance), found, finished
 
     def _allows(self, space: Space, options: Options) -> bool:
         """Whether these options can run, and by the same engine as all others."""
