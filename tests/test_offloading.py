@@ -16,11 +16,11 @@ from families import greedy, perturbed, prompt_of, tiny
 from transformers import PreTrainedModel
 
 from triforce_tree import hierarchy, load, memory_plan
-from triforce_tree.api import Engine
 from triforce_tree.cli import main
 from triforce_tree.cycle import offloaded
 from triforce_tree.cycle.cycle import Cycle
 from triforce_tree.cycle.host_store import Offload
+from triforce_tree.engine import Engine
 from triforce_tree.memory_plan import MemoryPlan
 
 PROMPT, NEW = prompt_of(150), 40

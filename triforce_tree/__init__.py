@@ -4,7 +4,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from triforce_tree.api import Engine, custom_generate, generate, load
+    from triforce_tree.api import custom_generate, generate, load
+    from triforce_tree.engine import Engine
     from triforce_tree.hf_model import UnsupportedModelError
     from triforce_tree.output import GenerateOutput
     from triforce_tree.stats import LevelStats
@@ -33,6 +34,7 @@ __all__ = [
 
 _HOMES = {
     **dict.fromkeys(__all__, "triforce_tree.api"),
+    "Engine": "triforce_tree.engine",
     "GenerateOutput": "triforce_tree.output",
     "LevelStats": "triforce_tree.stats",
     "UnsupportedModelError": "triforce_tree.hf_model",

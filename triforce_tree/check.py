@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteriaList
 
-from triforce_tree.api import Engine
 from triforce_tree.drafters import HierarchicalDrafter
+from triforce_tree.engine import Engine
 from triforce_tree.level import Level
 from triforce_tree.sampling import TokenLaw
 from triforce_tree.token_tree import Context, TokenTree, chain

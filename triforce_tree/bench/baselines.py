@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from triforce_tree.api import Engine
+from triforce_tree.engine import Engine
 from triforce_tree.level import Progress
 
 

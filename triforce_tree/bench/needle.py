@@ -7,9 +7,9 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
-from triforce_tree.api import Engine
 from triforce_tree.bench.results import Record, Records
 from triforce_tree.bench.text import token_ids
+from triforce_tree.engine import Engine
 from triforce_tree.level import Progress
 from triforce_tree.pair import needle as planted
 

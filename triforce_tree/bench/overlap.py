@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from triforce_tree import sampling
-from triforce_tree.api import Engine
 from triforce_tree.drafters import HierarchicalDrafter, ModelDrafter
+from triforce_tree.engine import Engine
 from triforce_tree.level import Level, Progress
 from triforce_tree.sampling import Random, TokenLaw
 from triforce_tree.token_tree import Context, chain

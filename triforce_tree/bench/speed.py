@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 
 from transformers import StoppingCriteria
 
-from triforce_tree.api import Engine
 from triforce_tree.bench.baselines import BASELINES, METHODS, Job
 from triforce_tree.bench.results import Record, Records, repeated_share, speed_rows
+from triforce_tree.engine import Engine
 
 WARM_UP_PROMPT, WARM_UP_TOKENS = 64, 8
 

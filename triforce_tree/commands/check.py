@@ -7,11 +7,11 @@ from typing import Any
 from transformers import StoppingCriteriaList
 
 from triforce_tree import check
-from triforce_tree.api import Engine
 from triforce_tree.bench import overlap, text
 from triforce_tree.commands import options
 from triforce_tree.commands.bench_text import documents
 from triforce_tree.console import Interrupt, bar, json_line, plain_table, screen
+from triforce_tree.engine import Engine
 from triforce_tree.sampling import TokenLaw
 from triforce_tree.tree_search import sequoia
 

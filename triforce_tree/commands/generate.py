@@ -6,7 +6,6 @@ from typing import Any
 
 from transformers import StoppingCriteriaList
 
-from triforce_tree.api import Engine
 from triforce_tree.bench.compare import Comparison, ms_per_token, summary
 from triforce_tree.bench.text import read_text, token_ids
 from triforce_tree.commands import options
@@ -20,6 +19,7 @@ from triforce_tree.console import (
     memory_table,
     screen,
 )
+from triforce_tree.engine import Engine
 from triforce_tree.output import GenerateOutput
 
 
