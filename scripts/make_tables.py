@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import front_table  # noqa: E402 - beside this file, wherever it is run from
+import host_tables  # noqa: E402
 import kernel_tables  # noqa: E402
 import linear_tables  # noqa: E402
 import offload_tables  # noqa: E402
@@ -117,6 +118,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str], str]] = {
         f"offload_{make.__name__}": (offload_tables.FILE, make, f"{offload_tables.COMMAND} 7b")
         for make in offload_tables.TABLES
     },
+    **{f"host_{make.__name__}": (host_tables.FILE, make, host_tables.COMMAND) for make in host_tables.TABLES},
 }
 
 

@@ -1,0 +1,84 @@
+"""Tables of docs/offloading.md from the results of scripts/host_attention.py."""
+
+from collections.abc import Sequence
+from typing import Any
+
+Record = dict[str, Any]
+
+FILE = "host_attention_h200.json"
+COMMAND = "python scripts/host_attention.py"
+# Bytes a second of PCIe 4 with 16 lanes, as docs/offloading.md takes it for its projections.
+_PCIE_4_GBPS = 25.0
+
+
+def ways(result: Record) -> str:
+    """GB of keys and values a second, of every way."""
+    rows = result["rows"]
+    columns = list(dict.fromkeys((row["way"], row["spread"]) for row in rows))
+    lines = []
+    for place in dict.fromkeys((row["shape"], row["t"], row["threads"]) for row in rows):
+        here = [row for row in rows if (row["shape"], row["t"], row["threads"]) == place]
+        found = {(row["way"], row["spread"]): row["gbps"] for row in here}
+        best = max((gbps for gbps in found.values() if gbps), default=None)
+        lines.append([*map(str, place), *(_number(found.get(column), best) for column in columns)])
+    head = ["heads", "T", "threads", *(f"{way}, {spread}" for way, spread in columns)]
+    return _table(head, lines) + "\n" + _note(result)
+
+
+def together(result: Record) -> str:
+    """What the CPU adds to the bus while both work."""
+    both = result["together"]
+    alone = both["bus_gbps"]
+    lines = [
+        [
+            row["shape"],
+            str(row["t"]),
+            row["way"],
+            _number(row["cpu_alone_gbps"]),
+            _number(row["cpu_gbps"]),
+            _number(row["bus_gbps"]),
+            f"**{(row['cpu_gbps'] + row['bus_gbps']) / alone:.2f}x**",
+            f"{1 + row['cpu_alone_gbps'] / _PCIE_4_GBPS:.2f}x",
+        ]
+        for row in both["attention"]
+    ]
+    columns = [
+        "heads", "T", "way", "CPU alone, GB/s", "CPU beside the bus", "bus beside the CPU",
+        "**both to the bus alone**", f"projected for a bus of {_PCIE_4_GBPS:g} GB/s",
+    ]  # fmt: skip
+    read = both["reading"]
+    note = (
+        f"{both['attention'][0]['threads'] if both['attention'] else 0} threads. The bus alone: "
+        f"{_number(alone)} GB/s; beside plain reading at {_number(read['cpu_gbps'])} GB/s: "
+        f"{_number(read['bus_gbps'])} GB/s. The projection adds up both bandwidths as they are alone; nobody "
+        "has measured it.\n"
+    )
+    return _table(columns, lines) + "\n" + note
+
+
+TABLES = (ways, together)
+
+
+def _note(result: Record) -> str:
+    cpu, versions = result["cpu"], result["versions"]
+    reads: dict[int, float] = {}
+    for row in result["reading"]:
+        reads[row["threads"]] = max(row["gbps"], reads.get(row["threads"], 0.0))
+    told = " and ".join(f"{_number(gbps)} GB/s with {threads}" for threads, gbps in reads.items())
+    return (
+        f"{cpu['model']}, {cpu['cores']} of {cpu['cores_of_machine']} cores, {', '.join(cpu['flags'])}; "
+        f"plain reading of the same memory {told} threads. Medians of 5. {result['hardware']}, torch "
+        f"{versions['torch']}, {result['date']}. File: `docs/results/{FILE}`.\n"
+    )
+
+
+def _number(value: float | None, best: float | None = None) -> str:
+    """Nothing where a way was wrong or does not exist."""
+    if value is None:
+        return ""
+    return f"**{value:.1f}**" if value == best else f"{value:.1f}"
+
+
+def _table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    rule = ["---", *["---:"] * (len(columns) - 1)]
+    return "".join("| " + " | ".join(line) + " |\n" for line in (columns, rule, *lines))

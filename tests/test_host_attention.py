@@ -1,0 +1,79 @@
+"""scripts/host_attention.py: every way of attention on the CPU against the definition, results, tables."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from triforce_tree.kernels.plan import Heads
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Imports a script by its name, as its neighbours do."""
+    monkeypatch.setattr(sys, "path", [str(SCRIPTS), *sys.path])
+    return importlib.import_module
+
+
+@pytest.mark.parametrize("heads", [Heads(6, 6, 32), Heads(6, 2, 32)], ids=["mha", "gqa"])
+@pytest.mark.parametrize("queries", [1, 5])
+def test_every_way_over_pieces_is_attention_to_all_their_rows(
+    script: Any, heads: Heads, queries: int
+) -> None:
+    measure, ways = script("host_attention"), script("host_ways")
+    q = measure.random_queries(heads, queries, 0)
+    rows = torch.randn(96, 2, heads.kv, heads.dim, generator=torch.Generator().manual_seed(1)).bfloat16()
+    checked = measure.Checked(q, rows)
+    packed = q.bfloat16().reshape(heads.kv, -1, heads.dim)
+    before = torch.get_num_threads()
+    for kind, inside in zip(ways.SPREADS, (2, 1), strict=True):
+        with kind(2, 8) as spread:
+            assert torch.get_num_threads() == inside
+            for name in kind.ways:
+                errors = checked.errors(spread.attend(ways.WAYS[name], packed, rows.split(48)))
+                assert checked.holds(errors), (name, spread.name, errors, checked.limit)
+                if name == "fp32 products":
+                    assert max(errors) < 1e-5
+        assert torch.get_num_threads() == before
+
+
+def test_a_small_run_measures_every_way_and_fills_the_tables(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measure, ways, tables = script("host_attention"), script("host_ways"), script("host_tables")
+    scaled = ways.WAYS["fp32 products"]
+    monkeypatch.setitem(ways.WAYS, "fp32 products", lambda q, rows: scaled(1.1 * q, rows))
+    file = tmp_path / tables.FILE
+    measure.main(["--tiny", "--out", str(file)])
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["what"] == "done"
+    result = json.loads(file.read_text())
+    counts = {row["threads"] for row in result["rows"]}
+    assert len(result["rows"]) == 2 * 2 * len(counts) * 4
+    for row in result["rows"]:
+        # A way that is wrong is not timed.
+        assert (row["gbps"] is None) == (row["way"] == "fp32 products"), row
+    both = result["together"]
+    assert [(row["shape"], row["t"]) for row in both["attention"]] == [
+        (shape, t) for shape in ("32/32 x 128", "32/8 x 128") for t in (1, 3)
+    ]
+    row = both["attention"][0]
+    assert min(row["cpu_gbps"], row["bus_gbps"], both["bus_gbps"], both["reading"]["bus_gbps"]) > 0
+    columns = "| heads | T | threads | flash, one call a piece | flash, blocks of each thread's own | "
+    made = {table.__name__: table(result) for table in tables.TABLES}
+    assert made["ways"].startswith(columns + "bf16 products, ")
+    gain = (row["cpu_gbps"] + row["bus_gbps"]) / both["bus_gbps"]
+    assert f"| **{gain:.2f}x** |" in made["together"].splitlines()[2]
+
+
+def test_cores_are_those_that_the_control_group_grants(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = script("host_machine")
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: set(range(64)))
+    for text, cores in (("1600000 100000\n", 16), ("50000 100000\n", 1), ("max 100000\n", 64)):
+        monkeypatch.setattr(machine, "_text", lambda path, text=text: text if "cpu.max" in path else "")
+        assert machine.cores() == cores
