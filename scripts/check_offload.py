@@ -1,0 +1,228 @@
+"""Check an offloaded cache on a GPU where things go wrong: memory runs out, Ctrl-C, faults; and for long.
+
+    python scripts/check_offload.py                 # a small pair and 8,192 tokens, in two minutes
+    python scripts/check_offload.py --tiny          # the same on a CPU, without what only a GPU can show
+
+Every text is compared with the one of the ordinary cycle, whose cache is on the device, in fp32. Exit code 1
+where anything fails; the last line is JSON.
+"""
+
+import argparse
+import gc
+import json
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from transformers.generation.streamers import BaseStreamer
+from transformers.utils import logging as transformers_logging
+
+from triforce_tree import Engine
+from triforce_tree.bench.text import pydoc_text, token_ids
+from triforce_tree.config import HierarchyConfig
+from triforce_tree.cycle.lanes import Ring
+from triforce_tree.graphs import free_memory
+from triforce_tree.inflate import inflate_pair
+
+MIB = 1 << 20
+_OPTIONS: dict[str, Any] = {"levels": 3, "gamma": 8, "tree": "best-first:4,3", "recent": 128, "budget": 1024}
+_TINY: dict[str, Any] = _OPTIONS | {"budget": 128, "recent": 32, "window": 64}
+_SHAPES = ("2048x8x16/16x128x5632", "llama-68m")
+_TINY_SHAPES = ("384x6x3/3x128x1152", "256x2x4/4x64x512")
+# Of the cache's rows, those that are in host memory.
+_AWAY = 0.7
+# What a plan leaves free, and a little more.
+_SPARE = 193 * MIB
+# A pass that keeps memory shows after a thousand of them, however little it keeps.
+_PASSES, _TINY_PASSES, _GROWTH = 1000, 100, 4 * MIB
+
+
+class Checks:
+    """An inflated pair, a prompt, and what has been found."""
+
+    def __init__(self, device: torch.device, tiny: bool, seed: int) -> None:
+        self.device, self.on_gpu = device, device.type == "cuda"
+        options, shapes = (_TINY, _TINY_SHAPES) if tiny else (_OPTIONS, _SHAPES)
+        self.passes = _TINY_PASSES if tiny else _PASSES
+        target, draft, tokenizer = inflate_pair(shapes[0], device, torch.float32, shapes[1], seed)
+        target.generation_config.eos_token_id = None
+        config = HierarchyConfig.from_options(**options)
+        self.whole = Engine(target, draft, tokenizer, config, given=options).with_options(captured=True)
+        self.prompt = token_ids(tokenizer, pydoc_text())[: 600 if tiny else 8192]
+        roomy = self.whole.with_options(offload=True, gpu_memory=1 << 50)
+        plan = roomy.memory_plan(len(self.prompt), self.passes)
+        assert plan is not None, "offload=True always makes a plan"
+        self.memory = plan.peak + _SPARE - int(_AWAY * plan.device["resident rows"])
+        self.offloaded = self.whole.with_options(offload=True, gpu_memory=self.memory)
+        self.rows: list[dict[str, Any]] = []
+
+    def add(self, name: str, passed: bool, **figures: Any) -> None:
+        self.rows.append({"check": name, "passed": passed, **figures})
+        print("ok    " if passed else "FAILED", name, figures, file=sys.stderr, flush=True)
+
+    def text(self, engine: Engine, new: int, **hooks: Any) -> list[int]:
+        out = engine.generate(self.prompt, max_new_tokens=new, temperature=0, **hooks)
+        tokens: list[int] = out.sequences[0, len(self.prompt) :].tolist()
+        return tokens
+
+    def same_text(self, name: str, new: int = 64, **hooks: Any) -> None:
+        self.add(name, self.text(self.offloaded, new, **hooks) == self.expected[:new])
+
+    def begin(self, new: int) -> None:
+        """What is to come out; then the ordinary cycle's memory is free again."""
+        self.expected = self.text(self.whole, new)
+        self.whole.hierarchy.release()
+        if self.on_gpu:
+            total = torch.cuda.get_device_properties(self.device).total_memory
+            torch.cuda.set_per_process_memory_fraction(self.memory / total, self.device)
+
+    def interrupted(self) -> None:
+        """Ctrl-C while memory is taken, and while the prompt is read: all of it is given back."""
+        for what, at in (("pinned", 2), ("progress", 3)):
+            self.offloaded.hierarchy.release()
+            before = self._held()
+            try:
+                self.text(self.offloaded, 8, **{what: _raising_at(at)})
+                stopped = False
+            except KeyboardInterrupt:
+                stopped = True
+            self.offloaded.hierarchy.release()
+            kept = [now - then for now, then in zip(self._held(), before, strict=True)]
+            passed = stopped and kept[0] <= 0 and kept[1] < 64 * MIB
+            self.add(f"Ctrl-C in {what}", passed, kept_device=kept[0], kept_host=kept[1])
+        self.same_text("the text after Ctrl-C")
+
+    def faulty(self) -> None:
+        """A copy that fails in the middle of a pass."""
+        issue, calls = Ring._issue, 0
+
+        def failing(ring: Ring) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == 40:
+                raise RuntimeError("the bus is gone")
+            issue(ring)
+
+        error = ""
+        with mock.patch.object(Ring, "_issue", failing):
+            try:
+                self.text(self.offloaded, 64)
+            except RuntimeError as raised:
+                error = str(raised)
+        self.add("a fault in a copy is raised", error == "the bus is gone")
+        self.same_text("the text after the fault")
+
+    def short_of_memory(self) -> None:
+        """Somebody takes device memory, before the graphs are captured and in the middle of a text."""
+        for name, hook, at in (("capture", "pinned", 1), ("decoding", "streamer", 3)):
+            self.offloaded.hierarchy.release()
+            hog = _Hog(self.device, at, all_of_it=hook == "streamer")
+            told = _Warnings()
+            logging.getLogger("triforce_tree.hierarchy").addHandler(told)
+            self.same_text(f"the text when memory runs out in {name}", **{hook: hog})
+            self.add(
+                "it is said", any("ran out" in line for line in told.lines), lines=told.lines, held=hog.held
+            )
+            logging.getLogger("triforce_tree.hierarchy").removeHandler(told)
+            del hog
+            free_memory()
+
+    def enduring(self) -> None:
+        """Many passes of level 2."""
+        held: list[tuple[int, int]] = []
+
+        class Watching(BaseStreamer):  # type: ignore[misc]
+            def put(_, value: Tensor) -> None:
+                held.append(self._held())
+
+            def end(_) -> None: ...
+
+        single = self.offloaded.with_options(levels=1)
+        tokens = self.text(single, self.passes, streamer=Watching())
+        settled = held[len(held) // 10 :]
+        growth = [max(h[i] for h in settled) - settled[0][i] for i in (0, 1)]
+        passed = len(held) > self.passes and growth[0] <= 0 and growth[1] < _GROWTH
+        self.add("memory stays", passed, passes=len(held) - 1, device_growth=growth[0], host_growth=growth[1])
+        self.add("the long text", tokens == self.expected, tokens=len(tokens))
+
+    def _held(self) -> tuple[int, int]:
+        """Bytes on the device and on the host."""
+        gc.collect()
+        near = torch.cuda.memory_allocated(self.device) if self.on_gpu else 0
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return near, pages * 4096
+
+
+class _Hog:
+    """Takes device memory when it is called for the n-th time: what is cached too, or all but a little."""
+
+    def __init__(self, device: torch.device, at: int, all_of_it: bool) -> None:
+        self.device, self.at, self.all_of_it, self.held = device, at, all_of_it, 0
+        self._kept: list[Tensor] = []
+
+    def __call__(self, count: int = 0) -> None:
+        self.at -= 1
+        if self.at == 0:
+            size = 512 * MIB
+            while size >= (MIB if self.all_of_it else 128 * MIB):
+                try:
+                    self._kept.append(torch.empty(size, dtype=torch.uint8, device=self.device))
+                    self.held += size
+                except torch.OutOfMemoryError:
+                    size //= 2
+
+    def put(self, value: Tensor) -> None:
+        self()
+
+    def end(self) -> None: ...
+
+
+class _Warnings(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def _raising_at(call: int) -> Callable[[int], None]:
+    calls = 0
+
+    def hook(count: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise KeyboardInterrupt
+
+    return hook
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--tiny", action="store_true", help="on a CPU: no shortage of device memory")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    if not args.tiny and not torch.cuda.is_available():
+        parser.error("there is no GPU here; --tiny checks on the CPU what can be checked there")
+    transformers_logging.disable_progress_bar()
+    checks = Checks(torch.device("cpu" if args.tiny else "cuda"), args.tiny, args.seed)
+    checks.begin(checks.passes)
+    checks.same_text("the text")
+    checks.interrupted()
+    checks.faulty()
+    if checks.on_gpu:
+        checks.short_of_memory()
+    checks.enduring()
+    failed = [row["check"] for row in checks.rows if not row["passed"]]
+    print(json.dumps({"checks": len(checks.rows), "failed": failed, "rows": checks.rows}))
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
