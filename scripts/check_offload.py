@@ -211,7 +211,11 @@ def main() -> int:
     if not args.tiny and not torch.cuda.is_available():
         parser.error("there is no GPU here; --tiny checks on the CPU what can be checked there")
     transformers_logging.disable_progress_bar()
-    checks = Checks(torch.device("cpu" if args.tiny else "cuda"), args.tiny, args.seed)
+    checks = Checks(
+        torch.device("cpu") if args.tiny else torch.device("cuda", torch.cuda.current_device()),
+        args.tiny,
+        args.seed,
+    )
     checks.begin(checks.passes)
     checks.same_text("the text")
     checks.interrupted()

@@ -1,6 +1,5 @@
 """Decoding that outlives a shortage of device memory: give some back, read the text anew, go on."""
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -9,6 +8,7 @@ import torch
 from triforce_tree.cycle.decoder import CycleDecoder
 from triforce_tree.cycle.pace import Pace
 from triforce_tree.decoder import Ending
+from triforce_tree.graphs import free_memory
 from triforce_tree.level import Progress
 from triforce_tree.stats import LevelStats
 
@@ -121,9 +121,7 @@ class SteadyDecoder:
         shortage.__traceback__ = None
         if not self._shrink():
             raise shortage
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        free_memory()
 
 
 def _added(before: Sequence[LevelStats], now: Sequence[LevelStats]) -> list[LevelStats]:
