@@ -12,7 +12,7 @@ from transformers.generation.streamers import BaseStreamer
 from triforce_tree import profiles
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.engine import Engine, Inputs
-from triforce_tree.loading import PAIR, load_model, load_tokenizer
+from triforce_tree.loading import PAIR, load_model, load_target, load_tokenizer
 from triforce_tree.output import GenerateOutput
 
 Model = PreTrainedModel | str | Path
@@ -31,7 +31,9 @@ def load(
     """Make an engine.
 
     Args:
-        target: a transformers model, a hub id or a folder; by default the embedded pair's target.
+        target: a transformers model, a hub id or a folder; by default the embedded pair's target. A model is
+            left as it is, but for ``offload_weights=True``, which takes it over: its layers' weights move to
+            page-locked host memory, all else to ``device``.
         draft: likewise; by default the embedded draft for the embedded target, and prompt lookup for
             any other.
         tokenizer: by default the one beside the target.
@@ -41,22 +43,23 @@ def load(
             machine and models of this shape, if there is one. Each generation takes the settings that were
             measured nearest to its prompt's length and temperature; ``options`` come before them.
         options: levels, gamma, tree, leaves, lookup, middle_bits, rounds, captured, prefill_chunk, offload,
-            gpu_memory (:class:`HierarchyConfig`), budget, chunk, recent, refresh (:class:`RetrievalConfig`),
-            sinks, window (:class:`StreamingConfig`).
+            gpu_memory, offload_weights (:class:`HierarchyConfig`), budget, chunk, recent, refresh
+            (:class:`RetrievalConfig`), sinks, window (:class:`StreamingConfig`).
 
     Raises:
         ValueError: an option, a profile or a pair of models that cannot work;
             :class:`UnsupportedModelError` for a model family that cannot.
-        OSError: a model folder without its files, or not in safetensors.
+        OSError: a model folder without its files, or not in safetensors; too little host memory.
     """
     config = HierarchyConfig.from_options(**options)
     if target is None:
         target, draft = PAIR / "target", PAIR / "draft" if draft is None else draft
     if tokenizer is None and not isinstance(target, PreTrainedModel):
         tokenizer = load_tokenizer(target)
-    loaded = load_model(target, device, dtype)
+    loaded, streamed = load_target(target, config, device, dtype)
     drafter = None if draft is None else load_model(draft, loaded.device, dtype)
-    return Engine(loaded, drafter, tokenizer, config, profiles.find(profile, loaded, drafter), options)
+    measured = profiles.find(profile, loaded, drafter)
+    return Engine(loaded, drafter, tokenizer, config, measured, options, streamed)
 
 
 def generate(

@@ -102,6 +102,9 @@ class HierarchyConfig:
     ``offload`` True keeps the full cache in host memory, as far as ``gpu_memory`` (bytes, or "24GiB": the
     most that the whole engine takes of the device) does not hold it; "auto" does so where the device cannot
     hold all of it, False never; None is "auto" where ``gpu_memory`` is given, and else False.
+    ``offload_weights`` True keeps the weights of the target's layers there too, and streams them past each
+    pass of level 2; "auto" does so, where a cache may be offloaded, with models named by id or folder whose
+    weights alone exceed the device, or ``gpu_memory``; False never. True alone means ``offload`` True.
     """
 
     levels: int | str = "auto"
@@ -115,6 +118,7 @@ class HierarchyConfig:
     prefill_chunk: int | None = None
     offload: bool | str | None = None
     gpu_memory: int | str | None = None
+    offload_weights: bool | str = "auto"
     streaming: StreamingConfig = field(default_factory=StreamingConfig)
     retrieval: RetrievalConfig = field(default_factory=RetrievalConfig)
 
@@ -141,18 +145,30 @@ class HierarchyConfig:
                     f"gpu_memory={self.gpu_memory!r} bounds an offloaded cache, and offload=False asks for "
                     "none; leave one of them out"
                 )
-        if self.offload and self.captured is False:
+        if not isinstance(self.offload_weights, bool) and self.offload_weights != "auto":
+            raise ValueError(f"offload_weights={self.offload_weights!r} must be True, False or 'auto'")
+        if self.offload_weights is True and self.offload is False:
             raise ValueError(
-                f"offload={self.offload!r} needs the captured cycle, which captured=False switches off; "
-                "leave one of them out"
+                "offload_weights=True streams weights beside an offloaded cache, and offload=False asks for "
+                "none; leave one of them out"
+            )
+        asked = f"offload={self.offload!r}" if self.offload else "offload_weights=True"
+        if (self.offload or self.offload_weights is True) and self.captured is False:
+            raise ValueError(
+                f"{asked} needs the captured cycle, which captured=False switches off; leave one of them out"
             )
 
     @property
     def offloads(self) -> bool | str:
         """Whether the full cache may live in host memory: True, False or "auto"."""
         if self.offload is None:
-            return "auto" if self.gpu_memory is not None else False
+            return self.offload_weights is True or ("auto" if self.gpu_memory is not None else False)
         return self.offload
+
+    @property
+    def streams(self) -> bool | str:
+        """Whether weights may live in host memory: True, False or "auto"."""
+        return self.offload_weights if self.offloads else False
 
     @property
     def gpu_bytes(self) -> int | None:

@@ -161,8 +161,12 @@ def memory_table(plan: MemoryPlan) -> Table:
     facts = "nothing is offloaded"
     if plan.offload is not None:
         facts = f"bus {plan.machine.bus / 1e9:.1f} GB/s, a pass of level 2 {1e3 * plan.pass_seconds:.0f} ms"
+        if plan.weight_seconds:
+            facts += f", {1e3 * plan.weight_seconds:.0f} of them for weights"
     if plan.levels == 3:
         facts += f", budget {own.retrieval.budget}, chunk {own.retrieval.chunk}, gamma {own.gamma}"
+        if own.middle_bits != 16:
+            facts += f", middle_bits {own.middle_bits}"
     table = plain_table("memory map", ("", "GiB"), rows)
     table.caption, table.caption_justify = facts, "left"
     return table

@@ -20,6 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.decoder import CycleDecoder
 from triforce_tree.cycle.steady import SteadyDecoder
+from triforce_tree.cycle.streamed_weights import StreamedWeights
 from triforce_tree.decoder import Decoder
 from triforce_tree.hf_model import HFModel
 from triforce_tree.hierarchy import Hierarchy
@@ -48,6 +49,10 @@ class Engine:
         config: what each level does.
         profile: measured settings, taken up for the prompts that they were measured for.
         given: options that no profile changes.
+        streamed: the target's layers' weights, where they are in host memory.
+
+    Raises:
+        ValueError: models that cannot work together; ``offload_weights=True`` without ``streamed``.
     """
 
     def __init__(
@@ -58,22 +63,47 @@ class Engine:
         config: HierarchyConfig | None = None,
         profile: Profile | None = None,
         given: Collection[str] = (),
+        streamed: StreamedWeights | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.profile = profile
         self._given = frozenset(given)
         self._config = config or HierarchyConfig()
+        if self._config.offload_weights is True and streamed is None:
+            raise ValueError(
+                "offload_weights=True moves weights when they are loaded: use triforce_tree.load"
+            )
         self.hierarchy = Hierarchy(
-            HFModel(target), HFModel(draft) if draft is not None else None, self._config
+            HFModel(target, streamed), HFModel(draft) if draft is not None else None, self._config
         )
 
     def with_options(self, **options: Any) -> "Engine":
-        """The same models under other settings (those of :func:`load`)."""
+        """The same models under other settings (those of :func:`load`).
+
+        Raises:
+            ValueError: an unknown or impossible setting, or another ``offload_weights``.
+        """
+        weights = self._config.offload_weights
+        if options.get("offload_weights", weights) != weights:
+            raise ValueError(
+                f"offload_weights={options['offload_weights']!r} differs from {weights!r}, with which the "
+                "weights were placed; load the models anew"
+            )
         other = copy.copy(self)
         other._given = self._given | options.keys()
         other._config = HierarchyConfig.from_options(**{**self._config.as_options(), **options})
         other.hierarchy = self.hierarchy.with_config(other._config)
         return other
+
+    def close(self) -> None:
+        """Give the memory of the last texts back, and that of weights in host memory.
+
+        Without such weights the next generation takes memory anew; with them the engine is of no use any
+        more, and raises RuntimeError.
+        """
+        self.hierarchy.release()
+        if self.hierarchy.target.streamed is not None:
+            self.hierarchy.target.streamed.close()
 
     def memory_plan(self, prompt_tokens: int, new_tokens: int) -> MemoryPlan | None:
         """Where a generation of one such prompt would keep its rows; None unless they may be offloaded.

@@ -119,9 +119,21 @@ def few_row_copy(model: PreTrainedModel) -> PreTrainedModel:
     return with_linears(model, FewRowLinear)
 
 
-def low_bit_copy(model: PreTrainedModel, bits: int) -> PreTrainedModel:
-    """A copy with layers of 8 or 4 bits, for drafting: close to the model, in far fewer bytes."""
-    return with_linears(model, lambda linear: LowBitLinear(linear, bits))
+def low_bit_copy(
+    model: PreTrainedModel, bits: int, before: Callable[[Tensor], None] | None = None
+) -> PreTrainedModel:
+    """A copy with layers of 8 or 4 bits, for drafting: close to the model, in far fewer bytes.
+
+    Args:
+        before: called with each weight before it is read, layer after layer: it may have to come first.
+    """
+
+    def make(linear: nn.Linear) -> nn.Module:
+        if before is not None:
+            before(linear.weight)
+        return LowBitLinear(linear, bits)
+
+    return with_linears(model, make)
 
 
 def extra_bytes(model: nn.Module) -> int:

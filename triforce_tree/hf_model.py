@@ -5,9 +5,9 @@ hands queries, keys and values to the cache named in the forward's own keyword.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -31,6 +31,31 @@ class _Run:
 
     cache: KVCache
     rows: Rows
+
+
+class Streamed(Protocol):
+    """Weights of the decoder layers that are in host memory, and come when their layer is called.
+
+    Attributes:
+        bytes: of these weights; ``slot_bytes``: of the device's memory that they come to.
+        copied: bytes that have come so far.
+    """
+
+    bytes: int
+    slot_bytes: int
+    copied: int
+
+    def bring(self, weight: Tensor) -> None:
+        """Before a parameter is read outside its layer's call."""
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Inside, layers are called without computing."""
+
+    def check(self) -> None:
+        """Raise RuntimeError where the weights were given back."""
+
+    def close(self) -> None:
+        """Give their memory back."""
 
 
 class PassThrough(Cache):
@@ -81,13 +106,14 @@ class HFModel:
     Args:
         model: any ``transformers`` causal LM with attention layers of the common interface. It is not
             changed: its attention implementation is switched inside :meth:`active` only.
+        streamed: its layers' weights, where they are in host memory.
 
     Raises:
         UnsupportedModelError: the family ignores the attention interface or keeps other state.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
+    def __init__(self, model: PreTrainedModel, streamed: Streamed | None = None) -> None:
+        self.model, self.streamed = model, streamed
         config = model.config.get_text_config(decoder=True)
         self.name = type(model).__name__
         self.layers: int = config.num_hidden_layers
@@ -107,7 +133,13 @@ class HFModel:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Our attention inside, the user's own setting restored after."""
+        """Our attention inside, the user's own setting restored after.
+
+        Raises:
+            RuntimeError: streamed weights were given back.
+        """
+        if self.streamed is not None:
+            self.streamed.check()
         before = self.model.config._attn_implementation
         training = self.model.training
         try:

@@ -104,6 +104,8 @@ class Hierarchy:
             reason = "captured=False"
         elif wanted is None and reason is None and self.target.device.type != "cuda" and not self.offloads:
             reason = "captured cycles are for GPUs"
+        elif reason is None and self.target.streamed is not None and not self.offloads:
+            reason = "the weights are streamed, and a cache on the device does not go with that"
         if reason and (wanted or self.config.middle_bits != 16):
             asked = "captured=True" if wanted else f"middle_bits={self.config.middle_bits}"
             raise ValueError(f"{asked} needs the captured cycle, but {reason}; leave it out")
@@ -166,8 +168,9 @@ class Hierarchy:
         plan = self._kept_plan(key, room, lengths)
         if plan is None:
             self.release()
-            weights = sum(memory_map.tensor_bytes(m) for m in (self.target, self.draft) if m is not None)
-            machine = measured(self.target.device, weights, base.gpu_bytes)
+            weights = sum(memory_map.device_bytes(m) for m in (self.target, self.draft) if m is not None)
+            far = self.target.streamed.bytes if self.target.streamed is not None else 0
+            machine = measured(self.target.device, weights, base.gpu_bytes, far)
             sizes = Sizes.of(self.target, self.draft, base)
             longest = max(lengths)
             plan = memory_plan.plan(sizes, machine, base, given, len(lengths), longest, room - longest)
@@ -177,7 +180,8 @@ class Hierarchy:
         self.config = plan.config
         reason = self._unfit(law, self.levels(min(lengths)))
         if reason is not None:
-            asked = f"offload={base.offload!r}" if base.offload else f"gpu_memory={base.gpu_memory!r}"
+            name = next(n for n in ("offload", "gpu_memory", "offload_weights") if getattr(base, n))
+            asked = f"{name}={getattr(base, name)!r}"
             raise ValueError(
                 f"{asked} needs the captured cycle, but {reason}; leave it out, or set levels=1, which needs "
                 "neither draft nor tree"

@@ -12,6 +12,12 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from triforce_tree.config import HierarchyConfig
+from triforce_tree.cycle.streamed_weights import StreamedWeights
+from triforce_tree.machine import device_room
+from triforce_tree.memory_map import tensor_bytes
+from triforce_tree.memory_plan import weights_fit
+
 PAIR = Path(__file__).parent / "pair"
 
 
@@ -28,8 +34,50 @@ def load_model(
     """
     if isinstance(source, PreTrainedModel):
         return source
+    device = _device(device)
+    return _placed(_read(source, device, dtype), source, device)
+
+
+def load_target(
+    source: PreTrainedModel | str | Path,
+    config: HierarchyConfig,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | str | None = None,
+) -> tuple[PreTrainedModel, StreamedWeights | None]:
+    """A causal LM, and the weights of its layers where they are to stay in host memory.
+
+    Args:
+        source: a model object is returned as it is, or with ``offload_weights=True`` taken over.
+        config: says whether weights may stay on the host, and how much of the device there is.
+
+    Raises:
+        OSError: as :func:`load_model`; host memory is short (:class:`HostMemoryError`).
+        ValueError: as :func:`load_model`; the layers' weights cannot be streamed.
+    """
+    if config.streams is False or (isinstance(source, PreTrainedModel) and config.streams is not True):
+        return load_model(source, device, dtype), None
+    device = _device(device)
+    model = source if isinstance(source, PreTrainedModel) else _read(source, device, dtype)
+    if config.streams is not True:
+        room = device_room(device, config.gpu_bytes)
+        if room is None or weights_fit(tensor_bytes(model), room):
+            return _placed(model, source, device), None
+    try:
+        return model, StreamedWeights(model, device)
+    except torch.OutOfMemoryError as error:
+        raise ValueError(
+            f"{device} has no room for embeddings, head and two layers of this {type(model).__name__}: free "
+            "device memory, allow more of it, or use a smaller model"
+        ) from error
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _read(source: str | Path, device: torch.device, dtype: torch.dtype | str | None) -> PreTrainedModel:
+    """A model in host memory, in the dtype that it gets on the device."""
     _check_folder(source)
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if dtype is None:
         dtype = torch.float32 if device.type == "cpu" else "auto"
     try:
@@ -47,14 +95,19 @@ def load_model(
             f"the checkpoint in {str(source)!r} lacks {len(missing)} weights, such as {missing[0]}; copy "
             "or download it again"
         )
+    ours: PreTrainedModel = model.eval()
+    return ours
+
+
+def _placed(model: Any, source: Any, device: torch.device) -> PreTrainedModel:
     try:
-        placed: PreTrainedModel = model.to(device).eval()
+        placed: PreTrainedModel = model.to(device)
     except torch.OutOfMemoryError as error:
-        size = sum(t.numel() * t.element_size() for t in [*model.parameters(), *model.buffers()])
+        size = tensor_bytes(model)
         raise ValueError(
-            f"the weights of {str(source)!r} take {size / 2**30:.1f} GiB, more than {device} has left, and "
-            "only the cache can be offloaded: free device memory, allow more of it, or use a smaller model "
-            "or fewer bits (dtype)"
+            f"the weights of {str(source)!r} take {size / 2**30:.1f} GiB, more than {device} has left: free "
+            "device memory, allow more of it, use a smaller model or fewer bits (dtype), or let a target's "
+            "weights stay on the host (offload_weights=True)"
         ) from error
     return placed
 

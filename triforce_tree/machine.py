@@ -15,14 +15,23 @@ _PROBE, _PIECE = 256 << 20, 64 << 20
 _TIMES = 3
 
 
-def measured(device: torch.device, own: int, gpu_bytes: int | None = None) -> Machine:
+def device_room(device: torch.device, gpu_bytes: int | None) -> int | None:
+    """Bytes of the device that an engine which is to be made can have; None where nothing bounds them."""
+    rooms = [gpu_bytes] if gpu_bytes is not None else []
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        rooms.append(torch.cuda.mem_get_info(device)[0])
+    return min(rooms, default=None)
+
+
+def measured(device: torch.device, own: int, gpu_bytes: int | None = None, on_host: int = 0) -> Machine:
     """Memory and bandwidths, the latter measured once a process.
 
     Args:
-        own: bytes of the engine's tensors that are on the device already.
+        own: bytes of the engine's tensors that are on the device already; ``on_host``: page-locked ones.
         gpu_bytes: the engine's share of the device; None for all that is free.
     """
-    host = max(0, available()[0] - SPARE)
+    host = max(0, available()[0] - SPARE) + on_host
     bus, read = bandwidths(device)
     if device.type != "cuda":
         # There is one memory, and cache and rows "on the device" lie in it as well.

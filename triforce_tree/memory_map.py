@@ -2,13 +2,15 @@
 
 from dataclasses import dataclass
 
+from transformers import PreTrainedModel
+
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.shapes import Extent
 from triforce_tree.hf_model import HFModel
 
 MIB, GIB = 1 << 20, 1 << 30
 # Graphs, libraries' workspaces, and what the allocator rounds up.
-_WORKSPACE = 384 * MIB
+WORKSPACE = 384 * MIB
 
 MOST_GAMMA = 48
 """The largest gamma that is chosen: rows for it are laid out before the choice."""
@@ -18,7 +20,8 @@ MOST_GAMMA = 48
 class Sizes:
     """What of the models decides about memory and time, in bytes and counts.
 
-    ``weights``, ``draft``: parameters and buffers, of the draft with its cache.
+    ``weights``, ``draft``: parameters and buffers, of the draft with its cache. ``streamed`` of the weights
+    are in host memory, and pass through ``slots`` on the device.
     """
 
     weights: int
@@ -31,6 +34,8 @@ class Sizes:
     mlp: int
     vocabulary: int
     itemsize: int = 2
+    streamed: int = 0
+    slots: int = 0
 
     @property
     def row(self) -> int:
@@ -44,18 +49,25 @@ class Sizes:
         if draft is not None:
             rows = config.streaming.sinks + 2 * config.streaming.window + 3 * MOST_GAMMA
             cache = draft.layers * rows * 2 * draft.heads.kv * draft.heads.dim * draft.dtype.itemsize
-            small = tensor_bytes(draft) + cache
+            small = tensor_bytes(draft.model) + cache
         return cls(
-            tensor_bytes(target), small, target.layers, target.heads.query, target.heads.kv,
+            tensor_bytes(target.model), small, target.layers, target.heads.query, target.heads.kv,
             target.heads.dim, own.hidden_size, getattr(own, "intermediate_size", None) or 4 * own.hidden_size,
             target.vocab_size, target.dtype.itemsize,
+            *((far.bytes, far.slot_bytes) if (far := target.streamed) is not None else ()),
         )  # fmt: skip
 
 
-def tensor_bytes(model: HFModel) -> int:
-    """Of parameters and buffers, each counted once."""
-    tensors = {id(t): t for t in [*model.model.parameters(), *model.model.buffers()]}
+def tensor_bytes(model: PreTrainedModel) -> int:
+    """Of parameters and buffers, each counted once, streamed ones included."""
+    tensors = {id(t): t for t in [*model.parameters(), *model.buffers()]}
     return sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+def device_bytes(model: HFModel) -> int:
+    """What of a model is on its device."""
+    own = model.streamed
+    return tensor_bytes(model.model) - (own.bytes - own.slot_bytes if own is not None else 0)
 
 
 @dataclass(frozen=True)
@@ -64,7 +76,7 @@ class Machine:
 
     Attributes:
         device: for the whole engine; ``others`` of it is taken by tensors that are not the engine's.
-        host: for page-locked rows.
+        host: for page-locked rows and weights, those that are there included.
         bus: host to device; ``read``: of the device's own memory.
         limit: whose the limit on device memory is, for messages.
     """
@@ -105,7 +117,7 @@ def workspace(sizes: Sizes, config: HierarchyConfig, levels: int, batch: int) ->
     nodes = Extent.of(config, levels).nodes
     rows = 2 * config.gamma + 1 if levels == 3 else nodes
     laws = (6 * rows + 8 * nodes) * sizes.vocabulary * 4
-    return _WORKSPACE + batch * (laws + 2 * (rows + 2 * nodes) * token(sizes))
+    return WORKSPACE + batch * (laws + 2 * (rows + 2 * nodes) * token(sizes))
 
 
 def partials(sizes: Sizes, config: HierarchyConfig, room: int, piece: int) -> int:
@@ -115,4 +127,11 @@ def partials(sizes: Sizes, config: HierarchyConfig, room: int, piece: int) -> in
 
 
 def low_bit(sizes: Sizes, config: HierarchyConfig, levels: int) -> int:
-    return 0 if config.middle_bits == 16 or levels < 3 else sizes.weights * config.middle_bits // 16
+    """Level 1's copy of the weights in fewer bits."""
+    if config.middle_bits == 16 or levels < 3:
+        return 0
+    if not sizes.streamed:
+        return sizes.weights * config.middle_bits // 16
+    # Just these are copied; in 4 bits 128 of them have a scale of two bytes.
+    count = sizes.streamed // sizes.itemsize
+    return count * config.middle_bits // 8 + (count // 64 if config.middle_bits == 4 else 0)

@@ -3,6 +3,9 @@
     device   weights | draft | level 1's chunks and window | chunk means | ring | resident rows | work | free
     host     the other rows of the full cache, in page-locked memory
 
+Where the weights are streamed (``cycle/streamed_weights.py``), the device holds embeddings, head and norms of
+them, slots for a few layers, and level 1's copy in 8 bits, or 4 where 8 do not fit; the host holds the rest.
+
 What is not given is chosen: level 1's budget and chunk as large and fine as fits, gamma by expected tokens a
 second, and every byte that is left keeps rows on the device, since each of them need not cross the bus.
 """
@@ -18,6 +21,7 @@ from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.host_store import Offload
 from triforce_tree.cycle.offloaded import LEAVING
 from triforce_tree.cycle.shapes import Extent, unit_rows
+from triforce_tree.cycle.streamed_weights import check_level_one
 from triforce_tree.memory_map import GIB, MIB, MOST_GAMMA, Machine, Sizes
 
 # Acceptance a token that gamma, which is only the most that a pass may gather, is chosen for.
@@ -33,6 +37,8 @@ _ROUND_SECONDS = 2e-3
 # Of the bandwidth that a round of level 1 reaches on its bytes.
 _ROUND_SHARE = 0.7
 _LEAST_RESERVE, _RESERVE = 192 * MIB, 0.015
+_WEIGHTS = "weights"
+_MODELS = (_WEIGHTS, "weight slots", "draft", "low-bit weights")
 
 
 class DoesNotFitError(ValueError):
@@ -48,7 +54,7 @@ class MemoryPlan:
         levels: 1, 2 or 3.
         offload: how rows are split; None where all of them stay on the device.
         device, host: bytes by use; the device's add up to what there is.
-        pass_seconds: of level 2, expected.
+        pass_seconds: of level 2, expected; ``weight_seconds`` of it go to weights that cross the bus.
     """
 
     config: HierarchyConfig
@@ -62,7 +68,8 @@ class MemoryPlan:
     def as_dict(self) -> dict[str, Any]:
         """For JSON; memory in GiB."""
         own = self.config.as_options()
-        chosen = {name: own[name] for name in ("gamma", "tree", "budget", "chunk", "prefill_chunk")}
+        names = ("gamma", "tree", "budget", "chunk", "middle_bits", "prefill_chunk")
+        chosen = {name: own[name] for name in names}
         return {
             "offloaded": self.offload is not None,
             "levels": self.levels,
@@ -72,11 +79,22 @@ class MemoryPlan:
             "host_gib": {name: size / GIB for name, size in self.host.items()},
             "bus_gbps": self.machine.bus / 1e9,
             "pass_ms": 1e3 * self.pass_seconds,
+            "pass_weights_gib": self.host.get(_WEIGHTS, 0) / GIB,
+            "pass_weights_ms": 1e3 * self.weight_seconds,
         }
+
+    @property
+    def weight_seconds(self) -> float:
+        return self.host.get(_WEIGHTS, 0) / self.machine.bus
 
     @property
     def host_bytes(self) -> int:
         return sum(self.host.values())
+
+    @property
+    def coming_bytes(self) -> int:
+        """Host bytes that are still to be taken: weights are there since the model was loaded."""
+        return self.host_bytes - self.host.get(_WEIGHTS, 0)
 
     @property
     def peak(self) -> int:
@@ -110,6 +128,8 @@ class MemoryPlan:
         chosen = self.config.retrieval
         budget = chosen.budget // 2
         least = max(_LEAST_BUDGET, chosen.recent + chosen.chunk)
+        if self.levels == 3 and self.config.middle_bits == 8 and _WEIGHTS in self.host:
+            return replace(self, config=_with(self.config, middle_bits=4)), "middle_bits 8 -> 4"
         if self.levels == 3 and budget >= least and budget % chosen.chunk == 0:
             return replace(
                 self, config=_with(self.config, budget=budget)
@@ -134,15 +154,16 @@ def plan(
 
     Raises:
         DoesNotFitError: device or host memory is short.
+        ValueError: level 1 was given the weights that are streamed.
     """
-    if config.offloads == "auto":
+    if config.offloads == "auto" and not sizes.streamed:
         on_chip = _on_chip(sizes, machine, config, batch, prompt, new)
         if on_chip.device["free"] >= _reserve(machine):
             return on_chip
     tried: list[MemoryPlan] = []
     if "tree" not in given:
         config = _with(config, tree=_TREE)
-    for choice, split in _choices(config, given, prompt):
+    for choice, split in _choices(config, given, prompt, bool(sizes.streamed)):
         made = _offloaded(sizes, machine, choice, split, given, batch, prompt, new)
         tried.append(made)
         if made.device["free"] >= _reserve(machine):
@@ -161,10 +182,19 @@ def _refusal(least: MemoryPlan, sizes: Sizes, machine: Machine, prompt: int) -> 
     total = sum(used.values()) + _reserve(machine)
     parts = ", ".join(f"{name} {_gib(size)}" for name, size in used.items())
     remedy = "allow more (gpu_memory), or shorten the prompt"
-    if sizes.weights + sizes.draft > machine.device:
+    if not sizes.streamed and sizes.weights + sizes.draft > machine.device:
         remedy = (
-            "use a smaller model, weights of fewer bits, or a larger device: the weights alone do not fit, "
-            "and only the cache can be offloaded"
+            "let the weights stay on the host too (offload_weights=True), or use a smaller model or a larger "
+            "device: the weights alone do not fit"
+        )
+    elif not sizes.streamed:
+        remedy += ", or let the weights stay on the host too (offload_weights=True)"
+    elif least.device["low-bit weights"] and least.config.middle_bits == 8:
+        remedy += ", or give middle_bits=4"
+    elif sum(least.device[name] for name in _MODELS) > machine.device:
+        remedy = (
+            "use a smaller model or a larger device, or levels=1, which needs no copy: what the device must "
+            "hold of the weights does not fit"
         )
     return (
         f"a prompt of {prompt} tokens needs at least {_gib(total)} of device memory ({parts}, spare "
@@ -172,8 +202,13 @@ def _refusal(least: MemoryPlan, sizes: Sizes, machine: Machine, prompt: int) -> 
     )
 
 
+def weights_fit(weights: int, room: int) -> bool:
+    """Whether so many bytes of weights leave the least to work with of ``room`` bytes of device memory."""
+    return weights + memory_map.WORKSPACE + max(_LEAST_RESERVE, int(_RESERVE * room)) <= room
+
+
 def _choices(
-    config: HierarchyConfig, given: Collection[str], prompt: int
+    config: HierarchyConfig, given: Collection[str], prompt: int, streamed: bool
 ) -> Iterator[tuple[HierarchyConfig, Offload]]:
     """From what accepts most and feeds fastest to what needs least memory."""
     own = config.retrieval
@@ -194,16 +229,21 @@ def _choices(
         budgets, chunks = [own.budget], [own.chunk]
     ways = ((near, feeds[:1], chunks[:2]), (far, feeds[:1], chunks[:2]), (small, feeds[-1:], chunks))
     for budget in budgets:
-        for split, some_feeds, some_chunks in ways:
+        bits: tuple[int, ...] = (config.middle_bits,)
+        if streamed and _levels(config, prompt, budget) == 3:
+            bits = bits if "middle_bits" in given else (8, 4)
+            check_level_one(bits[0])
+        for middle_bits, (split, some_feeds, some_chunks) in product(bits, ways):
             for feed, chunk in product(some_feeds, some_chunks):
                 if budget % chunk == 0 and chunk <= own.recent:
-                    yield _with(config, budget=budget, chunk=chunk, prefill_chunk=feed), split
+                    chosen = {"budget": budget, "chunk": chunk, "middle_bits": middle_bits}
+                    yield _with(config, prefill_chunk=feed, **chosen), split
 
 
-def _levels(config: HierarchyConfig, prompt: int) -> int:
+def _levels(config: HierarchyConfig, prompt: int, budget: int | None = None) -> int:
     if isinstance(config.levels, int):
         return config.levels
-    return 3 if prompt >= 2 * config.retrieval.budget else 2
+    return 3 if prompt >= 2 * (budget or config.retrieval.budget) else 2
 
 
 def _offloaded(
@@ -236,7 +276,8 @@ def _offloaded(
     aside = (recent + unit) * batch
     prefill = memory_map.prefill(sizes, config, prompt, store, aside, split.states_on_host)
     device = {
-        "weights": sizes.weights,
+        "weights": sizes.weights - sizes.streamed,
+        "weight slots": sizes.slots,
         "draft": sizes.draft if levels > 1 else 0,
         "low-bit weights": memory_map.low_bit(sizes, config, levels),
         "level 1: chunks and window": store,
@@ -254,10 +295,12 @@ def _offloaded(
     device["free"] = machine.device - sum(device.values())
     streamed = max(0, whole - resident)
     on_device = sizes.weights + resident
-    seconds = max(streamed / machine.bus, on_device / machine.read)
+    seconds = max((streamed + sizes.streamed) / machine.bus, on_device / machine.read)
     if "gamma" not in given and levels == 3:
         config = _with(config, gamma=_gamma(sizes, machine, config, seconds))
     host = {"full rows": streamed}
+    if sizes.streamed:
+        host[_WEIGHTS] = sizes.streamed
     if split.states_on_host:
         host["hidden states of prefill"] = prompt * sizes.hidden * sizes.itemsize
     return MemoryPlan(config, levels, replace(split, resident_bytes=resident), device, host, machine, seconds)
@@ -290,7 +333,8 @@ def _gamma(sizes: Sizes, machine: Machine, config: HierarchyConfig, pass_seconds
     """Tokens to gather for most tokens a second, with rounds that cost level 1's bytes."""
     depth = Extent.of(config, 3).depth
     seen = config.retrieval.budget * sizes.layers * sizes.row
-    a_round = _ROUND_SECONDS + (sizes.weights + seen) / (_ROUND_SHARE * machine.read)
+    weights = memory_map.low_bit(sizes, config, 3) or sizes.weights
+    a_round = _ROUND_SECONDS + (weights + seen) / (_ROUND_SHARE * machine.read)
 
     def rate(gamma: int) -> float:
         expected = (1 - _ACCEPTANCE ** (gamma + 1)) / (1 - _ACCEPTANCE)

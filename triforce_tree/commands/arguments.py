@@ -26,7 +26,7 @@ ENGINE_OPTIONS = (
     "sinks",
     "window",
 )
-MEMORY_OPTIONS = ("offload", "gpu_memory")
+MEMORY_OPTIONS = ("offload", "gpu_memory", "offload_weights")
 # The names in bench.baselines.METHODS.
 METHODS = (
     "triforce-3-level",
@@ -326,7 +326,13 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
         action=Given,
         metavar="SIZE",
         help="most device memory to take, as in 24GiB; without --offload, a cache that does not fit into it "
-        "is offloaded",
+        "is offloaded, and so are weights",
+    )
+    group.add_argument(
+        "--offload-weights",
+        action=GivenTrue,
+        help="keep the weights of the target's layers in host memory too and stream them past each pass of "
+        "level 2, even if they fit; with --offload or --gpu-memory, weights that do not fit are in any case",
     )
 
 

@@ -69,7 +69,7 @@ def generate(
     what = "reading the prompt" if show else "the same, target alone"
     with (
         PrefillBar(len(prompt) - 1, interrupt, what) as progress,
-        PinningBar(plan.host_bytes if plan is not None else 0, interrupt) as pinned,
+        PinningBar(plan.coming_bytes if plan is not None else 0, interrupt) as pinned,
     ):
         return engine.generate(
             prompt,

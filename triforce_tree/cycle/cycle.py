@@ -27,6 +27,7 @@ from triforce_tree.cycle.stages import (
     TreePass,
     Verifier,
 )
+from triforce_tree.cycle.streamed_weights import check_level_one
 from triforce_tree.cycle.texts import Texts
 from triforce_tree.few_row import few_row_copy, low_bit_copy
 from triforce_tree.graphs import Captured
@@ -34,6 +35,10 @@ from triforce_tree.hf_model import HFModel
 from triforce_tree.level import Progress
 from triforce_tree.sampling import TokenLaw
 from triforce_tree.tree_search import parse_shape
+
+# Bytes that a device reads of its own memory in the time of one over the bus: 40 of an RTX 4090 on PCIe 4,
+# 80 of an H200 on PCIe 5.
+_BUS = 60.0
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,8 @@ class Cycle:
 
     Raises:
         ValueError: several levels without a draft, or with a tree that has no fixed size; a store that is
-            too small, or cannot be paged by chunks.
+            too small, or cannot be paged by chunks; streamed weights with the full cache on the device, or with a
+            level 1 of 16 bits.
         HostMemoryError: host memory is short.
     """
 
@@ -87,6 +93,13 @@ class Cycle:
             raise ValueError(
                 "a captured cycle of several levels needs a draft model and a tree of fixed size"
             )
+        if target.streamed is not None:
+            if offload is None:
+                raise ValueError(
+                    "streamed weights need an offloaded cache: level 2 cannot be captured with them"
+                )
+            if levels == 3:
+                check_level_one(config.middle_bits)
         extent = Extent.of(config, levels)
         depth, nodes, behind = extent.depth, extent.nodes, extent.behind
         self.reach = extent.reach
@@ -129,7 +142,10 @@ class Cycle:
             else:
                 self.rows = RetrievalRows(self.store, nodes, config.retrieval, self.reach + 1)
             bits = config.middle_bits
-            self.middle = self.full if bits == 16 else StepModel(low_bit_copy(target.model, bits), compiled)
+            bring = target.streamed.bring if target.streamed is not None else None
+            self.middle = (
+                self.full if bits == 16 else StepModel(low_bit_copy(target.model, bits, bring), compiled)
+            )
         self.capture_seconds = 0.0
 
     def _growth(self, draft: HFModel, shape: DeviceShape, depth: int, compiled: bool) -> Growth:
@@ -269,13 +285,23 @@ class Cycle:
     def costs(self, tokens: int) -> tuple[float, float]:
         """Bytes that a round of levels 0 and 1, and a pass of level 2 behind ``tokens``, have to read.
 
-        A round counts twice: it takes about twice the time of its bytes (docs/benchmarks.md).
+        A round counts twice: it takes about twice the time of its bytes (docs/benchmarks.md). What crosses
+        the bus counts for as many bytes as the device reads meanwhile.
         """
         weights = sum(p.numel() * p.element_size() for p in self.target.model.parameters())
         heads = self.target.heads
         row = 2 * self.target.layers * heads.kv * heads.dim * self.target.dtype.itemsize * self.batch
         own = self.config.retrieval.budget * row
-        return 2.0 * (weights * self.config.middle_bits / 16 + own), float(weights + tokens * row)
+        a_round, a_pass = 2.0 * (weights * self.config.middle_bits / 16 + own), float(weights + tokens * row)
+        if self.offloaded is not None:
+            a_pass = max(a_pass, _BUS * self.streamed_bytes(tokens * row))
+        return a_round, a_pass
+
+    def streamed_bytes(self, rows: int) -> int:
+        """What a pass of level 2 copies to the device: ``rows`` bytes less the resident ones, and weights."""
+        resident = self.offloaded.host.resident_bytes if self.offloaded is not None else rows
+        weights = self.target.streamed.bytes if self.target.streamed is not None else 0
+        return max(0, rows - resident) + weights
 
     def _check(self, prompts: Sequence[Sequence[int]]) -> None:
         least = least_prompt(self.config, self.levels, self.offloaded is not None)

@@ -7,7 +7,7 @@ rows and one hidden state a token as memory, the latter on the host where the de
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -195,7 +195,7 @@ def fill_by_layers(
     rows = _LayerRows(buffer)
     calls = _Calls(decoder_layers(model.model), states or NearStates())
     starts = range(0, len(tokens), chunk)
-    with calls.noted():
+    with calls.noted(), model.streamed.paused() if model.streamed is not None else nullcontext():
         for start in starts:
             rows.length = start
             part = tokens[start : start + chunk]

@@ -30,10 +30,17 @@ class HostMemory:
 
     Args:
         locked: whether to lock the pages.
+        what, remedy: for whom, and what would help where memory is short.
     """
 
-    def __init__(self, locked: bool) -> None:
-        self.locked = locked
+    def __init__(
+        self,
+        locked: bool,
+        what: str = "the offloaded cache",
+        remedy: str = "shorten the prompt, keep more of the cache on the device (a larger gpu_memory), or "
+        "free host memory",
+    ) -> None:
+        self.locked, self.what, self.remedy = locked, what, remedy
         self.bytes = 0
         self._blocks: list[tuple[mmap.mmap, int]] = []
         self._finalizer = weakref.finalize(self, _give_back, self._blocks)
@@ -49,9 +56,8 @@ class HostMemory:
         limit, name = available()
         if size + SPARE > limit:
             raise HostMemoryError(
-                f"the offloaded cache needs {size / _GIB:.1f} GiB of host memory beside {SPARE / _GIB:.0f} "
-                f"GiB for the rest, but {name} leaves {limit / _GIB:.1f} GiB; shorten the prompt, keep more "
-                "of the cache on the device (a larger gpu_memory), or free host memory"
+                f"{self.what} needs {size / _GIB:.1f} GiB of host memory beside {SPARE / _GIB:.0f} GiB for "
+                f"the rest, but {name} leaves {limit / _GIB:.1f} GiB; {self.remedy}"
             )
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -68,7 +74,7 @@ class HostMemory:
         except (OSError, MemoryError) as error:
             raise HostMemoryError(
                 f"the system refuses {size / _GIB:.2f} GiB of host memory after {self.bytes / _GIB:.1f} GiB "
-                f"({error}); shorten the prompt or raise the limit (ulimit -v)"
+                f"({error}) for {self.what}; raise the limit (ulimit -v), or {self.remedy}"
             ) from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
             # Pages of 2 MiB are touched and locked several times as fast; some kernels have none.
@@ -92,8 +98,8 @@ class HostMemory:
             limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / _GIB:.2f} GiB"
             raise HostMemoryError(
                 f"CUDA cannot lock {size / _GIB:.2f} GiB of host memory after {self.bytes / _GIB:.1f} GiB "
-                f"(error {status}); the limit on locked memory (ulimit -l) is {limit}: raise it, free host "
-                "memory, or shorten the prompt"
+                f"for {self.what} (error {status}); the limit on locked memory (ulimit -l) is {limit}: "
+                f"raise it, or {self.remedy}"
             )
         self._blocks.append((mapping, pointer))
 

@@ -52,10 +52,11 @@ class Tuner:
         self.watch = watch or Watch()
         self.hierarchy = engine.hierarchy
         config = self.hierarchy.config
-        if config.offload or config.gpu_memory:
+        if config.offloads:
             raise ValueError(
-                f"the full cache must be on the device, but offload={config.offload!r} and "
-                f"gpu_memory={config.gpu_memory!r}; leave both out, or choose shorter contexts"
+                f"the full cache must be on the device, but offload={config.offload!r}, "
+                f"gpu_memory={config.gpu_memory!r} and offload_weights={config.offload_weights!r}; leave "
+                "them out, or choose shorter contexts"
             )
         self.complete = True
         """Whether every search came to its end."""
