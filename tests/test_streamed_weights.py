@@ -1,0 +1,406 @@
+"""Weights in host memory: the same bits as a model that is whole, whatever the order and the interruptions.
+
+Copies are held back until somebody waits for them, as on a device, and a slot that is to be filled holds NaN
+until then: who does not wait, or waits for another layer, is found out.
+"""
+
+import copy
+import gc
+import weakref
+from functools import cache
+from typing import Any
+
+import pytest
+import tiny_pair
+import torch
+from cycle_cases import SMALL, decoded
+from families import greedy, perturbed, prompt_of, tiny
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from triforce_tree import load, loading
+from triforce_tree.api import Engine
+from triforce_tree.config import HierarchyConfig
+from triforce_tree.cycle import offloaded, pinned, streamed_weights
+from triforce_tree.cycle.cycle import Cycle
+from triforce_tree.cycle.host_store import Offload
+from triforce_tree.cycle.model import StepModel
+from triforce_tree.cycle.offloaded import OffloadedCache
+from triforce_tree.cycle.pinned import HostMemory, HostMemoryError
+from triforce_tree.cycle.streamed_weights import StreamedWeights
+from triforce_tree.few_row import few_row_copy
+from triforce_tree.hf_model import HFModel
+
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
+
+LAYERS, PIECE = 5, 32 * 128
+PROMPT, NEW = prompt_of(120), 30
+
+
+class HeldBack:
+    """A lane whose copies happen when they are waited for, one after the other."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.pending: list[tuple[Tensor, Tensor]] = []
+
+    def copy(self, target: Tensor, source: Tensor) -> "HeldBack.Mark":
+        # What the device was asked for has run by now, and nothing more may look at the slot.
+        target.fill_(0xFF)
+        self.pending.append((target, source))
+        return self.Mark(self, len(self.pending))
+
+    class Mark:
+        def __init__(self, lane: "HeldBack", until: int) -> None:
+            self.lane, self.until = lane, until
+
+        def wait(self) -> None:
+            pending = self.lane.pending
+            for number, (target, source) in enumerate(pending[: self.until]):
+                if target.numel():
+                    target.copy_(source)
+                pending[number] = (target[:0], source[:0])
+
+
+@pytest.fixture(autouse=True)
+def _copies_are_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streamed_weights, "Lane", HeldBack)
+    monkeypatch.setattr(offloaded, "LEAVING", 16)
+
+
+@cache
+def whole(family: str = "llama-gqa", layers: int = LAYERS) -> PreTrainedModel:
+    return tiny(family, num_hidden_layers=layers)
+
+
+@cache
+def draft_of(family: str = "llama-gqa") -> PreTrainedModel:
+    return perturbed(whole(family), 0.05)
+
+
+@cache
+def expected(family: str = "llama-gqa") -> list[int]:
+    return greedy(whole(family), PROMPT, NEW, attention_mask=torch.ones(1, len(PROMPT)))
+
+
+def streamed(family: str = "llama-gqa", slots: int = 2, layers: int = LAYERS) -> HFModel:
+    model = copy.deepcopy(whole(family, layers))
+    return HFModel(model, StreamedWeights(model, "cpu", slots))
+
+
+def weights_of(model: HFModel) -> StreamedWeights:
+    assert isinstance(model.streamed, StreamedWeights)
+    return model.streamed
+
+
+def cycle_of(model: HFModel, levels: int, bits: int = 8, family: str = "llama-gqa") -> Cycle:
+    config = HierarchyConfig.from_options(**SMALL, middle_bits=bits if levels == 3 else 16)
+    draft = None if levels == 1 else HFModel(draft_of(family))
+    return Cycle(model, draft, config, 1, 200, levels, Offload(0, PIECE, 2))
+
+
+def level_two(model: HFModel, width: int = 7) -> Tensor:
+    """Logits of the last tokens, from rows that were fed by layers and a pass over them."""
+    own = OffloadedCache(model, 1, 160, 0, 40, 0, 0, Offload(0, PIECE, 2))
+    step = StepModel(few_row_copy(model.model))
+    with model.active():
+        own.prefill([PROMPT[: 1 - width]], 16)
+    rows = own.rows(width, torch.ones(width, width, dtype=torch.bool).tril())
+    start = torch.tensor([len(PROMPT) - width])
+    rows.begin(start)
+    return step(torch.tensor([PROMPT[-width:]]), start[:, None] + torch.arange(width), rows)
+
+
+@pytest.mark.parametrize("layers", [4, 5])
+@pytest.mark.parametrize("slots", [2, 3, 7])
+def test_logits_are_the_same_bits(slots: int, layers: int) -> None:
+    reference = level_two(HFModel(copy.deepcopy(whole(layers=layers))))
+    model = streamed(slots=slots, layers=layers)
+    for _ in range(2):
+        assert torch.equal(level_two(model), reference)
+    ids = torch.tensor([PROMPT])
+    with torch.no_grad():
+        # Outside our engine too.
+        assert torch.equal(model.model(ids).logits, whole(layers=layers)(ids).logits)
+
+
+@pytest.mark.parametrize(("levels", "bits"), [(1, 16), (2, 16), (3, 8), (3, 4)])
+def test_greedy_text_is_the_whole_models(levels: int, bits: int) -> None:
+    model = streamed()
+    new, decoder = decoded(cycle_of(model, levels, bits), [PROMPT], [NEW])
+    assert new == [expected()]
+    if levels == 3:
+        assert decoder.levels[-1].accepted > 0
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt-neox", "phi3", "mixtral"])
+def test_families(family: str) -> None:
+    new, _ = decoded(cycle_of(streamed(family), 3, family=family), [PROMPT], [NEW])
+    assert new == [expected(family)]
+
+
+def test_a_prompt_brings_each_layer_once_and_a_pass_as_well() -> None:
+    model = streamed()
+    cycle, weights = cycle_of(model, 3), weights_of(model)
+    assert len(PROMPT) > 5 * SMALL["prefill_chunk"]
+    for _ in range(2):
+        before = weights.copies, weights.copied
+        cycle.prefill([PROMPT])
+        assert weights.copies - before[0] == LAYERS
+        assert weights.copied - before[1] == weights.bytes
+    before = weights.copies, weights.copied
+    _, decoder = decoded(cycle, [PROMPT], [NEW], again=True)
+    # The passes of level 1, of which there are more, bring nothing.
+    assert weights.copies - before[0] == LAYERS * decoder.levels[-1].forwards
+    assert decoder.levels[1].forwards > decoder.levels[-1].forwards
+
+
+def test_the_next_layer_comes_while_one_computes_and_the_first_behind_the_last() -> None:
+    model = streamed(layers=4)
+    weights = weights_of(model)
+    weights.ready(0)
+    assert weights._held == [0, 1]
+    for layer in (0, 1, 2, 3):
+        weights.ready(layer)
+        assert set(weights._held) == {layer, (layer + 1) % 4}
+    before = weights.copies
+    weights.ready(0)
+    assert weights.copies == before + 1
+
+
+@pytest.mark.parametrize("order", [(2, 0, 1), (4, 3, 2, 1, 0), (0, 2, 4, 1, 3), (3, 3, 0)])
+@pytest.mark.parametrize("slots", [2, 3])
+def test_any_order_is_right(slots: int, order: tuple[int, ...]) -> None:
+    model = streamed(slots=slots)
+    for layer in order:
+        weights_of(model).ready(layer)
+        own, theirs = (m.model.layers[layer].state_dict() for m in (model.model, whole()))
+        assert all(torch.equal(own[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("stop", range(LAYERS))
+def test_a_pass_that_broke_off_is_begun_anew(monkeypatch: pytest.MonkeyPatch, stop: int) -> None:
+    model = streamed()
+    reference = level_two(model)
+    layer = model.model.model.layers[stop]
+    work = layer.mlp.forward
+
+    def broken(hidden: Tensor) -> Tensor:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(layer.mlp, "forward", broken)
+    with pytest.raises(KeyboardInterrupt):
+        level_two(model)
+    monkeypatch.setattr(layer.mlp, "forward", work)
+    assert torch.equal(level_two(model), reference)
+
+
+def test_a_fault_in_a_copy_is_raised_and_the_next_pass_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = streamed()
+    reference = level_two(model)
+    lane, left = weights_of(model)._lane, 7
+    send = lane.copy
+
+    def failing(target: Tensor, source: Tensor) -> Any:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            target.fill_(0xFF)
+            raise RuntimeError("the bus is gone")
+        return send(target, source)
+
+    monkeypatch.setattr(lane, "copy", failing)
+    with pytest.raises(RuntimeError, match="the bus is gone"):
+        level_two(model)
+    assert torch.equal(level_two(model), reference)
+
+
+def test_parameters_keep_their_places() -> None:
+    model = streamed()
+    before = {name: (id(p), p.data_ptr()) for name, p in model.model.named_parameters()}
+    level_two(model)
+    assert {name: (id(p), p.data_ptr()) for name, p in model.model.named_parameters()} == before
+    layers = model.model.model.layers
+    assert layers[0].mlp.up_proj.weight.data_ptr() == layers[2].mlp.up_proj.weight.data_ptr()
+    assert layers[0].mlp.up_proj.weight.data_ptr() % 16 == 0
+
+
+@pytest.mark.parametrize("place", ["a block", "the device"])
+def test_a_fault_on_the_way_leaves_a_model_that_works(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    model, memories = copy.deepcopy(whole()), []
+    take, left = HostMemory.take, 3
+
+    def short(self: HostMemory, shape: Any, dtype: torch.dtype) -> Tensor:
+        nonlocal left
+        memories.append(self)
+        left -= 1
+        if left == 0 and place == "a block":
+            raise HostMemoryError("no more")
+        return take(self, shape, dtype)
+
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no more")
+
+    monkeypatch.setattr(HostMemory, "take", short)
+    if place == "the device":
+        monkeypatch.setattr(model, "to", full)
+    with pytest.raises((HostMemoryError, torch.OutOfMemoryError), match="no more"):
+        StreamedWeights(model, "cpu")
+    assert len(memories) == (3 if place == "a block" else LAYERS)
+    # Nothing stays locked.
+    assert not memories[0]._blocks
+    ids = torch.tensor([PROMPT])
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, whole()(ids).logits)
+
+
+def test_host_memory_that_is_short_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinned, "available", lambda: (1 << 20, "the test"))
+    with pytest.raises(
+        HostMemoryError, match=r"streamed weights needs .* the test leaves 0.0 GiB; free host"
+    ):
+        streamed()
+
+
+def test_close_gives_everything_back() -> None:
+    engine = engine_of(offload_weights=True)
+    weights = weights_of(engine.hierarchy.target)
+    blocks = [weakref.ref(block) for block in (*weights._host, *weights._slots)]
+    engine.generate(PROMPT, max_new_tokens=4, do_sample=False)
+    engine.close()
+    engine.close()
+    weights._lane.pending.clear()  # type: ignore[attr-defined]
+    gc.collect()
+    assert all(block() is None for block in blocks)
+    assert weights._memory.bytes == 0
+    layers = engine.hierarchy.target.model.model.layers
+    assert all(
+        m.weight.numel() == 0 for layer in layers for m in layer.modules() if type(m) is torch.nn.Linear
+    )
+    with pytest.raises(RuntimeError, match=r"given back by close\(\); load the model anew"):
+        engine.generate(PROMPT, max_new_tokens=4, do_sample=False)
+    with pytest.raises(RuntimeError, match="load the model anew"):
+        engine.hierarchy.target.model(torch.tensor([PROMPT]))
+
+
+def engine_of(**options: Any) -> Engine:
+    target = copy.deepcopy(whole())
+    return load(target, draft_of(), profile=False, device="cpu", **{**SMALL, **options})
+
+
+def test_an_engine_with_streamed_weights() -> None:
+    engine = engine_of(offload_weights=True, gpu_memory="2GiB")
+    plan = engine.memory_plan(len(PROMPT), NEW)
+    assert plan is not None
+    out = engine.generate(PROMPT, max_new_tokens=NEW, do_sample=False)
+    assert out.sequences[0, len(PROMPT) :].tolist() == expected()
+    assert out.captured
+    assert out.memory == plan.as_dict()
+    weights = weights_of(engine.hierarchy.target)
+    assert plan.host["weights"] == weights.bytes
+    assert plan.device["weight slots"] == weights.slot_bytes
+    assert (plan.config.middle_bits, plan.levels) == (8, 3)
+    assert out.memory["pass_weights_gib"] > 0
+    assert 0 < out.memory["pass_weights_ms"] <= out.memory["pass_ms"]
+    for levels in (1, 2):
+        other = engine.with_options(levels=levels)
+        again = other.generate(PROMPT, max_new_tokens=NEW, do_sample=False)
+        assert again.sequences.equal(out.sequences)
+    short = engine.generate(PROMPT[:2], max_new_tokens=3, do_sample=False)
+    assert not short.captured
+    near = engine.with_options(offload_weights=True, budget=32)
+    assert near.generate(PROMPT, max_new_tokens=8, do_sample=False).new_tokens == 8
+
+
+def test_weights_move_where_they_do_not_fit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    pair = tiny_pair.make(tmp_path_factory.mktemp("pair"))
+    assert pair.load(profile=False, gpu_memory="2GiB").hierarchy.target.streamed is None
+    monkeypatch.setattr(loading, "weights_fit", lambda weights, room: (weights, room) == (0, 0))
+    assert pair.load(profile=False).hierarchy.target.streamed is None
+    # Without a bound a CPU has one memory.
+    assert pair.load(profile=False, offload="auto").hierarchy.target.streamed is None
+    for options in ({"offload": True, "offload_weights": False}, {}):
+        own = pair.load(profile=False, gpu_memory="2GiB", **options)
+        assert (own.hierarchy.target.streamed is None) == bool(options)
+        assert own.generate([5, 6, 7, 8] * 20, max_new_tokens=4, do_sample=False).new_tokens == 4
+    near = {"offload": False, "gpu_memory": None}
+    assert not own.with_options(**near).generate([5, 6, 7, 8] * 20, max_new_tokens=4).captured
+    with pytest.raises(
+        ValueError, match="captured=True needs the captured cycle, but the weights are streamed"
+    ):
+        own.with_options(**near, captured=True).generate([5, 6, 7, 8] * 20, max_new_tokens=4)
+    given = engine_of(gpu_memory="2GiB")
+    assert given.hierarchy.target.streamed is None, "a model object is taken over by an explicit wish alone"
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"middle_bits=16 .* use middle_bits=8 or 4.* or levels=1 or 2"):
+        engine_of(offload_weights=True, middle_bits=16).memory_plan(len(PROMPT), NEW)
+    with pytest.raises(ValueError, match="middle_bits=8 or 4"):
+        cycle_of(streamed(), 3, 16)
+    model = streamed()
+    with pytest.raises(ValueError, match="need an offloaded cache"):
+        Cycle(model, None, HierarchyConfig(), 1, 200, 1)
+    with pytest.raises(ValueError, match=r"offload_weights=False differs from True.*load the models anew"):
+        engine_of(offload_weights=True).with_options(offload_weights=False)
+    with pytest.raises(ValueError, match=r"use triforce_tree.load"):
+        Engine(whole(), config=HierarchyConfig(offload_weights=True))
+    with pytest.raises(ValueError, match="slots=1 is too few"):
+        streamed(slots=1)
+    with pytest.raises(ValueError, match=r"offload_weights='yes' must be"):
+        HierarchyConfig(offload_weights="yes")
+    with pytest.raises(ValueError, match="offload=False asks for none"):
+        HierarchyConfig(offload_weights=True, offload=False)
+    with pytest.raises(ValueError, match="offload_weights=True needs the captured cycle"):
+        HierarchyConfig(offload_weights=True, captured=False)
+
+
+def test_layers_that_cannot_be_streamed_are_named() -> None:
+    odd = copy.deepcopy(whole())
+    odd.model.layers[3].mlp.up_proj = torch.nn.Linear(32, 48, bias=False)
+    with pytest.raises(
+        ValueError, match=r"decoder layers 0 and 3 differ \(mlp.up_proj \[\d+, 32\] torch.float32"
+    ):
+        StreamedWeights(odd, "cpu")
+    shared = copy.deepcopy(whole())
+    shared.model.layers[1].mlp.up_proj.weight = shared.model.layers[0].mlp.up_proj.weight
+    with pytest.raises(ValueError, match="shares weights of a decoder layer"):
+        StreamedWeights(shared, "cpu")
+    bare = copy.deepcopy(whole())
+    bare.model.layers[2] = torch.nn.Identity()
+    with pytest.raises(ValueError, match=r"without a plain nn.Linear"):
+        StreamedWeights(bare, "cpu")
+
+
+def test_a_pass_costs_its_weights_on_the_bus() -> None:
+    near, far = HFModel(whole()), streamed()
+    costs = [cycle_of(model, 3).costs(100) for model in (near, far)]
+    assert costs[0][0] == costs[1][0]
+    cycle = cycle_of(far, 3)
+    assert cycle.streamed_bytes(1000) - cycle_of(near, 3).streamed_bytes(1000) == weights_of(far).bytes
+    assert costs[1][1] > costs[0][1]
+
+
+@pytest.mark.gpu
+def test_streams_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triforce_tree.cycle.lanes import Lane
+
+    monkeypatch.setattr(streamed_weights, "Lane", Lane)
+    near = tiny(
+        "llama-gqa", num_hidden_layers=LAYERS, hidden_size=1024, intermediate_size=4096, head_dim=64
+    ).cuda()
+    ids = torch.tensor([PROMPT], device="cuda")
+    with torch.no_grad():
+        reference = near(ids).logits
+        weights = StreamedWeights(near, "cuda")
+        for _ in range(20):
+            assert torch.equal(near(ids).logits, reference)
+    with pytest.raises(RuntimeError, match="cannot be captured"):
+        capture(weights, ids)
+
+
+def capture(weights: StreamedWeights, ids: Tensor) -> None:
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        ids.add_(0)
+        weights.ready(0)
