@@ -1,5 +1,7 @@
 """The plan of the memory as a function of sizes: models of 7, 8 and 13 billion weights under several caps."""
 
+from dataclasses import replace
+
 import pytest
 from families import perturbed, tiny
 
@@ -7,11 +9,13 @@ from triforce_tree.config import HierarchyConfig, bytes_of
 from triforce_tree.cycle.cycle import Cycle
 from triforce_tree.hf_model import HFModel
 from triforce_tree.memory_map import GIB, Machine, Sizes
-from triforce_tree.memory_plan import DoesNotFitError, MemoryPlan, plan
+from triforce_tree.memory_plan import DoesNotFitError, MemoryPlan, plan, weights_fit
 
 LLAMA_2_7B = Sizes(int(13.48e9), int(0.15e9), 32, 32, 32, 128, 4096, 11008, 32000)
 LLAMA_3_1_8B = Sizes(int(16.06e9), int(0.15e9), 32, 32, 8, 128, 4096, 14336, 128256)
 LLAMA_2_13B = Sizes(int(26.03e9), int(0.15e9), 40, 40, 40, 128, 5120, 13824, 32000)
+_LAYER_13B = 2 * (4 * 5120 * 5120 + 3 * 13824 * 5120)
+STREAMED_13B = replace(LLAMA_2_13B, streamed=40 * _LAYER_13B, slots=2 * _LAYER_13B)
 LONG, LONGER = 122_880, 524_288
 H200_BUS = 55e9
 
@@ -40,6 +44,8 @@ FITTING = [
     (LLAMA_3_1_8B, 24, LONGER),
     (LLAMA_3_1_8B, 48, LONGER),
     (LLAMA_2_13B, 48, LONG),
+    (STREAMED_13B, 24, LONG),
+    (STREAMED_13B, 16, LONG),
 ]
 
 
@@ -124,7 +130,16 @@ def test_auto_stays_on_the_device_where_everything_fits() -> None:
     ("sizes", "cap", "host", "message"),
     [
         (LLAMA_2_7B, 14, 512, r"122880 tokens needs at least 1\d\.\d GiB .*weights 12.6 GiB.*allow more"),
-        (LLAMA_2_13B, 24, 512, r"weights 24.2 GiB.*the weights alone do not fit"),
+        (LLAMA_2_13B, 24, 512, r"weights 24.2 GiB.*offload_weights=True.*the weights alone do not fit"),
+        (LLAMA_2_7B, 13, 512, r"allow more .gpu_memory., or shorten .* \(offload_weights=True\)"),
+        (STREAMED_13B, 6, 512, r"weight slots 1.2 GiB.*low-bit weights 6.1 GiB.*smaller model .* levels=1"),
+        (
+            STREAMED_13B,
+            10,
+            512,
+            r"needs at least 1\d\.\d GiB .*; allow more \(gpu_memory\), or shorten the prompt$",
+        ),
+        (STREAMED_13B, 24, 96, r"needs 117.4 GiB of host memory, but 96.0 GiB can be had"),
         (LLAMA_2_7B, 24, 32, r"needs 5\d\.\d GiB of host memory, but 32.0 GiB can be had; shorten"),
     ],
 )
@@ -133,6 +148,65 @@ def test_what_cannot_fit_is_refused_with_numbers_and_a_remedy(
 ) -> None:
     with pytest.raises(DoesNotFitError, match=message):
         planned(sizes, cap, LONG, host=host)
+
+
+def test_streamed_weights_take_slots_and_a_copy_of_few_bits() -> None:
+    made = planned(STREAMED_13B, 24, LONG)
+    assert (made.levels, made.config.middle_bits, made.config.retrieval.budget) == (3, 8, 4096)
+    assert made.device["weights"] == STREAMED_13B.weights - STREAMED_13B.streamed < GIB
+    assert made.device["weight slots"] == 2 * _LAYER_13B
+    assert made.device["low-bit weights"] == STREAMED_13B.streamed // 2
+    assert made.host["weights"] == STREAMED_13B.streamed
+    # The host's room counts what is locked already; a progress bar counts what is still to come.
+    assert made.coming_bytes == made.host["full rows"]
+    crossing = made.host["full rows"] + made.host["weights"]
+    assert made.pass_seconds == pytest.approx(crossing / H200_BUS)
+    assert made.weight_seconds == pytest.approx(STREAMED_13B.streamed / H200_BUS)
+    told = made.as_dict()
+    assert told["pass_weights_gib"] == pytest.approx(23.6, abs=0.1)
+    assert told["pass_weights_ms"] == pytest.approx(461, abs=1)
+    assert told["options"]["middle_bits"] == 8
+    assert made.with_resident(0).host["weights"] == made.host["weights"]
+
+
+def test_bits_of_level_one_are_those_that_fit_or_are_given() -> None:
+    assert planned(STREAMED_13B, 16, LONG).config.middle_bits == 4
+    four = planned(STREAMED_13B, 24, LONG, {"middle_bits": 4})
+    assert four.config.middle_bits == 4
+    # A byte more for every 64 weights: their scales.
+    assert four.device["low-bit weights"] == STREAMED_13B.streamed // 4 + STREAMED_13B.streamed // 128
+    for levels in (1, 2):
+        made = planned(STREAMED_13B, 24, LONG, {"levels": levels})
+        assert made.config.middle_bits == 16
+        assert made.device["low-bit weights"] == 0
+    assert planned(LLAMA_2_13B, 48, LONG).config.middle_bits == 16
+    with pytest.raises(ValueError, match="middle_bits=16 lets level 1 use the target's own weights"):
+        planned(STREAMED_13B, 24, LONG, {"middle_bits": 16})
+    with pytest.raises(DoesNotFitError, match=r"or give middle_bits=4"):
+        planned(STREAMED_13B, 16, LONG, {"middle_bits": 8})
+
+
+def test_auto_streams_weights_that_do_not_fit_and_keeps_the_cycle_for_it() -> None:
+    assert weights_fit(LLAMA_2_7B.weights, 24 * GIB)
+    assert weights_fit(LLAMA_2_13B.weights, 32 * GIB)
+    assert not weights_fit(LLAMA_2_13B.weights, 24 * GIB)
+    # Neither is a device that holds the weights and nothing else of any use.
+    assert not weights_fit(LLAMA_2_13B.weights, LLAMA_2_13B.weights)
+    machine = Machine(80 * GIB, 512 * GIB, H200_BUS, 4.4e12)
+    config = HierarchyConfig.from_options(offload="auto")
+    made = plan(STREAMED_13B, machine, config, (), 1, 4096, 256)
+    assert made.offload is not None
+    assert made.host["full rows"] == 0
+
+
+def test_a_streamed_plan_gives_up_bits_before_the_budget() -> None:
+    made: MemoryPlan | None = planned(STREAMED_13B, 24, LONG)
+    said = []
+    while made is not None:
+        step = made.smaller()
+        made = step[0] if step else None
+        said += [step[1].split()[0]] if step else []
+    assert list(dict.fromkeys(said)) == ["resident", "ring", "middle_bits", "budget"]
 
 
 def test_a_plan_shrinks_step_by_step_and_ends() -> None:
