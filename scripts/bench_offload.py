@@ -3,6 +3,7 @@
     python scripts/bench_offload.py --part 7b               # in eight minutes; again: goes on
     python scripts/bench_offload.py --part 7b --tiny        # the same code, tiny, on a CPU
     python scripts/bench_offload.py --part smoke            # does it work here, in three minutes
+    python scripts/bench_offload.py --part weights          # do streamed weights, in one
 
 A part goes into docs/results/offload_h200.json, one measurement after the other; what was made with other
 settings or another engine is not continued. Models, prompts and clocks are those of bench_on_chip.py. The
@@ -120,6 +121,43 @@ def smoke(args: argparse.Namespace, device: torch.device) -> None:
     say("closed", allocated_gib=torch.cuda.memory_allocated() / GIB if device.type == "cuda" else 0)
 
 
+def weights(args: argparse.Namespace, device: torch.device) -> None:
+    """Weights on the host: the bits of the model that is whole, and what they cost a pass."""
+    tiny = args.tiny
+    shape, draft = ("512x7x4/4x128x1152", "256x2x4/4x64x512") if tiny else (args.shape, "llama-68m")
+    context, new = (300, 4) if tiny else (4096, 12)
+    say("machine", gpu=hardware(), torch=torch.__version__, bus_gbps=bus_gbps(device, 1 << 30))
+    bench = Bench(shape, draft, device, torch.float32 if tiny else torch.bfloat16, None, args.seed)
+    prompt = Library(bench.tokenizer, context).prompt(0, context).tokens
+    say("models")
+    split = Offload(0, 1 << 18 if tiny else 64 << 20, 3)
+    config = HierarchyConfig.from_options(levels=1, offload=True)
+    found = []
+    for streamed in (False, True):
+        if streamed:
+            bench.timed("stream", bench.stream)
+            say("streamed", seconds=bench.seconds["stream"], gib=bench.weights_on_host / GIB)
+        rows = Rows(bench, prompt, context // 3)
+        logits = [rows.offloaded(split) for _ in range(2)]
+        del rows
+        bench.open(config, context + new, split)
+        bench.feed(prompt)
+        bench.decode(0.0, prompt, 2)
+        run = bench.decode(0.0, prompt, new)
+        say("plain", streamed=streamed, prefill=bench.seconds["prefill"], **run.as_dict())
+        found.append((logits, run.tokens))
+        bench.close()
+    [[first, *others], tokens], [streamed_logits, streamed_tokens] = found
+    identical = [torch.equal(first, logits) for logits in (*others, *streamed_logits)]
+    say("bits", identical=all(identical), spread=float(first.std()), same_tokens=tokens == streamed_tokens)
+    own = bench.target.streamed
+    assert own is not None
+    own.close()
+    say("closed", allocated_gib=torch.cuda.memory_allocated() / GIB if device.type == "cuda" else 0)
+    if not all(identical) or tokens != streamed_tokens:
+        raise SystemExit("streamed weights do not give the bits of the model that is whole")
+
+
 def setting(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals:
@@ -165,7 +203,8 @@ def main(words: Sequence[str] | None = None) -> None:
         description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = made.add_argument
-    add("--part", choices=["smoke", *PARTS], nargs="+", required=True, help="what to measure")
+    checks = {"smoke": smoke, "weights": weights}
+    add("--part", choices=[*checks, *PARTS], nargs="+", required=True, help="what to measure")
     add("--out", type=Path, help="folder of the results file; without it docs/results, or none with --tiny")
     add("--seconds", type=float, default=450, help="begin nothing that would not end within this time")
     add("--set", type=setting, nargs="*", default=[], metavar="NAME=VALUE", help="options of the hierarchy")
@@ -193,8 +232,8 @@ def main(words: Sequence[str] | None = None) -> None:
         copied._ASKED = args.asked
     device = torch.device("cpu" if args.tiny else "cuda")
     for name in args.part:
-        if name == "smoke":
-            smoke(args, device)
+        if name in checks:
+            checks[name](args, device)
         else:
             measure(args, name, device)
 

@@ -20,6 +20,7 @@ from triforce_tree.cycle.offloaded import OffloadedCache
 from triforce_tree.cycle.pace import Pace
 from triforce_tree.cycle.pinned import HostMemory
 from triforce_tree.cycle.rows import KVStore, TreeRows
+from triforce_tree.cycle.streamed_weights import StreamedWeights
 from triforce_tree.decoder import Ending
 from triforce_tree.few_row import few_row_copy
 from triforce_tree.hf_model import HFModel
@@ -120,6 +121,7 @@ class Bench:
         device, dtype: of everything.
         cap_gib: of device memory; None for no cap.
         seed: of the weights without effect, and of all draws.
+        weights_on_host: stream the target's weights. It is built whole on the device, before the cap holds.
     """
 
     def __init__(
@@ -130,15 +132,36 @@ class Bench:
         dtype: torch.dtype,
         cap_gib: float | None = None,
         seed: int = 0,
+        weights_on_host: bool = False,
     ) -> None:
         self.device, self.dtype, self.seed = device, dtype, seed
-        cap_memory(device, cap_gib)
+        if not weights_on_host:
+            cap_memory(device, cap_gib)
         target, draft, self.tokenizer = inflate_pair(shape, device, dtype, draft_shape, seed)
         free()
         self.target, self.draft = HFModel(target), HFModel(draft)
+        if weights_on_host:
+            self.stream()
+            cap_memory(device, cap_gib)
         self._cycle: Cycle | None = None
         self._fed: list[int] = []
         self.seconds: dict[str, float] = {}
+
+    def stream(self) -> None:
+        """Move the target's weights to the host; copies of the target from before are of no use any more."""
+        model = self.target.model
+        self.target = HFModel(model, StreamedWeights(model, self.device))
+        free()
+
+    @property
+    def weights_on_host(self) -> int:
+        """Bytes that every pass of level 2 brings beside the rows."""
+        return self.target.streamed.bytes if self.target.streamed is not None else 0
+
+    @property
+    def pass_bytes(self) -> int:
+        """What a pass of level 2 copies to the device."""
+        return self.offloaded.host.streamed_bytes() + self.weights_on_host
 
     @property
     def cycle(self) -> Cycle:
@@ -210,12 +233,11 @@ class Bench:
             decoder.pace = Pace(decoder.pace.depth, decoder.pace.reach, fixed=rounds)
         cycle.rewind([list(prompt)])
         self.wait()
-        assert cycle.offloaded is not None
-        host, tokens = cycle.offloaded.host, []
+        tokens: list[int] = []
         streamed = 0
         for fresh in decoder.decode([list(prompt)], [Ending(new)]):
             tokens += fresh[0]
-            streamed += host.streamed_bytes()
+            streamed += self.pass_bytes
         target = decoder.levels[-1]
         run = Run(tokens, decoder.decode_seconds, target.forwards, streamed, decoder.levels)
         if cycle.growth is not None and decoder.levels[0].forwards:

@@ -73,6 +73,7 @@ def _row(part: str, content: Record, group: list[Record], samples: list[Record])
         "host_gib": _rounded(first["host_gib"]),
         "resident_gib": _rounded(first["resident_gib"]),
         "streamed_gib": _rounded(first["streamed_gib"]),
+        "weights_on_host_gib": _rounded(first.get("weights_on_host_gib", 0.0)),
         "bus_gbps": {k: _rounded(v) for k, v in content["bus_gbps"].items()},
         "baseline_pcie_gbps": _rounded(_median(s["pcie_gbps"] for s in beside)) if plain else None,
         "stages": _stages(group),

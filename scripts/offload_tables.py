@@ -7,7 +7,7 @@ Record = dict[str, Any]
 
 FILE = "offload_h200.json"
 COMMAND = "python scripts/bench_offload.py --part"
-_HEADLINES = ("7b", "8b", "8b-512k", "resident", "caps")
+_HEADLINES = ("7b", "8b", "8b-512k", "13b", "resident", "caps")
 
 
 def headline(result: Record) -> str:
@@ -24,7 +24,7 @@ def headline(result: Record) -> str:
         plain, pcie = row["baseline_ms_per_token"], row["baseline_pcie_gbps"]
         lines.append(
             [
-                row["shape"] + _lifted(row),
+                row["shape"] + _remarks(row),
                 f"{row['prompts']} x {row['context']:,}",
                 f"{row['gpu_memory_cap_gib']:g}",
                 f"{row['temperature']:g}",
@@ -57,6 +57,9 @@ def memory(result: Record) -> str:
     rows = list(found.values())
     lines.append(["**measured peak**", *(f"**{r['peak_gpu_gib']:.2f}**" for r in rows)])
     lines.append(["rows on the host", *(f"{r['host_gib']:.1f}" for r in rows)])
+    weights = [r.get("weights_on_host_gib", 0.0) for r in rows]
+    if any(weights):
+        lines.append(["weights on the host", *(f"{size:.1f}" for size in weights)])
     columns = [
         "GiB", *(f"{r['shape'].split()[0]}, {r['context']:,}, cap {r['gpu_memory_cap_gib']:g}" for r in rows)
     ]  # fmt: skip
@@ -141,9 +144,10 @@ def of_part(result: Record, part: str) -> list[Record]:
     return [row for row in result["rows"] if row["part"] == part]
 
 
-def _lifted(row: Record) -> str:
+def _remarks(row: Record) -> str:
     """The embedded pair knows 131,072 positions; beyond them texts are of no use, times are."""
-    return ", position limit lifted" if row["context"] > 131_072 else ""
+    lifted = ", position limit lifted" if row["context"] > 131_072 else ""
+    return lifted + (", weights on the host" if row.get("weights_on_host_gib") else "")
 
 
 def _missing(part: str) -> str:
