@@ -40,6 +40,8 @@ PROMPT, NEW = prompt_of(120), 30
 class HeldBack:
     """A lane whose copies happen when they are waited for, one after the other."""
 
+    stream = None
+
     def __init__(self, device: torch.device) -> None:
         self.pending: list[tuple[Tensor, Tensor]] = []
 
