@@ -8,8 +8,8 @@ from families import perturbed, tiny
 from triforce_tree.config import HierarchyConfig, bytes_of
 from triforce_tree.cycle.cycle import Cycle
 from triforce_tree.hf_model import HFModel
-from triforce_tree.memory_map import GIB, Machine, Sizes
-from triforce_tree.memory_plan import DoesNotFitError, MemoryPlan, plan, weights_fit
+from triforce_tree.memory_map import GIB, Machine, Sizes, weights_fit
+from triforce_tree.memory_plan import DoesNotFitError, MemoryPlan, plan
 
 LLAMA_2_7B = Sizes(int(13.48e9), int(0.15e9), 32, 32, 32, 128, 4096, 11008, 32000)
 LLAMA_3_1_8B = Sizes(int(16.06e9), int(0.15e9), 32, 32, 8, 128, 4096, 14336, 128256)

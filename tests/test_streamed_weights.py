@@ -5,21 +5,16 @@ until then: who does not wait, or waits for another layer, is found out.
 """
 
 import copy
-import gc
-import weakref
 from functools import cache
 from typing import Any
 
 import pytest
-import tiny_pair
 import torch
 from cycle_cases import SMALL, decoded
 from families import greedy, perturbed, prompt_of, tiny
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from triforce_tree import load, loading
-from triforce_tree.api import Engine
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle import offloaded, pinned, streamed_weights
 from triforce_tree.cycle.cycle import Cycle
@@ -263,102 +258,9 @@ def test_host_memory_that_is_short_is_said(monkeypatch: pytest.MonkeyPatch) -> N
         streamed()
 
 
-def test_close_gives_everything_back() -> None:
-    engine = engine_of(offload_weights=True)
-    weights = weights_of(engine.hierarchy.target)
-    blocks = [weakref.ref(block) for block in (*weights._host, *weights._slots)]
-    engine.generate(PROMPT, max_new_tokens=4, do_sample=False)
-    engine.close()
-    engine.close()
-    weights._lane.pending.clear()  # type: ignore[attr-defined]
-    gc.collect()
-    assert all(block() is None for block in blocks)
-    assert weights._memory.bytes == 0
-    layers = engine.hierarchy.target.model.model.layers
-    assert all(
-        m.weight.numel() == 0 for layer in layers for m in layer.modules() if type(m) is torch.nn.Linear
-    )
-    with pytest.raises(RuntimeError, match=r"given back by close\(\); load the model anew"):
-        engine.generate(PROMPT, max_new_tokens=4, do_sample=False)
-    with pytest.raises(RuntimeError, match="load the model anew"):
-        engine.hierarchy.target.model(torch.tensor([PROMPT]))
-
-
-def engine_of(**options: Any) -> Engine:
-    target = copy.deepcopy(whole())
-    return load(target, draft_of(), profile=False, device="cpu", **{**SMALL, **options})
-
-
-def test_an_engine_with_streamed_weights() -> None:
-    engine = engine_of(offload_weights=True, gpu_memory="2GiB")
-    plan = engine.memory_plan(len(PROMPT), NEW)
-    assert plan is not None
-    out = engine.generate(PROMPT, max_new_tokens=NEW, do_sample=False)
-    assert out.sequences[0, len(PROMPT) :].tolist() == expected()
-    assert out.captured
-    assert out.memory == plan.as_dict()
-    weights = weights_of(engine.hierarchy.target)
-    assert plan.host["weights"] == weights.bytes
-    assert plan.device["weight slots"] == weights.slot_bytes
-    assert (plan.config.middle_bits, plan.levels) == (8, 3)
-    assert out.memory["pass_weights_gib"] > 0
-    assert 0 < out.memory["pass_weights_ms"] <= out.memory["pass_ms"]
-    for levels in (1, 2):
-        other = engine.with_options(levels=levels)
-        again = other.generate(PROMPT, max_new_tokens=NEW, do_sample=False)
-        assert again.sequences.equal(out.sequences)
-    short = engine.generate(PROMPT[:2], max_new_tokens=3, do_sample=False)
-    assert not short.captured
-    near = engine.with_options(offload_weights=True, budget=32)
-    assert near.generate(PROMPT, max_new_tokens=8, do_sample=False).new_tokens == 8
-
-
-def test_weights_move_where_they_do_not_fit(
-    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    pair = tiny_pair.make(tmp_path_factory.mktemp("pair"))
-    assert pair.load(profile=False, gpu_memory="2GiB").hierarchy.target.streamed is None
-    monkeypatch.setattr(loading, "weights_fit", lambda weights, room: (weights, room) == (0, 0))
-    assert pair.load(profile=False).hierarchy.target.streamed is None
-    # Without a bound a CPU has one memory.
-    assert pair.load(profile=False, offload="auto").hierarchy.target.streamed is None
-    for options in ({"offload": True, "offload_weights": False}, {}):
-        own = pair.load(profile=False, gpu_memory="2GiB", **options)
-        assert (own.hierarchy.target.streamed is None) == bool(options)
-        assert own.generate([5, 6, 7, 8] * 20, max_new_tokens=4, do_sample=False).new_tokens == 4
-    near = {"offload": False, "gpu_memory": None}
-    assert not own.with_options(**near).generate([5, 6, 7, 8] * 20, max_new_tokens=4).captured
-    with pytest.raises(
-        ValueError, match="captured=True needs the captured cycle, but the weights are streamed"
-    ):
-        own.with_options(**near, captured=True).generate([5, 6, 7, 8] * 20, max_new_tokens=4)
-    given = engine_of(gpu_memory="2GiB")
-    assert given.hierarchy.target.streamed is None, "a model object is taken over by an explicit wish alone"
-
-
-def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"middle_bits=16 .* use middle_bits=8 or 4.* or levels=1 or 2"):
-        engine_of(offload_weights=True, middle_bits=16).memory_plan(len(PROMPT), NEW)
-    with pytest.raises(ValueError, match="middle_bits=8 or 4"):
-        cycle_of(streamed(), 3, 16)
-    model = streamed()
-    with pytest.raises(ValueError, match="need an offloaded cache"):
-        Cycle(model, None, HierarchyConfig(), 1, 200, 1)
-    with pytest.raises(ValueError, match=r"offload_weights=False differs from True.*load the models anew"):
-        engine_of(offload_weights=True).with_options(offload_weights=False)
-    with pytest.raises(ValueError, match=r"use triforce_tree.load"):
-        Engine(whole(), config=HierarchyConfig(offload_weights=True))
+def test_what_cannot_be_streamed_is_named() -> None:
     with pytest.raises(ValueError, match="slots=1 is too few"):
         streamed(slots=1)
-    with pytest.raises(ValueError, match=r"offload_weights='yes' must be"):
-        HierarchyConfig(offload_weights="yes")
-    with pytest.raises(ValueError, match="offload=False asks for none"):
-        HierarchyConfig(offload_weights=True, offload=False)
-    with pytest.raises(ValueError, match="offload_weights=True needs the captured cycle"):
-        HierarchyConfig(offload_weights=True, captured=False)
-
-
-def test_layers_that_cannot_be_streamed_are_named() -> None:
     odd = copy.deepcopy(whole())
     odd.model.layers[3].mlp.up_proj = torch.nn.Linear(32, 48, bias=False)
     with pytest.raises(

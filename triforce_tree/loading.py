@@ -15,8 +15,7 @@ from transformers import (
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.streamed_weights import StreamedWeights
 from triforce_tree.machine import device_room
-from triforce_tree.memory_map import tensor_bytes
-from triforce_tree.memory_plan import weights_fit
+from triforce_tree.memory_map import tensor_bytes, weights_fit
 
 PAIR = Path(__file__).parent / "pair"
 

@@ -10,7 +10,8 @@ from triforce_tree.hf_model import HFModel
 
 MIB, GIB = 1 << 20, 1 << 30
 # Graphs, libraries' workspaces, and what the allocator rounds up.
-WORKSPACE = 384 * MIB
+_WORKSPACE = 384 * MIB
+_LEAST_RESERVE, _RESERVE = 192 * MIB, 0.015
 
 MOST_GAMMA = 48
 """The largest gamma that is chosen: rows for it are laid out before the choice."""
@@ -89,6 +90,16 @@ class Machine:
     limit: str = "the device"
 
 
+def reserve(room: int) -> int:
+    """Of so much device memory, what no plan gives out."""
+    return max(_LEAST_RESERVE, int(_RESERVE * room))
+
+
+def weights_fit(weights: int, room: int) -> bool:
+    """Whether so many bytes of weights leave the least to work with of ``room`` bytes of device memory."""
+    return weights + _WORKSPACE + reserve(room) <= room
+
+
 def prefill(
     sizes: Sizes, config: HierarchyConfig, prompt: int, store: int, aside: int, states_on_host: bool
 ) -> int:
@@ -117,7 +128,7 @@ def workspace(sizes: Sizes, config: HierarchyConfig, levels: int, batch: int) ->
     nodes = Extent.of(config, levels).nodes
     rows = 2 * config.gamma + 1 if levels == 3 else nodes
     laws = (6 * rows + 8 * nodes) * sizes.vocabulary * 4
-    return WORKSPACE + batch * (laws + 2 * (rows + 2 * nodes) * token(sizes))
+    return _WORKSPACE + batch * (laws + 2 * (rows + 2 * nodes) * token(sizes))
 
 
 def partials(sizes: Sizes, config: HierarchyConfig, room: int, piece: int) -> int:

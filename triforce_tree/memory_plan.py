@@ -36,7 +36,6 @@ _PAGE = 64
 _ROUND_SECONDS = 2e-3
 # Of the bandwidth that a round of level 1 reaches on its bytes.
 _ROUND_SHARE = 0.7
-_LEAST_RESERVE, _RESERVE = 192 * MIB, 0.015
 _WEIGHTS = "weights"
 _MODELS = (_WEIGHTS, "weight slots", "draft", "low-bit weights")
 
@@ -202,11 +201,6 @@ def _refusal(least: MemoryPlan, sizes: Sizes, machine: Machine, prompt: int) -> 
     )
 
 
-def weights_fit(weights: int, room: int) -> bool:
-    """Whether so many bytes of weights leave the least to work with of ``room`` bytes of device memory."""
-    return weights + memory_map.WORKSPACE + max(_LEAST_RESERVE, int(_RESERVE * room)) <= room
-
-
 def _choices(
     config: HierarchyConfig, given: Collection[str], prompt: int, streamed: bool
 ) -> Iterator[tuple[HierarchyConfig, Offload]]:
@@ -348,7 +342,7 @@ def _with(config: HierarchyConfig, **options: Any) -> HierarchyConfig:
 
 
 def _reserve(machine: Machine) -> int:
-    return max(_LEAST_RESERVE, int(_RESERVE * machine.device))
+    return memory_map.reserve(machine.device)
 
 
 def _gib(size: int) -> str:

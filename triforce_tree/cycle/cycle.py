@@ -66,8 +66,8 @@ class Cycle:
 
     Raises:
         ValueError: several levels without a draft, or with a tree that has no fixed size; a store that is
-            too small, or cannot be paged by chunks; streamed weights with the full cache on the device, or with a
-            level 1 of 16 bits.
+            too small, or cannot be paged by chunks; streamed weights with the full cache on the device, or
+            with a level 1 of 16 bits.
         HostMemoryError: host memory is short.
     """
 

@@ -80,9 +80,10 @@ class StreamedWeights:
         for layer, weights in enumerate(self._weights):
             self._bind(weights, self._slots[layer % slots])
         self._lane = Lane(self.device)
-        for slot in self._slots if self._lane.stream is not None else ():
-            # Dropped without close(), a slot is not given to others while a copy is under way.
-            slot.record_stream(self._lane.stream)
+        if self._lane.stream is not None:
+            for slot in self._slots:
+                # Dropped without close(), it is not given to others while a copy is under way.
+                slot.record_stream(self._lane.stream)
         self._held: list[int | None] = [None] * slots
         self._marks = [Mark(None)] * slots
         self._current: int | None = None
