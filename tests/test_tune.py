@@ -239,7 +239,7 @@ def test_drafting_that_gains_is_chosen(
 
 
 def test_a_cache_in_host_memory_is_refused(engine: Engine, ids: list[int]) -> None:
-    with pytest.raises(ValueError, match=r"offload=True.*leave both out"):
+    with pytest.raises(ValueError, match=r"offload=True.*leave them out"):
         Tuner(engine.with_options(offload=True), ids, plan(), Records(None, {}))
 
 
