@@ -49,8 +49,8 @@ class StreamedWeights:
 
     Raises:
         ValueError: the layers differ, share weights, or have no plain linear layer.
-        HostMemoryError: host memory is short; the model works where it was, but its weights have moved to
-            ordinary host memory as far as they had come.
+        HostMemoryError: host memory is short. What had moved by then is in ordinary host memory, so that a
+            model of the CPU works as before.
     """
 
     def __init__(self, model: PreTrainedModel, device: torch.device | str, slots: int = SLOTS) -> None:
