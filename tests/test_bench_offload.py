@@ -56,6 +56,25 @@ def test_parts_are_measured_once_and_fill_the_tables(
     assert empty["headline"] == "Not measured yet: `python scripts/bench_offload.py --part 7b`.\n"
 
 
+def test_streamed_weights_are_counted_on_the_bus(
+    script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--tiny", "--out", str(tmp_path), "--temperatures", "0", "--part", "weights", "13b"]
+    script("bench_offload").main(words)
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    [bits] = [line for line in lines if line.get("what") == "bits"]
+    assert bits["identical"]
+    assert bits["same_tokens"]
+    tables = script("offload_tables")
+    result = json.loads((tmp_path / tables.FILE).read_text())
+    [row] = result["rows"]
+    assert row["weights_on_host_gib"] == pytest.approx(row["memory_plan"]["pass_weights_gib"], rel=1e-3)
+    assert row["streamed_gib"] > row["weights_on_host_gib"]
+    assert row["exact"] == {"compared": 4, "partings": 0}
+    assert "inflated, weights on the host | 1 x 384" in tables.headline(result)
+    assert "| weights on the host | 0.1 |" in tables.memory(result)
+
+
 def test_a_projection_stretches_each_time_by_what_it_waits_for(script: Any) -> None:
     row = {"streamed_gib": 50e9 / 2**30, "tokens_per_pass": 20.0}
     row |= {"pass_ms": 1100.0, "baseline_ms_per_token": 1010.0}
