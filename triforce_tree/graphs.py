@@ -5,6 +5,7 @@ Capture happens when a decoder is made, never in the middle of a text. Off the G
 
 import gc
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,6 +20,12 @@ def free_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all captures: libraries keep a workspace for every stream they have seen, for good."""
+    return torch.cuda.Stream(device)
 
 
 class Captured:
@@ -36,14 +43,14 @@ class Captured:
         self._graph: torch.cuda.CUDAGraph | None = None
         if device.type != "cuda":
             return
-        side = torch.cuda.Stream(device)
+        side = _side_stream(device)
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
             for _ in range(_WARM_UPS):
                 run()
         torch.cuda.current_stream(device).wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.no_grad(), torch.cuda.graph(self._graph, pool=pool):
+        with torch.no_grad(), torch.cuda.graph(self._graph, pool=pool, stream=side):
             run()
 
     def __call__(self) -> None:

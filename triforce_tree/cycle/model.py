@@ -153,9 +153,13 @@ def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
             try:
                 with torch._dynamo.config.patch(recompile_limit=_COMPILED_SHAPES):
                     return fast(hidden, *args, **kwargs)
+            except torch.OutOfMemoryError:
+                raise
             except Exception as error:
-                # Whatever failed, the plain layer writes the same rows again, or raises the same error.
-                _running.layer, failed = layer, True
+                if _running.layer != layer:
+                    # The layer ran as far as its attention, so this is no failure to compile it.
+                    raise
+                failed = True
                 _LOG.warning("torch.compile failed, decoder layers run uncompiled: %s", error)
         return forward(hidden, *args, **kwargs)
 
