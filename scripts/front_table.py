@@ -2,46 +2,53 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import offload_tables
 import on_chip_tables
+from markdown_tables import Record, rows_of, table
 
 # (results file's part, batch, context) in the order of the lines.
 _LINES = (("7b", 1, 122_880), ("8b", 1, 122_880), ("batch", 6, 19_456))
 _TEMPERATURES = (0.0, 0.6, 1.0)
 
 
-def front(on_chip: dict[str, Any]) -> str:
+def front(on_chip: Record) -> str:
     path = Path(__file__).parents[1] / "docs" / "results" / offload_tables.FILE
     offload = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rows": []}
     lines = []
     for part, batch, context in _LINES:
-        rows = [r for r in on_chip["rows"] if (r["part"], r["batch"], r["context"]) == (part, batch, context)]
+        rows = [r for r in rows_of(on_chip, part) if (r["batch"], r["context"]) == (batch, context)]
         where = f"{batch} x {context:,} tokens" if batch > 1 else f"{context:,} tokens"
         lines += _lines(rows, where)
-    held = [r for r in offload["rows"] if r["part"] == "7b"]
+    held = rows_of(offload, "7b")
     for cap in sorted({r["gpu_memory_cap_gib"] for r in held}):
         rows = [r for r in held if r["gpu_memory_cap_gib"] == cap]
         lines += _lines(rows, f"{rows[0]['context']:,} tokens, cache on the host, {cap:g} GiB of GPU")
     part = on_chip["parts"]["7b"]
-    head = (
-        "| model | prompt | T | ms/token | ordinary decoding, same kernels | speed-up | repeated 8-grams |\n"
-    )
+    columns = [
+        "model", "prompt", "T", "ms/token", "ordinary decoding, same kernels", "speed-up",
+        "repeated 8-grams",
+    ]  # fmt: skip
     note = (
-        f"\nOne {part['hardware']}, bf16, 256 new tokens, real texts, medians over prompts, decode only. "
+        f"One {part['hardware']}, bf16, 256 new tokens, real texts, medians over prompts, decode only. "
         '"Inflated": all layers of these models in shape and bytes, with the function of the embedded pair. '
         "Details, other baselines and files: [docs/benchmarks.md](docs/benchmarks.md), "
         "[docs/offloading.md](docs/offloading.md).\n"
     )
-    return head + "| --- | --- | ---: | ---: | ---: | ---: | ---: |\n" + "".join(lines) + note
+    return table(columns, lines, left=2) + "\n" + note
 
 
-def _lines(rows: list[dict[str, Any]], where: str) -> list[str]:
+def _lines(rows: list[Record], where: str) -> list[list[str]]:
     return [
-        f"| {r['shape']} | {where} | {r['temperature']:g} | **{r['ms_per_token']:.1f}** | "
-        f"{r['baseline_ms_per_token']:,.1f} | **{r['speedup']:.1f}x** | "
-        f"{100 * r['repeated_8grams']:.0f} % |\n"
+        [
+            r["shape"],
+            where,
+            f"{r['temperature']:g}",
+            f"**{r['ms_per_token']:.1f}**",
+            f"{r['baseline_ms_per_token']:,.1f}",
+            f"**{r['speedup']:.1f}x**",
+            f"{100 * r['repeated_8grams']:.0f} %",
+        ]
         for t in _TEMPERATURES
         for r in rows
         if r["temperature"] == t and not r["setting"].get("share")

@@ -1,8 +1,9 @@
 """Tables and the picture of docs/kernel.md from the results of scripts/bench_tree_attention.py."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from markdown_tables import table
 
 SHORT = {
     "SDPA dense mask": "SDPA",
@@ -24,11 +25,6 @@ AIMS = {
     (32, 32, 4096, 16): 19,
     (32, 8, 4096, 64): 14,
 }
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    rule = ["---", *["---:"] * (len(columns) - 1)]
-    return "".join("| " + " | ".join(line) + " |\n" for line in (columns, rule, *rows))
 
 
 def _us(value: float | str | None) -> str:
@@ -72,7 +68,7 @@ def cells(result: dict[str, Any]) -> str:
         f"{reading:.2f} TB/s, bf16 matmul {matmul:.0f} TFLOP/s, "
         f"measured in the same run. {ahead} File: `docs/results/tree_attention_h200.json`.\n"
     )
-    return _table([*columns, *(SHORT[name] for name in names)], lines) + "\n" + note
+    return table([*columns, *(SHORT[name] for name in names)], lines) + "\n" + note
 
 
 def aims(result: dict[str, Any]) -> str:
@@ -88,7 +84,7 @@ def aims(result: dict[str, Any]) -> str:
         verdict = "yes" if ours <= aim else f"missed by {100 * (ours / aim - 1):.0f}%"
         longer = f"{peer}: {100 * (row['peers'][peer] / ours - 1):+.0f}%"
         lines.append([cell, str(aim), _us(ours), verdict, longer])
-    return _table(["cell", "aim", "ours", "reached", "fastest peer, time against ours"], lines)
+    return table(["cell", "aim", "ours", "reached", "fastest peer, time against ours"], lines)
 
 
 def layouts(result: dict[str, Any]) -> str:
@@ -101,7 +97,7 @@ def layouts(result: dict[str, Any]) -> str:
         [heads.get(name, name.replace("page", "pages of")), *(_us(found.get(cell)) for cell in sizes)]
         for name, found in made.items()
     ]
-    return _table(["layout", *sizes], lines)
+    return table(["layout", *sizes], lines)
 
 
 def splits(result: dict[str, Any]) -> str:
@@ -114,7 +110,7 @@ def splits(result: dict[str, Any]) -> str:
             took, plan = row["us"].get(name), row["plan_ms"].get(name)
             line.append(_us(took) + (f" ({plan:,.1f})" if plan is not None else ""))
         lines.append(line)
-    return _table(["tree", "roof (KV once)", *names], lines)
+    return table(["tree", "roof (KV once)", *names], lines)
 
 
 def costs(result: dict[str, Any]) -> str:
@@ -133,7 +129,7 @@ def costs(result: dict[str, Any]) -> str:
                 f"{row['l2_bytes'] / 1e6:.1f} MB",
             ]
         )
-    return _table(["", "measured"], lines)
+    return table(["", "measured"], lines)
 
 
 def gate(result: dict[str, Any]) -> str:
@@ -145,7 +141,7 @@ def gate(result: dict[str, Any]) -> str:
         ["worst error in fp32, times torch's", str(found.get("worst_error_ratio_fp32", "-"))],
         ["graph replays / elements that differ", f"{every['replays']:,} / {every['different_elements']}"],
     ]
-    return _table(["gate", "of the same run"], lines)
+    return table(["gate", "of the same run"], lines)
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:

@@ -1,7 +1,8 @@
 """Table of docs/kernel.md from the results of scripts/tune_linear.py."""
 
-from collections.abc import Sequence
 from typing import Any
+
+from markdown_tables import table
 
 FILE = "linear_h200.json"
 COMMAND = f"python scripts/tune_linear.py --out docs/results/{FILE}"
@@ -10,11 +11,6 @@ _SHAPES = [((4096, 4096, 4096), 4096), ((4096,), 4096), ((11008, 11008), 4096), 
 _ROWS = (1, 16, 32, 64)
 _EARLY = "fused, small kernels between, early, prefetch 1"
 _WAYS = ("fused", "fused, small kernels between", _EARLY, "one by one")
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    rule = ["---:"] * len(columns)
-    return "".join("| " + " | ".join(line) + " |\n" for line in (columns, rule, *rows))
 
 
 def layers(result: dict[str, Any]) -> str:
@@ -55,4 +51,4 @@ def layers(result: dict[str, Any]) -> str:
         f"{len(result['measurements']):,} measurements, {result['checked']} problems checked against fp64 "
         f"before, {len(result['failed'])} wrong; commit {result['commit']}. File: `docs/results/{FILE}`.\n"
     )
-    return _table(columns, lines) + "\n" + note
+    return table(columns, lines, left=0) + "\n" + note

@@ -11,7 +11,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +22,12 @@ import front_table  # noqa: E402 - beside this file, wherever it is run from
 import host_tables  # noqa: E402
 import kernel_tables  # noqa: E402
 import linear_tables  # noqa: E402
+import markdown_tables  # noqa: E402
 import offload_tables  # noqa: E402
 import on_chip_tables  # noqa: E402
 
 RESULTS = ROOT / "docs" / "results"
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end table -->)", re.DOTALL)
-
-
-def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    rule = ["---", *["---:"] * (len(columns) - 1)]
-    return "".join("| " + " | ".join(line) + " |\n" for line in (columns, rule, *rows))
 
 
 def cpu(result: dict[str, Any]) -> str:
@@ -63,7 +59,7 @@ def cpu(result: dict[str, Any]) -> str:
         f"{result['commit']}. Speed-up against the fastest of transformers-static, -dynamic and "
         "-assistant. File: `docs/results/cpu_16k.json`.\n"
     )
-    return markdown(columns, lines) + "\n" + note
+    return markdown_tables.table(columns, lines) + "\n" + note
 
 
 def acceptance(result: dict[str, Any]) -> str:
@@ -76,7 +72,7 @@ def acceptance(result: dict[str, Any]) -> str:
         for row in result["rows"]
         if row["acceptance"]
     ]
-    return markdown(["method", "temperature", "acceptance"], lines)
+    return markdown_tables.table(["method", "temperature", "acceptance"], lines)
 
 
 def pair(result: dict[str, Any]) -> str:
@@ -90,11 +86,11 @@ def pair(result: dict[str, Any]) -> str:
         context, _, budget = name.partition("/")
         what = f"retrieval against full cache, {int(context):,} tokens, budget {int(budget):,}"
         lines.append([what, f"{share:.3f}"])
-    return markdown(["embedded pair, held-out text", "figure"], lines)
+    return markdown_tables.table(["embedded pair, held-out text", "figure"], lines)
 
 
 _KERNEL = "python scripts/bench_tree_attention.py --out docs/results"
-_ON_CHIP = "python scripts/bench_on_chip.py --part 7b"
+_ON_CHIP = f"{on_chip_tables.COMMAND} 7b"
 # name -> (results file, what makes the table, what makes the file)
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str], str]] = {
     "cpu_16k": ("cpu_16k.json", cpu, "python scripts/bench_cpu.py"),

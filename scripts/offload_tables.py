@@ -1,9 +1,6 @@
 """Tables of docs/offloading.md from docs/results/offload_h200.json."""
 
-from collections.abc import Sequence
-from typing import Any
-
-Record = dict[str, Any]
+from markdown_tables import Record, not_measured, number, origin, rows_of, table
 
 FILE = "offload_h200.json"
 COMMAND = "python scripts/bench_offload.py --part"
@@ -12,9 +9,9 @@ _HEADLINES = ("7b", "8b", "8b-512k", "13b", "resident", "caps")
 
 def headline(result: Record) -> str:
     """Every shape, context and cap beside streamed plain decoding."""
-    found = [r for part in _HEADLINES for r in of_part(result, part)]
+    found = rows_of(result, *_HEADLINES)
     if not found:
-        return _missing("7b")
+        return not_measured(f"{COMMAND} 7b")
     columns = [
         "model", "prompts", "cap, GiB", "T", "**ms/token**", "streamed plain decoding",
         "its share of the bus", "**speed-up**", "tokens a pass", "repeated 8-grams",
@@ -36,18 +33,14 @@ def headline(result: Record) -> str:
                 f"{100 * row['repeated_8grams']:.0f} %",
             ]
         )
-    return _table(columns, lines) + "\n" + _note(result, [p for p in _HEADLINES if of_part(result, p)])
+    return table(columns, lines) + "\n" + origin(result, found, FILE, _bus)
 
 
 def memory(result: Record) -> str:
     """Where the bytes were, and the allocator's own peak."""
-    found = {
-        (r["shape"], r["context"], r["gpu_memory_cap_gib"]): r
-        for part in _HEADLINES
-        for r in of_part(result, part)
-    }
+    found = {(r["shape"], r["context"], r["gpu_memory_cap_gib"]): r for r in rows_of(result, *_HEADLINES)}
     if not found:
-        return _missing("7b")
+        return not_measured(f"{COMMAND} 7b")
     uses = list(dict.fromkeys(use for r in found.values() for use in r["memory_plan"]["device_gib"]))
     lines = []
     for use in uses:
@@ -63,14 +56,14 @@ def memory(result: Record) -> str:
     columns = [
         "GiB", *(f"{r['shape'].split()[0]}, {r['context']:,}, cap {r['gpu_memory_cap_gib']:g}" for r in rows)
     ]  # fmt: skip
-    return _table(columns, lines)
+    return table(columns, lines)
 
 
 def levels(result: Record) -> str:
     """What a pass consists of, and what each level accepts."""
-    found = [r for part in _HEADLINES for r in of_part(result, part)]
+    found = rows_of(result, *_HEADLINES)
     if not found:
-        return _missing("7b")
+        return not_measured(f"{COMMAND} 7b")
     columns = [
         "model, context, cap", "T", "rounds a pass", "grow, ms", "choose, ms", "level 2, ms",
         "of it on the bus", "retrieval accepts", "target accepts", "greedy tokens compared", "partings",
@@ -85,24 +78,24 @@ def levels(result: Record) -> str:
                 f"{row['shape'].split()[0]}, {row['context']:,}, {row['gpu_memory_cap_gib']:g} GiB",
                 f"{row['temperature']:g}",
                 f"{row['rounds_per_pass']:.1f}",
-                _number(stages.get("grow")),
-                _number(stages.get("choose")),
-                _number(full),
+                number(stages.get("grow")),
+                number(stages.get("choose")),
+                number(full),
                 f"{100 * bus / full:.0f} %" if full else "",
-                _number(rate.get("retrieval")),
-                _number(rate.get("target")),
+                number(rate.get("retrieval")),
+                number(rate.get("target")),
                 str(exact["compared"]) if exact else "",
                 str(exact["partings"]) if exact else "",
             ]
         )
-    return _table(columns, lines)
+    return table(columns, lines)
 
 
 def prefill(result: Record) -> str:
     """Feeding the same prompts, with the cache on the device and offloaded."""
-    found = of_part(result, "prefill")
+    found = rows_of(result, "prefill")
     if not found:
-        return _missing("prefill")
+        return not_measured(f"{COMMAND} prefill")
     columns = ["model", "tokens", "on the device, s", "offloaded, s", "ratio"]
     lines = [
         [
@@ -111,15 +104,14 @@ def prefill(result: Record) -> str:
         ]
         for row in found
     ]  # fmt: skip
-    return _table(columns, lines) + "\n" + _note(result, ["prefill"])
+    return table(columns, lines) + "\n" + origin(result, found, FILE, _bus)
 
 
 def projections(result: Record) -> str:
     """The same on a smaller card, by the cost model; not measured."""
-    found = [r for part in _HEADLINES for r in of_part(result, part) if "projection" in r]
-    found = [r for r in found if r["gpu_memory_cap_gib"] <= 24]
+    found = [r for r in rows_of(result, *_HEADLINES) if "projection" in r and r["gpu_memory_cap_gib"] <= 24]
     if not found:
-        return _missing("7b")
+        return not_measured(f"{COMMAND} 7b")
     columns = ["projected, not measured", "card", "T", "ms/token", "streamed plain decoding", "speed-up"]
     lines = []
     for row in found:
@@ -134,14 +126,10 @@ def projections(result: Record) -> str:
                 f"{there['speedup']:.1f}x",
             ]
         )
-    return _table(columns, lines)
+    return table(columns, lines)
 
 
 TABLES = (headline, memory, levels, prefill, projections)
-
-
-def of_part(result: Record, part: str) -> list[Record]:
-    return [row for row in result["rows"] if row["part"] == part]
 
 
 def _remarks(row: Record) -> str:
@@ -150,32 +138,6 @@ def _remarks(row: Record) -> str:
     return lifted + (", weights on the host" if row.get("weights_on_host_gib") else "")
 
 
-def _missing(part: str) -> str:
-    return f"Not measured yet: `{COMMAND} {part}`.\n"
-
-
-def _note(result: Record, parts: Sequence[str]) -> str:
-    """Where the figures come from, and what could not be measured."""
-    runs: dict[str, list[str]] = {}
-    notes = []
-    for name in parts:
-        part = result["parts"][name]
-        versions, bus = part["versions"], part["bus_gbps"]
-        run = (
-            f"{part['hardware']}, bus {bus['in']:.1f} GB/s in and {bus['out']:.1f} out, measured in the same "
-            f"run, torch {versions['torch']}, transformers {versions['transformers']}, engine "
-            f"{part['settings']['engine']}, {part['date']}."
-        )
-        runs.setdefault(run, []).append(name)
-        notes += [f"In {name}: {note}." for note in part["notes"]]
-    lines = [f"{', '.join(names)}: {run}" for run, names in runs.items()]
-    return " ".join([*lines, *notes]) + f" File: `docs/results/{FILE}`.\n"
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    rule = ["---", *["---:"] * (len(columns) - 1)]
-    return "".join("| " + " | ".join(line) + " |\n" for line in (columns, rule, *rows))
+def _bus(part: Record) -> str:
+    bus = part["bus_gbps"]
+    return f"bus {bus['in']:.1f} GB/s in and {bus['out']:.1f} out, measured in the same run"

@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from on_chip_tables import HEADLINES, STAGES, Record, of_part, setting
+from markdown_tables import Record, rows_of
+from on_chip_tables import HEADLINES, STAGES, setting
 
 
 def plots(result: Record, folder: Path) -> list[Path]:
@@ -28,7 +29,7 @@ def plots(result: Record, folder: Path) -> list[Path]:
 def _plot_lengths(result: Record) -> Any:
     import matplotlib.pyplot as plt
 
-    found = sorted(of_part(result, "lengths"), key=lambda r: r["context"])
+    found = sorted(rows_of(result, "lengths"), key=lambda r: r["context"])
     if not found:
         return None
     figure, axis = plt.subplots(figsize=(7, 4))
@@ -53,7 +54,7 @@ def _plot_levels(result: Record) -> Any:
     """A bar a pass: time in each level, its roof in the darker part of it."""
     import matplotlib.pyplot as plt
 
-    found = [r for part in HEADLINES for r in of_part(result, part)]
+    found = rows_of(result, *HEADLINES)
     if not found:
         return None
     figure, axis = plt.subplots(figsize=(9, 0.5 * len(found) + 2))
@@ -82,7 +83,7 @@ def _plot_levels(result: Record) -> Any:
 def _plot_ablations(result: Record) -> Any:
     import matplotlib.pyplot as plt
 
-    parts = {p: of_part(result, p) for p in ("ablations-7b", "ablations-8b")}
+    parts = {p: rows_of(result, p) for p in ("ablations-7b", "ablations-8b")}
     parts = {p: rows for p, rows in parts.items() if rows}
     if not parts:
         return None

@@ -1,11 +1,9 @@
 """Tables of docs/benchmarks.md from docs/results/on_chip_h200.json."""
 
-from collections.abc import Sequence
-from typing import Any
-
-Record = dict[str, Any]
+from markdown_tables import Record, not_measured, number, origin, rows_of, table
 
 FILE = "on_chip_h200.json"
+COMMAND = "python scripts/bench_on_chip.py --part"
 # Speed-ups that TriForce (arXiv 2404.11912) reports for Llama-2-7B on an A100, by batch,
 # context and temperature.
 TRIFORCE = {
@@ -26,9 +24,9 @@ _MIDDLE = ("choose", "middle")
 
 def headline(result: Record) -> str:
     """Every shape, batch and temperature beside the faster baseline."""
-    found = [r for part in HEADLINES for r in of_part(result, part)]
+    found = rows_of(result, *HEADLINES)
     if not found:
-        return _missing("7b")
+        return not_measured(f"{COMMAND} 7b")
     columns = [
         "model", "prompts", "T", "**ms/token**", "our plain decoding (of its roof)", "transformers static",
         "**speed-up**", "TriForce, A100", "repeated 8-grams",
@@ -52,14 +50,14 @@ def headline(result: Record) -> str:
                 f"{100 * row['repeated_8grams']:.0f} %",
             ]
         )
-    return _table(columns, lines) + "\n" + _note(result, [p for p in HEADLINES if of_part(result, p)])
+    return table(columns, lines) + "\n" + _origin(result, found)
 
 
 def levels(result: Record) -> str:
     """What each stage of a pass takes, beside its own roof."""
-    found = [r for part in HEADLINES for r in of_part(result, part)]
+    found = rows_of(result, *HEADLINES)
     if not found:
-        return _missing("7b")
+        return not_measured(f"{COMMAND} 7b")
     lines = []
     for row in found:
         where = f"{row['shape']}, {row['batch']} x {row['context']:,}, T={row['temperature']:g}"
@@ -78,14 +76,14 @@ def levels(result: Record) -> str:
             where = ""
         lines.append(["", "a pass, the host's part included", "", f"{row['pass_ms']:.2f}", "", "", ""])
     columns = ["", "level", "runs a pass", "ms a run", "roof", "of its roof", "share of the pass"]
-    return _table(columns, lines)
+    return table(columns, lines)
 
 
 def acceptance(result: Record) -> str:
     """How much each level takes over from the one below."""
-    found = [r for part in HEADLINES for r in of_part(result, part)]
+    found = rows_of(result, *HEADLINES)
     if not found:
-        return _missing("7b")
+        return not_measured(f"{COMMAND} 7b")
     columns = [
         "model", "batch x context", "T", "retrieval accepts", "tokens a pass of level 1", "target accepts",
         "tokens a pass of level 2", "passes of level 1 a pass of level 2", "greedy tokens compared",
@@ -99,22 +97,22 @@ def acceptance(result: Record) -> str:
                 row["shape"],
                 f"{row['batch']} x {row['context']:,}",
                 f"{row['temperature']:g}",
-                _number(rate.get("retrieval")),
-                _number(length.get("retrieval")),
-                _number(rate.get("target")),
-                _number(length.get("target")),
+                number(rate.get("retrieval")),
+                number(length.get("retrieval")),
+                number(rate.get("target")),
+                number(length.get("target")),
                 f"{row['rounds_per_pass']:.2f}",
                 *([f"{exact[k]:,}" for k in ("compared", "ties", "failures")] if exact else [""] * 3),
             ]
         )
-    return _table(columns, lines)
+    return table(columns, lines)
 
 
 def costs(result: Record) -> str:
     """What is paid once: reading the prompts, capturing, memory."""
-    found = [r for part in HEADLINES for r in of_part(result, part)]
+    found = rows_of(result, *HEADLINES)
     if not found:
-        return _missing("7b")
+        return not_measured(f"{COMMAND} 7b")
     columns = [
         "model",
         "batch x context",
@@ -134,14 +132,14 @@ def costs(result: Record) -> str:
         ]
         for row in found
     }
-    return _table(columns, list(lines.values()))
+    return table(columns, list(lines.values()))
 
 
 def lengths(result: Record) -> str:
     """Speed-up by length of the prompt."""
-    found = sorted(of_part(result, "lengths"), key=lambda r: (r["context"], r["temperature"]))
+    found = sorted(rows_of(result, "lengths"), key=lambda r: (r["context"], r["temperature"]))
     if not found:
-        return _missing("lengths")
+        return not_measured(f"{COMMAND} lengths")
     columns = ["context", "T", "budget", "ms/token", "plain", "speed-up", "tokens a pass", "repeated 8-grams"]
     lines = [
         [
@@ -149,33 +147,33 @@ def lengths(result: Record) -> str:
             f"{row['temperature']:g}",
             f"{row['config']['budget']:,}",
             f"{row['ms_per_token']:.2f}",
-            _number(row["baseline_ms_per_token"]),
-            _times(row["speedup"]),
+            number(row["baseline_ms_per_token"]),
+            number(row["speedup"], "x"),
             f"{row['tokens_per_pass']:.2f}",
             f"{100 * row['repeated_8grams']:.0f} %",
         ]
         for row in found
     ]
-    return _table(columns, lines) + "\n" + _note(result, ["lengths"])
+    return table(columns, lines) + "\n" + _origin(result, found)
 
 
 def outputs(result: Record) -> str:
     """Speed-up by length of the output."""
-    found = sorted(of_part(result, "outputs"), key=lambda r: (r["temperature"], r["new_tokens"]))
+    found = sorted(rows_of(result, "outputs"), key=lambda r: (r["temperature"], r["new_tokens"]))
     if not found:
-        return _missing("outputs")
+        return not_measured(f"{COMMAND} outputs")
     columns = ["new tokens", "T", "ms/token", "speed-up", "repeated 8-grams"]
     lines = [
         [
             f"{row['new_tokens']:,}",
             f"{row['temperature']:g}",
             f"{row['ms_per_token']:.2f}",
-            _times(row["speedup"]),
+            number(row["speedup"], "x"),
             f"{100 * row['repeated_8grams']:.0f} %",
         ]
         for row in found
     ]
-    return _table(columns, lines) + "\n" + _note(result, ["outputs"])
+    return table(columns, lines) + "\n" + _origin(result, found)
 
 
 def ablations_7b(result: Record) -> str:
@@ -189,9 +187,9 @@ def ablations_8b(result: Record) -> str:
 
 
 def _ablations(result: Record, part: str) -> str:
-    found = of_part(result, part)
+    found = rows_of(result, part)
     if not found:
-        return _missing(part)
+        return not_measured(f"{COMMAND} {part}")
     columns = [
         "changed", "ms/token", "speed-up", "tokens a pass", "retrieval accepts", "target accepts", "rounds",
         "level 0, ms a pass", "level 1", "level 2",
@@ -203,19 +201,19 @@ def _ablations(result: Record, part: str) -> str:
             [
                 setting(row["setting"]),
                 f"{row['ms_per_token']:.2f}",
-                _times(row["speedup"]),
+                number(row["speedup"], "x"),
                 f"{row['tokens_per_pass']:.2f}",
-                _number(row["acceptance"].get("retrieval")),
-                _number(row["acceptance"].get("target")),
+                number(row["acceptance"].get("retrieval")),
+                number(row["acceptance"].get("target")),
                 f"{row['rounds_per_pass']:.2f}",
-                _number(spent.get("grow")),
-                _number(sum(spent.get(name, 0.0) for name in _MIDDLE)),
-                _number(spent.get("full")),
+                number(spent.get("grow")),
+                number(sum(spent.get(name, 0.0) for name in _MIDDLE)),
+                number(spent.get("full")),
             ]
         )
     defaults = result["parts"][part]["settings"]["options"]
     default = ", ".join(f"{k}={v}" for k, v in defaults.items() if v is not None)
-    return _table(columns, lines) + f"\nDefault: {default}. " + _note(result, [part])
+    return table(columns, lines) + f"\nDefault: {default}. " + _origin(result, found)
 
 
 def texts(result: Record) -> str:
@@ -225,7 +223,7 @@ def texts(result: Record) -> str:
         source for p in parts for sample in result["parts"][p]["samples"] for source in sample["sources"]
     )
     if not names:
-        return _missing("7b")
+        return not_measured(f"{COMMAND} 7b")
     return "".join(f"- {name}\n" for name in names)
 
 
@@ -234,34 +232,16 @@ TABLES = (
 )  # fmt: skip
 
 
-def of_part(result: Record, part: str) -> list[Record]:
-    return [row for row in result["rows"] if row["part"] == part]
-
-
 def _by_stage(row: Record) -> list[tuple[str, Record]]:
     return [(name, row["stages"][name]) for name in STAGES if name in row["stages"]]
 
 
-def _missing(part: str) -> str:
-    return f"Not measured yet: `python scripts/bench_on_chip.py --part {part}`.\n"
+def _origin(result: Record, rows: list[Record]) -> str:
+    return origin(result, rows, FILE, _bandwidth, noted="Not measured in")
 
 
-def _note(result: Record, parts: Sequence[str]) -> str:
-    """Where the figures come from, and what could not be measured."""
-    runs: dict[str, list[str]] = {}
-    notes = []
-    for name in parts:
-        part = result["parts"][name]
-        versions = part["versions"]
-        run = (
-            f"{part['hardware']}, read bandwidth {part['read_bandwidth'] / 1e12:.2f} TB/s measured in the "
-            f"same run, torch {versions['torch']}, transformers {versions['transformers']}, engine "
-            f"{part['settings']['engine']}, {part['date']}."
-        )
-        runs.setdefault(run, []).append(name)
-        notes += [f"Not measured in {name}: {note}." for note in part["notes"]]
-    lines = [f"{', '.join(names)}: {run}" for run, names in runs.items()]
-    return " ".join([*lines, *notes]) + f" File: `docs/results/{FILE}`.\n"
+def _bandwidth(part: Record) -> str:
+    return f"read bandwidth {part['read_bandwidth'] / 1e12:.2f} TB/s measured in the same run"
 
 
 def setting(change: Record) -> str:
@@ -270,16 +250,3 @@ def setting(change: Record) -> str:
 
 def _percent(part: float, whole: float) -> str:
     return f"{100 * part / whole:.0f} %"
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
-
-
-def _times(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}x"
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    rule = ["---", *["---:"] * (len(columns) - 1)]
-    return "".join("| " + " | ".join(line) + " |\n" for line in (columns, rule, *rows))
