@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from statistics import median
 
 import torch
+from graph_timing import graph_us
 from torch import Tensor
 
 from triforce_tree.kernels import linear as kernels
@@ -148,32 +148,9 @@ def _one(weights: Weights, rows: int, bias: list[Tensor] | None) -> str | None:
     return said
 
 
-def time_us(calls: list[Callable[[], object]], target_ms: float = 5.0) -> float:
-    """Median microseconds of one call; all are captured in one graph, which is replayed."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        calls[0]()
-    torch.cuda.current_stream().wait_stream(stream)
-    repeats = max(1, -(-48 // len(calls)))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(repeats):
-            for call in calls:
-                call()
-    each = repeats * len(calls)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-
-    def replay() -> float:
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) * 1e3 / each
-
-    replay()
-    first = replay()
-    return median([replay() for _ in range(int(min(40, max(5, target_ms * 1e3 / (first * each)))))])
+def time_us(calls: list[Callable[[], object]]) -> float:
+    """Median microseconds of one call; a few of them alone would be too short to time."""
+    return graph_us(calls, -(-48 // len(calls)), 5.0, (5, 40))
 
 
 # (block_n, width, warps, tma) by bits and rows of the tile.

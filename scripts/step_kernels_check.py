@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import grow_cases
 import step_cases
 from step_cases import Problem
-from tree_attention_timing import time_calls as time_captured
+from tree_attention_timing import time_calls
 
 from triforce_tree.kernels import step
 
@@ -184,13 +184,6 @@ def times() -> Iterator[tuple[str, float, int]]:
     yield from _times_of_selection()
     yield from _times_of_acceptance()
     yield from _times_of_growth()
-
-
-def time_calls(calls: list[Callable[[], object]]) -> float:
-    """Microseconds of a call, all of them compiled before the capture."""
-    for call in calls:
-        call()
-    return time_captured(calls)
 
 
 def _times_of_rows() -> Iterator[tuple[str, float, int]]:

@@ -1,12 +1,12 @@
-"""Timing of one layer of tree attention: problems, rotated KV, CUDA graphs, ceilings."""
+"""Timing of one layer of tree attention: problems, rotated KV, ceilings."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import median
 
 import torch
 import triton
 import triton.language as tl
+from graph_timing import graph_us
 from torch import Tensor
 
 from triforce_tree.kernels.plan import Heads
@@ -82,34 +82,8 @@ def random_kv(cell: Cell, layout: str = "heads") -> list[tuple[Tensor, Tensor]]:
 
 
 def time_calls(calls: list[Callable[[], object]], target_ms: float = 40.0) -> float:
-    """Median microseconds of one call, all of them captured in one graph, which is replayed."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for call in calls[:2]:
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    repeats = max(1, 16 // len(calls))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(repeats):
-            for call in calls:
-                call()
-    each = repeats * len(calls)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-
-    def replay() -> float:
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) * 1e3 / each
-
-    replay()
-    first = replay()
-    times = [replay() for _ in range(int(min(60, max(7, target_ms * 1e3 / (first * each)))))]
-    return median(times)
+    """Median microseconds of one call; see ``graph_timing.py``."""
+    return graph_us(calls, max(1, 16 // len(calls)), target_ms, (7, 60))
 
 
 @triton.jit
