@@ -14,21 +14,20 @@ decoding of this engine, whose cache is streamed too. Each line of a smoke run i
 import argparse
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import smoke_shapes
 import torch
+from bench_command import prepare, results_folder, setting, settings_of
+from deadline import Deadline
 from offload_measure import GIB, Bench, Rows, bus_gbps, free, peak_gib
 from offload_parts import PARTS, Session
 from offload_results import FILE, book
-from on_chip_parts import Deadline
 from on_chip_prompts import Library
-from on_chip_results import ROOT, engine_digest
-from transformers.utils import logging
 
 from triforce_tree.bench.results import hardware, repeated_share
 from triforce_tree.config import HierarchyConfig
@@ -45,7 +44,6 @@ OPTIONS: dict[str, Any] = {
     "recent": 256,
     "refresh": 1,
 }
-_TINY = {"gamma": 6, "tree": "best-first:3,2", "budget": 128, "recent": 32, "window": 64}
 
 
 def say(name: str, **facts: Any) -> None:
@@ -56,7 +54,9 @@ def smoke(args: argparse.Namespace, device: torch.device) -> None:
     """All that has never run on this machine, once, with everything it takes."""
     tiny = args.tiny
     dtype = torch.float32 if tiny else torch.bfloat16
-    shape, draft = ("768x7x6/3x128x1152", "256x2x4/4x64x512") if tiny else (args.shape, "llama-68m")
+    shape, draft = args.shape, "llama-68m"
+    if tiny:
+        shape, draft = smoke_shapes.SHAPES["llama-3.1-8b"], smoke_shapes.DRAFT_SHAPE
     context = 600 if tiny else args.context
     say("machine", gpu=hardware(), torch=torch.__version__, bus_gbps=bus_gbps(device))
     start = time.perf_counter()
@@ -83,7 +83,7 @@ def smoke(args: argparse.Namespace, device: torch.device) -> None:
     del rows, split, on_chip
     free()
 
-    options = {**OPTIONS, **(_TINY if tiny else {}), **dict(args.set)}
+    options = {**OPTIONS, **(smoke_shapes.OPTIONS if tiny else {}), **dict(args.set)}
     config = HierarchyConfig.from_options(**options)
     new = 24 if tiny else args.new_tokens
     peak_gib(device, reset=True)
@@ -158,13 +158,6 @@ def weights(args: argparse.Namespace, device: torch.device) -> None:
         raise SystemExit("streamed weights do not give the bits of the model that is whole")
 
 
-def setting(text: str) -> tuple[str, Any]:
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE, as in gamma=16")
-    return name, int(value) if value.lstrip("-").isdigit() else value
-
-
 def measure(args: argparse.Namespace, name: str, device: torch.device) -> None:
     """One part, into the book."""
     part = PARTS[name]
@@ -176,17 +169,9 @@ def measure(args: argparse.Namespace, name: str, device: torch.device) -> None:
         caps=tuple(args.caps or plan.caps),
         temperatures=tuple(args.temperatures or plan.temperatures),
     )
-    out = args.out or (Path(tempfile.mkdtemp()) if args.tiny else ROOT / "docs" / "results")
-    out.mkdir(parents=True, exist_ok=True)
-    settings = {
-        **plan.as_dict(),
-        "seed": args.seed,
-        "engine": engine_digest(),
-        "gpu": hardware(),
-        "dtype": "float32" if args.tiny else "bfloat16",
-    }
     deadline = Deadline(args.seconds)
-    written = book(out / FILE, name, settings, args.fresh)
+    settings = settings_of(plan.as_dict(), args.seed, args.tiny)
+    written = book(results_folder(args.out, args.tiny) / FILE, name, settings, args.fresh)
     session = Session(plan, written, device, args.seed)
     try:
         part.loop(session, deadline)
@@ -225,9 +210,7 @@ def main(words: Sequence[str] | None = None) -> None:
     args = made.parse_args(words)
     if not args.tiny and not torch.cuda.is_available():
         made.error("there is no GPU here; --tiny runs the same code with tiny models on the CPU")
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    torch._dynamo.config.recompile_limit = 128
+    prepare()
     if args.asked:
         copied._ASKED = args.asked
     device = torch.device("cpu" if args.tiny else "cuda")

@@ -14,33 +14,14 @@ that was made with other settings or another engine is not continued.
 
 import argparse
 import json
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
+from bench_command import RESULTS, prepare, results_folder, setting, settings_of
 from on_chip_parts import PARTS, Part, Plan
-from on_chip_results import FILE, ROOT, Book, engine_digest, rows
-from transformers.utils import logging
-
-from triforce_tree.bench.results import hardware
-
-
-def value_of(text: str) -> Any:
-    """``8`` is a number, ``none``, ``true`` and ``false`` are themselves, all else is text."""
-    known = {"none": None, "true": True, "false": False}
-    if text.lower() in known:
-        return known[text.lower()]
-    return int(text) if text.lstrip("-").isdigit() else text
-
-
-def setting(text: str) -> tuple[str, Any]:
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE, as in gamma=16")
-    return name, value_of(value)
+from on_chip_results import FILE, book, rows
 
 
 def parser() -> argparse.ArgumentParser:
@@ -86,30 +67,18 @@ def main(words: Sequence[str] | None = None) -> None:
     args = made.parse_args(words)
     if not args.smoke and not torch.cuda.is_available():
         made.error("there is no GPU here; --smoke runs the same code with tiny models on the CPU")
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    # Every number of rows is compiled once, and ablations bring many of them.
-    torch._dynamo.config.recompile_limit = 128
-    results = ROOT / "docs" / "results"
-    out = args.out or (Path(tempfile.mkdtemp()) if args.smoke else results)
-    out.mkdir(parents=True, exist_ok=True)
+    prepare()
+    out = results_folder(args.out, args.smoke)
     end = time.perf_counter() + args.seconds
     device = torch.device("cpu" if args.smoke else "cuda")
     done = {}
     for name, plan, measure in plans(args):
-        settings = {
-            **plan.as_dict(),
-            "seed": args.seed,
-            "engine": engine_digest(),
-            "gpu": hardware(),
-            "dtype": "float32" if args.smoke else "bfloat16",
-        }
-        begin = None if args.smoke else results / FILE
-        book = Book(out / FILE, name, settings, args.fresh, begin)
-        measure(plan, book, device, args.seed, end - time.perf_counter(), rival=not args.no_rival)
+        settings = settings_of(plan.as_dict(), args.seed, args.smoke)
+        written = book(out / FILE, name, settings, args.fresh, begin=None if args.smoke else RESULTS / FILE)
+        measure(plan, written, device, args.seed, end - time.perf_counter(), rival=not args.no_rival)
         done[name] = [
             {k: row[k] for k in ("batch", "context", "temperature", "setting", "ms_per_token", "speedup")}
-            for row in rows(name, book.mine)
+            for row in rows(name, written.mine)
         ]
     print(json.dumps(done))
 

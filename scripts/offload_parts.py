@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import smoke_shapes
 import torch
+from deadline import Deadline
+from measurements import OURS, Book
 from offload_measure import GIB, Bench, bus_gbps, free, peak_gib
-from offload_results import FED, ON_CHIP, OURS, PLAIN
-from on_chip_parts import Deadline
+from offload_results import FED, ON_CHIP, PLAIN
 from on_chip_prompts import SOURCES, Library, Source
-from on_chip_results import Book
 from on_chip_roofs import read_bandwidth, weight_bytes
 
 from triforce_tree import memory_plan
@@ -21,13 +22,6 @@ from triforce_tree.cycle.pinned import SPARE, available
 from triforce_tree.memory_map import Machine, Sizes
 from triforce_tree.memory_plan import MemoryPlan
 
-_SMOKE_SHAPES = {
-    "llama-2-7b": "384x6x3/3x128x1152",
-    "llama-3.1-8b": "768x7x6/3x128x1152",
-    "llama-2-13b": "512x7x4/4x128x1152",
-}
-_SMOKE_DRAFT = "256x2x4/4x64x512"
-_SMOKE = {"gamma": 6, "tree": "best-first:3,2", "budget": 128, "recent": 32, "window": 64, "chunk": 8}
 # Tokens of a text whose rows are fed before anything is timed: kernels are compiled and tuned.
 _WARM_UP = 8
 
@@ -65,9 +59,10 @@ class Plan:
     def smoke(self) -> "Plan":
         """The same in seconds on a CPU."""
         return replace(
-            self, shape=_SMOKE_SHAPES[self.shape], draft_shape=_SMOKE_DRAFT, context=self.context // 256,
-            caps=tuple(cap / 24 for cap in self.caps), prompts=min(2, self.prompts), new_tokens=24,
-            plain_tokens=4, options=self.options | _SMOKE, resident=0.5,
+            self, shape=smoke_shapes.SHAPES[self.shape], draft_shape=smoke_shapes.DRAFT_SHAPE,
+            context=self.context // 256, caps=tuple(cap / 24 for cap in self.caps),
+            prompts=min(2, self.prompts), new_tokens=24, plain_tokens=4, resident=0.5,
+            options=self.options | smoke_shapes.OPTIONS | {"chunk": 8},
         )  # fmt: skip
 
     def as_dict(self) -> dict[str, Any]:

@@ -1,13 +1,14 @@
 """What scripts/bench_on_chip.py measures: shapes, lengths and settings of each part, and its loop."""
 
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import smoke_shapes
 import torch
-from on_chip_results import STATIC, Book
+from deadline import Deadline
+from measurements import Book
+from on_chip_results import STATIC
 from on_chip_session import Session
 
 LLAMA_2_7B, LLAMA_3_1_8B = "llama-2-7b", "llama-3.1-8b"
@@ -38,10 +39,6 @@ ABLATIONS: tuple[dict[str, Any], ...] = (
     {"leaves": True},
     {"levels": 2},
 )
-# A tiny pair that has room for the embedded one, and settings that fit short prompts.
-_SMOKE = {"gamma": 6, "tree": "best-first:3,2", "budget": 128, "recent": 32, "window": 64}
-_SMOKE_SHAPES = {LLAMA_2_7B: "384x6x3/3x128x1152", LLAMA_3_1_8B: "768x7x6/3x128x1152"}
-_SMOKE_DRAFT = "256x2x4/4x64x512"
 # Seconds to keep for compiling and timing transformers' static cache.
 _RIVAL_SECONDS = 120.0
 # Tokens between the places of one text that ablations start from.
@@ -99,14 +96,14 @@ class Plan:
         smaller = tuple((min(batch, 3), max(384, context // 256)) for batch, context in self.cells)
         return replace(
             self,
-            shape=_SMOKE_SHAPES[self.shape],
-            draft_shape=_SMOKE_DRAFT,
+            shape=smoke_shapes.SHAPES[self.shape],
+            draft_shape=smoke_shapes.DRAFT_SHAPE,
             cells=tuple(dict.fromkeys(smaller))[-2:],
             new_tokens=24 if self.outputs else 12,
             plain_tokens=4,
             temperatures=self.temperatures[:2],
             prompts=2 if self.prompts > 3 else 1,
-            options=self.options | _SMOKE,
+            options=self.options | smoke_shapes.OPTIONS,
             ablations=tuple(_smoke_ablations(self.ablations)),
             outputs=(12, 24) if self.outputs else (),
             rival_tokens=min(4, self.rival_tokens),
@@ -125,31 +122,6 @@ def _smoke_ablations(ablations: Sequence[dict[str, Any]]) -> Iterator[dict[str, 
         if name not in seen and name != "budget":
             seen.add(name)
             yield change
-
-
-class Deadline:
-    """Time that is left, and what the longest step so far took."""
-
-    def __init__(self, seconds: float) -> None:
-        self._end = time.perf_counter() + seconds
-        self._longest = 0.0
-
-    def steps(self, items: Sequence[Any], keep: float = 0.0) -> Iterator[Any]:
-        """The items, until the next one and ``keep`` seconds would not fit any more."""
-        for number, item in enumerate(items):
-            left = self._end - time.perf_counter()
-            if left < self._longest + keep:
-                print(f"{left:.0f} s are left: {len(items) - number} steps wait for the next call",
-                      file=sys.stderr)  # fmt: skip
-                return
-            start = time.perf_counter()
-            yield item
-            # The first one also compiles and warms up.
-            share = 1.1 if number else 0.4
-            self._longest = max(self._longest, share * (time.perf_counter() - start))
-
-    def left(self) -> float:
-        return self._end - time.perf_counter()
 
 
 def headline(session: Session, plan: Plan, deadline: Deadline) -> None:

@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from measurements import CELL, OURS, Book
 from on_chip_measure import Bench, Run
 from on_chip_prompts import Library
-from on_chip_results import CELL, OURS, PLAIN, STATIC, Book
+from on_chip_results import PLAIN, STATIC
 from on_chip_rival import static_decoding
 from on_chip_roofs import read_bandwidth, roofs_ms
 

@@ -41,7 +41,7 @@ def sample(method: str, ms: float, prompt: str = "prompt 1", temperature: float 
 
 def book(script: Any, folder: Path, **options: Any) -> Any:
     settings = {"shape": "llama-2-7b", "options": {"gamma": 16} | options, "seed": 0, "engine": "e"}
-    return script("on_chip_results").Book(folder / "test.json", "7b", settings)
+    return script("on_chip_results").book(folder / "test.json", "7b", settings)
 
 
 def test_the_faster_baseline_counts_and_medians_are_over_prompts(script: Any, tmp_path: Path) -> None:
@@ -120,11 +120,11 @@ def test_settings_from_the_command_line(script: Any) -> None:
 
 
 def test_no_step_begins_that_would_not_end(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = script("on_chip_parts")
+    deadline = script("deadline")
     now = [0.0]
-    monkeypatch.setattr(parts.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(deadline.time, "perf_counter", lambda: now[0])
     done = []
-    for step in parts.Deadline(100.0).steps(range(10)):
+    for step in deadline.Deadline(100.0).steps(range(10)):
         done.append(step)
         now[0] += 30.0
     assert done == [0, 1, 2]
