@@ -22,7 +22,6 @@ from triforce_tree.check import chi_square, p_value, uncertain_contexts
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.cycle import Cycle
 from triforce_tree.cycle.decoder import CycleDecoder
-from triforce_tree.cycle.pace import Pace
 from triforce_tree.decoder import Ending
 from triforce_tree.hf_model import HFModel
 from triforce_tree.sampling import TokenLaw
@@ -67,7 +66,7 @@ class Checks:
             parted = sum(a != b for a, b in zip(tokens, expected, strict=True))
             self.add(f"greedy, {levels} levels", parted == 0, texts=len(prompts), parted=parted)
             plain = CycleDecoder(cycle, law, 0)
-            plain.pace = Pace(1, 1, fixed=0)
+            plain.pace.fixed = 0
             cycle.rewind(prompts)
             same = decoded(plain, prompts, new_tokens) == expected
             self.add(f"greedy, plain passes in a cycle of {levels} levels", same)

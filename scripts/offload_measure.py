@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from cycle_measure import last_logits, rounds_per_pass, synchronize, timed
 from torch import Tensor
 
 from triforce_tree.config import HierarchyConfig
@@ -17,7 +18,6 @@ from triforce_tree.cycle.host_store import Offload
 from triforce_tree.cycle.lanes import Lane
 from triforce_tree.cycle.model import StepModel
 from triforce_tree.cycle.offloaded import OffloadedCache
-from triforce_tree.cycle.pace import Pace
 from triforce_tree.cycle.pinned import HostMemory
 from triforce_tree.cycle.rows import KVStore, TreeRows
 from triforce_tree.cycle.streamed_weights import StreamedWeights
@@ -168,17 +168,9 @@ class Bench:
         assert self._cycle is not None, "no cycle is open"
         return self._cycle
 
-    def wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
     def timed(self, name: str, work: Callable[[], Any]) -> Any:
         """Do the work, and note its seconds under ``name``."""
-        self.wait()
-        start = time.perf_counter()
-        result = work()
-        self.wait()
-        self.seconds[name] = time.perf_counter() - start
+        result, self.seconds[name] = timed(self.device, work)
         return result
 
     def open(
@@ -230,9 +222,9 @@ class Bench:
         cycle = self.cycle
         decoder = CycleDecoder(cycle, TokenLaw.at(temperature), self.seed)
         if rounds is not None:
-            decoder.pace = Pace(decoder.pace.depth, decoder.pace.reach, fixed=rounds)
+            decoder.pace.fixed = rounds
         cycle.rewind([list(prompt)])
-        self.wait()
+        synchronize(self.device)
         tokens: list[int] = []
         streamed = 0
         for fresh in decoder.decode([list(prompt)], [Ending(new)]):
@@ -240,8 +232,7 @@ class Bench:
             streamed += self.pass_bytes
         target = decoder.levels[-1]
         run = Run(tokens, decoder.decode_seconds, target.forwards, streamed, decoder.levels)
-        if cycle.growth is not None and decoder.levels[0].forwards:
-            run.rounds = decoder.levels[0].forwards / cycle.growth.depth / target.forwards
+        run.rounds = rounds_per_pass(cycle, run.levels)
         return run
 
     def plain(self, prompt: Sequence[int], text: Sequence[int]) -> tuple[Run, list[dict[str, float]]]:
@@ -275,11 +266,8 @@ class Bench:
         for _ in range(passes):
             names = [n for i in range(rounds) for n in ("grow", "middle" if i == 1 else "choose")]
             for name in [*names, "full"]:
-                self.wait()
-                start = time.perf_counter()
-                cycle.run(name, generator)
-                self.wait()
-                found.setdefault(name, []).append(1e3 * (time.perf_counter() - start))
+                _, seconds = timed(self.device, lambda n=name: cycle.run(n, generator))
+                found.setdefault(name, []).append(1e3 * seconds)
                 if name == "choose" and cycle.copies is not None:
                     exchanged.append(float(cycle.copies.exchanged.float().mean()))
             cycle.settled([row[0] for row in cycle.texts.report().tolist()])
@@ -311,7 +299,7 @@ class Rows:
         with target.active():
             cache.prefill([self.prompt[: count - width + 1]], self.chunk)
         mask = torch.ones(width, width, dtype=torch.bool).tril()
-        logits = self._forward(cache.rows(width, mask), width)
+        logits = self._logits(cache.rows(width, mask), width)
         cache.close()
         del cache
         free()
@@ -325,16 +313,10 @@ class Rows:
         with target.active():
             prefill(target, store, 0, self.prompt[: count - width], self.chunk, None)
         mask = torch.ones(width, width, dtype=torch.bool).tril()
-        logits = self._forward(TreeRows(store, width, mask=mask), width)
+        logits = self._logits(TreeRows(store, width, mask=mask), width)
         del store
         free()
         return logits
 
-    @torch.no_grad()
-    def _forward(self, rows: TreeRows, width: int) -> Tensor:
-        count, device = len(self.prompt), self.bench.device
-        start = torch.tensor([count - width], device=device)
-        rows.begin(start)
-        tokens = torch.tensor([self.prompt[-width:]], device=device)
-        positions = start[:, None] + torch.arange(width, device=device)
-        return self.model(tokens, positions, rows)[0].float()
+    def _logits(self, rows: TreeRows, width: int) -> Tensor:
+        return last_logits(self.model, rows, [self.prompt], width)[0].float()

@@ -11,13 +11,13 @@ from typing import Any
 from unittest import mock
 
 import torch
+from cycle_measure import last_logits, rounds_per_pass, synchronize, timed
 from torch import Tensor
 
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle import cycle as cycle_module
 from triforce_tree.cycle.cycle import Cycle
 from triforce_tree.cycle.decoder import CycleDecoder
-from triforce_tree.cycle.pace import Pace
 from triforce_tree.cycle.rows import KVStore, TreeRows
 from triforce_tree.decoder import Ending
 from triforce_tree.hf_model import HFModel
@@ -97,10 +97,6 @@ class Bench:
         assert self._cycle is not None, "no cycle is open"
         return self._cycle
 
-    def wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
     def open(self, config: HierarchyConfig, batch: int, room: int, temperatures: Sequence[float]) -> None:
         """A cycle for these settings, captured; rows that are there stay where the memory serves."""
         levels = config.levels if isinstance(config.levels, int) else 3
@@ -134,11 +130,7 @@ class Bench:
         if self._fed == wanted:
             return False
         self._fed = []
-        self.wait()
-        start = time.perf_counter()
-        self.cycle.prefill(wanted)
-        self.wait()
-        self.prefill_seconds = time.perf_counter() - start
+        _, self.prefill_seconds = timed(self.device, lambda: self.cycle.prefill(wanted))
         self._fed = wanted
         return True
 
@@ -171,7 +163,7 @@ class Bench:
             self.decode(temperature, prompts, _WARM_UP_TOKENS)
         decoder = self._decoder(temperature, rounds)
         self.cycle.rewind(prompts)
-        self.wait()
+        synchronize(self.device)
         run = Run([[] for _ in prompts], levels=decoder.levels)
         for fresh in decoder.decode(prompts, [Ending(new)] * len(prompts)):
             for text, tokens in zip(run.texts, fresh, strict=True):
@@ -179,15 +171,13 @@ class Bench:
             run.stamps.append((decoder.decode_seconds, statistics.fmean(map(len, run.texts))))
             if any(decoder.finish_reasons):
                 break
-        growth, target = self.cycle.growth, run.levels[-1]
-        if growth is not None and run.levels[0].forwards:
-            run.rounds = run.levels[0].forwards / growth.depth / target.forwards
+        run.rounds = rounds_per_pass(self.cycle, run.levels)
         return run
 
     def _decoder(self, temperature: float, rounds: int | None) -> CycleDecoder:
         decoder = CycleDecoder(self.cycle, TokenLaw.at(temperature), self.seed)
         if rounds is not None:
-            decoder.pace = Pace(decoder.pace.depth, decoder.pace.reach, fixed=rounds)
+            decoder.pace.fixed = rounds
         return decoder
 
     def replay(self, prompts: Texts, texts: Texts) -> tuple[float, Exactness]:
@@ -201,7 +191,7 @@ class Bench:
             heads = [[*p, *t[:d]] for p, t, d in zip(prompts, texts, done, strict=True)]
             decoder = self._decoder(0.0, 0)
             self.cycle.rewind(heads)
-            self.wait()
+            synchronize(self.device)
             parted = [False] * len(texts)
             endings = [Ending(max(1, len(t) - d)) for t, d in zip(texts, done, strict=True)]
             for fresh in decoder.decode(heads, endings):
@@ -238,11 +228,7 @@ class Bench:
         """Logits ``[width, V]`` of text ``b`` at its last ``width`` tokens, in one forward of all texts."""
         mask = torch.ones(width, width, dtype=torch.bool).tril()
         rows = TreeRows(self.cycle.store, width, mask=mask)
-        starts = torch.tensor([len(t) - width for t in texts], device=self.device)
-        rows.begin(starts)
-        tokens = torch.tensor([list(t[-width:]) for t in texts], device=self.device)
-        positions = starts[:, None] + torch.arange(width, device=self.device)
-        return self.cycle.full(tokens, positions, rows)[b].float()
+        return last_logits(self.cycle.full, rows, texts, width)[b].float()
 
     def stage_ms(self, temperature: float, prompts: Texts, rounds: int, passes: int) -> dict[str, float]:
         """Median device milliseconds of one run of each stage, over some passes behind the prompts."""

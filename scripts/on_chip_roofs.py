@@ -1,11 +1,11 @@
 """The least time a stage can take: the bytes it must read, over the bandwidth measured in the same run."""
 
 import statistics
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from cycle_measure import timed
 from transformers import PreTrainedModel
 
 from triforce_tree.cycle.cycle import Cycle
@@ -16,13 +16,7 @@ def read_bandwidth(device: torch.device) -> float:
     """Bytes a second of a large sum, which reads everything and writes nothing."""
     size = 2**32 if device.type == "cuda" else 2**26
     data = torch.ones(size // 4, dtype=torch.float32, device=device)
-    times = []
-    for _ in range(12 if device.type == "cuda" else 3):
-        _wait(device)
-        start = time.perf_counter()
-        data.sum()
-        _wait(device)
-        times.append(time.perf_counter() - start)
+    times = [timed(device, data.sum)[1] for _ in range(12 if device.type == "cuda" else 3)]
     del data
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -65,8 +59,3 @@ def stage_bytes(cycle: Cycle, lengths: Sequence[int]) -> dict[str, int]:
 def roofs_ms(cycle: Cycle, lengths: Sequence[int], bandwidth: float) -> dict[str, float]:
     """Milliseconds of each stage at the full bandwidth."""
     return {name: 1e3 * size / bandwidth for name, size in stage_bytes(cycle, lengths).items()}
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
