@@ -3,11 +3,15 @@
 import os
 import random
 from collections.abc import Callable, Iterator
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from tiny_pair import TinyPair
 
 # Tests use tiny tensors, and two threads that meet after every such operation are hundreds of times
 # slower than one where something else keeps a core busy.
@@ -47,6 +51,21 @@ def _same_start_for_every_test() -> Iterator[None]:
 @pytest.fixture
 def generator() -> torch.Generator:
     return torch.Generator().manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> "TinyPair":
+    """Model folders that are only read; made once, for whoever asks."""
+    import tiny_pair  # brings transformers, which most tests do without
+
+    return tiny_pair.make(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder where profiles are looked for and written."""
+    monkeypatch.setenv("TRIFORCE_TREE_PROFILES", str(tmp_path))
+    return tmp_path
 
 
 @pytest.fixture

@@ -20,11 +20,6 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tiny_pair.TinyPair:
-    return tiny_pair.make(tmp_path_factory.mktemp("pair"))
-
-
-@pytest.fixture(scope="module")
 def engine(pair: tiny_pair.TinyPair) -> Engine:
     return pair.load(budget=64, recent=32)
 

@@ -4,25 +4,18 @@ import copy
 from collections import Counter
 
 import pytest
-import tiny_pair
 import torch
+from tiny_pair import TinyPair, prompt
 
 from triforce_tree import Engine, check, sampling
-from triforce_tree.bench.text import token_ids
 from triforce_tree.drafters import HierarchicalDrafter
 from triforce_tree.sampling import TokenLaw
 from triforce_tree.token_tree import chain
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    pair = tiny_pair.make(tmp_path_factory.mktemp("pair"))
+def engine(pair: TinyPair) -> Engine:
     return pair.load(budget=64, recent=32, tree="best-first:3,2")
-
-
-def prompt(engine: Engine, length: int) -> list[int]:
-    assert engine.tokenizer is not None
-    return token_ids(engine.tokenizer, tiny_pair.pydoc_text()[:4000])[:length]
 
 
 @pytest.mark.parametrize("levels", [2, 3])

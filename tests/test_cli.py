@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_pair
 from tiny_pair import TinyPair
 
 from triforce_tree import __version__, cli, console
@@ -18,11 +17,6 @@ from triforce_tree.bench import baselines, results
 from triforce_tree.cli import main
 from triforce_tree.commands import arguments
 from triforce_tree.config import HierarchyConfig
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
-    return tiny_pair.make(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture

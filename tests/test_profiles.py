@@ -5,23 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_pair
-from tiny_pair import TinyPair
+from tiny_pair import SMALL, TinyPair, prompt
 
 from triforce_tree import Engine, load, profiles
-from triforce_tree.bench.text import token_ids
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.profiles import Entry, Profile
 
-SMALL: dict[str, Any] = {
-    "budget": 64, "recent": 32, "chunk": 8, "gamma": 4, "tree": "best-first:3,2", "window": 64,
-}  # fmt: skip
 CONTEXT = 200
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
-    return tiny_pair.make(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture(scope="module")
@@ -31,14 +21,7 @@ def engine(pair: TinyPair) -> Engine:
 
 @pytest.fixture(scope="module")
 def ids(engine: Engine) -> list[int]:
-    assert engine.tokenizer is not None
-    return token_ids(engine.tokenizer, tiny_pair.pydoc_text()[:4000])[:CONTEXT]
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("TRIFORCE_TREE_PROFILES", str(tmp_path))
-    return tmp_path
+    return prompt(engine, CONTEXT)
 
 
 def entry(**values: Any) -> Entry:

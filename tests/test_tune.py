@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import tiny_pair
 import torch
-from tiny_pair import TinyPair
+from tiny_pair import SMALL, TinyPair
 
 from triforce_tree import Engine, cli
 from triforce_tree.bench.results import Records
-from triforce_tree.bench.text import token_ids
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.profiles import Entry
 from triforce_tree.tune.meters import CapturedMeter, EagerMeter, Sample
@@ -21,19 +20,11 @@ from triforce_tree.tune.plan import Plan, Watch
 from triforce_tree.tune.search import Coordinate, OutOfTime, Space, relevant, search
 from triforce_tree.tune.tuner import Tuner
 
-SMALL: dict[str, Any] = {
-    "budget": 64, "recent": 32, "chunk": 8, "gamma": 4, "tree": "best-first:3,2", "window": 64,
-}  # fmt: skip
 CONTEXT = 200
 FEW = (
     Coordinate("tree", ("chain:2", "best-first:3,2"), ordered=False, levels=(2, 3)),
     Coordinate("gamma", (2, 4, 6)),
 )
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
-    return tiny_pair.make(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture(scope="module")
@@ -43,14 +34,7 @@ def engine(pair: TinyPair) -> Engine:
 
 @pytest.fixture(scope="module")
 def ids(engine: Engine) -> list[int]:
-    assert engine.tokenizer is not None
-    return token_ids(engine.tokenizer, tiny_pair.pydoc_text()[:4000])[:CONTEXT]
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("TRIFORCE_TREE_PROFILES", str(tmp_path))
-    return tmp_path
+    return tiny_pair.prompt(engine, CONTEXT)
 
 
 # --- search ---

@@ -2,15 +2,20 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import ByteLevelBPETokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from triforce_tree import Engine, load
-from triforce_tree.bench.text import pydoc_text
+from triforce_tree.bench.text import pydoc_text, token_ids
 
 VOCABULARY = 384
+# A hierarchy for prompts of a few hundred tokens.
+SMALL: dict[str, Any] = {
+    "budget": 64, "recent": 32, "chunk": 8, "gamma": 4, "tree": "best-first:3,2", "window": 64,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -59,3 +64,9 @@ def make(folder: Path) -> TinyPair:
         tokenizer.save_pretrained(folder / name)
     (folder / "text.txt").write_text(text, encoding="utf-8")
     return TinyPair(str(folder / "target"), str(folder / "draft"), str(folder / "text.txt"))
+
+
+def prompt(engine: Engine, length: int) -> list[int]:
+    """The first tokens of the text that the tokenizer knows."""
+    assert engine.tokenizer is not None
+    return token_ids(engine.tokenizer, pydoc_text()[:4000])[:length]
