@@ -15,17 +15,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import front_table
+import host_tables
+import kernel_tables
+import linear_tables
+import markdown_tables
+import offload_tables
+import on_chip_tables
+
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import front_table  # noqa: E402 - beside this file, wherever it is run from
-import host_tables  # noqa: E402
-import kernel_tables  # noqa: E402
-import linear_tables  # noqa: E402
-import markdown_tables  # noqa: E402
-import offload_tables  # noqa: E402
-import on_chip_tables  # noqa: E402
-
 RESULTS = ROOT / "docs" / "results"
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end table -->)", re.DOTALL)
 

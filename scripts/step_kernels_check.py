@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-sys.path.insert(0, str(Path(__file__).parent))
 
 import grow_cases
 import step_cases

@@ -1,7 +1,9 @@
 """What all tests share: no network, few threads, fixed seeds, poisoned memory, markers."""
 
+import importlib
 import os
 import random
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 # Tests use tiny tensors, and two threads that meet after every such operation are hundreds of times
 # slower than one where something else keeps a core busy.
 THREADS = 1
+SCRIPTS = Path(__file__).parents[1] / "scripts"
 
 # Read once, when transformers, datasets and triton are first imported: by the tests, later.
 for _name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
@@ -59,6 +62,13 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> "TinyPair":
     import tiny_pair  # brings transformers, which most tests do without
 
     return tiny_pair.make(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Imports a script by its name, as its neighbours do."""
+    monkeypatch.setattr(sys, "path", [str(SCRIPTS), *sys.path])
+    return importlib.import_module
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """Prompts, results on disk, baselines and overlap: the measuring tools themselves."""
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -205,18 +204,8 @@ def test_comparison_says_where_texts_part(engine: Engine, ids: list[int]) -> Non
     assert summary(a, same)["prompt_tokens"] == 60
 
 
-@pytest.fixture
-def make_tables() -> Any:
-    path = ROOT / "scripts" / "make_tables.py"
-    spec = importlib.util.spec_from_file_location("make_tables", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_tables_come_from_results(make_tables: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_come_from_results(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_tables = script("make_tables")
     monkeypatch.setattr(make_tables, "RESULTS", tmp_path)
     marked = "a\n<!-- table: cpu_16k -->\nold figures\n<!-- end table -->\nb\n"
     assert "Not measured yet: `python scripts/bench_cpu.py`" in make_tables.filled(marked)

@@ -1,14 +1,11 @@
 """scripts/bench_offload.py with tiny models on the CPU: rows, resuming, tables, the projection."""
 
-import importlib
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-SCRIPTS = Path(__file__).parents[1] / "scripts"
 # The format that all results of offloading have.
 COLUMNS = {
     "shape", "batch", "context", "temperature", "ms_per_token", "baseline", "baseline_ms_per_token",
@@ -16,13 +13,6 @@ COLUMNS = {
     "peak_gpu_gib",
     "host_gib", "pcie_gbps", "prefill_seconds",
 }  # fmt: skip
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Imports a script by its name, as its neighbours do."""
-    monkeypatch.setattr(sys, "path", [str(SCRIPTS), *sys.path])
-    return importlib.import_module
 
 
 def test_parts_are_measured_once_and_fill_the_tables(

@@ -1,8 +1,6 @@
 """What scripts/bench_on_chip.py computes apart from any model: prompts, settings, rows, tables."""
 
-import importlib
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +10,6 @@ from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.growth import MOST_TAIL
 from triforce_tree.cycle.shapes import device_shape
 from triforce_tree.tree_search import parse_shape
-
-SCRIPTS = Path(__file__).parents[1] / "scripts"
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Imports a script by its name, as its neighbours do."""
-    monkeypatch.setattr(sys, "path", [str(SCRIPTS), *sys.path])
-    return importlib.import_module
 
 
 def sample(method: str, ms: float, prompt: str = "prompt 1", temperature: float = 0.0) -> dict[str, Any]:
