@@ -8,25 +8,21 @@ warmed anew).
 
 import argparse
 import json
-import os
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from pair_data import Facts, Stream
 from pair_distill import SEGMENT, SINKS, StreamingForward, cut, laws
 from pair_eval import held_out_text, loss_at, needle_at, overlap_at
 from pair_model import CHUNK, DRAFT, TARGET, Llama
 from pair_optim import PairOptimizer
-from safetensors.torch import load_file, save_file
+from pair_run import Run, fastest_backend, same_everywhere
 from tokenizers import Tokenizer
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-
-SHARD = 14_000_000  # bytes of a checkpoint file
+from torch.nn.attention import SDPBackend
 
 
 @dataclass(frozen=True)
@@ -46,93 +42,6 @@ STAGES = (
     Stage(131072, 0.38, 1.0, 10.0),
 )
 TOY_STAGES = (Stage(256, 0.4, 0.5, 2.0), Stage(2048, 0.6, 1.0, 8.0))
-
-
-class Run:
-    """Where this process runs and where it writes."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.args = args
-        self.rank = int(os.environ.get("RANK", 0))
-        self.world = int(os.environ.get("WORLD_SIZE", 1))
-        cuda = torch.cuda.is_available()
-        local = int(os.environ.get("LOCAL_RANK", 0))
-        self.device = torch.device("cuda", local) if cuda else torch.device("cpu")
-        self.dtype = torch.bfloat16 if cuda else torch.float32
-        if cuda:
-            torch.cuda.set_device(local)
-        if self.world > 1:
-            dist.init_process_group("nccl" if cuda else "gloo", device_id=self.device if cuda else None)
-        args.out.mkdir(parents=True, exist_ok=True)
-        self.began = time.monotonic()
-
-    def log(self, **row: object) -> None:
-        if self.rank == 0:
-            row = {"t": round(time.monotonic() - self.began, 1), **row}
-            with open(self.args.out / "log.jsonl", "a") as file:
-                file.write(json.dumps(row) + "\n")
-            print(json.dumps(row), flush=True)
-
-    def save(self, name: str, model: Llama, spent: float) -> None:
-        """Weights as bf16 safetensors in shards of at most ``SHARD`` bytes, and the clock."""
-        if self.rank:
-            return
-        shards: list[dict[str, Tensor]] = [{}]
-        size = 0
-        for key, value in model.state_dict().items():
-            value = value.detach().to("cpu", torch.bfloat16).contiguous()
-            if size + value.nbytes > SHARD:
-                shards.append({})
-                size = 0
-            shards[-1][key] = value
-            size += value.nbytes
-        for i, shard in enumerate(shards):
-            save_file(shard, self.args.out / f"{name}-{i}.safetensors", metadata={"format": "pt"})
-        state = {"seconds": spent, "shape": model.shape.to_dict()}
-        (self.args.out / f"{name}.json").write_text(json.dumps(state))
-
-    def load(self, name: str, model: Llama) -> float:
-        """Restores ``name`` if it was saved; the seconds already spent on it."""
-        state = self.args.out / f"{name}.json"
-        if not (self.args.resume and state.exists()):
-            return 0.0
-        for file in sorted(self.args.out.glob(f"{name}-*.safetensors")):
-            model.load_state_dict({k: v.float() for k, v in load_file(file).items()}, strict=False)
-        return float(json.loads(state.read_text())["seconds"])
-
-
-def same_everywhere(model: Llama) -> None:
-    if dist.is_initialized():
-        for p in model.parameters():
-            dist.broadcast(p.data, 0)
-
-
-def fastest_backend(run: Run, model: Llama, length: int, rows: int) -> SDPBackend:
-    """The quicker of cuDNN's and flash attention at this length, forward and backward."""
-    if run.device.type == "cpu":
-        return SDPBackend.MATH
-    shape = (rows, length, model.shape.heads, model.shape.head_dim)
-    times: dict[SDPBackend, float] = {}
-    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
-        try:
-            for repeat in range(3):
-                q, k, v = (
-                    torch.randn(shape, device=run.device, dtype=run.dtype).transpose(1, 2).requires_grad_()
-                    for _ in range(3)
-                )
-                torch.cuda.synchronize()
-                start = time.monotonic()
-                with sdpa_kernel(backend):
-                    o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-                o.backward(torch.ones_like(o))
-                torch.cuda.synchronize()
-                if repeat:
-                    times[backend] = min(times.get(backend, 9e9), time.monotonic() - start)
-        except RuntimeError as error:
-            times.pop(backend, None)
-            run.log(backend=str(backend), failed=str(error)[:200])
-    run.log(length=length, attention_ms={b.name: round(1e3 * t, 2) for b, t in times.items()})
-    return min(times, key=times.__getitem__)
 
 
 def rate(progress: float, step: int, hold: float) -> float:
