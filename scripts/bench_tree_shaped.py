@@ -14,9 +14,9 @@ import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter
 
 import torch
+from timing import timed
 from torch import Tensor
 from tree_attention_timing import L2_BYTES, Ceilings, time_calls
 
@@ -142,11 +142,8 @@ def fasttree(nodes: list[Node], queries: int) -> Call:
 
 
 def _host_ms(make: Callable[[], object]) -> tuple[object, float]:
-    torch.cuda.synchronize()
-    start = perf_counter()
-    made = make()
-    torch.cuda.synchronize()
-    return made, round((perf_counter() - start) * 1e3, 2)
+    made, seconds = timed(torch.device("cuda"), make)
+    return made, round(1e3 * seconds, 2)
 
 
 def measure(name: str, ceilings: Ceilings) -> dict:

@@ -1,8 +1,6 @@
-"""Clocks and logits of a captured cycle, wherever its full cache lives."""
+"""Rounds and logits of a captured cycle, wherever its full cache lives."""
 
-import time
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,23 +9,6 @@ from triforce_tree.cycle.cycle import Cycle
 from triforce_tree.cycle.model import StepModel
 from triforce_tree.cycle.rows import TreeRows
 from triforce_tree.stats import LevelStats
-
-T = TypeVar("T")
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for the device, where it is one that works on its own."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def timed(device: torch.device, work: Callable[[], T]) -> tuple[T, float]:
-    """What the work returns, and its seconds, those of the device included."""
-    synchronize(device)
-    start = time.perf_counter()
-    result = work()
-    synchronize(device)
-    return result, time.perf_counter() - start
 
 
 def rounds_per_pass(cycle: Cycle, levels: Sequence[LevelStats]) -> float:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
-from graph_timing import graph_us
+from timing import graph_us
 from torch import Tensor
 
 from triforce_tree.kernels import linear as kernels

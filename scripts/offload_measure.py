@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from cycle_measure import last_logits, rounds_per_pass, synchronize, timed
+from cycle_measure import last_logits, rounds_per_pass
+from timing import synchronize, timed
 from torch import Tensor
 
 from triforce_tree.config import HierarchyConfig

@@ -11,7 +11,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from cycle_measure import last_logits, rounds_per_pass, synchronize, timed
+from cycle_measure import last_logits, rounds_per_pass
+from timing import synchronize, timed
 from torch import Tensor
 
 from triforce_tree.config import HierarchyConfig

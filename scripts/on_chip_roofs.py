@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from cycle_measure import timed
+from timing import timed
 from transformers import PreTrainedModel
 
 from triforce_tree.cycle.cycle import Cycle

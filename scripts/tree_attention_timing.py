@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from graph_timing import graph_us
+from timing import graph_us
 from torch import Tensor
 
 from triforce_tree.kernels.plan import Heads
@@ -82,7 +82,7 @@ def random_kv(cell: Cell, layout: str = "heads") -> list[tuple[Tensor, Tensor]]:
 
 
 def time_calls(calls: list[Callable[[], object]], target_ms: float = 40.0) -> float:
-    """Median microseconds of one call; see ``graph_timing.py``."""
+    """Median microseconds of one call; see ``timing.py``."""
     return graph_us(calls, max(1, 16 // len(calls)), target_ms, (7, 60))
 
 

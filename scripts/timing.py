@@ -1,15 +1,34 @@
-"""Time of short calls on a GPU: captured in one CUDA graph, so that no launch from the host counts."""
+"""Clocks: of any work, the device's part included, and of short calls on a GPU without their launches."""
 
+import time
 from collections.abc import Callable, Sequence
 from statistics import median
+from typing import TypeVar
 
 import torch
+
+T = TypeVar("T")
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device, where it is one that works on its own."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def timed(device: torch.device, work: Callable[[], T]) -> tuple[T, float]:
+    """What the work returns, and its seconds, those of the device included."""
+    synchronize(device)
+    start = time.perf_counter()
+    result = work()
+    synchronize(device)
+    return result, time.perf_counter() - start
 
 
 def graph_us(
     calls: Sequence[Callable[[], object]], repeats: int, target_ms: float, runs: tuple[int, int]
 ) -> float:
-    """Median microseconds of one call.
+    """Median microseconds of one call, all of them captured in one CUDA graph, which is replayed.
 
     Args:
         calls: run one after the other; on tensors that together exceed L2 where it should hold none of them.
