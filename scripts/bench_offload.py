@@ -27,7 +27,7 @@ from deadline import Deadline
 from offload_measure import GIB, Bench, Rows, bus_gbps, free, peak_gib
 from offload_parts import PARTS, Session
 from offload_results import FILE, book
-from on_chip_prompts import Library
+from prompt_library import Library
 
 from triforce_tree.bench.results import hardware, repeated_share
 from triforce_tree.config import HierarchyConfig

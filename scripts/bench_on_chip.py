@@ -5,7 +5,7 @@
     python scripts/bench_on_chip.py --part all --smoke        # the same code, tiny, on a CPU
     python scripts/make_tables.py --plots                     # tables of docs/ and pictures, from the file
 
-Prompts are real texts (``on_chip_prompts.py``), models the embedded pair inflated to real size. Each prompt
+Prompts are real texts (``prompt_library.py``), models the embedded pair inflated to real size. Each prompt
 is read once; all laws, plain decoding and transformers' static cache then decode behind the same rows, in
 the same process, from captured graphs that were made before. Times are of decoding alone, texts have no
 early end. A call measures what the part lacks until its time is over, and writes after each prompt; a file

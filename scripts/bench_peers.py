@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tree_attention_timing import Cell, chain_mask, random_kv, time_calls
+from tree_attention_timing import Cell, random_kv, time_calls, tree_mask
 
 from triforce_tree.kernels.launch import run
 from triforce_tree.kernels.plan import plan_trees
@@ -26,7 +26,7 @@ Peer = Callable[[Cell, Tensor, Tensor, Tensor], Callable[[], Tensor]]
 def dense_mask(cell: Cell) -> Tensor:
     """Bool ``[T, L + T]``."""
     mask = torch.ones(cell.size, cell.rows, dtype=torch.bool, device="cuda")
-    mask[:, cell.length :] = chain_mask(cell.size)
+    mask[:, cell.length :] = tree_mask(cell.size)
     return mask
 
 
@@ -50,7 +50,7 @@ def flex(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
         raise NotImplementedError("one sequence only")
 
     def prepare() -> tuple:
-        mask, length, size, block = chain_mask(cell.size), cell.length, cell.size, 128
+        mask, length, size, block = tree_mask(cell.size), cell.length, cell.size, 128
 
         def seen(b, h, row, column):
             inside = (column - length).clamp(0, size - 1)
@@ -139,7 +139,7 @@ def flashinfer_cascade(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Callable[
         "cascade",
         lambda: (
             _prefill_wrapper(cell, cell.length, 0, None),
-            _prefill_wrapper(cell, cell.size, cell.length // PAGE, chain_mask(cell.size)),
+            _prefill_wrapper(cell, cell.size, cell.length // PAGE, tree_mask(cell.size)),
         ),
     )
 
@@ -190,7 +190,7 @@ def flashinfer_xqa(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], 
     def prepare() -> tuple:
         halves = 2 * -(-cell.size // 32)
         bits = torch.zeros(cell.size, halves * 16, dtype=torch.int32, device="cuda")
-        bits[:, : cell.size] = chain_mask(cell.size).int()
+        bits[:, : cell.size] = tree_mask(cell.size).int()
         packed = (bits.view(cell.size, halves, 16) << torch.arange(16, device="cuda")).sum(-1)
         mask = packed.int().to(torch.int16).view(torch.uint16)[None].expand(cell.batch, -1, -1).contiguous()
         count = pages[0].shape[0] // cell.batch
@@ -238,7 +238,7 @@ def _shared(cell: Cell, name: str, make: Callable[[], object]):
 def peers(cell: Cell, kv: KV, names: list[str]) -> dict[str, float | str]:
     """Microseconds of each peer on this cell, or why it has none."""
     q = torch.randn(cell.batch * cell.size, cell.query_heads, cell.dim, device="cuda").bfloat16()
-    trees = [chain_mask(cell.size)] * cell.batch
+    trees = [tree_mask(cell.size)] * cell.batch
     plan = plan_trees(cell.heads, trees, [cell.length] * cell.batch, device="cuda")
     ours, _ = run(q, *kv[0], plan, scale=cell.dim**-0.5)
     found: dict[str, float | str] = {}

@@ -28,7 +28,7 @@ from kernel_tables import cells as cell_table
 from kernel_tables import plot
 from tree_attention_check import check, replays
 from tree_attention_counters import counters
-from tree_attention_timing import Ceilings, Cell, chain_mask, measure_ceilings, random_kv, time_calls
+from tree_attention_timing import Ceilings, Cell, measure_ceilings, random_kv, time_calls, tree_mask
 
 from triforce_tree.kernels import reference
 from triforce_tree.kernels.launch import run
@@ -76,7 +76,7 @@ def gate(workers: int, every: int) -> dict:
 
 def ours(cell: Cell, kv: list, layout: str | int = "heads", split: str = "flatten") -> float:
     """Microseconds of one call; with a page size for ``layout``, through a shuffled page table."""
-    mask, scale = chain_mask(cell.size), cell.dim**-0.5
+    mask, scale = tree_mask(cell.size), cell.dim**-0.5
     plan = plan_trees(cell.heads, [mask] * cell.batch, [cell.length] * cell.batch, device="cuda", split=split)
     q = torch.randn(cell.batch * cell.size, cell.query_heads, cell.dim, device="cuda").bfloat16()
     table = None
@@ -94,7 +94,7 @@ def ours(cell: Cell, kv: list, layout: str | int = "heads", split: str = "flatte
 
 def error_ratio(cell: Cell, kv: tuple) -> float:
     """Our largest error over torch's in bf16, against fp64, on the first sequence and KV head."""
-    mask, scale, group = chain_mask(cell.size), cell.dim**-0.5, cell.heads.group
+    mask, scale, group = tree_mask(cell.size), cell.dim**-0.5, cell.heads.group
     plan = plan_trees(cell.heads, [mask] * cell.batch, [cell.length] * cell.batch, device="cuda")
     q = torch.randn(cell.batch * cell.size, cell.query_heads, cell.dim, device="cuda").bfloat16()
     out, _ = run(q, *kv, plan, scale=scale)
@@ -160,7 +160,7 @@ def layouts(ceilings: Ceilings) -> list[dict]:
 
 def plan_cost() -> dict:
     """Host microseconds of a plan and of updating one in place."""
-    heads, mask = Heads(32, 8, 128), chain_mask(64, "cpu")
+    heads, mask = Heads(32, 8, 128), tree_mask(64, "cpu")
     plan = plan_trees(heads, [mask], [4096], device="cuda")
     words = plan.mask.clone()
     lengths = torch.tensor([5000], dtype=torch.int32, device="cuda")

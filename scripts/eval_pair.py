@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from prompt_library import cut
 from transformers.utils import logging
 
 import triforce_tree
@@ -36,8 +37,7 @@ def windows(ids: Sequence[int], length: int, count: int) -> Iterator[list[int]]:
             f"the text has {len(ids)} tokens, {length} are wanted; give a longer one with --file"
         )
     for number in range(count):
-        start = number * len(ids) // count
-        yield [*ids[start : start + length], *ids[: max(0, start + length - len(ids))]]
+        yield cut(ids, number * len(ids) // count, length)
 
 
 @torch.no_grad()

@@ -12,8 +12,8 @@ from deadline import Deadline
 from measurements import OURS, Book
 from offload_measure import GIB, Bench, bus_gbps, free, peak_gib
 from offload_results import FED, ON_CHIP, PLAIN
-from on_chip_prompts import SOURCES, Library, Source
-from on_chip_roofs import read_bandwidth, weight_bytes
+from prompt_library import SOURCES, Library, Source
+from roofs import read_bandwidth, weight_bytes
 
 from triforce_tree import memory_plan
 from triforce_tree.bench.results import repeated_share

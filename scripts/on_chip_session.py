@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from measurements import CELL, OURS, Book
 from on_chip_measure import Bench, Run
-from on_chip_prompts import Library
 from on_chip_results import PLAIN, STATIC
 from on_chip_rival import static_decoding
-from on_chip_roofs import read_bandwidth, roofs_ms
+from prompt_library import Library
+from roofs import read_bandwidth, roofs_ms
 
 from triforce_tree.bench.results import repeated_share
 from triforce_tree.config import HierarchyConfig

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import torch
-from tree_attention_timing import Cell, chain_mask, random_kv
+from tree_attention_timing import Cell, random_kv, tree_mask
 
 from triforce_tree.kernels.launch import run
 from triforce_tree.kernels.plan import plan_trees
@@ -19,7 +19,7 @@ COUNTED = (Cell(32, 8, 122880, 16), Cell(32, 8, 32768, 64))
 def calls() -> None:
     """One call of each cell."""
     for cell in COUNTED:
-        plan = plan_trees(cell.heads, [chain_mask(cell.size)], [cell.length], device="cuda")
+        plan = plan_trees(cell.heads, [tree_mask(cell.size)], [cell.length], device="cuda")
         q = torch.randn(cell.size, cell.query_heads, cell.dim, device="cuda").bfloat16()
         run(q, *random_kv(cell)[0], plan, scale=cell.dim**-0.5)
     torch.cuda.synchronize()
@@ -48,7 +48,7 @@ def counters() -> list[dict]:
             read.setdefault(line["ID"], {})[names[line["Metric Name"]]] = value
     rows = []
     for cell, found in zip(COUNTED, read.values(), strict=True):
-        plan = plan_trees(cell.heads, [chain_mask(cell.size)], [cell.length], device="cuda")
+        plan = plan_trees(cell.heads, [tree_mask(cell.size)], [cell.length], device="cuda")
         counted = plan.io_bytes([cell.length], [cell.size])
         moved = counted["kv"] + counted["queries_and_results"]
         rows.append({"cell": str(cell), "counted_kv_and_queries": moved, **found})

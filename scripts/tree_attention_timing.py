@@ -59,7 +59,7 @@ class Ceilings:
     matmul_rate: float
 
 
-def chain_mask(size: int, device: str = "cuda") -> Tensor:
+def tree_mask(size: int, device: str = "cuda") -> Tensor:
     """Ancestors of a heap-ordered binary tree: bool ``[T, T]``."""
     mask = torch.eye(size, dtype=torch.bool)
     for node in range(1, size):

@@ -12,7 +12,7 @@ import subprocess
 import sys
 
 import torch
-from tree_attention_timing import Cell, chain_mask, random_kv, time_calls
+from tree_attention_timing import Cell, random_kv, time_calls, tree_mask
 
 from triforce_tree.kernels.configs import KernelConfig as C
 from triforce_tree.kernels.launch import run
@@ -47,7 +47,7 @@ def attempt(cell: Cell, config: C, kv: list, warm: bool, first: C) -> dict:
     row = {"cell": str(cell), "config": str(config)[13:-1]}
     try:
         q = torch.randn(cell.size, cell.query_heads, cell.dim, device="cuda", dtype=torch.bfloat16)
-        trees = [chain_mask(cell.size)]
+        trees = [tree_mask(cell.size)]
         plan = plan_trees(cell.heads, trees, [cell.length], device="cuda", config=config)
         calls = [lambda k=k, v=v: run(q, k, v, plan, scale=cell.dim**-0.5) for k, v in kv]
         if warm:

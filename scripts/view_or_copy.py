@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from offload_measure import Bench
 from on_chip_parts import DEFAULTS
-from on_chip_prompts import Library
+from prompt_library import Library
 
 from triforce_tree.bench.results import check_writable, header
 from triforce_tree.config import HierarchyConfig

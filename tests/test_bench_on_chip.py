@@ -82,7 +82,7 @@ def test_tables_from_rows(script: Any, tmp_path: Path) -> None:
 
 
 def test_texts_are_read_as_rings(script: Any) -> None:
-    prompts = script("on_chip_prompts")
+    prompts = script("prompt_library")
     assert prompts.cut([1, 2, 3, 4], 6, 3) == [3, 4, 1]
     code = 'def f(a, *, b=1):\n    """' + "word " * 20 + '"""\n\n\ndef g():\n    """Short."""\n'
     assert prompts.docstrings(code).startswith("f(a, *, b=1)\n\n   word word")

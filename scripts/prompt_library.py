@@ -1,4 +1,4 @@
-"""Long real texts that are found on any machine with the usual packages, for scripts/bench_on_chip.py.
+"""Long real texts that are found on any machine with the usual packages.
 
 None of them is in the corpus of the embedded pair (``pair_sources.py``): Python's help topics, which were
 held out of it, and docstrings and source code of packages that it does not hold. A source that is not
