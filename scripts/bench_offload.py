@@ -24,7 +24,7 @@ import smoke_shapes
 import torch
 from bench_command import prepare, results_folder, setting, settings_of
 from deadline import Deadline
-from offload_measure import GIB, Bench, Rows, bus_gbps, free, peak_gib
+from offload_measure import GIB, Bench, LastRows, bus_gbps, free, peak_gib
 from offload_parts import PARTS, Session
 from offload_results import FILE, book
 from prompt_library import Library
@@ -66,7 +66,7 @@ def smoke(args: argparse.Namespace, device: torch.device) -> None:
     piece = 1 << 18 if tiny else 64 << 20
 
     # The same rows wherever they live: bit for bit.
-    rows = Rows(bench, prompt[: 300 if tiny else 8192], 128 if tiny else 4096)
+    rows = LastRows(bench, prompt[: 300 if tiny else 8192], 128 if tiny else 4096)
     near = 3 * piece * bench.target.layers
     split = {
         name: rows.offloaded(Offload(size, piece, 3))
@@ -137,7 +137,7 @@ def weights(args: argparse.Namespace, device: torch.device) -> None:
         if streamed:
             bench.timed("stream", bench.stream)
             say("streamed", seconds=bench.seconds["stream"], gib=bench.weights_on_host / GIB)
-        rows = Rows(bench, prompt, context // 3)
+        rows = LastRows(bench, prompt, context // 3)
         logits = [rows.offloaded(split) for _ in range(2)]
         del rows
         bench.open(config, context + new, split)

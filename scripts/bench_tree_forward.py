@@ -49,8 +49,9 @@ def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=dense, scale=scale)
 
 
-def split(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, rows: int = 512) -> Tensor:
+def split(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
     """Batched products over pieces of the prefix, merged by their log-sum-exp."""
+    rows = 512
     whole = (k.shape[2] - mask.shape[1]) // rows * rows
     heads, queries = q.shape[1], q.shape[2]
     parts = []

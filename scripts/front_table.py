@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import offload_tables
-import on_chip_tables
 from markdown_tables import Record, rows_of, table
 
 # (results file's part, batch, context) in the order of the lines.
@@ -51,8 +50,5 @@ def _lines(rows: list[Record], where: str) -> list[list[str]]:
         ]
         for t in _TEMPERATURES
         for r in rows
-        if r["temperature"] == t and not r["setting"].get("share")
+        if r["temperature"] == t
     ]
-
-
-FILE = on_chip_tables.FILE

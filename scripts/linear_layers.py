@@ -16,6 +16,7 @@ from torch import Tensor
 
 from triforce_tree.kernels.linear_configs import LinearConfig
 
+# Bits, shape and rows.
 Cell = tuple[int, Shape, int]
 
 

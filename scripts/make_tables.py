@@ -105,7 +105,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str], str]] = {
             kernel_tables.gate,
         )
     },
-    "front": (front_table.FILE, front_table.front, _ON_CHIP),
+    "front": (on_chip_tables.FILE, front_table.front, _ON_CHIP),
     "linear_layers": (linear_tables.FILE, linear_tables.layers, linear_tables.COMMAND),
     **{f"on_chip_{make.__name__}": (on_chip_tables.FILE, make, _ON_CHIP) for make in on_chip_tables.TABLES},
     **{

@@ -20,6 +20,7 @@ from triforce_tree.cycle.lanes import Lane
 from triforce_tree.cycle.model import StepModel
 from triforce_tree.cycle.offloaded import OffloadedCache
 from triforce_tree.cycle.pinned import HostMemory
+from triforce_tree.cycle.prefill import prefill
 from triforce_tree.cycle.rows import KVStore, TreeRows
 from triforce_tree.cycle.streamed_weights import StreamedWeights
 from triforce_tree.decoder import Ending
@@ -30,6 +31,8 @@ from triforce_tree.sampling import TokenLaw
 from triforce_tree.stats import LevelStats
 
 GIB = 1 << 30
+# Last rows whose logits are compared between caches.
+_COMPARED = 9
 
 
 @dataclass
@@ -91,10 +94,9 @@ def free() -> None:
         torch.cuda.empty_cache()
 
 
-def bus_gbps(device: torch.device, size: int = 2 * GIB, piece: int = 64 << 20) -> dict[str, float]:
-    """Host to device and back, from locked memory in pieces, in GB/s."""
-    if device.type != "cuda":
-        size, piece = 1 << 26, 1 << 22
+def bus_gbps(device: torch.device, size: int = 2 * GIB) -> dict[str, float]:
+    """Host to device and back, from locked memory in pieces, in GB/s; ``size`` bytes where there is a bus."""
+    size, piece = (size, 64 << 20) if device.type == "cuda" else (1 << 26, 1 << 22)
     memory = HostMemory(device.type == "cuda")
     host = memory.take((size // piece, piece), torch.uint8)
     near = torch.empty(piece, dtype=torch.uint8, device=device)
@@ -131,11 +133,11 @@ class Bench:
         draft_shape: str,
         device: torch.device,
         dtype: torch.dtype,
-        cap_gib: float | None = None,
-        seed: int = 0,
+        cap_gib: float | None,
+        seed: int,
         weights_on_host: bool = False,
     ) -> None:
-        self.device, self.dtype, self.seed = device, dtype, seed
+        self.device, self.seed = device, seed
         if not weights_on_host:
             cap_memory(device, cap_gib)
         target, draft, self.tokenizer = inflate_pair(shape, device, dtype, draft_shape, seed)
@@ -279,8 +281,8 @@ class Bench:
         return result
 
 
-class Rows:
-    """Logits of a few rows behind a prompt, from caches that are split in several ways.
+class LastRows:
+    """Logits of the last rows of a prompt, from caches that are split in several ways.
 
     Args:
         bench: its target is used.
@@ -292,32 +294,30 @@ class Rows:
         self.bench, self.prompt, self.chunk = bench, list(prompt), chunk
         compiled = bench.device.type == "cuda"
         self.model = StepModel(few_row_copy(bench.target.model), compiled)
+        self._chain = torch.ones(_COMPARED, _COMPARED, dtype=torch.bool).tril()
 
-    def offloaded(self, offload: Offload, width: int = 9) -> Tensor:
-        """``[width, V]`` of the last ``width`` tokens."""
+    def offloaded(self, offload: Offload) -> Tensor:
+        """``[T, V]``."""
         target, count = self.bench.target, len(self.prompt)
         cache = OffloadedCache(target, 1, count + 64, 0, 256, 0, 0, offload)
         with target.active():
-            cache.prefill([self.prompt[: count - width + 1]], self.chunk)
-        mask = torch.ones(width, width, dtype=torch.bool).tril()
-        logits = self._logits(cache.rows(width, mask), width)
+            cache.prefill([self.prompt[: count - _COMPARED + 1]], self.chunk)
+        logits = self._logits(cache.rows(_COMPARED, self._chain))
         cache.close()
         del cache
         free()
         return logits
 
-    def on_chip(self, width: int = 9) -> Tensor:
-        from triforce_tree.cycle.prefill import prefill
-
+    def on_chip(self) -> Tensor:
+        """``[T, V]``."""
         target, count = self.bench.target, len(self.prompt)
         store = KVStore(target.layers, 1, target.heads, count + 256, target.device, target.dtype)
         with target.active():
-            prefill(target, store, 0, self.prompt[: count - width], self.chunk, None)
-        mask = torch.ones(width, width, dtype=torch.bool).tril()
-        logits = self._logits(TreeRows(store, width, mask=mask), width)
+            prefill(target, store, 0, self.prompt[: count - _COMPARED], self.chunk, None)
+        logits = self._logits(TreeRows(store, _COMPARED, mask=self._chain))
         del store
         free()
         return logits
 
-    def _logits(self, rows: TreeRows, width: int) -> Tensor:
-        return last_logits(self.model, rows, [self.prompt], width)[0].float()
+    def _logits(self, rows: TreeRows) -> Tensor:
+        return last_logits(self.model, rows, [self.prompt], _COMPARED)[0].float()

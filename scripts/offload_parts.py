@@ -168,13 +168,13 @@ class Session:
 
     def lacking(self, cap: float, number: int) -> list[dict[str, Any]]:
         """Cells of a prompt that are not measured yet."""
-        bases = [self.sample(OURS, number, "", t, cap) for t in self.plan.temperatures]
+        bases = [self.sample(OURS, number, t, cap) for t in self.plan.temperatures]
         keys = ("method", "prompt", "context", "temperature", "setting")
         return [base for base in bases if self.book.find(**{k: base[k] for k in keys}) is None]
 
-    def sample(self, method: str, number: int, source: str, temperature: float, cap: float) -> dict[str, Any]:
+    def sample(self, method: str, number: int, temperature: float, cap: float) -> dict[str, Any]:
         return {
-            "method": method, "prompt": f"prompt {number + 1}", "sources": [source], "batch": 1,
+            "method": method, "prompt": f"prompt {number + 1}", "sources": [], "batch": 1,
             "context": self.plan.context, "new_tokens": self.plan.new_tokens, "temperature": temperature,
             "setting": {"cap_gib": cap},
         }  # fmt: skip
@@ -253,7 +253,7 @@ def prefills(session: Session, deadline: Deadline) -> None:
     shorter = max(plan.context // 16, 2 * config.retrieval.budget + 64)
     for method in (ON_CHIP, FED):
         for number in deadline.steps(range(plan.prompts)):
-            base = session.sample(method, number, "", 0.0, cap)
+            base = session.sample(method, number, 0.0, cap)
             if session.book.find(method=method, prompt=base["prompt"]) is not None:
                 continue
             prompt = session.library.prompt(number, plan.context)

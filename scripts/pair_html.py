@@ -77,7 +77,7 @@ def _blocks(node: etree._Element, indent: str, out: list[str]) -> None:
     """Appends the paragraphs of ``node`` to ``out``, each already wrapped."""
     loose = [node.text or ""]
 
-    def flush(bullet: str = "") -> None:
+    def flush() -> None:
         text = BREAKS.sub(" ", "".join(loose)).strip()
         if text:
             out.append(wrap(text, indent))

@@ -61,7 +61,6 @@ class Library:
     Args:
         tokenizer: of the models.
         context: tokens of the longest prompt.
-        cuts: different prompts wanted of each source, where it is long enough for them.
         sources: what to look for.
     """
 
@@ -69,10 +68,9 @@ class Library:
         self,
         tokenizer: PreTrainedTokenizerBase,
         context: int,
-        cuts: int = 1,
         sources: Sequence[Source] = SOURCES,
     ) -> None:
-        self._tokenizer, self._most, self._context = tokenizer, context * cuts, context
+        self._tokenizer, self._context = tokenizer, context
         self._waiting = list(sources)
         self._texts: list[tuple[str, list[int]]] = []
         self.left_out: list[str] = []
@@ -96,7 +94,7 @@ class Library:
         for piece in pieces(source):
             whole.append(piece)
             size += len(piece)
-            if size > _CHARACTERS * self._most:
+            if size > _CHARACTERS * self._context:
                 break
         ids = text.token_ids(self._tokenizer, "\n\n".join(whole))
         if len(ids) < self._context:

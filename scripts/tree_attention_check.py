@@ -21,6 +21,8 @@ from triforce_tree.kernels.launch import run
 from triforce_tree.kernels.plan import NODE, Heads, plan_nodes, plan_trees
 
 SIZES = (1, 2, 7, 16, 63, 64, 65, 128, 257, 1024)
+# Replays of one graph, each with one of so many trees.
+REPLAYS, VARIANTS = 10_000, 40
 LAYOUTS = ("heads", "rows", 1, 16, 64, 128, 256, ("view", 8), ("view", 64), ("cache", 8), ("cache", 64))
 
 # A way of the kernel that the table of configurations may choose, though it does not today.
@@ -171,13 +173,13 @@ def compiled() -> None:
         torch.testing.assert_close(a, b)
 
 
-def replays(count: int = 10_000, variants: int = 40) -> dict:
+def replays() -> dict:
     """Replay one captured graph with changing lengths and trees; bit-compare with eager runs."""
     rng = random.Random(0)
     heads, size, longest = Heads(32, 8, 128), 64, 9000
     q = torch.randn(size, 32, 128, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(1, 8, longest + size, 128, device="cuda", dtype=q.dtype) for _ in range(2))
-    masks = [random_tree(size, ("depth", "breadth")[i % 2], rng)[0].cuda() for i in range(variants)]
+    masks = [random_tree(size, ("depth", "breadth")[i % 2], rng)[0].cuda() for i in range(VARIANTS)]
     lengths = [torch.tensor([rng.randrange(longest)], dtype=torch.int32, device="cuda") for _ in masks]
     plan = plan_trees(heads, masks[:1], [0], device="cuda")
     words, eager = [], []
@@ -190,10 +192,10 @@ def replays(count: int = 10_000, variants: int = 40) -> dict:
     with torch.cuda.graph(graph):
         out, lse = run(q, k, v, plan, scale=0.09)
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-    for _ in range(count):
-        pick = rng.randrange(variants)
+    for _ in range(REPLAYS):
+        pick = rng.randrange(VARIANTS)
         plan.update(words[pick], lengths[pick])
         out.fill_(float("nan"))
         graph.replay()
         wrong += (out != eager[pick][0]).sum() + (lse != eager[pick][1]).sum()
-    return {"replays": count, "different_elements": int(wrong)}
+    return {"replays": REPLAYS, "different_elements": int(wrong)}

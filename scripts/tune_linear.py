@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 import triton
-from linear_layers import layer_times, peer_times
+from linear_layers import Cell, layer_times, peer_times
 from linear_problems import (
     BITS,
     LAYERS,
@@ -37,14 +37,11 @@ from tree_attention_timing import measure_ceilings
 from triforce_tree.bench.results import commit
 from triforce_tree.kernels.linear_configs import LinearConfig, choose
 
-# Rows that are tuned, and more rows of the same tile that take what was found there.
-TUNED = {16: (16, 32, 64, 96), 8: (16, 32, 64), 4: (16, 32, 64)}
+# By rows that are tuned: more rows of the same tile, which take what was found there.
 ALSO = {16: (1, 8), 32: (24,), 64: (48,), 96: ()}
 DRAFT_ALSO = (1, 5, 6, 8)
 SUMMED = [1, 8, 16, 24, 32, 48, 64, 96]
 NEW = [*LAYERS["7B"], LAYERS["8B"][0], LAYERS["8B"][2]]
-
-Cell = tuple[int, Shape, int]
 
 
 def cells() -> list[Cell]:

@@ -48,7 +48,8 @@ def main() -> int:
     shapes = _SMOKE_SHAPES if args.smoke else ("llama-2-7b", "llama-68m")
     options = DEFAULTS | {"captured": True} | (_SMOKE if args.smoke else {})
     context = 600 if args.smoke else args.context
-    bench = Bench(*shapes, device, torch.bfloat16 if device.type == "cuda" else torch.float32, seed=args.seed)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    bench = Bench(*shapes, device, dtype, None, args.seed)
     prompt = Library(bench.tokenizer, context).prompt(0, context)
     rows = []
     # The view twice: what differs between its runs is noise.
