@@ -16,12 +16,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+from pair_layout import SEPARATOR
 from pair_sources import EXCLUDED, SOURCES, Source
 from pair_text import READERS
 
 WORD = re.compile(r"[a-z0-9_]+")
 SHINGLE = 10  # words
-SEPARATOR = "\f"
 
 
 def topics_text(path: Path) -> list[str]:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from pair_layout import SEPARATOR
+from pair_tokenizer import END
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -24,7 +26,7 @@ def _encode(job: tuple[str, str, int]) -> np.ndarray:
     path, text, end = job
     tokenizer = Tokenizer.from_file(path)
     out: list[int] = []
-    for document in text.split("\f"):
+    for document in text.split(SEPARATOR):
         if document.strip():
             out += tokenizer.encode(document).ids
             out.append(end)
@@ -33,14 +35,14 @@ def _encode(job: tuple[str, str, int]) -> np.ndarray:
 
 def tokenise(tokenizer: Path, corpus: Path, out: Path, processes: int) -> None:
     """Writes ``<group>.npy`` for every ``<group>*.txt``; parts of a group join in name order."""
-    end = Tokenizer.from_file(str(tokenizer)).token_to_id("<|endoftext|>")
+    end = Tokenizer.from_file(str(tokenizer)).token_to_id(END)
     out.mkdir(parents=True, exist_ok=True)
     jobs, groups = [], []
     for file in sorted(corpus.glob("*.txt")):
         text = file.read_text("utf-8")
         at = 0
         while at < len(text):
-            stop = text.find("\f", at + 1_500_000)
+            stop = text.find(SEPARATOR, at + 1_500_000)
             stop = len(text) if stop < 0 else stop + 1
             jobs.append((str(tokenizer), text[at:stop], end))
             groups.append(file.stem.split("-")[0])

@@ -43,17 +43,7 @@ class StreamingForward:
         cos, sin = self.cos.repeat(batch, 1), self.sin.repeat(batch, 1)
         x = F.embedding(tokens.flatten(), draft.model.embed_tokens.weight).to(dtype)
         for block in draft.model.layers:
-            attn, mlp = block.self_attn, block.mlp
-            parts = draft.before(
-                x,
-                block.input_layernorm.weight,
-                attn.q_proj.weight,
-                attn.k_proj.weight,
-                attn.v_proj.weight,
-                cos,
-                sin,
-                block.head_dim,
-            )
+            parts = draft.before(x, *block.before_weights, cos, sin, block.head_dim)
             q, k, v = (p.unflatten(0, (batch, length)).transpose(1, 2) for p in parts)
             copies = [
                 rotate(k[:, :, :SINKS].float(), self.cos[s], self.sin[s]).to(k.dtype)
@@ -63,15 +53,7 @@ class StreamingForward:
             v = torch.cat((*[v[:, :, :SINKS]] * len(copies), v[:, :, SINKS:]), dim=2)
             mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)
             mixed = mixed.transpose(1, 2).reshape(batch * length, -1)
-            x = draft.after(
-                x,
-                mixed,
-                attn.o_proj.weight,
-                block.post_attention_layernorm.weight,
-                mlp.gate_proj.weight,
-                mlp.up_proj.weight,
-                mlp.down_proj.weight,
-            )
+            x = draft.after(x, mixed, *block.after_weights)
         return x.unflatten(0, (batch, length))[:, SINKS:]
 
 

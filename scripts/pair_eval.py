@@ -97,14 +97,7 @@ def overlap_at(
         inputs, teacher = cut(row, hidden, starts)
         student = streaming(inputs, dtype)[:, WINDOW:].flatten(0, 1)
         teacher = teacher[:, WINDOW:].flatten(0, 1)
-        _, overlap = laws(
-            student,
-            draft.model.norm.weight,
-            draft.model.embed_tokens.weight,
-            teacher,
-            target.model.norm.weight,
-            target.model.embed_tokens.weight,
-        )
+        _, overlap = laws(student, *draft.head, teacher, *target.head)
         same = draft.logits(student).argmax(-1) == target.logits(teacher).argmax(-1)
         total, match = total + overlap.sum().item(), match + same.sum().item()
         count += len(overlap)

@@ -3,6 +3,7 @@
 import re
 
 WIDTH = 70
+SEPARATOR = "\f"  # behind every document of a corpus file
 CHUNKS = re.compile(r"\s+|[^\s-]*[A-Za-z]{2}-(?=[A-Za-z]{2})|\S+")
 
 

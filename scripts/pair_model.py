@@ -99,7 +99,7 @@ class Block(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         hidden, inner = shape.hidden, shape.heads * shape.head_dim
-        self.heads, self.head_dim = shape.heads, shape.head_dim
+        self.head_dim = shape.head_dim
         self.self_attn = nn.ModuleDict(
             {
                 "q_proj": nn.Linear(hidden, inner, bias=False),
@@ -117,6 +117,24 @@ class Block(nn.Module):
         )
         self.input_layernorm = nn.RMSNorm(hidden)
         self.post_attention_layernorm = nn.RMSNorm(hidden)
+
+    @property
+    def before_weights(self) -> tuple[Tensor, ...]:
+        """Norm and projections to q, k and v."""
+        attn = self.self_attn
+        return self.input_layernorm.weight, attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight
+
+    @property
+    def after_weights(self) -> tuple[Tensor, ...]:
+        """Projection of what was attended to, norm, and the MLP's gate, up and down."""
+        norm, mlp = self.post_attention_layernorm, self.mlp
+        return (
+            self.self_attn.o_proj.weight,
+            norm.weight,
+            mlp.gate_proj.weight,
+            mlp.up_proj.weight,
+            mlp.down_proj.weight,
+        )
 
 
 def before(
@@ -160,6 +178,11 @@ class Llama(nn.Module):
                 last = name.endswith(("o_proj.weight", "down_proj.weight"))
                 nn.init.normal_(parameter, std=0.02 / ((2 * shape.layers) ** 0.5 if last else 1))
 
+    @property
+    def head(self) -> tuple[Tensor, Tensor]:
+        """The final norm, and the embedding, which is the output matrix as well."""
+        return self.model.norm.weight, self.model.embed_tokens.weight
+
     def use_plain_pieces(self) -> None:
         """Eager functions: for lengths that vary."""
         self.before: Callable = before
@@ -181,17 +204,10 @@ class Llama(nn.Module):
         pieces = list(range(0, batch * length, CHUNK))
         x = F.embedding(tokens.flatten(), self.model.embed_tokens.weight).to(dtype)
         for block in self.model.layers:
-            attn, mlp = block.self_attn, block.mlp
+            weights = block.before_weights
             parts = [
                 self.before(
-                    x[i : i + CHUNK],
-                    block.input_layernorm.weight,
-                    attn.q_proj.weight,
-                    attn.k_proj.weight,
-                    attn.v_proj.weight,
-                    cos[i : i + CHUNK],
-                    sin[i : i + CHUNK],
-                    block.head_dim,
+                    x[i : i + CHUNK], *weights, cos[i : i + CHUNK], sin[i : i + CHUNK], block.head_dim
                 )
                 for i in pieces
             ]
@@ -201,20 +217,8 @@ class Llama(nn.Module):
             with sdpa_kernel(self.backend):
                 mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
             mixed = mixed.transpose(1, 2).reshape(batch * length, -1)
-            x = _join(
-                [
-                    self.after(
-                        x[i : i + CHUNK],
-                        mixed[i : i + CHUNK],
-                        attn.o_proj.weight,
-                        block.post_attention_layernorm.weight,
-                        mlp.gate_proj.weight,
-                        mlp.up_proj.weight,
-                        mlp.down_proj.weight,
-                    )
-                    for i in pieces
-                ]
-            )
+            weights = block.after_weights
+            x = _join([self.after(x[i : i + CHUNK], mixed[i : i + CHUNK], *weights) for i in pieces])
         return x
 
     def losses(self, tokens: Tensor, labels: Tensor, dtype: torch.dtype) -> Tensor:
@@ -222,16 +226,14 @@ class Llama(nn.Module):
         x = self.hidden_states(tokens, dtype)
         flat = labels.flatten()
         parts = [
-            self.nll(
-                x[i : i + CHUNK], self.model.norm.weight, self.model.embed_tokens.weight, flat[i : i + CHUNK]
-            )
-            for i in range(0, len(flat), CHUNK)
+            self.nll(x[i : i + CHUNK], *self.head, flat[i : i + CHUNK]) for i in range(0, len(flat), CHUNK)
         ]
         return _join(parts).view_as(labels)
 
     def logits(self, x: Tensor) -> Tensor:
         """Logits [T, vocabulary] of last hidden states [T, hidden]."""
-        return linear(rms_norm(x, self.model.norm.weight), self.model.embed_tokens.weight)
+        norm, embedding = self.head
+        return linear(rms_norm(x, norm), embedding)
 
 
 def _join(parts: list[Tensor]) -> Tensor:

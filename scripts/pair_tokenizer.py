@@ -10,6 +10,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
+from pair_layout import SEPARATOR
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 END = "<|endoftext|>"
@@ -22,7 +23,7 @@ def sample(folder: Path, megabytes: float, seed: int) -> Iterator[str]:
     rng = random.Random(seed)
     for file in files:
         share = min(1.0, megabytes * 1e6 / total)
-        for document in file.read_text("utf-8").split("\f"):
+        for document in file.read_text("utf-8").split(SEPARATOR):
             if rng.random() < share:
                 yield document
 

@@ -126,14 +126,8 @@ def distil(run: Run, target: Llama, draft: Llama, stream: Stream) -> None:
         starts[:, 0] = SINKS  # one segment a document has no gap behind its sinks
         inputs, teacher = cut(tokens, hidden, starts)
         student = streaming(inputs, run.dtype)
-        entropy, overlap = compiled(
-            student.flatten(0, 1),
-            draft.model.norm.weight,
-            draft.model.embed_tokens.weight,
-            teacher.flatten(0, 1),
-            target.model.norm.weight,
-            target.model.embed_tokens.weight,
-        )
+        student, teacher = student.flatten(0, 1), teacher.flatten(0, 1)
+        entropy, overlap = compiled(student, *draft.head, teacher, *target.head)
         direct = args.overlap_weight * min(1.0, max(0.0, 2 * progress - 0.5))
         loss = ((entropy + direct * (1 - overlap)) * weight).sum() / weight.sum()
         return loss, (overlap.detach() * weight).sum() / weight.sum()
