@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import offload_tables
-from markdown_tables import Record, rows_of, table
+from markdown_tables import Record, percent, rows_of, table
 
 # (results file's part, batch, context) in the order of the lines.
 _LINES = (("7b", 1, 122_880), ("8b", 1, 122_880), ("batch", 6, 19_456))
@@ -46,7 +46,7 @@ def _lines(rows: list[Record], where: str) -> list[list[str]]:
             f"**{r['ms_per_token']:.1f}**",
             f"{r['baseline_ms_per_token']:,.1f}",
             f"**{r['speedup']:.1f}x**",
-            f"{100 * r['repeated_8grams']:.0f} %",
+            percent(r["repeated_8grams"]),
         ]
         for t in _TEMPERATURES
         for r in rows

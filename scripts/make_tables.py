@@ -46,7 +46,7 @@ def cpu(result: dict[str, Any]) -> str:
             gain = row["speedup_vs_best_baseline"]
             line.append(f"{row['ms_per_token']:.1f}")
             line.append("" if gain is None else f"{gain:.2f}x")
-            line.append(f"{100 * row['repeated_8grams']:.0f} %")
+            line.append(markdown_tables.percent(row["repeated_8grams"]))
         lines.append(line)
     versions = result["versions"]
     first = rows[0]

@@ -25,6 +25,10 @@ def number(value: float | None, unit: str = "") -> str:
     return "" if value is None else f"{value:.2f}{unit}"
 
 
+def percent(part: float, whole: float = 1.0) -> str:
+    return f"{100 * part / whole:.0f} %"
+
+
 def not_measured(command: str) -> str:
     """What stands in place of a table without figures: the command that would make them."""
     return f"Not measured yet: `{command}`.\n"

@@ -1,6 +1,6 @@
 """Tables of docs/offloading.md from docs/results/offload_h200.json."""
 
-from markdown_tables import Record, not_measured, number, origin, rows_of, table
+from markdown_tables import Record, not_measured, number, origin, percent, rows_of, table
 
 FILE = "offload_h200.json"
 COMMAND = "python scripts/bench_offload.py --part"
@@ -30,7 +30,7 @@ def headline(result: Record) -> str:
                 f"{pcie:.1f} of {row['bus_gbps']['in']:.1f} GB/s" if pcie else "",
                 f"**{row['speedup']:.1f}x**" if row["speedup"] else "",
                 f"{row['tokens_per_pass']:.1f}",
-                f"{100 * row['repeated_8grams']:.0f} %",
+                percent(row["repeated_8grams"]),
             ]
         )
     return table(columns, lines) + "\n" + origin(result, found, FILE, _bus)
@@ -81,7 +81,7 @@ def levels(result: Record) -> str:
                 number(stages.get("grow")),
                 number(stages.get("choose")),
                 number(full),
-                f"{100 * bus / full:.0f} %" if full else "",
+                percent(bus, full) if full else "",
                 number(rate.get("retrieval")),
                 number(rate.get("target")),
                 str(exact["compared"]) if exact else "",

@@ -1,6 +1,6 @@
 """Tables of docs/benchmarks.md from docs/results/on_chip_h200.json."""
 
-from markdown_tables import Record, not_measured, number, origin, rows_of, table
+from markdown_tables import Record, not_measured, number, origin, percent, rows_of, table
 
 FILE = "on_chip_h200.json"
 COMMAND = "python scripts/bench_on_chip.py --part"
@@ -41,13 +41,13 @@ def headline(result: Record) -> str:
                 f"{row['prompts']} x {row['batch']} x {row['context']:,}",
                 f"{row['temperature']:g}",
                 f"**{row['ms_per_token']:.2f}**",
-                f"{plain['ms_per_token']:.2f} ({_percent(row['roof_ms'], plain['ms_per_token'])})"
+                f"{plain['ms_per_token']:.2f} ({percent(row['roof_ms'], plain['ms_per_token'])})"
                 if plain
                 else "",
                 f"{static['ms_per_token']:.1f}" if static else "",
                 f"**{row['speedup']:.2f}x**" if row["speedup"] else "",
                 f"{paper:.2f}x" if paper and "llama-2-7b" in row["shape"] else "",
-                f"{100 * row['repeated_8grams']:.0f} %",
+                percent(row["repeated_8grams"]),
             ]
         )
     return table(columns, lines) + "\n" + _origin(result, found)
@@ -69,8 +69,8 @@ def levels(result: Record) -> str:
                     f"{stage['runs']:.2f}",
                     f"{stage['ms']:.2f}",
                     f"{stage['roof_ms']:.2f}",
-                    _percent(stage["roof_ms"], stage["ms"]),
-                    _percent(stage["runs"] * stage["ms"], row["pass_ms"]),
+                    percent(stage["roof_ms"], stage["ms"]),
+                    percent(stage["runs"] * stage["ms"], row["pass_ms"]),
                 ]
             )
             where = ""
@@ -150,7 +150,7 @@ def lengths(result: Record) -> str:
             number(row["baseline_ms_per_token"]),
             number(row["speedup"], "x"),
             f"{row['tokens_per_pass']:.2f}",
-            f"{100 * row['repeated_8grams']:.0f} %",
+            percent(row["repeated_8grams"]),
         ]
         for row in found
     ]
@@ -169,7 +169,7 @@ def outputs(result: Record) -> str:
             f"{row['temperature']:g}",
             f"{row['ms_per_token']:.2f}",
             number(row["speedup"], "x"),
-            f"{100 * row['repeated_8grams']:.0f} %",
+            percent(row["repeated_8grams"]),
         ]
         for row in found
     ]
@@ -246,7 +246,3 @@ def _bandwidth(part: Record) -> str:
 
 def setting(change: Record) -> str:
     return ", ".join(f"{k}={v}" for k, v in change.items()) or "nothing"
-
-
-def _percent(part: float, whole: float) -> str:
-    return f"{100 * part / whole:.0f} %"
