@@ -1,4 +1,4 @@
-"""What the command lines of bench_on_chip.py and bench_offload.py share."""
+"""What bench_on_chip.py and bench_offload.py share: the command line, and what makes a run tiny."""
 
 import argparse
 import tempfile
@@ -12,6 +12,16 @@ from transformers.utils import logging
 from triforce_tree.bench.results import hardware
 
 RESULTS = ROOT / "docs" / "results"
+# A tiny pair that has room for the embedded one, and settings that fit short prompts.
+TINY_SHAPES = {
+    "llama-2-7b": "384x6x3/3x128x1152",
+    "llama-3.1-8b": "768x7x6/3x128x1152",
+    "llama-2-13b": "512x7x4/4x128x1152",
+}
+TINY_DRAFT = "256x2x4/4x64x512"
+TINY_OPTIONS: Record = {
+    "gamma": 6, "tree": "best-first:3,2", "budget": 128, "recent": 32, "window": 64,
+}  # fmt: skip
 
 
 def value_of(text: str) -> Any:

@@ -20,9 +20,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import smoke_shapes
 import torch
-from bench_command import prepare, results_folder, setting, settings_of
+from bench_command import TINY_DRAFT, TINY_OPTIONS, TINY_SHAPES, prepare, results_folder, setting, settings_of
 from deadline import Deadline
 from offload_measure import GIB, Bench, LastRows, bus_gbps, free, peak_gib
 from offload_parts import PARTS, Session
@@ -54,9 +53,7 @@ def smoke(args: argparse.Namespace, device: torch.device) -> None:
     """All that has never run on this machine, once, with everything it takes."""
     tiny = args.tiny
     dtype = torch.float32 if tiny else torch.bfloat16
-    shape, draft = args.shape, "llama-68m"
-    if tiny:
-        shape, draft = smoke_shapes.SHAPES["llama-3.1-8b"], smoke_shapes.DRAFT_SHAPE
+    shape, draft = (TINY_SHAPES["llama-3.1-8b"], TINY_DRAFT) if tiny else (args.shape, "llama-68m")
     context = 600 if tiny else args.context
     say("machine", gpu=hardware(), torch=torch.__version__, bus_gbps=bus_gbps(device))
     start = time.perf_counter()
@@ -83,7 +80,7 @@ def smoke(args: argparse.Namespace, device: torch.device) -> None:
     del rows, split, on_chip
     free()
 
-    options = {**OPTIONS, **(smoke_shapes.OPTIONS if tiny else {}), **dict(args.set)}
+    options = {**OPTIONS, **(TINY_OPTIONS if tiny else {}), **dict(args.set)}
     config = HierarchyConfig.from_options(**options)
     new = 24 if tiny else args.new_tokens
     peak_gib(device, reset=True)
@@ -124,7 +121,7 @@ def smoke(args: argparse.Namespace, device: torch.device) -> None:
 def weights(args: argparse.Namespace, device: torch.device) -> None:
     """Weights on the host: the bits of the model that is whole, and what they cost a pass."""
     tiny = args.tiny
-    shape, draft = ("512x7x4/4x128x1152", "256x2x4/4x64x512") if tiny else (args.shape, "llama-68m")
+    shape, draft = (TINY_SHAPES["llama-2-13b"], TINY_DRAFT) if tiny else (args.shape, "llama-68m")
     context, new = (300, 4) if tiny else (4096, 12)
     say("machine", gpu=hardware(), torch=torch.__version__, bus_gbps=bus_gbps(device, 1 << 30))
     bench = Bench(shape, draft, device, torch.float32 if tiny else torch.bfloat16, None, args.seed)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import smoke_shapes
 import torch
+from bench_command import TINY_DRAFT, TINY_OPTIONS, TINY_SHAPES
 from deadline import Deadline
 from measurements import OURS, Book
 from offload_measure import GIB, Bench, bus_gbps, free, peak_gib
@@ -59,10 +59,10 @@ class Plan:
     def smoke(self) -> "Plan":
         """The same in seconds on a CPU."""
         return replace(
-            self, shape=smoke_shapes.SHAPES[self.shape], draft_shape=smoke_shapes.DRAFT_SHAPE,
+            self, shape=TINY_SHAPES[self.shape], draft_shape=TINY_DRAFT,
             context=self.context // 256, caps=tuple(cap / 24 for cap in self.caps),
             prompts=min(2, self.prompts), new_tokens=24, plain_tokens=4, resident=0.5,
-            options=self.options | smoke_shapes.OPTIONS | {"chunk": 8},
+            options=self.options | TINY_OPTIONS | {"chunk": 8},
         )  # fmt: skip
 
     def as_dict(self) -> dict[str, Any]:

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import smoke_shapes
 import torch
+from bench_command import TINY_DRAFT, TINY_OPTIONS, TINY_SHAPES
 from deadline import Deadline
 from measurements import Book
 from on_chip_results import STATIC
@@ -96,14 +96,14 @@ class Plan:
         smaller = tuple((min(batch, 3), max(384, context // 256)) for batch, context in self.cells)
         return replace(
             self,
-            shape=smoke_shapes.SHAPES[self.shape],
-            draft_shape=smoke_shapes.DRAFT_SHAPE,
+            shape=TINY_SHAPES[self.shape],
+            draft_shape=TINY_DRAFT,
             cells=tuple(dict.fromkeys(smaller))[-2:],
             new_tokens=24 if self.outputs else 12,
             plain_tokens=4,
             temperatures=self.temperatures[:2],
             prompts=2 if self.prompts > 3 else 1,
-            options=self.options | smoke_shapes.OPTIONS,
+            options=self.options | TINY_OPTIONS,
             ablations=tuple(_smoke_ablations(self.ablations)),
             outputs=(12, 24) if self.outputs else (),
             rival_tokens=min(4, self.rival_tokens),

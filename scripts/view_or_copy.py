@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench_command import TINY_DRAFT, TINY_OPTIONS, TINY_SHAPES
 from offload_measure import Bench
 from on_chip_parts import DEFAULTS
 from prompt_library import Library
@@ -23,8 +24,6 @@ from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.host_store import Offload
 
 FILE = "view_or_copy_h200.json"
-_SMOKE_SHAPES = ("384x6x3/3x128x1152", "256x2x4/4x64x512")
-_SMOKE = {"gamma": 6, "tree": "best-first:3,2", "budget": 128, "recent": 32}
 _ROUNDS, _PASSES = 8, 6
 
 
@@ -45,8 +44,8 @@ def main() -> int:
     args = parser.parse_args()
     path = check_writable(args.out / FILE) if args.out is not None else None
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    shapes = _SMOKE_SHAPES if args.smoke else ("llama-2-7b", "llama-68m")
-    options = DEFAULTS | {"captured": True} | (_SMOKE if args.smoke else {})
+    shapes = (TINY_SHAPES["llama-2-7b"], TINY_DRAFT) if args.smoke else ("llama-2-7b", "llama-68m")
+    options = DEFAULTS | {"captured": True} | (TINY_OPTIONS if args.smoke else {})
     context = 600 if args.smoke else args.context
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     bench = Bench(*shapes, device, dtype, None, args.seed)
