@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from verdicts import Verdicts
 
 from triforce_tree import load
 from triforce_tree.bench.text import pydoc_text, token_ids
@@ -41,11 +42,8 @@ class Checks:
         self.target: HFModel = engine.hierarchy.target
         self.draft: HFModel = engine.hierarchy.draft
         self.text = token_ids(engine.tokenizer, pydoc_text())
-        self.rows: list[dict[str, Any]] = []
-
-    def add(self, name: str, passed: bool, **figures: Any) -> None:
-        self.rows.append({"check": name, "passed": passed, **figures})
-        print("ok    " if passed else "FAILED", name, figures, file=sys.stderr, flush=True)
+        self.verdicts = Verdicts()
+        self.add = self.verdicts.add
 
     def cycle(self, levels: int, batch: int, room: int, **options: Any) -> Cycle:
         settings: dict[str, Any] = {"gamma": 8, "tree": "best-first:6,4,3", "budget": 512, "recent": 128}
@@ -149,13 +147,12 @@ def main() -> None:
     for temperature in (0.7, 1.0):
         checks.laws(900, args.batch, args.repeats, temperature)
     checks.endurance(4000, args.tokens)
-    failed = [row["check"] for row in checks.rows if not row["passed"]]
-    result = {"device": args.device, "dtype": args.dtype, "failed": failed, "checks": checks.rows}
+    found = checks.verdicts
     if args.out:
+        result = {"device": args.device, "dtype": args.dtype, "failed": found.failed, "checks": found.rows}
         with open(args.out, "w", encoding="utf-8") as file:
             json.dump(result, file, indent=1)
-    print(json.dumps({"checks": len(checks.rows), "failed": failed}))
-    sys.exit(bool(failed))
+    sys.exit(found.tell())
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ where anything fails; the last line is JSON.
 
 import argparse
 import gc
-import json
 import logging
 import sys
 from collections.abc import Callable
@@ -18,9 +17,11 @@ from typing import Any
 from unittest import mock
 
 import torch
+from bench_command import TINY_DRAFT, TINY_SHAPES
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging as transformers_logging
+from verdicts import Verdicts
 
 from triforce_tree import Engine
 from triforce_tree.bench.text import pydoc_text, token_ids
@@ -33,7 +34,7 @@ MIB = 1 << 20
 _OPTIONS: dict[str, Any] = {"levels": 3, "gamma": 8, "tree": "best-first:4,3", "recent": 128, "budget": 1024}
 _TINY: dict[str, Any] = _OPTIONS | {"budget": 128, "recent": 32, "window": 64}
 _SHAPES = ("2048x8x16/16x128x5632", "llama-68m")
-_TINY_SHAPES = ("384x6x3/3x128x1152", "256x2x4/4x64x512")
+_TINY_SHAPES = (TINY_SHAPES["llama-2-7b"], TINY_DRAFT)
 # Of the cache's rows, those that are in host memory.
 _AWAY = 0.7
 # What a plan leaves free, and a little more.
@@ -59,11 +60,8 @@ class Checks:
         assert plan is not None, "offload=True always makes a plan"
         self.memory = plan.peak + _SPARE - int(_AWAY * plan.device["resident rows"])
         self.offloaded = self.whole.with_options(offload=True, gpu_memory=self.memory)
-        self.rows: list[dict[str, Any]] = []
-
-    def add(self, name: str, passed: bool, **figures: Any) -> None:
-        self.rows.append({"check": name, "passed": passed, **figures})
-        print("ok    " if passed else "FAILED", name, figures, file=sys.stderr, flush=True)
+        self.verdicts = Verdicts()
+        self.add = self.verdicts.add
 
     def text(self, engine: Engine, new: int, **hooks: Any) -> list[int]:
         out = engine.generate(self.prompt, max_new_tokens=new, temperature=0, **hooks)
@@ -223,9 +221,7 @@ def main() -> int:
     if checks.on_gpu:
         checks.short_of_memory()
     checks.enduring()
-    failed = [row["check"] for row in checks.rows if not row["passed"]]
-    print(json.dumps({"checks": len(checks.rows), "failed": failed, "rows": checks.rows}))
-    return int(bool(failed))
+    return checks.verdicts.tell(rows=checks.verdicts.rows)
 
 
 if __name__ == "__main__":

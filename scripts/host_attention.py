@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from host_machine import cores, processor
 from host_ways import SPREADS, WAYS, Spread, State, Way, Workers
+from measurements import Record, rounded
 from torch import Tensor
 
 from triforce_tree.bench import results
@@ -31,8 +32,6 @@ from triforce_tree.cycle.lanes import Lane
 from triforce_tree.cycle.pinned import HostMemory
 from triforce_tree.kernels.plan import Heads
 from triforce_tree.kernels.reference import tree_attention
-
-Record = dict[str, Any]
 
 OUT = Path(__file__).parents[1] / "docs" / "results" / "host_attention_h200.json"
 SHAPES = (Heads(32, 32, 128), Heads(32, 8, 128))
@@ -262,10 +261,6 @@ def random_queries(heads: Heads, count: int, seed: int) -> Tensor:
 
 def label(heads: Heads) -> str:
     return f"{heads.query}/{heads.kv} x {heads.dim}"
-
-
-def rounded(value: float) -> float:
-    return float(f"{value:.4g}")
 
 
 def say(**facts: Any) -> None:

@@ -1,9 +1,6 @@
 """Tables of docs/offloading.md from the results of scripts/host_attention.py."""
 
-from collections.abc import Sequence
-from typing import Any
-
-Record = dict[str, Any]
+from markdown_tables import Record, table
 
 FILE = "host_attention_h200.json"
 COMMAND = "python scripts/host_attention.py"
@@ -22,7 +19,7 @@ def ways(result: Record) -> str:
         best = max((gbps for gbps in found.values() if gbps), default=None)
         lines.append([*map(str, place), *(_number(found.get(column), best) for column in columns)])
     head = ["heads", "T", "threads", *(f"{way}, {spread}" for way, spread in columns)]
-    return _table(head, lines) + "\n" + _note(result)
+    return table(head, lines) + "\n" + _note(result)
 
 
 def together(result: Record) -> str:
@@ -53,7 +50,7 @@ def together(result: Record) -> str:
         f"{_number(read['bus_gbps'])} GB/s. The projection adds up both bandwidths as they are alone; nobody "
         "has measured it.\n"
     )
-    return _table(columns, lines) + "\n" + note
+    return table(columns, lines) + "\n" + note
 
 
 TABLES = (ways, together)
@@ -77,8 +74,3 @@ def _number(value: float | None, best: float | None = None) -> str:
     if value is None:
         return ""
     return f"**{value:.1f}**" if value == best else f"{value:.1f}"
-
-
-def _table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    rule = ["---", *["---:"] * (len(columns) - 1)]
-    return "".join("| " + " | ".join(line) + " |\n" for line in (columns, rule, *lines))

@@ -1,8 +1,6 @@
 """scripts/host_attention.py: every way of attention on the CPU against the definition, results, tables."""
 
-import importlib
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +8,6 @@ import pytest
 import torch
 
 from triforce_tree.kernels.plan import Heads
-
-SCRIPTS = Path(__file__).parents[1] / "scripts"
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Imports a script by its name, as its neighbours do."""
-    monkeypatch.setattr(sys, "path", [str(SCRIPTS), *sys.path])
-    return importlib.import_module
 
 
 @pytest.mark.parametrize("heads", [Heads(6, 6, 32), Heads(6, 2, 32)], ids=["mha", "gqa"])
