@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from bench_command import TINY_DRAFT, TINY_OPTIONS, TINY_SHAPES, prepare, results_folder, setting, settings_of
 from deadline import Deadline
-from offload_measure import GIB, Bench, LastRows, bus_gbps, free, peak_gib
+from offload_measure import GIB, Bench, LastRows, bus_gbps, peak_gib
 from offload_parts import PARTS, Session
 from offload_results import FILE, book
 from prompt_library import Library
@@ -32,6 +32,7 @@ from triforce_tree.bench.results import hardware, repeated_share
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle import copied
 from triforce_tree.cycle.host_store import Offload
+from triforce_tree.graphs import free_memory
 
 _START = time.perf_counter()
 OPTIONS: dict[str, Any] = {
@@ -78,7 +79,7 @@ def smoke(args: argparse.Namespace, device: torch.device) -> None:
         same_choice=float((split["host"].argmax(-1) == on_chip.argmax(-1)).float().mean()),
     )
     del rows, split, on_chip
-    free()
+    free_memory()
 
     options = {**OPTIONS, **(TINY_OPTIONS if tiny else {}), **dict(args.set)}
     config = HierarchyConfig.from_options(**options)

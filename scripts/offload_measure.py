@@ -1,6 +1,5 @@
 """An inflated pair whose full cache is offloaded: feed, decode, compare, and time it, under a memory cap."""
 
-import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ from triforce_tree.cycle.rows import KVStore, TreeRows
 from triforce_tree.cycle.streamed_weights import StreamedWeights
 from triforce_tree.decoder import Ending
 from triforce_tree.few_row import few_row_copy
+from triforce_tree.graphs import free_memory
 from triforce_tree.hf_model import HFModel
 from triforce_tree.inflate import inflate_pair
 from triforce_tree.sampling import TokenLaw
@@ -82,16 +82,9 @@ def peak_gib(device: torch.device, reset: bool = False) -> float:
         return 0.0
     peak = torch.cuda.max_memory_reserved(device) / GIB
     if reset:
-        free()
+        free_memory()
         torch.cuda.reset_peak_memory_stats(device)
     return peak
-
-
-def free() -> None:
-    """Captured graphs and their buffers refer to each other, so they go only when they are collected."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def bus_gbps(device: torch.device, size: int = 2 * GIB) -> dict[str, float]:
@@ -141,7 +134,7 @@ class Bench:
         if not weights_on_host:
             cap_memory(device, cap_gib)
         target, draft, self.tokenizer = inflate_pair(shape, device, dtype, draft_shape, seed)
-        free()
+        free_memory()
         self.target, self.draft = HFModel(target), HFModel(draft)
         if weights_on_host:
             self.stream()
@@ -154,7 +147,7 @@ class Bench:
         """Move the target's weights to the host; copies of the target from before are of no use any more."""
         model = self.target.model
         self.target = HFModel(model, StreamedWeights(model, self.device))
-        free()
+        free_memory()
 
     @property
     def weights_on_host(self) -> int:
@@ -196,7 +189,7 @@ class Bench:
         if self._cycle is not None:
             self._cycle.close()
         self._cycle, self._fed = None, []
-        free()
+        free_memory()
 
     def cap(self, gib: float) -> None:
         """Bound the device memory anew, and forget peaks under the last bound."""
@@ -305,7 +298,7 @@ class LastRows:
         logits = self._logits(cache.rows(_COMPARED, self._chain))
         cache.close()
         del cache
-        free()
+        free_memory()
         return logits
 
     def on_chip(self) -> Tensor:
@@ -316,7 +309,7 @@ class LastRows:
             prefill(target, store, 0, self.prompt[: count - _COMPARED], self.chunk, None)
         logits = self._logits(TreeRows(store, _COMPARED, mask=self._chain))
         del store
-        free()
+        free_memory()
         return logits
 
     def _logits(self, rows: TreeRows) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from bench_command import TINY_DRAFT, TINY_OPTIONS, TINY_SHAPES
 from deadline import Deadline
 from measurements import OURS, Book
-from offload_measure import GIB, Bench, bus_gbps, free, peak_gib
+from offload_measure import GIB, Bench, bus_gbps, peak_gib
 from offload_results import FED, ON_CHIP, PLAIN
 from prompt_library import SOURCES, Library, Source
 from roofs import read_bandwidth, weight_bytes
@@ -19,6 +19,7 @@ from triforce_tree import memory_plan
 from triforce_tree.bench.results import repeated_share
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.pinned import SPARE, available
+from triforce_tree.graphs import free_memory
 from triforce_tree.memory_map import Machine, Sizes
 from triforce_tree.memory_plan import MemoryPlan
 
@@ -88,7 +89,7 @@ class Session:
         self._start = time.perf_counter()
         self.plan, self.book, self.device = plan, book, device
         self.bus, self.read = bus_gbps(device), read_bandwidth(device)
-        free()
+        free_memory()
         book.mine |= {"bus_gbps": self.bus, "read_gbps": self.read / 1e9}
         self.say(f"bus {self.bus}, read {self.read / 1e12:.2f} TB/s; {plan.shape}: inflating ...")
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32

@@ -1,14 +1,11 @@
 """One captured cycle at a time, on rows that were computed once: decode, compare, and time its stages."""
 
-import copy
-import gc
 import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import torch
 from cycle_measure import last_logits, rounds_per_pass
@@ -16,11 +13,12 @@ from timing import synchronize, timed
 from torch import Tensor
 
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.cycle import cycle as cycle_module
 from triforce_tree.cycle.cycle import Cycle
 from triforce_tree.cycle.decoder import CycleDecoder
 from triforce_tree.cycle.rows import KVStore, TreeRows
+from triforce_tree.cycle.shapes import Extent
 from triforce_tree.decoder import Ending
+from triforce_tree.graphs import free_memory
 from triforce_tree.hf_model import HFModel
 from triforce_tree.inflate import inflate_pair
 from triforce_tree.sampling import TokenLaw
@@ -30,8 +28,7 @@ Texts = Sequence[Sequence[int]]
 
 # Rows more than the first cycle needs, so that later ones of other settings fit into the same memory.
 _SPARE_ROWS = 512
-# Settings that the loop reads afresh in every pass; all others are built into buffers and graphs.
-_LOOP_SETTINGS = ("rounds", "refresh")
+_LARGEST_CHUNK = 64
 # Places before a parting at which the noise of two kinds of forward is looked at.
 _NOISE_PLACES = 8
 _WARM_UP_TOKENS = 8
@@ -102,16 +99,17 @@ class Bench:
         """A cycle for these settings, captured; rows that are there stay where the memory serves."""
         levels = config.levels if isinstance(config.levels, int) else 3
         old = self._cycle
-        if old is not None and old.batch == batch and old.room >= room and _alike(old.config, config):
+        if old is not None and old.batch == batch and old.room >= room and old.serves(config):
             old.config = config
         else:
-            kept = [old.store] if old is not None else []
+            rows = room + Extent.of(config, levels).behind
+            kept = old.store if old is not None and old.batch == batch and old.store.rows >= rows else None
             self._cycle = old = None
-            _free()
-            with mock.patch.object(cycle_module, "KVStore", _lender(kept)):
-                self._cycle = Cycle(self.target, self.draft, config, batch, room, levels)
+            free_memory()
+            store = kept or self._new_store(batch, rows)
+            self._cycle = Cycle(self.target, self.draft, config, batch, room, levels, store=store)
             longest = max(map(len, self._fed), default=0)
-            if not kept or longest > room:
+            if kept is None or longest > room:
                 # The rows are new, or the captures' trial runs will have written into them.
                 self._fed = []
             self._warm = set()
@@ -119,11 +117,17 @@ class Bench:
             self.cycle.prepare(TokenLaw.at(temperature))
         self._renew_means()
 
+    def _new_store(self, batch: int, rows: int) -> KVStore:
+        """A full cache with room for later settings as well, in whole pages of any chunk."""
+        rows = -(-(rows + _SPARE_ROWS) // _LARGEST_CHUNK) * _LARGEST_CHUNK
+        target = self.target
+        return KVStore(target.layers, batch, target.heads, rows, self.device, target.dtype)
+
     def close(self) -> None:
         """Give everything back, the models too."""
         self._cycle, self._fed = None, []
         del self.target, self.draft
-        _free()
+        free_memory()
 
     def feed(self, prompts: Texts) -> bool:
         """The prompts into the full cache; False where they are there already."""
@@ -136,9 +140,8 @@ class Bench:
         return True
 
     def _renew_means(self) -> None:
-        rows = self.cycle.rows
-        if rows is not None and self._fed:
-            rows.renew_means(torch.zeros_like(self.cycle.texts.length), rows.means.shape[3])
+        if self._fed:
+            self.cycle.renew_means()
 
     @contextmanager
     def standing(self, prompts: Texts, new: int) -> Iterator[None]:
@@ -285,38 +288,3 @@ class _Marks:
 def _behind(cycle: Cycle) -> int:
     """Rows behind a text that one pass may write."""
     return int(cycle.texts.capacity) - cycle.room
-
-
-def _alike(one: HierarchyConfig, other: HierarchyConfig) -> bool:
-    """Whether two configurations differ only in what the loop reads afresh."""
-
-    def fixed(config: HierarchyConfig) -> HierarchyConfig:
-        return replace(config, rounds=None, retrieval=replace(config.retrieval, refresh=0))
-
-    assert _LOOP_SETTINGS == ("rounds", "refresh")
-    return fixed(one) == fixed(other)
-
-
-def _lender(kept: list[KVStore]) -> Any:
-    """What makes a cycle's store: the kept one where it is large enough, else a new one, once it is freed."""
-
-    def make(
-        layers: int, batch: int, heads: Any, rows: int, device: Any, dtype: torch.dtype, page: int = 64
-    ) -> KVStore:
-        if kept and kept[0].batch == batch and kept[0].rows >= rows and kept[0].rows % page == 0:
-            store = copy.copy(kept[0])
-            store.page = page
-            return store
-        kept.clear()
-        _free()
-        rows = -(-(rows + _SPARE_ROWS) // 64) * 64
-        return KVStore(layers, batch, heads, rows, device, dtype, page)
-
-    return make
-
-
-def _free() -> None:
-    """Captured graphs and their buffers refer to each other, so they go only when they are collected."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
