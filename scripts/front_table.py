@@ -19,10 +19,10 @@ def front(on_chip: Record) -> str:
         rows = [r for r in rows_of(on_chip, part) if (r["batch"], r["context"]) == (batch, context)]
         where = f"{batch} x {context:,} tokens" if batch > 1 else f"{context:,} tokens"
         lines += _lines(rows, where)
-    held = rows_of(offload, "7b")
-    for cap in sorted({r["gpu_memory_cap_gib"] for r in held}):
-        rows = [r for r in held if r["gpu_memory_cap_gib"] == cap]
-        lines += _lines(rows, f"{rows[0]['context']:,} tokens, cache on the host, {cap:g} GiB of GPU")
+    for part, what in (("7b", "cache"), ("13b", "weights and cache")):
+        for row in rows_of(offload, part):
+            place = f"{what} on the host, {row['gpu_memory_cap_gib']:g} GiB of GPU"
+            lines += _lines([row], f"{row['context']:,} tokens, {place}")
     part = on_chip["parts"]["7b"]
     columns = [
         "model", "prompt", "T", "ms/token", "ordinary decoding, same kernels", "speed-up",

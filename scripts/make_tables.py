@@ -22,6 +22,7 @@ import linear_tables
 import markdown_tables
 import offload_tables
 import on_chip_tables
+import setting_tables
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"
@@ -112,6 +113,8 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str], str]] = {
         f"offload_{make.__name__}": (offload_tables.FILE, make, f"{offload_tables.COMMAND} 7b")
         for make in offload_tables.TABLES
     },
+    "view_or_copy": (setting_tables.VIEW_FILE, setting_tables.view_or_copy, setting_tables.VIEW_COMMAND),
+    "tuned": (setting_tables.TUNE_FILE, setting_tables.tuned, setting_tables.TUNE_COMMAND),
     **{f"host_{make.__name__}": (host_tables.FILE, make, host_tables.COMMAND) for make in host_tables.TABLES},
 }
 

@@ -13,7 +13,7 @@ def headline(result: Record) -> str:
     if not found:
         return not_measured(f"{COMMAND} 7b")
     columns = [
-        "model", "prompts", "cap, GiB", "T", "**ms/token**", "streamed plain decoding",
+        "model", "prompts", "cap, GiB", "rows on the card", "T", "**ms/token**", "streamed plain decoding",
         "its share of the bus", "**speed-up**", "tokens a pass", "repeated 8-grams",
     ]  # fmt: skip
     lines = []
@@ -24,6 +24,7 @@ def headline(result: Record) -> str:
                 row["shape"] + _remarks(row),
                 f"{row['prompts']} x {row['context']:,}",
                 f"{row['gpu_memory_cap_gib']:g}",
+                percent(row["resident_gib"], row["resident_gib"] + row["host_gib"]),
                 f"{row['temperature']:g}",
                 f"**{row['ms_per_token']:.1f}**",
                 f"{plain:.0f}" if plain else "",
