@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList, StopStringCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from triforce_tree import profiles
+from triforce_tree import parallel, profiles
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.engine import Engine, Inputs
 from triforce_tree.loading import PAIR, load_model, load_target, load_tokenizer
@@ -30,10 +30,13 @@ def load(
 ) -> Engine:
     """Make an engine.
 
+    Under torchrun the processes share the target: each takes the card of its ``LOCAL_RANK`` and a share of
+    the heads and neurons, and all of them must call the engine alike. They get the same output.
+
     Args:
         target: a transformers model, a hub id or a folder; by default the embedded pair's target. A model is
             left as it is, but for ``offload_weights=True``, which takes it over: its layers' weights move to
-            page-locked host memory, all else to ``device``.
+            page-locked host memory, all else to ``device``; and but for torchrun, where it is cut in place.
         draft: likewise; by default the embedded draft for the embedded target, and prompt lookup for
             any other.
         tokenizer: by default the one beside the target.
@@ -56,7 +59,14 @@ def load(
         target, draft = PAIR / "target", PAIR / "draft" if draft is None else draft
     if tokenizer is None and not isinstance(target, PreTrainedModel):
         tokenizer = load_tokenizer(target)
-    loaded, streamed = load_target(target, config, device, dtype)
+    if isinstance(target, PreTrainedModel) and config.streams is not True:
+        # It stays where it is.
+        device = target.device
+    group = parallel.join(device)
+    if group is not None and profile is None:
+        # It was measured on one card.
+        profile = False
+    loaded, streamed = load_target(target, config, device, dtype, group)
     drafter = None if draft is None else load_model(draft, loaded.device, dtype)
     measured = profiles.find(profile, loaded, drafter)
     return Engine(loaded, drafter, tokenizer, config, measured, options, streamed)

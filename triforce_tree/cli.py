@@ -37,11 +37,18 @@ def _run(args: argparse.Namespace) -> int:
     import torch
     from transformers.utils import logging
 
+    from triforce_tree import console, parallel
+
     # Progress and notices of the libraries below would run into our own.
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    if parallel.world_size() > 1 and not args.on_several_cards:
+        raise ValueError("this command runs in one process, without torchrun; only generate takes several")
     try:
-        return int(import_module(args.module).run(args))
+        with console.one_voice():
+            code = int(import_module(args.module).run(args))
+        parallel.leave()
+        return code
     except torch.OutOfMemoryError as error:
         if args.traceback:
             raise
@@ -55,5 +62,7 @@ def _message(error: Exception) -> str:
 
 
 def _failed(message: str, code: int) -> int:
-    print(f"triforce-tree: {message}", file=sys.stderr)
+    # torchrun says who of several speaks.
+    rank = os.environ.get("RANK")
+    print(f"triforce-tree{f', rank {rank}' if rank else ''}: {message}", file=sys.stderr)
     return code

@@ -1,9 +1,11 @@
 """What a person sees (stderr), what a reader of the text sees (stdout), and the JSON line for programs."""
 
 import json
+import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from types import FrameType
 from typing import Any
 
@@ -15,6 +17,7 @@ from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, StoppingCriteria, TextStreamer
 
+from triforce_tree import parallel
 from triforce_tree.memory_map import GIB
 from triforce_tree.memory_plan import MemoryPlan
 from triforce_tree.stats import LevelStats
@@ -23,8 +26,19 @@ LOG_WIDTH = 120  # of tables that go into a file
 
 
 def screen() -> Console:
-    """The terminal behind stderr, so that stdout holds nothing but results."""
-    return Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else LOG_WIDTH)
+    """The terminal behind stderr, so that stdout holds nothing but results; of several ranks the first's."""
+    width = None if sys.stderr.isatty() else LOG_WIDTH
+    return Console(stderr=True, highlight=False, width=width, quiet=not parallel.first())
+
+
+@contextmanager
+def one_voice() -> Iterator[None]:
+    """Inside, stdout is the first rank's alone."""
+    if parallel.first():
+        yield
+        return
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        yield
 
 
 def bar(unit: str) -> Progress:

@@ -17,6 +17,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
+from triforce_tree import parallel
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.decoder import CycleDecoder
 from triforce_tree.cycle.steady import SteadyDecoder
@@ -242,7 +243,9 @@ class Engine:
             for prompt in prompts:
                 self.check_length(len(prompt), new_tokens)
             law = law_of(generation_config, logits_processor)
-            chosen = int(torch.randint(2**62, ())) if seed is None else seed
+            alike = (prompts, new_tokens, law.greedy, seed is None, self._config)
+            parallel.check_alike("prompts or settings", alike)
+            chosen = parallel.told(int(torch.randint(2**62, ())) if seed is None else seed)
             temperature = generation_config.temperature if generation_config.do_sample else 0.0
             entry = self._settle(law, 1.0 if temperature is None else temperature, prompts, new_tokens)
             captured = self.hierarchy.why_not_captured(law, prompts) is None

@@ -50,7 +50,10 @@ class Captured:
                 run()
         torch.cuda.current_stream(device).wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.no_grad(), torch.cuda.graph(self._graph, pool=pool, stream=side):
+        # Of this thread alone: where several cards work together, NCCL's watchdog asks after its events from
+        # another one, which would break a capture of the whole process.
+        captured = torch.cuda.graph(self._graph, pool=pool, stream=side, capture_error_mode="thread_local")
+        with torch.no_grad(), captured:
             run()
 
     def __call__(self) -> None:

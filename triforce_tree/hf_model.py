@@ -16,6 +16,7 @@ from transformers import AttentionInterface, Cache, PreTrainedModel
 from triforce_tree.caches.base import KVCache, Rows, Variant
 from triforce_tree.host_linear import few_row_linears
 from triforce_tree.kernels.plan import Heads
+from triforce_tree.parallel import same
 from triforce_tree.rope import FamilyRope
 
 ATTENTION = "triforce_tree"
@@ -161,7 +162,7 @@ class HFModel:
             last_only: compute the last row's logits alone (prefill).
 
         Returns:
-            ``[T, V]`` or ``[1, V]`` in the model's dtype.
+            ``[T, V]`` or ``[1, V]`` in the model's dtype, rank 0's on every rank.
         """
         ids = torch.tensor([tokens], device=self.device)
         out = self.model(
@@ -173,8 +174,8 @@ class HFModel:
             triforce=_Run(cache, rows),
         )
         cache.advance(len(tokens))
-        logits: Tensor = out.logits[0]
-        return logits[-1:] if last_only else logits
+        logits: Tensor = out.logits[0, -1:] if last_only else out.logits[0]
+        return same(logits.contiguous())
 
     def rope(self) -> FamilyRope:
         """The family's rotation, for a cache with relative positions; checked against the model.

@@ -5,7 +5,9 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
-from triforce_tree import memory_map, memory_plan
+import torch
+
+from triforce_tree import memory_map, memory_plan, parallel
 from triforce_tree.caches import FullCache, RetrievalCache, StreamingCache
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.cycle import Cycle
@@ -200,7 +202,16 @@ class Hierarchy:
         return plan if before == key and fits else None
 
     def shrink(self) -> bool:
-        """After device memory ran out: give some of the plan up; False where nothing is left to give."""
+        """After device memory ran out: give some of the plan up; False where nothing is left to give.
+
+        Raises:
+            torch.OutOfMemoryError: one of several cards ran out; the others know nothing of it.
+        """
+        if (group := parallel.current()) is not None:
+            raise torch.OutOfMemoryError(
+                f"memory ran out on rank {group.rank} of {group.size}, and several cards cannot give some up "
+                "in the middle of a text; plan for less (gpu_memory), or shorten the prompt"
+            )
         smaller = self.memory.smaller() if self.memory is not None else None
         self.release()
         if smaller is None or self._planned is None:

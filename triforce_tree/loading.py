@@ -16,6 +16,8 @@ from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.streamed_weights import StreamedWeights
 from triforce_tree.machine import device_room
 from triforce_tree.memory_map import tensor_bytes, weights_fit
+from triforce_tree.parallel import Group
+from triforce_tree.sharding import shard
 
 PAIR = Path(__file__).parent / "pair"
 
@@ -42,23 +44,27 @@ def load_target(
     config: HierarchyConfig,
     device: str | torch.device | None = None,
     dtype: torch.dtype | str | None = None,
+    group: Group | None = None,
 ) -> tuple[PreTrainedModel, StreamedWeights | None]:
     """A causal LM, and the weights of its layers where they are to stay in host memory.
 
     Args:
         source: a model object is returned as it is, or with ``offload_weights=True`` taken over.
         config: says whether weights may stay on the host, and how much of the device there is.
+        group: ranks that share the model, which is cut in place before its weights go anywhere.
 
     Raises:
         OSError: as :func:`load_model`; host memory is short (:class:`HostMemoryError`).
-        ValueError: as :func:`load_model`; the layers' weights cannot be streamed.
+        ValueError: as :func:`load_model`; the layers' weights cannot be streamed; the model cannot be cut.
     """
-    if config.streams is False or (isinstance(source, PreTrainedModel) and config.streams is not True):
-        return load_model(source, device, dtype), None
-    device = _device(device)
+    device = group.device if group is not None else _device(device)
     model = source if isinstance(source, PreTrainedModel) else _read(source, device, dtype)
+    if group is not None:
+        shard(model, group)
     if config.streams is not True:
-        room = device_room(device, config.gpu_bytes)
+        if isinstance(source, PreTrainedModel):
+            return source, None
+        room = None if config.streams is False else device_room(device, config.gpu_bytes)
         if room is None or weights_fit(tensor_bytes(model), room):
             return _placed(model, source, device), None
     try:

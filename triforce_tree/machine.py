@@ -7,6 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from triforce_tree import parallel
 from triforce_tree.cycle.lanes import Lane
 from triforce_tree.cycle.pinned import SPARE, HostMemory, available
 from triforce_tree.memory_map import Machine
@@ -16,23 +17,41 @@ _TIMES = 3
 
 
 def device_room(device: torch.device, gpu_bytes: int | None) -> int | None:
-    """Bytes of the device that an engine which is to be made can have; None where nothing bounds them."""
+    """Bytes of the device that an engine which is to be made can have; None where nothing bounds them.
+
+    Of several cards the least.
+    """
     rooms = [gpu_bytes] if gpu_bytes is not None else []
     if device.type == "cuda":
         torch.cuda.empty_cache()
         rooms.append(torch.cuda.mem_get_info(device)[0])
-    return min(rooms, default=None)
+    return int(parallel.least([min(rooms)])[0]) if rooms else None
 
 
 def measured(device: torch.device, own: int, gpu_bytes: int | None = None, on_host: int = 0) -> Machine:
-    """Memory and bandwidths, the latter measured once a process.
+    """Memory and bandwidths, the latter measured once a process; of several cards the least of each.
 
     Args:
         own: bytes of the engine's tensors that are on the device already; ``on_host``: page-locked ones.
         gpu_bytes: the engine's share of the device; None for all that is free.
     """
-    host = max(0, available()[0] - SPARE) + on_host
     bus, read = bandwidths(device)
+    # The ranks of one machine share its memory.
+    host = max(0, available()[0] - SPARE) // parallel.local_size() + on_host
+    return _least(_own(device, own, gpu_bytes, host, bus, read))
+
+
+def _least(machine: Machine) -> Machine:
+    """What every rank has, so that all plan alike."""
+    numbers = (machine.device, machine.host, machine.bus, machine.read, -machine.others)
+    device, host, bus, read, others = parallel.least(numbers)
+    return Machine(int(device), int(host), bus, read, -int(others), machine.limit)
+
+
+def _own(
+    device: torch.device, own: int, gpu_bytes: int | None, host: int, bus: float, read: float
+) -> Machine:
+    """What this rank has."""
     if device.type != "cuda":
         # There is one memory, and cache and rows "on the device" lie in it as well.
         limit = gpu_bytes if gpu_bytes is not None else host + own

@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.shapes import Extent
 from triforce_tree.hf_model import HFModel
+from triforce_tree.sharding import shards_of
 
 MIB, GIB = 1 << 20, 1 << 30
 # Graphs, libraries' workspaces, and what the allocator rounds up.
@@ -19,7 +20,7 @@ MOST_GAMMA = 48
 
 @dataclass(frozen=True)
 class Sizes:
-    """What of the models decides about memory and time, in bytes and counts.
+    """What of the models decides about memory and time, in bytes and counts; on several cards, of one.
 
     ``weights``, ``draft``: parameters and buffers, of the draft with its cache. ``streamed`` of the weights
     are in host memory, and pass through ``slots`` on the device.
@@ -51,10 +52,10 @@ class Sizes:
             rows = config.streaming.sinks + 2 * config.streaming.window + 3 * MOST_GAMMA
             cache = draft.layers * rows * 2 * draft.heads.kv * draft.heads.dim * draft.dtype.itemsize
             small = tensor_bytes(draft.model) + cache
+        mlp = (getattr(own, "intermediate_size", None) or 4 * own.hidden_size) // shards_of(target.model)
         return cls(
             tensor_bytes(target.model), small, target.layers, target.heads.query, target.heads.kv,
-            target.heads.dim, own.hidden_size, getattr(own, "intermediate_size", None) or 4 * own.hidden_size,
-            target.vocab_size, target.dtype.itemsize,
+            target.heads.dim, own.hidden_size, mlp, target.vocab_size, target.dtype.itemsize,
             *((far.bytes, far.slot_bytes) if (far := target.streamed) is not None else ()),
         )  # fmt: skip
 

@@ -73,6 +73,7 @@ def _generate(subparsers: Any) -> None:
     _add_sampling(parser)
     _add_models(parser)
     _add_hierarchy(parser, AUTO)
+    parser.set_defaults(on_several_cards=True)
 
 
 def _bench_text(subparsers: Any) -> None:
@@ -242,7 +243,7 @@ def _add_parser(subparsers: Any, name: str, module: str, summary: str) -> argpar
     parser: argparse.ArgumentParser = subparsers.add_parser(
         name, help=summary, description=summary, formatter_class=HelpFormatter
     )
-    parser.set_defaults(module=module)
+    parser.set_defaults(module=module, on_several_cards=False)
     parser.add_argument(
         "--json", action="store_true", help="end with one JSON object, as the last line of stdout"
     )

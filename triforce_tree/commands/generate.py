@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import StoppingCriteriaList
 
+from triforce_tree import parallel
 from triforce_tree.bench.compare import Comparison, ms_per_token, summary
 from triforce_tree.bench.text import read_text, token_ids
 from triforce_tree.commands import options
@@ -84,6 +85,8 @@ def generate(
 def _prompt(path: str) -> str:
     if path != "-":
         return read_text(path)
+    if parallel.world_size() > 1:
+        raise ValueError("torchrun hands stdin to none of its processes; name a file with the prompt")
     if sys.stdin.isatty():
         screen().print("type the prompt; Ctrl-D on an empty line ends it")
     text = sys.stdin.read()

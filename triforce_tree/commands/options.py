@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from triforce_tree import parallel
 from triforce_tree.api import load
 from triforce_tree.commands.arguments import AUTO, ENGINE_OPTIONS, MEMORY_OPTIONS, NONE
 from triforce_tree.config import bytes_of
@@ -18,6 +19,8 @@ def engine_of(args: argparse.Namespace) -> Engine:
     options = {name: getattr(args, name) for name in (*ENGINE_OPTIONS, *MEMORY_OPTIONS) if name in args.given}
     if args.device is not None:
         _check_device(args.device)
+    # Each process has its own card from here on.
+    parallel.join(args.device)
     _bound_memory(args)
     profile = {AUTO: None, NONE: False}.get(args.profile, args.profile)
     engine = load(args.target, args.draft, device=args.device, dtype=args.dtype, profile=profile, **options)

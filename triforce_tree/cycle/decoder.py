@@ -9,6 +9,7 @@ from triforce_tree.cycle.cycle import Cycle
 from triforce_tree.cycle.pace import Pace
 from triforce_tree.decoder import Ending, finish_reason
 from triforce_tree.level import Progress
+from triforce_tree.parallel import told
 from triforce_tree.sampling import TokenLaw
 from triforce_tree.stats import LevelStats
 
@@ -115,7 +116,8 @@ class CycleDecoder:
 
     def _count(self, rounds: int, report: list[list[int]]) -> None:
         """Statistics of the sequences that were still running, and the pace's lesson."""
-        seconds = self._clock.seconds()
+        # One clock for all ranks: whoever chose other rounds would wait for the others for ever.
+        seconds = told(self._clock.seconds())
         alive = [row for row in report if row[0] > 0]
         count, proposed, gathered = (sum(row[i] for row in alive) for i in range(3))
         target = self.levels[-1]

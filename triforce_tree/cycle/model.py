@@ -15,6 +15,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from triforce_tree.fused_linears import fused
 from triforce_tree.hf_model import PassThrough
+from triforce_tree.parallel import same
 
 ATTENTION = "triforce_tree_cycle"
 MOST_ROWS = 128
@@ -111,7 +112,10 @@ class StepModel:
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor, positions: Tensor, attend: Attend, last: int = 0) -> Tensor:
-        """Logits ``[B, T, V]`` of int64 ``[B, T]``; with ``last`` = n those of the last n tokens alone."""
+        """Logits ``[B, T, V]`` of int64 ``[B, T]``; with ``last`` = n those of the last n tokens alone.
+
+        On several cards they are rank 0's on every rank, so that all choose alike.
+        """
         _running.attend, _running.layer = attend, 0
         try:
             out = self.model(
@@ -124,7 +128,7 @@ class StepModel:
         finally:
             _running.attend = None
         logits: Tensor = out.logits
-        return logits
+        return same(logits.contiguous())
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
