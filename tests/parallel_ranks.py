@@ -1,0 +1,196 @@
+"""What each of several processes does in the tests of test_parallel.py: one JSON file of findings a rank.
+
+    WORLD_SIZE=2 RANK=0 ... python tests/parallel_ranks.py JOB FOLDER
+
+Without WORLD_SIZE the same jobs run in one process, for comparison.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import astuple, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from cycle_cases import SMALL
+from families import perturbed, prompt_of, tiny
+from torch import fx
+from transformers import PreTrainedModel, StoppingCriteria
+
+from triforce_tree import Engine, load, machine, memory_plan, parallel, sharding
+from triforce_tree.cycle import decoder, offloaded
+from triforce_tree.hf_model import HFModel
+from triforce_tree.memory_plan import MemoryPlan
+
+RANK = int(os.environ.get("RANK", "0"))
+CUT = ("llama", "llama-gqa", "qwen2", "qwen3", "gemma2", "granite", "smollm3", "gpt-neox")
+PROMPT, NEW = prompt_of(150), 24
+PIECE = 32 * 64
+# name -> options of the engine
+WAYS: dict[str, dict[str, Any]] = {
+    "eager": {"captured": False},
+    "captured": {"captured": True},
+    "offloaded": {"offload": True},
+    "offloaded alone": {"offload": True, "levels": 1},
+}
+
+
+def models() -> tuple[PreTrainedModel, PreTrainedModel]:
+    target = tiny("llama-gqa")
+    return target, perturbed(target, 0.05)
+
+
+def engine(**options: Any) -> Engine:
+    return load(*models(), profile=False, **{**SMALL, "leaves": True, **options})
+
+
+def keep_little_on_the_device() -> None:
+    """Small pieces, of which few stay: what a pass streams is streamed here too."""
+    decide = memory_plan.plan
+
+    def plan(*args: Any) -> MemoryPlan:
+        made = decide(*args)
+        if made.offload is None:
+            return made
+        assert made.offload is not None
+        return made.with_resident(0) if made.levels == 1 else _small(made)
+
+    memory_plan.plan = plan
+    offloaded.LEAVING = 16
+
+
+def _small(made: MemoryPlan) -> MemoryPlan:
+    assert made.offload is not None
+    split = replace(made.offload, resident_bytes=3 * PIECE, piece_bytes=PIECE, buffers=3)
+    return replace(made, offload=split, host={"full rows": 1})
+
+
+def written(own: Engine, **more: Any) -> list[int]:
+    out = own.generate(PROMPT, **{"max_new_tokens": NEW, "do_sample": False, **more})
+    return out.sequences[0, len(PROMPT) :].tolist()
+
+
+def texts() -> dict[str, Any]:
+    """Greedy and sampled text of every way of decoding."""
+    found: dict[str, Any] = {}
+    for name, options in WAYS.items():
+        own = engine(**options)
+        found[name] = written(own)
+        if name != "offloaded alone":
+            found[f"{name}, sampled"] = written(own, do_sample=True, top_k=0, seed=7)
+    return found
+
+
+def logits() -> dict[str, Any]:
+    """How far each family's logits are off the whole model's, and the heads that are left."""
+    found: dict[str, Any] = {}
+    group = parallel.join("cpu")
+    assert group is not None
+    ids = torch.tensor([prompt_of(30)])
+    for family in CUT:
+        model = tiny(family)
+        with torch.no_grad():
+            whole = model(ids).logits
+            sharding.shard(model, group)
+            sharding.shard(model, group)
+            off = float((model(ids).logits - whole).abs().max() / whole.std())
+        found[family] = [off, *astuple(HFModel(model).heads)]
+    return found
+
+
+def words() -> dict[str, Any]:
+    """What ranks tell each other."""
+    parallel.join("cpu")
+    try:
+        parallel.check_alike("numbers", RANK)
+        refusal = ""
+    except ValueError as error:
+        refusal = str(error)
+    parallel.check_alike("numbers", 5)
+    return {
+        "told": parallel.told({"rank": RANK}),
+        "least": parallel.least([RANK, -RANK, 2.0**50 + RANK]),
+        "same": parallel.same(torch.full((2, 3), float(RANK), dtype=torch.bfloat16)).tolist(),
+        "sum": sharding.all_reduce(torch.full((2,), RANK + 1.0)).tolist(),
+        "refusal": refusal,
+    }
+
+
+def decisions() -> dict[str, Any]:
+    """Ranks that would decide otherwise, each in its own way."""
+    found: dict[str, Any] = {}
+    own = engine(captured=True)
+    torch.manual_seed(RANK)
+    found["no seed"] = written(own, do_sample=True, top_k=0)
+
+    class OfThisRank(StoppingCriteria):
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+            ended = RANK == 0 and input_ids.shape[1] >= len(PROMPT) + 5
+            return torch.full((1,), ended)
+
+    found["stopped"] = len(written(own, stopping_criteria=[OfThisRank()]))
+    try:
+        own.generate(prompt_of(150 + RANK), max_new_tokens=4)
+    except ValueError as error:
+        found["other prompts"] = str(error)
+
+    # A clock that finds rounds dear on one rank and cheap on the other.
+    names = {"grow": 1e-3 if RANK else 1.0, "choose": 1e-3 if RANK else 1.0, "middle": 0.0, "full": 0.1}
+    decoder._Clock.seconds = lambda self: {**names, "plain": 0.1}
+    paced = engine(captured=True, rounds=None)
+    out = paced.generate(PROMPT, max_new_tokens=NEW, do_sample=False)
+    found["passes"] = [level.forwards for level in out.levels or []]
+
+    available = machine.available
+    machine.available = lambda: (available()[0] >> RANK, "a test")
+    plan = engine(offload=True).memory_plan(len(PROMPT), NEW)
+    assert plan is not None
+    found["plan"] = plan.as_dict()
+    return found
+
+
+def graph() -> dict[str, Any]:
+    """A compiled layer holds the sum as one operator, and computes the same."""
+    group = parallel.join("cpu")
+    assert group is not None
+    model = tiny("llama-gqa")
+    sharding.shard(model, group)
+    mlp = model.model.layers[0].mlp
+    seen: list[str] = []
+
+    def backend(module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        seen.extend(str(node.target) for node in module.graph.nodes if node.op == "call_function")
+        return module.forward
+
+    x = torch.randn(1, 3, 32, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        off = float((torch.compile(mlp, backend=backend, fullgraph=True)(x) - mlp(x)).abs().max())
+    return {"sums": sum("all_reduce" in name for name in seen), "off": off}
+
+
+def fault() -> dict[str, Any]:
+    """Rank 1 fails in the middle of a text."""
+
+    class Broken(StoppingCriteria):
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+            if RANK == 1 and input_ids.shape[1] >= len(PROMPT) + 5:
+                raise RuntimeError("this rank is broken")
+            return torch.full((1,), False)
+
+    return {"text": written(engine(captured=True), stopping_criteria=[Broken()])}
+
+
+def checks() -> dict[str, Any]:
+    """All that can share two processes."""
+    own = {job.__name__: job() for job in (words, logits, texts, graph)}
+    # Last, since it changes what modules hold.
+    return {**own, "decisions": decisions()}
+
+
+if __name__ == "__main__":
+    keep_little_on_the_device()
+    result = globals()[sys.argv[1]]()
+    parallel.leave()
+    (Path(sys.argv[2]) / f"{RANK}.json").write_text(json.dumps(result))
