@@ -22,6 +22,7 @@ import linear_tables
 import markdown_tables
 import offload_tables
 import on_chip_tables
+import parallel_tables
 import setting_tables
 
 ROOT = Path(__file__).parents[1]
@@ -116,6 +117,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str], str]] = {
     "view_or_copy": (setting_tables.VIEW_FILE, setting_tables.view_or_copy, setting_tables.VIEW_COMMAND),
     "tuned": (setting_tables.TUNE_FILE, setting_tables.tuned, setting_tables.TUNE_COMMAND),
     **{f"host_{make.__name__}": (host_tables.FILE, make, host_tables.COMMAND) for make in host_tables.TABLES},
+    "parallel_speed": (parallel_tables.FILE, parallel_tables.speed, parallel_tables.COMMAND),
 }
 
 

@@ -11,6 +11,7 @@ from cycle_measure import last_logits, rounds_per_pass
 from timing import synchronize, timed
 from torch import Tensor
 
+from triforce_tree import parallel
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.cycle import Cycle
 from triforce_tree.cycle.decoder import CycleDecoder
@@ -28,6 +29,7 @@ from triforce_tree.graphs import free_memory
 from triforce_tree.hf_model import HFModel
 from triforce_tree.inflate import inflate_pair
 from triforce_tree.sampling import TokenLaw
+from triforce_tree.sharding import shard
 from triforce_tree.stats import LevelStats
 
 GIB = 1 << 30
@@ -134,6 +136,8 @@ class Bench:
         if not weights_on_host:
             cap_memory(device, cap_gib)
         target, draft, self.tokenizer = inflate_pair(shape, device, dtype, draft_shape, seed)
+        if (group := parallel.current()) is not None:
+            shard(target, group)
         free_memory()
         self.target, self.draft = HFModel(target), HFModel(draft)
         if weights_on_host:

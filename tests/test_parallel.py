@@ -1,8 +1,6 @@
 """Several cards: what each rank holds, that all write the same text, and how they fail. CPU and gloo."""
 
 import json
-import os
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +13,7 @@ import pytest
 import tiny_pair
 import torch
 from families import greedy, tiny
+from processes import PATIENCE, ROOT, ended, environment, ranks_of
 from torch import nn
 
 from triforce_tree import parallel
@@ -24,40 +23,11 @@ from triforce_tree.hf_model import HFModel
 from triforce_tree.parallel import Group
 from triforce_tree.sharding import RowParallel, shard, shards_of
 
-ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
-# Seconds that processes may take on a busy machine; those that wait for each other for ever are ended.
-PATIENCE = 240
 
 
-def environment(**more: str) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
-
-
-def start(job: str, folder: Path, size: int = 2) -> list[subprocess.Popen[str]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(ROOT / "tests" / "parallel_ranks.py"), job, str(folder)],
-            env=environment(WORLD_SIZE=str(size), RANK=str(rank), LOCAL_RANK=str(rank), **place),
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-
-
-def ended(ranks: list[subprocess.Popen[str]]) -> list[str]:
-    """What each rank wrote to stderr."""
-    try:
-        return [rank.communicate(timeout=PATIENCE)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+def start(job: str, folder: Path) -> list["subprocess.Popen[str]"]:
+    return ranks_of(["-W", "ignore", str(ROOT / "tests" / "parallel_ranks.py"), job, str(folder)])
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +35,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What two ranks found, one after the other."""
     folder = tmp_path_factory.mktemp("ranks")
     ranks = start("checks", folder)
-    errors = ended(ranks)
-    assert [rank.returncode for rank in ranks] == [0, 0], errors
+    wrote = ended(ranks)
+    assert [rank.returncode for rank in ranks] == [0, 0], wrote
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
 
 
@@ -124,10 +94,10 @@ class TestTwoRanks:
     def test_a_fault_on_one_ends_both(self, tmp_path: Path) -> None:
         begun = time.perf_counter()
         ranks = start("fault", tmp_path)
-        errors = ended(ranks)
+        wrote = ended(ranks)
         assert time.perf_counter() - begun < 90, "far less than the patience of a collective"
         assert all(rank.returncode for rank in ranks)
-        assert "this rank is broken" in errors[1]
+        assert "this rank is broken" in wrote[1][1]
         assert not list(tmp_path.iterdir())
 
     def test_torchrun_writes_the_text_once(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -141,17 +141,22 @@ def least(values: Sequence[float]) -> list[float]:
     return found
 
 
+def gathered(value: T) -> list[T]:
+    """Every rank's value, in the order of ranks."""
+    if _joined is None:
+        return [value]
+    found: list[Any] = [None] * _joined.group.size
+    dist.all_gather_object(found, value, group=_joined.hosts)
+    return found
+
+
 def check_alike(what: str, value: object) -> None:
     """Raise on every process where ``value`` is not the same on all of them, rather than hang later.
 
     Raises:
         ValueError: naming ``what``.
     """
-    if _joined is None:
-        return
-    own = hashlib.sha256(repr(value).encode()).hexdigest()
-    found: list[Any] = [None] * _joined.group.size
-    dist.all_gather_object(found, own, group=_joined.hosts)
+    found = gathered(hashlib.sha256(repr(value).encode()).hexdigest())
     others = [rank for rank, digest in enumerate(found) if digest != found[0]]
     if others:
         raise ValueError(

@@ -1,0 +1,41 @@
+"""scripts/bench_parallel.py by two processes on a CPU: rows, what each rank streams, going on, the table."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import ROOT, ended, ranks_of
+
+COMMAND = [str(ROOT / "scripts" / "bench_parallel.py"), "--tiny", "--out"]
+
+
+def steps(folder: Path) -> list[str]:
+    """What rank 0 says it did; rank 1 says nothing."""
+    ranks = ranks_of([*COMMAND, str(folder)])
+    (first, errors), (second, _) = ended(ranks)
+    assert [rank.returncode for rank in ranks] == [0, 0], errors
+    assert second == ""
+    found = [json.loads(line) for line in first.splitlines()]
+    return [line["what"] for line in found if "what" in line]
+
+
+@pytest.mark.slow
+def test_ranks_measure_together_and_fill_the_table(script: Any, tmp_path: Path) -> None:
+    tables = script("parallel_tables")
+    assert steps(tmp_path).count("all ranks wrote the same 24 tokens") == 2
+    result = json.loads((tmp_path / tables.FILE).read_text())
+    greedy, sampled = result["rows"]
+    assert (greedy["temperature"], sampled["temperature"]) == (0.0, 0.6)
+    assert greedy["exact"] == {"compared": 4, "partings": 0}
+    for row in (greedy, sampled):
+        assert row["gpus"] == 2
+        assert row["speedup"] == pytest.approx(row["baseline_ms_per_token"] / row["ms_per_token"], rel=1e-2)
+        for rates in ("bus_gbps_by_rank", "pcie_gbps_by_rank", "baseline_pcie_gbps_by_rank"):
+            assert len(row[rates]) == 2
+            assert min(row[rates]) > 0
+    # Half of the four heads: keys and values of 7 layers, 128 dimensions, 4 bytes.
+    whole = 7 * 2 * 4 * 128 * 4 * (480 + 24) / 2**30
+    assert greedy["streamed_gib"] + greedy["resident_gib"] < 0.75 * whole
+    assert not any("ms a token" in step for step in steps(tmp_path)), "nothing is measured twice"
+    assert f"| 2 | 1 x 480 | 1 | 0 | **{greedy['ms_per_token']:.1f}** |" in tables.speed(result)
