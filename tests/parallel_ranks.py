@@ -111,6 +111,8 @@ def words() -> dict[str, Any]:
     parallel.check_alike("numbers", 5)
     return {
         "told": parallel.told({"rank": RANK}),
+        "agreed": parallel.agreed(RANK == 0),
+        "gathered": parallel.gathered(RANK),
         "least": parallel.least([RANK, -RANK, 2.0**50 + RANK]),
         "same": parallel.same(torch.full((2, 3), float(RANK), dtype=torch.bfloat16)).tolist(),
         "sum": sharding.all_reduce(torch.full((2,), RANK + 1.0)).tolist(),

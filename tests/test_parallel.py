@@ -52,6 +52,8 @@ class TestTwoRanks:
     def test_tell_each_other(self, found: list[dict[str, Any]]) -> None:
         for words in (own["words"] for own in found):
             assert words["told"] == {"rank": 0}
+            assert words["agreed"] is True
+            assert words["gathered"] == [0, 1]
             assert words["least"] == [0, -1, 2**50]
             assert words["same"] == [[0.0] * 3] * 2
             assert words["sum"] == [3.0, 3.0]
@@ -193,6 +195,8 @@ def test_one_process_is_no_group() -> None:
     assert parallel.current() is None
     assert parallel.first()
     assert parallel.told(7) == 7
+    assert parallel.agreed(True)
+    assert parallel.gathered(7) == [7]
     assert parallel.least([1.0, 2.0]) == [1.0, 2.0]
 
 
@@ -208,6 +212,13 @@ def test_other_commands_refuse_several_processes(
     )
     assert main(["generate", "-"]) == 2
     assert "name a file with the prompt" in capsys.readouterr().err
+
+
+def test_memory_that_runs_out_on_one_card_ends_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    hierarchy = parallel_ranks.engine(offload=True).hierarchy
+    monkeypatch.setattr(parallel, "current", lambda: Group(1, 2, CPU))
+    with pytest.raises(torch.OutOfMemoryError, match="memory ran out on rank 1 of 2, and several cards"):
+        hierarchy.shrink()
 
 
 def test_more_processes_than_cards(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation import stopping_criteria as hf_stop
 
 from triforce_tree.decoder import Ending, Stop
-from triforce_tree.parallel import told
+from triforce_tree.parallel import agreed
 from triforce_tree.sampling import TokenLaw
 
 # Options of GenerationConfig that this package carries out. Everything else that differs from its
@@ -136,6 +136,6 @@ def _asking(criteria: StoppingCriteriaList, device: torch.device) -> Stop:
         nonlocal held
         fresh = torch.tensor([tokens[held.shape[1] :]], dtype=torch.int64, device=device)
         held = torch.cat([held, fresh], 1)
-        return told(bool(criteria(held, None).all()))
+        return agreed(bool(criteria(held, None).all()))
 
     return stop

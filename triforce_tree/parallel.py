@@ -126,6 +126,15 @@ def told(value: T) -> T:
     return held[0]
 
 
+def agreed(flag: bool) -> bool:
+    """Rank 0's word on a question that is asked for every token: one small message, not ``told``'s two."""
+    if _joined is None:
+        return flag
+    held = torch.tensor([flag])
+    dist.broadcast(held, 0, group=_joined.hosts)
+    return bool(held)
+
+
 def local_size() -> int:
     """Processes of the group on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size()))) if _joined is not None else 1
