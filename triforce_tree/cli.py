@@ -64,5 +64,6 @@ def _message(error: Exception) -> str:
 def _failed(message: str, code: int) -> int:
     # torchrun says who of several speaks.
     rank = os.environ.get("RANK")
-    print(f"triforce-tree{f', rank {rank}' if rank else ''}: {message}", file=sys.stderr)
+    # In one piece: others may write at the same time.
+    sys.stderr.write(f"triforce-tree{f', rank {rank}' if rank else ''}: {message}\n")
     return code
