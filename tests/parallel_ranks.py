@@ -20,8 +20,10 @@ from torch import fx
 from transformers import PreTrainedModel, StoppingCriteria
 
 from triforce_tree import Engine, load, machine, memory_plan, parallel, sharding
+from triforce_tree.bench.text import pydoc_text
 from triforce_tree.cycle import decoder, offloaded
 from triforce_tree.hf_model import HFModel
+from triforce_tree.inflate import inflate_pair
 from triforce_tree.memory_plan import MemoryPlan
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -170,6 +172,22 @@ def graph() -> dict[str, Any]:
     with torch.no_grad():
         off = float((torch.compile(mlp, backend=backend, fullgraph=True)(x) - mlp(x)).abs().max())
     return {"sums": sum("all_reduce" in name for name in seen), "off": off}
+
+
+def pair() -> dict[str, list[int]]:
+    """Greedy text of the embedded pair in a shape that two can share; on GPUs where there are two of them."""
+    kind = "cuda" if torch.cuda.device_count() > 1 else "cpu"
+    group = parallel.join(kind)
+    device = group.device if group is not None else torch.device(kind)
+    target, draft, tokenizer = inflate_pair("512x6x4/4x128x1152", device, torch.float32, "256x2x4/4x64x512")
+    prompt = tokenizer(pydoc_text()[:4000])["input_ids"]
+    found = {}
+    for name in ("captured", "offloaded"):
+        options = {**WAYS[name], "levels": 3, "budget": 512, "gamma": 8, "tree": "best-first:4,3"}
+        own = load(target, draft, tokenizer=tokenizer, profile=False, **options)
+        out = own.generate(prompt, max_new_tokens=NEW, do_sample=False)
+        found[name] = out.sequences[0, len(prompt) :].tolist()
+    return found
 
 
 def fault() -> dict[str, Any]:

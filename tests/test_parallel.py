@@ -1,4 +1,7 @@
-"""Several cards: what each rank holds, that all write the same text, and how they fail. CPU and gloo."""
+"""Several cards: what each rank holds, that all write the same text, and how they fail. CPU and gloo.
+
+Where there are two GPUs, the embedded pair's texts are those of two GPUs and of one.
+"""
 
 import json
 import subprocess
@@ -33,8 +36,11 @@ def start(job: str, folder: Path) -> list["subprocess.Popen[str]"]:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What two ranks found, one after the other."""
-    folder = tmp_path_factory.mktemp("ranks")
-    ranks = start("checks", folder)
+    return findings("checks", tmp_path_factory.mktemp("ranks"))
+
+
+def findings(job: str, folder: Path) -> list[dict[str, Any]]:
+    ranks = start(job, folder)
     wrote = ended(ranks)
     assert [rank.returncode for rank in ranks] == [0, 0], wrote
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
@@ -82,6 +88,11 @@ class TestTwoRanks:
         alone = parallel_ranks.written(own, do_sample=True, top_k=0, seed=7)
         assert [own["texts"][f"{way}, sampled"] for own in found] == [alone] * 2
         assert alone != expected()
+
+    def test_the_embedded_pairs_text_is_one_processs(self, tmp_path: Path) -> None:
+        alone = parallel_ranks.pair()
+        assert findings("pair", tmp_path) == [alone] * 2
+        assert alone["captured"] == alone["offloaded"]
 
     def test_a_compiled_layer_holds_the_sum_as_one_operator(self, found: list[dict[str, Any]]) -> None:
         assert [own["graph"] for own in found] == [{"sums": 1, "off": 0.0}] * 2
