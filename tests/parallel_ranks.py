@@ -36,6 +36,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "captured": {"captured": True},
     "offloaded": {"offload": True},
     "offloaded alone": {"offload": True, "levels": 1},
+    "weights too": {"offload_weights": True, "middle_bits": 8},
 }
 
 
@@ -45,7 +46,7 @@ def models() -> tuple[PreTrainedModel, PreTrainedModel]:
 
 
 def engine(**options: Any) -> Engine:
-    return load(*models(), profile=False, **{**SMALL, "leaves": True, **options})
+    return load(*models(), device="cpu", profile=False, **{**SMALL, "leaves": True, **options})
 
 
 def keep_little_on_the_device() -> None:
@@ -80,7 +81,7 @@ def texts() -> dict[str, Any]:
     for name, options in WAYS.items():
         own = engine(**options)
         found[name] = written(own)
-        if name != "offloaded alone":
+        if name not in ("offloaded alone", "weights too"):
             found[f"{name}, sampled"] = written(own, do_sample=True, top_k=0, seed=7)
     return found
 
