@@ -1,5 +1,10 @@
 """Tables of docs/offloading.md from docs/results/offload_h200.json."""
 
+import json
+import statistics
+from pathlib import Path
+
+import on_chip_tables
 from markdown_tables import Record, not_measured, number, origin, percent, rows_of, table
 
 FILE = "offload_h200.json"
@@ -94,7 +99,8 @@ def levels(result: Record) -> str:
 
 def prefill(result: Record) -> str:
     """Feeding the same prompts, with the cache on the device and offloaded."""
-    found = rows_of(result, "prefill")
+    together = rows_of(result, "prefill")
+    found = together or _prefills_apart(result)
     if not found:
         return not_measured(f"{COMMAND} prefill")
     columns = ["model", "tokens", "on the device, s", "offloaded, s", "ratio"]
@@ -105,7 +111,33 @@ def prefill(result: Record) -> str:
         ]
         for row in found
     ]  # fmt: skip
-    return table(columns, lines) + "\n" + origin(result, found, FILE, _bus)
+    near = "" if together else f"On the device: `docs/results/{on_chip_tables.FILE}`. "
+    return table(columns, lines) + f"\n{near}Offloaded: " + origin(result, found, FILE, _bus)
+
+
+def _prefills_apart(result: Record) -> list[Record]:
+    """The same from a run for each, where both fed the same prompts: medians over them."""
+    path = Path(__file__).parents[1] / "docs" / "results" / on_chip_tables.FILE
+    other = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"parts": {}}
+    found = []
+    for part in _HEADLINES:
+        near, far = (_prefill_seconds(r["parts"].get(part)) for r in (other, result))
+        both = near.keys() & far.keys()
+        if both:
+            row = rows_of(result, part)[0]
+            seconds = [statistics.median(s[key] for key in both) for s in (near, far)]
+            figures = {"on_chip_prefill_seconds": seconds[0], "prefill_seconds": seconds[1]}
+            found.append(row | figures | {"ratio": seconds[1] / seconds[0]})
+    return found
+
+
+def _prefill_seconds(part: Record | None) -> dict[tuple[str, int, int], float]:
+    """By prompt, its length and the batch."""
+    return {
+        (s["prompt"], s["context"], s["batch"]): s["prefill_seconds"]
+        for s in (part or {"samples": []})["samples"]
+        if s.get("prefill_seconds")
+    }
 
 
 def projections(result: Record) -> str:
