@@ -3,17 +3,22 @@
 import time
 from collections.abc import Callable
 from functools import cache
+from itertools import cycle
 
 import torch
 from torch import Tensor
 
 from triforce_tree import parallel
+from triforce_tree.cycle.host_attention import attend
 from triforce_tree.cycle.lanes import Lane
 from triforce_tree.cycle.pinned import SPARE, HostMemory, available
-from triforce_tree.memory_map import Machine
+from triforce_tree.kernels.plan import Heads
+from triforce_tree.memory_map import HostRate, Machine
 
 _PROBE, _PIECE = 256 << 20, 64 << 20
 _TIMES = 3
+# Query rows that attention on the CPU is measured at, from plain decoding to long chains; seconds for each.
+_QUERIES, _SECONDS = (1, 16, 48), 0.06
 
 
 def device_room(device: torch.device, gpu_bytes: int | None) -> int | None:
@@ -87,6 +92,35 @@ def bandwidths(device: torch.device) -> tuple[float, float]:
         memory.release()
     data = torch.ones(size // 4, dtype=torch.float32, device=device)
     return bus, size / _shortest(lambda: data.sum(), device)
+
+
+@cache
+def host_rate(heads: Heads, dtype: torch.dtype, threads: int, on_gpu: bool) -> HostRate:
+    """How fast the CPU attends to rows of its memory, measured once for each of these.
+
+    Args:
+        heads, dtype: of the attention.
+        threads: ``torch.get_num_threads()``.
+        on_gpu: whether rows will be page-locked; else a sixteenth of the memory does.
+    """
+    piece = (_PIECE if on_gpu else _PIECE >> 4) // (2 * heads.kv * heads.dim * dtype.itemsize)
+    # More than the processor's caches hold; and written, or all of it would be one page of zeros.
+    memory = HostMemory(locked=False, what="a measurement of the CPU")
+    pieces = memory.take((_PROBE // _PIECE, piece, 2, heads.kv, heads.dim), dtype).fill_(0.5)
+    points = []
+    for queries in _QUERIES:
+        q = torch.full((heads.kv, heads.group * queries, heads.dim), 0.5, dtype=dtype)
+        attend(q, pieces[-1])
+        start, count = time.perf_counter(), 0
+        for rows in cycle(pieces):
+            attend(q, rows)
+            count += rows.nbytes
+            seconds = time.perf_counter() - start
+            if seconds > _SECONDS:
+                break
+        points.append((queries, count / seconds))
+    memory.release()
+    return HostRate(tuple(points))
 
 
 def _shortest(work: Callable[[], object], device: torch.device) -> float:
