@@ -11,7 +11,7 @@ second, and every byte that is left keeps rows on the device, since each of them
 the CPU is to attend, it gets the share of the other rows that lets it end with the bus.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
@@ -106,9 +106,10 @@ class MemoryPlan:
         assert self.offload is not None, "without offloading all rows are on the device"
         more = size - self.device["resident rows"]
         device = {"resident rows": size, "free": self.device["free"] - more}
-        host = {"full rows": max(0, self.host["full rows"] - more)}
-        split = replace(self.offload, resident_bytes=size)
-        return replace(self, offload=split, device=self.device | device, host=self.host | host)
+        host = self.host | {"full rows": max(0, self.host["full rows"] - more)}
+        far = _far_rows(host, self.machine)
+        split = far.split(replace(self.offload, resident_bytes=size), pass_rows(self.config, self.levels))
+        return replace(self, offload=split, device=self.device | device, host=host)
 
     def smaller(self) -> tuple["MemoryPlan", str] | None:
         """After memory ran out: a plan that needs less, and what was given up; None at the end."""
@@ -290,7 +291,12 @@ def _offloaded(
     device["free"] = machine.device - sum(device.values())
     streamed = max(0, whole - resident)
     on_device = sizes.weights + resident
-    far = FarRows(streamed, sizes.streamed, machine.bus, machine.host_attention)
+    host = {"full rows": streamed}
+    if sizes.streamed:
+        host[_WEIGHTS] = sizes.streamed
+    if split.states_on_host:
+        host["hidden states of prefill"] = prompt * sizes.hidden * sizes.itemsize
+    far = _far_rows(host, machine)
     if far.share(LEAST_GAMMA + 1) and config.leaves is None and levels == 3:
         # Further rows are nearly free on the device, but not on the CPU: a leaf brings less than it costs.
         config = _with(config, leaves=False)
@@ -300,18 +306,12 @@ def _offloaded(
 
     if "gamma" not in given and levels == 3:
         config = _with(config, gamma=best_gamma(sizes, machine, config, seconds))
-    split = replace(
-        split,
-        resident_bytes=resident,
-        host_share=far.share(pass_rows(config, levels)),
-        plain_host_share=far.share(1),
-    )
-    host = {"full rows": streamed}
-    if sizes.streamed:
-        host[_WEIGHTS] = sizes.streamed
-    if split.states_on_host:
-        host["hidden states of prefill"] = prompt * sizes.hidden * sizes.itemsize
+    split = far.split(replace(split, resident_bytes=resident), pass_rows(config, levels))
     return MemoryPlan(config, levels, split, device, host, machine, seconds(config.gamma))
+
+
+def _far_rows(host: Mapping[str, int], machine: Machine) -> FarRows:
+    return FarRows(host["full rows"], host.get(_WEIGHTS, 0), machine.bus, machine.host_attention)
 
 
 def _on_chip(

@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from triforce_tree import memory_map
 from triforce_tree.config import HierarchyConfig
+from triforce_tree.cycle.host_store import Offload
 from triforce_tree.cycle.shapes import Extent
 from triforce_tree.memory_map import MOST_GAMMA, HostRate, Machine, Sizes
 
@@ -47,6 +48,10 @@ class FarRows:
         cpu = self._cpu(queries)
         share = min(1.0, (1 + self.others / self.rows) * cpu / (cpu + self.bus))
         return share if share >= _LEAST else 0.0
+
+    def split(self, rows: Offload, queries: int) -> Offload:
+        """This split with the CPU's shares, where a pass of level 2 has so many query rows."""
+        return replace(rows, host_share=self.share(queries), plain_host_share=self.share(1))
 
     def seconds(self, queries: int) -> float:
         """Of such a pass, as far as these bytes decide it."""

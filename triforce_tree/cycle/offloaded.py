@@ -49,6 +49,7 @@ class OffloadedCache:
         window: the same without the slots.
         base: int64 ``[B]``, rows of each text that are in the host store.
         means: ``[layers, B, H_kv, C, D]``, of the keys of each chunk before ``base``; None without chunks.
+        settings: as given; the CPU's shares may be changed between two passes.
         attention: of the CPU; None where the settings leave it no rows.
 
     Raises:
@@ -70,7 +71,7 @@ class OffloadedCache:
     ) -> None:
         self.model, self.recent, self.chunk, self.closed = model, recent, chunk, False
         layers, heads, device, dtype = model.layers, model.heads, model.device, model.dtype
-        self._settings = settings
+        self.settings = settings
         self.attention: HostAttention | None = None
         if settings.host_share or settings.plain_host_share:
             check_host_attention(model)
@@ -95,11 +96,11 @@ class OffloadedCache:
 
     def rows(self, queries: int, mask: Tensor | None = None) -> "StreamedRows":
         """What the attention layers of a pass of level 2 do."""
-        return StreamedRows(self, queries, self._settings.share(queries), mask)
+        return StreamedRows(self, queries, mask)
 
     def share(self, queries: int) -> float:
         """Of the rows in host memory, what the CPU attends to in a pass of so many rows a text."""
-        return self._settings.share(queries)
+        return self.settings.share(queries) if self.attention is not None else 0.0
 
     def prefill(self, prompts: Sequence[Sequence[int]], chunk: int, progress: Progress | None = None) -> None:
         """Compute the rows of all but the last token of each prompt."""
@@ -118,7 +119,7 @@ class OffloadedCache:
         self._publish()
 
     def _fill(self, tokens: list[int], chunk: int, filling: "Filling", progress: Progress | None) -> None:
-        if not self._settings.states_on_host:
+        if not self.settings.states_on_host:
             fill_by_layers(self.model, tokens, chunk, filling, progress)
             return
         states = FarStates(len(tokens), chunk, self.host.device)
@@ -255,18 +256,12 @@ class Filling:
 
 
 class StreamedRows(TreeRows):
-    """T new rows a text, of which each sees all settled rows and its ancestors: a pass of level 2.
+    """T new rows a text, of which each sees all settled rows and its ancestors: a pass of level 2."""
 
-    Args:
-        share: of the rows in host memory, to which the CPU attends.
-    """
-
-    def __init__(
-        self, cache: OffloadedCache, queries: int, share: float = 0.0, mask: Tensor | None = None
-    ) -> None:
+    def __init__(self, cache: OffloadedCache, queries: int, mask: Tensor | None = None) -> None:
         super().__init__(cache.window, queries, mask=mask)
         self.cache, host = cache, cache.host
-        self.queries, self.share = queries, share
+        self.queries, self._share = queries, 0.0
         nothing = torch.ones(queries, 0, dtype=torch.bool)
         self._piece = plan_trees(host.heads, [nothing], [0], device=host.device, dtype=cache.window.kv.dtype)
         # Lengths of a piece, four numbers apart: kernels are specialised on the alignment of pointers.
@@ -275,15 +270,17 @@ class StreamedRows(TreeRows):
 
     def begin(self, before: Tensor, words: Tensor | None = None) -> None:
         super().begin(before - self.cache.base, words)
-        self.cache.host.prefetch(self.share)
+        self._share = self.cache.share(self.queries)
+        self.cache.host.prefetch(self._share)
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, sinks: Tensor | None
     ) -> Tensor:
         batch, heads, queries, dim = q.shape
         packed = q.transpose(1, 2).reshape(batch, queries, heads, dim)
-        if self.share and self.cache.attention is not None:
-            self.cache.attention.ask(packed)
+        attention = self.cache.attention if self._share else None
+        if attention is not None:
+            attention.ask(packed)
         parts = [self._pieces(layer, b, packed[b], scale, softcap) for b in range(batch)]
         keys, values = self.store.layer(layer)
         # The window last: its rows are the only ones that this forward writes.
@@ -293,9 +290,9 @@ class StreamedRows(TreeRows):
         )
         # Last of all the CPU's part. By now the device has been asked for all of its own work in this layer,
         # and the bus for as many pieces of the next ones as the ring holds: neither needs the host meanwhile.
-        if self.share and self.cache.attention is not None:
-            rows = [self.cache.host.attended(layer, b, self.share) for b in range(batch)]
-            far_out, far_lse = self.cache.attention.states(rows, scale)
+        if attention is not None:
+            rows = [self.cache.host.attended(layer, b, self._share) for b in range(batch)]
+            far_out, far_lse = attention.states(rows, scale)
             for b, pieces in enumerate(parts):
                 pieces.append((far_out[b], far_lse[b]))
         merged = []
@@ -310,7 +307,7 @@ class StreamedRows(TreeRows):
     ) -> list[tuple[Tensor, Tensor]]:
         """Attention of ``q`` ``[T, H_q, D]`` to each piece of the host store that is, or comes, here."""
         host, found = self.cache.host, []
-        for piece in host.pieces(layer, b, self.share):
+        for piece in host.pieces(layer, b, self._share):
             rows = piece.rows if piece.resident else host.ring.take()
             step = (piece.stop - piece.start) // host.unit
             plan = replace(self._piece, lengths=self._lengths[step, :1])
