@@ -235,13 +235,13 @@ def test_the_command_shows_the_plan(
     prompt = tmp_path / "prompt.txt"
     prompt.write_text("The import statement finds a module and binds its name. " * 8, encoding="utf-8")
     words = ["generate", str(prompt), *pair.options, "--max-new-tokens", "20", "--json", "--compare"]
-    code = main(
-        [*words, "--offload", "--gpu-memory", "2GiB", "--budget", "64", "--recent", "16", "--levels", "3"]
-    )
+    small = ["--budget", "64", "--recent", "16", "--levels", "3"]
+    code = main([*words, *small, "--offload", "--host-attention", "--gpu-memory", "2GiB"])
     out, err = capsys.readouterr()
     assert code == 0
     assert "memory map" in err
     assert "device: resident rows" in err
+    assert "of the rows on the host (" in " ".join(err.split())
     result = json.loads(out.splitlines()[-1])
     assert result["identical"] is True
     assert result["memory"]["offloaded"] is True

@@ -8,8 +8,6 @@ from dataclasses import replace
 
 import torch
 
-import torch
-
 from triforce_tree import memory_map, memory_plan, parallel
 from triforce_tree.caches import FullCache, RetrievalCache, StreamingCache
 from triforce_tree.config import HierarchyConfig

@@ -298,7 +298,7 @@ def _offloaded(
         host["hidden states of prefill"] = prompt * sizes.hidden * sizes.itemsize
     far = _far_rows(host, machine)
     if far.share(LEAST_GAMMA + 1) and config.leaves is None and levels == 3:
-        # Further rows are nearly free on the device, but not on the CPU: a leaf brings less than it costs.
+        # Further rows are nearly free on the device, but not on the CPU: leaves bring a token a pass at most.
         config = _with(config, leaves=False)
 
     def seconds(gamma: int) -> float:

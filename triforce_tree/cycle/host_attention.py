@@ -138,6 +138,7 @@ class HostAttention:
         assert asked is not None, "nothing was asked"
         self._asked = None
         if self._arrived is not None:
+            # So have rows that were on their way to the host: a pass begins behind them.
             self._arrived.synchronize()
         start = time.perf_counter()
         kv, group = self.heads.kv, self.heads.group
