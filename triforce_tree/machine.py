@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from functools import cache
 from itertools import cycle
+from math import prod
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ _PROBE, _PIECE = 256 << 20, 64 << 20
 _TIMES = 3
 # Query rows that attention on the CPU is measured at, from plain decoding to long chains; seconds for each.
 _QUERIES, _SECONDS = (1, 16, 48), 0.06
+# Pieces that it goes round: more than the largest caches of processors hold.
+_ATTENDED = 8
 
 
 def device_room(device: torch.device, gpu_bytes: int | None) -> int | None:
@@ -101,12 +104,17 @@ def host_rate(heads: Heads, dtype: torch.dtype, threads: int, on_gpu: bool) -> H
     Args:
         heads, dtype: of the attention.
         threads: ``torch.get_num_threads()``.
-        on_gpu: whether rows will be page-locked; else a sixteenth of the memory does.
+        on_gpu: whether there is a GPU; without one a sixteenth of the memory does.
+
+    Raises:
+        HostMemoryError: host memory is short.
     """
     piece = (_PIECE if on_gpu else _PIECE >> 4) // (2 * heads.kv * heads.dim * dtype.itemsize)
-    # More than the processor's caches hold; and written, or all of it would be one page of zeros.
-    memory = HostMemory(locked=False, what="a measurement of the CPU")
-    pieces = memory.take((_PROBE // _PIECE, piece, 2, heads.kv, heads.dim), dtype).fill_(0.5)
+    memory = HostMemory(locked=False, what="measuring attention on the CPU")
+    shape = (_ATTENDED, piece, 2, heads.kv, heads.dim)
+    memory.check(prod(shape) * dtype.itemsize)
+    # Written, or all of it would be one page of zeros.
+    pieces = memory.take(shape, dtype).fill_(0.5)
     points = []
     for queries in _QUERIES:
         q = torch.full((heads.kv, heads.group * queries, heads.dim), 0.5, dtype=dtype)
