@@ -3,6 +3,7 @@
 from markdown_tables import Record, table
 
 FILE = "host_attention_h200.json"
+IN_PLACE_FILE = "host_attention_in_place_h200.json"
 COMMAND = "python scripts/host_attention.py"
 # Bytes a second of PCIe 4 with 16 lanes, as docs/offloading.md takes it for its projections.
 _PCIE_4_GBPS = 25.0
@@ -51,6 +52,34 @@ def together(result: Record) -> str:
         "has measured it.\n"
     )
     return table(columns, lines) + "\n" + note
+
+
+def in_place(result: Record) -> str:
+    """A pass of level 2 with the CPU attending to a share of the rows, beside streaming alone."""
+    alone = next(s for s in result["samples"] if s["cpu_gbps"] is None)
+    plain = next(s for s in result["samples"] if s["cpu_gbps"] and "level_ms" not in s)
+    chain = next(s for s in result["samples"] if "level_ms" in s)
+    streamed = f"{alone['ms_per_token']:.0f}"
+    rows = [
+        ["1", _number(plain["cpu_gbps"]), f"{plain['ms_per_token']:.0f}", "", streamed],
+        [
+            str(result["gamma"] + 1),
+            _number(chain["cpu_gbps"]),
+            f"{chain['level_ms']['target']:.0f}",
+            f"{chain['stages']['full']:.0f}",
+            streamed,
+        ],
+    ]
+    columns = [
+        "T", "CPU, GB/s", "pass while decoding, ms", "the same pass repeated, ms", "streaming alone, ms",
+    ]  # fmt: skip
+    machine, versions = result["machine"], result["versions"]
+    note = (
+        f"{result['settings']['shape']} inflated, 122,880 tokens, 24 GiB; {machine['torch_threads']} threads "
+        f"of {machine['cores']} cores. {result['hardware']}, torch {versions['torch']}, commit "
+        f"{result['commit']}, {result['date']}. File: `docs/results/{IN_PLACE_FILE}`.\n"
+    )
+    return table(columns, rows) + "\n" + note
 
 
 TABLES = (ways, together)
