@@ -11,7 +11,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from triforce_tree import parallel, profiles
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.engine import Engine, Inputs
+from triforce_tree.engine import Engine
+from triforce_tree.inputs import Inputs
 from triforce_tree.loading import PAIR, load_model, load_target, load_tokenizer
 from triforce_tree.output import GenerateOutput
 

@@ -1,7 +1,7 @@
 """An engine: a target, its draft and their settings, and one generation after the other."""
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from triforce_tree.cycle.streamed_weights import StreamedWeights
 from triforce_tree.decoder import Decoder
 from triforce_tree.hf_model import HFModel
 from triforce_tree.hierarchy import Hierarchy
+from triforce_tree.inputs import Inputs, token_rows
 from triforce_tree.level import Progress
 from triforce_tree.memory_plan import MemoryPlan
 from triforce_tree.options import (
@@ -37,8 +38,6 @@ from triforce_tree.options import (
 from triforce_tree.output import GenerateOutput, joined, padded
 from triforce_tree.profiles import Entry, Profile
 from triforce_tree.sampling import TokenLaw
-
-Inputs = str | Sequence[int] | Tensor
 
 
 class Engine:
@@ -171,7 +170,8 @@ class Engine:
             ValueError: an empty or too long prompt, an unsupported option, NaN logits.
         """
         check_sampling_options(kwargs)
-        rows = self._token_rows(inputs, attention_mask)
+        vocabulary = self.hierarchy.target.vocab_size
+        rows = token_rows(inputs, attention_mask, self.tokenizer, vocabulary)
         if streamer is not None and len(rows) > 1:
             raise ValueError(f"a streamer follows one sequence, but the batch has {len(rows)}")
         criteria = StoppingCriteriaList(stopping_criteria or [])
@@ -234,7 +234,7 @@ class Engine:
             attention_mask = model_inputs.pop("attention_mask", None)
             refuse_unsupported(generation_config, logits_processor)
             refuse_model_inputs(model_inputs)
-            prompts = self._token_rows(input_ids, attention_mask)
+            prompts = token_rows(input_ids, attention_mask, self.tokenizer, self.hierarchy.target.vocab_size)
             endings = [
                 ending_of(generation_config, stopping_criteria, input_ids.shape[1], input_ids.device)
                 for _ in prompts
@@ -301,27 +301,6 @@ class Engine:
                 f"{prompt} prompt tokens + {new} new ones = {prompt + new} exceed the model's "
                 f"{limit} positions; shorten the prompt or set max_new_tokens<={max(0, limit - prompt)}"
             )
-
-    def _token_rows(self, inputs: Inputs, attention_mask: Tensor | None) -> list[list[int]]:
-        if isinstance(inputs, str):
-            if self.tokenizer is None:
-                raise ValueError("a text prompt needs a tokenizer: load(..., tokenizer=...)")
-            rows = [self.tokenizer(inputs)["input_ids"]]
-        elif isinstance(inputs, Tensor):
-            rows = (inputs if inputs.dim() == 2 else inputs[None]).tolist()
-        else:
-            rows = [list(inputs)]
-        if attention_mask is not None:
-            seen = (attention_mask if attention_mask.dim() == 2 else attention_mask[None]).tolist()
-            rows = [[t for t, m in zip(r, s, strict=True) if m] for r, s in zip(rows, seen, strict=True)]
-        vocabulary = self.hierarchy.target.vocab_size
-        for row in rows:
-            if not row:
-                raise ValueError("the prompt is empty; give at least one token")
-            if not 0 <= min(row) <= max(row) < vocabulary:
-                worst = max(row) if max(row) >= vocabulary else min(row)
-                raise ValueError(f"token id {worst} lies outside the vocabulary of {vocabulary}")
-        return rows
 
     def _output(
         self,

@@ -4,29 +4,19 @@ Nothing here imports torch or transformers, so that help, the version and a miss
 once. A command names the module whose ``run(args)`` carries it out.
 """
 
-import argparse
 from typing import Any
 
 from triforce_tree import __version__
-from triforce_tree.commands.parsing import Given, GivenTrue, HelpFormatter, Parser, depth, levels, positive
-from triforce_tree.config import HierarchyConfig
-
-DEFAULTS = HierarchyConfig().as_options()
-AUTO, NONE = "auto", "none"
-DTYPES = ("float32", "bfloat16", "float16", "auto")
-ENGINE_OPTIONS = (
-    "levels",
-    "gamma",
-    "tree",
-    "budget",
-    "chunk",
-    "recent",
-    "refresh",
-    "middle_bits",
-    "sinks",
-    "window",
+from triforce_tree.commands.groups import (
+    AUTO,
+    add_hierarchy,
+    add_models,
+    add_parser,
+    add_sampling,
+    add_text_source,
 )
-MEMORY_OPTIONS = ("offload", "gpu_memory", "offload_weights")
+from triforce_tree.commands.parsing import HelpFormatter, Parser, depth, positive
+
 # The names in bench.baselines.METHODS.
 METHODS = (
     "triforce-3-level",
@@ -59,7 +49,7 @@ def parser() -> Parser:
 
 
 def _generate(subparsers: Any) -> None:
-    parser = _add_parser(
+    parser = add_parser(
         subparsers,
         "generate",
         "triforce_tree.commands.generate",
@@ -70,14 +60,14 @@ def _generate(subparsers: Any) -> None:
     parser.add_argument(
         "--compare", action="store_true", help="then decode the same prompt with the target alone"
     )
-    _add_sampling(parser)
-    _add_models(parser)
-    _add_hierarchy(parser, AUTO)
+    add_sampling(parser)
+    add_models(parser)
+    add_hierarchy(parser, AUTO)
     parser.set_defaults(on_several_cards=True)
 
 
 def _bench_text(subparsers: Any) -> None:
-    parser = _add_parser(
+    parser = add_parser(
         subparsers,
         "text",
         "triforce_tree.commands.bench_text",
@@ -97,13 +87,13 @@ def _bench_text(subparsers: Any) -> None:
     parser.add_argument(
         "--out", help="JSON-lines file for every single measurement; a run that was cut short goes on there"
     )
-    _add_text_source(parser)
-    _add_models(parser)
-    _add_hierarchy(parser)
+    add_text_source(parser)
+    add_models(parser)
+    add_hierarchy(parser)
 
 
 def _bench_needle(subparsers: Any) -> None:
-    parser = _add_parser(
+    parser = add_parser(
         subparsers,
         "needle",
         "triforce_tree.commands.bench_needle",
@@ -136,13 +126,13 @@ def _bench_needle(subparsers: Any) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of names, numbers and places")
     parser.add_argument("--out", help="JSON-lines file for every answer; a run cut short goes on there")
     parser.add_argument("--plot", help="PNG file for a heat map (needs matplotlib)")
-    _add_text_source(parser)
-    _add_models(parser)
-    _add_hierarchy(parser)
+    add_text_source(parser)
+    add_models(parser)
+    add_hierarchy(parser)
 
 
 def _check(subparsers: Any) -> None:
-    parser = _add_parser(
+    parser = add_parser(
         subparsers,
         "check",
         "triforce_tree.commands.check",
@@ -171,13 +161,13 @@ def _check(subparsers: Any) -> None:
         action="store_true",
         help="also measure acceptance by sibling rank, and name the tree shapes that fit it",
     )
-    _add_text_source(parser)
-    _add_models(parser)
-    _add_hierarchy(parser)
+    add_text_source(parser)
+    add_models(parser)
+    add_hierarchy(parser)
 
 
 def _tune(subparsers: Any) -> None:
-    parser = _add_parser(
+    parser = add_parser(
         subparsers,
         "tune",
         "triforce_tree.commands.tune",
@@ -211,13 +201,13 @@ def _tune(subparsers: Any) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="show what would be tried, and measure nothing"
     )
-    _add_text_source(parser)
-    _add_models(parser)
-    _add_hierarchy(parser, profile=None)
+    add_text_source(parser)
+    add_models(parser)
+    add_hierarchy(parser, profile=None)
 
 
 def _demo(subparsers: Any) -> None:
-    parser = _add_parser(
+    parser = add_parser(
         subparsers,
         "demo",
         "triforce_tree.demo",
@@ -234,128 +224,6 @@ def _demo(subparsers: Any) -> None:
     parser.add_argument("--new-tokens", type=positive, default=192, help="tokens to write")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the most probable token")
     parser.add_argument("--seed", type=int, default=0, help="of all draws")
-    _add_models(parser)
-    _add_hierarchy(parser, AUTO)
+    add_models(parser)
+    add_hierarchy(parser, AUTO)
     parser.set_defaults(levels=3, given=frozenset({"levels"}))
-
-
-def _add_parser(subparsers: Any, name: str, module: str, summary: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        name, help=summary, description=summary, formatter_class=HelpFormatter
-    )
-    parser.set_defaults(module=module, on_several_cards=False)
-    parser.add_argument(
-        "--json", action="store_true", help="end with one JSON object, as the last line of stdout"
-    )
-    parser.add_argument("--traceback", action="store_true", help="show where in the code an error arose")
-    return parser
-
-
-def _add_models(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("models")
-    group.add_argument(
-        "--target", help="folder or hub id of the model to decode; without it, the embedded pair's target"
-    )
-    group.add_argument(
-        "--draft",
-        help="folder or hub id of the draft model (same tokenizer); without it, the embedded draft for the "
-        "embedded target and prompt lookup for any other",
-    )
-    group.add_argument("--device", help="cpu, cuda, cuda:1 ...; without it, CUDA where there is one")
-    group.add_argument(
-        "--dtype", choices=DTYPES, help="without it, float32 on the CPU and the checkpoint's own elsewhere"
-    )
-
-
-def _add_hierarchy(parser: argparse.ArgumentParser, profile: str | None = NONE) -> None:
-    """Options of the engine; ``profile``: default of ``--profile``, None for no such option."""
-    group = parser.add_argument_group("hierarchy")
-    options: dict[str, tuple[Any, str]] = {
-        "levels": (
-            levels,
-            "3 is the whole hierarchy, 2 the draft under the target, 1 ordinary decoding, auto takes 3 for "
-            "prompts of at least twice the budget",
-        ),
-        "gamma": (int, "tokens that the middle level gathers for one pass of the target"),
-        "tree": (
-            str,
-            "shape of the draft's token trees: chain:4, best-first:6,5,4 (widths by depth), sequoia:16x4 "
-            "(size x depth), static:0;0.0;1 (rank paths)",
-        ),
-        "budget": (int, "tokens in the middle level's retrieval cache"),
-        "chunk": (int, "tokens of one retrieved chunk"),
-        "recent": (int, "newest tokens that the retrieval cache always holds"),
-        "refresh": (
-            int,
-            "every how many passes the middle level chooses its chunks anew; 0 leaves the choice to the "
-            "target's passes",
-        ),
-        "middle_bits": (
-            int,
-            "bits of the middle level's weights, 16, 8 or 4: fewer draft faster and never change the output "
-            "(on a GPU)",
-        ),
-        "sinks": (int, "first tokens that the draft's cache keeps"),
-        "window": (int, "newest tokens that the draft's cache keeps"),
-    }
-    for name in ENGINE_OPTIONS:
-        kind, text = options[name]
-        flag = f"--{name.replace('_', '-')}"
-        group.add_argument(flag, type=kind, default=DEFAULTS[name], action=Given, help=text)
-    parser.set_defaults(given=frozenset(), profile=NONE, **dict.fromkeys(MEMORY_OPTIONS))
-    if profile is not None:
-        _add_memory(parser)
-        group.add_argument(
-            "--profile",
-            default=profile,
-            metavar="PATH",
-            help="file of settings that triforce-tree tune has measured, auto for the one of this machine "
-            "and these models, or none; options that are given come first",
-        )
-
-
-def _add_memory(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("memory")
-    group.add_argument(
-        "--offload",
-        action=GivenTrue,
-        help="keep keys and values in host memory, as far as the device does not hold them; settings that "
-        "are not given are chosen for it, and the plan is shown",
-    )
-    group.add_argument(
-        "--gpu-memory",
-        action=Given,
-        metavar="SIZE",
-        help="most device memory to take, as in 24GiB; without --offload, a cache that does not fit into it "
-        "is offloaded, and so are weights",
-    )
-    group.add_argument(
-        "--offload-weights",
-        action=GivenTrue,
-        help="keep the weights of the target's layers in host memory too and stream them past each pass of "
-        "level 2, even if they fit; with --offload or --gpu-memory, weights that do not fit are in any case",
-    )
-
-
-def _add_sampling(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("sampling")
-    group.add_argument("--temperature", type=float, default=0.0, help="0 takes the most probable token")
-    group.add_argument("--top-p", type=float, default=1.0, help="keep the best tokens up to this mass")
-    group.add_argument(
-        "--top-k",
-        type=int,
-        default=0,
-        help="keep this many tokens; 0 keeps all (transformers' own default is 50)",
-    )
-    group.add_argument(
-        "--seed", type=int, help="of all draws; without it, a new one each time, reported by --json"
-    )
-
-
-def _add_text_source(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("text (by default the help topics that come with Python)")
-    source = group.add_mutually_exclusive_group()
-    source.add_argument("--file", help="a text file")
-    source.add_argument("--dataset", help="name of a Hugging Face data set, for example emozilla/pg19-test")
-    group.add_argument("--split", default="test", help="of the data set")
-    group.add_argument("--column", default="text", help="of the data set")

@@ -8,8 +8,8 @@ from typing import Any
 from triforce_tree.bench import needle
 from triforce_tree.bench.results import Record, Records, check_writable, header
 from triforce_tree.commands import options
-from triforce_tree.commands.arguments import ENGINE_OPTIONS, NONE
 from triforce_tree.commands.bench_text import documents
+from triforce_tree.commands.groups import ENGINE_OPTIONS, NONE
 from triforce_tree.console import Interrupt, bar, json_line, plain_table, screen
 
 

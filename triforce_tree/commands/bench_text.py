@@ -8,7 +8,7 @@ from triforce_tree.bench import speed, text
 from triforce_tree.bench.baselines import usable_methods
 from triforce_tree.bench.results import Record, Records, header
 from triforce_tree.commands import options
-from triforce_tree.commands.arguments import ENGINE_OPTIONS, NONE
+from triforce_tree.commands.groups import ENGINE_OPTIONS, NONE
 from triforce_tree.console import Interrupt, bar, json_line, plain_table, screen
 
 

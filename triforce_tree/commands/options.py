@@ -8,7 +8,7 @@ import torch
 
 from triforce_tree import parallel
 from triforce_tree.api import load
-from triforce_tree.commands.arguments import AUTO, ENGINE_OPTIONS, MEMORY_OPTIONS, NONE
+from triforce_tree.commands.groups import AUTO, ENGINE_OPTIONS, MEMORY_OPTIONS, NONE
 from triforce_tree.config import bytes_of
 from triforce_tree.engine import Engine
 from triforce_tree.options import check_sampling_options

@@ -14,8 +14,8 @@ from triforce_tree import profiles
 from triforce_tree.bench.results import Record, Records, check_writable, header
 from triforce_tree.bench.text import prompts
 from triforce_tree.commands import options
-from triforce_tree.commands.arguments import ENGINE_OPTIONS
 from triforce_tree.commands.bench_text import documents
+from triforce_tree.commands.groups import ENGINE_OPTIONS
 from triforce_tree.console import Interrupt, bar, json_line, plain_table, screen
 from triforce_tree.engine import Engine
 from triforce_tree.level import Progress
