@@ -250,6 +250,26 @@ def test_a_fault_on_the_way_leaves_a_model_that_works(monkeypatch: pytest.Monkey
         assert torch.equal(model(ids).logits, whole()(ids).logits)
 
 
+def test_every_layer_is_told_and_ctrl_c_leaves_a_model_that_works() -> None:
+    model, told = copy.deepcopy(whole()), []
+
+    def stop(size: int) -> None:
+        told.append(size)
+        if len(told) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        StreamedWeights(model, "cpu", progress=stop)
+    ids = torch.tensor([PROMPT])
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, whole()(ids).logits)
+    told.clear()
+    own = StreamedWeights(model, "cpu", progress=told.append)
+    assert len(told) == LAYERS
+    assert sum(told) == own.bytes
+    own.close()
+
+
 def test_host_memory_that_is_short_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pinned, "available", lambda: (1 << 20, "the test"))
     with pytest.raises(

@@ -27,6 +27,7 @@ def load(
     device: str | torch.device | None = None,
     dtype: torch.dtype | str | None = None,
     profile: profiles.Source = None,
+    pinned: Callable[[int], None] | None = None,
     **options: Any,
 ) -> Engine:
     """Make an engine.
@@ -46,6 +47,7 @@ def load(
         profile: a file that ``triforce-tree tune`` wrote, or False for none; by default the one for this
             machine and models of this shape, if there is one. Each generation takes the settings that were
             measured nearest to its prompt's length and temperature; ``options`` come before them.
+        pinned: called with bytes of host memory as weights that stay there take them.
         options: levels, gamma, tree, leaves, lookup, middle_bits, rounds, captured, prefill_chunk, offload,
             gpu_memory, offload_weights (:class:`HierarchyConfig`), budget, chunk, recent, refresh
             (:class:`RetrievalConfig`), sinks, window (:class:`StreamingConfig`).
@@ -67,7 +69,7 @@ def load(
     if group is not None and profile is None:
         # It was measured on one card.
         profile = False
-    loaded, streamed = load_target(target, config, device, dtype, group)
+    loaded, streamed = load_target(target, config, device, dtype, group, pinned)
     drafter = None if draft is None else load_model(draft, loaded.device, dtype)
     measured = profiles.find(profile, loaded, drafter)
     return Engine(loaded, drafter, tokenizer, config, measured, options, streamed)

@@ -1,6 +1,7 @@
 """What a person sees (stderr), what a reader of the text sees (stdout), and the JSON line for programs."""
 
 import json
+import math
 import os
 import signal
 import sys
@@ -109,13 +110,21 @@ class PrefillBar:
 
 
 class PinningBar:
-    """A ``pinned`` callback for :meth:`triforce_tree.Engine.generate`: host memory, as it is taken."""
+    """A ``pinned`` callback: host memory, as it is taken.
 
-    def __init__(self, total: int, interrupt: Interrupt) -> None:
+    Args:
+        total: bytes that will be; None where nobody knows beforehand.
+        interrupt: of a generation, which may end here.
+        what: is done with it.
+    """
+
+    def __init__(
+        self, total: int | None, interrupt: Interrupt | None = None, what: str = "taking host memory"
+    ) -> None:
         self._interrupt = interrupt
-        self._left = total
+        self._left = math.inf if total is None else total
         self._bar = bar("MiB")
-        self._task = self._bar.add_task("taking host memory", total=max(1, total >> 20))
+        self._task = self._bar.add_task(what, total=None if total is None else max(1, total >> 20))
 
     def __enter__(self) -> "PinningBar":
         return self
@@ -125,7 +134,8 @@ class PinningBar:
             self._bar.stop()
 
     def __call__(self, size: int) -> None:
-        self._interrupt.check()
+        if self._interrupt is not None:
+            self._interrupt.check()
         if self._left > 0:
             self._bar.start()
         self._left -= size

@@ -1,5 +1,6 @@
 """Models and tokenizers from folders, hub ids or objects; safetensors only."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ def load_target(
     device: str | torch.device | None = None,
     dtype: torch.dtype | str | None = None,
     group: Group | None = None,
+    pinned: Callable[[int], None] | None = None,
 ) -> tuple[PreTrainedModel, StreamedWeights | None]:
     """A causal LM, and the weights of its layers where they are to stay in host memory.
 
@@ -52,6 +54,7 @@ def load_target(
         source: a model object is returned as it is, or with ``offload_weights=True`` taken over.
         config: says whether weights may stay on the host, and how much of the device there is.
         group: ranks that share the model, which is cut in place before its weights go anywhere.
+        pinned: called with bytes of host memory as weights that stay there take them.
 
     Raises:
         OSError: as :func:`load_model`; host memory is short (:class:`HostMemoryError`).
@@ -68,7 +71,7 @@ def load_target(
         if room is None or weights_fit(tensor_bytes(model), room):
             return _placed(model, source, device), None
     try:
-        return model, StreamedWeights(model, device)
+        return model, StreamedWeights(model, device, progress=pinned)
     except torch.OutOfMemoryError as error:
         raise ValueError(
             f"{device} has no room for embeddings, head and two layers of this {type(model).__name__}: free "

@@ -10,6 +10,7 @@ from triforce_tree import parallel
 from triforce_tree.api import load
 from triforce_tree.commands.groups import AUTO, ENGINE_OPTIONS, MEMORY_OPTIONS, NONE
 from triforce_tree.config import bytes_of
+from triforce_tree.console import PinningBar
 from triforce_tree.engine import Engine
 from triforce_tree.options import check_sampling_options
 
@@ -23,7 +24,9 @@ def engine_of(args: argparse.Namespace) -> Engine:
     parallel.join(args.device)
     _bound_memory(args)
     profile = {AUTO: None, NONE: False}.get(args.profile, args.profile)
-    engine = load(args.target, args.draft, device=args.device, dtype=args.dtype, profile=profile, **options)
+    models = {"device": args.device, "dtype": args.dtype, "profile": profile}
+    with PinningBar(None, what="weights into host memory") as pinned:
+        engine = load(args.target, args.draft, **models, pinned=pinned, **options)
     if engine.tokenizer is None:
         raise ValueError(
             f"no tokenizer lies beside the target {args.target!r}; save one there with save_pretrained"

@@ -41,6 +41,7 @@ class StreamedWeights:
         model: any transformers model whose decoder layers are alike, wherever it is.
         device: where it computes from now on.
         slots: layers on the device at once.
+        progress: called with the bytes of each layer once they are in host memory.
 
     Attributes:
         bytes: of the weights, all of them on the host.
@@ -53,7 +54,13 @@ class StreamedWeights:
             model of the CPU works as before.
     """
 
-    def __init__(self, model: PreTrainedModel, device: torch.device | str, slots: int = SLOTS) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        device: torch.device | str,
+        slots: int = SLOTS,
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
         if slots < 2:
             raise ValueError(f"slots={slots} is too few: one is computed with while another is filled; use 2")
         self.device = torch.device(device)
@@ -69,6 +76,8 @@ class StreamedWeights:
                 self._memory.check(size)
                 self._host.append(self._memory.take((size,), torch.uint8))
                 self._bind(weights, self._host[-1], copy=True)
+                if progress:
+                    progress(size)
             self._move_the_rest(model)
             self._slots = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(slots)]
         except BaseException:
