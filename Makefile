@@ -1,10 +1,10 @@
 # make demo | test | lint | wheel-check | clean
 #
 #   PYTHON=python3.12      the interpreter that .venv is made with
-#   PYTEST_ARGS='-k tree'  what to hand to pytest
+#   PYTEST_ARGS='-k tree'  what to hand to pytest; by default, to run on all cores
 
 PYTHON ?= python3
-PYTEST_ARGS ?=
+PYTEST_ARGS ?= -n auto --maxprocesses 8
 
 VENV := .venv
 PY := $(VENV)/bin/python
