@@ -65,6 +65,14 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> "TinyPair":
 
 
 @pytest.fixture
+def prompt(tmp_path: Path) -> str:
+    """A text file that the command line continues."""
+    path = tmp_path / "prompt.txt"
+    path.write_text("The import statement finds a module and binds its name. " * 8, encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Imports a script by its name, as its neighbours do."""
     monkeypatch.setattr(sys, "path", [str(SCRIPTS), *sys.path])

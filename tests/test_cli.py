@@ -19,13 +19,6 @@ from triforce_tree.commands import arguments
 from triforce_tree.config import HierarchyConfig
 
 
-@pytest.fixture
-def prompt(tmp_path: Path) -> str:
-    path = tmp_path / "prompt.txt"
-    path.write_text("The import statement finds a module and binds its name. " * 8, encoding="utf-8")
-    return str(path)
-
-
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
     try:
         code = main(argv)

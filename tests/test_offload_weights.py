@@ -5,14 +5,13 @@ import gc
 import json
 import weakref
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_pair
 import torch
 from cycle_cases import SMALL
 from families import greedy, perturbed, prompt_of, tiny
+from tiny_pair import TinyPair
 from transformers import PreTrainedModel
 
 from triforce_tree import load, loading
@@ -79,10 +78,7 @@ def test_an_engine_with_streamed_weights() -> None:
     assert near.generate(PROMPT, max_new_tokens=8, do_sample=False).new_tokens == 8
 
 
-def test_weights_move_where_they_do_not_fit(
-    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    pair = tiny_pair.make(tmp_path_factory.mktemp("pair"))
+def test_weights_move_where_they_do_not_fit(monkeypatch: pytest.MonkeyPatch, pair: TinyPair) -> None:
     assert pair.load(profile=False, gpu_memory="2GiB").hierarchy.target.streamed is None
     monkeypatch.setattr(loading, "weights_fit", lambda weights, room: (weights, room) == (0, 0))
     assert pair.load(profile=False).hierarchy.target.streamed is None
@@ -122,14 +118,9 @@ def test_close_gives_everything_back() -> None:
         engine.hierarchy.target.model(torch.tensor([PROMPT]))
 
 
-def test_the_command_streams_weights(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    pair = tiny_pair.make(tmp_path_factory.mktemp("pair"))
-    prompt = tmp_path / "prompt.txt"
-    prompt.write_text("The import statement finds a module and binds its name. " * 8, encoding="utf-8")
+def test_the_command_streams_weights(capsys: pytest.CaptureFixture[str], pair: TinyPair, prompt: str) -> None:
     sizes = ["--budget", "64", "--recent", "16", "--levels", "3", "--max-new-tokens", "12"]
-    words = ["generate", str(prompt), *pair.options, *sizes, "--json", "--compare", "--offload-weights"]
+    words = ["generate", prompt, *pair.options, *sizes, "--json", "--compare", "--offload-weights"]
     assert main(words) == 0
     out, err = capsys.readouterr()
     assert "host: weights" in err

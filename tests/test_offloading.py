@@ -5,14 +5,13 @@ import json
 import logging
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_pair
 import torch
 from cycle_cases import SMALL
 from families import greedy, perturbed, prompt_of, tiny
+from tiny_pair import TinyPair
 from transformers import PreTrainedModel
 
 from triforce_tree import hierarchy, load, memory_plan
@@ -219,13 +218,8 @@ def test_states_that_wait_on_the_host_change_nothing(monkeypatch: pytest.MonkeyP
         assert out.sequences[0, len(PROMPT) :].tolist() == expected()
 
 
-def test_the_command_shows_the_plan(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    pair = tiny_pair.make(tmp_path_factory.mktemp("pair"))
-    prompt = tmp_path / "prompt.txt"
-    prompt.write_text("The import statement finds a module and binds its name. " * 8, encoding="utf-8")
-    words = ["generate", str(prompt), *pair.options, "--max-new-tokens", "20", "--json", "--compare"]
+def test_the_command_shows_the_plan(capsys: pytest.CaptureFixture[str], pair: TinyPair, prompt: str) -> None:
+    words = ["generate", prompt, *pair.options, "--max-new-tokens", "20", "--json", "--compare"]
     code = main(
         [*words, "--offload", "--gpu-memory", "2GiB", "--budget", "64", "--recent", "16", "--levels", "3"]
     )
