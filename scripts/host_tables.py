@@ -1,6 +1,6 @@
 """Tables of docs/offloading.md from the results of scripts/host_attention.py."""
 
-from markdown_tables import Record, table
+from markdown_tables import Record, made_on, table
 
 FILE = "host_attention_h200.json"
 IN_PLACE_FILE = "host_attention_in_place_h200.json"
@@ -73,13 +73,13 @@ def in_place(result: Record) -> str:
     columns = [
         "T", "CPU, GB/s", "pass while decoding, ms", "the same pass repeated, ms", "streaming alone, ms",
     ]  # fmt: skip
-    machine, versions = result["machine"], result["versions"]
+    machine = result["machine"]
     note = (
-        f"{result['settings']['shape']} inflated, 122,880 tokens, 24 GiB; {machine['torch_threads']} threads "
-        f"of {machine['cores']} cores. {result['hardware']}, torch {versions['torch']}, commit "
-        f"{result['commit']}, {result['date']}. File: `docs/results/{IN_PLACE_FILE}`.\n"
+        f"{result['settings']['shape']} inflated, {chain['context']:,} tokens, "
+        f"{chain['setting']['cap_gib']:g} GiB; {machine['torch_threads']} threads of {machine['cores']} "
+        "cores. "
     )
-    return table(columns, rows) + "\n" + note
+    return table(columns, rows) + "\n" + note + made_on(result, IN_PLACE_FILE)
 
 
 TABLES = (ways, together)

@@ -34,6 +34,15 @@ def not_measured(command: str) -> str:
     return f"Not measured yet: `{command}`.\n"
 
 
+def made_on(result: Record, file: str) -> str:
+    """Where the figures of a file of one run come from."""
+    torch = result["versions"]["torch"]
+    return (
+        f"{result['hardware']}, torch {torch}, commit {result['commit']}, {result['date']}. "
+        f"File: `docs/results/{file}`.\n"
+    )
+
+
 def origin(
     result: Record, rows: Sequence[Record], file: str, bandwidth: Callable[[Record], str], noted: str = "In"
 ) -> str:

@@ -1,6 +1,6 @@
 """Tables of docs/benchmarks.md about settings: level 1 as a view or as copies, and what ``tune`` found."""
 
-from markdown_tables import Record, number, percent, table
+from markdown_tables import Record, made_on, number, percent, table
 
 VIEW_FILE, VIEW_COMMAND = "view_or_copy_h200.json", "python scripts/view_or_copy.py --out docs/results"
 TUNE_FILE, TUNE_COMMAND = "tune_h200.json", "triforce-tree tune --json"
@@ -19,7 +19,7 @@ def view_or_copy(result: Record) -> str:
         f"{result['shapes'][0]} inflated, {result['rows'][0]['context']:,} tokens, budget {own['budget']:,}, "
         f"chunk {own['chunk']}, {own['middle_bits']} bits; in the order of the runs."
     )
-    return table(columns, lines) + f"\n{note} {_origin(result, VIEW_FILE)}"
+    return table(columns, lines) + f"\n{note} {made_on(result, VIEW_FILE)}"
 
 
 def tuned(result: Record) -> str:
@@ -37,12 +37,4 @@ def tuned(result: Record) -> str:
         ]
         for entry in result["entries"]
     ]
-    return table(columns, lines) + f"\n{result['target']}. {_origin(result, TUNE_FILE)}"
-
-
-def _origin(result: Record, file: str) -> str:
-    versions = result["versions"]
-    return (
-        f"{result['hardware']}, torch {versions['torch']}, commit {result['commit']}, {result['date']}. "
-        f"File: `docs/results/{file}`.\n"
-    )
+    return table(columns, lines) + f"\n{result['target']}. {made_on(result, TUNE_FILE)}"
