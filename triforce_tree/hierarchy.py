@@ -254,7 +254,8 @@ class Hierarchy:
             cycle.close()
             self._cycle = None
             del cycle
-            free_memory()
+            if split is None:
+                free_memory()
         if split is not None:
             self.release()
         cycle = Cycle(self.target, self.draft, self.config, batch, self._rounded(room), levels, split, pinned)
