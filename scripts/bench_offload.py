@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from bench_command import TINY_DRAFT, TINY_OPTIONS, TINY_SHAPES, prepare, results_folder, setting, settings_of
 from deadline import Deadline
-from offload_measure import GIB, Bench, LastRows, bus_gbps, peak_gib
+from offload_measure import Bench, LastRows, bus_gbps, peak_gib
 from offload_parts import PARTS, Session
 from offload_results import FILE, book
 from prompt_library import Library
@@ -33,6 +33,7 @@ from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle import copied
 from triforce_tree.cycle.host_store import Offload
 from triforce_tree.graphs import free_memory
+from triforce_tree.memory_map import GIB
 
 _START = time.perf_counter()
 OPTIONS: dict[str, Any] = {

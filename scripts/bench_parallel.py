@@ -20,7 +20,7 @@ from typing import Any
 
 import offload_results
 import torch
-from bench_command import RESULTS, TINY_SHAPES, prepare, settings_of
+from bench_command import TINY_SHAPES, prepare, results_folder, settings_of
 from deadline import Deadline
 from measurements import CELL, OURS, Book, Record, having, rounded
 from offload_parts import PARTS, Plan, Session, headline
@@ -107,7 +107,6 @@ def place_of(out: Path) -> Path:
     held = out / FILE
     content = parallel.told(held.read_text(encoding="utf-8") if held.exists() else None)
     if parallel.first():
-        out.mkdir(parents=True, exist_ok=True)
         return held
     copy = Path(tempfile.mkdtemp()) / FILE
     if content is not None:
@@ -140,7 +139,7 @@ def main(words: Sequence[str] | None = None) -> None:
     if args.tiny:
         plan = replace(plan.smoke(), shape=_TINY_SHAPE)
     settings = settings_of({**plan.as_dict(), "gpus": gpus}, args.seed, args.tiny)
-    out = args.out or (Path(tempfile.mkdtemp()) if args.tiny else RESULTS)
+    out = results_folder(args.out, args.tiny)
     book = SharedBook(place_of(out), f"7b on {gpus}", settings, rows, args.fresh)
     session = SharedSession(plan, book, device, args.seed)
     headline(session, deadline)

@@ -29,8 +29,9 @@ from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.lanes import Ring
 from triforce_tree.graphs import free_memory
 from triforce_tree.inflate import inflate_pair
+from triforce_tree.machine import bound_memory
+from triforce_tree.memory_map import MIB
 
-MIB = 1 << 20
 _OPTIONS: dict[str, Any] = {"levels": 3, "gamma": 8, "tree": "best-first:4,3", "recent": 128, "budget": 1024}
 _TINY: dict[str, Any] = _OPTIONS | {"budget": 128, "recent": 32, "window": 64}
 _SHAPES = ("2048x8x16/16x128x5632", "llama-68m")
@@ -75,9 +76,7 @@ class Checks:
         """What is to come out; then the ordinary cycle's memory is free again."""
         self.expected = self.text(self.whole, new)
         self.whole.hierarchy.release()
-        if self.on_gpu:
-            total = torch.cuda.get_device_properties(self.device).total_memory
-            torch.cuda.set_per_process_memory_fraction(self.memory / total, self.device)
+        bound_memory(self.device, self.memory)
 
     def interrupted(self) -> None:
         """Ctrl-C while memory is taken, and while the prompt is read: all of it is given back."""

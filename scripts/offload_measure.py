@@ -28,11 +28,12 @@ from triforce_tree.few_row import few_row_copy
 from triforce_tree.graphs import free_memory
 from triforce_tree.hf_model import HFModel
 from triforce_tree.inflate import inflate_pair
+from triforce_tree.machine import bound_memory
+from triforce_tree.memory_map import GIB
 from triforce_tree.sampling import TokenLaw
 from triforce_tree.sharding import shard
 from triforce_tree.stats import LevelStats
 
-GIB = 1 << 30
 # Last rows whose logits are compared between caches.
 _COMPARED = 9
 
@@ -68,14 +69,6 @@ class Run:
             "acceptance": {level.name: level.acceptance_rate for level in self.levels},
             "mean_accepted_length": {level.name: level.mean_accepted_length for level in self.levels},
         }
-
-
-def cap_memory(device: torch.device, gib: float | None) -> None:
-    """Let torch's allocator take no more than this of the device."""
-    if gib is not None and device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-        index = torch.cuda.current_device() if device.index is None else device.index
-        torch.cuda.set_per_process_memory_fraction(min(1.0, gib * GIB / total), index)
 
 
 def peak_gib(device: torch.device, reset: bool = False) -> float:
@@ -133,8 +126,8 @@ class Bench:
         weights_on_host: bool = False,
     ) -> None:
         self.device, self.seed = device, seed
-        if not weights_on_host:
-            cap_memory(device, cap_gib)
+        if cap_gib is not None and not weights_on_host:
+            bound_memory(device, int(cap_gib * GIB))
         target, draft, self.tokenizer = inflate_pair(shape, device, dtype, draft_shape, seed)
         if (group := parallel.current()) is not None:
             shard(target, group)
@@ -142,7 +135,8 @@ class Bench:
         self.target, self.draft = HFModel(target), HFModel(draft)
         if weights_on_host:
             self.stream()
-            cap_memory(device, cap_gib)
+            if cap_gib is not None:
+                bound_memory(device, int(cap_gib * GIB))
         self._cycle: Cycle | None = None
         self._fed: list[int] = []
         self.seconds: dict[str, float] = {}
@@ -198,7 +192,7 @@ class Bench:
     def cap(self, gib: float) -> None:
         """Bound the device memory anew, and forget peaks under the last bound."""
         self.close()
-        cap_memory(self.device, gib)
+        bound_memory(self.device, int(gib * GIB))
         peak_gib(self.device, reset=True)
 
     @property

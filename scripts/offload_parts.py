@@ -10,7 +10,7 @@ import torch
 from bench_command import TINY_DRAFT, TINY_OPTIONS, TINY_SHAPES
 from deadline import Deadline
 from measurements import OURS, Book
-from offload_measure import GIB, Bench, bus_gbps, peak_gib
+from offload_measure import Bench, bus_gbps, peak_gib
 from offload_results import FED, ON_CHIP, PLAIN
 from prompt_library import SOURCES, Library, Source
 from roofs import read_bandwidth, weight_bytes
@@ -20,7 +20,7 @@ from triforce_tree.bench.results import repeated_share
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.pinned import SPARE, available
 from triforce_tree.graphs import free_memory
-from triforce_tree.memory_map import Machine, Sizes
+from triforce_tree.memory_map import GIB, Machine, Sizes
 from triforce_tree.memory_plan import MemoryPlan
 
 # Tokens of a text whose rows are fed before anything is timed: kernels are compiled and tuned.

@@ -16,6 +16,15 @@ _PROBE, _PIECE = 256 << 20, 64 << 20
 _TIMES = 3
 
 
+def bound_memory(device: torch.device, size: int) -> None:
+    """Let torch's allocator take at most ``size`` bytes of a GPU; off the GPU nothing happens."""
+    if device.type != "cuda":
+        return
+    index = torch.cuda.current_device() if device.index is None else device.index
+    total = torch.cuda.get_device_properties(index).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, size / total), index)
+
+
 def device_room(device: torch.device, gpu_bytes: int | None) -> int | None:
     """Bytes of the device that an engine which is to be made can have; None where nothing bounds them.
 

@@ -12,6 +12,7 @@ from triforce_tree.commands.groups import AUTO, ENGINE_OPTIONS, MEMORY_OPTIONS, 
 from triforce_tree.config import bytes_of
 from triforce_tree.console import PinningBar
 from triforce_tree.engine import Engine
+from triforce_tree.machine import bound_memory
 from triforce_tree.options import check_sampling_options
 
 
@@ -22,7 +23,9 @@ def engine_of(args: argparse.Namespace) -> Engine:
         _check_device(args.device)
     # Each process has its own card from here on.
     parallel.join(args.device)
-    _bound_memory(args)
+    if args.gpu_memory is not None and torch.cuda.is_available():
+        # Of the whole process.
+        bound_memory(torch.device(args.device or "cuda"), bytes_of(args.gpu_memory))
     profile = {AUTO: None, NONE: False}.get(args.profile, args.profile)
     models = {"device": args.device, "dtype": args.dtype, "profile": profile}
     with PinningBar(None, what="weights into host memory") as pinned:
@@ -52,17 +55,6 @@ def sampling_of(args: argparse.Namespace) -> dict[str, Any]:
 
 def seed_of(args: argparse.Namespace) -> int:
     return secrets.randbits(31) if args.seed is None else args.seed
-
-
-def _bound_memory(args: argparse.Namespace) -> None:
-    """Hold the whole process to what it may take of the device."""
-    if args.gpu_memory is None or not torch.cuda.is_available():
-        return
-    device = torch.device(args.device or "cuda")
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        total = torch.cuda.get_device_properties(index).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, bytes_of(args.gpu_memory) / total), index)
 
 
 def _check_device(name: str) -> None:
