@@ -4,6 +4,7 @@
     python scripts/bench_offload.py --part 7b --tiny        # the same code, tiny, on a CPU
     python scripts/bench_offload.py --part smoke            # does it work here, in three minutes
     python scripts/bench_offload.py --part weights          # do streamed weights, in one
+    python scripts/bench_offload.py --part attention        # does attention on the CPU, in one
 
 A part goes into docs/results/offload_h200.json, one measurement after the other; what was made with other
 settings or another engine is not continued. Models, prompts and clocks are those of bench_on_chip.py. The
@@ -16,6 +17,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,9 @@ from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle import copied
 from triforce_tree.cycle.host_store import Offload
 from triforce_tree.graphs import free_memory
+from triforce_tree.machine import host_rate
 from triforce_tree.memory_map import GIB
+from triforce_tree.pass_time import FarRows
 
 _START = time.perf_counter()
 OPTIONS: dict[str, Any] = {
@@ -157,6 +161,53 @@ def weights(args: argparse.Namespace, device: torch.device) -> None:
         raise SystemExit("streamed weights do not give the bits of the model that is whole")
 
 
+def attention(args: argparse.Namespace, device: torch.device) -> None:
+    """Attention on the CPU: logits of streaming alone but for rounding, the same bits again, and the gain."""
+    tiny = args.tiny
+    shape, draft = (TINY_SHAPES["llama-2-7b"], TINY_DRAFT) if tiny else (args.shape, "llama-68m")
+    context, new = (600, 4) if tiny else (args.context, 6)
+    bus = bus_gbps(device, 1 << 30)
+    say("machine", gpu=hardware(), torch=torch.__version__, bus_gbps=bus, threads=torch.get_num_threads())
+    bench = Bench(shape, draft, device, torch.float32 if tiny else torch.bfloat16, None, args.seed)
+    prompt = Library(bench.tokenizer, context).prompt(0, context).tokens
+    heads, dtype = bench.target.heads, bench.target.dtype
+    rate = host_rate(heads, dtype, torch.get_num_threads(), device.type == "cuda")
+    say("models", cpu_gbps={queries: bytes_a_second / 1e9 for queries, bytes_a_second in rate.points})
+
+    split = Offload(0, 1 << 18 if tiny else 64 << 20, 3)
+    rows = LastRows(bench, prompt[: context // 4], context // 8)
+    alone, on_chip = rows.offloaded(split), rows.on_chip()
+    noise, spread = float((alone - on_chip).abs().max()), float(alone.std())
+    wrong = False
+    for share in (0.5, 1.0):
+        first, again = (rows.offloaded(replace(split, host_share=share)) for _ in range(2))
+        off, same = float((first - alone).abs().max()), torch.equal(first, again)
+        say("logits", share=share, off=off, off_on_chip=noise, spread=spread, repeated=same)
+        wrong |= off > max(4 * noise, 0.05 * spread) or not same
+    del rows
+
+    share = FarRows(1, 0, 1e9 * bus["in"], rate).share(1) or 0.5
+    bench.open(
+        HierarchyConfig.from_options(levels=1, offload=True), context + 2 * new,
+        replace(split, plain_host_share=share),
+    )  # fmt: skip
+    bench.feed(prompt)
+    say("prefill", seconds=bench.seconds)
+    runs = []
+    for name in ("streamed", "attended", "streamed"):
+        with bench.streaming_alone() if name == "streamed" else nullcontext():
+            bench.decode(0.0, prompt, 2)
+            runs.append(bench.decode(0.0, prompt, new))
+        say(name, share=0.0 if name == "streamed" else share, **runs[-1].as_dict())
+    streamed, attended, _ = runs
+    gain = streamed.ms_per_token / attended.ms_per_token
+    say("sum", gain=gain, expected=1 / (1 - share), same_tokens=streamed.tokens == attended.tokens)
+    bench.close()
+    say("closed", allocated_gib=torch.cuda.memory_allocated() / GIB if device.type == "cuda" else 0)
+    if wrong:
+        raise SystemExit("attention on the CPU does not give the logits of streaming, or not twice the same")
+
+
 def measure(args: argparse.Namespace, name: str, device: torch.device) -> None:
     """One part, into the book."""
     part = PARTS[name]
@@ -187,7 +238,7 @@ def main(words: Sequence[str] | None = None) -> None:
         description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = made.add_argument
-    checks = {"smoke": smoke, "weights": weights}
+    checks = {"smoke": smoke, "weights": weights, "attention": attention}
     add("--part", choices=[*checks, *PARTS], nargs="+", required=True, help="what to measure")
     add("--out", type=Path, help="folder of the results file; without it docs/results, or none with --tiny")
     add("--seconds", type=float, default=450, help="begin nothing that would not end within this time")

@@ -11,20 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from triforce_tree.kernels.reference import merge_states
+from triforce_tree.cycle.host_attention import State, flash, merged
 
-State = tuple[Tensor, Tensor]
 Way = Callable[[Tensor, Tensor], State]
-
-
-def flash(q: Tensor, rows: Tensor, parts: int = 1) -> State:
-    """torch's flash attention; ``parts`` equal runs of rows are a batch, so that there is work for all cores.
-
-    It works on one (part, head) a core. The group of query heads that share a KV head are rows of it.
-    """
-    k, v = rows.unflatten(0, (parts, -1)).permute(2, 0, 3, 1, 4)  # each [parts, H_kv, n / parts, D]
-    made = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q.expand(parts, -1, -1, -1), k, v)
-    return merge_states(made[0].float(), made[1])
 
 
 def products(dtype: torch.dtype) -> Way:
@@ -47,11 +36,6 @@ WAYS: dict[str, Way] = {
     "bf16 products": products(torch.bfloat16),
     "fp32 products": products(torch.float32),
 }
-
-
-def merged(states: Sequence[State]) -> State:
-    outs, lses = zip(*states, strict=True)
-    return merge_states(torch.stack(outs), torch.stack(lses))
 
 
 class Team:

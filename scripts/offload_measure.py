@@ -2,8 +2,9 @@
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -40,12 +41,17 @@ _COMPARED = 9
 
 @dataclass
 class Run:
-    """One decoding: ``tokens`` that were written, and what it took."""
+    """One decoding: ``tokens`` that were written, and what it took.
+
+    ``attended_bytes`` are those that the CPU attended to, in ``attending_seconds`` of its own.
+    """
 
     tokens: list[int]
     seconds: float
     passes: int
     streamed_bytes: int
+    attended_bytes: int
+    attending_seconds: float
     levels: list[LevelStats] = field(default_factory=list)
     rounds: float = 0.0
 
@@ -66,6 +72,7 @@ class Run:
             "pcie_gbps": self.streamed_bytes / 1e9 / self.levels[-1].seconds
             if self.levels[-1].seconds
             else None,
+            "cpu_gbps": self.attended_bytes / 1e9 / self.attending_seconds if self.attended_bytes else None,
             "acceptance": {level.name: level.acceptance_rate for level in self.levels},
             "mean_accepted_length": {level.name: level.mean_accepted_length for level in self.levels},
         }
@@ -154,8 +161,25 @@ class Bench:
 
     @property
     def pass_bytes(self) -> int:
-        """What a pass of level 2 copies to the device."""
-        return self.offloaded.host.streamed_bytes() + self.weights_on_host
+        """What a pass of level 2 copies to the device when it verifies more than one row."""
+        return self.offloaded.host.streamed_bytes(self.offloaded.share(2)) + self.weights_on_host
+
+    def _counters(self) -> tuple[int, int, float]:
+        """Bytes that have come over the bus for level 2 and those that the CPU attended to, in seconds."""
+        far, own = self.target.streamed, self.offloaded.attention
+        bus = self.offloaded.host.ring.bytes + (far.copied if far is not None else 0)
+        return (bus, own.bytes, own.seconds) if own is not None else (bus, 0, 0.0)
+
+    @contextmanager
+    def streaming_alone(self) -> Iterator[None]:
+        """Inside, the CPU attends to nothing."""
+        cache = self.offloaded
+        before = cache.settings
+        cache.settings = replace(before, host_share=0.0, plain_host_share=0.0)
+        try:
+            yield
+        finally:
+            cache.settings = before
 
     @property
     def cycle(self) -> Cycle:
@@ -219,13 +243,13 @@ class Bench:
             decoder.pace.fixed = rounds
         cycle.rewind([list(prompt)])
         synchronize(self.device)
-        tokens: list[int] = []
-        streamed = 0
-        for fresh in decoder.decode([list(prompt)], [Ending(new)]):
-            tokens += fresh[0]
-            streamed += self.pass_bytes
-        target = decoder.levels[-1]
-        run = Run(tokens, decoder.decode_seconds, target.forwards, streamed, decoder.levels)
+        before = self._counters()
+        tokens = [token for fresh in decoder.decode([list(prompt)], [Ending(new)]) for token in fresh[0]]
+        streamed, attended, seconds = (b - a for a, b in zip(before, self._counters(), strict=True))
+        forwards = decoder.levels[-1].forwards
+        run = Run(
+            tokens, decoder.decode_seconds, forwards, int(streamed), int(attended), seconds, decoder.levels
+        )
         run.rounds = rounds_per_pass(cycle, run.levels)
         return run
 

@@ -11,7 +11,7 @@ from bench_command import TINY_DRAFT, TINY_OPTIONS, TINY_SHAPES
 from deadline import Deadline
 from measurements import OURS, Book
 from offload_measure import Bench, bus_gbps, peak_gib
-from offload_results import FED, ON_CHIP, PLAIN
+from offload_results import ATTENDED, FED, ON_CHIP, PLAIN
 from prompt_library import SOURCES, Library, Source
 from roofs import read_bandwidth, weight_bytes
 
@@ -20,6 +20,7 @@ from triforce_tree.bench.results import repeated_share
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.pinned import SPARE, available
 from triforce_tree.graphs import free_memory
+from triforce_tree.machine import host_rate
 from triforce_tree.memory_map import GIB, Machine, Sizes
 from triforce_tree.memory_plan import MemoryPlan
 
@@ -114,6 +115,13 @@ class Session:
         )
         host = available()[0] - SPARE + bench.weights_on_host
         machine = Machine(int(cap * GIB), host, 1e9 * self.bus["in"], self.read)
+        if config.host_attention:
+            on_gpu, threads = self.device.type == "cuda", torch.get_num_threads()
+            rate = host_rate(bench.target.heads, bench.target.dtype, threads, on_gpu)
+            self.say(
+                f"the CPU with {threads} threads: {[(n, round(r / 1e9, 1)) for n, r in rate.points]} GB/s"
+            )
+            machine = replace(machine, host_attention=rate)
         sizes = Sizes.of(bench.target, bench.draft, config)
         made = memory_plan.plan(sizes, machine, config, plan.options, 1, plan.context, plan.new_tokens)
         if plan.resident is not None and made.offload is not None:
@@ -161,7 +169,7 @@ class Session:
                     base["sources"] = [prompt.name]
                     text = self.ours(base, prompt.tokens, memory)
                     if base["temperature"] == 0:
-                        self.plain(base | {"method": PLAIN}, prompt.tokens, text)
+                        self.plains(base, prompt.tokens, text)
                 return memory
             except torch.OutOfMemoryError as error:
                 message = str(error)
@@ -204,6 +212,7 @@ class Session:
                 "resident_gib": host.resident_bytes / GIB,
                 "host_gib": host.host_bytes / GIB,
                 "weights_on_host_gib": bench.weights_on_host / GIB,
+                "host_share": bench.offloaded.share(2),
                 "peak_gpu_gib": peak_gib(self.device),
                 "prefill_seconds": bench.seconds["prefill"],
                 "allocate_seconds": bench.seconds["allocate"],
@@ -219,14 +228,21 @@ class Session:
         )
         return run.tokens
 
+    def plains(self, base: dict[str, Any], tokens: list[int], text: Sequence[int]) -> None:
+        """Plain decoding whose rows are all streamed, and where the CPU attends, with its share too."""
+        if self.bench.offloaded.share(1):
+            self.plain(base | {"method": ATTENDED}, tokens, text)
+        with self.bench.streaming_alone():
+            self.plain(base | {"method": PLAIN}, tokens, text)
+
     def plain(self, base: dict[str, Any], tokens: list[int], text: Sequence[int]) -> None:
-        """Streamed plain decoding along our greedy text."""
+        """Plain decoding along our greedy text."""
         self.bench.decode(0.0, tokens, 2, rounds=0)
         run, partings = self.bench.plain(tokens, text[: self.plan.plain_tokens])
         exact = {"compared": len(text[: self.plan.plain_tokens]), "partings": len(partings)}
-        figures = {"ms_per_token": run.ms_per_token, "pcie_gbps": run.as_dict()["pcie_gbps"]}
+        figures = {k: run.as_dict()[k] for k in ("ms_per_token", "pcie_gbps", "cpu_gbps")}
         self.book.add(base | figures | {"new_tokens": self.plan.plain_tokens, "exact": exact})
-        self.say(f"{base['prompt']} plain: {figures}, {exact}")
+        self.say(f"{base['prompt']}, {base['method']}: {figures}, {exact}")
 
 
 def headline(session: Session, deadline: Deadline) -> None:
@@ -287,5 +303,6 @@ PARTS: dict[str, Part] = {
     "13b": Part(Plan("llama-2-13b", 98_304, prompts=1, weights_on_host=True)),
     "resident": Part(Plan("llama-2-7b", _LONG, caps=(80.0,), resident=0.75)),
     "caps": Part(Plan("llama-2-7b", _LONG, caps=(16.0, 48.0), prompts=1)),
+    "host-attention": Part(Plan("llama-2-7b", _LONG, prompts=2, options={"host_attention": True})),
     "prefill": Part(Plan("llama-2-7b", _LONG, prompts=2, on_chip=True), prefills),
 }

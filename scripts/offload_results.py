@@ -7,6 +7,7 @@ from measurements import Book, Record, cells, having, head, medians, medians_by_
 
 FILE = "offload_h200.json"
 PLAIN = "streamed autoregressive"
+ATTENDED = "autoregressive with attention on the CPU"
 ON_CHIP, FED = "prefill on chip", "prefill offloaded"
 _AVERAGED = (
     "tokens_per_pass", "rounds_per_pass", "repeated_8grams", "prefill_seconds", "pcie_gbps", "pass_ms",
@@ -39,8 +40,9 @@ def _prefill_rows(part: str, settings: Record, samples: list[Record]) -> list[Re
 
 def _row(part: str, content: Record, cell: list[Record], samples: list[Record]) -> Record:
     first = cell[0]
-    # Streamed decoding costs the same at every temperature.
-    beside = having(samples, method=PLAIN, **{k: first[k] for k in ("batch", "context", "setting")})
+    # Plain decoding costs the same at every temperature.
+    place = {k: first[k] for k in ("batch", "context", "setting")}
+    beside, attended = (having(samples, method=method, **place) for method in (PLAIN, ATTENDED))
     plain = statistics.median(s["ms_per_token"] for s in beside) if beside else None
     row: Record = {
         **head(part, content["settings"]["shape"], cell, PLAIN if plain else None, plain),
@@ -56,15 +58,35 @@ def _row(part: str, content: Record, cell: list[Record], samples: list[Record]) 
         "bus_gbps": {k: rounded(v) for k, v in content["bus_gbps"].items()},
         "baseline_pcie_gbps": rounded(statistics.median(s["pcie_gbps"] for s in beside)) if plain else None,
         "stages": medians_by_name(cell, "stages"),
+        **_attention(cell, attended, plain),
         "config": first["config"],
         "memory_plan": first["memory_plan"],
     }
-    checked = [s["exact"] for s in beside if "exact" in s]
+    checked = [s["exact"] for s in [*beside, *attended] if "exact" in s]
     if checked and first["temperature"] == 0:
         row["exact"] = {k: sum(e[k] for e in checked) for k in ("compared", "partings")}
-    if plain and content.get("read_gbps"):
+    # On another machine the CPU differs as well, and nobody has measured that.
+    if plain and content.get("read_gbps") and not row.get("host_share"):
         row["projection"] = projection(row, content["bus_gbps"]["in"], content["read_gbps"], RTX_4090)
     return row
+
+
+def _attention(cell: list[Record], attended: list[Record], plain: float | None) -> Record:
+    """The CPU's part, and plain decoding with it; nothing where it has none.
+
+    ``speedup`` is that to streamed plain decoding; here the one to whichever plain decoding is faster.
+    """
+    first = cell[0]
+    if not first.get("host_share"):
+        return {}
+    found = {"host_share": first["host_share"], "cpu_gbps": statistics.median(s["cpu_gbps"] for s in cell)}
+    if attended:
+        own = statistics.median(s["ms_per_token"] for s in attended)
+        fastest = min(own, plain or own)
+        ms = statistics.median(s["ms_per_token"] for s in cell)
+        found |= {"attended_baseline_ms_per_token": own, "speedup_to_fastest_baseline": fastest / ms}
+        found["attended_baseline_cpu_gbps"] = statistics.median(s["cpu_gbps"] for s in attended)
+    return {k: rounded(v) for k, v in found.items()}
 
 
 def projection(row: Record, bus_gbps: float, read_gbps: float, card: Record) -> Record:

@@ -9,7 +9,8 @@ from markdown_tables import Record, not_measured, number, origin, percent, rows_
 
 FILE = "offload_h200.json"
 COMMAND = "python scripts/bench_offload.py --part"
-_HEADLINES = ("7b", "8b", "8b-512k", "13b", "resident", "caps")
+_STREAMED = ("7b", "8b", "8b-512k", "13b", "resident", "caps")
+_HEADLINES = (*_STREAMED, "host-attention")
 
 
 def headline(result: Record) -> str:
@@ -21,6 +22,9 @@ def headline(result: Record) -> str:
         "model", "prompts", "cap, GiB", "rows on the card", "T", "**ms/token**", "streamed plain decoding",
         "its share of the bus", "**speed-up**", "tokens a pass", "repeated 8-grams",
     ]  # fmt: skip
+    attended = any("attended_baseline_ms_per_token" in row for row in found)
+    if attended:
+        columns += ["plain decoding with the CPU", "speed-up to the faster of both"]
     lines = []
     for row in found:
         plain, pcie = row["baseline_ms_per_token"], row["baseline_pcie_gbps"]
@@ -37,6 +41,7 @@ def headline(result: Record) -> str:
                 f"**{row['speedup']:.1f}x**" if row["speedup"] else "",
                 f"{row['tokens_per_pass']:.1f}",
                 percent(row["repeated_8grams"]),
+                *(_attended(row) if attended else ()),
             ]
         )
     return table(columns, lines) + "\n" + origin(result, found, FILE, _bus)
@@ -44,7 +49,7 @@ def headline(result: Record) -> str:
 
 def memory(result: Record) -> str:
     """Where the bytes were, and the allocator's own peak."""
-    found = {(r["shape"], r["context"], r["gpu_memory_cap_gib"]): r for r in rows_of(result, *_HEADLINES)}
+    found = {(r["shape"], r["context"], r["gpu_memory_cap_gib"]): r for r in rows_of(result, *_STREAMED)}
     if not found:
         return not_measured(f"{COMMAND} 7b")
     uses = list(dict.fromkeys(use for r in found.values() for use in r["memory_plan"]["device_gib"]))
@@ -81,7 +86,8 @@ def levels(result: Record) -> str:
         bus = row["streamed_gib"] * 2**30 / 1e6 / row["bus_gbps"]["in"]
         lines.append(
             [
-                f"{row['shape'].split()[0]}, {row['context']:,}, {row['gpu_memory_cap_gib']:g} GiB",
+                f"{row['shape'].split()[0]}, {row['context']:,}, {row['gpu_memory_cap_gib']:g} GiB"
+                + _attention(row),
                 f"{row['temperature']:g}",
                 f"{row['rounds_per_pass']:.1f}",
                 number(stages.get("grow")),
@@ -168,7 +174,19 @@ TABLES = (headline, memory, levels, prefill, projections)
 def _remarks(row: Record) -> str:
     """The embedded pair knows 131,072 positions; beyond them texts are of no use, times are."""
     lifted = ", position limit lifted" if row["context"] > 131_072 else ""
-    return lifted + (", weights on the host" if row.get("weights_on_host_gib") else "")
+    weights = ", weights on the host" if row.get("weights_on_host_gib") else ""
+    return lifted + weights + _attention(row)
+
+
+def _attention(row: Record) -> str:
+    return ", with attention on the CPU" if row.get("host_share") else ""
+
+
+def _attended(row: Record) -> tuple[str, str]:
+    """The second baseline, and the speed-up to the faster one; nothing where there is one alone."""
+    if "attended_baseline_ms_per_token" not in row:
+        return "", ""
+    return f"{row['attended_baseline_ms_per_token']:.0f}", f"**{row['speedup_to_fastest_baseline']:.1f}x**"
 
 
 def _bus(part: Record) -> str:

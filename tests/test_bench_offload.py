@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from triforce_tree.memory_map import HostRate
+
 # The format that all results of offloading have.
 COLUMNS = {
     "shape", "batch", "context", "temperature", "ms_per_token", "baseline", "baseline_ms_per_token",
@@ -63,6 +65,46 @@ def test_streamed_weights_are_counted_on_the_bus(
     assert row["exact"] == {"compared": 4, "partings": 0}
     assert "inflated, weights on the host | 1 x 384" in tables.headline(result)
     assert "| weights on the host | 0.1 |" in tables.memory(result)
+
+
+def test_attention_on_the_cpu_stands_beside_both_baselines(
+    script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, parts = script("bench_offload"), script("offload_parts")
+    for module in (bench, parts):
+        monkeypatch.setattr(module, "host_rate", lambda *_: HostRate(((1, 20e9), (48, 10e9))))
+    words = ["--tiny", "--out", str(tmp_path), "--temperatures", "0", "--prompts", "1", "--part"]
+    bench.main([*words, "attention", "host-attention"])
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["repeated"] for line in lines if line.get("what") == "logits"] == [True, True]
+    [gained] = [line for line in lines if line.get("what") == "sum"]
+    assert gained["same_tokens"]
+    [attended] = [line for line in lines if line.get("what") == "attended"]
+    assert attended["cpu_gbps"] > 0
+    tables = script("offload_tables")
+    result = json.loads((tmp_path / tables.FILE).read_text())
+    [row] = result["rows"]
+    assert row.keys() >= COLUMNS
+    assert row["host_share"] == pytest.approx(row["memory_plan"]["split"]["host_share"], rel=1e-3)
+    assert row["cpu_gbps"] > 0
+    assert row["exact"] == {"compared": 8, "partings": 0}
+    assert "projection" not in row
+    streamed, own = row["baseline_ms_per_token"], row["attended_baseline_ms_per_token"]
+    assert row["baseline"] == "streamed autoregressive"
+    assert row["speedup"] == pytest.approx(streamed / row["ms_per_token"], rel=1e-2)
+    fastest = min(streamed, own) / row["ms_per_token"]
+    assert row["speedup_to_fastest_baseline"] == pytest.approx(fastest, rel=1e-2)
+    # Less of the rows crosses the bus.
+    assert row["streamed_gib"] == pytest.approx((1 - row["host_share"]) * row["host_gib"], rel=0.3)
+    headline = tables.headline(result)
+    assert "inflated, with attention on the CPU | 1 x 480" in headline
+    assert "| plain decoding with the CPU | speed-up to the faster of both |" in headline
+    ending = f"| {own:.0f} | **{row['speedup_to_fastest_baseline']:.1f}x** |"
+    assert headline.splitlines()[2].endswith(ending)
+    assert "with attention on the CPU | 0 |" in tables.levels(result)
+    # The table of those without the CPU is as it was.
+    alone = {k: v for k, v in row.items() if "attended" not in k and k != "host_share"}
+    assert "the CPU" not in tables.headline({**result, "rows": [alone]})
 
 
 def test_a_projection_stretches_each_time_by_what_it_waits_for(script: Any) -> None:

@@ -122,3 +122,15 @@ def test_fetched_chunks_are_those_of_their_place(ops, chunk: int, near_chunks: i
         got = kv.clone()
         fetch(got[0], got[1], near, far, moves.to(DEVICE), counts.to(DEVICE), chunk)
         torch.testing.assert_close(got.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("count", [1, 1024, 5003])
+def test_words_arrive_as_they_are(ops, count: int):
+    source = torch.randint(-(2**31), 2**31 - 1, (count,), dtype=torch.int32)
+    for fetch in (exchange.fetch_words, ops.fetch_words):
+        target = torch.zeros(count + 1, dtype=torch.int32, device=DEVICE)
+        fetch(target[:-1], source.pin_memory() if DEVICE == "cuda" else source)
+        assert torch.equal(target[:-1].cpu(), source)
+        assert target[-1] == 0
+    with pytest.raises(ValueError, match="int32 tensors of one size"):
+        ops.fetch_words(target, source)

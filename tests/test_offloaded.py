@@ -6,74 +6,34 @@ are no streams here: what is copied when is tested on a GPU by ``scripts/bench_o
 
 import gc
 import weakref
-from functools import cache
 
 import pytest
 import torch
 from cycle_cases import SMALL, decoded
-from families import build, greedy, perturbed, prompt_of, tiny
+from families import greedy
+from offloaded_cases import CAPPED, NEW, PIECE, PROMPTS, cycle_of, logits_of, model, references
 from scipy import stats
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle import offloaded, pinned
 from triforce_tree.cycle.cycle import Cycle
 from triforce_tree.cycle.decoder import CycleDecoder
 from triforce_tree.cycle.host_store import Offload
-from triforce_tree.cycle.layerwise import fill_by_layers
-from triforce_tree.cycle.model import StepModel
-from triforce_tree.cycle.offloaded import OffloadedCache
 from triforce_tree.cycle.pinned import HostMemory, HostMemoryError
-from triforce_tree.cycle.rows import KVStore, TreeRows
 from triforce_tree.decoder import Ending
-from triforce_tree.few_row import few_row_copy
 from triforce_tree.hf_model import HFModel
 from triforce_tree.sampling import TokenLaw
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
-PROMPTS = [prompt_of(length) for length in (83, 150, 67)]
-NEW = [40, 30, 20]
 SAMPLED = TokenLaw.at(0.8)
-# 2 layers, 2 KV heads of 8: a row of a layer takes 128 bytes in fp32.
-PIECE = 32 * 128
 SPLITS = {"host": 0, "mixed": 5 * PIECE, "device": 1 << 24}
-
-model = cache(tiny)
 
 
 @pytest.fixture(autouse=True)
 def _few_rows_leave_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offloaded, "LEAVING", 16)
-
-
-@cache
-def draft_of(family: str) -> PreTrainedModel:
-    return perturbed(model(family), 0.05)
-
-
-@cache
-def _reference(family: str, prompt: tuple[int, ...], new_tokens: int) -> list[int]:
-    return greedy(model(family), list(prompt), new_tokens, attention_mask=torch.ones(1, len(prompt)))
-
-
-def references(prompts: list[list[int]], new: list[int], family: str = "llama-gqa") -> list[list[int]]:
-    return [_reference(family, tuple(p), n) for p, n in zip(prompts, new, strict=True)]
-
-
-def cycle_of(
-    levels: int,
-    batch: int = 1,
-    family: str = "llama-gqa",
-    room: int = 200,
-    split: Offload | None = None,
-    **options: object,
-) -> Cycle:
-    config = HierarchyConfig.from_options(**{**SMALL, **options})
-    draft = None if levels == 1 else HFModel(draft_of(family))
-    split = split or Offload(0, PIECE, 2)
-    return Cycle(HFModel(model(family)), draft, config, batch, room, levels, split)
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -90,30 +50,6 @@ def test_greedy_text_is_the_targets_own(levels: int, split: str):
 def test_families(family: str):
     cycle = cycle_of(3, 1, family)
     assert decoded(cycle, PROMPTS[:1], NEW[:1])[0] == references(PROMPTS[:1], NEW[:1], family)
-
-
-CAPPED = {
-    "gemma2": lambda: tiny("gemma2", query_pre_attn_scalar=8, layer_types=["full_attention"] * 2),
-    "gpt-oss": lambda: build(
-        "GptOssConfig",
-        "GptOssForCausalLM",
-        layer_types=["full_attention"] * 2,
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_local_experts=2,
-        num_experts_per_tok=1,
-        max_position_embeddings=512,
-        initializer_range=0.2,
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-        pad_token_id=None,
-        eos_token_id=None,
-    ),
-}
 
 
 @pytest.mark.parametrize("family", CAPPED)
@@ -160,41 +96,6 @@ def test_copies_are_the_chunks_they_stand_for():
                     own = cached.store.kv[layer, :, b, head, slot * chunk : (slot + 1) * chunk]
                     source = rows[number * chunk : (number + 1) * chunk, :, head].transpose(0, 1)
                     assert torch.equal(own, source)
-
-
-def logits_of(split: Offload, width: int = 7) -> tuple[Tensor, Tensor]:
-    """Of the last ``width`` tokens, from an offloaded cache, and from one on the device."""
-    target, prompt = HFModel(model("llama-gqa")), PROMPTS[1]
-    step = StepModel(few_row_copy(target.model))
-    own = OffloadedCache(target, 1, 160, 0, 40, 0, 0, split)
-    store = KVStore(2, 1, target.heads, 200, target.device, target.dtype)
-    with target.active():
-        own.prefill([prompt[: 1 - width]], 16)
-        fill_by_layers(target, prompt[:-width], 16, _Whole(store))
-    mask = torch.ones(width, width, dtype=torch.bool).tril()
-    start = torch.tensor([len(prompt) - width])
-    tokens, positions = torch.tensor([prompt[-width:]]), start[:, None] + torch.arange(width)
-    made = []
-    for rows in (own.rows(width, mask), TreeRows(store, width, mask=mask)):
-        rows.begin(start)
-        made.append(step(tokens, positions, rows)[0])
-    return made[0], made[1]
-
-
-class _Whole:
-    """A prefill's rows, all into one store."""
-
-    def __init__(self, store: KVStore) -> None:
-        self.store = store
-
-    def buffer(self, rows: int) -> Tensor:
-        return torch.empty((rows, 2, self.store.heads.kv, self.store.heads.dim))
-
-    def part(self, layer: int, start: int, rows: Tensor):
-        return lambda: None
-
-    def whole(self, layer: int, rows: Tensor) -> None:
-        self.store.kv[layer, :, 0, :, : rows.shape[0]] = rows.permute(1, 2, 0, 3)
 
 
 def test_where_rows_live_changes_no_bit():

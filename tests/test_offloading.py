@@ -11,16 +11,22 @@ import pytest
 import torch
 from cycle_cases import SMALL
 from families import greedy, perturbed, prompt_of, tiny
+from offloaded_cases import CAPPED
 from tiny_pair import TinyPair
 from transformers import PreTrainedModel
 
 from triforce_tree import hierarchy, load, memory_plan
 from triforce_tree.cli import main
+from triforce_tree.console import memory_table
 from triforce_tree.cycle import offloaded
 from triforce_tree.cycle.cycle import Cycle
 from triforce_tree.cycle.host_store import Offload
 from triforce_tree.engine import Engine
+from triforce_tree.kernels.plan import Heads
+from triforce_tree.machine import host_rate
+from triforce_tree.memory_map import HostRate
 from triforce_tree.memory_plan import MemoryPlan
+from triforce_tree.pass_time import FarRows
 
 PROMPT, NEW = prompt_of(150), 40
 PIECE = 32 * 128
@@ -41,12 +47,15 @@ def expected() -> list[int]:
 def _little_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts of a few rows: small pieces, of which some stay on the device."""
     decide = memory_plan.plan
-    split = {"resident_bytes": 3 * PIECE, "piece_bytes": PIECE, "buffers": 3}
+    split: dict[str, Any] = {"resident_bytes": 3 * PIECE, "piece_bytes": PIECE, "buffers": 3}
 
     def plan(*args: Any) -> MemoryPlan:
         made = decide(*args)
         if made.offload is None:
             return made
+        # All rows of so short a text would fit, so that nothing was left to the CPU.
+        far = FarRows(1, 0, made.machine.bus, made.machine.host_attention)
+        split["host_share"], split["plain_host_share"] = far.share(5), far.share(1)
         return replace(made, offload=replace(made.offload, **split), host={"full rows": 1})
 
     monkeypatch.setattr(memory_plan, "plan", plan)
@@ -220,15 +229,60 @@ def test_states_that_wait_on_the_host_change_nothing(monkeypatch: pytest.MonkeyP
 
 def test_the_command_shows_the_plan(capsys: pytest.CaptureFixture[str], pair: TinyPair, prompt: str) -> None:
     words = ["generate", prompt, *pair.options, "--max-new-tokens", "20", "--json", "--compare"]
-    code = main(
-        [*words, "--offload", "--gpu-memory", "2GiB", "--budget", "64", "--recent", "16", "--levels", "3"]
-    )
+    small = ["--budget", "64", "--recent", "16", "--levels", "3"]
+    code = main([*words, *small, "--offload", "--host-attention", "--gpu-memory", "2GiB"])
     out, err = capsys.readouterr()
     assert code == 0
     assert "memory map" in err
     assert "device: resident rows" in err
+    assert "of the rows on the host (" in " ".join(err.split())
     result = json.loads(out.splitlines()[-1])
     assert result["identical"] is True
     assert result["memory"]["offloaded"] is True
     assert main([*words, "--gpu-memory", "lots"]) == 2
     assert "'lots' is no size of memory" in capsys.readouterr().err
+
+
+RATE = HostRate(((1, 60e9), (48, 20e9)))
+
+
+def test_the_cpu_attends_where_it_is_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hierarchy, "host_rate", lambda *_: RATE)
+    own = engine(host_attention=True)
+    out = own.generate(PROMPT, max_new_tokens=NEW, do_sample=False)
+    assert out.sequences[0, len(PROMPT) :].tolist() == expected()
+    assert out.memory is not None
+    assert out.memory["split"]["host_share"] > 0
+    [cycle] = own.hierarchy._offloaded
+    assert cycle.offloaded is not None
+    assert cycle.offloaded.attention is not None
+    assert cycle.offloaded.attention.bytes > 0
+    # By its bytes alone, a pass is as much faster as less of it crosses the bus.
+    share = out.memory["split"]["host_share"]
+    resident = cycle.offloaded.host.resident_bytes
+    assert cycle.streamed_bytes(resident + 10**6) == pytest.approx((1 - share) * 10**6, abs=1)
+
+
+def test_where_the_cpu_is_too_slow_the_map_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hierarchy, "host_rate", lambda *_: HostRate(((1, 1.0), (48, 1.0))))
+    own = engine(host_attention=True)
+    plan = own.memory_plan(len(PROMPT), NEW)
+    assert plan is not None
+    assert "the CPU attends to 0 % of the rows on the host (0.0 GB/s)" in str(memory_table(plan).caption)
+    assert "the CPU" not in str(memory_table(engine().memory_plan(len(PROMPT), NEW)).caption)
+    out = own.generate(PROMPT, max_new_tokens=NEW, do_sample=False)
+    assert out.sequences[0, len(PROMPT) :].tolist() == expected()
+
+
+def test_the_cpu_is_measured_once() -> None:
+    heads = Heads(4, 2, 8)
+    rate = host_rate(heads, torch.float32, torch.get_num_threads(), False)
+    assert [queries for queries, _ in rate.points] == [1, 16, 48]
+    assert all(bytes_a_second > 1e6 for _, bytes_a_second in rate.points)
+    assert host_rate(heads, torch.float32, torch.get_num_threads(), False) is rate
+
+
+def test_a_family_that_the_cpu_cannot_attend_for_is_refused() -> None:
+    own = load(CAPPED["gemma2"](), profile=False, offload=True, host_attention=True, levels=1)
+    with pytest.raises(ValueError, match=r"Gemma2ForCausalLM caps its attention scores"):
+        own.memory_plan(len(PROMPT), NEW)

@@ -187,6 +187,9 @@ def memory_table(plan: MemoryPlan) -> Table:
         facts = f"bus {plan.machine.bus / 1e9:.1f} GB/s, a pass of level 2 {1e3 * plan.pass_seconds:.0f} ms"
         if plan.weight_seconds:
             facts += f", {1e3 * plan.weight_seconds:.0f} of them for weights"
+        if plan.cpu is not None:
+            share = 100 * plan.offload.host_share
+            facts += f", the CPU attends to {share:.0f} % of the rows on the host ({plan.cpu / 1e9:.1f} GB/s)"
     if plan.levels == 3:
         facts += f", budget {own.retrieval.budget}, chunk {own.retrieval.chunk}, gamma {own.gamma}"
         if own.middle_bits != 16:

@@ -241,7 +241,8 @@ class HFModel:
                 f"{self.name} cannot be decoded hierarchically: its attention does not pass through "
                 f"transformers' attention interface with our cache ({problem})"
             )
-        self.has_windows = any(window is not None for window in recorder.windows.values())
+        self.has_windows = any(how.window is not None for how in recorder.variants.values())
+        self.has_softcap = any(how.softcap for how in recorder.variants.values())
         _, kv_heads, _, dim = next(iter(recorder.keys.values())).shape
         self.heads = Heads(recorder.query_heads, kv_heads, dim)
 
@@ -255,7 +256,7 @@ class _Recorder:
     def __init__(self) -> None:
         self.keys: dict[int, Tensor] = {}
         self.modules: dict[int, Any] = {}
-        self.windows: dict[int, int | None] = {}
+        self.variants: dict[int, Variant] = {}
         self.query_heads = 0
 
     def positions(self, rows: Rows) -> Tensor:
@@ -263,7 +264,7 @@ class _Recorder:
 
     def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, rows: Rows, how: Variant) -> Tensor:
         self.keys[layer.layer_idx], self.modules[layer.layer_idx] = k, layer
-        self.windows[layer.layer_idx], self.query_heads = how.window, q.shape[1]
+        self.variants[layer.layer_idx], self.query_heads = how, q.shape[1]
         return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
 
     def advance(self, count: int) -> None: ...

@@ -4,6 +4,7 @@ import copy
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -12,6 +13,7 @@ from triforce_tree.caches import FullCache, RetrievalCache, StreamingCache
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.cycle import Cycle
 from triforce_tree.cycle.growth import MOST_TAIL
+from triforce_tree.cycle.host_attention import check_host_attention
 from triforce_tree.cycle.shapes import device_shape, least_prompt
 from triforce_tree.decoder import Decoder
 from triforce_tree.drafters import (
@@ -24,8 +26,8 @@ from triforce_tree.drafters import (
 from triforce_tree.graphs import free_memory
 from triforce_tree.hf_model import HFModel
 from triforce_tree.level import Level
-from triforce_tree.machine import measured
-from triforce_tree.memory_map import Sizes
+from triforce_tree.machine import host_rate, measured
+from triforce_tree.memory_map import HostRate, Sizes
 from triforce_tree.memory_plan import MemoryPlan
 from triforce_tree.rope import FamilyRope
 from triforce_tree.sampling import Random, TokenLaw
@@ -173,6 +175,8 @@ class Hierarchy:
             weights = sum(memory_map.device_bytes(m) for m in (self.target, self.draft) if m is not None)
             far = self.target.streamed.bytes if self.target.streamed is not None else 0
             machine = measured(self.target.device, weights, base.gpu_bytes, far)
+            if base.host_attention:
+                machine = replace(machine, host_attention=self._host_rate())
             sizes = Sizes.of(self.target, self.draft, base)
             longest = max(lengths)
             plan = memory_plan.plan(sizes, machine, base, given, len(lengths), longest, room - longest)
@@ -191,6 +195,18 @@ class Hierarchy:
         if self._too_short(min(lengths)) is not None:
             # So short a text has a small cache.
             self.memory, self.config = None, base
+
+    def _host_rate(self) -> HostRate:
+        """Of attention on the CPU; on several cards each rank's share of it, which all measure at once.
+
+        Raises:
+            ValueError: it cannot attend for the target.
+        """
+        target = self.target
+        check_host_attention(target)
+        rate = host_rate(target.heads, target.dtype, torch.get_num_threads(), target.device.type == "cuda")
+        queries, speeds = zip(*rate.points, strict=True)
+        return HostRate(tuple(zip(queries, parallel.least(speeds), strict=True)))
 
     def _kept_plan(self, key: object, room: int, lengths: Sequence[int]) -> MemoryPlan | None:
         """The last plan, where its cycle serves these texts too."""

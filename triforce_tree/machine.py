@@ -3,17 +3,25 @@
 import time
 from collections.abc import Callable
 from functools import cache
+from itertools import cycle
+from math import prod
 
 import torch
 from torch import Tensor
 
 from triforce_tree import parallel
+from triforce_tree.cycle.host_attention import attend
 from triforce_tree.cycle.lanes import Lane
 from triforce_tree.cycle.pinned import SPARE, HostMemory, available
-from triforce_tree.memory_map import Machine
+from triforce_tree.kernels.plan import Heads
+from triforce_tree.memory_map import HostRate, Machine
 
 _PROBE, _PIECE = 256 << 20, 64 << 20
 _TIMES = 3
+# Query rows that attention on the CPU is measured at, from plain decoding to long chains; seconds for each.
+_QUERIES, _SECONDS = (1, 16, 48), 0.06
+# Pieces that it goes round: more than the largest caches of processors hold.
+_ATTENDED = 8
 
 
 def bound_memory(device: torch.device, size: int) -> None:
@@ -96,6 +104,40 @@ def bandwidths(device: torch.device) -> tuple[float, float]:
         memory.release()
     data = torch.ones(size // 4, dtype=torch.float32, device=device)
     return bus, size / _shortest(lambda: data.sum(), device)
+
+
+@cache
+def host_rate(heads: Heads, dtype: torch.dtype, threads: int, on_gpu: bool) -> HostRate:
+    """How fast the CPU attends to rows of its memory, measured once for each of these.
+
+    Args:
+        heads, dtype: of the attention.
+        threads: ``torch.get_num_threads()``.
+        on_gpu: whether there is a GPU; without one a sixteenth of the memory does.
+
+    Raises:
+        HostMemoryError: host memory is short.
+    """
+    piece = (_PIECE if on_gpu else _PIECE >> 4) // (2 * heads.kv * heads.dim * dtype.itemsize)
+    memory = HostMemory(locked=False, what="measuring attention on the CPU")
+    shape = (_ATTENDED, piece, 2, heads.kv, heads.dim)
+    memory.check(prod(shape) * dtype.itemsize)
+    # Written, or all of it would be one page of zeros.
+    pieces = memory.take(shape, dtype).fill_(0.5)
+    points = []
+    for queries in _QUERIES:
+        q = torch.full((heads.kv, heads.group * queries, heads.dim), 0.5, dtype=dtype)
+        attend(q, pieces[-1])
+        start, count = time.perf_counter(), 0
+        for rows in cycle(pieces):
+            attend(q, rows)
+            count += rows.nbytes
+            seconds = time.perf_counter() - start
+            if seconds > _SECONDS:
+                break
+        points.append((queries, count / seconds))
+    memory.release()
+    return HostRate(tuple(points))
 
 
 def _shortest(work: Callable[[], object], device: torch.device) -> float:

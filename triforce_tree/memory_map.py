@@ -73,6 +73,31 @@ def device_bytes(model: HFModel) -> int:
 
 
 @dataclass(frozen=True)
+class HostRate:
+    """How fast the CPU attends to rows in host memory.
+
+    Attributes:
+        points: (query rows, bytes of keys and values a second), measured, by growing rows.
+    """
+
+    points: tuple[tuple[int, float], ...]
+
+    def at(self, queries: int) -> float:
+        """Bytes a second at so many query rows.
+
+        Between two points the time of a byte is interpolated: reading it costs the same at any number of
+        rows, and every row adds the same arithmetic. Beyond the last one only the arithmetic counts.
+        """
+        low, *others = self.points
+        for high in others:
+            if queries <= high[0]:
+                part = max(0.0, (queries - low[0]) / (high[0] - low[0]))
+                return 1 / ((1 - part) / low[1] + part / high[1])
+            low = high
+        return low[1] * min(1.0, low[0] / queries)
+
+
+@dataclass(frozen=True)
 class Machine:
     """Memory that can be had, in bytes, and bandwidths in bytes a second.
 
@@ -81,6 +106,7 @@ class Machine:
         host: for page-locked rows and weights, those that are there included.
         bus: host to device; ``read``: of the device's own memory.
         limit: whose the limit on device memory is, for messages.
+        host_attention: of the CPU on rows in host memory; None where it is not to attend.
     """
 
     device: int
@@ -89,6 +115,7 @@ class Machine:
     read: float
     others: int = 0
     limit: str = "the device"
+    host_attention: HostRate | None = None
 
 
 def reserve(room: int) -> int:

@@ -7,11 +7,11 @@ Where the weights are streamed (``cycle/streamed_weights.py``), the device holds
 them, slots for a few layers, and level 1's copy in 8 bits, or 4 where 8 do not fit; the host holds the rest.
 
 What is not given is chosen: level 1's budget and chunk as large and fine as fits, gamma by expected tokens a
-second, and every byte that is left keeps rows on the device, since each of them need not cross the bus.
+second, and every byte that is left keeps rows on the device, since each of them need not cross the bus. Where
+the CPU is to attend, it gets the share of the other rows that lets it end with the bus.
 """
 
-import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
@@ -23,19 +23,13 @@ from triforce_tree.cycle.offloaded import LEAVING
 from triforce_tree.cycle.shapes import Extent, unit_rows
 from triforce_tree.cycle.streamed_weights import check_level_one
 from triforce_tree.memory_map import GIB, MIB, MOST_GAMMA, Machine, Sizes
+from triforce_tree.pass_time import LEAST_GAMMA, FarRows, best_gamma, pass_rows
 
-# Acceptance a token that gamma, which is only the most that a pass may gather, is chosen for.
-_ACCEPTANCE = 0.97
-_LEAST_GAMMA = 12
 _LEAST_BUDGET, _MOST_BUDGET = 1024, 4096
 # A pass over the bus dwarfs a round of levels 0 and 1, so that larger trees pay.
 _TREE = "best-first:8,6,4"
 # Rows that a store on the device is rounded up to.
 _PAGE = 64
-# Seconds of a round that are not bytes: the draft's forwards, and small kernels.
-_ROUND_SECONDS = 2e-3
-# Of the bandwidth that a round of level 1 reaches on its bytes.
-_ROUND_SHARE = 0.7
 _WEIGHTS = "weights"
 _MODELS = (_WEIGHTS, "weight slots", "draft", "low-bit weights")
 
@@ -67,7 +61,7 @@ class MemoryPlan:
     def as_dict(self) -> dict[str, Any]:
         """For JSON; memory in GiB."""
         own = self.config.as_options()
-        names = ("gamma", "tree", "budget", "chunk", "middle_bits", "prefill_chunk")
+        names = ("gamma", "tree", "leaves", "budget", "chunk", "middle_bits", "prefill_chunk")
         chosen = {name: own[name] for name in names}
         return {
             "offloaded": self.offload is not None,
@@ -77,10 +71,17 @@ class MemoryPlan:
             "device_gib": {name: size / GIB for name, size in self.device.items()},
             "host_gib": {name: size / GIB for name, size in self.host.items()},
             "bus_gbps": self.machine.bus / 1e9,
+            "cpu_gbps": self.cpu / 1e9 if self.cpu is not None else None,
             "pass_ms": 1e3 * self.pass_seconds,
             "pass_weights_gib": self.host.get(_WEIGHTS, 0) / GIB,
             "pass_weights_ms": 1e3 * self.weight_seconds,
         }
+
+    @property
+    def cpu(self) -> float | None:
+        """Bytes a second that the CPU attends to in a pass of level 2; None where it does not attend."""
+        rate = self.machine.host_attention
+        return rate.at(pass_rows(self.config, self.levels)) if rate is not None and self.offload else None
 
     @property
     def weight_seconds(self) -> float:
@@ -105,9 +106,10 @@ class MemoryPlan:
         assert self.offload is not None, "without offloading all rows are on the device"
         more = size - self.device["resident rows"]
         device = {"resident rows": size, "free": self.device["free"] - more}
-        host = {"full rows": max(0, self.host["full rows"] - more)}
-        split = replace(self.offload, resident_bytes=size)
-        return replace(self, offload=split, device=self.device | device, host=self.host | host)
+        host = self.host | {"full rows": max(0, self.host["full rows"] - more)}
+        far = _far_rows(host, self.machine)
+        split = far.split(replace(self.offload, resident_bytes=size), pass_rows(self.config, self.levels))
+        return replace(self, offload=split, device=self.device | device, host=host)
 
     def smaller(self) -> tuple["MemoryPlan", str] | None:
         """After memory ran out: a plan that needs less, and what was given up; None at the end."""
@@ -289,15 +291,27 @@ def _offloaded(
     device["free"] = machine.device - sum(device.values())
     streamed = max(0, whole - resident)
     on_device = sizes.weights + resident
-    seconds = max((streamed + sizes.streamed) / machine.bus, on_device / machine.read)
-    if "gamma" not in given and levels == 3:
-        config = _with(config, gamma=_gamma(sizes, machine, config, seconds))
     host = {"full rows": streamed}
     if sizes.streamed:
         host[_WEIGHTS] = sizes.streamed
     if split.states_on_host:
         host["hidden states of prefill"] = prompt * sizes.hidden * sizes.itemsize
-    return MemoryPlan(config, levels, replace(split, resident_bytes=resident), device, host, machine, seconds)
+    far = _far_rows(host, machine)
+    if far.share(LEAST_GAMMA + 1) and config.leaves is None and levels == 3:
+        # Further rows are nearly free on the device, but not on the CPU: leaves bring a token a pass at most.
+        config = _with(config, leaves=False)
+
+    def seconds(gamma: int) -> float:
+        return max(far.seconds(pass_rows(config, levels, gamma)), on_device / machine.read)
+
+    if "gamma" not in given and levels == 3:
+        config = _with(config, gamma=best_gamma(sizes, machine, config, seconds))
+    split = far.split(replace(split, resident_bytes=resident), pass_rows(config, levels))
+    return MemoryPlan(config, levels, split, device, host, machine, seconds(config.gamma))
+
+
+def _far_rows(host: Mapping[str, int], machine: Machine) -> FarRows:
+    return FarRows(host["full rows"], host.get(_WEIGHTS, 0), machine.bus, machine.host_attention)
 
 
 def _on_chip(
@@ -321,20 +335,6 @@ def _on_chip(
     device["free"] = machine.device - sum(device.values())
     seconds = (sizes.weights + rows) / machine.read
     return MemoryPlan(config, levels, None, device, {}, machine, seconds)
-
-
-def _gamma(sizes: Sizes, machine: Machine, config: HierarchyConfig, pass_seconds: float) -> int:
-    """Tokens to gather for most tokens a second, with rounds that cost level 1's bytes."""
-    depth = Extent.of(config, 3).depth
-    seen = config.retrieval.budget * sizes.layers * sizes.row
-    weights = memory_map.low_bit(sizes, config, 3) or sizes.weights
-    a_round = _ROUND_SECONDS + (weights + seen) / (_ROUND_SHARE * machine.read)
-
-    def rate(gamma: int) -> float:
-        expected = (1 - _ACCEPTANCE ** (gamma + 1)) / (1 - _ACCEPTANCE)
-        return expected / (math.ceil(gamma / (1 + depth / 2)) * a_round + pass_seconds)
-
-    return max(range(_LEAST_GAMMA, MOST_GAMMA + 1, 4), key=rate)
 
 
 def _with(config: HierarchyConfig, **options: Any) -> HierarchyConfig:

@@ -24,7 +24,7 @@ ENGINE_OPTIONS = (
     "sinks",
     "window",
 )
-MEMORY_OPTIONS = ("offload", "gpu_memory", "offload_weights")
+MEMORY_OPTIONS = ("offload", "gpu_memory", "offload_weights", "host_attention")
 
 
 def add_parser(subparsers: Any, name: str, module: str, summary: str) -> argparse.ArgumentParser:
@@ -122,6 +122,12 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
         action=GivenTrue,
         help="keep the weights of the target's layers in host memory too and stream them past each pass of "
         "level 2, even if they fit; with --offload or --gpu-memory, weights that do not fit are in any case",
+    )
+    group.add_argument(
+        "--host-attention",
+        action=GivenTrue,
+        help="let the CPU attend to a share of the keys and values in host memory, beside the bus that "
+        "carries the others: with many cores, or a slow bus; on torch's threads (OMP_NUM_THREADS)",
     )
 
 

@@ -298,10 +298,13 @@ class Cycle:
         return a_round, a_pass
 
     def streamed_bytes(self, rows: int) -> int:
-        """What a pass of level 2 copies to the device: ``rows`` bytes less the resident ones, and weights."""
-        resident = self.offloaded.host.resident_bytes if self.offloaded is not None else rows
+        """What a pass of level 2 copies to the device, of ``rows`` bytes of keys and values, and weights."""
         weights = self.target.streamed.bytes if self.target.streamed is not None else 0
-        return max(0, rows - resident) + weights
+        if self.offloaded is None:
+            return weights
+        share = self.offloaded.share(1 if self.levels == 1 else self.reach + 1)
+        far = max(0, rows - self.offloaded.host.resident_bytes)
+        return int((1 - share) * far) + weights
 
     def _check(self, prompts: Sequence[Sequence[int]]) -> None:
         least = least_prompt(self.config, self.levels, self.offloaded is not None)

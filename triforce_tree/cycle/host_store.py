@@ -21,12 +21,17 @@ class Offload:
         piece_bytes: one copy to the device; rows of one layer and sequence.
         buffers: pieces under way at once.
         states_on_host: while a prompt is fed, its hidden states wait in host memory too.
+        host_share: of each layer's rows in host memory, the last ones, that the CPU attends to where they are
+            (``host_attention``), in passes of several rows.
+        plain_host_share: the same in passes of one row, to which the CPU attends faster.
     """
 
     resident_bytes: int = 0
     piece_bytes: int = 64 << 20
     buffers: int = 3
     states_on_host: bool = False
+    host_share: float = 0.0
+    plain_host_share: float = 0.0
 
     def __post_init__(self) -> None:
         if self.resident_bytes < 0 or self.piece_bytes < 1 or self.buffers < 2:
@@ -34,6 +39,13 @@ class Offload:
                 f"{self} cannot work: resident_bytes must be at least 0, piece_bytes 1 and buffers 2 (one "
                 "that is read, one that is filled)"
             )
+        for name in ("host_share", "plain_host_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name}={getattr(self, name)!r} must lie between 0 and 1")
+
+    def share(self, queries: int) -> float:
+        """Of the rows in host memory, what the CPU attends to in a pass of so many rows a text."""
+        return self.host_share if queries > 1 else self.plain_host_share
 
 
 @dataclass(frozen=True)
@@ -105,7 +117,8 @@ class HostStore:
             raise
         self.ring = Ring(settings.buffers, (self.piece, *shape), device, dtype)
         self.out = Lane(device)
-        self._scheduled: list[int] | None = None
+        self._share = 0.0
+        self._scheduled: tuple[float, list[int]] | None = None
         self._schedule: list[Tensor] = []
 
     def _resident(self, size: int) -> list[int]:
@@ -124,30 +137,52 @@ class HostStore:
     def resident_bytes(self) -> int:
         return sum(t.nbytes for layer in self.near for t in layer)
 
-    def pieces(self, layer: int, b: int) -> Iterator[Piece]:
-        """The rows before ``base[b]``, cut at multiples of ``piece``."""
-        near = self.resident_rows[layer]
-        for start in range(0, self.base[b], self.piece):
-            stop = min(start + self.piece, self.base[b])
+    def pieces(self, layer: int, b: int, share: float = 0.0) -> Iterator[Piece]:
+        """The rows before ``base[b]`` but those of :meth:`attended`, cut at multiples of ``piece``."""
+        near, end = self.resident_rows[layer], self._end(layer, b, share)
+        for start in range(0, end, self.piece):
+            stop = min(start + self.piece, end)
             if start < near:
                 yield Piece(start, stop, self.near[layer][b][start:stop], True)
             else:
                 yield Piece(start, stop, self.far[layer][b][start - near : stop - near], False)
 
-    def streamed_bytes(self) -> int:
-        """What one pass copies to the device."""
-        return sum(max(0, base - near) * self.row_bytes for near in self.resident_rows for base in self.base)
+    def attended(self, layer: int, b: int, share: float) -> Tensor:
+        """The last rows before ``base[b]``, in host memory: ``share`` of those there, to whole units."""
+        near = self.resident_rows[layer]
+        start, stop = (max(0, row - near) for row in (self._end(layer, b, share), self.base[b]))
+        return self.far[layer][b][start:stop]
 
-    def prefetch(self) -> None:
-        """Let the first pieces of the next pass come, behind whatever was written before."""
+    def _end(self, layer: int, b: int, share: float) -> int:
+        """Where the pieces end."""
+        far = max(0, self.base[b] - self.resident_rows[layer])
+        return self.base[b] - round(share * far / self.unit) * self.unit
+
+    def streamed_bytes(self, share: float = 0.0) -> int:
+        """What one pass copies to the device where the CPU attends to ``share`` of the rows."""
+        ends = (
+            self._end(layer, b, share) - self.resident_rows[layer]
+            for layer in range(self.layers)
+            for b in range(self.batch)
+        )
+        return sum(max(0, rows) * self.row_bytes for rows in ends)
+
+    def prefetch(self, share: float | None = None) -> None:
+        """Let the first pieces of the next pass come, behind whatever was written before.
+
+        Args:
+            share: of the rows in host memory that this pass leaves there; None for that of the last pass,
+                which mostly begins with the same pieces.
+        """
         self.out.join(self.ring.lane)
-        if self._scheduled != self.base:
-            self._scheduled = list(self.base)
+        self._share = self._share if share is None else share
+        if self._scheduled != (self._share, self.base):
+            self._scheduled = (self._share, list(self.base))
             self._schedule = [
                 piece.rows
                 for layer in range(self.layers)
                 for b in range(self.batch)
-                for piece in self.pieces(layer, b)
+                for piece in self.pieces(layer, b, self._share)
                 if not piece.resident
             ]
         self.ring.start(self._schedule)

@@ -4,8 +4,9 @@
                        host store      window, on the device
 
 Level 2 attends to the host store piece by piece, in a fixed order and whatever is resident, then to the
-window, and merges by log-sum-exp. Its new rows stay in the window until they are settled and old enough
-to leave it; then they go to the host, off the critical path.
+window, and merges by log-sum-exp; meanwhile the CPU may attend to a share of the rows where they are. New
+rows stay in the window until they are settled and old enough to leave it; then they go to the host, off the
+critical path.
 """
 
 import copy
@@ -16,6 +17,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from triforce_tree.cycle.host_attention import HostAttention, check_host_attention
 from triforce_tree.cycle.host_store import HostStore, Offload
 from triforce_tree.cycle.layerwise import FarStates, fill_by_layers
 from triforce_tree.cycle.rows import KVStore, TreeRows
@@ -47,6 +49,12 @@ class OffloadedCache:
         window: the same without the slots.
         base: int64 ``[B]``, rows of each text that are in the host store.
         means: ``[layers, B, H_kv, C, D]``, of the keys of each chunk before ``base``; None without chunks.
+        settings: as given; the CPU's shares may be changed between two passes.
+        attention: of the CPU; None where the settings leave it no rows.
+
+    Raises:
+        ValueError: the CPU is to attend for a model that it cannot attend for.
+        HostMemoryError: host memory is short.
     """
 
     def __init__(
@@ -63,10 +71,14 @@ class OffloadedCache:
     ) -> None:
         self.model, self.recent, self.chunk, self.closed = model, recent, chunk, False
         layers, heads, device, dtype = model.layers, model.heads, model.device, model.dtype
+        self.settings = settings
+        self.attention: HostAttention | None = None
+        if settings.host_share or settings.plain_host_share:
+            check_host_attention(model)
+            self.attention = HostAttention(heads, device, dtype)
         self.host = HostStore(layers, batch, heads, room, device, dtype, max(1, chunk), settings, progress)
         self.leaving = -(-LEAVING // self.host.unit) * self.host.unit
         self.slots, self.behind = slots, behind
-        self._states_on_host = settings.states_on_host
         # While a prompt is fed nothing of this is needed: it holds one layer's rows then.
         self.store = KVStore(
             layers, batch, heads, slots + recent + self.leaving + behind, device, dtype,
@@ -86,6 +98,10 @@ class OffloadedCache:
         """What the attention layers of a pass of level 2 do."""
         return StreamedRows(self, queries, mask)
 
+    def share(self, queries: int) -> float:
+        """Of the rows in host memory, what the CPU attends to in a pass of so many rows a text."""
+        return self.settings.share(queries) if self.attention is not None else 0.0
+
     def prefill(self, prompts: Sequence[Sequence[int]], chunk: int, progress: Progress | None = None) -> None:
         """Compute the rows of all but the last token of each prompt."""
         self.host.ring.forget()
@@ -103,7 +119,7 @@ class OffloadedCache:
         self._publish()
 
     def _fill(self, tokens: list[int], chunk: int, filling: "Filling", progress: Progress | None) -> None:
-        if not self._states_on_host:
+        if not self.settings.states_on_host:
             fill_by_layers(self.model, tokens, chunk, filling, progress)
             return
         states = FarStates(len(tokens), chunk, self.host.device)
@@ -201,6 +217,8 @@ class OffloadedCache:
         """Give the memory back: at once on the host, with the last reference on the device."""
         self.closed = True
         self.host.close()
+        if self.attention is not None:
+            self.attention.close()
 
 
 class Filling:
@@ -243,7 +261,7 @@ class StreamedRows(TreeRows):
     def __init__(self, cache: OffloadedCache, queries: int, mask: Tensor | None = None) -> None:
         super().__init__(cache.window, queries, mask=mask)
         self.cache, host = cache, cache.host
-        self.queries = queries
+        self.queries, self._share = queries, 0.0
         nothing = torch.ones(queries, 0, dtype=torch.bool)
         self._piece = plan_trees(host.heads, [nothing], [0], device=host.device, dtype=cache.window.kv.dtype)
         # Lengths of a piece, four numbers apart: kernels are specialised on the alignment of pointers.
@@ -252,13 +270,17 @@ class StreamedRows(TreeRows):
 
     def begin(self, before: Tensor, words: Tensor | None = None) -> None:
         super().begin(before - self.cache.base, words)
-        self.cache.host.prefetch()
+        self._share = self.cache.share(self.queries)
+        self.cache.host.prefetch(self._share)
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, sinks: Tensor | None
     ) -> Tensor:
         batch, heads, queries, dim = q.shape
         packed = q.transpose(1, 2).reshape(batch, queries, heads, dim)
+        attention = self.cache.attention if self._share else None
+        if attention is not None:
+            attention.ask(packed)
         parts = [self._pieces(layer, b, packed[b], scale, softcap) for b in range(batch)]
         keys, values = self.store.layer(layer)
         # The window last: its rows are the only ones that this forward writes.
@@ -266,6 +288,13 @@ class StreamedRows(TreeRows):
         out, lse = planned.states(
             packed.flatten(0, 1), keys, values, self.plan, scale=scale, softcap=softcap or None, sinks=sinks
         )
+        # Last of all the CPU's part. By now the device has been asked for all of its own work in this layer,
+        # and the bus for as many pieces of the next ones as the ring holds: neither needs the host meanwhile.
+        if attention is not None:
+            rows = [self.cache.host.attended(layer, b, self._share) for b in range(batch)]
+            far_out, far_lse = attention.states(rows, scale)
+            for b, pieces in enumerate(parts):
+                pieces.append((far_out[b], far_lse[b]))
         merged = []
         for b, pieces in enumerate(parts):
             own = slice(b * queries, (b + 1) * queries)
@@ -276,9 +305,9 @@ class StreamedRows(TreeRows):
     def _pieces(
         self, layer: int, b: int, q: Tensor, scale: float, softcap: float
     ) -> list[tuple[Tensor, Tensor]]:
-        """Attention of ``q`` ``[T, H_q, D]`` to each piece in the host store."""
+        """Attention of ``q`` ``[T, H_q, D]`` to each piece of the host store that is, or comes, here."""
         host, found = self.cache.host, []
-        for piece in host.pieces(layer, b):
+        for piece in host.pieces(layer, b, self._share):
             rows = piece.rows if piece.resident else host.ring.take()
             step = (piece.stop - piece.start) // host.unit
             plan = replace(self._piece, lengths=self._lengths[step, :1])

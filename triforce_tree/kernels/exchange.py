@@ -74,6 +74,21 @@ def fetch_chunks(
             k[head, at], v[head, at] = rows[:, 0, head], rows[:, 1, head]
 
 
+def fetch_words(target: Tensor, source: Tensor) -> None:
+    """Copy from host memory that the device can read, without waiting for what the copy engine has to do.
+
+    Args:
+        target: int32 ``[n]``, on the device; changed in place.
+        source: int32 ``[n]``, on the host.
+    """
+    if target.is_cuda:
+        from triforce_tree.kernels import exchange_kernels
+
+        exchange_kernels.fetch_words(target, source)
+        return
+    target.copy_(source)
+
+
 def place_of(held: Tensor, chunks: int) -> Tensor:
     """int32 ``[..., chunks]``: the slot of each chunk, -1 for none, of held chunks ``[..., S]``."""
     place = torch.full((*held.shape[:-1], chunks), -1, dtype=torch.int32, device=held.device)

@@ -1,6 +1,7 @@
 """Triton kernels of ``exchange``: one program a KV head settles who comes and goes, many fetch.
 
-The fetch reads host memory over the bus by itself: chunks are too small for the copy engine.
+The fetches read host memory over the bus by themselves: chunks are too small for the copy engine, and a few
+words would wait there for the large copies under way.
 """
 
 import torch
@@ -11,6 +12,7 @@ from triton import knobs
 
 # Programs a KV head that fetch: enough reads under way to fill the bus.
 _FETCHERS = 16
+_WORDS = 1024
 
 
 @triton.jit
@@ -157,3 +159,24 @@ def fetch_chunks(
         NEAR=near.numel() > 0, CHUNK=chunk, BLOCK_C=triton.next_power_of_2(chunk),
         DIM=dim, BLOCK_D=triton.next_power_of_2(dim), FETCHERS=_FETCHERS,
     )  # fmt: skip
+
+
+@triton.jit
+def _words_kernel(
+    target_ptr,  # int32 [n]
+    source_ptr,  # int32 [n], host memory
+    count,
+    BLOCK: tl.constexpr,
+):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(target_ptr + at, tl.load(source_ptr + at, mask=at < count), mask=at < count)
+
+
+def fetch_words(target: Tensor, source: Tensor) -> None:
+    """See ``exchange.fetch_words``; ``source`` is page-locked host memory, which Triton takes as it is."""
+    if target.dtype != torch.int32 or source.dtype != torch.int32 or target.shape != source.shape:
+        raise ValueError("target and source must be int32 tensors of one size")
+    if not (target.is_contiguous() and source.is_contiguous()):
+        raise ValueError("target and source must be dense")
+    count = target.numel()
+    _words_kernel[(triton.cdiv(count, _WORDS),)](target, source, count, BLOCK=_WORDS)

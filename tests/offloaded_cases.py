@@ -1,0 +1,112 @@
+"""Small cycles whose caches are offloaded, what they should write, and the logits of one forward."""
+
+from functools import cache
+
+import torch
+from cycle_cases import SMALL
+from families import build, greedy, perturbed, prompt_of, tiny
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from triforce_tree.config import HierarchyConfig
+from triforce_tree.cycle.cycle import Cycle
+from triforce_tree.cycle.host_store import Offload
+from triforce_tree.cycle.layerwise import fill_by_layers
+from triforce_tree.cycle.model import StepModel
+from triforce_tree.cycle.offloaded import OffloadedCache
+from triforce_tree.cycle.rows import KVStore, TreeRows
+from triforce_tree.few_row import few_row_copy
+from triforce_tree.hf_model import HFModel
+
+PROMPTS = [prompt_of(length) for length in (83, 150, 67)]
+NEW = [40, 30, 20]
+# 2 layers, 2 KV heads of 8: a row of a layer takes 128 bytes in fp32.
+PIECE = 32 * 128
+
+CAPPED = {
+    "gemma2": lambda: tiny("gemma2", query_pre_attn_scalar=8, layer_types=["full_attention"] * 2),
+    "gpt-oss": lambda: build(
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        layer_types=["full_attention"] * 2,
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        max_position_embeddings=512,
+        initializer_range=0.2,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        pad_token_id=None,
+        eos_token_id=None,
+    ),
+}
+
+model = cache(tiny)
+
+
+@cache
+def draft_of(family: str) -> PreTrainedModel:
+    return perturbed(model(family), 0.05)
+
+
+@cache
+def _reference(family: str, prompt: tuple[int, ...], new_tokens: int) -> list[int]:
+    return greedy(model(family), list(prompt), new_tokens, attention_mask=torch.ones(1, len(prompt)))
+
+
+def references(prompts: list[list[int]], new: list[int], family: str = "llama-gqa") -> list[list[int]]:
+    return [_reference(family, tuple(p), n) for p, n in zip(prompts, new, strict=True)]
+
+
+def cycle_of(
+    levels: int,
+    batch: int = 1,
+    family: str = "llama-gqa",
+    room: int = 200,
+    split: Offload | None = None,
+    **options: object,
+) -> Cycle:
+    config = HierarchyConfig.from_options(**{**SMALL, **options})
+    draft = None if levels == 1 else HFModel(draft_of(family))
+    split = split or Offload(0, PIECE, 2)
+    return Cycle(HFModel(model(family)), draft, config, batch, room, levels, split)
+
+
+def logits_of(split: Offload, width: int = 7, family: str = "llama-gqa") -> tuple[Tensor, Tensor]:
+    """Of the last ``width`` tokens, from an offloaded cache, and from one on the device."""
+    target, prompt = HFModel(model(family)), PROMPTS[1]
+    step = StepModel(few_row_copy(target.model))
+    own = OffloadedCache(target, 1, 160, 0, 40, 0, 0, split)
+    store = KVStore(2, 1, target.heads, 200, target.device, target.dtype)
+    with target.active():
+        own.prefill([prompt[: len(prompt) + 1 - width]], 16)
+        fill_by_layers(target, prompt[:-width], 16, _Whole(store))
+    mask = torch.ones(width, width, dtype=torch.bool).tril()
+    start = torch.tensor([len(prompt) - width])
+    tokens, positions = torch.tensor([prompt[-width:]]), start[:, None] + torch.arange(width)
+    made = []
+    for rows in (own.rows(width, mask), TreeRows(store, width, mask=mask)):
+        rows.begin(start)
+        made.append(step(tokens, positions, rows)[0])
+    return made[0], made[1]
+
+
+class _Whole:
+    """A prefill's rows, all into one store."""
+
+    def __init__(self, store: KVStore) -> None:
+        self.store = store
+
+    def buffer(self, rows: int) -> Tensor:
+        return torch.empty((rows, 2, self.store.heads.kv, self.store.heads.dim))
+
+    def part(self, layer: int, start: int, rows: Tensor):
+        return lambda: None
+
+    def whole(self, layer: int, rows: Tensor) -> None:
+        self.store.kv[layer, :, 0, :, : rows.shape[0]] = rows.permute(1, 2, 0, 3)

@@ -1,0 +1,176 @@
+"""Attention on the CPU to rows in host memory, which then need not cross the bus.
+
+Queries go to the host, and a state comes back: T rows of output and their log-sum-exp, instead of the keys
+and values. Torch's own flash attention computes it, on its own threads (``torch.get_num_threads``); for a
+fixed number of threads the same rows give the same bits.
+"""
+
+import time
+from collections.abc import Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from triforce_tree.cycle.pinned import HostMemory
+from triforce_tree.hf_model import HFModel
+from triforce_tree.kernels import exchange
+from triforce_tree.kernels.plan import Heads
+from triforce_tree.kernels.reference import merge_states
+
+State = tuple[Tensor, Tensor]
+
+BLOCK = 8 << 20
+"""Bytes of a block of rows: what one head has of it stays in a core's cache while queries go through it."""
+
+# Blocks in one call: enough for all cores, and few states to merge.
+_TOGETHER = 8
+
+
+def check_host_attention(model: HFModel) -> None:
+    """Raise ValueError where the CPU cannot attend for this model."""
+    if model.has_softcap:
+        raise ValueError(
+            f"{model.name} caps its attention scores, which torch's attention on the CPU cannot; leave "
+            "host_attention out"
+        )
+
+
+def flash(q: Tensor, rows: Tensor, parts: int = 1, scale: float | None = None) -> State:
+    """Torch's flash attention; ``parts`` equal runs of rows are a batch, so that there is work for all cores.
+
+    It works on one (part, head) a core. The group of query heads that share a KV head are rows of it.
+
+    Args:
+        q: ``[H_kv, R, D]``, R = T x query heads a KV head.
+        rows: ``[n, 2, H_kv, D]`` of the same dtype, n a multiple of ``parts``.
+        scale: of the scores; None for ``D ** -0.5``.
+
+    Returns:
+        out ``[H_kv, R, D]`` and lse ``[H_kv, R]``, natural logarithms, both in fp32.
+    """
+    k, v = rows.unflatten(0, (parts, -1)).permute(2, 0, 3, 1, 4)  # each [parts, H_kv, n / parts, D]
+    queries = q.expand(parts, -1, -1, -1)
+    made = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(queries, k, v, scale=scale)
+    return merge_states(made[0].float(), made[1])
+
+
+def merged(states: Sequence[State]) -> State:
+    """Of all rows of the states."""
+    outs, lses = zip(*states, strict=True)
+    return merge_states(torch.stack(outs), torch.stack(lses))
+
+
+def attend(q: Tensor, rows: Tensor, scale: float | None = None) -> State:
+    """:func:`flash` over any number of rows but none, in blocks of :data:`BLOCK` bytes."""
+    block = max(1, BLOCK // rows[0].nbytes)
+    states = []
+    for run in rows.split(_TOGETHER * block):
+        whole = run.shape[0] // block
+        if whole:
+            states.append(flash(q, run[: whole * block], whole, scale))
+        if run.shape[0] > whole * block:
+            states.append(flash(q, run[whole * block :], scale=scale))
+    return merged(states)
+
+
+class _Exchange(NamedTuple):
+    """Page-locked memory for the queries of one shape and their states, and the states on the device.
+
+    ``out`` and ``lse`` are views of ``words``, ``near_out`` and ``near_lse`` those of ``near``.
+    """
+
+    q: Tensor
+    words: Tensor
+    out: Tensor
+    lse: Tensor
+    near: Tensor
+    near_out: Tensor
+    near_lse: Tensor
+
+
+class HostAttention:
+    """Attends on the host for queries on the device: ``ask``, then anything else, then ``states``.
+
+    One question at a time. Off the GPU the same happens without a bus.
+
+    Args:
+        heads: of the attention.
+        device: where queries are and states go.
+        dtype: of queries, rows and outputs.
+
+    Attributes:
+        bytes, seconds: keys and values attended to so far, and the time of that.
+    """
+
+    def __init__(self, heads: Heads, device: torch.device, dtype: torch.dtype) -> None:
+        self.heads, self.device, self.dtype = heads, device, dtype
+        on_gpu = device.type == "cuda"
+        self.memory = HostMemory(locked=on_gpu)
+        self.bytes, self.seconds = 0, 0.0
+        self._shapes: dict[tuple[int, int], _Exchange] = {}
+        self._asked: _Exchange | None = None
+        self._arrived: Any = torch.cuda.Event() if on_gpu else None
+
+    def ask(self, q: Tensor) -> None:
+        """Let queries ``[B, T, H_q, D]`` come to the host, behind what was asked of the device so far.
+
+        What the host reads and writes here for one layer the device is done with when the next layer's
+        queries arrive: they are computed from these states.
+        """
+        batch, queries = q.shape[:2]
+        if (batch, queries) not in self._shapes:
+            self._shapes[batch, queries] = self._exchange(batch, queries)
+        self._asked = self._shapes[batch, queries]
+        self._asked.q.copy_(q, non_blocking=True)
+        if self._arrived is not None:
+            self._arrived.record()
+
+    def states(self, rows: Sequence[Tensor], scale: float) -> State:
+        """Attend to each text's rows ``[n, 2, H_kv, D]``, of which there may be none.
+
+        Returns:
+            on the device, until the next call: out ``[B, T, H_q, D]`` and lse ``[B, T, H_q]`` in fp32, -inf
+            for a text without rows.
+        """
+        asked = self._asked
+        assert asked is not None, "nothing was asked"
+        self._asked = None
+        if self._arrived is not None:
+            # So have rows that were on their way to the host: a pass begins behind them.
+            self._arrived.synchronize()
+        start = time.perf_counter()
+        kv, group = self.heads.kv, self.heads.group
+        for b, own in enumerate(rows):
+            if not own.shape[0]:
+                asked.out[b].zero_()
+                asked.lse[b].fill_(-torch.inf)
+                continue
+            q = asked.q[b].unflatten(1, (kv, group)).permute(1, 2, 0, 3)  # [H_kv, group, T, D]
+            out, lse = attend(q.flatten(1, 2), own, scale)
+            asked.out[b].unflatten(1, (kv, group)).copy_(out.unflatten(1, (group, -1)).permute(2, 0, 1, 3))
+            asked.lse[b].unflatten(1, (kv, group)).copy_(lse.unflatten(1, (group, -1)).permute(2, 0, 1))
+            self.bytes += own.nbytes
+        self.seconds += time.perf_counter() - start
+        exchange.fetch_words(asked.near, asked.words)
+        return asked.near_out, asked.near_lse
+
+    def _exchange(self, batch: int, queries: int) -> _Exchange:
+        shape = (batch, queries, self.heads.query, self.heads.dim)
+        count, size = prod(shape[:3]), prod(shape) * self.dtype.itemsize
+        # Whole words of 4 bytes, and the fp32 part at a multiple of 16.
+        start = -(-size // 16) * 4
+
+        def parts(words: Tensor) -> State:
+            out = words[:start].view(self.dtype)[: prod(shape)].view(shape)
+            return out, words[start:].view(torch.float32).view(shape[:3])
+
+        words = self.memory.take((start + count,), torch.int32)
+        near = torch.empty(start + count, dtype=torch.int32, device=self.device)
+        return _Exchange(self.memory.take(shape, self.dtype), words, *parts(words), near, *parts(near))
+
+    def close(self) -> None:
+        """Give the host memory back; the device must be done with it."""
+        self._shapes, self._asked = {}, None
+        self.memory.release()

@@ -1,0 +1,88 @@
+"""How long a pass of level 2 takes, what of it the CPU should do, and how many tokens to gather for it."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from triforce_tree import memory_map
+from triforce_tree.config import HierarchyConfig
+from triforce_tree.cycle.host_store import Offload
+from triforce_tree.cycle.shapes import Extent
+from triforce_tree.memory_map import MOST_GAMMA, HostRate, Machine, Sizes
+
+LEAST_GAMMA = 12
+"""The smallest gamma that is chosen."""
+
+# Acceptance a token that gamma, which is only the most that a pass may gather, is chosen for.
+_ACCEPTANCE = 0.97
+# Seconds of a round that are not bytes: the draft's forwards, and small kernels.
+_ROUND_SECONDS = 2e-3
+# Of the bandwidth that a round of level 1 reaches on its bytes.
+_ROUND_SHARE = 0.7
+# Of what the CPU reaches alone: beside the bus, and waiting for the queries of each layer.
+_BESIDE = 0.9
+# A smaller share is not worth a stop in every layer.
+_LEAST = 0.03
+
+
+@dataclass(frozen=True)
+class FarRows:
+    """What of a pass is in host memory.
+
+    Attributes:
+        rows: bytes of keys and values.
+        others: bytes that cross the bus in any case.
+        bus: bytes a second.
+        cpu: None where the CPU attends to nothing.
+    """
+
+    rows: int
+    others: int
+    bus: float
+    cpu: HostRate | None = None
+
+    def share(self, queries: int) -> float:
+        """Of the rows, what the CPU attends to so that both end at once, in a pass of so many query rows."""
+        if self.cpu is None or not self.rows:
+            return 0.0
+        cpu = self._cpu(queries)
+        share = min(1.0, (1 + self.others / self.rows) * cpu / (cpu + self.bus))
+        return share if share >= _LEAST else 0.0
+
+    def split(self, rows: Offload, queries: int) -> Offload:
+        """This split with the CPU's shares, where a pass of level 2 has so many query rows."""
+        return replace(rows, host_share=self.share(queries), plain_host_share=self.share(1))
+
+    def seconds(self, queries: int) -> float:
+        """Of such a pass, as far as these bytes decide it."""
+        share = self.share(queries)
+        on_bus = ((1 - share) * self.rows + self.others) / self.bus
+        return max(on_bus, share * self.rows / self._cpu(queries)) if share else on_bus
+
+    def _cpu(self, queries: int) -> float:
+        assert self.cpu is not None
+        return _BESIDE * self.cpu.at(queries)
+
+
+def pass_rows(config: HierarchyConfig, levels: int, gamma: int | None = None) -> int:
+    """Rows of a text in a pass of level 2."""
+    if levels < 3:
+        return Extent.of(config, levels).nodes
+    gamma = config.gamma if gamma is None else gamma
+    return gamma + 1 + (gamma if config.leaves is not False else 0)
+
+
+def best_gamma(
+    sizes: Sizes, machine: Machine, config: HierarchyConfig, pass_seconds: Callable[[int], float]
+) -> int:
+    """Tokens to gather for most tokens a second, with rounds that cost level 1's bytes."""
+    depth = Extent.of(config, 3).depth
+    seen = config.retrieval.budget * sizes.layers * sizes.row
+    weights = memory_map.low_bit(sizes, config, 3) or sizes.weights
+    a_round = _ROUND_SECONDS + (weights + seen) / (_ROUND_SHARE * machine.read)
+
+    def rate(gamma: int) -> float:
+        expected = (1 - _ACCEPTANCE ** (gamma + 1)) / (1 - _ACCEPTANCE)
+        return expected / (math.ceil(gamma / (1 + depth / 2)) * a_round + pass_seconds(gamma))
+
+    return max(range(LEAST_GAMMA, MOST_GAMMA + 1, 4), key=rate)
