@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from triforce_tree.cycle.host_attention import State, flash, merged
+from triforce_tree.kernels.host_rows import State, flash, merged
 
 Way = Callable[[Tensor, Tensor], State]
 

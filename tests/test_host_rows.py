@@ -10,12 +10,13 @@ from offloaded_cases import CAPPED, NEW, PIECE, PROMPTS, cycle_of, logits_of, re
 from torch import Tensor
 
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.cycle import host_attention, offloaded
+from triforce_tree.cycle import offloaded
 from triforce_tree.cycle.cycle import Cycle
-from triforce_tree.cycle.host_attention import HostAttention, attend
+from triforce_tree.cycle.host_attention import HostAttention
 from triforce_tree.cycle.host_store import HostStore, Offload
 from triforce_tree.hf_model import HFModel
-from triforce_tree.kernels import planned
+from triforce_tree.kernels import host_rows, planned
+from triforce_tree.kernels.host_rows import attend
 from triforce_tree.kernels.plan import Heads, plan_trees
 from triforce_tree.sampling import TokenLaw
 
@@ -40,7 +41,7 @@ def test_states_are_those_of_the_definition(
     q = torch.randn(3, queries, heads.query, heads.dim, generator=generator).to(dtype)
     rows = [torch.randn(n, 2, heads.kv, heads.dim, generator=generator).to(dtype) for n in counts]
     # Several calls of several blocks, and a rest of another size.
-    monkeypatch.setattr(host_attention, "BLOCK", 3 * rows[0][0].nbytes)
+    monkeypatch.setattr(host_rows, "BLOCK", 3 * rows[0][0].nbytes)
     own = HostAttention(heads, torch.device("cpu"), dtype)
     for _ in range(2):
         own.ask(q)
@@ -166,7 +167,7 @@ def test_the_same_seed_and_split_give_the_same_draws() -> None:
 def test_a_fault_is_raised_and_the_next_text_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
     cycle = cycle_of(3, split=HALF)
     expected, _ = decoded(cycle, PROMPTS[:1], [10])
-    work, left = host_attention.attend, 3
+    work, left = host_rows.attend, 3
 
     def failing(*args: object) -> object:
         nonlocal left
@@ -175,7 +176,7 @@ def test_a_fault_is_raised_and_the_next_text_is_right(monkeypatch: pytest.Monkey
             raise RuntimeError("a core is gone")
         return work(*args)
 
-    monkeypatch.setattr(host_attention, "attend", failing)
+    monkeypatch.setattr(host_rows, "attend", failing)
     with pytest.raises(RuntimeError, match="a core is gone"):
         decoded(cycle, PROMPTS[:1], [10], again=True)
     monkeypatch.undo()

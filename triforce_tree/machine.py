@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from triforce_tree import parallel
-from triforce_tree.cycle.host_attention import attend
 from triforce_tree.cycle.lanes import Lane
 from triforce_tree.cycle.pinned import SPARE, HostMemory, available
+from triforce_tree.kernels.host_rows import attend
 from triforce_tree.kernels.plan import Heads
 from triforce_tree.memory_map import HostRate, Machine
 

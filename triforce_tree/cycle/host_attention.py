@@ -1,8 +1,8 @@
 """Attention on the CPU to rows in host memory, which then need not cross the bus.
 
 Queries go to the host, and a state comes back: T rows of output and their log-sum-exp, instead of the keys
-and values. Torch's own flash attention computes it, on its own threads (``torch.get_num_threads``); for a
-fixed number of threads the same rows give the same bits.
+and values. ``kernels/host_rows.py`` computes it, on torch's threads (``torch.get_num_threads``); for a fixed
+number of threads the same rows give the same bits.
 """
 
 import time
@@ -15,17 +15,9 @@ from torch import Tensor
 
 from triforce_tree.cycle.pinned import HostMemory
 from triforce_tree.hf_model import HFModel
-from triforce_tree.kernels import exchange
+from triforce_tree.kernels import exchange, host_rows
+from triforce_tree.kernels.host_rows import State
 from triforce_tree.kernels.plan import Heads
-from triforce_tree.kernels.reference import merge_states
-
-State = tuple[Tensor, Tensor]
-
-BLOCK = 8 << 20
-"""Bytes of a block of rows: what one head has of it stays in a core's cache while queries go through it."""
-
-# Blocks in one call: enough for all cores, and few states to merge.
-_TOGETHER = 8
 
 
 def check_host_attention(model: HFModel) -> None:
@@ -35,44 +27,6 @@ def check_host_attention(model: HFModel) -> None:
             f"{model.name} caps its attention scores, which torch's attention on the CPU cannot; leave "
             "host_attention out"
         )
-
-
-def flash(q: Tensor, rows: Tensor, parts: int = 1, scale: float | None = None) -> State:
-    """Torch's flash attention; ``parts`` equal runs of rows are a batch, so that there is work for all cores.
-
-    It works on one (part, head) a core. The group of query heads that share a KV head are rows of it.
-
-    Args:
-        q: ``[H_kv, R, D]``, R = T x query heads a KV head.
-        rows: ``[n, 2, H_kv, D]`` of the same dtype, n a multiple of ``parts``.
-        scale: of the scores; None for ``D ** -0.5``.
-
-    Returns:
-        out ``[H_kv, R, D]`` and lse ``[H_kv, R]``, natural logarithms, both in fp32.
-    """
-    k, v = rows.unflatten(0, (parts, -1)).permute(2, 0, 3, 1, 4)  # each [parts, H_kv, n / parts, D]
-    queries = q.expand(parts, -1, -1, -1)
-    made = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(queries, k, v, scale=scale)
-    return merge_states(made[0].float(), made[1])
-
-
-def merged(states: Sequence[State]) -> State:
-    """Of all rows of the states."""
-    outs, lses = zip(*states, strict=True)
-    return merge_states(torch.stack(outs), torch.stack(lses))
-
-
-def attend(q: Tensor, rows: Tensor, scale: float | None = None) -> State:
-    """:func:`flash` over any number of rows but none, in blocks of :data:`BLOCK` bytes."""
-    block = max(1, BLOCK // rows[0].nbytes)
-    states = []
-    for run in rows.split(_TOGETHER * block):
-        whole = run.shape[0] // block
-        if whole:
-            states.append(flash(q, run[: whole * block], whole, scale))
-        if run.shape[0] > whole * block:
-            states.append(flash(q, run[whole * block :], scale=scale))
-    return merged(states)
 
 
 class _Exchange(NamedTuple):
@@ -148,7 +102,7 @@ class HostAttention:
                 asked.lse[b].fill_(-torch.inf)
                 continue
             q = asked.q[b].unflatten(1, (kv, group)).permute(1, 2, 0, 3)  # [H_kv, group, T, D]
-            out, lse = attend(q.flatten(1, 2), own, scale)
+            out, lse = host_rows.attend(q.flatten(1, 2), own, scale)
             asked.out[b].unflatten(1, (kv, group)).copy_(out.unflatten(1, (group, -1)).permute(2, 0, 1, 3))
             asked.lse[b].unflatten(1, (kv, group)).copy_(lse.unflatten(1, (group, -1)).permute(2, 0, 1))
             self.bytes += own.nbytes
