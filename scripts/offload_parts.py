@@ -18,6 +18,7 @@ from roofs import read_bandwidth, weight_bytes
 from triforce_tree import memory_plan
 from triforce_tree.bench.results import repeated_share
 from triforce_tree.config import HierarchyConfig
+from triforce_tree.cycle.host_attention import host_attends
 from triforce_tree.cycle.pinned import SPARE, available
 from triforce_tree.graphs import free_memory
 from triforce_tree.machine import host_rate
@@ -115,7 +116,7 @@ class Session:
         )
         host = available()[0] - SPARE + bench.weights_on_host
         machine = Machine(int(cap * GIB), host, 1e9 * self.bus["in"], self.read)
-        if config.host_attention:
+        if host_attends(bench.target, config.host_attention):
             on_gpu, threads = self.device.type == "cuda", torch.get_num_threads()
             rate = host_rate(bench.target.heads, bench.target.dtype, threads, on_gpu)
             self.say(

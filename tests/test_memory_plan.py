@@ -343,6 +343,8 @@ def test_attention_on_the_cpu_needs_rows_in_its_memory() -> None:
             ValueError, match=r"host_attention=True .* nothing is offloaded; give offload=True"
         ):
             HierarchyConfig(host_attention=True, **options)
-    with pytest.raises(ValueError, match="host_attention='yes' must be True or False"):
+    with pytest.raises(ValueError, match="host_attention='yes' must be True, False or 'auto'"):
         HierarchyConfig(host_attention="yes", offload=True)
     assert HierarchyConfig(host_attention=True, gpu_memory="24GiB").offloads == "auto"
+    assert HierarchyConfig().host_attention == "auto"
+    assert HierarchyConfig(host_attention=False).offloads is False

@@ -22,6 +22,7 @@ from triforce_tree.cycle import offloaded
 from triforce_tree.cycle.cycle import Cycle
 from triforce_tree.cycle.host_store import Offload
 from triforce_tree.engine import Engine
+from triforce_tree.kernels import host_rows
 from triforce_tree.kernels.plan import Heads
 from triforce_tree.machine import host_rate
 from triforce_tree.memory_map import HostRate
@@ -246,9 +247,17 @@ def test_the_command_shows_the_plan(capsys: pytest.CaptureFixture[str], pair: Ti
 RATE = HostRate(((1, 60e9), (48, 20e9)))
 
 
-def test_the_cpu_attends_where_it_is_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("options", "native"),
+    [({"host_attention": True}, False), ({"host_attention": "auto"}, True), ({}, True)],
+    ids=str,
+)
+def test_the_cpu_attends_where_it_is_asked_to_or_has_a_kernel(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], native: bool
+) -> None:
     monkeypatch.setattr(hierarchy, "host_rate", lambda *_: RATE)
-    own = engine(host_attention=True)
+    monkeypatch.setattr(host_rows, "native", lambda *_: native)
+    own = engine(**options)
     out = own.generate(PROMPT, max_new_tokens=NEW, do_sample=False)
     assert out.sequences[0, len(PROMPT) :].tolist() == expected()
     assert out.memory is not None
@@ -261,6 +270,43 @@ def test_the_cpu_attends_where_it_is_asked_to(monkeypatch: pytest.MonkeyPatch) -
     share = out.memory["split"]["host_share"]
     resident = cycle.offloaded.host.resident_bytes
     assert cycle.streamed_bytes(resident + 10**6) == pytest.approx((1 - share) * 10**6, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "native"),
+    [({"host_attention": False}, True), ({"host_attention": "auto"}, False), ({}, False)],
+    ids=str,
+)
+def test_elsewhere_all_is_streamed(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], native: bool
+) -> None:
+    monkeypatch.setattr(hierarchy, "host_rate", lambda *_: RATE)
+    monkeypatch.setattr(host_rows, "native", lambda *_: native)
+    own = engine(**options)
+    out = own.generate(PROMPT, max_new_tokens=NEW, do_sample=False)
+    assert out.sequences[0, len(PROMPT) :].tolist() == expected()
+    assert out.memory is not None
+    assert out.memory["cpu_gbps"] is None
+    [cycle] = own.hierarchy._offloaded
+    assert cycle.offloaded is not None
+    assert cycle.offloaded.attention is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "native", "attends"),
+    [(["--host-attention"], False, True), (["--no-host-attention"], True, False), ([], True, True)],
+    ids=str,
+)
+def test_the_command_has_both_answers(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, pair: TinyPair, prompt: str,
+    flags: list[str], native: bool, attends: bool,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(hierarchy, "host_rate", lambda *_: RATE)
+    monkeypatch.setattr(host_rows, "native", lambda *_: native)
+    words = ["generate", prompt, *pair.options, "--max-new-tokens", "2", "--levels", "1", "--json"]
+    assert main([*words, "--offload", *flags]) == 0
+    memory = json.loads(capsys.readouterr().out.splitlines()[-1])["memory"]
+    assert (memory["cpu_gbps"] is not None) == attends
 
 
 def test_where_the_cpu_is_too_slow_the_map_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,7 +328,14 @@ def test_the_cpu_is_measured_once() -> None:
     assert host_rate(heads, torch.float32, torch.get_num_threads(), False) is rate
 
 
-def test_a_family_that_the_cpu_cannot_attend_for_is_refused() -> None:
-    own = load(CAPPED["gemma2"](), profile=False, offload=True, host_attention=True, levels=1)
+def test_a_family_that_the_cpu_cannot_attend_for_is_streamed_or_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(host_rows, "native", lambda *_: True)
+    own = load(CAPPED["gemma2"](), profile=False, offload=True, levels=1)
+    plan = own.memory_plan(len(PROMPT), NEW)
+    assert plan is not None
+    assert plan.offload is not None
+    assert plan.cpu is None
     with pytest.raises(ValueError, match=r"Gemma2ForCausalLM caps its attention scores"):
-        own.memory_plan(len(PROMPT), NEW)
+        own.with_options(host_attention=True).memory_plan(len(PROMPT), NEW)

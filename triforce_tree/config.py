@@ -105,8 +105,9 @@ class HierarchyConfig:
     ``offload_weights`` True keeps the weights of the target's layers there too, and streams them past each
     pass of level 2; "auto" does so, where a cache may be offloaded, with models named by id or folder whose
     weights alone exceed the device, or ``gpu_memory``; False never. True alone means ``offload`` True.
-    ``host_attention`` lets the CPU attend to a share of the rows in host memory, beside the bus that carries
-    the others: for machines with many cores, or a slow bus.
+    ``host_attention`` True lets the CPU attend to a share of the rows in host memory, beside the bus that
+    carries the others; "auto" does so where something is offloaded and there is a kernel of our own for this
+    processor and model; False never.
     """
 
     levels: int | str = "auto"
@@ -121,7 +122,7 @@ class HierarchyConfig:
     offload: bool | str | None = None
     gpu_memory: int | str | None = None
     offload_weights: bool | str = "auto"
-    host_attention: bool = False
+    host_attention: bool | str = "auto"
     streaming: StreamingConfig = field(default_factory=StreamingConfig)
     retrieval: RetrievalConfig = field(default_factory=RetrievalConfig)
 
@@ -155,9 +156,9 @@ class HierarchyConfig:
                 "offload_weights=True streams weights beside an offloaded cache, and offload=False asks for "
                 "none; leave one of them out"
             )
-        if not isinstance(self.host_attention, bool):
-            raise ValueError(f"host_attention={self.host_attention!r} must be True or False")
-        if self.host_attention and not self.offloads:
+        if not isinstance(self.host_attention, bool) and self.host_attention != "auto":
+            raise ValueError(f"host_attention={self.host_attention!r} must be True, False or 'auto'")
+        if self.host_attention is True and not self.offloads:
             raise ValueError(
                 "host_attention=True attends to rows in host memory, but nothing is offloaded; give "
                 "offload=True or gpu_memory, or leave it out"

@@ -13,7 +13,7 @@ from triforce_tree.caches import FullCache, RetrievalCache, StreamingCache
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.cycle import Cycle
 from triforce_tree.cycle.growth import MOST_TAIL
-from triforce_tree.cycle.host_attention import check_host_attention
+from triforce_tree.cycle.host_attention import host_attends
 from triforce_tree.cycle.shapes import device_shape, least_prompt
 from triforce_tree.decoder import Decoder
 from triforce_tree.drafters import (
@@ -175,7 +175,7 @@ class Hierarchy:
             weights = sum(memory_map.device_bytes(m) for m in (self.target, self.draft) if m is not None)
             far = self.target.streamed.bytes if self.target.streamed is not None else 0
             machine = measured(self.target.device, weights, base.gpu_bytes, far)
-            if base.host_attention:
+            if host_attends(self.target, base.host_attention):
                 machine = replace(machine, host_attention=self._host_rate())
             sizes = Sizes.of(self.target, self.draft, base)
             longest = max(lengths)
@@ -197,13 +197,8 @@ class Hierarchy:
             self.memory, self.config = None, base
 
     def _host_rate(self) -> HostRate:
-        """Of attention on the CPU; on several cards each rank's share of it, which all measure at once.
-
-        Raises:
-            ValueError: it cannot attend for the target.
-        """
+        """Of attention on the CPU; on several cards each rank's share of it, which all measure at once."""
         target = self.target
-        check_host_attention(target)
         rate = host_rate(target.heads, target.dtype, torch.get_num_threads(), target.device.type == "cuda")
         queries, speeds = zip(*rate.points, strict=True)
         return HostRate(tuple(zip(queries, parallel.least(speeds), strict=True)))

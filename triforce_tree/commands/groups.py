@@ -6,7 +6,7 @@ Nothing here imports torch or transformers, as in ``arguments``.
 import argparse
 from typing import Any
 
-from triforce_tree.commands.parsing import Given, GivenTrue, HelpFormatter, levels
+from triforce_tree.commands.parsing import Given, GivenSwitch, HelpFormatter, levels
 from triforce_tree.config import HierarchyConfig
 
 DEFAULTS = HierarchyConfig().as_options()
@@ -106,7 +106,7 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("memory")
     group.add_argument(
         "--offload",
-        action=GivenTrue,
+        action=GivenSwitch,
         help="keep keys and values in host memory, as far as the device does not hold them; settings that "
         "are not given are chosen for it, and the plan is shown",
     )
@@ -119,15 +119,17 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--offload-weights",
-        action=GivenTrue,
+        action=GivenSwitch,
         help="keep the weights of the target's layers in host memory too and stream them past each pass of "
         "level 2, even if they fit; with --offload or --gpu-memory, weights that do not fit are in any case",
     )
     group.add_argument(
         "--host-attention",
-        action=GivenTrue,
+        "--no-host-attention",
+        action=GivenSwitch,
         help="let the CPU attend to a share of the keys and values in host memory, beside the bus that "
-        "carries the others: with many cores, or a slow bus; on torch's threads (OMP_NUM_THREADS)",
+        "carries the others, on torch's threads (OMP_NUM_THREADS); without either, it does where there is a "
+        "kernel of our own for this processor",
     )
 
 

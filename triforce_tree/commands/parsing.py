@@ -25,8 +25,8 @@ class Given(argparse.Action):
         namespace.given = namespace.given | {self.dest}
 
 
-class GivenTrue(Given):
-    """Stores True, and that it was given."""
+class GivenSwitch(Given):
+    """Stores True, or False for the name that begins with ``--no-``, and that it was given."""
 
     def __init__(self, option_strings: list[str], dest: str, **kwargs: Any) -> None:
         super().__init__(option_strings, dest, nargs=0, **kwargs)
@@ -38,7 +38,7 @@ class GivenTrue(Given):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        super().__call__(parser, namespace, True, option_string)
+        super().__call__(parser, namespace, not (option_string or "").startswith("--no-"), option_string)
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):

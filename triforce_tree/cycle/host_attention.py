@@ -29,6 +29,22 @@ def check_host_attention(model: HFModel) -> None:
         )
 
 
+def host_attends(model: HFModel, wanted: bool | str) -> bool:
+    """Whether the CPU attends to rows of this model in host memory.
+
+    Args:
+        wanted: True, False, or "auto" for where it pays: with a kernel of our own, and without capped scores.
+
+    Raises:
+        ValueError: it is to, but cannot.
+    """
+    if wanted == "auto":
+        return not model.has_softcap and host_rows.native(model.heads, model.dtype)
+    if wanted:
+        check_host_attention(model)
+    return bool(wanted)
+
+
 class _Exchange(NamedTuple):
     """Page-locked memory for the queries of one shape and their states, and the states on the device.
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from triforce_tree.kernels.plan import Heads
 from triforce_tree.kernels.reference import merge_states
 
 State = tuple[Tensor, Tensor]
@@ -18,6 +19,13 @@ BLOCK = 8 << 20
 
 # Blocks in one call: enough for all cores, and few states to merge.
 _TOGETHER = 8
+
+
+def native(heads: Heads, dtype: torch.dtype) -> bool:
+    """Whether there is a kernel of our own for this processor: bf16 on AMX, else torch's flash attention
+    serves.
+    """
+    return False
 
 
 def flash(q: Tensor, rows: Tensor, parts: int = 1, scale: float | None = None) -> State:
