@@ -150,7 +150,7 @@ def decisions() -> dict[str, Any]:
 
     available = machine.available
     machine.available = lambda: (available()[0] >> RANK, "a test")
-    plan = engine(offload=True).memory_plan(len(PROMPT), NEW)
+    plan = engine(offload=True, host_attention=True).memory_plan(len(PROMPT), NEW)
     assert plan is not None
     found["plan"] = plan.as_dict()
     return found

@@ -101,6 +101,7 @@ class TestTwoRanks:
         first, second = (own["decisions"] for own in found)
         assert first == second
         assert first["stopped"] == 5
+        assert first["plan"]["cpu_gbps"] > 0
         assert first["other prompts"].startswith("prompts or settings of rank 1 differ from rank 0's")
         assert len(set(first["no seed"])) > 5
 

@@ -27,7 +27,7 @@ from triforce_tree.graphs import free_memory
 from triforce_tree.hf_model import HFModel
 from triforce_tree.level import Level
 from triforce_tree.machine import host_rate, measured
-from triforce_tree.memory_map import HostRate, Sizes
+from triforce_tree.memory_map import Sizes
 from triforce_tree.memory_plan import MemoryPlan
 from triforce_tree.rope import FamilyRope
 from triforce_tree.sampling import Random, TokenLaw
@@ -174,9 +174,11 @@ class Hierarchy:
             self.release()
             weights = sum(memory_map.device_bytes(m) for m in (self.target, self.draft) if m is not None)
             far = self.target.streamed.bytes if self.target.streamed is not None else 0
-            machine = measured(self.target.device, weights, base.gpu_bytes, far)
-            if host_attends(self.target, base.host_attention):
-                machine = replace(machine, host_attention=self._host_rate())
+            target, on_gpu = self.target, self.target.device.type == "cuda"
+            machine = measured(target.device, weights, base.gpu_bytes, far)
+            if host_attends(target, base.host_attention):
+                rate = host_rate(target.heads, target.dtype, torch.get_num_threads(), on_gpu)
+                machine = replace(machine, host_attention=rate)
             sizes = Sizes.of(self.target, self.draft, base)
             longest = max(lengths)
             plan = memory_plan.plan(sizes, machine, base, given, len(lengths), longest, room - longest)
@@ -195,13 +197,6 @@ class Hierarchy:
         if self._too_short(min(lengths)) is not None:
             # So short a text has a small cache.
             self.memory, self.config = None, base
-
-    def _host_rate(self) -> HostRate:
-        """Of attention on the CPU; on several cards each rank's share of it, which all measure at once."""
-        target = self.target
-        rate = host_rate(target.heads, target.dtype, torch.get_num_threads(), target.device.type == "cuda")
-        queries, speeds = zip(*rate.points, strict=True)
-        return HostRate(tuple(zip(queries, parallel.least(speeds), strict=True)))
 
     def _kept_plan(self, key: object, room: int, lengths: Sequence[int]) -> MemoryPlan | None:
         """The last plan, where its cycle serves these texts too."""

@@ -110,6 +110,8 @@ def bandwidths(device: torch.device) -> tuple[float, float]:
 def host_rate(heads: Heads, dtype: torch.dtype, threads: int, on_gpu: bool) -> HostRate:
     """How fast the CPU attends to rows of its memory, measured once for each of these.
 
+    On several cards all ranks measure at once, each its own heads, and have the least of it.
+
     Args:
         heads, dtype: of the attention.
         threads: ``torch.get_num_threads()``.
@@ -124,7 +126,7 @@ def host_rate(heads: Heads, dtype: torch.dtype, threads: int, on_gpu: bool) -> H
     memory.check(prod(shape) * dtype.itemsize)
     # Written, or all of it would be one page of zeros.
     pieces = memory.take(shape, dtype).fill_(0.5)
-    points = []
+    speeds = []
     for queries in _QUERIES:
         q = torch.full((heads.kv, heads.group * queries, heads.dim), 0.5, dtype=dtype)
         attend(q, pieces[-1])
@@ -135,9 +137,9 @@ def host_rate(heads: Heads, dtype: torch.dtype, threads: int, on_gpu: bool) -> H
             seconds = time.perf_counter() - start
             if seconds > _SECONDS:
                 break
-        points.append((queries, count / seconds))
+        speeds.append(count / seconds)
     memory.release()
-    return HostRate(tuple(points))
+    return HostRate(tuple(zip(_QUERIES, parallel.least(speeds), strict=True)))
 
 
 def _shortest(work: Callable[[], object], device: torch.device) -> float:
