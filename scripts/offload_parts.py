@@ -117,8 +117,8 @@ class Session:
         host = available()[0] - SPARE + bench.weights_on_host
         machine = Machine(int(cap * GIB), host, 1e9 * self.bus["in"], self.read)
         if host_attends(bench.target, config.host_attention):
-            on_gpu, threads = self.device.type == "cuda", torch.get_num_threads()
-            rate = host_rate(bench.target.heads, bench.target.dtype, threads, on_gpu)
+            threads = torch.get_num_threads()
+            rate = host_rate(bench.target.heads, bench.target.dtype, threads, self.device)
             self.say(
                 f"the CPU with {threads} threads: {[(n, round(r / 1e9, 1)) for n, r in rate.points]} GB/s"
             )

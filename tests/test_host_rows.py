@@ -44,8 +44,8 @@ def test_states_are_those_of_the_definition(
     monkeypatch.setattr(host_rows, "BLOCK", 3 * rows[0][0].nbytes)
     own = HostAttention(heads, torch.device("cpu"), dtype)
     for _ in range(2):
-        own.ask(q)
-        out, lse = own.states(rows, scale)
+        own.ask(q, rows, scale)
+        out, lse = own.states()
         assert (out.dtype, lse.dtype) == (dtype, torch.float32)
         for b in (0, 2):
             expected = definition(heads, q[b].float(), rows[b].float(), scale)
@@ -167,7 +167,10 @@ def test_the_same_seed_and_split_give_the_same_draws() -> None:
 def test_a_fault_is_raised_and_the_next_text_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
     cycle = cycle_of(3, split=HALF)
     expected, _ = decoded(cycle, PROMPTS[:1], [10])
-    work, left = host_rows.attend, 3
+    assert cycle.offloaded is not None
+    attention = cycle.offloaded.attention
+    assert attention is not None
+    work, left = attention._attend, 3
 
     def failing(*args: object) -> object:
         nonlocal left
@@ -176,7 +179,7 @@ def test_a_fault_is_raised_and_the_next_text_is_right(monkeypatch: pytest.Monkey
             raise RuntimeError("a core is gone")
         return work(*args)
 
-    monkeypatch.setattr(host_rows, "attend", failing)
+    monkeypatch.setattr(attention, "_attend", failing)
     with pytest.raises(RuntimeError, match="a core is gone"):
         decoded(cycle, PROMPTS[:1], [10], again=True)
     monkeypatch.undo()

@@ -322,10 +322,10 @@ def test_where_the_cpu_is_too_slow_the_map_says_so(monkeypatch: pytest.MonkeyPat
 
 def test_the_cpu_is_measured_once() -> None:
     heads = Heads(4, 2, 8)
-    rate = host_rate(heads, torch.float32, torch.get_num_threads(), False)
-    assert [queries for queries, _ in rate.points] == [1, 16, 48]
+    rate = host_rate(heads, torch.float32, torch.get_num_threads(), torch.device("cpu"))
+    assert [queries for queries, _ in rate.points] == [1, 16, 48, 96]
     assert all(bytes_a_second > 1e6 for _, bytes_a_second in rate.points)
-    assert host_rate(heads, torch.float32, torch.get_num_threads(), False) is rate
+    assert host_rate(heads, torch.float32, torch.get_num_threads(), torch.device("cpu")) is rate
 
 
 def test_a_family_that_the_cpu_cannot_attend_for_is_streamed_or_refused(

@@ -174,10 +174,10 @@ class Hierarchy:
             self.release()
             weights = sum(memory_map.device_bytes(m) for m in (self.target, self.draft) if m is not None)
             far = self.target.streamed.bytes if self.target.streamed is not None else 0
-            target, on_gpu = self.target, self.target.device.type == "cuda"
+            target = self.target
             machine = measured(target.device, weights, base.gpu_bytes, far)
             if host_attends(target, base.host_attention):
-                rate = host_rate(target.heads, target.dtype, torch.get_num_threads(), on_gpu)
+                rate = host_rate(target.heads, target.dtype, torch.get_num_threads(), target.device)
                 machine = replace(machine, host_attention=rate)
             sizes = Sizes.of(self.target, self.draft, base)
             longest = max(lengths)

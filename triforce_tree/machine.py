@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable
 from functools import cache
-from itertools import cycle
 from math import prod
 
 import torch
@@ -12,16 +11,16 @@ from torch import Tensor
 from triforce_tree import parallel
 from triforce_tree.cycle.lanes import Lane
 from triforce_tree.cycle.pinned import SPARE, HostMemory, available
-from triforce_tree.kernels.host_rows import attend
+from triforce_tree.kernels.host_rows import fastest
 from triforce_tree.kernels.plan import Heads
 from triforce_tree.memory_map import HostRate, Machine
 
 _PROBE, _PIECE = 256 << 20, 64 << 20
 _TIMES = 3
 # Query rows that attention on the CPU is measured at, from plain decoding to long chains; seconds for each.
-_QUERIES, _SECONDS = (1, 16, 48), 0.06
-# Pieces that it goes round: more than the largest caches of processors hold.
-_ATTENDED = 8
+_QUERIES, _SECONDS = (1, 16, 48, 96), 0.06
+# Bytes that it goes through: more than the largest caches of processors hold.
+_ATTENDED = 512 << 20
 
 
 def bound_memory(device: torch.device, size: int) -> None:
@@ -107,38 +106,46 @@ def bandwidths(device: torch.device) -> tuple[float, float]:
 
 
 @cache
-def host_rate(heads: Heads, dtype: torch.dtype, threads: int, on_gpu: bool) -> HostRate:
-    """How fast the CPU attends to rows of its memory, measured once for each of these.
+def host_rate(heads: Heads, dtype: torch.dtype, threads: int, device: torch.device) -> HostRate:
+    """How fast the CPU attends to rows of its memory while the bus copies, measured once for each of these.
 
     On several cards all ranks measure at once, each its own heads, and have the least of it.
 
     Args:
         heads, dtype: of the attention.
         threads: ``torch.get_num_threads()``.
-        on_gpu: whether there is a GPU; without one a sixteenth of the memory does.
+        device: that rows are copied to meanwhile; off the GPU nothing is, and less memory does.
 
     Raises:
         HostMemoryError: host memory is short.
     """
-    piece = (_PIECE if on_gpu else _PIECE >> 4) // (2 * heads.kv * heads.dim * dtype.itemsize)
-    memory = HostMemory(locked=False, what="measuring attention on the CPU")
-    shape = (_ATTENDED, piece, 2, heads.kv, heads.dim)
-    memory.check(prod(shape) * dtype.itemsize)
-    # Written, or all of it would be one page of zeros.
-    pieces = memory.take(shape, dtype).fill_(0.5)
-    speeds = []
-    for queries in _QUERIES:
-        q = torch.full((heads.kv, heads.group * queries, heads.dim), 0.5, dtype=dtype)
-        attend(q, pieces[-1])
-        start, count = time.perf_counter(), 0
-        for rows in cycle(pieces):
-            attend(q, rows)
-            count += rows.nbytes
-            seconds = time.perf_counter() - start
-            if seconds > _SECONDS:
-                break
-        speeds.append(count / seconds)
-    memory.release()
+    on_gpu = device.type == "cuda"
+    size, piece = (_ATTENDED, _PIECE) if on_gpu else (_ATTENDED >> 4, _PIECE >> 4)
+    shape = (2, heads.kv, heads.dim)
+    row = prod(shape) * dtype.itemsize
+    memory = HostMemory(locked=on_gpu, what="measuring attention on the CPU")
+    memory.check(size)
+    attend, lane, speeds = fastest(heads, dtype), Lane(device), []
+    try:
+        # Written, or all of it would be one page of zeros.
+        rows = memory.take((size // row, *shape), dtype).fill_(0.5)
+        near = torch.empty((piece // row, *shape), dtype=dtype, device=device)
+        for queries in _QUERIES:
+            q = torch.full((heads.kv, heads.group * queries, heads.dim), 0.5, dtype=dtype)
+            attend(q, rows, None)
+            copies = int(2 * _SECONDS * bandwidths(device)[0] / near.nbytes) if on_gpu else 0
+            for _ in range(copies):
+                lane.copy(near, rows[: len(near)])
+            start, seconds, count = time.perf_counter(), 0.0, 0
+            while seconds < _SECONDS:
+                attend(q, rows, None)
+                count += rows.nbytes
+                seconds = time.perf_counter() - start
+            lane.synchronize()
+            speeds.append(count / seconds)
+        del rows
+    finally:
+        memory.release()
     return HostRate(tuple(zip(_QUERIES, parallel.least(speeds), strict=True)))
 
 

@@ -19,8 +19,8 @@ _ACCEPTANCE = 0.97
 _ROUND_SECONDS = 2e-3
 # Of the bandwidth that a round of level 1 reaches on its bytes.
 _ROUND_SHARE = 0.7
-# Of what the CPU reaches alone: beside the bus, and waiting for the queries of each layer.
-_BESIDE = 0.9
+# Of what the CPU reaches: it waits for the queries of each layer.
+_BUSY = 0.95
 # A smaller share is not worth a stop in every layer.
 _LEAST = 0.03
 
@@ -61,7 +61,7 @@ class FarRows:
 
     def _cpu(self, queries: int) -> float:
         assert self.cpu is not None
-        return _BESIDE * self.cpu.at(queries)
+        return _BUSY * self.cpu.at(queries)
 
 
 def pass_rows(config: HierarchyConfig, levels: int, gamma: int | None = None) -> int:

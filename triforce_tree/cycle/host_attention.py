@@ -1,12 +1,12 @@
 """Attention on the CPU to rows in host memory, which then need not cross the bus.
 
 Queries go to the host, and a state comes back: T rows of output and their log-sum-exp, instead of the keys
-and values. ``kernels/host_rows.py`` computes it, on torch's threads (``torch.get_num_threads``); for a fixed
-number of threads the same rows give the same bits.
+and values. ``kernels/host_rows.py`` computes it.
 """
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from math import prod
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ def check_host_attention(model: HFModel) -> None:
     """Raise ValueError where the CPU cannot attend for this model."""
     if model.has_softcap:
         raise ValueError(
-            f"{model.name} caps its attention scores, which torch's attention on the CPU cannot; leave "
+            f"{model.name} caps its attention scores, which attention on the CPU cannot; leave "
             "host_attention out"
         )
 
@@ -63,7 +63,8 @@ class _Exchange(NamedTuple):
 class HostAttention:
     """Attends on the host for queries on the device: ``ask``, then anything else, then ``states``.
 
-    One question at a time. Off the GPU the same happens without a bus.
+    One question at a time, answered on a thread of its own, so that meanwhile the caller can ask the device
+    for its part: in a layer that is dozens of pieces. Off the GPU the same happens without a bus.
 
     Args:
         heads: of the attention.
@@ -79,34 +80,49 @@ class HostAttention:
         on_gpu = device.type == "cuda"
         self.memory = HostMemory(locked=on_gpu)
         self.bytes, self.seconds = 0, 0.0
+        self._attend = host_rows.fastest(heads, dtype)
         self._shapes: dict[tuple[int, int], _Exchange] = {}
-        self._asked: _Exchange | None = None
+        self._asked: tuple[_Exchange, Future[None]] | None = None
         self._arrived: Any = torch.cuda.Event() if on_gpu else None
+        self._thread = ThreadPoolExecutor(1, "host-attention")
 
-    def ask(self, q: Tensor) -> None:
-        """Let queries ``[B, T, H_q, D]`` come to the host, behind what was asked of the device so far.
+    def ask(self, q: Tensor, rows: Sequence[Tensor], scale: float) -> None:
+        """Let queries come to the host, behind what was asked of the device so far, and attend to rows.
 
         What the host reads and writes here for one layer the device is done with when the next layer's
         queries arrive: they are computed from these states.
+
+        Args:
+            q: ``[B, T, H_q, D]``.
+            rows: of each text, ``[n, 2, H_kv, D]``; there may be none.
+            scale: of the scores.
         """
+        self._wait()
         batch, queries = q.shape[:2]
         if (batch, queries) not in self._shapes:
             self._shapes[batch, queries] = self._exchange(batch, queries)
-        self._asked = self._shapes[batch, queries]
-        self._asked.q.copy_(q, non_blocking=True)
+        asked = self._shapes[batch, queries]
+        asked.q.copy_(q, non_blocking=True)
         if self._arrived is not None:
             self._arrived.record()
+        self._asked = asked, self._thread.submit(self._answer, asked, rows, scale)
 
-    def states(self, rows: Sequence[Tensor], scale: float) -> State:
-        """Attend to each text's rows ``[n, 2, H_kv, D]``, of which there may be none.
+    def states(self) -> State:
+        """What was asked for.
 
         Returns:
             on the device, until the next call: out ``[B, T, H_q, D]`` and lse ``[B, T, H_q]`` in fp32, -inf
             for a text without rows.
         """
-        asked = self._asked
-        assert asked is not None, "nothing was asked"
+        assert self._asked is not None, "nothing was asked"
+        asked, answered = self._asked
+        answered.result()
         self._asked = None
+        exchange.fetch_words(asked.near, asked.words)
+        return asked.near_out, asked.near_lse
+
+    @torch.inference_mode()
+    def _answer(self, asked: _Exchange, rows: Sequence[Tensor], scale: float) -> None:
         if self._arrived is not None:
             # So have rows that were on their way to the host: a pass begins behind them.
             self._arrived.synchronize()
@@ -118,13 +134,17 @@ class HostAttention:
                 asked.lse[b].fill_(-torch.inf)
                 continue
             q = asked.q[b].unflatten(1, (kv, group)).permute(1, 2, 0, 3)  # [H_kv, group, T, D]
-            out, lse = host_rows.attend(q.flatten(1, 2), own, scale)
+            out, lse = self._attend(q.flatten(1, 2), own, scale)
             asked.out[b].unflatten(1, (kv, group)).copy_(out.unflatten(1, (group, -1)).permute(2, 0, 1, 3))
             asked.lse[b].unflatten(1, (kv, group)).copy_(lse.unflatten(1, (group, -1)).permute(2, 0, 1))
             self.bytes += own.nbytes
         self.seconds += time.perf_counter() - start
-        exchange.fetch_words(asked.near, asked.words)
-        return asked.near_out, asked.near_lse
+
+    def _wait(self) -> None:
+        """For an answer that nobody came for, after a fault or Ctrl-C: it still reads rows."""
+        if self._asked is not None:
+            wait([self._asked[1]])
+            self._asked = None
 
     def _exchange(self, batch: int, queries: int) -> _Exchange:
         shape = (batch, queries, self.heads.query, self.heads.dim)
@@ -142,5 +162,7 @@ class HostAttention:
 
     def close(self) -> None:
         """Give the host memory back; the device must be done with it."""
-        self._shapes, self._asked = {}, None
+        self._wait()
+        self._thread.shutdown()
+        self._shapes = {}
         self.memory.release()

@@ -216,9 +216,9 @@ class OffloadedCache:
     def close(self) -> None:
         """Give the memory back: at once on the host, with the last reference on the device."""
         self.closed = True
-        self.host.close()
         if self.attention is not None:
             self.attention.close()
+        self.host.close()
 
 
 class Filling:
@@ -280,7 +280,8 @@ class StreamedRows(TreeRows):
         packed = q.transpose(1, 2).reshape(batch, queries, heads, dim)
         attention = self.cache.attention if self._share else None
         if attention is not None:
-            attention.ask(packed)
+            rows = [self.cache.host.attended(layer, b, self._share) for b in range(batch)]
+            attention.ask(packed, rows, scale)
         parts = [self._pieces(layer, b, packed[b], scale, softcap) for b in range(batch)]
         keys, values = self.store.layer(layer)
         # The window last: its rows are the only ones that this forward writes.
@@ -289,10 +290,9 @@ class StreamedRows(TreeRows):
             packed.flatten(0, 1), keys, values, self.plan, scale=scale, softcap=softcap or None, sinks=sinks
         )
         # Last of all the CPU's part. By now the device has been asked for all of its own work in this layer,
-        # and the bus for as many pieces of the next ones as the ring holds: neither needs the host meanwhile.
+        # and the bus for as many pieces of the next ones as the ring holds.
         if attention is not None:
-            rows = [self.cache.host.attended(layer, b, self._share) for b in range(batch)]
-            far_out, far_lse = attention.states(rows, scale)
+            far_out, far_lse = attention.states()
             for b, pieces in enumerate(parts):
                 pieces.append((far_out[b], far_lse[b]))
         merged = []

@@ -1,18 +1,22 @@
-"""Attention on the CPU to rows ``[n, 2, H_kv, D]`` of host memory, by torch's own flash attention.
+"""Attention on the CPU to rows ``[n, 2, H_kv, D]`` of host memory: by our own kernel, or torch's.
 
-It works on torch's threads; for a fixed number of them the same rows give the same bits.
+For a fixed number of threads (``torch.get_num_threads``) the same rows give the same bits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from triforce_tree.kernels.amx_attention import AmxAttention, supports
 from triforce_tree.kernels.plan import Heads
 from triforce_tree.kernels.reference import merge_states
 
 State = tuple[Tensor, Tensor]
 """Outputs and their log-sum-exp."""
+
+Attend = Callable[[Tensor, Tensor, float | None], State]
+"""A function like :func:`attend`."""
 
 BLOCK = 8 << 20
 """Bytes of a block of rows: what one head has of it stays in a core's cache while queries go through it."""
@@ -22,10 +26,16 @@ _TOGETHER = 8
 
 
 def native(heads: Heads, dtype: torch.dtype) -> bool:
-    """Whether there is a kernel of our own for this processor: bf16 on AMX, else torch's flash attention
-    serves.
+    """Whether this processor runs our kernel, which keeps up with memory for dozens of queries a row."""
+    return supports(heads.dim, dtype)
+
+
+def fastest(heads: Heads, dtype: torch.dtype) -> Attend:
+    """Our kernel where it runs, on all of torch's threads but the caller's, else :func:`attend`.
+
+    For one caller at a time.
     """
-    return False
+    return AmxAttention(max(1, torch.get_num_threads() - 1)) if native(heads, dtype) else attend
 
 
 def flash(q: Tensor, rows: Tensor, parts: int = 1, scale: float | None = None) -> State:
@@ -54,7 +64,10 @@ def merged(states: Sequence[State]) -> State:
 
 
 def attend(q: Tensor, rows: Tensor, scale: float | None = None) -> State:
-    """:func:`flash` over any number of rows but none, in blocks of :data:`BLOCK` bytes."""
+    """Attention to all of any number of rows but none: :func:`flash`, in blocks of :data:`BLOCK` bytes.
+
+    Arguments and results are those of :func:`flash`.
+    """
     block = max(1, BLOCK // rows[0].nbytes)
     states = []
     for run in rows.split(_TOGETHER * block):

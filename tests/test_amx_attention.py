@@ -1,0 +1,148 @@
+"""Our attention kernel for the CPU against the definition in fp64, and where it cannot be built."""
+
+import logging
+import os
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from triforce_tree.kernels import amx_attention
+from triforce_tree.kernels.amx_attention import AmxAttention, supports
+
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
+BF16 = torch.bfloat16
+needs_amx = pytest.mark.skipif(not supports(128, BF16), reason="needs a processor with AMX, and a C compiler")
+# Of a chance in bf16: rounding by half of a unit in the last place.
+_ROUNDING = 2.0**-8
+
+
+@pytest.fixture
+def fresh_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where kernels are built, empty."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    amx_attention._library.cache_clear()
+    yield tmp_path
+    amx_attention._library.cache_clear()
+
+
+def definition(q: Tensor, rows: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs and log-sum-exps in fp64, and the most by which rounded chances may change each output."""
+    keys, values = rows.double().permute(1, 2, 0, 3)
+    scores = q.double() @ keys.transpose(1, 2) * scale
+    chances = scores.softmax(-1)
+    return chances @ values, scores.logsumexp(-1), _ROUNDING * (chances @ values.abs())
+
+
+@needs_amx
+@pytest.mark.parametrize("dim", [32, 64, 96, 128, 256])
+@pytest.mark.parametrize("queries", [1, 16, 49, 97])
+@pytest.mark.parametrize("count", [1, 31, 256, 2321])
+def test_states_are_those_of_the_definition(dim: int, queries: int, count: int) -> None:
+    attend, heads = AmxAttention(2), 5
+    for size in (1.0, 4.0):
+        q = (size * torch.randn(heads, queries, dim)).to(BF16)
+        rows = torch.randn(count, 2, heads, dim).to(BF16)
+        out, lse = attend(q, rows, 0.11)
+        expected, expected_lse, allowed = definition(q, rows, 0.11)
+        assert (out.dtype, lse.dtype) == (torch.float32, torch.float32)
+        assert ((out - expected).abs() <= allowed + 2e-5).all()
+        assert float((lse - expected_lse).abs().max()) < 3e-5
+
+
+@needs_amx
+def test_scores_of_any_size_give_finite_states() -> None:
+    """Rows come in an order that moves the maximum up and down by far more than fp32 has exponents."""
+    rows = torch.randn(600, 2, 2, 64).to(BF16)
+    rows[:, 0] *= torch.linspace(-90, 90, 600)[:, None, None].sin().to(BF16) * 30
+    q = (20 * torch.randn(2, 7, 64)).to(BF16)
+    out, lse = AmxAttention(2)(q, rows)
+    expected, expected_lse, allowed = definition(q, rows, 64**-0.5)
+    assert ((out - expected).abs() <= allowed + 1e-3).all()
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-3)
+
+
+@needs_amx
+def test_the_same_rows_give_the_same_bits_on_any_number_of_threads() -> None:
+    q, rows = torch.randn(6, 20, 128).to(BF16), torch.randn(5000, 2, 6, 128).to(BF16)
+    (first, first_lse), *others = (AmxAttention(threads)(q, rows) for threads in (1, 2, 5))
+    for out, lse in others:
+        assert torch.equal(out, first)
+        assert torch.equal(lse, first_lse)
+
+
+@needs_amx
+def test_memory_for_states_serves_smaller_calls() -> None:
+    attend = AmxAttention(2)
+    for count, queries in ((3000, 30), (40, 3), (2500, 17)):
+        q, rows = torch.randn(2, queries, 64).to(BF16), torch.randn(count, 2, 2, 64).to(BF16)
+        out, _ = attend(q, rows)
+        expected, _, allowed = definition(q, rows, 64**-0.5)
+        assert ((out - expected).abs() <= allowed + 2e-5).all()
+
+
+@needs_amx
+@pytest.mark.parametrize(
+    ("q", "rows", "message"),
+    [
+        ((2, 3, 48), (9, 2, 2, 48), "multiple of 32"),
+        ((2, 3, 288), (9, 2, 2, 288), "multiple of 32 up to 256"),
+        ((2, 3, 64), (9, 2, 4, 64), r"q \[2, 3, 64\] and rows \[9, 2, 4, 64\]"),
+        ((2, 3, 64), (0, 2, 2, 64), "at least 1"),
+        ((2, 0, 64), (9, 2, 2, 64), "at least 1"),
+    ],
+)
+def test_other_shapes_are_refused(q: tuple[int, ...], rows: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AmxAttention(2)(torch.ones(q, dtype=BF16), torch.ones(rows, dtype=BF16))
+
+
+@needs_amx
+def test_other_dtypes_and_strides_are_refused() -> None:
+    q, rows = torch.ones(2, 3, 64, dtype=BF16), torch.ones(9, 2, 2, 64, dtype=BF16)
+    for other in ((q.half(), rows), (q, rows.float()), (q, rows.repeat(2, 1, 1, 1)[::2])):
+        with pytest.raises(ValueError, match="bf16, and rows dense"):
+            AmxAttention(2)(*other)
+
+
+def test_what_it_does_not_know_it_does_not_support() -> None:
+    assert not supports(128, torch.float32)
+    assert not supports(80, BF16)
+    assert not supports(512, BF16)
+
+
+def test_other_processors_are_told_by_their_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(amx_attention, "_flags", lambda: amx_attention._NEEDED - {"amx_bf16"})
+    assert not supports(128, BF16)
+
+
+@needs_amx
+def test_it_is_built_once(fresh_build: Path) -> None:
+    assert supports(128, BF16)
+    [built] = (fresh_build / "triforce-tree" / "kernels").iterdir()
+    first = built.stat().st_mtime_ns
+    amx_attention._library.cache_clear()
+    assert supports(128, BF16)
+    assert built.stat().st_mtime_ns == first
+
+
+def test_without_a_working_compiler_there_is_a_warning(
+    fresh_build: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(amx_attention, "_flags", lambda: amx_attention._NEEDED)
+    broken = fresh_build / "broken-cc"
+    broken.write_text("#!/bin/sh\necho no such option >&2\nexit 3\n")
+    broken.chmod(broken.stat().st_mode | stat.S_IXUSR)
+    for compiler, message in ((str(broken), "ended with 3: no such option"), ("", "needs a C compiler")):
+        monkeypatch.setenv("CC", compiler)
+        if not compiler:
+            monkeypatch.setenv("PATH", os.devnull)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            assert not supports(128, BF16)
+        assert message in caplog.text
+        with pytest.raises(OSError, match=message):
+            AmxAttention(2)
+    assert not list((fresh_build / "triforce-tree" / "kernels").iterdir())
