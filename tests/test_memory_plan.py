@@ -295,14 +295,14 @@ def test_cpu_and_bus_end_at_once() -> None:
     far = FarRows(60 * GIB, 0, 50e9, RATE)
     for queries in (1, 13, 49):
         share = far.share(queries)
-        on_bus, on_cpu = (1 - share) * far.rows / 50e9, share * far.rows / (0.9 * RATE.at(queries))
+        on_bus, on_cpu = (1 - share) * far.rows / 50e9, share * far.rows / (0.95 * RATE.at(queries))
         assert on_bus == pytest.approx(on_cpu)
         assert far.seconds(queries) == pytest.approx(on_bus)
     assert far.share(1) > far.share(13) > far.share(49) > 0.2
     # What crosses the bus in any case leaves more to the CPU.
     beside = FarRows(60 * GIB, 20 * GIB, 50e9, RATE)
     share = beside.share(13)
-    assert ((1 - share) * 60 + 20) / 50e9 == pytest.approx(share * 60 / (0.9 * RATE.at(13)))
+    assert ((1 - share) * 60 + 20) / 50e9 == pytest.approx(share * 60 / (0.95 * RATE.at(13)))
     assert FarRows(GIB, 100 * GIB, 50e9, RATE).share(13) == 1
     assert FarRows(0, GIB, 50e9, RATE).share(13) == 0
     few_cores = HostRate(((1, 2e9), (48, 1e9)))
@@ -334,7 +334,7 @@ def test_the_plan_lets_the_cpu_attend() -> None:
     single = plan(LLAMA_2_7B, machine, replace(config, levels=1), (), 1, LONG, 256)
     assert single.offload is not None
     assert single.offload.host_share == single.offload.plain_host_share
-    assert single.pass_seconds == pytest.approx(single.host["full rows"] / (0.9 * 60e9 + H200_BUS))
+    assert single.pass_seconds == pytest.approx(single.host["full rows"] / (0.95 * 60e9 + H200_BUS))
 
 
 def test_attention_on_the_cpu_needs_rows_in_its_memory() -> None:

@@ -247,6 +247,12 @@ def test_the_command_shows_the_plan(capsys: pytest.CaptureFixture[str], pair: Ti
 RATE = HostRate(((1, 60e9), (48, 20e9)))
 
 
+def _with_kernel(monkeypatch: pytest.MonkeyPatch, native: bool) -> None:
+    """Our kernel is there, or not; torch's attention takes its place, for it knows any shape and dtype."""
+    monkeypatch.setattr(host_rows, "native", lambda *_: native)
+    monkeypatch.setattr(host_rows, "fastest", lambda *_: host_rows.attend)
+
+
 @pytest.mark.parametrize(
     ("options", "native"),
     [({"host_attention": True}, False), ({"host_attention": "auto"}, True), ({}, True)],
@@ -256,7 +262,7 @@ def test_the_cpu_attends_where_it_is_asked_to_or_has_a_kernel(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], native: bool
 ) -> None:
     monkeypatch.setattr(hierarchy, "host_rate", lambda *_: RATE)
-    monkeypatch.setattr(host_rows, "native", lambda *_: native)
+    _with_kernel(monkeypatch, native)
     own = engine(**options)
     out = own.generate(PROMPT, max_new_tokens=NEW, do_sample=False)
     assert out.sequences[0, len(PROMPT) :].tolist() == expected()
@@ -281,7 +287,7 @@ def test_elsewhere_all_is_streamed(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], native: bool
 ) -> None:
     monkeypatch.setattr(hierarchy, "host_rate", lambda *_: RATE)
-    monkeypatch.setattr(host_rows, "native", lambda *_: native)
+    _with_kernel(monkeypatch, native)
     own = engine(**options)
     out = own.generate(PROMPT, max_new_tokens=NEW, do_sample=False)
     assert out.sequences[0, len(PROMPT) :].tolist() == expected()
@@ -302,7 +308,7 @@ def test_the_command_has_both_answers(
     flags: list[str], native: bool, attends: bool,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(hierarchy, "host_rate", lambda *_: RATE)
-    monkeypatch.setattr(host_rows, "native", lambda *_: native)
+    _with_kernel(monkeypatch, native)
     words = ["generate", prompt, *pair.options, "--max-new-tokens", "2", "--levels", "1", "--json"]
     assert main([*words, "--offload", *flags]) == 0
     memory = json.loads(capsys.readouterr().out.splitlines()[-1])["memory"]
@@ -331,7 +337,7 @@ def test_the_cpu_is_measured_once() -> None:
 def test_a_family_that_the_cpu_cannot_attend_for_is_streamed_or_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(host_rows, "native", lambda *_: True)
+    _with_kernel(monkeypatch, True)
     own = load(CAPPED["gemma2"](), profile=False, offload=True, levels=1)
     plan = own.memory_plan(len(PROMPT), NEW)
     assert plan is not None
