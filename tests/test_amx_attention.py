@@ -3,6 +3,8 @@
 import logging
 import os
 import stat
+from concurrent.futures import ThreadPoolExecutor
+from ctypes import CFUNCTYPE, c_void_p
 from pathlib import Path
 
 import pytest
@@ -29,11 +31,14 @@ def fresh_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def definition(q: Tensor, rows: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs and log-sum-exps in fp64, and the most by which rounded chances may change each output."""
-    keys, values = rows.double().permute(1, 2, 0, 3)
-    scores = q.double() @ keys.transpose(1, 2) * scale
+    """Outputs and log-sum-exps in fp64, and the most by which rounding may change each output."""
+    group = q.shape[1] // rows.shape[2]
+    keys, values = rows.double().permute(1, 2, 0, 3).repeat_interleave(group, dim=1)  # each [H_q, n, D]
+    scores = q.double().transpose(0, 1) @ keys.transpose(1, 2) * scale
     chances = scores.softmax(-1)
-    return chances @ values, scores.logsumexp(-1), _ROUNDING * (chances @ values.abs())
+    # Chances are rounded, and outputs.
+    allowed = _ROUNDING * (chances @ values.abs() + (chances @ values).abs())
+    return (chances @ values).transpose(0, 1), scores.logsumexp(-1).T, allowed.transpose(0, 1)
 
 
 @needs_amx
@@ -42,12 +47,12 @@ def definition(q: Tensor, rows: Tensor, scale: float) -> tuple[Tensor, Tensor, T
 @pytest.mark.parametrize("count", [1, 31, 256, 2321])
 def test_states_are_those_of_the_definition(dim: int, queries: int, count: int) -> None:
     attend, heads = AmxAttention(2), 5
-    for size in (1.0, 4.0):
-        q = (size * torch.randn(heads, queries, dim)).to(BF16)
+    for size, group in ((1.0, 1), (4.0, 1), (1.0, 3)):
+        q = (size * torch.randn(queries, heads * group, dim)).to(BF16)
         rows = torch.randn(count, 2, heads, dim).to(BF16)
         out, lse = attend(q, rows, 0.11)
         expected, expected_lse, allowed = definition(q, rows, 0.11)
-        assert (out.dtype, lse.dtype) == (torch.float32, torch.float32)
+        assert (out.dtype, lse.dtype) == (BF16, torch.float32)
         assert ((out - expected).abs() <= allowed + 2e-5).all()
         assert float((lse - expected_lse).abs().max()) < 3e-5
 
@@ -57,7 +62,7 @@ def test_scores_of_any_size_give_finite_states() -> None:
     """Rows come in an order that moves the maximum up and down by far more than fp32 has exponents."""
     rows = torch.randn(600, 2, 2, 64).to(BF16)
     rows[:, 0] *= torch.linspace(-90, 90, 600)[:, None, None].sin().to(BF16) * 30
-    q = (20 * torch.randn(2, 7, 64)).to(BF16)
+    q = (20 * torch.randn(7, 2, 64)).to(BF16)
     out, lse = AmxAttention(2)(q, rows)
     expected, expected_lse, allowed = definition(q, rows, 64**-0.5)
     assert ((out - expected).abs() <= allowed + 1e-3).all()
@@ -66,7 +71,7 @@ def test_scores_of_any_size_give_finite_states() -> None:
 
 @needs_amx
 def test_the_same_rows_give_the_same_bits_on_any_number_of_threads() -> None:
-    q, rows = torch.randn(6, 20, 128).to(BF16), torch.randn(5000, 2, 6, 128).to(BF16)
+    q, rows = torch.randn(20, 6, 128).to(BF16), torch.randn(5000, 2, 6, 128).to(BF16)
     (first, first_lse), *others = (AmxAttention(threads)(q, rows) for threads in (1, 2, 5))
     for out, lse in others:
         assert torch.equal(out, first)
@@ -77,21 +82,47 @@ def test_the_same_rows_give_the_same_bits_on_any_number_of_threads() -> None:
 def test_memory_for_states_serves_smaller_calls() -> None:
     attend = AmxAttention(2)
     for count, queries in ((3000, 30), (40, 3), (2500, 17)):
-        q, rows = torch.randn(2, queries, 64).to(BF16), torch.randn(count, 2, 2, 64).to(BF16)
+        q, rows = torch.randn(queries, 2, 64).to(BF16), torch.randn(count, 2, 2, 64).to(BF16)
         out, _ = attend(q, rows)
         expected, _, allowed = definition(q, rows, 64**-0.5)
         assert ((out - expected).abs() <= allowed + 2e-5).all()
 
 
 @needs_amx
+def test_without_rows_there_is_nothing() -> None:
+    out, lse = AmxAttention(2)(torch.ones(3, 4, 64, dtype=BF16), torch.ones(0, 2, 2, 64, dtype=BF16))
+    assert not out.any()
+    assert (lse == -torch.inf).all()
+
+
+@needs_amx
+def test_calls_wait_for_nobody() -> None:
+    """They run later, from another thread, and some need more memory than those before."""
+    attend, made = AmxAttention(2), []
+    for count, queries in ((40, 3), (3000, 30), (70, 17)):
+        q, rows = torch.randn(queries, 4, 64).to(BF16), torch.randn(count, 2, 2, 64).to(BF16)
+        out, lse = torch.empty_like(q), torch.empty(queries, 4)
+        made.append((attend.call(q, rows, 0.1, out, lse), q, rows, out, lse))
+    with ThreadPoolExecutor(1) as thread:
+        for call, *_ in made:
+            thread.submit(CFUNCTYPE(None, c_void_p)(call.function), call.argument).result()
+    for _, q, rows, out, lse in made:
+        expected, expected_lse, allowed = definition(q, rows, 0.1)
+        assert ((out - expected).abs() <= allowed + 2e-5).all()
+        assert float((lse - expected_lse).abs().max()) < 3e-5
+    assert attend.seconds > 0
+
+
+@needs_amx
 @pytest.mark.parametrize(
     ("q", "rows", "message"),
     [
-        ((2, 3, 48), (9, 2, 2, 48), "multiple of 32"),
-        ((2, 3, 288), (9, 2, 2, 288), "multiple of 32 up to 256"),
-        ((2, 3, 64), (9, 2, 4, 64), r"q \[2, 3, 64\] and rows \[9, 2, 4, 64\]"),
-        ((2, 3, 64), (0, 2, 2, 64), "at least 1"),
-        ((2, 0, 64), (9, 2, 2, 64), "at least 1"),
+        ((3, 2, 48), (9, 2, 2, 48), "one of 32 up to 256"),
+        ((3, 2, 288), (9, 2, 2, 288), "one of 32 up to 256"),
+        ((3, 4, 64), (9, 2, 3, 64), r"q \[3, 4, 64\], rows \[9, 2, 3, 64\]"),
+        ((3, 4, 64), (9, 2, 4, 32), "must be"),
+        ((3, 4, 64), (9, 3, 4, 64), "must be"),
+        ((0, 2, 64), (9, 2, 2, 64), "T of at least 1"),
     ],
 )
 def test_other_shapes_are_refused(q: tuple[int, ...], rows: tuple[int, ...], message: str) -> None:
@@ -101,9 +132,9 @@ def test_other_shapes_are_refused(q: tuple[int, ...], rows: tuple[int, ...], mes
 
 @needs_amx
 def test_other_dtypes_and_strides_are_refused() -> None:
-    q, rows = torch.ones(2, 3, 64, dtype=BF16), torch.ones(9, 2, 2, 64, dtype=BF16)
+    q, rows = torch.ones(3, 2, 64, dtype=BF16), torch.ones(9, 2, 2, 64, dtype=BF16)
     for other in ((q.half(), rows), (q, rows.float()), (q, rows.repeat(2, 1, 1, 1)[::2])):
-        with pytest.raises(ValueError, match="bf16, and rows dense"):
+        with pytest.raises(ValueError, match="must be bf16, lse fp32, and all of them dense"):
             AmxAttention(2)(*other)
 
 

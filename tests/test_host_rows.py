@@ -71,7 +71,7 @@ def definition(heads: Heads, q: Tensor, rows: Tensor, scale: float) -> tuple[Ten
 
 
 def test_the_same_rows_give_the_same_bits() -> None:
-    q, rows = torch.randn(2, 5, 16), torch.randn(100, 2, 2, 16)
+    q, rows = torch.randn(5, 4, 16), torch.randn(100, 2, 2, 16)
     for a, b in zip(attend(q, rows), attend(q.clone(), rows.clone()), strict=True):
         assert torch.equal(a, b)
 
@@ -170,7 +170,7 @@ def test_a_fault_is_raised_and_the_next_text_is_right(monkeypatch: pytest.Monkey
     assert cycle.offloaded is not None
     attention = cycle.offloaded.attention
     assert attention is not None
-    work, left = attention._attend, 3
+    work, left = attention._answer, 3
 
     def failing(*args: object) -> object:
         nonlocal left
@@ -179,7 +179,7 @@ def test_a_fault_is_raised_and_the_next_text_is_right(monkeypatch: pytest.Monkey
             raise RuntimeError("a core is gone")
         return work(*args)
 
-    monkeypatch.setattr(attention, "_attend", failing)
+    monkeypatch.setattr(attention, "_answer", failing)
     with pytest.raises(RuntimeError, match="a core is gone"):
         decoded(cycle, PROMPTS[:1], [10], again=True)
     monkeypatch.undo()

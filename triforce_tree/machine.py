@@ -11,7 +11,7 @@ from torch import Tensor
 from triforce_tree import parallel
 from triforce_tree.cycle.lanes import Lane
 from triforce_tree.cycle.pinned import SPARE, HostMemory, available
-from triforce_tree.kernels.host_rows import fastest
+from triforce_tree.kernels.host_rows import attend, kernel
 from triforce_tree.kernels.plan import Heads
 from triforce_tree.memory_map import HostRate, Machine
 
@@ -125,20 +125,20 @@ def host_rate(heads: Heads, dtype: torch.dtype, threads: int, device: torch.devi
     row = prod(shape) * dtype.itemsize
     memory = HostMemory(locked=on_gpu, what="measuring attention on the CPU")
     memory.check(size)
-    attend, lane, speeds = fastest(heads, dtype), Lane(device), []
+    answer, lane, speeds = kernel(heads, dtype) or attend, Lane(device), []
     try:
         # Written, or all of it would be one page of zeros.
         rows = memory.take((size // row, *shape), dtype).fill_(0.5)
         near = torch.empty((piece // row, *shape), dtype=dtype, device=device)
         for queries in _QUERIES:
-            q = torch.full((heads.kv, heads.group * queries, heads.dim), 0.5, dtype=dtype)
-            attend(q, rows, None)
+            q = torch.full((queries, heads.query, heads.dim), 0.5, dtype=dtype)
+            answer(q, rows)
             copies = int(2 * _SECONDS * bandwidths(device)[0] / near.nbytes) if on_gpu else 0
             for _ in range(copies):
                 lane.copy(near, rows[: len(near)])
             start, seconds, count = time.perf_counter(), 0.0, 0
             while seconds < _SECONDS:
-                attend(q, rows, None)
+                answer(q, rows)
                 count += rows.nbytes
                 seconds = time.perf_counter() - start
             lane.synchronize()

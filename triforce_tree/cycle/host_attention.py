@@ -6,13 +6,13 @@ and values. ``kernels/host_rows.py`` computes it.
 
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from triforce_tree.cycle.lanes import Lane
 from triforce_tree.cycle.pinned import HostMemory
 from triforce_tree.hf_model import HFModel
 from triforce_tree.kernels import exchange, host_rows
@@ -26,6 +26,11 @@ def check_host_attention(model: HFModel) -> None:
         raise ValueError(
             f"{model.name} caps its attention scores, which attention on the CPU cannot; leave "
             "host_attention out"
+        )
+    if model.device.type == "cuda" and not host_rows.native(model.heads, model.dtype):
+        raise ValueError(
+            f"attention on the CPU needs AMX, bf16, and heads of a multiple of 32 up to 256; {model.name} "
+            f"has {model.dtype} and heads of {model.heads.dim} on this machine; leave host_attention out"
         )
 
 
@@ -63,8 +68,8 @@ class _Exchange(NamedTuple):
 class HostAttention:
     """Attends on the host for queries on the device: ``ask``, then anything else, then ``states``.
 
-    One question at a time, answered on a thread of its own, so that meanwhile the caller can ask the device
-    for its part: in a layer that is dozens of pieces. Off the GPU the same happens without a bus.
+    One question at a time, answered in a lane beside the computation: whoever asks the device for a whole
+    pass ahead has asked the host for its part as well. Off the GPU each question is answered at once.
 
     Args:
         heads: of the attention.
@@ -77,74 +82,61 @@ class HostAttention:
 
     def __init__(self, heads: Heads, device: torch.device, dtype: torch.dtype) -> None:
         self.heads, self.device, self.dtype = heads, device, dtype
-        on_gpu = device.type == "cuda"
-        self.memory = HostMemory(locked=on_gpu)
-        self.bytes, self.seconds = 0, 0.0
-        self._attend = host_rows.fastest(heads, dtype)
+        self.memory = HostMemory(locked=device.type == "cuda")
+        self.bytes = 0
+        self._kernel = host_rows.kernel(heads, dtype)
+        self._torch_seconds = 0.0
+        self._lane = Lane(device)
         self._shapes: dict[tuple[int, int], _Exchange] = {}
-        self._asked: tuple[_Exchange, Future[None]] | None = None
-        self._arrived: Any = torch.cuda.Event() if on_gpu else None
-        self._thread = ThreadPoolExecutor(1, "host-attention")
+        self._asked: _Exchange | None = None
+
+    @property
+    def seconds(self) -> float:
+        return self._torch_seconds if self._kernel is None else self._kernel.seconds
 
     def ask(self, q: Tensor, rows: Sequence[Tensor], scale: float) -> None:
         """Let queries come to the host, behind what was asked of the device so far, and attend to rows.
 
-        What the host reads and writes here for one layer the device is done with when the next layer's
-        queries arrive: they are computed from these states.
+        What is read and written here for one layer the device is done with when the next layer's queries
+        come: they are computed from these states.
 
         Args:
             q: ``[B, T, H_q, D]``.
             rows: of each text, ``[n, 2, H_kv, D]``; there may be none.
             scale: of the scores.
         """
-        self._wait()
         batch, queries = q.shape[:2]
         if (batch, queries) not in self._shapes:
             self._shapes[batch, queries] = self._exchange(batch, queries)
-        asked = self._shapes[batch, queries]
-        asked.q.copy_(q, non_blocking=True)
-        if self._arrived is not None:
-            self._arrived.record()
-        self._asked = asked, self._thread.submit(self._answer, asked, rows, scale)
+        asked = self._asked = self._shapes[batch, queries]
+        # By then rows that were on their way to the host are there: a pass begins behind them.
+        self._lane.copy(asked.q, q)
+        for b, own in enumerate(rows):
+            self._answer(asked.q[b], own, scale, asked.out[b], asked.lse[b])
+            self.bytes += own.nbytes
+        with self._lane.running():
+            exchange.fetch_words(asked.near, asked.words)
+
+    def _answer(self, q: Tensor, rows: Tensor, scale: float, out: Tensor, lse: Tensor) -> None:
+        if self._kernel is not None:
+            self._lane.call(*self._kernel.call(q, rows, scale, out, lse))
+            return
+        start = time.perf_counter()
+        for target, made in zip((out, lse), host_rows.attend(q, rows, scale), strict=True):
+            target.copy_(made)
+        self._torch_seconds += time.perf_counter() - start
 
     def states(self) -> State:
         """What was asked for.
 
         Returns:
-            on the device, until the next call: out ``[B, T, H_q, D]`` and lse ``[B, T, H_q]`` in fp32, -inf
-            for a text without rows.
+            on the device, until the next question: out ``[B, T, H_q, D]`` and lse ``[B, T, H_q]`` in fp32,
+            -inf for a text without rows.
         """
-        assert self._asked is not None, "nothing was asked"
-        asked, answered = self._asked
-        answered.result()
-        self._asked = None
-        exchange.fetch_words(asked.near, asked.words)
+        asked, self._asked = self._asked, None
+        assert asked is not None, "nothing was asked"
+        self._lane.join()
         return asked.near_out, asked.near_lse
-
-    @torch.inference_mode()
-    def _answer(self, asked: _Exchange, rows: Sequence[Tensor], scale: float) -> None:
-        if self._arrived is not None:
-            # So have rows that were on their way to the host: a pass begins behind them.
-            self._arrived.synchronize()
-        start = time.perf_counter()
-        kv, group = self.heads.kv, self.heads.group
-        for b, own in enumerate(rows):
-            if not own.shape[0]:
-                asked.out[b].zero_()
-                asked.lse[b].fill_(-torch.inf)
-                continue
-            q = asked.q[b].unflatten(1, (kv, group)).permute(1, 2, 0, 3)  # [H_kv, group, T, D]
-            out, lse = self._attend(q.flatten(1, 2), own, scale)
-            asked.out[b].unflatten(1, (kv, group)).copy_(out.unflatten(1, (group, -1)).permute(2, 0, 1, 3))
-            asked.lse[b].unflatten(1, (kv, group)).copy_(lse.unflatten(1, (group, -1)).permute(2, 0, 1))
-            self.bytes += own.nbytes
-        self.seconds += time.perf_counter() - start
-
-    def _wait(self) -> None:
-        """For an answer that nobody came for, after a fault or Ctrl-C: it still reads rows."""
-        if self._asked is not None:
-            wait([self._asked[1]])
-            self._asked = None
 
     def _exchange(self, batch: int, queries: int) -> _Exchange:
         shape = (batch, queries, self.heads.query, self.heads.dim)
@@ -161,8 +153,7 @@ class HostAttention:
         return _Exchange(self.memory.take(shape, self.dtype), words, *parts(words), near, *parts(near))
 
     def close(self) -> None:
-        """Give the host memory back; the device must be done with it."""
-        self._wait()
-        self._thread.shutdown()
+        """Give the host memory back. A question that a pass left behind still reads rows: it ends first."""
+        self._lane.synchronize()
         self._shapes = {}
         self.memory.release()

@@ -3,8 +3,10 @@
 Off the GPU there are no streams, and every copy is done when it is asked for.
 """
 
+import ctypes
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -28,11 +30,15 @@ class Lane:
             target.copy_(source)
             return Mark(None)
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
+        with self.running():
             target.copy_(source, non_blocking=True)
             if source.is_cuda:
                 source.record_stream(self.stream)
             return self.mark()
+
+    def running(self) -> AbstractContextManager[Any]:
+        """Inside, what the device is asked for runs in this lane."""
+        return torch.cuda.stream(self.stream) if self.stream is not None else nullcontext()
 
     def mark(self) -> "Mark":
         """Set when all copies so far are done."""
@@ -41,6 +47,20 @@ class Lane:
         event = torch.cuda.Event()
         event.record(self.stream)
         return Mark(event)
+
+    def call(self, function: int, argument: int) -> None:
+        """Run a C function on the host once all copies so far are done; those to come wait for it.
+
+        Args:
+            function: address of a ``void f(void *)`` that calls nothing of CUDA.
+            argument: address, good until it has run.
+        """
+        if self.stream is None:
+            ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)(argument)
+            return
+        failed = _driver().cuLaunchHostFunc(self.stream.cuda_stream, function, argument)
+        if failed:
+            raise RuntimeError(f"cuLaunchHostFunc failed with CUresult {failed}")
 
     def join(self, other: "Lane | None" = None) -> None:
         """Let the computation, or another lane, wait for all copies so far."""
@@ -53,6 +73,14 @@ class Lane:
         """Wait on the host."""
         if self.stream is not None:
             self.stream.synchronize()
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    """CUDA's driver, for what torch has no call for."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    driver.cuLaunchHostFunc.argtypes = [ctypes.c_void_p] * 3
+    return driver
 
 
 class Mark:
@@ -122,7 +150,7 @@ class Ring:
         stream = self.lane.stream
         if stream is not None:
             stream.wait_event(self._free[slot])
-        with torch.cuda.stream(stream) if stream is not None else nullcontext():
+        with self.lane.running():
             target.copy_(piece, non_blocking=True)
         if stream is not None:
             self._ready[slot].record(stream)

@@ -11,10 +11,11 @@
 #include <errno.h>
 #include <immintrin.h>
 #include <math.h>
+#include <omp.h>
 #include <stdint.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 
 typedef uint16_t bf16;
@@ -29,6 +30,7 @@ enum {
     GROUP = 4,                   /* heads of a task: neighbours in memory */
     CHUNK = 4,                   /* tiles of queries that go through the phases together */
     LINE = 64,
+    MOST_DIM = 256,
     ARCH_REQ_XCOMP_PERM = 0x1023, /* of arch_prctl */
     XFEATURE_XTILEDATA = 18,
 };
@@ -288,18 +290,37 @@ static void add_block(const char *keys, int64_t stride, int rows, const bf16 *q,
     add_outputs(own, tiles, steps, dim, lines, state.out);
 }
 
-/* Queries [count, dim] of a head as tiles, one chunk behind the other; queries that are not there are 0. */
-static void pack_queries(const bf16 *q, int count, int dim, bf16 *out) {
-    const int tiles = (count + TILE - 1) / TILE;
+/* What is asked, and where the answer goes. Queries of all heads that share a KV head are rows of it. */
+typedef struct {
+    const bf16 *q;    /* [queries, heads * group, dim] */
+    const char *rows; /* [count, 2, heads, dim], bf16 */
+    void *work;       /* host_attention_work bytes, from a multiple of 64 on */
+    bf16 *out;        /* [queries, heads * group, dim] */
+    float *lse;       /* [queries, heads * group], natural logarithms */
+    double *seconds;  /* the time it took is added; may be 0 */
+    int64_t count;
+    int32_t heads, group, queries, dim, threads;
+    float scale; /* of the scores */
+} Question;
+
+/* Where query ``row`` of a KV head is among the queries of all heads. */
+static inline int64_t place_of(const Question *own, int head, int row) {
+    return (int64_t)(row % own->queries * own->heads + head) * own->group + row / own->queries;
+}
+
+/* Queries of a KV head as tiles, one chunk behind the other; queries that are not there are 0. */
+static void pack_queries(const Question *own, int head, bf16 *out) {
+    const int count = own->queries * own->group, dim = own->dim, tiles = (count + TILE - 1) / TILE;
     memset(out, 0, (int64_t)tiles * TILE * dim * sizeof(bf16));
     for (int first = 0; first < tiles; first += CHUNK) {
-        const int own = tiles - first < CHUNK ? tiles - first : CHUNK;
-        for (int query = first * TILE; query < count && query < (first + own) * TILE; query++)
-            for (int d = 0; d < dim; d++) {
-                const int tile = d / PAIRED * own + (query / TILE - first);
-                out[tile * ELEMENTS + d % PAIRED / 2 * PAIRED + query % TILE * 2 + d % 2] = q[query * dim + d];
-            }
-        out += (int64_t)own * TILE * dim;
+        const int width = tiles - first < CHUNK ? tiles - first : CHUNK;
+        for (int row = first * TILE; row < count && row < (first + width) * TILE; row++) {
+            const uint32_t *from = (const uint32_t *)(own->q + place_of(own, head, row) * dim);
+            uint32_t *to = (uint32_t *)out + (row / TILE - first) * ELEMENTS / 2 + row % TILE;
+            for (int d = 0; d < dim / 2; d++)
+                to[d / TILE * width * ELEMENTS / 2 + d % TILE * TILE] = from[d];
+        }
+        out += (int64_t)width * TILE * dim;
     }
 }
 
@@ -314,13 +335,11 @@ static void configure_tiles(void) {
     _tile_loadconfig(&config);
 }
 
-static void *aligned(int64_t bytes) { return aligned_alloc(4096, (bytes + 4095) / 4096 * 4096); }
-
-/* The same of every call, see host_attention below. */
+/* A question, prepared. */
 typedef struct {
     const char *rows;
     int64_t count, stride;
-    int heads, queries, tiles, dim;
+    int heads, tiles, dim;
     float scale;
     bf16 *q;       /* [heads], as pack_queries leaves them */
     float *states; /* [runs, heads] of outputs, maxima, sums */
@@ -362,22 +381,29 @@ static void attend_run(const Call *call, int64_t run, int first, int last, Scrat
         }
 }
 
+static inline bf16 to_bf16(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
 /* All runs of one query of one head. */
-static void merge(const Call *call, int64_t runs, int head, int query, float *out, float *lse) {
-    float most = LEAST, sum = 0;
+static void merge(const Call *call, int64_t runs, int head, int query, bf16 *out, float *lse) {
+    float total[MOST_DIM] = {0}, most = LEAST, sum = 0;
     for (int64_t run = 0; run < runs; run++)
         most = fmaxf(most, state_of(call, run, head).most[query]);
-    memset(out, 0, call->dim * sizeof(float));
     for (int64_t run = 0; run < runs; run++) {
         const State state = state_of(call, run, head);
         const float factor = exp2f(call->scale * (state.most[query] - most)), *from = state.out + query * call->dim;
         sum += factor * state.sum[query];
         for (int d = 0; d < call->dim; d++)
-            out[d] += factor * from[d];
+            total[d] += factor * from[d];
     }
+    /* Without rows there is nothing, and its logarithm. */
+    const float inverse = runs ? 1 / sum : 0;
     for (int d = 0; d < call->dim; d++)
-        out[d] /= sum;
-    *lse = (call->scale * most + log2f(sum)) * (float)M_LN2;
+        out[d] = to_bf16(total[d] * inverse);
+    *lse = runs ? (call->scale * most + log2f(sum)) * (float)M_LN2 : -INFINITY;
 }
 
 /* Ask the system for tile registers; 0, or its error. Once in a process. */
@@ -385,51 +411,54 @@ int host_attention_init(void) {
     return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) ? errno : 0;
 }
 
-/* Bytes of ``work`` below. */
-int64_t host_attention_work(int64_t rows, int heads, int queries, int dim) {
-    const int64_t padded = (queries + TILE - 1) / TILE * TILE, runs = (rows + RUN - 1) / RUN;
-    return heads * padded * (dim * sizeof(bf16) + runs * (dim + 2) * sizeof(float));
+static int64_t scratch_bytes(int dim) {
+    const int64_t scores = BLOCK * CHUNK * TILE;
+    return scores * (sizeof(float) + sizeof(bf16)) + (BLOCK + PAIRED) * dim * sizeof(bf16);
 }
 
-/* q [heads, queries, dim], rows [count, 2, heads, dim], both bf16 -> out [heads, queries, dim] and the
- * log-sum-exp [heads, queries] of the scaled scores, both fp32. dim is a multiple of 32, count is not 0, and
- * work begins at a multiple of 64. 0, or ENOMEM. */
-int host_attention(const bf16 *q, const bf16 *rows, int64_t count, int heads, int queries, int dim, float scale,
-                   int threads, void *work, float *out, float *lse) {
+/* Bytes of a question's ``work``; ``queries`` of a KV head, those of all its query heads. */
+int64_t host_attention_work(int64_t count, int heads, int queries, int dim, int threads) {
+    const int64_t padded = (queries + TILE - 1) / TILE * TILE, runs = (count + RUN - 1) / RUN;
+    return heads * padded * (dim * sizeof(bf16) + runs * (dim + 2) * sizeof(float)) + threads * scratch_bytes(dim);
+}
+
+/* Answer a Question: bf16, dim a multiple of 32 and at most MOST_DIM, any number of rows. It cannot fail, and calls
+ * nothing but OpenMP, so that a stream of CUDA may run it. */
+void host_attention(void *question) {
+    const Question *asked = question;
+    const int heads = asked->heads, dim = asked->dim, queries = asked->queries * asked->group;
     const int tiles = (queries + TILE - 1) / TILE, groups = (heads + GROUP - 1) / GROUP;
-    const int64_t runs = (count + RUN - 1) / RUN, packed = (int64_t)tiles * TILE * dim;
-    const Call call = {(const char *)rows,  count, 4 * (int64_t)heads * dim, heads, queries, tiles, dim, scale * (float)M_LOG2E,
-                       work, (float *)((bf16 *)work + heads * packed)};
-    int failed = 0;
-#pragma omp parallel num_threads(threads)
+    const int64_t runs = (asked->count + RUN - 1) / RUN, packed = (int64_t)tiles * TILE * dim;
+    struct timespec begin, end;
+    clock_gettime(CLOCK_MONOTONIC, &begin);
+    char *scratch = asked->work;
+    bf16 *q = (bf16 *)(scratch + asked->threads * scratch_bytes(dim));
+    const Call call = {
+        .rows = asked->rows, .count = asked->count, .stride = 4 * (int64_t)heads * dim, .heads = heads, .tiles = tiles,
+        .dim = dim, .scale = asked->scale * (float)M_LOG2E, .q = q, .states = (float *)(q + heads * packed),
+    };
+#pragma omp parallel num_threads(asked->threads)
     {
-        const int64_t scores = BLOCK * CHUNK * TILE, values = BLOCK * dim;
-        char *memory = aligned(scores * (sizeof(float) + sizeof(bf16)) + (values + PAIRED * dim) * sizeof(bf16));
-        Scratch own = {.scores = (float *)memory};
-        if (memory) {
-            own.chances = (bf16 *)(own.scores + scores);
-            own.values = own.chances + scores;
-            own.rest = own.values + values;
-            configure_tiles();
-        } else {
-#pragma omp atomic write
-            failed = ENOMEM;
-        }
+        float *scores = (float *)(scratch + omp_get_thread_num() * scratch_bytes(dim));
+        bf16 *chances = (bf16 *)(scores + BLOCK * CHUNK * TILE), *values = chances + BLOCK * CHUNK * TILE;
+        Scratch own = {.scores = scores, .chances = chances, .values = values, .rest = values + BLOCK * dim};
+        configure_tiles();
 #pragma omp for
         for (int head = 0; head < heads; head++)
-            pack_queries(q + (int64_t)head * queries * dim, queries, dim, call.q + head * packed);
+            pack_queries(asked, head, call.q + head * packed);
 #pragma omp for schedule(dynamic, 1)
         for (int64_t task = 0; task < runs * groups; task++) {
             const int first = task % groups * GROUP;
-            if (memory)
-                attend_run(&call, task / groups, first, first + GROUP < heads ? first + GROUP : heads, &own);
+            attend_run(&call, task / groups, first, first + GROUP < heads ? first + GROUP : heads, &own);
         }
-        if (memory)
-            _tile_release();
-        free(memory);
+        _tile_release();
 #pragma omp for
-        for (int64_t each = 0; each < (int64_t)heads * queries; each++)
-            merge(&call, runs, each / queries, each % queries, out + each * dim, lse + each);
+        for (int64_t each = 0; each < (int64_t)heads * queries; each++) {
+            const int64_t at = place_of(asked, each / queries, each % queries);
+            merge(&call, runs, each / queries, each % queries, asked->out + at * dim, asked->lse + at);
+        }
     }
-    return failed;
+    clock_gettime(CLOCK_MONOTONIC, &end);
+    if (asked->seconds)
+        *asked->seconds += (end.tv_sec - begin.tv_sec) + 1e-9 * (end.tv_nsec - begin.tv_nsec);
 }

@@ -12,8 +12,10 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from collections import deque
 from functools import cache
 from pathlib import Path
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,14 +23,33 @@ from torch import Tensor
 _LOG = logging.getLogger(__name__)
 _SOURCE = Path(__file__).with_suffix(".c")
 _FLAGS = (
-    *("-O3", "-std=gnu11", "-fopenmp", "-shared", "-fPIC"),
+    *("-O3", "-std=gnu11", "-fno-strict-aliasing", "-fopenmp", "-shared", "-fPIC"),
     *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mamx-tile", "-mamx-bf16"),
 )
 _NEEDED = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma", "amx_tile", "amx_bf16"})
 _COMPILERS = ("cc", "gcc", "clang")
 _ALIGNMENT = 64
 _MOST_DIM = 256
-_P, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+# Questions that may wait for their answers at once: more than there are texts times layers.
+_WAITING = 4096
+_P, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+
+
+class _Question(ctypes.Structure):
+    """``Question`` in the C file."""
+
+    _fields_: ClassVar = [
+        ("q", _P), ("rows", _P), ("work", _P), ("out", _P), ("lse", _P), ("seconds", _P), ("count", _LONG),
+        ("heads", _INT), ("group", _INT), ("queries", _INT), ("dim", _INT), ("threads", _INT),
+        ("scale", ctypes.c_float),
+    ]  # fmt: skip
+
+
+class Call(NamedTuple):
+    """Addresses of a C function ``void f(void *)`` and of its argument."""
+
+    function: int
+    argument: int
 
 
 def supports(dim: int, dtype: torch.dtype) -> bool:
@@ -50,11 +71,13 @@ def supports(dim: int, dtype: torch.dtype) -> bool:
 class AmxAttention:
     """Attention of queries to rows in host memory, in bf16 products with fp32 sums.
 
-    The same rows give the same bits, whatever the number of threads. One call at a time: memory for
-    intermediate states is kept for the next one.
+    The same rows give the same bits, whatever the number of threads.
 
     Args:
         threads: to work on.
+
+    Attributes:
+        seconds: that all answers so far took.
 
     Raises:
         OSError: the kernel cannot be built or used here.
@@ -62,37 +85,60 @@ class AmxAttention:
 
     def __init__(self, threads: int) -> None:
         self._library, self._threads = _library(), threads
+        self._function = ctypes.cast(self._library.host_attention, _P).value or 0
         self._work = torch.empty(0, dtype=torch.uint8)
+        self._seconds = ctypes.c_double()
+        self._asked: deque[tuple[_Question, Tensor]] = deque(maxlen=_WAITING)
 
-    def __call__(self, q: Tensor, rows: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
-        """See ``host_rows.attend``, for bf16 and head sizes that :func:`supports` knows.
+    @property
+    def seconds(self) -> float:
+        return self._seconds.value
+
+    def call(self, q: Tensor, rows: Tensor, scale: float, out: Tensor, lse: Tensor) -> Call:
+        """What answers, once it is called; one at a time, from any thread, within 4,096 further questions.
+
+        Args:
+            q: ``[T, H_q, D]``, D a multiple of 32 up to 256. Like all tensors here in host memory, bf16,
+                dense, and kept by the caller until the answer is there.
+            rows: ``[n, 2, H_kv, D]``, of which there may be none.
+            scale: of the scores.
+            out: ``[T, H_q, D]``, written.
+            lse: fp32 ``[T, H_q]``, natural logarithms, written; -inf without rows.
 
         Raises:
             ValueError: other tensors.
-            MemoryError: host memory is short.
         """
-        heads, queries, dim = q.shape
-        count = rows.shape[0]
-        if rows.shape != (count, 2, heads, dim) or not count or not queries or dim % 32 or dim > _MOST_DIM:
+        queries, heads, dim = q.shape
+        count, _, kv, _ = rows.shape
+        fits = rows.shape == (count, 2, kv, dim) and heads % kv == 0 and not dim % 32 and dim <= _MOST_DIM
+        if not fits or not queries or out.shape != q.shape or lse.shape != (queries, heads):
             raise ValueError(
-                f"q {list(q.shape)} and rows {list(rows.shape)} must be [H_kv, R, D] and [n, 2, H_kv, D] "
-                f"with R and n of at least 1, and D a multiple of 32 up to {_MOST_DIM}"
+                f"q {list(q.shape)}, rows {list(rows.shape)}, out {list(out.shape)} and lse "
+                f"{list(lse.shape)} must be [T, H_q, D], [n, 2, H_kv, D], [T, H_q, D] and [T, H_q] with T of "
+                f"at least 1, H_q a multiple of H_kv, and D one of 32 up to {_MOST_DIM}"
             )
-        if q.dtype != torch.bfloat16 or rows.dtype != torch.bfloat16 or not rows.is_contiguous():
-            raise ValueError("q and rows must be bf16, and rows dense")
-        q = q.contiguous()
-        need = self._library.host_attention_work(count, heads, queries, dim) + _ALIGNMENT
+        typed = all(t.dtype == torch.bfloat16 for t in (q, rows, out)) and lse.dtype == torch.float32
+        if not typed or not all(t.is_contiguous() and t.device.type == "cpu" for t in (q, rows, out, lse)):
+            raise ValueError(
+                "q, rows and out must be bf16, lse fp32, and all of them dense and in host memory"
+            )
+        group = heads // kv
+        need = self._library.host_attention_work(count, kv, group * queries, dim, self._threads) + _ALIGNMENT
         if self._work.numel() < need:
             self._work = torch.empty(need, dtype=torch.uint8)
         work = -(-self._work.data_ptr() // _ALIGNMENT) * _ALIGNMENT
-        out = torch.empty(heads, queries, dim, dtype=torch.float32)
-        lse = torch.empty(heads, queries, dtype=torch.float32)
-        failed = self._library.host_attention(
-            q.data_ptr(), rows.data_ptr(), count, heads, queries, dim, dim**-0.5 if scale is None else scale,
-            self._threads, work, out.data_ptr(), lse.data_ptr(),
+        question = _Question(
+            q.data_ptr(), rows.data_ptr(), work, out.data_ptr(), lse.data_ptr(),
+            ctypes.addressof(self._seconds), count, kv, group, queries, dim, self._threads, scale,
         )  # fmt: skip
-        if failed:
-            raise MemoryError(f"attention on the CPU found no memory: {os.strerror(failed)}")
+        self._asked.append((question, self._work))
+        return Call(self._function, ctypes.addressof(question))
+
+    def __call__(self, q: Tensor, rows: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
+        """The answer at once; see ``host_rows.attend``."""
+        out, lse = torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32)
+        call = self.call(q, rows, q.shape[-1] ** -0.5 if scale is None else scale, out, lse)
+        self._library.host_attention(call.argument)
         return out, lse
 
 
@@ -115,11 +161,9 @@ def _library() -> ctypes.CDLL:
         OSError: no compiler, a compiler that fails, or a system that grants no tile registers.
     """
     library = ctypes.CDLL(str(_built()))
-    library.host_attention_work.argtypes = [_LONG, _INT, _INT, _INT]
+    library.host_attention_work.argtypes = [_LONG, _INT, _INT, _INT, _INT]
     library.host_attention_work.restype = _LONG
-    library.host_attention.argtypes = [
-        _P, _P, _LONG, _INT, _INT, _INT, ctypes.c_float, _INT, _P, _P, _P,
-    ]  # fmt: skip
+    library.host_attention.argtypes, library.host_attention.restype = [_P], None
     denied = library.host_attention_init()
     if denied:
         raise OSError(denied, f"the system grants no AMX tile registers: {os.strerror(denied)}")

@@ -3,7 +3,7 @@
 For a fixed number of threads (``torch.get_num_threads``) the same rows give the same bits.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,9 +14,6 @@ from triforce_tree.kernels.reference import merge_states
 
 State = tuple[Tensor, Tensor]
 """Outputs and their log-sum-exp."""
-
-Attend = Callable[[Tensor, Tensor, float | None], State]
-"""A function like :func:`attend`."""
 
 BLOCK = 8 << 20
 """Bytes of a block of rows: what one head has of it stays in a core's cache while queries go through it."""
@@ -30,12 +27,9 @@ def native(heads: Heads, dtype: torch.dtype) -> bool:
     return supports(heads.dim, dtype)
 
 
-def fastest(heads: Heads, dtype: torch.dtype) -> Attend:
-    """Our kernel where it runs, on all of torch's threads but the caller's, else :func:`attend`.
-
-    For one caller at a time.
-    """
-    return AmxAttention(max(1, torch.get_num_threads() - 1)) if native(heads, dtype) else attend
+def kernel(heads: Heads, dtype: torch.dtype) -> AmxAttention | None:
+    """Our kernel, on all of torch's threads but the one that the process needs; None where it cannot run."""
+    return AmxAttention(max(1, torch.get_num_threads() - 1)) if native(heads, dtype) else None
 
 
 def flash(q: Tensor, rows: Tensor, parts: int = 1, scale: float | None = None) -> State:
@@ -64,16 +58,33 @@ def merged(states: Sequence[State]) -> State:
 
 
 def attend(q: Tensor, rows: Tensor, scale: float | None = None) -> State:
-    """Attention to all of any number of rows but none: :func:`flash`, in blocks of :data:`BLOCK` bytes.
+    """Attention to any number of rows: :func:`flash`, in blocks of :data:`BLOCK` bytes.
 
-    Arguments and results are those of :func:`flash`.
+    Args:
+        q: ``[T, H_q, D]``.
+        rows: ``[n, 2, H_kv, D]`` of the same dtype.
+        scale: of the scores; None for ``D ** -0.5``.
+
+    Returns:
+        out ``[T, H_q, D]`` in the dtype of ``q``, and lse fp32 ``[T, H_q]``, natural logarithms; zeros and
+        -inf without rows.
     """
+    queries, heads, dim = q.shape
+    if not rows.shape[0]:
+        return torch.zeros_like(q), q.new_full((queries, heads), -torch.inf, dtype=torch.float32)
+    kv = rows.shape[2]
+    grouped = q.unflatten(1, (kv, heads // kv)).permute(1, 2, 0, 3).flatten(1, 2)  # [H_kv, group * T, D]
     block = max(1, BLOCK // rows[0].nbytes)
     states = []
     for run in rows.split(_TOGETHER * block):
         whole = run.shape[0] // block
         if whole:
-            states.append(flash(q, run[: whole * block], whole, scale))
+            states.append(flash(grouped, run[: whole * block], whole, scale))
         if run.shape[0] > whole * block:
-            states.append(flash(q, run[whole * block :], scale=scale))
-    return merged(states)
+            states.append(flash(grouped, run[whole * block :], scale=scale))
+    out, lse = merged(states)
+    parts = (heads // kv, queries)
+    return (
+        out.to(q.dtype).unflatten(1, parts).permute(2, 0, 1, 3).reshape(queries, heads, dim),
+        lse.unflatten(1, parts).permute(2, 0, 1).reshape(queries, heads),
+    )
