@@ -1,4 +1,4 @@
-"""Attention on the CPU over rows in host memory, by what torch has: ways to compute it, to use many cores.
+"""Attention on the CPU over rows in host memory: ways to compute it, ways to use many cores.
 
 A way takes queries ``[H_kv, R, D]`` in bf16, R = T x query heads a KV head, and rows ``[n, 2, H_kv, D]`` as
 ``cycle/host_store.py`` keeps them. It returns a state: out ``[H_kv, R, D]`` and lse ``[H_kv, R]``, in fp32.
@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from triforce_tree.kernels.amx_attention import AmxAttention, supports
 from triforce_tree.kernels.host_rows import State, flash, merged
 
-Way = Callable[[Tensor, Tensor], State]
+Way = Callable[..., State]
 
 
 def products(dtype: torch.dtype) -> Way:
@@ -31,11 +32,20 @@ def products(dtype: torch.dtype) -> Way:
     return way
 
 
-WAYS: dict[str, Way] = {
+_TORCH: dict[str, Way] = {
     "flash": flash,
     "bf16 products": products(torch.bfloat16),
     "fp32 products": products(torch.float32),
 }
+
+
+def ours(q: Tensor, rows: Tensor, kernel: AmxAttention) -> State:
+    """Our kernel, which takes all heads of a query in a row."""
+    out, lse = kernel(q.transpose(0, 1).contiguous(), rows)
+    return out.transpose(0, 1).float(), lse.T
+
+
+WAYS: dict[str, Way] = {**_TORCH, "our kernel": ours}
 
 
 class Team:
@@ -82,7 +92,7 @@ class Workers:
     """
 
     name = "blocks of each thread's own"
-    ways = tuple(WAYS)
+    ways = tuple(_TORCH)
 
     def __init__(self, threads: int, block: int) -> None:
         self.threads, self.block = threads, block
@@ -120,8 +130,26 @@ class Workers:
         return list(self._pool.map(work, shares))
 
 
+class Kernel(Team):
+    """Inside, our kernel attends to one piece after the other, on threads of its own."""
+
+    name = "on AMX"
+    ways = ("our kernel",)
+
+    def __enter__(self) -> "Kernel":
+        super().__enter__()
+        self._kernel = AmxAttention(self.threads)
+        return self
+
+    def attend(self, way: Way, q: Tensor, pieces: Sequence[Tensor]) -> State:
+        """State of all rows of the pieces; the way is the kernel's own."""
+        return merged([way(q, piece, self._kernel) for piece in pieces])
+
+
 Spread = Team | Workers
-SPREADS: tuple[type[Spread], ...] = (Team, Workers)
+SPREADS: tuple[type[Spread], ...] = (
+    (Team, Workers, Kernel) if supports(128, torch.bfloat16) else (Team, Workers)
+)
 
 
 def _words(rows: Tensor) -> Tensor:

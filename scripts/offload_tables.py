@@ -10,7 +10,7 @@ from markdown_tables import Record, not_measured, number, origin, percent, rows_
 FILE = "offload_h200.json"
 COMMAND = "python scripts/bench_offload.py --part"
 _STREAMED = ("7b", "8b", "8b-512k", "13b", "resident", "caps")
-_HEADLINES = (*_STREAMED, "host-attention")
+_HEADLINES = (*_STREAMED, "host-attention", "host-attention-8b")
 
 
 def headline(result: Record) -> str:
