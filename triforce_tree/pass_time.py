@@ -21,8 +21,8 @@ _ROUND_SECONDS = 2e-3
 _ROUND_SHARE = 0.7
 # Of what the CPU reaches: it waits for the queries of each layer.
 _BUSY = 0.95
-# A smaller share is not worth a stop in every layer.
-_LEAST = 0.03
+# Shares are so many 32nds. Speeds are measured anew in each process, but shares decide about bits.
+_STEPS = 32
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ class FarRows:
     cpu: HostRate | None = None
 
     def share(self, queries: int) -> float:
-        """Of the rows, what the CPU attends to so that both end at once, in a pass of so many query rows."""
+        """Of the rows, the CPU's, so that it ends with the bus or before, in a pass of so many query rows."""
         if self.cpu is None or not self.rows:
             return 0.0
         cpu = self._cpu(queries)
         share = min(1.0, (1 + self.others / self.rows) * cpu / (cpu + self.bus))
-        return share if share >= _LEAST else 0.0
+        return math.floor(_STEPS * share) / _STEPS
 
     def split(self, rows: Offload, queries: int) -> Offload:
         """This split with the CPU's shares, where a pass of level 2 has so many query rows."""
