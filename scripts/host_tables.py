@@ -1,9 +1,8 @@
 """Tables of docs/offloading.md from the results of scripts/host_attention.py."""
 
-from markdown_tables import Record, made_on, table
+from markdown_tables import Record, table
 
 FILE = "host_attention_h200.json"
-IN_PLACE_FILE = "host_attention_in_place_h200.json"
 COMMAND = "python scripts/host_attention.py"
 # Bytes a second of PCIe 4 with 16 lanes, as docs/offloading.md takes it for its projections.
 _PCIE_4_GBPS = 25.0
@@ -52,34 +51,6 @@ def together(result: Record) -> str:
         "has measured it.\n"
     )
     return table(columns, lines) + "\n" + note
-
-
-def in_place(result: Record) -> str:
-    """A pass of level 2 with the CPU attending to a share of the rows, beside streaming alone."""
-    alone = next(s for s in result["samples"] if s["cpu_gbps"] is None)
-    plain = next(s for s in result["samples"] if s["cpu_gbps"] and "level_ms" not in s)
-    chain = next(s for s in result["samples"] if "level_ms" in s)
-    streamed = f"{alone['ms_per_token']:.0f}"
-    rows = [
-        ["1", _number(plain["cpu_gbps"]), f"{plain['ms_per_token']:.0f}", "", streamed],
-        [
-            str(result["gamma"] + 1),
-            _number(chain["cpu_gbps"]),
-            f"{chain['level_ms']['target']:.0f}",
-            f"{chain['stages']['full']:.0f}",
-            streamed,
-        ],
-    ]
-    columns = [
-        "T", "CPU, GB/s", "pass while decoding, ms", "the same pass repeated, ms", "streaming alone, ms",
-    ]  # fmt: skip
-    machine = result["machine"]
-    note = (
-        f"{result['settings']['shape']} inflated, {chain['context']:,} tokens, "
-        f"{chain['setting']['cap_gib']:g} GiB; {machine['torch_threads']} threads of {machine['cores']} "
-        "cores. "
-    )
-    return table(columns, rows) + "\n" + note + made_on(result, IN_PLACE_FILE)
 
 
 TABLES = (ways, together)

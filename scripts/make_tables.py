@@ -116,7 +116,6 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str], str]] = {
     },
     "view_or_copy": (setting_tables.VIEW_FILE, setting_tables.view_or_copy, setting_tables.VIEW_COMMAND),
     "tuned": (setting_tables.TUNE_FILE, setting_tables.tuned, setting_tables.TUNE_COMMAND),
-    "host_in_place": (host_tables.IN_PLACE_FILE, host_tables.in_place, host_tables.COMMAND),
     **{f"host_{make.__name__}": (host_tables.FILE, make, host_tables.COMMAND) for make in host_tables.TABLES},
     "parallel_speed": (parallel_tables.FILE, parallel_tables.speed, parallel_tables.COMMAND),
 }
