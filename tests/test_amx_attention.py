@@ -70,6 +70,21 @@ def test_scores_of_any_size_give_finite_states() -> None:
 
 
 @needs_amx
+@pytest.mark.parametrize("queries", [1, 70])
+def test_maxima_that_rise_little_by_little_do_not_drift(queries: int) -> None:
+    """Scores climb by less than a bit from block to block: outputs are seldom scaled, and then by much."""
+    heads, count, dim = 2, 6000, 64
+    q = torch.ones(queries, heads, dim).to(BF16)
+    rows = torch.randn(count, 2, heads, dim).to(BF16)
+    rows[:, 0] = torch.linspace(0, 1, count)[:, None, None].to(BF16)
+    for scale in (0.1, 1.0):
+        out, lse = AmxAttention(2)(q, rows, scale)
+        expected, expected_lse, allowed = definition(q, rows, scale)
+        assert ((out - expected).abs() <= allowed + 2e-5).all()
+        assert float((lse - expected_lse).abs().max()) < 3e-5
+
+
+@needs_amx
 def test_the_same_rows_give_the_same_bits_on_any_number_of_threads() -> None:
     q, rows = torch.randn(20, 6, 128).to(BF16), torch.randn(5000, 2, 6, 128).to(BF16)
     (first, first_lse), *others = (AmxAttention(threads)(q, rows) for threads in (1, 2, 5))

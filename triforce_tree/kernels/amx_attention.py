@@ -22,8 +22,9 @@ from torch import Tensor
 
 _LOG = logging.getLogger(__name__)
 _SOURCE = Path(__file__).with_suffix(".c")
+_SOURCES = (_SOURCE, _SOURCE.with_name("amx_block.h"))
 _FLAGS = (
-    *("-O3", "-std=gnu11", "-fno-strict-aliasing", "-fopenmp", "-shared", "-fPIC"),
+    *("-O3", "-std=gnu11", "-fopenmp", "-shared", "-fPIC"),
     *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mamx-tile", "-mamx-bf16"),
 )
 _NEEDED = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma", "amx_tile", "amx_bf16"})
@@ -171,13 +172,14 @@ def _library() -> ctypes.CDLL:
 
 
 def _built() -> Path:
-    source = _SOURCE.read_bytes()
     compiler = shlex.split(os.environ.get("CC") or next(filter(shutil.which, _COMPILERS), ""))
     if not compiler:
         raise OSError(
             f"its kernel needs a C compiler, and there is none of {', '.join(_COMPILERS)}; install gcc"
         )
-    known = hashlib.sha256(b"\0".join([source, *(word.encode() for word in (*compiler, *_FLAGS))]))
+    known = hashlib.sha256(
+        b"\0".join([*(f.read_bytes() for f in _SOURCES), *(word.encode() for word in (*compiler, *_FLAGS))])
+    )
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "triforce-tree" / "kernels"
     path = folder / f"{_SOURCE.stem}-{known.hexdigest()[:16]}.so"
     if path.exists():
