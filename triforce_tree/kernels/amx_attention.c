@@ -15,6 +15,7 @@
 
 enum {
     RUN = 2048,          /* rows of a task, at most */
+    TASKS = 96,          /* of a question, about: several for each thread */
     PAGE = 4096,         /* bytes within which hardware prefetches */
     STATES = 512 * 1024, /* bytes of a task's outputs, at most: they stay in L2 beside the rows */
     ARCH_REQ_XCOMP_PERM = 0x1023, /* of arch_prctl */
@@ -75,9 +76,6 @@ static const struct {
     uint8_t rows[16];
 } __attribute__((packed, aligned(64))) TILES = {.palette = 1, .bytes = {[0 ... 7] = LINE}, .rows = {[0 ... 7] = TILE}};
 
-/* Rows of a task: long runs leave fewer states to write and to merge, short ones are shared out evenly. */
-static int run_of(int tiles) { return smaller(RUN, (tiles < 2 ? 2 : tiles) * SQUARE); }
-
 /* Rows of a block: few make the most of hardware's prefetches, more of them load and store outputs less often. */
 static int block_of(int tiles) { return tiles <= CHUNK ? BLOCK / 4 : tiles <= 2 * CHUNK ? BLOCK / 2 : BLOCK; }
 
@@ -87,6 +85,14 @@ static int group_of(int tiles, int dim) {
     while (heads > 1 && heads * tiles * TILE * dim * sizeof(float) > STATES)
         heads /= 2;
     return heads;
+}
+
+/* Rows of a task: long runs leave fewer states to write and to merge, but many tasks are shared out evenly. The
+ * shape alone decides, so that threads do not change bits. */
+static int run_of(int64_t count, int heads, int tiles, int dim) {
+    const int group = group_of(tiles, dim), groups = (heads + group - 1) / group;
+    const int64_t blocks = (count * groups / TASKS + BLOCK - 1) / BLOCK;
+    return blocks < 2 ? 2 * BLOCK : smaller(blocks * BLOCK, RUN);
 }
 
 static State state_of(const Call *call, int64_t run, int head) {
@@ -173,9 +179,10 @@ static int64_t scratch_bytes(int dim) {
 
 /* Bytes of a question's ``work``; ``rows`` of a KV head are those of all its query heads. */
 int64_t host_attention_work(int64_t count, int heads, int rows, int dim, int threads) {
-    const int64_t tiles = (rows + TILE - 1) / TILE, runs = (count + run_of(tiles) - 1) / run_of(tiles);
+    const int tiles = (rows + TILE - 1) / TILE, run = run_of(count, heads, tiles, dim);
+    const int64_t runs = (count + run - 1) / run;
     return threads * scratch_bytes(dim) +
-           heads * tiles * TILE * (dim * sizeof(bf16) + runs * (dim + 2) * sizeof(float));
+           (int64_t)heads * tiles * TILE * (dim * sizeof(bf16) + runs * (dim + 2) * sizeof(float));
 }
 
 /* Answer a Question: dim is a multiple of 32, at most MOST_DIM; there may be no rows. It cannot fail, and calls
@@ -183,7 +190,8 @@ int64_t host_attention_work(int64_t count, int heads, int rows, int dim, int thr
 void host_attention(void *question) {
     const Question *asked = question;
     const int heads = asked->heads, dim = asked->dim, rows = asked->queries * asked->group;
-    const int tiles = (rows + TILE - 1) / TILE, run = run_of(tiles), group = group_of(tiles, dim);
+    const int tiles = (rows + TILE - 1) / TILE, group = group_of(tiles, dim);
+    const int run = run_of(asked->count, heads, tiles, dim);
     const int64_t runs = (asked->count + run - 1) / run, groups = (heads + group - 1) / group;
     const int64_t packed = (int64_t)tiles * TILE * dim;
     struct timespec begin, end;
