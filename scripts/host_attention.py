@@ -282,7 +282,7 @@ def main(words: Sequence[str] | None = None) -> None:
         results.check_writable(out)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     start, size = time.perf_counter(), TINY if args.tiny else Size()
-    header = results.header(args.seed) | {"cpu": processor(), "size": vars(size)}
+    header = results.header(args.seed) | {"cpu": processor(), "size": vars(size), "times": _TIMES}
     say(**header)
     pool = Pool(size, device, args.seed)
     say(what="memory", seconds=rounded(time.perf_counter() - start))

@@ -19,6 +19,7 @@ CELL = ("batch", "context", "new_tokens", "temperature", "setting")
 _ENGINE = (
     "cycle/*.py",
     "kernels/*.py",
+    "kernels/*.[ch]",
     *(
         f"{name}.py"
         for name in ("few_row", "fused_linears", "graphs", "hf_model", "inflate", "sampling", "tree_search")

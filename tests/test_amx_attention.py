@@ -111,6 +111,17 @@ def test_without_rows_there_is_nothing() -> None:
 
 
 @needs_amx
+def test_rows_that_become_more_hardly_ever_take_new_memory() -> None:
+    """What calls once took is kept until they have run, so it must not be taken again and again."""
+    attend = AmxAttention(2)
+    q, rows = torch.zeros(1, 2, 32, dtype=BF16), torch.zeros(6000, 2, 2, 32, dtype=BF16)
+    out, lse = torch.empty_like(q), torch.empty(1, 2)
+    for count in range(1, 6000, 50):
+        attend.call(q, rows[:count], 0.1, out, lse)
+    assert len({work.data_ptr() for _, work in attend._asked}) <= 5
+
+
+@needs_amx
 def test_calls_wait_for_nobody() -> None:
     """They run later, from another thread, and some need more memory than those before."""
     attend, made = AmxAttention(2), []

@@ -126,7 +126,8 @@ class AmxAttention:
         group = heads // kv
         need = self._library.host_attention_work(count, kv, group * queries, dim, self._threads) + _ALIGNMENT
         if self._work.numel() < need:
-            self._work = torch.empty(need, dtype=torch.uint8)
+            # Rows become more with every text: what is not touched of a power of 2 costs nothing.
+            self._work = torch.empty(1 << (need - 1).bit_length(), dtype=torch.uint8)
         work = -(-self._work.data_ptr() // _ALIGNMENT) * _ALIGNMENT
         question = _Question(
             q.data_ptr(), rows.data_ptr(), work, out.data_ptr(), lse.data_ptr(),
