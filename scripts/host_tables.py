@@ -64,8 +64,8 @@ def _note(result: Record) -> str:
     told = " and ".join(f"{_number(gbps)} GB/s with {threads}" for threads, gbps in reads.items())
     return (
         f"{cpu['model']}, {cpu['cores']} of {cpu['cores_of_machine']} cores, {', '.join(cpu['flags'])}; "
-        f"plain reading of the same memory {told} threads. Medians of {result['times']}. {result['hardware']}, torch "
-        f"{versions['torch']}, {result['date']}. File: `docs/results/{FILE}`.\n"
+        f"plain reading of the same memory {told} threads. Medians of {result['times']}. "
+        f"{result['hardware']}, torch {versions['torch']}, {result['date']}. File: `docs/results/{FILE}`.\n"
     )
 
 

@@ -25,9 +25,14 @@ _ROUNDING = 2.0**-8
 def fresh_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where kernels are built, empty."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    amx_attention._library.cache_clear()
+    _forget()
     yield tmp_path
+    _forget()
+
+
+def _forget() -> None:
     amx_attention._library.cache_clear()
+    amx_attention._usable.cache_clear()
 
 
 def definition(q: Tensor, rows: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -113,7 +118,7 @@ def test_without_rows_there_is_nothing() -> None:
 @needs_amx
 def test_rows_that_become_more_hardly_ever_take_new_memory() -> None:
     """What calls once took is kept until they have run, so it must not be taken again and again."""
-    attend = AmxAttention(2)
+    attend = AmxAttention(2, 1000)
     q, rows = torch.zeros(1, 2, 32, dtype=BF16), torch.zeros(6000, 2, 2, 32, dtype=BF16)
     out, lse = torch.empty_like(q), torch.empty(1, 2)
     for count in range(1, 6000, 50):
@@ -124,7 +129,7 @@ def test_rows_that_become_more_hardly_ever_take_new_memory() -> None:
 @needs_amx
 def test_calls_wait_for_nobody() -> None:
     """They run later, from another thread, and some need more memory than those before."""
-    attend, made = AmxAttention(2), []
+    attend, made = AmxAttention(2, 3), []
     for count, queries in ((40, 3), (3000, 30), (70, 17)):
         q, rows = torch.randn(queries, 4, 64).to(BF16), torch.randn(count, 2, 2, 64).to(BF16)
         out, lse = torch.empty_like(q), torch.empty(queries, 4)
@@ -180,7 +185,7 @@ def test_it_is_built_once(fresh_build: Path) -> None:
     assert supports(128, BF16)
     [built] = (fresh_build / "triforce-tree" / "kernels").iterdir()
     first = built.stat().st_mtime_ns
-    amx_attention._library.cache_clear()
+    _forget()
     assert supports(128, BF16)
     assert built.stat().st_mtime_ns == first
 
@@ -197,9 +202,12 @@ def test_without_a_working_compiler_there_is_a_warning(
         if not compiler:
             monkeypatch.setenv("PATH", os.devnull)
         caplog.clear()
+        _forget()
         with caplog.at_level(logging.WARNING):
             assert not supports(128, BF16)
+            assert not supports(64, BF16)
         assert message in caplog.text
+        assert len(caplog.records) == 1
         with pytest.raises(OSError, match=message):
             AmxAttention(2)
     assert not list((fresh_build / "triforce-tree" / "kernels").iterdir())

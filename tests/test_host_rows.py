@@ -42,7 +42,7 @@ def test_states_are_those_of_the_definition(
     rows = [torch.randn(n, 2, heads.kv, heads.dim, generator=generator).to(dtype) for n in counts]
     # Several calls of several blocks, and a rest of another size.
     monkeypatch.setattr(host_rows, "BLOCK", 3 * rows[0][0].nbytes)
-    own = HostAttention(heads, torch.device("cpu"), dtype)
+    own = HostAttention(heads, torch.device("cpu"), dtype, len(counts))
     for _ in range(2):
         own.ask(q, rows, scale)
         out, lse = own.states()

@@ -75,16 +75,18 @@ class HostAttention:
         heads: of the attention.
         device: where queries are and states go.
         dtype: of queries, rows and outputs.
+        questions: of a pass, for each layer and text.
 
     Attributes:
         bytes, seconds: keys and values attended to so far, and the time of that.
     """
 
-    def __init__(self, heads: Heads, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, heads: Heads, device: torch.device, dtype: torch.dtype, questions: int) -> None:
         self.heads, self.device, self.dtype = heads, device, dtype
         self.memory = HostMemory(locked=device.type == "cuda")
         self.bytes = 0
-        self._kernel = host_rows.kernel(heads, dtype)
+        # A pass that broke off may have left its own behind.
+        self._kernel = host_rows.kernel(heads, dtype, 2 * questions)
         self._torch_seconds = 0.0
         self._lane = Lane(device)
         self._shapes: dict[tuple[int, int], _Exchange] = {}

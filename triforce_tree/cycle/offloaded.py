@@ -75,7 +75,7 @@ class OffloadedCache:
         self.attention: HostAttention | None = None
         if settings.host_share or settings.plain_host_share:
             check_host_attention(model)
-            self.attention = HostAttention(heads, device, dtype)
+            self.attention = HostAttention(heads, device, dtype, layers * batch)
         self.host = HostStore(layers, batch, heads, room, device, dtype, max(1, chunk), settings, progress)
         self.leaving = -(-LEAVING // self.host.unit) * self.host.unit
         self.slots, self.behind = slots, behind

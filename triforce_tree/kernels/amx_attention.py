@@ -31,8 +31,6 @@ _NEEDED = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma", "amx_
 _COMPILERS = ("cc", "gcc", "clang")
 _ALIGNMENT = 64
 _MOST_DIM = 256
-# Questions that may wait for their answers at once: more than there are texts times layers.
-_WAITING = 4096
 _P, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 
 
@@ -56,11 +54,15 @@ class Call(NamedTuple):
 def supports(dim: int, dtype: torch.dtype) -> bool:
     """Whether this processor has the instructions, and the kernel heads of such a size and dtype.
 
-    The first call on a processor that has them compiles the kernel; without a working compiler there is a
+    The first call on a processor that has them compiles the kernel; without a working compiler there is one
     warning, and False.
     """
-    if dtype != torch.bfloat16 or dim % 32 or dim > _MOST_DIM or not _flags() >= _NEEDED:
-        return False
+    known = dtype == torch.bfloat16 and not dim % 32 and dim <= _MOST_DIM
+    return known and _flags() >= _NEEDED and _usable()
+
+
+@cache
+def _usable() -> bool:
     try:
         _library()
     except OSError as error:
@@ -76,6 +78,7 @@ class AmxAttention:
 
     Args:
         threads: to work on.
+        waiting: calls that are made before the first of them has run, at most.
 
     Attributes:
         seconds: that all answers so far took.
@@ -84,19 +87,19 @@ class AmxAttention:
         OSError: the kernel cannot be built or used here.
     """
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, waiting: int = 1) -> None:
         self._library, self._threads = _library(), threads
         self._function = ctypes.cast(self._library.host_attention, _P).value or 0
         self._work = torch.empty(0, dtype=torch.uint8)
         self._seconds = ctypes.c_double()
-        self._asked: deque[tuple[_Question, Tensor]] = deque(maxlen=_WAITING)
+        self._asked: deque[tuple[_Question, Tensor]] = deque(maxlen=waiting)
 
     @property
     def seconds(self) -> float:
         return self._seconds.value
 
     def call(self, q: Tensor, rows: Tensor, scale: float, out: Tensor, lse: Tensor) -> Call:
-        """What answers, once it is called; one at a time, from any thread, within 4,096 further questions.
+        """What answers, once it is called: from any thread, but one call at a time, in their order.
 
         Args:
             q: ``[T, H_q, D]``, D a multiple of 32 up to 256. Like all tensors here in host memory, bf16,

@@ -27,9 +27,14 @@ def native(heads: Heads, dtype: torch.dtype) -> bool:
     return supports(heads.dim, dtype)
 
 
-def kernel(heads: Heads, dtype: torch.dtype) -> AmxAttention | None:
-    """Our kernel, on all of torch's threads but the one that the process needs; None where it cannot run."""
-    return AmxAttention(max(1, torch.get_num_threads() - 1)) if native(heads, dtype) else None
+def kernel(heads: Heads, dtype: torch.dtype, waiting: int = 1) -> AmxAttention | None:
+    """Our kernel, on all of torch's threads but the one that the process needs; None where it cannot run.
+
+    Args:
+        heads, dtype: of the attention.
+        waiting: see :class:`AmxAttention`.
+    """
+    return AmxAttention(max(1, torch.get_num_threads() - 1), waiting) if native(heads, dtype) else None
 
 
 def flash(q: Tensor, rows: Tensor, parts: int = 1, scale: float | None = None) -> State:
