@@ -10,7 +10,7 @@ from markdown_tables import Record, percent, rows_of, table
 _LINES = (("7b", 1, 122_880), ("8b", 1, 122_880), ("batch", 6, 19_456))
 _OFFLOADED = (
     ("7b", "cache on the host"),
-    ("host-attention", "the same, and the CPU attends to a share"),
+    ("host-attention", "the same with attention on the CPU"),
     ("13b", "weights and cache on the host"),
 )
 _TEMPERATURES = (0.0, 0.6, 1.0)
