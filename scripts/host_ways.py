@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from triforce_tree.kernels.amx_attention import AmxAttention, supports
+from triforce_tree.kernels.cpu_attention import CpuAttention, instructions, supports
 from triforce_tree.kernels.host_rows import State, flash, merged
 
 Way = Callable[..., State]
@@ -39,7 +39,7 @@ _TORCH: dict[str, Way] = {
 }
 
 
-def ours(q: Tensor, rows: Tensor, kernel: AmxAttention) -> State:
+def ours(q: Tensor, rows: Tensor, kernel: CpuAttention) -> State:
     """Our kernel, which takes all heads of a query in a row."""
     out, lse = kernel(q.transpose(0, 1).contiguous(), rows)
     return out.transpose(0, 1).float(), lse.T
@@ -133,12 +133,12 @@ class Workers:
 class Kernel(Team):
     """Inside, our kernel attends to one piece after the other, on threads of its own."""
 
-    name = "on AMX"
+    name = f"on {next(iter(instructions()), None)}"
     ways = ("our kernel",)
 
     def __enter__(self) -> "Kernel":
         super().__enter__()
-        self._kernel = AmxAttention(self.threads)
+        self._kernel = CpuAttention(self.threads)
         return self
 
     def attend(self, way: Way, q: Tensor, pieces: Sequence[Tensor]) -> State:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from triforce_tree.kernels.amx_attention import AmxAttention, supports
+from triforce_tree.kernels.cpu_attention import CpuAttention, supports
 from triforce_tree.kernels.plan import Heads
 from triforce_tree.kernels.reference import merge_states
 
@@ -27,14 +27,14 @@ def native(heads: Heads, dtype: torch.dtype) -> bool:
     return supports(heads.dim, dtype)
 
 
-def kernel(heads: Heads, dtype: torch.dtype, waiting: int = 1) -> AmxAttention | None:
+def kernel(heads: Heads, dtype: torch.dtype, waiting: int = 1) -> CpuAttention | None:
     """Our kernel, on all of torch's threads but the one that the process needs; None where it cannot run.
 
     Args:
         heads, dtype: of the attention.
-        waiting: see :class:`AmxAttention`.
+        waiting: see :class:`CpuAttention`.
     """
-    return AmxAttention(max(1, torch.get_num_threads() - 1), waiting) if native(heads, dtype) else None
+    return CpuAttention(max(1, torch.get_num_threads() - 1), waiting) if native(heads, dtype) else None
 
 
 def flash(q: Tensor, rows: Tensor, parts: int = 1, scale: float | None = None) -> State:

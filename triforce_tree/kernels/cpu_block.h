@@ -1,4 +1,4 @@
-/* A block of keys and values and a chunk of queries, on AMX and AVX-512: the inner part of amx_attention.c.
+/* A block of keys and values and a chunk of queries: the inner part of cpu_attention.c.
  *
  * It goes through four phases, each in caches: values are paired for the second product, scores are computed
  * transposed (K Q^T: keys are read where they lie), probabilities are taken with a running maximum, and outputs
@@ -6,34 +6,16 @@
  * Meanwhile the next block is prefetched a few lines at a time, so that memory never rests: it is the next head's,
  * which lies beside this one, so that hardware prefetches within the same pages as well.
  */
-#include <immintrin.h>
-#include <stdint.h>
-#include <string.h>
-
-typedef uint16_t bf16;
+#include "cpu_tiles.h"
 
 enum {
-    TILE = 16,                   /* rows of a tile register; it has 64 bytes a row */
-    PAIRED = 2 * TILE,           /* bf16 numbers in a row of a tile */
-    ELEMENTS = TILE * PAIRED,    /* of a tile in bf16 */
-    SQUARE = TILE * TILE,        /* of a tile in fp32 */
-    LANES = 16,                  /* of fp32 in a vector */
-    CHUNK = 4,                   /* tiles of queries that go through the phases together */
-    BLOCK = 128,                 /* rows that do, at most */
-    LINE = 64,                   /* bytes */
+    CHUNK = 4,   /* tiles of queries that go through the phases together */
+    BLOCK = 128, /* rows that do, at most */
     MOST_DIM = 256,
 };
 static const float LEAST = -1e30f; /* of a maximum of nothing: differences stay finite */
 /* Chances may be up to 2^8 before outputs are scaled down to a new maximum: nearly always the first one stays. */
 static const float SLACK = 8.0f;
-
-/* What of the next block has not been prefetched yet. */
-typedef struct {
-    const char *rows;
-    int64_t stride;
-    int left, at, width; /* rows; bytes of one row of a head, keys and values apart */
-    int share, pace, owed; /* lines: in a chunk's phases, at each of many places in them, due by now */
-} Ahead;
 
 /* Memory of one thread, for one block. */
 typedef struct {
@@ -50,22 +32,6 @@ typedef struct {
 } State;
 
 static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-
-static inline void prefetch(Ahead *ahead) {
-    for (ahead->owed += ahead->pace; ahead->owed > 0 && ahead->left; ahead->owed -= 2) {
-        _mm_prefetch(ahead->rows + ahead->at, _MM_HINT_T1);
-        _mm_prefetch(ahead->rows + ahead->stride / 2 + ahead->at, _MM_HINT_T1);
-        ahead->at += LINE;
-        if (ahead->at >= ahead->width) {
-            ahead->at = 0;
-            ahead->rows += ahead->stride;
-            ahead->left--;
-        }
-    }
-}
-
-/* Loads of tiles come after what was written before: some versions of gcc do not know that they read memory. */
-static inline void written(void) { __asm__ volatile("" ::: "memory"); }
 
 /* 2^x for x <= 0 to 3e-6 of it: the whole part goes into the exponent, a polynomial makes the rest. */
 static inline __m512 exp2_of(__m512 x) {
@@ -136,73 +102,27 @@ static void pair_values(const char *values, int64_t stride, int rows, int dim, b
 }
 
 /* Of PAIRED rows: out [PAIRED, tiles * TILE] = K Q^T. */
-static inline void scores_of(const char *keys, int64_t stride, const bf16 *q, int tiles, int dim, float *out) {
-    const int64_t wide = tiles * TILE * sizeof(float);
-    written();
+static void scores_of(const char *keys, int64_t stride, const bf16 *q, int tiles, int dim, float *out, Ahead *ahead) {
     for (int t = 0; t < tiles; t += 2) {
-        const int two = t + 1 < tiles;
-        float *at = out + t * TILE, *below = at + TILE * tiles * TILE;
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-        for (int d = 0; d < dim / PAIRED; d++) {
-            const bf16 *own = q + (d * tiles + t) * ELEMENTS;
-            _tile_loadd(4, keys + d * LINE, stride);
-            _tile_loadd(5, keys + d * LINE + TILE * stride, stride);
-            _tile_loadd(6, own, LINE);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_dpbf16ps(2, 5, 6);
-            if (two) {
-                _tile_loadd(7, own + ELEMENTS, LINE);
-                _tile_dpbf16ps(1, 4, 7);
-                _tile_dpbf16ps(3, 5, 7);
-            }
-        }
-        _tile_stored(0, at, wide);
-        _tile_stored(2, below, wide);
-        if (two) {
-            _tile_stored(1, at + TILE, wide);
-            _tile_stored(3, below + TILE, wide);
-        }
+        const Left left = {.at = keys, .row = stride, .step = LINE, .lower = TILE * stride};
+        const Right right = {.at = q + t * ELEMENTS, .step = tiles * ELEMENTS, .beside = ELEMENTS};
+        const Result result = {
+            .at = out + t * TILE, .row = tiles * TILE, .lower = TILE * tiles * TILE, .beside = TILE};
+        multiply(left, right, result, dim / PAIRED, 2, t + 1 < tiles ? 2 : 1, 0, ahead);
     }
 }
 
-/* out [tiles * TILE, dim] += P V. */
+/* out [tiles, dim / TILE] of tiles += P V. */
 static void add_outputs(Scratch *own, int tiles, int steps, int dim, float *out) {
     const int dims = dim / TILE;
-    written();
     for (int t = 0; t < tiles; t += 2) {
-        const int two = t + 1 < tiles;
-        const bf16 *p = own->chances + t * steps * ELEMENTS;
+        const Left left = {.at = (const char *)(own->chances + t * steps * ELEMENTS),
+                           .row = LINE, .step = TILE * LINE, .lower = steps * TILE * LINE};
         for (int d = 0; d < dims; d += 2) {
-            float *at = out + (t * dims + d) * SQUARE, *below = at + dims * SQUARE;
-            _tile_loadd(0, at, LINE);
-            _tile_loadd(1, at + SQUARE, LINE);
-            if (two) {
-                _tile_loadd(2, below, LINE);
-                _tile_loadd(3, below + SQUARE, LINE);
-            }
-            for (int s = 0; s < steps; s++) {
-                const bf16 *v = own->values + (s * dims + d) * ELEMENTS;
-                _tile_loadd(4, p + s * ELEMENTS, LINE);
-                _tile_loadd(6, v, LINE);
-                _tile_loadd(7, v + ELEMENTS, LINE);
-                _tile_dpbf16ps(0, 4, 6);
-                _tile_dpbf16ps(1, 4, 7);
-                if (two) {
-                    _tile_loadd(5, p + (steps + s) * ELEMENTS, LINE);
-                    _tile_dpbf16ps(2, 5, 6);
-                    _tile_dpbf16ps(3, 5, 7);
-                }
-                prefetch(&own->ahead);
-            }
-            _tile_stored(0, at, LINE);
-            _tile_stored(1, at + SQUARE, LINE);
-            if (two) {
-                _tile_stored(2, below, LINE);
-                _tile_stored(3, below + SQUARE, LINE);
-            }
+            const Right right = {.at = own->values + d * ELEMENTS, .step = dims * ELEMENTS, .beside = ELEMENTS};
+            const Result result = {
+                .at = out + (t * dims + d) * SQUARE, .row = TILE, .lower = dims * SQUARE, .beside = SQUARE};
+            multiply(left, right, result, steps, t + 1 < tiles ? 2 : 1, 2, 1, &own->ahead);
         }
     }
 }
@@ -276,7 +196,7 @@ static void chances_of(Scratch *own, int tile, int tiles, int rows, int dim, flo
 static void add_block(const char *keys, int64_t stride, int rows, const bf16 *q, int tiles, int dim, float scale,
                       State state, Scratch *own) {
     const int steps = (rows + PAIRED - 1) / PAIRED, dims = dim / TILE;
-    const int places = steps * (1 + TILE / 4 * tiles + (tiles + 1) / 2 * dims / 2);
+    const int places = steps * (TILE / 4 * tiles + (tiles + 1) / 2 * (dim / PAIRED + dims / 2));
     own->ahead.pace = (own->ahead.share + places - 1) / places;
     for (int s = 0; s < steps; s++) {
         const char *at = keys + s * PAIRED * stride;
@@ -289,8 +209,7 @@ static void add_block(const char *keys, int64_t stride, int rows, const bf16 *q,
             at = (const char *)own->rest;
             apart = dim * sizeof(bf16);
         }
-        scores_of(at, apart, q, tiles, dim, own->scores + s * PAIRED * tiles * TILE);
-        prefetch(&own->ahead);
+        scores_of(at, apart, q, tiles, dim, own->scores + s * PAIRED * tiles * TILE, &own->ahead);
     }
     for (int t = 0; t < tiles; t++)
         chances_of(own, t, tiles, rows, dim, scale, state);

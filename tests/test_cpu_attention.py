@@ -11,14 +11,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from triforce_tree.kernels import amx_attention
-from triforce_tree.kernels.amx_attention import AmxAttention, supports
+from triforce_tree.kernels import cpu_attention
+from triforce_tree.kernels.cpu_attention import CpuAttention, instructions, supports
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 BF16 = torch.bfloat16
-needs_amx = pytest.mark.skipif(not supports(128, BF16), reason="needs a processor with AMX, and a C compiler")
+needs_kernel = pytest.mark.skipif(
+    not supports(128, BF16), reason="needs a processor with AMX or AVX-512 BF16, and a C compiler"
+)
 # Of a chance in bf16: rounding by half of a unit in the last place.
 _ROUNDING = 2.0**-8
+
+
+@pytest.fixture(params=instructions() or ["none"])
+def products(request: pytest.FixtureRequest) -> str:
+    """Every way that this processor has."""
+    return request.param
 
 
 @pytest.fixture
@@ -31,8 +39,8 @@ def fresh_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _forget() -> None:
-    amx_attention._library.cache_clear()
-    amx_attention._usable.cache_clear()
+    cpu_attention._library.cache_clear()
+    cpu_attention._usable.cache_clear()
 
 
 def definition(q: Tensor, rows: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -46,12 +54,12 @@ def definition(q: Tensor, rows: Tensor, scale: float) -> tuple[Tensor, Tensor, T
     return (chances @ values).transpose(0, 1), scores.logsumexp(-1).T, allowed.transpose(0, 1)
 
 
-@needs_amx
+@needs_kernel
 @pytest.mark.parametrize("dim", [32, 64, 96, 128, 256])
 @pytest.mark.parametrize("queries", [1, 16, 49, 97])
 @pytest.mark.parametrize("count", [1, 31, 256, 2321])
-def test_states_are_those_of_the_definition(dim: int, queries: int, count: int) -> None:
-    attend, heads = AmxAttention(2), 5
+def test_states_are_those_of_the_definition(dim: int, queries: int, count: int, products: str) -> None:
+    attend, heads = CpuAttention(2, products=products), 5
     for size, group in ((1.0, 1), (4.0, 1), (1.0, 3)):
         q = (size * torch.randn(queries, heads * group, dim)).to(BF16)
         rows = torch.randn(count, 2, heads, dim).to(BF16)
@@ -62,45 +70,45 @@ def test_states_are_those_of_the_definition(dim: int, queries: int, count: int) 
         assert float((lse - expected_lse).abs().max()) < 3e-5
 
 
-@needs_amx
-def test_scores_of_any_size_give_finite_states() -> None:
+@needs_kernel
+def test_scores_of_any_size_give_finite_states(products: str) -> None:
     """Rows come in an order that moves the maximum up and down by far more than fp32 has exponents."""
     rows = torch.randn(600, 2, 2, 64).to(BF16)
     rows[:, 0] *= torch.linspace(-90, 90, 600)[:, None, None].sin().to(BF16) * 30
     q = (20 * torch.randn(7, 2, 64)).to(BF16)
-    out, lse = AmxAttention(2)(q, rows)
+    out, lse = CpuAttention(2, products=products)(q, rows)
     expected, expected_lse, allowed = definition(q, rows, 64**-0.5)
     assert ((out - expected).abs() <= allowed + 1e-3).all()
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-3)
 
 
-@needs_amx
+@needs_kernel
 @pytest.mark.parametrize("queries", [1, 70])
-def test_maxima_that_rise_little_by_little_do_not_drift(queries: int) -> None:
+def test_maxima_that_rise_little_by_little_do_not_drift(queries: int, products: str) -> None:
     """Scores climb by less than a bit from block to block: outputs are seldom scaled, and then by much."""
     heads, count, dim = 2, 6000, 64
     q = torch.ones(queries, heads, dim).to(BF16)
     rows = torch.randn(count, 2, heads, dim).to(BF16)
     rows[:, 0] = torch.linspace(0, 1, count)[:, None, None].to(BF16)
     for scale in (0.1, 1.0):
-        out, lse = AmxAttention(2)(q, rows, scale)
+        out, lse = CpuAttention(2, products=products)(q, rows, scale)
         expected, expected_lse, allowed = definition(q, rows, scale)
         assert ((out - expected).abs() <= allowed + 2e-5).all()
         assert float((lse - expected_lse).abs().max()) < 3e-5
 
 
-@needs_amx
-def test_the_same_rows_give_the_same_bits_on_any_number_of_threads() -> None:
+@needs_kernel
+def test_the_same_rows_give_the_same_bits_on_any_number_of_threads(products: str) -> None:
     q, rows = torch.randn(20, 6, 128).to(BF16), torch.randn(5000, 2, 6, 128).to(BF16)
-    (first, first_lse), *others = (AmxAttention(threads)(q, rows) for threads in (1, 2, 5))
+    (first, first_lse), *others = (CpuAttention(threads, products=products)(q, rows) for threads in (1, 2, 5))
     for out, lse in others:
         assert torch.equal(out, first)
         assert torch.equal(lse, first_lse)
 
 
-@needs_amx
+@needs_kernel
 def test_memory_for_states_serves_smaller_calls() -> None:
-    attend = AmxAttention(2)
+    attend = CpuAttention(2)
     for count, queries in ((3000, 30), (40, 3), (2500, 17)):
         q, rows = torch.randn(queries, 2, 64).to(BF16), torch.randn(count, 2, 2, 64).to(BF16)
         out, _ = attend(q, rows)
@@ -108,17 +116,19 @@ def test_memory_for_states_serves_smaller_calls() -> None:
         assert ((out - expected).abs() <= allowed + 2e-5).all()
 
 
-@needs_amx
-def test_without_rows_there_is_nothing() -> None:
-    out, lse = AmxAttention(2)(torch.ones(3, 4, 64, dtype=BF16), torch.ones(0, 2, 2, 64, dtype=BF16))
+@needs_kernel
+def test_without_rows_there_is_nothing(products: str) -> None:
+    out, lse = CpuAttention(2, products=products)(
+        torch.ones(3, 4, 64, dtype=BF16), torch.ones(0, 2, 2, 64, dtype=BF16)
+    )
     assert not out.any()
     assert (lse == -torch.inf).all()
 
 
-@needs_amx
+@needs_kernel
 def test_rows_that_become_more_hardly_ever_take_new_memory() -> None:
     """What calls once took is kept until they have run, so it must not be taken again and again."""
-    attend = AmxAttention(2, 1000)
+    attend = CpuAttention(2, 1000)
     q, rows = torch.zeros(1, 2, 32, dtype=BF16), torch.zeros(6000, 2, 2, 32, dtype=BF16)
     out, lse = torch.empty_like(q), torch.empty(1, 2)
     for count in range(1, 6000, 50):
@@ -126,10 +136,10 @@ def test_rows_that_become_more_hardly_ever_take_new_memory() -> None:
     assert len({work.data_ptr() for _, work in attend._asked}) <= 5
 
 
-@needs_amx
-def test_calls_wait_for_nobody() -> None:
+@needs_kernel
+def test_calls_wait_for_nobody(products: str) -> None:
     """They run later, from another thread, and some need more memory than those before."""
-    attend, made = AmxAttention(2, 3), []
+    attend, made = CpuAttention(2, 3, products=products), []
     for count, queries in ((40, 3), (3000, 30), (70, 17)):
         q, rows = torch.randn(queries, 4, 64).to(BF16), torch.randn(count, 2, 2, 64).to(BF16)
         out, lse = torch.empty_like(q), torch.empty(queries, 4)
@@ -144,7 +154,7 @@ def test_calls_wait_for_nobody() -> None:
     assert attend.seconds > 0
 
 
-@needs_amx
+@needs_kernel
 @pytest.mark.parametrize(
     ("q", "rows", "message"),
     [
@@ -158,15 +168,15 @@ def test_calls_wait_for_nobody() -> None:
 )
 def test_other_shapes_are_refused(q: tuple[int, ...], rows: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        AmxAttention(2)(torch.ones(q, dtype=BF16), torch.ones(rows, dtype=BF16))
+        CpuAttention(2)(torch.ones(q, dtype=BF16), torch.ones(rows, dtype=BF16))
 
 
-@needs_amx
+@needs_kernel
 def test_other_dtypes_and_strides_are_refused() -> None:
     q, rows = torch.ones(3, 2, 64, dtype=BF16), torch.ones(9, 2, 2, 64, dtype=BF16)
     for other in ((q.half(), rows), (q, rows.float()), (q, rows.repeat(2, 1, 1, 1)[::2])):
         with pytest.raises(ValueError, match="must be bf16, lse fp32, and all of them dense"):
-            AmxAttention(2)(*other)
+            CpuAttention(2)(*other)
 
 
 def test_what_it_does_not_know_it_does_not_support() -> None:
@@ -176,11 +186,24 @@ def test_what_it_does_not_know_it_does_not_support() -> None:
 
 
 def test_other_processors_are_told_by_their_flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(amx_attention, "_flags", lambda: amx_attention._NEEDED - {"amx_bf16"})
+    ours, more = cpu_attention._NEEDED, frozenset({"avx512_bf16"})
+    for flags, expected in (
+        (ours | more | {"amx_tile", "amx_bf16"}, ("AMX", "AVX-512")),
+        (ours | more | {"amx_tile"}, ("AVX-512",)),
+        (ours, ()),
+        (more, ()),
+    ):
+        monkeypatch.setattr(cpu_attention, "_flags", lambda flags=flags: flags)
+        assert instructions() == expected
+    _forget()
     assert not supports(128, BF16)
+    with pytest.raises(
+        OSError, match="needs AMX or AVX-512 with products of bf16, and this processor has none"
+    ):
+        CpuAttention(2)
 
 
-@needs_amx
+@needs_kernel
 def test_it_is_built_once(fresh_build: Path) -> None:
     assert supports(128, BF16)
     [built] = (fresh_build / "triforce-tree" / "kernels").iterdir()
@@ -193,7 +216,7 @@ def test_it_is_built_once(fresh_build: Path) -> None:
 def test_without_a_working_compiler_there_is_a_warning(
     fresh_build: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(amx_attention, "_flags", lambda: amx_attention._NEEDED)
+    monkeypatch.setattr(cpu_attention, "_flags", lambda: cpu_attention._NEEDED | {"avx512_bf16"})
     broken = fresh_build / "broken-cc"
     broken.write_text("#!/bin/sh\necho no such option >&2\nexit 3\n")
     broken.chmod(broken.stat().st_mode | stat.S_IXUSR)
@@ -209,5 +232,5 @@ def test_without_a_working_compiler_there_is_a_warning(
         assert message in caplog.text
         assert len(caplog.records) == 1
         with pytest.raises(OSError, match=message):
-            AmxAttention(2)
+            CpuAttention(2)
     assert not list((fresh_build / "triforce-tree" / "kernels").iterdir())

@@ -1,25 +1,20 @@
-/* Attention of a few query rows to many rows of keys and values, on a CPU with AMX and AVX-512.
+/* Attention of a few query rows to many rows of keys and values, on a CPU with AVX-512, and AMX or dot products of bf16.
  *
- * A task is a run of rows for a group of heads, which goes block by block through amx_block.h. It ends in a state
+ * A task is a run of rows for a group of heads, which goes block by block through cpu_block.h. It ends in a state
  * (outputs, maxima, sums) of its own, and the states are merged in their order: the same rows give the same bits,
  * whatever the number of threads.
  */
-#include "amx_block.h"
+#include "cpu_block.h"
 
-#include <errno.h>
 #include <math.h>
 #include <omp.h>
-#include <sys/syscall.h>
 #include <time.h>
-#include <unistd.h>
 
 enum {
     RUN = 2048,          /* rows of a task, at most */
     TASKS = 96,          /* of a question, about: several for each thread */
     PAGE = 4096,         /* bytes within which hardware prefetches */
     STATES = 512 * 1024, /* bytes of a task's outputs, at most: they stay in L2 beside the rows */
-    ARCH_REQ_XCOMP_PERM = 0x1023, /* of arch_prctl */
-    XFEATURE_XTILEDATA = 18,
 };
 
 /* What is asked, and where the answer goes. All query heads that share a KV head are rows of it. */
@@ -68,13 +63,6 @@ static void pack_queries(const Question *asked, int head, bf16 *out) {
             }
     }
 }
-
-/* A constant: what is only written for ``_tile_loadconfig`` may be dropped, since its asm names 8 bytes. */
-static const struct {
-    uint8_t palette, start, reserved[14];
-    uint16_t bytes[16];
-    uint8_t rows[16];
-} __attribute__((packed, aligned(64))) TILES = {.palette = 1, .bytes = {[0 ... 7] = LINE}, .rows = {[0 ... 7] = TILE}};
 
 /* Rows of a block: few make the most of hardware's prefetches, more of them load and store outputs less often. */
 static int block_of(int tiles) { return tiles <= CHUNK ? BLOCK / 4 : tiles <= 2 * CHUNK ? BLOCK / 2 : BLOCK; }
@@ -168,10 +156,8 @@ static void merge(const Call *call, int64_t runs, int head, int row) {
     call->asked->lse[at] = runs ? (call->scale * most + log2f(sum)) * (float)M_LN2 : -INFINITY;
 }
 
-/* Ask the system for tile registers; 0, or its error. Once in a process. */
-int host_attention_init(void) {
-    return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) ? errno : 0;
-}
+/* Before anything else, once in a process; 0, or the system's error. */
+int host_attention_init(void) { return ask_system(); }
 
 static int64_t scratch_bytes(int dim) {
     return BLOCK * CHUNK * TILE * (sizeof(float) + sizeof(bf16)) + (BLOCK + PAIRED) * dim * sizeof(bf16);
@@ -206,7 +192,7 @@ void host_attention(void *question) {
         float *scores = (float *)(scratch + omp_get_thread_num() * scratch_bytes(dim));
         bf16 *chances = (bf16 *)(scores + BLOCK * CHUNK * TILE), *values = chances + BLOCK * CHUNK * TILE;
         Scratch own = {.scores = scores, .chances = chances, .values = values, .rest = values + BLOCK * dim};
-        _tile_loadconfig(&TILES);
+        begin_tiles();
 #pragma omp for
         for (int head = 0; head < heads; head++)
             pack_queries(asked, head, call.q + head * packed);
@@ -215,7 +201,7 @@ void host_attention(void *question) {
             const int first = task % groups * group;
             attend_run(&call, task / groups, first, smaller(first + group, heads), &own);
         }
-        _tile_release();
+        end_tiles();
 #pragma omp for
         for (int64_t each = 0; each < (int64_t)heads * rows; each++)
             merge(&call, runs, each / rows, each % rows);

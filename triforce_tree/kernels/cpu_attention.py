@@ -1,4 +1,4 @@
-"""Our kernel for attention on the CPU (``amx_attention.c``): where it runs, how it is built and called.
+"""Our kernel for attention on the CPU (``cpu_attention.c``): where it runs, how it is built and called.
 
 It is compiled on first use by the machine's own C compiler, which Triton needs as well, into
 ``~/.cache/triforce-tree/kernels`` (or below ``XDG_CACHE_HOME``), once for each version of it.
@@ -22,12 +22,17 @@ from torch import Tensor
 
 _LOG = logging.getLogger(__name__)
 _SOURCE = Path(__file__).with_suffix(".c")
-_SOURCES = (_SOURCE, _SOURCE.with_name("amx_block.h"))
+_SOURCES = (_SOURCE, _SOURCE.with_name("cpu_block.h"), _SOURCE.with_name("cpu_tiles.h"))
 _FLAGS = (
     *("-O3", "-std=gnu11", "-fopenmp", "-shared", "-fPIC"),
-    *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mamx-tile", "-mamx-bf16"),
+    *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma"),
 )
-_NEEDED = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma", "amx_tile", "amx_bf16"})
+_NEEDED = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"})
+# What makes the products, fastest first: flags of a processor, and those of the compiler.
+_PRODUCTS = {
+    "AMX": ({"amx_tile", "amx_bf16"}, ("-mamx-tile", "-mamx-bf16")),
+    "AVX-512": ({"avx512_bf16"}, ("-mavx512bf16",)),
+}
 _COMPILERS = ("cc", "gcc", "clang")
 _ALIGNMENT = 64
 _MOST_DIM = 256
@@ -51,6 +56,11 @@ class Call(NamedTuple):
     argument: int
 
 
+def instructions() -> tuple[str, ...]:
+    """What this processor has for products in bf16, fastest first: "AMX", "AVX-512"."""
+    return tuple(name for name, (flags, _) in _PRODUCTS.items() if _flags() >= _NEEDED | flags)
+
+
 def supports(dim: int, dtype: torch.dtype) -> bool:
     """Whether this processor has the instructions, and the kernel heads of such a size and dtype.
 
@@ -58,20 +68,20 @@ def supports(dim: int, dtype: torch.dtype) -> bool:
     warning, and False.
     """
     known = dtype == torch.bfloat16 and not dim % 32 and dim <= _MOST_DIM
-    return known and _flags() >= _NEEDED and _usable()
+    return known and bool(instructions()) and _usable()
 
 
 @cache
 def _usable() -> bool:
     try:
-        _library()
+        _library(None)
     except OSError as error:
         _LOG.warning("the CPU does not help with attention, %s", error)
         return False
     return True
 
 
-class AmxAttention:
+class CpuAttention:
     """Attention of queries to rows in host memory, in bf16 products with fp32 sums.
 
     The same rows give the same bits, whatever the number of threads.
@@ -79,6 +89,7 @@ class AmxAttention:
     Args:
         threads: to work on.
         waiting: calls that are made before the first of them has run, at most.
+        products: one of :func:`instructions`; None for the fastest.
 
     Attributes:
         seconds: that all answers so far took.
@@ -87,8 +98,8 @@ class AmxAttention:
         OSError: the kernel cannot be built or used here.
     """
 
-    def __init__(self, threads: int, waiting: int = 1) -> None:
-        self._library, self._threads = _library(), threads
+    def __init__(self, threads: int, waiting: int = 1, products: str | None = None) -> None:
+        self._library, self._threads = _library(products), threads
         self._function = ctypes.cast(self._library.host_attention, _P).value or 0
         self._work = torch.empty(0, dtype=torch.uint8)
         self._seconds = ctypes.c_double()
@@ -159,30 +170,38 @@ def _flags() -> frozenset[str]:
 
 
 @cache
-def _library() -> ctypes.CDLL:
+def _library(products: str | None) -> ctypes.CDLL:
     """The compiled kernel.
 
     Raises:
-        OSError: no compiler, a compiler that fails, or a system that grants no tile registers.
+        OSError: a processor without the instructions, no compiler, a compiler that fails, or a system that
+            grants no tile registers.
     """
-    library = ctypes.CDLL(str(_built()))
+    found = instructions()
+    if not found or (products or found[0]) not in found:
+        raise OSError(
+            f"its kernel needs {products or ' or '.join(_PRODUCTS)} with products of bf16, and this "
+            f"processor has {' and '.join(found) or 'none'}"
+        )
+    library = ctypes.CDLL(str(_built(products or found[0])))
     library.host_attention_work.argtypes = [_LONG, _INT, _INT, _INT, _INT]
     library.host_attention_work.restype = _LONG
     library.host_attention.argtypes, library.host_attention.restype = [_P], None
     denied = library.host_attention_init()
     if denied:
-        raise OSError(denied, f"the system grants no AMX tile registers: {os.strerror(denied)}")
+        raise OSError(denied, f"the system grants no tile registers: {os.strerror(denied)}")
     return library
 
 
-def _built() -> Path:
+def _built(products: str) -> Path:
+    flags = (*_FLAGS, *_PRODUCTS[products][1])
     compiler = shlex.split(os.environ.get("CC") or next(filter(shutil.which, _COMPILERS), ""))
     if not compiler:
         raise OSError(
             f"its kernel needs a C compiler, and there is none of {', '.join(_COMPILERS)}; install gcc"
         )
     known = hashlib.sha256(
-        b"\0".join([*(f.read_bytes() for f in _SOURCES), *(word.encode() for word in (*compiler, *_FLAGS))])
+        b"\0".join([*(f.read_bytes() for f in _SOURCES), *(word.encode() for word in (*compiler, *flags))])
     )
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "triforce-tree" / "kernels"
     path = folder / f"{_SOURCE.stem}-{known.hexdigest()[:16]}.so"
@@ -192,7 +211,7 @@ def _built() -> Path:
     # Under its name only once it is whole: another process may build the same.
     with tempfile.TemporaryDirectory(dir=folder) as own:
         built = Path(own) / path.name
-        command = [*compiler, *_FLAGS, str(_SOURCE), "-o", str(built), "-lm"]
+        command = [*compiler, *flags, str(_SOURCE), "-o", str(built), "-lm"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise OSError(

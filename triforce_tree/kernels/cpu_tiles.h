@@ -1,0 +1,163 @@
+/* Products of tiles of bf16 numbers with sums in fp32: on AMX, or by the dot products of AVX-512.
+ *
+ * A tile has 16 rows of 64 bytes. Of a left one row i holds 32 numbers of row i; of a right one row i holds the
+ * numbers of rows 2i and 2i + 1, next to each other, of 16 columns.
+ */
+#include <errno.h>
+#include <immintrin.h>
+#include <stdint.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+typedef uint16_t bf16;
+
+enum {
+    TILE = 16,                /* rows of a tile */
+    PAIRED = 2 * TILE,        /* bf16 numbers in a row of a tile */
+    ELEMENTS = TILE * PAIRED, /* of a tile in bf16 */
+    SQUARE = TILE * TILE,     /* of a tile in fp32 */
+    LANES = 16,               /* of fp32 in a vector */
+    LINE = 64,                /* bytes */
+};
+
+/* What of the next block has not been prefetched yet. */
+typedef struct {
+    const char *rows;
+    int64_t stride;
+    int left, at, width; /* rows; bytes of one row of a head, keys and values apart */
+    int share, pace, owed; /* lines: in a chunk's phases, at each of many places in them, due by now */
+} Ahead;
+
+static inline void prefetch(Ahead *ahead) {
+    for (ahead->owed += ahead->pace; ahead->owed > 0 && ahead->left; ahead->owed -= 2) {
+        _mm_prefetch(ahead->rows + ahead->at, _MM_HINT_T1);
+        _mm_prefetch(ahead->rows + ahead->stride / 2 + ahead->at, _MM_HINT_T1);
+        ahead->at += LINE;
+        if (ahead->at >= ahead->width) {
+            ahead->at = 0;
+            ahead->rows += ahead->stride;
+            ahead->left--;
+        }
+    }
+}
+
+/* Where tiles of a product are: from one row to the next, from one to the next in the sum, and to the second. */
+typedef struct {
+    const char *at;
+    int64_t row, step, lower; /* bytes */
+} Left;
+
+typedef struct {
+    const bf16 *at;
+    int64_t step, beside; /* numbers */
+} Right;
+
+typedef struct {
+    float *at;
+    int64_t row, lower, beside; /* numbers */
+} Result;
+
+#ifdef __AMX_BF16__
+
+/* Ask the system for tile registers, once in a process; 0, or its error. */
+static int ask_system(void) {
+    enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
+    return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) ? errno : 0;
+}
+
+/* A constant: what is only written for ``_tile_loadconfig`` may be dropped, since its asm names 8 bytes. */
+static const struct {
+    uint8_t palette, start, reserved[14];
+    uint16_t bytes[16];
+    uint8_t rows[16];
+} __attribute__((packed, aligned(64))) TILES = {.palette = 1, .bytes = {[0 ... 7] = LINE}, .rows = {[0 ... 7] = TILE}};
+
+static inline void begin_tiles(void) { _tile_loadconfig(&TILES); }
+static inline void end_tiles(void) { _tile_release(); }
+
+/* ``lower`` x ``beside`` results, 1 or 2 each, of sums of ``steps`` products; ``add`` to what is there. */
+static inline __attribute__((always_inline)) void multiply(Left a, Right b, Result c, int steps, int lower, int beside,
+                                                           int add, Ahead *ahead) {
+    const int64_t row = c.row * sizeof(float);
+    /* Loads of tiles come after what was written before: some versions of gcc do not know that they read. */
+    __asm__ volatile("" ::: "memory");
+    if (add) {
+        _tile_loadd(0, c.at, row);
+        if (beside > 1)
+            _tile_loadd(1, c.at + c.beside, row);
+        if (lower > 1)
+            _tile_loadd(2, c.at + c.lower, row);
+        if (lower > 1 && beside > 1)
+            _tile_loadd(3, c.at + c.lower + c.beside, row);
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (int s = 0; s < steps; s++) {
+        _tile_loadd(4, a.at + s * a.step, a.row);
+        _tile_loadd(6, b.at + s * b.step, LINE);
+        _tile_dpbf16ps(0, 4, 6);
+        if (beside > 1) {
+            _tile_loadd(7, b.at + s * b.step + b.beside, LINE);
+            _tile_dpbf16ps(1, 4, 7);
+        }
+        if (lower > 1) {
+            _tile_loadd(5, a.at + s * a.step + a.lower, a.row);
+            _tile_dpbf16ps(2, 5, 6);
+        }
+        if (lower > 1 && beside > 1)
+            _tile_dpbf16ps(3, 5, 7);
+        prefetch(ahead);
+    }
+    _tile_stored(0, c.at, row);
+    if (beside > 1)
+        _tile_stored(1, c.at + c.beside, row);
+    if (lower > 1)
+        _tile_stored(2, c.at + c.lower, row);
+    if (lower > 1 && beside > 1)
+        _tile_stored(3, c.at + c.lower + c.beside, row);
+}
+
+#else
+
+static int ask_system(void) { return 0; }
+static inline void begin_tiles(void) {}
+static inline void end_tiles(void) {}
+
+/* One result, in registers: each of its rows adds up a pair of its left row with a whole right row. */
+static inline __attribute__((always_inline)) void multiply_tile(const char *a, int64_t row, int64_t a_step,
+                                                                const bf16 *b, int64_t b_step, float *c,
+                                                                int64_t c_row, int steps, int add) {
+    __m512 sums[TILE];
+#pragma GCC unroll 16
+    for (int i = 0; i < TILE; i++)
+        sums[i] = add ? _mm512_loadu_ps(c + i * c_row) : _mm512_setzero_ps();
+    for (int s = 0; s < steps; s++, a += a_step, b += b_step)
+        for (int pair = 0; pair < TILE; pair++) {
+            const __m512bh right = (__m512bh)_mm512_loadu_si512(b + pair * PAIRED);
+#pragma GCC unroll 16
+            for (int i = 0; i < TILE; i++) {
+                int32_t left;
+                memcpy(&left, a + i * row + pair * sizeof left, sizeof left);
+                sums[i] = _mm512_dpbf16_ps(sums[i], (__m512bh)_mm512_set1_epi32(left), right);
+            }
+        }
+#pragma GCC unroll 16
+    for (int i = 0; i < TILE; i++)
+        _mm512_storeu_ps(c + i * c_row, sums[i]);
+}
+
+/* ``lower`` x ``beside`` results, 1 or 2 each, of sums of ``steps`` products; ``add`` to what is there. */
+static inline void multiply(Left a, Right b, Result c, int steps, int lower, int beside, int add, Ahead *ahead) {
+    for (int y = 0; y < lower; y++)
+        for (int x = 0; x < beside; x++)
+            multiply_tile(a.at + y * a.lower, a.row, a.step, b.at + x * b.beside, b.step,
+                          c.at + y * c.lower + x * c.beside, c.row, steps, add);
+    for (int s = 0; s < steps; s++)
+        prefetch(ahead);
+}
+
+#endif
