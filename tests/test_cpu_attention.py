@@ -55,9 +55,9 @@ def definition(q: Tensor, rows: Tensor, scale: float) -> tuple[Tensor, Tensor, T
 
 
 @needs_kernel
-@pytest.mark.parametrize("dim", [32, 64, 96, 128, 256])
-@pytest.mark.parametrize("queries", [1, 16, 49, 97])
-@pytest.mark.parametrize("count", [1, 31, 256, 2321])
+@pytest.mark.parametrize("dim", [32, 96, 128, 256])
+@pytest.mark.parametrize("queries", [1, 16, 97])
+@pytest.mark.parametrize("count", [1, 31, 2321])
 def test_states_are_those_of_the_definition(dim: int, queries: int, count: int, products: str) -> None:
     attend, heads = CpuAttention(2, products=products), 5
     for size, group in ((1.0, 1), (4.0, 1), (1.0, 3)):
