@@ -59,7 +59,7 @@ def definition(q: Tensor, rows: Tensor, scale: float) -> tuple[Tensor, Tensor, T
 @pytest.mark.parametrize("queries", [1, 16, 97])
 @pytest.mark.parametrize("count", [1, 31, 2321])
 def test_states_are_those_of_the_definition(dim: int, queries: int, count: int, products: str) -> None:
-    attend, heads = CpuAttention(2, products=products), 5
+    attend, heads = CpuAttention(1, products=products), 5
     for size, group in ((1.0, 1), (4.0, 1), (1.0, 3)):
         q = (size * torch.randn(queries, heads * group, dim)).to(BF16)
         rows = torch.randn(count, 2, heads, dim).to(BF16)
@@ -76,7 +76,7 @@ def test_scores_of_any_size_give_finite_states(products: str) -> None:
     rows = torch.randn(600, 2, 2, 64).to(BF16)
     rows[:, 0] *= torch.linspace(-90, 90, 600)[:, None, None].sin().to(BF16) * 30
     q = (20 * torch.randn(7, 2, 64)).to(BF16)
-    out, lse = CpuAttention(2, products=products)(q, rows)
+    out, lse = CpuAttention(1, products=products)(q, rows)
     expected, expected_lse, allowed = definition(q, rows, 64**-0.5)
     assert ((out - expected).abs() <= allowed + 1e-3).all()
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-3)
@@ -91,7 +91,7 @@ def test_maxima_that_rise_little_by_little_do_not_drift(queries: int, products: 
     rows = torch.randn(count, 2, heads, dim).to(BF16)
     rows[:, 0] = torch.linspace(0, 1, count)[:, None, None].to(BF16)
     for scale in (0.1, 1.0):
-        out, lse = CpuAttention(2, products=products)(q, rows, scale)
+        out, lse = CpuAttention(1, products=products)(q, rows, scale)
         expected, expected_lse, allowed = definition(q, rows, scale)
         assert ((out - expected).abs() <= allowed + 2e-5).all()
         assert float((lse - expected_lse).abs().max()) < 3e-5
@@ -108,7 +108,7 @@ def test_the_same_rows_give_the_same_bits_on_any_number_of_threads(products: str
 
 @needs_kernel
 def test_memory_for_states_serves_smaller_calls() -> None:
-    attend = CpuAttention(2)
+    attend = CpuAttention(1)
     for count, queries in ((3000, 30), (40, 3), (2500, 17)):
         q, rows = torch.randn(queries, 2, 64).to(BF16), torch.randn(count, 2, 2, 64).to(BF16)
         out, _ = attend(q, rows)
@@ -118,7 +118,7 @@ def test_memory_for_states_serves_smaller_calls() -> None:
 
 @needs_kernel
 def test_without_rows_there_is_nothing(products: str) -> None:
-    out, lse = CpuAttention(2, products=products)(
+    out, lse = CpuAttention(1, products=products)(
         torch.ones(3, 4, 64, dtype=BF16), torch.ones(0, 2, 2, 64, dtype=BF16)
     )
     assert not out.any()
@@ -128,7 +128,7 @@ def test_without_rows_there_is_nothing(products: str) -> None:
 @needs_kernel
 def test_rows_that_become_more_hardly_ever_take_new_memory() -> None:
     """What calls once took is kept until they have run, so it must not be taken again and again."""
-    attend = CpuAttention(2, 1000)
+    attend = CpuAttention(1, 1000)
     q, rows = torch.zeros(1, 2, 32, dtype=BF16), torch.zeros(6000, 2, 2, 32, dtype=BF16)
     out, lse = torch.empty_like(q), torch.empty(1, 2)
     for count in range(1, 6000, 50):
@@ -139,7 +139,7 @@ def test_rows_that_become_more_hardly_ever_take_new_memory() -> None:
 @needs_kernel
 def test_calls_wait_for_nobody(products: str) -> None:
     """They run later, from another thread, and some need more memory than those before."""
-    attend, made = CpuAttention(2, 3, products=products), []
+    attend, made = CpuAttention(1, 3, products=products), []
     for count, queries in ((40, 3), (3000, 30), (70, 17)):
         q, rows = torch.randn(queries, 4, 64).to(BF16), torch.randn(count, 2, 2, 64).to(BF16)
         out, lse = torch.empty_like(q), torch.empty(queries, 4)
@@ -168,7 +168,7 @@ def test_calls_wait_for_nobody(products: str) -> None:
 )
 def test_other_shapes_are_refused(q: tuple[int, ...], rows: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        CpuAttention(2)(torch.ones(q, dtype=BF16), torch.ones(rows, dtype=BF16))
+        CpuAttention(1)(torch.ones(q, dtype=BF16), torch.ones(rows, dtype=BF16))
 
 
 @needs_kernel
@@ -176,7 +176,7 @@ def test_other_dtypes_and_strides_are_refused() -> None:
     q, rows = torch.ones(3, 2, 64, dtype=BF16), torch.ones(9, 2, 2, 64, dtype=BF16)
     for other in ((q.half(), rows), (q, rows.float()), (q, rows.repeat(2, 1, 1, 1)[::2])):
         with pytest.raises(ValueError, match="must be bf16, lse fp32, and all of them dense"):
-            CpuAttention(2)(*other)
+            CpuAttention(1)(*other)
 
 
 def test_what_it_does_not_know_it_does_not_support() -> None:
@@ -200,7 +200,7 @@ def test_other_processors_are_told_by_their_flags(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(
         OSError, match="needs AMX or AVX-512 with products of bf16, and this processor has none"
     ):
-        CpuAttention(2)
+        CpuAttention(1)
 
 
 @needs_kernel
@@ -232,5 +232,5 @@ def test_without_a_working_compiler_there_is_a_warning(
         assert message in caplog.text
         assert len(caplog.records) == 1
         with pytest.raises(OSError, match=message):
-            CpuAttention(2)
+            CpuAttention(1)
     assert not list((fresh_build / "triforce-tree" / "kernels").iterdir())
