@@ -111,7 +111,7 @@ def test_where_rows_live_changes_no_bit():
 def test_rewinding_is_as_good_as_feeding_anew(levels: int):
     cycle = cycle_of(levels, 2, room=300)
     [first, second], _ = decoded(cycle, PROMPTS[:2], [60, 60])
-    for kept in (0, 1, 25, 40, 3, 50):
+    for kept in (0, 1, 40, 3):
         heads = [[*PROMPTS[0], *first[:kept]], [*PROMPTS[1], *second[:kept]]]
         new, _ = decoded(cycle, heads, [60 - kept, 60 - kept], again=True)
         assert new == [first[kept:], second[kept:]]
