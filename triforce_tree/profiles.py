@@ -19,6 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from triforce_tree.config import HierarchyConfig
+from triforce_tree.folders import user_cache
 
 VERSION = 1
 # An entry serves prompts of up to this many times, and down to this part of, the context it was measured at.
@@ -199,8 +200,7 @@ def folder() -> Path | None:
     own = os.environ.get("TRIFORCE_TREE_PROFILES")
     if own is not None:
         return Path(own) if own else None
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "triforce-tree" / "profiles"
+    return user_cache("profiles")
 
 
 def shape_of(model: PreTrainedModel) -> str:

@@ -20,6 +20,8 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from triforce_tree.folders import user_cache
+
 _LOG = logging.getLogger(__name__)
 _SOURCE = Path(__file__).with_suffix(".c")
 _SOURCES = (_SOURCE, _SOURCE.with_name("cpu_block.h"), _SOURCE.with_name("cpu_tiles.h"))
@@ -203,7 +205,7 @@ def _built(products: str) -> Path:
     known = hashlib.sha256(
         b"\0".join([*(f.read_bytes() for f in _SOURCES), *(word.encode() for word in (*compiler, *flags))])
     )
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "triforce-tree" / "kernels"
+    folder = user_cache("kernels")
     path = folder / f"{_SOURCE.stem}-{known.hexdigest()[:16]}.so"
     if path.exists():
         return path
