@@ -171,7 +171,7 @@ def attention(args: argparse.Namespace, device: torch.device) -> None:
     bench = Bench(shape, draft, device, torch.float32 if tiny else torch.bfloat16, None, args.seed)
     prompt = Library(bench.tokenizer, context).prompt(0, context).tokens
     heads, dtype = bench.target.heads, bench.target.dtype
-    rate = host_rate(heads, dtype, torch.get_num_threads(), device)
+    rate = host_rate(heads, dtype, device)
     say("models", cpu_gbps={queries: bytes_a_second / 1e9 for queries, bytes_a_second in rate.points})
 
     split = Offload(0, 1 << 18 if tiny else 64 << 20, 3)

@@ -27,7 +27,7 @@ from triforce_tree.memory_plan import MemoryPlan
 
 # Tokens of a text whose rows are fed before anything is timed: kernels are compiled and tuned.
 _WARM_UP = 8
-_ATTENDED = {"host_attention": True}
+_WITH_THE_CPU = {"host_attention": True}
 
 
 @dataclass(frozen=True)
@@ -118,11 +118,9 @@ class Session:
         host = available()[0] - SPARE + bench.weights_on_host
         machine = Machine(int(cap * GIB), host, 1e9 * self.bus["in"], self.read)
         if host_attends(bench.target, config.host_attention):
-            threads = torch.get_num_threads()
-            rate = host_rate(bench.target.heads, bench.target.dtype, threads, self.device)
-            self.say(
-                f"the CPU with {threads} threads: {[(n, round(r / 1e9, 1)) for n, r in rate.points]} GB/s"
-            )
+            rate = host_rate(bench.target.heads, bench.target.dtype, self.device)
+            points = [(n, round(r / 1e9, 1)) for n, r in rate.points]
+            self.say(f"the CPU with {torch.get_num_threads()} threads: {points} GB/s")
             machine = replace(machine, host_attention=rate)
         sizes = Sizes.of(bench.target, bench.draft, config)
         made = memory_plan.plan(sizes, machine, config, plan.options, 1, plan.context, plan.new_tokens)
@@ -305,7 +303,7 @@ PARTS: dict[str, Part] = {
     "13b": Part(Plan("llama-2-13b", 98_304, prompts=1, weights_on_host=True)),
     "resident": Part(Plan("llama-2-7b", _LONG, caps=(80.0,), resident=0.75)),
     "caps": Part(Plan("llama-2-7b", _LONG, caps=(16.0, 48.0), prompts=1)),
-    "host-attention": Part(Plan("llama-2-7b", _LONG, prompts=2, options=_ATTENDED)),
-    "host-attention-8b": Part(Plan("llama-3.1-8b", _LONG, prompts=2, options=_ATTENDED)),
+    "host-attention": Part(Plan("llama-2-7b", _LONG, prompts=2, options=_WITH_THE_CPU)),
+    "host-attention-8b": Part(Plan("llama-3.1-8b", _LONG, prompts=2, options=_WITH_THE_CPU)),
     "prefill": Part(Plan("llama-2-7b", _LONG, prompts=2, on_chip=True), prefills),
 }

@@ -253,6 +253,21 @@ def _with_kernel(monkeypatch: pytest.MonkeyPatch, native: bool) -> None:
     monkeypatch.setattr(host_rows, "kernel", lambda *_: None)
 
 
+def _attending(
+    monkeypatch: pytest.MonkeyPatch, native: bool, options: dict[str, Any]
+) -> tuple[dict[str, Any], Cycle]:
+    """The plan that came out and the cycle, after a text that is the target's own."""
+    monkeypatch.setattr(hierarchy, "host_rate", lambda *_: RATE)
+    _with_kernel(monkeypatch, native)
+    own = engine(**options)
+    out = own.generate(PROMPT, max_new_tokens=NEW, do_sample=False)
+    assert out.sequences[0, len(PROMPT) :].tolist() == expected()
+    assert out.memory is not None
+    [cycle] = own.hierarchy._offloaded
+    assert cycle.offloaded is not None
+    return out.memory, cycle
+
+
 @pytest.mark.parametrize(
     ("options", "native"),
     [({"host_attention": True}, False), ({"host_attention": "auto"}, True), ({}, True)],
@@ -261,19 +276,12 @@ def _with_kernel(monkeypatch: pytest.MonkeyPatch, native: bool) -> None:
 def test_the_cpu_attends_where_it_is_asked_to_or_has_a_kernel(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], native: bool
 ) -> None:
-    monkeypatch.setattr(hierarchy, "host_rate", lambda *_: RATE)
-    _with_kernel(monkeypatch, native)
-    own = engine(**options)
-    out = own.generate(PROMPT, max_new_tokens=NEW, do_sample=False)
-    assert out.sequences[0, len(PROMPT) :].tolist() == expected()
-    assert out.memory is not None
-    assert out.memory["split"]["host_share"] > 0
-    [cycle] = own.hierarchy._offloaded
-    assert cycle.offloaded is not None
+    memory, cycle = _attending(monkeypatch, native, options)
+    assert memory["split"]["host_share"] > 0
     assert cycle.offloaded.attention is not None
     assert cycle.offloaded.attention.bytes > 0
     # By its bytes alone, a pass is as much faster as less of it crosses the bus.
-    share = out.memory["split"]["host_share"]
+    share = memory["split"]["host_share"]
     resident = cycle.offloaded.host.resident_bytes
     assert cycle.streamed_bytes(resident + 10**6) == pytest.approx((1 - share) * 10**6, abs=1)
 
@@ -286,15 +294,8 @@ def test_the_cpu_attends_where_it_is_asked_to_or_has_a_kernel(
 def test_elsewhere_all_is_streamed(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], native: bool
 ) -> None:
-    monkeypatch.setattr(hierarchy, "host_rate", lambda *_: RATE)
-    _with_kernel(monkeypatch, native)
-    own = engine(**options)
-    out = own.generate(PROMPT, max_new_tokens=NEW, do_sample=False)
-    assert out.sequences[0, len(PROMPT) :].tolist() == expected()
-    assert out.memory is not None
-    assert out.memory["cpu_gbps"] is None
-    [cycle] = own.hierarchy._offloaded
-    assert cycle.offloaded is not None
+    memory, cycle = _attending(monkeypatch, native, options)
+    assert memory["cpu_gbps"] is None
     assert cycle.offloaded.attention is None
 
 
@@ -328,10 +329,10 @@ def test_where_the_cpu_is_too_slow_the_map_says_so(monkeypatch: pytest.MonkeyPat
 
 def test_the_cpu_is_measured_once() -> None:
     heads = Heads(4, 2, 8)
-    rate = host_rate(heads, torch.float32, torch.get_num_threads(), torch.device("cpu"))
+    rate = host_rate(heads, torch.float32, torch.device("cpu"))
     assert [queries for queries, _ in rate.points] == [1, 16, 48, 96]
     assert all(bytes_a_second > 1e6 for _, bytes_a_second in rate.points)
-    assert host_rate(heads, torch.float32, torch.get_num_threads(), torch.device("cpu")) is rate
+    assert host_rate(heads, torch.float32, torch.device("cpu")) is rate
 
 
 def test_a_family_that_the_cpu_cannot_attend_for_is_streamed_or_refused(

@@ -176,12 +176,16 @@ class Hierarchy:
             far = self.target.streamed.bytes if self.target.streamed is not None else 0
             target = self.target
             machine = measured(target.device, weights, base.gpu_bytes, far)
-            if host_attends(target, base.host_attention):
-                rate = host_rate(target.heads, target.dtype, torch.get_num_threads(), target.device)
-                machine = replace(machine, host_attention=rate)
+            attends = host_attends(target, base.host_attention)
             sizes = Sizes.of(self.target, self.draft, base)
-            longest = max(lengths)
-            plan = memory_plan.plan(sizes, machine, base, given, len(lengths), longest, room - longest)
+            text = len(lengths), max(lengths), room - max(lengths)
+            plan = memory_plan.plan(sizes, machine, base, given, *text)
+            if attends and plan.offload is not None:
+                # Measured where there is something to attend to: it takes a second.
+                machine = replace(
+                    machine, host_attention=host_rate(target.heads, target.dtype, target.device)
+                )
+                plan = memory_plan.plan(sizes, machine, base, given, *text)
         self.memory, self._planned = plan, (key, plan)
         if plan.offload is None:
             return

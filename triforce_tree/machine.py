@@ -105,20 +105,25 @@ def bandwidths(device: torch.device) -> tuple[float, float]:
     return bus, size / _shortest(lambda: data.sum(), device)
 
 
-@cache
-def host_rate(heads: Heads, dtype: torch.dtype, threads: int, device: torch.device) -> HostRate:
-    """How fast the CPU attends to rows of its memory while the bus copies, measured once for each of these.
+def host_rate(heads: Heads, dtype: torch.dtype, device: torch.device) -> HostRate:
+    """How fast the CPU attends to rows of its memory while the bus copies.
+
+    Measured once for each of these and the number of torch's threads.
 
     On several cards all ranks measure at once, each its own heads, and have the least of it.
 
     Args:
         heads, dtype: of the attention.
-        threads: ``torch.get_num_threads()``.
         device: that rows are copied to meanwhile; off the GPU nothing is, and less memory does.
 
     Raises:
         HostMemoryError: host memory is short.
     """
+    return _host_rate(heads, dtype, device, torch.get_num_threads())
+
+
+@cache
+def _host_rate(heads: Heads, dtype: torch.dtype, device: torch.device, threads: int) -> HostRate:
     on_gpu = device.type == "cuda"
     size, piece = (_ATTENDED, _PIECE) if on_gpu else (_ATTENDED >> 4, _PIECE >> 4)
     shape = (2, heads.kv, heads.dim)
