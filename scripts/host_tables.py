@@ -2,8 +2,9 @@
 
 from markdown_tables import Record, table
 
-FILE = "host_attention_h200.json"
+FILE, EPYC_FILE = "host_attention_h200.json", "host_attention_epyc.json"
 COMMAND = "python scripts/host_attention.py"
+EPYC_COMMAND = f"{COMMAND} --out docs/results/{EPYC_FILE}"
 # Bytes a second of PCIe 4 with 16 lanes, as docs/offloading.md takes it for its projections.
 _PCIE_4_GBPS = 25.0
 
@@ -54,6 +55,25 @@ def together(result: Record) -> str:
 
 
 TABLES = (ways, together)
+
+
+def ratios(result: Record) -> str:
+    """Our kernel to the fastest of torch, where cores are shared and GB a second mean nothing."""
+    rows = [row for row in result["rows"] if row["gbps"]]
+    ours = list(dict.fromkeys(row["spread"] for row in rows if row["way"] == "our kernel"))
+    lines = []
+    for place in dict.fromkeys((row["shape"], row["t"], row["threads"]) for row in rows):
+        here = [row for row in rows if (row["shape"], row["t"], row["threads"]) == place]
+        torchs = max((row for row in here if row["way"] != "our kernel"), key=lambda row: row["gbps"])
+        found = {row["spread"]: row["gbps"] / torchs["gbps"] for row in here if row["way"] == "our kernel"}
+        told = f"{torchs['way']}, {torchs['spread']}"
+        lines.append([*map(str, place), told, *(f"{found[name]:.1f}x" for name in ours)])
+    head = ["heads", "T", "threads", "fastest of torch = 1", *(f"our kernel, {name}" for name in ours)]
+    cpu = result["cpu"]
+    return table(head, lines) + (
+        f"\n{cpu['model']}, {cpu['cores']} cores, {', '.join(cpu['flags'])}. Medians of {result['times']}, "
+        f"torch {result['versions']['torch']}, {result['date']}. File: `docs/results/{EPYC_FILE}`.\n"
+    )
 
 
 def _note(result: Record) -> str:

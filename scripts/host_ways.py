@@ -133,12 +133,12 @@ class Workers:
 class Kernel(Team):
     """Inside, our kernel attends to one piece after the other, on threads of its own."""
 
-    name = f"on {next(iter(instructions()), None)}"
     ways = ("our kernel",)
+    instructions: str
 
     def __enter__(self) -> "Kernel":
         super().__enter__()
-        self._kernel = CpuAttention(self.threads)
+        self._kernel = CpuAttention(self.threads, way=self.instructions)
         return self
 
     def attend(self, way: Way, q: Tensor, pieces: Sequence[Tensor]) -> State:
@@ -146,10 +146,17 @@ class Kernel(Team):
         return merged([way(q, piece, self._kernel) for piece in pieces])
 
 
+def _kernels() -> tuple[type[Kernel], ...]:
+    """One for each of its ways on this processor, fastest first."""
+    if not supports(128, torch.bfloat16):
+        return ()
+    return tuple(
+        type("Kernel", (Kernel,), {"name": f"on {way}", "instructions": way}) for way in instructions()
+    )
+
+
 Spread = Team | Workers
-SPREADS: tuple[type[Spread], ...] = (
-    (Team, Workers, Kernel) if supports(128, torch.bfloat16) else (Team, Workers)
-)
+SPREADS: tuple[type[Spread], ...] = (Team, Workers, *_kernels())
 
 
 def _words(rows: Tensor) -> Tensor:

@@ -17,15 +17,24 @@ from triforce_tree.kernels.cpu_attention import CpuAttention, instructions, supp
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 BF16 = torch.bfloat16
 needs_kernel = pytest.mark.skipif(
-    not supports(128, BF16), reason="needs a processor with AMX or AVX-512 BF16, and a C compiler"
+    not supports(128, BF16), reason="needs a processor with AVX2, and a C compiler"
 )
-# Of a chance in bf16: rounding by half of a unit in the last place.
-_ROUNDING = 2.0**-8
+# By half of a unit in the last place.
+_ROUNDING = {BF16: 2.0**-8, torch.float16: 2.0**-11}
 
 
 @pytest.fixture(params=instructions() or ["none"])
-def products(request: pytest.FixtureRequest) -> str:
+def way(request: pytest.FixtureRequest) -> str:
     """Every way that this processor has."""
+    return request.param
+
+
+@pytest.fixture(
+    params=[(way, dtype) for dtype in _ROUNDING for way in instructions(dtype)] or [("none", BF16)],
+    ids=lambda pair: f"{pair[0]} {str(pair[1]).removeprefix('torch.')}",
+)
+def typed(request: pytest.FixtureRequest) -> tuple[str, torch.dtype]:
+    """Every way with every dtype that it takes."""
     return request.param
 
 
@@ -43,14 +52,15 @@ def _forget() -> None:
     cpu_attention._usable.cache_clear()
 
 
-def definition(q: Tensor, rows: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def definition(q: Tensor, rows: Tensor, scale: float, way: str = "AMX") -> tuple[Tensor, Tensor, Tensor]:
     """Outputs and log-sum-exps in fp64, and the most by which rounding may change each output."""
     group = q.shape[1] // rows.shape[2]
     keys, values = rows.double().permute(1, 2, 0, 3).repeat_interleave(group, dim=1)  # each [H_q, n, D]
     scores = q.double().transpose(0, 1) @ keys.transpose(1, 2) * scale
     chances = scores.softmax(-1)
-    # Chances are rounded, and outputs.
-    allowed = _ROUNDING * (chances @ values.abs() + (chances @ values).abs())
+    # Outputs are rounded, and chances where products are in bf16.
+    rounded = chances @ values.abs() if way in ("AMX", "AVX-512 BF16") else 0.0
+    allowed = _ROUNDING[q.dtype] * (rounded + (chances @ values).abs())
     return (chances @ values).transpose(0, 1), scores.logsumexp(-1).T, allowed.transpose(0, 1)
 
 
@@ -58,49 +68,52 @@ def definition(q: Tensor, rows: Tensor, scale: float) -> tuple[Tensor, Tensor, T
 @pytest.mark.parametrize("dim", [32, 96, 128, 256])
 @pytest.mark.parametrize("queries", [1, 16, 97])
 @pytest.mark.parametrize("count", [1, 31, 2321])
-def test_states_are_those_of_the_definition(dim: int, queries: int, count: int, products: str) -> None:
-    attend, heads = CpuAttention(1, products=products), 5
+def test_states_are_those_of_the_definition(
+    dim: int, queries: int, count: int, typed: tuple[str, torch.dtype]
+) -> None:
+    way, dtype = typed
+    attend, heads = CpuAttention(1, way=way, dtype=dtype), 5
     for size, group in ((1.0, 1), (4.0, 1), (1.0, 3)):
-        q = (size * torch.randn(queries, heads * group, dim)).to(BF16)
-        rows = torch.randn(count, 2, heads, dim).to(BF16)
+        q = (size * torch.randn(queries, heads * group, dim)).to(dtype)
+        rows = torch.randn(count, 2, heads, dim).to(dtype)
         out, lse = attend(q, rows, 0.11)
-        expected, expected_lse, allowed = definition(q, rows, 0.11)
-        assert (out.dtype, lse.dtype) == (BF16, torch.float32)
+        expected, expected_lse, allowed = definition(q, rows, 0.11, way)
+        assert (out.dtype, lse.dtype) == (dtype, torch.float32)
         assert ((out - expected).abs() <= allowed + 2e-5).all()
         assert float((lse - expected_lse).abs().max()) < 3e-5
 
 
 @needs_kernel
-def test_scores_of_any_size_give_finite_states(products: str) -> None:
+def test_scores_of_any_size_give_finite_states(way: str) -> None:
     """Rows come in an order that moves the maximum up and down by far more than fp32 has exponents."""
     rows = torch.randn(600, 2, 2, 64).to(BF16)
     rows[:, 0] *= torch.linspace(-90, 90, 600)[:, None, None].sin().to(BF16) * 30
     q = (20 * torch.randn(7, 2, 64)).to(BF16)
-    out, lse = CpuAttention(1, products=products)(q, rows)
-    expected, expected_lse, allowed = definition(q, rows, 64**-0.5)
+    out, lse = CpuAttention(1, way=way)(q, rows)
+    expected, expected_lse, allowed = definition(q, rows, 64**-0.5, way)
     assert ((out - expected).abs() <= allowed + 1e-3).all()
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-3)
 
 
 @needs_kernel
 @pytest.mark.parametrize("queries", [1, 70])
-def test_maxima_that_rise_little_by_little_do_not_drift(queries: int, products: str) -> None:
+def test_maxima_that_rise_little_by_little_do_not_drift(queries: int, way: str) -> None:
     """Scores climb by less than a bit from block to block: outputs are seldom scaled, and then by much."""
     heads, count, dim = 2, 6000, 64
     q = torch.ones(queries, heads, dim).to(BF16)
     rows = torch.randn(count, 2, heads, dim).to(BF16)
     rows[:, 0] = torch.linspace(0, 1, count)[:, None, None].to(BF16)
     for scale in (0.1, 1.0):
-        out, lse = CpuAttention(1, products=products)(q, rows, scale)
-        expected, expected_lse, allowed = definition(q, rows, scale)
+        out, lse = CpuAttention(1, way=way)(q, rows, scale)
+        expected, expected_lse, allowed = definition(q, rows, scale, way)
         assert ((out - expected).abs() <= allowed + 2e-5).all()
         assert float((lse - expected_lse).abs().max()) < 3e-5
 
 
 @needs_kernel
-def test_the_same_rows_give_the_same_bits_on_any_number_of_threads(products: str) -> None:
+def test_the_same_rows_give_the_same_bits_on_any_number_of_threads(way: str) -> None:
     q, rows = torch.randn(20, 6, 128).to(BF16), torch.randn(5000, 2, 6, 128).to(BF16)
-    (first, first_lse), *others = (CpuAttention(threads, products=products)(q, rows) for threads in (1, 2, 5))
+    (first, first_lse), *others = (CpuAttention(threads, way=way)(q, rows) for threads in (1, 2, 5))
     for out, lse in others:
         assert torch.equal(out, first)
         assert torch.equal(lse, first_lse)
@@ -117,10 +130,8 @@ def test_memory_for_states_serves_smaller_calls() -> None:
 
 
 @needs_kernel
-def test_without_rows_there_is_nothing(products: str) -> None:
-    out, lse = CpuAttention(1, products=products)(
-        torch.ones(3, 4, 64, dtype=BF16), torch.ones(0, 2, 2, 64, dtype=BF16)
-    )
+def test_without_rows_there_is_nothing(way: str) -> None:
+    out, lse = CpuAttention(1, way=way)(torch.ones(3, 4, 64, dtype=BF16), torch.ones(0, 2, 2, 64, dtype=BF16))
     assert not out.any()
     assert (lse == -torch.inf).all()
 
@@ -137,9 +148,9 @@ def test_rows_that_become_more_hardly_ever_take_new_memory() -> None:
 
 
 @needs_kernel
-def test_calls_wait_for_nobody(products: str) -> None:
+def test_calls_wait_for_nobody(way: str) -> None:
     """They run later, from another thread, and some need more memory than those before."""
-    attend, made = CpuAttention(1, 3, products=products), []
+    attend, made = CpuAttention(1, 3, way=way), []
     for count, queries in ((40, 3), (3000, 30), (70, 17)):
         q, rows = torch.randn(queries, 4, 64).to(BF16), torch.randn(count, 2, 2, 64).to(BF16)
         out, lse = torch.empty_like(q), torch.empty(queries, 4)
@@ -148,7 +159,7 @@ def test_calls_wait_for_nobody(products: str) -> None:
         for call, *_ in made:
             thread.submit(CFUNCTYPE(None, c_void_p)(call.function), call.argument).result()
     for _, q, rows, out, lse in made:
-        expected, expected_lse, allowed = definition(q, rows, 0.1)
+        expected, expected_lse, allowed = definition(q, rows, 0.1, way)
         assert ((out - expected).abs() <= allowed + 2e-5).all()
         assert float((lse - expected_lse).abs().max()) < 3e-5
     assert attend.seconds > 0
@@ -175,7 +186,7 @@ def test_other_shapes_are_refused(q: tuple[int, ...], rows: tuple[int, ...], mes
 def test_other_dtypes_and_strides_are_refused() -> None:
     q, rows = torch.ones(3, 2, 64, dtype=BF16), torch.ones(9, 2, 2, 64, dtype=BF16)
     for other in ((q.half(), rows), (q, rows.float()), (q, rows.repeat(2, 1, 1, 1)[::2])):
-        with pytest.raises(ValueError, match="must be bf16, lse fp32, and all of them dense"):
+        with pytest.raises(ValueError, match=r"must be torch\.bfloat16, lse fp32, and all of them dense"):
             CpuAttention(1)(*other)
 
 
@@ -183,23 +194,27 @@ def test_what_it_does_not_know_it_does_not_support() -> None:
     assert not supports(128, torch.float32)
     assert not supports(80, BF16)
     assert not supports(512, BF16)
+    with pytest.raises(OSError, match=r"for torch\.float32 needs another dtype"):
+        CpuAttention(1, dtype=torch.float32)
 
 
 def test_other_processors_are_told_by_their_flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, more = cpu_attention._NEEDED, frozenset({"avx512_bf16"})
+    old = frozenset({"sse4_2", "avx2", "fma", "f16c"})
+    wide = old | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
     for flags, expected in (
-        (ours | more | {"amx_tile", "amx_bf16"}, ("AMX", "AVX-512")),
-        (ours | more | {"amx_tile"}, ("AVX-512",)),
-        (ours, ()),
-        (more, ()),
+        (wide | {"avx512_bf16", "amx_tile", "amx_bf16"}, ("AMX", "AVX-512 BF16", "AVX-512", "AVX2")),
+        (wide | {"avx512_bf16", "amx_tile"}, ("AVX-512 BF16", "AVX-512", "AVX2")),
+        (wide, ("AVX-512", "AVX2")),
+        (old, ("AVX2",)),
+        (old - {"fma"}, ()),
     ):
         monkeypatch.setattr(cpu_attention, "_flags", lambda flags=flags: flags)
         assert instructions() == expected
+        assert instructions(torch.float16) == tuple(way for way in expected if way in ("AVX-512", "AVX2"))
+        assert instructions(torch.float32) == ()
     _forget()
     assert not supports(128, BF16)
-    with pytest.raises(
-        OSError, match="needs AMX or AVX-512 with products of bf16, and this processor has none"
-    ):
+    with pytest.raises(OSError, match=r"bfloat16 needs AMX or .* or AVX2, and .* none of them"):
         CpuAttention(1)
 
 
@@ -216,7 +231,7 @@ def test_it_is_built_once(fresh_build: Path) -> None:
 def test_without_a_working_compiler_there_is_a_warning(
     fresh_build: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(cpu_attention, "_flags", lambda: cpu_attention._NEEDED | {"avx512_bf16"})
+    monkeypatch.setattr(cpu_attention, "_flags", lambda: frozenset({"avx2", "fma", "f16c"}))
     broken = fresh_build / "broken-cc"
     broken.write_text("#!/bin/sh\necho no such option >&2\nexit 3\n")
     broken.chmod(broken.stat().st_mode | stat.S_IXUSR)

@@ -1,10 +1,15 @@
-/* Attention of a few query rows to many rows of keys and values, on a CPU with AVX-512, and AMX or dot products of bf16.
+/* Attention of a few query rows to many rows of keys and values, on a CPU with AMX, AVX-512 or AVX2.
  *
- * A task is a run of rows for a group of heads, which goes block by block through cpu_block.h. It ends in a state
+ * A task is a run of rows for a group of heads, which goes block by block through one of two headers: products are in
+ * bf16 where the processor has them, else in fp32. It ends in a state
  * (outputs, maxima, sums) of its own, and the states are merged in their order: the same rows give the same bits,
  * whatever the number of threads.
  */
-#include "cpu_block.h"
+#if defined(__AMX_BF16__) || defined(__AVX512BF16__)
+#include "cpu_block_bf16.h"
+#else
+#include "cpu_block_fp32.h"
+#endif
 
 #include <math.h>
 #include <omp.h>
@@ -19,10 +24,10 @@ enum {
 
 /* What is asked, and where the answer goes. All query heads that share a KV head are rows of it. */
 typedef struct {
-    const bf16 *q;    /* [queries, heads * group, dim] */
-    const char *rows; /* [count, 2, heads, dim], bf16 */
+    const number *q;    /* [queries, heads * group, dim] */
+    const char *rows; /* [count, 2, heads, dim] of numbers */
     void *work;       /* host_attention_work bytes, from a multiple of 64 on */
-    bf16 *out;        /* [queries, heads * group, dim] */
+    number *out;        /* [queries, heads * group, dim] */
     float *lse;       /* [queries, heads * group], natural logarithms */
     double *seconds;  /* the time that it took is added */
     int64_t count;
@@ -37,7 +42,7 @@ typedef struct {
     int tiles;      /* of a KV head's query rows */
     int run, block; /* rows of a task, and of a block */
     float scale;    /* for powers of 2 */
-    bf16 *q;        /* [heads], as pack_queries leaves them */
+    packed *q;      /* [heads], as pack_queries leaves them */
     float *states;  /* [runs, heads] of outputs, maxima, sums */
 } Call;
 
@@ -46,30 +51,22 @@ static inline int64_t place_of(const Question *asked, int head, int row) {
     return ((int64_t)(row % asked->queries) * asked->heads + head) * asked->group + row / asked->queries;
 }
 
-/* Rows of a KV head as tiles, one chunk behind the other; rows that are not there are 0. */
-static void pack_queries(const Question *asked, int head, bf16 *out) {
+/* Rows of a KV head, one chunk of tiles behind the other. */
+static void pack_queries(const Question *asked, int head, packed *out) {
     const int count = asked->queries * asked->group, dim = asked->dim, tiles = (count + TILE - 1) / TILE;
-    for (int first = 0; first < tiles; first += CHUNK) {
-        const int own = smaller(CHUNK, tiles - first);
-        for (int d = 0; d < dim; d += PAIRED)
-            for (int t = first; t < first + own; t++, out += ELEMENTS) {
-                __m512i words[TILE];
-                for (int i = 0; i < TILE; i++) {
-                    const int row = t * TILE + i;
-                    words[i] = row < count ? _mm512_loadu_si512(asked->q + place_of(asked, head, row) * dim + d)
-                                           : _mm512_setzero_si512();
-                }
-                transpose(words, out);
-            }
+    for (int first = 0; first < tiles; first += CHUNK, out += CHUNK * TILE * dim) {
+        const number *queries[CHUNK * TILE];
+        for (int i = 0; i < CHUNK * TILE; i++) {
+            const int row = first * TILE + i;
+            queries[i] = row < count ? asked->q + place_of(asked, head, row) * dim : NULL;
+        }
+        pack_chunk(queries, smaller(CHUNK, tiles - first), dim, out);
     }
 }
 
-/* Rows of a block: few make the most of hardware's prefetches, more of them load and store outputs less often. */
-static int block_of(int tiles) { return tiles <= CHUNK ? BLOCK / 4 : tiles <= 2 * CHUNK ? BLOCK / 2 : BLOCK; }
-
 /* Heads of a task: what makes a page of keys, so that its lines are read in order, or a part of it. */
 static int group_of(int tiles, int dim) {
-    int heads = PAGE / (dim * sizeof(bf16));
+    int heads = PAGE / (dim * sizeof(number));
     while (heads > 1 && heads * tiles * TILE * dim * sizeof(float) > STATES)
         heads /= 2;
     return heads;
@@ -92,13 +89,13 @@ static State state_of(const Call *call, int64_t run, int head) {
 /* Rows from ``row`` on, at most a block of them, for one head. */
 static void attend_block(const Call *call, int64_t run, int64_t row, int rows, int head, Scratch *own) {
     const int dim = call->asked->dim;
-    const char *keys = call->asked->rows + row * call->stride + head * dim * sizeof(bf16);
+    const char *keys = call->asked->rows + row * call->stride + head * dim * sizeof(number);
     const State state = state_of(call, run, head);
-    pair_values(keys + call->stride / 2, call->stride, rows, dim, own->values);
+    begin_block(keys, call->stride, rows, dim, own);
     for (int tile = 0; tile < call->tiles; tile += CHUNK) {
         const int64_t at = tile * TILE;
         const State part = {state.out + at * dim, state.most + at, state.sum + at};
-        const bf16 *q = call->q + ((int64_t)head * call->tiles * TILE + at) * dim;
+        const packed *q = call->q + ((int64_t)head * call->tiles * TILE + at) * dim;
         add_block(keys, call->stride, rows, q, smaller(CHUNK, call->tiles - tile), dim, call->scale, part, own);
     }
 }
@@ -119,19 +116,13 @@ static void attend_run(const Call *call, int64_t run, int first, int last, Scrat
             const int more = head + 1 < last, beside = more ? head + 1 : first;
             const int64_t next = more ? row : row + call->block;
             const int rows = smaller(call->block, end - row);
-            own->ahead = (Ahead){.rows = call->asked->rows + next * call->stride + beside * dim * sizeof(bf16),
+            own->ahead = (Ahead){.rows = call->asked->rows + next * call->stride + beside * dim * sizeof(number),
                                  .stride = call->stride,
                                  .left = next < end ? smaller(call->block, end - next) : 0,
-                                 .width = dim * sizeof(bf16),
+                                 .width = dim * sizeof(number),
                                  .share = (rows * 4 * dim / LINE + chunks - 1) / chunks};
             attend_block(call, run, row, rows, head, own);
         }
-}
-
-static inline bf16 to_bf16(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 
 /* All runs of one row of one KV head; without runs there is nothing, and its logarithm. */
@@ -143,32 +134,24 @@ static void merge(const Call *call, int64_t runs, int head, int row) {
     for (int64_t run = 0; run < runs; run++) {
         const State state = state_of(call, run, head);
         const float factor = exp2f(call->scale * (state.most[row] - most));
-        const float *from = state.out + row / TILE * TILE * dim + row % TILE * TILE;
         sum += factor * state.sum[row];
-        for (int d = 0; d < dim; d += LANES) {
-            const __m512 part = _mm512_mul_ps(_mm512_set1_ps(factor), _mm512_load_ps(from + d * TILE));
-            _mm512_storeu_ps(total + d, _mm512_add_ps(_mm512_loadu_ps(total + d), part));
-        }
+        add_query(state.out, row, dim, factor, total);
     }
     const int64_t at = place_of(call->asked, head, row);
     for (int d = 0; d < dim; d++)
-        call->asked->out[at * dim + d] = runs ? to_bf16(total[d] / sum) : 0;
+        call->asked->out[at * dim + d] = runs ? rounded_to_number(total[d] / sum) : 0;
     call->asked->lse[at] = runs ? (call->scale * most + log2f(sum)) * (float)M_LN2 : -INFINITY;
 }
 
 /* Before anything else, once in a process; 0, or the system's error. */
 int host_attention_init(void) { return ask_system(); }
 
-static int64_t scratch_bytes(int dim) {
-    return BLOCK * CHUNK * TILE * (sizeof(float) + sizeof(bf16)) + (BLOCK + PAIRED) * dim * sizeof(bf16);
-}
-
 /* Bytes of a question's ``work``; ``rows`` of a KV head are those of all its query heads. */
 int64_t host_attention_work(int64_t count, int heads, int rows, int dim, int threads) {
     const int tiles = (rows + TILE - 1) / TILE, run = run_of(count, heads, tiles, dim);
     const int64_t runs = (count + run - 1) / run;
     return threads * scratch_bytes(dim) +
-           (int64_t)heads * tiles * TILE * (dim * sizeof(bf16) + runs * (dim + 2) * sizeof(float));
+           (int64_t)heads * tiles * TILE * (dim * sizeof(packed) + runs * (dim + 2) * sizeof(float));
 }
 
 /* Answer a Question: dim is a multiple of 32, at most MOST_DIM; there may be no rows. It cannot fail, and calls
@@ -179,23 +162,21 @@ void host_attention(void *question) {
     const int tiles = (rows + TILE - 1) / TILE, group = group_of(tiles, dim);
     const int run = run_of(asked->count, heads, tiles, dim);
     const int64_t runs = (asked->count + run - 1) / run, groups = (heads + group - 1) / group;
-    const int64_t packed = (int64_t)tiles * TILE * dim;
+    const int64_t own_queries = (int64_t)tiles * TILE * dim;
     struct timespec begin, end;
     clock_gettime(CLOCK_MONOTONIC, &begin);
     char *scratch = asked->work;
-    bf16 *q = (bf16 *)(scratch + asked->threads * scratch_bytes(dim));
+    packed *q = (packed *)(scratch + asked->threads * scratch_bytes(dim));
     const Call call = {.asked = asked, .stride = 4 * (int64_t)heads * dim, .tiles = tiles, .run = run,
                        .block = block_of(tiles), .scale = asked->scale * (float)M_LOG2E,
-                       .q = q, .states = (float *)(q + heads * packed)};
+                       .q = q, .states = (float *)(q + heads * own_queries)};
 #pragma omp parallel num_threads(asked->threads)
     {
-        float *scores = (float *)(scratch + omp_get_thread_num() * scratch_bytes(dim));
-        bf16 *chances = (bf16 *)(scores + BLOCK * CHUNK * TILE), *values = chances + BLOCK * CHUNK * TILE;
-        Scratch own = {.scores = scores, .chances = chances, .values = values, .rest = values + BLOCK * dim};
+        Scratch own = scratch_of(scratch + omp_get_thread_num() * scratch_bytes(dim), dim);
         begin_tiles();
 #pragma omp for
         for (int head = 0; head < heads; head++)
-            pack_queries(asked, head, call.q + head * packed);
+            pack_queries(asked, head, call.q + head * own_queries);
 #pragma omp for schedule(dynamic, 1)
         for (int64_t task = 0; task < runs * groups; task++) {
             const int first = task % groups * group;

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import tempfile
 from collections import deque
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import ClassVar, NamedTuple
@@ -24,17 +25,17 @@ from triforce_tree.folders import user_cache
 
 _LOG = logging.getLogger(__name__)
 _SOURCE = Path(__file__).with_suffix(".c")
-_SOURCES = (_SOURCE, _SOURCE.with_name("cpu_block.h"), _SOURCE.with_name("cpu_tiles.h"))
-_FLAGS = (
-    *("-O3", "-std=gnu11", "-fopenmp", "-shared", "-fPIC"),
-    *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma"),
-)
-_NEEDED = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"})
-# What makes the products, fastest first: flags of a processor, and those of the compiler.
-_PRODUCTS = {
-    "AMX": ({"amx_tile", "amx_bf16"}, ("-mamx-tile", "-mamx-bf16")),
-    "AVX-512": ({"avx512_bf16"}, ("-mavx512bf16",)),
+_HEADERS = ("cpu_shared.h", "cpu_tiles.h", "cpu_block_bf16.h", "cpu_block_fp32.h")
+_SOURCES = (_SOURCE, *map(_SOURCE.with_name, _HEADERS))
+_FLAGS = ("-O3", "-std=gnu11", "-fopenmp", "-shared", "-fPIC")
+_AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "fma", "f16c")
+# Each way's instructions, fastest first, by the names of Linux.
+_BF16_WAYS = {
+    "AMX": (*_AVX512, "amx_tile", "amx_bf16"),
+    "AVX-512 BF16": (*_AVX512, "avx512_bf16"),
 }
+_FP32_WAYS = {"AVX-512": _AVX512, "AVX2": ("avx2", "fma", "f16c")}
+_WAYS = {torch.bfloat16: _BF16_WAYS | _FP32_WAYS, torch.float16: _FP32_WAYS}
 _COMPILERS = ("cc", "gcc", "clang")
 _ALIGNMENT = 64
 _MOST_DIM = 256
@@ -58,9 +59,12 @@ class Call(NamedTuple):
     argument: int
 
 
-def instructions() -> tuple[str, ...]:
-    """What this processor has for products in bf16, fastest first: "AMX", "AVX-512"."""
-    return tuple(name for name, (flags, _) in _PRODUCTS.items() if _flags() >= _NEEDED | flags)
+def instructions(dtype: torch.dtype = torch.bfloat16) -> tuple[str, ...]:
+    """The kernel's ways that this processor has: "AMX", "AVX-512 BF16", "AVX-512", "AVX2", fastest first.
+
+    The first two have products of bf16. The others widen keys and values to fp32, and take fp16 as well.
+    """
+    return tuple(way for way, needed in _WAYS.get(dtype, {}).items() if _flags().issuperset(needed))
 
 
 def supports(dim: int, dtype: torch.dtype) -> bool:
@@ -69,14 +73,14 @@ def supports(dim: int, dtype: torch.dtype) -> bool:
     The first call on a processor that has them compiles the kernel; without a working compiler there is one
     warning, and False.
     """
-    known = dtype == torch.bfloat16 and not dim % 32 and dim <= _MOST_DIM
-    return known and bool(instructions()) and _usable()
+    known = not dim % 32 and dim <= _MOST_DIM
+    return known and bool(instructions(dtype)) and _usable(dtype)
 
 
 @cache
-def _usable() -> bool:
+def _usable(dtype: torch.dtype) -> bool:
     try:
-        _library(None)
+        _library(None, dtype)
     except OSError as error:
         _LOG.warning("the CPU does not help with attention, %s", error)
         return False
@@ -84,14 +88,15 @@ def _usable() -> bool:
 
 
 class CpuAttention:
-    """Attention of queries to rows in host memory, in bf16 products with fp32 sums.
+    """Attention of queries to rows in host memory, with sums in fp32.
 
     The same rows give the same bits, whatever the number of threads.
 
     Args:
         threads: to work on.
         waiting: calls that are made before the first of them has run, at most.
-        products: one of :func:`instructions`; None for the fastest.
+        way: one of :func:`instructions`; None for the fastest.
+        dtype: of queries, rows and outputs, bf16 or fp16.
 
     Attributes:
         seconds: that all answers so far took.
@@ -100,8 +105,10 @@ class CpuAttention:
         OSError: the kernel cannot be built or used here.
     """
 
-    def __init__(self, threads: int, waiting: int = 1, products: str | None = None) -> None:
-        self._library, self._threads = _library(products), threads
+    def __init__(
+        self, threads: int, waiting: int = 1, way: str | None = None, dtype: torch.dtype = torch.bfloat16
+    ) -> None:
+        self._library, self._threads, self._dtype = _library(way, dtype), threads, dtype
         self._function = ctypes.cast(self._library.host_attention, _P).value or 0
         self._work = torch.empty(0, dtype=torch.uint8)
         self._seconds = ctypes.c_double()
@@ -115,8 +122,8 @@ class CpuAttention:
         """What answers, once it is called: from any thread, but one call at a time, in their order.
 
         Args:
-            q: ``[T, H_q, D]``, D a multiple of 32 up to 256. Like all tensors here in host memory, bf16,
-                dense, and kept by the caller until the answer is there.
+            q: ``[T, H_q, D]``, D a multiple of 32 up to 256. Like all tensors here in host memory, dense,
+                and kept by the caller until the answer is there; like all but ``lse`` in the kernel's dtype.
             rows: ``[n, 2, H_kv, D]``, of which there may be none.
             scale: of the scores.
             out: ``[T, H_q, D]``, written.
@@ -134,10 +141,10 @@ class CpuAttention:
                 f"{list(lse.shape)} must be [T, H_q, D], [n, 2, H_kv, D], [T, H_q, D] and [T, H_q] with T of "
                 f"at least 1, H_q a multiple of H_kv, and D one of 32 up to {_MOST_DIM}"
             )
-        typed = all(t.dtype == torch.bfloat16 for t in (q, rows, out)) and lse.dtype == torch.float32
+        typed = all(t.dtype == self._dtype for t in (q, rows, out)) and lse.dtype == torch.float32
         if not typed or not all(t.is_contiguous() and t.device.type == "cpu" for t in (q, rows, out, lse)):
             raise ValueError(
-                "q, rows and out must be bf16, lse fp32, and all of them dense and in host memory"
+                f"q, rows and out must be {self._dtype}, lse fp32, and all of them dense and in host memory"
             )
         group = heads // kv
         need = self._library.host_attention_work(count, kv, group * queries, dim, self._threads) + _ALIGNMENT
@@ -172,20 +179,21 @@ def _flags() -> frozenset[str]:
 
 
 @cache
-def _library(products: str | None) -> ctypes.CDLL:
+def _library(way: str | None, dtype: torch.dtype) -> ctypes.CDLL:
     """The compiled kernel.
 
     Raises:
         OSError: a processor without the instructions, no compiler, a compiler that fails, or a system that
             grants no tile registers.
     """
-    found = instructions()
-    if not found or (products or found[0]) not in found:
+    found, known = instructions(dtype), _WAYS.get(dtype, {})
+    way = way or next(iter(found), None)
+    if way is None or way not in found:
         raise OSError(
-            f"its kernel needs {products or ' or '.join(_PRODUCTS)} with products of bf16, and this "
-            f"processor has {' and '.join(found) or 'none'}"
+            f"its kernel for {dtype} needs {way or ' or '.join(known) or 'another dtype'}, and this "
+            f"processor has {' and '.join(found) or 'none of them'}"
         )
-    library = ctypes.CDLL(str(_built(products or found[0])))
+    library = ctypes.CDLL(str(_built(known[way], dtype)))
     library.host_attention_work.argtypes = [_LONG, _INT, _INT, _INT, _INT]
     library.host_attention_work.restype = _LONG
     library.host_attention.argtypes, library.host_attention.restype = [_P], None
@@ -195,8 +203,10 @@ def _library(products: str | None) -> ctypes.CDLL:
     return library
 
 
-def _built(products: str) -> Path:
-    flags = (*_FLAGS, *_PRODUCTS[products][1])
+def _built(instructions: Sequence[str], dtype: torch.dtype) -> Path:
+    # Compilers have nearly the names of Linux.
+    named = (name.replace("avx512_", "avx512").replace("amx_", "amx-") for name in instructions)
+    flags = (*_FLAGS, *(f"-m{name}" for name in named), *(("-DFP16",) if dtype == torch.float16 else ()))
     compiler = shlex.split(os.environ.get("CC") or next(filter(shutil.which, _COMPILERS), ""))
     if not compiler:
         raise OSError(

@@ -3,44 +3,20 @@
  * A tile has 16 rows of 64 bytes. Of a left one row i holds 32 numbers of row i; of a right one row i holds the
  * numbers of rows 2i and 2i + 1, next to each other, of 16 columns.
  */
+#include "cpu_shared.h"
+
 #include <errno.h>
-#include <immintrin.h>
-#include <stdint.h>
-#include <string.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
-typedef uint16_t bf16;
+typedef number bf16;
 
 enum {
     TILE = 16,                /* rows of a tile */
     PAIRED = 2 * TILE,        /* bf16 numbers in a row of a tile */
     ELEMENTS = TILE * PAIRED, /* of a tile in bf16 */
     SQUARE = TILE * TILE,     /* of a tile in fp32 */
-    LANES = 16,               /* of fp32 in a vector */
-    LINE = 64,                /* bytes */
 };
-
-/* What of the next block has not been prefetched yet. */
-typedef struct {
-    const char *rows;
-    int64_t stride;
-    int left, at, width; /* rows; bytes of one row of a head, keys and values apart */
-    int share, pace, owed; /* lines: in a chunk's phases, at each of many places in them, due by now */
-} Ahead;
-
-static inline void prefetch(Ahead *ahead) {
-    for (ahead->owed += ahead->pace; ahead->owed > 0 && ahead->left; ahead->owed -= 2) {
-        _mm_prefetch(ahead->rows + ahead->at, _MM_HINT_T1);
-        _mm_prefetch(ahead->rows + ahead->stride / 2 + ahead->at, _MM_HINT_T1);
-        ahead->at += LINE;
-        if (ahead->at >= ahead->width) {
-            ahead->at = 0;
-            ahead->rows += ahead->stride;
-            ahead->left--;
-        }
-    }
-}
 
 /* Where tiles of a product are: from one row to the next, from one to the next in the sum, and to the second. */
 typedef struct {

@@ -34,7 +34,9 @@ def kernel(heads: Heads, dtype: torch.dtype, waiting: int = 1) -> CpuAttention |
         heads, dtype: of the attention.
         waiting: see :class:`CpuAttention`.
     """
-    return CpuAttention(max(1, torch.get_num_threads() - 1), waiting) if native(heads, dtype) else None
+    if not native(heads, dtype):
+        return None
+    return CpuAttention(max(1, torch.get_num_threads() - 1), waiting, dtype=dtype)
 
 
 def flash(q: Tensor, rows: Tensor, parts: int = 1, scale: float | None = None) -> State:

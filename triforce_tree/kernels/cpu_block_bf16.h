@@ -1,4 +1,4 @@
-/* A block of keys and values and a chunk of queries: the inner part of cpu_attention.c.
+/* A block of keys and values and a chunk of queries, with products in bf16: the inner part of cpu_attention.c.
  *
  * It goes through four phases, each in caches: values are paired for the second product, scores are computed
  * transposed (K Q^T: keys are read where they lie), probabilities are taken with a running maximum, and outputs
@@ -8,14 +8,12 @@
  */
 #include "cpu_tiles.h"
 
+typedef bf16 packed;
+
 enum {
     CHUNK = 4,   /* tiles of queries that go through the phases together */
     BLOCK = 128, /* rows that do, at most */
-    MOST_DIM = 256,
 };
-static const float LEAST = -1e30f; /* of a maximum of nothing: differences stay finite */
-/* Chances may be up to 2^8 before outputs are scaled down to a new maximum: nearly always the first one stays. */
-static const float SLACK = 8.0f;
 
 /* Memory of one thread, for one block. */
 typedef struct {
@@ -26,27 +24,18 @@ typedef struct {
     Ahead ahead;
 } Scratch;
 
-/* Outputs as tiles [tiles, dim / TILE], maxima and sums [tiles * TILE] of some tiles of queries. */
-typedef struct {
-    float *out, *most, *sum;
-} State;
-
-static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-
-/* 2^x for x <= 0 to 3e-6 of it: the whole part goes into the exponent, a polynomial makes the rest. */
-static inline __m512 exp2_of(__m512 x) {
-    const __m512 shift = _mm512_set1_ps(0x1.8p23f);
-    x = _mm512_max_ps(x, _mm512_set1_ps(-126.0f));
-    __m512 whole = _mm512_add_ps(x, shift);
-    __m512 part = _mm512_sub_ps(x, _mm512_sub_ps(whole, shift));
-    __m512 y = _mm512_set1_ps(0x1.3a02ccp-7f);
-    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(0x1.c9fc46p-5f));
-    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(0x1.ec0378p-3f));
-    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(0x1.62e12cp-1f));
-    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(1.0f));
-    __m512i exponent = _mm512_slli_epi32(_mm512_castps_si512(whole), 23);
-    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(y), exponent));
+static int64_t scratch_bytes(int dim) {
+    return BLOCK * CHUNK * TILE * (sizeof(float) + sizeof(bf16)) + (BLOCK + PAIRED) * dim * sizeof(bf16);
 }
+
+static inline Scratch scratch_of(char *memory, int dim) {
+    float *scores = (float *)memory;
+    bf16 *chances = (bf16 *)(scores + BLOCK * CHUNK * TILE), *values = chances + BLOCK * CHUNK * TILE;
+    return (Scratch){.scores = scores, .chances = chances, .values = values, .rest = values + BLOCK * dim};
+}
+
+/* Rows of a block: few make the most of hardware's prefetches, more of them load and store outputs less often. */
+static int block_of(int tiles) { return tiles <= CHUNK ? BLOCK / 4 : tiles <= 2 * CHUNK ? BLOCK / 2 : BLOCK; }
 
 /* 16 x 16 words. */
 static inline void transpose(const __m512i *in, bf16 *out) {
@@ -74,6 +63,19 @@ static inline void transpose(const __m512i *in, bf16 *out) {
     }
 }
 
+/* Queries, NULL where there are none, as tiles [dim / PAIRED, tiles] of [TILE pairs of dimensions, TILE queries]. */
+static void pack_chunk(const bf16 *const *queries, int tiles, int dim, packed *out) {
+    for (int d = 0; d < dim; d += PAIRED)
+        for (int t = 0; t < tiles; t++, out += ELEMENTS) {
+            __m512i words[TILE];
+            for (int i = 0; i < TILE; i++) {
+                const bf16 *query = queries[t * TILE + i];
+                words[i] = query ? _mm512_loadu_si512(query + d) : _mm512_setzero_si512();
+            }
+            transpose(words, out);
+        }
+}
+
 /* Numbers of two rows, dimension by dimension. */
 static inline void pair(__m512i upper, __m512i lower, bf16 *first, bf16 *second) {
     static const uint16_t ORDER[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
@@ -84,7 +86,9 @@ static inline void pair(__m512i upper, __m512i lower, bf16 *first, bf16 *second)
     _mm512_store_si512(second, _mm512_permutex2var_epi16(upper, further, lower));
 }
 
-static void pair_values(const char *values, int64_t stride, int rows, int dim, bf16 *out) {
+static void begin_block(const char *keys, int64_t stride, int rows, int dim, Scratch *own) {
+    const char *values = keys + stride / 2;
+    bf16 *out = own->values;
     const __m512i none = _mm512_setzero_si512();
     for (int row = 0; row < rows; row += 2) {
         const bf16 *upper = (const bf16 *)(values + row * stride), *lower = (const bf16 *)(values + (row + 1) * stride);
@@ -139,33 +143,19 @@ static inline __m512i rounded(__m512 upper, __m512 lower) {
 static void chances_of(Scratch *own, int tile, int tiles, int rows, int dim, float scale, State state) {
     const int steps = (rows + PAIRED - 1) / PAIRED, wide = tiles * TILE;
     const float *scores = own->scores + tile * TILE;
-    float *most = state.most + tile * TILE, *sum = state.sum + tile * TILE, *out = state.out + tile * TILE * dim;
-    const __m512 factor = _mm512_set1_ps(scale), old = _mm512_load_ps(most);
-    __m512 highest[4] = {old, old, old, old};
-    int row = 0;
-    for (; row + 4 <= rows; row += 4)
-        for (int i = 0; i < 4; i++)
-            highest[i] = _mm512_max_ps(highest[i], _mm512_load_ps(scores + (row + i) * wide));
-    for (; row < rows; row++)
-        highest[0] = _mm512_max_ps(highest[0], _mm512_load_ps(scores + row * wide));
-    __m512 high = _mm512_max_ps(_mm512_max_ps(highest[0], highest[1]), _mm512_max_ps(highest[2], highest[3]));
-    const __m512 rise = _mm512_mul_ps(_mm512_sub_ps(high, old), factor);
-    const int moved = _mm512_cmp_ps_mask(rise, _mm512_set1_ps(SLACK), _CMP_NLE_UQ) != 0;
-    if (!moved)
-        high = old;
-    const __m512 base = _mm512_mul_ps(high, factor);
-    __m512 totals[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+    float *out = state.out + tile * TILE * dim;
+    const Maximum by = maximum_of(scores, wide, rows, state.most + tile * TILE, scale);
+    vec totals[2] = {all(0), all(0)};
     for (int s = 0; s < steps; s++) {
         __m512i pairs[TILE];
         const int filled = rows - s * PAIRED;
         for (int i = 0; i < TILE; i++) {
-            __m512 p[2];
+            vec p[2];
             for (int e = 0; e < 2; e++) {
-                __m512 x = _mm512_load_ps(scores + (s * PAIRED + 2 * i + e) * wide);
-                p[e] = exp2_of(_mm512_fmsub_ps(x, factor, base));
+                p[e] = chance_of(scores + (s * PAIRED + 2 * i + e) * wide, &by);
                 if (2 * i + e >= filled)
-                    p[e] = _mm512_setzero_ps();
-                totals[e] = _mm512_add_ps(totals[e], p[e]);
+                    p[e] = all(0);
+                totals[e] = add(totals[e], p[e]);
             }
             pairs[i] = rounded(p[0], p[1]);
             if (i % 4 == 3)
@@ -173,26 +163,17 @@ static void chances_of(Scratch *own, int tile, int tiles, int rows, int dim, flo
         }
         transpose(pairs, own->chances + (tile * steps + s) * ELEMENTS);
     }
-    const __m512 total = _mm512_add_ps(totals[0], totals[1]);
-    if (!moved) {
-        _mm512_store_ps(sum, _mm512_add_ps(_mm512_load_ps(sum), total));
-        return;
-    }
-    /* Exactly 1 where a maximum stays: what rounding leaves of the difference would add up block by block. */
-    const __mmask16 risen = _mm512_cmp_ps_mask(high, old, _CMP_NEQ_UQ);
-    const __m512 shrink = _mm512_mask_mov_ps(_mm512_set1_ps(1), risen, exp2_of(_mm512_fmsub_ps(old, factor, base)));
-    _mm512_store_ps(sum, _mm512_fmadd_ps(_mm512_load_ps(sum), shrink, total));
-    _mm512_store_ps(most, high);
     float shrinks[LANES];
-    _mm512_storeu_ps(shrinks, shrink);
-    for (const float *end = out + TILE * dim; out < end; out += SQUARE)
-        for (int query = 0; query < TILE; query++) {
-            float *at = out + query * TILE;
-            _mm512_store_ps(at, _mm512_mul_ps(_mm512_load_ps(at), _mm512_set1_ps(shrinks[query])));
-        }
+    store(shrinks, take_up(&by, add(totals[0], totals[1]), state.most + tile * TILE, state.sum + tile * TILE));
+    if (by.moved)
+        for (const float *end = out + TILE * dim; out < end; out += SQUARE)
+            for (int query = 0; query < TILE; query++) {
+                float *at = out + query * TILE;
+                store(at, times(load(at), all(shrinks[query])));
+            }
 }
 
-/* Add a block of rows to the state of some tiles of queries. */
+/* Add a block of rows, which has begun, to the state of some tiles of queries: outputs [tiles, dim / TILE] of tiles. */
 static void add_block(const char *keys, int64_t stride, int rows, const bf16 *q, int tiles, int dim, float scale,
                       State state, Scratch *own) {
     const int steps = (rows + PAIRED - 1) / PAIRED, dims = dim / TILE;
@@ -214,4 +195,11 @@ static void add_block(const char *keys, int64_t stride, int rows, const bf16 *q,
     for (int t = 0; t < tiles; t++)
         chances_of(own, t, tiles, rows, dim, scale, state);
     add_outputs(own, tiles, steps, dim, state.out);
+}
+
+/* total [dim] += factor times the outputs of a query. */
+static void add_query(const float *out, int query, int dim, float factor, float *total) {
+    out += query / TILE * TILE * dim + query % TILE * TILE;
+    for (int d = 0; d < dim; d += LANES)
+        store(total + d, times_plus(all(factor), load(out + d * TILE), load(total + d)));
 }
