@@ -23,8 +23,6 @@ from triforce_tree.cycle.cycle import Cycle
 from triforce_tree.cycle.host_store import Offload
 from triforce_tree.engine import Engine
 from triforce_tree.kernels import host_rows
-from triforce_tree.kernels.plan import Heads
-from triforce_tree.machine import host_rate
 from triforce_tree.memory_map import HostRate
 from triforce_tree.memory_plan import MemoryPlan
 from triforce_tree.pass_time import FarRows
@@ -325,14 +323,6 @@ def test_where_the_cpu_is_too_slow_the_map_says_so(monkeypatch: pytest.MonkeyPat
     assert "the CPU" not in str(memory_table(engine().memory_plan(len(PROMPT), NEW)).caption)
     out = own.generate(PROMPT, max_new_tokens=NEW, do_sample=False)
     assert out.sequences[0, len(PROMPT) :].tolist() == expected()
-
-
-def test_the_cpu_is_measured_once() -> None:
-    heads = Heads(4, 2, 8)
-    rate = host_rate(heads, torch.float32, torch.device("cpu"))
-    assert [queries for queries, _ in rate.points] == [1, 16, 48, 96]
-    assert all(bytes_a_second > 1e6 for _, bytes_a_second in rate.points)
-    assert host_rate(heads, torch.float32, torch.device("cpu")) is rate
 
 
 def test_a_family_that_the_cpu_cannot_attend_for_is_streamed_or_refused(
