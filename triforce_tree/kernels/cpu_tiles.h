@@ -103,35 +103,47 @@ static int ask_system(void) { return 0; }
 static inline void begin_tiles(void) {}
 static inline void end_tiles(void) {}
 
-/* One result, in registers: each of its rows adds up a pair of its left row with a whole right row. */
-static inline __attribute__((always_inline)) void multiply_tile(const char *a, int64_t row, int64_t a_step,
-                                                                const bf16 *b, int64_t b_step, float *c,
-                                                                int64_t c_row, int steps, int add) {
+/* Some rows of one result, or of two beside each other, in registers: each adds up a pair of its left row with whole
+ * right rows. Where there are two, they share what is read of the left. */
+static inline __attribute__((always_inline)) void multiply_rows(const char *a, int64_t row, int64_t a_step, Right b,
+                                                                float *c, Result at, int rows, int beside, int steps,
+                                                                int add) {
     __m512 sums[TILE];
 #pragma GCC unroll 16
     for (int i = 0; i < TILE; i++)
-        sums[i] = add ? _mm512_loadu_ps(c + i * c_row) : _mm512_setzero_ps();
-    for (int s = 0; s < steps; s++, a += a_step, b += b_step)
+        sums[i] = add ? load(c + i % rows * at.row + i / rows * at.beside) : _mm512_setzero_ps();
+    for (int s = 0; s < steps; s++, a += a_step, b.at += b.step)
         for (int pair = 0; pair < TILE; pair++) {
-            const __m512bh right = (__m512bh)_mm512_loadu_si512(b + pair * PAIRED);
+            const bf16 *from = b.at + pair * PAIRED;
+            const __m512bh right = (__m512bh)_mm512_loadu_si512(from);
+            const __m512bh other = beside > 1 ? (__m512bh)_mm512_loadu_si512(from + b.beside) : right;
 #pragma GCC unroll 16
-            for (int i = 0; i < TILE; i++) {
-                int32_t left;
-                memcpy(&left, a + i * row + pair * sizeof left, sizeof left);
-                sums[i] = _mm512_dpbf16_ps(sums[i], (__m512bh)_mm512_set1_epi32(left), right);
+            for (int i = 0; i < rows; i++) {
+                int32_t word;
+                memcpy(&word, a + i * row + pair * sizeof word, sizeof word);
+                const __m512bh left = (__m512bh)_mm512_set1_epi32(word);
+                sums[i] = _mm512_dpbf16_ps(sums[i], left, right);
+                if (beside > 1)
+                    sums[rows + i] = _mm512_dpbf16_ps(sums[rows + i], left, other);
             }
         }
 #pragma GCC unroll 16
     for (int i = 0; i < TILE; i++)
-        _mm512_storeu_ps(c + i * c_row, sums[i]);
+        store(c + i % rows * at.row + i / rows * at.beside, sums[i]);
 }
 
 /* ``lower`` x ``beside`` results, 1 or 2 each, of sums of ``steps`` products; ``add`` to what is there. */
 static inline void multiply(Left a, Right b, Result c, int steps, int lower, int beside, int add, Ahead *ahead) {
-    for (int y = 0; y < lower; y++)
-        for (int x = 0; x < beside; x++)
-            multiply_tile(a.at + y * a.lower, a.row, a.step, b.at + x * b.beside, b.step,
-                          c.at + y * c.lower + x * c.beside, c.row, steps, add);
+    const int half = TILE / 2;
+    for (int y = 0; y < lower; y++) {
+        const char *left = a.at + y * a.lower;
+        float *out = c.at + y * c.lower;
+        if (beside > 1)
+            for (int i = 0; i < TILE; i += half)
+                multiply_rows(left + i * a.row, a.row, a.step, b, out + i * c.row, c, half, 2, steps, add);
+        else
+            multiply_rows(left, a.row, a.step, b, out, c, TILE, 1, steps, add);
+    }
     for (int s = 0; s < steps; s++)
         prefetch(ahead);
 }
