@@ -228,6 +228,28 @@ def test_it_is_built_once(fresh_build: Path) -> None:
     assert built.stat().st_mtime_ns == first
 
 
+@pytest.mark.skipif(len(instructions()) < 2, reason="needs a processor with a second way")
+def test_a_way_that_the_compiler_does_not_know_gives_place_to_the_next(
+    fresh_build: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second, *_ = instructions()
+    old = fresh_build / "old-cc"
+    unknown = {"AMX": "-mamx-bf16", "AVX-512 BF16": "-mavx512bf16", "AVX-512": "-mavx512f"}[first]
+    old.write_text(f'#!/bin/sh\ncase "$*" in *{unknown}*) echo what? >&2; exit 4;; esac\nexec cc "$@"\n')
+    old.chmod(old.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("CC", str(old))
+    q, rows = torch.randn(3, 2, 64).to(BF16), torch.randn(50, 2, 2, 64).to(BF16)
+    with caplog.at_level(logging.WARNING):
+        out, _ = CpuAttention(1)(q, rows)
+        CpuAttention(1)
+    assert torch.equal(out, CpuAttention(1, way=second)(q, rows)[0])
+    [record] = caplog.records
+    assert f"goes by {second} only" in record.getMessage()
+    assert "ended with 4: what?" in record.getMessage()
+    with pytest.raises(OSError, match="ended with 4"):
+        CpuAttention(1, way=first)
+
+
 def test_without_a_working_compiler_there_is_a_warning(
     fresh_build: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

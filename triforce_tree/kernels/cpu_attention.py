@@ -180,20 +180,35 @@ def _flags() -> frozenset[str]:
 
 @cache
 def _library(way: str | None, dtype: torch.dtype) -> ctypes.CDLL:
-    """The compiled kernel.
+    """The compiled kernel, by this way or the fastest that compiler and system let it go.
 
     Raises:
         OSError: a processor without the instructions, no compiler, a compiler that fails, or a system that
             grants no tile registers.
     """
-    found, known = instructions(dtype), _WAYS.get(dtype, {})
-    way = way or next(iter(found), None)
-    if way is None or way not in found:
+    found = instructions(dtype)
+    if not found or (way or found[0]) not in found:
+        wanted = way or " or ".join(_WAYS.get(dtype, {})) or "another dtype"
         raise OSError(
-            f"its kernel for {dtype} needs {way or ' or '.join(known) or 'another dtype'}, and this "
-            f"processor has {' and '.join(found) or 'none of them'}"
+            f"its kernel for {dtype} needs {wanted}, and this processor has "
+            f"{' and '.join(found) or 'none of them'}"
         )
-    library = ctypes.CDLL(str(_built(known[way], dtype)))
+    failed: OSError | None = None
+    for each in (way,) if way else found:
+        try:
+            library = _loaded(_built(_WAYS[dtype][each], dtype))
+        except OSError as error:
+            failed = failed or error
+            continue
+        if failed is not None:
+            _LOG.warning("attention on the CPU goes by %s only, %s", each, failed)
+        return library
+    assert failed is not None
+    raise failed
+
+
+def _loaded(path: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
     library.host_attention_work.argtypes = [_LONG, _INT, _INT, _INT, _INT]
     library.host_attention_work.restype = _LONG
     library.host_attention.argtypes, library.host_attention.restype = [_P], None
