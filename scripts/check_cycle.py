@@ -136,7 +136,7 @@ def decoded(decoder: CycleDecoder, prompts: list[list[int]], new_tokens: int) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--batch", type=int, default=256, help="equal prompts that draw at once")
     parser.add_argument("--repeats", type=int, default=8, help="times that batch")
     parser.add_argument("--tokens", type=int, default=20_000, help="of the endurance test")

@@ -222,7 +222,7 @@ def _raising_at(call: int) -> Callable[[int], None]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--tiny", action="store_true", help="on a CPU: no shortage of device memory")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if not args.tiny and not torch.cuda.is_available():
