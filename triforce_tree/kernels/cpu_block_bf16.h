@@ -155,7 +155,7 @@ static void chances_of(Scratch *own, int tile, int tiles, int rows, int dim, flo
                 p[e] = chance_of(scores + (s * PAIRED + 2 * i + e) * wide, &by);
                 if (2 * i + e >= filled)
                     p[e] = all(0);
-                totals[e] = add(totals[e], p[e]);
+                totals[e] += p[e];
             }
             pairs[i] = rounded(p[0], p[1]);
             if (i % 4 == 3)
@@ -164,12 +164,12 @@ static void chances_of(Scratch *own, int tile, int tiles, int rows, int dim, flo
         transpose(pairs, own->chances + (tile * steps + s) * ELEMENTS);
     }
     float shrinks[LANES];
-    store(shrinks, take_up(&by, add(totals[0], totals[1]), state.most + tile * TILE, state.sum + tile * TILE));
+    store(shrinks, take_up(&by, totals[0] + totals[1], state.most + tile * TILE, state.sum + tile * TILE));
     if (by.moved)
         for (const float *end = out + TILE * dim; out < end; out += SQUARE)
             for (int query = 0; query < TILE; query++) {
                 float *at = out + query * TILE;
-                store(at, times(load(at), all(shrinks[query])));
+                store(at, load(at) * all(shrinks[query]));
             }
 }
 

@@ -131,12 +131,12 @@ static void chances_of(float *scores, int rows, int dim, float scale, float *out
     for (int row = 0; row < rows; row++) {
         const vec chance = chance_of(scores + row * TILE, &by);
         store(scores + row * TILE, chance);
-        totals[row % 2] = add(totals[row % 2], chance);
+        totals[row % 2] += chance;
     }
-    const vec shrink = take_up(&by, add(totals[0], totals[1]), most, sum);
+    const vec shrink = take_up(&by, totals[0] + totals[1], most, sum);
     if (by.moved)
         for (const float *end = out + dim * TILE; out < end; out += TILE)
-            store(out, times(load(out), shrink));
+            store(out, load(out) * shrink);
 }
 
 /* Add a block of rows, which has begun, to the state of some tiles of queries. */

@@ -1,6 +1,6 @@
 /* What every way of cpu_attention.c shares: vectors of fp32, running maxima of a softmax, prefetches.
  *
- * Queries are the lanes of a vector, in AVX-512 or AVX2.
+ * Queries are the lanes of a vector, in AVX-512 or AVX2. The compiler knows +, - and * of vectors.
  */
 #include <immintrin.h>
 #include <stdint.h>
@@ -20,9 +20,6 @@ typedef __m512 vec;
 static inline vec load(const float *at) { return _mm512_loadu_ps(at); }
 static inline void store(float *at, vec x) { _mm512_storeu_ps(at, x); }
 static inline vec all(float x) { return _mm512_set1_ps(x); }
-static inline vec add(vec a, vec b) { return _mm512_add_ps(a, b); }
-static inline vec subtract(vec a, vec b) { return _mm512_sub_ps(a, b); }
-static inline vec times(vec a, vec b) { return _mm512_mul_ps(a, b); }
 static inline vec times_plus(vec a, vec b, vec c) { return _mm512_fmadd_ps(a, b, c); }
 static inline vec times_minus(vec a, vec b, vec c) { return _mm512_fmsub_ps(a, b, c); }
 static inline vec higher(vec a, vec b) { return _mm512_max_ps(a, b); }
@@ -53,9 +50,6 @@ typedef __m256 vec;
 static inline vec load(const float *at) { return _mm256_loadu_ps(at); }
 static inline void store(float *at, vec x) { _mm256_storeu_ps(at, x); }
 static inline vec all(float x) { return _mm256_set1_ps(x); }
-static inline vec add(vec a, vec b) { return _mm256_add_ps(a, b); }
-static inline vec subtract(vec a, vec b) { return _mm256_sub_ps(a, b); }
-static inline vec times(vec a, vec b) { return _mm256_mul_ps(a, b); }
 static inline vec times_plus(vec a, vec b, vec c) { return _mm256_fmadd_ps(a, b, c); }
 static inline vec times_minus(vec a, vec b, vec c) { return _mm256_fmsub_ps(a, b, c); }
 static inline vec higher(vec a, vec b) { return _mm256_max_ps(a, b); }
@@ -97,8 +91,8 @@ static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline vec exp2_of(vec x) {
     const vec shift = all(0x1.8p23f);
     x = higher(x, all(-126.0f));
-    const vec whole = add(x, shift);
-    const vec part = subtract(x, subtract(whole, shift));
+    const vec whole = x + shift;
+    const vec part = x - (whole - shift);
     vec y = all(0x1.3a02ccp-7f);
     y = times_plus(y, part, all(0x1.c9fc46p-5f));
     y = times_plus(y, part, all(0x1.ec0378p-3f));
@@ -129,9 +123,9 @@ static inline Maximum maximum_of(const float *scores, int64_t wide, int rows, co
     for (; row < rows; row++)
         highest[0] = higher(highest[0], load(scores + row * wide));
     const vec high = higher(higher(highest[0], highest[1]), higher(highest[2], highest[3]));
-    const int moved = any_above(times(subtract(high, old), factor), SLACK);
+    const int moved = any_above((high - old) * factor, SLACK);
     const vec now = moved ? high : old;
-    return (Maximum){.old = old, .most = now, .factor = factor, .base = times(now, factor), .moved = moved};
+    return (Maximum){.old = old, .most = now, .factor = factor, .base = now * factor, .moved = moved};
 }
 
 static inline vec chance_of(const float *score, const Maximum *by) {
@@ -141,7 +135,7 @@ static inline vec chance_of(const float *score, const Maximum *by) {
 /* Take up a block's maximum and total; what outputs shrink by, if it moved. */
 static inline vec take_up(const Maximum *by, vec total, float *most, float *sum) {
     if (!by->moved) {
-        store(sum, add(load(sum), total));
+        store(sum, load(sum) + total);
         return all(1);
     }
     /* Exactly 1 where a maximum stays: what rounding leaves of the difference would add up block by block. */
