@@ -1,0 +1,129 @@
+"""No two streams of an offloaded cycle touch the same memory in no order; see ``races``.
+
+Everything runs here that copies beside the computation: pieces that come in, rows that leave, the CPU's part
+of the attention, hidden states on the host, streamed weights. Each fault leaves one kind of waiting out.
+"""
+
+import copy
+from typing import Any
+
+import pytest
+from cycle_cases import GREEDY, decoded
+from families import prompt_of, tiny
+from offloaded_cases import PIECE, cycle_of
+from races import Event, Stream, Watch, watched
+from torch import Tensor
+
+from triforce_tree.config import HierarchyConfig
+from triforce_tree.cycle import offloaded
+from triforce_tree.cycle.cycle import Cycle
+from triforce_tree.cycle.host_store import HostStore, Offload
+from triforce_tree.cycle.lanes import Lane, Mark, Ring
+from triforce_tree.cycle.streamed_weights import StreamedWeights
+from triforce_tree.hf_model import HFModel
+
+PROMPT, NEW = prompt_of(100), 20
+# Pieces of 16 rows, of which the first layer keeps one.
+STREAMED = Offload(PIECE // 2, PIECE // 2, 2, states_on_host=True)
+SHARED = Offload(PIECE // 2, PIECE // 2, 3, host_share=0.5, plain_host_share=0.5)
+SPLITS = {"streamed": STREAMED, "shared with the CPU": SHARED}
+
+
+@pytest.fixture(autouse=True)
+def _few_rows_leave_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offloaded, "LEAVING", 16)
+
+
+def write(cycle: Cycle) -> None:
+    """A text, and from its prompt on the same again, so that rows come back from the host."""
+    first, _ = decoded(cycle, [PROMPT], [NEW], GREEDY)
+    assert decoded(cycle, [PROMPT], [NEW], GREEDY, again=True)[0] == first
+
+
+def assert_no_races(watch: Watch, lanes: int) -> None:
+    assert watch.races == []
+    assert sorted(watch.seen) == list(range(lanes + 1)), "a lane did nothing"
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("levels", [1, 3])
+def test_an_offloaded_cycle_has_none(levels: int, split: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with watched(monkeypatch) as watch:
+        write(cycle_of(levels, split=SPLITS[split]))
+    # Those of the ring, of rows that leave, and of states or the CPU.
+    assert_no_races(watch, 3)
+
+
+@pytest.mark.parametrize("levels", [1, 3])
+def test_streamed_weights_have_none(levels: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with watched(monkeypatch) as watch:
+        write(_with_streamed_weights(levels))
+    assert_no_races(watch, 3)
+
+
+def _with_streamed_weights(levels: int) -> Cycle:
+    whole = tiny("llama-gqa")
+    config = HierarchyConfig.from_options(middle_bits=8 if levels == 3 else 16, budget=24, chunk=4, recent=8)
+    target = copy.deepcopy(whole)
+    model = HFModel(target, StreamedWeights(target, "cpu"))
+    return Cycle(model, HFModel(whole) if levels == 3 else None, config, 1, 200, levels, Offload(0, PIECE, 2))
+
+
+def _copy_at_once(lane: Lane, target: Tensor, source: Tensor) -> Mark:
+    with lane.running():
+        target.copy_(source)
+        return lane.mark()
+
+
+def _take_at_once(ring: Ring) -> Tensor:
+    slot = ring._taken % len(ring.buffers)
+    return ring.buffers[slot][: ring._schedule[ring._taken].shape[0]]
+
+
+def _overwrite_at_once(stream: Stream, event: Event) -> None:
+    if stream.number == 0:
+        stream.watch.learn(0, event.clock)
+
+
+def _nothing(*_: Any) -> None: ...
+
+
+FAULTS: dict[str, tuple[Offload, Any, str, Any]] = {
+    "rows leave before they are computed": (STREAMED, Lane, "copy", _copy_at_once),
+    "the next layer overwrites rows that leave": (STREAMED, Mark, "wait", _nothing),
+    "what the CPU makes of rows is not waited for": (SHARED, Lane, "join", _nothing),
+    "a piece is read before it has come": (STREAMED, Ring, "take", _take_at_once),
+    "a piece comes where another is read": (STREAMED, Stream, "wait_event", _overwrite_at_once),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wait_that_is_missing_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    split, owner, name, faulty = FAULTS[fault]
+    monkeypatch.setattr(owner, name, faulty)
+    with watched(monkeypatch) as watch:
+        write(cycle_of(1, split=split))
+    assert watch.races
+
+
+def test_pieces_that_come_before_they_have_left_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ring must wait for the lane that rows leave by, not for the computation alone."""
+    prefetch = HostStore.prefetch
+
+    def at_once(store: HostStore, share: float | None = None) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(store.out, "join", _nothing)
+            prefetch(store, share)
+
+    monkeypatch.setattr(HostStore, "prefetch", at_once)
+    monkeypatch.setattr(offloaded.OffloadedCache, "_publish", lambda cache: cache.host.prefetch())
+    with watched(monkeypatch) as watch:
+        write(cycle_of(1, split=STREAMED))
+    assert any({old.stream, new.stream} == {1, 2} for old, new in watch.races)
+
+
+def test_weights_that_are_not_waited_for_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Mark, "wait", _nothing)
+    with watched(monkeypatch) as watch:
+        write(_with_streamed_weights(1))
+    assert any(old.write and old.stream == 1 and new.stream == 0 for old, new in watch.races)
