@@ -1,24 +1,21 @@
-"""Small device cycles, and batched stand-ins for ops whose references loop over sequences in Python."""
+"""Small device cycles, and three texts whose greedy continuations are known."""
 
 from collections.abc import Sequence
+from functools import cache
 
-import pytest
 import torch
-from torch import Tensor
+from families import greedy, perturbed, prompt_of, tiny
 from transformers import PreTrainedModel
 
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.cycle import cycle as cycle_module
 from triforce_tree.cycle.cycle import Cycle
 from triforce_tree.cycle.decoder import CycleDecoder
-from triforce_tree.cycle.growth import Growth
 from triforce_tree.decoder import Ending
 from triforce_tree.hf_model import HFModel
-from triforce_tree.kernels import planned, step
-from triforce_tree.kernels.plan import Plan
 from triforce_tree.sampling import TokenLaw
 
 GREEDY = TokenLaw(greedy=True)
+SAMPLED = TokenLaw.at(0.8)
 SMALL = {
     "gamma": 4,
     "tree": "best-first:3,2,1",
@@ -31,6 +28,13 @@ SMALL = {
     "window": 6,
     "prefill_chunk": 16,
 }
+PROMPTS = [prompt_of(length) for length in (61, 43, 90)]
+NEW = [22, 17, 12]
+# Caches that hold every text of up to 127 tokens: chunk 0, one more and the recent window, and the draft's.
+EVERYTHING = {"budget": 96, "chunk": 32, "recent": 32, "window": 200}
+COVERED = [prompt_of(length) for length in (98, 101, 100)]
+
+model = cache(tiny)
 
 
 def cycle_of(
@@ -69,85 +73,32 @@ def decoded(
     return new, decoder
 
 
-def use_batched_ops(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention and row moves of a whole batch at once, for statistics over many short texts."""
-    monkeypatch.setattr(step, "append_rows", append_rows)
-    monkeypatch.setattr(step, "move_rows", move_rows)
-    monkeypatch.setattr(planned, "run", attention)
+@cache
+def draft_of(family: str) -> PreTrainedModel:
+    return perturbed(model(family), 0.05)
 
 
-def prefill_alike(cycle: Cycle, prompt: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """``cycle.prefill`` of one prompt for the whole batch, computed once."""
-    one = cycle_module.prefill
-
-    def first_alone(model: HFModel, store, sequence: int, *rest) -> None:
-        if sequence == 0:
-            one(model, store, sequence, *rest)
-            store.kv[:, :, 1:] = store.kv[:, :, :1]
-
-    monkeypatch.setattr(cycle_module, "prefill", first_alone)
-    share_windows(monkeypatch)
-    cycle.prefill([prompt] * cycle.batch)
+@cache
+def _reference(family: str, prompt: tuple[int, ...], new_tokens: int) -> list[int]:
+    return reference(model(family), list(prompt), new_tokens)
 
 
-def share_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draft windows are computed for the first sequence and copied: for equal texts only."""
-    feed = Growth._feed
-
-    def first_alone(self: Growth, b: int, tokens: list[int]) -> None:
-        if b == 0:
-            feed(self, b, tokens)
-            self.store.kv[:, :, 1:] = self.store.kv[:, :, :1]
-
-    monkeypatch.setattr(Growth, "_feed", first_alone)
+def reference(target: PreTrainedModel, prompt: list[int], new_tokens: int) -> list[int]:
+    return greedy(target, prompt, new_tokens, attention_mask=torch.ones(1, len(prompt)))
 
 
-def append_rows(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tensor) -> None:
-    """``step_reference.append_rows`` where all rows fit."""
-    batch, heads, rows, dim = k.shape
-    at = start[:, None] + torch.arange(rows)
-    assert int(at.max()) < k_cache.shape[2]
-    at = at[:, None, :, None].expand(batch, heads, rows, dim)
-    k_cache.scatter_(2, at, k)
-    v_cache.scatter_(2, at, v)
+def references(family: str = "llama-gqa", new: list[int] = NEW) -> list[list[int]]:
+    return [_reference(family, tuple(p), n) for p, n in zip(PROMPTS, new, strict=False)]
 
 
-def move_rows(rows: Tensor, index: Tensor, start: Tensor) -> None:
-    """``step_reference.move_rows`` where all rows fit."""
-    width = index.shape[1]
-    targets = start[:, None] + torch.arange(width)
-    sources = torch.where(index >= 0, start[:, None] + index, targets)
-    shape = (rows.shape[0], *targets.shape[:1], rows.shape[2], width, rows.shape[4])
-    moved = rows.gather(3, sources[None, :, None, :, None].expand(shape))
-    rows.scatter_(3, targets[None, :, None, :, None].expand(shape), moved)
-
-
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    plan: Plan,
-    *,
-    scale: float,
-    table: Tensor | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """``planned.run`` where all sequences have as many queries, and a tail of at most 64 rows."""
-    assert softcap is None
-    assert sinks is None
-    if table is not None:
-        pages, heads = table.long(), torch.arange(table.shape[1])[:, None]
-        k, v = (t[pages, heads].flatten(2, 3) for t in (k, v))
-    batch, kv, rows, dim = k.shape
-    tail = int(plan.segments[2, 0])
-    packed = q.view(batch, -1, kv, plan.heads.group, dim)  # [B, T, H_kv, G, D]
-    scores = torch.einsum("btkgd,bksd->bkgts", packed, k) * scale
-    place = torch.arange(rows) - plan.lengths.long()[:, None]  # [B, S], 0 where the tail begins
-    words = plan.mask.view(batch, -1, 1)
-    bits = (words >> place.clamp(0, 63)[:, None]) & 1  # [B, T, S]
-    seen = (place < 0)[:, None] | ((place < tail)[:, None] & bits.bool())
-    weights = scores.masked_fill(~seen[:, None, None], -torch.inf).softmax(-1)
-    anyone = (place < tail)[:, None, :, None]
-    out = torch.einsum("bkgts,bksd->btkgd", weights, v.masked_fill(~anyone, 0.0))
-    return out.reshape(q.shape)
+def exact(
+    levels: int, family: str = "llama-gqa", draft: PreTrainedModel | None = None, **options: object
+) -> CycleDecoder:
+    """Check greedy equality of the batch; the decoder, for its statistics."""
+    cycle = cycle_of(model(family), draft or draft_of(family), levels, len(PROMPTS), **options)
+    new, decoder = decoded(cycle, PROMPTS, NEW)
+    assert new == references(family)
+    assert decoder.finish_reasons == ["length"] * len(PROMPTS)
+    for level in decoder.levels[1:]:
+        assert 0 < level.accepted < level.proposed, level
+    return decoder

@@ -1,0 +1,96 @@
+"""Batched stand-ins for ops whose references loop over sequences in Python, for batches of many texts."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from triforce_tree.cycle import cycle as cycle_module
+from triforce_tree.cycle.cycle import Cycle
+from triforce_tree.cycle.growth import Growth
+from triforce_tree.hf_model import HFModel
+from triforce_tree.kernels import planned, step
+from triforce_tree.kernels.plan import Plan
+
+
+def use_batched_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention and row moves of a whole batch at once, for statistics over many short texts."""
+    monkeypatch.setattr(step, "append_rows", append_rows)
+    monkeypatch.setattr(step, "move_rows", move_rows)
+    monkeypatch.setattr(planned, "run", attention)
+
+
+def prefill_alike(cycle: Cycle, prompt: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """``cycle.prefill`` of one prompt for the whole batch, computed once."""
+    one = cycle_module.prefill
+
+    def first_alone(model: HFModel, store, sequence: int, *rest) -> None:
+        if sequence == 0:
+            one(model, store, sequence, *rest)
+            store.kv[:, :, 1:] = store.kv[:, :, :1]
+
+    monkeypatch.setattr(cycle_module, "prefill", first_alone)
+    share_windows(monkeypatch)
+    cycle.prefill([prompt] * cycle.batch)
+
+
+def share_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draft windows are computed for the first sequence and copied: for equal texts only."""
+    feed = Growth._feed
+
+    def first_alone(self: Growth, b: int, tokens: list[int]) -> None:
+        if b == 0:
+            feed(self, b, tokens)
+            self.store.kv[:, :, 1:] = self.store.kv[:, :, :1]
+
+    monkeypatch.setattr(Growth, "_feed", first_alone)
+
+
+def append_rows(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tensor) -> None:
+    """``step_reference.append_rows`` where all rows fit."""
+    batch, heads, rows, dim = k.shape
+    at = start[:, None] + torch.arange(rows)
+    assert int(at.max()) < k_cache.shape[2]
+    at = at[:, None, :, None].expand(batch, heads, rows, dim)
+    k_cache.scatter_(2, at, k)
+    v_cache.scatter_(2, at, v)
+
+
+def move_rows(rows: Tensor, index: Tensor, start: Tensor) -> None:
+    """``step_reference.move_rows`` where all rows fit."""
+    width = index.shape[1]
+    targets = start[:, None] + torch.arange(width)
+    sources = torch.where(index >= 0, start[:, None] + index, targets)
+    shape = (rows.shape[0], *targets.shape[:1], rows.shape[2], width, rows.shape[4])
+    moved = rows.gather(3, sources[None, :, None, :, None].expand(shape))
+    rows.scatter_(3, targets[None, :, None, :, None].expand(shape), moved)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: Plan,
+    *,
+    scale: float,
+    table: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """``planned.run`` where all sequences have as many queries, and a tail of at most 64 rows."""
+    assert softcap is None
+    assert sinks is None
+    if table is not None:
+        pages, heads = table.long(), torch.arange(table.shape[1])[:, None]
+        k, v = (t[pages, heads].flatten(2, 3) for t in (k, v))
+    batch, kv, rows, dim = k.shape
+    tail = int(plan.segments[2, 0])
+    packed = q.view(batch, -1, kv, plan.heads.group, dim)  # [B, T, H_kv, G, D]
+    scores = torch.einsum("btkgd,bksd->bkgts", packed, k) * scale
+    place = torch.arange(rows) - plan.lengths.long()[:, None]  # [B, S], 0 where the tail begins
+    words = plan.mask.view(batch, -1, 1)
+    bits = (words >> place.clamp(0, 63)[:, None]) & 1  # [B, T, S]
+    seen = (place < 0)[:, None] | ((place < tail)[:, None] & bits.bool())
+    weights = scores.masked_fill(~seen[:, None, None], -torch.inf).softmax(-1)
+    anyone = (place < tail)[:, None, :, None]
+    out = torch.einsum("bkgts,bksd->btkgd", weights, v.masked_fill(~anyone, 0.0))
+    return out.reshape(q.shape)

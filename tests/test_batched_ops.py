@@ -1,0 +1,39 @@
+"""The batched stand-ins that tests of laws use are the ops that they stand in for."""
+
+import pytest
+import torch
+from batched_ops import append_rows, attention, move_rows
+
+from triforce_tree.kernels import planned, step_reference
+from triforce_tree.kernels.plan import Heads, plan_trees
+
+
+@pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
+def test_batched_attention_is_the_planned_one(paged: bool) -> None:
+    heads, batch, page = Heads(4, 2, 8), 3, 4
+    masks = [torch.ones(5, 7).tril(2).bool()] * batch
+    plan = plan_trees(heads, masks, [9, 0, 21], device="cpu", dtype=torch.float32)
+    q = torch.randn(batch * 5, 4, 8)
+    table = None
+    k, v = torch.randn(2, batch, 2, 32, 8)
+    if paged:
+        k, v = torch.randn(2, 40, 2, page, 8)
+        table = torch.randint(40, (batch, 2, 8), dtype=torch.int32)
+    expected = planned.run(q, k, v, plan, scale=0.3, table=table)
+    torch.testing.assert_close(attention(q, k, v, plan, scale=0.3, table=table), expected)
+
+
+def test_batched_row_moves_are_the_references() -> None:
+    start = torch.tensor([0, 3, 9])
+    k, v = torch.randn(2, 3, 2, 5, 4)
+    caches = [torch.randn(2, 3, 2, 16, 4)]
+    caches.append(caches[0].clone())
+    append_rows(*caches[0], k, v, start)
+    step_reference.append_rows(*caches[1], k, v, start)
+    assert torch.equal(*caches)
+    rows = [torch.randn(4, 3, 2, 16, 4)]
+    rows.append(rows[0].clone())
+    index = torch.tensor([[0, 2, 4, -1], [0, -1, -1, -1], [0, 1, 3, 6]])
+    move_rows(rows[0], index, start)
+    step_reference.move_rows(rows[1], index, start)
+    assert torch.equal(*rows)
