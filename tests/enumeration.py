@@ -19,6 +19,8 @@ Law = dict[tuple[int, ...], float]
 
 # Outcomes less likely than this come from rounding in fp32; leaving one out costs its mass at most.
 DUST = 1e-7
+# What rounding may leave between two laws that are equal.
+NOISE = 1e-6
 
 
 class EnumeratingRandom:

@@ -143,6 +143,38 @@ def hierarchical(
     )
 
 
+# All drafters that a vocabulary of 3 can afford to enumerate.
+DRAFTERS = {
+    "autoregressive": autoregressive(),
+    "prompt lookup": lookup(2),
+    "chain": model("chain:2"),
+    "static": model("static:0;1;0.0"),
+    "sequoia": model("sequoia:3x2"),
+    "best-first": model("best-first:2,2"),
+    "three siblings": model("static:2"),
+    "hierarchical, alone": hierarchical(autoregressive(), gamma=2, leaves=True),
+    "hierarchical, lookup": hierarchical(lookup(1), gamma=1, leaves=True),
+    "hierarchical, chain": hierarchical(model("chain:1"), gamma=2, leaves=False),
+    "hierarchical, tree": hierarchical(model("static:0;1"), gamma=1, leaves=False),
+}
+# More levels than a vocabulary of 3 can afford: with 2 tokens a runner-up is the other one.
+DEEP_DRAFTERS = {
+    "chain": model("chain:2"),
+    "chain, longer than needed": model("chain:4"),
+    "best-first": model("best-first:2,2"),
+    "gamma beyond the text": hierarchical(model("chain:1"), gamma=3, leaves=True),
+    "chain below leaves": hierarchical(model("chain:2"), gamma=2, leaves=True),
+    "tree below leaves": hierarchical(model("best-first:2,2"), gamma=1, leaves=True),
+    "lookup below leaves": hierarchical(lookup(2), gamma=3, leaves=True),
+    "two hierarchies": hierarchical(
+        hierarchical(model("chain:1"), gamma=1, leaves=True, seed=13), gamma=2, leaves=True
+    ),
+    "two hierarchies, no leaves": hierarchical(
+        hierarchical(model("chain:1"), gamma=1, leaves=False, seed=13), gamma=1, leaves=False
+    ),
+}
+
+
 @dataclass(frozen=True)
 class TableDecoding:
     """Decoding a table model, everything but the drafter and the draws fixed.

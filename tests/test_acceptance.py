@@ -1,4 +1,4 @@
-"""Which path is accepted. The laws of sampled acceptance stand in ``test_losslessness``."""
+"""Which path is accepted. The laws of sampled acceptance stand in ``test_acceptance_laws``."""
 
 import torch
 from enumeration import EnumeratingRandom, outcomes

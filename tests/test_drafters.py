@@ -1,4 +1,4 @@
-"""What each drafter proposes. Honesty, the contract they share, stands in ``test_losslessness``."""
+"""What each drafter proposes. Honesty, the contract they share, stands in ``test_honesty``."""
 
 import random
 
