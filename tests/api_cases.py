@@ -1,0 +1,67 @@
+"""A small target with its greedy text, and ways to call ``generate`` on it."""
+
+import string
+from functools import cache
+
+import torch
+from families import greedy, perturbed, prompt_of, tiny
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation.streamers import BaseStreamer
+
+import triforce_tree
+from triforce_tree import Engine
+
+SMALL = {
+    "gamma": 3,
+    "tree": "best-first:3,2",
+    "budget": 24,
+    "chunk": 4,
+    "recent": 8,
+    "sinks": 2,
+    "window": 6,
+}
+PROMPT = prompt_of(41)
+TARGET = tiny("llama-gqa")
+EXPECTED = greedy(TARGET, PROMPT, 40)
+CHARACTERS = string.ascii_letters + string.digits + " ."
+
+
+@cache
+def small_engine() -> Engine:
+    """Three levels with a draft that is often right; only read."""
+    return triforce_tree.load(TARGET, perturbed(TARGET, 0.1), tokenizer=characters(), levels=3, **SMALL)
+
+
+def characters() -> PreTrainedTokenizerFast:
+    """A tokenizer of 64 characters."""
+    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(CHARACTERS)}, unk_token="."))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def text_of(tokens: list[int]) -> str:
+    return "".join(CHARACTERS[token] for token in tokens)
+
+
+def new(out: GenerateDecoderOnlyOutput, prompt: list[int] = PROMPT) -> list[int]:
+    assert out.sequences[0, : len(prompt)].tolist() == prompt
+    return out.sequences[0, len(prompt) :].tolist()
+
+
+def ours(engine: Engine, **kwargs) -> list[int]:
+    return new(engine.generate(PROMPT, **kwargs))
+
+
+class Collect(BaseStreamer):
+    def __init__(self) -> None:
+        self.parts: list[list[int]] = []
+        self.ended = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self.parts.append(value.flatten().tolist())
+
+    def end(self) -> None:
+        self.ended += 1
