@@ -1,0 +1,19 @@
+"""A plan of little to tune: one context, two trees, three gammas."""
+
+from typing import Any
+
+from triforce_tree.tune.plan import Plan
+from triforce_tree.tune.search import Coordinate
+
+CONTEXT = 200
+FEW = (
+    Coordinate("tree", ("chain:2", "best-first:3,2"), ordered=False, levels=(2, 3)),
+    Coordinate("gamma", (2, 4, 6)),
+)
+
+
+def plan(**values: Any) -> Plan:
+    given: dict[str, Any] = {
+        "contexts": [CONTEXT], "temperatures": [0.0, 0.6], "new_tokens": 6, "places": 2, "grid": FEW,
+    }  # fmt: skip
+    return Plan(**(given | values))
