@@ -1,5 +1,6 @@
 """What all tests share: no network, few threads, fixed seeds, poisoned memory, markers."""
 
+import gc
 import importlib
 import os
 import random
@@ -39,6 +40,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    # Modules stay. The engine collects garbage whenever it lets go of a cache, and would look through all of
+    # them: a quarter of a second, several times a test.
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    # Libraries report what is left at the very end.
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
