@@ -9,6 +9,7 @@ either changes the law.
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -104,8 +105,12 @@ class TableModel:
         return torch.stack([self.logits(path) for path in (paths[-1:] if last_only else paths)])
 
 
+# Every way that a decoding can go asks one table for the same logits.
+table = cache(TableModel)
+
+
 def level(vocab_size: int, seed: int) -> Level:
-    return Level(TableModel(vocab_size, seed), TokenCache(), prefill_chunk=2)
+    return Level(table(vocab_size, seed), TokenCache(), prefill_chunk=2)
 
 
 # Recipes: how to make a drafter, given (vocabulary, law, random). Every model has its own table.
@@ -160,7 +165,7 @@ DRAFTERS = {
 # More levels than a vocabulary of 3 can afford: with 2 tokens a runner-up is the other one.
 DEEP_DRAFTERS = {
     "chain": model("chain:2"),
-    "chain, longer than needed": model("chain:4"),
+    "chain, longer than needed": model("chain:3"),
     "best-first": model("best-first:2,2"),
     "gamma beyond the text": hierarchical(model("chain:1"), gamma=3, leaves=True),
     "chain below leaves": hierarchical(model("chain:2"), gamma=2, leaves=True),
@@ -212,7 +217,7 @@ class TableDecoding:
             yield new, chance
             return
         path = (*self.prompt, *new)
-        logits = TableModel(self.vocab_size, self.seed).logits(path)
+        logits = table(self.vocab_size, self.seed).logits(path)
         scores = self.law.scores(logits[None], lambda: [path])[0].double()
         law = scores.softmax(-1).tolist()
         if self.greedy:
