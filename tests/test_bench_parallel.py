@@ -5,18 +5,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import ROOT, ended, ranks_of
+from processes import ROOT, ranks_of
 
 COMMAND = [str(ROOT / "scripts" / "bench_parallel.py"), "--tiny", "--out"]
 
 
 def steps(folder: Path) -> list[str]:
     """What rank 0 says it did; rank 1 says nothing."""
-    ranks = ranks_of([*COMMAND, str(folder)])
-    (first, errors), (second, _) = ended(ranks)
-    assert [rank.returncode for rank in ranks] == [0, 0], errors
-    assert second == ""
-    found = [json.loads(line) for line in first.splitlines()]
+    first, second = ranks_of([*COMMAND, str(folder)])
+    assert (first.code, second.code) == (0, 0), first.err
+    assert second.out == ""
+    found = [json.loads(line) for line in first.out.splitlines()]
     return [line["what"] for line in found if "what" in line]
 
 

@@ -16,7 +16,7 @@ import pytest
 import tiny_pair
 import torch
 from families import greedy, tiny
-from processes import PATIENCE, ROOT, ended, environment, ranks_of
+from processes import PATIENCE, ROOT, Ended, environment, ranks_of
 from torch import nn
 
 from triforce_tree import parallel
@@ -29,8 +29,8 @@ from triforce_tree.sharding import RowParallel, shard, shards_of
 CPU = torch.device("cpu")
 
 
-def start(job: str, folder: Path) -> list["subprocess.Popen[str]"]:
-    return ranks_of(["-W", "ignore", str(ROOT / "tests" / "parallel_ranks.py"), job, str(folder)])
+def start(job: str, folder: Path) -> list[Ended]:
+    return ranks_of([str(ROOT / "tests" / "parallel_ranks.py"), job, str(folder)])
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +41,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 def findings(job: str, folder: Path) -> list[dict[str, Any]]:
     ranks = start(job, folder)
-    wrote = ended(ranks)
-    assert [rank.returncode for rank in ranks] == [0, 0], wrote
+    assert [rank.code for rank in ranks] == [0, 0], ranks
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
 
 
@@ -108,10 +107,9 @@ class TestTwoRanks:
     def test_a_fault_on_one_ends_both(self, tmp_path: Path) -> None:
         begun = time.perf_counter()
         ranks = start("fault", tmp_path)
-        wrote = ended(ranks)
         assert time.perf_counter() - begun < 90, "far less than the patience of a collective"
-        assert all(rank.returncode for rank in ranks)
-        assert "this rank is broken" in wrote[1][1]
+        assert all(rank.code for rank in ranks)
+        assert "this rank is broken" in ranks[1].err
         assert not list(tmp_path.iterdir())
 
     def test_torchrun_writes_the_text_once(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
