@@ -79,16 +79,16 @@ def draft_of(family: str) -> PreTrainedModel:
 
 
 @cache
-def _reference(family: str, prompt: tuple[int, ...], new_tokens: int) -> list[int]:
-    return reference(model(family), list(prompt), new_tokens)
+def _reference(target: PreTrainedModel, prompt: tuple[int, ...], new_tokens: int) -> list[int]:
+    return greedy(target, list(prompt), new_tokens, attention_mask=torch.ones(1, len(prompt)))
 
 
 def reference(target: PreTrainedModel, prompt: list[int], new_tokens: int) -> list[int]:
-    return greedy(target, prompt, new_tokens, attention_mask=torch.ones(1, len(prompt)))
+    return _reference(target, tuple(prompt), new_tokens)
 
 
 def references(family: str = "llama-gqa", new: list[int] = NEW) -> list[list[int]]:
-    return [_reference(family, tuple(p), n) for p, n in zip(PROMPTS, new, strict=False)]
+    return [reference(model(family), p, n) for p, n in zip(PROMPTS, new, strict=True)]
 
 
 def exact(
