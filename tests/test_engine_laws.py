@@ -52,7 +52,7 @@ CHOICES, SAMPLES = 4, 600
 @pytest.mark.slow
 def test_the_whole_engine_on_transformers_models_by_chi_square() -> None:
     """Two tokens of a vocabulary of 50, top-k 4: 16 outcomes; the prompt exceeds the budget."""
-    target = tiny("llama", vocab_size=50)
+    target = tiny("llama", vocab_size=50, num_hidden_layers=1)
     processors = LogitsProcessorList([TemperatureLogitsWarper(1.3), TopKLogitsWarper(CHOICES)])
     law = TokenLaw(processors)
     prompt = torch.randint(50, (41,)).tolist()
