@@ -241,11 +241,11 @@ def test_progress_of_prefill_counts_every_token_once():
     assert min(told) > 0
 
 
-def test_a_thousand_passes_take_no_more_memory():
-    cycle = cycle_of(1, room=1200)
+def test_hundreds_of_passes_take_no_more_memory():
+    cycle = cycle_of(1, room=600)
     assert cycle.offloaded is not None
     taken = cycle.offloaded.host.host_bytes
-    assert len(decoded(cycle, PROMPTS[:1], [1000])[0][0]) == 1000
+    assert len(decoded(cycle, PROMPTS[:1], [400])[0][0]) == 400
     assert cycle.offloaded.host.host_bytes == taken
 
 
