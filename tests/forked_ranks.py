@@ -2,8 +2,9 @@
 
     python tests/forked_ranks.py SIZE FOLDER SCRIPT words...
 
-What takes long to import is imported once for all. The folder receives what each rank wrote, as RANK.out and
-RANK.err, and their exit codes, as codes.json.
+What takes long to import is imported once for all; that starts no thread and asks for no GPU, neither of
+which would survive the fork. The folder receives what each rank wrote, as RANK.out and RANK.err, and their
+exit codes, as codes.json.
 """
 
 import gc
