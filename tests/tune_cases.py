@@ -13,6 +13,7 @@ FEW = (
 
 
 def plan(**values: Any) -> Plan:
+    """Few tokens behind two places of one prompt, greedy and sampled."""
     given: dict[str, Any] = {
         "contexts": [CONTEXT], "temperatures": [0.0, 0.6], "new_tokens": 6, "places": 2, "grid": FEW,
     }  # fmt: skip
