@@ -1,7 +1,7 @@
 """The offloaded cycle off the GPU: the target's own text, bit for bit the same wherever its rows live.
 
 Caches are far smaller than the texts, pieces smaller still, and memory holds NaN until it is written. There
-are no streams here: what is copied when is tested on a GPU by ``scripts/bench_offload.py --part smoke``.
+are no streams here: what waits for what is tested by ``test_races.py``.
 """
 
 import gc
