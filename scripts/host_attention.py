@@ -14,6 +14,7 @@ most twice those of plain torch in bf16.
 
 import argparse
 import json
+import os
 import statistics
 import threading
 import time
@@ -38,6 +39,8 @@ from triforce_tree.kernels.reference import tree_attention
 OUT = Path(__file__).parents[1] / "docs" / "results" / "host_attention_h200.json"
 SHAPES = (Heads(32, 32, 128), Heads(32, 8, 128))
 _TIMES = 3
+# What makes torch do without the newest instructions of a processor.
+_HOLDS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
 
 
 @dataclass(frozen=True)
@@ -286,6 +289,7 @@ def main(words: Sequence[str] | None = None) -> None:
     device = torch.device("cuda" if on_gpu else "cpu")
     start, size = time.perf_counter(), TINY if args.tiny else Size()
     header = results.header(args.seed) | {"cpu": processor(), "size": vars(size), "times": _TIMES}
+    header["torch_held_to"] = {name: os.environ[name] for name in _HOLDS if name in os.environ}
     say(**header)
     pool = Pool(size, device, args.seed)
     say(what="memory", seconds=rounded(time.perf_counter() - start))

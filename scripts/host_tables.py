@@ -1,10 +1,15 @@
 """Tables of docs/offloading.md from the results of scripts/host_attention.py."""
 
+from collections.abc import Callable
+
 from markdown_tables import Record, table
 
-FILE, EPYC_FILE = "host_attention_h200.json", "host_attention_epyc.json"
+FILE = "host_attention_h200.json"
+EPYC_FILE, AVX2_FILE = "host_attention_epyc.json", "host_attention_epyc_avx2.json"
 COMMAND = "python scripts/host_attention.py"
 EPYC_COMMAND = f"{COMMAND} --out docs/results/{EPYC_FILE}"
+AVX2_COMMAND = f"ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 {COMMAND} --out docs/results/{AVX2_FILE}"
+_OLD = "on AVX2"
 # Bytes a second of PCIe 4 with 16 lanes, as docs/offloading.md takes it for its projections.
 _PCIE_4_GBPS = 25.0
 
@@ -59,8 +64,18 @@ TABLES = (ways, together)
 
 def ratios(result: Record) -> str:
     """Our kernel to the fastest of torch, where cores are shared and GB a second mean nothing."""
+    return _ratios(result, EPYC_FILE, lambda name: name != _OLD)
+
+
+def ratios_avx2(result: Record) -> str:
+    """The same for processors without AVX-512, where torch has been held to AVX2."""
+    return _ratios(result, AVX2_FILE, lambda name: name == _OLD)
+
+
+def _ratios(result: Record, file: str, shown: Callable[[str], bool]) -> str:
     rows = [row for row in result["rows"] if row["gbps"]]
     ours = list(dict.fromkeys(row["spread"] for row in rows if row["way"] == "our kernel"))
+    ours = [name for name in ours if shown(name)]
     lines = []
     for place in dict.fromkeys((row["shape"], row["t"], row["threads"]) for row in rows):
         here = [row for row in rows if (row["shape"], row["t"], row["threads"]) == place]
@@ -70,9 +85,11 @@ def ratios(result: Record) -> str:
         lines.append([*map(str, place), told, *(f"{found[name]:.1f}x" for name in ours)])
     head = ["heads", "T", "threads", "fastest of torch = 1", *(f"our kernel, {name}" for name in ours)]
     cpu = result["cpu"]
+    held = "".join(f", {name}={value}" for name, value in result.get("torch_held_to", {}).items())
     return table(head, lines) + (
-        f"\n{cpu['model']}, {cpu['cores']} cores, {', '.join(cpu['flags'])}. Medians of {result['times']}, "
-        f"torch {result['versions']['torch']}, {result['date']}. File: `docs/results/{EPYC_FILE}`.\n"
+        f"\n{cpu['model']}, {cpu['cores']} cores, {', '.join(cpu['flags'])}{held}. Medians of "
+        f"{result['times']}, torch {result['versions']['torch']}, {result['date']}. File: "
+        f"`docs/results/{file}`.\n"
     )
 
 

@@ -2,8 +2,8 @@
 
 Inside :func:`watched` lanes have streams that run nothing beside each other, but note every access of every
 operation with the vector clock of its stream. Two accesses to the same bytes from two streams, one of them a
-write, are a race unless an event, a wait, or the host's own waiting puts one before the other. What it does not
-see: memory that is given back while a lane still uses it, and what a captured graph does by itself.
+write, are a race unless an event, a wait, or the host's own waiting puts one before the other. What it does
+not see: memory that is given back while a lane still uses it, and what a captured graph does by itself.
 """
 
 from collections.abc import Iterator
