@@ -1,9 +1,8 @@
 /* Attention of a few query rows to many rows of keys and values, on a CPU with AMX, AVX-512 or AVX2.
  *
  * A task is a run of rows for a group of heads, which goes block by block through one of two headers: products are in
- * bf16 where the processor has them, else in fp32. It ends in a state
- * (outputs, maxima, sums) of its own, and the states are merged in their order: the same rows give the same bits,
- * whatever the number of threads.
+ * bf16 where the processor has them, else in fp32. It ends in a state (outputs, maxima, sums) of its own, and the
+ * states are merged in their order: the same rows give the same bits, whatever the number of threads.
  */
 #if defined(__AMX_BF16__) || defined(__AVX512BF16__)
 #include "cpu_block_bf16.h"
@@ -24,10 +23,10 @@ enum {
 
 /* What is asked, and where the answer goes. All query heads that share a KV head are rows of it. */
 typedef struct {
-    const number *q;    /* [queries, heads * group, dim] */
+    const number *q;  /* [queries, heads * group, dim] */
     const char *rows; /* [count, 2, heads, dim] of numbers */
     void *work;       /* host_attention_work bytes, from a multiple of 64 on */
-    number *out;        /* [queries, heads * group, dim] */
+    number *out;      /* [queries, heads * group, dim] */
     float *lse;       /* [queries, heads * group], natural logarithms */
     double *seconds;  /* the time that it took is added */
     int64_t count;
