@@ -64,6 +64,8 @@ class Size:
     seconds: float = 0.4
 
 
+# Without a GPU there are few cores as well, whose caches less memory exceeds.
+FEW_CORES = Size(pool=1 << 30, call=128 << 20)
 TINY = Size(128, (1, 3), pool=16 << 20, call=4 << 20, block=1 << 19, seconds=0.02)
 
 
@@ -287,7 +289,7 @@ def main(words: Sequence[str] | None = None) -> None:
     if out is not None:
         results.check_writable(out)
     device = torch.device("cuda" if on_gpu else "cpu")
-    start, size = time.perf_counter(), TINY if args.tiny else Size()
+    start, size = time.perf_counter(), TINY if args.tiny else Size() if on_gpu else FEW_CORES
     header = results.header(args.seed) | {"cpu": processor(), "size": vars(size), "times": _TIMES}
     header["torch_held_to"] = {name: os.environ[name] for name in _HOLDS if name in os.environ}
     say(**header)
