@@ -8,6 +8,7 @@ import copy
 from typing import Any
 
 import pytest
+import torch
 from cycle_cases import GREEDY, decoded
 from families import prompt_of, tiny
 from offloaded_cases import PIECE, cycle_of
@@ -19,6 +20,7 @@ from triforce_tree.cycle import offloaded
 from triforce_tree.cycle.cycle import Cycle
 from triforce_tree.cycle.host_store import HostStore, Offload
 from triforce_tree.cycle.lanes import Lane, Mark, Ring
+from triforce_tree.cycle.offloaded import OffloadedCache
 from triforce_tree.cycle.streamed_weights import StreamedWeights
 from triforce_tree.hf_model import HFModel
 
@@ -30,7 +32,7 @@ SPLITS = {"streamed": STREAMED, "shared with the CPU": SHARED}
 
 
 @pytest.fixture(autouse=True)
-def _few_rows_leave_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def _few_rows_leave_at_once(monkeypatch: pytest.MonkeyPatch, poisoned_empty: None) -> None:
     monkeypatch.setattr(offloaded, "LEAVING", 16)
 
 
@@ -115,8 +117,12 @@ def test_pieces_that_come_before_they_have_left_are_found(monkeypatch: pytest.Mo
             patch.setattr(store.out, "join", _nothing)
             prefetch(store, share)
 
+    def publish(cache: OffloadedCache) -> None:
+        cache.base.copy_(torch.tensor(cache.host.base))
+        cache.host.prefetch()
+
     monkeypatch.setattr(HostStore, "prefetch", at_once)
-    monkeypatch.setattr(offloaded.OffloadedCache, "_publish", lambda cache: cache.host.prefetch())
+    monkeypatch.setattr(OffloadedCache, "_publish", publish)
     with watched(monkeypatch) as watch:
         write(cycle_of(1, split=STREAMED))
     assert any({old.stream, new.stream} == {1, 2} for old, new in watch.races)
