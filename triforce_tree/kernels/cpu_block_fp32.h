@@ -92,35 +92,20 @@ static inline __attribute__((always_inline)) void multiply(const float *a, int64
             store(c + y * TILE + x * c_tile, sums[y][x]);
 }
 
-/* Scores [tiles, BLOCK, TILE] = K Q^T. */
-static void scores_of(const packed *q, int tiles, int rows, int dim, Scratch *own) {
-    const int64_t wide = dim + GAP, tile = TILE * BLOCK;
-    for (int row = 0; row < rows; row += SINGLE)
+/* The same for all rows, up to a multiple of SINGLE, and all tiles. */
+static inline __attribute__((always_inline)) void product(const float *a, int64_t row, int64_t step, const float *b,
+                                                          int64_t b_tile, float *c, int64_t c_tile, int rows,
+                                                          int tiles, int steps, int to_add, Ahead *ahead) {
+    for (int y = 0; y < rows; y += SINGLE)
         for (int t = 0; t < tiles; t += 2) {
-            const float *keys = own->keys + row * wide, *right = q + t * TILE * dim;
-            float *out = own->scores + t * tile + row * TILE;
+            const float *left = a + y * row, *right = b + t * b_tile;
+            float *out = c + t * c_tile + y * TILE;
             if (t + 1 == tiles)
-                multiply(keys, wide, 1, right, 0, out, 0, SINGLE, 1, dim, 0);
+                multiply(left, row, step, right, 0, out, 0, SINGLE, 1, steps, to_add);
             else
-                for (int y = 0; y < SINGLE; y += TWIN)
-                    multiply(keys + y * wide, wide, 1, right, TILE * dim, out + y * TILE, tile, TWIN, 2, dim, 0);
-            prefetch(&own->ahead);
-        }
-}
-
-/* out [tiles, dim, TILE] += V^T P^T. */
-static void add_outputs(Scratch *own, int tiles, int rows, int dim, float *out) {
-    const int64_t wide = dim + GAP, tile = TILE * BLOCK;
-    for (int d = 0; d < dim; d += SINGLE)
-        for (int t = 0; t < tiles; t += 2) {
-            const float *values = own->values + d, *right = own->scores + t * tile;
-            float *to = out + (t * dim + d) * TILE;
-            if (t + 1 == tiles)
-                multiply(values, 1, wide, right, 0, to, 0, SINGLE, 1, rows, 1);
-            else
-                for (int y = 0; y < SINGLE; y += TWIN)
-                    multiply(values + y, 1, wide, right, tile, to + y * TILE, TILE * dim, TWIN, 2, rows, 1);
-            prefetch(&own->ahead);
+                for (int i = 0; i < SINGLE; i += TWIN)
+                    multiply(left + i * row, row, step, right, b_tile, out + i * TILE, c_tile, TWIN, 2, steps, to_add);
+            prefetch(ahead);
         }
 }
 
@@ -143,13 +128,16 @@ static void chances_of(float *scores, int rows, int dim, float scale, float *out
 static void add_block(const char *keys, int64_t stride, int rows, const packed *q, int tiles, int dim, float scale,
                       State state, Scratch *own) {
     (void)keys, (void)stride; /* They have been widened. */
+    const int64_t wide = dim + GAP, tile = TILE * BLOCK;
     const int places = ((rows + SINGLE - 1) / SINGLE + dim / SINGLE) * ((tiles + 1) / 2);
     own->ahead.pace = (own->ahead.share + places - 1) / places;
-    scores_of(q, tiles, rows, dim, own);
+    /* Scores [tiles, rows, TILE] = K Q^T. */
+    product(own->keys, wide, 1, q, TILE * dim, own->scores, tile, rows, tiles, dim, 0, &own->ahead);
     for (int t = 0; t < tiles; t++)
-        chances_of(own->scores + t * TILE * BLOCK, rows, dim, scale, state.out + t * TILE * dim,
+        chances_of(own->scores + t * tile, rows, dim, scale, state.out + t * TILE * dim,
                    state.most + t * TILE, state.sum + t * TILE);
-    add_outputs(own, tiles, rows, dim, state.out);
+    /* Outputs [tiles, dim, TILE] += V^T P^T. */
+    product(own->values, 1, wide, own->scores, tile, state.out, TILE * dim, dim, tiles, rows, 1, &own->ahead);
 }
 
 /* total [dim] += factor times the outputs of a query. */
