@@ -53,7 +53,13 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma2": (
         "Gemma2Config",
         "Gemma2ForCausalLM",
-        {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 12},
+        {
+            "head_dim": 8,
+            "query_pre_attn_scalar": 8,
+            "sliding_window": 12,
+            # Some releases of transformers choose sdpa, and their own text then goes without the cap.
+            "attn_implementation": "eager",
+        },
     ),
     "gemma3": (
         "Gemma3TextConfig",
