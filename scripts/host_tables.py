@@ -5,8 +5,10 @@ from collections.abc import Callable
 from markdown_tables import Record, table
 
 FILE = "host_attention_h200.json"
+XEON_FILE = "host_attention_xeon.json"
 EPYC_FILE, AVX2_FILE = "host_attention_epyc.json", "host_attention_epyc_avx2.json"
 COMMAND = "python scripts/host_attention.py"
+XEON_COMMAND = f"{COMMAND} --out docs/results/{XEON_FILE}"
 EPYC_COMMAND = f"{COMMAND} --out docs/results/{EPYC_FILE}"
 AVX2_COMMAND = f"ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 {COMMAND} --out docs/results/{AVX2_FILE}"
 _OLD = "on AVX2"
@@ -60,6 +62,11 @@ def together(result: Record) -> str:
 
 
 TABLES = (ways, together)
+
+
+def ratios_xeon(result: Record) -> str:
+    """All ways of a processor that has them."""
+    return _ratios(result, XEON_FILE, lambda name: True)
 
 
 def ratios(result: Record) -> str:

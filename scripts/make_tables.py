@@ -117,6 +117,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str], str]] = {
     "view_or_copy": (setting_tables.VIEW_FILE, setting_tables.view_or_copy, setting_tables.VIEW_COMMAND),
     "tuned": (setting_tables.TUNE_FILE, setting_tables.tuned, setting_tables.TUNE_COMMAND),
     **{f"host_{make.__name__}": (host_tables.FILE, make, host_tables.COMMAND) for make in host_tables.TABLES},
+    "host_ratios_xeon": (host_tables.XEON_FILE, host_tables.ratios_xeon, host_tables.XEON_COMMAND),
     "host_ratios": (host_tables.EPYC_FILE, host_tables.ratios, host_tables.EPYC_COMMAND),
     "host_ratios_avx2": (host_tables.AVX2_FILE, host_tables.ratios_avx2, host_tables.AVX2_COMMAND),
     "parallel_speed": (parallel_tables.FILE, parallel_tables.speed, parallel_tables.COMMAND),

@@ -201,6 +201,7 @@ def test_what_it_does_not_know_it_does_not_support() -> None:
 def test_other_processors_are_told_by_their_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     old = frozenset({"sse4_2", "avx2", "fma", "f16c"})
     wide = old | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
+    monkeypatch.setattr(cpu_attention, "_vendor", lambda: "AuthenticAMD")
     for flags, expected in (
         (wide | {"avx512_bf16", "amx_tile", "amx_bf16"}, ("AMX", "AVX-512 BF16", "AVX-512", "AVX2")),
         (wide | {"avx512_bf16", "amx_tile"}, ("AVX-512 BF16", "AVX-512", "AVX2")),
@@ -216,6 +217,14 @@ def test_other_processors_are_told_by_their_flags(monkeypatch: pytest.MonkeyPatc
     assert not supports(128, BF16)
     with pytest.raises(OSError, match=r"bfloat16 needs AMX or .* or AVX2, and .* none of them"):
         CpuAttention(1)
+
+
+def test_intels_products_of_bf16_are_for_tiles_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    every = {flag for ways in cpu_attention._WAYS.values() for needed in ways.values() for flag in needed}
+    monkeypatch.setattr(cpu_attention, "_flags", lambda: frozenset(every))
+    monkeypatch.setattr(cpu_attention, "_vendor", lambda: "GenuineIntel")
+    assert instructions() == ("AMX", "AVX-512", "AVX2", "AVX-512 BF16")
+    assert instructions(torch.float16) == ("AVX-512", "AVX2")
 
 
 @needs_kernel

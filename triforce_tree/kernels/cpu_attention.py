@@ -62,9 +62,14 @@ class Call(NamedTuple):
 def instructions(dtype: torch.dtype = torch.bfloat16) -> tuple[str, ...]:
     """The kernel's ways that this processor has: "AMX", "AVX-512 BF16", "AVX-512", "AVX2", fastest first.
 
-    The first two have products of bf16. The others widen keys and values to fp32, and take fp16 as well.
+    AMX and AVX-512 BF16 have products of bf16. The others widen keys and values to fp32, and take fp16 as
+    well.
     """
-    return tuple(way for way, needed in _WAYS.get(dtype, {}).items() if _flags().issuperset(needed))
+    found = [way for way, needed in _WAYS.get(dtype, {}).items() if _flags().issuperset(needed)]
+    if _vendor() == "GenuineIntel":
+        # Its dot products of bf16 are slower than fp32 (docs/offloading.md), and AMX may be denied.
+        found.sort(key="AVX-512 BF16".__eq__)
+    return tuple(found)
 
 
 def supports(dim: int, dtype: torch.dtype) -> bool:
@@ -167,15 +172,24 @@ class CpuAttention:
         return out, lse
 
 
-@cache
 def _flags() -> frozenset[str]:
-    """What the processor can, as Linux says it; nothing elsewhere."""
+    """What the processor can, by Linux's names."""
+    return frozenset(_told("flags").split())
+
+
+def _vendor() -> str:
+    return _told("vendor_id")
+
+
+@cache
+def _told(name: str) -> str:
+    """What Linux says of the first core; nothing elsewhere."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
-        return frozenset()
-    found = next((line for line in lines if line.startswith("flags")), "")
-    return frozenset(found.partition(":")[2].split())
+        return ""
+    found = next((line for line in lines if line.partition(":")[0].rstrip() == name), "")
+    return found.partition(":")[2].strip()
 
 
 @cache
