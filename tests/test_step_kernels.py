@@ -312,7 +312,7 @@ def test_all_three_have_one_signature(ops) -> None:
     for name in names:
         assert signature(getattr(step, name)) == signature(getattr(step_reference, name))
         assert list(signature(getattr(step, name)).parameters) == [
-            argument.name for argument in getattr(ops, name)._opoverload._schema.arguments
+            argument.name for argument in getattr(ops, name)._schema.arguments
         ]
 
 

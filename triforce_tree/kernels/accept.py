@@ -22,6 +22,8 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
+from triforce_tree.kernels.operators import fake, operator
+
 _BLOCK_V = 4096
 _NONE = tl.constexpr(2**63 - 1)
 
@@ -258,7 +260,7 @@ def _second_kernel(
     tl.store(out_ptr + at, token.to(tl.int64))
 
 
-@torch.library.custom_op("triforce_tree::accept_tree", mutates_args=())
+@operator("accept_tree")
 def accept_tree(
     tokens: Tensor,
     parents: Tensor,
@@ -291,7 +293,7 @@ def accept_tree(
     return path, count, following
 
 
-@torch.library.custom_op("triforce_tree::accept_greedy", mutates_args=())
+@operator("accept_greedy")
 def accept_greedy(tokens: Tensor, parents: Tensor, best: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
     """See ``step_reference.accept_greedy``."""
     batch, nodes = tokens.shape
@@ -305,7 +307,7 @@ def accept_greedy(tokens: Tensor, parents: Tensor, best: Tensor, depth: int) -> 
     return path, count, following
 
 
-@torch.library.custom_op("triforce_tree::second_choice", mutates_args=())
+@operator("second_choice")
 def second_choice(laws: Tensor, chosen: Tensor, race: Tensor | None) -> Tensor:
     """See ``step_reference.second_choice``."""
     batch, choices, vocab = laws.shape
@@ -321,17 +323,17 @@ def second_choice(laws: Tensor, chosen: Tensor, race: Tensor | None) -> Tensor:
     return out
 
 
-@accept_tree.register_fake
+@fake("accept_tree")
 def _(tokens: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     return _results(tokens, rest[-1])
 
 
-@accept_greedy.register_fake
+@fake("accept_greedy")
 def _(tokens: Tensor, parents: Tensor, best: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
     return _results(tokens, depth)
 
 
-@second_choice.register_fake
+@fake("second_choice")
 def _(laws: Tensor, chosen: Tensor, race: Tensor | None) -> Tensor:
     return torch.empty_like(chosen, memory_format=torch.contiguous_format)
 

@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from triforce_tree.kernels.operators import fake, operator
+
 
 @triton.jit
 def _gather_kernel(
@@ -58,7 +60,7 @@ def _compact_kernel(
     tl.store(base + place[:, None] * stride_s + column[None, :], values, mask=there)
 
 
-@torch.library.custom_op("triforce_tree::gather_rows", mutates_args=())
+@operator("gather_rows")
 def gather_rows(rows: Tensor, index: Tensor) -> Tensor:
     """See ``reference.gather_rows``: ``[B, H, S, D]`` and ``[B, H, R]`` to ``[B, H, R, D]``."""
     batch, heads, _, dim = rows.shape
@@ -72,12 +74,12 @@ def gather_rows(rows: Tensor, index: Tensor) -> Tensor:
     return out
 
 
-@gather_rows.register_fake
+@fake("gather_rows")
 def _(rows: Tensor, index: Tensor) -> Tensor:
     return rows.new_empty(*index.shape, rows.shape[3])
 
 
-@torch.library.custom_op("triforce_tree::compact_rows", mutates_args=("rows",))
+@operator("compact_rows", writes=("rows",))
 def compact_rows(rows: Tensor, index: Tensor, start: Tensor) -> None:
     """See ``reference.compact_rows``; nothing is read on the host, so graphs can capture it."""
     batch, heads, _, dim = rows.shape
@@ -91,7 +93,7 @@ def compact_rows(rows: Tensor, index: Tensor, start: Tensor) -> None:
     )
 
 
-@compact_rows.register_fake
+@fake("compact_rows")
 def _(rows: Tensor, index: Tensor, start: Tensor) -> None:
     return None
 

@@ -105,12 +105,13 @@ def cascade(
 def _triton_op(name: str) -> Callable[..., Any]:
     from triforce_tree.kernels import compaction, merge, scoring
 
-    return {
+    operators: dict[str, Callable[..., Any]] = {
         "merge_states": merge.merge_states,
         "chunk_scores": scoring.chunk_scores,
         "gather_rows": compaction.gather_rows,
         "compact_rows": compaction.compact_rows,
-    }[name]
+    }
+    return operators[name]
 
 
 def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,8 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
+from triforce_tree.kernels.operators import fake, operator
+
 # Tokens that a program of the first launch looks at together, and those of each of its warps.
 _BLOCK = 8192
 _WARP = 512
@@ -212,9 +214,7 @@ def _place_kernel(
         tl.store(mask_ptr + sequence * width + place, seen, mask=taken)
 
 
-@torch.library.custom_op(
-    "triforce_tree::begin_tree", mutates_args=("ids", "positions", "root", "at", "lengths")
-)
+@operator("begin_tree", writes=("ids", "positions", "root", "at", "lengths"))
 def begin_tree(
     ids: Tensor,
     positions: Tensor,
@@ -237,7 +237,7 @@ def begin_tree(
     )  # fmt: skip
 
 
-@torch.library.custom_op("triforce_tree::expand_nodes", mutates_args=("laws",))
+@operator("expand_nodes", writes=("laws",))
 def expand_nodes(
     logits: Tensor, temperature: Tensor | None, race: Tensor | None, laws: Tensor, count: int
 ) -> tuple[Tensor, Tensor]:
@@ -259,9 +259,7 @@ def expand_nodes(
     return draws, by_rank
 
 
-@torch.library.custom_op(
-    "triforce_tree::place_nodes", mutates_args=("tokens", "parents", "words", "values", "ids", "mask")
-)
+@operator("place_nodes", writes=("tokens", "parents", "words", "values", "ids", "mask"))
 def place_nodes(
     tokens: Tensor,
     parents: Tensor,
@@ -290,7 +288,7 @@ def place_nodes(
     )  # fmt: skip
 
 
-@begin_tree.register_fake
+@fake("begin_tree")
 def _(
     ids: Tensor,
     positions: Tensor,
@@ -306,14 +304,14 @@ def _(
     return None
 
 
-@expand_nodes.register_fake
+@fake("expand_nodes")
 def _(
     logits: Tensor, temperature: Tensor | None, race: Tensor | None, laws: Tensor, count: int
 ) -> tuple[Tensor, Tensor]:
     return _drawn(logits, count)
 
 
-@place_nodes.register_fake
+@fake("place_nodes")
 def _(
     tokens: Tensor,
     parents: Tensor,

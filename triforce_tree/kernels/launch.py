@@ -8,6 +8,7 @@ context grows.
 
 from collections.abc import Sequence
 from dataclasses import astuple
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -18,6 +19,7 @@ from triton import knobs
 from triforce_tree.kernels.combine import combine_kernel
 from triforce_tree.kernels.configs import EDGE, KernelConfig
 from triforce_tree.kernels.layout import row_views
+from triforce_tree.kernels.operators import fake, operator
 from triforce_tree.kernels.plan import NODE, Plan
 from triforce_tree.kernels.tree_attention import tree_attention_kernel
 
@@ -73,8 +75,14 @@ def run(
         first, low, high, sinks, plan.partial_out, plan.partial_lse, plan.bounds,
         scale, softcap or 0.0,
         heads.kv, plan.slices, plan.blocks, plan.max_queries, plan.split == NODE,
-        list(astuple(plan.config)),
+        _numbers(plan.config),
     )  # fmt: skip
+
+
+@cache
+def _numbers(config: KernelConfig) -> list[int]:
+    """What an operator can take; made once, since it takes as long as the rest of this module."""
+    return list(astuple(config))
 
 
 def _bounds(first: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
@@ -89,9 +97,7 @@ def _bounds(first: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
     return low, first.new_zeros(segments).scatter_reduce_(0, owner, first, "amax")
 
 
-@torch.library.custom_op(
-    "triforce_tree::tree_attention", mutates_args=("partial_out", "partial_lse", "bounds")
-)
+@operator("tree_attention", writes=("partial_out", "partial_lse", "bounds"))
 def _run(
     q: Tensor,
     k: Tensor,
@@ -184,6 +190,6 @@ def _run(
     return out, lse
 
 
-@_run.register_fake
+@fake("tree_attention")
 def _(q: Tensor, *args: object) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)

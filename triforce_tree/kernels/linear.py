@@ -12,6 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from triforce_tree.kernels.linear_configs import LEAST_BLOCK, MOST_FUSED, LinearConfig, choose, row_block
 from triforce_tree.kernels.linear_kernel import linear_kernel
+from triforce_tree.kernels.operators import fake, operator
 
 
 def counters_for(outs: int, device: torch.device | str | None = None) -> Tensor:
@@ -71,7 +72,7 @@ def linears(
     return _linears(x, weights, scales, biases, counters, bits, _plain(config))
 
 
-@torch.library.custom_op("triforce_tree::few_row_linear", mutates_args=("counters",))
+@operator("few_row_linear", writes=("counters",))
 def _linear(
     x: Tensor,
     words: Tensor,
@@ -84,12 +85,12 @@ def _linear(
     return _launch(x, [words], [scales], [bias], [counters], bits, config)
 
 
-@_linear.register_fake
+@fake("few_row_linear")
 def _(x: Tensor, words: Tensor, *args: object) -> Tensor:
     return x.new_empty(*x.shape[:-1], words.shape[0])
 
 
-@torch.library.custom_op("triforce_tree::few_row_linears", mutates_args=("counters",))
+@operator("few_row_linears", writes=("counters",))
 def _linears(
     x: Tensor,
     words: Sequence[Tensor],
@@ -107,7 +108,7 @@ def _linears(
     return _launch(x, words, scales or nothing, biases or nothing, counters, bits, config)
 
 
-@_linears.register_fake
+@fake("few_row_linears")
 def _(x: Tensor, words: Sequence[Tensor], *args: object) -> Tensor:
     return x.new_empty(*x.shape[:-1], sum(w.shape[0] for w in words))
 

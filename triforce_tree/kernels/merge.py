@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from triforce_tree.kernels.operators import fake, operator
+
 
 @triton.jit
 def _merge_kernel(
@@ -49,7 +51,7 @@ def _merge_kernel(
     tl.store(lse_ptr + row, tl.where(empty, float("-inf"), best + tl.log(weight)), mask=real)
 
 
-@torch.library.custom_op("triforce_tree::merge_states", mutates_args=())
+@operator("merge_states")
 def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     """See ``reference.merge_states``."""
     parts, dim = outs.shape[0], outs.shape[-1]
@@ -64,6 +66,6 @@ def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-@merge_states.register_fake
+@fake("merge_states")
 def _(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     return outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:], dtype=torch.float32)

@@ -4,10 +4,11 @@ Where a row goes is read from device buffers, so that a captured graph serves an
 one launch, over all layers where it works on several.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from triforce_tree.kernels.operators import fake, operator
 
 # Elements of a tile: 64 to a thread of four warps.
 _TILE = 8192
@@ -126,7 +127,7 @@ def _means_kernel(
     tl.store(out + chunk[:, None] * means_c + column, mean, mask=there)
 
 
-@torch.library.custom_op("triforce_tree::append_rows", mutates_args=("k_cache", "v_cache"))
+@operator("append_rows", writes=("k_cache", "v_cache"))
 def append_rows(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tensor) -> None:
     """See ``step_reference.append_rows``."""
     batch, heads, size, dim = k_cache.shape
@@ -142,7 +143,7 @@ def append_rows(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: T
     )  # fmt: skip
 
 
-@torch.library.custom_op("triforce_tree::move_rows", mutates_args=("rows",))
+@operator("move_rows", writes=("rows",))
 def move_rows(rows: Tensor, index: Tensor, start: Tensor) -> None:
     """See ``step_reference.move_rows``; 1,024 places at most."""
     parts, batch, heads, size, dim = rows.shape
@@ -159,7 +160,7 @@ def move_rows(rows: Tensor, index: Tensor, start: Tensor) -> None:
     )  # fmt: skip
 
 
-@torch.library.custom_op("triforce_tree::chunk_means", mutates_args=("means",))
+@operator("chunk_means", writes=("means",))
 def chunk_means(means: Tensor, k: Tensor, first: Tensor, count: int, chunk: int) -> None:
     """See ``step_reference.chunk_means``."""
     layers, batch, heads, size, dim = k.shape
@@ -172,17 +173,17 @@ def chunk_means(means: Tensor, k: Tensor, first: Tensor, count: int, chunk: int)
     )  # fmt: skip
 
 
-@append_rows.register_fake
+@fake("append_rows")
 def _(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tensor) -> None:
     return None
 
 
-@move_rows.register_fake
+@fake("move_rows")
 def _(rows: Tensor, index: Tensor, start: Tensor) -> None:
     return None
 
 
-@chunk_means.register_fake
+@fake("chunk_means")
 def _(means: Tensor, k: Tensor, first: Tensor, count: int, chunk: int) -> None:
     return None
 

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from triforce_tree.kernels.operators import fake, operator
+
 _BLOCK = 64
 
 
@@ -106,7 +108,7 @@ def _interest_kernel(
     tl.store(out_ptr + pair * chunks + chunk, most, mask=chunk < chunks)
 
 
-@torch.library.custom_op("triforce_tree::chunk_scores", mutates_args=())
+@operator("chunk_scores")
 def chunk_scores(q: Tensor, means: Tensor, scale: float) -> Tensor:
     """See ``reference.chunk_scores``."""
     batch, q_heads, queries, dim = q.shape
@@ -128,6 +130,6 @@ def chunk_scores(q: Tensor, means: Tensor, scale: float) -> Tensor:
     return out
 
 
-@chunk_scores.register_fake
+@fake("chunk_scores")
 def _(q: Tensor, means: Tensor, scale: float) -> Tensor:
     return means.new_empty(means.shape[:3], dtype=torch.float32)

@@ -12,6 +12,8 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
+from triforce_tree.kernels.operators import fake, operator
+
 # Chunks of one program of the first launch.
 _BLOCK = 64
 # Scores that the registers of one program hold; of more it walks half as many at a time.
@@ -206,7 +208,7 @@ def _choose_kernel(
         maybe_before += total & 65535
 
 
-@torch.library.custom_op("triforce_tree::select_chunks", mutates_args=("table",))
+@operator("select_chunks", writes=("table",))
 def select_chunks(q: Tensor, means: Tensor, limit: Tensor, table: Tensor, slots: int, scale: float) -> None:
     """See ``step_reference.select_chunks``; the workspace holds fp32 ``[B, H_q, C]`` scores."""
     batch, heads, chunks, dim = means.shape
@@ -242,6 +244,6 @@ def select_chunks(q: Tensor, means: Tensor, limit: Tensor, table: Tensor, slots:
     )  # fmt: skip
 
 
-@select_chunks.register_fake
+@fake("select_chunks")
 def _(q: Tensor, means: Tensor, limit: Tensor, table: Tensor, slots: int, scale: float) -> None:
     return None

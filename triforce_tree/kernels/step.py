@@ -16,7 +16,7 @@ from triforce_tree.kernels import step_reference
 def _triton_op(name: str) -> Callable[..., Any]:
     from triforce_tree.kernels import accept, grow, rows, select
 
-    return {
+    operators: dict[str, Callable[..., Any]] = {
         "append_rows": rows.append_rows,
         "move_rows": rows.move_rows,
         "chunk_means": rows.chunk_means,
@@ -27,7 +27,8 @@ def _triton_op(name: str) -> Callable[..., Any]:
         "begin_tree": grow.begin_tree,
         "expand_nodes": grow.expand_nodes,
         "place_nodes": grow.place_nodes,
-    }[name]
+    }
+    return operators[name]
 
 
 def append_rows(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tensor) -> None:
