@@ -23,6 +23,7 @@ import markdown_tables
 import offload_tables
 import on_chip_tables
 import parallel_tables
+import resident_tables
 import setting_tables
 
 ROOT = Path(__file__).parents[1]
@@ -120,6 +121,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str], str]] = {
     "host_ratios_xeon": (host_tables.XEON_FILE, host_tables.ratios_xeon, host_tables.XEON_COMMAND),
     "host_ratios": (host_tables.EPYC_FILE, host_tables.ratios, host_tables.EPYC_COMMAND),
     "host_ratios_avx2": (host_tables.AVX2_FILE, host_tables.ratios_avx2, host_tables.AVX2_COMMAND),
+    "resident": (resident_tables.FILE, resident_tables.resident, resident_tables.COMMAND),
     "parallel_speed": (parallel_tables.FILE, parallel_tables.speed, parallel_tables.COMMAND),
 }
 

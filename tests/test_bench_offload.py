@@ -115,3 +115,19 @@ def test_a_projection_stretches_each_time_by_what_it_waits_for(script: Any) -> N
     # A second on the bus becomes two; what is beside it takes four times as long.
     assert made["ms_per_token"] == pytest.approx((2000 + 4 * 100) / 20)
     assert made["baseline_ms_per_token"] == pytest.approx(2000 + 4 * 10)
+
+
+def test_many_resident_pieces(script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    measure, tables = script("bench_resident"), script("resident_tables")
+    file = tmp_path / tables.FILE
+    measure.main(["--tiny", "--out", str(file)])
+    result = json.loads(file.read_text())
+    assert result["same_bits"]
+    assert [(row["share"], row["together"]) for row in result["rows"]] == [
+        (share, together) for share in measure.SHARES for together in (1, 8)
+    ]
+    assert all(row["plain_ms"] > 0 and row["verify_ms"] > 0 for row in result["rows"])
+    assert result["rows"][0]["bus_ms"] > result["rows"][-1]["bus_ms"]
+    lines = tables.resident(result).splitlines()
+    assert [line[:7] for line in lines[2:5]] == ["| 50 % ", "| 80 % ", "| 95 % "]
+    assert "up to 8 pieces together" in lines[-1]

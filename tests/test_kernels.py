@@ -22,7 +22,7 @@ from triton import knobs
 
 from triforce_tree.kernels import dispatch, reference
 from triforce_tree.kernels.configs import KernelConfig, choose
-from triforce_tree.kernels.plan import NODE, Heads, pack_mask, plan_nodes, plan_trees
+from triforce_tree.kernels.plan import NODE, Heads, pack_mask, plan_nodes, plan_pieces, plan_trees
 
 if not torch.cuda.is_available() and not knobs.runtime.interpret:
     pytest.skip("Triton was loaded without TRITON_INTERPRET=1", allow_module_level=True)
@@ -148,6 +148,51 @@ def test_plan_is_updated_in_place():
         scale=0.125,
     )
     assert all(torch.equal(a, b) for a, b in zip(changed, fresh, strict=True))
+
+
+FULL_SIZE = pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter is too slow for pieces of 64 MiB")
+
+
+@pytest.mark.parametrize(
+    ("heads", "rows", "queries", "dtype"),
+    [
+        (Heads(4, 2, 128), 1200, 5, HALF),
+        (Heads(3, 3, 32), 176, 7, SINGLE),
+        *(
+            pytest.param(*case, torch.bfloat16, marks=FULL_SIZE)
+            for case in (
+                (Heads(32, 32, 128), 4096, 97),
+                (Heads(32, 8, 128), 16384, 49),
+                (Heads(32, 8, 128), 16384, 1),
+                (Heads(40, 40, 128), 3264, 97),
+            )
+        ),
+    ],
+)
+def test_pieces_have_the_same_bits_alone_and_together(
+    heads: Heads, rows: int, queries: int, dtype: torch.dtype
+):
+    torch.manual_seed(3)
+    q = torch.randn(queries, heads.query, heads.dim, dtype=dtype, device=DEVICE)
+    kv = torch.randn(3, rows, 2, heads.kv, heads.dim, dtype=dtype, device=DEVICE)
+    k, v = (part.transpose(1, 2) for part in kv.unbind(2))
+    made = {}
+    with poisoned_memory():
+        plans = plan_pieces(heads, queries, rows, 3, device=DEVICE, dtype=dtype)
+        for first, count in ((0, 1), (1, 1), (2, 1), (0, 2), (1, 2), (0, 3)):
+            own = slice(first, first + count)
+            found = run(q.repeat(count, 1, 1), k[own], v[own], plans[count - 1], scale=0.09)
+            made[first, count] = [t.unflatten(0, (count, queries)) for t in found]
+    for (first, count), states in made.items():
+        for i in range(count):
+            assert all(torch.equal(a[i], b[0]) for a, b in zip(states, made[first + i, 1], strict=True))
+    nothing = torch.ones(queries, 0, dtype=torch.bool, device=DEVICE)
+    exact = reference.tree_attention(
+        q.double().transpose(0, 1)[None], k[:1].double(), v[:1].double(), nothing, scale=0.09
+    )
+    out, lse = made[0, 1]
+    torch.testing.assert_close(out.double(), exact[0].transpose(1, 2), atol=2e-3, rtol=1e-2)
+    torch.testing.assert_close(lse.double(), exact[1].transpose(1, 2), atol=1e-3, rtol=0, check_dtype=False)
 
 
 def test_query_that_sees_nothing_gets_zero():

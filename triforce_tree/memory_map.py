@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from triforce_tree.config import HierarchyConfig
+from triforce_tree.cycle.offloaded import TOGETHER
 from triforce_tree.cycle.shapes import Extent
 from triforce_tree.hf_model import HFModel
 from triforce_tree.sharding import shards_of
@@ -12,6 +13,8 @@ from triforce_tree.sharding import shards_of
 MIB, GIB = 1 << 20, 1 << 30
 # Graphs, libraries' workspaces, and what the allocator rounds up.
 _WORKSPACE = 384 * MIB
+# Query rows that all programs of a GPU work on at once: of 132 multiprocessors, 128 each.
+_ROWS_AT_WORK = 132 * 128
 _LEAST_RESERVE, _RESERVE = 192 * MIB, 0.015
 
 MOST_GAMMA = 48
@@ -160,9 +163,11 @@ def workspace(sizes: Sizes, config: HierarchyConfig, levels: int, batch: int) ->
 
 
 def partials(sizes: Sizes, config: HierarchyConfig, room: int, piece: int) -> int:
-    """One layer's attention to each piece, before it is merged."""
+    """One layer's attention to each piece, before it is merged, and the workspace of several at once."""
     pieces = -(-room * sizes.row // piece)
-    return 3 * pieces * (2 * config.gamma + 1) * sizes.heads * (sizes.head_dim + 1) * sizes.itemsize
+    rows = (2 * config.gamma + 1) * sizes.heads
+    states = 3 * pieces * rows * sizes.itemsize + min(pieces, TOGETHER) * (rows + _ROWS_AT_WORK) * 4
+    return states * (sizes.head_dim + 1)
 
 
 def low_bit(sizes: Sizes, config: HierarchyConfig, levels: int) -> int:

@@ -137,10 +137,20 @@ class HostStore:
     def resident_bytes(self) -> int:
         return sum(t.nbytes for layer in self.near for t in layer)
 
-    def pieces(self, layer: int, b: int, share: float = 0.0) -> Iterator[Piece]:
-        """The rows before ``base[b]`` but those of :meth:`attended`, cut at multiples of ``piece``."""
+    def resident(self, layer: int, b: int, share: float = 0.0) -> Tensor:
+        """The leading ones of :meth:`pieces` that are whole and on the device, ``[n, piece, 2, H_kv, D]``."""
+        count = min(self.resident_rows[layer], self._end(layer, b, share)) // self.piece
+        near: Tensor = self.near[layer][b][: count * self.piece]
+        return near.view(count, self.piece, *near.shape[1:])
+
+    def pieces(self, layer: int, b: int, share: float = 0.0, first: int = 0) -> Iterator[Piece]:
+        """The rows before ``base[b]`` but those of :meth:`attended`, cut at multiples of ``piece``.
+
+        Args:
+            first: the number of the piece to begin with.
+        """
         near, end = self.resident_rows[layer], self._end(layer, b, share)
-        for start in range(0, end, self.piece):
+        for start in range(first * self.piece, end, self.piece):
             stop = min(start + self.piece, end)
             if start < near:
                 yield Piece(start, stop, self.near[layer][b][start:stop], True)

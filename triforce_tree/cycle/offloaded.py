@@ -23,11 +23,14 @@ from triforce_tree.cycle.layerwise import FarStates, fill_by_layers
 from triforce_tree.cycle.rows import KVStore, TreeRows
 from triforce_tree.hf_model import HFModel
 from triforce_tree.kernels import dispatch, planned, step
-from triforce_tree.kernels.plan import plan_trees
+from triforce_tree.kernels.plan import Plan, plan_pieces
 from triforce_tree.level import Progress
 
 LEAVING = 128
 """Rows that leave the window together, rounded up to whole units."""
+
+TOGETHER = 8
+"""Pieces on the device that one call attends to, at most."""
 
 
 class OffloadedCache:
@@ -200,11 +203,12 @@ class OffloadedCache:
     def trial(self, length: int) -> Iterator[None]:
         """Inside, texts of ``length`` rows may be run at, without harm to rows that are here.
 
-        What the runs write lands at the window's end, and the host store shows its first piece alone.
+        What the runs write lands at the window's end. The host store shows what is resident and one piece
+        more, so that every kernel of a pass runs and little is streamed.
         """
         base, host = self.base.clone(), self.host.base
         self.base.fill_(max(0, length - (self.window.rows - self.behind)))
-        self.host.base = [min(self.host.piece, self.host.rows)] * len(host)
+        self.host.base = [min(self.host.resident_rows[-1] + self.host.piece, self.host.rows)] * len(host)
         self.host.ring.forget()
         try:
             yield
@@ -262,8 +266,10 @@ class StreamedRows(TreeRows):
         super().__init__(cache.window, queries, mask=mask)
         self.cache, host = cache, cache.host
         self.queries, self._share = queries, 0.0
-        nothing = torch.ones(queries, 0, dtype=torch.bool)
-        self._piece = plan_trees(host.heads, [nothing], [0], device=host.device, dtype=cache.window.kv.dtype)
+        most = max(1, min(TOGETHER, host.resident_rows[0] // host.piece))
+        self._plans = plan_pieces(
+            host.heads, queries, host.piece, most, device=host.device, dtype=cache.window.kv.dtype
+        )
         # Lengths of a piece, four numbers apart: kernels are specialised on the alignment of pointers.
         steps = torch.arange(host.piece // host.unit + 1, dtype=torch.int32) * host.unit
         self._lengths = steps[:, None].expand(-1, 4).contiguous().to(host.device)
@@ -294,25 +300,39 @@ class StreamedRows(TreeRows):
         if attention is not None:
             far_out, far_lse = attention.states()
             for b, pieces in enumerate(parts):
-                pieces.append((far_out[b], far_lse[b]))
+                pieces.append((far_out[b : b + 1], far_lse[b : b + 1]))
         merged = []
         for b, pieces in enumerate(parts):
             own = slice(b * queries, (b + 1) * queries)
-            outs, lses = zip(*pieces, (out[own], lse[own]), strict=True)
-            merged.append(dispatch.merge_states(torch.stack(outs), torch.stack(lses))[0])
+            outs, lses = zip(*pieces, (out[None, own], lse[None, own]), strict=True)
+            merged.append(dispatch.merge_states(torch.cat(outs), torch.cat(lses))[0])
         return torch.stack(merged)
 
     def _pieces(
         self, layer: int, b: int, q: Tensor, scale: float, softcap: float
     ) -> list[tuple[Tensor, Tensor]]:
-        """Attention of ``q`` ``[T, H_q, D]`` to each piece of the host store that is, or comes, here."""
+        """Attention of ``q`` ``[T, H_q, D]`` to each piece of the host store that is, or comes, here.
+
+        Returns:
+            states of one or several pieces, ``[n, T, H_q, D]`` and ``[n, T, H_q]``, in the pieces' order.
+        """
         host, found = self.cache.host, []
-        for piece in host.pieces(layer, b, self._share):
+        whole = host.resident(layer, b, self._share)
+
+        def attend(rows: Tensor, plan: Plan) -> None:
+            queries = q if len(rows) == 1 else q.repeat(len(rows), 1, 1)
+            k, v = (part.transpose(1, 2) for part in rows.unbind(2))
+            state = planned.states(queries, k, v, plan, scale=scale, softcap=softcap or None)
+            found.append((state[0].unflatten(0, (len(rows), -1)), state[1].unflatten(0, (len(rows), -1))))
+
+        most = len(self._plans)
+        for start in range(0, len(whole), most):
+            run = whole[start : start + most]
+            attend(run, self._plans[len(run) - 1])
+        for piece in host.pieces(layer, b, self._share, len(whole)):
             rows = piece.rows if piece.resident else host.ring.take()
             step = (piece.stop - piece.start) // host.unit
-            plan = replace(self._piece, lengths=self._lengths[step, :1])
-            k, v = (rows[:, i].transpose(0, 1)[None] for i in (0, 1))
-            found.append(planned.states(q, k, v, plan, scale=scale, softcap=softcap or None))
+            attend(rows[None], replace(self._plans[0], lengths=self._lengths[step, :1]))
             if not piece.resident:
                 host.ring.give()
         return found

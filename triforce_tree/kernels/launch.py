@@ -163,7 +163,8 @@ def _run(
         2 * mask.shape[1], max_queries * group, slices, blocks, count,
         GROUP=group, KV_HEADS=kv_heads, DIM=dim, BLOCK_D=block_d,
         BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, EDGE=EDGE,
-        SINGLE=count == 1, BLOCK_SEGMENTS=triton.next_power_of_2(count), PAGE=page,
+        # Few numbers of segments have a compiled kernel of their own.
+        SINGLE=count == 1, BLOCK_SEGMENTS=max(8, triton.next_power_of_2(count)), PAGE=page,
         TMA=views is not None,
         WINDOW=first is not None, SOFTCAP=softcap > 0, NODE=node,
         EXACT=exact, STAGES=cfg.stages, EDGE_STAGES=cfg.edge_stages, ALIGN=cfg.align, PDL=pdl,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from triforce_tree.kernels.configs import KernelConfig, choose
+from triforce_tree.kernels.configs import EDGE, KernelConfig, choose
 
 FLATTEN, NODE = "flatten", "node"
 
@@ -202,6 +202,47 @@ def plan_nodes(
     return _make(heads, columns, sizes, owners, owner_start, queries, device, dtype, split, config)
 
 
+def plan_pieces(
+    heads: Heads, queries: int, rows: int, most: int, *, device: torch.device | str, dtype: torch.dtype
+) -> list[Plan]:
+    """One to ``most`` pieces of ``rows`` rows, every one with a copy of the queries, which see all of it.
+
+    Each gives the same bits whatever the number of pieces: the slices of one divide its tiles, so that none
+    straddles two pieces, and every piece is cut like the first.
+
+    Args:
+        heads: shape of the attention.
+        queries: of each piece.
+        device, dtype: of queries and KV.
+
+    Returns:
+        plans of 1, 2, ... pieces. Their workspace is one and the same, which serves one stream.
+    """
+    config = replace(choose(queries * heads.group, heads.dim, dtype.itemsize), align=0)
+    full, ragged = divmod(rows, config.block_n)
+    tiles = heads.kv * max(1, full + -(-ragged // EDGE))
+    limit = min(tiles, _slices(queries * heads.group, device, config))
+    cuts = next(cuts for cuts in range(limit, 0, -1) if tiles % cuts == 0)
+    counts, none = [queries] * most, [0] * most
+    firsts = _running(counts)
+    columns = [list(range(most)), none, none, firsts, counts, firsts]
+    owners, total = [s for s in range(most) for _ in range(queries)], most * queries
+    starts = list(range(total + 1))
+    made = _make(
+        heads, columns, [rows] * most, owners, starts, total, device, dtype, FLATTEN, config, most * cuts
+    )
+    return [
+        replace(
+            made,
+            queries=count * queries,
+            lengths=made.lengths[:count],
+            segments=made.segments[:, :count].contiguous(),
+            slices=count * cuts,
+        )
+        for count in range(1, most + 1)
+    ]
+
+
 def _running(counts: Sequence[int]) -> list[int]:
     sums = [0]
     for count in counts[:-1]:
@@ -220,6 +261,7 @@ def _make(
     dtype: torch.dtype,
     split: str,
     config: KernelConfig | None,
+    slices: int | None = None,
 ) -> Plan:
     if split not in (FLATTEN, NODE):
         raise ValueError(f"split={split!r} is not known; use {FLATTEN!r} or {NODE!r}")
@@ -229,7 +271,7 @@ def _make(
     config = config or choose(rows, heads.dim, dtype.itemsize)
     blocks = -(-rows // config.block_m)
     units = len(counts) * heads.kv
-    slices = units if split == NODE else max(1, _programs(device, config) // blocks)
+    slices = units if split == NODE else slices or _slices(rows, device, config)
     pieces = (sum(counts) * heads.kv + slices * most) * heads.group
 
     # One transfer for all integers: a plan must cost less than the launches it saves.
@@ -264,6 +306,11 @@ def _make(
         blocks=blocks,
         max_queries=most,
     )
+
+
+def _slices(rows: int, device: torch.device | str, config: KernelConfig) -> int:
+    """So many that all programs of the device have one, where each takes so many packed query rows."""
+    return max(1, _programs(device, config) // -(-rows // config.block_m))
 
 
 def _programs(device: torch.device | str, config: KernelConfig) -> int:
