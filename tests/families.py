@@ -1,6 +1,7 @@
 """Tiny random models of many transformers families, in fp32."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -97,6 +98,20 @@ def build(config_name: str, model_name: str, seed: int = 0, **settings: Any) -> 
         torch.manual_seed(seed)
         model = getattr(hf, model_name)(config)
     return model.float().eval()
+
+
+_FULL = {"layer_types": ["full_attention"] * 2}
+# Softcapped scores, and sinks, without the windows that these families have elsewhere.
+CAPPED: dict[str, Callable[[], PreTrainedModel]] = {
+    "gemma2": lambda: tiny("gemma2", **_FULL),
+    "gpt-oss": lambda: build(
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        **{**_COMMON, **_FULL, "intermediate_size": 32, "head_dim": 8},
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    ),
+}
 
 
 def perturbed(model: PreTrainedModel, noise: float, seed: int = 1) -> PreTrainedModel:

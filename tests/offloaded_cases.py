@@ -4,7 +4,7 @@ from functools import cache
 
 import torch
 from cycle_cases import SMALL
-from families import build, greedy, perturbed, prompt_of, tiny
+from families import greedy, perturbed, prompt_of, tiny
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -22,29 +22,6 @@ PROMPTS = [prompt_of(length) for length in (83, 150, 67)]
 NEW = [40, 30, 20]
 # 2 layers, 2 KV heads of 8: a row of a layer takes 128 bytes in fp32.
 PIECE = 32 * 128
-
-CAPPED = {
-    "gemma2": lambda: tiny("gemma2", query_pre_attn_scalar=8, layer_types=["full_attention"] * 2),
-    "gpt-oss": lambda: build(
-        "GptOssConfig",
-        "GptOssForCausalLM",
-        layer_types=["full_attention"] * 2,
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_local_experts=2,
-        num_experts_per_tok=1,
-        max_position_embeddings=512,
-        initializer_range=0.2,
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-        pad_token_id=None,
-        eos_token_id=None,
-    ),
-}
 
 model = cache(tiny)
 

@@ -1,7 +1,5 @@
 """The device cycle decodes models of all families without windows, and leaves the user's model as it was."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from cycle_cases import (
@@ -12,35 +10,10 @@ from cycle_cases import (
     reference,
     references,
 )
-from families import VOCABULARY, build, perturbed, tiny
-from transformers import (
-    PreTrainedModel,
-)
+from families import CAPPED, perturbed, tiny
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
-
-FULL = {"layer_types": ["full_attention"] * 2, "head_dim": 8}
-OWN: dict[str, Callable[[], PreTrainedModel]] = {
-    # Softcapped scores and sinks, without the windows that these families have elsewhere.
-    "gemma2-full": lambda: tiny("gemma2", query_pre_attn_scalar=8, **FULL),
-    "gpt-oss-full": lambda: build(
-        "GptOssConfig",
-        "GptOssForCausalLM",
-        **FULL,
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        initializer_range=0.2,
-        eos_token_id=None,
-        pad_token_id=None,
-    ),
-}
 WITHOUT_WINDOWS = [
     "llama",
     "llama-mqa",
@@ -58,9 +31,9 @@ WITHOUT_WINDOWS = [
 ]
 
 
-@pytest.mark.parametrize("family", [*WITHOUT_WINDOWS, *OWN])
+@pytest.mark.parametrize("family", [*WITHOUT_WINDOWS, *CAPPED])
 def test_families(family: str) -> None:
-    target = OWN[family]() if family in OWN else model(family)
+    target = CAPPED[family]() if family in CAPPED else model(family)
     draft = perturbed(target, 0.05)
     expected = [reference(target, prompt, 14) for prompt in PROMPTS[:2]]
     for levels in (1, 2, 3):

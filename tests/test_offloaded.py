@@ -10,8 +10,8 @@ import weakref
 import pytest
 import torch
 from cycle_cases import SMALL, decoded
-from families import greedy
-from offloaded_cases import CAPPED, NEW, PIECE, PROMPTS, cycle_of, logits_of, model, references
+from families import CAPPED, greedy
+from offloaded_cases import NEW, PIECE, PROMPTS, cycle_of, logits_of, model, references
 from scipy import stats
 from torch import Tensor
 
