@@ -1,9 +1,8 @@
 """Run a plan: check the tensors, describe their layout, launch the two kernels.
 
-The launch is a ``torch.library`` custom op with a fake implementation, so ``torch.compile`` keeps
-it in its graph. Nothing here synchronises with the device, and all that varies from step to step
-(lengths, tree, page table) is read from device buffers: a captured CUDA graph stays valid as the
-context grows.
+The launch is an operator of torch with a fake implementation, so ``torch.compile`` keeps it in its
+graph. Nothing here synchronises with the device, and all that varies from step to step (lengths, tree,
+page table) is read from device buffers: a captured CUDA graph stays valid as the context grows.
 """
 
 from collections.abc import Sequence
