@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 from cycle_cases import decoded
-from families import greedy
-from offloaded_cases import CAPPED, NEW, PIECE, PROMPTS, cycle_of, logits_of, references
+from families import CAPPED, greedy
+from offloaded_cases import NEW, PIECE, PROMPTS, cycle_of, logits_of, references
 from torch import Tensor
 
 from triforce_tree.config import HierarchyConfig

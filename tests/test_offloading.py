@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cycle_cases import SMALL
-from families import greedy, perturbed, prompt_of, tiny
-from offloaded_cases import CAPPED
+from families import CAPPED, greedy, perturbed, prompt_of, tiny
 from tiny_pair import TinyPair
 from transformers import PreTrainedModel
 
