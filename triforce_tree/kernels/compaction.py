@@ -93,11 +93,6 @@ def compact_rows(rows: Tensor, index: Tensor, start: Tensor) -> None:
     )
 
 
-@fake("compact_rows")
-def _(rows: Tensor, index: Tensor, start: Tensor) -> None:
-    return None
-
-
 def _strides(rows: Tensor) -> tuple[int, int, int]:
     if rows.stride(3) != 1:
         raise ValueError("the last dimension of the rows must be dense; call .contiguous() first")

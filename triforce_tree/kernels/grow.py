@@ -288,45 +288,11 @@ def place_nodes(
     )  # fmt: skip
 
 
-@fake("begin_tree")
-def _(
-    ids: Tensor,
-    positions: Tensor,
-    root: Tensor,
-    at: Tensor,
-    lengths: Tensor,
-    tokens: Tensor,
-    end: Tensor,
-    dropped: Tensor,
-    offsets: Tensor,
-    ahead: Tensor,
-) -> None:
-    return None
-
-
 @fake("expand_nodes")
 def _(
     logits: Tensor, temperature: Tensor | None, race: Tensor | None, laws: Tensor, count: int
 ) -> tuple[Tensor, Tensor]:
     return _drawn(logits, count)
-
-
-@fake("place_nodes")
-def _(
-    tokens: Tensor,
-    parents: Tensor,
-    words: Tensor,
-    values: Tensor,
-    ids: Tensor,
-    mask: Tensor | None,
-    draws: Tensor,
-    by_rank: Tensor,
-    laws: Tensor,
-    pairs: Tensor | None,
-    first: int,
-    before: int,
-) -> None:
-    return None
 
 
 def _drawn(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -6,8 +6,6 @@ page table) is read from device buffers: a captured CUDA graph stays valid as th
 """
 
 from collections.abc import Sequence
-from dataclasses import astuple
-from functools import cache
 from typing import Any, cast
 
 import torch
@@ -18,7 +16,7 @@ from triton import knobs
 from triforce_tree.kernels.combine import combine_kernel
 from triforce_tree.kernels.configs import EDGE, KernelConfig
 from triforce_tree.kernels.layout import row_views
-from triforce_tree.kernels.operators import fake, operator
+from triforce_tree.kernels.operators import fake, numbers, operator
 from triforce_tree.kernels.plan import NODE, Plan
 from triforce_tree.kernels.tree_attention import tree_attention_kernel
 
@@ -74,14 +72,8 @@ def run(
         first, low, high, sinks, plan.partial_out, plan.partial_lse, plan.bounds,
         scale, softcap or 0.0,
         heads.kv, plan.slices, plan.blocks, plan.max_queries, plan.split == NODE,
-        _numbers(plan.config),
+        numbers(plan.config),
     )  # fmt: skip
-
-
-@cache
-def _numbers(config: KernelConfig) -> list[int]:
-    """What an operator can take; made once, since it takes as long as the rest of this module."""
-    return list(astuple(config))
 
 
 def _bounds(first: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:

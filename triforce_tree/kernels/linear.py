@@ -1,7 +1,6 @@
 """Linear layers of few rows on the GPU: what ``linear_kernel`` is given, and the operators around it."""
 
 from collections.abc import Sequence
-from dataclasses import astuple
 from typing import Any, cast
 
 import torch
@@ -12,7 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from triforce_tree.kernels.linear_configs import LEAST_BLOCK, MOST_FUSED, LinearConfig, choose, row_block
 from triforce_tree.kernels.linear_kernel import linear_kernel
-from triforce_tree.kernels.operators import fake, operator
+from triforce_tree.kernels.operators import fake, numbers, operator
 
 
 def counters_for(outs: int, device: torch.device | str | None = None) -> Tensor:
@@ -46,7 +45,7 @@ def low_bit_linear(
 
 
 def _plain(config: LinearConfig | None) -> list[int]:
-    return [] if config is None else list(astuple(config))
+    return [] if config is None else numbers(config)
 
 
 def linears(

@@ -19,12 +19,15 @@ def operator(name: str, writes: tuple[str, ...] = ()) -> Callable[[Callable[P, R
     takes. Nobody asks for versions here, since nothing is differentiated.
 
     Args:
-        writes: names of the arguments that are written.
+        writes: names of the arguments that are written. What returns tensors needs a :func:`fake` as well.
     """
 
     def registered(function: Callable[P, R]) -> Callable[P, R]:
-        _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=writes))
+        schema = torch.library.infer_schema(function, mutates_args=writes)
+        _LIBRARY.define(name + schema)
         _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+        if schema.endswith("-> ()"):
+            fake(name)(lambda *_, **__: None)
         return cast(Callable[P, R], getattr(getattr(torch.ops, _NAMESPACE), name).default)
 
     return registered
@@ -35,3 +38,11 @@ def fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     register: Callable[[Callable[..., Any]], Callable[..., Any]]
     register = torch.library.register_fake(f"{_NAMESPACE}::{name}")
     return register
+
+
+def numbers(config: object) -> list[int]:
+    """The fields of a dataclass of numbers, as an operator takes them.
+
+    ``astuple`` copies every one of them, which takes as long as all else before a launch.
+    """
+    return list(vars(config).values())

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triforce_tree.kernels.operators import fake, operator
+from triforce_tree.kernels.operators import operator
 
 # Elements of a tile: 64 to a thread of four warps.
 _TILE = 8192
@@ -171,21 +171,6 @@ def chunk_means(means: Tensor, k: Tensor, first: Tensor, count: int, chunk: int)
         means, k, first.contiguous(), *_strides(means), *_strides(k), batch, heads, places, count,
         CHUNK=chunk, DIM=dim, BLOCK_C=block_c, BLOCK_D=block_d,
     )  # fmt: skip
-
-
-@fake("append_rows")
-def _(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tensor) -> None:
-    return None
-
-
-@fake("move_rows")
-def _(rows: Tensor, index: Tensor, start: Tensor) -> None:
-    return None
-
-
-@fake("chunk_means")
-def _(means: Tensor, k: Tensor, first: Tensor, count: int, chunk: int) -> None:
-    return None
 
 
 def _strides(rows: Tensor) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-from triforce_tree.kernels.operators import fake, operator
+from triforce_tree.kernels.operators import operator
 
 # Chunks of one program of the first launch.
 _BLOCK = 64
@@ -242,8 +242,3 @@ def select_chunks(q: Tensor, means: Tensor, limit: Tensor, table: Tensor, slots:
         PART=_BLOCK, BLOCK_PARTS=min(256, triton.next_power_of_2(blocks)),
         **options,
     )  # fmt: skip
-
-
-@fake("select_chunks")
-def _(q: Tensor, means: Tensor, limit: Tensor, table: Tensor, slots: int, scale: float) -> None:
-    return None
