@@ -133,6 +133,7 @@ def plan_trees(
     dtype: torch.dtype = torch.bfloat16,
     split: str = FLATTEN,
     config: KernelConfig | None = None,
+    slices: int | None = None,
 ) -> Plan:
     """A batch of token trees, each behind a prefix of its own.
 
@@ -145,6 +146,7 @@ def plan_trees(
             one
             program (DeFT-Node), for comparison.
         config: tile shapes; from the table when None.
+        slices: equal parts that "flatten" cuts the list into; one for each program of the device when None.
     """
     counts = [m.shape[0] for m in masks]
     tails = [m.shape[1] for m in masks]
@@ -153,7 +155,8 @@ def plan_trees(
     firsts = _running(counts)
     columns = [list(range(len(counts))), [0] * len(counts), tails, firsts, counts, firsts]
     owners = [s for s, count in enumerate(counts) for _ in range(count)]
-    made = _make(heads, columns, lengths, owners, list(range(total + 1)), total, device, dtype, split, config)
+    starts = list(range(total + 1))
+    made = _make(heads, columns, lengths, owners, starts, total, device, dtype, split, config, slices)
     return replace(made, mask=packed[0] if len(packed) == 1 else torch.cat(packed))
 
 
@@ -219,17 +222,14 @@ def plan_pieces(
         plans of 1, 2, ... pieces. Their workspace is one and the same, which serves one stream.
     """
     config = replace(choose(queries * heads.group, heads.dim, dtype.itemsize), align=0)
+    # As many as ``schedule.spans`` finds.
     full, ragged = divmod(rows, config.block_n)
     tiles = heads.kv * max(1, full + -(-ragged // EDGE))
     limit = min(tiles, _slices(queries * heads.group, device, config))
     cuts = next(cuts for cuts in range(limit, 0, -1) if tiles % cuts == 0)
-    counts, none = [queries] * most, [0] * most
-    firsts = _running(counts)
-    columns = [list(range(most)), none, none, firsts, counts, firsts]
-    owners, total = [s for s in range(most) for _ in range(queries)], most * queries
-    starts = list(range(total + 1))
-    made = _make(
-        heads, columns, [rows] * most, owners, starts, total, device, dtype, FLATTEN, config, most * cuts
+    masks = [torch.ones(queries, 0, dtype=torch.bool)] * most
+    made = plan_trees(
+        heads, masks, [rows] * most, device=device, dtype=dtype, config=config, slices=most * cuts
     )
     return [
         replace(
