@@ -12,13 +12,18 @@ from transformers.utils import logging
 from triforce_tree.bench.results import hardware
 
 RESULTS = ROOT / "docs" / "results"
-# A tiny pair that has room for the embedded one, and settings that fit short prompts.
+# A tiny pair that has room for the embedded one.
 TINY_SHAPES = {
     "llama-2-7b": "384x6x3/3x128x1152",
     "llama-3.1-8b": "768x7x6/3x128x1152",
     "llama-2-13b": "512x7x4/4x128x1152",
 }
 TINY_DRAFT = "256x2x4/4x64x512"
+# A hierarchy for long contexts, as the plan of the memory chooses it, and what is changed for tiny models.
+LONG_OPTIONS: Record = {
+    "levels": 3, "gamma": 40, "tree": "best-first:8,6,4", "budget": 4096, "chunk": 8, "recent": 256,
+    "refresh": 1,
+}  # fmt: skip
 TINY_OPTIONS: Record = {
     "gamma": 6, "tree": "best-first:3,2", "budget": 128, "recent": 32, "window": 64,
 }  # fmt: skip

@@ -23,7 +23,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_command import TINY_DRAFT, TINY_OPTIONS, TINY_SHAPES, prepare, results_folder, setting, settings_of
+from bench_command import (
+    LONG_OPTIONS,
+    TINY_DRAFT,
+    TINY_OPTIONS,
+    TINY_SHAPES,
+    prepare,
+    results_folder,
+    setting,
+    settings_of,
+)
 from deadline import Deadline
 from offload_measure import Bench, LastRows, bus_gbps, peak_gib
 from offload_parts import PARTS, Session
@@ -40,15 +49,6 @@ from triforce_tree.memory_map import GIB
 from triforce_tree.pass_time import FarRows
 
 _START = time.perf_counter()
-OPTIONS: dict[str, Any] = {
-    "levels": 3,
-    "gamma": 40,
-    "tree": "best-first:8,6,4",
-    "budget": 4096,
-    "chunk": 8,
-    "recent": 256,
-    "refresh": 1,
-}
 
 
 def say(name: str, **facts: Any) -> None:
@@ -86,7 +86,7 @@ def smoke(args: argparse.Namespace, device: torch.device) -> None:
     del rows, split, on_chip
     free_memory()
 
-    options = {**OPTIONS, **(TINY_OPTIONS if tiny else {}), **dict(args.set)}
+    options = {**LONG_OPTIONS, **(TINY_OPTIONS if tiny else {}), **dict(args.set)}
     config = HierarchyConfig.from_options(**options)
     new = 24 if tiny else args.new_tokens
     peak_gib(device, reset=True)

@@ -10,18 +10,15 @@ a pass of one row and of one that verifies a chain, beside those that its bytes 
 
 import argparse
 import json
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import torch
-from bench_command import RESULTS, TINY_DRAFT, TINY_OPTIONS, TINY_SHAPES, prepare
+from bench_command import LONG_OPTIONS, RESULTS, TINY_DRAFT, TINY_OPTIONS, TINY_SHAPES, prepare
 from measurements import Record, rounded
 from offload_measure import Bench, LastRows, bus_gbps
 from prompt_library import Library
-from timing import timed
 
 from triforce_tree.bench import results
 from triforce_tree.config import HierarchyConfig
@@ -31,10 +28,8 @@ from triforce_tree.graphs import free_memory
 
 OUT = RESULTS / "resident_h200.json"
 SHARES = (0.5, 0.8, 0.95)
-_OPTIONS: dict[str, Any] = {
-    "levels": 3, "offload": True, "gamma": 40, "tree": "best-first:8,6,4", "budget": 4096, "chunk": 8,
-    "recent": 256, "refresh": 1, "leaves": False,
-}  # fmt: skip
+# Without leaves a pass verifies a chain alone.
+_OPTIONS: Record = LONG_OPTIONS | {"offload": True, "leaves": False}
 # Passes of a median, after others of warm-up.
 _PASSES = 6
 
@@ -43,6 +38,7 @@ class Measured:
     """An inflated pair, a prompt, and passes over the cache of its text."""
 
     def __init__(self, tiny: bool, context: int, device: torch.device, seed: int) -> None:
+        self.bus = bus_gbps(device)
         dtype = torch.float32 if tiny else torch.bfloat16
         shape, draft = (TINY_SHAPES["llama-2-7b"], TINY_DRAFT) if tiny else ("llama-2-7b", "llama-68m")
         self.bench = Bench(shape, draft, device, dtype, None, seed)
@@ -67,21 +63,11 @@ class Measured:
             bench.open(self.config, room, split)
         bench.feed(self.prompt)
         bench.decode(0.0, self.prompt, 3, rounds=0)
-        plain = self._plain_ms()
+        plain = bench.stage_ms(0.0, self.prompt, 0, _PASSES, last="plain")["plain"]
         verify = bench.stage_ms(0.0, self.prompt, 3, _PASSES)["full"]
-        streamed = bench.pass_bytes
+        found = {"plain_ms": plain, "verify_ms": verify, "bus_ms": bench.pass_bytes / 1e6 / self.bus["in"]}
         bench.close()
-        return {"plain_ms": plain, "verify_ms": verify, "bytes": streamed}
-
-    def _plain_ms(self) -> float:
-        cycle, times = self.bench.cycle, []
-        generator = torch.Generator(self.bench.device)
-        cycle.rewind([self.prompt])
-        for _ in range(_PASSES):
-            _, seconds = timed(self.bench.device, lambda: cycle.run("plain", generator))
-            times.append(1e3 * seconds)
-            cycle.settled([row[0] for row in cycle.texts.report().tolist()])
-        return statistics.median(times)
+        return {"share": share, "together": together} | {k: rounded(v) for k, v in found.items()}
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -101,20 +87,16 @@ def main(words: Sequence[str] | None = None) -> None:
     prepare()
     device = torch.device("cpu" if args.tiny else "cuda")
     context = 600 if args.tiny else args.context
-    result = results.header(args.seed) | {"context": context, "passes": _PASSES, "bus": bus_gbps(device)}
     measured = Measured(args.tiny, context, device, args.seed)
+    result = results.header(args.seed) | {"context": context, "passes": _PASSES, "bus": measured.bus}
     result["same_bits"] = measured.same_bits(context // 4)
     free_memory()
     print(json.dumps(result), flush=True)
     result["rows"] = []
     for share in SHARES:
         for together in (1, offloaded.TOGETHER):
-            found = measured.passes(share, together)
-            found["bus_ms"] = found.pop("bytes") / 1e6 / result["bus"]["in"]
-            row = {"share": share, "together": together}
-            row |= {name: rounded(value) for name, value in found.items()}
-            result["rows"].append(row)
-            print(json.dumps(row), flush=True)
+            result["rows"].append(measured.passes(share, together))
+            print(json.dumps(result["rows"][-1]), flush=True)
     if out is not None:
         out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if not result["same_bits"]:

@@ -271,9 +271,13 @@ class Bench:
         return runs[0], partings
 
     def stage_ms(
-        self, temperature: float, prompt: Sequence[int], rounds: int, passes: int = 2
+        self, temperature: float, prompt: Sequence[int], rounds: int, passes: int = 2, last: str = "full"
     ) -> dict[str, float]:
-        """Median milliseconds of one run of each stage; every round of level 1 but the second chooses."""
+        """Median milliseconds of one run of each stage; every round of level 1 but the second chooses.
+
+        Args:
+            last: stage of level 2 behind the rounds, "full" or, without any, "plain".
+        """
         cycle = self.cycle
         cycle.prepare(TokenLaw.at(temperature))
         cycle.rewind([list(prompt)])
@@ -283,7 +287,7 @@ class Bench:
         exchanged = []
         for _ in range(passes):
             names = [n for i in range(rounds) for n in ("grow", "middle" if i == 1 else "choose")]
-            for name in [*names, "full"]:
+            for name in [*names, last]:
                 _, seconds = timed(self.device, lambda n=name: cycle.run(n, generator))
                 found.setdefault(name, []).append(1e3 * seconds)
                 if name == "choose" and cycle.copies is not None:
