@@ -16,6 +16,8 @@ import torch
 if TYPE_CHECKING:
     from tiny_pair import TinyPair
 
+    from triforce_tree import Engine
+
 # Tests use tiny tensors, and two threads that meet after every such operation are hundreds of times
 # slower than one where something else keeps a core busy.
 THREADS = 1
@@ -78,6 +80,23 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> "TinyPair":
     import tiny_pair  # brings transformers, which most tests do without
 
     return tiny_pair.make(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def engine(pair: "TinyPair") -> "Engine":
+    """The pair under settings for short prompts; a module that needs others has its own."""
+    from tiny_pair import SMALL
+
+    return pair.load(**SMALL)
+
+
+@pytest.fixture(scope="module")
+def ids(engine: "Engine") -> list[int]:
+    """A prompt of ``CONTEXT`` tokens."""
+    import tiny_pair
+    from tune_cases import CONTEXT
+
+    return tiny_pair.prompt(engine, CONTEXT)
 
 
 @pytest.fixture

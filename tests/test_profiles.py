@@ -5,23 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_pair import SMALL, TinyPair, prompt
+from tiny_pair import TinyPair
+from tune_cases import CONTEXT
 
 from triforce_tree import Engine, load, profiles
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.profiles import Entry, Profile
-
-CONTEXT = 200
-
-
-@pytest.fixture(scope="module")
-def engine(pair: TinyPair) -> Engine:
-    return pair.load(**SMALL)
-
-
-@pytest.fixture(scope="module")
-def ids(engine: Engine) -> list[int]:
-    return prompt(engine, CONTEXT)
 
 
 def entry(**values: Any) -> Entry:

@@ -1,22 +1,10 @@
 """Both meters decode the target's text behind any place of a prompt that is fed once."""
 
 import pytest
-import tiny_pair
-from tiny_pair import SMALL, TinyPair
 from tune_cases import CONTEXT
 
 from triforce_tree import Engine
 from triforce_tree.tune.meters import CapturedMeter, EagerMeter, Sample
-
-
-@pytest.fixture(scope="module")
-def engine(pair: TinyPair) -> Engine:
-    return pair.load(**SMALL)
-
-
-@pytest.fixture(scope="module")
-def ids(engine: Engine) -> list[int]:
-    return tiny_pair.prompt(engine, CONTEXT)
 
 
 def texts_of(meter: EagerMeter | CapturedMeter, engine: Engine, places: list[int]) -> list[list[int]]:

@@ -5,9 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_pair
 import torch
-from tiny_pair import SMALL, TinyPair
 from tune_cases import CONTEXT, plan
 
 from triforce_tree import Engine
@@ -17,16 +15,6 @@ from triforce_tree.profiles import Entry
 from triforce_tree.tune.meters import EagerMeter, Sample
 from triforce_tree.tune.plan import Watch
 from triforce_tree.tune.tuner import Tuner
-
-
-@pytest.fixture(scope="module")
-def engine(pair: TinyPair) -> Engine:
-    return pair.load(**SMALL)
-
-
-@pytest.fixture(scope="module")
-def ids(engine: Engine) -> list[int]:
-    return tiny_pair.prompt(engine, CONTEXT)
 
 
 @pytest.mark.parametrize("captured", [None, True], ids=["eager", "captured"])
