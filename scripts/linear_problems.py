@@ -9,6 +9,7 @@ from torch import Tensor
 
 from triforce_tree.kernels import linear as kernels
 from triforce_tree.kernels import linear_reference as reference
+from triforce_tree.kernels.device import describe
 from triforce_tree.kernels.linear_configs import LinearConfig as C
 from triforce_tree.kernels.linear_configs import choose, row_block
 
@@ -188,13 +189,18 @@ def depth(bits: int, rows: int, block_n: int, width: int, resident: int) -> int:
     return (SHARED_MEMORY // resident - 1536 + spare) // (w + x)
 
 
+def chosen(bits: int, rows: int, outs: int, ins: int) -> C:
+    """What the engine would take on this GPU."""
+    return choose(bits, rows, outs, ins, describe("cuda"))
+
+
 def candidates(bits: int, rows: int, shape: Shape) -> list[C]:
     """Tiles with splits that put nearly equal counts of programs on every processor.
 
     Processors that run one program more than others make them wait, so the shared memory of a program
     decides how many fit, and the splits follow. With room for one program more, the next kernel's come early.
     """
-    found = {choose(bits, rows, shape.out, shape.ins): None}
+    found = {chosen(bits, rows, shape.out, shape.ins): None}
     for block_n, width, warps, tma in _TILES[bits][row_block(rows)]:
         tiles = sum(-(-outs // block_n) for outs in shape.outs)
         steps = -(-shape.ins * bits // (16 * width))

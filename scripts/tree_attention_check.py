@@ -16,6 +16,7 @@ from kernels_cases import LAW, Case, build, random_nodes, random_tree, run_case
 
 from triforce_tree.kernels import compaction, merge, reference, scoring
 from triforce_tree.kernels.configs import KernelConfig, choose
+from triforce_tree.kernels.device import describe
 from triforce_tree.kernels.dispatch import tree_attention
 from triforce_tree.kernels.launch import run
 from triforce_tree.kernels.plan import NODE, Heads, plan_nodes, plan_trees
@@ -34,7 +35,7 @@ def cases() -> list[Case]:
     made = []
     for index, (size, step) in enumerate(product(SIZES, range(7))):
         heads = Heads(8, 2, 128)
-        block = choose(size * heads.group, 128, 2).block_n
+        block = choose(size * heads.group, 128, 2, describe("cuda")).block_n
         length = (0, 1, block - 1, block, block + 1, 4097, 122880)[step]
         made.append(Case(heads, ((length, size),), order=("depth", "breadth")[index % 2]))
     for layout, (query, kv), size in product(LAYOUTS, [(8, 8), (8, 2), (8, 1), (6, 2), (5, 1)], (16, 65)):

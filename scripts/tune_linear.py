@@ -25,6 +25,7 @@ from linear_problems import (
     Shape,
     Weights,
     candidates,
+    chosen,
     gate,
     least_bytes,
     time_us,
@@ -35,7 +36,7 @@ from linear_problems import (
 from tree_attention_timing import measure_ceilings
 
 from triforce_tree.bench.results import commit
-from triforce_tree.kernels.linear_configs import LinearConfig, choose
+from triforce_tree.kernels.linear_configs import LinearConfig
 
 # By rows that are tuned: more rows of the same tile, which take what was found there.
 ALSO = {16: (1, 8), 32: (24,), 64: (48,), 96: ()}
@@ -65,7 +66,7 @@ def compile_shard(index: int, workers: int) -> None:
         for bits in BITS:
             for outs, ins in {(o, shape.ins) for shape in LAYERS[name] for o in shape.outs}:
                 for rows in (16, 32, 64, 128):
-                    wanted[variant(bits, rows, Shape((outs,), ins), choose(bits, rows, outs, ins))] = None
+                    wanted[variant(bits, rows, Shape((outs,), ins), chosen(bits, rows, outs, ins))] = None
     weights = {}
     for bits, rows, fused, config in list(wanted)[index::workers]:
         if (bits, fused) not in weights:
@@ -109,7 +110,7 @@ def sweep(log: Log, until: float, quick: bool) -> None:
         if time.time() > until:
             return
         bits, shape, rows = cell
-        own = choose(bits, rows, shape.out, shape.ins)
+        own = chosen(bits, rows, shape.out, shape.ins)
         todo = [own] if quick else candidates(bits, rows, shape)
         if any([*key_of(cell), asdict(c)] not in log for c in todo):
             time_cell(log, cell, todo, quick)
@@ -201,7 +202,7 @@ def report(log: Log) -> dict:
         us, config = best[key]
         roof = least_bytes(bits, rows, shape) / read * 1e6
         torch_us = measured.get(json.dumps([16, *key_of(cell)[1:], "torch"]))
-        own_config = asdict(choose(bits, rows, shape.out, shape.ins))
+        own_config = asdict(chosen(bits, rows, shape.out, shape.ins))
         own = measured.get(json.dumps([*key_of(cell), own_config]))
         table.append({
             "bits": bits, "outs": shape.outs, "ins": shape.ins, "rows": rows, "us": us, "roof_us": roof,

@@ -4,15 +4,13 @@ The interpreter multiplies bf16 tiles wrongly, so these run fp16.
 """
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from triforce_tree.kernels import linear_reference as reference
+from triforce_tree.kernels.device import KNOWN
 from triforce_tree.kernels.linear_configs import LinearConfig, choose, row_block
 
 # The interpreter of Triton 3.6 makes scalars of one-element arrays, which newer NumPy warns about.
@@ -149,26 +147,7 @@ def test_every_shape_has_a_configuration():
     for bits in (16, 8, 4):
         for rows in (1, 16, 17, 64, 128):
             for outs, ins in [(4096, 4096), (11008, 4096), (4096, 14336), (33, 65), (384, 384)]:
-                config = choose(bits, rows, outs, ins)
+                config = choose(bits, rows, outs, ins, KNOWN["sm_90"])
                 assert config.splits >= 1
                 assert config.width == 128 or bits == 16 or 128 % config.width == 0
     assert [row_block(rows) for rows in (1, 16, 17, 33, 65, 128)] == [16, 16, 32, 64, 128, 128]
-
-
-@pytest.mark.slow
-def test_compiles_for_hopper():
-    """No GPU: nothing spills, and products of packed weights overlap with unpacking."""
-    pytest.importorskip("triton", reason="the kernels need Triton; install triton to run their tests")
-    script = Path(__file__).parent / "linear_compile.py"
-    plain = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    made = subprocess.run(
-        [sys.executable, str(script)],
-        env=plain | {"PYTHONPATH": str(Path(__file__).parent.parent)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert made.returncode == 0, made.stderr
-    lines = made.stdout.splitlines()
-    assert all(int(line.split(", ")[-1].split()[0]) <= 64 for line in lines), made.stdout
-    assert not any("serialized" in line for line in lines), made.stdout

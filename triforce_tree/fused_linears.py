@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from triforce_tree.kernels.device import describe
 from triforce_tree.kernels.linear_configs import MOST_FUSED
 
 # By its name: the operator exists only where Triton does.
@@ -33,7 +34,7 @@ def fused(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]
         "TORCHINDUCTOR_ENABLE_PDL" not in os.environ
         and hasattr(config.triton, "enable_pdl")
         and torch.cuda.is_available()
-        and torch.cuda.get_device_capability() >= (9, 0)
+        and describe("cuda").dependent_launch
     )
     patches = {"triton.enable_pdl": True} if early else None
     compiled: Any = compile_fx(fuse_linears(graph), list(inputs), config_patches=patches)

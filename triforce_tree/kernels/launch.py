@@ -14,7 +14,9 @@ from torch import Tensor
 from triton import knobs
 
 from triforce_tree.kernels.combine import combine_kernel
-from triforce_tree.kernels.configs import EDGE, KernelConfig
+from triforce_tree.kernels.configs import EDGE, KernelConfig, smaller
+from triforce_tree.kernels.device import describe
+from triforce_tree.kernels.fitting import fitted, within
 from triforce_tree.kernels.layout import row_views
 from triforce_tree.kernels.operators import fake, numbers, operator
 from triforce_tree.kernels.plan import NODE, Plan
@@ -71,7 +73,7 @@ def run(
         q, k, v, plan.lengths, plan.segments, plan.mask, plan.owner_start, plan.owners, table,
         first, low, high, sinks, plan.partial_out, plan.partial_lse, plan.bounds,
         scale, softcap or 0.0,
-        heads.kv, plan.slices, plan.blocks, plan.max_queries, plan.split == NODE,
+        heads.kv, plan.slices, plan.max_queries, plan.split == NODE,
         numbers(plan.config),
     )  # fmt: skip
 
@@ -110,12 +112,10 @@ def _run(
     softcap: float,
     kv_heads: int,
     slices: int,
-    blocks: int,
     max_queries: int,
     node: bool,
     config: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    cfg = KernelConfig(*cast(Any, config))
     exact = q.dtype == torch.float32
     queries, q_heads, dim = q.shape
     group = q_heads // kv_heads
@@ -132,43 +132,48 @@ def _run(
         raise ValueError("table must be int32 with a dense last dimension")
     count = lengths.shape[0]
     block_d = max(16, triton.next_power_of_2(dim))
-    # The bulk copy engine and dependent launches came with Hopper; the interpreter plays the first.
-    pdl = q.is_cuda and torch.cuda.get_device_capability(q.device)[0] >= 9
-    views = row_views(k, v, page, cfg.block_n) if cfg.tma and (pdl or not q.is_cuda) else None
-    options = {"num_warps": cfg.warps}
-    if pdl:
-        options["launch_pdl"] = True
-    if cfg.max_registers:
-        options["maxnreg"] = cfg.max_registers
-    tree_attention_kernel[(slices * blocks,)](
-        q, k, v,
-        *((views.k, views.v) if views else (k, v)),
-        partial_out, partial_lse, bounds, lengths, segments, mask.view(torch.int32),
-        lengths if table is None else table,
-        first, low, high,
-        scale, softcap,
-        q.stride(0), q.stride(1),
-        *k.stride()[:3], *v.stride()[:3],
-        *((0, 0) if table is None else table.stride()[:2]),
-        *(views.steps if views else (0, 0, 0)),
-        2 * mask.shape[1], max_queries * group, slices, blocks, count,
-        GROUP=group, KV_HEADS=kv_heads, DIM=dim, BLOCK_D=block_d,
-        BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, EDGE=EDGE,
-        # Few numbers of segments have a compiled kernel of their own.
-        SINGLE=count == 1, BLOCK_SEGMENTS=max(8, triton.next_power_of_2(count)), PAGE=page,
-        TMA=views is not None,
-        WINDOW=first is not None, SOFTCAP=softcap > 0, NODE=node,
-        EXACT=exact, STAGES=cfg.stages, EDGE_STAGES=cfg.edge_stages, ALIGN=cfg.align, PDL=pdl,
-        **({} if knobs.runtime.interpret else options),
-    )  # fmt: skip
+    device = describe(q.device)
+    interpreted = knobs.runtime.interpret
+    launch_pdl = {"launch_pdl": True} if device.dependent_launch else {}
     out = torch.empty(queries, q_heads, dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(queries, q_heads, dtype=torch.float32, device=q.device)
+
+    def attend(cfg: KernelConfig) -> KernelConfig:
+        views = row_views(k, v, page, cfg.block_n) if cfg.tma and device.tma else None
+        blocks = -(-max_queries * group // cfg.block_m)
+        options = {"num_warps": cfg.warps, **launch_pdl}
+        if cfg.max_registers:
+            options["maxnreg"] = cfg.max_registers
+        made = tree_attention_kernel[(slices * blocks,)](
+            q, k, v,
+            *((views.k, views.v) if views else (k, v)),
+            partial_out, partial_lse, bounds, lengths, segments, mask.view(torch.int32),
+            lengths if table is None else table,
+            first, low, high,
+            scale, softcap,
+            q.stride(0), q.stride(1),
+            *k.stride()[:3], *v.stride()[:3],
+            *((0, 0) if table is None else table.stride()[:2]),
+            *(views.steps if views else (0, 0, 0)),
+            2 * mask.shape[1], max_queries * group, slices, blocks, count,
+            GROUP=group, KV_HEADS=kv_heads, DIM=dim, BLOCK_D=block_d,
+            BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, EDGE=EDGE,
+            # Few numbers of segments have a compiled kernel of their own.
+            SINGLE=count == 1, BLOCK_SEGMENTS=max(8, triton.next_power_of_2(count)), PAGE=page,
+            TMA=views is not None,
+            WINDOW=first is not None, SOFTCAP=softcap > 0, NODE=node,
+            EXACT=exact, NARROW=exact and not device.fp64_products,
+            STAGES=cfg.stages, EDGE_STAGES=cfg.edge_stages, ALIGN=cfg.align, PDL=device.dependent_launch,
+            **({} if interpreted else options),
+        )  # fmt: skip
+        within(made, device)
+        return cfg
+
+    cfg = fitted(KernelConfig(*cast(Any, config)), smaller, attend)
     # Enough pieces at once that most rows need one round of loads, 64 registers of them a thread.
     pieces = 2 + slices // max(1, min(slices, count * kv_heads))
     chunk = min(64, max(4, triton.next_power_of_2(pieces)))
-    options = {"num_warps": max(1, chunk * block_d // (1024 if exact else 2048))}
-    if pdl:
-        options["launch_pdl"] = True
+    options = {"num_warps": max(1, chunk * block_d // (1024 if exact else 2048)), **launch_pdl}
     combine_kernel[(queries, q_heads)](
         out, lse, partial_out, partial_lse, bounds, lengths, segments, low, high,
         owner_start, owners, sinks, max_queries * group, count, slices,
@@ -176,8 +181,8 @@ def _run(
         CHUNK=chunk,
         BLOCK_N=cfg.block_n, EDGE=EDGE, ALIGN=cfg.align, WINDOW=low is not None,
         CUT=count == 1 and not node, SINKS=sinks is not None,
-        EXACT=exact, PDL=pdl,
-        **({} if knobs.runtime.interpret else options),
+        EXACT=exact, PDL=device.dependent_launch,
+        **({} if interpreted else options),
     )  # fmt: skip
     return out, lse
 

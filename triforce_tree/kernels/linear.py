@@ -9,7 +9,16 @@ from torch import Tensor
 from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from triforce_tree.kernels.linear_configs import LEAST_BLOCK, MOST_FUSED, LinearConfig, choose, row_block
+from triforce_tree.kernels.device import Device, describe
+from triforce_tree.kernels.fitting import fitted, within
+from triforce_tree.kernels.linear_configs import (
+    LEAST_BLOCK,
+    MOST_FUSED,
+    LinearConfig,
+    choose,
+    row_block,
+    smaller,
+)
 from triforce_tree.kernels.linear_kernel import linear_kernel
 from triforce_tree.kernels.operators import fake, numbers, operator
 
@@ -124,43 +133,57 @@ def _launch(
     ins, outs = x.shape[-1], [w.shape[0] for w in words]
     flat = x.reshape(-1, ins)
     rows = flat.shape[0]
-    cfg = LinearConfig(*cast(Any, config)) if config else choose(bits, rows, sum(outs), ins)
+    device = describe(x.device)
+    cfg = LinearConfig(*cast(Any, config)) if config else choose(bits, rows, sum(outs), ins, device)
     for each in zip(words, scales, counters, strict=True):
         _check(flat, *each, bits)
     block_m = row_block(rows)
     if flat.stride(1) != 1:
         flat = flat.contiguous()
-    hopper = x.is_cuda and torch.cuda.get_device_capability(x.device)[0] >= 9
-    tma = cfg.tma and (hopper or not x.is_cuda) and all(_has_view(t) for t in (flat, *words))
-    tiles = [triton.cdiv(count, cfg.block_n) for count in outs]
     out = torch.empty(rows, sum(outs), dtype=x.dtype, device=x.device)
-    partial = counters[0]
-    if cfg.splits > 1:
-        size = sum(tiles) * cfg.splits * cfg.block_n * block_m
-        partial = torch.empty(size, dtype=torch.float32, device=x.device)
-    sets = [
-        (w, _view(w, cfg.block_n, cfg.width) if tma else w, _whole(s, bits), bias, count, w.shape[0])
-        for w, s, bias, count in zip(words, scales, biases, counters, strict=True)
-    ]
-    # Places that no weight takes are filled, with tiles that nobody reaches.
-    sets += sets[-1:] * (MOST_FUSED - len(sets))
-    interpreted = knobs.runtime.interpret
-    options: dict[str, Any] = {"num_warps": cfg.warps}
-    if hopper:
-        options["launch_pdl"] = True
+    viewed = device.tma and all(_has_view(t) for t in (flat, *words))
     aligned = all(w.data_ptr() % 16 == 0 for w in words) and words[0].stride(0) % 8 == 0
-    linear_kernel[(sum(tiles) * cfg.splits,)](
-        out,
-        flat, _view(flat, block_m, cfg.width) if tma else flat,
-        *sets[0], *sets[1], tiles[0], *sets[2], sum(tiles[:2]),
-        partial,
-        rows, ins, words[0].shape[1], sum(outs), flat.stride(0), words[0].stride(0),
-        cfg.splits, cfg.prefetch * cfg.width if aligned else 0,
-        BITS=bits, BLOCK_M=block_m, BLOCK_N=cfg.block_n, WIDTH=cfg.width, SPLIT=cfg.splits > 1,
-        STAGES=cfg.stages, TMA=tma, FUSED=len(words) > 1, ASM=not interpreted, PDL=hopper,
-        **({} if interpreted else options),
-    )  # fmt: skip
+    interpreted = knobs.runtime.interpret
+
+    def multiply(cfg: LinearConfig) -> None:
+        tma = cfg.tma and viewed
+        tiles = [triton.cdiv(count, cfg.block_n) for count in outs]
+        partial = counters[0]
+        if cfg.splits > 1:
+            size = sum(tiles) * cfg.splits * cfg.block_n * block_m
+            partial = torch.empty(size, dtype=torch.float32, device=x.device)
+        sets = [
+            (w, _view(w, cfg.block_n, cfg.width) if tma else w, _whole(s, bits), bias, count, w.shape[0])
+            for w, s, bias, count in zip(words, scales, biases, counters, strict=True)
+        ]
+        # Places that no weight takes are filled, with tiles that nobody reaches.
+        sets += sets[-1:] * (MOST_FUSED - len(sets))
+        options: dict[str, Any] = {"num_warps": cfg.warps}
+        if device.dependent_launch:
+            options["launch_pdl"] = True
+        made = linear_kernel[(sum(tiles) * cfg.splits,)](
+            out,
+            flat, _view(flat, block_m, cfg.width) if tma else flat,
+            *sets[0], *sets[1], tiles[0], *sets[2], sum(tiles[:2]),
+            partial,
+            rows, ins, words[0].shape[1], sum(outs), flat.stride(0), words[0].stride(0),
+            cfg.splits, cfg.prefetch * cfg.width if aligned and device.bulk_prefetch else 0,
+            BITS=bits, BLOCK_M=block_m, BLOCK_N=cfg.block_n, WIDTH=cfg.width, SPLIT=cfg.splits > 1,
+            STAGES=cfg.stages, TMA=tma, FUSED=len(words) > 1, ASM=_unpacking(device),
+            PDL=device.dependent_launch,
+            **({} if interpreted else options),
+        )  # fmt: skip
+        within(made, device)
+
+    fitted(cfg, smaller, multiply)
     return out.view(*x.shape[:-1], sum(outs))
+
+
+def _unpacking(device: Device) -> str:
+    """How ``unpack`` makes floats of codes."""
+    if not device.ptx:
+        return "none"
+    return "sub" if device.bf16_sub else "fma"
 
 
 def _whole(scales: Tensor | None, bits: int) -> Tensor | None:

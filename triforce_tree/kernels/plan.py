@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from triforce_tree.kernels.configs import EDGE, KernelConfig, choose
+from triforce_tree.kernels.device import describe
 
 FLATTEN, NODE = "flatten", "node"
 
@@ -182,7 +183,7 @@ def plan_nodes(
     Other arguments as in ``plan_trees``.
     """
     most = max(count for *_, count in nodes)
-    config = config or choose(most * heads.group, heads.dim, dtype.itemsize)
+    config = config or choose(most * heads.group, heads.dim, dtype.itemsize, describe(device))
     per_block = max(1, config.block_m // heads.group)
     pieces = [
         (row, min(chunk or size, start + size - row), query, min(per_block, first + count - query))
@@ -221,7 +222,7 @@ def plan_pieces(
     Returns:
         plans of 1, 2, ... pieces. Their workspace is one and the same, which serves one stream.
     """
-    config = replace(choose(queries * heads.group, heads.dim, dtype.itemsize), align=0)
+    config = replace(choose(queries * heads.group, heads.dim, dtype.itemsize, describe(device)), align=0)
     # As many as ``schedule.spans`` finds.
     full, ragged = divmod(rows, config.block_n)
     tiles = heads.kv * max(1, full + -(-ragged // EDGE))
@@ -268,7 +269,7 @@ def _make(
     counts = columns[4]
     most = max(counts)
     rows = most * heads.group
-    config = config or choose(rows, heads.dim, dtype.itemsize)
+    config = config or choose(rows, heads.dim, dtype.itemsize, describe(device))
     blocks = -(-rows // config.block_m)
     units = len(counts) * heads.kv
     slices = units if split == NODE else slices or _slices(rows, device, config)
@@ -310,12 +311,5 @@ def _make(
 
 def _slices(rows: int, device: torch.device | str, config: KernelConfig) -> int:
     """So many that all programs of the device have one, where each takes so many packed query rows."""
-    return max(1, _programs(device, config) // -(-rows // config.block_m))
-
-
-def _programs(device: torch.device | str, config: KernelConfig) -> int:
-    device = torch.device(device)
-    if device.type != "cuda":
-        # The interpreter: few, and no divisor of common head counts.
-        return 13 * config.programs_per_sm
-    return torch.cuda.get_device_properties(device).multi_processor_count * config.programs_per_sm
+    programs = describe(device).processors * config.programs_per_sm
+    return max(1, programs // -(-rows // config.block_m))

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from triforce_tree.kernels.device import describe
 from triforce_tree.kernels.operators import fake, operator
 
 _BLOCK = 64
@@ -118,10 +119,12 @@ def chunk_scores(q: Tensor, means: Tensor, scale: float) -> Tensor:
     out = torch.empty(batch, kv_heads, chunks, dtype=torch.float32, device=q.device)
     blocks, block_m = triton.cdiv(chunks, _BLOCK), 16 if rows <= 16 else 64
     lse = torch.empty(pairs, blocks, rows, dtype=torch.float32, device=q.device)
+    # AMD multiplies fp32 as it is.
+    precision = "tf32x3" if describe(q.device).ptx else "ieee"
     shape = {
         "DIM": dim, "BLOCK_D": max(16, triton.next_power_of_2(dim)),
         "BLOCK_M": block_m, "BLOCK": _BLOCK,
-        "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
+        "PRECISION": precision if q.dtype == torch.float32 else "tf32",
     }  # fmt: skip
     grid = (blocks, pairs, triton.cdiv(rows, block_m))
     _lse_kernel[grid](lse, q, means, rows, chunks, blocks, scale, **shape)

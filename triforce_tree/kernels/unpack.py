@@ -1,8 +1,11 @@
 """Packed integers to bf16 or fp16 in registers, exactly, by bits of the float format.
 
 A code in the low mantissa bits of a power of two is that power plus the code, so an ``and``, an ``or`` and
-one subtraction make two floats. Without ``ASM`` (in the interpreter) the same is said in plain Triton.
+one subtraction make two floats. ``ASM`` names the way: "sub" as written below, "fma" for GPUs before sm_90,
+which have no ``sub.bf16x2``, and "none" in plain Triton (in the interpreter, and on AMD).
 """
+
+import re
 
 import triton
 import triton.language as tl
@@ -40,8 +43,18 @@ _BYTES_FP16 = """{
     lop3.b32 $1, t, 0x00ff00ff, m, 0x6a;
     sub.f16x2 $1, $1, m;
 }"""
+
+
+def _by_fma(text: str) -> str:
+    """The same with ``a - b`` as ``fma(b, -1, a)``, which is exact as well."""
+    text = re.sub(r"sub\.bf16x2 (\S+), \S+, (\S+);", r"fma.rn.bf16x2 \1, \2, n, \1;", text)
+    return text.replace("{", "{ .reg .b32 n; mov.b32 n, 0xbf80bf80; ", 1)
+
+
 BYTES_BF16, BYTES_FP16 = tl.constexpr(_BYTES_BF16), tl.constexpr(_BYTES_FP16)
+BYTES_BF16_FMA = tl.constexpr(_by_fma(_BYTES_BF16))
 NIBBLES_BF16 = tl.constexpr(_nibbles("bf16x2", 0x43004300, 0x43084308))
+NIBBLES_BF16_FMA = tl.constexpr(_by_fma(_nibbles("bf16x2", 0x43004300, 0x43084308)))
 NIBBLES_FP16 = tl.constexpr(_nibbles("f16x2", 0x64006400, 0x64086408))
 
 
@@ -57,11 +70,12 @@ def _plane(words, P: tl.constexpr, BITS: tl.constexpr, Kind: tl.constexpr):
 
 @triton.jit
 def two_planes(words, Kind: tl.constexpr, ASM: tl.constexpr):
-    if not ASM:
+    if ASM == "none":
         return _plane(words, 0, 8, Kind), _plane(words, 1, 8, Kind)
     elif Kind == tl.bfloat16:
+        text: tl.constexpr = BYTES_BF16 if ASM == "sub" else BYTES_BF16_FMA
         return tl.inline_asm_elementwise(
-            BYTES_BF16, "=&r,=&r,r", [words], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+            text, "=&r,=&r,r", [words], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
         )
     else:
         return tl.inline_asm_elementwise(
@@ -71,14 +85,15 @@ def two_planes(words, Kind: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def four_planes(words, Kind: tl.constexpr, ASM: tl.constexpr):
-    if not ASM:
+    if ASM == "none":
         return (
             _plane(words, 0, 4, Kind), _plane(words, 1, 4, Kind),
             _plane(words, 2, 4, Kind), _plane(words, 3, 4, Kind),
         )  # fmt: skip
     elif Kind == tl.bfloat16:
+        text: tl.constexpr = NIBBLES_BF16 if ASM == "sub" else NIBBLES_BF16_FMA
         return tl.inline_asm_elementwise(
-            NIBBLES_BF16, "=&r,=&r,=&r,=&r,r", [words],
+            text, "=&r,=&r,=&r,=&r,r", [words],
             (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
         )  # fmt: skip
     else:

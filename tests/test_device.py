@@ -1,0 +1,178 @@
+"""What a GPU has, and tiles that fit it: choices, the fallback, and the kernels with tiles of small GPUs."""
+
+import logging
+import os
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the kernels need Triton; install triton to run their tests")
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from kernels_cases import LAW, Case, run_case
+from triton import OutOfResources
+
+from triforce_tree.kernels import configs, fitting, linear_configs
+from triforce_tree.kernels.configs import KernelConfig
+from triforce_tree.kernels.device import INTERPRETER, KNOWN, VARIABLE, Device, describe, told
+from triforce_tree.kernels.linear_configs import LinearConfig, row_block
+from triforce_tree.kernels.plan import Heads
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HOPPER = KNOWN["sm_90"]
+# GPUs that nobody named.
+ANY = [
+    replace(KNOWN["sm_89"], arch="sm_87", shared_bytes=size, shared_bytes_per_sm=size + 1024)
+    for size in (81_920, 131_072, 166_912)
+]
+
+
+def test_a_device_is_described_by_its_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = SimpleNamespace(
+        major=8, minor=9, shared_memory_per_block_optin=101_376, shared_memory_per_multiprocessor=102_400,
+        multi_processor_count=128,
+    )  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
+    # An index that no other test asks for, since descriptions are kept.
+    assert describe(torch.device("cuda", 7)) == KNOWN["sm_89"]
+    assert describe("cuda:7").capability == (8, 9)
+    assert describe("cpu") == INTERPRETER
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    found = SimpleNamespace(
+        gcnArchName="gfx942:sramecc+:xnack-", shared_memory_per_block=65_536, multi_processor_count=304,
+        major=9, minor=4,
+    )  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
+    # Its major number is 9, as a Hopper's.
+    assert describe("cuda:8") == KNOWN["gfx942"]
+    assert not describe("cuda:8").dependent_launch
+
+
+def test_a_device_can_be_told_to_be_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "sm_120")
+    assert describe("cpu") == replace(KNOWN["sm_120"], told=True)
+    monkeypatch.setenv(VARIABLE, "sm_42")
+    with pytest.raises(ValueError, match=r"TRIFORCE_TREE_DEVICE='sm_42' is not a known GPU; use one of"):
+        describe("cpu")
+    with told(HOPPER):
+        assert describe("cpu") is HOPPER
+    monkeypatch.delenv(VARIABLE)
+    assert describe("cpu") == INTERPRETER
+
+
+@pytest.mark.parametrize("device", [*KNOWN.values(), *ANY], ids=lambda d: f"{d.arch}-{d.shared_bytes}")
+def test_every_choice_fits(device: Device) -> None:
+    for element_bytes in (2, 4):
+        for head_dim in (16, 64, 80, 96, 128, 192, 256):
+            for rows in (1, 4, 16, 17, 64, 65, 128, 129, 512):
+                tile = configs.choose(rows, head_dim, element_bytes, device)
+                needed = configs.shared_bytes(tile, head_dim, element_bytes, device)
+                assert needed <= device.shared_bytes
+                assert (needed + 1024) * tile.programs_per_sm <= device.shared_bytes_per_sm + 1024 * (
+                    not device.ptx
+                )
+    for bits in (16, 8, 4):
+        for rows in (1, 16, 17, 33, 64, 65, 128):
+            for outs, ins in ((768, 768), (4096, 4096), (22_016, 4096), (28_672, 4096), (4096, 14_336)):
+                cut = linear_configs.choose(bits, rows, outs, ins, device)
+                needed = linear_configs.shared_bytes(cut, bits, row_block(rows), device)
+                assert needed <= device.shared_bytes
+                assert 1 <= cut.splits <= 8
+
+
+def test_what_was_measured_on_hopper_is_taken_there() -> None:
+    for head_dim, table in configs._PREFERRED.items():
+        for most, tile in table:
+            assert configs.choose(most, head_dim, 2, HOPPER) == tile
+    for bits, by_rows in linear_configs._CUTS.items():
+        for rows, cuts in by_rows.items():
+            least = 2049
+            for most, block_n, width, warps, stages, tma, resident in cuts:
+                splits = max(
+                    1, min(8, 132 * resident // -(-least // block_n), -(-4096 * bits // (16 * width)))
+                )
+                expected = LinearConfig(block_n, width, splits, warps, stages, bool(tma))
+                if most >= least:
+                    assert linear_configs.choose(bits, rows, least, 4096, HOPPER) == expected
+                least = min(most, 1 << 20) + 1
+
+
+def test_a_4090_starts() -> None:
+    """The tile of plain decoding asked for 139,264 bytes there, and the card has 101,376."""
+    card = KNOWN["sm_89"]
+    assert configs.choose(1, 128, 2, card) == KernelConfig(16, 128, 4, 2, 1)
+    assert configs.choose(64, 256, 2, card) == KernelConfig(64, 32, 8, 2, 1)
+    assert linear_configs.choose(16, 1, 28_672, 4096, card).stages == 3
+    with pytest.raises(ValueError, match="1,000 bytes of shared memory a block, too few"):
+        configs.choose(1, 128, 2, replace(card, shared_bytes=1000))
+    with pytest.raises(ValueError, match="sm_89 has 1,000 bytes"):
+        linear_configs.choose(16, 1, 4096, 4096, replace(card, shared_bytes=1000))
+
+
+@pytest.mark.parametrize("arch", ["sm_89", "sm_120", "gfx1100"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["fp16", "fp32"])
+def test_tiles_of_small_devices_compute_attention(arch: str, dtype: torch.dtype) -> None:
+    device = replace(
+        KNOWN[arch], processors=5, dependent_launch=DEVICE == "cuda" and KNOWN[arch].dependent_launch
+    )
+    for case in (
+        Case(Heads(4, 2, 128), ((130, 9),), dtype, window=50, softcap=5.0),
+        Case(Heads(2, 1, 256), ((65, 37), (20, 3)), dtype),
+    ):
+        with told(device):
+            assert run_case(case, DEVICE) <= LAW
+
+
+def test_a_shortage_at_launch_takes_the_next_smaller_tile(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fitting, "_replaced", {})
+    tried: list[Any] = []
+
+    def launch(config: KernelConfig) -> KernelConfig:
+        tried.append(config)
+        if config.block_n * config.stages > 128:
+            raise OutOfResources(139_264, 101_376, "shared memory")
+        return config
+
+    wanted = KernelConfig(16, 128, 4, 3, 1)
+    with caplog.at_level(logging.WARNING):
+        got = fitting.fitted(wanted, configs.smaller, launch)
+    assert got == KernelConfig(16, 64, 4, 2, 1)
+    assert len(caplog.records) == len(tried) - 1 == 2
+    assert "needs 139,264 bytes of shared memory where the GPU has 101,376; going on with" in caplog.text
+    # The next launch begins with what fitted.
+    tried.clear()
+    assert fitting.fitted(wanted, configs.smaller, launch) == got
+    assert tried == [got]
+
+    def never(config: KernelConfig) -> None:
+        raise OutOfResources(139_264, 101_376, "shared memory")
+
+    with pytest.raises(fitting.KernelError, match=r"no smaller tile is left; run on the CPU"):
+        fitting.fitted(wanted, configs.smaller, never)
+
+
+def test_a_told_device_holds_kernels_to_its_limit() -> None:
+    made = SimpleNamespace(metadata=SimpleNamespace(shared=139_264))
+    fitting.within(made, KNOWN["sm_89"])
+    with pytest.raises(OutOfResources):
+        fitting.within(made, replace(KNOWN["sm_89"], told=True))
+    fitting.within(made, replace(HOPPER, told=True))
+
+
+def test_a_smaller_linear_tile_ends() -> None:
+    cut: LinearConfig | None = LinearConfig(128, 256, 4, 4, 5)
+    seen = []
+    while cut is not None:
+        seen.append(cut)
+        cut = linear_configs.smaller(cut)
+    assert seen[-1] == LinearConfig(32, 32, 4, 4, 1)
+    # Counters are sized for tiles of no fewer columns.
+    assert all(cut.block_n >= linear_configs.LEAST_BLOCK for cut in seen)
