@@ -62,6 +62,7 @@ _PREFERRED = {
         (128, KernelConfig(128, 32, 8, 2, 1)),
     ],
 }
+_MOST_IN_REGISTERS = 64 * 256
 _FP32 = KernelConfig(16, EDGE, 8, 2, 1, tma=False)
 
 
@@ -83,6 +84,9 @@ def choose(rows: int, head_dim: int, element_bytes: int, device: Device) -> Kern
     if padded > 256:
         raise ValueError(f"head_dim={head_dim} is beyond 256, the largest that tiles fit; use 256 or less")
     table = _PREFERRED[padded] if element_bytes == 2 else [(rows, _FP32)]
+    if not device.shared_products:
+        # Both operands of a product are in registers, which 128 rows of so many columns overfill.
+        table = [entry for entry in table if entry[0] * padded <= _MOST_IN_REGISTERS] or table
     config: KernelConfig | None
     config = next((config for most, config in table if most >= rows), table[-1][1])
     while config is not None:

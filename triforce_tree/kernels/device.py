@@ -30,7 +30,7 @@ class Device:
         tma: bulk tensor copies through descriptors.
         dependent_launch: a kernel may start while the one before it still runs, and wait for it inside.
         bulk_prefetch: ``cp.async.bulk.prefetch`` into L2.
-        fp64_products: tensor cores multiply fp64, at least half as fast as other units multiply fp32.
+        fp64_products: Triton multiplies fp64 on tensor cores.
         ptx: inline PTX assembles.
         bf16_sub: so does ``sub.bf16x2`` in it.
         told: another GPU than this is at hand, and was told to run as this one.
@@ -68,7 +68,7 @@ class Device:
 
 def _nvidia(arch: str, shared: int, per_sm: int, processors: int) -> Device:
     since_hopper = int(arch.removeprefix("sm_")) >= 90
-    fp64 = arch in ("sm_80", "sm_90", "sm_100")
+    fp64 = arch in ("sm_80", "sm_90")
     return Device(
         arch, shared, per_sm, processors, since_hopper, since_hopper, since_hopper, fp64, True, since_hopper
     )

@@ -113,6 +113,10 @@ def _linears(
     if any(w.stride() != words[0].stride() or w.shape[1] != words[0].shape[1] for w in words):
         raise ValueError("the weights of a launch must have equal rows")
     nothing = [None] * len(words)
+    if not describe(x.device).ptx and len(words) > 1 and not knobs.runtime.interpret:
+        # AMD's compiler takes no pointers that a program chooses.
+        each = zip(words, scales or nothing, biases or nothing, counters, strict=True)
+        return torch.cat([_launch(x, [w], [s], [b], [c], bits, config) for w, s, b, c in each], -1)
     return _launch(x, words, scales or nothing, biases or nothing, counters, bits, config)
 
 

@@ -117,14 +117,17 @@ def chunk_scores(q: Tensor, means: Tensor, scale: float) -> Tensor:
     pairs, rows = batch * kv_heads, q_heads // kv_heads * queries
     q, means = q.reshape(pairs, rows, dim).contiguous(), means.contiguous()
     out = torch.empty(batch, kv_heads, chunks, dtype=torch.float32, device=q.device)
-    blocks, block_m = triton.cdiv(chunks, _BLOCK), 16 if rows <= 16 else 64
+    single = q.dtype == torch.float32
+    # In fp32 both operands are held twice, as tf32 parts.
+    block, block_m = (16, 16) if single else (_BLOCK, 16 if rows <= 16 else 64)
+    blocks = triton.cdiv(chunks, block)
     lse = torch.empty(pairs, blocks, rows, dtype=torch.float32, device=q.device)
     # AMD multiplies fp32 as it is.
-    precision = "tf32x3" if describe(q.device).ptx else "ieee"
+    precision = "ieee" if not describe(q.device).ptx else "tf32x3" if single else "tf32"
     shape = {
         "DIM": dim, "BLOCK_D": max(16, triton.next_power_of_2(dim)),
-        "BLOCK_M": block_m, "BLOCK": _BLOCK,
-        "PRECISION": precision if q.dtype == torch.float32 else "tf32",
+        "BLOCK_M": block_m, "BLOCK": block,
+        "PRECISION": precision,
     }  # fmt: skip
     grid = (blocks, pairs, triton.cdiv(rows, block_m))
     _lse_kernel[grid](lse, q, means, rows, chunks, blocks, scale, **shape)
