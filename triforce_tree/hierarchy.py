@@ -24,7 +24,7 @@ from triforce_tree.drafters import (
     PromptLookupDrafter,
 )
 from triforce_tree.graphs import free_memory
-from triforce_tree.hf_model import HFModel
+from triforce_tree.hf_model import HFModel, fix_rotation
 from triforce_tree.level import Level
 from triforce_tree.machine import host_rate, measured
 from triforce_tree.memory_map import Sizes
@@ -121,13 +121,22 @@ class Hierarchy:
         return self.memory is not None and self.memory.offload is not None
 
     def _obstacle(self, law: TokenLaw, lengths: list[int]) -> str | None:
-        reason = self._unfit(law, self.levels(min(lengths)))
-        return reason or self._too_short(min(lengths))
+        reason = self._unfit(law, self.levels(min(lengths))) or self._too_short(min(lengths))
+        rope = self.target.length_rope
+        if reason is None and rope is not None and rope.mixed(lengths):
+            reason = f"the prompts lie on both sides of {rope.original} tokens ({rope.kind})"
+        return reason
 
     def _unfit(self, law: TokenLaw, levels: int) -> str | None:
         """What of models and settings keeps the captured cycle from serving."""
         if self.target.has_windows:
             return f"{self.target.name} has sliding windows"
+        if not self.target.even_heads:
+            return f"the layers of {self.target.name} have keys of different shapes"
+        for model in (self.target, self.draft):
+            rope = model.length_rope if model is not None else None
+            if rope is not None and rope.waits_for_host and self.target.device.type == "cuda":
+                return f"{rope.name} chooses its rotary frequencies on the host ({rope.kind})"
         if not law.context_free:
             return "a logits processor looks at the tokens so far"
         if levels == 1:
@@ -136,6 +145,8 @@ class Hierarchy:
             return "there is no draft model"
         if self.draft.has_windows:
             return f"{self.draft.name} has sliding windows"
+        if not self.draft.even_heads:
+            return f"the layers of {self.draft.name} have keys of different shapes"
         shape = device_shape(parse_shape(self.config.tree))
         if shape is None:
             return f"tree={self.config.tree!r} has no fixed size"
@@ -194,10 +205,8 @@ class Hierarchy:
         if reason is not None:
             name = next(n for n in ("offload", "gpu_memory", "offload_weights") if getattr(base, n))
             asked = f"{name}={getattr(base, name)!r}"
-            raise ValueError(
-                f"{asked} needs the captured cycle, but {reason}; leave it out, or set levels=1, which needs "
-                "neither draft nor tree"
-            )
+            simpler = "" if self._unfit(law, 1) else ", or set levels=1, which needs neither draft nor tree"
+            raise ValueError(f"{asked} needs the captured cycle, but {reason}; leave it out{simpler}")
         if self._too_short(min(lengths)) is not None:
             # So short a text has a small cache.
             self.memory, self.config = None, base
@@ -298,6 +307,7 @@ class Hierarchy:
             full: a full cache that holds a beginning of the prompt already; None for an empty one.
         """
         config, levels = self.config, self.levels(prompt_tokens)
+        fix_rotation(self.target, self.draft, [prompt_tokens], config.streaming)
         room = prompt_tokens + new_tokens + 2 * (config.gamma + 64)
         full = full or FullCache(self.target.layers, room)
         verifier = Verifier("target", self._level(self.target, full), law, self._random(seed, 2))
