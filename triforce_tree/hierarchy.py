@@ -26,6 +26,7 @@ from triforce_tree.drafters import (
 from triforce_tree.graphs import free_memory
 from triforce_tree.hf_model import HFModel, fix_rotation
 from triforce_tree.level import Level
+from triforce_tree.load_guard import compare_at_load
 from triforce_tree.machine import host_rate, measured
 from triforce_tree.memory_map import Sizes
 from triforce_tree.memory_plan import MemoryPlan
@@ -48,10 +49,12 @@ class Hierarchy:
         config: what each level does.
 
     Attributes:
+        guard: what of the target was compared with transformers' own forward.
         memory: where rows live, as :meth:`settle_memory` decided; None where nothing may be offloaded.
 
     Raises:
         ValueError: the vocabularies differ, or the draft cannot run on a streaming cache.
+        UnsupportedModelError: the target's logits are not transformers' own.
     """
 
     def __init__(self, target: HFModel, draft: HFModel | None, config: HierarchyConfig) -> None:
@@ -64,6 +67,7 @@ class Hierarchy:
         self._cycle: tuple[object, Cycle] | None = None
         # Of all configurations of these models: host memory holds one full cache at a time.
         self._offloaded: list[Cycle] = []
+        self.guard = compare_at_load(target)
         if draft is None:
             return
         if draft.vocab_size != target.vocab_size:
