@@ -74,6 +74,15 @@ def compare_at_load(model: HFModel) -> GuardReport:
     return _Guard(model).run()
 
 
+def relative_error(ours: Tensor, own: Tensor) -> float:
+    """Difference of logits ``[T, V]`` as a share of their size, of the median row.
+
+    A tie between experts may go either way, which changes single rows in 16 bits.
+    """
+    size = (own - own.mean(-1, keepdim=True)).norm(dim=-1)
+    return float(((ours - own).norm(dim=-1) / size).median())
+
+
 class _Guard:
     def __init__(self, model: HFModel) -> None:
         self.model, self.device = model, model.device
@@ -162,9 +171,7 @@ class _Guard:
         if not bool(own.isfinite().all()):
             self.report.skipped[what] = "the model's own logits are not finite"
             return
-        size = (own - own.mean(-1, keepdim=True)).norm(dim=-1)
-        # The middle one of the rows: a tie between experts may go either way in some of them.
-        error = float(((ours - own).norm(dim=-1) / size).median())
+        error = relative_error(ours, own)
         self.report.errors[what] = error
         if not error <= self.limit:
             raise UnsupportedModelError(
