@@ -23,6 +23,8 @@ from triforce_tree.rope import FamilyRope
 from triforce_tree.supported import UnsupportedModelError, refuse_unsupported
 
 ATTENTION = "triforce_tree"
+# Positions of a draft behind its window: tokens that it is fed again, and its tree.
+_BEYOND_WINDOW = 128
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,11 @@ class HFModel:
             self.length_rope = LengthRope.of(model)
         except ValueError as error:
             raise UnsupportedModelError(str(error)) from error
+        except Exception as error:  # any failure of foreign code means: of no known form
+            raise UnsupportedModelError(
+                f"{self.name} has a rotary embedding of no known form, whose frequencies depend on the "
+                f"text's length ({type(error).__name__}: {error})"
+            ) from error
         self._probe()
 
     @property
@@ -291,7 +298,7 @@ def fix_rotation(
         ValueError: the prompts need different ones.
     """
     if draft is not None and draft.length_rope is not None:
-        draft.length_rope.choose_for_window(streaming.sinks + 2 * streaming.window)
+        draft.length_rope.choose_for_window(streaming.sinks + 2 * streaming.window + _BEYOND_WINDOW)
     if target.length_rope is not None:
         target.length_rope.choose_for_texts(prompts)
 

@@ -55,6 +55,8 @@ class LengthRope:
         for name, module in model.named_modules():
             kinds = getattr(module, "rope_type", None)
             own = kinds if isinstance(kinds, dict) else {None: kinds}
+            if not any(buffer.endswith("inv_freq") for buffer, _ in module.named_buffers(recurse=False)):
+                continue
             here = {(kind, _original(module, layers)) for layers, kind in own.items() if kind in _KINDS}
             if here:
                 modules[name] = module
@@ -110,7 +112,7 @@ class LengthRope:
         self._beyond.fill_(self.original if long else 0)
 
     def choose_for_window(self, positions: int) -> None:
-        """The same for a model that never sees more than so many positions (a draft on its window)."""
+        """The same for a draft, which never sees more positions than its window has."""
         self.choose(self.kind == "longrope" and positions > self.original)
 
     @contextmanager

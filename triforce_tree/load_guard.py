@@ -42,7 +42,7 @@ _ROUNDING = {torch.float32: 5e-3, torch.float64: 5e-3}
 _ROUNDING_16 = 0.08
 # Random scores of this deviation: attention looks at some rows more than at others, but at many.
 _SCORES = 2.0
-_LENGTH = re.compile("window$|chunk_size$|original_max|floor_scale")
+_LENGTH = re.compile("window(_size)?$|chunk_size$|original_max|floor_scale|local_attention")
 _SPECIAL = re.compile("token_(id|index)$")
 _LOG = logging.getLogger(__name__)
 

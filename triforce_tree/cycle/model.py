@@ -151,7 +151,7 @@ def _capturable_experts(clone: PreTrainedModel) -> None:
     one (eager) do so everywhere; batched ones gather each row's experts, and never do.
     """
     device = next(clone.parameters()).device
-    before = clone.config.get_text_config(decoder=True)._experts_implementation
+    before = getattr(clone.config.get_text_config(decoder=True), "_experts_implementation", None)
     grouped = _grouped_products_capture(device) and (device.type != "cuda" or clone.dtype == torch.bfloat16)
     if before == "grouped_mm" and not grouped:
         clone.set_experts_implementation("batched_mm")
