@@ -52,9 +52,10 @@ def test_a_text_of_either_length_is_the_targets_own(family: str, path: str, mode
     if path == "streamed weights":
         target, draft = copy.deepcopy(target), copy.deepcopy(draft)
     # Beyond the original length in several chunks, right behind it, and as far below as possible.
-    for prompt, new in ((150, NEW), (ORIGINAL + 1, NEW), (ORIGINAL - NEW + 1, NEW)):
-        expected = greedy(models[family][0], prompt_of(prompt), new)
-        assert written(target, draft, prompt_of(prompt), new, **PATHS[path]) == expected, prompt
+    lengths = (150, ORIGINAL + 1, ORIGINAL - NEW + 1) if family == "phi3-longrope" else (150, 51)
+    for length in lengths:
+        prompt = prompt_of(length)
+        assert written(target, draft, prompt, NEW, **PATHS[path]) == greedy(models[family][0], prompt, NEW)
         if path == "streamed weights":
             target, draft = copy.deepcopy(models[family][0]), copy.deepcopy(models[family][1])
 
