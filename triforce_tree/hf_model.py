@@ -4,7 +4,7 @@ No model code is ours: transformers' attention interface calls :func:`_attention
 hands queries, keys and values to the cache named in the forward's own keyword.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers import AttentionInterface, Cache, PreTrainedModel
 
 from triforce_tree.caches.base import KVCache, Rows, Variant
-from triforce_tree.config import StreamingConfig
 from triforce_tree.host_linear import few_row_linears
 from triforce_tree.kernels.plan import Heads
 from triforce_tree.length_rope import LengthRope
@@ -23,8 +22,6 @@ from triforce_tree.rope import FamilyRope
 from triforce_tree.supported import UnsupportedModelError, refuse_unsupported
 
 ATTENTION = "triforce_tree"
-# Positions of a draft behind its window: tokens that it is fed again, and its tree.
-_BEYOND_WINDOW = 128
 
 
 @dataclass(frozen=True)
@@ -283,24 +280,6 @@ class HFModel:
         self.has_softcap = any(call.how.softcap for call in self.calls.values())
         shapes = [(call.kv_heads, call.dim) for call in self.calls.values()]
         self.heads, self.even_heads = Heads(recorder.query_heads, *shapes[0]), len(set(shapes)) == 1
-
-
-def fix_rotation(
-    target: HFModel, draft: HFModel | None, prompts: Sequence[int], streaming: StreamingConfig
-) -> None:
-    """Choose rotary frequencies that depend on the text's length, before anything of a text is computed.
-
-    Args:
-        prompts: tokens of each.
-        streaming: the draft sees no more positions than its window has.
-
-    Raises:
-        ValueError: the prompts need different ones.
-    """
-    if draft is not None and draft.length_rope is not None:
-        draft.length_rope.choose_for_window(streaming.sinks + 2 * streaming.window + _BEYOND_WINDOW)
-    if target.length_rope is not None:
-        target.length_rope.choose_for_texts(prompts)
 
 
 class _Recorder:

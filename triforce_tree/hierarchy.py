@@ -24,7 +24,8 @@ from triforce_tree.drafters import (
     PromptLookupDrafter,
 )
 from triforce_tree.graphs import free_memory
-from triforce_tree.hf_model import HFModel, fix_rotation
+from triforce_tree.hf_model import HFModel
+from triforce_tree.length_rope import fix_rotation
 from triforce_tree.level import Level
 from triforce_tree.load_guard import compare_at_load
 from triforce_tree.machine import host_rate, measured
@@ -311,7 +312,8 @@ class Hierarchy:
             full: a full cache that holds a beginning of the prompt already; None for an empty one.
         """
         config, levels = self.config, self.levels(prompt_tokens)
-        fix_rotation(self.target, self.draft, [prompt_tokens], config.streaming)
+        draft_rope = self.draft.length_rope if self.draft is not None else None
+        fix_rotation(self.target.length_rope, draft_rope, [prompt_tokens], config.streaming)
         room = prompt_tokens + new_tokens + 2 * (config.gamma + 64)
         full = full or FullCache(self.target.layers, room)
         verifier = Verifier("target", self._level(self.target, full), law, self._random(seed, 2))

@@ -12,8 +12,7 @@ Rotary frequencies that change with the length are compared by tokens at positio
 
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,15 +22,14 @@ from transformers import DynamicCache
 
 from triforce_tree.caches.base import Rows
 from triforce_tree.caches.full import FullCache
-from triforce_tree.cycle.model import decoder_layers
-from triforce_tree.hf_model import HFModel, LayerCall, Streamed
+from triforce_tree.hf_model import HFModel, LayerCall
+from triforce_tree.layer_slice import LayerSlice
 from triforce_tree.supported import UnsupportedModelError
 
 # Tokens of two chunks of prefill, and of one tree, which is a chain.
 _PIECES = (16, 16, 8)
 _FAR_PIECES = (8, 8, 8)
 _LEAST_LENGTH = 16  # shorter ones lie within the first text
-_MOST_KINDS = 6
 _MOST_FAR = 3
 # Numbers of the random rows: half a second of drawing on two cores, 1 GiB of a GPU in 16 bits.
 _MOST_NUMBERS = {"cpu": 40 << 20, "cuda": 512 << 20}
@@ -87,15 +85,9 @@ class _Guard:
     def __init__(self, model: HFModel) -> None:
         self.model, self.device = model, model.device
         self.kind = "cuda" if self.device.type == "cuda" else "cpu"
-        self.shares_rows = any(
-            getattr(call.module, "is_kv_shared_layer", False) for call in model.calls.values()
-        )
-        self.stack = _stack(model)
-        self.chosen = self._representatives()
-        self.report = GuardReport(tuple(self.chosen))
-        own = [self.stack[i] for i in self.chosen] if self.stack is not None else [model.model]
-        self.parameters = model.vocab_size * model.model.config.get_text_config(decoder=True).hidden_size
-        self.parameters += sum(p.numel() for module in own for p in module.parameters())
+        self.slice = LayerSlice(model)
+        self.calls = {index: model.calls[index] for index in self.slice.layers}
+        self.report = GuardReport(self.slice.layers)
         self.random = torch.Generator().manual_seed(0)
         self.limit = _ROUNDING.get(model.dtype, _ROUNDING_16)
         self.scores: dict[int, float] = {}
@@ -118,12 +110,12 @@ class _Guard:
         """Rows beyond ``length``: twice as many, or as many as the model has positions for."""
         tail, most = sum(_FAR_PIECES), self.model.max_positions
         what = f"a text beyond {length} tokens"
-        if self.shares_rows:
+        if self.slice.shares_rows:
             # Random rows would have to be the same in the layers that share them: a text it is.
             self._compare(what, (length, *_FAR_PIECES))
             return
         rows = 2 * length if most is None else min(2 * length, most - tail)
-        numbers = rows * sum(2 * call.kv_heads * call.dim for call in self._calls().values())
+        numbers = rows * sum(2 * call.kv_heads * call.dim for call in self.calls.values())
         if rows + tail <= length:
             self.report.skipped[what] = f"the model has {most} positions"
         elif numbers > _MOST_NUMBERS[self.kind]:
@@ -139,16 +131,16 @@ class _Guard:
             before: random rows in front of the tokens.
             jump: what positions from the second piece on are further by.
         """
-        windows = [call.how.window for call in self._calls().values() if call.how.window is not None]
+        windows = [call.how.window for call in self.calls.values() if call.how.window is not None]
         if jump and windows and min(windows) < sum(pieces):
             self.report.skipped[what] = f"a window of {min(windows)} tokens is shorter than the text"
             return
         # Both paths, two operations a parameter.
-        flops = 4 * sum(pieces) * self.parameters
+        flops = 4 * sum(pieces) * self.slice.parameters
         if flops > _MOST_FLOPS[self.kind]:
             self.report.skipped[what] = f"it would take {flops:.1g} operations"
             return
-        rows = {i: self._random_rows(i, call, before) for i, call in self._calls().items()} if before else {}
+        rows = {i: self._random_rows(i, call, before) for i, call in self.calls.items()} if before else {}
         ids = self._tokens(sum(pieces))
         try:
             own = self._own(ids, pieces, before, jump, rows)
@@ -177,7 +169,7 @@ class _Guard:
             raise UnsupportedModelError(
                 f"{self.model.name} would not be decoded as transformers does: over {what} its logits differ "
                 f"by {error:.2g} of their size, where rounding explains {self.limit:.2g} (layers "
-                f"{', '.join(map(str, self.chosen))}); please report the model's configuration"
+                f"{', '.join(map(str, self.slice.layers))}); please report the model's configuration"
             )
 
     @torch.no_grad()
@@ -208,7 +200,7 @@ class _Guard:
         training = model.training
         model.eval()
         try:
-            with self._slice():
+            with self.slice.alone():
                 out = model(input_ids=ids.to(self.device), logits_to_keep=kept, **more)
         finally:
             model.train(training)
@@ -230,7 +222,7 @@ class _Guard:
         if self.model.length_rope is not None:
             self.model.length_rope.choose_for_texts([before + jump + len(tokens)])
         logits = torch.empty(0)
-        with self.model.active(), self._slice():
+        with self.model.active(), self.slice.alone():
             for number, count in enumerate(pieces):
                 part, tokens = tokens[:count], tokens[count:]
                 depths = torch.arange(count, device=self.device)
@@ -262,59 +254,6 @@ class _Guard:
         plain = torch.tensor([id for id in range(min(self.model.vocab_size, 4096)) if id not in own])
         return plain[torch.randint(len(plain), (1, count), generator=self.random)]
 
-    def _calls(self) -> dict[int, LayerCall]:
-        return {index: self.model.calls[index] for index in self.chosen}
-
-    def _representatives(self) -> list[int]:
-        """The first layer of each kind, and at least two: an error of one shows in the next one's rows."""
-        every = list(range(self.model.layers))
-        if self.stack is None or self.shares_rows:
-            return every
-        kinds = getattr(self.model.model.config.get_text_config(decoder=True), "layer_types", None)
-        first: dict[object, int] = {}
-        for index in every:
-            call = self.model.calls[index]
-            own = {
-                name: value
-                for name, value in vars(call.module).items()
-                if isinstance(value, bool | int | float | str) and not re.search("idx|index|layer_id", name)
-            }
-            parts = tuple(type(module).__name__ for module in self.stack[index].modules())
-            how = (call.how.window, call.how.softcap, call.how.scale, call.how.sinks is None)
-            first.setdefault(
-                (kinds and kinds[index], how, parts, tuple(own.items()), call.kv_heads, call.dim), index
-            )
-        chosen = set(sorted(first.values())[:_MOST_KINDS])
-        return sorted(chosen | set(every[:2]))
-
-    @contextmanager
-    def _slice(self) -> Iterator[None]:
-        """Inside, layers that were not chosen hand their input on."""
-        skipped = [] if self.stack is None else [i for i in range(self.model.layers) if i not in self.chosen]
-        if self.stack is None or not skipped:
-            yield
-            return
-        form: list[Any] = []
-        hooks = [self.stack[0].register_forward_hook(lambda _, args, out: form.append(out))]
-        own = {i: self.stack[i].__dict__.get("forward") for i in skipped}
-        streamed = self.model.streamed
-        if streamed is not None:
-            hooks += [self.stack[i].register_forward_pre_hook(_arrival(streamed)) for i in self.chosen]
-        try:
-            for i in skipped:
-                self.stack[i].forward = _hand_on(form)
-            # Weights come for the layers that compute, and for no others.
-            with streamed.paused() if streamed is not None else nullcontext():
-                yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-            for i, forward in own.items():
-                if forward is None:
-                    self.stack[i].__dict__.pop("forward", None)
-                else:
-                    self.stack[i].forward = forward
-
 
 class _FarCache(FullCache):
     """A full cache whose tokens from ``start`` on are ``jump`` positions further on."""
@@ -344,28 +283,3 @@ def named_lengths(model: nn.Module) -> set[int]:
 
     look(text.to_dict())
     return found
-
-
-def _stack(model: HFModel) -> nn.ModuleList | None:
-    try:
-        return decoder_layers(model.model)
-    except ValueError:
-        return None
-
-
-def _arrival(streamed: Streamed) -> Callable[[nn.Module, Any], None]:
-    def arrive(layer: nn.Module, _: Any) -> None:
-        for weight in layer.parameters():
-            streamed.bring(weight)
-
-    return arrive
-
-
-def _hand_on(form: list[Any]) -> Callable[..., Any]:
-    """A layer's forward that computes nothing; its output has the form of the first layer's."""
-
-    def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        out = form[-1]
-        return (hidden_states, *[None] * (len(out) - 1)) if isinstance(out, tuple) else hidden_states
-
-    return forward

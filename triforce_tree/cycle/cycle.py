@@ -31,7 +31,8 @@ from triforce_tree.cycle.streamed_weights import check_level_one
 from triforce_tree.cycle.texts import Texts
 from triforce_tree.few_row import few_row_copy, low_bit_copy
 from triforce_tree.graphs import Captured
-from triforce_tree.hf_model import HFModel, fix_rotation
+from triforce_tree.hf_model import HFModel
+from triforce_tree.length_rope import fix_rotation
 from triforce_tree.level import Progress
 from triforce_tree.sampling import TokenLaw
 from triforce_tree.tree_search import parse_shape
@@ -84,7 +85,7 @@ class Cycle:
         store: KVStore | None = None,
     ) -> None:
         self.target, self.config, self.batch, self.room, self.levels = target, config, batch, room, levels
-        self._draft = draft
+        self._draft_rope = draft.length_rope if draft is not None else None
         self.device = target.device
         self._prefill_chunk = chunk_tokens(config.prefill_chunk, self.device)
         self._programs: dict[Hashable, _Program] = {}
@@ -318,7 +319,8 @@ class Cycle:
                     f"levels made for {least} to {self.room} tokens; use fewer levels, a smaller budget or "
                     "captured=False"
                 )
-        fix_rotation(self.target, self._draft, [len(p) for p in prompts], self.config.streaming)
+        lengths = [len(p) for p in prompts]
+        fix_rotation(self.target.length_rope, self._draft_rope, lengths, self.config.streaming)
 
     def settled(self, counts: Sequence[int]) -> None:
         """The last pass of level 2 made each text so many tokens longer."""
