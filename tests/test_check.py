@@ -5,10 +5,13 @@ from collections import Counter
 
 import pytest
 import torch
+from families import prompt_of, tiny
 from tiny_pair import TinyPair, prompt
 
-from triforce_tree import Engine, check, sampling
+from triforce_tree import Engine, check, hierarchy, sampling
+from triforce_tree.config import HierarchyConfig
 from triforce_tree.drafters import HierarchicalDrafter
+from triforce_tree.length_rope import LengthRope
 from triforce_tree.sampling import TokenLaw
 from triforce_tree.token_tree import chain
 
@@ -25,6 +28,24 @@ def test_greedy_is_the_targets_own(engine: Engine, levels: int) -> None:
     assert result.compared == 40
     assert result.ties == 0
     assert 0 < result.noise < 1e-3
+
+
+@pytest.mark.parametrize("length", [1, 10, 203])
+def test_logits_are_those_of_one_forward(engine: Engine, length: int) -> None:
+    result = check.forward(engine.with_options(prefill_chunk=64), prompt(engine, length))
+    assert result.passed
+    assert result.rows == min(length, 16)
+    assert 0 < result.error < 1e-5
+
+
+def test_a_wrong_rotation_is_found_in_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LengthRope, "of", classmethod(lambda cls, model: None))
+    monkeypatch.setattr(hierarchy, "compare_at_load", lambda target: None)
+    wrong = Engine(tiny("phi3-longrope"), config=HierarchyConfig(prefill_chunk=16))
+    assert check.forward(wrong, prompt_of(60)).passed
+    result = check.forward(wrong, prompt_of(150))
+    assert not result.passed
+    assert result.error > 0.1
 
 
 def test_sampling_laws_pass(engine: Engine) -> None:

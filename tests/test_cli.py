@@ -295,6 +295,8 @@ def test_check_passes_and_names_trees(capsys: pytest.CaptureFixture[str], pair: 
     assert code == 0
     assert result["passed"] is True
     assert len(result["results"]) == 6
+    assert [forward["prompt_tokens"] for forward in result["forwards"]] == [1, 130]
+    assert all(forward["error"] < 1e-5 for forward in result["forwards"])
     assert len(result["acceptance"]["greedy"]["draft -> retrieval"]) == 8
     assert "--tree 'static:" in err
 

@@ -9,7 +9,17 @@ from functools import cache
 
 import pytest
 import torch
-from families import FAMILIES, VOCABULARY, build, greedy, perturbed, prompt_of, tiny
+from families import (
+    FAMILIES,
+    FAMILIES_BEYOND,
+    NO_DRAFTS,
+    VOCABULARY,
+    build,
+    greedy,
+    perturbed,
+    prompt_of,
+    tiny,
+)
 from transformers import PreTrainedModel
 
 import triforce_tree
@@ -233,15 +243,21 @@ def test_learned_positions_serve_as_target_and_not_as_draft() -> None:
     accepted_per_level(target, tiny("llama"), prompt_of(70), 40, levels=3)
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_a_rotation_that_depends_on_the_length_cannot_draft(kind: str) -> None:
-    rope = {"rope_type": kind, "factor": 2.0, "rope_theta": 10_000.0}
-    if kind == "longrope":
-        rope |= {
-            "original_max_position_embeddings": 64,
-            "short_factor": [1.0] * 4,
-            "long_factor": [2.0] * 4,
-        }
-    draft = tiny("llama", rope_parameters=rope)
-    with pytest.raises(UnsupportedModelError, match=rf"LlamaForCausalLM.*{kind}"):
-        triforce_tree.load(tiny("llama"), draft)
+@pytest.mark.parametrize("family", FAMILIES_BEYOND)
+def test_texts_beyond_every_length_that_a_family_names(family: str) -> None:
+    target = target_of(family)
+    draft = None if family in NO_DRAFTS else perturbed(target, 0.05)
+    prompt = prompt_of(150)
+    assert len(set(expected(target, tuple(prompt), 14))) > 3, "an output that varies"
+    accepted_per_level(target, draft, prompt, 14, levels=1)
+    accepted_per_level(target, draft, prompt, 14, levels=3)
+    engine = triforce_tree.load(target, draft, **{**SMALL, "captured": True})
+    if engine.hierarchy.target.has_windows:
+        for refused in ({"captured": True}, {"captured": None, "offload": True}):
+            with pytest.raises(ValueError, match=r"has sliding windows; leave it out$"):
+                engine.with_options(**refused).generate(prompt, max_new_tokens=14)
+    elif draft is not None:
+        accepted_per_level(target, draft, prompt, 14, levels=2, captured=True)
+        accepted_per_level(target, draft, prompt, 14, levels=3, offload=True, leaves=True)
+    else:
+        accepted_per_level(target, None, prompt, 14, levels=1, captured=True)

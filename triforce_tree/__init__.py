@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from triforce_tree.api import custom_generate, generate, load
     from triforce_tree.engine import Engine
-    from triforce_tree.hf_model import UnsupportedModelError
     from triforce_tree.output import GenerateOutput
     from triforce_tree.stats import LevelStats
+    from triforce_tree.supported import UnsupportedModelError
 else:
 
     def __getattr__(name: str) -> Any:
@@ -37,7 +37,7 @@ _HOMES = {
     "Engine": "triforce_tree.engine",
     "GenerateOutput": "triforce_tree.output",
     "LevelStats": "triforce_tree.stats",
-    "UnsupportedModelError": "triforce_tree.hf_model",
+    "UnsupportedModelError": "triforce_tree.supported",
 }
 
 

@@ -1,8 +1,9 @@
 """Is the output really the target's own? The proof, run on any pair of models.
 
-Greedy decoding must give the target's own tokens. Sampling is tested level by level: after one prefilled
-context many independent first tokens are drawn (a verification that is not committed leaves no trace)
-and compared with the exact law by a chi-square test.
+The logits behind a prompt, fed as generation feeds it, must be those of transformers' own forward. Greedy
+decoding must give the target's own tokens. Sampling is tested level by level: after one prefilled context
+many independent first tokens are drawn (a verification that is not committed leaves no trace) and compared
+with the exact law by a chi-square test.
 """
 
 from collections import Counter
@@ -17,6 +18,7 @@ from transformers import StoppingCriteriaList
 from triforce_tree.drafters import HierarchicalDrafter
 from triforce_tree.engine import Engine
 from triforce_tree.level import Level
+from triforce_tree.load_guard import relative_error
 from triforce_tree.sampling import TokenLaw
 from triforce_tree.token_tree import Context, TokenTree, chain
 
@@ -25,7 +27,27 @@ SIGNIFICANCE = 1e-4
 LEAST_EXPECTED = 5.0  # of a bin, the usual rule for chi-square
 NOISE_ROWS = 16
 MOST_FAILURES = 3  # enough to know
+# A share of the logits' size: rounding in all layers of a model stays below, a wrong forward is far above.
+ROUNDING = {torch.float32: 5e-3, torch.float64: 5e-3}
+ROUNDING_16 = 0.2
 PLACES = 512  # where contexts of the sampling test may end
+
+
+@dataclass(frozen=True)
+class Forward:
+    """Logits of the last ``rows`` tokens of a prompt, from our forwards and from transformers' own.
+
+    ``error`` is their difference as a share of the logits' size, and must stay below ``limit``.
+    """
+
+    prompt_tokens: int
+    rows: int
+    error: float
+    limit: float
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.limit
 
 
 @dataclass(frozen=True)
@@ -66,6 +88,24 @@ class Law:
         return self.p_value >= SIGNIFICANCE
 
 
+def forward(engine: Engine, prompt: Sequence[int]) -> Forward:
+    """Feed a prompt in chunks, and its last tokens as a tree, and compare with one forward of transformers'.
+
+    Ties cannot excuse a difference here, as they may in texts.
+    """
+    model, hierarchy = engine.hierarchy.target.model, engine.hierarchy
+    rows = min(NOISE_ROWS, len(prompt))
+    own = _last_logits(model, prompt, rows)
+    start = len(prompt) - rows + 1
+    with hierarchy.active():
+        decoder = hierarchy.decoder(TokenLaw(greedy=True), 0, len(prompt), 1, frozenset())
+        context = Context(list(prompt[:start]))
+        decoder.verifier.prefill(context)
+        ours = decoder.verifier.level.forward_tree(context, chain(prompt[start - 1 :])).float()
+    limit = ROUNDING.get(model.dtype, ROUNDING_16)
+    return Forward(len(prompt), rows, relative_error(ours, own), limit)
+
+
 def greedy(
     engine: Engine,
     prompt: Sequence[int],
@@ -90,7 +130,7 @@ def greedy(
         at += same
         if at == len(expected) or same == len(ours):
             break
-        logits = _last_logits(model, [*prompt, *expected[:at]])
+        logits = _last_logits(model, [*prompt, *expected[:at]])[0]
         gap = float(logits.max() - logits[ours[same]])
         widest = max(widest, gap)
         if gap < noise:
@@ -194,7 +234,7 @@ def p_value(statistic: float, freedom: int) -> float:
     return float(torch.special.gammaincc(half[0], half[1]))
 
 
-def as_dicts(results: Sequence[Greedy | Law]) -> list[dict[str, Any]]:
+def as_dicts(results: Sequence[Forward | Greedy | Law]) -> list[dict[str, Any]]:
     return [{**asdict(r), "passed": r.passed} for r in results]
 
 
@@ -233,10 +273,11 @@ def _noise(engine: Engine, tokens: Sequence[int]) -> float:
     return worst
 
 
-def _last_logits(model: Any, tokens: Sequence[int]) -> Tensor:
+def _last_logits(model: Any, tokens: Sequence[int], rows: int = 1) -> Tensor:
+    """fp32 ``[rows, V]``, by one forward."""
     with torch.no_grad():
-        logits: Tensor = model(_ids(model, tokens), logits_to_keep=1).logits
-    return logits[0, -1].float()
+        logits: Tensor = model(_ids(model, tokens), use_cache=False, logits_to_keep=rows).logits
+    return logits[0, -rows:].float()
 
 
 def _ids(model: Any, tokens: Sequence[int]) -> Tensor:

@@ -294,13 +294,15 @@ class Engine:
         return run
 
     def check_length(self, prompt: int, new: int) -> None:
-        """Raise ValueError where a prompt and its new tokens exceed the model's positions."""
+        """Raise ValueError where a prompt and its new tokens exceed the model's positions, or change them."""
         limit = self.hierarchy.target.max_positions
         if limit is not None and prompt + new > limit:
             raise ValueError(
                 f"{prompt} prompt tokens + {new} new ones = {prompt + new} exceed the model's "
                 f"{limit} positions; shorten the prompt or set max_new_tokens<={max(0, limit - prompt)}"
             )
+        if (rope := self.hierarchy.target.length_rope) is not None:
+            rope.check(prompt, new)
 
     def _output(
         self,

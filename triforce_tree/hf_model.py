@@ -5,7 +5,7 @@ hands queries, keys and values to the cache named in the forward's own keyword.
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,14 +16,12 @@ from transformers import AttentionInterface, Cache, PreTrainedModel
 from triforce_tree.caches.base import KVCache, Rows, Variant
 from triforce_tree.host_linear import few_row_linears
 from triforce_tree.kernels.plan import Heads
+from triforce_tree.length_rope import LengthRope
 from triforce_tree.parallel import same
 from triforce_tree.rope import FamilyRope
+from triforce_tree.supported import UnsupportedModelError, refuse_unsupported
 
 ATTENTION = "triforce_tree"
-
-
-class UnsupportedModelError(ValueError):
-    """The model's family cannot work with explicit caches; the message names it and says why."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +57,16 @@ class Streamed(Protocol):
         """Give their memory back."""
 
 
+@dataclass(frozen=True)
+class LayerCall:
+    """How one layer calls attention: its module, what it asks for, heads and width of its keys."""
+
+    module: torch.nn.Module
+    how: Variant
+    kv_heads: int
+    dim: int
+
+
 class PassThrough(Cache):
     """A transformers cache that hands new keys and values on to the attention function, which stores them."""
 
@@ -72,6 +80,17 @@ class PassThrough(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
+
+
+class _NoRunError(RuntimeError):
+    """The attention function was called without the keyword that names its cache."""
+
+
+def narrowing(module: torch.nn.Module, window: int | None) -> int | None:
+    """``window``, or None where it is as large as all positions that the model has."""
+    config: Any = getattr(module, "config", None)
+    limit = getattr(config, "max_position_embeddings", None)
+    return None if window is None or (limit is not None and window >= limit) else window
 
 
 def _attention(
@@ -88,12 +107,12 @@ def _attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     if triforce is None:
-        raise RuntimeError(
+        raise _NoRunError(
             f"attention implementation {ATTENTION!r} was called outside triforce_tree; restore the "
             "model with model.set_attn_implementation('sdpa')"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    how = Variant(scale, sliding_window, softcap, s_aux)
+    how = Variant(scale, narrowing(module, sliding_window), softcap, s_aux)
     out = triforce.cache.attend(module, query, key, value, triforce.rows, how)
     return out.transpose(1, 2), None
 
@@ -120,8 +139,16 @@ class HFModel:
         self.layers: int = config.num_hidden_layers
         self.vocab_size: int = config.vocab_size
         self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
-        self._refuse_by_config(config)
-        self.rope_error: str | None = None
+        refuse_unsupported(model)
+        try:
+            self.length_rope = LengthRope.of(model)
+        except ValueError as error:
+            raise UnsupportedModelError(str(error)) from error
+        except Exception as error:  # any failure of foreign code means: of no known form
+            raise UnsupportedModelError(
+                f"{self.name} has a rotary embedding of no known form, whose frequencies depend on the "
+                f"text's length ({type(error).__name__}: {error})"
+            ) from error
         self._probe()
 
     @property
@@ -165,14 +192,15 @@ class HFModel:
             ``[T, V]`` or ``[1, V]`` in the model's dtype, rank 0's on every rank.
         """
         ids = torch.tensor([tokens], device=self.device)
-        out = self.model(
-            input_ids=ids,
-            position_ids=cache.positions(rows)[None],
-            past_key_values=PassThrough(),
-            use_cache=True,
-            logits_to_keep=1 if last_only else 0,
-            triforce=_Run(cache, rows),
-        )
+        with self.length_rope.held() if self.length_rope is not None else nullcontext():
+            out = self.model(
+                input_ids=ids,
+                position_ids=cache.positions(rows)[None],
+                past_key_values=PassThrough(),
+                use_cache=True,
+                logits_to_keep=1 if last_only else 0,
+                triforce=_Run(cache, rows),
+            )
         cache.advance(len(tokens))
         logits: Tensor = out.logits[0, -1:] if last_only else out.logits[0]
         return same(logits.contiguous())
@@ -184,9 +212,24 @@ class HFModel:
             UnsupportedModelError: keys at position p are not our rotation of the keys at position 0.
         """
         try:
-            rope = FamilyRope(self.model)
+            rope = FamilyRope(self.model, self.length_rope)
+            self._check_rotation(rope)
+        except UnsupportedModelError:
+            raise
         except ValueError as error:
             raise UnsupportedModelError(str(error)) from error
+        except Exception as error:  # any failure of foreign code means: rotates in a way of its own
+            raise UnsupportedModelError(
+                f"{self.name} cannot draft on a streaming cache: its rotary embedding is not of the common "
+                f"form ({type(error).__name__}: {error}); choose another draft, or none (prompt lookup)"
+            ) from error
+        if len(rope.unrotated) == self.layers:
+            raise UnsupportedModelError(
+                f"{self.name} has no rotary positions, so it cannot draft on a streaming cache"
+            )
+        return rope
+
+    def _check_rotation(self, rope: FamilyRope) -> None:
         at_zero, at_five = _Recorder(), _Recorder()
         with self.active():
             for recorder, position in ((at_zero, 0), (at_five, 5)):
@@ -203,26 +246,6 @@ class HFModel:
                     f"{self.name} cannot draft on a streaming cache: layer {index} rotates keys in a "
                     f"way its rotary module does not tell (relative error {off:.2g})"
                 )
-        if len(rope.unrotated) == self.layers:
-            raise UnsupportedModelError(
-                f"{self.name} has no rotary positions, so it cannot draft on a streaming cache"
-            )
-        return rope
-
-    def _refuse_by_config(self, config: Any) -> None:
-        if getattr(self.model.config, "is_encoder_decoder", False):
-            raise UnsupportedModelError(
-                f"{self.name} is an encoder-decoder model; hierarchical decoding needs a causal LM"
-            )
-        recurrent = sorted(
-            set(getattr(config, "layer_types", None) or [])
-            & {"linear_attention", "mamba", "mamba2", "recurrent", "conv"}
-        )
-        if recurrent:
-            raise UnsupportedModelError(
-                f"{self.name} keeps recurrent state ({', '.join(recurrent)} layers), which cannot be "
-                "rolled back to a node of a token tree"
-            )
 
     def _probe(self) -> None:
         recorder = _Recorder()
@@ -230,6 +253,8 @@ class HFModel:
         try:
             with self.active():
                 self.forward([1], _one_row(self.device), recorder)
+        except _NoRunError:
+            problem = "its decoder layers do not hand the keywords of a forward on to it"
         except Exception as error:  # any failure of foreign code means: cannot work, and why
             problem = f"{type(error).__name__}: {error}"
         if problem is None and len(recorder.keys) != self.layers:
@@ -241,10 +266,20 @@ class HFModel:
                 f"{self.name} cannot be decoded hierarchically: its attention does not pass through "
                 f"transformers' attention interface with our cache ({problem})"
             )
-        self.has_windows = any(how.window is not None for how in recorder.variants.values())
-        self.has_softcap = any(how.softcap for how in recorder.variants.values())
-        _, kv_heads, _, dim = next(iter(recorder.keys.values())).shape
-        self.heads = Heads(recorder.query_heads, kv_heads, dim)
+        for index, (keys, values) in recorder.widths.items():
+            if keys != values:
+                raise UnsupportedModelError(
+                    f"{self.name} has keys of {keys} and values of {values} numbers a head (layer {index}; "
+                    "multi-head latent attention does so), but caches and kernels need one width"
+                )
+        self.calls = {
+            index: LayerCall(recorder.modules[index], how, *recorder.keys[index].shape[1::2])
+            for index, how in recorder.variants.items()
+        }
+        self.has_windows = any(call.how.window is not None for call in self.calls.values())
+        self.has_softcap = any(call.how.softcap for call in self.calls.values())
+        shapes = [(call.kv_heads, call.dim) for call in self.calls.values()]
+        self.heads, self.even_heads = Heads(recorder.query_heads, *shapes[0]), len(set(shapes)) == 1
 
 
 class _Recorder:
@@ -257,6 +292,7 @@ class _Recorder:
         self.keys: dict[int, Tensor] = {}
         self.modules: dict[int, Any] = {}
         self.variants: dict[int, Variant] = {}
+        self.widths: dict[int, tuple[int, int]] = {}
         self.query_heads = 0
 
     def positions(self, rows: Rows) -> Tensor:
@@ -265,6 +301,7 @@ class _Recorder:
     def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, rows: Rows, how: Variant) -> Tensor:
         self.keys[layer.layer_idx], self.modules[layer.layer_idx] = k, layer
         self.variants[layer.layer_idx], self.query_heads = how, q.shape[1]
+        self.widths[layer.layer_idx] = k.shape[-1], v.shape[-1]
         return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
 
     def advance(self, count: int) -> None: ...

@@ -25,7 +25,9 @@ from triforce_tree.drafters import (
 )
 from triforce_tree.graphs import free_memory
 from triforce_tree.hf_model import HFModel
+from triforce_tree.length_rope import fix_rotation
 from triforce_tree.level import Level
+from triforce_tree.load_guard import compare_at_load
 from triforce_tree.machine import host_rate, measured
 from triforce_tree.memory_map import Sizes
 from triforce_tree.memory_plan import MemoryPlan
@@ -48,10 +50,12 @@ class Hierarchy:
         config: what each level does.
 
     Attributes:
+        guard: what of the target was compared with transformers' own forward.
         memory: where rows live, as :meth:`settle_memory` decided; None where nothing may be offloaded.
 
     Raises:
         ValueError: the vocabularies differ, or the draft cannot run on a streaming cache.
+        UnsupportedModelError: the target's logits are not transformers' own.
     """
 
     def __init__(self, target: HFModel, draft: HFModel | None, config: HierarchyConfig) -> None:
@@ -64,6 +68,7 @@ class Hierarchy:
         self._cycle: tuple[object, Cycle] | None = None
         # Of all configurations of these models: host memory holds one full cache at a time.
         self._offloaded: list[Cycle] = []
+        self.guard = compare_at_load(target)
         if draft is None:
             return
         if draft.vocab_size != target.vocab_size:
@@ -121,13 +126,22 @@ class Hierarchy:
         return self.memory is not None and self.memory.offload is not None
 
     def _obstacle(self, law: TokenLaw, lengths: list[int]) -> str | None:
-        reason = self._unfit(law, self.levels(min(lengths)))
-        return reason or self._too_short(min(lengths))
+        reason = self._unfit(law, self.levels(min(lengths))) or self._too_short(min(lengths))
+        rope = self.target.length_rope
+        if reason is None and rope is not None and rope.mixed(lengths):
+            reason = f"the prompts lie on both sides of {rope.original} tokens ({rope.kind})"
+        return reason
 
     def _unfit(self, law: TokenLaw, levels: int) -> str | None:
         """What of models and settings keeps the captured cycle from serving."""
         if self.target.has_windows:
             return f"{self.target.name} has sliding windows"
+        if not self.target.even_heads:
+            return f"the layers of {self.target.name} have keys of different shapes"
+        for model in (self.target, self.draft):
+            rope = model.length_rope if model is not None else None
+            if rope is not None and rope.waits_for_host and self.target.device.type == "cuda":
+                return f"{rope.name} chooses its rotary frequencies on the host ({rope.kind})"
         if not law.context_free:
             return "a logits processor looks at the tokens so far"
         if levels == 1:
@@ -136,6 +150,8 @@ class Hierarchy:
             return "there is no draft model"
         if self.draft.has_windows:
             return f"{self.draft.name} has sliding windows"
+        if not self.draft.even_heads:
+            return f"the layers of {self.draft.name} have keys of different shapes"
         shape = device_shape(parse_shape(self.config.tree))
         if shape is None:
             return f"tree={self.config.tree!r} has no fixed size"
@@ -194,10 +210,8 @@ class Hierarchy:
         if reason is not None:
             name = next(n for n in ("offload", "gpu_memory", "offload_weights") if getattr(base, n))
             asked = f"{name}={getattr(base, name)!r}"
-            raise ValueError(
-                f"{asked} needs the captured cycle, but {reason}; leave it out, or set levels=1, which needs "
-                "neither draft nor tree"
-            )
+            simpler = "" if self._unfit(law, 1) else ", or set levels=1, which needs neither draft nor tree"
+            raise ValueError(f"{asked} needs the captured cycle, but {reason}; leave it out{simpler}")
         if self._too_short(min(lengths)) is not None:
             # So short a text has a small cache.
             self.memory, self.config = None, base
@@ -298,6 +312,8 @@ class Hierarchy:
             full: a full cache that holds a beginning of the prompt already; None for an empty one.
         """
         config, levels = self.config, self.levels(prompt_tokens)
+        draft_rope = self.draft.length_rope if self.draft is not None else None
+        fix_rotation(self.target.length_rope, draft_rope, [prompt_tokens], config.streaming)
         room = prompt_tokens + new_tokens + 2 * (config.gamma + 64)
         full = full or FullCache(self.target.layers, room)
         verifier = Verifier("target", self._level(self.target, full), law, self._random(seed, 2))

@@ -2,10 +2,13 @@
 
 import inspect
 import sys
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from triforce_tree.length_rope import LengthRope
 
 
 class FamilyRope:
@@ -17,12 +20,13 @@ class FamilyRope:
 
     Args:
         model: a transformers causal LM.
+        lengths: the choice of frequencies, where they depend on the text's length.
 
     Raises:
         ValueError: the model has no rotary embedding of a known form.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, lengths: LengthRope | None = None) -> None:
         embed = getattr(model.base_model, "rotary_emb", None)
         name = type(model).__name__
         if not isinstance(embed, nn.Module):
@@ -31,23 +35,11 @@ class FamilyRope:
                 "unrotated; choose a draft model with RoPE"
             )
         self._embed = embed
-        kind = self._kind()
-        if kind in ("dynamic", "longrope"):
-            raise ValueError(
-                f"{name} uses rope type {kind!r}, whose angles depend on the longest position seen; "
-                "a draft on a streaming cache needs a fixed rotation"
-            )
+        self._held = lengths.held if lengths is not None else nullcontext
         self._by_layer_type = "layer_type" in inspect.signature(self._embed.forward).parameters
         self._memo: dict[Any, tuple[Tensor, Tensor]] = {}
         self._memo_key: Tensor | None = None
         self.unrotated: frozenset[int] = frozenset()
-
-    def _kind(self) -> str | None:
-        kind: str | dict[str, str] | None = getattr(self._embed, "rope_type", None)
-        if isinstance(kind, dict):
-            odd = [k for k in kind.values() if k in ("dynamic", "longrope")]
-            return odd[0] if odd else None
-        return kind
 
     def rotate(self, layer: Any, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Rotate by ``positions`` int64 ``[T]`` what came out of the model at position 0.
@@ -71,7 +63,8 @@ class FamilyRope:
         if kind not in self._memo:
             more = {"layer_type": kind} if self._by_layer_type else {}
             zero = torch.zeros(1, 1, dtype=torch.int64, device=like.device)
-            cos, sin = self._embed(like, positions[None], **more)
-            constant, _ = self._embed(like, zero, **more)
+            with self._held():
+                cos, sin = self._embed(like, positions[None], **more)
+                constant, _ = self._embed(like, zero, **more)
             self._memo[kind] = (cos / constant, sin / constant)
         return self._memo[kind]

@@ -29,10 +29,11 @@ def run(args: argparse.Namespace) -> int:
     engine = options.engine_of(args)
     assert engine.tokenizer is not None
     ids = text.token_ids(engine.tokenizer, next(iter(texts)))
-    results: list[check.Greedy | check.Law] = []
+    results: list[check.Forward | check.Greedy | check.Law] = []
     acceptance: dict[str, Any] | None = None
     with Interrupt() as interrupt:
-        results += _greedy(args, engine, ids, interrupt)
+        forwards = _forwards(args, engine, ids, interrupt)
+        results += [*forwards, *_greedy(args, engine, ids, interrupt)]
         if args.draws and not interrupt.requested:
             results += _laws(args, engine, ids, interrupt)
         if args.acceptance and not interrupt.requested:
@@ -42,7 +43,8 @@ def run(args: argparse.Namespace) -> int:
         screen().print("passed: nothing is lost" if passed else "FAILED: the output is not the target's own")
     if args.json:
         result: dict[str, Any] = {"passed": passed, "interrupted": interrupt.requested}
-        result |= {"results": check.as_dicts(results), "acceptance": acceptance}
+        result |= {"forwards": check.as_dicts(forwards), "acceptance": acceptance}
+        result["results"] = check.as_dicts(results[len(forwards) :])
         json_line(result)
     return 130 if interrupt.requested else int(not passed)
 
@@ -55,6 +57,32 @@ def _cut(ids: Sequence[int], length: int, number: int) -> list[int]:
         )
     start = number * 7919 % (len(ids) - length + 1)
     return list(ids[start : start + length])
+
+
+def _forwards(
+    args: argparse.Namespace, engine: Engine, ids: Sequence[int], stop: Interrupt
+) -> list[check.Forward]:
+    done = []
+    with bar("prompts") as progress:
+        task = progress.add_task("logits against transformers", total=len(args.lengths))
+        for number, length in enumerate(args.lengths):
+            if stop.requested:
+                break
+            done.append(check.forward(engine, _cut(ids, length, number)))
+            progress.advance(task)
+    rows = [
+        (
+            str(r.prompt_tokens),
+            str(r.rows),
+            f"{r.error:.1e}",
+            f"{r.limit:.0e}",
+            "ok" if r.passed else "FAILED",
+        )
+        for r in done
+    ]
+    columns = ("prompt", "rows compared", "relative error", "limit", "")
+    screen().print(plain_table("logits behind a prompt against transformers' own forward", columns, rows))
+    return done
 
 
 def _greedy(

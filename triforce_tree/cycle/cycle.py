@@ -32,6 +32,7 @@ from triforce_tree.cycle.texts import Texts
 from triforce_tree.few_row import few_row_copy, low_bit_copy
 from triforce_tree.graphs import Captured
 from triforce_tree.hf_model import HFModel
+from triforce_tree.length_rope import fix_rotation
 from triforce_tree.level import Progress
 from triforce_tree.sampling import TokenLaw
 from triforce_tree.tree_search import parse_shape
@@ -84,6 +85,7 @@ class Cycle:
         store: KVStore | None = None,
     ) -> None:
         self.target, self.config, self.batch, self.room, self.levels = target, config, batch, room, levels
+        self._draft_rope = draft.length_rope if draft is not None else None
         self.device = target.device
         self._prefill_chunk = chunk_tokens(config.prefill_chunk, self.device)
         self._programs: dict[Hashable, _Program] = {}
@@ -132,7 +134,7 @@ class Cycle:
             (self.reach, depth + 1, target.vocab_size) if levels == 3 else (0, depth, 0)
         )
         self.texts = Texts(batch, room + behind, reach, max(1, extra), vocabulary, self.device)
-        self.full = StepModel(few_row_copy(target.model), compiled)
+        self.full = StepModel(few_row_copy(target.model), compiled, target.length_rope)
         self.growth = self._growth(draft, shape, depth, compiled) if draft and shape else None
         self.rows: RetrievalRows | None = None
         self.copies: CopiedRows | None = None
@@ -144,12 +146,14 @@ class Cycle:
             bits = config.middle_bits
             bring = target.streamed.bring if target.streamed is not None else None
             self.middle = (
-                self.full if bits == 16 else StepModel(low_bit_copy(target.model, bits, bring), compiled)
+                self.full
+                if bits == 16
+                else StepModel(low_bit_copy(target.model, bits, bring), compiled, target.length_rope)
             )
         self.capture_seconds = 0.0
 
     def _growth(self, draft: HFModel, shape: DeviceShape, depth: int, compiled: bool) -> Growth:
-        model = StepModel(few_row_copy(draft.model), compiled)
+        model = StepModel(few_row_copy(draft.model), compiled, draft.length_rope)
         reach = self.reach + depth + 2
         return Growth(model, draft.layers, draft.heads, shape, self.config.streaming, self.batch, reach)
 
@@ -315,6 +319,8 @@ class Cycle:
                     f"levels made for {least} to {self.room} tokens; use fewer levels, a smaller budget or "
                     "captured=False"
                 )
+        lengths = [len(p) for p in prompts]
+        fix_rotation(self.target.length_rope, self._draft_rope, lengths, self.config.streaming)
 
     def settled(self, counts: Sequence[int]) -> None:
         """The last pass of level 2 made each text so many tokens longer."""

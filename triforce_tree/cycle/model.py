@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from triforce_tree.fused_linears import fused
-from triforce_tree.hf_model import PassThrough
+from triforce_tree.hf_model import PassThrough, narrowing
+from triforce_tree.length_rope import LengthRope
 from triforce_tree.parallel import same
 
 ATTENTION = "triforce_tree_cycle"
@@ -82,7 +83,7 @@ def _attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    if sliding_window is not None:
+    if narrowing(module, sliding_window) is not None:
         raise NotImplementedError("the captured cycle has no sliding windows")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return torch.ops.triforce_tree.cycle_attend(query, key, value, scale, softcap or 0.0, s_aux), None
@@ -98,11 +99,17 @@ class StepModel:
         clone: a model whose weights may be shared but whose modules are this object's own.
         compiled: fuse each decoder layer's small operations with ``torch.compile``; where that fails the
             layers run as they are, and a warning says why.
+        lengths: the choice of rotary frequencies, where they depend on the text's length.
     """
 
-    def __init__(self, clone: PreTrainedModel, compiled: bool = False) -> None:
+    def __init__(
+        self, clone: PreTrainedModel, compiled: bool = False, lengths: LengthRope | None = None
+    ) -> None:
         self.model = clone.eval()
         self.model.set_attn_implementation(ATTENTION)
+        _capturable_experts(self.model)
+        if lengths is not None:
+            lengths.hold(self.model)
         self._limit: Callable[[], AbstractContextManager[Any]] = nullcontext
         if compiled:
             self._limit = partial(torch._dynamo.config.patch, recompile_limit=_COMPILED_SHAPES)
@@ -135,6 +142,27 @@ class StepModel:
             _running.attend = None
         logits: Tensor = out.logits
         return same(logits.contiguous())
+
+
+def _capturable_experts(clone: PreTrainedModel) -> None:
+    """Let the experts of a clone be multiplied without the host, where their present form waits for it.
+
+    Grouped products read the groups' sizes on the host but for bf16 on some architectures, and experts one by
+    one (eager) do so everywhere; batched ones gather each row's experts, and never do.
+    """
+    device = next(clone.parameters()).device
+    before = getattr(clone.config.get_text_config(decoder=True), "_experts_implementation", None)
+    grouped = _grouped_products_capture(device) and (device.type != "cuda" or clone.dtype == torch.bfloat16)
+    if before == "grouped_mm" and not grouped:
+        clone.set_experts_implementation("batched_mm")
+    elif before == "eager" and device.type == "cuda":
+        clone.set_experts_implementation("grouped_mm" if grouped else "batched_mm")
+
+
+def _grouped_products_capture(device: torch.device) -> bool:
+    """Whether a CUDA graph can hold torch's grouped product of bf16 matrices on this device."""
+    # torch has a kernel for these two, and elsewhere copies the groups' sizes to the host.
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:

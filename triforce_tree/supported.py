@@ -1,0 +1,91 @@
+"""Which models can be decoded with explicit caches, as far as their configuration and placement tell."""
+
+from typing import Any
+
+from torch import nn
+
+_RECURRENT = {"linear_attention", "mamba", "mamba2", "recurrent", "conv"}
+
+
+class UnsupportedModelError(ValueError):
+    """The model's family cannot work with explicit caches; the message names it and says why."""
+
+
+def refuse_unsupported(model: nn.Module) -> None:
+    """Look at a transformers model before its first forward.
+
+    Raises:
+        UnsupportedModelError: it is an encoder-decoder, keeps state beside keys and values, restricts
+            attention in a way that its attention function is not told, or is spread over devices.
+    """
+    config: Any = model.config
+    text = config.get_text_config(decoder=True)
+    reason = (
+        _architecture(model, config, text) or _chunks(text) or _temperature(model, text) or _placement(model)
+    )
+    if reason:
+        raise UnsupportedModelError(f"{type(model).__name__} {reason}")
+
+
+def _architecture(model: nn.Module, config: Any, text: Any) -> str | None:
+    if getattr(config, "is_encoder_decoder", False):
+        return "is an encoder-decoder model; hierarchical decoding needs a causal LM"
+    recurrent = sorted(set(getattr(text, "layer_types", None) or []) & _RECURRENT)
+    named = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    if not recurrent and "mamba" in named:
+        recurrent = ["mamba"]
+    if recurrent:
+        return (
+            f"keeps recurrent state ({', '.join(recurrent)} layers), which cannot be rolled back to a node "
+            "of a token tree"
+        )
+    if getattr(text, "index_topk", None):
+        return (
+            f"attends to {text.index_topk} tokens that an indexer chooses (sparse attention), and keeps the "
+            "indexer's keys beside those of attention; there is no cache for them"
+        )
+    return None
+
+
+def _chunks(text: Any) -> str | None:
+    """Attention within chunks lives in the mask alone, which transformers does not make for our attention."""
+    chunk = getattr(text, "attention_chunk_size", None)
+    kinds = getattr(text, "layer_types", None)
+    if chunk is None or (kinds and "chunked_attention" not in kinds):
+        return None
+    limit = getattr(text, "max_position_embeddings", None)
+    if limit is not None and chunk >= limit:
+        return None
+    return (
+        f"attends within chunks of {chunk} tokens (chunked_attention), which is not supported for its "
+        f"{limit} positions; a configuration with max_position_embeddings<={chunk} has one chunk"
+    )
+
+
+def _temperature(model: nn.Module, text: Any) -> str | None:
+    """Llama 4 counts positions by the cache's length here, which says nothing of the nodes of a tree."""
+    scale = getattr(text, "floor_scale", None)
+    limit = getattr(text, "max_position_embeddings", None)
+    if scale is None or not getattr(text, "attn_temperature_tuning", False):
+        return None
+    if limit is not None and limit < scale:
+        return None
+    return (
+        f"scales its queries from position {scale - 1} on (attn_temperature_tuning), which is not supported "
+        f"for its {limit} positions; use max_position_embeddings<{scale}"
+    )
+
+
+def _placement(model: nn.Module) -> str | None:
+    places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
+    devices = {str(weight.device) for weight in model.parameters()}
+    if len(places) > 1 or "disk" in places:
+        return (
+            f"is spread over {', '.join(sorted(places))} (hf_device_map), but a level runs on one device; "
+            "load it without device_map, or onto one device"
+        )
+    if "meta" in devices:
+        return "has weights without data (meta tensors); load it with its weights, and without device_map"
+    if len(devices) > 1:
+        return f"has weights on {', '.join(sorted(devices))}, but a level runs on one device; move it to one"
+    return None
