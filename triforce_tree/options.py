@@ -1,9 +1,16 @@
 """What transformers prepared for us: logits processors, stopping criteria, and options we refuse."""
 
+import difflib
+import inspect
+import numbers
+from collections.abc import Mapping, Sequence
+from operator import index
+from types import FrameType
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from torch import Tensor
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import stopping_criteria as hf_stop
 
 from triforce_tree.decoder import Ending, Stop
@@ -42,6 +49,63 @@ _NEUTRAL = {
 _REFUSED_PROCESSORS = ("SynthIDTextWatermarkLogitsProcessor", "ClassifierFreeGuidance")
 
 
+# Of these a fraction is a mistake, and so is anything but a number of these.
+_WHOLE = {"max_new_tokens", "max_length", "min_length", "min_new_tokens", "top_k", "no_repeat_ngram_size"}
+_REAL = {
+    "temperature", "top_p", "min_p", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff",
+    "repetition_penalty", "max_time",
+}  # fmt: skip
+# Keywords of transformers' generate that are no options of GenerationConfig, and ask for nothing as False.
+_SWITCHES = frozenset({"synced_gpus", "trust_remote_code"})
+
+
+def generation_options(
+    options: Mapping[str, Any], config: GenerationConfig | Mapping[str, Any] | None
+) -> tuple[GenerationConfig | None, dict[str, Any]]:
+    """What to hand on to transformers' generate of a configuration, and of keywords that are its options.
+
+    Args:
+        options: keywords; None asks for nothing.
+        config: a GenerationConfig; a dict of options counts as keywords, of less weight than ``options``.
+
+    Returns:
+        The configuration, if one was given as such, and keywords.
+
+    Raises:
+        ValueError: naming what is no option of GenerationConfig, or has no sensible value.
+    """
+    if isinstance(config, Mapping):
+        options, config = {**config, **options}, None
+    if config is not None and not isinstance(config, GenerationConfig):
+        raise ValueError(
+            f"generation_config is of type {type(config).__name__}; give a GenerationConfig or a dict of its "
+            "options"
+        )
+    known = [name for name in vars(GenerationConfig()) if not name.startswith("_")]
+    kept: dict[str, Any] = {}
+    for name, value in options.items():
+        if name in known:
+            kept[name] = _checked(name, value)
+        elif value is not None and not (value is False and name in _SWITCHES):
+            near = difflib.get_close_matches(name, known, 1, 0.8)
+            hint = f"did you mean {near[0]}?" if near else "leave it out, or use the model's own generate()"
+            raise ValueError(f"{name} is no option that triforce_tree supports; {hint}")
+    check_sampling_options(kept)
+    return config, kept
+
+
+def _checked(name: str, value: Any) -> Any:
+    """A number, where the option is one."""
+    is_bool = isinstance(value, bool)
+    if name in _WHOLE and value is not None:
+        if is_bool or not hasattr(value, "__index__") or getattr(value, "ndim", 0) > 0:
+            raise ValueError(f"{name}={value!r} must be an integer, not {type(value).__name__}")
+        return index(value)
+    if name in _REAL and value is not None and (is_bool or not isinstance(value, numbers.Real)):
+        raise ValueError(f"{name}={value!r} must be a number, not {type(value).__name__}")
+    return value
+
+
 def refuse_unsupported(config: GenerationConfig, processors: LogitsProcessorList) -> None:
     """Raise for every option that would otherwise be ignored.
 
@@ -50,6 +114,7 @@ def refuse_unsupported(config: GenerationConfig, processors: LogitsProcessorList
     """
     for name, value in config.to_diff_dict().items():
         if name in HONOURED or name.startswith("_"):
+            _checked(name, value)
             continue
         if value not in (None, False, _NEUTRAL.get(name)):
             raise ValueError(
@@ -66,7 +131,8 @@ def refuse_unsupported(config: GenerationConfig, processors: LogitsProcessorList
             )
 
 
-# What transformers' generate prepares for a model's own forward: caches and positions are our business.
+# What transformers' generate prepares for a model's own forward: caches are our business, and no logits are
+# returned.
 _PREPARED = frozenset(
     {
         "position_ids",
@@ -79,18 +145,117 @@ _PREPARED = frozenset(
 )
 
 
-def refuse_model_inputs(inputs: dict[str, Any]) -> None:
+def refuse_model_inputs(inputs: dict[str, Any], input_ids: Tensor, attention_mask: Tensor | None) -> None:
     """Raise for what the model would take beside token ids (embeddings, images), rather than drop it.
+
+    Args:
+        inputs: prepared by transformers' generate for the model's forward.
+        input_ids, attention_mask: int64 ``[B, W]``; the mask may be None where nothing is padding.
 
     Raises:
         ValueError: naming the input.
     """
     for name, value in inputs.items():
-        if value is not None and name not in _PREPARED:
+        # Multimodal classes get an empty dict for images that are not there.
+        asks = value is not None and not (isinstance(value, dict) and not value)
+        if asks and name not in _PREPARED:
             raise ValueError(
                 f"{name} is not supported by triforce_tree, which continues token ids alone; leave it "
                 "out, or use the model's own generate()"
             )
+    cache = inputs.get("past_key_values")
+    # transformers itself hands over an empty one.
+    if cache is not None and (not hasattr(cache, "get_seq_length") or cache.get_seq_length() > 0):
+        raise ValueError(
+            "past_key_values holds tokens, and triforce_tree keeps caches of its own; leave it out and give "
+            "the whole text as input_ids"
+        )
+    positions = inputs.get("position_ids")
+    if positions is not None:
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        counted = (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)
+        if positions.shape[-1] != counted.shape[1] or not bool((positions.to(counted) == counted).all()):
+            raise ValueError(
+                "position_ids other than those of attention_mask are not supported by triforce_tree; leave "
+                "them out"
+            )
+
+
+# Parameters of transformers' generate that never reach a custom_generate callable.
+_DROPPED = (
+    "assistant_model",
+    "negative_prompt_ids",
+    "negative_prompt_attention_mask",
+    "streamer",
+    "synced_gpus",
+)
+
+
+def refuse_dropped(frame: FrameType | None) -> None:
+    """Raise for arguments of the transformers' ``generate`` around that it does not hand on to us.
+
+    Args:
+        frame: of the code inside that call.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    own = inspect.unwrap(GenerationMixin.generate).__code__
+    while frame is not None and frame.f_code is not own:
+        frame = frame.f_back
+    given = frame.f_locals if frame is not None else {}
+    for name in _DROPPED:
+        if given.get(name) is not None and given[name] is not False:
+            remedy = f"give it to custom_generate({name}=...)" if name == "streamer" else "leave it out"
+            raise ValueError(f"{name} does not reach triforce_tree through transformers' generate; {remedy}")
+
+
+def checked_stop_strings(strings: Any) -> list[str]:
+    """Stop strings as a list.
+
+    Raises:
+        ValueError: one is empty, or no string.
+    """
+    found = [strings] if isinstance(strings, str) else list(strings or [])
+    for each in found:
+        if not isinstance(each, str) or not each:
+            raise ValueError(f"stop_strings holds {each!r}; give strings of at least one character")
+    return found
+
+
+def as_list(name: str, given: Any) -> list[Any]:
+    """The entries of a LogitsProcessorList or StoppingCriteriaList, or of a plain list, or a single one.
+
+    Raises:
+        ValueError: an entry that cannot be called.
+    """
+    entries = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
+    for entry in entries:
+        if not callable(entry):
+            raise ValueError(f"{name} holds {entry!r}, which cannot be called; see transformers' {name}")
+    return entries
+
+
+def pad_token(*sources: Mapping[str, Any]) -> int:
+    """The id that transformers fills rows with: the first source's pad token, or its first end token."""
+    for name in ("pad_token_id", "eos_token_id"):
+        for source in sources:
+            if (value := source.get(name)) is not None:
+                return int(torch.as_tensor(value).flatten()[0])
+    return 0
+
+
+def checked_seed(seed: Any) -> int | None:
+    """A seed that torch's generators take, or None.
+
+    Raises:
+        ValueError: no integer of 64 bits.
+    """
+    if seed is None:
+        return None
+    if isinstance(seed, bool) or not hasattr(seed, "__index__") or not -(2**63) <= index(seed) < 2**64:
+        raise ValueError(f"seed={seed!r} must be an integer of at most 64 bits")
+    return index(seed)
 
 
 def check_sampling_options(kwargs: dict[str, Any]) -> None:
@@ -102,6 +267,7 @@ def check_sampling_options(kwargs: dict[str, Any]) -> None:
     temperature = kwargs.get("temperature")
     if temperature is None:
         return
+    _checked("temperature", temperature)
     if not 0 <= temperature < float("inf"):
         raise ValueError(f"temperature={temperature} must be a finite number of at least 0; 0 means greedy")
     if temperature == 0:
@@ -113,28 +279,41 @@ def check_sampling_options(kwargs: dict[str, Any]) -> None:
         kwargs.setdefault("do_sample", True)
 
 
-def law_of(config: GenerationConfig, processors: LogitsProcessorList) -> TokenLaw:
-    return TokenLaw(processors, greedy=not config.do_sample)
+def law_of(
+    config: GenerationConfig, processors: LogitsProcessorList, padding: Sequence[int] = ()
+) -> TokenLaw:
+    """What transformers makes of a row of logits; ``padding`` stands before the text."""
+    return TokenLaw(processors, greedy=not config.do_sample, padding=padding)
 
 
 def ending_of(
-    config: GenerationConfig, criteria: StoppingCriteriaList, prompt_tokens: int, device: torch.device
+    config: GenerationConfig,
+    criteria: StoppingCriteriaList,
+    prompt_tokens: int,
+    device: torch.device,
+    padding: Sequence[int] = (),
 ) -> Ending:
-    """transformers' stopping criteria, asked after every single token of an accepted block."""
+    """transformers' stopping criteria, asked after every single token of an accepted block.
+
+    Args:
+        prompt_tokens: width of the prompt, padding included, from which ``max_length`` counts.
+        padding: stands before the text where criteria are to see it.
+    """
     eos = getattr(config, "_eos_token_tensor", None)
     stop_tokens = frozenset(eos.flatten().tolist()) if eos is not None else frozenset()
     known = (hf_stop.MaxLengthCriteria, hf_stop.EosTokenCriteria)
     others = StoppingCriteriaList(c for c in criteria if not isinstance(c, known))
-    stop = _asking(others, device) if others else None
+    stop = _asking(others, device, padding) if others else None
     return Ending(config.max_length - prompt_tokens, stop_tokens, stop)
 
 
-def _asking(criteria: StoppingCriteriaList, device: torch.device) -> Stop:
-    held = torch.empty(1, 0, dtype=torch.int64, device=device)
+def _asking(criteria: StoppingCriteriaList, device: torch.device, padding: Sequence[int]) -> Stop:
+    held = torch.tensor([list(padding)], dtype=torch.int64, device=device)
 
     def stop(tokens: list[int]) -> bool:
         nonlocal held
-        fresh = torch.tensor([tokens[held.shape[1] :]], dtype=torch.int64, device=device)
+        new = tokens[held.shape[1] - len(padding) :]
+        fresh = torch.tensor([new], dtype=torch.int64, device=device)
         held = torch.cat([held, fresh], 1)
         return agreed(bool(criteria(held, None).all()))
 
