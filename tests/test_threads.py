@@ -52,11 +52,11 @@ def test_threads_get_the_texts_they_asked_for(case: str) -> None:
                 engines[number].generate(PROMPTS[number], max_new_tokens=NEW, do_sample=False),
                 PROMPTS[number],
             )
-            for _ in range(3)
+            for _ in range(2)
         ]
 
     with ThreadPoolExecutor(3) as pool:
-        assert list(pool.map(write, range(3))) == [[text] * 3 for text in texts]
+        assert list(pool.map(write, range(3))) == [[text] * 2 for text in texts]
     assert is_as_it_was()
     assert is_as_it_was(DRAFT)
 
@@ -155,7 +155,7 @@ def test_an_engine_called_from_its_own_callback_says_so(name: str, what: str) ->
     assert new(engine.generate(PROMPT, max_new_tokens=NEW, do_sample=False)) == EXPECTED[:NEW]
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, torch.OutOfMemoryError])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 @pytest.mark.parametrize("name", CALLBACKS)
 def test_an_error_inside_leaves_the_models_to_other_threads(name: str, error: type[BaseException]) -> None:
     engine = fresh()

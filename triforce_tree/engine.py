@@ -160,7 +160,7 @@ class Engine:
         Args:
             inputs: text, token ids ``[L]`` or ``[B, L]`` (tensor, array, list; rows of a list may differ in
                 length), a list of texts, or what a tokenizer returns. Rows of a batch run together where the
-                cycle is captured, one by one elsewhere; each is continued as if it were alone.
+                cycle is captured, one by one elsewhere.
             input_ids: token ids by transformers' own keyword, instead.
             attention_mask: of the ids' shape; tokens under 0 are padding, on whichever side, and left out.
             generation_config, logits_processor, stopping_criteria, prefix_allowed_tokens_fn, stop_strings,
@@ -180,38 +180,35 @@ class Engine:
             logits_processor, stopping_criteria, stop_strings, kwargs,
         )  # fmt: skip
         seed = checked_seed(seed)
-        ids, rows = request.prompts.ids, request.prompts.rows
-        if streamer is not None and len(rows) > 1:
-            raise ValueError(f"a streamer follows one sequence, but the batch has {len(rows)}")
+        ids, count = request.prompts.ids, len(request.prompts.ids)
+        if streamer is not None and count > 1:
+            raise ValueError(f"a streamer follows one sequence, but the batch has {count}")
+        padded = request.prompts.left_padded()
 
-        def continued(first: int, count: int, seed: int | None) -> GenerateOutput:
+        def continued(part: slice, seed: int | None) -> GenerateOutput:
             target: Any = self.hierarchy.target.model  # transformers mixes generate() in by hand
-            chosen = rows[first : first + count]
-            width = max(map(len, chosen))
             allowed = prefix_allowed_tokens_fn
             out: GenerateOutput = target.generate(
-                torch.tensor([[0] * (width - len(r)) + r for r in chosen], device=target.device),
-                attention_mask=torch.tensor(
-                    [[0] * (width - len(r)) + [1] * len(r) for r in chosen], device=target.device
-                ),
+                padded.ids[part].to(target.device),
+                attention_mask=padded.mask[part].to(target.device),
                 generation_config=request.config,
                 logits_processor=request.processors,
                 stopping_criteria=request.criteria,
-                prefix_allowed_tokens_fn=None if allowed is None else lambda _, sent: allowed(first, sent),
+                prefix_allowed_tokens_fn=allowed and (lambda _, sent: allowed(part.start, sent)),
                 custom_generate=self.runner(streamer, progress, seed, pinned),
                 **request.options,
             )
-            new = out.sequences[:, width:].to(ids.device)
-            out.sequences = cast(torch.LongTensor, torch.cat([ids[first : first + count], new], 1))
+            new = out.sequences[:, ids.shape[1] :].to(ids.device)
+            out.sequences = cast(torch.LongTensor, torch.cat([ids[part], new], 1))
             return out
 
         try:
-            return continued(0, len(rows), seed)
+            return continued(slice(0, count), seed)
         except _OneByOneError:
             # The first row draws as it would alone.
             outputs = [
-                continued(n, 1, derived(seed, Stream.ROW, n) if n and seed is not None else seed)
-                for n in range(len(rows))
+                continued(slice(n, n + 1), derived(seed, Stream.ROW, n) if n and seed is not None else seed)
+                for n in range(count)
             ]
             return joined(outputs, ids, request.pad_token)
 

@@ -24,11 +24,16 @@ class Prompts:
 
     Attributes:
         ids: int64 ``[B, W]``, padding included, which the output begins with.
-        rows: the tokens of each row without padding.
+        mask: int64 ``[B, W]``, 0 where a token is padding.
     """
 
     ids: Tensor
-    rows: list[list[int]]
+    mask: Tensor
+
+    def left_padded(self) -> "Prompts":
+        """The same rows with all of their padding on the left."""
+        order = self.mask.argsort(dim=1, stable=True)
+        return Prompts(self.ids.gather(1, order), self.mask.gather(1, order))
 
 
 def prompts_of(
@@ -70,18 +75,22 @@ def prompts_of(
             raise ValueError("a text prompt needs a tokenizer: load(..., tokenizer=...)")
         given = [encoded(tokenizer, text, positions) for text in texts]
     rows = [_whole(row, "token id") for row in _rows(given, "the prompt")]
-    kept = rows if attention_mask is None else _unmasked(rows, attention_mask)
-    check_rows(kept, vocabulary)
+    mask = [[1] * len(row) for row in rows] if attention_mask is None else _mask(rows, attention_mask)
+    check_rows(
+        [[t for t, m in zip(*both, strict=True) if m] for both in zip(rows, mask, strict=True)], vocabulary
+    )
     width = max(map(len, rows))
-    device = given.device if isinstance(given, Tensor) else torch.device("cpu")
+    device = given.device if isinstance(given, Tensor) else None
     ids = torch.tensor([[padding] * (width - len(row)) + row for row in rows], device=device)
-    return Prompts(ids, kept)
+    return Prompts(ids, torch.tensor([[0] * (width - len(row)) + row for row in mask], device=device))
 
 
-def real_rows(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
+def real_rows(ids: Tensor, mask: Tensor | None) -> list[list[int]]:
     """Rows of int64 ``[B, W]`` without what the mask of that shape hides."""
-    rows: list[list[int]] = input_ids.tolist()
-    return rows if attention_mask is None else _unmasked(rows, attention_mask)
+    if mask is None:
+        whole: list[list[int]] = ids.tolist()
+        return whole
+    return [row[seen].tolist() for row, seen in zip(ids, mask != 0, strict=True)]
 
 
 def encoded(tokenizer: PreTrainedTokenizerBase, text: str, positions: int | None = None) -> list[int]:
@@ -180,7 +189,8 @@ def _whole(row: Any, what: str) -> list[int]:
         raise ValueError(f"{what}s must be integers, not {_named(kinds)}; {_FORMS}") from None
 
 
-def _unmasked(rows: list[list[int]], attention_mask: Any) -> list[list[int]]:
+def _mask(rows: list[list[int]], attention_mask: Any) -> list[list[int]]:
+    """1 for a token and 0 for padding, in rows as long as these."""
     mask = [
         row.tolist() if hasattr(row, "tolist") else list(row) for row in _rows(attention_mask, "the mask")
     ]
@@ -193,7 +203,7 @@ def _unmasked(rows: list[list[int]], attention_mask: Any) -> list[list[int]]:
     odd = [m for row in mask for m in row if m not in (0, 1)]
     if odd:
         raise ValueError(f"attention_mask holds {odd[0]!r}; give 1 for a token and 0 for padding")
-    return [[t for t, m in zip(row, own, strict=True) if m] for row, own in zip(rows, mask, strict=True)]
+    return [[int(m) for m in row] for row in mask]
 
 
 def _shape(lengths: list[int]) -> str:

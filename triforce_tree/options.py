@@ -85,11 +85,14 @@ def generation_options(
     kept: dict[str, Any] = {}
     for name, value in options.items():
         if name in known:
-            kept[name] = _checked(name, value)
+            kept[name] = _supported(name, value)
         elif value is not None and not (value is False and name in _SWITCHES):
             near = difflib.get_close_matches(name, known, 1, 0.8)
             hint = f"did you mean {near[0]}?" if near else "leave it out, or use the model's own generate()"
             raise ValueError(f"{name} is no option that triforce_tree supports; {hint}")
+    if config is not None:
+        for name, value in config.to_diff_dict().items():
+            _supported(name, value)
     check_sampling_options(kept)
     return config, kept
 
@@ -106,6 +109,20 @@ def _checked(name: str, value: Any) -> Any:
     return value
 
 
+def _supported(name: str, value: Any) -> Any:
+    """The value of an option of GenerationConfig that is carried out, or that asks for nothing."""
+    if name == "use_cache" and value is False:
+        raise ValueError("use_cache=False is not supported by triforce_tree: caches are its business")
+    if name in HONOURED or name.startswith("_"):
+        return _checked(name, value)
+    if value not in (None, False, _NEUTRAL.get(name)):
+        raise ValueError(
+            f"generation option {name}={value!r} is not supported by triforce_tree; leave it out, or use the "
+            "model's own generate()"
+        )
+    return value
+
+
 def refuse_unsupported(config: GenerationConfig, processors: LogitsProcessorList) -> None:
     """Raise for every option that would otherwise be ignored.
 
@@ -113,16 +130,7 @@ def refuse_unsupported(config: GenerationConfig, processors: LogitsProcessorList
         ValueError: naming the option.
     """
     for name, value in config.to_diff_dict().items():
-        if name in HONOURED or name.startswith("_"):
-            _checked(name, value)
-            continue
-        if value not in (None, False, _NEUTRAL.get(name)):
-            raise ValueError(
-                f"generation option {name}={value!r} is not supported by triforce_tree; leave it out, "
-                "or use the model's own generate()"
-            )
-    if config.use_cache is False:
-        raise ValueError("use_cache=False is not supported by triforce_tree: caches are its business")
+        _supported(name, value)
     for processor in processors:
         if any(name in type(processor).__name__ for name in _REFUSED_PROCESSORS):
             raise ValueError(
@@ -299,12 +307,14 @@ def ending_of(
         prompt_tokens: width of the prompt, padding included, from which ``max_length`` counts.
         padding: stands before the text where criteria are to see it.
     """
-    eos = getattr(config, "_eos_token_tensor", None)
-    stop_tokens = frozenset(eos.flatten().tolist()) if eos is not None else frozenset()
+    # One that the user gives stands in the place of transformers' own.
+    lengths = [c.max_length for c in criteria if type(c) is hf_stop.MaxLengthCriteria]
+    ends = [c.eos_token_id for c in criteria if type(c) is hf_stop.EosTokenCriteria]
+    stop_tokens = frozenset(token for tensor in ends for token in tensor.flatten().tolist())
     known = (hf_stop.MaxLengthCriteria, hf_stop.EosTokenCriteria)
-    others = StoppingCriteriaList(c for c in criteria if not isinstance(c, known))
+    others = StoppingCriteriaList(c for c in criteria if type(c) not in known)
     stop = _asking(others, device, padding) if others else None
-    return Ending(config.max_length - prompt_tokens, stop_tokens, stop)
+    return Ending(min([*lengths] or [config.max_length]) - prompt_tokens, stop_tokens, stop)
 
 
 def _asking(criteria: StoppingCriteriaList, device: torch.device, padding: Sequence[int]) -> Stop:

@@ -1,8 +1,8 @@
 """One call of ``generate``, read and checked: before transformers has prepared it, and after."""
 
 import copy
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -73,7 +73,7 @@ class Request:
         limits = target.vocab_size, target.max_positions
         prompts = prompts_of(inputs, input_ids, attention_mask, tokenizer, *limits, padding)
         if not isinstance(inputs if input_ids is None else input_ids, Tensor):
-            prompts = replace(prompts, ids=prompts.ids.to(target.device))
+            prompts = Prompts(prompts.ids.to(target.device), prompts.mask)
         criteria = StoppingCriteriaList(as_list("stopping_criteria", stopping_criteria))
         strings = checked_stop_strings(
             stop_strings or own_options.pop("stop_strings", None) or own.get("stop_strings")
@@ -130,13 +130,13 @@ class Job:
         prompts = real_rows(input_ids, mask)
         check_rows(prompts, vocabulary)
         width = input_ids.shape[1]
-        # Processors and criteria of a single row count from its padded width. Rows of a batch have neither:
-        # with them they are decoded one by one, unpadded.
-        padding: Sequence[int] = []
-        if len(prompts) == 1 and mask is not None:
-            padding = input_ids[0][mask[0] == 0].tolist()
-        law = law_of(config, processors, padding)
-        endings = [ending_of(config, criteria, width, input_ids.device, padding) for _ in prompts]
+        # Processors and criteria count from the padded width, and see the padding, as in transformers.
+        padding: list[list[int]] = [[] for _ in prompts]
+        if mask is not None:
+            padding = [row[hidden].tolist() for row, hidden in zip(input_ids, mask == 0, strict=True)]
+        # Where processors look at the text, rows of a batch come here one by one.
+        law = law_of(config, processors, padding[0])
+        endings = [ending_of(config, criteria, width, input_ids.device, own) for own in padding]
         return cls(input_ids, prompts, law, endings, config)
 
     @property
