@@ -58,6 +58,20 @@ def test_right_padding_is_left_out_and_stays_where_it_is(engine: Engine, caplog)
     assert not caplog.records, "transformers' warning of wrong results would be wrong itself"
 
 
+def test_padding_without_a_mask_is_told_as_transformers_does(engine: Engine) -> None:
+    ids = PADDED["left"][0]
+    for pad, end in ((0, None), (0, 63), (0, 0), (None, None)):
+        options = {"pad_token_id": pad, "eos_token_id": end, "max_new_tokens": 6, "do_sample": False}
+        expected = TARGET.generate(ids, **options)
+        assert engine.generate(ids, **options).sequences.tolist() == expected.tolist()
+        assert engine.generate(ids.numpy(), **options).sequences.tolist() == expected.tolist()
+    # A list needs no padding, so all of it is text.
+    rows = ids.tolist()
+    out = engine.generate(rows, pad_token_id=0, max_new_tokens=6, do_sample=False)
+    assert out.sequences[0, WIDTH:].tolist() == EXPECTED[:6]
+    assert out.sequences[1, WIDTH:].tolist() == alone(rows[1], 6)
+
+
 @pytest.mark.parametrize("side", PADDED)
 def test_a_single_padded_row_keeps_its_width(engine: Engine, side: str) -> None:
     ids, mask = (whole[1:] for whole in PADDED[side])

@@ -44,6 +44,7 @@ def prompts_of(
     vocabulary: int,
     positions: int | None,
     padding: int,
+    inferred: int | None = None,
 ) -> Prompts:
     """Read a prompt, or several, in any of the forms that transformers users have them in.
 
@@ -56,6 +57,7 @@ def prompts_of(
         vocabulary: how many ids there are.
         positions: most tokens that the model takes; None for any number.
         padding: fills rows of different lengths, on the left.
+        inferred: a token that is padding in tensors ``[B, L]`` without a mask, as transformers has it.
 
     Raises:
         ValueError: anything else; an empty row; an id outside the vocabulary; a text that is too long.
@@ -75,7 +77,12 @@ def prompts_of(
             raise ValueError("a text prompt needs a tokenizer: load(..., tokenizer=...)")
         given = [encoded(tokenizer, text, positions) for text in texts]
     rows = [_whole(row, "token id") for row in _rows(given, "the prompt")]
-    mask = [[1] * len(row) for row in rows] if attention_mask is None else _mask(rows, attention_mask)
+    if attention_mask is None and getattr(given, "ndim", 0) == 2:
+        mask = [[int(token != inferred) for token in row] for row in rows]
+    elif attention_mask is None:
+        mask = [[1] * len(row) for row in rows]
+    else:
+        mask = _mask(rows, attention_mask)
     check_rows(
         [[t for t, m in zip(*both, strict=True) if m] for both in zip(rows, mask, strict=True)], vocabulary
     )

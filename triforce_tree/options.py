@@ -253,6 +253,18 @@ def pad_token(*sources: Mapping[str, Any]) -> int:
     return 0
 
 
+def inferred_padding(*sources: Mapping[str, Any]) -> int | None:
+    """The id that transformers takes for padding where there is no mask: a pad token that ends no text."""
+    found = {
+        name: next((v for s in sources if (v := s.get(name)) is not None), None)
+        for name in ("pad_token_id", "eos_token_id")
+    }
+    pad, ends = found["pad_token_id"], found["eos_token_id"]
+    if pad is None or (ends is not None and int(pad) in torch.as_tensor(ends).flatten().tolist()):
+        return None
+    return int(pad)
+
+
 def checked_seed(seed: Any) -> int | None:
     """A seed that torch's generators take, or None.
 

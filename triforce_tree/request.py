@@ -22,6 +22,7 @@ from triforce_tree.options import (
     checked_stop_strings,
     ending_of,
     generation_options,
+    inferred_padding,
     law_of,
     pad_token,
     refuse_model_inputs,
@@ -69,9 +70,10 @@ class Request:
         """
         config, own_options = generation_options(options, generation_config)
         own = vars(config) if config is not None else {}
-        padding = pad_token(own_options, own, vars(target.model.generation_config))
+        sources = own_options, own, vars(target.model.generation_config)
+        padding, inferred = pad_token(*sources), inferred_padding(*sources)
         limits = target.vocab_size, target.max_positions
-        prompts = prompts_of(inputs, input_ids, attention_mask, tokenizer, *limits, padding)
+        prompts = prompts_of(inputs, input_ids, attention_mask, tokenizer, *limits, padding, inferred)
         if not isinstance(inputs if input_ids is None else input_ids, Tensor):
             prompts = Prompts(prompts.ids.to(target.device), prompts.mask)
         criteria = StoppingCriteriaList(as_list("stopping_criteria", stopping_criteria))
