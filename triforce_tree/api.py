@@ -21,8 +21,8 @@ from triforce_tree import parallel, profiles
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.engine import Engine
 from triforce_tree.inputs import Inputs
+from triforce_tree.keywords import checked_seed, checked_stop_strings, refuse_dropped
 from triforce_tree.loading import PAIR, load_model, load_target, load_tokenizer
-from triforce_tree.options import checked_seed, checked_stop_strings, refuse_dropped
 from triforce_tree.output import GenerateOutput
 
 Model = PreTrainedModel | str | Path

@@ -27,9 +27,9 @@ from triforce_tree.decoder import Decoder
 from triforce_tree.hf_model import HFModel
 from triforce_tree.hierarchy import Hierarchy
 from triforce_tree.inputs import Ids, Inputs
+from triforce_tree.keywords import checked_seed
 from triforce_tree.level import Progress
 from triforce_tree.memory_plan import MemoryPlan
-from triforce_tree.options import checked_seed
 from triforce_tree.output import GenerateOutput, appended, by_row, joined
 from triforce_tree.profiles import Entry, Profile
 from triforce_tree.request import Job, Request

@@ -108,7 +108,7 @@ def encoded(tokenizer: PreTrainedTokenizerBase, text: str, positions: int | None
             seconds for each megabyte.
     """
     if positions is not None and len(text) > _MANY_CHARACTERS * positions:
-        start: Any = tokenizer(text[: _MANY_CHARACTERS * positions // 2], verbose=False)["input_ids"]
+        start: Any = tokenizer(text[: 3 * _MANY_CHARACTERS * positions // 8], verbose=False)["input_ids"]
         if len(start) > positions:
             raise ValueError(
                 f"the prompt of {len(text):,} characters has more than {len(start):,} tokens, and the model "

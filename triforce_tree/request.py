@@ -17,17 +17,14 @@ from transformers import (
 from triforce_tree.decoder import Ending
 from triforce_tree.hf_model import HFModel
 from triforce_tree.inputs import Ids, Inputs, Prompts, check_rows, prompts_of, real_rows
-from triforce_tree.options import (
+from triforce_tree.keywords import (
     as_list,
     checked_stop_strings,
-    ending_of,
     generation_options,
     inferred_padding,
-    law_of,
     pad_token,
-    refuse_model_inputs,
-    refuse_unsupported,
 )
+from triforce_tree.options import ending_of, law_of, refuse_model_inputs, refuse_unsupported
 from triforce_tree.sampling import TokenLaw
 
 
