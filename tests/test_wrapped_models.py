@@ -117,14 +117,14 @@ def test_a_copy_shares_tensors_and_nothing_else() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"captured": True}], ids=["step by step", "captured"])
 def test_modes_of_torch_around_a_call(options: dict) -> None:
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.inference_mode():
         engine = small(TARGET, DRAFT, **options)
         assert text(engine) == EXPECTED[:NEW]
-        assert torch.is_autocast_enabled("cpu")
-    with torch.inference_mode():
-        assert text(engine) == EXPECTED[:NEW]
-    # Buffers of the last call serve the next one, which writes to them.
+    # Buffers of the first call serve the next one, which writes to them.
     assert text(engine) == EXPECTED[:NEW]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert text(small(TARGET, DRAFT, **options)) == EXPECTED[:NEW]
+        assert torch.is_autocast_enabled("cpu")
     with torch.enable_grad():
         out = engine.generate(PROMPT, max_new_tokens=NEW, do_sample=False)
         assert torch.is_grad_enabled()
