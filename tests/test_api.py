@@ -3,7 +3,7 @@
 import pytest
 import torch
 from api_cases import EXPECTED, PROMPT, SMALL, TARGET, Collect, characters, new, small_engine, text_of
-from families import greedy, perturbed, prompt_of
+from families import perturbed, prompt_of
 from transformers import TextStreamer
 from transformers.generation import GenerateDecoderOnlyOutput
 
@@ -39,7 +39,7 @@ def test_the_output_has_transformers_shape_and_the_levels(engine: Engine) -> Non
     assert out.decode_seconds > 0
     assert [level.name for level in out.levels] == ["draft", "retrieval", "target"]
     target = out.levels[-1]
-    assert 20 <= target.emitted <= target.forwards * (SMALL["gamma"] + 4)
+    assert target.emitted == 20 <= target.forwards * (SMALL["gamma"] + 4)
     assert 0 < target.acceptance_rate <= 1
 
 
@@ -57,29 +57,6 @@ def test_a_streamer_sees_the_prompt_and_every_token_once(engine: Engine, capsys)
         streamer=TextStreamer(characters(), skip_prompt=True),
     )
     assert capsys.readouterr().out.strip() == text_of(EXPECTED[:5]).strip()
-
-
-def test_padding_is_left_out_and_batches_run_row_by_row(engine: Engine) -> None:
-    other = prompt_of(30)
-    width = len(PROMPT)
-    ids = torch.tensor([PROMPT, [0] * (width - 30) + other])
-    mask = torch.tensor([[1] * width, [0] * (width - 30) + [1] * 30])
-    stop = EXPECTED[4]
-    out = engine.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False, eos_token_id=stop)
-    first = [*PROMPT, *EXPECTED[: EXPECTED.index(stop) + 1]]
-    second = [*other, *greedy(TARGET, other, 12, eos_token_id=stop, pad_token_id=0)]
-    if stop in second[30:]:
-        second = second[: 30 + second[30:].index(stop) + 1]
-    longest = max(len(first), len(second))
-    assert out.sequences.shape == (2, longest)
-    for row, tokens in zip(out.sequences.tolist(), (first, second), strict=True):
-        assert row[: len(tokens)] == tokens
-    assert out.new_tokens == len(first) + len(second) - width - 30
-
-
-def test_rows_of_a_sampled_batch_draw_apart(engine: Engine) -> None:
-    out = engine.generate(torch.tensor([PROMPT] * 2), max_new_tokens=20, temperature=2.0, seed=1)
-    assert out.sequences[0].tolist() != out.sequences[1].tolist()
 
 
 def test_a_streamer_follows_one_row(engine: Engine) -> None:

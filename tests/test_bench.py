@@ -11,7 +11,7 @@ import torch
 from triforce_tree import Engine
 from triforce_tree.bench import needle, overlap, results, speed, text
 from triforce_tree.bench.baselines import METHODS, Job
-from triforce_tree.bench.compare import Comparison, summary
+from triforce_tree.bench.compare import Comparison, compared, summary
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.sampling import Random, TokenLaw
 
@@ -198,8 +198,19 @@ def test_comparison_says_where_texts_part(engine: Engine, ids: list[int]) -> Non
     assert "identical" in same.verdict()
     b.sequences = b.sequences.clone()
     b.sequences[0, 63] += 1
-    assert Comparison(a, b, greedy=True).first_difference == 3
-    assert "from new token 3 on" in Comparison(a, b, greedy=True).verdict()
+    parted = compared(engine, ids[:60], a, b, greedy=True)
+    assert parted.first_difference == 3
+    assert parted.failed
+    assert parted.parting is not None
+    assert parted.parting.gap > 100 * parted.parting.noise > 0
+    assert "texts part at token 3: FAILED, 32 bits leave no room for a tie (gap " in parted.verdict()
+    told = summary(a, parted)
+    assert (told["identical"], told["first_difference"], told["tie"], told["failed"]) == (
+        False,
+        3,
+        False,
+        True,
+    )
     assert Comparison(a, b, greedy=False).identical is None
     assert summary(a, same)["prompt_tokens"] == 60
 

@@ -75,6 +75,13 @@ def test_criteria_are_asked_after_every_single_token(make: MakeDrafter, length: 
     assert reason == "stop"
 
 
+def test_only_tokens_of_the_text_count_as_emitted() -> None:
+    decoder = CASE.decoder(DRAFTERS["hierarchy"], Random(0))
+    new = [t for block in decoder.decode(decoder.prefill(CASE.prompt), Ending(4)) for t in block]
+    target = decoder.levels[-1]
+    assert (len(new), target.emitted, target.accepted) == (4, 4, 10)
+
+
 def test_blocks_come_as_they_are_settled() -> None:
     assert [len(block) for block in blocks(PERFECT, Ending(12))[0]] == [5, 5, 2]
     assert [len(block) for block in blocks(autoregressive(), Ending(3))[0]] == [1, 1, 1]

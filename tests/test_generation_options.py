@@ -7,8 +7,10 @@ import torch
 from api_cases import EXPECTED, PROMPT, TARGET, new, ours, small_engine, text_of
 from families import greedy
 from transformers import (
+    EosTokenCriteria,
     GenerationConfig,
     LogitsProcessorList,
+    MaxLengthCriteria,
     StoppingCriteria,
     StoppingCriteriaList,
     SuppressTokensLogitsProcessor,
@@ -32,6 +34,17 @@ def test_end_tokens(engine: Engine) -> None:
     least = len(cut) + 2
     kwargs = {"eos_token_id": stop, "min_new_tokens": least}
     assert ours(engine, max_new_tokens=40, do_sample=False, **kwargs) == greedy(TARGET, PROMPT, 40, **kwargs)
+
+
+def test_a_users_own_length_and_end_criteria_stand_in_the_place_of_transformers(engine: Engine) -> None:
+    stop = EXPECTED[11]
+    own = StoppingCriteriaList([EosTokenCriteria(stop), MaxLengthCriteria(len(PROMPT) + 30)])
+    options = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": EXPECTED[0]}
+    out = engine.generate(PROMPT, stopping_criteria=own, **options)
+    expected = TARGET.generate(torch.tensor([PROMPT]), stopping_criteria=own, **options)
+    assert out.sequences.tolist() == expected.tolist()
+    assert new(out) == EXPECTED[: EXPECTED.index(stop) + 1]
+    assert out.finish_reason == "eos"
 
 
 def test_stop_strings_cut_at_the_token_that_completes_them(engine: Engine) -> None:

@@ -257,7 +257,13 @@ def test_the_map_is_what_a_cycle_takes() -> None:
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("24GiB", 24 << 30), ("1.5 GiB", 3 << 29), ("24GB", 24 * 10**9), ("16g", 16 * 10**9), (4096, 4096)],
+    [
+        ("24GiB", 24 << 30),
+        ("1.5 GiB", 3 << 29),
+        ("24GB", 24 * 10**9),
+        ("16g", 16 * 10**9),
+        (1 << 20, 1 << 20),
+    ],
 )
 def test_sizes_of_memory(text: str | int, size: int) -> None:
     assert bytes_of(text) == size
@@ -268,6 +274,12 @@ def test_sizes_of_memory(text: str | int, size: int) -> None:
 @pytest.mark.parametrize("text", ["", "much", "0", "-1GiB", True, "24XB"])
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(ValueError, match=r"gpu_memory=.* is no size of memory; write it like 24GiB"):
+        HierarchyConfig(gpu_memory=text)
+
+
+@pytest.mark.parametrize("text", ["24", 24, "1000KiB"])
+def test_a_size_without_its_unit(text: str | int) -> None:
+    with pytest.raises(ValueError, match=r"gpu_memory=.* bytes, less than 1 MiB; write \d+GiB"):
         HierarchyConfig(gpu_memory=text)
 
 

@@ -1,29 +1,39 @@
 """``load``, ``generate`` and the hook for transformers' own ``generate``."""
 
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList, StopStringCriteria
+from transformers import (
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 from transformers.generation.streamers import BaseStreamer
 
 from triforce_tree import parallel, profiles
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.engine import Engine
 from triforce_tree.inputs import Inputs
+from triforce_tree.keywords import checked_seed, checked_stop_strings, refuse_dropped
 from triforce_tree.loading import PAIR, load_model, load_target, load_tokenizer
 from triforce_tree.output import GenerateOutput
 
 Model = PreTrainedModel | str | Path
+Tokenizer = PreTrainedTokenizerBase | str | Path
 
 
 def load(
     target: Model | None = None,
     draft: Model | None = None,
     *,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: Tokenizer | None = None,
     device: str | torch.device | None = None,
     dtype: torch.dtype | str | None = None,
     profile: profiles.Source = None,
@@ -36,12 +46,13 @@ def load(
     the heads and neurons, and all of them must call the engine alike. They get the same output.
 
     Args:
-        target: a transformers model, a hub id or a folder; by default the embedded pair's target. A model is
-            left as it is, but for ``offload_weights=True``, which takes it over: its layers' weights move to
-            page-locked host memory, all else to ``device``; and but for torchrun, where it is cut in place.
+        target: a transformers model (a compiled one runs uncompiled), a hub id or a folder; by default the
+            embedded pair's target. A model is left as it is, but for ``offload_weights=True``, which takes it
+            over: its layers' weights move to page-locked host memory, all else to ``device``; and but for
+            torchrun, where it is cut in place.
         draft: likewise; by default the embedded draft for the embedded target, and prompt lookup for
             any other.
-        tokenizer: by default the one beside the target.
+        tokenizer: an object, a hub id or a folder; by default the one beside the target.
         device: for models named by id or folder; by default CUDA where there is one.
         dtype: likewise; by default the checkpoint's own on CUDA and float32 on the CPU.
         profile: a file that ``triforce-tree tune`` wrote, or False for none; by default the one for this
@@ -60,8 +71,10 @@ def load(
     config = HierarchyConfig.from_options(**options)
     if target is None:
         target, draft = PAIR / "target", PAIR / "draft" if draft is None else draft
+    target, draft = _plain("target", target), None if draft is None else _plain("draft", draft)
     if tokenizer is None and not isinstance(target, PreTrainedModel):
         tokenizer = load_tokenizer(target)
+    tokenizer = _tokenizer(tokenizer)
     if isinstance(target, PreTrainedModel) and config.streams is not True:
         # It stays where it is.
         device = target.device
@@ -75,10 +88,58 @@ def load(
     return Engine(loaded, drafter, tokenizer, config, measured, options, streamed)
 
 
+def _plain(name: str, source: Any) -> Model:
+    """A model without its wrapper; PEFT and torch are asked by name, as neither need be imported.
+
+    Raises:
+        ValueError: no model, or one whose adapters are not part of its weights.
+    """
+    kinds = {kind.__name__ for kind in type(source).__mro__}
+    if "OptimizedModule" in kinds:
+        return _plain(name, source._orig_mod)
+    if "PeftModel" in kinds:
+        raise ValueError(
+            f"the {name} is a {type(source).__name__} of peft; merge its adapter first: "
+            f"{name} = {name}.merge_and_unload()"
+        )
+    if not isinstance(source, (PreTrainedModel, str, Path)):
+        raise ValueError(
+            f"the {name} is of type {type(source).__name__}; give a transformers model, a hub id or a folder"
+        )
+    return source
+
+
+def _tokenizer(source: Any) -> PreTrainedTokenizerBase | None:
+    """A tokenizer object, loaded where it is named.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if isinstance(source, (str, Path)):
+        try:
+            source = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        except (OSError, ValueError) as error:
+            first = str(error).strip().splitlines()[0]
+            raise ValueError(
+                f"tokenizer={str(source)!r} cannot be loaded ({first}); give a folder that holds one, a hub "
+                "id, or a tokenizer object"
+            ) from error
+    if source is not None and not (callable(source) and hasattr(source, "decode")):
+        raise ValueError(
+            f"the tokenizer is of type {type(source).__name__}; give transformers' own, a hub id or a folder"
+        )
+    tokenizer: PreTrainedTokenizerBase | None = source
+    return tokenizer
+
+
 def generate(
-    inputs: Inputs, target: Model | None = None, draft: Model | None = None, **kwargs: Any
+    inputs: Inputs | None = None, target: Model | None = None, draft: Model | None = None, **kwargs: Any
 ) -> GenerateOutput:
-    """``load`` and ``generate`` in one call; keywords go to whichever of the two knows them."""
+    """``load`` and ``generate`` in one call; keywords go to whichever of the two knows them.
+
+    Raises:
+        ValueError, OSError: as these two do.
+    """
     names = {"tokenizer", "device", "dtype", "profile", *HierarchyConfig().as_options()}
     loading = {k: kwargs.pop(k) for k in list(kwargs) if k in names}
     return load(target, draft, **loading).generate(inputs, **kwargs)
@@ -87,7 +148,7 @@ def generate(
 def custom_generate(
     draft: Model | None = None,
     *,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: Tokenizer | None = None,
     streamer: BaseStreamer | None = None,
     stop_strings: str | list[str] | None = None,
     seed: int | None = None,
@@ -98,8 +159,21 @@ def custom_generate(
 
     ``streamer``, ``tokenizer`` and ``stop_strings`` are given here, because transformers does not pass
     them on to a callable. ``profile`` and ``options`` are those of :func:`load`.
+
+    Raises:
+        ValueError: an option, a tokenizer or a draft that cannot serve.
     """
     engines: dict[int, Engine] = {}
+    making = threading.Lock()
+    config = HierarchyConfig.from_options(**options)
+    source = None if draft is None else _plain("draft", draft)
+    own_tokenizer, strings, own_seed = (
+        _tokenizer(tokenizer),
+        checked_stop_strings(stop_strings),
+        checked_seed(seed),
+    )
+    if strings and own_tokenizer is None:
+        raise ValueError("stop_strings needs custom_generate(..., tokenizer=...)")
 
     def run(model: PreTrainedModel, input_ids: Tensor, **kwargs: Any) -> Any:
         if input_ids.shape[0] != 1:
@@ -107,18 +181,17 @@ def custom_generate(
                 f"custom_generate serves one sequence, got {input_ids.shape[0]} rows (num_beams and "
                 "num_return_sequences expand them); use triforce_tree.load(model).generate for batches"
             )
-        if id(model) not in engines:
-            drafter = None if draft is None else load_model(draft, model.device, model.dtype)
-            config = HierarchyConfig.from_options(**options)
-            measured = profiles.find(profile, model, drafter)
-            engines[id(model)] = Engine(model, drafter, tokenizer, config, measured, options)
+        refuse_dropped(sys._getframe(1))
+        with making:
+            if id(model) not in engines:
+                drafter = None if source is None else load_model(source, model.device, model.dtype)
+                measured = profiles.find(profile, model, drafter)
+                engines[id(model)] = Engine(model, drafter, own_tokenizer, config, measured, options)
         engine = engines[id(model)]
         criteria = kwargs.pop("stopping_criteria")
-        if stop_strings:
-            if tokenizer is None:
-                raise ValueError("stop_strings needs custom_generate(..., tokenizer=...)")
-            criteria = StoppingCriteriaList([*criteria, StopStringCriteria(tokenizer, stop_strings)])
-        out = engine.runner(streamer, None, seed)(model, input_ids, stopping_criteria=criteria, **kwargs)
+        if strings and own_tokenizer is not None:
+            criteria = StoppingCriteriaList([*criteria, StopStringCriteria(own_tokenizer, strings)])
+        out = engine.runner(streamer, None, own_seed)(model, input_ids, stopping_criteria=criteria, **kwargs)
         wanted = kwargs["generation_config"].return_dict_in_generate
         return out if wanted else out.sequences
 

@@ -20,12 +20,12 @@ from triforce_tree.engine import Engine
 from triforce_tree.level import Level
 from triforce_tree.load_guard import relative_error
 from triforce_tree.sampling import TokenLaw
+from triforce_tree.ties import NOISE_ROWS, as_ids, common, forward_noise, last_logits
 from triforce_tree.token_tree import Context, TokenTree, chain
 
 # A right implementation falls below it once in ten thousand runs; a wrong residual lies far below.
 SIGNIFICANCE = 1e-4
 LEAST_EXPECTED = 5.0  # of a bin, the usual rule for chi-square
-NOISE_ROWS = 16
 MOST_FAILURES = 3  # enough to know
 # A share of the logits' size: rounding in all layers of a model stays below, a wrong forward is far above.
 ROUNDING = {torch.float32: 5e-3, torch.float64: 5e-3}
@@ -55,8 +55,8 @@ class Greedy:
     """One prompt decoded both ways.
 
     ``ties``: places where the texts parted and the target's two best logits lay closer together than
-    ``noise``, the measured difference between a forward of many rows and one of a single row. After each
-    the comparison went on from the target's own text. ``failures``: places with no such excuse.
+    ``noise`` (:func:`triforce_tree.ties.forward_noise`). After each the comparison went on from the target's
+    own text. ``failures``: places with no such excuse.
     """
 
     prompt_tokens: int
@@ -95,7 +95,7 @@ def forward(engine: Engine, prompt: Sequence[int]) -> Forward:
     """
     model, hierarchy = engine.hierarchy.target.model, engine.hierarchy
     rows = min(NOISE_ROWS, len(prompt))
-    own = _last_logits(model, prompt, rows)
+    own = _tail_logits(model, prompt, rows)
     start = len(prompt) - rows + 1
     with hierarchy.active():
         decoder = hierarchy.decoder(TokenLaw(greedy=True), 0, len(prompt), 1, frozenset())
@@ -116,7 +116,7 @@ def greedy(
     """Compare with transformers' own greedy decoding of the same model."""
     model = engine.hierarchy.target.model
     expected = _own_decoding(model, prompt, new_tokens, stop)
-    noise = _noise(engine, [*prompt, *expected])
+    noise = forward_noise(engine, [*prompt, *expected])
     runner = engine.with_options(levels=levels)
     at = ties = failures = 0
     widest = 0.0
@@ -126,11 +126,11 @@ def greedy(
             so_far, do_sample=False, max_new_tokens=len(expected) - at, stopping_criteria=stop, seed=0
         )
         ours = out.sequences[0, len(so_far) :].tolist()
-        same = _common(ours, expected[at:])
+        same = common(ours, expected[at:])
         at += same
         if at == len(expected) or same == len(ours):
             break
-        logits = _last_logits(model, [*prompt, *expected[:at]])[0]
+        logits = last_logits(model, [*prompt, *expected[:at]])
         gap = float(logits.max() - logits[ours[same]])
         widest = max(widest, gap)
         if gap < noise:
@@ -200,7 +200,7 @@ def uncertain_contexts(engine: Engine, tokens: Sequence[int], count: int) -> lis
     model = engine.hierarchy.target.model
     places = min(PLACES, max(count, len(tokens) // 2))
     with torch.no_grad():
-        logits = model(_ids(model, tokens), logits_to_keep=places).logits[0].float()
+        logits = model(as_ids(model, tokens), logits_to_keep=places).logits[0].float()
     laws = logits.softmax(-1)
     entropy = -(laws * laws.clamp_min(1e-30).log()).sum(-1)
     first = len(tokens) - len(entropy)
@@ -241,7 +241,7 @@ def as_dicts(results: Sequence[Forward | Greedy | Law]) -> list[dict[str, Any]]:
 def _own_decoding(
     model: Any, prompt: Sequence[int], new_tokens: int, stop: StoppingCriteriaList | None
 ) -> list[int]:
-    ids = torch.tensor([list(prompt)], device=model.device)
+    ids = as_ids(model, prompt)
     out = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
@@ -253,40 +253,12 @@ def _own_decoding(
     return tokens
 
 
-def _noise(engine: Engine, tokens: Sequence[int]) -> float:
-    """Largest difference of a logit between a forward of many rows and the model's own of one row each."""
-    model, hierarchy = engine.hierarchy.target.model, engine.hierarchy
-    rows = min(NOISE_ROWS, len(tokens) - 1)
-    start = len(tokens) - rows
-    with hierarchy.active():
-        decoder = hierarchy.decoder(TokenLaw(greedy=True), 0, start, rows, frozenset())
-        decoder.verifier.prefill(Context(list(tokens[:start])))
-        here = Context(list(tokens[:start]))
-        many = decoder.verifier.level.forward_tree(here, chain(tokens[start - 1 : -1])).float()
+def _tail_logits(model: Any, tokens: Sequence[int], rows: int) -> Tensor:
+    """fp32 ``[rows, V]`` of the last tokens, by one forward of transformers' over all."""
     with torch.no_grad():
-        cache = model(_ids(model, tokens[: start - 1]), use_cache=True).past_key_values if start > 1 else None
-        worst = 0.0
-        for row, place in enumerate(range(start - 1, len(tokens) - 1)):
-            out = model(_ids(model, tokens[place : place + 1]), past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
-            worst = max(worst, float((out.logits[0, -1].float() - many[row]).abs().max()))
-    return worst
-
-
-def _last_logits(model: Any, tokens: Sequence[int], rows: int = 1) -> Tensor:
-    """fp32 ``[rows, V]``, by one forward."""
-    with torch.no_grad():
-        logits: Tensor = model(_ids(model, tokens), use_cache=False, logits_to_keep=rows).logits
+        logits: Tensor = model(as_ids(model, tokens), use_cache=False, logits_to_keep=rows).logits
     return logits[0, -rows:].float()
-
-
-def _ids(model: Any, tokens: Sequence[int]) -> Tensor:
-    return torch.tensor([list(tokens)], device=model.device)
 
 
 def _law_at(level: Level, context: Context, law: TokenLaw) -> Tensor:
     return law(level.forward_tree(context, TokenTree([context[-1]], [-1])), list)[0]
-
-
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

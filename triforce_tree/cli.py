@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 a check failed or memory ran out, 2 bad input (one line on
 """
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -21,6 +22,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # CPython notes when Ctrl-C meets code in a string, as dataclasses have it, and would then end
         # `python -m` by the signal, not with our code; running another string clears the note.
         exec("")
+        if args.json and os.environ.get("RANK", "0") == "0":
+            print(json.dumps({"interrupted": True}), flush=True)
         return _failed("interrupted", 130)
     except BrokenPipeError:
         # The reader of our stdout has gone; what is left in its buffer must not raise again at exit.

@@ -20,14 +20,19 @@ def bytes_of(size: int | str) -> int:
     """``24GiB``, ``24 GB``, ``24G`` or a plain number, in bytes.
 
     Raises:
-        ValueError: it is no size, or not above 0.
+        ValueError: it is no size, or less than 1 MiB: a number without its unit.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?\s*", str(size), re.IGNORECASE)
     number = 0 if isinstance(size, bool) or found is None else float(found[1])
     if found is None or number <= 0:
-        raise ValueError(f"{size!r} is no size of memory; write it like 24GiB, or in bytes")
+        raise ValueError(f"{size!r} is no size of memory; write it like 24GiB")
     unit = (found[2] or "").upper().replace("I", "i")
-    return int(number * _UNITS[unit])
+    found_bytes = int(number * _UNITS[unit])
+    if found_bytes < 1 << 20:
+        raise ValueError(
+            f"{size!r} is {found_bytes} bytes, less than 1 MiB; write {found[1]}GiB for gibibytes"
+        )
+    return found_bytes
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,9 @@ class TextOut(TextStreamer):
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        sys.stdout.write(text + "\n" * stream_end)
+        # What stdout cannot spell becomes "?", rather than the end of the run.
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+        sys.stdout.write(text.encode(encoding, "replace").decode(encoding) + "\n" * stream_end)
         sys.stdout.flush()
 
 
@@ -219,4 +221,10 @@ def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
 def json_line(result: dict[str, Any]) -> None:
     """One object on one line: always the last line of stdout."""
-    print(json.dumps(result, ensure_ascii=False), flush=True)
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    line = json.dumps(result, ensure_ascii=False)
+    try:
+        line.encode(encoding)
+    except UnicodeEncodeError:
+        line = json.dumps(result)
+    print(line, flush=True)

@@ -80,6 +80,8 @@ class Decoder:
                 if self.finish_reason:
                     break
             emitted += len(new)
+            # What the verifier emitted behind the text's end is no part of it.
+            self.verifier.stats.emitted -= len(verdict.tokens) - len(new)
             if not self.finish_reason:
                 context = Context(tokens)
                 self.verifier.commit(context)

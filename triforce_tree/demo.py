@@ -7,7 +7,7 @@ target alone, in the same process.
 import argparse
 from typing import Any
 
-from triforce_tree.bench.compare import Comparison, summary
+from triforce_tree.bench.compare import compared, summary
 from triforce_tree.bench.text import pydoc_text, token_ids
 from triforce_tree.commands import options
 from triforce_tree.commands.generate import generate
@@ -50,7 +50,9 @@ def run(args: argparse.Namespace) -> int:
         if not interrupt.requested:
             baseline = generate(alone, prompt, interrupt, show=False, **more)
             if not interrupt.requested:
-                comparison = Comparison(out, baseline, greedy)
+                comparison = compared(engine, prompt, out, baseline, greedy)
                 show.print(comparison.verdict())
     json_line(summary(out, comparison))
-    return 130 if interrupt.requested else 0
+    if interrupt.requested:
+        return 130
+    return int(comparison is not None and comparison.failed)

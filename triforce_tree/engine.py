@@ -3,17 +3,18 @@
 import copy
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers import (
     GenerationConfig,
+    LogitsProcessor,
     LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    StoppingCriteria,
     StoppingCriteriaList,
-    StopStringCriteria,
 )
 from transformers.generation.streamers import BaseStreamer
 
@@ -25,19 +26,14 @@ from triforce_tree.cycle.streamed_weights import StreamedWeights
 from triforce_tree.decoder import Decoder
 from triforce_tree.hf_model import HFModel
 from triforce_tree.hierarchy import Hierarchy
-from triforce_tree.inputs import Inputs, token_rows
+from triforce_tree.inputs import Ids, Inputs
+from triforce_tree.keywords import checked_seed
 from triforce_tree.level import Progress
 from triforce_tree.memory_plan import MemoryPlan
-from triforce_tree.options import (
-    check_sampling_options,
-    ending_of,
-    law_of,
-    refuse_model_inputs,
-    refuse_unsupported,
-)
-from triforce_tree.output import GenerateOutput, joined, padded
+from triforce_tree.output import GenerateOutput, appended, by_row, joined
 from triforce_tree.profiles import Entry, Profile
-from triforce_tree.sampling import TokenLaw
+from triforce_tree.request import Job, Request
+from triforce_tree.sampling import Stream, TokenLaw, derived
 
 
 class Engine:
@@ -101,9 +97,10 @@ class Engine:
         Without such weights the next generation takes memory anew; with them the engine is of no use any
         more, and raises RuntimeError.
         """
-        self.hierarchy.release()
-        if self.hierarchy.target.streamed is not None:
-            self.hierarchy.target.streamed.close()
+        with self.hierarchy.generation():
+            self.hierarchy.release()
+            if self.hierarchy.target.streamed is not None:
+                self.hierarchy.target.streamed.close()
 
     def memory_plan(self, prompt_tokens: int, new_tokens: int) -> MemoryPlan | None:
         """Where a generation of one such prompt would keep its rows; None unless they may be offloaded.
@@ -111,9 +108,10 @@ class Engine:
         Raises:
             ValueError: memory is short, or what would have to be offloaded cannot be.
         """
-        self.hierarchy.config = self._config
-        self.hierarchy.settle_memory(TokenLaw(greedy=True), [prompt_tokens], new_tokens, self._given)
-        return self.hierarchy.memory
+        with self.hierarchy.generation():
+            self.hierarchy.config = self._config
+            self.hierarchy.settle_memory(TokenLaw(greedy=True), [prompt_tokens], new_tokens, self._given)
+            return self.hierarchy.memory
 
     def _settle(
         self, law: TokenLaw, temperature: float, prompts: list[list[int]], new_tokens: int
@@ -139,12 +137,14 @@ class Engine:
 
     def generate(
         self,
-        inputs: Inputs,
+        inputs: Inputs | None = None,
         *,
-        attention_mask: Tensor | None = None,
-        generation_config: GenerationConfig | None = None,
-        logits_processor: LogitsProcessorList | None = None,
-        stopping_criteria: StoppingCriteriaList | None = None,
+        input_ids: Ids | None = None,
+        attention_mask: Ids | None = None,
+        generation_config: GenerationConfig | dict[str, Any] | None = None,
+        logits_processor: LogitsProcessorList | LogitsProcessor | list[LogitsProcessor] | None = None,
+        stopping_criteria: StoppingCriteriaList | StoppingCriteria | list[StoppingCriteria] | None = None,
+        prefix_allowed_tokens_fn: Callable[[int, Tensor], list[int]] | None = None,
         stop_strings: str | list[str] | None = None,
         streamer: BaseStreamer | None = None,
         seed: int | None = None,
@@ -154,13 +154,18 @@ class Engine:
     ) -> GenerateOutput:
         """Continue a text, by exactly the target's own law.
 
+        Threads may call engines over the same models at the same time; their generations wait for each
+        other. The models themselves are never changed, so that transformers' own generate may run beside.
+
         Args:
-            inputs: text, token ids, or int64 ``[L]`` / ``[B, L]``; rows of a batch run together where the
+            inputs: text, token ids ``[L]`` or ``[B, L]`` (tensor, array, list; rows of a list may differ in
+                length), a list of texts, or what a tokenizer returns. Rows of a batch run together where the
                 cycle is captured, one by one elsewhere.
-            attention_mask: ``[B, L]``; tokens under 0 are padding and left out.
-            generation_config, logits_processor, stopping_criteria, stop_strings, streamer: as in
-                transformers; ``stop_strings`` needs a tokenizer.
-            seed: of all draws; by default taken from torch's global generator.
+            input_ids: token ids by transformers' own keyword, instead.
+            attention_mask: of the ids' shape; tokens under 0 are padding, on whichever side, and left out.
+            generation_config, logits_processor, stopping_criteria, prefix_allowed_tokens_fn, stop_strings,
+                streamer: as in transformers; ``stop_strings`` needs a tokenizer.
+            seed: of all draws; by default taken from torch's global generator. Each row has draws of its own.
             progress: called after each chunk of the prompt with the number of tokens in it.
             pinned: called with bytes of host memory as an offloaded cache takes them.
             kwargs: options of ``GenerationConfig``: max_new_tokens, temperature, top_k, top_p,
@@ -168,46 +173,44 @@ class Engine:
 
         Raises:
             ValueError: an empty or too long prompt, an unsupported option, NaN logits.
+            RuntimeError: called from a callback of a generation with the same models.
         """
-        check_sampling_options(kwargs)
-        vocabulary = self.hierarchy.target.vocab_size
-        rows = token_rows(inputs, attention_mask, self.tokenizer, vocabulary)
-        if streamer is not None and len(rows) > 1:
-            raise ValueError(f"a streamer follows one sequence, but the batch has {len(rows)}")
-        criteria = StoppingCriteriaList(stopping_criteria or [])
-        stop_strings = stop_strings or getattr(generation_config, "stop_strings", None)
-        if stop_strings:
-            if self.tokenizer is None:
-                raise ValueError("stop_strings needs a tokenizer: load(..., tokenizer=...)")
-            criteria.append(StopStringCriteria(self.tokenizer, stop_strings))
-        if generation_config is not None and generation_config.stop_strings:
-            generation_config = GenerationConfig(**{**generation_config.to_dict(), "stop_strings": None})
+        request = Request.read(
+            self.hierarchy.target, self.tokenizer, inputs, input_ids, attention_mask, generation_config,
+            logits_processor, stopping_criteria, stop_strings, kwargs,
+        )  # fmt: skip
+        seed = checked_seed(seed)
+        ids, count = request.prompts.ids, len(request.prompts.ids)
+        if streamer is not None and count > 1:
+            raise ValueError(f"a streamer follows one sequence, but the batch has {count}")
+        padded = request.prompts.left_padded()
 
-        def continued(rows: list[list[int]], seed: int | None) -> GenerateOutput:
+        def continued(part: slice, seed: int | None) -> GenerateOutput:
             target: Any = self.hierarchy.target.model  # transformers mixes generate() in by hand
-            longest = max(len(row) for row in rows)
-            ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows], device=target.device)
-            real = torch.tensor(
-                [[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=target.device
-            )
+            allowed = prefix_allowed_tokens_fn
             out: GenerateOutput = target.generate(
-                ids,
-                attention_mask=real,
-                generation_config=generation_config,
-                logits_processor=logits_processor,
-                stopping_criteria=criteria,
+                padded.ids[part].to(target.device),
+                attention_mask=padded.mask[part].to(target.device),
+                generation_config=request.config,
+                logits_processor=request.processors,
+                stopping_criteria=request.criteria,
+                prefix_allowed_tokens_fn=allowed and (lambda _, sent: allowed(part.start, sent)),
                 custom_generate=self.runner(streamer, progress, seed, pinned),
-                **kwargs,
+                **request.options,
             )
+            new = out.sequences[:, ids.shape[1] :].to(ids.device)
+            out.sequences = cast(torch.LongTensor, torch.cat([ids[part], new], 1))
             return out
 
         try:
-            return continued(rows, seed)
+            return continued(slice(0, count), seed)
         except _OneByOneError:
+            # The first row draws as it would alone.
             outputs = [
-                continued([row], seed if seed is None else seed + number) for number, row in enumerate(rows)
+                continued(slice(n, n + 1), derived(seed, Stream.ROW, n) if n and seed is not None else seed)
+                for n in range(count)
             ]
-            return joined(outputs, self.hierarchy.target.model)
+            return joined(outputs, ids, request.pad_token)
 
     def runner(
         self,
@@ -230,100 +233,100 @@ class Engine:
             generation_config: GenerationConfig,
             **model_inputs: Any,
         ) -> GenerateOutput:
-            # Not a parameter by name: transformers would hand it over twice.
-            attention_mask = model_inputs.pop("attention_mask", None)
-            refuse_unsupported(generation_config, logits_processor)
-            refuse_model_inputs(model_inputs)
-            prompts = token_rows(input_ids, attention_mask, self.tokenizer, self.hierarchy.target.vocab_size)
-            endings = [
-                ending_of(generation_config, stopping_criteria, input_ids.shape[1], input_ids.device)
-                for _ in prompts
-            ]
-            new_tokens = endings[0].max_new_tokens
-            for prompt in prompts:
-                self.check_length(len(prompt), new_tokens)
-            law = law_of(generation_config, logits_processor)
-            alike = (prompts, new_tokens, law.greedy, seed is None, self._config)
-            parallel.check_alike("prompts or settings", alike)
-            chosen = parallel.told(int(torch.randint(2**62, ())) if seed is None else seed)
-            temperature = generation_config.temperature if generation_config.do_sample else 0.0
-            entry = self._settle(law, 1.0 if temperature is None else temperature, prompts, new_tokens)
-            captured = self.hierarchy.why_not_captured(law, prompts) is None
-            if not captured and len(prompts) > 1:
-                raise _OneByOneError
-            new: list[list[int]] = [[] for _ in prompts]
-            if streamer is not None:
-                streamer.put(input_ids.cpu())
-            steps: Iterator[list[list[int]]]
-            decoder: Decoder | SteadyDecoder
-            with self.hierarchy.active():
-                if captured:
-                    cycles = SteadyDecoder(
-                        lambda number: CycleDecoder(
-                            self.hierarchy.cycle(prompts, new_tokens, pinned),
-                            law,
-                            chosen + number,
-                            repeatable=seed is not None,
-                        ),
-                        self.hierarchy.shrink,
-                    )
-                    if entry is not None and entry.pace and "tree" not in self._given:
-                        cycles.pace.acceptance = entry.pace["acceptance"]
-                        cycles.pace.gathered = entry.pace["gathered"]
-                    cycles.prefill(prompts, progress)
-                    decoder, steps = cycles, cycles.decode(prompts, endings)
-                else:
-                    [prompt], [ending] = prompts, endings
-                    single = self.hierarchy.decoder(law, chosen, len(prompt), new_tokens, ending.stop_tokens)
-                    context = single.prefill(prompt, progress)
-                    decoder, steps = single, ([tokens] for tokens in single.decode(context, ending))
-                for fresh in steps:
-                    for row, tokens in zip(new, fresh, strict=True):
-                        row += tokens
-                    if streamer is not None:
-                        streamer.put(torch.tensor(fresh[0]))
-            if streamer is not None:
-                streamer.end()
-            out = self._output(prompts, new, decoder, input_ids)
-            if entry is not None and self.profile is not None:
-                out.profile = str(self.profile.path)
-            if captured and self.hierarchy.memory is not None:
-                out.memory = self.hierarchy.memory.as_dict()
-            return out
+            # attention_mask is no parameter by name: transformers would hand it over twice.
+            job = Job.read(
+                self.hierarchy.target.vocab_size,
+                input_ids,
+                logits_processor,
+                stopping_criteria,
+                generation_config,
+                model_inputs,
+            )
+            with self.hierarchy.generation():
+                return self._run(job, streamer, progress, seed, pinned)
 
         return run
+
+    def _run(
+        self,
+        job: Job,
+        streamer: BaseStreamer | None,
+        progress: Progress | None,
+        seed: int | None,
+        pinned: Callable[[int], None] | None,
+    ) -> GenerateOutput:
+        prompts, law, endings, new_tokens = job.prompts, job.law, job.endings, job.new_tokens
+        for prompt in prompts:
+            self.check_length(len(prompt), new_tokens)
+        alike = (prompts, new_tokens, law.greedy, seed is None, self._config)
+        parallel.check_alike("prompts or settings", alike)
+        chosen = parallel.told(int(torch.randint(2**62, ())) if seed is None else seed)
+        entry = self._settle(law, job.temperature, prompts, new_tokens)
+        captured = self.hierarchy.why_not_captured(law, prompts) is None
+        if not captured and len(prompts) > 1:
+            raise _OneByOneError
+        new: list[list[int]] = [[] for _ in prompts]
+        if streamer is not None:
+            streamer.put(job.input_ids.cpu())
+        steps: Iterator[list[list[int]]]
+        decoder: Decoder | SteadyDecoder
+        with self.hierarchy.active():
+            if captured:
+                cycles = SteadyDecoder(
+                    lambda number: CycleDecoder(
+                        self.hierarchy.cycle(prompts, new_tokens, pinned),
+                        law,
+                        derived(chosen, Stream.ATTEMPT, number),
+                        repeatable=seed is not None,
+                    ),
+                    self.hierarchy.shrink,
+                )
+                if entry is not None and entry.pace and "tree" not in self._given:
+                    cycles.pace.acceptance = entry.pace["acceptance"]
+                    cycles.pace.gathered = entry.pace["gathered"]
+                cycles.prefill(prompts, progress)
+                decoder, steps = cycles, cycles.decode(prompts, endings)
+            else:
+                [prompt], [ending] = prompts, endings
+                single = self.hierarchy.decoder(law, chosen, len(prompt), new_tokens, ending.stop_tokens)
+                context = single.prefill(prompt, progress)
+                decoder, steps = single, ([tokens] for tokens in single.decode(context, ending))
+            for fresh in steps:
+                for row, tokens in zip(new, fresh, strict=True):
+                    row += tokens
+                if streamer is not None:
+                    streamer.put(torch.tensor(fresh[0]))
+        if streamer is not None:
+            streamer.end()
+        out = self._output(job, new, decoder)
+        if entry is not None and self.profile is not None:
+            out.profile = str(self.profile.path)
+        if captured and self.hierarchy.memory is not None:
+            out.memory = self.hierarchy.memory.as_dict()
+        return out
 
     def check_length(self, prompt: int, new: int) -> None:
         """Raise ValueError where a prompt and its new tokens exceed the model's positions, or change them."""
         limit = self.hierarchy.target.max_positions
         if limit is not None and prompt + new > limit:
+            remedy = f" or set max_new_tokens<={limit - prompt}" if prompt < limit else ""
             raise ValueError(
                 f"{prompt} prompt tokens + {new} new ones = {prompt + new} exceed the model's "
-                f"{limit} positions; shorten the prompt or set max_new_tokens<={max(0, limit - prompt)}"
+                f"{limit} positions; shorten the prompt{remedy}"
             )
         if (rope := self.hierarchy.target.length_rope) is not None:
             rope.check(prompt, new)
 
-    def _output(
-        self,
-        prompts: list[list[int]],
-        new: list[list[int]],
-        decoder: Decoder | SteadyDecoder,
-        input_ids: Tensor,
-    ) -> GenerateOutput:
-        reasons = decoder.finish_reasons
-        rows = [input_ids.new_tensor(p + n) for p, n in zip(prompts, new, strict=True)]
-        if len(rows) == 1:
-            # As transformers does, with whatever padding the prompt came with.
-            rows = [torch.cat([input_ids[0], input_ids.new_tensor(new[0])])]
+    def _output(self, job: Job, new: list[list[int]], decoder: Decoder | SteadyDecoder) -> GenerateOutput:
+        texts = self.tokenizer and [str(self.tokenizer.decode(t, skip_special_tokens=True)) for t in new]
         return GenerateOutput(
-            sequences=padded(rows, self.hierarchy.target.model),
+            sequences=appended(job.input_ids, new, job.pad_token),
             levels=decoder.levels,
-            finish_reason=reasons[-1],
+            finish_reason=by_row(decoder.finish_reasons),
             prefill_seconds=decoder.prefill_seconds,
             decode_seconds=decoder.decode_seconds,
-            new_tokens=sum(len(n) for n in new),
-            text=str(self.tokenizer.decode(new[-1], skip_special_tokens=True)) if self.tokenizer else None,
+            new_tokens=by_row([len(tokens) for tokens in new]),
+            text=by_row(texts) if texts else None,
             captured=isinstance(decoder, SteadyDecoder),
             capture_seconds=decoder.capture_seconds if isinstance(decoder, SteadyDecoder) else None,
         )

@@ -5,8 +5,8 @@ hands queries, keys and values to the cache named in the forward's own keyword.
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +17,8 @@ from triforce_tree.caches.base import KVCache, Rows, Variant
 from triforce_tree.host_linear import few_row_linears
 from triforce_tree.kernels.plan import Heads
 from triforce_tree.length_rope import LengthRope
+from triforce_tree.locks import held
+from triforce_tree.model_copy import shallow_copy
 from triforce_tree.parallel import same
 from triforce_tree.rope import FamilyRope
 from triforce_tree.supported import UnsupportedModelError, refuse_unsupported
@@ -26,10 +28,14 @@ ATTENTION = "triforce_tree"
 
 @dataclass(frozen=True)
 class _Run:
-    """What one forward's attention layers need; travels as a keyword through the model."""
+    """What one forward's attention layers need; travels as a keyword through the model.
+
+    ``called`` collects the indices of the layers whose attention came to us.
+    """
 
     cache: KVCache
     rows: Rows
+    called: set[int] = field(default_factory=set)
 
 
 class Streamed(Protocol):
@@ -113,6 +119,7 @@ def _attention(
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     how = Variant(scale, narrowing(module, sliding_window), softcap, s_aux)
+    triforce.called.add(module.layer_idx)  # type: ignore[arg-type]
     out = triforce.cache.attend(module, query, key, value, triforce.rows, how)
     return out.transpose(1, 2), None
 
@@ -124,8 +131,8 @@ class HFModel:
     """A loaded causal LM, checked once for what hierarchical decoding needs.
 
     Args:
-        model: any ``transformers`` causal LM with attention layers of the common interface. It is not
-            changed: its attention implementation is switched inside :meth:`active` only.
+        model: any ``transformers`` causal LM with attention layers of the common interface. It is never
+            changed: forwards run on a :func:`shallow_copy` with our attention, made by :meth:`active`.
         streamed: its layers' weights, where they are in host memory.
 
     Raises:
@@ -149,6 +156,7 @@ class HFModel:
                 f"{self.name} has a rotary embedding of no known form, whose frequencies depend on the "
                 f"text's length ({type(error).__name__}: {error})"
             ) from error
+        self._running: PreTrainedModel | None = None
         self._probe()
 
     @property
@@ -159,47 +167,83 @@ class HFModel:
     def dtype(self) -> torch.dtype:
         return self.model.dtype
 
+    @property
+    def running(self) -> PreTrainedModel:
+        """The modules that compute inside :meth:`active`; they share all tensors with ``model``.
+
+        Raises:
+            RuntimeError: outside of it.
+        """
+        if self._running is None:
+            raise RuntimeError(f"{self.name} was called outside HFModel.active()")
+        return self._running
+
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Our attention inside, the user's own setting restored after.
+        """Forwards are possible inside, for one thread at a time.
+
+        They compute in the model's own dtype whatever ``torch.autocast`` is around, and outside
+        ``torch.inference_mode``, whose tensors could not be written to by a later call without it.
 
         Raises:
             RuntimeError: streamed weights were given back.
         """
-        if self.streamed is not None:
-            self.streamed.check()
-        before = self.model.config._attn_implementation
-        training = self.model.training
-        try:
-            self.model.set_attn_implementation(ATTENTION)
-            self.model.eval()
-            with few_row_linears(self.model):
+        with held(self.model):
+            if self.streamed is not None:
+                self.streamed.check()
+            if self._running is not None:
                 yield
-        finally:
-            self.model.set_attn_implementation(before)
-            self.model.train(training)
+                return
+            own = shallow_copy(self.model)
+            own.set_attn_implementation(ATTENTION)
+            own.eval()
+            if self.length_rope is not None:
+                self.length_rope.hold(own)
+            with ExitStack() as stack:
+                stack.enter_context(torch.inference_mode(False))
+                stack.enter_context(torch.no_grad())
+                for kind in {self.device.type, "cpu"}:
+                    if torch.amp.is_autocast_available(kind):
+                        stack.enter_context(torch.autocast(kind, enabled=False))
+                stack.enter_context(few_row_linears(own))
+                try:
+                    self._running = own
+                    yield
+                finally:
+                    self._running = None
 
     @torch.no_grad()
-    def forward(self, tokens: list[int], rows: Rows, cache: KVCache, last_only: bool = False) -> Tensor:
+    def forward(
+        self, tokens: list[int], rows: Rows, cache: KVCache, last_only: bool = False, whole: bool = True
+    ) -> Tensor:
         """Logits of T new tokens, whose rows go into the cache's tail.
 
         Args:
             tokens: T ids.
             rows: depths and mask of the new rows.
             last_only: compute the last row's logits alone (prefill).
+            whole: every layer must attend; False where layers are called without computing.
 
         Returns:
             ``[T, V]`` or ``[1, V]`` in the model's dtype, rank 0's on every rank.
+
+        Raises:
+            RuntimeError: a layer attended past our attention function, so its rows are not in the cache.
         """
         ids = torch.tensor([tokens], device=self.device)
-        with self.length_rope.held() if self.length_rope is not None else nullcontext():
-            out = self.model(
-                input_ids=ids,
-                position_ids=cache.positions(rows)[None],
-                past_key_values=PassThrough(),
-                use_cache=True,
-                logits_to_keep=1 if last_only else 0,
-                triforce=_Run(cache, rows),
+        run = _Run(cache, rows)
+        out = self.running(
+            input_ids=ids,
+            position_ids=cache.positions(rows)[None],
+            past_key_values=PassThrough(),
+            use_cache=True,
+            logits_to_keep=1 if last_only else 0,
+            triforce=run,
+        )
+        if whole and len(run.called) != self.layers:
+            raise RuntimeError(
+                f"{self.layers - len(run.called)} of {self.layers} layers of {self.name} did not attend "
+                "through transformers' attention interface; was a forward of theirs replaced after load?"
             )
         cache.advance(len(tokens))
         logits: Tensor = out.logits[0, -1:] if last_only else out.logits[0]
@@ -234,7 +278,7 @@ class HFModel:
         with self.active():
             for recorder, position in ((at_zero, 0), (at_five, 5)):
                 recorder.position = position
-                self.forward([1], _one_row(self.device), recorder)
+                self.forward([1], _one_row(self.device), recorder, whole=False)
         rope.unrotated = frozenset(i for i in at_zero.keys if torch.equal(at_zero.keys[i], at_five.keys[i]))
         places = torch.tensor([5], device=self.device)
         for index, raw in at_zero.keys.items():
@@ -252,7 +296,7 @@ class HFModel:
         problem = None
         try:
             with self.active():
-                self.forward([1], _one_row(self.device), recorder)
+                self.forward([1], _one_row(self.device), recorder, whole=False)
         except _NoRunError:
             problem = "its decoder layers do not hand the keywords of a forward on to it"
         except Exception as error:  # any failure of foreign code means: cannot work, and why

@@ -3,7 +3,7 @@
 import copy
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 
 import torch
@@ -28,11 +28,12 @@ from triforce_tree.hf_model import HFModel
 from triforce_tree.length_rope import fix_rotation
 from triforce_tree.level import Level
 from triforce_tree.load_guard import compare_at_load
+from triforce_tree.locks import generation, held
 from triforce_tree.machine import host_rate, measured
 from triforce_tree.memory_map import Sizes
 from triforce_tree.memory_plan import MemoryPlan
 from triforce_tree.rope import FamilyRope
-from triforce_tree.sampling import Random, TokenLaw
+from triforce_tree.sampling import Random, Stream, TokenLaw, derived
 from triforce_tree.tree_search import parse_shape
 from triforce_tree.verify.verifier import Verifier
 
@@ -86,10 +87,16 @@ class Hierarchy:
         other.memory = other._planned = other._cycle = None
         return other
 
+    def generation(self) -> AbstractContextManager[None]:
+        """Inside, the models write one text, for this thread alone (``locks.generation``)."""
+        return generation(self.target.model, self.draft.model if self.draft is not None else None)
+
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Both models with our attention, and as they were afterwards."""
+        """Both models can compute inside, for one thread at a time."""
         with ExitStack() as stack:
+            # Both locks at once, and so in their order.
+            stack.enter_context(held(self.target.model, self.draft.model if self.draft is not None else None))
             for model in (self.target, self.draft):
                 if model is not None:
                     stack.enter_context(model.active())
@@ -338,6 +345,5 @@ class Hierarchy:
         return Level(model, cache, self.config.prefill_chunk or 1024)
 
     def _random(self, seed: int, level: int) -> Random:
-        # Odd multiples of a 64-bit constant keep the levels' streams apart for any two seeds.
-        mixed = (seed + (2 * level + 1) * 0x9E3779B97F4A7C15) % 2**63
-        return Random(mixed, self.target.device if level else (self.draft or self.target).device)
+        device = self.target.device if level else (self.draft or self.target).device
+        return Random(derived(seed, Stream.LEVEL, level), device)

@@ -1,45 +1,221 @@
 """What a user gives to be continued, as rows of token ids."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from operator import index
+from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-Inputs = str | Sequence[int] | Tensor
+Ids = Sequence[int] | Sequence[Sequence[int]] | np.ndarray[Any, Any] | Tensor
+Inputs = str | Sequence[str] | Ids | Mapping[str, Any]
+
+_FORMS = "give text, a list of texts, token ids [L] or [B, L], or a tokenizer's output"
+# More characters a token than any text has, but for long runs of one character.
+_MANY_CHARACTERS = 16
 
 
-def token_rows(
-    inputs: Inputs,
-    attention_mask: Tensor | None,
+@dataclass(frozen=True)
+class Prompts:
+    """The rows to continue.
+
+    Attributes:
+        ids: int64 ``[B, W]``, padding included, which the output begins with.
+        mask: int64 ``[B, W]``, 0 where a token is padding.
+    """
+
+    ids: Tensor
+    mask: Tensor
+
+    def left_padded(self) -> "Prompts":
+        """The same rows with all of their padding on the left."""
+        order = self.mask.argsort(dim=1, stable=True)
+        return Prompts(self.ids.gather(1, order), self.mask.gather(1, order))
+
+
+def prompts_of(
+    inputs: Inputs | None,
+    input_ids: Ids | None,
+    attention_mask: Ids | None,
     tokenizer: PreTrainedTokenizerBase | None,
     vocabulary: int,
-) -> list[list[int]]:
-    """Token ids of each text.
+    positions: int | None,
+    padding: int,
+    inferred: int | None = None,
+) -> Prompts:
+    """Read a prompt, or several, in any of the forms that transformers users have them in.
 
     Args:
-        inputs: text, token ids, or int64 ``[L]`` / ``[B, L]``.
-        attention_mask: of the same shape; tokens under 0 are left out.
+        inputs: text or texts; token ids, ``[L]``, ``[B, L]`` or rows of different lengths; or what a
+            tokenizer returns for any of these.
+        input_ids: token ids by transformers' own keyword, instead.
+        attention_mask: of the ids' shape; tokens under 0 are padding.
         tokenizer: for text.
         vocabulary: how many ids there are.
+        positions: most tokens that the model takes; None for any number.
+        padding: fills rows of different lengths, on the left.
+        inferred: a token that is padding in tensors ``[B, L]`` without a mask, as transformers has it.
 
     Raises:
-        ValueError: text without a tokenizer, an empty row, an id outside the vocabulary.
+        ValueError: anything else; an empty row; an id outside the vocabulary; a text that is too long.
     """
-    if isinstance(inputs, str):
+    if inputs is not None and input_ids is not None:
+        raise ValueError("the prompt was given twice, as inputs and as input_ids; leave one of them out")
+    given: Any = inputs if input_ids is None else input_ids
+    if given is None:
+        raise ValueError(f"there is no prompt: {_FORMS}")
+    if isinstance(given, Mapping):
+        given, attention_mask = _opened(given, attention_mask)
+    texts = _texts(given)
+    if texts is not None:
+        if attention_mask is not None:
+            raise ValueError("attention_mask belongs to token ids, and the prompt is text; leave it out")
         if tokenizer is None:
             raise ValueError("a text prompt needs a tokenizer: load(..., tokenizer=...)")
-        rows = [tokenizer(inputs)["input_ids"]]
-    elif isinstance(inputs, Tensor):
-        rows = (inputs if inputs.dim() == 2 else inputs[None]).tolist()
+        given = [encoded(tokenizer, text, positions) for text in texts]
+    rows = [_whole(row, "token id") for row in _rows(given, "the prompt")]
+    if attention_mask is None and getattr(given, "ndim", 0) == 2:
+        mask = [[int(token != inferred) for token in row] for row in rows]
+    elif attention_mask is None:
+        mask = [[1] * len(row) for row in rows]
     else:
-        rows = [list(inputs)]
-    if attention_mask is not None:
-        seen = (attention_mask if attention_mask.dim() == 2 else attention_mask[None]).tolist()
-        rows = [[t for t, m in zip(r, s, strict=True) if m] for r, s in zip(rows, seen, strict=True)]
+        mask = _mask(rows, attention_mask)
+    check_rows(
+        [[t for t, m in zip(*both, strict=True) if m] for both in zip(rows, mask, strict=True)], vocabulary
+    )
+    width = max(map(len, rows))
+    device = given.device if isinstance(given, Tensor) else None
+    ids = torch.tensor([[padding] * (width - len(row)) + row for row in rows], device=device)
+    return Prompts(ids, torch.tensor([[0] * (width - len(row)) + row for row in mask], device=device))
+
+
+def real_rows(ids: Tensor, mask: Tensor | None) -> list[list[int]]:
+    """Rows of int64 ``[B, W]`` without what the mask of that shape hides."""
+    if mask is None:
+        whole: list[list[int]] = ids.tolist()
+        return whole
+    return [row[seen].tolist() for row, seen in zip(ids, mask != 0, strict=True)]
+
+
+def encoded(tokenizer: PreTrainedTokenizerBase, text: str, positions: int | None = None) -> list[int]:
+    """Token ids of a text, without the warning that it exceeds the model.
+
+    Raises:
+        ValueError: its beginning alone has more tokens than ``positions``; reading all of a text takes
+            seconds for each megabyte.
+    """
+    if positions is not None and len(text) > _MANY_CHARACTERS * positions:
+        start: Any = tokenizer(text[: 3 * _MANY_CHARACTERS * positions // 8], verbose=False)["input_ids"]
+        if len(start) > positions:
+            raise ValueError(
+                f"the prompt of {len(text):,} characters has more than {len(start):,} tokens, and the model "
+                f"{positions:,} positions; shorten it"
+            )
+    ids: Any = tokenizer(text, verbose=False)["input_ids"]
+    return list(ids)
+
+
+def check_rows(rows: list[list[int]], vocabulary: int) -> None:
+    """Raise ValueError for an empty row, or an id outside the vocabulary."""
     for row in rows:
         if not row:
             raise ValueError("the prompt is empty; give at least one token")
         if not 0 <= min(row) <= max(row) < vocabulary:
             worst = max(row) if max(row) >= vocabulary else min(row)
             raise ValueError(f"token id {worst} lies outside the vocabulary of {vocabulary}")
-    return rows
+
+
+def _opened(batch: Mapping[str, Any], attention_mask: Any) -> tuple[Any, Any]:
+    """Ids and mask of a tokenizer's output."""
+    if "role" in batch or "input_ids" not in batch:
+        names = ", ".join(map(repr, batch)) or "nothing"
+        raise ValueError(f"a prompt of {names} has no input_ids; {_FORMS}, or {_CHAT}")
+    extra = sorted(set(batch) - {"input_ids", "attention_mask"})
+    if extra:
+        raise ValueError(
+            f"{extra[0]} is not supported by triforce_tree, which continues token ids alone; leave it out of "
+            "the tokenizer's output"
+        )
+    if attention_mask is not None and batch.get("attention_mask") is not None:
+        raise ValueError("attention_mask was given twice, beside and in the prompt; leave one of them out")
+    return batch["input_ids"], batch.get("attention_mask", attention_mask)
+
+
+_CHAT = "turn messages into ids with tokenizer.apply_chat_template(messages, add_generation_prompt=True)"
+
+
+def _texts(given: Any) -> list[str] | None:
+    """The prompts where they are text, None where they are something else."""
+    if isinstance(given, str):
+        return [given]
+    if isinstance(given, (bytes, bytearray)):
+        raise ValueError("the prompt is bytes; decode it: generate(data.decode('utf-8'))")
+    if not isinstance(given, (list, tuple)):
+        return None
+    kinds = {type(item) for item in given}
+    if any(issubclass(kind, Mapping) for kind in kinds):
+        raise ValueError(f"the prompt is a list of messages; {_CHAT}")
+    if not any(issubclass(kind, str) for kind in kinds):
+        return None
+    if len(kinds) > 1:
+        raise ValueError(f"the prompt mixes text with {_named(kinds - {str})}; {_FORMS}")
+    return list(given)
+
+
+def _rows(given: Any, what: str) -> list[Any]:
+    """One or several rows, each a list or a tensor of one dimension."""
+    if isinstance(given, (Tensor, np.ndarray)):
+        if given.ndim not in (1, 2):
+            raise ValueError(f"{what} has shape {list(given.shape)}; give [L], or [B, L] for a batch")
+        return list(given) if given.ndim == 2 else [given]
+    if not isinstance(given, (list, tuple, range)):
+        raise ValueError(f"{what} is of type {type(given).__name__}; {_FORMS}")
+    nested = [isinstance(item, (list, tuple, range)) or getattr(item, "ndim", 0) > 0 for item in given]
+    if any(nested) and not all(nested):
+        raise ValueError(f"{what} mixes rows and single numbers; give [L], or [B, L] for a batch")
+    return list(given) if any(nested) else [given]
+
+
+def _whole(row: Any, what: str) -> list[int]:
+    """The numbers of one row."""
+    if isinstance(row, (Tensor, np.ndarray)):
+        kind = str(row.dtype).removeprefix("torch.")
+        if row.ndim != 1 or not kind.startswith(("int", "uint")):
+            raise ValueError(f"{what}s are {kind} of shape {list(row.shape)}; give integers, such as int64")
+        numbers: list[int] = row.tolist()
+        return numbers
+    try:
+        if any(isinstance(item, (bool, np.bool_)) for item in row):
+            raise TypeError
+        return [index(item) for item in row]
+    except TypeError:
+        kinds = {type(item) for item in row if isinstance(item, bool) or not hasattr(item, "__index__")}
+        raise ValueError(f"{what}s must be integers, not {_named(kinds)}; {_FORMS}") from None
+
+
+def _mask(rows: list[list[int]], attention_mask: Any) -> list[list[int]]:
+    """1 for a token and 0 for padding, in rows as long as these."""
+    mask = [
+        row.tolist() if hasattr(row, "tolist") else list(row) for row in _rows(attention_mask, "the mask")
+    ]
+    shape, wanted = [len(row) for row in mask], [len(row) for row in rows]
+    if shape != wanted:
+        raise ValueError(
+            f"attention_mask has {_shape(shape)} entries, the prompt {_shape(wanted)} tokens; give it the "
+            "shape of the ids"
+        )
+    odd = [m for row in mask for m in row if m not in (0, 1)]
+    if odd:
+        raise ValueError(f"attention_mask holds {odd[0]!r}; give 1 for a token and 0 for padding")
+    return [[int(m) for m in row] for row in mask]
+
+
+def _shape(lengths: list[int]) -> str:
+    return " x ".join(map(str, (len(lengths), *sorted(set(lengths))[-1:])))
+
+
+def _named(kinds: set[type]) -> str:
+    return " and ".join(sorted(kind.__name__ for kind in kinds))

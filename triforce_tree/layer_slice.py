@@ -5,10 +5,11 @@ The model's own forward runs as ever, masks, rotary tables and layer types inclu
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from triforce_tree.cycle.model import decoder_layers
 from triforce_tree.hf_model import HFModel, Streamed
@@ -40,32 +41,30 @@ class LayerSlice:
         self.parameters += sum(p.numel() for module in own for p in module.parameters())
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Inside, the other layers hand their input on."""
+    def alone(self, copy: PreTrainedModel) -> Iterator[None]:
+        """Inside, the other layers of a copy of the model hand their input on; the copy stays so.
+
+        Args:
+            copy: from ``shallow_copy``, made for this.
+        """
         skipped = [i for i in range(self._model.layers) if i not in self.layers]
         if self._stack is None or not skipped:
             yield
             return
         form: list[Any] = []
-        hooks = [self._stack[0].register_forward_hook(lambda _, args, out: form.append(out))]
-        own = {i: self._stack[i].__dict__.get("forward") for i in skipped}
+        stack: Any = decoder_layers(copy)
+        stack[0].register_forward_hook(lambda _, args, out: form.append(out))
+        for i in skipped:
+            stack[i].forward = _hand_on(form)
         streamed = self._model.streamed
-        if streamed is not None:
-            hooks += [self._stack[i].register_forward_pre_hook(_arrival(streamed)) for i in self.layers]
-        try:
-            for i in skipped:
-                self._stack[i].forward = _hand_on(form)
-            # Weights come for the layers that compute, and for no others.
-            with streamed.paused() if streamed is not None else nullcontext():
-                yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-            for i, forward in own.items():
-                if forward is None:
-                    self._stack[i].__dict__.pop("forward", None)
-                else:
-                    self._stack[i].forward = forward
+        if streamed is None:
+            yield
+            return
+        for i in self.layers:
+            stack[i].register_forward_pre_hook(_arrival(streamed))
+        # Weights come for the layers that compute, and for no others.
+        with streamed.paused():
+            yield
 
     def _representatives(self, model: HFModel) -> list[int]:
         """The first layer of each kind, and at least two: an error of one shows in the next one's rows."""

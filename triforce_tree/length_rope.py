@@ -5,15 +5,16 @@ fed in chunks, or a token tree that reaches beyond the original length, would mi
 Here the choice is made once for a text, and every forward of it follows.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
 
 from triforce_tree.config import StreamingConfig
+from triforce_tree.model_copy import shallow_copy
 
 _KINDS = ("longrope", "dynamic")
 _NO_LIMIT = 2**62
@@ -30,7 +31,7 @@ class LengthRope:
 
     Args:
         model: a transformers causal LM that :meth:`of` has found such a module in.
-        modules: its rotary modules, by name.
+        names: of its rotary modules.
         original: tokens up to which texts are short.
         kind: ``longrope`` or ``dynamic``.
 
@@ -38,24 +39,24 @@ class LengthRope:
         waits_for_host: the family chooses on the host, which no CUDA graph can hold.
     """
 
-    def __init__(self, model: nn.Module, modules: dict[str, nn.Module], original: int, kind: str) -> None:
+    def __init__(self, model: PreTrainedModel, names: Sequence[str], original: int, kind: str) -> None:
         self.name, self.original, self.kind = type(model).__name__, original, kind
         device = next(model.parameters()).device
         self._limit = torch.zeros((), dtype=torch.int64, device=device)
         self._beyond = torch.zeros(1, 1, dtype=torch.int64, device=device)
-        self._modules = modules
+        self._names = names
         self.choose(False)
-        self.waits_for_host = self._waits(device)
+        self.waits_for_host = self._waits(shallow_copy(model), device)
 
     @classmethod
-    def of(cls, model: nn.Module) -> "LengthRope | None":
+    def of(cls, model: PreTrainedModel) -> "LengthRope | None":
         """That of ``model``; None where its frequencies are fixed.
 
         Raises:
             ValueError: its layers have different original lengths, or both kinds.
         """
         found: set[tuple[str, int]] = set()
-        modules = {}
+        names = []
         for name, module in model.named_modules():
             kinds = getattr(module, "rope_type", None)
             own = kinds if isinstance(kinds, dict) else {None: kinds}
@@ -63,7 +64,7 @@ class LengthRope:
                 continue
             here = {(kind, _original(module, layers)) for layers, kind in own.items() if kind in _KINDS}
             if here:
-                modules[name] = module
+                names.append(name)
                 found |= here
         if not found:
             return None
@@ -73,7 +74,7 @@ class LengthRope:
                 f"({', '.join(f'{kind} at {length}' for kind, length in sorted(found))}); one is supported"
             )
         ((kind, original),) = found
-        return cls(model, modules, original, kind)
+        return cls(model, names, original, kind)
 
     def check(self, prompt: int, new: int) -> None:
         """Refuse a text of ``prompt`` tokens and ``new`` further ones that has no one set of frequencies.
@@ -119,22 +120,12 @@ class LengthRope:
         """The same for a draft, which never sees more positions than its window has."""
         self.choose(self.kind == "longrope" and positions > self.original)
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Inside, the model's own rotary modules follow the choice."""
-        handles = [handle for module in self._modules.values() for handle in self._attach(module)]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+    def hold(self, copy: nn.Module) -> None:
+        """Let the rotary modules of a copy of the model follow the choice, for good."""
+        for name in self._names:
+            self._attach(copy.get_submodule(name))
 
-    def hold(self, clone: nn.Module) -> None:
-        """Let the rotary modules of a clone of the model follow the choice, for good."""
-        for name in self._modules:
-            self._attach(clone.get_submodule(name))
-
-    def _attach(self, module: nn.Module) -> tuple[Any, Any]:
+    def _attach(self, module: nn.Module) -> None:
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
             if "position_ids" in kwargs:
                 return args, {**kwargs, "position_ids": self._shown(kwargs["position_ids"])}
@@ -143,25 +134,26 @@ class LengthRope:
         def after(_: nn.Module, args: Any, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             return tuple(table[..., :-1, :] for table in tables)
 
-        return module.register_forward_pre_hook(before, with_kwargs=True), module.register_forward_hook(after)
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        module.register_forward_hook(after)
 
     def _shown(self, positions: Tensor) -> Tensor:
         """``[B, T]`` to ``[B, T + 1]``."""
         beyond = self._beyond.expand(len(positions), 1)
         return torch.cat([torch.minimum(positions, self._limit), beyond], dim=1)
 
-    def _waits(self, device: torch.device) -> bool:
+    def _waits(self, copy: PreTrainedModel, device: torch.device) -> bool:
+        self.hold(copy)
         hidden = torch.zeros(1, 1, 1, device=device)
         position = torch.zeros(1, 1, dtype=torch.int64, device=device)
         counter = _HostReads()  # type: ignore[no-untyped-call]
-        with self.held():
-            for module in self._modules.values():
-                kinds = getattr(module, "rope_type", None)
-                for layers in kinds if isinstance(kinds, dict) else (None,):
-                    more = {} if layers is None else {"layer_type": layers}
-                    module(hidden, position, **more)  # the first call may compute frequencies
-                    with counter:
-                        module(hidden, position, **more)
+        for module in map(copy.get_submodule, self._names):
+            kinds = getattr(module, "rope_type", None)
+            for layers in kinds if isinstance(kinds, dict) else (None,):
+                more = {} if layers is None else {"layer_type": layers}
+                module(hidden, position, **more)  # the first call may compute frequencies
+                with counter:
+                    module(hidden, position, **more)
         return counter.count > 0
 
 

@@ -24,6 +24,7 @@ from triforce_tree.caches.base import Rows
 from triforce_tree.caches.full import FullCache
 from triforce_tree.hf_model import HFModel, LayerCall
 from triforce_tree.layer_slice import LayerSlice
+from triforce_tree.model_copy import shallow_copy
 from triforce_tree.supported import UnsupportedModelError
 
 # Tokens of two chunks of prefill, and of one tree, which is a chain.
@@ -181,7 +182,7 @@ class _Guard:
         jump: int,
         rows: dict[int, tuple[Tensor, Tensor]],
     ) -> Tensor:
-        model: Any = self.model.model
+        model: Any = shallow_copy(self.model.model).eval()
         count, kept = ids.shape[1], pieces[-1]
         more: dict[str, Any] = {"use_cache": False}
         if before:
@@ -197,13 +198,8 @@ class _Guard:
             mask = torch.zeros(count, count, dtype=model.dtype, device=self.device)
             mask.masked_fill_(hidden, torch.finfo(model.dtype).min)
             more |= {"position_ids": positions[None], "attention_mask": mask[None, None]}
-        training = model.training
-        model.eval()
-        try:
-            with self.slice.alone():
-                out = model(input_ids=ids.to(self.device), logits_to_keep=kept, **more)
-        finally:
-            model.train(training)
+        with self.slice.alone(model):
+            out = model(input_ids=ids.to(self.device), logits_to_keep=kept, **more)
         logits: Tensor = out.logits[0, -kept:]
         return logits.float()
 
@@ -222,13 +218,14 @@ class _Guard:
         if self.model.length_rope is not None:
             self.model.length_rope.choose_for_texts([before + jump + len(tokens)])
         logits = torch.empty(0)
-        with self.model.active(), self.slice.alone():
+        with self.model.active(), self.slice.alone(self.model.running):
             for number, count in enumerate(pieces):
                 part, tokens = tokens[:count], tokens[count:]
                 depths = torch.arange(count, device=self.device)
                 last = number == len(pieces) - 1
                 mask = torch.ones(count, count, dtype=torch.bool, device=self.device).tril() if last else None
-                logits = self.model.forward(part, Rows(depths, mask, depths, count), cache, not last)
+                rows_of = Rows(depths, mask, depths, count)
+                logits = self.model.forward(part, rows_of, cache, not last, whole=False)
                 cache.commit(count)
         for layer, q in cache.queries.items():
             self.scores[layer] = float(q.float().pow(2).mean().sqrt())

@@ -1,8 +1,12 @@
 """What transformers prepared for us: logits processors, stopping criteria, and options we refuse."""
 
+import numbers
+from collections.abc import Sequence
+from operator import index
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import stopping_criteria as hf_stop
 
@@ -41,6 +45,41 @@ _NEUTRAL = {
 # Processors that keep state of their own from call to call, or run a model: they need one call a token.
 _REFUSED_PROCESSORS = ("SynthIDTextWatermarkLogitsProcessor", "ClassifierFreeGuidance")
 
+# Of these a fraction is a mistake, and so is anything but a number of these.
+_WHOLE = {"max_new_tokens", "max_length", "min_length", "min_new_tokens", "top_k", "no_repeat_ngram_size"}
+_REAL = {
+    "temperature", "top_p", "min_p", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff",
+    "repetition_penalty", "max_time",
+}  # fmt: skip
+REMEDY = "leave it out, or use the model's own generate()"
+
+
+def _checked(name: str, value: Any) -> Any:
+    """A number, where the option is one."""
+    is_bool = isinstance(value, bool)
+    if name in _WHOLE and value is not None:
+        if is_bool or not hasattr(value, "__index__") or getattr(value, "ndim", 0) > 0:
+            raise ValueError(f"{name}={value!r} must be an integer, not {type(value).__name__}")
+        return index(value)
+    if name in _REAL and value is not None and (is_bool or not isinstance(value, numbers.Real)):
+        raise ValueError(f"{name}={value!r} must be a number, not {type(value).__name__}")
+    return value
+
+
+def supported(name: str, value: Any) -> Any:
+    """The value of an option of GenerationConfig that is carried out, or that asks for nothing.
+
+    Raises:
+        ValueError: it is neither, or no number where one is wanted.
+    """
+    if name == "use_cache" and value is False:
+        raise ValueError("use_cache=False is not supported by triforce_tree: caches are its business")
+    if name in HONOURED or name.startswith("_"):
+        return _checked(name, value)
+    if value not in (None, False, _NEUTRAL.get(name)):
+        raise ValueError(f"generation option {name}={value!r} is not supported by triforce_tree; {REMEDY}")
+    return value
+
 
 def refuse_unsupported(config: GenerationConfig, processors: LogitsProcessorList) -> None:
     """Raise for every option that would otherwise be ignored.
@@ -49,15 +88,7 @@ def refuse_unsupported(config: GenerationConfig, processors: LogitsProcessorList
         ValueError: naming the option.
     """
     for name, value in config.to_diff_dict().items():
-        if name in HONOURED or name.startswith("_"):
-            continue
-        if value not in (None, False, _NEUTRAL.get(name)):
-            raise ValueError(
-                f"generation option {name}={value!r} is not supported by triforce_tree; leave it out, "
-                "or use the model's own generate()"
-            )
-    if config.use_cache is False:
-        raise ValueError("use_cache=False is not supported by triforce_tree: caches are its business")
+        supported(name, value)
     for processor in processors:
         if any(name in type(processor).__name__ for name in _REFUSED_PROCESSORS):
             raise ValueError(
@@ -66,7 +97,8 @@ def refuse_unsupported(config: GenerationConfig, processors: LogitsProcessorList
             )
 
 
-# What transformers' generate prepares for a model's own forward: caches and positions are our business.
+# What transformers' generate prepares for a model's own forward: caches are our business, and no logits are
+# returned.
 _PREPARED = frozenset(
     {
         "position_ids",
@@ -79,17 +111,39 @@ _PREPARED = frozenset(
 )
 
 
-def refuse_model_inputs(inputs: dict[str, Any]) -> None:
+def refuse_model_inputs(inputs: dict[str, Any], input_ids: Tensor, attention_mask: Tensor | None) -> None:
     """Raise for what the model would take beside token ids (embeddings, images), rather than drop it.
+
+    Args:
+        inputs: prepared by transformers' generate for the model's forward.
+        input_ids, attention_mask: int64 ``[B, W]``; the mask may be None where nothing is padding.
 
     Raises:
         ValueError: naming the input.
     """
     for name, value in inputs.items():
-        if value is not None and name not in _PREPARED:
+        # Multimodal classes get an empty dict for images that are not there.
+        asks = value is not None and not (isinstance(value, dict) and not value)
+        if asks and name not in _PREPARED:
             raise ValueError(
                 f"{name} is not supported by triforce_tree, which continues token ids alone; leave it "
                 "out, or use the model's own generate()"
+            )
+    cache = inputs.get("past_key_values")
+    # transformers itself hands over an empty one.
+    if cache is not None and (not hasattr(cache, "get_seq_length") or cache.get_seq_length() > 0):
+        raise ValueError(
+            "past_key_values holds tokens, and triforce_tree keeps caches of its own; leave it out and give "
+            "the whole text as input_ids"
+        )
+    positions = inputs.get("position_ids")
+    if positions is not None:
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        counted = (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)
+        if positions.shape[-1] != counted.shape[1] or not bool((positions.to(counted) == counted).all()):
+            raise ValueError(
+                "position_ids other than those of attention_mask are not supported by triforce_tree; leave "
+                "them out"
             )
 
 
@@ -102,6 +156,7 @@ def check_sampling_options(kwargs: dict[str, Any]) -> None:
     temperature = kwargs.get("temperature")
     if temperature is None:
         return
+    _checked("temperature", temperature)
     if not 0 <= temperature < float("inf"):
         raise ValueError(f"temperature={temperature} must be a finite number of at least 0; 0 means greedy")
     if temperature == 0:
@@ -113,28 +168,43 @@ def check_sampling_options(kwargs: dict[str, Any]) -> None:
         kwargs.setdefault("do_sample", True)
 
 
-def law_of(config: GenerationConfig, processors: LogitsProcessorList) -> TokenLaw:
-    return TokenLaw(processors, greedy=not config.do_sample)
+def law_of(
+    config: GenerationConfig, processors: LogitsProcessorList, padding: Sequence[int] = ()
+) -> TokenLaw:
+    """What transformers makes of a row of logits; ``padding`` stands before the text."""
+    return TokenLaw(processors, greedy=not config.do_sample, padding=padding)
 
 
 def ending_of(
-    config: GenerationConfig, criteria: StoppingCriteriaList, prompt_tokens: int, device: torch.device
+    config: GenerationConfig,
+    criteria: StoppingCriteriaList,
+    prompt_tokens: int,
+    device: torch.device,
+    padding: Sequence[int] = (),
 ) -> Ending:
-    """transformers' stopping criteria, asked after every single token of an accepted block."""
-    eos = getattr(config, "_eos_token_tensor", None)
-    stop_tokens = frozenset(eos.flatten().tolist()) if eos is not None else frozenset()
+    """transformers' stopping criteria, asked after every single token of an accepted block.
+
+    Args:
+        prompt_tokens: width of the prompt, padding included, from which ``max_length`` counts.
+        padding: stands before the text where criteria are to see it.
+    """
+    # One that the user gives stands in the place of transformers' own.
+    lengths = [c.max_length for c in criteria if type(c) is hf_stop.MaxLengthCriteria]
+    ends = [c.eos_token_id for c in criteria if type(c) is hf_stop.EosTokenCriteria]
+    stop_tokens = frozenset(token for tensor in ends for token in tensor.flatten().tolist())
     known = (hf_stop.MaxLengthCriteria, hf_stop.EosTokenCriteria)
-    others = StoppingCriteriaList(c for c in criteria if not isinstance(c, known))
-    stop = _asking(others, device) if others else None
-    return Ending(config.max_length - prompt_tokens, stop_tokens, stop)
+    others = StoppingCriteriaList(c for c in criteria if type(c) not in known)
+    stop = _asking(others, device, padding) if others else None
+    return Ending(min([*lengths] or [config.max_length]) - prompt_tokens, stop_tokens, stop)
 
 
-def _asking(criteria: StoppingCriteriaList, device: torch.device) -> Stop:
-    held = torch.empty(1, 0, dtype=torch.int64, device=device)
+def _asking(criteria: StoppingCriteriaList, device: torch.device, padding: Sequence[int]) -> Stop:
+    held = torch.tensor([list(padding)], dtype=torch.int64, device=device)
 
     def stop(tokens: list[int]) -> bool:
         nonlocal held
-        fresh = torch.tensor([tokens[held.shape[1] :]], dtype=torch.int64, device=device)
+        new = tokens[held.shape[1] - len(padding) :]
+        fresh = torch.tensor([new], dtype=torch.int64, device=device)
         held = torch.cat([held, fresh], 1)
         return agreed(bool(criteria(held, None).all()))
 

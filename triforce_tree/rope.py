@@ -2,13 +2,14 @@
 
 import inspect
 import sys
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from triforce_tree.length_rope import LengthRope
+from triforce_tree.model_copy import shallow_copy
 
 
 class FamilyRope:
@@ -26,8 +27,11 @@ class FamilyRope:
         ValueError: the model has no rotary embedding of a known form.
     """
 
-    def __init__(self, model: nn.Module, lengths: LengthRope | None = None) -> None:
-        embed = getattr(model.base_model, "rotary_emb", None)
+    def __init__(self, model: PreTrainedModel, lengths: LengthRope | None = None) -> None:
+        own = shallow_copy(model)
+        if lengths is not None:
+            lengths.hold(own)
+        embed = getattr(own.base_model, "rotary_emb", None)
         name = type(model).__name__
         if not isinstance(embed, nn.Module):
             raise ValueError(
@@ -35,7 +39,6 @@ class FamilyRope:
                 "unrotated; choose a draft model with RoPE"
             )
         self._embed = embed
-        self._held = lengths.held if lengths is not None else nullcontext
         self._by_layer_type = "layer_type" in inspect.signature(self._embed.forward).parameters
         self._memo: dict[Any, tuple[Tensor, Tensor]] = {}
         self._memo_key: Tensor | None = None
@@ -63,8 +66,7 @@ class FamilyRope:
         if kind not in self._memo:
             more = {"layer_type": kind} if self._by_layer_type else {}
             zero = torch.zeros(1, 1, dtype=torch.int64, device=like.device)
-            with self._held():
-                cos, sin = self._embed(like, positions[None], **more)
-                constant, _ = self._embed(like, zero, **more)
+            cos, sin = self._embed(like, positions[None], **more)
+            constant, _ = self._embed(like, zero, **more)
             self._memo[kind] = (cos / constant, sin / constant)
         return self._memo[kind]

@@ -6,7 +6,9 @@ a test can replace it by one that enumerates outcomes and obtain the exact law o
 """
 
 from collections.abc import Callable, Sequence
+from enum import IntEnum
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper
@@ -39,11 +41,18 @@ class TokenLaw:
     Args:
         processors: applied in order, each with the tokens of the node's own path.
         greedy: take the most probable token; laws then only rank tokens.
+        padding: tokens that processors see before each path: they count from the width of a padded prompt.
     """
 
-    def __init__(self, processors: LogitsProcessorList | None = None, greedy: bool = False) -> None:
+    def __init__(
+        self,
+        processors: LogitsProcessorList | None = None,
+        greedy: bool = False,
+        padding: Sequence[int] = (),
+    ) -> None:
         processors = processors or LogitsProcessorList()
         self.greedy = greedy
+        self._padding = list(padding)
         self._free = LogitsProcessorList(p for p in processors if isinstance(p, _CONTEXT_FREE))
         self._bound = [p for p in processors if not isinstance(p, _CONTEXT_FREE)]
         self._ordered = list(processors)
@@ -86,7 +95,7 @@ class TokenLaw:
             return self._free(None, scores) if self._free else scores  # type: ignore[arg-type]
         rows = []
         for path, row in zip(paths(), scores, strict=True):
-            ids = torch.tensor([list(path)], device=scores.device)
+            ids = torch.tensor([[*self._padding, *path]], device=scores.device)
             row = row[None].clone()
             for processor in self._ordered:
                 row = processor(ids, row)
@@ -115,6 +124,28 @@ def without(law: Tensor, token: int) -> Tensor | None:
     left[token] = 0
     total = left.sum()
     return left / total if total > 0 else None
+
+
+class Stream(IntEnum):
+    """What a derived seed is for."""
+
+    LEVEL = 0
+    ROW = 1
+    ATTEMPT = 2
+
+
+def derived(seed: int, stream: Stream, number: int) -> int:
+    """A seed of 63 bits for one of several generators, independent of those for any other arguments.
+
+    Sums such as ``seed + number`` would give the same draws for neighbours of both; this is a hash
+    (numpy's ``SeedSequence``).
+
+    Args:
+        seed: of 64 bits, signed or not.
+        stream, number: which generator of those that start from ``seed``.
+    """
+    sequence = np.random.SeedSequence(seed % 2**64, spawn_key=(stream, number))
+    return int(sequence.generate_state(1, np.uint64)[0] >> 1)
 
 
 class Random:

@@ -1,9 +1,9 @@
 """What each level did: counts, times and the two ratios the papers report."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 
@@ -12,7 +12,8 @@ class LevelStats:
     """Counts of one level since generation began.
 
     ``proposed`` counts the depth of every tree put before the level, the most it could have accepted;
-    ``emitted`` counts what left it: accepted tokens and the one token that every verification adds.
+    ``emitted`` counts what left it: accepted tokens and the one token that every verification adds; of the
+    target only those of the text, not what it verified behind the text's end.
     ``seconds`` is host time in this level alone, without the levels below it.
     """
 
@@ -51,3 +52,20 @@ class LevelStats:
             "mean_accepted_length": self.mean_accepted_length,
         }
         return {**asdict(self), **rates}
+
+
+def added(before: Sequence[LevelStats], now: Sequence[LevelStats]) -> list[LevelStats]:
+    """Sums of two runs, by level."""
+    sums = {level.name: level for level in before}
+    for level in now:
+        if (other := sums.get(level.name)) is not None:
+            level = replace(
+                level,
+                forwards=level.forwards + other.forwards,
+                proposed=level.proposed + other.proposed,
+                accepted=level.accepted + other.accepted,
+                emitted=level.emitted + other.emitted,
+                seconds=level.seconds + other.seconds,
+            )
+        sums[level.name] = level
+    return list(sums.values())

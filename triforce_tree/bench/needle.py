@@ -68,7 +68,7 @@ def found(engine: Engine, needle: Needle, stop: StoppingCriteria | None, progres
         stopping_criteria=StoppingCriteriaList([stop] if stop else []),
         progress=progress,
     )
-    return (out.text or "").strip().startswith(needle.number)
+    return str(out.text or "").strip().startswith(needle.number)
 
 
 def measure(

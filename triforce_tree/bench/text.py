@@ -2,9 +2,10 @@
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+
+from triforce_tree.inputs import encoded
 
 PYDOC = "pydoc"
 
@@ -52,8 +53,7 @@ def dataset_texts(name: str, split: str = "test", column: str = "text") -> Itera
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Ids of a text of any length, without the warning that it exceeds the model."""
-    ids: Any = tokenizer(text, verbose=False)["input_ids"]
-    return list(ids)
+    return encoded(tokenizer, text)
 
 
 def prompts(

@@ -7,8 +7,8 @@ from typing import Any
 from transformers import StoppingCriteriaList
 
 from triforce_tree import parallel
-from triforce_tree.bench.compare import Comparison, ms_per_token, summary
-from triforce_tree.bench.text import read_text, token_ids
+from triforce_tree.bench.compare import compared, ms_per_token, summary
+from triforce_tree.bench.text import read_text
 from triforce_tree.commands import options
 from triforce_tree.console import (
     Interrupt,
@@ -21,6 +21,7 @@ from triforce_tree.console import (
     screen,
 )
 from triforce_tree.engine import Engine
+from triforce_tree.inputs import encoded
 from triforce_tree.output import GenerateOutput
 
 
@@ -30,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     seed = options.seed_of(args)
     engine = options.engine_of(args)
     assert engine.tokenizer is not None
-    prompt = token_ids(engine.tokenizer, text)
+    prompt = encoded(engine.tokenizer, text, engine.hierarchy.target.max_positions)
     greedy = args.temperature == 0
     with Interrupt() as interrupt:
         more = {"max_new_tokens": args.max_new_tokens, "seed": seed, **sampling}
@@ -51,12 +52,14 @@ def run(args: argparse.Namespace) -> int:
         if args.compare and not interrupt.requested:
             baseline = generate(engine.with_options(levels=1), prompt, interrupt, show=False, **more)
             if not interrupt.requested:
-                comparison = Comparison(out, baseline, greedy)
+                comparison = compared(engine, prompt, out, baseline, greedy)
                 show.print(comparison.verdict())
     if args.json:
         extra = {"seed": seed, "interrupted": interrupt.requested, "text": out.text}
         json_line({**summary(out, comparison), **extra})
-    return 130 if interrupt.requested else 0
+    if interrupt.requested:
+        return 130
+    return int(comparison is not None and comparison.failed)
 
 
 def generate(

@@ -10,7 +10,7 @@ from triforce_tree import parallel
 from triforce_tree.api import load
 from triforce_tree.commands.groups import AUTO, ENGINE_OPTIONS, MEMORY_OPTIONS, NONE
 from triforce_tree.config import bytes_of
-from triforce_tree.console import PinningBar
+from triforce_tree.console import PinningBar, screen
 from triforce_tree.engine import Engine
 from triforce_tree.machine import bound_memory
 from triforce_tree.options import check_sampling_options
@@ -49,6 +49,11 @@ def sampling_of(args: argparse.Namespace) -> dict[str, Any]:
     if args.top_k < 0:
         raise ValueError(f"top_k={args.top_k} must be at least 0; 0 keeps all tokens")
     if args.temperature == 0:
+        if args.top_k or args.top_p < 1:
+            screen().print(
+                "--top-k and --top-p change nothing at temperature 0, which takes the most probable token; "
+                "give --temperature"
+            )
         return {"temperature": 0.0}
     return {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
 

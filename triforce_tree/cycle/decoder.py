@@ -20,7 +20,7 @@ class CycleDecoder:
     Args:
         cycle: made for this batch size; one decoder uses it at a time.
         law: logits to law.
-        seed: of all draws.
+        seed: of all draws, 0 to 2**63 - 1.
         repeatable: same seed, same tokens: the pace goes by bytes to read instead of measured times, which
             would choose differently from run to run.
     """
@@ -30,7 +30,7 @@ class CycleDecoder:
         self._repeatable = repeatable
         cycle.prepare(law)
         self._generator = torch.Generator(cycle.device)
-        self._generator.manual_seed(seed % 2**63)
+        self._generator.manual_seed(seed)
         names = {1: ["target"], 2: ["draft", "target"], 3: ["draft", "retrieval", "target"]}
         self.levels = [LevelStats(name) for name in names[cycle.levels]]
         depth = cycle.growth.depth if cycle.growth is not None else 0
@@ -84,7 +84,7 @@ class CycleDecoder:
                     if reason:
                         self.finish_reasons[b], ended = reason, True
                         break
-            self._count(rounds, report)
+            self._count(rounds, report, sum(map(len, fresh)))
             if ended:
                 still = [reason is None for reason in self.finish_reasons]
                 cycle.texts.active.copy_(torch.tensor(still, device=cycle.device))
@@ -114,8 +114,11 @@ class CycleDecoder:
         cycle.texts.gathered.zero_()
         return report
 
-    def _count(self, rounds: int, report: list[list[int]]) -> None:
-        """Statistics of the sequences that were still running, and the pace's lesson."""
+    def _count(self, rounds: int, report: list[list[int]], emitted: int) -> None:
+        """Statistics of the sequences that were still running, and the pace's lesson.
+
+        ``emitted``: new tokens up to the end of each text; the report also counts those behind it.
+        """
         # One clock for all ranks: whoever chose other rounds would wait for the others for ever.
         seconds = told(self._clock.seconds())
         alive = [row for row in report if row[0] > 0]
@@ -124,7 +127,7 @@ class CycleDecoder:
         target.forwards += len(alive)
         target.proposed += proposed
         target.accepted += count - len(alive)
-        target.emitted += count
+        target.emitted += emitted
         target.seconds += seconds.get("full", 0.0) + seconds.get("plain", 0.0)
         if rounds and alive:
             growth = self.cycle.growth

@@ -193,14 +193,14 @@ def fill_by_layers(
         return
     buffer = sink.buffer(len(tokens))
     rows = _LayerRows(buffer)
-    calls = _Calls(decoder_layers(model.model), states or NearStates())
+    calls = _Calls(decoder_layers(model.running), states or NearStates())
     starts = range(0, len(tokens), chunk)
     with calls.noted(), model.streamed.paused() if model.streamed is not None else nullcontext():
         for start in starts:
             rows.length = start
             part = tokens[start : start + chunk]
             depths = torch.arange(len(part), device=model.device)
-            model.forward(part, Rows(depths, None, depths, len(part)), rows, last_only=True)
+            model.forward(part, Rows(depths, None, depths, len(part)), rows, last_only=True, whole=False)
     free: list[Callable[[], None]] = []
     told = done = 0
     for layer in range(model.layers):

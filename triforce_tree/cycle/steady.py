@@ -10,7 +10,7 @@ from triforce_tree.cycle.pace import Pace
 from triforce_tree.decoder import Ending
 from triforce_tree.graphs import free_memory
 from triforce_tree.level import Progress
-from triforce_tree.stats import LevelStats
+from triforce_tree.stats import LevelStats, added
 
 
 class SteadyDecoder:
@@ -41,7 +41,7 @@ class SteadyDecoder:
     def levels(self) -> list[LevelStats]:
         """Statistics, level 0 first."""
         assert self._decoder is not None
-        return _added(self._levels, self._decoder.levels)
+        return added(self._levels, self._decoder.levels)
 
     @property
     def capture_seconds(self) -> float:
@@ -122,20 +122,3 @@ class SteadyDecoder:
         if not self._shrink():
             raise shortage
         free_memory()
-
-
-def _added(before: Sequence[LevelStats], now: Sequence[LevelStats]) -> list[LevelStats]:
-    """Sums of two runs, by level."""
-    old = {level.name: level for level in before}
-    for level in now:
-        if (other := old.get(level.name)) is not None:
-            level = replace(
-                level,
-                forwards=level.forwards + other.forwards,
-                proposed=level.proposed + other.proposed,
-                accepted=level.accepted + other.accepted,
-                emitted=level.emitted + other.emitted,
-                seconds=level.seconds + other.seconds,
-            )
-        old[level.name] = level
-    return list(old.values())
