@@ -135,7 +135,7 @@ def test_unknown_generation_option(engine) -> None:
 
 def test_missing_folder(tmp_path: Path) -> None:
     for source in (tmp_path / "nowhere", str(tmp_path / "nowhere")):
-        with pytest.raises(FileNotFoundError, match=says("nowhere", "not a folder")):
+        with pytest.raises(FileNotFoundError, match=says("no such folder", "nowhere")):
             triforce_tree.load(source)
 
 

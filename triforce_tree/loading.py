@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -17,10 +16,21 @@ from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.streamed_weights import StreamedWeights
 from triforce_tree.machine import device_room
 from triforce_tree.memory_map import tensor_bytes, weights_fit
+from triforce_tree.model_files import checked, configuration, folder_of, in_one_line, needs_code
 from triforce_tree.parallel import Group
 from triforce_tree.sharding import shard
 
 PAIR = Path(__file__).parent / "pair"
+# One of these lies wherever there is a tokenizer.
+_TOKENIZERS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "spiece.model",
+    "tekken.json",
+    "vocab.json",
+    "vocab.txt",
+)
 
 
 def load_model(
@@ -85,17 +95,29 @@ def _device(device: str | torch.device | None) -> torch.device:
 
 def _read(source: str | Path, device: torch.device, dtype: torch.dtype | str | None) -> PreTrainedModel:
     """A model in host memory, in the dtype that it gets on the device."""
-    _check_folder(source)
+    checkpoint = checked(source)
     if dtype is None:
         dtype = torch.float32 if device.type == "cpu" else "auto"
     try:
         # Typed as a model; with the loading info it is a pair.
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype, use_safetensors=True, output_loading_info=True
+            checkpoint.folder,
+            config=checkpoint.config,
+            dtype=dtype,
+            use_safetensors=True,
+            output_loading_info=True,
+            trust_remote_code=False,
         )
-    except SafetensorError as error:
-        raise OSError(
-            f"the checkpoint in {str(source)!r} is corrupt ({error}); copy or download it again"
+    except torch.OutOfMemoryError:
+        raise
+    except ImportError as error:
+        raise ValueError(
+            f"the model in {str(source)!r} needs a package that is not installed ({in_one_line(error)})"
+        ) from error
+    except Exception as error:  # foreign code on foreign files
+        why = checkpoint.mismatch() or in_one_line(error)
+        raise ValueError(
+            f"the model in {str(source)!r} cannot be loaded ({why}); copy or download it again"
         ) from error
     model, report = loaded
     if missing := sorted(report["missing_keys"]):
@@ -121,26 +143,26 @@ def _placed(model: Any, source: Any, device: torch.device) -> PreTrainedModel:
 
 
 def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase | None:
-    """The tokenizer beside a model, or None where there is none (token ids then serve)."""
-    _check_folder(source)
+    """The tokenizer beside a model, or None where there is none (token ids then serve).
+
+    Raises:
+        OSError: there is no such folder.
+        ValueError: there are files of a tokenizer, but they are corrupt or need code of their own.
+    """
+    folder = folder_of(source)
+    if (folder / "config.json").exists():
+        # transformers reads it for the tokenizer too.
+        configuration(source)
     try:
-        return AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError):
-        return None
-
-
-def _check_folder(source: str | Path) -> None:
-    """Say plainly what a folder lacks, before transformers asks the hub for it."""
-    path = Path(source)
-    if not path.is_dir():
-        if isinstance(source, Path) or str(source).startswith((".", "/", "~")) or path.exists():
-            raise FileNotFoundError(f"{str(source)!r} is not a folder with a model in it")
-        return
-    if not (path / "config.json").is_file():
-        raise FileNotFoundError(f"{str(source)!r} has no config.json; give a Hugging Face model folder")
-    if not list(path.glob("*.safetensors")):
-        pickles = sorted(p.name for p in (*path.glob("*.bin"), *path.glob("*.pt")))
-        has = f"only {pickles[0]}, a pickle, which may run code when loaded" if pickles else "no weights"
-        raise FileNotFoundError(
-            f"{str(source)!r} holds {has}; save the model with save_pretrained (safetensors)"
-        )
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # foreign code on foreign files
+        if not any((folder / name).exists() for name in _TOKENIZERS):
+            return None
+        why = in_one_line(error)
+        if needs_code(folder / "tokenizer_config.json"):
+            why = "it needs Python code of its own (auto_map), which is not run"
+        raise ValueError(
+            f"the tokenizer in {str(source)!r} cannot be loaded ({why}); mend it, or give another with "
+            "load(..., tokenizer=...)"
+        ) from error
+    return tokenizer
