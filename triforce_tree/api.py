@@ -13,7 +13,7 @@ from triforce_tree import parallel, profiles
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.engine import Engine
 from triforce_tree.inputs import Inputs
-from triforce_tree.loading import PAIR, load_model, load_target, load_tokenizer
+from triforce_tree.loading import PAIR, load_model, load_target, tokenizer_of, unwrapped
 from triforce_tree.output import GenerateOutput
 
 Model = PreTrainedModel | str | Path
@@ -23,7 +23,7 @@ def load(
     target: Model | None = None,
     draft: Model | None = None,
     *,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
     device: str | torch.device | None = None,
     dtype: torch.dtype | str | None = None,
     profile: profiles.Source = None,
@@ -41,7 +41,7 @@ def load(
             page-locked host memory, all else to ``device``; and but for torchrun, where it is cut in place.
         draft: likewise; by default the embedded draft for the embedded target, and prompt lookup for
             any other.
-        tokenizer: by default the one beside the target.
+        tokenizer: or the folder or hub id of one; by default the one beside the target.
         device: for models named by id or folder; by default CUDA where there is one.
         dtype: likewise; by default the checkpoint's own on CUDA and float32 on the CPU.
         profile: a file that ``triforce-tree tune`` wrote, or False for none; by default the one for this
@@ -55,13 +55,14 @@ def load(
     Raises:
         ValueError: an option, a profile or a pair of models that cannot work;
             :class:`UnsupportedModelError` for a model family that cannot.
+        TypeError: a model or a tokenizer that is neither an object of transformers nor a path.
         OSError: a model folder without its files, or not in safetensors; too little host memory.
     """
     config = HierarchyConfig.from_options(**options)
     if target is None:
         target, draft = PAIR / "target", PAIR / "draft" if draft is None else draft
-    if tokenizer is None and not isinstance(target, PreTrainedModel):
-        tokenizer = load_tokenizer(target)
+    target, draft = unwrapped(target), None if draft is None else unwrapped(draft)
+    tokenizer = tokenizer_of(tokenizer, target)
     if isinstance(target, PreTrainedModel) and config.streams is not True:
         # It stays where it is.
         device = target.device

@@ -33,6 +33,20 @@ _TOKENIZERS = (
 )
 
 
+def unwrapped(source: Any) -> PreTrainedModel | str | Path:
+    """A model or where it lies, as it was given; of a model under ``torch.compile`` the model inside it.
+
+    Raises:
+        TypeError: it is none of these.
+    """
+    source = getattr(source, "_orig_mod", source)
+    if not isinstance(source, PreTrainedModel | str | Path):
+        kind = type(source).__name__
+        inside = "; merge an adapter first (merge_and_unload)" if hasattr(source, "peft_config") else ""
+        raise TypeError(f"a {kind} is no transformers model, folder or hub id; give one of these{inside}")
+    return source
+
+
 def load_model(
     source: PreTrainedModel | str | Path,
     device: str | torch.device | None = None,
@@ -41,9 +55,11 @@ def load_model(
     """A causal LM; a model object is returned as it is.
 
     Raises:
+        TypeError: see :func:`unwrapped`.
         OSError: files are missing, corrupt, or hold a pickle instead of safetensors.
         ValueError: the folder holds something else than a causal LM, or its weights exceed the device.
     """
+    source = unwrapped(source)
     if isinstance(source, PreTrainedModel):
         return source
     device = _device(device)
@@ -140,6 +156,27 @@ def _placed(model: Any, source: Any, device: torch.device) -> PreTrainedModel:
             "weights stay on the host (offload_weights=True)"
         ) from error
     return placed
+
+
+def tokenizer_of(
+    given: PreTrainedTokenizerBase | str | Path | None, target: PreTrainedModel | str | Path
+) -> PreTrainedTokenizerBase | None:
+    """A tokenizer from what was given for one, or the one beside the target.
+
+    Raises:
+        TypeError: it is neither a tokenizer nor a path.
+        OSError, ValueError: as :func:`load_tokenizer`; there is none where one was named.
+    """
+    if given is None:
+        return None if isinstance(target, PreTrainedModel) else load_tokenizer(target)
+    if isinstance(given, PreTrainedTokenizerBase):
+        return given
+    if not isinstance(given, str | Path):
+        raise TypeError(f"tokenizer is a {type(given).__name__}; give one of transformers, or its folder")
+    found = load_tokenizer(given)
+    if found is None:
+        raise FileNotFoundError(f"{str(given)!r} holds no tokenizer; give another folder")
+    return found
 
 
 def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase | None:
