@@ -203,12 +203,13 @@ class HierarchyConfig:
         """One flat set of options, as the command line and :func:`triforce_tree.load` take them."""
         parts: dict[str, dict[str, Any]] = {"streaming": {}, "retrieval": {}, "own": {}}
         groups = {"streaming": StreamingConfig, "retrieval": RetrievalConfig, "own": cls}
+        owners = {
+            f.name: group for group, kind in groups.items() for f in fields(kind) if f.name not in groups
+        }
         for name, value in options.items():
-            owner = next((g for g, c in groups.items() if name in {f.name for f in fields(c)}), None)
-            if owner is None:
-                every = sorted({f.name for c in groups.values() for f in fields(c)} - set(groups))
-                raise ValueError(f"unknown option {name!r}; known: {', '.join(every)}")
-            parts[owner][name] = value
+            if name not in owners:
+                raise ValueError(f"unknown option {name!r}; known: {', '.join(sorted(owners))}")
+            parts[owners[name]][name] = value
         return cls(
             streaming=StreamingConfig(**parts["streaming"]),
             retrieval=RetrievalConfig(**parts["retrieval"]),
