@@ -23,6 +23,7 @@ from triforce_tree.drafters import (
     ModelDrafter,
     PromptLookupDrafter,
 )
+from triforce_tree.few_row import why_not_exchanged
 from triforce_tree.graphs import free_memory
 from triforce_tree.hf_model import HFModel
 from triforce_tree.level import Level
@@ -126,6 +127,8 @@ class Hierarchy:
 
     def _unfit(self, law: TokenLaw, levels: int) -> str | None:
         """What of models and settings keeps the captured cycle from serving."""
+        if reason := why_not_exchanged(self.target.model):
+            return reason
         if self.target.has_windows:
             return f"{self.target.name} has sliding windows"
         if not law.context_free:
@@ -134,6 +137,8 @@ class Hierarchy:
             return None
         if self.draft is None:
             return "there is no draft model"
+        if reason := why_not_exchanged(self.draft.model):
+            return reason
         if self.draft.has_windows:
             return f"{self.draft.name} has sliding windows"
         shape = device_shape(parse_shape(self.config.tree))
@@ -194,10 +199,9 @@ class Hierarchy:
         if reason is not None:
             name = next(n for n in ("offload", "gpu_memory", "offload_weights") if getattr(base, n))
             asked = f"{name}={getattr(base, name)!r}"
-            raise ValueError(
-                f"{asked} needs the captured cycle, but {reason}; leave it out, or set levels=1, which needs "
-                "neither draft nor tree"
-            )
+            alone = ", or set levels=1, which needs neither draft nor tree"
+            remedy = "leave it out" + alone * (self._unfit(law, 1) is None)
+            raise ValueError(f"{asked} needs the captured cycle, but {reason}; {remedy}")
         if self._too_short(min(lengths)) is not None:
             # So short a text has a small cache.
             self.memory, self.config = None, base

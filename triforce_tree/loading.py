@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import (
@@ -141,11 +141,21 @@ def _read(source: str | Path, device: torch.device, dtype: torch.dtype | str | N
             f"the checkpoint in {str(source)!r} lacks {len(missing)} weights, such as {missing[0]}; copy "
             "or download it again"
         )
+    method = getattr(model.config, "quantization_config", None)
+    if method is not None and not getattr(model, "is_quantized", False):
+        # transformers would take packed weights for the weights themselves.
+        raise ValueError(
+            f"{str(source)!r} is quantised in a way that this release of transformers does not read "
+            f"({method}); give a checkpoint of 16 bits"
+        )
     ours: PreTrainedModel = model.eval()
     return ours
 
 
 def _placed(model: Any, source: Any, device: torch.device) -> PreTrainedModel:
+    if getattr(model, "is_quantized", False) and model.device.type == device.type:
+        # Some quantised models refuse to be moved, be it to where they are.
+        return cast(PreTrainedModel, model)
     try:
         placed: PreTrainedModel = model.to(device)
     except torch.OutOfMemoryError as error:
