@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 a check failed or memory ran out, 2 bad input (one line on
 """
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -14,13 +15,19 @@ from triforce_tree.commands.arguments import parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    nowhere = sys.stdout is None
+    _open_closed_streams()
     args = parser().parse_args(argv)
+    if nowhere:
+        return _failed("stdout is closed, and results go there; redirect it to a file or /dev/null", 2)
     try:
         return _run(args)
     except KeyboardInterrupt:
         # CPython notes when Ctrl-C meets code in a string, as dataclasses have it, and would then end
         # `python -m` by the signal, not with our code; running another string clears the note.
         exec("")
+        if args.json and os.environ.get("RANK", "0") == "0":
+            print(json.dumps({"interrupted": True}), flush=True)
         return _failed("interrupted", 130)
     except BrokenPipeError:
         # The reader of our stdout has gone; what is left in its buffer must not raise again at exit.
@@ -30,6 +37,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.traceback:
             raise
         return _failed(_message(error), 2)
+
+
+def _open_closed_streams() -> None:
+    """In place of what the shell has closed (<&-, >&-), which the next file that opens would be taken for."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -49,10 +63,12 @@ def _run(args: argparse.Namespace) -> int:
             code = int(import_module(args.module).run(args))
         parallel.leave()
         return code
-    except torch.OutOfMemoryError as error:
-        if args.traceback:
+    except (RuntimeError, MemoryError) as error:
+        # The CPU's allocator has no error of its own.
+        short = isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error)
+        if args.traceback or not short:
             raise
-        return _failed(f"out of memory ({error}); shorten the prompt, or use --dtype bfloat16", 1)
+        return _failed(f"out of memory ({_message(error)}); shorten the prompt, or use --dtype bfloat16", 1)
 
 
 def _message(error: Exception) -> str:
