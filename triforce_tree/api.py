@@ -11,6 +11,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from triforce_tree import parallel, profiles
 from triforce_tree.config import HierarchyConfig
+from triforce_tree.devices import device_of
 from triforce_tree.engine import Engine
 from triforce_tree.inputs import Inputs
 from triforce_tree.loading import PAIR, load_model, load_target, tokenizer_of, unwrapped
@@ -65,7 +66,7 @@ def load(
     tokenizer = tokenizer_of(tokenizer, target)
     if isinstance(target, PreTrainedModel) and config.streams is not True:
         # It stays where it is.
-        device = target.device
+        device = device_of(target.device) if target.device.type == "cuda" else target.device
     group = parallel.join(device)
     if group is not None and profile is None:
         # It was measured on one card.

@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our stdout has gone; what is left in its buffer must not raise again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         if args.traceback:
             raise
         return _failed(_message(error), 2)
@@ -74,6 +74,8 @@ def _run(args: argparse.Namespace) -> int:
 def _message(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{error.filename}: {error.strerror}"
+    if isinstance(error, ImportError):
+        return f"a package is missing or does not load here ({error}); pip install triforce-tree brings all"
     return " ".join(str(error).split()) or type(error).__name__
 
 

@@ -14,6 +14,7 @@ from transformers import (
 
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.streamed_weights import StreamedWeights
+from triforce_tree.devices import device_of
 from triforce_tree.machine import device_room
 from triforce_tree.memory_map import tensor_bytes, weights_fit
 from triforce_tree.model_files import checked, configuration, folder_of, in_one_line, needs_code
@@ -62,7 +63,7 @@ def load_model(
     source = unwrapped(source)
     if isinstance(source, PreTrainedModel):
         return source
-    device = _device(device)
+    device = device_of(device)
     return _placed(_read(source, device, dtype), source, device)
 
 
@@ -86,7 +87,7 @@ def load_target(
         OSError: as :func:`load_model`; host memory is short (:class:`HostMemoryError`).
         ValueError: as :func:`load_model`; the layers' weights cannot be streamed; the model cannot be cut.
     """
-    device = group.device if group is not None else _device(device)
+    device = group.device if group is not None else device_of(device)
     model = source if isinstance(source, PreTrainedModel) else _read(source, device, dtype)
     if group is not None:
         shard(model, group)
@@ -103,10 +104,6 @@ def load_target(
             f"{device} has no room for embeddings, head and two layers of this {type(model).__name__}: free "
             "device memory, allow more of it, or use a smaller model"
         ) from error
-
-
-def _device(device: str | torch.device | None) -> torch.device:
-    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def _read(source: str | Path, device: torch.device, dtype: torch.dtype | str | None) -> PreTrainedModel:
