@@ -297,9 +297,10 @@ class Engine:
         """Raise ValueError where a prompt and its new tokens exceed the model's positions."""
         limit = self.hierarchy.target.max_positions
         if limit is not None and prompt + new > limit:
+            fewer = f" or set max_new_tokens<={limit - prompt}" if prompt < limit else ""
             raise ValueError(
                 f"{prompt} prompt tokens + {new} new ones = {prompt + new} exceed the model's "
-                f"{limit} positions; shorten the prompt or set max_new_tokens<={max(0, limit - prompt)}"
+                f"{limit} positions; shorten the prompt{fewer}"
             )
 
     def _output(

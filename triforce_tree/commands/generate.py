@@ -23,6 +23,9 @@ from triforce_tree.console import (
 from triforce_tree.engine import Engine
 from triforce_tree.output import GenerateOutput
 
+# Of a token: more than it has in most texts.
+_CHARACTERS = 6
+
 
 def run(args: argparse.Namespace) -> int:
     text = _prompt(args.prompt)
@@ -30,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     seed = options.seed_of(args)
     engine = options.engine_of(args)
     assert engine.tokenizer is not None
-    prompt = token_ids(engine.tokenizer, text)
+    prompt = _tokens(engine, text)
     greedy = args.temperature == 0
     with Interrupt() as interrupt:
         more = {"max_new_tokens": args.max_new_tokens, "seed": seed, **sampling}
@@ -80,6 +83,20 @@ def generate(
             pinned=pinned,
             **more,
         )
+
+
+def _tokens(engine: Engine, text: str) -> list[int]:
+    """Ids of the prompt; of one that is far too long not all are computed, which takes seconds a megabyte."""
+    assert engine.tokenizer is not None
+    limit = engine.hierarchy.target.max_positions
+    if limit is not None and len(text) > _CHARACTERS * limit:
+        count = len(token_ids(engine.tokenizer, text[: _CHARACTERS * limit]))
+        if count > limit:
+            raise ValueError(
+                f"the first {_CHARACTERS * limit} of the prompt's {len(text)} characters are {count} tokens, "
+                f"more than the model's {limit} positions; shorten the prompt"
+            )
+    return token_ids(engine.tokenizer, text)
 
 
 def _prompt(path: str) -> str:
