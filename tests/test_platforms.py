@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from families import tiny
+from processes import environment
 from test_bad_input import says
 from test_cli import run
 from tiny_pair import TinyPair
@@ -61,7 +62,9 @@ def test_the_cpu_engine_needs_no_posix(
     argv = [prompt, *pair.options, "--max-new-tokens", "8", "--levels", "3"]
     argv += ["--budget", "64", "--recent", "32"]
     expected = run(capsys, "generate", *argv)
-    done = subprocess.run([sys.executable, "-c", ELSEWHERE, *argv], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", ELSEWHERE, *argv], capture_output=True, text=True, env=environment()
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith(expected[1])
     assert len(expected[1]) > 1
