@@ -107,6 +107,20 @@ BAD_OPTIONS = [
     ({"window": 0}, ("window=0", "at least 1")),
     ({"prefill_chunk": 0}, ("prefill_chunk=0", "at least 1")),
     ({"lookup": 0}, ("lookup=0", "at least 1")),
+    ({"gamma": 10**9}, ("gamma=1000000000", "at most 1024")),
+    ({"lookup": 1025}, ("lookup=1025", "at most 1024")),
+    ({"rounds": 10**9}, ("rounds=1000000000", "at most 1024")),
+    ({"window": 10**9}, ("window=1000000000", "at most 1048576")),
+    ({"sinks": 10**9}, ("sinks=1000000000", "at most 1048576")),
+    ({"budget": 8 * 10**9}, ("budget=8000000000", "at most 1048576")),
+    ({"recent": 10**9}, ("recent=1000000000", "at most 1048576")),
+    ({"chunk": 10**9}, ("chunk=1000000000", "at most 1048576")),
+    ({"refresh": 10**9}, ("refresh=1000000000", "at most 1048576")),
+    ({"prefill_chunk": 10**12}, ("prefill_chunk=1000000000000", "at most 1048576")),
+    ({"tree": "chain:100000"}, ("tree='chain:100000'", "at most 1024", "use a smaller one")),
+    ({"captured": "yes"}, ("captured='yes'", "True, False or None")),
+    ({"leaves": 1}, ("leaves=1", "True, False or None")),
+    ({"tree": 5}, ("tree=5", "chain:4")),
     ({"levels": 4}, ("levels=4", "1, 2, 3 or 'auto'")),
     ({"levels": "all"}, ("levels='all'", "auto")),
     ({"tree": "bush:3"}, ("tree='bush:3'", "chain:4")),
@@ -135,7 +149,7 @@ def test_unknown_generation_option(engine) -> None:
 
 def test_missing_folder(tmp_path: Path) -> None:
     for source in (tmp_path / "nowhere", str(tmp_path / "nowhere")):
-        with pytest.raises(FileNotFoundError, match=says("nowhere", "not a folder")):
+        with pytest.raises(FileNotFoundError, match=says("no such folder", "nowhere")):
             triforce_tree.load(source)
 
 

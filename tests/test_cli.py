@@ -65,6 +65,8 @@ def test_ctrl_c_while_libraries_load(
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         assert run(capsys, "demo") == (130, "", "triforce-tree: interrupted\n")
+        code, out, _ = run(capsys, "demo", "--json")
+        assert (code, json.loads(out)) == (130, {"interrupted": True})
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -127,6 +129,14 @@ BAD = {
     "positions": (["generate", "PROMPT", "--max-new-tokens", "5000"], "4096 positions"),
     "device": (["generate", "PROMPT", "--device", "abacus"], "device='abacus'"),
     "no model": (["generate", "PROMPT", "--target", "./nowhere"], "'./nowhere'"),
+    "mistyped path": (["generate", "PROMPT", "--target", "models/lama"], "no such folder: 'models/lama'"),
+    "no hub id": (["generate", "PROMPT", "--target", "a/b/c"], "no such folder: 'a/b/c'"),
+    "huge tree": (["generate", "PROMPT", "--tree", "chain:100000"], "at most 1024 proposed tokens"),
+    "huge gamma": (["generate", "PROMPT", "--gamma", "1000000000"], "at most 1024"),
+    "rows as text": (["bench", "text", "--file", "some.jsonl"], "--dataset some.jsonl"),
+    "no data": (["bench", "text", "--dataset", "/nowhere/some.jsonl"], "no such file: '/nowhere/some.jsonl'"),
+    "picture": (["bench", "needle", "--plot", "map.xyz"], "'map.xyz' names no kind of picture"),
+    "no picture": (["bench", "needle", "--plot", "map"], "'map' names no kind of picture"),
     "unknown option": (["generate", "PROMPT", "--speed", "9"], "--speed"),
     "unknown method": (["bench", "text", "--methods", "magic"], "magic"),
     "long context": (["bench", "text", "--context", "99999999"], "99999999 tokens"),

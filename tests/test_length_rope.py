@@ -92,9 +92,7 @@ def test_a_batch_on_both_sides_goes_one_by_one(models) -> None:
     for row, prompt in enumerate(prompts):
         ids[row, 90 - len(prompt) :], mask[row, 90 - len(prompt) :] = torch.tensor(prompt), 1
     out = engine.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False)
-    assert [row[len(p) : len(p) + NEW].tolist() for row, p in zip(out.sequences, prompts, strict=True)] == (
-        expected
-    )
+    assert [row[90:].tolist() for row in out.sequences] == (expected)
     with pytest.raises(ValueError, match=r"captured=True.*prompts lie on both sides of 64 tokens"):
         engine.with_options(captured=True).generate(ids, attention_mask=mask, max_new_tokens=NEW)
     with pytest.raises(ValueError, match=r"90 tokens lie on both sides of 64.*one by one"):

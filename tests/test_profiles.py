@@ -1,5 +1,7 @@
 """Profiles: what the disk keeps, which entry a prompt gets, and who wins where options and profiles meet."""
 
+import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +37,12 @@ def profile_of(engine: Engine, path: Path, *entries: Entry) -> Profile:
 
 
 def test_profiles_survive_the_disk(engine: Engine, tmp_path: Path) -> None:
-    made = profile_of(engine, tmp_path / "p.json", entry(), entry(temperature=0.6, pace={"gathered": 2.0}))
+    made = profile_of(
+        engine,
+        tmp_path / "p.json",
+        entry(),
+        entry(temperature=0.6, pace={"gathered": 2.0, "acceptance": 0.5}),
+    )
     assert profiles.read(tmp_path / "p.json") == made
     newer = made.with_entry(entry(ms_per_token=0.5))
     assert [e.ms_per_token for e in newer.entries] == [0.5, 1.0]
@@ -51,6 +58,13 @@ def test_the_nearest_entry_is_taken_and_a_far_one_is_not() -> None:
     assert made.nearest(130_000, 0.0) is None
 
 
+def written(**values: Any) -> str:
+    """A profile of one entry, in which some values are others."""
+    given = {"context": 9, "temperature": 0, "options": {}, "captured": False}
+    given |= {"ms_per_token": 1, "plain_ms_per_token": 1} | values
+    return json.dumps({"version": 1, "entries": [given], "hardware": "", "target": "", "draft": None})
+
+
 BROKEN = {
     "no JSON": ("{", "corrupt"),
     "no profile": ("[]", "no profile"),
@@ -59,11 +73,29 @@ BROKEN = {
     "missing": ('{"version": 1, "entries": []}', "cannot be used"),
     "entries": ('{"version": 1, "entries": [3]}', "an entry is 3"),
     "entry": ('{"version": 1, "entries": [{"temprature": 1}]}', "unknown field 'temprature'"),
-    "option": (
-        '{"version": 1, "entries": [{"context": 9, "temperature": 0, "options": {"gama": 1}, '
-        '"captured": false, "ms_per_token": 1, "plain_ms_per_token": 1}]}',
-        "unknown option 'gama'",
-    ),
+    "no list": ('{"version": 1, "entries": 3}', "entries are a int"),
+    "no object": ("3", "no profile"),
+    "deep": ("[" * 100_000, "nested deeper than 32"),
+    "deep object": ('{"version": 1, "a": ' + '{"a":' * 500 + "1" + "}" * 501, "nested deeper than 32"),
+    "no UTF-8": ('"\udcff"', "corrupt"),
+    "option": (written(options={"gama": 1}), "unknown option 'gama'"),
+    "huge option": (written(options={"gamma": 10**9}), "gamma=1000000000 must be"),
+    "tree": (written(options={"tree": "static:99999"}), "a tree has at most 1024"),
+    "tree of a number": (written(options={"tree": 9}), "tree=9 is neither"),
+    "nested option": (written(options={"streaming": {"window": 3}}), "unknown option 'streaming'"),
+    "options": (written(options=[1]), "options=[1] must be an object"),
+    "context": (written(context=math.nan), "context=nan must be an integer"),
+    "context of text": (written(context="8192"), "context='8192' must be an integer"),
+    "no context": (written(context=0), "context=0 must be"),
+    "temperature": (written(temperature=-1), "temperature=-1 must be"),
+    "infinite": (written(temperature=math.inf), "temperature=inf must be"),
+    "time": (written(ms_per_token=-3.0), "ms_per_token=-3.0 must be"),
+    "no time": (written(plain_ms_per_token=0), "plain_ms_per_token=0 must be"),
+    "captured": (written(captured="no"), "captured='no'"),
+    "acceptance": (written(acceptance={"a": [0.5, "x"]}), "acceptance.a='x' must be"),
+    "pace": (written(pace={"gathered": math.nan, "acceptance": 1}), "pace.gathered=nan must be"),
+    "half a pace": (written(pace={"gathered": 1}), "pace has ['gathered']"),
+    "step": (written(step_ms=[1]), "step_ms=[1] must be an object"),
 }
 
 
@@ -71,11 +103,13 @@ BROKEN = {
 def test_a_broken_profile_is_named_with_a_remedy(pair: TinyPair, tmp_path: Path, case: str) -> None:
     content, needed = BROKEN[case]
     path = tmp_path / "broken.json"
-    path.write_text(content)
+    path.write_text(content, encoding="utf-8", errors="surrogateescape")
     with pytest.raises(ValueError, match="delete it, measure again") as error:
         pair.load(profile=path)
     assert str(path) in str(error.value)
     assert needed in str(error.value)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 800
 
 
 def test_folders_follow_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

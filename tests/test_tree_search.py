@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from triforce_tree.tree_search import (
+    DEFAULT_ACCEPTANCE,
     BestFirst,
     Ranks,
     Static,
@@ -150,6 +151,41 @@ BAD += ["static:", "static:a", "bush:3", "sequoia:4x0", "static:-1"]
 def test_a_shape_that_cannot_be_read_is_named(text: str) -> None:
     with pytest.raises(ValueError, match="tree="):
         parse_shape(text)
+
+
+TOO_LARGE = ["best-first:100000,100000", "best-first:" + ",".join(["1"] * 129), "chain:129"]
+TOO_LARGE += [
+    "chain:1000000000000",
+    "sequoia:2000x50",
+    "sequoia:16x129",
+    "static:1024",
+    "static:999999999999",
+]
+TOO_LARGE += ["static:" + ".".join(["0"] * 100_000), "static:" + ";".join(f"{n}.600" for n in range(3))]
+
+
+@pytest.mark.parametrize("text", TOO_LARGE, ids=lambda text: text[:30])
+def test_a_shape_that_is_too_large_names_the_limit(text: str) -> None:
+    with pytest.raises(ValueError, match=r"tree=.* at most 1024 proposed tokens and 128 levels") as error:
+        parse_shape(text)
+    assert len(str(error.value)) < 300
+
+
+@pytest.mark.parametrize("tree", [5, None, ["chain:4"], {}])
+def test_what_is_no_shape_is_named(tree: object) -> None:
+    with pytest.raises(ValueError, match="neither a name like chain:4 nor a Shape"):
+        parse_shape(tree)
+
+
+def test_the_largest_shapes_are_read() -> None:
+    assert parse_shape("chain:128").size == 128
+    assert parse_shape("static:1023").size == 1024
+    assert parse_shape("sequoia:1024x12").size == 1024
+    deepest = parse_shape("sequoia:300x128")
+    assert deepest.size == 300
+    assert expected_acceptances(deepest, DEFAULT_ACCEPTANCE) > expected_acceptances(
+        parse_shape("sequoia:300x5"), DEFAULT_ACCEPTANCE
+    )
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
-    AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     StoppingCriteriaList,
@@ -19,10 +18,11 @@ from transformers.generation.streamers import BaseStreamer
 
 from triforce_tree import parallel, profiles
 from triforce_tree.config import HierarchyConfig
+from triforce_tree.devices import device_of
 from triforce_tree.engine import Engine
 from triforce_tree.inputs import Inputs
 from triforce_tree.keywords import checked_seed, checked_stop_strings, refuse_dropped
-from triforce_tree.loading import PAIR, load_model, load_target, load_tokenizer
+from triforce_tree.loading import PAIR, load_model, load_target, tokenizer_of, unwrapped
 from triforce_tree.output import GenerateOutput
 
 Model = PreTrainedModel | str | Path
@@ -66,18 +66,18 @@ def load(
     Raises:
         ValueError: an option, a profile or a pair of models that cannot work;
             :class:`UnsupportedModelError` for a model family that cannot.
+        TypeError: a model or a tokenizer that is neither an object of transformers nor a path.
         OSError: a model folder without its files, or not in safetensors; too little host memory.
     """
     config = HierarchyConfig.from_options(**options)
     if target is None:
         target, draft = PAIR / "target", PAIR / "draft" if draft is None else draft
-    target, draft = _plain("target", target), None if draft is None else _plain("draft", draft)
-    if tokenizer is None and not isinstance(target, PreTrainedModel):
-        tokenizer = load_tokenizer(target)
-    tokenizer = _tokenizer(tokenizer)
+    target = unwrapped(target, "target")
+    draft = None if draft is None else unwrapped(draft, "draft")
+    tokenizer = tokenizer_of(tokenizer, target)
     if isinstance(target, PreTrainedModel) and config.streams is not True:
         # It stays where it is.
-        device = target.device
+        device = device_of(target.device) if target.device.type == "cuda" else target.device
     group = parallel.join(device)
     if group is not None and profile is None:
         # It was measured on one card.
@@ -86,50 +86,6 @@ def load(
     drafter = None if draft is None else load_model(draft, loaded.device, dtype)
     measured = profiles.find(profile, loaded, drafter)
     return Engine(loaded, drafter, tokenizer, config, measured, options, streamed)
-
-
-def _plain(name: str, source: Any) -> Model:
-    """A model without its wrapper; PEFT and torch are asked by name, as neither need be imported.
-
-    Raises:
-        ValueError: no model, or one whose adapters are not part of its weights.
-    """
-    kinds = {kind.__name__ for kind in type(source).__mro__}
-    if "OptimizedModule" in kinds:
-        return _plain(name, source._orig_mod)
-    if "PeftModel" in kinds:
-        raise ValueError(
-            f"the {name} is a {type(source).__name__} of peft; merge its adapter first: "
-            f"{name} = {name}.merge_and_unload()"
-        )
-    if not isinstance(source, (PreTrainedModel, str, Path)):
-        raise ValueError(
-            f"the {name} is of type {type(source).__name__}; give a transformers model, a hub id or a folder"
-        )
-    return source
-
-
-def _tokenizer(source: Any) -> PreTrainedTokenizerBase | None:
-    """A tokenizer object, loaded where it is named.
-
-    Raises:
-        ValueError: there is none.
-    """
-    if isinstance(source, (str, Path)):
-        try:
-            source = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-        except (OSError, ValueError) as error:
-            first = str(error).strip().splitlines()[0]
-            raise ValueError(
-                f"tokenizer={str(source)!r} cannot be loaded ({first}); give a folder that holds one, a hub "
-                "id, or a tokenizer object"
-            ) from error
-    if source is not None and not (callable(source) and hasattr(source, "decode")):
-        raise ValueError(
-            f"the tokenizer is of type {type(source).__name__}; give transformers' own, a hub id or a folder"
-        )
-    tokenizer: PreTrainedTokenizerBase | None = source
-    return tokenizer
 
 
 def generate(
@@ -166,9 +122,9 @@ def custom_generate(
     engines: dict[int, Engine] = {}
     making = threading.Lock()
     config = HierarchyConfig.from_options(**options)
-    source = None if draft is None else _plain("draft", draft)
+    source = None if draft is None else unwrapped(draft, "draft")
     own_tokenizer, strings, own_seed = (
-        _tokenizer(tokenizer),
+        tokenizer_of(tokenizer),
         checked_stop_strings(stop_strings),
         checked_seed(seed),
     )

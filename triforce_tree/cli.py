@@ -15,7 +15,11 @@ from triforce_tree.commands.arguments import parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    nowhere = sys.stdout is None
+    _open_closed_streams()
     args = parser().parse_args(argv)
+    if nowhere:
+        return _failed("stdout is closed, and results go there; redirect it to a file or /dev/null", 2)
     try:
         return _run(args)
     except KeyboardInterrupt:
@@ -29,10 +33,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our stdout has gone; what is left in its buffer must not raise again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         if args.traceback:
             raise
         return _failed(_message(error), 2)
+
+
+def _open_closed_streams() -> None:
+    """In place of what the shell has closed (<&-, >&-), which the next file that opens would be taken for."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -52,15 +63,19 @@ def _run(args: argparse.Namespace) -> int:
             code = int(import_module(args.module).run(args))
         parallel.leave()
         return code
-    except torch.OutOfMemoryError as error:
-        if args.traceback:
+    except (RuntimeError, MemoryError) as error:
+        # The CPU's allocator has no error of its own.
+        short = isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error)
+        if args.traceback or not short:
             raise
-        return _failed(f"out of memory ({error}); shorten the prompt, or use --dtype bfloat16", 1)
+        return _failed(f"out of memory ({_message(error)}); shorten the prompt, or use --dtype bfloat16", 1)
 
 
 def _message(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{error.filename}: {error.strerror}"
+    if isinstance(error, ImportError):
+        return f"a package is missing or does not load here ({error}); pip install triforce-tree brings all"
     return " ".join(str(error).split()) or type(error).__name__
 
 

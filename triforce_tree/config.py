@@ -6,10 +6,13 @@ from typing import Any
 
 from triforce_tree.tree_search import Shape, parse_shape
 
+# Tokens of a cache or a window, and tokens that one pass may propose.
+MOST_TOKENS, MOST_PROPOSED = 2**20, 1024
 
-def _at_least(name: str, value: int, limit: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < limit:
-        raise ValueError(f"{name}={value!r} must be an integer of at least {limit}")
+
+def _within(name: str, value: object, least: int, most: int = MOST_TOKENS) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise ValueError(f"{name}={value!r} must be an integer of at least {least} and at most {most}")
 
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -46,8 +49,8 @@ class StreamingConfig:
     window: int = 256
 
     def __post_init__(self) -> None:
-        _at_least("sinks", self.sinks, 0)
-        _at_least("window", self.window, 1)
+        _within("sinks", self.sinks, 0)
+        _within("window", self.window, 1)
 
 
 @dataclass(frozen=True)
@@ -67,8 +70,8 @@ class RetrievalConfig:
 
     def __post_init__(self) -> None:
         for name in ("budget", "chunk", "recent"):
-            _at_least(name, getattr(self, name), 1)
-        _at_least("refresh", self.refresh, 0)
+            _within(name, getattr(self, name), 1)
+        _within("refresh", self.refresh, 0)
         if self.budget % self.chunk:
             near = max(self.chunk, self.budget // self.chunk * self.chunk)
             raise ValueError(
@@ -132,15 +135,18 @@ class HierarchyConfig:
     retrieval: RetrievalConfig = field(default_factory=RetrievalConfig)
 
     def __post_init__(self) -> None:
-        for name in ("gamma", "lookup"):
-            _at_least(name, getattr(self, name), 1)
-        for name in ("rounds", "prefill_chunk"):
-            if getattr(self, name) is not None:
-                _at_least(name, getattr(self, name), 1)
+        for name in ("gamma", "lookup", "rounds"):
+            if name != "rounds" or self.rounds is not None:
+                _within(name, getattr(self, name), 1, MOST_PROPOSED)
+        if self.prefill_chunk is not None:
+            _within("prefill_chunk", self.prefill_chunk, 1)
         if self.middle_bits not in (4, 8, 16):
             raise ValueError(f"middle_bits={self.middle_bits!r} must be 16, 8 or 4")
         if self.levels not in ("auto", 1, 2, 3):
             raise ValueError(f"levels={self.levels!r} must be 1, 2, 3 or 'auto'")
+        for name in ("leaves", "captured"):
+            if not isinstance(getattr(self, name), bool | None):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be True, False or None")
         parse_shape(self.tree)
         if not isinstance(self.offload, bool) and self.offload not in (None, "auto"):
             raise ValueError(f"offload={self.offload!r} must be True, False or 'auto'")
@@ -202,12 +208,13 @@ class HierarchyConfig:
         """One flat set of options, as the command line and :func:`triforce_tree.load` take them."""
         parts: dict[str, dict[str, Any]] = {"streaming": {}, "retrieval": {}, "own": {}}
         groups = {"streaming": StreamingConfig, "retrieval": RetrievalConfig, "own": cls}
+        owners = {
+            f.name: group for group, kind in groups.items() for f in fields(kind) if f.name not in groups
+        }
         for name, value in options.items():
-            owner = next((g for g, c in groups.items() if name in {f.name for f in fields(c)}), None)
-            if owner is None:
-                every = sorted({f.name for c in groups.values() for f in fields(c)} - set(groups))
-                raise ValueError(f"unknown option {name!r}; known: {', '.join(every)}")
-            parts[owner][name] = value
+            if name not in owners:
+                raise ValueError(f"unknown option {name!r}; known: {', '.join(sorted(owners))}")
+            parts[owners[name]][name] = value
         return cls(
             streaming=StreamingConfig(**parts["streaming"]),
             retrieval=RetrievalConfig(**parts["retrieval"]),

@@ -1,5 +1,6 @@
 """What a person sees (stderr), what a reader of the text sees (stdout), and the JSON line for programs."""
 
+import copy
 import json
 import math
 import os
@@ -12,9 +13,10 @@ from typing import Any
 
 import torch
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, StoppingCriteria, TextStreamer
 
@@ -24,6 +26,7 @@ from triforce_tree.memory_plan import MemoryPlan
 from triforce_tree.stats import LevelStats
 
 LOG_WIDTH = 120  # of tables that go into a file
+_SHORT = 24
 
 
 def screen() -> Console:
@@ -201,9 +204,26 @@ def memory_table(plan: MemoryPlan) -> Table:
     return table
 
 
+class _FittingTable(Table):
+    """Leaves its last columns out where the terminal is too narrow for their words."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        shown = copy.copy(self)
+        while len(shown.columns) > 1 and _least_width(shown, console, options) > options.max_width:
+            shown.columns, shown.min_width = shown.columns[:-1], None
+        yield from Table.__rich_console__(shown, console, options)
+        if left_out := [str(column.header) for column in self.columns[len(shown.columns) :]]:
+            yield Text(f"too narrow for: {', '.join(left_out)}")
+
+
+def _least_width(table: Table, console: Console, options: ConsoleOptions) -> int:
+    wide = options.update(max_width=10 * LOG_WIDTH)
+    return table.__rich_measure__(console, wide).minimum
+
+
 def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     """A table whose first column is text and whose others are figures."""
-    table = Table(
+    table = _FittingTable(
         title=title,
         title_justify="left",
         title_style="bold",
@@ -213,7 +233,10 @@ def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
         collapse_padding=True,
     )
     for index, name in enumerate(columns):
-        table.add_column(name, justify="right" if index else "left")
+        # Long text is wrapped where there is little room, figures are not.
+        longest = max(len(cells[index]) for cells in (columns, *rows))
+        least = longest if longest <= _SHORT else None
+        table.add_column(name, justify="right" if index else "left", min_width=least)
     for row in rows:
         table.add_row(*row)
     return table

@@ -94,24 +94,32 @@ def with_linears(model: PreTrainedModel, make: Callable[[nn.Linear], nn.Module])
         differ.
 
     Raises:
-        ValueError: the model has no such layer.
+        ValueError: see :func:`why_not_exchanged`.
     """
+    if reason := why_not_exchanged(model):
+        raise ValueError(f"no linear layers can be exchanged: {reason}")
     shared = [*model.parameters(), *model.buffers()]
     clone = copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
-    places = [
-        (parent, name, child)
-        for path, parent in clone.named_modules()
-        for name, child in parent.named_children()
-        if type(child) is nn.Linear and _in_layers(clone, path)
-    ]
-    if not places:
-        raise ValueError(f"{type(model).__name__} has no nn.Linear inside a list of layers to exchange")
+    places = _places(clone)
     made: dict[nn.Linear, nn.Module] = {}
     for parent, name, child in places:
         if child not in made:
             made[child] = make(child)
         setattr(parent, name, made[child])
     return clone
+
+
+def why_not_exchanged(model: PreTrainedModel) -> str | None:
+    """What keeps a model's linear layers from being exchanged; None where nothing does."""
+    name = type(model).__name__
+    places = _places(model)
+    # Some libraries have layers of their own, others tensors of their own inside nn.Linear.
+    plain = all(
+        type(linear.weight.data) is Tensor and linear.weight.is_floating_point() for *_, linear in places
+    )
+    if getattr(model, "is_quantized", False) or not plain:
+        return f"{name} is quantised"
+    return None if places else f"{name} has no nn.Linear inside a list of layers"
 
 
 def few_row_copy(model: PreTrainedModel) -> PreTrainedModel:
@@ -147,12 +155,16 @@ def extra_bytes(model: nn.Module) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in {id(t): t for t in owned}.values())
 
 
-def _in_layers(model: nn.Module, path: str) -> bool:
-    """Whether a module lies in an ``nn.ModuleList``, as decoder layers do and heads do not."""
-    parts = path.split(".")
-    return any(
-        isinstance(model.get_submodule(".".join(parts[:depth])), nn.ModuleList) for depth in range(len(parts))
-    )
+def _places(model: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
+    """The plain linear layers inside the members of lists, as decoder layers are: parent, name, layer."""
+    members = [member for each in model.modules() if isinstance(each, nn.ModuleList) for member in each]
+    parents = {id(parent): parent for member in members for parent in member.modules()}
+    return [
+        (parent, name, child)
+        for parent in parents.values()
+        for name, child in parent.named_children()
+        if type(child) is nn.Linear
+    ]
 
 
 def _counters(linear: nn.Linear) -> Tensor:

@@ -23,6 +23,7 @@ from triforce_tree.drafters import (
     ModelDrafter,
     PromptLookupDrafter,
 )
+from triforce_tree.few_row import why_not_exchanged
 from triforce_tree.graphs import free_memory
 from triforce_tree.hf_model import HFModel
 from triforce_tree.length_rope import fix_rotation
@@ -141,6 +142,8 @@ class Hierarchy:
 
     def _unfit(self, law: TokenLaw, levels: int) -> str | None:
         """What of models and settings keeps the captured cycle from serving."""
+        if reason := why_not_exchanged(self.target.model):
+            return reason
         if self.target.has_windows:
             return f"{self.target.name} has sliding windows"
         if not self.target.even_heads:
@@ -155,6 +158,8 @@ class Hierarchy:
             return None
         if self.draft is None:
             return "there is no draft model"
+        if reason := why_not_exchanged(self.draft.model):
+            return reason
         if self.draft.has_windows:
             return f"{self.draft.name} has sliding windows"
         if not self.draft.even_heads:

@@ -2,10 +2,9 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -15,12 +14,46 @@ from transformers import (
 
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.streamed_weights import StreamedWeights
+from triforce_tree.devices import device_of
 from triforce_tree.machine import device_room
 from triforce_tree.memory_map import tensor_bytes, weights_fit
+from triforce_tree.model_files import checked, configuration, folder_of, in_one_line, needs_code
 from triforce_tree.parallel import Group
 from triforce_tree.sharding import shard
 
 PAIR = Path(__file__).parent / "pair"
+# One of these lies wherever there is a tokenizer.
+_TOKENIZERS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "spiece.model",
+    "tekken.json",
+    "vocab.json",
+    "vocab.txt",
+)
+
+
+def unwrapped(source: Any, name: str = "model") -> PreTrainedModel | str | Path:
+    """A model or where it lies, as it was given; of a model under ``torch.compile`` the model inside it.
+
+    PEFT is asked by name, as it need not be installed.
+
+    Args:
+        name: what to call it in errors.
+
+    Raises:
+        TypeError: it is none of these, or its adapters are not part of its weights.
+    """
+    source = getattr(source, "_orig_mod", source)
+    kind = type(source).__name__
+    if hasattr(source, "peft_config") or any(base.__name__ == "PeftModel" for base in type(source).__mro__):
+        raise TypeError(
+            f"the {name} is a {kind} of peft; merge its adapter first: {name} = {name}.merge_and_unload()"
+        )
+    if not isinstance(source, PreTrainedModel | str | Path):
+        raise TypeError(f"the {name} is of type {kind}; give a transformers model, a hub id or a folder")
+    return source
 
 
 def load_model(
@@ -31,12 +64,14 @@ def load_model(
     """A causal LM; a model object is returned as it is.
 
     Raises:
+        TypeError: see :func:`unwrapped`.
         OSError: files are missing, corrupt, or hold a pickle instead of safetensors.
         ValueError: the folder holds something else than a causal LM, or its weights exceed the device.
     """
+    source = unwrapped(source)
     if isinstance(source, PreTrainedModel):
         return source
-    device = _device(device)
+    device = device_of(device)
     return _placed(_read(source, device, dtype), source, device)
 
 
@@ -60,7 +95,7 @@ def load_target(
         OSError: as :func:`load_model`; host memory is short (:class:`HostMemoryError`).
         ValueError: as :func:`load_model`; the layers' weights cannot be streamed; the model cannot be cut.
     """
-    device = group.device if group is not None else _device(device)
+    device = group.device if group is not None else device_of(device)
     model = source if isinstance(source, PreTrainedModel) else _read(source, device, dtype)
     if group is not None:
         shard(model, group)
@@ -79,23 +114,31 @@ def load_target(
         ) from error
 
 
-def _device(device: str | torch.device | None) -> torch.device:
-    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-
-
 def _read(source: str | Path, device: torch.device, dtype: torch.dtype | str | None) -> PreTrainedModel:
     """A model in host memory, in the dtype that it gets on the device."""
-    _check_folder(source)
+    checkpoint = checked(source)
     if dtype is None:
         dtype = torch.float32 if device.type == "cpu" else "auto"
     try:
         # Typed as a model; with the loading info it is a pair.
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype, use_safetensors=True, output_loading_info=True
+            checkpoint.folder,
+            config=checkpoint.config,
+            dtype=dtype,
+            use_safetensors=True,
+            output_loading_info=True,
+            trust_remote_code=False,
         )
-    except SafetensorError as error:
-        raise OSError(
-            f"the checkpoint in {str(source)!r} is corrupt ({error}); copy or download it again"
+    except torch.OutOfMemoryError:
+        raise
+    except ImportError as error:
+        raise ValueError(
+            f"the model in {str(source)!r} needs a package that is not installed ({in_one_line(error)})"
+        ) from error
+    except Exception as error:  # foreign code on foreign files
+        why = checkpoint.mismatch() or in_one_line(error)
+        raise ValueError(
+            f"the model in {str(source)!r} cannot be loaded ({why}); copy or download it again"
         ) from error
     model, report = loaded
     if missing := sorted(report["missing_keys"]):
@@ -103,11 +146,21 @@ def _read(source: str | Path, device: torch.device, dtype: torch.dtype | str | N
             f"the checkpoint in {str(source)!r} lacks {len(missing)} weights, such as {missing[0]}; copy "
             "or download it again"
         )
+    method = getattr(model.config, "quantization_config", None)
+    if method is not None and not getattr(model, "is_quantized", False):
+        # transformers would take packed weights for the weights themselves.
+        raise ValueError(
+            f"{str(source)!r} is quantised in a way that this release of transformers does not read "
+            f"({method}); give a checkpoint of 16 bits"
+        )
     ours: PreTrainedModel = model.eval()
     return ours
 
 
 def _placed(model: Any, source: Any, device: torch.device) -> PreTrainedModel:
+    if getattr(model, "is_quantized", False) and model.device.type == device.type:
+        # Some quantised models refuse to be moved, be it to where they are.
+        return cast(PreTrainedModel, model)
     try:
         placed: PreTrainedModel = model.to(device)
     except torch.OutOfMemoryError as error:
@@ -120,27 +173,49 @@ def _placed(model: Any, source: Any, device: torch.device) -> PreTrainedModel:
     return placed
 
 
+def tokenizer_of(
+    given: PreTrainedTokenizerBase | str | Path | None, target: PreTrainedModel | str | Path | None = None
+) -> PreTrainedTokenizerBase | None:
+    """A tokenizer from what was given for one, or the one beside the target.
+
+    Raises:
+        TypeError: it is neither a tokenizer nor a path.
+        OSError, ValueError: as :func:`load_tokenizer`; there is none where one was named.
+    """
+    if given is None:
+        return load_tokenizer(target) if isinstance(target, str | Path) else None
+    if isinstance(given, str | Path):
+        found = load_tokenizer(given)
+        if found is None:
+            raise FileNotFoundError(f"{str(given)!r} holds no tokenizer; give another folder")
+        return found
+    if not (callable(given) and hasattr(given, "decode")):
+        kind = type(given).__name__
+        raise TypeError(f"the tokenizer is of type {kind}; give transformers' own, a hub id or a folder")
+    return given
+
+
 def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase | None:
-    """The tokenizer beside a model, or None where there is none (token ids then serve)."""
-    _check_folder(source)
+    """The tokenizer beside a model, or None where there is none (token ids then serve).
+
+    Raises:
+        OSError: there is no such folder.
+        ValueError: there are files of a tokenizer, but they are corrupt or need code of their own.
+    """
+    folder = folder_of(source)
+    if (folder / "config.json").exists():
+        # transformers reads it for the tokenizer too.
+        configuration(source)
     try:
-        return AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError):
-        return None
-
-
-def _check_folder(source: str | Path) -> None:
-    """Say plainly what a folder lacks, before transformers asks the hub for it."""
-    path = Path(source)
-    if not path.is_dir():
-        if isinstance(source, Path) or str(source).startswith((".", "/", "~")) or path.exists():
-            raise FileNotFoundError(f"{str(source)!r} is not a folder with a model in it")
-        return
-    if not (path / "config.json").is_file():
-        raise FileNotFoundError(f"{str(source)!r} has no config.json; give a Hugging Face model folder")
-    if not list(path.glob("*.safetensors")):
-        pickles = sorted(p.name for p in (*path.glob("*.bin"), *path.glob("*.pt")))
-        has = f"only {pickles[0]}, a pickle, which may run code when loaded" if pickles else "no weights"
-        raise FileNotFoundError(
-            f"{str(source)!r} holds {has}; save the model with save_pretrained (safetensors)"
-        )
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # foreign code on foreign files
+        if not any((folder / name).exists() for name in _TOKENIZERS):
+            return None
+        why = in_one_line(error)
+        if needs_code(folder / "tokenizer_config.json"):
+            why = "it needs Python code of its own (auto_map), which is not run"
+        raise ValueError(
+            f"the tokenizer in {str(source)!r} cannot be loaded ({why}); mend it, or give another with "
+            "load(..., tokenizer=...)"
+        ) from error
+    return tokenizer

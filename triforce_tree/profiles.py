@@ -7,6 +7,7 @@ how fast a text comes, never which text. Files lie in ``~/.cache/triforce-tree/p
 
 import json
 import logging
+import math
 import os
 import platform
 import re
@@ -20,12 +21,14 @@ from transformers import PreTrainedModel
 
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.folders import user_cache
+from triforce_tree.json_files import read_json
 
 VERSION = 1
 # An entry serves prompts of up to this many times, and down to this part of, the context it was measured at.
 NEAR = 4.0
 # Settings that must fit each other: where one of them is given, a profile's others are left aside.
 _TOGETHER = frozenset({"budget", "chunk", "recent"})
+_PACE = {"acceptance", "gathered"}
 _LOG = logging.getLogger(__name__)
 Source = str | Path | bool | None
 
@@ -58,8 +61,27 @@ class Entry:
     repeated_8grams: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.context < 1 or self.temperature < 0:
-            raise ValueError(f"context={self.context} or temperature={self.temperature} is out of range")
+        if isinstance(self.context, bool) or not isinstance(self.context, int) or self.context < 1:
+            raise ValueError(f"context={self.context!r} must be an integer of at least 1")
+        _check_number("temperature", self.temperature)
+        _check_number("repeated_8grams", self.repeated_8grams)
+        for name in ("ms_per_token", "plain_ms_per_token"):
+            _check_number(name, getattr(self, name))
+            if not getattr(self, name):
+                raise ValueError(f"{name}=0 must be above 0")
+        if not isinstance(self.captured, bool):
+            raise ValueError(f"captured={self.captured!r} must be true or false")
+        for name in ("options", "step_ms", "tokens_per_pass", "acceptance", "pace"):
+            if not isinstance(getattr(self, name), dict):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be an object")
+        for name in ("step_ms", "tokens_per_pass", "pace"):
+            for key, value in getattr(self, name).items():
+                _check_number(f"{name}.{key}", value)
+        for key, chances in self.acceptance.items():
+            for chance in chances if isinstance(chances, list) else [chances]:
+                _check_number(f"acceptance.{key}", chance)
+        if self.pace and self.pace.keys() != _PACE:
+            raise ValueError(f"pace has {sorted(self.pace)}, not {sorted(_PACE)}")
         HierarchyConfig.from_options(**self.options)
 
     @property
@@ -120,6 +142,11 @@ class Profile:
         draft.replace(path)
 
 
+def _check_number(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ValueError(f"{name}={value!r} must be a number of at least 0")
+
+
 def read(path: str | Path) -> Profile:
     """A profile from its file.
 
@@ -132,7 +159,7 @@ def read(path: str | Path) -> Profile:
         "delete it, measure again with triforce-tree tune, or go without it (profile=False, --profile none)"
     )
     try:
-        held = json.loads(path.read_text(encoding="utf-8"))
+        held = read_json(path)
     except ValueError as error:
         raise ValueError(f"profile {str(path)!r} is corrupt ({error}); {remedy}") from error
     if not isinstance(held, dict) or "version" not in held:
@@ -143,10 +170,14 @@ def read(path: str | Path) -> Profile:
             f"profile {str(path)!r} has version {version!r}, this release reads {VERSION}; {remedy}"
         )
     try:
-        entries = tuple(Entry(**_known(Entry, entry)) for entry in held.pop("entries"))
-        return Profile(**_known(Profile, held), entries=entries, path=path)
+        entries = held.pop("entries")
+        if not isinstance(entries, list):
+            raise ValueError(f"entries are a {type(entries).__name__}, not a list")
+        made = tuple(Entry(**_known(Entry, entry)) for entry in entries)
+        return Profile(**_known(Profile, held), entries=made, path=path)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"profile {str(path)!r} cannot be used ({error}); {remedy}") from error
+        why = repr(error) if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"profile {str(path)!r} cannot be used ({why[:300]}); {remedy}") from error
 
 
 def _known(kind: type[Entry] | type[Profile], values: Any) -> dict[str, Any]:

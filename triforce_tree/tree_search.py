@@ -8,14 +8,17 @@ seen so far, never on the draws of those siblings: that would bias the law they 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cache
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     # For annotations alone: the command line reads shapes without torch.
     from torch import Tensor
 
 Ranks = tuple[int, ...]
+# Of one tree: every proposed token is a row of a forward, every level a forward of the draft.
+MOST_NODES, MOST_DEPTH = 1024, 128
 
 
 class Shape(Protocol):
@@ -43,6 +46,7 @@ class Static:
     def __init__(self, paths: Iterable[Sequence[int]]) -> None:
         self.counts: dict[Ranks, int] = {}
         for path in paths:
+            _check_extent(max(path, default=0) + 1, len(path))
             if any(rank < 0 for rank in path):
                 raise ValueError(f"path {list(path)} has a negative rank; the first sibling is 0")
             for depth, rank in enumerate(path):
@@ -50,6 +54,7 @@ class Static:
                 self.counts[parent] = max(self.counts.get(parent, 0), rank + 1)
         if not self.counts:
             raise ValueError("a static tree needs at least one path, such as [[0], [0, 0], [1]]")
+        _check_extent(self.size, 1)
 
     @property
     def size(self) -> int:
@@ -79,6 +84,7 @@ class BestFirst:
     def __init__(self, widths: Sequence[int]) -> None:
         if not widths or min(widths) < 1:
             raise ValueError(f"widths={list(widths)} must be positive; use for example 6,5,4")
+        _check_extent(sum(widths), len(widths))
         self.widths = tuple(widths)
 
     def expands(self, ranks: Ranks) -> bool:
@@ -96,6 +102,7 @@ class BestFirst:
 
 def chain_shape(length: int) -> Static:
     """One proposed token per depth."""
+    _check_extent(length, length)
     return Static([[0] * length])
 
 
@@ -116,40 +123,69 @@ def sequoia(acceptance: Sequence[float], size: int, depth: int) -> Static:
         raise ValueError(f"size={size} and depth={depth} must be at least 1")
     if not acceptance or min(acceptance) < 0 or sum(acceptance) > 1 + 1e-6:
         raise ValueError(f"acceptance={list(acceptance)} must be a part of a probability law")
-    widest = len(acceptance)
-
-    @cache
-    def best(nodes: int, levels: int) -> tuple[float, tuple[int, ...]]:
-        """(expectation, nodes taken by each child) of the best tree below one node."""
-        if nodes == 0 or levels == 0:
-            return 0.0, ()
-        # value[m] after considering children 1..b; child b may be empty only if all later ones are.
-        values: list[tuple[float, tuple[int, ...]]] = [(0.0, ())] * (nodes + 1)
-        result = values[nodes]
-        for rank in range(min(widest, nodes)):
-            grown: list[tuple[float, tuple[int, ...]]] = [(-1.0, ())] * (nodes + 1)
-            for used in range(rank + 1, nodes + 1):
-                for own in range(1, used - rank + 1):
-                    before, sizes = values[used - own]
-                    if len(sizes) != rank:
-                        continue
-                    total = before + acceptance[rank] * (1 + best(own - 1, levels - 1)[0])
-                    if total > grown[used][0]:
-                        grown[used] = (total, (*sizes, own))
-            values = grown
-            if values[nodes][0] > result[0]:
-                result = values[nodes]
-        return result
-
+    _check_extent(size, depth)
+    levels = _plans(acceptance, size, depth)
     paths: list[Ranks] = []
 
-    def walk(place: Ranks, nodes: int, levels: int) -> None:
-        for rank, own in enumerate(best(nodes, levels)[1]):
+    def walk(place: Ranks, nodes: int, level: int) -> None:
+        if nodes == 0 or level == 0:
+            return
+        for rank, own in enumerate(levels[min(level, len(levels)) - 1].sizes(nodes)):
             paths.append((*place, rank))
-            walk((*place, rank), own - 1, levels - 1)
+            walk((*place, rank), own - 1, level - 1)
 
     walk((), size, depth)
     return Static(paths)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How the nodes below one node are best shared out among its children.
+
+    Attributes:
+        children: int ``[size + 1]``, how many there are by the nodes at hand.
+        taken: int ``[ranks, size + 1]``, nodes that the last of rank + 1 children takes of those at hand.
+    """
+
+    children: Any
+    taken: Any
+
+    def sizes(self, nodes: int) -> list[int]:
+        """Nodes of each child, its own place counted."""
+        sizes = []
+        for rank in reversed(range(int(self.children[nodes]))):
+            sizes.append(int(self.taken[rank][nodes]))
+            nodes -= sizes[-1]
+        return sizes[::-1]
+
+
+def _plans(acceptance: Sequence[float], size: int, depth: int) -> list[_Plan]:
+    """The best plans by levels below a node: 1, 2, ... up to ``depth``, or till more levels gain nothing."""
+    # The command line's help does without it.
+    import numpy as np
+
+    plans = []
+    # Of at most m nodes, 0 ... size, below a node: the best expectation with one level more each time.
+    gains = np.zeros(size + 1)
+    for _ in range(depth):
+        # values[m] with children 1..b, each of which takes a node at least; -inf where m are too few.
+        best, values = np.zeros(size + 1), np.zeros(size + 1)
+        children, taken = np.zeros(size + 1, dtype=int), []
+        for rank in range(min(len(acceptance), size)):
+            padded = np.concatenate([np.full(size, -np.inf), values])
+            # [m, y - 1]: what m - y nodes give the children before.
+            before = np.lib.stride_tricks.sliding_window_view(padded, size)[:-1, ::-1]
+            total = before + acceptance[rank] * (1 + gains[:-1])
+            taken.append(total.argmax(axis=1) + 1)
+            values = total.max(axis=1)
+            children[values > best] = rank + 1
+            best = np.maximum(best, values)
+        plans.append(_Plan(children, np.stack(taken)))
+        if np.array_equal(best, gains):
+            # With more levels this plan stays the best.
+            break
+        gains = best
+    return plans
 
 
 def expected_acceptances(shape: Static, acceptance: Sequence[float]) -> float:
@@ -174,25 +210,40 @@ def parse_shape(text: str | Shape) -> Shape:
 
     ``chain:4`` | ``best-first:6,5,4`` (widths by depth) | ``sequoia:16x4`` (size x depth) |
     ``static:0;0.0;1`` (rank paths) | any :class:`Shape` object.
+
+    Raises:
+        ValueError: it is none of these, or has more than ``MOST_NODES`` or ``MOST_DEPTH``.
     """
     if not isinstance(text, str):
+        if not hasattr(text, "branch"):
+            raise ValueError(f"tree={text!r} is neither a name like chain:4 nor a Shape; {_KNOWN}")
         return text
-    kind, _, rest = text.partition(":")
+    shown = text if len(text) < 60 else f"{text[:60]}..."
     try:
-        if kind == "chain":
-            return chain_shape(_positive(rest))
-        if kind == "best-first":
-            return BestFirst([_positive(w) for w in rest.split(",")])
-        if kind == "sequoia":
-            size, _, depth = rest.partition("x")
-            return sequoia(DEFAULT_ACCEPTANCE, _positive(size), _positive(depth))
-        if kind == "static":
-            return Static([[int(r) for r in path.split(".")] for path in rest.split(";")])
+        shape = _named(text)
     except ValueError as error:
-        raise ValueError(f"tree={text!r} cannot be read: {error}") from error
-    raise ValueError(
-        f"tree={text!r} is no known shape; use chain:4, best-first:6,5,4, sequoia:16x4 or static:0;0.0;1"
-    )
+        raise ValueError(f"tree={shown!r} cannot be read: {error}") from error
+    if shape is None:
+        raise ValueError(f"tree={shown!r} is no known shape; {_KNOWN}")
+    return shape
+
+
+_KNOWN = "use chain:4, best-first:6,5,4, sequoia:16x4 or static:0;0.0;1"
+
+
+@lru_cache(maxsize=64)
+def _named(text: str) -> Shape | None:
+    kind, _, rest = text.partition(":")
+    if kind == "chain":
+        return chain_shape(_positive(rest))
+    if kind == "best-first":
+        return BestFirst([_positive(w) for w in rest.split(",")])
+    if kind == "sequoia":
+        size, _, depth = rest.partition("x")
+        return sequoia(DEFAULT_ACCEPTANCE, _positive(size), _positive(depth))
+    if kind == "static":
+        return Static([int(r) for r in path.split(".")] for path in rest.split(";"))
+    return None
 
 
 def _positive(text: str) -> int:
@@ -200,3 +251,11 @@ def _positive(text: str) -> int:
     if value < 1:
         raise ValueError(f"{value} must be at least 1")
     return value
+
+
+def _check_extent(nodes: int, depth: int) -> None:
+    if nodes > MOST_NODES or depth > MOST_DEPTH:
+        raise ValueError(
+            f"a tree has at most {MOST_NODES} proposed tokens and {MOST_DEPTH} levels, this one {nodes} and "
+            f"{depth}; use a smaller one"
+        )

@@ -126,10 +126,21 @@ def accuracy(records: Sequence[Record], **key: object) -> float | None:
     return sum(hits) / len(hits) if hits else None
 
 
+def check_picture(path: str | Path) -> None:
+    """Raise ValueError where matplotlib does not know the format that a path's ending names."""
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    ending = Path(path).suffix.lower().removeprefix(".")
+    if ending not in FigureCanvasBase.get_supported_filetypes():
+        raise ValueError(
+            f"{str(path)!r} names no kind of picture that matplotlib writes; use .png, .svg or .pdf"
+        )
+
+
 def heat_map(
     records: Sequence[Record], way: str, lengths: Sequence[int], depths: Sequence[float], path: Path
 ) -> None:
-    """Accuracy over length and depth as a PNG."""
+    """Accuracy over length and depth as a picture."""
     from matplotlib.figure import Figure
 
     cells = [[accuracy(records, through=way, length=n, depth=d) for n in lengths] for d in depths]

@@ -90,7 +90,7 @@ class Records:
         try:
             head, *rest = [json.loads(line) for line in whole.splitlines()]
             settings = head["settings"]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(
                 f"{str(path)!r} is not a results file of this command; give another path"
             ) from error

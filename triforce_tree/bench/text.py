@@ -2,12 +2,16 @@
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from triforce_tree.inputs import encoded
+from triforce_tree.model_files import in_one_line
 
 PYDOC = "pydoc"
+# Files of rows, and how the datasets library calls their formats.
+ROWS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
 def pydoc_text() -> str:
@@ -38,17 +42,36 @@ def read_text(path: str | Path) -> str:
 def dataset_texts(name: str, split: str = "test", column: str = "text") -> Iterator[str]:
     """Documents of a Hugging Face data set, streamed.
 
-    Raises:
-        ValueError: the column is not there.
-    """
-    from datasets import load_dataset
+    Args:
+        name: on the hub, or a folder, or a single file of rows (:data:`ROWS`), which has any split.
+        split, column: of the data set.
 
-    for row in load_dataset(name, split=split, streaming=True):
+    Raises:
+        ValueError: the column is not there, or the file cannot be read.
+        FileNotFoundError: there is no such file.
+    """
+    for row in _rows(name, split):
         if column not in row:
             raise ValueError(
                 f"data set {name!r} has no column {column!r}; its columns: {', '.join(sorted(row))}"
             )
         yield str(row[column])
+
+
+def _rows(name: str, split: str) -> Iterator[dict[str, Any]]:
+    import datasets
+
+    # It would say twice what is wrong.
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    path = Path(name)
+    kind = ROWS.get(path.suffix.lower())
+    if kind is not None and not path.exists():
+        raise FileNotFoundError(f"no such file: {name!r}")
+    of_file = {"path": kind, "data_files": {split: str(path)}} if kind and path.is_file() else {"path": name}
+    try:
+        yield from datasets.load_dataset(**of_file, split=split, streaming=True)
+    except Exception as error:  # foreign code on foreign files
+        raise ValueError(f"data set {name!r} cannot be read ({in_one_line(error)})") from error
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -128,7 +128,7 @@ def _bench_needle(subparsers: Any) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="of names, numbers and places")
     parser.add_argument("--out", help="JSON-lines file for every answer; a run cut short goes on there")
-    parser.add_argument("--plot", help="PNG file for a heat map (needs matplotlib)")
+    parser.add_argument("--plot", help="picture of a heat map, such as map.png (pip install matplotlib)")
     add_text_source(parser)
     add_models(parser)
     add_hierarchy(parser)

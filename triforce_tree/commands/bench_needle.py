@@ -18,6 +18,7 @@ def run(args: argparse.Namespace) -> int:
         if importlib.util.find_spec("matplotlib") is None:
             raise ValueError("--plot needs matplotlib; pip install matplotlib, or leave --plot out")
         check_writable(args.plot)
+        needle.check_picture(args.plot)
     source, texts = documents(args)
     settings = {
         "benchmark": "needle",

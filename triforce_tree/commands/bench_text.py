@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from triforce_tree.bench import speed, text
@@ -18,6 +19,11 @@ def documents(args: argparse.Namespace) -> tuple[str, Iterable[str]]:
         name = f"{args.dataset}/{args.split}/{args.column}"
         return name, text.dataset_texts(args.dataset, args.split, args.column)
     if args.file:
+        if Path(args.file).suffix.lower() in text.ROWS:
+            raise ValueError(
+                f"--file {args.file}: its ending says that it holds rows of data, not a text; use --dataset "
+                f"{args.file} --column NAME"
+            )
         return args.file, [text.read_text(args.file)]
     return text.PYDOC, [text.pydoc_text()]
 

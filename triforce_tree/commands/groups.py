@@ -152,6 +152,10 @@ def add_text_source(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("text (by default the help topics that come with Python)")
     source = group.add_mutually_exclusive_group()
     source.add_argument("--file", help="a text file")
-    source.add_argument("--dataset", help="name of a Hugging Face data set, for example emozilla/pg19-test")
+    source.add_argument(
+        "--dataset",
+        help="name of a Hugging Face data set, for example emozilla/pg19-test, or a .jsonl, .json, .csv or "
+        ".parquet file",
+    )
     group.add_argument("--split", default="test", help="of the data set")
     group.add_argument("--column", default="text", help="of the data set")

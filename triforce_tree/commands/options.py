@@ -11,6 +11,7 @@ from triforce_tree.api import load
 from triforce_tree.commands.groups import AUTO, ENGINE_OPTIONS, MEMORY_OPTIONS, NONE
 from triforce_tree.config import bytes_of
 from triforce_tree.console import PinningBar, screen
+from triforce_tree.devices import device_of
 from triforce_tree.engine import Engine
 from triforce_tree.machine import bound_memory
 from triforce_tree.options import check_sampling_options
@@ -20,7 +21,7 @@ def engine_of(args: argparse.Namespace) -> Engine:
     """Load what the options name."""
     options = {name: getattr(args, name) for name in (*ENGINE_OPTIONS, *MEMORY_OPTIONS) if name in args.given}
     if args.device is not None:
-        _check_device(args.device)
+        device_of(args.device)
     # Each process has its own card from here on.
     parallel.join(args.device)
     if args.gpu_memory is not None and torch.cuda.is_available():
@@ -60,12 +61,3 @@ def sampling_of(args: argparse.Namespace) -> dict[str, Any]:
 
 def seed_of(args: argparse.Namespace) -> int:
     return secrets.randbits(31) if args.seed is None else args.seed
-
-
-def _check_device(name: str) -> None:
-    try:
-        kind = torch.device(name).type
-    except RuntimeError as error:
-        raise ValueError(f"device={name!r} is unknown; use cpu or cuda") from error
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device={name!r}, but torch sees no CUDA device here; use --device cpu")

@@ -1,19 +1,25 @@
 """Host memory that the GPU reads and writes by itself: taken in blocks, checked first, given back whole."""
 
 import mmap
-import resource
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib import import_module
+from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 
+import psutil
 import torch
 from torch import Tensor
 
 _GIB = 1 << 30
+# Windows has no such module.
+_RESOURCE = import_module("resource") if find_spec("resource") else None
 # cudaHostRegisterPortable | cudaHostRegisterMapped: kernels may read the pages too.
 _FLAGS = 3
+# Windows' mappings take no flags, and are the process's own without them.
+_ANONYMOUS = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 # What is left to the rest of the machine, beside what is asked for.
 SPARE = _GIB
 
@@ -70,7 +76,7 @@ class HostMemory:
         if size == 0:
             return torch.zeros(tuple(shape), dtype=dtype)
         try:
-            mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            mapping = mmap.mmap(-1, size, **_ANONYMOUS)
         except (OSError, MemoryError) as error:
             raise HostMemoryError(
                 f"the system refuses {size / _GIB:.2f} GiB of host memory after {self.bytes / _GIB:.1f} GiB "
@@ -94,12 +100,10 @@ class HostMemory:
         pointer = tensor.data_ptr()
         status = int(torch.cuda.cudart().cudaHostRegister(pointer, size, _FLAGS))
         if status:
-            soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-            limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / _GIB:.2f} GiB"
             raise HostMemoryError(
                 f"CUDA cannot lock {size / _GIB:.2f} GiB of host memory after {self.bytes / _GIB:.1f} GiB "
-                f"for {self.what} (error {status}); the limit on locked memory (ulimit -l) is {limit}: "
-                f"raise it, or {self.remedy}"
+                f"for {self.what} (error {status}); the limit on locked memory (ulimit -l) is "
+                f"{_most_locked()}: raise it, or {self.remedy}"
             )
         self._blocks.append((mapping, pointer))
 
@@ -117,17 +121,17 @@ def _give_back(blocks: list[tuple[mmap.mmap, int]]) -> None:
             torch.cuda.cudart().cudaHostUnregister(pointer)
 
 
+def _most_locked() -> str:
+    if _RESOURCE is None:
+        return "unknown"
+    soft = _RESOURCE.getrlimit(_RESOURCE.RLIMIT_MEMLOCK)[0]
+    return "unlimited" if soft == _RESOURCE.RLIM_INFINITY else f"{soft / _GIB:.2f} GiB"
+
+
 def available() -> tuple[int, str]:
     """Bytes of host memory that can still be had, and whose limit that is."""
-    found = [(size, name) for size, name in (_free_memory(), *_cgroup_rooms()) if size is not None]
-    return min(found, default=(1 << 62, "no known limit"))
-
-
-def _free_memory() -> tuple[int | None, str]:
-    for line in _lines("/proc/meminfo"):
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024, "MemAvailable in /proc/meminfo"
-    return None, ""
+    free = psutil.virtual_memory().available, "the system's available memory"
+    return min([free, *((size, name) for size, name in _cgroup_rooms() if size is not None)])
 
 
 def _cgroup_rooms() -> list[tuple[int | None, str]]:
