@@ -12,7 +12,6 @@ from test_cli import last_object, run
 from tiny_pair import TinyPair
 
 from triforce_tree import cli, console
-from triforce_tree.commands import generate
 
 
 def test_a_picture_needs_matplotlib_before_anything_is_measured(
@@ -48,26 +47,6 @@ def test_a_closed_stdout_is_said(streams: str, said: str) -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("triforce-tree: " + said if said else "")
     assert len(done.stderr.splitlines()) == bool(said)
-
-
-def test_a_prompt_that_is_far_too_long_is_not_read_to_its_end(
-    capsys: pytest.CaptureFixture[str], pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read: list[int] = []
-    whole = generate.token_ids
-    monkeypatch.setattr(
-        generate, "token_ids", lambda tokenizer, text: read.append(len(text)) or whole(tokenizer, text)
-    )
-    path = tmp_path / "long.txt"
-    path.write_text("a few words, " * 20_000)
-    code, out, err = run(capsys, "generate", str(path), *pair.options)
-    assert (code, out, len(err.splitlines())) == (2, "", 1)
-    assert "more than the model's 4096 positions; shorten the prompt" in err
-    assert read == [6 * 4096]
-    path.write_text("a few words, " * 1800)
-    code, out, err = run(capsys, "generate", str(path), *pair.options)
-    assert (code, out) == (2, "")
-    assert "4096 positions; shorten the prompt\n" in err, "no number of new tokens would do"
 
 
 def test_memory_of_the_cpu_that_runs_out_ends_with_a_line(

@@ -127,6 +127,18 @@ def _attention(
 AttentionInterface.register(ATTENTION, _attention)
 
 
+@contextmanager
+def own_arithmetic(device: torch.device) -> Iterator[None]:
+    """Inside, models compute in their own dtype, without gradients, on tensors that later calls may write."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        for kind in {device.type, "cpu"}:
+            if torch.amp.is_autocast_available(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
 class HFModel:
     """A loaded causal LM, checked once for what hierarchical decoding needs.
 
@@ -200,11 +212,7 @@ class HFModel:
             if self.length_rope is not None:
                 self.length_rope.hold(own)
             with ExitStack() as stack:
-                stack.enter_context(torch.inference_mode(False))
-                stack.enter_context(torch.no_grad())
-                for kind in {self.device.type, "cpu"}:
-                    if torch.amp.is_autocast_available(kind):
-                        stack.enter_context(torch.autocast(kind, enabled=False))
+                stack.enter_context(own_arithmetic(self.device))
                 stack.enter_context(few_row_linears(own))
                 try:
                     self._running = own

@@ -22,7 +22,7 @@ from transformers import DynamicCache
 
 from triforce_tree.caches.base import Rows
 from triforce_tree.caches.full import FullCache
-from triforce_tree.hf_model import HFModel, LayerCall
+from triforce_tree.hf_model import HFModel, LayerCall, own_arithmetic
 from triforce_tree.layer_slice import LayerSlice
 from triforce_tree.model_copy import shallow_copy
 from triforce_tree.supported import UnsupportedModelError
@@ -173,7 +173,6 @@ class _Guard:
                 f"{', '.join(map(str, self.slice.layers))}); please report the model's configuration"
             )
 
-    @torch.no_grad()
     def _own(
         self,
         ids: Tensor,
@@ -198,7 +197,7 @@ class _Guard:
             mask = torch.zeros(count, count, dtype=model.dtype, device=self.device)
             mask.masked_fill_(hidden, torch.finfo(model.dtype).min)
             more |= {"position_ids": positions[None], "attention_mask": mask[None, None]}
-        with self.slice.alone(model):
+        with own_arithmetic(self.device), self.slice.alone(model):
             out = model(input_ids=ids.to(self.device), logits_to_keep=kept, **more)
         logits: Tensor = out.logits[0, -kept:]
         return logits.float()
