@@ -14,8 +14,16 @@ from torch import Tensor
 _GIB = 1 << 30
 # cudaHostRegisterPortable | cudaHostRegisterMapped: kernels may read the pages too.
 _FLAGS = 3
-# What is left to the rest of the machine, beside what is asked for.
+# What nobody may take: this process itself still grows.
 SPARE = _GIB
+# What plans leave to the system: these bytes or this share of the memory, but no more than half of what is
+# available, so that small machines work too.
+_LEFT_BYTES, _LEFT_SHARE = 4 * _GIB, 0.1
+# Memory controllers of control groups, version 2 and 1: folder, limit, usage, file pages among the usage.
+_CGROUPS = (
+    ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
 
 
 class HostMemoryError(OSError):
@@ -37,8 +45,7 @@ class HostMemory:
         self,
         locked: bool,
         what: str = "the offloaded cache",
-        remedy: str = "shorten the prompt, keep more of the cache on the device (a larger gpu_memory), or "
-        "free host memory",
+        remedy: str = "shorten the prompt, or free host memory",
     ) -> None:
         self.locked, self.what, self.remedy = locked, what, remedy
         self.bytes = 0
@@ -94,12 +101,9 @@ class HostMemory:
         pointer = tensor.data_ptr()
         status = int(torch.cuda.cudart().cudaHostRegister(pointer, size, _FLAGS))
         if status:
-            soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-            limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / _GIB:.2f} GiB"
             raise HostMemoryError(
                 f"CUDA cannot lock {size / _GIB:.2f} GiB of host memory after {self.bytes / _GIB:.1f} GiB "
-                f"for {self.what} (error {status}); the limit on locked memory (ulimit -l) is {limit}: "
-                f"raise it, or {self.remedy}"
+                f"for {self.what} (error {status}); {_lock_limit()}, or {self.remedy}"
             )
         self._blocks.append((mapping, pointer))
 
@@ -117,26 +121,64 @@ def _give_back(blocks: list[tuple[mmap.mmap, int]]) -> None:
             torch.cuda.cudart().cudaHostUnregister(pointer)
 
 
+def _lock_limit() -> str:
+    """Whose limit on locked memory it is, and how to raise it."""
+    if on_wsl():
+        return (
+            "under WSL2 the NVIDIA driver limits page-locked memory to about half of the memory that the "
+            "virtual machine has: raise memory= in .wslconfig"
+        )
+    soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / _GIB:.2f} GiB"
+    return f"the limit on locked memory (ulimit -l) is {limit}: raise it"
+
+
+def on_wsl() -> bool:
+    """Whether this Linux runs under Windows (WSL2)."""
+    return any("microsoft" in line.lower() for line in _lines("/proc/version"))
+
+
+def usable(most: int | None = None) -> tuple[int, str]:
+    """Bytes of host memory that a plan may count on, and whose limit that is.
+
+    Args:
+        most: what the user allows; None leaves 4 GiB or a tenth of the memory to the system, whichever is
+            more, but at most half of what is available.
+    """
+    size, name = available()
+    if most is not None:
+        return min((most, "host_memory"), (max(0, size - SPARE), name))
+    left = min(max(_LEFT_BYTES, int(_LEFT_SHARE * _total())), size // 2)
+    return size - left, f"{name}, less {left / _GIB:.1f} GiB for the system,"
+
+
 def available() -> tuple[int, str]:
     """Bytes of host memory that can still be had, and whose limit that is."""
     found = [(size, name) for size, name in (_free_memory(), *_cgroup_rooms()) if size is not None]
     return min(found, default=(1 << 62, "no known limit"))
 
 
+def _total() -> int:
+    """Bytes of memory of the machine, or of the control group that this process is in; 0: unknown."""
+    limits = [_number(f"{folder}/{limit}") for folder, limit, _, _ in _CGROUPS]
+    return min((size for size in (_meminfo("MemTotal"), *limits) if size is not None), default=0)
+
+
 def _free_memory() -> tuple[int | None, str]:
+    return _meminfo("MemAvailable"), "MemAvailable in /proc/meminfo"
+
+
+def _meminfo(name: str) -> int | None:
     for line in _lines("/proc/meminfo"):
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024, "MemAvailable in /proc/meminfo"
-    return None, ""
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    return None
 
 
 def _cgroup_rooms() -> list[tuple[int | None, str]]:
     """Room below the memory limits of control groups, version 2 and 1; file pages can be dropped."""
     rooms: list[tuple[int | None, str]] = []
-    for folder, limit, usage, inactive in (
-        ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
-        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    ):
+    for folder, limit, usage, inactive in _CGROUPS:
         most, used = _number(f"{folder}/{limit}"), _number(f"{folder}/{usage}")
         if most is None or used is None:
             continue
