@@ -143,7 +143,7 @@ def test_no_more_host_memory_is_planned_for_than_the_user_allows(monkeypatch: py
     with pytest.raises(
         DoesNotFitError, match=r'host_memory leaves 0.0 GiB; allow more host memory \(host_memory="1GiB"\)'
     ):
-        engine(host_memory="1MiB", gpu_memory="700MiB").memory_plan(long, NEW)
+        engine(host_memory="1MiB", gpu_memory="1GiB").memory_plan(long, NEW)
 
 
 def test_auto_offloads_nothing_that_fits() -> None:
