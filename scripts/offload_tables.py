@@ -21,8 +21,9 @@ def headline(result: Record) -> str:
     if not found:
         return not_measured(f"{COMMAND} 7b")
     columns = [
-        "model", "prompts", "cap, GiB", "host memory, GiB", "rows on the card", "T", "**ms/token**", "streamed plain decoding",
-        "its share of the bus", "**speed-up**", "tokens a pass", "repeated 8-grams",
+        "model", "prompts", "cap, GiB", "host memory, GiB", "rows on the card", "T", "**ms/token**",
+        "streamed plain decoding", "its share of the bus", "**speed-up**", "tokens a pass",
+        "repeated 8-grams",
     ]  # fmt: skip
     attended = any("attended_baseline_ms_per_token" in row for row in found)
     if attended:
