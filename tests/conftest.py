@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import quick_interpreter
 import torch
 
 if TYPE_CHECKING:
@@ -51,6 +52,12 @@ def pytest_collection_finish() -> None:
     # them: a quarter of a second, several times a test.
     gc.collect()
     gc.freeze()
+
+
+def pytest_runtest_call() -> None:
+    # Fixtures have imported it, where a test needs it.
+    if (interpreter := sys.modules.get("triton.runtime.interpreter")) is not None:
+        quick_interpreter.install(interpreter)
 
 
 def pytest_sessionfinish() -> None:
