@@ -1,11 +1,14 @@
-"""Triton's interpreter, without the half of its time that goes to what it has done already.
+"""Triton's interpreter, without what takes most of its time to no effect.
 
 A launch puts interpreted functions in the place of Triton's own, in ``triton.language`` and ``.core``, and takes
 them away at its end. Triton 3.9 looks through both modules again at every call of a function inside a kernel,
-where nothing is left to exchange.
+where nothing is left to exchange. It also computes whether integers overflow, for a check that it makes in its
+debug mode alone, and makes a table of all dtypes each time that it looks one up.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -27,11 +30,21 @@ class _Launch:
         self._scope.restore()
 
 
+def _kept(look_up: Callable[[Any], Any], scalar: type) -> Callable[[Any], Any]:
+    """The same look-up, once for each scalar type; types of blocks and pointers cannot be hashed."""
+    found = cache(look_up)
+    return lambda dtype: (found if type(dtype) is scalar else look_up)(dtype)
+
+
 def install(interpreter: ModuleType) -> None:
-    """Let ``triton.runtime.interpreter`` patch each module once a launch."""
+    """Let ``triton.runtime.interpreter`` do no work twice, and none that nobody sees."""
     patch: Callable[[Any], Any] | None = getattr(interpreter, "_patch_lang", None)
     if patch is None or getattr(patch, "once_a_launch", False):
         return
+    builder = interpreter.interpreter_builder
+    if not builder.options.debug:
+        builder.options = replace(builder.options, sanitize_overflow=False)
+    interpreter._get_np_dtype = _kept(interpreter._get_np_dtype, interpreter.tl.dtype)  # type: ignore[attr-defined]
     modules = (interpreter.tl, interpreter.tl.core)
     done: set[int] = set()
     seen: dict[int, tuple[dict[str, Any], frozenset[int]]] = {}
