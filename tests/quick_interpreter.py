@@ -2,8 +2,8 @@
 
 A launch puts interpreted functions in the place of Triton's own, in ``triton.language`` and ``.core``, and
 takes them away at its end. Triton 3.9 looks through both modules again at every call of a function inside a
-kernel, where nothing is left to exchange. It also computes whether integers overflow, for a check that it makes
-in its debug mode alone, and makes a table of all dtypes each time that it looks one up.
+kernel, where nothing is left to exchange. It also computes whether integers overflow, for a check that it
+makes in its debug mode alone, and makes a table of all dtypes each time that it looks one up.
 """
 
 from collections.abc import Callable
