@@ -2,9 +2,10 @@
 
     python tests/forked_ranks.py < JOBS
 
-A job is a line of JSON: {"size": 2, "folder": "/tmp/x", "words": ["SCRIPT", "word"]}. What takes long to import is imported once for all; that starts no thread and asks for no GPU, neither of
-which would survive the fork. The folder receives what each rank wrote, as RANK.out and RANK.err, and their
-exit codes, as codes.json; then a line says "done".
+A job is a line of JSON: {"size": 2, "folder": "/tmp/x", "words": ["SCRIPT", "word"]}. What takes long to
+import is imported once for all; that starts no thread and asks for no GPU, neither of which would survive the
+fork. The folder receives what each rank wrote, as RANK.out and RANK.err, and their exit codes, as codes.json;
+then a line says "done".
 """
 
 import gc
