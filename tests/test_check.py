@@ -39,7 +39,7 @@ def test_the_residual_of_the_public_code_is_found_out(
 ) -> None:
     # After a refusal it samples from p itself, instead of what p has left over q.
     monkeypatch.setattr(sampling, "residual", lambda p, q: p)
-    results = check.sampling_laws(engine, [prompt(engine, 41), prompt(engine, 150)], 250)
+    results = check.sampling_laws(engine, [prompt(engine, 41), prompt(engine, 150)], 400)
     assert not all(r.passed for r in results)
 
 
