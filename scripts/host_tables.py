@@ -49,7 +49,7 @@ def together(result: Record) -> str:
     ]
     columns = [
         "heads", "T", "way", "CPU alone, GB/s", "CPU beside the bus", "bus beside the CPU",
-        "**both to the bus alone**", f"projected for a bus of {_PCIE_4_GBPS:g} GB/s",
+        "**both to the bus alone**", f"projected for a bus of {_PCIE_4_GBPS:g} GB/s, not measured",
     ]  # fmt: skip
     read = both["reading"]
     note = (

@@ -19,7 +19,7 @@ from triforce_tree import memory_plan
 from triforce_tree.bench.results import repeated_share
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.host_attention import host_attends
-from triforce_tree.cycle.pinned import SPARE, available
+from triforce_tree.cycle.pinned import usable
 from triforce_tree.graphs import free_memory
 from triforce_tree.machine import host_rate
 from triforce_tree.memory_map import GIB, Machine, Sizes
@@ -115,7 +115,7 @@ class Session:
         # What the bus alone gives stands for any machine; what a CPU adds is measured in parts of its own.
         options = {"levels": 3, "offload": True, "gpu_memory": int(cap * GIB), "host_attention": False}
         config = HierarchyConfig.from_options(**options | plan.options)
-        host = available()[0] - SPARE + bench.weights_on_host
+        host = usable()[0] + bench.weights_on_host
         machine = Machine(int(cap * GIB), host, 1e9 * self.bus["in"], self.read)
         if host_attends(bench.target, config.host_attention):
             rate = host_rate(bench.target.heads, bench.target.dtype, self.device)

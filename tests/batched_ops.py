@@ -13,7 +13,8 @@ from triforce_tree.kernels.plan import Plan
 
 
 def use_batched_ops(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention and row moves of a whole batch at once, for statistics over many short texts."""
+    """Attention, row moves and acceptance of a whole batch at once, for statistics over many short texts."""
+    monkeypatch.setattr(step, "accept_tree", accept_tree)
     monkeypatch.setattr(step, "append_rows", append_rows)
     monkeypatch.setattr(step, "move_rows", move_rows)
     monkeypatch.setattr(planned, "run", attention)
@@ -94,3 +95,47 @@ def attention(
     anyone = (place < tail)[:, None, :, None]
     out = torch.einsum("bkgts,bksd->btkgd", weights, v.masked_fill(~anyone, 0.0))
     return out.reshape(q.shape)
+
+
+def accept_tree(
+    tokens: Tensor,
+    parents: Tensor,
+    p: Tensor,
+    q: Tensor,
+    q_rows: Tensor,
+    uniforms: Tensor,
+    race: Tensor,
+    depth: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``step_reference.accept_tree``: children follow their parents, so that one walk over all nodes does."""
+    batch, nodes = tokens.shape
+    every = torch.arange(batch)
+    node, count = torch.zeros_like(tokens[:, 0]), torch.ones_like(tokens[:, 0])
+    path = torch.full((batch, depth + 1), -1)
+    path[:, 0] = 0
+    law, draft = p[:, 0], q[every, q_rows[:, 0]]
+    for child in range(1, nodes):
+        x = tokens[:, child].clamp_min(0)[:, None]
+        chance = draft.gather(1, x)[:, 0]
+        judged = (parents[:, child] == node) & (tokens[:, child] >= 0) & (count <= depth) & (chance > 0)
+        taken = judged & (uniforms[:, child] < law.gather(1, x)[:, 0] / chance)
+        refused = (judged & ~taken)[:, None]
+        law = torch.where(refused, normalised((law - draft).clamp_min(0), law), law)
+        rest = without(draft, x)
+        draft = torch.where(refused, normalised(rest, rest), draft)
+        law = torch.where(taken[:, None], p[:, child], law)
+        # Nodes without children name no row.
+        draft = torch.where(taken[:, None], q[every, q_rows[:, child].clamp(0, q.shape[1] - 1)], draft)
+        path[every[taken], count[taken]] = child
+        node, count = torch.where(taken, child, node), count + taken
+    return path, count, torch.where(law > 0, law / race, 0.0).argmax(1)
+
+
+def without(laws: Tensor, tokens: Tensor) -> Tensor:
+    """Laws ``[B, V]`` in which tokens ``[B, 1]`` have no probability, not normalised."""
+    return laws.scatter(1, tokens, 0.0)
+
+
+def normalised(masses: Tensor, otherwise: Tensor) -> Tensor:
+    total = masses.sum(1, keepdim=True)
+    return torch.where(total > 0, masses / total, otherwise)

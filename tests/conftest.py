@@ -2,15 +2,18 @@
 
 import gc
 import importlib
+import itertools
 import os
 import random
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import quick_interpreter
 import torch
 
 if TYPE_CHECKING:
@@ -51,6 +54,12 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_runtest_call() -> None:
+    # Fixtures have imported it, where a test needs it.
+    if (interpreter := sys.modules.get("triton.runtime.interpreter")) is not None:
+        quick_interpreter.install(interpreter)
+
+
 def pytest_sessionfinish() -> None:
     # Libraries report what is left at the very end.
     gc.unfreeze()
@@ -67,6 +76,16 @@ def _same_start_for_every_test() -> Iterator[None]:
     yield
     torch.set_default_dtype(dtype)
     torch.set_grad_enabled(grad)
+
+
+@pytest.fixture(autouse=True)
+def _a_clock_that_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every reading of the clock is 2**-6 seconds after the last one, however busy the machine is.
+
+    Measured times decide about rounds of drafting, settings that are tried, and figures in tables.
+    """
+    readings = itertools.count(1)
+    monkeypatch.setattr(time, "perf_counter", lambda: next(readings) / 64)
 
 
 @pytest.fixture

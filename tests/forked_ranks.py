@@ -1,10 +1,11 @@
-"""A script as several ranks that know each other, as torchrun starts them: forks of this process.
+"""Scripts as several ranks that know each other, as torchrun starts them: forks of this process.
 
-    python tests/forked_ranks.py SIZE FOLDER SCRIPT words...
+    python tests/forked_ranks.py < JOBS
 
-What takes long to import is imported once for all; that starts no thread and asks for no GPU, neither of
-which would survive the fork. The folder receives what each rank wrote, as RANK.out and RANK.err, and their
-exit codes, as codes.json.
+A job is a line of JSON: {"size": 2, "folder": "/tmp/x", "words": ["SCRIPT", "word"]}. What takes long to
+import is imported once for all; that starts no thread and asks for no GPU, neither of which would survive the
+fork. The folder receives what each rank wrote, as RANK.out and RANK.err, and their exit codes, as codes.json;
+then a line says "done".
 """
 
 import gc
@@ -62,4 +63,8 @@ def main(size: int, folder: Path, words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
+    while line := sys.stdin.readline():
+        job = json.loads(line)
+        main(job["size"], Path(job["folder"]), job["words"])
+        sys.stdout.write("done\n")
+        sys.stdout.flush()

@@ -1,8 +1,9 @@
 """The batched stand-ins that tests of laws use are the ops that they stand in for."""
 
 import pytest
+import step_cases
 import torch
-from batched_ops import append_rows, attention, move_rows
+from batched_ops import accept_tree, append_rows, attention, move_rows
 
 from triforce_tree.kernels import planned, step_reference
 from triforce_tree.kernels.plan import Heads, plan_trees
@@ -37,3 +38,18 @@ def test_batched_row_moves_are_the_references() -> None:
     move_rows(rows[0], index, start)
     step_reference.move_rows(rows[1], index, start)
     assert torch.equal(*rows)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_batched_acceptance_is_the_references(seed: int) -> None:
+    torch.manual_seed(seed)
+    refused = 0
+    for likeness in step_cases.LIKENESS:
+        args = step_cases.judgement(40, (1, 2, 5, 9, 17, 33)[seed], 7, "cpu", *likeness, False, seed).args
+        for depth in (args[-1], 1):
+            expected = step_reference.accept_tree(*args[:-1], depth)
+            assert all(
+                torch.equal(*pair) for pair in zip(accept_tree(*args[:-1], depth), expected, strict=True)
+            )
+            refused += int((expected[1] <= depth).sum())
+    assert refused

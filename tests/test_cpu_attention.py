@@ -72,7 +72,7 @@ def test_states_are_those_of_the_definition(
     dim: int, queries: int, count: int, typed: tuple[str, torch.dtype]
 ) -> None:
     way, dtype = typed
-    attend, heads = CpuAttention(1, way=way, dtype=dtype), 5
+    attend, heads = CpuAttention(1, way=way, dtype=dtype), 3
     for size, group in ((1.0, 1), (4.0, 1), (1.0, 3)):
         q = (size * torch.randn(queries, heads * group, dim)).to(dtype)
         rows = torch.randn(count, 2, heads, dim).to(dtype)

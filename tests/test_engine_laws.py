@@ -17,8 +17,15 @@ from triforce_tree.sampling import TokenLaw
 TIGHT = {"budget": 8, "chunk": 2, "recent": 4, "sinks": 2, "window": 4}
 
 
-@pytest.mark.parametrize("refresh", [0, 1, 2])
-@pytest.mark.parametrize(("tree", "leaves", "vocabulary"), [("chain:1", False, 3), ("chain:2", True, 2)])
+# A refused token leaves a choice where there are three; who chooses chunks shows with two as well.
+@pytest.mark.parametrize(
+    ("refresh", "tree", "leaves", "vocabulary"),
+    [
+        (1, "chain:1", False, 3),
+        *((refresh, "chain:1", False, 2) for refresh in (0, 2)),
+        *((refresh, "chain:2", True, 2) for refresh in (0, 1, 2)),
+    ],
+)
 def test_the_exact_law_of_the_whole_engine(
     refresh: int, tree: str, leaves: bool, vocabulary: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 from cycle_cases import SMALL, decoded
-from families import CAPPED, greedy
+from families import CAPPED, greedy, prompt_of
 from offloaded_cases import NEW, PIECE, PROMPTS, cycle_of, logits_of, model, references
 from scipy import stats
 from torch import Tensor
@@ -28,7 +28,14 @@ from triforce_tree.sampling import TokenLaw
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 SAMPLED = TokenLaw.at(0.8)
-SPLITS = {"host": 0, "mixed": 5 * PIECE, "device": 1 << 24}
+# Three texts of up to 208 rows: the last layer's take 20 pieces, and the first layer keeps one of each text.
+_LAST = 3 * 208 * PIECE // 32 + 3 * PIECE
+SPLITS = {
+    "host": Offload(0, PIECE, 2),
+    "mixed": Offload(5 * PIECE, PIECE, 2),
+    "device": Offload(1 << 24, PIECE, 2),
+    "last layer": Offload(_LAST, PIECE, 2, last_resident=True),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +46,7 @@ def _few_rows_leave_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("levels", [1, 2, 3])
 def test_greedy_text_is_the_targets_own(levels: int, split: str):
-    cycle = cycle_of(levels, 3, split=Offload(SPLITS[split], PIECE, 2))
+    cycle = cycle_of(levels, 3, split=SPLITS[split])
     new, decoder = decoded(cycle, PROMPTS, NEW)
     assert new == references(PROMPTS, NEW)
     if levels == 3:
@@ -99,7 +106,7 @@ def test_copies_are_the_chunks_they_stand_for():
 
 
 def test_where_rows_live_changes_no_bit():
-    (first, on_chip), *others = [logits_of(Offload(size, PIECE, 2)) for size in SPLITS.values()]
+    (first, on_chip), *others = [logits_of(split) for split in SPLITS.values()]
     for logits, _ in others:
         assert torch.equal(logits, first)
     for buffers in (3, 7):
@@ -107,17 +114,45 @@ def test_where_rows_live_changes_no_bit():
     torch.testing.assert_close(first, on_chip, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("levels", "length", "on_host", "where"),
+    [(3, 150, True, "reserved"), (1, 600, True, "host"), (1, 600, False, "device")],
+)
+def test_a_resident_last_layer_needs_no_memory_for_prefill(
+    levels: int, length: int, on_host: bool, where: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Rows are computed in its memory; hidden states wait in level 1's, where that is large enough."""
+    made = []
+    for name, kind in (("host", offloaded.FarStates), ("reserved", offloaded.ReservedStates)):
+
+        def note(*args: object, name: str = name, kind: type = kind):
+            made.append(name)
+            return kind(*args)
+
+        monkeypatch.setattr(offloaded, kind.__name__, note)
+    rows = (length + 50) // 16 * 16
+    split = Offload(rows * PIECE // 32 + PIECE, PIECE, 2, states_on_host=on_host, last_resident=True)
+    cycle = cycle_of(levels, room=rows, split=split)
+    own = cycle.offloaded
+    assert own is not None
+    assert own.host.resident_rows == [32, rows]
+    assert own.store.memory.numel() == own.store.kv.numel()
+    prompt = prompt_of(length)
+    assert decoded(cycle, [prompt], [20])[0] == references([prompt], [20])
+    assert (made or ["device"]) == [where]
+
+
 @pytest.mark.parametrize("levels", [1, 3])
 def test_rewinding_is_as_good_as_feeding_anew(levels: int):
     cycle = cycle_of(levels, 2, room=300)
-    [first, second], _ = decoded(cycle, PROMPTS[:2], [60, 60])
-    for kept in (0, 1, 40, 3):
+    [first, second], _ = decoded(cycle, PROMPTS[:2], [50, 50])
+    for kept in (0, 1, 40, 30):
         heads = [[*PROMPTS[0], *first[:kept]], [*PROMPTS[1], *second[:kept]]]
-        new, _ = decoded(cycle, heads, [60 - kept, 60 - kept], again=True)
+        new, _ = decoded(cycle, heads, [50 - kept, 50 - kept], again=True)
         assert new == [first[kept:], second[kept:]]
-    again = decoded(cycle, PROMPTS[:2], [60, 60], SAMPLED, seed=3, again=True)[0]
+    again = decoded(cycle, PROMPTS[:2], [30, 30], SAMPLED, seed=3, again=True)[0]
     fresh = cycle_of(levels, 2, room=300)
-    assert again == decoded(fresh, PROMPTS[:2], [60, 60], SAMPLED, seed=3)[0]
+    assert again == decoded(fresh, PROMPTS[:2], [30, 30], SAMPLED, seed=3)[0]
 
 
 def test_what_was_never_fed_cannot_be_stood_at():
@@ -135,18 +170,18 @@ def test_plain_sampling_draws_what_the_cache_on_the_device_draws():
 
 
 def test_sampled_tokens_follow_the_targets_law():
-    prompt, draws, law = PROMPTS[0], 500, SAMPLED
-    cycle = cycle_of(3)
+    prompt, batch, law = PROMPTS[0], 10, SAMPLED
+    draws, prompts = 50 * batch, [prompt] * batch
+    cycle = cycle_of(3, batch)
     cycle.prepare(law)
-    cycle.prefill([prompt])
-    seen: dict[int, list[int]] = {}
-    for seed in range(draws):
+    cycle.prefill(prompts)
+    seen: dict[int, list[int]] = {1: [], 2: []}
+    for seed in range(draws // batch):
         decoder = CycleDecoder(cycle, law, seed)
-        cycle.rewind([prompt])
-        [tokens] = next(iter(decoder.decode([prompt], [Ending(3)])))
-        seen.setdefault(1, []).append(tokens[0])
-        if len(tokens) > 1:
-            seen.setdefault(2, []).append(tokens[1])
+        cycle.rewind(prompts)
+        for tokens in next(iter(decoder.decode(prompts, [Ending(3)] * batch))):
+            seen[1].append(tokens[0])
+            seen[2] += tokens[1:2]
     with torch.no_grad():
         logits = model("llama-gqa")(torch.tensor([prompt])).logits[0, -1]
     p = (logits.double() / 0.8).softmax(-1)

@@ -14,16 +14,16 @@ from families import CAPPED, greedy, perturbed, prompt_of, tiny
 from tiny_pair import TinyPair
 from transformers import PreTrainedModel
 
-from triforce_tree import hierarchy, load, memory_plan
+from triforce_tree import hierarchy, load, machine, memory_plan
 from triforce_tree.cli import main
 from triforce_tree.console import memory_table
-from triforce_tree.cycle import offloaded
+from triforce_tree.cycle import offloaded, pinned
 from triforce_tree.cycle.cycle import Cycle
 from triforce_tree.cycle.host_store import Offload
 from triforce_tree.engine import Engine
 from triforce_tree.kernels import host_rows
 from triforce_tree.memory_map import HostRate
-from triforce_tree.memory_plan import MemoryPlan
+from triforce_tree.memory_plan import DoesNotFitError, MemoryPlan
 from triforce_tree.pass_time import FarRows
 
 PROMPT, NEW = prompt_of(150), 40
@@ -112,6 +112,40 @@ def test_the_plan_can_be_had_beforehand() -> None:
     assert engine(offload=False).memory_plan(len(PROMPT), NEW) is None
 
 
+def test_room_for_the_next_text_is_given_up_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    decide, asked = memory_plan.plan, []
+
+    def plan(*args: Any) -> MemoryPlan:
+        asked.append(args[-1])
+        if args[-1] > NEW:
+            raise DoesNotFitError("no room for more")
+        return decide(*args)
+
+    monkeypatch.setattr(memory_plan, "plan", plan)
+    own = engine(host_attention=False)
+    out = own.generate(PROMPT, max_new_tokens=NEW, do_sample=False)
+    assert out.sequences[0, len(PROMPT) :].tolist() == expected()
+    assert asked == [1024 - len(PROMPT), NEW]
+    assert own.hierarchy._cycle is not None
+    assert own.hierarchy._cycle[1].room == len(PROMPT) + NEW
+    # So long a text is written again with what there is.
+    own.generate(PROMPT, max_new_tokens=NEW, do_sample=False)
+    assert len(asked) == 2
+
+
+def test_no_more_host_memory_is_planned_for_than_the_user_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "available", lambda: (64 << 30, "the test"))
+    monkeypatch.setattr(pinned, "available", lambda: (64 << 30, "the test"))
+    plan = engine(host_memory="3GiB").memory_plan(len(PROMPT), NEW)
+    assert plan is not None
+    assert (plan.machine.host, plan.machine.host_limit) == (3 << 30, "host_memory")
+    long = 1 << 20
+    with pytest.raises(
+        DoesNotFitError, match=r'host_memory leaves 0.0 GiB; allow more host memory \(host_memory="1GiB"\)'
+    ):
+        engine(host_memory="1MiB", gpu_memory="1GiB").memory_plan(long, NEW)
+
+
 def test_auto_offloads_nothing_that_fits() -> None:
     own = engine(offload="auto")
     out = own.generate(PROMPT, max_new_tokens=8, do_sample=False)
@@ -134,7 +168,7 @@ def test_what_cannot_be_offloaded_is_refused() -> None:
     alone = without.with_options(levels=1)
     out = alone.generate(PROMPT, max_new_tokens=8, do_sample=False)
     assert out.sequences[0, len(PROMPT) :].tolist() == expected()[:8]
-    with pytest.raises(ValueError, match=r"gpu_memory has 0.1 GiB; allow more \(gpu_memory\)"):
+    with pytest.raises(ValueError, match=r'gpu_memory has 0.1 GiB; allow more .*\(gpu_memory="1GiB"\)'):
         engine(gpu_memory="100MiB").generate(PROMPT, max_new_tokens=8, do_sample=False)
 
 
@@ -239,6 +273,8 @@ def test_the_command_shows_the_plan(capsys: pytest.CaptureFixture[str], pair: Ti
     assert result["memory"]["offloaded"] is True
     assert main([*words, "--gpu-memory", "lots"]) == 2
     assert "'lots' is no size of memory" in capsys.readouterr().err
+    assert main([*words, "--host-memory", "48"]) == 2
+    assert "host_memory='48' is less than 1 MiB; write 48GiB" in capsys.readouterr().err
 
 
 RATE = HostRate(((1, 60e9), (48, 20e9)))

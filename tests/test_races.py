@@ -28,6 +28,8 @@ PROMPT, NEW = prompt_of(100), 20
 # Pieces of 16 rows, of which the first layer keeps one.
 STREAMED = Offload(PIECE // 2, PIECE // 2, 2, states_on_host=True)
 SHARED = Offload(PIECE // 2, PIECE // 2, 3, host_share=0.5, plain_host_share=0.5)
+# All rows of the second layer, and one piece of the first.
+LAST = Offload(7 * PIECE, PIECE // 2, 2, last_resident=True)
 SPLITS = {"streamed": STREAMED, "shared with the CPU": SHARED}
 
 
@@ -54,6 +56,17 @@ def test_an_offloaded_cycle_has_none(levels: int, split: str, monkeypatch: pytes
         write(cycle_of(levels, split=SPLITS[split]))
     # Those of the ring, of rows that leave, and of states or the CPU.
     assert_no_races(watch, 3)
+
+
+@pytest.mark.parametrize("levels", [1, 3])
+def test_rows_computed_in_their_place_have_none(levels: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    cycle = cycle_of(levels, split=LAST)
+    assert cycle.offloaded is not None
+    assert cycle.offloaded.host.last_resident
+    with watched(monkeypatch) as watch:
+        write(cycle_of(levels, split=LAST))
+    # Hidden states wait on the device, so that there is no lane for them.
+    assert_no_races(watch, 2)
 
 
 @pytest.mark.parametrize("levels", [1, 3])

@@ -60,8 +60,8 @@ def load(
             measured nearest to its prompt's length and temperature; ``options`` come before them.
         pinned: called with bytes of host memory as weights that stay there take them.
         options: levels, gamma, tree, leaves, lookup, middle_bits, rounds, captured, prefill_chunk, offload,
-            gpu_memory, offload_weights, host_attention (:class:`HierarchyConfig`), budget, chunk, recent,
-            refresh (:class:`RetrievalConfig`), sinks, window (:class:`StreamingConfig`).
+            gpu_memory, host_memory, offload_weights, host_attention (:class:`HierarchyConfig`), budget,
+            chunk, recent, refresh (:class:`RetrievalConfig`), sinks, window (:class:`StreamingConfig`).
 
     Raises:
         ValueError: an option, a profile or a pair of models that cannot work;

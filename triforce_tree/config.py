@@ -17,6 +17,8 @@ def _within(name: str, value: object, least: int, most: int = MOST_TOKENS) -> No
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _UNITS |= {f"{name}i": 1 << (10 * power) for power, name in enumerate("KMGT", 1)}
+# Nothing works with less: the unit was forgotten.
+_LEAST_SIZE = 1 << 20
 
 
 def bytes_of(size: int | str) -> int:
@@ -27,15 +29,13 @@ def bytes_of(size: int | str) -> int:
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?\s*", str(size), re.IGNORECASE)
     number = 0 if isinstance(size, bool) or found is None else float(found[1])
-    if found is None or number <= 0:
-        raise ValueError(f"{size!r} is no size of memory; write it like 24GiB")
+    if found is None or not 0 < number < 1e18:
+        raise ValueError(f"{str(size)[:40]!r} is no size of memory; write it like 24GiB")
     unit = (found[2] or "").upper().replace("I", "i")
-    found_bytes = int(number * _UNITS[unit])
-    if found_bytes < 1 << 20:
-        raise ValueError(
-            f"{size!r} is {found_bytes} bytes, less than 1 MiB; write {found[1]}GiB for gibibytes"
-        )
-    return found_bytes
+    if number * _UNITS[unit] < _LEAST_SIZE:
+        like = f"{number:g}GiB" if number <= 1024 else "24GiB"
+        raise ValueError(f"{size!r} is less than 1 MiB; write {like}")
+    return int(number * _UNITS[unit])
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,9 @@ class HierarchyConfig:
 
     ``offload`` True keeps the full cache in host memory, as far as ``gpu_memory`` (bytes, or "24GiB": the
     most that the whole engine takes of the device) does not hold it; "auto" does so where the device cannot
-    hold all of it, False never; None is "auto" where ``gpu_memory`` is given, and else False.
+    hold all of it, False never; None is "auto" where ``gpu_memory`` or ``host_memory`` is given, and else
+    False. ``host_memory`` is the most of host memory that page-locked rows and weights take, of all processes
+    of this machine together; None leaves 4 GiB or a tenth of it to the system, whichever is more.
     ``offload_weights`` True keeps the weights of the target's layers there too, and streams them past each
     pass of level 2; "auto" does so, where a cache may be offloaded, with models named by id or folder whose
     weights alone exceed the device, or ``gpu_memory``; False never. True alone means ``offload`` True.
@@ -129,6 +131,7 @@ class HierarchyConfig:
     prefill_chunk: int | None = None
     offload: bool | str | None = None
     gpu_memory: int | str | None = None
+    host_memory: int | str | None = None
     offload_weights: bool | str = "auto"
     host_attention: bool | str = "auto"
     streaming: StreamingConfig = field(default_factory=StreamingConfig)
@@ -150,15 +153,18 @@ class HierarchyConfig:
         parse_shape(self.tree)
         if not isinstance(self.offload, bool) and self.offload not in (None, "auto"):
             raise ValueError(f"offload={self.offload!r} must be True, False or 'auto'")
-        if self.gpu_memory is not None:
+        for name in ("gpu_memory", "host_memory"):
+            size = getattr(self, name)
+            if size is None:
+                continue
             try:
-                bytes_of(self.gpu_memory)
+                bytes_of(size)
             except ValueError as error:
-                raise ValueError(f"gpu_memory={error}") from error
+                raise ValueError(f"{name}={error}") from error
             if self.offload is False:
                 raise ValueError(
-                    f"gpu_memory={self.gpu_memory!r} bounds an offloaded cache, and offload=False asks for "
-                    "none; leave one of them out"
+                    f"{name}={size!r} bounds an offloaded cache, and offload=False asks for none; leave one "
+                    "of them out"
                 )
         if not isinstance(self.offload_weights, bool) and self.offload_weights != "auto":
             raise ValueError(f"offload_weights={self.offload_weights!r} must be True, False or 'auto'")
@@ -184,7 +190,8 @@ class HierarchyConfig:
     def offloads(self) -> bool | str:
         """Whether the full cache may live in host memory: True, False or "auto"."""
         if self.offload is None:
-            return self.offload_weights is True or ("auto" if self.gpu_memory is not None else False)
+            bounded = self.gpu_memory is not None or self.host_memory is not None
+            return self.offload_weights is True or ("auto" if bounded else False)
         return self.offload
 
     @property
@@ -196,6 +203,11 @@ class HierarchyConfig:
     def gpu_bytes(self) -> int | None:
         """Most device memory; None for all there is."""
         return None if self.gpu_memory is None else bytes_of(self.gpu_memory)
+
+    @property
+    def host_bytes(self) -> int | None:
+        """Most host memory; None for all but what is left to the system."""
+        return None if self.host_memory is None else bytes_of(self.host_memory)
 
     def as_options(self) -> dict[str, Any]:
         """The flat set of options that ``from_options`` takes."""

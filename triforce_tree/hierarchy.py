@@ -195,32 +195,20 @@ class Hierarchy:
         self.memory, base = None, self.config
         if not base.offloads:
             return
-        room = self._rounded(max(lengths) + new_tokens)
+        longest = max(lengths)
         key = (base, len(lengths), frozenset(given))
-        plan = self._kept_plan(key, room, lengths)
+        plan = self._kept_plan(key, longest + new_tokens, lengths)
         if plan is None:
             self.release()
-            weights = sum(memory_map.device_bytes(m) for m in (self.target, self.draft) if m is not None)
-            far = self.target.streamed.bytes if self.target.streamed is not None else 0
-            target = self.target
-            machine = measured(target.device, weights, base.gpu_bytes, far)
-            attends = host_attends(target, base.host_attention)
-            sizes = Sizes.of(self.target, self.draft, base)
-            text = len(lengths), max(lengths), room - max(lengths)
-            plan = memory_plan.plan(sizes, machine, base, given, *text)
-            if attends and plan.offload is not None:
-                # Measured where there is something to attend to: it takes a second.
-                machine = replace(
-                    machine, host_attention=host_rate(target.heads, target.dtype, target.device)
-                )
-                plan = memory_plan.plan(sizes, machine, base, given, *text)
+            plan = self._new_plan(given, len(lengths), longest, new_tokens)
         self.memory, self._planned = plan, (key, plan)
         if plan.offload is None:
             return
         self.config = plan.config
         reason = self._unfit(law, self.levels(min(lengths)))
         if reason is not None:
-            name = next(n for n in ("offload", "gpu_memory", "offload_weights") if getattr(base, n))
+            names = ("offload", "gpu_memory", "host_memory", "offload_weights")
+            name = next(n for n in names if getattr(base, n))
             asked = f"{name}={getattr(base, name)!r}"
             simpler = "" if self._unfit(law, 1) else ", or set levels=1, which needs neither draft nor tree"
             raise ValueError(f"{asked} needs the captured cycle, but {reason}; leave it out{simpler}")
@@ -228,13 +216,36 @@ class Hierarchy:
             # So short a text has a small cache.
             self.memory, self.config = None, base
 
+    def _new_plan(self, given: Collection[str], batch: int, prompt: int, new_tokens: int) -> MemoryPlan:
+        target, base = self.target, self.config
+        weights = sum(memory_map.device_bytes(m) for m in (target, self.draft) if m is not None)
+        far = target.streamed.bytes if target.streamed is not None else 0
+        machine = measured(target.device, weights, base.gpu_bytes, far, base.host_bytes)
+        sizes = Sizes.of(target, self.draft, base)
+
+        def planned() -> MemoryPlan:
+            # With room for the next text too; without, where that is too much.
+            new = self._rounded(prompt + new_tokens) - prompt
+            try:
+                return memory_plan.plan(sizes, machine, base, given, batch, prompt, new)
+            except memory_plan.DoesNotFitError:
+                return memory_plan.plan(sizes, machine, base, given, batch, prompt, new_tokens)
+
+        plan = planned()
+        if host_attends(target, base.host_attention) and plan.offload is not None:
+            # Measured where there is something to attend to: it takes a second.
+            machine = replace(machine, host_attention=host_rate(target.heads, target.dtype, target.device))
+            plan = planned()
+        return plan
+
     def _kept_plan(self, key: object, room: int, lengths: Sequence[int]) -> MemoryPlan | None:
         """The last plan, where its cycle serves these texts too."""
         if self._planned is None or self._cycle is None or self._cycle[1].closed:
             return None
         before, plan = self._planned
         with_plan = self.with_config(plan.config)
-        fits = room <= self._cycle[1].room <= 2 * room and with_plan.levels(min(lengths)) == plan.levels
+        fits = room <= self._cycle[1].room <= 2 * self._rounded(room)
+        fits = fits and with_plan.levels(min(lengths)) == plan.levels
         return plan if before == key and fits else None
 
     def shrink(self) -> bool:
@@ -294,7 +305,10 @@ class Hierarchy:
                 free_memory()
         if split is not None:
             self.release()
-        cycle = Cycle(self.target, self.draft, self.config, batch, self._rounded(room), levels, split, pinned)
+        rounded = self._rounded(room)
+        if split is not None and self.memory is not None:
+            rounded = max(room, self.memory.texts.room)
+        cycle = Cycle(self.target, self.draft, self.config, batch, rounded, levels, split, pinned)
         self._cycle = (wanted, cycle)
         if split is not None:
             self._offloaded.append(cycle)

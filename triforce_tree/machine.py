@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from math import prod
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from triforce_tree import parallel
 from triforce_tree.cycle.lanes import Lane
-from triforce_tree.cycle.pinned import SPARE, HostMemory, available
+from triforce_tree.cycle.pinned import SPARE, HostMemory, available, usable
 from triforce_tree.kernels.host_rows import attend, kernel
 from triforce_tree.kernels.plan import Heads
 from triforce_tree.memory_map import HostRate, Machine
@@ -44,41 +45,56 @@ def device_room(device: torch.device, gpu_bytes: int | None) -> int | None:
     return int(parallel.least([min(rooms)])[0]) if rooms else None
 
 
-def measured(device: torch.device, own: int, gpu_bytes: int | None = None, on_host: int = 0) -> Machine:
+def measured(
+    device: torch.device,
+    own: int,
+    gpu_bytes: int | None = None,
+    on_host: int = 0,
+    host_bytes: int | None = None,
+) -> Machine:
     """Memory and bandwidths, the latter measured once a process; of several cards the least of each.
 
     Args:
         own: bytes of the engine's tensors that are on the device already; ``on_host``: page-locked ones.
         gpu_bytes: the engine's share of the device; None for all that is free.
+        host_bytes: the engine's share of host memory, of all ranks together; None for all but what is left
+            to the system.
     """
-    bus, read = bandwidths(device)
     # The ranks of one machine share its memory.
-    host = max(0, available()[0] - SPARE) // parallel.local_size() + on_host
-    return _least(_own(device, own, gpu_bytes, host, bus, read))
+    ranks = parallel.local_size()
+    most = max(0, available()[0] - SPARE) // ranks + on_host
+    # What is there already counts towards what the user allows.
+    allowed = None if host_bytes is None else max(0, host_bytes - ranks * on_host)
+    size, name = usable(allowed)
+    bus, read = bandwidths(device)
+    host = size // ranks + on_host
+    free, limit, others = _device(device, own, host)
+    machine = Machine(free, host, bus, read, others, limit, name, free, most, ranks)
+    if gpu_bytes is not None and (gpu_bytes < free or device.type != "cuda"):
+        machine = replace(machine, device=gpu_bytes, limit="gpu_memory")
+    return _least(machine)
 
 
 def _least(machine: Machine) -> Machine:
     """What every rank has, so that all plan alike."""
-    numbers = (machine.device, machine.host, machine.bus, machine.read, -machine.others)
-    device, host, bus, read, others = parallel.least(numbers)
-    return Machine(int(device), int(host), bus, read, -int(others), machine.limit)
+    sizes = (machine.device, machine.host, -machine.others, machine.most_device, machine.most_host)
+    bus, read, *least = parallel.least((machine.bus, machine.read, *sizes))
+    device, host, others, most_device, most_host = map(int, least)
+    return replace(
+        machine, device=device, host=host, bus=bus, read=read, others=-others,
+        most_device=most_device, most_host=most_host,
+    )  # fmt: skip
 
 
-def _own(
-    device: torch.device, own: int, gpu_bytes: int | None, host: int, bus: float, read: float
-) -> Machine:
-    """What this rank has."""
+def _device(device: torch.device, own: int, host: int) -> tuple[int, str, int]:
+    """Bytes that the engine can have of this rank's device, its name, and bytes that others have of them."""
     if device.type != "cuda":
         # There is one memory, and cache and rows "on the device" lie in it as well.
-        limit = gpu_bytes if gpu_bytes is not None else host + own
-        return Machine(limit, host, bus, read, limit="the host" if gpu_bytes is None else "gpu_memory")
+        return host + own, "the host", 0
     torch.cuda.empty_cache()
     allocated = torch.cuda.memory_allocated(device)
     free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-    bounded = gpu_bytes is not None and gpu_bytes < free
-    name = "gpu_memory" if bounded else torch.cuda.get_device_name(device)
-    size = gpu_bytes if bounded and gpu_bytes is not None else free
-    return Machine(size, host, bus, read, max(0, allocated - own), name)
+    return free, torch.cuda.get_device_name(device), max(0, allocated - own)
 
 
 @cache

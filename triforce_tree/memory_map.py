@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from triforce_tree.config import HierarchyConfig
+from triforce_tree.cycle.host_store import Offload
 from triforce_tree.cycle.offloaded import TOGETHER
 from triforce_tree.cycle.shapes import Extent
 from triforce_tree.hf_model import HFModel
@@ -108,7 +109,9 @@ class Machine:
         device: for the whole engine; ``others`` of it is taken by tensors that are not the engine's.
         host: for page-locked rows and weights, those that are there included.
         bus: host to device; ``read``: of the device's own memory.
-        limit: whose the limit on device memory is, for messages.
+        limit, host_limit: whose the limits on device and host memory are, for messages.
+        most_device, most_host: what there would be if the user allowed all of it; 0 for no more.
+        ranks: processes that share the machine's host memory, of which ``host`` is one's part.
         host_attention: of the CPU on rows in host memory; None where it is not to attend.
     """
 
@@ -118,6 +121,10 @@ class Machine:
     read: float
     others: int = 0
     limit: str = "the device"
+    host_limit: str = "the machine"
+    most_device: int = 0
+    most_host: int = 0
+    ranks: int = 1
     host_attention: HostRate | None = None
 
 
@@ -132,20 +139,28 @@ def weights_fit(weights: int, room: int) -> bool:
 
 
 def prefill(
-    sizes: Sizes, config: HierarchyConfig, prompt: int, store: int, aside: int, states_on_host: bool
+    sizes: Sizes, config: HierarchyConfig, prompt: int, store: int, aside: int, split: Offload
 ) -> int:
-    """What feeding one text takes beside level 1's memory, which holds one layer's rows meanwhile.
+    """What feeding one text takes beside level 1's memory, and beside the last layer's if that is resident.
 
     Args:
-        store: bytes of level 1's memory.
+        store: bytes of level 1's memory, which holds one layer's rows meanwhile, or hidden states.
         aside: rows that belong into the window and wait for it.
-        states_on_host: whether hidden states wait there; then three chunks' of them are on the device.
+        split: says where rows are computed, and where hidden states wait; where that is the host, three
+            chunks' of them are on the device.
     """
-    layer = max(0, prompt * sizes.row - store)
+    layer = 0 if split.last_resident else max(0, prompt * sizes.row - store)
     chunk = config.prefill_chunk or 4096
-    waiting = min(prompt, 3 * chunk) if states_on_host else prompt
+    waiting = min(prompt, 3 * chunk) if split.states_on_host else prompt
+    if split.last_resident and hidden_states(sizes, prompt) <= store:
+        waiting = 0
     hidden = (waiting * sizes.hidden + prompt * 2 * sizes.head_dim) * sizes.itemsize
     return layer + aside * sizes.layers * sizes.row + hidden + chunk * token(sizes)
+
+
+def hidden_states(sizes: Sizes, prompt: int) -> int:
+    """Of all tokens of one prompt, between two layers."""
+    return prompt * sizes.hidden * sizes.itemsize
 
 
 def token(sizes: Sizes) -> int:

@@ -24,7 +24,7 @@ ENGINE_OPTIONS = (
     "sinks",
     "window",
 )
-MEMORY_OPTIONS = ("offload", "gpu_memory", "offload_weights", "host_attention")
+MEMORY_OPTIONS = ("offload", "gpu_memory", "host_memory", "offload_weights", "host_attention")
 
 
 def add_parser(subparsers: Any, name: str, module: str, summary: str) -> argparse.ArgumentParser:
@@ -116,6 +116,13 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="most device memory to take, as in 24GiB; without --offload, a cache that does not fit into it "
         "is offloaded, and so are weights",
+    )
+    group.add_argument(
+        "--host-memory",
+        action=Given,
+        metavar="SIZE",
+        help="most host memory to take for the cache and weights that are offloaded, as in 48GiB; without "
+        "it, 4 GiB or a tenth of the memory is left to the system, whichever is more",
     )
     group.add_argument(
         "--offload-weights",

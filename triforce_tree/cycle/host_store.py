@@ -21,6 +21,9 @@ class Offload:
         piece_bytes: one copy to the device; rows of one layer and sequence.
         buffers: pieces under way at once.
         states_on_host: while a prompt is fed, its hidden states wait in host memory too.
+        last_resident: all rows of the last layer stay on the device, before any of the others'; while a
+            prompt is fed each layer's rows are computed in their memory, and hidden states wait in level 1's,
+            where that holds them. It needs ``resident_bytes`` of at least a layer's rows.
         host_share: of each layer's rows in host memory, the last ones, that the CPU attends to where they are
             (``host_attention``), in passes of several rows.
         plain_host_share: the same in passes of one row, to which the CPU attends faster.
@@ -30,6 +33,7 @@ class Offload:
     piece_bytes: int = 64 << 20
     buffers: int = 3
     states_on_host: bool = False
+    last_resident: bool = False
     host_share: float = 0.0
     plain_host_share: float = 0.0
 
@@ -94,6 +98,7 @@ class HostStore:
         self.rows = -(-rows // self.unit) * self.unit
         self.row_bytes = 2 * heads.kv * heads.dim * dtype.itemsize
         self.piece = max(1, min(settings.piece_bytes // self.row_bytes, self.rows) // self.unit) * self.unit
+        self.last_resident = self._last_fits(settings)
         self.resident_rows = self._resident(settings.resident_bytes)
         self.base = [0] * batch
         shape = (2, heads.kv, heads.dim)
@@ -121,12 +126,18 @@ class HostStore:
         self._scheduled: tuple[float, list[int]] | None = None
         self._schedule: list[Tensor] = []
 
+    def _last_fits(self, settings: Offload) -> bool:
+        return settings.last_resident and settings.resident_bytes >= self.rows * self.row_bytes * self.batch
+
     def _resident(self, size: int) -> list[int]:
         """Rows of each layer that stay on the device: whole pieces, the first layers one more."""
+        last = [self.rows] if self.last_resident else []
+        layers = self.layers - len(last)
+        size -= sum(last) * self.row_bytes * self.batch
         pieces = -(-self.rows // self.piece)
-        have = min(size // (self.piece * self.row_bytes * self.batch), pieces * self.layers)
-        shares = [have // self.layers + (layer < have % self.layers) for layer in range(self.layers)]
-        return [min(share * self.piece, self.rows) for share in shares]
+        have = min(size // (self.piece * self.row_bytes * self.batch), pieces * layers)
+        shares = [have // layers + (layer < have % layers) for layer in range(layers)]
+        return [*(min(share * self.piece, self.rows) for share in shares), *last]
 
     @property
     def host_bytes(self) -> int:
@@ -205,7 +216,10 @@ class HostStore:
         """
         near = max(0, min(self.resident_rows[layer] - start, rows.shape[0]))
         if near:
-            self.near[layer][b][start : start + near] = rows[:near]
+            place = self.near[layer][b][start : start + near]
+            # The last layer's rows may have been computed where they belong.
+            if place.data_ptr() != rows.data_ptr():
+                place.copy_(rows[:near])
         if near == rows.shape[0]:
             return Mark(None)
         first = start + near - self.resident_rows[layer]

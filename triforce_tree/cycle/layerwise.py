@@ -60,6 +60,31 @@ class NearStates:
         return self._hidden.pop(chunk)
 
 
+class ReservedStates:
+    """On the device, in memory that has another use later.
+
+    Args:
+        memory: contiguous, of the hidden states' dtype.
+        chunk: tokens of each chunk but the last.
+    """
+
+    def __init__(self, memory: Tensor, chunk: int) -> None:
+        self._memory, self._chunk = memory.view(-1), chunk
+        self._shapes: dict[int, torch.Size] = {}
+
+    def put(self, chunk: int, hidden: Tensor) -> None:
+        self._shapes[chunk] = hidden.shape
+        self._place(chunk).copy_(hidden)
+
+    def take(self, chunk: int) -> Tensor:
+        return self._place(chunk)
+
+    def _place(self, chunk: int) -> Tensor:
+        shape = self._shapes[chunk]
+        start = chunk * self._chunk * shape[-1]
+        return self._memory[start : start + shape.numel()].view(shape)
+
+
 class FarStates:
     """In host memory: while one chunk is at work the next one's come, and the last one's leave.
 

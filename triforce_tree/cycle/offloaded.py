@@ -19,7 +19,7 @@ from torch import Tensor
 
 from triforce_tree.cycle.host_attention import HostAttention, check_host_attention
 from triforce_tree.cycle.host_store import HostStore, Offload
-from triforce_tree.cycle.layerwise import FarStates, fill_by_layers
+from triforce_tree.cycle.layerwise import FarStates, ReservedStates, fill_by_layers
 from triforce_tree.cycle.rows import KVStore, TreeRows
 from triforce_tree.hf_model import HFModel
 from triforce_tree.kernels import dispatch, planned, step
@@ -82,10 +82,10 @@ class OffloadedCache:
         self.host = HostStore(layers, batch, heads, room, device, dtype, max(1, chunk), settings, progress)
         self.leaving = -(-LEAVING // self.host.unit) * self.host.unit
         self.slots, self.behind = slots, behind
-        # While a prompt is fed nothing of this is needed: it holds one layer's rows then.
+        # While a prompt is fed nothing of this is needed: it holds one layer's rows then, or hidden states.
         self.store = KVStore(
             layers, batch, heads, slots + recent + self.leaving + behind, device, dtype,
-            least=self.host.rows * 2 * heads.kv * heads.dim,
+            least=0 if self.host.last_resident else self.host.rows * 2 * heads.kv * heads.dim,
         )  # fmt: skip
         self.window = copy.copy(self.store)
         self.window.kv = self.store.kv[..., slots:, :]
@@ -122,6 +122,11 @@ class OffloadedCache:
         self._publish()
 
     def _fill(self, tokens: list[int], chunk: int, filling: "Filling", progress: Progress | None) -> None:
+        hidden = len(tokens) * self.model.model.config.get_text_config(decoder=True).hidden_size
+        if self.host.last_resident and hidden <= self.store.memory.numel():
+            reserved = ReservedStates(self.store.memory, chunk)
+            fill_by_layers(self.model, tokens, chunk, filling, progress, reserved)
+            return
         if not self.settings.states_on_host:
             fill_by_layers(self.model, tokens, chunk, filling, progress)
             return
@@ -208,7 +213,7 @@ class OffloadedCache:
         """
         base, host = self.base.clone(), self.host.base
         self.base.fill_(max(0, length - (self.window.rows - self.behind)))
-        self.host.base = [min(self.host.resident_rows[-1] + self.host.piece, self.host.rows)] * len(host)
+        self.host.base = [min(min(self.host.resident_rows) + self.host.piece, self.host.rows)] * len(host)
         self.host.ring.forget()
         try:
             yield
@@ -228,7 +233,8 @@ class OffloadedCache:
 class Filling:
     """Where the rows of one text's prefill go, layer by layer; see ``layerwise.Sink``.
 
-    A layer's rows stand in the memory of slots and window, so those that belong into the window wait aside.
+    A layer's rows stand in the memory of slots and window, so those that belong into the window wait aside;
+    or, where the last layer is resident, in its memory, so that its own rows are computed in their place.
     """
 
     def __init__(self, cache: OffloadedCache, b: int) -> None:
@@ -239,6 +245,8 @@ class Filling:
 
     def buffer(self, rows: int) -> Tensor:
         """Room for one layer's rows ``[rows, 2, H_kv, D]``."""
+        if self.cache.host.last_resident:
+            return self.cache.host.near[-1][self.b][:rows]
         heads = self.cache.host.heads
         size = rows * 2 * heads.kv * heads.dim
         return self.cache.store.memory[:size].view(rows, 2, heads.kv, heads.dim)
@@ -266,7 +274,7 @@ class StreamedRows(TreeRows):
         super().__init__(cache.window, queries, mask=mask)
         self.cache, host = cache, cache.host
         self.queries, self._share = queries, 0.0
-        most = max(1, min(TOGETHER, host.resident_rows[0] // host.piece))
+        most = max(1, min(TOGETHER, max(host.resident_rows) // host.piece))
         self._plans = plan_pieces(
             host.heads, queries, host.piece, most, device=host.device, dtype=cache.window.kv.dtype
         )

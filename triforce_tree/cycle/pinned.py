@@ -20,8 +20,16 @@ _RESOURCE = import_module("resource") if find_spec("resource") else None
 _FLAGS = 3
 # Windows' mappings take no flags, and are the process's own without them.
 _ANONYMOUS = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
-# What is left to the rest of the machine, beside what is asked for.
+# What nobody may take: this process itself still grows.
 SPARE = _GIB
+# What plans leave to the system: these bytes or this share of the memory, but no more than half of what is
+# available, so that small machines work too.
+_LEFT_BYTES, _LEFT_SHARE = 4 * _GIB, 0.1
+# Memory controllers of control groups, version 2 and 1: folder, limit, usage, file pages among the usage.
+_CGROUPS = (
+    ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
 
 
 class HostMemoryError(OSError):
@@ -43,8 +51,7 @@ class HostMemory:
         self,
         locked: bool,
         what: str = "the offloaded cache",
-        remedy: str = "shorten the prompt, keep more of the cache on the device (a larger gpu_memory), or "
-        "free host memory",
+        remedy: str = "shorten the prompt, or free host memory",
     ) -> None:
         self.locked, self.what, self.remedy = locked, what, remedy
         self.bytes = 0
@@ -102,8 +109,7 @@ class HostMemory:
         if status:
             raise HostMemoryError(
                 f"CUDA cannot lock {size / _GIB:.2f} GiB of host memory after {self.bytes / _GIB:.1f} GiB "
-                f"for {self.what} (error {status}); the limit on locked memory (ulimit -l) is "
-                f"{_most_locked()}: raise it, or {self.remedy}"
+                f"for {self.what} (error {status}); {_lock_limit()}, or {self.remedy}"
             )
         self._blocks.append((mapping, pointer))
 
@@ -121,11 +127,37 @@ def _give_back(blocks: list[tuple[mmap.mmap, int]]) -> None:
             torch.cuda.cudart().cudaHostUnregister(pointer)
 
 
-def _most_locked() -> str:
+def _lock_limit() -> str:
+    """Whose limit on locked memory it is, and how to raise it."""
+    if on_wsl():
+        return (
+            "under WSL2 the NVIDIA driver limits page-locked memory to about half of the memory that the "
+            "virtual machine has: raise memory= in .wslconfig"
+        )
     if _RESOURCE is None:
-        return "unknown"
+        return "the system limits locked memory"
     soft = _RESOURCE.getrlimit(_RESOURCE.RLIMIT_MEMLOCK)[0]
-    return "unlimited" if soft == _RESOURCE.RLIM_INFINITY else f"{soft / _GIB:.2f} GiB"
+    limit = "unlimited" if soft == _RESOURCE.RLIM_INFINITY else f"{soft / _GIB:.2f} GiB"
+    return f"the limit on locked memory (ulimit -l) is {limit}: raise it"
+
+
+def on_wsl() -> bool:
+    """Whether this Linux runs under Windows (WSL2)."""
+    return any("microsoft" in line.lower() for line in _lines("/proc/version"))
+
+
+def usable(most: int | None = None) -> tuple[int, str]:
+    """Bytes of host memory that a plan may count on, and whose limit that is.
+
+    Args:
+        most: what the user allows; None leaves 4 GiB or a tenth of the memory to the system, whichever is
+            more, but at most half of what is available.
+    """
+    size, name = available()
+    if most is not None:
+        return min((most, "host_memory"), (max(0, size - SPARE), name))
+    left = min(max(_LEFT_BYTES, int(_LEFT_SHARE * _total())), size // 2)
+    return size - left, f"{name}, less {left / _GIB:.1f} GiB for the system,"
 
 
 def available() -> tuple[int, str]:
@@ -134,13 +166,16 @@ def available() -> tuple[int, str]:
     return min([free, *((size, name) for size, name in _cgroup_rooms() if size is not None)])
 
 
+def _total() -> int:
+    """Bytes of memory of the machine, or of the control group that this process is in."""
+    limits = [_number(f"{folder}/{limit}") for folder, limit, _, _ in _CGROUPS]
+    return min([int(psutil.virtual_memory().total), *(size for size in limits if size is not None)])
+
+
 def _cgroup_rooms() -> list[tuple[int | None, str]]:
     """Room below the memory limits of control groups, version 2 and 1; file pages can be dropped."""
     rooms: list[tuple[int | None, str]] = []
-    for folder, limit, usage, inactive in (
-        ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
-        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    ):
+    for folder, limit, usage, inactive in _CGROUPS:
         most, used = _number(f"{folder}/{limit}"), _number(f"{folder}/{usage}")
         if most is None or used is None:
             continue

@@ -55,8 +55,8 @@ class Tuner:
         if config.offloads:
             raise ValueError(
                 f"the full cache must be on the device, but offload={config.offload!r}, "
-                f"gpu_memory={config.gpu_memory!r} and offload_weights={config.offload_weights!r}; leave "
-                "them out, or choose shorter contexts"
+                f"gpu_memory={config.gpu_memory!r}, host_memory={config.host_memory!r} and "
+                f"offload_weights={config.offload_weights!r}; leave them out, or choose shorter contexts"
             )
         self.complete = True
         """Whether every search came to its end."""
