@@ -52,6 +52,7 @@ def _run(args: argparse.Namespace) -> int:
     from transformers.utils import logging
 
     from triforce_tree import console, parallel
+    from triforce_tree.kernels.device import KernelError
 
     # Progress and notices of the libraries below would run into our own.
     logging.set_verbosity_error()
@@ -63,6 +64,10 @@ def _run(args: argparse.Namespace) -> int:
             code = int(import_module(args.module).run(args))
         parallel.leave()
         return code
+    except KernelError as error:
+        if args.traceback:
+            raise
+        return _failed(_message(error), 1)
     except (RuntimeError, MemoryError) as error:
         # The CPU's allocator has no error of its own.
         short = isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error)

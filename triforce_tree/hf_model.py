@@ -15,11 +15,13 @@ from transformers import AttentionInterface, Cache, PreTrainedModel
 
 from triforce_tree.caches.base import KVCache, Rows, Variant
 from triforce_tree.host_linear import few_row_linears
+from triforce_tree.kernels.device import explained
 from triforce_tree.kernels.plan import Heads
 from triforce_tree.length_rope import LengthRope
 from triforce_tree.locks import held
 from triforce_tree.model_copy import shallow_copy
 from triforce_tree.parallel import same
+from triforce_tree.recorder import LayerCall, Recorder, one_row
 from triforce_tree.rope import FamilyRope
 from triforce_tree.supported import UnsupportedModelError, refuse_unsupported
 
@@ -61,16 +63,6 @@ class Streamed(Protocol):
 
     def close(self) -> None:
         """Give their memory back."""
-
-
-@dataclass(frozen=True)
-class LayerCall:
-    """How one layer calls attention: its module, what it asks for, heads and width of its keys."""
-
-    module: torch.nn.Module
-    how: Variant
-    kv_heads: int
-    dim: int
 
 
 class PassThrough(Cache):
@@ -213,6 +205,7 @@ class HFModel:
                 self.length_rope.hold(own)
             with ExitStack() as stack:
                 stack.enter_context(own_arithmetic(self.device))
+                stack.enter_context(explained(self.device))
                 stack.enter_context(few_row_linears(own))
                 try:
                     self._running = own
@@ -282,11 +275,11 @@ class HFModel:
         return rope
 
     def _check_rotation(self, rope: FamilyRope) -> None:
-        at_zero, at_five = _Recorder(), _Recorder()
+        at_zero, at_five = Recorder(), Recorder()
         with self.active():
             for recorder, position in ((at_zero, 0), (at_five, 5)):
                 recorder.position = position
-                self.forward([1], _one_row(self.device), recorder, whole=False)
+                self.forward([1], one_row(self.device), recorder, whole=False)
         rope.unrotated = frozenset(i for i in at_zero.keys if torch.equal(at_zero.keys[i], at_five.keys[i]))
         places = torch.tensor([5], device=self.device)
         for index, raw in at_zero.keys.items():
@@ -300,11 +293,11 @@ class HFModel:
                 )
 
     def _probe(self) -> None:
-        recorder = _Recorder()
+        recorder = Recorder()
         problem = None
         try:
             with self.active():
-                self.forward([1], _one_row(self.device), recorder, whole=False)
+                self.forward([1], one_row(self.device), recorder, whole=False)
         except _NoRunError:
             problem = "its decoder layers do not hand the keywords of a forward on to it"
         except Exception as error:  # any failure of foreign code means: cannot work, and why
@@ -332,40 +325,3 @@ class HFModel:
         self.has_softcap = any(call.how.softcap for call in self.calls.values())
         shapes = [(call.kv_heads, call.dim) for call in self.calls.values()]
         self.heads, self.even_heads = Heads(recorder.query_heads, *shapes[0]), len(set(shapes)) == 1
-
-
-class _Recorder:
-    """A cache of nothing, which notes the keys each layer handed over."""
-
-    length = 0
-    position = 0
-
-    def __init__(self) -> None:
-        self.keys: dict[int, Tensor] = {}
-        self.modules: dict[int, Any] = {}
-        self.variants: dict[int, Variant] = {}
-        self.widths: dict[int, tuple[int, int]] = {}
-        self.query_heads = 0
-
-    def positions(self, rows: Rows) -> Tensor:
-        return torch.full_like(rows.depths, self.position)
-
-    def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, rows: Rows, how: Variant) -> Tensor:
-        self.keys[layer.layer_idx], self.modules[layer.layer_idx] = k, layer
-        self.variants[layer.layer_idx], self.query_heads = how, q.shape[1]
-        self.widths[layer.layer_idx] = k.shape[-1], v.shape[-1]
-        return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
-
-    def advance(self, count: int) -> None: ...
-
-    def keep(self, rows: list[int]) -> None: ...
-
-    def commit(self, count: int) -> None: ...
-
-    def prefill_step(self, coming: int) -> tuple[int, int]:
-        return 0, coming
-
-
-def _one_row(device: torch.device) -> Rows:
-    zero = torch.zeros(1, dtype=torch.int64, device=device)
-    return Rows(zero, torch.ones(1, 1, dtype=torch.bool, device=device), zero)

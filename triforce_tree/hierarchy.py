@@ -12,9 +12,9 @@ from triforce_tree import memory_map, memory_plan, parallel
 from triforce_tree.caches import FullCache, RetrievalCache, StreamingCache
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.cycle import Cycle
-from triforce_tree.cycle.growth import MOST_TAIL
 from triforce_tree.cycle.host_attention import host_attends
-from triforce_tree.cycle.shapes import device_shape, least_prompt
+from triforce_tree.cycle.refusals import why_not_captured
+from triforce_tree.cycle.shapes import least_prompt
 from triforce_tree.decoder import Decoder
 from triforce_tree.drafters import (
     Autoregressive,
@@ -23,7 +23,6 @@ from triforce_tree.drafters import (
     ModelDrafter,
     PromptLookupDrafter,
 )
-from triforce_tree.few_row import why_not_exchanged
 from triforce_tree.graphs import free_memory
 from triforce_tree.hf_model import HFModel
 from triforce_tree.length_rope import fix_rotation
@@ -142,35 +141,7 @@ class Hierarchy:
 
     def _unfit(self, law: TokenLaw, levels: int) -> str | None:
         """What of models and settings keeps the captured cycle from serving."""
-        if reason := why_not_exchanged(self.target.model):
-            return reason
-        if self.target.has_windows:
-            return f"{self.target.name} has sliding windows"
-        if not self.target.even_heads:
-            return f"the layers of {self.target.name} have keys of different shapes"
-        for model in (self.target, self.draft):
-            rope = model.length_rope if model is not None else None
-            if rope is not None and rope.waits_for_host and self.target.device.type == "cuda":
-                return f"{rope.name} chooses its rotary frequencies on the host ({rope.kind})"
-        if not law.context_free:
-            return "a logits processor looks at the tokens so far"
-        if levels == 1:
-            return None
-        if self.draft is None:
-            return "there is no draft model"
-        if reason := why_not_exchanged(self.draft.model):
-            return reason
-        if self.draft.has_windows:
-            return f"{self.draft.name} has sliding windows"
-        if not self.draft.even_heads:
-            return f"the layers of {self.draft.name} have keys of different shapes"
-        shape = device_shape(parse_shape(self.config.tree))
-        if shape is None:
-            return f"tree={self.config.tree!r} has no fixed size"
-        limit = MOST_TAIL - 3
-        if sum(shape.widths) + 1 + len(shape.widths) > limit:
-            return f"tree={self.config.tree!r} is larger than {limit} nodes and depth"
-        return None
+        return why_not_captured(self.target, self.draft, self.config.tree, law, levels)
 
     def _too_short(self, shortest: int) -> str | None:
         """Why a prompt of so few tokens has no captured cycle."""

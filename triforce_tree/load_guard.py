@@ -22,9 +22,11 @@ from transformers import DynamicCache
 
 from triforce_tree.caches.base import Rows
 from triforce_tree.caches.full import FullCache
-from triforce_tree.hf_model import HFModel, LayerCall, own_arithmetic
+from triforce_tree.hf_model import HFModel, own_arithmetic
+from triforce_tree.kernels.device import KernelError
 from triforce_tree.layer_slice import LayerSlice
 from triforce_tree.model_copy import shallow_copy
+from triforce_tree.recorder import LayerCall
 from triforce_tree.supported import UnsupportedModelError
 
 # Tokens of two chunks of prefill, and of one tree, which is a chain.
@@ -156,6 +158,8 @@ class _Guard:
         except torch.OutOfMemoryError:
             self.report.skipped[what] = "memory is short"
             return
+        except KernelError:
+            raise
         except Exception as failure:  # the family's code, in a way that transformers' own forward is not
             raise UnsupportedModelError(
                 f"{self.model.name} cannot be decoded hierarchically: over {what} its forward fails "

@@ -17,6 +17,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from triforce_tree.fused_linears import fused
 from triforce_tree.hf_model import PassThrough, narrowing
+from triforce_tree.kernels.device import describe
 from triforce_tree.length_rope import LengthRope
 from triforce_tree.parallel import same
 
@@ -162,7 +163,7 @@ def _capturable_experts(clone: PreTrainedModel) -> None:
 def _grouped_products_capture(device: torch.device) -> bool:
     """Whether a CUDA graph can hold torch's grouped product of bf16 matrices on this device."""
     # torch has a kernel for these two, and elsewhere copies the groups' sizes to the host.
-    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)
+    return device.type != "cuda" or describe(device).capability[0] in (9, 10)
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:

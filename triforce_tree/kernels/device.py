@@ -106,6 +106,30 @@ def describe(device: torch.device | str) -> Device:
     return _described(torch.device(device), os.environ.get(VARIABLE, ""))
 
 
+class KernelError(RuntimeError):
+    """A kernel does not run on this device; the message says what does."""
+
+
+@contextmanager
+def explained(device: torch.device) -> Iterator[None]:
+    """Inside, an error of Triton's compiler or launcher becomes a :class:`KernelError` of one line."""
+    try:
+        yield
+    except KernelError:
+        raise
+    except Exception as error:
+        # By module, as machines without a GPU need no Triton; its passes raise a plain RuntimeError.
+        own = any(kind.__module__.partition(".")[0] == "triton" for kind in type(error).__mro__)
+        if not own and "PassManager" not in str(error):
+            raise
+        here = describe(device)
+        said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise KernelError(
+            f"a kernel does not run on {device} ({here.arch}, {here.shared_bytes:,} bytes of shared memory a "
+            f"block): {said[:200]}; run on the CPU (device='cpu'), and please report this line"
+        ) from error
+
+
 @contextmanager
 def told(device: Device) -> Iterator[None]:
     """Inside, every device is described as this one."""

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from triton import OutOfResources
 
-from triforce_tree.kernels.device import Device
+from triforce_tree.kernels.device import Device, KernelError
 
 C = TypeVar("C")
 R = TypeVar("R")
@@ -18,10 +18,6 @@ _LOG = logging.getLogger(__name__)
 
 # What took the place of configurations that did not fit.
 _replaced: dict[Any, Any] = {}
-
-
-class KernelError(RuntimeError):
-    """No configuration of a kernel runs on this device; the message says what does."""
 
 
 def fitted(config: C, smaller: Callable[[C], C | None], run: Callable[[C], R]) -> R:
