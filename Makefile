@@ -4,7 +4,8 @@
 #   PYTEST_ARGS='-k tree'  what to hand to pytest; by default, to run on all cores
 
 PYTHON ?= python3
-PYTEST_ARGS ?= -n auto --maxprocesses 8
+# By file: what a module makes once for its tests is then made by one process.
+PYTEST_ARGS ?= -n auto --maxprocesses 8 --dist loadfile
 
 VENV := .venv
 PY := $(VENV)/bin/python

@@ -14,6 +14,7 @@ import gc
 import logging
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,7 +26,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging as transformers_logging
 from verdicts import Verdicts
 
-from triforce_tree import Engine
+from triforce_tree import Engine, memory_plan
 from triforce_tree.bench.text import pydoc_text, token_ids
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.lanes import Ring
@@ -85,6 +86,23 @@ class Checks:
         bound_memory(self.device, self.memory)
         if self.same_bits_only:
             self.expected = self.text(self.offloaded, 64)
+
+    def last_layer_resident(self) -> None:
+        """Prompts are fed in the memory of the last layer's rows, which all stay on the device."""
+        decide, hierarchy = memory_plan.plan, self.offloaded.hierarchy
+
+        def plan(*args: Any) -> memory_plan.MemoryPlan:
+            made = decide(*args)
+            assert made.offload is not None
+            return replace(made, offload=replace(made.offload, last_resident=True))
+
+        hierarchy.release()
+        with mock.patch.object(memory_plan, "plan", plan):
+            self.same_text("the text with a resident last layer")
+        cycle = hierarchy._cycle[1] if hierarchy._cycle is not None else None
+        there = cycle is not None and cycle.offloaded is not None and cycle.offloaded.host.last_resident
+        self.add("the last layer is resident", there)
+        hierarchy.release()
 
     def interrupted(self) -> None:
         """Ctrl-C while memory is taken, and while the prompt is read: all of it is given back."""
@@ -239,6 +257,7 @@ def main() -> int:
     checks.begin(checks.passes)
     checks.same_text("the text")
     checks.add("it is offloaded", bool(checks.split), split=checks.split)
+    checks.last_layer_resident()
     checks.interrupted()
     checks.faulty()
     if checks.on_gpu:

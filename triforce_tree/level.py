@@ -140,7 +140,8 @@ class Level:
         self._parents = list(range(-1, len(path) - 1))
         self._depths = list(range(len(path)))
         self._reserve(len(path))
-        self._mask[: len(path)] = np.tri(len(path), self._mask.shape[1], dtype=bool)
+        if path:
+            self._mask[: len(path)] = np.tri(len(path), self._mask.shape[1], dtype=bool)
 
     def _forget(self) -> None:
         self._tokens, self._parents, self._depths = [], [], []
