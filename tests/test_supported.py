@@ -11,6 +11,7 @@ import triforce_tree
 from triforce_tree import UnsupportedModelError
 from triforce_tree.cycle import model as cycle_model
 from triforce_tree.hf_model import HFModel
+from triforce_tree.kernels.device import KNOWN, told
 
 _MLA = {
     "num_key_value_heads": 4,
@@ -124,6 +125,23 @@ def test_a_window_as_large_as_all_positions_is_none() -> None:
         if not narrow:
             [new], _ = decoded(cycle_of(model, perturbed(model, 0.05), 3), [prompt_of(70)], [12])
             assert new == greedy(model, prompt_of(70), 12)
+
+
+@pytest.mark.parametrize("arch, expected", [("sm_90", "grouped_mm"), ("sm_89", "batched_mm")])
+@pytest.mark.parametrize("before", ["grouped_mm", "eager"])
+def test_experts_on_a_gpu(arch: str, expected: str, before: str) -> None:
+    gpu = torch.device("cuda")
+    with told(KNOWN[arch]):
+        model = tiny("mixtral").bfloat16()
+        model.set_experts_implementation(before)
+        cycle_model._capturable_experts(model, gpu)
+        assert model.config._experts_implementation == expected
+        # torch's kernel of grouped products takes bf16 alone.
+        single = tiny("mixtral")
+        cycle_model._capturable_experts(single, gpu)
+        assert single.config._experts_implementation == "batched_mm"
+        # A model without experts refuses to be asked.
+        cycle_model._capturable_experts(tiny("llama-gqa"), gpu)
 
 
 @pytest.mark.parametrize("captures, expected", [(True, "grouped_mm"), (False, "batched_mm")])

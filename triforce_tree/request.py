@@ -72,7 +72,7 @@ class Request:
         limits = target.vocab_size, target.max_positions
         prompts = prompts_of(inputs, input_ids, attention_mask, tokenizer, *limits, padding, inferred)
         if not isinstance(inputs if input_ids is None else input_ids, Tensor):
-            prompts = Prompts(prompts.ids.to(target.device), prompts.mask)
+            prompts = Prompts(prompts.ids.to(target.device), prompts.mask.to(target.device))
         criteria = StoppingCriteriaList(as_list("stopping_criteria", stopping_criteria))
         strings = checked_stop_strings(
             stop_strings or own_options.pop("stop_strings", None) or own.get("stop_strings")

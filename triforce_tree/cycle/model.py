@@ -108,7 +108,7 @@ class StepModel:
     ) -> None:
         self.model = clone.eval()
         self.model.set_attn_implementation(ATTENTION)
-        _capturable_experts(self.model)
+        _capturable_experts(self.model, next(self.model.parameters()).device)
         if lengths is not None:
             lengths.hold(self.model)
         self._limit: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -145,13 +145,14 @@ class StepModel:
         return same(logits.contiguous())
 
 
-def _capturable_experts(clone: PreTrainedModel) -> None:
+def _capturable_experts(clone: PreTrainedModel, device: torch.device) -> None:
     """Let the experts of a clone be multiplied without the host, where their present form waits for it.
 
     Grouped products read the groups' sizes on the host but for bf16 on some architectures, and experts one by
     one (eager) do so everywhere; batched ones gather each row's experts, and never do.
     """
-    device = next(clone.parameters()).device
+    if not clone._can_set_experts_implementation():
+        return
     before = getattr(clone.config.get_text_config(decoder=True), "_experts_implementation", None)
     grouped = _grouped_products_capture(device) and (device.type != "cuda" or clone.dtype == torch.bfloat16)
     if before == "grouped_mm" and not grouped:
