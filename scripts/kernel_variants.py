@@ -3,7 +3,9 @@
 The values of the tensors do not matter, and their sizes only as far as the choice looks at them.
 """
 
+import hashlib
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -33,6 +35,9 @@ NAMES = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}
 HEAD_DIMS = (64, 80, 96, 128, 256)
 QUERIES = (1, 16, 32, 64, 128)
 BITS = (16, 8, 4)
+LINEARS = (
+    *((outs, 4096) for outs in (768, 2048, 4096, 8192, 12_288, 22_016, 28_672)), (768, 768), (4096, 768),
+)  # fmt: skip
 VOCABULARIES = (4096, 32_000, 128_256)
 
 
@@ -49,6 +54,16 @@ def variants(device: Device) -> Iterator[Variant]:
         yield from part(device)
     for always in (_companions, _cache_rows, _retrieval, _acceptance, _growth, _exchange):
         yield from always()
+
+
+def digest(device: Device) -> str:
+    """Of all choices for a GPU: another one means that results were made with other tiles."""
+    found: list[object] = [variant.name for variant in variants(device)]
+    for dim, queries, size in product(HEAD_DIMS, QUERIES, (2, 4)):
+        found += [choose_attention(queries * group, dim, size, device) for group in (1, 4)]
+    for bits, count, (out, ins) in product(BITS, (1, 32, 64, 128), LINEARS):
+        found.append(choose_linear(bits, count, out, ins, device))
+    return hashlib.sha256(repr(found).encode()).hexdigest()[:16]
 
 
 def _attention(device: Device) -> Iterator[Variant]:
@@ -88,12 +103,10 @@ def _attend(kind: str, dtype: torch.dtype, dim: int, group: int, queries: int) -
 
 
 def _linears(device: Device) -> Iterator[Variant]:
-    outs = (768, 2048, 4096, 8192, 12_288, 22_016, 28_672)
-    shapes = [(n, 4096) for n in outs] + [(768, 768), (4096, 768)]
     for bits in BITS:
         for count in (1, 32, 64, 128):
             seen = set()
-            for out, ins in shapes:
+            for out, ins in LINEARS:
                 config = choose_linear(bits, count, out, ins, device)
                 # The number of splits is no constant of the kernel, but whether there are any is.
                 key = (

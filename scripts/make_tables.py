@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import arch_tables
 import front_table
 import host_tables
 import kernel_tables
@@ -109,6 +110,8 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str], str]] = {
         )
     },
     "front": (on_chip_tables.FILE, front_table.front, _ON_CHIP),
+    "kernels_by_arch": (arch_tables.FITS, arch_tables.fits, "python scripts/kernels_by_arch.py"),
+    "tiles": (arch_tables.TILES, arch_tables.tiles, "python scripts/bench_tiles.py"),
     "linear_layers": (linear_tables.FILE, linear_tables.layers, linear_tables.COMMAND),
     **{f"on_chip_{make.__name__}": (on_chip_tables.FILE, make, _ON_CHIP) for make in on_chip_tables.TABLES},
     **{
