@@ -328,3 +328,13 @@ def capture(weights: StreamedWeights, ids: Tensor) -> None:
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         ids.add_(0)
         weights.ready(0)
+
+
+def test_more_weights_than_the_user_allows_are_refused_before_any_moves() -> None:
+    model = copy.deepcopy(whole())
+    places = [parameter.data_ptr() for parameter in model.parameters()]
+    with pytest.raises(
+        HostMemoryError, match=r"host_memory allows 0\.0 GiB; allow more, or free host memory"
+    ):
+        StreamedWeights(model, "cpu", most=1000)
+    assert [parameter.data_ptr() for parameter in model.parameters()] == places

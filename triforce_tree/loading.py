@@ -18,7 +18,7 @@ from triforce_tree.devices import device_of
 from triforce_tree.machine import device_room
 from triforce_tree.memory_map import tensor_bytes, weights_fit
 from triforce_tree.model_files import checked, configuration, folder_of, in_one_line, needs_code
-from triforce_tree.parallel import Group
+from triforce_tree.parallel import Group, local_size
 from triforce_tree.sharding import shard
 
 PAIR = Path(__file__).parent / "pair"
@@ -106,7 +106,8 @@ def load_target(
         if room is None or weights_fit(tensor_bytes(model), room):
             return _placed(model, source, device), None
     try:
-        return model, StreamedWeights(model, device, progress=pinned)
+        most = config.host_bytes // local_size() if config.host_bytes is not None else None
+        return model, StreamedWeights(model, device, progress=pinned, most=most)
     except torch.OutOfMemoryError as error:
         raise ValueError(
             f"{device} has no room for embeddings, head and two layers of this {type(model).__name__}: free "

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from triforce_tree.cycle.lanes import Lane, Mark
 from triforce_tree.cycle.model import decoder_layers
-from triforce_tree.cycle.pinned import HostMemory
+from triforce_tree.cycle.pinned import HostMemory, HostMemoryError
 
 SLOTS = 2
 """Layers on the device: one at work, one on its way."""
@@ -42,6 +42,7 @@ class StreamedWeights:
         device: where it computes from now on.
         slots: layers on the device at once.
         progress: called with the bytes of each layer once they are in host memory.
+        most: bytes of host memory that they may take; None for what the machine has.
 
     Attributes:
         bytes: of the weights, all of them on the host.
@@ -60,12 +61,18 @@ class StreamedWeights:
         device: torch.device | str,
         slots: int = SLOTS,
         progress: Callable[[int], None] | None = None,
+        most: int | None = None,
     ) -> None:
         if slots < 2:
             raise ValueError(f"slots={slots} is too few: one is computed with while another is filled; use 2")
         self.device = torch.device(device)
         self._weights = _linear_weights(model)
         self._places, size = _layout(self._weights)
+        if most is not None and (total := size * len(self._weights)) > most:
+            raise HostMemoryError(
+                f"the weights of the layers take {total / 2**30:.1f} GiB of host memory, and host_memory "
+                f"allows {most / 2**30:.1f} GiB; allow more, or {_REMEDY}"
+            )
         self._layer_of = {id(w): i for i, weights in enumerate(self._weights) for w in weights}
         self._memory = HostMemory(self.device.type == "cuda", "streamed weights", _REMEDY)
         self._host: list[Tensor] = []
