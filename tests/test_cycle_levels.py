@@ -33,8 +33,9 @@ def test_a_draft_that_is_the_target_is_always_accepted(law: TokenLaw) -> None:
     """As long as its window covers the text; sampled, but for rounding."""
     target = model("llama-gqa")
     cycle = cycle_of(target, target, 2, 3, tree="chain:3", window=200)
-    new, decoder = decoded(cycle, PROMPTS, [31, 23, 16], law)
-    assert not law.greedy or new == references(new=[31, 23, 16])
+    # As many as whole passes bring.
+    new, decoder = decoded(cycle, PROMPTS, [32, 24, 16], law)
+    assert not law.greedy or new == references(new=[32, 24, 16])
     assert decoder.levels[-1].acceptance_rate == 1.0
     assert decoder.levels[-1].mean_accepted_length == 4.0
 
@@ -58,7 +59,7 @@ def test_a_budget_that_holds_the_context_makes_level_1_as_good_as_level_2(
 def test_caches_that_hold_everything_make_all_levels_equal(law: TokenLaw) -> None:
     target = model("llama-gqa")
     cycle = cycle_of(target, target, 3, 3, **EVERYTHING, tree="chain:3", gamma=8)
-    _, decoder = decoded(cycle, COVERED, [16] * 3, law)
+    _, decoder = decoded(cycle, COVERED, [18] * 3, law)
     assert [level.acceptance_rate for level in decoder.levels[1:]] == [1.0, 1.0]
     assert decoder.levels[-1].mean_accepted_length == 9.0
 

@@ -50,7 +50,7 @@ import triforce_tree
 from triforce_tree.machine import measured
 # Asking for memory would read /proc by psutil's way for Linux.
 from types import SimpleNamespace
-psutil.virtual_memory = lambda: SimpleNamespace(available=4 << 30)
+psutil.virtual_memory = lambda: SimpleNamespace(available=4 << 30, total=8 << 30)
 assert measured(torch.device("cpu"), 0).host < 4 << 30
 sys.exit(main(["generate", *sys.argv[1:]]))
 """
@@ -76,7 +76,7 @@ def test_mappings_without_flags_are_taken(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
     memory = pinned.HostMemory(locked=False)
     assert memory.take((3, 5), torch.float32).tolist() == [[0.0] * 5] * 3
-    assert pinned._most_locked() == "unknown"
+    assert pinned._lock_limit() == "the system limits locked memory"
     memory.release()
 
 
