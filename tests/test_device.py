@@ -1,8 +1,11 @@
 """What a GPU has, and tiles that fit it: choices, the fallback, and the kernels with tiles of small GPUs."""
 
+import json
 import logging
 import os
 from dataclasses import replace
+from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +19,7 @@ if not torch.cuda.is_available():
 from kernels_cases import LAW, Case, run_case
 from triton import OutOfResources
 
+import triforce_tree
 from triforce_tree.kernels import configs, fitting, linear_configs
 from triforce_tree.kernels.configs import KernelConfig
 from triforce_tree.kernels.device import INTERPRETER, KNOWN, VARIABLE, Device, describe, told
@@ -26,6 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HOPPER = KNOWN["sm_90"]
+PAIR = Path(triforce_tree.__file__).parent / "pair"
 # GPUs that nobody named.
 ANY = [
     replace(KNOWN["sm_89"], arch="sm_87", shared_bytes=size, shared_bytes_per_sm=size + 1024)
@@ -113,6 +118,24 @@ def test_a_4090_starts() -> None:
         configs.choose(1, 128, 2, replace(card, shared_bytes=1000))
     with pytest.raises(ValueError, match="sm_89 has 1,000 bytes"):
         linear_configs.choose(16, 1, 4096, 4096, replace(card, shared_bytes=1000))
+
+
+def test_the_demo_fits_a_4090() -> None:
+    """All tiles of the embedded pair: plain decoding, level 1's trees, level 2's chains, prefill of few rows."""
+    card = KNOWN["sm_89"]
+    for name in ("target", "draft"):
+        config = json.loads((PAIR / name / "config.json").read_text())
+        width, inner, vocabulary = (config[k] for k in ("hidden_size", "intermediate_size", "vocab_size"))
+        heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+        dim = config.get("head_dim") or width // heads
+        for rows in range(1, 129):
+            for element_bytes in (2, 4):
+                tile = configs.choose(rows * heads // kv_heads, dim, element_bytes, card)
+                assert configs.shared_bytes(tile, dim, element_bytes, card) <= 101_376
+            linears = [(heads * dim, width), (3 * heads * dim, width), (2 * inner, width), (width, inner)]
+            for bits, (outs, ins) in product((16, 8, 4), [*linears, (vocabulary, width)]):
+                cut = linear_configs.choose(bits, rows, outs, ins, card)
+                assert linear_configs.shared_bytes(cut, bits, row_block(rows), card) <= 101_376
 
 
 @pytest.mark.parametrize("arch", ["sm_89", "sm_120", "gfx1100"])

@@ -9,18 +9,16 @@ merges them.
 The online softmax runs in base 2 on raw scores (FlashAttention-2, arXiv 2307.08691, section 3.1).
 
 fp32 tensors are summed in fp64, so that what fp32 would lose to the approximate exp2 and log2 of the
-hardware, and to running sums, stays below torch's own error. They are multiplied in fp64 as well where tensor
-cores do so as fast as other units multiply fp32 (A100, H100), else in fp32, a few columns at a time. (Three
-tf32 products in place of one lose up to five times as much as torch.)
+hardware, and to running sums, stays below torch's own error; ``products`` says how they are multiplied.
 """
 
 import triton
 import triton.language as tl
 
+from triforce_tree.kernels.products import add_values, narrow_scores
 from triforce_tree.kernels.schedule import share_of, spans
 
 LOG2E = tl.constexpr(1.4426950408889634)
-PART = tl.constexpr(16)
 
 
 @triton.jit
@@ -47,31 +45,6 @@ def _soften(scores, scale, softcap, SOFTCAP: tl.constexpr):
         grown = tl.exp2(scores * (scale / softcap) * (2.0 * LOG2E))
         scores = softcap * (1.0 - 2.0 / (grown + 1.0))
     return scores
-
-
-@triton.jit
-def _narrow_scores(q_rows, k_rows, real, valid, REAL: tl.constexpr, DIM: tl.constexpr, PART: tl.constexpr):
-    """Raw scores ``[BLOCK_M, rows]`` of fp32, multiplied in fp32 and summed in ``REAL``.
-
-    Products that go through no tensor core hold all columns of their operands in registers, so only ``PART``
-    of them are multiplied at a time. Rows of K that are not ``valid`` read as zero.
-    """
-    scores = tl.zeros([q_rows.shape[0], k_rows.shape[0]], REAL)
-    for part in range(0, DIM, PART):
-        at = part + tl.arange(0, PART)[None, :]
-        q = tl.load(q_rows[:, None] + at, mask=real[:, None] & (at < DIM), other=0.0)
-        k = tl.load(k_rows[:, None] + at, mask=valid[:, None] & (at < DIM), other=0.0)
-        scores += tl.dot(q, tl.trans(k), input_precision="ieee").to(REAL)
-    return scores
-
-
-@triton.jit
-def _add_values(acc, p, v, Kind: tl.constexpr, REAL: tl.constexpr):
-    """``acc + p v``, multiplied in ``Kind`` and summed in ``REAL``."""
-    if Kind == tl.float32:
-        return acc + tl.dot(p.to(Kind), v, input_precision="ieee").to(REAL)
-    else:
-        return tl.dot(p.to(Kind), v.to(Kind), acc, out_dtype=REAL)
 
 
 _UNSPECIALIZED = [
@@ -271,7 +244,7 @@ def tree_attention_kernel(
                     k = tl.load(k_head + k_at[:, None] + columns[None, :], mask=inside[None, :], other=0.0)
             if NARROW:
                 every_row = straight >= 0
-                scores = _narrow_scores(q_rows, k_head + k_at, real, every_row, REAL, DIM, PART)
+                scores = narrow_scores(q_rows, k_head + k_at, real, every_row, REAL, DIM)
             else:
                 scores = tl.dot(q, tl.trans(k.to(q.dtype)), out_dtype=REAL)
             scores = _soften(scores, scale, softcap, SOFTCAP)
@@ -288,7 +261,7 @@ def tree_attention_kernel(
                     v = tl.load(v_head + v_at[:, None] + columns[None, :])
                 else:
                     v = tl.load(v_head + v_at[:, None] + columns[None, :], mask=inside[None, :], other=0.0)
-            acc = _add_values(acc, p, v, q.dtype, REAL)
+            acc = add_values(acc, p, v, q.dtype, REAL)
             best = top
 
         for tile in tl.range(tl.maximum(begin, full) - full, end - full, num_stages=EDGE_STAGES):
@@ -311,7 +284,7 @@ def tree_attention_kernel(
             v_at = _row_offsets(rows, table_row, first_kv, stride_vb, stride_vs, PAGE, valid)
             v = tl.load(v_head + v_at[:, None] + columns[None, :], mask=stored, other=0.0)
             if NARROW:
-                scores = _narrow_scores(q_rows, k_head + k_at, real, valid, REAL, DIM, PART)
+                scores = narrow_scores(q_rows, k_head + k_at, real, valid, REAL, DIM)
             else:
                 scores = tl.dot(q, tl.trans(k.to(q.dtype)), out_dtype=REAL)
             scores = _soften(scores, scale, softcap, SOFTCAP)
@@ -326,7 +299,7 @@ def tree_attention_kernel(
             shrink = tl.exp2((best - floor) * base)
             weight = weight * shrink + tl.sum(p, 1)
             acc = acc * shrink[:, None]
-            acc = _add_values(acc, p, v, q.dtype, REAL)
+            acc = add_values(acc, p, v, q.dtype, REAL)
             best = top
 
         empty = weight == 0.0
