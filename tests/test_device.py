@@ -121,7 +121,7 @@ def test_a_4090_starts() -> None:
 
 
 def test_the_demo_fits_a_4090() -> None:
-    """All tiles of the embedded pair: plain decoding, level 1's trees, level 2's chains, prefill of few rows."""
+    """All tiles of the embedded pair, from plain decoding to the longest chain."""
     card = KNOWN["sm_89"]
     for name in ("target", "draft"):
         config = json.loads((PAIR / name / "config.json").read_text())
