@@ -1,6 +1,8 @@
 """Texts whose rotary frequencies depend on their length: one set for all of a text, as transformers' own."""
 
 import copy
+import inspect
+from functools import wraps
 
 import pytest
 import torch
@@ -8,11 +10,13 @@ from cycle_cases import cycle_of, decoded
 from families import FAMILIES_BY_LENGTH, greedy, perturbed, prompt_of, tiny
 from test_families import SMALL
 from transformers import PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import triforce_tree
 from triforce_tree import hierarchy, load_guard
 from triforce_tree.hf_model import HFModel
 from triforce_tree.length_rope import LengthRope
+from triforce_tree.model_copy import shallow_copy
 
 ORIGINAL = 64
 NEW = 14
@@ -133,6 +137,52 @@ def test_drafts_with_either_kind_are_of_use(models) -> None:
 
 def test_who_asks_the_host_is_known(models) -> None:
     waits = {family: HFModel(target).length_rope.waits_for_host for family, (target, _) in models.items()}
-    assert waits["phimoe"]
-    assert waits["llama-dynamic"]
+    assert [family for family in waits if waits[family]] == ["phimoe"]
     assert HFModel(tiny("llama")).length_rope is None
+
+
+def choose_on_the_host(target: PreTrainedModel, patch: pytest.MonkeyPatch, scaling: float = 1.0) -> None:
+    """Let longrope choose as in transformers 5.17, whichever is installed; long tables times ``scaling``."""
+    rotary = target.model.rotary_emb
+    plain = inspect.unwrap(type(rotary).forward)
+    inverse, _ = ROPE_INIT_FUNCTIONS["longrope"](rotary.config, "cpu", seq_len=ORIGINAL + 1)
+
+    @wraps(plain)
+    def forward(self, x, position_ids):
+        long = bool(position_ids.max() + 1 > ORIGINAL)
+        self.inv_freq = (inverse if long else self.original_inv_freq).clone()
+        return tuple(table * (scaling if long else 1.0) for table in plain(self, x, position_ids))
+
+    patch.setattr(type(rotary), "forward", forward)
+
+
+def test_a_choice_on_the_host_becomes_one_of_buffers(models, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft = models["phi3-longrope"]
+    choose_on_the_host(target, monkeypatch)
+    rope = LengthRope.of(target)
+    assert not rope.waits_for_host
+    held = shallow_copy(target)
+    rope.hold(held)
+    rotary, own = held.model.rotary_emb, copy.deepcopy(target.model.rotary_emb)
+    hidden, address = torch.zeros(1), rotary.inv_freq.data_ptr()
+    for long in (True, False, True):
+        rope.choose(long)
+        start = ORIGINAL if long else 0
+        places = torch.arange(start, start + 3)[None]
+        for ours, theirs in zip(rotary(hidden, places), own(hidden, places), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+        assert rotary.inv_freq.data_ptr() == address
+    for length in (150, 51):
+        text = written(target, draft, prompt_of(length), NEW, **PATHS["captured"])
+        assert text == greedy(target, prompt_of(length), NEW)
+
+
+def test_tables_that_frequencies_do_not_give_stay_the_familys(
+    models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, draft = models["phi3-longrope"]
+    choose_on_the_host(target, monkeypatch, scaling=1.2)
+    assert LengthRope.of(target).waits_for_host
+    for length in (150, 51):
+        text = written(target, draft, prompt_of(length), NEW)
+        assert text == greedy(target, prompt_of(length), NEW)

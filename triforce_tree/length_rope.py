@@ -5,7 +5,9 @@ fed in chunks, or a token tree that reaches beyond the original length, would mi
 Here the choice is made once for a text, and every forward of it follows.
 """
 
+import inspect
 from collections.abc import Sequence
+from types import MethodType
 from typing import Any
 
 import torch
@@ -27,7 +29,9 @@ class LengthRope:
 
     The family's own module goes on to choose: it is shown one more position than the forward has, beyond the
     original length for the set of long texts, and positions cut at the original length for that of short
-    ones. The state is two tensors of fixed address, so a CUDA graph follows a later choice.
+    ones. Where it would choose on the host (longrope in transformers 5.17, dynamic NTK), copies run its
+    forward without the choice, on frequency buffers that :meth:`choose` writes. All state is in tensors of
+    fixed address, so a CUDA graph follows a later choice.
 
     Args:
         model: a transformers causal LM that :meth:`of` has found such a module in.
@@ -36,7 +40,7 @@ class LengthRope:
         kind: ``longrope`` or ``dynamic``.
 
     Attributes:
-        waits_for_host: the family chooses on the host, which no CUDA graph can hold.
+        waits_for_host: the family's forward itself asks the host, which no CUDA graph can hold.
     """
 
     def __init__(self, model: PreTrainedModel, names: Sequence[str], original: int, kind: str) -> None:
@@ -45,8 +49,12 @@ class LengthRope:
         self._limit = torch.zeros((), dtype=torch.int64, device=device)
         self._beyond = torch.zeros(1, 1, dtype=torch.int64, device=device)
         self._names = names
+        # By module and buffer: the frequencies in use [D], and those of short and long texts [2, D].
+        self._frequencies: dict[tuple[str, str], tuple[Tensor, Tensor]] = {}
         self.choose(False)
-        self.waits_for_host = self._waits(shallow_copy(model), device)
+        self.waits_for_host = self._waits(model)
+        if self.waits_for_host and self._take_over(model):
+            self.waits_for_host = False
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "LengthRope | None":
@@ -115,6 +123,8 @@ class LengthRope:
         """The frequencies of all forwards from now on."""
         self._limit.fill_(_NO_LIMIT if long else self.original - 1)
         self._beyond.fill_(self.original if long else 0)
+        for used, both in self._frequencies.values():
+            used.copy_(both[int(long)])
 
     def choose_for_window(self, positions: int) -> None:
         """The same for a draft, which never sees more positions than its window has."""
@@ -124,6 +134,10 @@ class LengthRope:
         """Let the rotary modules of a copy of the model follow the choice, for good."""
         for name in self._names:
             self._attach(copy.get_submodule(name))
+        for (name, buffer), (used, _) in self._frequencies.items():
+            module = copy.get_submodule(name)
+            module.forward = MethodType(inspect.unwrap(type(module).forward), module)
+            setattr(module, buffer, used)
 
     def _attach(self, module: nn.Module) -> None:
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -142,19 +156,62 @@ class LengthRope:
         beyond = self._beyond.expand(len(positions), 1)
         return torch.cat([torch.minimum(positions, self._limit), beyond], dim=1)
 
-    def _waits(self, copy: PreTrainedModel, device: torch.device) -> bool:
+    def _held(self, model: PreTrainedModel) -> PreTrainedModel:
+        copy = shallow_copy(model)
         self.hold(copy)
-        hidden = torch.zeros(1, 1, 1, device=device)
-        position = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        return copy
+
+    def _waits(self, model: PreTrainedModel) -> bool:
+        copy = self._held(model)
+        self._tables(copy)  # the first call may compute frequencies
         counter = _HostReads()  # type: ignore[no-untyped-call]
+        with counter:
+            self._tables(copy)
+        return counter.count > 0
+
+    def _take_over(self, model: PreTrainedModel) -> bool:
+        """Whether copies can run without the family's choice; they do from then on.
+
+        They can where its cosines and sines are the same without it, and nothing else asks the host.
+        """
+        if any("forward" in vars(model.get_submodule(name)) for name in self._names):
+            return False  # another library has replaced it
+        copy = self._held(model)
+        tables, frequencies = [], []
+        for long in (False, True):
+            self.choose(long)
+            tables.append(self._tables(copy))
+            frequencies.append(
+                {
+                    (name, buffer): value.clone()
+                    for name in self._names
+                    for buffer, value in copy.get_submodule(name).named_buffers(recurse=False)
+                    if buffer.endswith("inv_freq") and not buffer.endswith("original_inv_freq")
+                }
+            )
+        for key, short in frequencies[0].items():
+            both = torch.stack([short, frequencies[1][key]])
+            self._frequencies[key] = both[0].clone(), both
+        copy = self._held(model)
+        same = True
+        for long in (True, False):
+            self.choose(long)
+            same = same and all(map(torch.equal, self._tables(copy), tables[long]))
+        if not same or self._waits(model):
+            self._frequencies = {}
+            return False
+        return True
+
+    def _tables(self, copy: PreTrainedModel) -> list[Tensor]:
+        """Cosines and sines of position 1, of every rotary module and layer type."""
+        position = torch.ones(1, 1, dtype=torch.int64, device=self._beyond.device)
+        hidden = torch.zeros(1, 1, 1, device=position.device)
+        tables: list[Tensor] = []
         for module in map(copy.get_submodule, self._names):
             kinds = getattr(module, "rope_type", None)
             for layers in kinds if isinstance(kinds, dict) else (None,):
-                more = {} if layers is None else {"layer_type": layers}
-                module(hidden, position, **more)  # the first call may compute frequencies
-                with counter:
-                    module(hidden, position, **more)
-        return counter.count > 0
+                tables += module(hidden, position, **({} if layers is None else {"layer_type": layers}))
+        return tables
 
 
 def fix_rotation(
