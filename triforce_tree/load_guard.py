@@ -65,10 +65,10 @@ class GuardReport:
 def compare_at_load(model: HFModel) -> GuardReport:
     """Compare our forward of a few tokens with transformers' own, over every length that the model names.
 
-    It takes 0.03 s for the embedded pair's target, 0.06 s for a tiny model with a window of 4,096 tokens, and
-    4.5 s of one CPU core for the layers of a 7B model in fp32 with such a window; in bf16 on an H200 3.7 s, most
-    of them for compiling kernels that the text needs as well. A length that would take
-    many more seconds is skipped, and the report says so. The random state of torch stays as it is.
+    It takes 0.03 s for the embedded pair's target and 0.06 s for a tiny model with a window of 4,096 tokens;
+    for the layers of a 7B model with such a window 4.5 s of one CPU core in fp32, and 3.7 s on an H200 in
+    bf16, most of it for compiling kernels that the text needs as well. A length that would take many more
+    seconds is skipped, and the report says so. The random state of torch stays as it is.
 
     Raises:
         UnsupportedModelError: the logits differ by more than rounding explains.
