@@ -15,6 +15,8 @@ from triforce_tree.pair import needle as planted
 
 ANSWER_TOKENS = 12  # enough for the digits in any tokenizer
 
+_PICTURES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp", ".eps")
+
 
 @dataclass(frozen=True)
 class Needle:
@@ -127,14 +129,9 @@ def accuracy(records: Sequence[Record], **key: object) -> float | None:
 
 
 def check_picture(path: str | Path) -> None:
-    """Raise ValueError where matplotlib does not know the format that a path's ending names."""
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    ending = Path(path).suffix.lower().removeprefix(".")
-    if ending not in FigureCanvasBase.get_supported_filetypes():
-        raise ValueError(
-            f"{str(path)!r} names no kind of picture that matplotlib writes; use .png, .svg or .pdf"
-        )
+    """Raise ValueError where a path names no kind of picture that matplotlib writes."""
+    if Path(path).suffix.lower() not in _PICTURES:
+        raise ValueError(f"{str(path)!r} names no kind of picture; use {', '.join(_PICTURES)}")
 
 
 def heat_map(

@@ -15,10 +15,10 @@ from triforce_tree.console import Interrupt, bar, json_line, plain_table, screen
 
 def run(args: argparse.Namespace) -> int:
     if args.plot:
+        needle.check_picture(args.plot)
         if importlib.util.find_spec("matplotlib") is None:
             raise ValueError("--plot needs matplotlib; pip install matplotlib, or leave --plot out")
         check_writable(args.plot)
-        needle.check_picture(args.plot)
     source, texts = documents(args)
     settings = {
         "benchmark": "needle",
