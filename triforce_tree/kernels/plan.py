@@ -57,7 +57,6 @@ class Plan:
             ``owners[owner_start[i] : owner_start[i + 1]]``.
         partial_out, partial_lse, bounds: workspace of the two kernels.
         slices: equal parts the list is cut into.
-        blocks: M tiles that walk each slice side by side.
         max_queries: most queries of one segment.
     """
 
@@ -74,7 +73,6 @@ class Plan:
     partial_lse: Tensor
     bounds: Tensor
     slices: int
-    blocks: int
     max_queries: int
 
     def update(self, mask: Tensor | None = None, lengths: Tensor | Sequence[int] | None = None) -> None:
@@ -270,7 +268,6 @@ def _make(
     most = max(counts)
     rows = most * heads.group
     config = config or choose(rows, heads.dim, dtype.itemsize, describe(device))
-    blocks = -(-rows // config.block_m)
     units = len(counts) * heads.kv
     slices = units if split == NODE else slices or _slices(rows, device, config)
     pieces = (sum(counts) * heads.kv + slices * most) * heads.group
@@ -304,7 +301,6 @@ def _make(
         ),
         bounds=torch.empty(units, 2, dtype=torch.int32, device=device),
         slices=slices,
-        blocks=blocks,
         max_queries=most,
     )
 
