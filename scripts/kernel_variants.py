@@ -267,12 +267,14 @@ def _growth() -> Iterator[Variant]:
         for fixed in (False, True):
 
             def place(frontier: int = frontier, draws: int = draws, fixed: bool = fixed) -> None:
-                tree, width = torch.zeros(1, 128, **whole), min(32, frontier * draws)
+                size, width = 64 if frontier < 64 else 128, min(32, frontier * draws)
+                tree, words = torch.zeros(1, size, **whole), torch.zeros(1, size, size // 64, **whole)
+                mask = torch.zeros(width, size // 64, **whole)
                 pairs = torch.zeros(2, width, **whole) if fixed else None
                 grow.place_nodes(
-                    tree, tree.clone(), tree.clone(), torch.zeros(1, 128), torch.zeros(1, width, **whole),
-                    torch.zeros(width, 1, **whole), torch.zeros(1, frontier, draws, **whole),
-                    torch.zeros(1, frontier, draws), torch.zeros(1, frontier, 4096), pairs, 0, 0,
+                    tree, tree.clone(), words, torch.zeros(1, size), torch.zeros(1, width, **whole), mask,
+                    torch.zeros(1, frontier, draws, **whole), torch.zeros(1, frontier, draws),
+                    torch.zeros(1, frontier, 4096), pairs, 0, 0,
                 )  # fmt: skip
 
             where = "given" if fixed else "likeliest"

@@ -7,12 +7,13 @@ from step_cases import Problem
 from torch import Tensor
 
 from triforce_tree.kernels import step_reference
+from triforce_tree.kernels.plan import pack_mask
 
 
 def beginning(
     batch: int, again: int, widths: tuple[int, ...], size: int, device: str, seed: int = 0
 ) -> Problem:
-    """Texts of different lengths in a buffer, one that has just enough tokens."""
+    """Texts of different lengths in a buffer, one that has just enough tokens, one of a single token."""
     rng = random.Random(seed)
     depths = [0] + [d + 1 for d, width in enumerate(widths) for _ in range(width)]
 
@@ -21,8 +22,8 @@ def beginning(
 
     columns = again - 1 + len(depths)
     written = made(batch, again), made(batch, columns), made(batch, len(depths)), made(len(widths), batch)
-    end = [rng.randrange(again, size) for _ in range(batch - 1)] + [again - 1]
-    dropped = [rng.randrange(max(1, e - again)) for e in end]
+    end = [rng.randrange(again, size) for _ in range(batch - 2)] + [again - 1, 0][-batch:]
+    dropped = [rng.randrange(max(1, e - again)) if e >= again else e - again + 1 for e in end]
     offsets = [*range(1 - again, 0), *depths]
     ahead = [1 - again, *(sum(widths[:d]) + 1 for d in range(len(widths) - 1))]
     read = (torch.tensor(x, device=device) for x in (end, dropped, offsets, ahead))
@@ -87,12 +88,19 @@ def placement(
     ties: bool = False,
     last: bool = False,
     seed: int = 0,
+    first: int = 3,
+    before: int = 5,
 ) -> Problem:
-    """A frontier behind some older nodes; draws that ran out, values of 0, a sequence of NaN."""
+    """A frontier behind ``first`` older nodes; draws that ran out, values of 0, a sequence of NaN."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
-    first, before, vocab = 3, 5, 40
+    vocab = 40
     nodes = first + frontier + width + (0 if last else 2)
+    words = torch.randint(-(2**63), 2**63 - 1, (batch, nodes, -(-nodes // 64)), device=device)
+    # Of nodes that are not there yet.
+    words[:, : first + frontier] &= pack_mask(
+        torch.ones(1, first + frontier, dtype=torch.bool, device=device), words.shape[2]
+    )
 
     def tree(most: int) -> Tensor:
         return torch.randint(-1, most, (batch, nodes), device=device)
@@ -114,7 +122,8 @@ def placement(
         ranks = [parents[:i].count(parent) for i, parent in enumerate(parents)]
         pairs = torch.tensor([parents, ranks], device=device)
     ids = torch.full((batch, width), -99, device=device)
-    mask = None if last else torch.full((batch * width, 1), -99, device=device)
+    bits = before + first + frontier + width
+    mask = None if last else torch.full((batch * width, -(-bits // 64)), -99, device=device)
     changed = (0, 1, 2, 3, 4) if last else (0, 1, 2, 3, 4, 5)
-    args = (tree(9), tree(9), tree(2**40), values, ids, mask, draws, by_rank, laws, pairs, first, before)
+    args = (tree(9), tree(9), words, values, ids, mask, draws, by_rank, laws, pairs, first, before)
     return Problem("place_nodes", args, changed)

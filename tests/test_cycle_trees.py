@@ -13,11 +13,20 @@ from triforce_tree.tree_search import parse_shape
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 
-def test_trees_of_up_to_64_rows() -> None:
-    """Root, nodes and the tokens fed again share a word of 64 bits."""
-    exact(2, tree="best-first:30,29")
-    with pytest.raises(ValueError, match="too large"):
-        cycle_of(model("llama-gqa"), draft_of("llama-gqa"), 2, tree="best-first:30,30")
+@pytest.mark.parametrize(
+    "tree", ["best-first:30,29", "best-first:30,30", "best-first:60,50,30", "sequoia:150x9", "chain:40"]
+)
+def test_trees_of_one_and_more_words(tree: str) -> None:
+    """Root, nodes and the tokens fed again share words of 64 bits."""
+    exact(2, tree=tree)
+
+
+def test_a_tree_of_1024_nodes() -> None:
+    """The largest: 128 tokens deep, where the draft feeds 130 tokens again."""
+    cycle = cycle_of(model("llama-gqa"), draft_of("llama-gqa"), 2, tree="best-first:" + ",".join(["8"] * 128))
+    assert cycle.growth.nodes == 1025
+    prompt = prompt_of(140)
+    assert decoded(cycle, [prompt], [8])[0] == [reference(model("llama-gqa"), prompt, 8)]
 
 
 @pytest.mark.parametrize("tree", ["best-first:6,2", "static:0.0;0.1;0.2;0.3;0.4;1", "static:0;1;2;3;4;5"])
@@ -51,7 +60,9 @@ def test_trees_have_the_places_that_the_shape_asks_for(tree: str, law: TokenLaw)
     cycle.run("grow", decoder._generator)
     grown, shape = cycle._program.stages["grow"].tree, parse_shape(tree)
     for b in range(3):
-        tokens, parents, words = (t[b].tolist() for t in (grown.tokens, grown.parents, grown.words))
+        tokens, parents, words = (
+            t[b].tolist() for t in (grown.tokens, grown.parents, grown.words.squeeze(-1))
+        )
         laws, depths = grown.laws[b], grown.depths.tolist()
         ranks: list[tuple[int, ...]] = [()]
         values = [1.0]

@@ -40,7 +40,9 @@ def test_begin_tree(batch, widths, ops) -> None:
 
 @runs_kernels
 @pytest.mark.parametrize(
-    "shape", [(1, 1, 5, 1), (2, 3, 5, 8), (2, 3, 300, 6), (3, 2, 64, 16), (1, 6, 330, 33)], ids=str
+    "shape",
+    [(1, 1, 5, 1), (2, 3, 5, 8), (2, 3, 300, 6), (3, 2, 64, 16), (1, 6, 330, 33), (1, 2, 90, 65)],
+    ids=str,
 )
 @pytest.mark.parametrize("race", [True, False], ids=["race", "greedy"])
 @pytest.mark.parametrize("ties", [True, False], ids=["ties", "normal"])
@@ -63,6 +65,56 @@ def test_place_nodes(shape, fixed, ops) -> None:
     for seed in range(3):
         for ties, last in ((False, False), (True, False), (False, True)):
             step_cases.agree(grow_cases.placement(*shape, DEVICE, fixed, ties, last, seed), ops)
+
+
+@runs_kernels
+@pytest.mark.parametrize(
+    "shape, first, before",
+    [
+        ((2, 8, 6, 6), 50, 5),  # one word of ancestors, two of the mask
+        ((2, 8, 6, 6), 60, 1),
+        ((1, 40, 3, 30), 90, 64),
+        ((1, 20, 8, 64), 200, 130),
+        ((1, 1, 3, 3), 1021, 129),
+        ((1, 4, 30, 100), 3, 6),  # more than are taken one by one
+        ((1, 200, 30, 150), 3, 63),  # more than are held at once
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("fixed", [True, False], ids=["fixed", "live"])
+def test_places_in_trees_of_many_words(shape, first, before, fixed, ops) -> None:
+    for ties in (False, True):
+        problem = grow_cases.placement(*shape, DEVICE, fixed, ties, first=first, before=before)
+        step_cases.agree(problem, ops)
+
+
+@pytest.mark.parametrize("before", [2, 64, 129])
+def test_words_and_mask_by_hand(before) -> None:
+    """A path of 200 nodes: bits of all ancestors, and in the mask those before them."""
+    words, mask = torch.zeros(1, 201, 4, dtype=torch.int64), torch.zeros(1, 6, dtype=torch.int64)
+    words[..., 0] = 1
+    tree = torch.zeros(1, 201, dtype=torch.int64), torch.zeros(1, 201, dtype=torch.int64)
+    draws, law = torch.zeros(1, 1, 1, dtype=torch.int64), torch.ones(1, 1, 3)
+    for node in range(200):
+        args = (*tree, words, torch.ones(1, 201), draws[0], mask, draws, law[..., :1], law, None)
+        step.place_nodes(*args, node, before)
+    unpacked = (words[0, ..., None] >> torch.arange(64) & 1).flatten(1)
+    assert torch.equal(unpacked[:, :201], torch.ones(201, 201, dtype=torch.int64).tril())
+    assert not unpacked[:, 201:].any()
+    assert (mask[..., None] >> torch.arange(64) & 1).flatten().tolist() == [1] * (before + 201) + [0] * (
+        6 * 64 - before - 201
+    )
+
+
+def test_begin_tree_of_a_short_text() -> None:
+    """A text of 2 tokens of which 4 are fed again: its first token stands in for those before it."""
+    ids, positions, root = torch.zeros(1, 4).long(), torch.zeros(1, 5).long(), torch.zeros(1, 2).long()
+    at, lengths = torch.zeros(1, 1).long(), torch.full((1,), -9, dtype=torch.int32)
+    text, offsets = torch.tensor([[5, 6, -99, -99]]), torch.tensor([-3, -2, -1, 0, 1])
+    end, ahead = torch.tensor([1]), torch.tensor([-3])
+    step.begin_tree(ids, positions, root, at, lengths, text, end, end - 3, offsets, ahead)
+    assert (ids.tolist(), positions.tolist()) == ([[5, 5, 5, 6]], [[0, 1, 2, 3, 4]])
+    assert (int(root[0, 0]), at.tolist(), lengths.tolist()) == (6, [[0]], [0])
 
 
 def test_draws_are_the_law_without_replacement() -> None:
@@ -113,7 +165,7 @@ def test_growth_by_hand() -> None:
     assert positions.tolist() == [[0, 1, 2, 3, 3, 4, 4, 4]]
     assert (int(root[0, 0]), at.flatten().tolist(), lengths.tolist()) == (8, [0, 3], [0])
 
-    parents, words, values = torch.full((1, 6), -1), torch.ones(1, 6).long(), torch.ones(1, 6)
+    parents, words, values = torch.full((1, 6), -1), torch.ones(1, 6, 1).long(), torch.ones(1, 6)
     for frontier, laws, expected in (
         (slice(0, 1), [[0.1, 0.6, 0.3]], [1, 2]),
         (slice(1, 3), [[0.5, 0.4, 0.1], [0.0, 0.1, 0.9]], [0, 1, 2]),
@@ -127,7 +179,7 @@ def test_growth_by_hand() -> None:
         assert out.tolist() == [expected]
     assert root.tolist() == [[8, 1, 2, 0, 1, 2]]
     assert parents.tolist() == [[-1, 0, 0, 1, 1, 2]]
-    assert words.tolist() == [[1, 0b11, 0b101, 0b1011, 0b10011, 0b100101]]
+    assert words.squeeze(-1).tolist() == [[1, 0b11, 0b101, 0b1011, 0b10011, 0b100101]]
     assert mask.flatten().tolist() == [0b101111, 0b1001111, 0b10010111]
     torch.testing.assert_close(values[0], torch.tensor([1.0, 0.6, 0.3, 0.3, 0.24, 0.27]))
 

@@ -14,9 +14,6 @@ from triforce_tree.cycle.shapes import DeviceShape
 from triforce_tree.kernels import step
 from triforce_tree.kernels.plan import Heads
 
-MOST_TAIL = 64
-"""Bits of the word that says which tail rows a row sees."""
-
 
 @dataclass(frozen=True)
 class Tree:
@@ -25,7 +22,7 @@ class Tree:
     Attributes:
         tokens, parents: int64 ``[B, N]``; token -1 marks a place that nobody took, parents[:, 0] = -1.
         depths: int64 ``[N]``.
-        words: int64 ``[B, N]``; bit j of a node's word says that node j is itself or its ancestor.
+        words: int64 ``[B, N, L]``; bit j of a node's word l says that node 64 l + j is itself or an ancestor.
         laws: fp32 ``[B, M, V]``, the draft's laws at the first M nodes, all those that have children.
     """
 
@@ -69,11 +66,6 @@ class Growth:
         # What one verification and the one above it can bring is fed again each time.
         self.again = self.depth + 2
         device = model.device
-        if self.again + self.nodes > MOST_TAIL:
-            raise ValueError(
-                f"a tree of {self.nodes - 1} tokens and depth {self.depth} is too large for the captured "
-                f"cycle; nodes + depth must be at most {MOST_TAIL - 3}"
-            )
         self._reach = reach + self.again + self.nodes
         capacity = config.sinks + 2 * config.window + self._reach
         self.store = KVStore(layers, batch, heads, capacity, device, model.model.dtype)
@@ -92,9 +84,10 @@ class Growth:
             tokens=buffer(batch, self.nodes),
             parents=buffer(batch, self.nodes, fill=-1),
             depths=torch.tensor(depths, device=device),
-            words=buffer(batch, self.nodes, fill=1),
+            words=buffer(batch, self.nodes, -(-self.nodes // 64)),
             laws=buffer(batch, self.expanding, self.vocabulary, dtype=torch.float32),
         )
+        self.tree.words[..., 0] = 1
         self._values = buffer(batch, self.nodes, fill=1, dtype=torch.float32)
         self._pairs = [
             None if shape.places is None else torch.tensor(shape.places[d], device=device).T.contiguous()
@@ -155,7 +148,7 @@ class Growth:
             final = len(text) - self.again
             sinks, window = self.config.sinks, self.config.window
             newest = min(window, max(0, final - sinks))
-            held = [*text[: min(sinks, final)], *text[final - newest : final]]
+            held = [*text[: max(0, min(sinks, final))], *text[final - newest : final]]
             self.dropped[b] = final - len(held)
             self._held[b] = final - len(held)
             if held:

@@ -1,6 +1,5 @@
 """What keeps models and settings from the captured cycle."""
 
-from triforce_tree.cycle.growth import MOST_TAIL
 from triforce_tree.cycle.shapes import device_shape
 from triforce_tree.few_row import why_not_exchanged
 from triforce_tree.hf_model import HFModel
@@ -31,12 +30,8 @@ def why_not_captured(
         return "there is no draft model"
     if reason := _of_model(draft):
         return reason
-    shape = device_shape(parse_shape(tree))
-    if shape is None:
+    if device_shape(parse_shape(tree)) is None:
         return f"tree={tree!r} has no fixed size"
-    limit = MOST_TAIL - 3
-    if sum(shape.widths) + 1 + len(shape.widths) > limit:
-        return f"tree={tree!r} is larger than {limit} nodes and depth"
     return None
 
 

@@ -106,12 +106,12 @@ class TreeRows:
 
         Args:
             before: int64 ``[B]`` rows before the tail.
-            words: int64 ``[B, T]``, bit j of word t: row t sees tail row j (tails of at most 64 rows).
+            words: int64 ``[B, T, L]``, bit j of word l: row t sees tail row 64 l + j; L of the plan's mask.
         """
         torch.add(before, self.ahead, out=self.at)
         self.plan.lengths.copy_(before)
         if words is not None:
-            self.plan.mask.copy_(words.reshape(-1, 1))
+            self.plan.mask.copy_(words.flatten(0, 1))
 
     def follow(self, at: Tensor, lengths: Tensor) -> None:
         """Stand where these buffers say, instead of ``begin``; the mask is ``plan.mask``.

@@ -297,7 +297,7 @@ def accept_tree(
     path, count, following = _results(tokens, depth)
     _follow_kernel[(batch,)](
         path, count, following, outcome, nodes, depth,
-        BLOCK_N=block_n, BLOCK_P=triton.next_power_of_2(depth + 1), **_warps(1),
+        BLOCK_N=block_n, BLOCK_P=triton.next_power_of_2(depth + 1), **_warps(max(1, block_n // 256)),
     )  # fmt: skip
     return path, count, following
 
@@ -308,10 +308,11 @@ def accept_greedy(tokens: Tensor, parents: Tensor, best: Tensor, depth: int) -> 
     batch, nodes = tokens.shape
     tokens, parents, best = (_dense(x) for x in (tokens, parents, best))
     path, count, following = _results(tokens, depth)
+    block = triton.next_power_of_2(nodes)
     _greedy_kernel[(batch,)](
         path, count, following, tokens, parents, best,
         tokens.stride(0), parents.stride(0), best.stride(0), nodes, depth,
-        BLOCK_N=triton.next_power_of_2(nodes), BLOCK_P=triton.next_power_of_2(depth + 1), **_warps(1),
+        BLOCK_N=block, BLOCK_P=triton.next_power_of_2(depth + 1), **_warps(max(1, block // 256)),
     )  # fmt: skip
     return path, count, following
 

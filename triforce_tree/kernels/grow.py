@@ -23,6 +23,13 @@ _FIRST = tl.constexpr(2**63 - 1)
 _LAST = tl.constexpr(-(2**62))
 _LOW = tl.constexpr(2**32 - 1)
 _GONE = tl.constexpr(-2)
+_POSITIVE = tl.constexpr(2**63 - 1)
+# Up to so many draws a node are ordered by comparing each with each.
+_PAIRWISE = tl.constexpr(64)
+# Candidates for new nodes that a program holds at once, and most nodes that it takes from them one by one.
+_HELD, _TAKEN = 4096, 64
+# Candidates that it looks at together where there are more of either.
+_WALKED = 2048
 
 
 @triton.jit
@@ -50,7 +57,8 @@ def _begin_kernel(
     end = tl.load(end_ptr + sequence)
     root = end - tl.load(dropped_ptr + sequence)
     offset = tl.load(offsets_ptr + column, mask=column < columns, other=0)
-    token = tl.load(tokens_ptr + sequence * tokens_b + end + offset, mask=column < again, other=0)
+    place = tl.maximum(end + offset, 0)
+    token = tl.load(tokens_ptr + sequence * tokens_b + place, mask=column < again, other=0)
     ahead = tl.load(ahead_ptr + forward, mask=forward < forwards, other=0)
     tl.store(ids_ptr + sequence * again + column, token, mask=column < again)
     tl.store(root_ptr + sequence * root_b + column * 0, token, mask=column == again - 1)
@@ -144,27 +152,110 @@ def _expand_kernel(
             word = _word(best, winner)
 
     words = tl.where(lane < count, words, _LAST)
-    rank = tl.sum((words[None, :] > words[:, None]).to(tl.int32), 1)
-    token = tl.where(words < 0, -1, _LOW - (words & _LOW))
-    number = tl.where(words < 0, 0, words >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-    if race_ptr is not None:
-        token = tl.where(number > 0.0, token, -1)
-    out = row * count + rank
-    tl.store(draws_ptr + out, token, mask=(lane < count) & (lane * 0 + part == 0))
-    if race_ptr is None:
-        tl.store(ranks_ptr + out, number, mask=lane < count)
+    if BLOCK_K <= _PAIRWISE:
+        rank = tl.sum((words[None, :] > words[:, None]).to(tl.int32), 1)
+        token, number = _unpacked(words, race_ptr is not None)
+        out = row * count + rank
+        tl.store(draws_ptr + out, token, mask=(lane < count) & (lane * 0 + part == 0))
+        if race_ptr is None:
+            tl.store(ranks_ptr + out, number, mask=lane < count)
+        else:
+            tl.store(ranks_ptr + out, number, mask=(lane < count) & (lane * 0 + part == 1))
     else:
-        tl.store(ranks_ptr + out, number, mask=(lane < count) & (lane * 0 + part == 1))
+        for rank in range(count):
+            word = tl.max(words, 0)
+            words = tl.where(words == word, _LAST, words)
+            token, number = _unpacked(word, race_ptr is not None)
+            if part == 0:
+                tl.store(draws_ptr + row * count + rank, token)
+            if part == 1 or race_ptr is None:
+                tl.store(ranks_ptr + row * count + rank, number)
+
+
+@triton.jit
+def _unpacked(word, RACED: tl.constexpr):
+    """Token and number of a word; -1 where there is no token, or where it never wins a race."""
+    token = tl.where(word < 0, -1, _LOW - (word & _LOW))
+    number = tl.where(word < 0, 0, word >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    if RACED:
+        token = tl.where(number > 0.0, token, -1)
+    return token, number
+
+
+@triton.jit
+def _chances(values_ptr, ranks_ptr, place, places, count):
+    """Values of the parents of some places, and words that rank these places by their chance."""
+    real = place < places
+    value = tl.load(values_ptr + place // count, mask=real, other=0.0)
+    chance = value * tl.load(ranks_ptr + place, mask=real, other=0.0)
+    return value, tl.where(real, _word(_bits(chance), place), _LAST)
+
+
+@triton.jit
+def _write_nodes(
+    tokens_ptr,
+    parents_ptr,
+    words_ptr,
+    values_ptr,
+    ids_ptr,
+    mask_ptr,
+    draws_ptr,
+    laws_ptr,
+    slot,
+    rank,
+    value,
+    place,
+    taken,
+    laws_f,
+    first,
+    frontier,
+    count,
+    before,
+    WORDS: tl.constexpr,
+    MASK_WORDS: tl.constexpr,
+):
+    """The new nodes at ``place`` below the frontier's ``slot``; pointers are those of one sequence."""
+    drawn = tl.load(draws_ptr + slot * count + rank, mask=taken, other=-1)
+    value *= tl.load(laws_ptr + slot * laws_f + drawn, mask=taken & (drawn >= 0), other=0.0)
+    one = tl.full([], 1, tl.int64)
+    above, node = (first + slot).to(tl.int64), (first + frontier + place).to(tl.int64)
+    tl.store(tokens_ptr + node, drawn, mask=taken)
+    tl.store(parents_ptr + node, above, mask=taken)
+    tl.store(values_ptr + node, value, mask=taken)
+    tl.store(ids_ptr + place, tl.maximum(drawn, 0), mask=taken)
+    for i in tl.static_range(WORDS):
+        word = tl.load(words_ptr + above * WORDS + i, mask=taken, other=0)
+        if WORDS == 1:
+            word |= one << node
+        else:
+            word |= tl.where((node >> 6) == i, one << (node & 63), 0)
+        tl.store(words_ptr + node * WORDS + i, word, mask=taken)
+        if WORDS * MASK_WORDS == 1:
+            seen = (word << before) | ((one << before) - 1)
+            tl.store(mask_ptr + place, seen, mask=taken)
+    if WORDS * MASK_WORDS > 1:
+        # The parents' words moved by ``before`` bits, which may end in the next word; the node's own bit.
+        moved, bits, at = before // 64, before % 64, node + before
+        for i in tl.static_range(MASK_WORDS):
+            low = place * 0 + (i - moved)
+            there = words_ptr + above * WORDS + low
+            word = tl.load(there, mask=taken & (low >= 0) & (low < WORDS), other=0)
+            under = tl.load(there - 1, mask=taken & (low >= 1) & (low <= WORDS), other=0)
+            seen = (word << bits) | (((under >> 1) & _POSITIVE) >> (63 - bits))
+            seen |= tl.where((at >> 6) == i, one << (at & 63), 0)
+            front = tl.minimum(tl.maximum(one * (before - 64 * i), 0), 64)
+            seen |= tl.where(front == 64, -1, (one << tl.minimum(front, 63)) - 1)
+            tl.store(mask_ptr + place * MASK_WORDS + i, seen, mask=taken)
 
 
 @triton.jit
 def _place_kernel(
-    tokens_ptr,  # int64 [B, N], as the next two
+    tokens_ptr,  # int64 [B, N], as the next
     parents_ptr,
-    words_ptr,
+    words_ptr,  # int64 [B, N, WORDS]
     values_ptr,  # fp32 [B, N]
     ids_ptr,  # int64 [B, W]
-    mask_ptr,  # int64 [B * W, 1], or None
+    mask_ptr,  # int64 [B * W, MASK_WORDS], or None
     draws_ptr,  # int64 [B, F, K]
     ranks_ptr,  # fp32 [B, F, K]
     laws_ptr,  # fp32 [B, F, V] with strides
@@ -177,41 +268,65 @@ def _place_kernel(
     count,
     width,
     before,
+    WORDS: tl.constexpr,
+    MASK_WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
+    WALKED: tl.constexpr,
 ):
     sequence = tl.program_id(0).to(tl.int64)
-    tree, row = sequence * nodes, sequence * frontier
-    lane = tl.arange(0, BLOCK)
-    if pairs_ptr is None:
-        real = lane < frontier * count
-        slot, rank = lane // count, lane % count
-        value = tl.load(values_ptr + tree + first + slot, mask=real, other=0.0)
-        chance = value * tl.load(ranks_ptr + row * count + lane, mask=real, other=0.0)
-        word = tl.where(real, _word(_bits(chance), lane), _LAST)
-        least = tl.full([], _FIRST, tl.int64)
-        for _ in range(width):
-            least = tl.max(tl.where(word < least, word, _LAST), 0)
-        taken = real & (word >= least)
-        place = tl.cumsum(taken.to(tl.int32), 0) - 1
-    else:
-        taken, place = lane < width, lane
-        slot = tl.load(pairs_ptr + lane, mask=taken, other=0)
-        rank = tl.load(pairs_ptr + width + lane, mask=taken, other=0)
-        value = tl.load(values_ptr + tree + first + slot, mask=taken, other=0.0)
-    drawn = tl.load(draws_ptr + (row + slot) * count + rank, mask=taken, other=-1)
-    there = laws_ptr + sequence * laws_b + slot * laws_f + drawn
-    value *= tl.load(there, mask=taken & (drawn >= 0), other=0.0)
-    one = tl.full([], 1, tl.int64)
-    node = first + frontier + place
-    word = tl.load(words_ptr + tree + first + slot, mask=taken, other=0) | (one << node.to(tl.int64))
-    tl.store(tokens_ptr + tree + node, drawn, mask=taken)
-    tl.store(parents_ptr + tree + node, (first + slot).to(tl.int64), mask=taken)
-    tl.store(words_ptr + tree + node, word, mask=taken)
-    tl.store(values_ptr + tree + node, value, mask=taken)
-    tl.store(ids_ptr + sequence * width + place, tl.maximum(drawn, 0), mask=taken)
+    tree, row = sequence * nodes, sequence * frontier * count
+    tokens_ptr += tree
+    parents_ptr += tree
+    words_ptr += tree * WORDS
+    values_ptr += tree
+    ids_ptr += sequence * width
     if mask_ptr is not None:
-        seen = (word << before) | ((one << before) - 1)
-        tl.store(mask_ptr + sequence * width + place, seen, mask=taken)
+        mask_ptr += sequence * width * MASK_WORDS
+    draws_ptr += row
+    ranks_ptr += row
+    laws_ptr += sequence * laws_b
+    lane, places = tl.arange(0, BLOCK), frontier * count
+    if WALKED:
+        # The largest word that as many as are wanted reach, between ``least`` and ``above``.
+        least, above = tl.full([], 0, tl.int64), tl.full([], _FIRST, tl.int64)
+        while above - least > 1:
+            middle = least + ((above - least) >> 1)
+            reaching = tl.full([], 0, tl.int32)
+            for start in range(0, places, BLOCK):
+                _, word = _chances(values_ptr + first, ranks_ptr, start + lane, places, count)
+                reaching += tl.sum((word >= middle).to(tl.int32), 0)
+            above = tl.where(reaching > width, above, tl.where(reaching == width, middle + 1, middle))
+            least = tl.where(reaching >= width, middle, least)
+        done = tl.full([], 0, tl.int32)
+        for start in range(0, places, BLOCK):
+            there = start + lane
+            value, word = _chances(values_ptr + first, ranks_ptr, there, places, count)
+            taken = word >= least
+            place = done + tl.cumsum(taken.to(tl.int32), 0) - 1
+            done += tl.sum(taken.to(tl.int32), 0)
+            _write_nodes(
+                tokens_ptr, parents_ptr, words_ptr, values_ptr, ids_ptr, mask_ptr, draws_ptr, laws_ptr,
+                there // count, there % count, value, place, taken, laws_f, first, frontier, count, before,
+                WORDS, MASK_WORDS,
+            )  # fmt: skip
+    else:
+        if pairs_ptr is None:
+            slot, rank = lane // count, lane % count
+            value, word = _chances(values_ptr + first, ranks_ptr, lane, places, count)
+            least = tl.full([], _FIRST, tl.int64)
+            for _ in range(width):
+                least = tl.max(tl.where(word < least, word, _LAST), 0)
+            taken = (lane < places) & (word >= least)
+            place = tl.cumsum(taken.to(tl.int32), 0) - 1
+        else:
+            taken, place = lane < width, lane
+            slot = tl.load(pairs_ptr + lane, mask=taken, other=0)
+            rank = tl.load(pairs_ptr + width + lane, mask=taken, other=0)
+            value = tl.load(values_ptr + first + slot, mask=taken, other=0.0)
+        _write_nodes(
+            tokens_ptr, parents_ptr, words_ptr, values_ptr, ids_ptr, mask_ptr, draws_ptr, laws_ptr,
+            slot, rank, value, place, taken, laws_f, first, frontier, count, before, WORDS, MASK_WORDS,
+        )  # fmt: skip
 
 
 @operator("begin_tree", writes=("ids", "positions", "root", "at", "lengths"))
@@ -230,10 +345,11 @@ def begin_tree(
     """See ``step_reference.begin_tree``."""
     _dense(ids, positions, at, lengths, offsets, ahead, end, dropped)
     columns, forwards = positions.shape[1], at.shape[0]
+    block = triton.next_power_of_2(columns)
     _begin_kernel[(ids.shape[0],)](
         ids, positions, root, at, lengths, tokens, end, dropped, offsets, ahead,
         tokens.stride(0), root.stride(0), ids.shape[1], columns, forwards,
-        BLOCK_C=triton.next_power_of_2(columns), BLOCK_D=triton.next_power_of_2(forwards), **_warps(1),
+        BLOCK_C=block, BLOCK_D=triton.next_power_of_2(forwards), **_warps(max(1, block // 256)),
     )  # fmt: skip
 
 
@@ -280,11 +396,20 @@ def place_nodes(
     _dense(tokens, parents, words, values, ids, mask, draws, by_rank, pairs)
     if pairs is None and frontier * count < width:
         raise ValueError(f"{width} new nodes do not fit {frontier} parents with {count} draws each")
+    if 64 * words.shape[2] < tokens.shape[1]:
+        raise ValueError(f"{tokens.shape[1]} nodes do not fit {words.shape[2]} words of 64 bits")
+    if mask is not None and 64 * mask.shape[1] < before + first + frontier + width:
+        raise ValueError(
+            f"{before} bits and {first + frontier + width} nodes do not fit a mask of {mask.shape[1]} words"
+        )
     block = triton.next_power_of_2(frontier * count if pairs is None else width)
+    walked = pairs is None and (block > _HELD or width > _TAKEN)
+    block = min(block, _WALKED) if walked else block
     _place_kernel[(batch,)](
         tokens, parents, words, values, ids, mask, draws, by_rank, laws, pairs,
         *laws.stride()[:2], tokens.shape[1], first, frontier, count, width, before,
-        BLOCK=block, **_warps(max(1, min(8, block // 256))),
+        WORDS=words.shape[2], MASK_WORDS=0 if mask is None else mask.shape[1],
+        BLOCK=block, WALKED=walked, **_warps(max(1, min(8, block // 256))),
     )  # fmt: skip
 
 

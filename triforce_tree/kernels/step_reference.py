@@ -250,13 +250,14 @@ def begin_tree(
         root: int64 ``[B, N]``, whose first column receives the root.
         at: int64 ``[D, B]``, first new row of each forward.
         lengths: int32 ``[B]``, rows before those of ``ids``.
-        tokens: int64 ``[B, S]``, the texts.
-        end, dropped: int64 ``[B]``; ``end`` at least A - 1.
+        tokens: int64 ``[B, S]``, the texts. One of fewer than A tokens up to ``end`` counts as preceded by
+            copies of its first token.
+        end, dropped: int64 ``[B]``; of such a text ``dropped`` is negative, at most ``end`` - A + 1.
         offsets: int64 ``[C]``, of each column from the root; the first A are 1 - A ... 0.
         ahead: int64 ``[D]``, of each forward's first row from the root's.
     """
     newest, place = ids.shape[1], end - dropped
-    ids.copy_(tokens.gather(1, end[:, None] + offsets[:newest]))
+    ids.copy_(tokens.gather(1, (end[:, None] + offsets[:newest]).clamp_min(0)))
     positions.copy_(place[:, None] + offsets)
     root[:, 0] = ids[:, -1]
     at.copy_(place + ahead[:, None])
@@ -318,10 +319,13 @@ def place_nodes(
     the draws at hand. The i-th largest probability stands for the chance of the i-th draw, whatever that is.
 
     Args:
-        tokens, parents, words: int64 ``[B, N]``; bit j of a word: node j is the node or its ancestor.
+        tokens, parents: int64 ``[B, N]``.
+        words: int64 ``[B, N, L]`` with 64 L at least N; bit j of word l: node 64 l + j is the node itself or
+            its ancestor.
         values: fp32 ``[B, N]``, products of the laws along the paths.
         ids: int64 ``[B, W]``, the new tokens as input of a forward, 0 for those that are not there.
-        mask: int64 ``[B * W, 1]``, the new words behind ``before`` bits that are set; may be None.
+        mask: int64 ``[B * W, M]``, the new words behind ``before`` bits that are set, in as many words as
+            they need; may be None.
         draws, by_rank, laws: of the frontier, see ``expand_nodes``.
         pairs: int64 ``[2, W]``, parents (counted from ``first``) and ranks of the new nodes, siblings by
             rank; None: the W likeliest, the lower (parent, rank) among equals.
@@ -339,11 +343,15 @@ def place_nodes(
     chance = torch.where(drawn >= 0, laws[sequence, above, drawn.clamp_min(0)], 0.0)
     tokens[:, new], parents[:, new] = drawn, above + first
     values[:, new] = values[:, old].gather(1, above) * chance
-    own = 1 << torch.arange(new.start, new.stop, device=draws.device)
-    words[:, new] = words[:, old].gather(1, above) | own
+    place = torch.arange(new.start, new.stop, device=draws.device)
+    own = torch.zeros_like(words[0, new]).scatter_(1, place[:, None] // 64, 1 << place[:, None] % 64)
+    words[:, new] = words[sequence, above + first] | own
     ids.copy_(drawn.clamp_min(0))
     if mask is not None:
-        mask.copy_((words[:, new] << before | (1 << before) - 1).view(-1, 1))
+        bit = torch.arange(64, device=draws.device)
+        seen = torch.nn.functional.pad((words[:, new, :, None] >> bit & 1).flatten(2), (before, 0), value=1)
+        seen = torch.nn.functional.pad(seen, (0, 64 * mask.shape[1] - seen.shape[2]))
+        mask.copy_((seen.view(*mask.shape, 64) << bit).sum(-1))
 
 
 def _ranked(numbers: Tensor) -> Tensor:

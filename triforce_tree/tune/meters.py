@@ -15,9 +15,9 @@ from triforce_tree.caches import FullCache
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.cycle import Cycle
 from triforce_tree.cycle.decoder import CycleDecoder
-from triforce_tree.cycle.growth import MOST_TAIL
 from triforce_tree.cycle.prefill import chunk_tokens, prefill
 from triforce_tree.cycle.rows import KVStore
+from triforce_tree.cycle.shapes import Extent
 from triforce_tree.decoder import Decoder, Ending
 from triforce_tree.graphs import free_memory
 from triforce_tree.hierarchy import Hierarchy
@@ -30,7 +30,9 @@ _WARM_UP_TOKENS = 8
 # Tokens before a starting place that are fed again, since some caches choose by the newest queries.
 _FED_AGAIN = 32
 # Tokens more than asked for that a last pass may bring; it counts whole.
-_BEYOND = 2 * MOST_TAIL
+_BEYOND = 128
+# Nodes and depth of the trees that are tried; one that the user asked for may be larger.
+_TREE = 128
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class EagerMeter:
     ) -> None:
         self._hierarchy, self._tokens = hierarchy, list(tokens)
         self._warm: HierarchyConfig | None = None
-        self._full = FullCache(hierarchy.target.layers, len(tokens) + new + _BEYOND + 2 * MOST_TAIL)
+        self._full = FullCache(hierarchy.target.layers, len(tokens) + new + _BEYOND + _TREE)
         with hierarchy.active():
             chunk = hierarchy.config.prefill_chunk or 1024
             Level(hierarchy.target, self._full, chunk).prefill(Context(self._tokens), progress)
@@ -139,7 +141,8 @@ class CapturedMeter:
         self._warm: set[bool] = set()
         self._room = len(tokens) + new + _BEYOND + gamma
         target, config = hierarchy.target, hierarchy.config
-        rows = self._room + 4 * (gamma + 2 * MOST_TAIL) + 64
+        own = Extent.of(config, 3)
+        rows = self._room + 4 * (gamma + max(_TREE, own.depth + own.nodes)) + 64
         self._store = KVStore(
             target.layers, 1, target.heads, -(-rows // 64) * 64, target.device, target.dtype
         )
