@@ -13,6 +13,7 @@ from triforce_tree.cycle.growth import Growth
 from triforce_tree.cycle.host_store import Offload
 from triforce_tree.cycle.laws import DeviceLaw
 from triforce_tree.cycle.model import StepModel
+from triforce_tree.cycle.noise import Noise, NoiseFactory
 from triforce_tree.cycle.offloaded import OffloadedCache
 from triforce_tree.cycle.prefill import chunk_tokens, prefill
 from triforce_tree.cycle.rows import KVStore, RetrievalRows, TreeRows
@@ -64,6 +65,7 @@ class Cycle:
         offload: how to split the full cache between device and host; None keeps it on the device.
         progress: called with bytes of host memory as they are taken.
         store: a full cache on the device to work on, with whatever rows are in it; by default a new one.
+        noise: makes the random numbers of every stage.
 
     Raises:
         ValueError: several levels without a draft, or with a tree that has no fixed size; a store that is
@@ -83,10 +85,11 @@ class Cycle:
         offload: Offload | None = None,
         progress: Callable[[int], None] | None = None,
         store: KVStore | None = None,
+        noise: NoiseFactory = Noise,
     ) -> None:
         self.target, self.config, self.batch, self.room, self.levels = target, config, batch, room, levels
         self._draft_rope = draft.length_rope if draft is not None else None
-        self.device = target.device
+        self.device, self._noise = target.device, noise
         self._prefill_chunk = chunk_tokens(config.prefill_chunk, self.device)
         self._programs: dict[Hashable, _Program] = {}
         compiled = self.device.type == "cuda"
@@ -165,7 +168,7 @@ class Cycle:
         key = DeviceLaw.key(law)
         if key not in self._programs:
             start = time.perf_counter()
-            own = DeviceLaw(law, self.device)
+            own = DeviceLaw(law, self.device, self._noise)
             stages = self._stages(own)
             self._programs[key] = _Program(own, stages, self._captured(stages))
             self.capture_seconds += time.perf_counter() - start
@@ -209,6 +212,9 @@ class Cycle:
                     result[name] = stage
                     if on_gpu:
                         stage()
+                    continue
+                if not all(noise.capturable for noise in stage.noise):
+                    result[name] = stage
                     continue
                 pool = torch.cuda.graph_pool_handle() if on_gpu else None
                 result[name] = Captured(stage, self.device, pool)

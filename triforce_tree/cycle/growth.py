@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from triforce_tree.config import StreamingConfig
-from triforce_tree.cycle.laws import DeviceLaw, Noise
+from triforce_tree.cycle.laws import DeviceLaw
 from triforce_tree.cycle.model import StepModel
+from triforce_tree.cycle.noise import Noise
 from triforce_tree.cycle.rows import KVStore, TreeRows
 from triforce_tree.cycle.shapes import DeviceShape
 from triforce_tree.kernels import step
@@ -121,7 +122,7 @@ class Growth:
             tokens: int64 ``[B, S]``.
             end: int64 ``[B]``.
             law: logits to laws.
-            noise: a race for each of the ``expanding`` nodes that have children, unless greedy.
+            noise: for each of the ``expanding`` nodes that have children.
         """
         tree, before = self.tree, self.again - 1
         step.begin_tree(
@@ -133,8 +134,8 @@ class Growth:
             logits = self.model(
                 self._ids[d], self._positions[:, columns], self._rows[d], last=nodes.stop - nodes.start
             )
-            laws, race = tree.laws[:, nodes], None if law.greedy else noise.race[:, nodes]
-            draws, by_rank = step.expand_nodes(*law.unscaled(logits), race, laws, self.shape.siblings(d))
+            laws, siblings = tree.laws[:, nodes], self.shape.siblings(d)
+            draws, by_rank = noise.expand_nodes(*law.unscaled(logits), laws, siblings, nodes.start)
             mask = self._rows[d + 1].plan.mask if d + 1 < self.depth else None
             step.place_nodes(
                 tree.tokens, tree.parents, tree.words, self._values, self._ids[d + 1], mask,

@@ -1,4 +1,4 @@
-"""Laws and draws without the host: the device's side of ``triforce_tree.sampling``."""
+"""Logits to laws without the host: the device's side of ``triforce_tree.sampling``."""
 
 from collections.abc import Hashable
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
+from triforce_tree.cycle.noise import Noise, NoiseFactory
 from triforce_tree.sampling import TokenLaw
 
 
@@ -17,10 +18,11 @@ class DeviceLaw:
     Args:
         law: what to compute; ``law.context_free`` must hold.
         device: where logits live.
+        noise: makes the random numbers of the stages that draw from these laws.
     """
 
-    def __init__(self, law: TokenLaw, device: torch.device) -> None:
-        self.greedy = law.greedy
+    def __init__(self, law: TokenLaw, device: torch.device, noise: NoiseFactory) -> None:
+        self.greedy, self._device, self._noise = law.greedy, device, noise
         self.temperature = torch.ones((), device=device)
         self._rest = LogitsProcessorList(_split(law)[1])
         self.set(law)
@@ -35,6 +37,12 @@ class DeviceLaw:
         rest = _split(law)[1]
         settings = [sorted((name, _hashable(value)) for name, value in vars(p).items()) for p in rest]
         return law.greedy, tuple((type(p), *values) for p, values in zip(rest, settings, strict=True))
+
+    def noise(self, batch: int, rows: int, vocabulary: int, uniforms: int = 0) -> Noise:
+        """For a stage that draws from these laws, see :class:`Noise`; greedy ones need no numbers."""
+        if self.greedy:
+            rows = uniforms = 0
+        return self._noise(batch, rows, vocabulary, uniforms, self._device)
 
     def scores(self, logits: Tensor) -> Tensor:
         """Processed logits, fp32, of ``[B, T, V]``."""
@@ -70,21 +78,3 @@ def _split(law: TokenLaw) -> tuple[float, list[object]]:
         temperature = 1.0 if law.greedy else float(rest[0].temperature)
         rest = rest[1:]
     return temperature, rest
-
-
-class Noise:
-    """The random numbers of one stage, drawn anew before each of its runs.
-
-    ``race`` fp32 ``[B, R, V]``: Exp(1); the largest law / race is a draw from the law. ``uniform`` fp32
-    ``[B, N]`` in [0, 1). Both are empty where decoding is greedy.
-    """
-
-    def __init__(self, batch: int, rows: int, vocabulary: int, uniforms: int, device: torch.device) -> None:
-        self.race = torch.ones(batch, rows, vocabulary, device=device)
-        self.uniform = torch.zeros(batch, uniforms, device=device)
-
-    def draw(self, generator: torch.Generator) -> None:
-        if self.race.numel():
-            self.race.exponential_(generator=generator)
-        if self.uniform.numel():
-            self.uniform.uniform_(generator=generator)

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from triforce_tree.cycle.copied import CopiedRows
 from triforce_tree.cycle.growth import Growth, Tree
-from triforce_tree.cycle.laws import DeviceLaw, Noise
+from triforce_tree.cycle.laws import DeviceLaw
 from triforce_tree.cycle.model import StepModel
+from triforce_tree.cycle.noise import Noise
 from triforce_tree.cycle.rows import RetrievalRows, TreeRows
 from triforce_tree.cycle.texts import Texts
 from triforce_tree.kernels import step
@@ -54,8 +55,8 @@ class Verifier:
 
     def __init__(self, model: StepModel, law: DeviceLaw, texts: Texts, nodes: int, vocabulary: int) -> None:
         self.model, self.law, self.texts = model, law, texts
-        sampled = 0 if law.greedy else 1
-        self.noise = Noise(texts.batch, sampled, vocabulary, sampled * nodes, model.device)
+        self.vocabulary = vocabulary
+        self.noise = law.noise(texts.batch, 1, vocabulary, nodes)
 
     def judge(self, tree: Tree, depth: int, root: Tensor, rows: TreeRows, words: Tensor | None) -> Verdict:
         """Which nodes are accepted, and what follows them.
@@ -77,9 +78,7 @@ class Verifier:
             p = self.law(logits)
             self.texts.check(p[..., 0])
             own = torch.arange(tree.tokens.shape[1], device=p.device).expand_as(tree.tokens)
-            path, count, last = step.accept_tree(
-                tree.tokens, tree.parents, p, tree.laws, own, self.noise.uniform, self.noise.race[:, 0], depth
-            )
+            path, count, last = self.noise.accept_tree(tree.tokens, tree.parents, p, tree.laws, own, depth)
         accepted = tree.tokens.gather(1, path[:, 1:].clamp_min(0))
         emitted = torch.cat([accepted, last[:, None]], 1).scatter(1, count[:, None] - 1, last[:, None])
         return Verdict(path, count, emitted, p)
@@ -92,8 +91,7 @@ class Grow:
 
     def __init__(self, growth: Growth, law: DeviceLaw, texts: Texts) -> None:
         self.growth, self.law, self.texts = growth, law, texts
-        drawn = 0 if law.greedy else growth.expanding
-        self.noise = [Noise(texts.batch, drawn, growth.vocabulary, 0, growth.model.device)]
+        self.noise = [law.noise(texts.batch, growth.expanding, growth.vocabulary)]
 
     def __call__(self) -> None:
         self.tree = self.growth.grow(self.texts.tokens, self.texts.end, self.law, self.noise[0])
@@ -120,9 +118,8 @@ class MiddlePass:
     ) -> None:
         self.grow, self.verifier, self.rows, self.leaves = grow, verifier, rows, leaves
         self.choosing = choosing
-        vocabulary = verifier.noise.race.shape[2]
-        drawn = grow.growth.depth + 1 if leaves and not verifier.law.greedy else 0
-        self._beside = Noise(grow.texts.batch, drawn, vocabulary, 0, verifier.model.device)
+        drawn = grow.growth.depth + 1 if leaves else 0
+        self._beside = verifier.law.noise(grow.texts.batch, drawn, verifier.vocabulary)
         self.noise = [verifier.noise, self._beside]
 
     def __call__(self) -> None:
@@ -134,10 +131,9 @@ class MiddlePass:
         path, count, emitted, p = self.verifier.judge(tree, depth, root, self.rows, tree.words)
         self.rows.store.move(path, self.rows.at)
         laws = p.gather(1, path.clamp_min(0)[..., None].expand(-1, -1, p.shape[2]))
-        greedy = self.verifier.law.greedy
         if self.leaves:
-            texts.add_leaves(step.second_choice(laws, emitted, None if greedy else self._beside.race))
-        texts.lengthen(emitted, count, None if greedy else laws)
+            texts.add_leaves(self._beside.second_choice(laws, emitted))
+        texts.lengthen(emitted, count, None if self.verifier.law.greedy else laws)
 
 
 class ChainPass:
