@@ -14,6 +14,7 @@ from triforce_tree.cycle.drafter import Drafter
 from triforce_tree.cycle.host_store import Offload
 from triforce_tree.cycle.laws import DeviceLaw
 from triforce_tree.cycle.model import StepModel, step_model
+from triforce_tree.cycle.noise import Noise, NoiseFactory
 from triforce_tree.cycle.offloaded import OffloadedCache
 from triforce_tree.cycle.prefill import chunk_tokens, prefill
 from triforce_tree.cycle.rows import KVStore, RetrievalRows, TreeRows
@@ -63,6 +64,7 @@ class Cycle:
         offload: how to split the full cache between device and host; None keeps it on the device.
         progress: called with bytes of host memory as they are taken.
         store: a full cache on the device to work on, with whatever rows are in it; by default a new one.
+        noise: makes the random numbers of every stage.
 
     Raises:
         ValueError: several levels without a drafter; a store that is too small, or cannot be paged by chunks;
@@ -81,12 +83,13 @@ class Cycle:
         offload: Offload | None = None,
         progress: Callable[[int], None] | None = None,
         store: KVStore | None = None,
+        noise: NoiseFactory = Noise,
     ) -> None:
         self.target, self.config, self.batch, self.room, self.levels = target, config, batch, room, levels
         if levels > 1 and drafter is None:
             raise ValueError(f"levels={levels} needs a drafter; give one, or levels=1")
         self.drafter = drafter if levels > 1 else None
-        self.device = target.device
+        self.device, self._noise = target.device, noise
         self._prefill_chunk = chunk_tokens(config.prefill_chunk, self.device)
         self._programs: dict[Hashable, _Program] = {}
         compiled = self.device.type == "cuda"
@@ -158,7 +161,7 @@ class Cycle:
         key = DeviceLaw.key(law)
         if key not in self._programs:
             start = time.perf_counter()
-            own = DeviceLaw(law, self.device)
+            own = DeviceLaw(law, self.device, self._noise)
             stages = self._stages(own)
             self._programs[key] = _Program(own, stages, self._captured(stages, own))
             self.capture_seconds += time.perf_counter() - start

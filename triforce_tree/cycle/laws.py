@@ -1,4 +1,4 @@
-"""Logits to probabilities, and draws, over fixed buffers: the device's side of ``triforce_tree.sampling``."""
+"""Logits to distributions, and draws from them, over fixed buffers."""
 
 from collections.abc import Callable, Hashable, Sequence
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
-from triforce_tree.kernels import step
+from triforce_tree.cycle.noise import Noise, NoiseFactory
 from triforce_tree.sampling import TokenLaw
 
 Paths = Callable[[], Sequence[Tensor | None]]
@@ -21,13 +21,14 @@ class DeviceLaw:
     Args:
         law: what to compute.
         device: where logits live.
+        noise: makes the random numbers of the stages that draw from these laws.
 
     Attributes:
         capturable: whether a CUDA graph can hold it: no processor looks at the text.
     """
 
-    def __init__(self, law: TokenLaw, device: torch.device) -> None:
-        self.greedy = law.greedy
+    def __init__(self, law: TokenLaw, device: torch.device, noise: NoiseFactory) -> None:
+        self.greedy, self._device, self._noise = law.greedy, device, noise
         self.capturable = law.context_free
         self._bound = None if law.context_free else law
         self.temperature = torch.ones((), device=device)
@@ -49,6 +50,12 @@ class DeviceLaw:
             return law.greedy, "text"
         settings = [sorted((name, _hashable(value)) for name, value in vars(p).items()) for p in rest]
         return law.greedy, tuple((type(p), *values) for p, values in zip(rest, settings, strict=True))
+
+    def noise(self, batch: int, rows: int, vocabulary: int, uniforms: int = 0) -> Noise:
+        """For a stage that draws from these laws, see :class:`Noise`; greedy ones need no numbers."""
+        if self.greedy:
+            rows = uniforms = 0
+        return self._noise(batch, rows, vocabulary, uniforms, self._device)
 
     def scores(self, logits: Tensor, paths: Paths) -> Tensor:
         """Processed logits, fp32, of ``[B, T, V]``.
@@ -92,24 +99,6 @@ def _split(law: TokenLaw) -> tuple[float, list[object]]:
     return temperature, rest
 
 
-class Noise:
-    """The random numbers of one stage, drawn anew before each of its runs.
-
-    ``race`` fp32 ``[B, R, V]``: Exp(1); the largest law / race is a draw from the law. ``uniform`` fp32
-    ``[B, N]`` in [0, 1). Both are empty where decoding is greedy.
-    """
-
-    def __init__(self, batch: int, rows: int, vocabulary: int, uniforms: int, device: torch.device) -> None:
-        self.race = torch.ones(batch, rows, vocabulary, device=device)
-        self.uniform = torch.zeros(batch, uniforms, device=device)
-
-    def draw(self, generator: torch.Generator) -> None:
-        if self.race.numel():
-            self.race.exponential_(generator=generator)
-        if self.uniform.numel():
-            self.uniform.uniform_(generator=generator)
-
-
 class Sampler:
     """What a drafter draws with: the processed distributions of a request, and random numbers.
 
@@ -124,7 +113,7 @@ class Sampler:
 
     def __init__(self, law: DeviceLaw, noise: Noise) -> None:
         self.law, self.noise = law, noise
-        self.greedy, self.capturable = law.greedy, law.capturable
+        self.greedy, self.capturable = law.greedy, law.capturable and noise.capturable
 
     def children(
         self, logits: Tensor, probs: Tensor, count: int, nodes: slice, paths: Paths
@@ -142,5 +131,4 @@ class Sampler:
             int64 ``[B, F, K]``, in the order of the draws, -1 where there are no more; fp32 ``[B, F, K]``,
             the K largest probabilities.
         """
-        race = None if self.greedy else self.noise.race[:, nodes]
-        return step.expand_nodes(*self.law.unscaled(logits, paths), race, probs, count)
+        return self.noise.expand_nodes(*self.law.unscaled(logits, paths), probs, count, nodes.start)

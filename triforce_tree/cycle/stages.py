@@ -16,8 +16,9 @@ from torch import Tensor
 
 from triforce_tree.cycle.copied import CopiedRows
 from triforce_tree.cycle.drafter import Drafter, TokenTree
-from triforce_tree.cycle.laws import DeviceLaw, Noise, Sampler
+from triforce_tree.cycle.laws import DeviceLaw, Sampler
 from triforce_tree.cycle.model import StepModel
+from triforce_tree.cycle.noise import Noise
 from triforce_tree.cycle.rows import RetrievalRows, TreeRows
 from triforce_tree.cycle.shapes import DeviceShape, device_shape
 from triforce_tree.cycle.texts import Texts
@@ -70,8 +71,8 @@ class Verifier:
 
     def __init__(self, model: StepModel, law: DeviceLaw, texts: Texts, nodes: int, vocabulary: int) -> None:
         self.model, self.law, self.texts = model, law, texts
-        sampled = 0 if law.greedy else 1
-        self.noise = Noise(texts.batch, sampled, vocabulary, sampled * nodes, model.device)
+        self.vocabulary = vocabulary
+        self.noise = law.noise(texts.batch, 1, vocabulary, nodes)
         self.verdict: Verdict
         self._logits: Tensor
 
@@ -79,7 +80,7 @@ class Verifier:
         """A stage that calls :meth:`forward` over ``rows`` in its first part, :meth:`judge` in its second."""
         capturable = self.model.capturable and rows.capturable
         # Logits of a direct forward are at another address each time.
-        return [Step(forward, capturable), Step(judge, capturable and self.law.capturable)]
+        return [Step(forward, capturable), Step(judge, capturable and self.law.capturable and self.noise.capturable)]
 
     def forward(self, tree: TokenTree, root: Tensor, rows: TreeRows, words: Tensor | None) -> None:
         """Logits of all nodes.
@@ -103,10 +104,9 @@ class Verifier:
         else:
             p = self.law(self._logits, paths)
             self.texts.check(p[..., 0])
-            path, count, last = step.accept_tree(
-                tree.tokens, tree.parents, p, tree.probs, tree.probs_rows,
-                self.noise.uniform, self.noise.race[:, 0], depth,
-            )  # fmt: skip
+            path, count, last = self.noise.accept_tree(
+                tree.tokens, tree.parents, p, tree.probs, tree.probs_rows, depth
+            )
         accepted = tree.tokens.gather(1, path[:, 1:].clamp_min(0))
         emitted = torch.cat([accepted, last[:, None]], 1).scatter(1, count[:, None] - 1, last[:, None])
         self.texts.keep_features(self.model.hidden, path, count)
@@ -121,8 +121,7 @@ class DraftStage:
         self.drafter, self.texts = drafter, texts
         reported = 0 if drafter.deterministic else vocabulary
         self.tree = TokenTree.of(device_shape(parse_shape(drafter.tree)), texts.batch, reported, texts.device)
-        drawn = 0 if law.greedy else self.tree.probs.shape[1]
-        self.noise = [Noise(texts.batch, drawn, reported, 0, texts.device)]
+        self.noise = [law.noise(texts.batch, self.tree.probs.shape[1], reported)]
         self.sampler = Sampler(law, self.noise[0])
 
     def steps(self) -> list[Step]:
@@ -151,9 +150,8 @@ class RetrievalVerifyStage:
     ) -> None:
         self.tree, self.texts, self.verifier, self.rows = draft.tree, draft.texts, verifier, rows
         self.leaves, self.choosing = leaves, choosing
-        vocabulary = verifier.noise.race.shape[2]
-        drawn = self.tree.depth + 1 if leaves and not verifier.law.greedy else 0
-        self._beside = Noise(self.texts.batch, drawn, vocabulary, 0, verifier.model.device)
+        drawn = self.tree.depth + 1 if leaves else 0
+        self._beside = verifier.law.noise(self.texts.batch, drawn, verifier.vocabulary)
         self.noise = [verifier.noise, self._beside]
         self._root: Tensor
 
@@ -171,10 +169,9 @@ class RetrievalVerifyStage:
         path, count, emitted, p = self.verifier.judge(self.tree, self._root)
         self.rows.store.move(path, self.rows.at)
         laws = p.gather(1, path.clamp_min(0)[..., None].expand(-1, -1, p.shape[2]))
-        greedy = self.verifier.law.greedy
         if self.leaves:
-            self.texts.add_leaves(step.second_choice(laws, emitted, None if greedy else self._beside.race))
-        self.texts.lengthen(emitted, count, None if greedy else laws)
+            self.texts.add_leaves(self._beside.second_choice(laws, emitted))
+        self.texts.lengthen(emitted, count, None if self.verifier.law.greedy else laws)
 
 
 class ChainVerifyStage:
