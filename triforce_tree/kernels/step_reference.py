@@ -268,7 +268,7 @@ def begin_tree(
         ahead: int64 ``[D]``, of each forward's first row from the root's.
     """
     newest, place = ids.shape[1], end - dropped
-    ids.copy_(tokens.gather(1, end[:, None] + offsets[:newest]))
+    ids.copy_(tokens.gather(1, (end[:, None] + offsets[:newest]).clamp_min(0)))
     positions.copy_(place[:, None] + offsets)
     root[:, 0] = ids[:, -1]
     at.copy_(place + ahead[:, None])
