@@ -20,6 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 from triforce_tree import parallel
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.decoder import CycleDecoder
+from triforce_tree.cycle.drafter import Drafter
 from triforce_tree.cycle.steady import SteadyDecoder
 from triforce_tree.cycle.streamed_weights import StreamedWeights
 from triforce_tree.hf_model import HFModel
@@ -38,7 +39,9 @@ class Engine:
     """A target, its draft and their settings, ready to generate. Made by :func:`load`.
 
     Args:
-        target, draft: transformers causal LMs; without a draft, prompt lookup proposes.
+        target: a transformers causal LM.
+        draft: another one, or any :class:`~triforce_tree.cycle.drafter.Drafter`; without, prompt lookup
+            proposes.
         tokenizer: for text prompts and ``stop_strings``.
         config: what each level does.
         profile: measured settings, taken up for the prompts that they were measured for.
@@ -52,7 +55,7 @@ class Engine:
     def __init__(
         self,
         target: PreTrainedModel,
-        draft: PreTrainedModel | None = None,
+        draft: PreTrainedModel | Drafter | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         config: HierarchyConfig | None = None,
         profile: Profile | None = None,
@@ -67,9 +70,8 @@ class Engine:
             raise ValueError(
                 "offload_weights=True moves weights when they are loaded: use triforce_tree.load"
             )
-        self.hierarchy = Hierarchy(
-            HFModel(target, streamed), HFModel(draft) if draft is not None else None, self._config
-        )
+        level_0 = HFModel(draft) if isinstance(draft, PreTrainedModel) else draft
+        self.hierarchy = Hierarchy(HFModel(target, streamed), level_0, self._config)
 
     def with_options(self, **options: Any) -> "Engine":
         """The same models under other settings (those of :func:`load`).

@@ -133,7 +133,10 @@ class CycleDecoder:
         target.seconds += seconds.get("full", 0.0) + seconds.get("plain", 0.0)
         if rounds and alive:
             draft = self.levels[0]
-            draft.forwards += rounds * self._depth * len(alive)
+            drafter = self.cycle.drafter
+            assert drafter is not None
+            # One that reports no distributions proposes a whole tree at once.
+            draft.forwards += rounds * (1 if drafter.deterministic else self._depth) * len(alive)
             draft.emitted += rounds * (self._nodes - 1) * len(alive)
             draft.seconds += seconds.get("grow", 0.0)
             if self.cycle.levels == 3:
