@@ -23,7 +23,8 @@ from triforce_tree.check import chi_square, p_value, uncertain_contexts
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.cycle import Cycle
 from triforce_tree.cycle.decoder import CycleDecoder
-from triforce_tree.decoder import Ending
+from triforce_tree.cycle.endings import Ending
+from triforce_tree.cycle.growth import Growth
 from triforce_tree.hf_model import HFModel
 from triforce_tree.sampling import TokenLaw
 
@@ -48,7 +49,8 @@ class Checks:
     def cycle(self, levels: int, batch: int, room: int, **options: Any) -> Cycle:
         settings: dict[str, Any] = {"gamma": 8, "tree": "best-first:6,4,3", "budget": 512, "recent": 128}
         config = HierarchyConfig.from_options(**{**settings, "rounds": 2, **options})
-        return Cycle(self.target, self.draft, config, batch, room, levels)
+        drafter = Growth(self.draft, config.tree, config.streaming) if levels > 1 else None
+        return Cycle(self.target, drafter, config, batch, room, levels)
 
     def greedy(self, lengths: list[int], new_tokens: int) -> None:
         """Three and two levels against one, in one batch of ragged prompts."""

@@ -24,7 +24,7 @@ from triforce_tree.cycle.pinned import HostMemory
 from triforce_tree.cycle.prefill import prefill
 from triforce_tree.cycle.rows import KVStore, TreeRows
 from triforce_tree.cycle.streamed_weights import StreamedWeights
-from triforce_tree.decoder import Ending
+from triforce_tree.cycle.endings import Ending
 from triforce_tree.few_row import few_row_copy
 from triforce_tree.graphs import free_memory
 from triforce_tree.hf_model import HFModel

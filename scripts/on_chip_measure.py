@@ -17,7 +17,7 @@ from triforce_tree.cycle.cycle import Cycle
 from triforce_tree.cycle.decoder import CycleDecoder
 from triforce_tree.cycle.rows import KVStore, TreeRows
 from triforce_tree.cycle.shapes import Extent
-from triforce_tree.decoder import Ending
+from triforce_tree.cycle.endings import Ending
 from triforce_tree.graphs import free_memory
 from triforce_tree.hf_model import HFModel
 from triforce_tree.inflate import inflate_pair

@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.cycle import Cycle
 from triforce_tree.cycle.decoder import CycleDecoder
-from triforce_tree.decoder import Ending
+from triforce_tree.cycle.endings import Ending
+from triforce_tree.cycle.growth import Growth
 from triforce_tree.hf_model import HFModel
 from triforce_tree.sampling import TokenLaw
 
@@ -47,7 +48,7 @@ def cycle_of(
 ) -> Cycle:
     """A cycle whose caches are far smaller than its texts."""
     config = HierarchyConfig.from_options(**{**SMALL, **options})
-    small = None if draft is None or levels == 1 else HFModel(draft)
+    small = None if draft is None or levels == 1 else Growth(HFModel(draft), config.tree, config.streaming)
     return Cycle(HFModel(target), small, config, batch, room, levels)
 
 

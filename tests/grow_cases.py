@@ -6,7 +6,7 @@ import torch
 from step_cases import Problem
 from torch import Tensor
 
-from triforce_tree.kernels import step_reference
+from triforce_tree.kernels.draws import NoiseDraws, draw_tokens
 from triforce_tree.kernels.plan import pack_mask
 
 
@@ -74,7 +74,8 @@ def _drawn_from_its_laws(problem: Problem, made: list[Tensor], exact: list[Tenso
     _, _, race, _, count = problem.args
     draws, by_rank, laws = made
     torch.testing.assert_close(laws, exact[2], rtol=2e-5, atol=1e-30, equal_nan=True)
-    for a, b in zip((draws, by_rank), step_reference.draw_tokens(laws, race, count), strict=True):
+    noise = None if race is None else NoiseDraws(race)
+    for a, b in zip((draws, by_rank), draw_tokens(noise, laws, count), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 

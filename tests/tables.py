@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from triforce_tree.caches import Rows
-from triforce_tree.decoder import Decoder, Ending
+from triforce_tree.cycle.endings import Decoder, Ending
 from triforce_tree.drafters import (
     Autoregressive,
     Drafter,

@@ -19,7 +19,7 @@ from cycle_cases import (
 )
 
 from triforce_tree.cycle.decoder import CycleDecoder
-from triforce_tree.decoder import Ending
+from triforce_tree.cycle.endings import Ending
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 

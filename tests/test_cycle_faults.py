@@ -11,7 +11,8 @@ from cycle_law_cases import FAULTY, VOCABULARY, prepared, sampled
 from torch import Tensor
 
 from triforce_tree.cycle.growth import Growth, Tree
-from triforce_tree.cycle.laws import DeviceLaw, Noise
+from triforce_tree.cycle.laws import DeviceLaw
+from triforce_tree.cycle.noise import Noise
 from triforce_tree.cycle.rows import RetrievalRows
 from triforce_tree.cycle.texts import Texts
 from triforce_tree.kernels import step

@@ -24,7 +24,7 @@ def test_trees_of_one_and_more_words(tree: str) -> None:
 def test_a_tree_of_1024_nodes() -> None:
     """The largest: 128 tokens deep, where the draft feeds 130 tokens again."""
     cycle = cycle_of(model("llama-gqa"), draft_of("llama-gqa"), 2, tree="best-first:" + ",".join(["8"] * 128))
-    assert cycle.growth.nodes == 1025
+    assert cycle.drafter.nodes == 1025
     prompt = prompt_of(140)
     assert decoded(cycle, [prompt], [8])[0] == [reference(model("llama-gqa"), prompt, 8)]
 

@@ -11,7 +11,7 @@ from tables import (
     model,
 )
 
-from triforce_tree.decoder import Ending
+from triforce_tree.cycle.endings import Ending
 from triforce_tree.sampling import Random
 
 CASE = TableDecoding(vocab_size=5, new_tokens=12, greedy=True)

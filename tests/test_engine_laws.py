@@ -9,7 +9,7 @@ from families import perturbed, prompt_of, tiny
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
 
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.decoder import Ending
+from triforce_tree.cycle.endings import Ending
 from triforce_tree.hf_model import HFModel
 from triforce_tree.hierarchy import Hierarchy
 from triforce_tree.sampling import TokenLaw

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from triforce_tree import sampling
-from triforce_tree.decoder import Ending
+from triforce_tree.cycle.endings import Ending
 from triforce_tree.token_tree import Context, TokenTree
 from triforce_tree.verify.verifier import Verdict, Verifier
 

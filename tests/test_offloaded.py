@@ -21,7 +21,7 @@ from triforce_tree.cycle.cycle import Cycle
 from triforce_tree.cycle.decoder import CycleDecoder
 from triforce_tree.cycle.host_store import Offload
 from triforce_tree.cycle.pinned import HostMemory, HostMemoryError
-from triforce_tree.decoder import Ending
+from triforce_tree.cycle.endings import Ending
 from triforce_tree.hf_model import HFModel
 from triforce_tree.sampling import TokenLaw
 

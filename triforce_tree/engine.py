@@ -1,8 +1,7 @@
 """An engine: a target, its draft and their settings, and one generation after the other."""
 
 import copy
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Collection
 from typing import Any, cast
 
 import torch
@@ -21,26 +20,28 @@ from transformers.generation.streamers import BaseStreamer
 from triforce_tree import parallel
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.decoder import CycleDecoder
+from triforce_tree.cycle.drafter import Drafter
 from triforce_tree.cycle.steady import SteadyDecoder
 from triforce_tree.cycle.streamed_weights import StreamedWeights
-from triforce_tree.decoder import Decoder
 from triforce_tree.hf_model import HFModel
 from triforce_tree.hierarchy import Hierarchy
 from triforce_tree.inputs import Ids, Inputs
 from triforce_tree.keywords import checked_seed
-from triforce_tree.level import Progress
 from triforce_tree.memory_plan import MemoryPlan
 from triforce_tree.output import GenerateOutput, appended, by_row, joined
 from triforce_tree.profiles import Entry, Profile
 from triforce_tree.request import Job, Request
-from triforce_tree.sampling import Stream, TokenLaw, derived
+from triforce_tree.sampling import Stream, derived
+from triforce_tree.stats import Progress
 
 
 class Engine:
     """A target, its draft and their settings, ready to generate. Made by :func:`load`.
 
     Args:
-        target, draft: transformers causal LMs; without a draft, prompt lookup proposes.
+        target: a transformers causal LM.
+        draft: another one, or any :class:`~triforce_tree.cycle.drafter.Drafter`; without, prompt lookup
+            proposes.
         tokenizer: for text prompts and ``stop_strings``.
         config: what each level does.
         profile: measured settings, taken up for the prompts that they were measured for.
@@ -54,7 +55,7 @@ class Engine:
     def __init__(
         self,
         target: PreTrainedModel,
-        draft: PreTrainedModel | None = None,
+        draft: PreTrainedModel | Drafter | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         config: HierarchyConfig | None = None,
         profile: Profile | None = None,
@@ -69,9 +70,8 @@ class Engine:
             raise ValueError(
                 "offload_weights=True moves weights when they are loaded: use triforce_tree.load"
             )
-        self.hierarchy = Hierarchy(
-            HFModel(target, streamed), HFModel(draft) if draft is not None else None, self._config
-        )
+        level_0 = HFModel(draft) if isinstance(draft, PreTrainedModel) else draft
+        self.hierarchy = Hierarchy(HFModel(target, streamed), level_0, self._config)
 
     def with_options(self, **options: Any) -> "Engine":
         """The same models under other settings (those of :func:`load`).
@@ -110,15 +110,13 @@ class Engine:
         """
         with self.hierarchy.generation():
             self.hierarchy.config = self._config
-            self.hierarchy.settle_memory(TokenLaw(greedy=True), [prompt_tokens], new_tokens, self._given)
+            self.hierarchy.settle_memory([prompt_tokens], new_tokens, self._given)
             return self.hierarchy.memory
 
-    def _settle(
-        self, law: TokenLaw, temperature: float, prompts: list[list[int]], new_tokens: int
-    ) -> Entry | None:
+    def _settle(self, temperature: float, prompts: list[list[int]], new_tokens: int) -> Entry | None:
         """Decide where rows live; take up what the profile advises, where it holds; else our own settings."""
         self.hierarchy.config = self._config
-        self.hierarchy.settle_memory(law, [len(p) for p in prompts], new_tokens, self._given)
+        self.hierarchy.settle_memory([len(p) for p in prompts], new_tokens, self._given)
         # Profiles are measured with the cache on the device.
         if self.profile is None or self.hierarchy.offloads:
             return None
@@ -127,12 +125,7 @@ class Engine:
         if entry is None:
             return None
         advised = entry.options_for(self._given)
-        config = HierarchyConfig.from_options(**{**self._config.as_options(), **advised})
-        # Asked in 16 bits: fewer would raise where the captured cycle cannot serve.
-        asked = replace(config, middle_bits=self._config.middle_bits)
-        if (self.hierarchy.with_config(asked).why_not_captured(law, prompts) is None) != entry.captured:
-            return None
-        self.hierarchy.config = config
+        self.hierarchy.config = HierarchyConfig.from_options(**{**self._config.as_options(), **advised})
         return entry
 
     def generate(
@@ -159,8 +152,8 @@ class Engine:
 
         Args:
             inputs: text, token ids ``[L]`` or ``[B, L]`` (tensor, array, list; rows of a list may differ in
-                length), a list of texts, or what a tokenizer returns. Rows of a batch run together where the
-                cycle is captured, one by one elsewhere.
+                length), a list of texts, or what a tokenizer returns. Rows of a batch run together, but where a
+                logits processor looks at the text, one by one.
             input_ids: token ids by transformers' own keyword, instead.
             attention_mask: of the ids' shape; tokens under 0 are padding, on whichever side, and left out.
             generation_config, logits_processor, stopping_criteria, prefix_allowed_tokens_fn, stop_strings,
@@ -261,36 +254,27 @@ class Engine:
         alike = (prompts, new_tokens, law.greedy, seed is None, self._config)
         parallel.check_alike("prompts or settings", alike)
         chosen = parallel.told(int(torch.randint(2**62, ())) if seed is None else seed)
-        entry = self._settle(law, job.temperature, prompts, new_tokens)
-        captured = self.hierarchy.why_not_captured(law, prompts) is None
-        if not captured and len(prompts) > 1:
+        entry = self._settle(job.temperature, prompts, new_tokens)
+        if not self.hierarchy.together(law, prompts):
             raise _OneByOneError
         new: list[list[int]] = [[] for _ in prompts]
         if streamer is not None:
             streamer.put(job.input_ids.cpu())
-        steps: Iterator[list[list[int]]]
-        decoder: Decoder | SteadyDecoder
         with self.hierarchy.active():
-            if captured:
-                cycles = SteadyDecoder(
-                    lambda number: CycleDecoder(
-                        self.hierarchy.cycle(prompts, new_tokens, pinned),
-                        law,
-                        derived(chosen, Stream.ATTEMPT, number),
-                        repeatable=seed is not None,
-                    ),
-                    self.hierarchy.shrink,
-                )
-                if entry is not None and entry.pace and "tree" not in self._given:
-                    cycles.pace.acceptance = entry.pace["acceptance"]
-                    cycles.pace.gathered = entry.pace["gathered"]
-                cycles.prefill(prompts, progress)
-                decoder, steps = cycles, cycles.decode(prompts, endings)
-            else:
-                [prompt], [ending] = prompts, endings
-                single = self.hierarchy.decoder(law, chosen, len(prompt), new_tokens, ending.stop_tokens)
-                context = single.prefill(prompt, progress)
-                decoder, steps = single, ([tokens] for tokens in single.decode(context, ending))
+            decoder = SteadyDecoder(
+                lambda number: CycleDecoder(
+                    self.hierarchy.cycle(prompts, new_tokens, pinned),
+                    law,
+                    derived(chosen, Stream.ATTEMPT, number),
+                    repeatable=seed is not None,
+                ),
+                self.hierarchy.shrink,
+            )
+            if entry is not None and entry.pace and "tree" not in self._given:
+                decoder.pace.acceptance = entry.pace["acceptance"]
+                decoder.pace.gathered = entry.pace["gathered"]
+            decoder.prefill(prompts, progress)
+            steps = decoder.decode(prompts, endings)
             for fresh in steps:
                 for row, tokens in zip(new, fresh, strict=True):
                     row += tokens
@@ -301,7 +285,7 @@ class Engine:
         out = self._output(job, new, decoder)
         if entry is not None and self.profile is not None:
             out.profile = str(self.profile.path)
-        if captured and self.hierarchy.memory is not None:
+        if self.hierarchy.memory is not None:
             out.memory = self.hierarchy.memory.as_dict()
         return out
 
@@ -317,7 +301,7 @@ class Engine:
         if (rope := self.hierarchy.target.length_rope) is not None:
             rope.check(prompt, new)
 
-    def _output(self, job: Job, new: list[list[int]], decoder: Decoder | SteadyDecoder) -> GenerateOutput:
+    def _output(self, job: Job, new: list[list[int]], decoder: SteadyDecoder) -> GenerateOutput:
         texts = self.tokenizer and [str(self.tokenizer.decode(t, skip_special_tokens=True)) for t in new]
         return GenerateOutput(
             sequences=appended(job.input_ids, new, job.pad_token),
@@ -327,8 +311,7 @@ class Engine:
             decode_seconds=decoder.decode_seconds,
             new_tokens=by_row([len(tokens) for tokens in new]),
             text=by_row(texts) if texts else None,
-            captured=isinstance(decoder, SteadyDecoder),
-            capture_seconds=decoder.capture_seconds if isinstance(decoder, SteadyDecoder) else None,
+            capture_seconds=decoder.capture_seconds,
         )
 
 

@@ -1,12 +1,13 @@
-"""CUDA graphs: a stage over fixed buffers, captured once and replayed.
+"""The executor of a stage: CUDA graphs over fixed buffers where work can be captured, else direct calls.
 
-Capture happens when a decoder is made, never in the middle of a text. Off the GPU a stage simply runs.
+Capture happens when a decoder is made, never in the middle of a text. Off the GPU all calls are direct.
 """
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,8 +29,47 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+class Step(NamedTuple):
+    """A part of a stage.
+
+    Attributes:
+        run: zero-argument callable over fixed buffers.
+        capturable: it never waits for the device, allocates nothing that outlives it, and does the same work
+            each time.
+    """
+
+    run: Callable[[], None]
+    capturable: bool = True
+
+
+def executor(steps: Sequence[Step], device: torch.device) -> Callable[[], None]:
+    """A zero-argument callable that runs ``steps`` in order: each run of capturable ones is one CUDA graph.
+
+    A capturable step must find what earlier steps left at the same addresses each time.
+    """
+    if device.type != "cuda":
+        return _sequence([step.run for step in steps])
+    parts: list[Callable[[], None]] = []
+    for capturable, group in groupby(steps, key=lambda step: step.capturable):
+        run = _sequence([step.run for step in group])
+        # A pool of its own: what a graph leaves behind stays there until its next run.
+        parts.append(Captured(run, device, torch.cuda.graph_pool_handle()) if capturable else run)
+    return _sequence(parts)
+
+
+def _sequence(parts: Sequence[Callable[[], None]]) -> Callable[[], None]:
+    if len(parts) == 1:
+        return parts[0]
+
+    def run() -> None:
+        for part in parts:
+            part()
+
+    return run
+
+
 class Captured:
-    """A function of nothing, as a CUDA graph where there is a GPU.
+    """A zero-argument callable, as a CUDA graph where there is a GPU.
 
     Args:
         run: reads and writes tensors at fixed addresses, and never waits for the device.

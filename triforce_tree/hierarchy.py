@@ -1,4 +1,4 @@
-"""Putting the levels together: models, caches and drafters for one generation."""
+"""What outlives one generation: models, drafter, memory plan, and the buffers of the last texts."""
 
 import copy
 import logging
@@ -9,33 +9,23 @@ from dataclasses import replace
 import torch
 
 from triforce_tree import memory_map, memory_plan, parallel
-from triforce_tree.caches import FullCache, RetrievalCache, StreamingCache
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.cycle import Cycle
+from triforce_tree.cycle.drafter import Drafter
+from triforce_tree.cycle.growth import Growth
 from triforce_tree.cycle.host_attention import host_attends
-from triforce_tree.cycle.refusals import why_not_captured
+from triforce_tree.cycle.lookup import PromptLookup
+from triforce_tree.cycle.refusals import why_not_offloaded
 from triforce_tree.cycle.shapes import least_prompt
-from triforce_tree.decoder import Decoder
-from triforce_tree.drafters import (
-    Autoregressive,
-    Drafter,
-    HierarchicalDrafter,
-    ModelDrafter,
-    PromptLookupDrafter,
-)
 from triforce_tree.graphs import free_memory
 from triforce_tree.hf_model import HFModel
-from triforce_tree.length_rope import fix_rotation
-from triforce_tree.level import Level
 from triforce_tree.load_guard import compare_at_load
 from triforce_tree.locks import generation, held
 from triforce_tree.machine import host_rate, measured
 from triforce_tree.memory_map import Sizes
 from triforce_tree.memory_plan import MemoryPlan
-from triforce_tree.rope import FamilyRope
-from triforce_tree.sampling import Random, Stream, TokenLaw, derived
-from triforce_tree.tree_search import parse_shape
-from triforce_tree.verify.verifier import Verifier
+from triforce_tree.sampling import TokenLaw
+from triforce_tree.tree_search import chain_shape
 
 # Captured buffers are made for texts of a multiple of this many tokens, so that the next text fits too.
 _ROOM_STEP = 1024
@@ -47,38 +37,53 @@ class Hierarchy:
 
     Args:
         target: level 2, and level 1 on its retrieval cache.
-        draft: level 0; None proposes by prompt lookup.
+        draft: a model for level 0, a drafter, or None for prompt lookup.
         config: what each level does.
 
     Attributes:
         guard: what of the target was compared with transformers' own forward.
-        memory: where rows live, as :meth:`settle_memory` decided; None where nothing may be offloaded.
+        memory: where KV slots live, as :meth:`settle_memory` decided; None where nothing may be offloaded.
 
     Raises:
-        ValueError: the vocabularies differ, or the draft cannot run on a streaming cache.
+        ValueError: the vocabularies differ.
         UnsupportedModelError: the target's logits are not transformers' own.
     """
 
-    def __init__(self, target: HFModel, draft: HFModel | None, config: HierarchyConfig) -> None:
+    def __init__(self, target: HFModel, draft: HFModel | Drafter | None, config: HierarchyConfig) -> None:
         self.target = target
-        self.draft = draft
+        self.draft = draft if isinstance(draft, HFModel) else None
+        self._drafter = None if isinstance(draft, HFModel) else draft
         self.config = config
-        self._rope: FamilyRope | None = None
         self.memory: MemoryPlan | None = None
         self._planned: tuple[object, MemoryPlan] | None = None
         self._cycle: tuple[object, Cycle] | None = None
         # Of all configurations of these models: host memory holds one full cache at a time.
         self._offloaded: list[Cycle] = []
         self.guard = compare_at_load(target)
-        if draft is None:
-            return
-        if draft.vocab_size != target.vocab_size:
+        if self.draft is not None and self.draft.vocab_size != target.vocab_size:
             raise ValueError(
-                f"the draft's vocabulary has {draft.vocab_size} tokens, the target's "
+                f"the draft's vocabulary has {self.draft.vocab_size} tokens, the target's "
                 f"{target.vocab_size}: they must share one tokenizer; choose another draft, or none "
                 "(prompt lookup)"
             )
-        self._rope = draft.rope()
+
+    @property
+    def config(self) -> HierarchyConfig:
+        """The settings; ``tree`` is that of the drafter, where it is no model."""
+        return self._config
+
+    @config.setter
+    def config(self, config: HierarchyConfig) -> None:
+        if self.draft is None:
+            tree = chain_shape(config.lookup) if self._drafter is None else self._drafter.tree
+            config = replace(config, tree=tree)
+        self._config = config
+
+    def drafter(self) -> Drafter:
+        """Level 0 under the present settings, with buffers of its own."""
+        if self.draft is not None:
+            return Growth(self.draft, self.config.tree, self.config.streaming)
+        return PromptLookup(self.config.lookup) if self._drafter is None else self._drafter
 
     def with_config(self, config: HierarchyConfig) -> "Hierarchy":
         """The same checked models under another configuration."""
@@ -108,52 +113,19 @@ class Hierarchy:
             return self.config.levels
         return 3 if prompt_tokens >= 2 * self.config.retrieval.budget else 2
 
-    def why_not_captured(self, law: TokenLaw, prompts: Sequence[Sequence[int]]) -> str | None:
-        """What keeps these prompts from the captured cycle; None where nothing does.
-
-        Raises:
-            ValueError: the settings ask for it, and something does.
-        """
-        reason = self._obstacle(law, [len(p) for p in prompts])
-        wanted = self.config.captured
-        if wanted is False:
-            reason = "captured=False"
-        elif wanted is None and reason is None and self.target.device.type != "cuda" and not self.offloads:
-            reason = "captured cycles are for GPUs"
-        elif reason is None and self.target.streamed is not None and not self.offloads:
-            reason = "the weights are streamed, and a cache on the device does not go with that"
-        if reason and (wanted or self.config.middle_bits != 16):
-            asked = "captured=True" if wanted else f"middle_bits={self.config.middle_bits}"
-            raise ValueError(f"{asked} needs the captured cycle, but {reason}; leave it out")
-        return reason
-
     @property
     def offloads(self) -> bool:
         """Whether the full cache is to live in host memory."""
         return self.memory is not None and self.memory.offload is not None
 
-    def _obstacle(self, law: TokenLaw, lengths: list[int]) -> str | None:
-        reason = self._unfit(law, self.levels(min(lengths))) or self._too_short(min(lengths))
+    def together(self, law: TokenLaw, prompts: Sequence[Sequence[int]]) -> bool:
+        """Whether these prompts can be decoded as one batch."""
         rope = self.target.length_rope
-        if reason is None and rope is not None and rope.mixed(lengths):
-            reason = f"the prompts lie on both sides of {rope.original} tokens ({rope.kind})"
-        return reason
+        return len(prompts) == 1 or (
+            law.context_free and not (rope is not None and rope.mixed([len(p) for p in prompts]))
+        )
 
-    def _unfit(self, law: TokenLaw, levels: int) -> str | None:
-        """What of models and settings keeps the captured cycle from serving."""
-        return why_not_captured(self.target, self.draft, self.config.tree, law, levels)
-
-    def _too_short(self, shortest: int) -> str | None:
-        """Why a prompt of so few tokens has no captured cycle."""
-        levels = self.levels(shortest)
-        need = least_prompt(self.config, levels, self.offloads)
-        if shortest < need:
-            return f"a prompt of {shortest} tokens is shorter than the {need} that {levels} levels need"
-        return None
-
-    def settle_memory(
-        self, law: TokenLaw, lengths: Sequence[int], new_tokens: int, given: Collection[str] = ()
-    ) -> None:
+    def settle_memory(self, lengths: Sequence[int], new_tokens: int, given: Collection[str] = ()) -> None:
         """Decide where the rows of texts of these lengths live, and take up the settings that fit there.
 
         Args:
@@ -176,14 +148,11 @@ class Hierarchy:
         if plan.offload is None:
             return
         self.config = plan.config
-        reason = self._unfit(law, self.levels(min(lengths)))
-        if reason is not None:
+        if (reason := why_not_offloaded(self.target)) is not None:
             names = ("offload", "gpu_memory", "host_memory", "offload_weights")
             name = next(n for n in names if getattr(base, n))
-            asked = f"{name}={getattr(base, name)!r}"
-            simpler = "" if self._unfit(law, 1) else ", or set levels=1, which needs neither draft nor tree"
-            raise ValueError(f"{asked} needs the captured cycle, but {reason}; leave it out{simpler}")
-        if self._too_short(min(lengths)) is not None:
+            raise ValueError(f"{name}={getattr(base, name)!r} is not possible: {reason}; leave it out")
+        if min(lengths) < least_prompt(self.config, self.levels(min(lengths)), self.offloads):
             # So short a text has a small cache.
             self.memory, self.config = None, base
 
@@ -279,7 +248,8 @@ class Hierarchy:
         rounded = self._rounded(room)
         if split is not None and self.memory is not None:
             rounded = max(room, self.memory.texts.room)
-        cycle = Cycle(self.target, self.draft, self.config, batch, rounded, levels, split, pinned)
+        drafter = self.drafter() if levels > 1 else None
+        cycle = Cycle(self.target, drafter, self.config, batch, rounded, levels, split, pinned)
         self._cycle = (wanted, cycle)
         if split is not None:
             self._offloaded.append(cycle)
@@ -289,51 +259,3 @@ class Hierarchy:
         """Room for a little more than asked for, as far as the model has positions."""
         rounded = -(-room // _ROOM_STEP) * _ROOM_STEP
         return max(room, min(rounded, self.target.max_positions or rounded))
-
-    def decoder(
-        self,
-        law: TokenLaw,
-        seed: int,
-        prompt_tokens: int,
-        new_tokens: int,
-        stop: frozenset[int],
-        full: FullCache | None = None,
-    ) -> Decoder:
-        """Fresh caches and a decoder over them.
-
-        Args:
-            law: logits to law.
-            seed: of every level's draws.
-            prompt_tokens, new_tokens: how many rows the full cache should have room for.
-            stop: ids that end the text.
-            full: a full cache that holds a beginning of the prompt already; None for an empty one.
-        """
-        config, levels = self.config, self.levels(prompt_tokens)
-        draft_rope = self.draft.length_rope if self.draft is not None else None
-        fix_rotation(self.target.length_rope, draft_rope, [prompt_tokens], config.streaming)
-        room = prompt_tokens + new_tokens + 2 * (config.gamma + 64)
-        full = full or FullCache(self.target.layers, room)
-        verifier = Verifier("target", self._level(self.target, full), law, self._random(seed, 2))
-        drafter: Drafter = Autoregressive() if levels == 1 else self._base_drafter(law, seed)
-        if levels == 3:
-            retrieval = RetrievalCache(full, self.target.layers, config.retrieval)
-            middle = Verifier("retrieval", self._level(self.target, retrieval), law, self._random(seed, 1))
-            leaves = config.leaves
-            if leaves is None:
-                leaves = self.target.device.type != "cpu"
-            drafter = HierarchicalDrafter(drafter, middle, config.gamma, leaves, stop)
-        return Decoder(verifier, drafter)
-
-    def _base_drafter(self, law: TokenLaw, seed: int) -> Drafter:
-        if self.draft is None or self._rope is None:
-            return PromptLookupDrafter(self.config.lookup)
-        cache = StreamingCache(self.draft.layers, self.config.streaming, self._rope)
-        level = self._level(self.draft, cache)
-        return ModelDrafter(level, parse_shape(self.config.tree), law, self._random(seed, 0))
-
-    def _level(self, model: HFModel, cache: FullCache | RetrievalCache | StreamingCache) -> Level:
-        return Level(model, cache, self.config.prefill_chunk or 1024)
-
-    def _random(self, seed: int, level: int) -> Random:
-        device = self.target.device if level else (self.draft or self.target).device
-        return Random(derived(seed, Stream.LEVEL, level), device)

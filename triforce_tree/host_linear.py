@@ -22,6 +22,16 @@ def few_row_linears(model: nn.Module) -> Iterator[None]:
 
     Layers that somebody else has hooked (a ``forward`` of their own) are left alone.
     """
+    ours = use_few_row_linears(model)
+    try:
+        yield
+    finally:
+        for layer in ours:
+            vars(layer).pop("forward", None)
+
+
+def use_few_row_linears(model: nn.Module) -> list[nn.Linear]:
+    """Let plain fp32 ``nn.Linear`` layers on the CPU run few rows through oneDNN from now on; which ones."""
     ours = [
         layer
         for layer in model.modules()
@@ -31,13 +41,9 @@ def few_row_linears(model: nn.Module) -> Iterator[None]:
         and layer.weight.device.type == "cpu"
         and layer.weight.dtype == torch.float32
     ]
-    try:
-        for layer in ours:
-            layer.forward = partial(_linear, layer)  # type: ignore[method-assign]
-        yield
-    finally:
-        for layer in ours:
-            vars(layer).pop("forward", None)
+    for layer in ours:
+        layer.forward = partial(_linear, layer)  # type: ignore[method-assign]
+    return ours
 
 
 def _linear(layer: nn.Linear, x: Tensor) -> Tensor:

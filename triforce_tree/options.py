@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import stopping_criteria as hf_stop
 
-from triforce_tree.decoder import Ending, Stop
+from triforce_tree.cycle.endings import Ending, Stop
 from triforce_tree.parallel import agreed
 from triforce_tree.sampling import TokenLaw
 

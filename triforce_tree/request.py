@@ -14,7 +14,7 @@ from transformers import (
     StopStringCriteria,
 )
 
-from triforce_tree.decoder import Ending
+from triforce_tree.cycle.endings import Ending
 from triforce_tree.hf_model import HFModel
 from triforce_tree.inputs import Ids, Inputs, Prompts, check_rows, prompts_of, real_rows
 from triforce_tree.keywords import (

@@ -32,7 +32,7 @@ _CONTEXT_FREE = tuple(
     if hasattr(hf, name)
 )
 
-Paths = Callable[[], Sequence[Sequence[int]]]
+Paths = Callable[[], Sequence[Sequence[int] | Tensor | None]]
 
 
 class TokenLaw:
@@ -80,7 +80,7 @@ class TokenLaw:
         Args:
             logits: ``[N, V]``, one row a node.
             paths: gives the N token sequences that end at the nodes; called only when a processor
-                (a penalty, say) needs them.
+                (a penalty, say) needs them. A node without one keeps its logits.
 
         Raises:
             ValueError: logits hold NaN.
@@ -94,11 +94,13 @@ class TokenLaw:
         if not self._bound:
             return self._free(None, scores) if self._free else scores  # type: ignore[arg-type]
         rows = []
+        padding = torch.tensor(self._padding, dtype=torch.int64, device=scores.device)
         for path, row in zip(paths(), scores, strict=True):
-            ids = torch.tensor([[*self._padding, *path]], device=scores.device)
             row = row[None].clone()
-            for processor in self._ordered:
-                row = processor(ids, row)
+            if path is not None:
+                ids = torch.cat([padding, torch.as_tensor(path, device=scores.device)])[None]
+                for processor in self._ordered:
+                    row = processor(ids, row)
             rows.append(row)
         return torch.cat(rows)
 

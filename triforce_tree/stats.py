@@ -1,10 +1,13 @@
 """What each level did: counts, times and the two ratios the papers report."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+Progress = Callable[[int], None]
+"""Called with the number of tokens, or bytes, that were just dealt with."""
 
 
 @dataclass

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from triforce_tree.cycle.teacher import target_logits
 from triforce_tree.engine import Engine
 from triforce_tree.length_rope import LengthRope
-from triforce_tree.sampling import TokenLaw
-from triforce_tree.token_tree import Context, chain
 
 NOISE_ROWS = 16
 _CHUNK = 2048  # tokens of a prompt that the model's own forward reads at once
@@ -66,17 +65,12 @@ def forward_noise(engine: Engine, tokens: Sequence[int]) -> float:
 
     Measured on the last rows of ``tokens``, at most ``NOISE_ROWS``; 0 for a single token.
     """
-    model, hierarchy = engine.hierarchy.target.model, engine.hierarchy
+    model = engine.hierarchy.target.model
     rows = min(NOISE_ROWS, len(tokens) - 1)
     if rows == 0:
         return 0.0
     start = len(tokens) - rows
-    with hierarchy.active():
-        decoder = hierarchy.decoder(TokenLaw(greedy=True), 0, start, rows, frozenset())
-        decoder.verifier.prefill(Context(list(tokens[:start])))
-        here = Context(list(tokens[:start]))
-        many = decoder.verifier.level.forward_tree(here, chain(tokens[start - 1 : -1])).float()
-    del decoder
+    many = chain_logits(engine, tokens[:start], tokens[start:-1]).float()
     with torch.no_grad():
         cache = _read(model, tokens[: start - 1])
         worst = 0.0
@@ -85,6 +79,15 @@ def forward_noise(engine: Engine, tokens: Sequence[int]) -> float:
             cache = out.past_key_values
             worst = max(worst, float((out.logits[0, -1].float() - many[row]).abs().max()))
     return worst
+
+
+def chain_logits(engine: Engine, prompt: Sequence[int], more: Sequence[int]) -> Tensor:
+    """``[T + 1, V]`` after a prompt, and after each of T more tokens, by one pass of the engine's level 2."""
+    hierarchy = engine.hierarchy
+    with hierarchy.generation(), hierarchy.active():
+        cycle = hierarchy.cycle([prompt], len(more) + 1)
+        cycle.prefill([prompt])
+        return target_logits(cycle, [prompt[-1], *more])
 
 
 def last_logits(model: Any, tokens: Sequence[int]) -> Tensor:

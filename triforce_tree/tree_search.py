@@ -1,8 +1,8 @@
 """Which trees to grow: chains, static lists, Sequoia's dynamic programme, live best-first.
 
 A shape names nodes by their *ranks*: the path of sibling ranks from the root, as Medusa's lists do, so
-``(0, 1)`` is the second child of the first child. How many siblings a node gets may depend on the laws
-seen so far, never on the draws of those siblings: that would bias the law they are drawn from.
+``(0, 1)`` is the second child of the first child. How many siblings a node gets may depend on the
+distributions seen so far, never on the draws of those siblings: that would bias what they are drawn from.
 """
 
 from __future__ import annotations
@@ -10,31 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Protocol
-
-if TYPE_CHECKING:
-    # For annotations alone: the command line reads shapes without torch.
-    from torch import Tensor
+from typing import Any
 
 Ranks = tuple[int, ...]
 # Of one tree: every proposed token is a row of a forward, every level a forward of the draft.
 MOST_NODES, MOST_DEPTH = 1024, 128
-
-
-class Shape(Protocol):
-    """How a drafter branches."""
-
-    def expands(self, ranks: Ranks) -> bool:
-        """Whether a node at this place may have children, so that it is worth a forward."""
-
-    def branch(self, ranks: Sequence[Ranks], values: Sequence[float], laws: Tensor) -> list[int]:
-        """Children to draw at each frontier node.
-
-        Args:
-            ranks: F places, all of the same depth.
-            values: F products of the draft's probabilities along the paths to them.
-            laws: fp32 ``[F, V]``, the draft's laws there.
-        """
 
 
 class Static:
@@ -67,12 +47,6 @@ class Static:
         last = [(*place, count - 1) for place, count in self.counts.items()]
         return "static:" + ";".join(".".join(map(str, path)) for path in last)
 
-    def expands(self, ranks: Ranks) -> bool:
-        return ranks in self.counts
-
-    def branch(self, ranks: Sequence[Ranks], values: Sequence[float], laws: Tensor) -> list[int]:
-        return [self.counts.get(r, 0) for r in ranks]
-
 
 class BestFirst:
     """At every depth, the ``widths[depth]`` continuations of highest path probability.
@@ -87,17 +61,8 @@ class BestFirst:
         _check_extent(sum(widths), len(widths))
         self.widths = tuple(widths)
 
-    def expands(self, ranks: Ranks) -> bool:
-        return len(ranks) < len(self.widths)
 
-    def branch(self, ranks: Sequence[Ranks], values: Sequence[float], laws: Tensor) -> list[int]:
-        width = self.widths[len(ranks[0])]
-        best = min(width, laws.shape[-1])
-        # A law's probabilities in descending order stand for the chances of its 1st, 2nd ... sibling,
-        # whichever tokens the draws will bring.
-        by_rank = laws.topk(best, dim=-1).values * laws.new_tensor(values)[:, None]
-        chosen = by_rank.flatten().topk(min(width, by_rank.numel())).indices // best
-        return chosen.bincount(minlength=len(ranks)).tolist()
+Shape = Static | BestFirst
 
 
 def chain_shape(length: int) -> Static:
@@ -209,14 +174,14 @@ def parse_shape(text: str | Shape) -> Shape:
     """A shape from its name.
 
     ``chain:4`` | ``best-first:6,5,4`` (widths by depth) | ``sequoia:16x4`` (size x depth) |
-    ``static:0;0.0;1`` (rank paths) | any :class:`Shape` object.
+    ``static:0;0.0;1`` (rank paths) | a :class:`Static` or :class:`BestFirst` object.
 
     Raises:
         ValueError: it is none of these, or has more than ``MOST_NODES`` or ``MOST_DEPTH``.
     """
     if not isinstance(text, str):
-        if not hasattr(text, "branch"):
-            raise ValueError(f"tree={text!r} is neither a name like chain:4 nor a Shape; {_KNOWN}")
+        if not isinstance(text, Static | BestFirst):
+            raise ValueError(f"tree={text!r} is neither a name like chain:4 nor a tree shape; {_KNOWN}")
         return text
     shown = text if len(text) < 60 else f"{text[:60]}..."
     try:

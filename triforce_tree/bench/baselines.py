@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from triforce_tree.engine import Engine
-from triforce_tree.level import Progress
+from triforce_tree.stats import Progress
 
 
 @dataclass(frozen=True)

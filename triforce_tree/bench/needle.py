@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCrit
 from triforce_tree.bench.results import Record, Records
 from triforce_tree.bench.text import token_ids
 from triforce_tree.engine import Engine
-from triforce_tree.level import Progress
 from triforce_tree.pair import needle as planted
+from triforce_tree.stats import Progress
 
 ANSWER_TOKENS = 12  # enough for the digits in any tokenizer
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from triforce_tree import sampling
 from triforce_tree.drafters import HierarchicalDrafter, ModelDrafter
 from triforce_tree.engine import Engine
-from triforce_tree.level import Level, Progress
 from triforce_tree.sampling import Random, TokenLaw
+from triforce_tree.stats import Progress
 from triforce_tree.token_tree import Context, chain
 
 # Tokens that one forward of level 1 settles, about what the trees of the embedded draft bring it: a

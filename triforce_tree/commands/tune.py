@@ -18,9 +18,9 @@ from triforce_tree.commands.bench_text import documents
 from triforce_tree.commands.groups import ENGINE_OPTIONS
 from triforce_tree.console import Interrupt, bar, json_line, plain_table, screen
 from triforce_tree.engine import Engine
-from triforce_tree.level import Progress
 from triforce_tree.options import check_sampling_options
 from triforce_tree.profiles import Entry, Profile
+from triforce_tree.stats import Progress
 from triforce_tree.tune.plan import Plan, Watch
 from triforce_tree.tune.tuner import Tuner
 

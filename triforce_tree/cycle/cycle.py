@@ -6,36 +6,36 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.copied import CopiedRows
-from triforce_tree.cycle.growth import Growth
+from triforce_tree.cycle.drafter import Drafter
 from triforce_tree.cycle.host_store import Offload
 from triforce_tree.cycle.laws import DeviceLaw
-from triforce_tree.cycle.model import StepModel
+from triforce_tree.cycle.model import StepModel, step_model
+from triforce_tree.cycle.noise import Noise, NoiseFactory
 from triforce_tree.cycle.offloaded import OffloadedCache
 from triforce_tree.cycle.prefill import chunk_tokens, prefill
 from triforce_tree.cycle.rows import KVStore, RetrievalRows, TreeRows
-from triforce_tree.cycle.shapes import DeviceShape, Extent, device_shape, least_prompt
+from triforce_tree.cycle.shapes import Extent, least_prompt
 from triforce_tree.cycle.stages import (
-    ChainPass,
+    ChainVerifyStage,
+    DraftStage,
     FullRows,
-    Grow,
-    MiddlePass,
-    PlainPass,
+    PlainStage,
+    RetrievalVerifyStage,
     Stage,
-    TreePass,
+    TreeVerifyStage,
     Verifier,
 )
 from triforce_tree.cycle.streamed_weights import check_level_one
 from triforce_tree.cycle.texts import Texts
-from triforce_tree.few_row import few_row_copy, low_bit_copy
-from triforce_tree.graphs import Captured
+from triforce_tree.few_row import low_bit_copy
+from triforce_tree.graphs import executor
 from triforce_tree.hf_model import HFModel
-from triforce_tree.length_rope import fix_rotation
-from triforce_tree.level import Progress
 from triforce_tree.sampling import TokenLaw
-from triforce_tree.tree_search import parse_shape
+from triforce_tree.stats import Progress
 
 # Bytes that a device reads of its own memory in the time of one over the bus: 40 of an RTX 4090 on PCIe 4,
 # 80 of an H200 on PCIe 5.
@@ -56,26 +56,26 @@ class Cycle:
 
     Args:
         target: level 2, and level 1.
-        draft: level 0; may be None for one level.
-        config: what each level does.
+        drafter: level 0; may be None for one level.
+        config: what each level does; its ``tree`` is the drafter's.
         batch: sequences.
         room: most tokens of a text, new ones included.
         levels: 1, 2 or 3.
         offload: how to split the full cache between device and host; None keeps it on the device.
         progress: called with bytes of host memory as they are taken.
         store: a full cache on the device to work on, with whatever rows are in it; by default a new one.
+        noise: makes the random numbers of every stage.
 
     Raises:
-        ValueError: several levels without a draft, or with a tree that has no fixed size; a store that is
-            too small, or cannot be paged by chunks; streamed weights with the full cache on the device, or
-            with a level 1 of 16 bits.
+        ValueError: several levels without a drafter; a store that is too small, or cannot be paged by chunks;
+            streamed weights with a level 1 of 16 bits.
         HostMemoryError: host memory is short.
     """
 
     def __init__(
         self,
         target: HFModel,
-        draft: HFModel | None,
+        drafter: Drafter | None,
         config: HierarchyConfig,
         batch: int,
         room: int,
@@ -83,32 +83,25 @@ class Cycle:
         offload: Offload | None = None,
         progress: Callable[[int], None] | None = None,
         store: KVStore | None = None,
+        noise: NoiseFactory = Noise,
     ) -> None:
         self.target, self.config, self.batch, self.room, self.levels = target, config, batch, room, levels
-        self._draft_rope = draft.length_rope if draft is not None else None
-        self.device = target.device
+        if levels > 1 and drafter is None:
+            raise ValueError(f"levels={levels} needs a drafter; give one, or levels=1")
+        self.drafter = drafter if levels > 1 else None
+        self.device, self._noise = target.device, noise
         self._prefill_chunk = chunk_tokens(config.prefill_chunk, self.device)
         self._programs: dict[Hashable, _Program] = {}
         compiled = self.device.type == "cuda"
-        shape = device_shape(parse_shape(config.tree)) if levels > 1 else None
-        if levels > 1 and (draft is None or shape is None):
-            raise ValueError(
-                "a captured cycle of several levels needs a draft model and a tree of fixed size"
-            )
-        if target.streamed is not None:
-            if offload is None:
-                raise ValueError(
-                    "streamed weights need an offloaded cache: level 2 cannot be captured with them"
-                )
-            if levels == 3:
-                check_level_one(config.middle_bits)
+        if target.streamed is not None and levels == 3:
+            check_level_one(config.middle_bits)
         extent = Extent.of(config, levels)
         depth, nodes, behind = extent.depth, extent.nodes, extent.behind
         self.reach = extent.reach
-        self.leaves = levels == 3 and config.leaves is not False
+        self.leaves = levels == 3 and (config.leaves is not False if compiled else bool(config.leaves))
         page = config.retrieval.chunk if levels == 3 else 64
         self.offloaded: OffloadedCache | None = None
-        self._full_rows: FullRows
+        self.full_rows: FullRows
         if offload is not None:
             chosen = config.retrieval
             recent, slots = (chosen.recent, (chosen.budget - chosen.recent) // page * page)
@@ -117,25 +110,29 @@ class Cycle:
             self.offloaded = OffloadedCache(
                 target, batch, room, recent, behind, slots, page, offload, progress
             )
-            self._full_rows = self.offloaded.rows
+            self.full_rows = self.offloaded.rows
         else:
             if store is None:
-                store = KVStore(
-                    target.layers, batch, target.heads, room + behind, self.device, target.dtype, page
-                )
+                rows = max(room + behind, config.retrieval.budget if levels == 3 else 0)
+                store = KVStore(target.layers, batch, target.heads, rows, self.device, target.dtype, page)
             elif store.batch != batch or store.rows < room + behind:
                 raise ValueError(
                     f"a store of {store.batch} x {store.rows} rows cannot hold {batch} x {room + behind}: "
                     f"{room} tokens and what passes write behind them"
                 )
             self.store = own = store.in_pages(page)
-            self._full_rows = lambda queries, mask: TreeRows(own, queries, mask=mask)
+            self.full_rows = lambda queries, mask: TreeRows(own, queries, mask=mask)
         reach, extra, vocabulary = (
             (self.reach, depth + 1, target.vocab_size) if levels == 3 else (0, depth, 0)
         )
-        self.texts = Texts(batch, room + behind, reach, max(1, extra), vocabulary, self.device)
-        self.full = StepModel(few_row_copy(target.model), compiled, target.length_rope)
-        self.growth = self._growth(draft, shape, depth, compiled) if draft and shape else None
+        features = self.drafter.features if self.drafter is not None else ()
+        self.texts = Texts(
+            batch, room + behind, reach, max(1, extra), vocabulary, self.device,
+            {layer: self._feature_buffer(max(self.reach, depth) + 1) for layer in features},
+        )  # fmt: skip
+        self.full = step_model(target, compiled, features)
+        if self.drafter is not None:
+            self.drafter.bind(self.texts)
         self.rows: RetrievalRows | None = None
         self.copies: CopiedRows | None = None
         if levels == 3:
@@ -143,19 +140,18 @@ class Cycle:
                 self.copies = CopiedRows(self.offloaded, nodes, config.retrieval)
             else:
                 self.rows = RetrievalRows(self.store, nodes, config.retrieval, self.reach + 1)
-            bits = config.middle_bits
-            bring = target.streamed.bring if target.streamed is not None else None
-            self.middle = (
-                self.full
-                if bits == 16
-                else StepModel(low_bit_copy(target.model, bits, bring), compiled, target.length_rope)
-            )
+            self.middle = self.full if config.middle_bits == 16 else self._low_bit_model(compiled, features)
         self.capture_seconds = 0.0
 
-    def _growth(self, draft: HFModel, shape: DeviceShape, depth: int, compiled: bool) -> Growth:
-        model = StepModel(few_row_copy(draft.model), compiled, draft.length_rope)
-        reach = self.reach + depth + 2
-        return Growth(model, draft.layers, draft.heads, shape, self.config.streaming, self.batch, reach)
+    def _low_bit_model(self, compiled: bool, features: Sequence[int]) -> StepModel:
+        target = self.target
+        bring = target.streamed.bring if target.streamed is not None else None
+        clone = low_bit_copy(target.model, self.config.middle_bits, bring)
+        return StepModel(clone, compiled, target.length_rope, features)
+
+    def _feature_buffer(self, nodes: int) -> Tensor:
+        hidden = self.target.model.config.get_text_config(decoder=True).hidden_size
+        return torch.zeros(self.batch, nodes, hidden, device=self.device, dtype=self.target.dtype)
 
     def prepare(self, law: TokenLaw) -> None:
         """Make stages and graphs for this kind of law, or take those that are there, and set it.
@@ -165,9 +161,9 @@ class Cycle:
         key = DeviceLaw.key(law)
         if key not in self._programs:
             start = time.perf_counter()
-            own = DeviceLaw(law, self.device)
+            own = DeviceLaw(law, self.device, self._noise)
             stages = self._stages(own)
-            self._programs[key] = _Program(own, stages, self._captured(stages))
+            self._programs[key] = _Program(own, stages, self._captured(stages, own))
             self.capture_seconds += time.perf_counter() - start
         self._program = self._programs[key]
         self._program.law.set(law)
@@ -175,43 +171,40 @@ class Cycle:
     def _stages(self, law: DeviceLaw) -> dict[str, Stage]:
         texts, vocabulary = self.texts, self.target.vocab_size
         stages: dict[str, Stage] = {}
-        if self.growth is not None:
-            grow = Grow(self.growth, law, texts)
-            stages["grow"] = grow
-            nodes = self.growth.nodes
+        if self.drafter is not None:
+            draft = DraftStage(self.drafter, law, texts, vocabulary)
+            stages["grow"] = draft
+            nodes = draft.tree.nodes
             seen = self.rows or self.copies
             if seen is not None:
                 verifier = Verifier(self.middle, law, texts, nodes, vocabulary)
                 for name, choosing in (("choose", True), ("middle", False)):
-                    stages[name] = MiddlePass(grow, verifier, seen, self.leaves, choosing)
-                stages["full"] = ChainPass(
-                    self.full, self._full_rows, self.rows, law, texts, vocabulary, self.leaves
+                    stages[name] = RetrievalVerifyStage(draft, verifier, seen, self.leaves, choosing)
+                stages["full"] = ChainVerifyStage(
+                    self.full, self.full_rows, self.rows, law, texts, vocabulary, self.leaves
                 )
             else:
-                stages["full"] = TreePass(
-                    grow, Verifier(self.full, law, texts, nodes, vocabulary), self._full_rows
+                stages["full"] = TreeVerifyStage(
+                    draft, Verifier(self.full, law, texts, nodes, vocabulary), self.full_rows
                 )
-        stages["plain"] = PlainPass(self.full, self._full_rows, self.rows, law, texts, vocabulary)
+        stages["plain"] = PlainStage(self.full, self.full_rows, self.rows, law, texts, vocabulary)
         return stages
 
-    def _captured(self, stages: dict[str, Stage]) -> dict[str, Callable[[], None]]:
-        """Capture every stage on texts of a made-up length."""
+    def _captured(self, stages: dict[str, Stage], law: DeviceLaw) -> dict[str, Callable[[], None]]:
+        """What runs each stage; on a GPU captured on texts of a made-up length."""
+        if self.device.type != "cuda":
+            return {name: executor(stage.steps(), self.device) for name, stage in stages.items()}
         result: dict[str, Callable[[], None]] = {}
-        on_gpu = self.device.type == "cuda"
+        if self.drafter is not None:
+            self.drafter.start([[0] * self.room] * self.batch)
         with self.offloaded.trial(self.room - 1) if self.offloaded is not None else nullcontext():
             for name, stage in stages.items():
                 self.texts.length.fill_(self.room - 1)
                 self.texts.chain.zero_()
-                if self.growth is not None:
-                    self.growth.dropped.fill_(max(0, self.room - 1 - self.growth.again))
-                if self.offloaded is not None and name in ("full", "plain"):
-                    # A pass over the host's rows follows their lengths, and waits for the bus anyway.
-                    result[name] = stage
-                    if on_gpu:
-                        stage()
-                    continue
-                pool = torch.cuda.graph_pool_handle() if on_gpu else None
-                result[name] = Captured(stage, self.device, pool)
+                result[name] = executor(stage.steps(), self.device)
+                if self.offloaded is not None and name in ("full", "plain") and law.capturable:
+                    # These are called directly; every kernel is compiled here, not in the middle of a text.
+                    result[name]()
         return result
 
     def prefill(self, prompts: Sequence[Sequence[int]], progress: Progress | None = None) -> None:
@@ -279,8 +272,8 @@ class Cycle:
         texts.broken.zero_()
         texts.chain.zero_()
         texts.gathered.zero_()
-        if self.growth is not None:
-            self.growth.renew([list(p) for p in prompts])
+        if self.drafter is not None:
+            self.drafter.start(prompts)
         if self.offloaded is not None:
             self.offloaded.stand([len(p) - 1 for p in prompts])
         if self.copies is not None:
@@ -316,16 +309,19 @@ class Cycle:
             if not least <= len(prompt) <= self.room:
                 raise ValueError(
                     f"a prompt of {len(prompt)} tokens does not fit a captured cycle of {self.levels} "
-                    f"levels made for {least} to {self.room} tokens; use fewer levels, a smaller budget or "
-                    "captured=False"
+                    f"levels made for {least} to {self.room} tokens; use fewer levels or a smaller budget"
                 )
-        lengths = [len(p) for p in prompts]
-        fix_rotation(self.target.length_rope, self._draft_rope, lengths, self.config.streaming)
+        if self.target.length_rope is not None:
+            self.target.length_rope.choose_for_texts([len(p) for p in prompts])
 
     def settled(self, counts: Sequence[int]) -> None:
         """The last pass of level 2 made each text so many tokens longer."""
         if self.offloaded is not None:
             self.offloaded.settled(counts)
+
+    def stage(self, name: str) -> Stage:
+        """One of the stages for the law that was prepared."""
+        return self._program.stages[name]
 
     def run(self, name: str, generator: torch.Generator) -> None:
         """One stage, with fresh random numbers."""

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from triforce_tree.cycle.cycle import Cycle
+from triforce_tree.cycle.endings import Ending, finish_reason
 from triforce_tree.cycle.pace import Pace
-from triforce_tree.decoder import Ending, finish_reason
-from triforce_tree.level import Progress
+from triforce_tree.cycle.shapes import Extent
 from triforce_tree.parallel import told
 from triforce_tree.sampling import TokenLaw
-from triforce_tree.stats import LevelStats
+from triforce_tree.stats import LevelStats, Progress
 
 
 class CycleDecoder:
@@ -31,11 +31,13 @@ class CycleDecoder:
         cycle.prepare(law)
         self._generator = torch.Generator(cycle.device)
         self._generator.manual_seed(seed)
-        names = {1: ["target"], 2: ["draft", "target"], 3: ["draft", "retrieval", "target"]}
-        self.levels = [LevelStats(name) for name in names[cycle.levels]]
-        depth = cycle.growth.depth if cycle.growth is not None else 0
+        extent = Extent.of(cycle.config, cycle.levels)
+        self._depth, self._nodes = extent.depth, extent.nodes
+        lowest = [cycle.drafter.name] if cycle.drafter is not None else []
+        middle = ["retrieval"] if cycle.levels == 3 else []
+        self.levels = [LevelStats(name) for name in (*lowest, *middle, "target")]
         fixed = 0 if cycle.levels == 1 else 1 if cycle.levels == 2 else cycle.config.rounds
-        self.pace = Pace(depth, cycle.reach, fixed)
+        self.pace = Pace(extent.depth, cycle.reach, fixed)
         self.prefill_seconds = self.decode_seconds = 0.0
         self.finish_reasons: list[str | None] = []
         self._clock = _Clock(cycle.device)
@@ -65,7 +67,7 @@ class CycleDecoder:
             start = time.perf_counter()
             rounds = self.pace.rounds()
             if rounds:
-                self._make_room(texts, everything=plain_before)
+                self._prepare(texts, resumed=plain_before)
             report = self._pass(rounds)
             plain_before = rounds == 0
             fresh: list[list[int]] = []
@@ -130,16 +132,17 @@ class CycleDecoder:
         target.emitted += emitted
         target.seconds += seconds.get("full", 0.0) + seconds.get("plain", 0.0)
         if rounds and alive:
-            growth = self.cycle.growth
-            assert growth is not None
             draft = self.levels[0]
-            draft.forwards += rounds * growth.depth * len(alive)
-            draft.emitted += rounds * (growth.nodes - 1) * len(alive)
+            drafter = self.cycle.drafter
+            assert drafter is not None
+            # One that reports no distributions proposes a whole tree at once.
+            draft.forwards += rounds * (1 if drafter.deterministic else self._depth) * len(alive)
+            draft.emitted += rounds * (self._nodes - 1) * len(alive)
             draft.seconds += seconds.get("grow", 0.0)
             if self.cycle.levels == 3:
                 middle = self.levels[1]
                 middle.forwards += rounds * len(alive)
-                middle.proposed += rounds * growth.depth * len(alive)
+                middle.proposed += rounds * self._depth * len(alive)
                 middle.accepted += gathered - rounds * len(alive)
                 middle.emitted += gathered
                 middle.seconds += seconds.get("choose", 0.0) + seconds.get("middle", 0.0)
@@ -148,17 +151,14 @@ class CycleDecoder:
         if seconds:
             self.pace.timed(seconds, rounds)
 
-    def _make_room(self, texts: list[list[int]], everything: bool) -> None:
-        """Renew the draft's windows that are full, or all of them after passes it did not see."""
-        growth = self.cycle.growth
-        if growth is None:
-            return
-        wanted = [
-            text if reason is None and (everything or growth.full(b, len(text))) else None
-            for b, (text, reason) in enumerate(zip(texts, self.finish_reasons, strict=True))
-        ]
-        if any(text is not None for text in wanted):
-            growth.renew(wanted)
+    def _prepare(self, texts: list[list[int]], resumed: bool) -> None:
+        """Let the drafter catch up with what was committed."""
+        if self.cycle.drafter is not None:
+            going = [
+                text if reason is None else None
+                for text, reason in zip(texts, self.finish_reasons, strict=True)
+            ]
+            self.cycle.drafter.prepare(going, resumed)
 
 
 class _Clock:

@@ -1,36 +1,22 @@
-"""Level 0 on the device: the draft model grows a token tree for every sequence at once."""
+"""The draft model as a drafter: it grows a token tree for every sequence at once."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
 from triforce_tree.config import StreamingConfig
-from triforce_tree.cycle.laws import DeviceLaw, Noise
-from triforce_tree.cycle.model import StepModel
+from triforce_tree.cycle.drafter import TokenTree
+from triforce_tree.cycle.laws import Sampler
+from triforce_tree.cycle.model import step_model
 from triforce_tree.cycle.rows import KVStore, TreeRows
-from triforce_tree.cycle.shapes import DeviceShape
+from triforce_tree.cycle.shapes import device_shape
+from triforce_tree.cycle.texts import Texts
+from triforce_tree.hf_model import HFModel
 from triforce_tree.kernels import step
-from triforce_tree.kernels.plan import Heads
-
-
-@dataclass(frozen=True)
-class Tree:
-    """A token tree a sequence; node 0 is the root, parents come before children.
-
-    Attributes:
-        tokens, parents: int64 ``[B, N]``; token -1 marks a place that nobody took, parents[:, 0] = -1.
-        depths: int64 ``[N]``.
-        words: int64 ``[B, N, L]``; bit j of a node's word l says that node 64 l + j is itself or an ancestor.
-        laws: fp32 ``[B, M, V]``, the draft's laws at the first M nodes, all those that have children.
-    """
-
-    tokens: Tensor
-    parents: Tensor
-    depths: Tensor
-    words: Tensor
-    laws: Tensor
+from triforce_tree.tree_search import Shape, parse_shape
 
 
 class Growth:
@@ -42,52 +28,41 @@ class Growth:
     The newest tokens are fed again with each tree, so that nothing has to be rolled back or caught up with.
 
     Args:
-        model: the draft.
-        layers, heads: of its cache.
-        shape: of the trees.
+        draft: the checked model.
+        tree: the shape of the trees.
         config: sinks and window.
-        batch: sequences.
-        reach: most tokens that a text can grow by between two calls of ``renew``.
     """
 
-    def __init__(
-        self,
-        model: StepModel,
-        layers: int,
-        heads: Heads,
-        shape: DeviceShape,
-        config: StreamingConfig,
-        batch: int,
-        reach: int,
-    ) -> None:
-        self.model, self.shape, self.config = model, shape, config
+    name = "draft"
+    deterministic = False
+    features: tuple[int, ...] = ()
+
+    def __init__(self, draft: HFModel, tree: str | Shape, config: StreamingConfig) -> None:
+        self.draft, self.config = draft, config
+        self.tree: str | Shape = tree
+        self.model = step_model(draft, compiled=draft.device.type == "cuda")
+        self.shape = shape = device_shape(parse_shape(tree))
+        self.capturable = self.model.capturable
         self.depth = len(shape.widths)
         self.nodes = 1 + sum(shape.widths)
         # What one verification and the one above it can bring is fed again each time.
         self.again = self.depth + 2
-        device = model.device
-        self._reach = reach + self.again + self.nodes
-        capacity = config.sinks + 2 * config.window + self._reach
-        self.store = KVStore(layers, batch, heads, capacity, device, model.model.dtype)
+
+    def bind(self, state: Texts) -> None:
+        batch, shape, device = state.batch, self.shape, self.model.device
+        self._reach = state.reach + self.depth + 2 + self.again + self.nodes
+        capacity = self.config.sinks + 2 * self.config.window + self._reach
+        draft = self.draft
+        self.store = KVStore(draft.layers, batch, draft.heads, capacity, device, draft.dtype)
         self.dropped = torch.zeros(batch, dtype=torch.int64, device=device)
         self._held = [0] * batch
         starts = [0, *accumulate(shape.widths, initial=1)]
         self._frontiers = [slice(a, b) for a, b in pairwise(starts[:-1])]  # the nodes that get children
         self.expanding = starts[self.depth]
-        self.vocabulary: int = model.model.config.get_text_config(decoder=True).vocab_size
-        depths = [0] + [d + 1 for d, width in enumerate(shape.widths) for _ in range(width)]
 
         def buffer(*size: int, fill: int = 0, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.full(size, fill, dtype=dtype, device=device)
 
-        self.tree = Tree(
-            tokens=buffer(batch, self.nodes),
-            parents=buffer(batch, self.nodes, fill=-1),
-            depths=torch.tensor(depths, device=device),
-            words=buffer(batch, self.nodes, -(-self.nodes // 64)),
-            laws=buffer(batch, self.expanding, self.vocabulary, dtype=torch.float32),
-        )
-        self.tree.words[..., 0] = 1
         self._values = buffer(batch, self.nodes, fill=1, dtype=torch.float32)
         self._pairs = [
             None if shape.places is None else torch.tensor(shape.places[d], device=device).T.contiguous()
@@ -96,6 +71,7 @@ class Growth:
         # Inputs of the forwards: the text's newest tokens, then each depth's nodes.
         self._ids = [buffer(batch, width) for width in (self.again, *shape.widths)]
         self._positions = buffer(batch, self.again - 1 + self.nodes)
+        depths = [0] + [d + 1 for d, width in enumerate(shape.widths) for _ in range(width)]
         self._offsets = torch.tensor([*range(1 - self.again, 0), *depths], device=device)
         self._ahead = torch.tensor([1 - self.again, *starts[1 : self.depth]], device=device)
         self._at = buffer(self.depth, batch)
@@ -107,56 +83,47 @@ class Growth:
         for rows, at in zip(self._rows, self._at, strict=True):
             rows.follow(at, self._lengths)
 
-    def grow(self, tokens: Tensor, end: Tensor, law: DeviceLaw, noise: Noise) -> Tree:
-        """A tree below each text's token at ``end``, in the buffers of ``self.tree``.
-
-        Args:
-            tokens: int64 ``[B, S]``.
-            end: int64 ``[B]``.
-            law: logits to laws.
-            noise: a race for each of the ``expanding`` nodes that have children, unless greedy.
-        """
-        tree, before = self.tree, self.again - 1
+    def propose(self, state: Texts, tree: TokenTree, sampler: Sampler) -> None:
+        end, before = state.end, self.again - 1
         step.begin_tree(
             self._ids[0], self._positions, tree.tokens, self._at, self._lengths,
-            tokens, end, self.dropped, self._offsets, self._ahead,
+            state.tokens, end, self.dropped, self._offsets, self._ahead,
         )  # fmt: skip
         for d, nodes in enumerate(self._frontiers):
             columns = slice(before + nodes.start if d else 0, before + nodes.stop)
             logits = self.model(
                 self._ids[d], self._positions[:, columns], self._rows[d], last=nodes.stop - nodes.start
             )
-            laws, race = tree.laws[:, nodes], None if law.greedy else noise.race[:, nodes]
-            draws, by_rank = step.expand_nodes(*law.unscaled(logits), race, laws, self.shape.siblings(d))
+            probs = tree.probs[:, nodes]
+            paths = partial(tree.paths, state, end, nodes)
+            draws, by_rank = sampler.children(logits, probs, self.shape.siblings(d), nodes, paths)
             mask = self._rows[d + 1].plan.mask if d + 1 < self.depth else None
             step.place_nodes(
                 tree.tokens, tree.parents, tree.words, self._values, self._ids[d + 1], mask,
-                draws, by_rank, laws, self._pairs[d], nodes.start, before,
+                draws, by_rank, probs, self._pairs[d], nodes.start, before,
             )  # fmt: skip
-        return tree
 
-    def renew(self, texts: list[list[int] | None]) -> None:
-        """Make room for the next trees.
+    def start(self, texts: Sequence[Sequence[int]]) -> None:
+        if (rope := self.draft.length_rope) is not None:
+            rope.choose_for_window(self.store.rows)
+        self.prepare(texts, resumed=True)
 
-        Args:
-            texts: all settled tokens of each sequence; None leaves one as it is.
-        """
+    def prepare(self, texts: Sequence[Sequence[int] | None], resumed: bool) -> None:
+        """Compute windows anew that have no slots left for another pass, or that miss tokens."""
         for b, text in enumerate(texts):
-            if text is None:
-                continue
-            # All but the newest tokens, which every tree feeds again.
-            final = len(text) - self.again
-            sinks, window = self.config.sinks, self.config.window
-            newest = min(window, max(0, final - sinks))
-            held = [*text[: max(0, min(sinks, final))], *text[final - newest : final]]
-            self.dropped[b] = final - len(held)
-            self._held[b] = final - len(held)
-            if held:
-                self._feed(b, held)
+            if text is not None and (resumed or len(text) - self._held[b] + self._reach > self.store.rows):
+                self._renew(b, text)
 
-    def full(self, b: int, length: int) -> bool:
-        """Whether the window of sequence ``b``, of ``length`` settled tokens, has no room for a cycle."""
-        return length - self._held[b] + self._reach > self.store.rows
+    def _renew(self, b: int, text: Sequence[int]) -> None:
+        # All but the newest tokens, which every tree feeds again. A text shorter than these counts as
+        # extended to the left by copies of its first token.
+        final = len(text) - self.again
+        sinks, window = self.config.sinks, self.config.window
+        newest = min(window, max(0, final - sinks))
+        held = [*text[: max(0, min(sinks, final))], *text[max(0, final - newest) : max(0, final)]]
+        self.dropped[b] = self._held[b] = final - len(held)
+        if held:
+            self._feed(b, held)
 
     def _feed(self, b: int, tokens: list[int]) -> None:
         ids = torch.tensor([tokens], device=self.model.device)

@@ -1,26 +1,36 @@
-"""Laws and draws without the host: the device's side of ``triforce_tree.sampling``."""
+"""Logits to distributions, and draws from them, over fixed buffers."""
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
+from triforce_tree.cycle.noise import Noise, NoiseFactory
 from triforce_tree.sampling import TokenLaw
+
+Paths = Callable[[], Sequence[Tensor | None]]
+"""The text up to each of B * T nodes, int64 ``[L]``; None where there is no token."""
 
 
 class DeviceLaw:
-    """Logits to laws for processors that look at one row of logits alone.
+    """Logits to laws.
 
     A leading temperature is read from a device buffer, so that one captured graph serves them all.
 
     Args:
-        law: what to compute; ``law.context_free`` must hold.
+        law: what to compute.
         device: where logits live.
+        noise: makes the random numbers of the stages that draw from these laws.
+
+    Attributes:
+        capturable: whether a CUDA graph can hold it: no processor looks at the text.
     """
 
-    def __init__(self, law: TokenLaw, device: torch.device) -> None:
-        self.greedy = law.greedy
+    def __init__(self, law: TokenLaw, device: torch.device, noise: NoiseFactory) -> None:
+        self.greedy, self._device, self._noise = law.greedy, device, noise
+        self.capturable = law.context_free
+        self._bound = None if law.context_free else law
         self.temperature = torch.ones((), device=device)
         self._rest = LogitsProcessorList(_split(law)[1])
         self.set(law)
@@ -28,32 +38,49 @@ class DeviceLaw:
     def set(self, law: TokenLaw) -> None:
         """Take over the temperature of a law with the same ``key``."""
         self.temperature.fill_(_split(law)[0])
+        if self._bound is not None:
+            self._bound = law
 
     @staticmethod
     def key(law: TokenLaw) -> Hashable:
         """Laws with equal keys differ in their temperature alone."""
         rest = _split(law)[1]
+        if not law.context_free:
+            # Such processors keep what nobody can compare, and nothing of them is built into a graph.
+            return law.greedy, "text"
         settings = [sorted((name, _hashable(value)) for name, value in vars(p).items()) for p in rest]
         return law.greedy, tuple((type(p), *values) for p, values in zip(rest, settings, strict=True))
 
-    def scores(self, logits: Tensor) -> Tensor:
-        """Processed logits, fp32, of ``[B, T, V]``."""
+    def noise(self, batch: int, rows: int, vocabulary: int, uniforms: int = 0) -> Noise:
+        """For a stage that draws from these laws, see :class:`Noise`; greedy ones need no numbers."""
+        if self.greedy:
+            rows = uniforms = 0
+        return self._noise(batch, rows, vocabulary, uniforms, self._device)
+
+    def scores(self, logits: Tensor, paths: Paths) -> Tensor:
+        """Processed logits, fp32, of ``[B, T, V]``.
+
+        Args:
+            paths: asked only where a processor looks at the text.
+        """
         scores = logits.float()
+        if self._bound is not None:
+            return self._bound.scores(scores.flatten(0, 1), paths).view_as(scores)
         if not self.greedy:
             scores = scores / self.temperature
         if self._rest:
             scores = self._rest(None, scores.flatten(0, 1)).view_as(scores)  # type: ignore[arg-type]
         return scores
 
-    def unscaled(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
+    def unscaled(self, logits: Tensor, paths: Paths) -> tuple[Tensor, Tensor | None]:
         """Numbers x and a temperature t (None for 1) whose softmax(x / t) are the laws: for fused kernels."""
-        if self._rest:
-            return self.scores(logits), None
+        if self._rest or self._bound is not None:
+            return self.scores(logits, paths), None
         return logits, None if self.greedy else self.temperature
 
-    def __call__(self, logits: Tensor) -> Tensor:
+    def __call__(self, logits: Tensor, paths: Paths) -> Tensor:
         """Laws, fp32 ``[B, T, V]``."""
-        return self.scores(logits).softmax(-1)
+        return self.scores(logits, paths).softmax(-1)
 
 
 def _hashable(value: object) -> Hashable:
@@ -72,19 +99,36 @@ def _split(law: TokenLaw) -> tuple[float, list[object]]:
     return temperature, rest
 
 
-class Noise:
-    """The random numbers of one stage, drawn anew before each of its runs.
+class Sampler:
+    """What a drafter draws with: the processed distributions of a request, and random numbers.
 
-    ``race`` fp32 ``[B, R, V]``: Exp(1); the largest law / race is a draw from the law. ``uniform`` fp32
-    ``[B, N]`` in [0, 1). Both are empty where decoding is greedy.
+    Args:
+        law: logits to distributions, the same for all levels.
+        noise: the numbers of one stage.
+
+    Attributes:
+        greedy: the most probable tokens are taken, in order.
+        capturable: whether drawing may become part of a CUDA graph.
     """
 
-    def __init__(self, batch: int, rows: int, vocabulary: int, uniforms: int, device: torch.device) -> None:
-        self.race = torch.ones(batch, rows, vocabulary, device=device)
-        self.uniform = torch.zeros(batch, uniforms, device=device)
+    def __init__(self, law: DeviceLaw, noise: Noise) -> None:
+        self.law, self.noise = law, noise
+        self.greedy, self.capturable = law.greedy, law.capturable and noise.capturable
 
-    def draw(self, generator: torch.Generator) -> None:
-        if self.race.numel():
-            self.race.exponential_(generator=generator)
-        if self.uniform.numel():
-            self.uniform.uniform_(generator=generator)
+    def children(
+        self, logits: Tensor, probs: Tensor, count: int, nodes: slice, paths: Paths
+    ) -> tuple[Tensor, Tensor]:
+        """Candidates for the children of F nodes, drawn without replacement.
+
+        Args:
+            logits: ``[B, F, V]`` of the draft model.
+            probs: fp32 ``[B, F, V]``, written: what they are drawn from.
+            count: K candidates a node.
+            nodes: which of the tree's nodes these are; each has random numbers of its own.
+            paths: the text up to each of them, asked where a logits processor needs it.
+
+        Returns:
+            int64 ``[B, F, K]``, in the order of the draws, -1 where there are no more; fp32 ``[B, F, K]``,
+            the K largest probabilities.
+        """
+        return self.noise.expand_nodes(*self.law.unscaled(logits, paths), probs, count, nodes.start)

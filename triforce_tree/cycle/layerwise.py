@@ -19,7 +19,7 @@ from triforce_tree.cycle.model import decoder_layers
 from triforce_tree.cycle.pinned import HostMemory
 from triforce_tree.hf_model import HFModel
 from triforce_tree.kernels.prefill import causal_attention
-from triforce_tree.level import Progress
+from triforce_tree.stats import Progress
 
 
 class Sink(Protocol):

@@ -6,7 +6,7 @@ layers and its compiled layers are its own, and the user's object is never touch
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol
@@ -15,10 +15,13 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from triforce_tree.few_row import few_row_copy, why_not_exchanged
 from triforce_tree.fused_linears import fused
-from triforce_tree.hf_model import PassThrough, narrowing
+from triforce_tree.hf_model import HFModel, PassThrough, narrowing
+from triforce_tree.host_linear import use_few_row_linears
 from triforce_tree.kernels.device import describe
 from triforce_tree.length_rope import LengthRope
+from triforce_tree.model_copy import shallow_copy
 from triforce_tree.parallel import same
 
 ATTENTION = "triforce_tree_cycle"
@@ -101,12 +104,23 @@ class StepModel:
         compiled: fuse each decoder layer's small operations with ``torch.compile``; where that fails the
             layers run as they are, and a warning says why.
         lengths: the choice of rotary frequencies, where they depend on the text's length.
+        features: decoder layers whose outputs are kept in ``hidden`` after each call.
+
+    Attributes:
+        capturable: whether a CUDA graph can hold a call.
+        hidden: by decoder layer, ``[B, T, hidden_size]``.
     """
 
     def __init__(
-        self, clone: PreTrainedModel, compiled: bool = False, lengths: LengthRope | None = None
+        self,
+        clone: PreTrainedModel,
+        compiled: bool = False,
+        lengths: LengthRope | None = None,
+        features: Sequence[int] = (),
     ) -> None:
         self.model = clone.eval()
+        self.capturable = lengths is None or not lengths.waits_for_host
+        self.hidden: dict[int, Tensor] = {}
         self.model.set_attn_implementation(ATTENTION)
         _capturable_experts(self.model, next(self.model.parameters()).device)
         if lengths is not None:
@@ -116,6 +130,11 @@ class StepModel:
             self._limit = partial(torch._dynamo.config.patch, recompile_limit=_COMPILED_SHAPES)
             for layer in decoder_layers(clone):
                 layer.forward = _compiled(layer.forward)
+        for index in sorted({*features}):
+            decoder_layers(clone)[index].register_forward_hook(partial(self._keep, index))
+
+    def _keep(self, index: int, layer: nn.Module, args: Any, output: Any) -> None:
+        self.hidden[index] = output[0] if isinstance(output, tuple) else output
 
     @property
     def device(self) -> torch.device:
@@ -143,6 +162,24 @@ class StepModel:
             _running.attend = None
         logits: Tensor = out.logits
         return same(logits.contiguous())
+
+
+def step_model(model: HFModel, compiled: bool, features: Sequence[int] = ()) -> StepModel:
+    """A model's forwards over fixed buffers, with linear layers for few rows where these can be exchanged.
+
+    Args:
+        compiled: see :class:`StepModel`.
+        features: decoder layers whose outputs are kept.
+    """
+    on_gpu = model.device.type == "cuda"
+    exchanged = on_gpu and why_not_exchanged(model.model) is None
+    clone = few_row_copy(model.model) if exchanged else shallow_copy(model.model)
+    if not on_gpu:
+        use_few_row_linears(clone)
+    # Layers of other libraries, and weights that come from the host layer by layer, may wait for the device.
+    made = StepModel(clone, compiled and exchanged, model.length_rope, features)
+    made.capturable = made.capturable and exchanged and model.streamed is None
+    return made
 
 
 def _capturable_experts(clone: PreTrainedModel, device: torch.device) -> None:

@@ -24,7 +24,7 @@ from triforce_tree.cycle.rows import KVStore, TreeRows
 from triforce_tree.hf_model import HFModel
 from triforce_tree.kernels import dispatch, planned, step
 from triforce_tree.kernels.plan import Plan, plan_pieces
-from triforce_tree.level import Progress
+from triforce_tree.stats import Progress
 
 LEAVING = 128
 """Rows that leave the window together, rounded up to whole units."""
@@ -269,6 +269,9 @@ class Filling:
 
 class StreamedRows(TreeRows):
     """T new rows a text, of which each sees all settled rows and its ancestors: a pass of level 2."""
+
+    # It follows the lengths of the host's rows, and waits for the bus anyway.
+    capturable = False
 
     def __init__(self, cache: OffloadedCache, queries: int, mask: Tensor | None = None) -> None:
         super().__init__(cache.window, queries, mask=mask)

@@ -9,7 +9,7 @@ from triforce_tree.caches.base import Rows, Variant
 from triforce_tree.cycle.rows import KVStore
 from triforce_tree.hf_model import HFModel
 from triforce_tree.kernels.prefill import causal_attention
-from triforce_tree.level import Progress
+from triforce_tree.stats import Progress
 
 
 class SequenceRows:

@@ -1,45 +1,12 @@
-"""What keeps models and settings from the captured cycle."""
+"""What keeps the full KV cache of a model from host memory."""
 
-from triforce_tree.cycle.shapes import device_shape
-from triforce_tree.few_row import why_not_exchanged
 from triforce_tree.hf_model import HFModel
-from triforce_tree.sampling import TokenLaw
-from triforce_tree.tree_search import Shape, parse_shape
 
 
-def why_not_captured(
-    target: HFModel, draft: HFModel | None, tree: str | Shape, law: TokenLaw, levels: int
-) -> str | None:
-    """The first reason, as the end of a sentence; None where there is none.
-
-    Args:
-        tree: the shape of level 0's trees, as in ``HierarchyConfig``.
-        levels: of 1, draft and tree are not asked.
-    """
-    if reason := _of_model(target):
-        return reason
-    for model in (target, draft):
-        rope = model.length_rope if model is not None else None
-        if rope is not None and rope.waits_for_host and target.device.type == "cuda":
-            return f"{rope.name} chooses its rotary frequencies on the host ({rope.kind})"
-    if not law.context_free:
-        return "a logits processor looks at the tokens so far"
-    if levels == 1:
-        return None
-    if draft is None:
-        return "there is no draft model"
-    if reason := _of_model(draft):
-        return reason
-    if device_shape(parse_shape(tree)) is None:
-        return f"tree={tree!r} has no fixed size"
-    return None
-
-
-def _of_model(model: HFModel) -> str | None:
-    if reason := why_not_exchanged(model.model):
-        return reason
-    if model.has_windows:
-        return f"{model.name} has sliding windows"
-    if not model.even_heads:
-        return f"the layers of {model.name} have keys of different shapes"
+def why_not_offloaded(target: HFModel) -> str | None:
+    """The reason, as the end of a sentence; None where there is none."""
+    if target.has_windows:
+        return f"{target.name} has sliding windows"
+    if not target.even_heads:
+        return f"the layers of {target.name} have keys of different shapes"
     return None

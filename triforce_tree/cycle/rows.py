@@ -89,6 +89,8 @@ class TreeRows:
         mask: bool ``[T, N]`` where it never changes.
     """
 
+    capturable = True
+
     def __init__(self, store: KVStore, queries: int, tail: int | None = None, mask: Tensor | None = None):
         self.store = store
         tail = queries if tail is None else tail
@@ -183,7 +185,9 @@ class RetrievalRows(TreeRows):
 
         Candidates are the chunks before the recent window of ``end``, as far as their rows are ``settled``.
         """
-        self.boundary.copy_((end - self.config.recent).minimum(settled) // self.config.chunk)
+        boundary = (end - self.config.recent).minimum(settled) // self.config.chunk
+        # Where there are no more chunks than slots, all of them are chosen and the table is the identity.
+        self.boundary.copy_(boundary.clamp_min(self.slots))
         last = self.store.rows // self.config.chunk - 1
         recent = (self.boundary[:, None] + self._recent).clamp_max(last) + self._first_page
         self.table[..., self.slots :] = recent[:, None].int()

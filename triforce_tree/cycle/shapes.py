@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.tree_search import BestFirst, Ranks, Shape, Static, parse_shape
+from triforce_tree.tree_search import BestFirst, Ranks, Shape, parse_shape
 
 _TILE = 16
 """Rows of the host's cache are read by tiles of so many."""
@@ -29,6 +29,17 @@ class DeviceShape:
     widths: tuple[int, ...]
     places: tuple[tuple[tuple[int, int], ...], ...] | None = None
 
+    @property
+    def parents(self) -> list[int]:
+        """The parent of each node, -1 for the root; where they vary, the first node of the depth above."""
+        parents, first = [-1], 0
+        for d, width in enumerate(self.widths):
+            above = [0] * width if self.places is None else [slot for slot, _ in self.places[d]]
+            start = len(parents)
+            parents += [first + slot for slot in above]
+            first = start
+        return parents
+
     def siblings(self, depth: int) -> int:
         """Most children of one node at ``depth``."""
         if self.places is None:
@@ -36,14 +47,12 @@ class DeviceShape:
         return 1 + max(rank for _, rank in self.places[depth])
 
 
-def device_shape(shape: Shape) -> DeviceShape | None:
-    """The same shape for the device; None where it has no fixed number of nodes."""
+def device_shape(shape: Shape) -> DeviceShape:
+    """The same shape for the device."""
     if isinstance(shape, BestFirst):
         return DeviceShape(shape.widths)
-    if isinstance(shape, Static):
-        places = tuple(_places(shape.counts))
-        return DeviceShape(tuple(len(pairs) for pairs in places), places)
-    return None
+    places = tuple(_places(shape.counts))
+    return DeviceShape(tuple(len(pairs) for pairs in places), places)
 
 
 @dataclass(frozen=True)
@@ -51,7 +60,7 @@ class Extent:
     """How far the passes of a cycle reach behind a text.
 
     Attributes:
-        depth, nodes: of level 0's trees; 0 and 1 without them, or where they have no fixed size.
+        depth, nodes: of level 0's trees; 0 and 1 without them.
         reach: most tokens that are proposed to level 2 in a line.
     """
 
@@ -72,18 +81,11 @@ class Extent:
 
 
 def least_prompt(config: HierarchyConfig, levels: int, offloaded: bool) -> int:
-    """Tokens that a text must have for a captured cycle of so many levels."""
-    if levels == 1:
+    """Tokens that a text must have for so many levels."""
+    if levels < 3 or not offloaded:
         return 1
-    # The draft feeds as many tokens again as the last pass may have dropped.
-    least = Extent.of(config, levels).depth + 3
-    if levels == 3:
-        # Candidates must fill the slots, or rows of the window would be seen twice. Those of an offloaded
-        # cache have left its window, which they do in whole units.
-        chosen = config.retrieval
-        waiting = unit_rows(chosen.chunk) if offloaded else 0
-        least = max(least, chosen.budget + waiting + 1)
-    return least
+    # The slots are filled from rows that have left the window, which they do in whole units.
+    return config.retrieval.budget + unit_rows(config.retrieval.chunk) + 1
 
 
 def unit_rows(chunk: int) -> int:

@@ -1,36 +1,42 @@
-"""The stages of a cycle, each a function of nothing over fixed buffers: what a CUDA graph captures.
+"""The stages of decoding: work over fixed buffers, as steps that an executor captures or calls.
 
-* :class:`Grow`, :class:`MiddlePass`: level 0 grows trees, level 1 verifies them, the chains grow. Repeated.
-* :class:`ChainPass`: level 2 verifies chain and runner-ups, and settles them.
-* :class:`TreePass`: level 2 verifies level 0's tree, without a level between (``levels=2``).
-* :class:`PlainPass`: level 2 alone: ordinary decoding (``levels=1``).
+* :class:`DraftStage`, :class:`RetrievalVerifyStage`: the drafter proposes trees, level 1 verifies them, the
+  chains grow. Repeated.
+* :class:`ChainVerifyStage`: level 2 verifies chain and runner-ups, and commits them.
+* :class:`TreeVerifyStage`: level 2 verifies the drafter's tree, without a level between (``levels=2``).
+* :class:`PlainStage`: level 2 alone: autoregressive decoding.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from triforce_tree.cycle.copied import CopiedRows
-from triforce_tree.cycle.growth import Growth, Tree
-from triforce_tree.cycle.laws import DeviceLaw, Noise
+from triforce_tree.cycle.drafter import Drafter, TokenTree
+from triforce_tree.cycle.laws import DeviceLaw, Sampler
 from triforce_tree.cycle.model import StepModel
+from triforce_tree.cycle.noise import Noise
 from triforce_tree.cycle.rows import RetrievalRows, TreeRows
+from triforce_tree.cycle.shapes import DeviceShape, device_shape
 from triforce_tree.cycle.texts import Texts
+from triforce_tree.graphs import Step
 from triforce_tree.kernels import step
 from triforce_tree.token_tree import ancestor_mask
+from triforce_tree.tree_search import parse_shape
 
 FullRows = Callable[[int, Tensor | None], TreeRows]
 """Makes what T new rows of level 2 do in the full cache, of T and a mask that never changes."""
 
 
 class Stage(Protocol):
-    """One part of a cycle; ``noise`` holds the random numbers it reads."""
+    """One part of a pass; ``noise`` holds the random numbers it reads."""
 
     noise: list[Noise]
 
-    def __call__(self) -> None: ...
+    def steps(self) -> list[Step]: ...
 
 
 class Verdict(NamedTuple):
@@ -40,7 +46,7 @@ class Verdict(NamedTuple):
         path: int64 ``[B, D + 1]``, accepted nodes from the root on, -1 after the last.
         counts: int64 ``[B]``, how many these are, and how many tokens are emitted.
         emitted: int64 ``[B, D + 1]``: tokens of the accepted nodes but the root, and the one after them.
-        scores: fp32 ``[B, N, V]`` of all nodes, laws where tokens are sampled.
+        scores: fp32 ``[B, N, V]`` of all nodes, distributions where tokens are sampled.
     """
 
     path: Tensor
@@ -50,60 +56,87 @@ class Verdict(NamedTuple):
 
 
 class Verifier:
-    """A model that judges trees on some rows."""
+    """A model that judges trees over some KV slots: one forward, then acceptance.
+
+    Args:
+        model: which one.
+        law: logits to distributions.
+        texts: what is judged.
+        nodes: of a tree.
+        vocabulary: V.
+
+    Attributes:
+        verdict: the last one.
+    """
 
     def __init__(self, model: StepModel, law: DeviceLaw, texts: Texts, nodes: int, vocabulary: int) -> None:
         self.model, self.law, self.texts = model, law, texts
-        sampled = 0 if law.greedy else 1
-        self.noise = Noise(texts.batch, sampled, vocabulary, sampled * nodes, model.device)
+        self.vocabulary = vocabulary
+        self.noise = law.noise(texts.batch, 1, vocabulary, nodes)
+        self.verdict: Verdict
+        self._logits: Tensor
 
-    def judge(self, tree: Tree, depth: int, root: Tensor, rows: TreeRows, words: Tensor | None) -> Verdict:
-        """Which nodes are accepted, and what follows them.
+    def steps(self, forward: Callable[[], None], judge: Callable[[], None], rows: TreeRows) -> list[Step]:
+        """A stage that calls :meth:`forward` over ``rows`` in its first part, :meth:`judge` in its second."""
+        capturable = self.model.capturable and rows.capturable
+        # Logits of a direct forward are at another address each time.
+        return [
+            Step(forward, capturable),
+            Step(judge, capturable and self.law.capturable and self.noise.capturable),
+        ]
+
+    def forward(self, tree: TokenTree, root: Tensor, rows: TreeRows, words: Tensor | None) -> None:
+        """Logits of all nodes.
 
         Args:
             tree: to verify; its root stands at ``root`` in each text.
-            depth: D, its longest path.
             words: masks where they change.
         """
         rows.begin(root, words)
-        logits = self.model(tree.tokens.clamp_min(0), root[:, None] + tree.depths, rows)
+        self._logits = self.model(tree.tokens.clamp_min(0), root[:, None] + tree.depths, rows)
+
+    def judge(self, tree: TokenTree, root: Tensor) -> Verdict:
+        """Which nodes are accepted, and what follows them, by the logits of the last forward."""
+        depth, paths = tree.depth, partial(tree.paths, self.texts, root)
         if self.law.greedy:
-            p = self.law.scores(logits)
+            p = self.law.scores(self._logits, paths)
             top, best = p.max(-1)
             # NaN counts as the largest of all, and spreads over a whole law.
             self.texts.check(top)
             path, count, last = step.accept_greedy(tree.tokens, tree.parents, best, depth)
         else:
-            p = self.law(logits)
+            p = self.law(self._logits, paths)
             self.texts.check(p[..., 0])
-            own = torch.arange(tree.tokens.shape[1], device=p.device).expand_as(tree.tokens)
-            path, count, last = step.accept_tree(
-                tree.tokens, tree.parents, p, tree.laws, own, self.noise.uniform, self.noise.race[:, 0], depth
+            path, count, last = self.noise.accept_tree(
+                tree.tokens, tree.parents, p, tree.probs, tree.probs_rows, depth
             )
         accepted = tree.tokens.gather(1, path[:, 1:].clamp_min(0))
         emitted = torch.cat([accepted, last[:, None]], 1).scatter(1, count[:, None] - 1, last[:, None])
-        return Verdict(path, count, emitted, p)
+        self.texts.keep_features(self.model.hidden, path, count)
+        self.verdict = Verdict(path, count, emitted, p)
+        return self.verdict
 
 
-class Grow:
-    """Level 0 grows a tree behind every text; ``tree`` is the last one."""
+class DraftStage:
+    """The drafter proposes a tree behind every text; ``tree`` is the last one."""
 
-    tree: Tree
+    def __init__(self, drafter: Drafter, law: DeviceLaw, texts: Texts, vocabulary: int) -> None:
+        self.drafter, self.texts = drafter, texts
+        reported = 0 if drafter.deterministic else vocabulary
+        self.tree = TokenTree.of(device_shape(parse_shape(drafter.tree)), texts.batch, reported, texts.device)
+        self.noise = [law.noise(texts.batch, self.tree.probs.shape[1], reported)]
+        self.sampler = Sampler(law, self.noise[0])
 
-    def __init__(self, growth: Growth, law: DeviceLaw, texts: Texts) -> None:
-        self.growth, self.law, self.texts = growth, law, texts
-        drawn = 0 if law.greedy else growth.expanding
-        self.noise = [Noise(texts.batch, drawn, growth.vocabulary, 0, growth.model.device)]
-
-    def __call__(self) -> None:
-        self.tree = self.growth.grow(self.texts.tokens, self.texts.end, self.law, self.noise[0])
+    def steps(self) -> list[Step]:
+        capturable = self.drafter.capturable and (self.drafter.deterministic or self.sampler.capturable)
+        return [Step(partial(self.drafter.propose, self.texts, self.tree, self.sampler), capturable)]
 
 
-class MiddlePass:
-    """Level 1 verifies the grown trees: the chains grow by 1 to depth + 1 tokens.
+class RetrievalVerifyStage:
+    """Level 1 verifies the drafter's trees: the chains grow by 1 to depth + 1 tokens.
 
     Args:
-        grow: made the trees.
+        draft: made the trees.
         verifier: level 1's weights.
         rows: its retrieval view of the full cache, or copies from it.
         leaves: keep the runner-up of every token that joins the chain.
@@ -112,35 +145,39 @@ class MiddlePass:
 
     def __init__(
         self,
-        grow: Grow,
+        draft: DraftStage,
         verifier: Verifier,
         rows: RetrievalRows | CopiedRows,
         leaves: bool,
         choosing: bool,
     ) -> None:
-        self.grow, self.verifier, self.rows, self.leaves = grow, verifier, rows, leaves
-        self.choosing = choosing
-        vocabulary = verifier.noise.race.shape[2]
-        drawn = grow.growth.depth + 1 if leaves and not verifier.law.greedy else 0
-        self._beside = Noise(grow.texts.batch, drawn, vocabulary, 0, verifier.model.device)
+        self.tree, self.texts, self.verifier, self.rows = draft.tree, draft.texts, verifier, rows
+        self.leaves, self.choosing = leaves, choosing
+        drawn = self.tree.depth + 1 if leaves else 0
+        self._beside = verifier.law.noise(self.texts.batch, drawn, verifier.vocabulary)
         self.noise = [verifier.noise, self._beside]
+        self._root: Tensor
 
-    def __call__(self) -> None:
-        tree, texts, depth = self.grow.tree, self.grow.texts, self.grow.growth.depth
-        root = texts.end
+    def steps(self) -> list[Step]:
+        return self.verifier.steps(self._forward, self._lengthen, self.rows)
+
+    def _forward(self) -> None:
+        self._root = self.texts.end
         self.rows.choosing = self.choosing
         if self.choosing:
-            self.rows.choose(root, texts.length)
-        path, count, emitted, p = self.verifier.judge(tree, depth, root, self.rows, tree.words)
+            self.rows.choose(self._root, self.texts.length)
+        self.verifier.forward(self.tree, self._root, self.rows, self.tree.words)
+
+    def _lengthen(self) -> None:
+        path, count, emitted, p = self.verifier.judge(self.tree, self._root)
         self.rows.store.move(path, self.rows.at)
         laws = p.gather(1, path.clamp_min(0)[..., None].expand(-1, -1, p.shape[2]))
-        greedy = self.verifier.law.greedy
         if self.leaves:
-            texts.add_leaves(step.second_choice(laws, emitted, None if greedy else self._beside.race))
-        texts.lengthen(emitted, count, None if greedy else laws)
+            self.texts.add_leaves(self._beside.second_choice(laws, emitted))
+        self.texts.lengthen(emitted, count, None if self.verifier.law.greedy else laws)
 
 
-class ChainPass:
+class ChainVerifyStage:
     """Level 2 verifies what level 1 gathered, and the text grows.
 
     Args:
@@ -164,52 +201,72 @@ class ChainPass:
         reach, device = texts.reach, model.device
         parents = list(range(-1, reach)) + (list(range(reach)) if leaves else [])
         depths = list(range(reach + 1)) + (list(range(1, reach + 1)) if leaves else [])
-        self.parents = torch.tensor(parents, device=device).expand(texts.batch, -1)
-        self.depths = torch.tensor(depths, device=device)
-        self.rows = full(len(parents), ancestor_mask(parents))
-        self.verifier = Verifier(model, law, texts, len(parents), vocabulary)
+        batch, count = texts.batch, len(parents)
+        # Its shape never changes, so the mask is that of the plan: only distributions and tokens vary.
+        self.tree = TokenTree(
+            tokens=torch.full((batch, count), -1, device=device),
+            parents=torch.tensor(parents, device=device).expand(batch, -1),
+            depths=torch.tensor(depths, device=device),
+            words=torch.zeros(batch, 0, dtype=torch.int64, device=device),
+            probs=texts.chain_laws,
+            probs_rows=torch.arange(count, device=device).expand(batch, -1),
+            depth=reach,
+        )
+        self.rows = full(count, ancestor_mask(parents))
+        self.verifier = Verifier(model, law, texts, count, vocabulary)
         self.noise = [self.verifier.noise]
         self._places = torch.arange(reach + 1, device=device)
+        self._root: Tensor
 
-    def __call__(self) -> None:
+    def steps(self) -> list[Step]:
+        return self.verifier.steps(self._forward, self._commit, self.rows)
+
+    def _forward(self) -> None:
         texts, reach = self.texts, self.texts.reach
-        root = texts.length.clone()
-        line = texts.tokens.gather(1, root[:, None] + self._places)
+        self._root = texts.length.clone()
+        line = texts.tokens.gather(1, self._root[:, None] + self._places)
         chain = texts.chain[:, None]
-        nodes = torch.where(self._places <= chain, line, -1)
+        self.tree.tokens[:, : reach + 1] = torch.where(self._places <= chain, line, -1)
         if self.leaves:
             runner_ups = texts.leaves[:, :reach]
-            nodes = torch.cat([nodes, torch.where(self._places[:-1] < chain, runner_ups, -1)], 1)
-        # Shapes do not change, so words are those of the plan: only laws and tokens vary.
-        tree = Tree(nodes, self.parents, self.depths, nodes, texts.chain_laws)
-        _settle(texts, self.rows, self.verifier.judge(tree, reach, root, self.rows, None))
+            self.tree.tokens[:, reach + 1 :] = torch.where(self._places[:-1] < chain, runner_ups, -1)
+        self.verifier.forward(self.tree, self._root, self.rows, None)
+
+    def _commit(self) -> None:
+        _commit(self.texts, self.rows, self.verifier.judge(self.tree, self._root))
         if self.means is not None:
             chunk = self.means.store.page
-            self.means.renew_means(root // chunk, (reach + 1) // chunk + 2)
+            self.means.renew_means(self._root // chunk, (self.texts.reach + 1) // chunk + 2)
 
 
-class TreePass:
-    """Level 2 verifies level 0's trees."""
+class TreeVerifyStage:
+    """Level 2 verifies the drafter's trees."""
 
-    def __init__(self, grow: Grow, verifier: Verifier, full: FullRows) -> None:
-        self.grow, self.verifier = grow, verifier
-        self.rows = full(grow.growth.nodes, None)
+    def __init__(self, draft: DraftStage, verifier: Verifier, full: FullRows) -> None:
+        self.tree, self.texts, self.verifier = draft.tree, draft.texts, verifier
+        self.rows = full(self.tree.nodes, None)
         self.noise = [verifier.noise]
+        self._root: Tensor
 
-    def __call__(self) -> None:
-        tree, texts, depth = self.grow.tree, self.grow.texts, self.grow.growth.depth
-        root = texts.length.clone()
-        _settle(texts, self.rows, self.verifier.judge(tree, depth, root, self.rows, tree.words))
-        texts.proposed.fill_(depth)
+    def steps(self) -> list[Step]:
+        return self.verifier.steps(self._forward, self._commit, self.rows)
+
+    def _forward(self) -> None:
+        self._root = self.texts.length.clone()
+        self.verifier.forward(self.tree, self._root, self.rows, self.tree.words)
+
+    def _commit(self) -> None:
+        _commit(self.texts, self.rows, self.verifier.judge(self.tree, self._root))
+        self.texts.proposed.fill_(self.tree.depth)
 
 
-def _settle(texts: Texts, rows: TreeRows, verdict: Verdict) -> None:
+def _commit(texts: Texts, rows: TreeRows, verdict: Verdict) -> None:
     """What level 2 accepted becomes text, and its rows those of the full cache."""
     rows.store.move(torch.where(texts.active[:, None] > 0, verdict.path, -1), rows.at)
     texts.settle(verdict.emitted, verdict.counts)
 
 
-class PlainPass:
+class PlainStage:
     """Level 2 alone, one token a pass.
 
     Args:
@@ -230,17 +287,20 @@ class PlainPass:
         self.rows = full(1, None)
         self.verifier = Verifier(model, law, texts, 1, vocabulary)
         self.noise = [self.verifier.noise]
-        device = model.device
-        self._parents = torch.full((texts.batch, 1), -1, device=device)
-        self._depths = torch.zeros(1, dtype=torch.int64, device=device)
-        self._laws = torch.zeros(texts.batch, 1, 0 if law.greedy else vocabulary, device=device)
+        self.tree = TokenTree.of(DeviceShape(()), texts.batch, 0, model.device)
+        self._root: Tensor
 
-    def __call__(self) -> None:
-        root = self.texts.length.clone()
-        nodes = self.texts.tokens.gather(1, root[:, None])
-        tree = Tree(nodes, self._parents, self._depths, nodes, self._laws)
-        verdict = self.verifier.judge(tree, 0, root, self.rows, None)
+    def steps(self) -> list[Step]:
+        return self.verifier.steps(self._forward, self._commit, self.rows)
+
+    def _forward(self) -> None:
+        self._root = self.texts.length.clone()
+        self.tree.tokens.copy_(self.texts.tokens.gather(1, self._root[:, None]))
+        self.verifier.forward(self.tree, self._root, self.rows, None)
+
+    def _commit(self) -> None:
         # The root stays where it is: no row moves.
+        verdict = self.verifier.judge(self.tree, self._root)
         self.texts.settle(verdict.emitted, verdict.counts)
         if self.means is not None:
-            self.means.renew_means(root // self.means.store.page, 2)
+            self.means.renew_means(self._root // self.means.store.page, 2)

@@ -6,11 +6,10 @@ from dataclasses import replace
 import torch
 
 from triforce_tree.cycle.decoder import CycleDecoder
+from triforce_tree.cycle.endings import Ending
 from triforce_tree.cycle.pace import Pace
-from triforce_tree.decoder import Ending
 from triforce_tree.graphs import free_memory
-from triforce_tree.level import Progress
-from triforce_tree.stats import LevelStats, added
+from triforce_tree.stats import LevelStats, Progress, added
 
 
 class SteadyDecoder:

@@ -23,11 +23,21 @@ class Texts:
         fresh: int64 ``[B, F]``, tokens of the last verdict; the first ``count`` of them are new.
         count, proposed, gathered: int64 ``[B]``: new tokens of the last pass, the chain it was offered,
             and what level 1 had emitted for it.
+        features: by decoder layer, ``[B, F, hidden_size]``: hidden states of the target from which the tokens
+            of the last verification were predicted, the first ``feature_count`` ``[B]`` of each sequence. In
+            levels=3 these are level 1's, until level 2 has verified the chain.
         broken: bool ``[]``, set when logits held NaN.
     """
 
     def __init__(
-        self, batch: int, capacity: int, reach: int, extra: int, vocabulary: int, device: torch.device
+        self,
+        batch: int,
+        capacity: int,
+        reach: int,
+        extra: int,
+        vocabulary: int,
+        device: torch.device,
+        features: dict[int, Tensor] | None = None,
     ) -> None:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
@@ -39,7 +49,22 @@ class Texts:
         self.active = torch.ones_like(self.length)
         self.fresh, self.count = zeros(batch, max(reach, extra) + 1), zeros(batch)
         self.proposed, self.gathered = zeros(batch), zeros(batch)
+        self.features, self.feature_count = features or {}, zeros(batch)
         self.broken = torch.zeros((), dtype=torch.bool, device=device)
+
+    @property
+    def device(self) -> torch.device:
+        return self.tokens.device
+
+    @property
+    def newest(self) -> Tensor:
+        """int64 ``[B]``, the token at ``end``."""
+        return self.tokens.gather(1, self.end[:, None])[:, 0]
+
+    def text(self, b: int) -> list[int]:
+        """Sequence b up to ``end``, on the host: waits for the device."""
+        tokens: list[int] = self.tokens[b, : int(self.end[b]) + 1].tolist()
+        return tokens
 
     @property
     def end(self) -> Tensor:
@@ -54,6 +79,15 @@ class Texts:
     def check(self, numbers: Tensor) -> None:
         """Remember whether any are NaN; the host asks once a pass."""
         self.broken |= torch.isnan(numbers).any()
+
+    def keep_features(self, hidden: dict[int, Tensor], path: Tensor, count: Tensor) -> None:
+        """Keep hidden states ``[B, N, hidden_size]`` of accepted nodes ``[B, D + 1]`` for the drafter."""
+        for layer, kept in self.features.items():
+            states = hidden[layer]
+            at = path.clamp_min(0)[..., None].expand(-1, -1, states.shape[2])
+            kept[:, : path.shape[1]] = states.gather(1, at)
+        if self.features:
+            self.feature_count.copy_(count)
 
     def lengthen(self, emitted: Tensor, count: Tensor, laws: Tensor | None) -> None:
         """Add what level 1 emitted to the chain, as far as it fits.

@@ -9,6 +9,8 @@ captured in CUDA graphs; these may, and do, loop in Python.
 import torch
 from torch import Tensor
 
+from triforce_tree.kernels.draws import Draws, NoiseDraws, draw_tokens, ranked
+
 
 def append_rows(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tensor) -> None:
     """Write new rows behind the present ones: row t of sequence b goes to row ``start[b] + t``.
@@ -171,6 +173,13 @@ def accept_tree(
     Returns:
         path, count, next: as ``accept_greedy``; next follows the residual where a child was refused.
     """
+    return accept_drawn(NoiseDraws(race, uniforms), tokens, parents, p, q, q_rows, depth)
+
+
+def accept_drawn(
+    draws: Draws, tokens: Tensor, parents: Tensor, p: Tensor, q: Tensor, q_rows: Tensor, depth: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``accept_tree`` by any source of decisions, at places (sequence, node) and (sequence,)."""
     paths, emitted = [], []
     for b, (token, parent, row) in enumerate(
         zip(tokens.tolist(), parents.tolist(), q_rows.tolist(), strict=True)
@@ -187,7 +196,7 @@ def accept_tree(
                 x = token[child]
                 if not draft[x] > 0:
                     continue
-                if uniforms[b, child] < law[x] / draft[x]:
+                if draws.accept(law[x] / draft[x], b, child):
                     path.append(child)
                     accepted = True
                     break
@@ -197,7 +206,7 @@ def accept_tree(
                 draft = draft.index_fill(0, refused, 0.0)
                 draft = draft / draft.sum() if draft.sum() > 0 and not fixed else draft
         paths.append(path)
-        emitted.append(int(torch.where(law > 0, law / race[b], 0.0).argmax()))
+        emitted.append(max(0, int(draws.choose(law, b))))
     return _packed(paths, emitted, depth, tokens)
 
 
@@ -221,13 +230,16 @@ def second_choice(laws: Tensor, chosen: Tensor, race: Tensor | None) -> Tensor:
         int64 ``[B, C]``; -1 where no other token is possible (no positive probability; without ``race``,
         nothing above -inf). NaN counts as impossible.
     """
-    floor = -torch.inf if race is None else 0.0
-    weights = laws if race is None else laws / race
-    weights = torch.where(laws > floor, weights, floor)
-    ids = torch.arange(laws.shape[-1], device=laws.device)
-    weights = weights.masked_fill(ids == chosen[..., None], floor)
-    top, token = weights.max(-1)
-    return torch.where(top > floor, token, -1)
+    return second_drawn(None if race is None else NoiseDraws(race), laws, chosen)
+
+
+def second_drawn(draws: Draws | None, laws: Tensor, chosen: Tensor) -> Tensor:
+    """``second_choice`` by any source of decisions; None: the most probable other token."""
+    out = torch.arange(laws.shape[-1], device=laws.device) == chosen[..., None]
+    if draws is not None:
+        return draws.choose(laws.masked_fill(out, 0.0))
+    top, token = torch.where(laws > -torch.inf, laws, -torch.inf).masked_fill(out, -torch.inf).max(-1)
+    return torch.where(top > -torch.inf, token, -1)
 
 
 def begin_tree(
@@ -281,22 +293,16 @@ def expand_nodes(
         int64 ``[B, F, K]``, the draws in their order, -1 where there are no more; fp32 ``[B, F, K]``, the K
         largest probabilities, which are the same whatever was drawn; 0 past V.
     """
+    return expand_drawn(None if race is None else NoiseDraws(race), logits, temperature, laws, count)
+
+
+def expand_drawn(
+    draws: Draws | None, logits: Tensor, temperature: Tensor | None, laws: Tensor, count: int
+) -> tuple[Tensor, Tensor]:
+    """``expand_nodes`` by any source of decisions; None: the most probable tokens."""
     scores = logits.float() if temperature is None else logits.float() / temperature
     laws.copy_(scores.softmax(-1))
-    return draw_tokens(laws, race, count)
-
-
-def draw_tokens(laws: Tensor, race: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
-    """What ``expand_nodes`` returns, from its laws."""
-    most = min(count, laws.shape[-1])
-    order = _ranked(laws).topk(most).indices
-    draws, by_rank = order, laws.gather(2, order)
-    if race is not None:
-        times = laws / race
-        draws = _ranked(times).topk(most).indices
-        draws = torch.where(times.gather(2, draws) > 0, draws, -1)
-    missing = (0, count - most)
-    return torch.nn.functional.pad(draws, missing, value=-1), torch.nn.functional.pad(by_rank, missing)
+    return draw_tokens(draws, laws, count)
 
 
 def place_nodes(
@@ -335,7 +341,7 @@ def place_nodes(
     if pairs is None:
         # Chances fall with the rank: a parent with n chosen places gets its first n draws.
         chances = (by_rank * values[:, old, None]).flatten(1)
-        chosen = _ranked(chances).topk(ids.shape[1]).indices.sort(1).values
+        chosen = ranked(chances).topk(ids.shape[1]).indices.sort(1).values
     else:
         chosen = (pairs[0] * count + pairs[1]).expand(batch, -1)
     above, drawn = chosen // count, draws.flatten(1).gather(1, chosen)
@@ -352,9 +358,3 @@ def place_nodes(
         seen = torch.nn.functional.pad((words[:, new, :, None] >> bit & 1).flatten(2), (before, 0), value=1)
         seen = torch.nn.functional.pad(seen, (0, 64 * mask.shape[1] - seen.shape[2]))
         mask.copy_((seen.view(*mask.shape, 64) << bit).sum(-1))
-
-
-def _ranked(numbers: Tensor) -> Tensor:
-    """Numbers ``[..., R]``, not negative, as int64: NaN first, and the lower index first among equals."""
-    bits = torch.where(numbers.isnan(), 0x7FC00000, numbers.view(torch.int32))
-    return (bits.long() << 32) - torch.arange(numbers.shape[-1], device=numbers.device)

@@ -11,19 +11,18 @@ from typing import Protocol
 
 import torch
 
-from triforce_tree.caches import FullCache
+from triforce_tree.caches.full import FullCache
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.cycle import Cycle
 from triforce_tree.cycle.decoder import CycleDecoder
+from triforce_tree.cycle.endings import Decoder, Ending
 from triforce_tree.cycle.prefill import chunk_tokens, prefill
 from triforce_tree.cycle.rows import KVStore
 from triforce_tree.cycle.shapes import Extent
-from triforce_tree.decoder import Decoder, Ending
 from triforce_tree.graphs import free_memory
 from triforce_tree.hierarchy import Hierarchy
-from triforce_tree.level import Level, Progress
 from triforce_tree.sampling import TokenLaw
-from triforce_tree.stats import LevelStats
+from triforce_tree.stats import LevelStats, Progress
 from triforce_tree.token_tree import Context
 
 _WARM_UP_TOKENS = 8

@@ -1,0 +1,78 @@
+"""Where the definitions of ``step_reference`` get their random decisions from."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Draws(Protocol):
+    """The random decisions of one op, asked for in the order in which its rule makes them.
+
+    ``place`` indexes the leading dimensions of the random numbers that an op is given, so that decisions at
+    different places are independent whatever the order.
+    """
+
+    def accept(self, chance: Tensor, *place: int) -> bool:
+        """True with probability min(1, ``chance``); ``chance`` is a scalar, never NaN for an honest draft."""
+
+    def choose(self, weights: Tensor, *place: int) -> Tensor:
+        """One token each by ``weights`` ``[..., V]``, which need not sum to 1; NaN counts as 0.
+
+        Returns:
+            int64 ``[...]``; -1 where no token has a positive weight.
+        """
+
+    def choose_distinct(self, probs: Tensor, count: int) -> Tensor:
+        """``count`` (at most V) draws without replacement from each of ``probs`` ``[B, F, V]``.
+
+        Returns:
+            int64 ``[B, F, count]``, in the order of the draws; -1 where nothing is left.
+        """
+
+
+class NoiseDraws:
+    """Decisions read from random numbers that were drawn before: what the ops do.
+
+    Args:
+        race: fp32 ``[..., V]`` of Exp(1) noise. The token of the largest weight / race is drawn, the lowest
+            id among equals; the order of weight / race is that of draws without replacement.
+        uniforms: fp32 in [0, 1): accept where they are below the chance.
+    """
+
+    def __init__(self, race: Tensor, uniforms: Tensor | None = None) -> None:
+        self._race, self._uniforms = race, uniforms
+
+    def accept(self, chance: Tensor, *place: int) -> bool:
+        assert self._uniforms is not None
+        return bool(self._uniforms[place] < chance)
+
+    def choose(self, weights: Tensor, *place: int) -> Tensor:
+        top, token = torch.where(weights > 0, weights / self._race[place], 0.0).max(-1)
+        return torch.where(top > 0, token, -1)
+
+    def choose_distinct(self, probs: Tensor, count: int) -> Tensor:
+        times = probs / self._race
+        draws = ranked(times).topk(count).indices
+        return torch.where(times.gather(2, draws) > 0, draws, -1)
+
+
+def draw_tokens(draws: Draws | None, probs: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Children of a tree's frontier ``[B, F, V]``: what ``step_reference.expand_nodes`` returns.
+
+    Args:
+        draws: None takes the most probable tokens.
+        probs: fp32 ``[B, F, V]``.
+        count: K, tokens of each; those past V are -1.
+    """
+    most = min(count, probs.shape[-1])
+    order = ranked(probs).topk(most).indices
+    tokens = order if draws is None else draws.choose_distinct(probs, most)
+    missing, pad = (0, count - most), torch.nn.functional.pad
+    return pad(tokens, missing, value=-1), pad(probs.gather(2, order), missing)
+
+
+def ranked(numbers: Tensor) -> Tensor:
+    """Numbers ``[..., R]``, not negative, as int64: NaN first, and the lower index first among equals."""
+    bits = torch.where(numbers.isnan(), 0x7FC00000, numbers.view(torch.int32))
+    return (bits.long() << 32) - torch.arange(numbers.shape[-1], device=numbers.device)
