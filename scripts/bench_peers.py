@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from tree_attention_timing import Cell, random_kv, time_calls, tree_mask
 
-from triforce_tree.kernels.launch import run
-from triforce_tree.kernels.plan import plan_trees
+from triforce_tree.kernels.attention.launch import run
+from triforce_tree.kernels.attention.plan import plan_trees
 
 PAGE = 64
 KV = list[tuple[Tensor, Tensor]]

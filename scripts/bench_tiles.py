@@ -27,7 +27,7 @@ from linear_problems import BITS, LAYERS, ROTATION, Weights, time_us, weight_byt
 from tree_attention_timing import Cell, random_kv
 
 from triforce_tree.bench import results
-from triforce_tree.kernels.configs import choose
+from triforce_tree.kernels.attention.configs import choose
 from triforce_tree.kernels.device import KNOWN, describe, told
 
 OUT = RESULTS / "tiles_h200.json"

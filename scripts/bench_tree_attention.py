@@ -30,9 +30,9 @@ from tree_attention_check import check, replays
 from tree_attention_counters import counters
 from tree_attention_timing import Ceilings, Cell, measure_ceilings, random_kv, time_calls, tree_mask
 
-from triforce_tree.kernels import reference
-from triforce_tree.kernels.launch import run
-from triforce_tree.kernels.plan import Heads, plan_trees
+from triforce_tree.kernels.attention import reference
+from triforce_tree.kernels.attention.launch import run
+from triforce_tree.kernels.attention.plan import Heads, pack_mask, plan_trees
 
 CELLS = [
     Cell(32, 32, 122880, 16),
@@ -165,6 +165,10 @@ def plan_cost() -> dict:
     words = plan.mask.clone()
     lengths = torch.tensor([5000], dtype=torch.int32, device="cuda")
 
+    def update(mask: torch.Tensor, lengths: torch.Tensor) -> None:
+        plan.mask.copy_(mask, non_blocking=True)
+        plan.lengths.copy_(lengths, non_blocking=True)
+
     def host_us(call: Callable[[], object]) -> float:
         times = []
         for _ in range(50):
@@ -176,8 +180,8 @@ def plan_cost() -> dict:
 
     return {
         "plan_us": host_us(lambda: plan_trees(heads, [mask], [4096], device="cuda")),
-        "update_from_host_us": host_us(lambda: plan.update(mask, [5000])),
-        "update_from_device_us": host_us(lambda: plan.update(words, lengths)),
+        "update_from_host_us": host_us(lambda: update(pack_mask(mask), torch.tensor([5000]))),
+        "update_from_device_us": host_us(lambda: update(words, lengths)),
     }
 
 

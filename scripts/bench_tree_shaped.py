@@ -20,8 +20,8 @@ from timing import timed
 from torch import Tensor
 from tree_attention_timing import L2_BYTES, Ceilings, time_calls
 
-from triforce_tree.kernels.launch import run
-from triforce_tree.kernels.plan import NODE, Heads, plan_nodes
+from triforce_tree.kernels.attention.launch import run
+from triforce_tree.kernels.attention.plan import NODE, Heads, plan_nodes
 
 PUBLISHED = Path(__file__).parents[1] / ".carry"
 HEADS = Heads(32, 8, 128)

@@ -33,8 +33,8 @@ from torch import Tensor
 from triforce_tree.bench import results
 from triforce_tree.cycle.lanes import Lane
 from triforce_tree.cycle.pinned import HostMemory
-from triforce_tree.kernels.plan import Heads
-from triforce_tree.kernels.reference import tree_attention
+from triforce_tree.kernels.attention.plan import Heads
+from triforce_tree.kernels.attention.reference import tree_attention
 
 OUT = Path(__file__).parents[1] / "docs" / "results" / "host_attention_h200.json"
 SHAPES = (Heads(32, 32, 128), Heads(32, 8, 128))

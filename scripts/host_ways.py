@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from triforce_tree.kernels.cpu_attention import CpuAttention, instructions, supports
-from triforce_tree.kernels.host_rows import State, flash, merged
+from triforce_tree.kernels.cpu.cpu_attention import CpuAttention, instructions, supports
+from triforce_tree.kernels.cpu.host_rows import State, flash, merged
 
 Way = Callable[..., State]
 

@@ -11,24 +11,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from triforce_tree.kernels import (
-    accept,
-    compaction,
-    exchange_kernels,
-    grow,
-    launch,
-    linear,
-    linear_reference,
-    merge,
-    rows,
-    scoring,
-    select,
-)
-from triforce_tree.kernels.configs import choose as choose_attention
+from triforce_tree.kernels.attention import launch, merge
+from triforce_tree.kernels.attention.configs import choose as choose_attention
+from triforce_tree.kernels.attention.plan import Heads, plan_nodes, plan_trees
 from triforce_tree.kernels.device import Device
-from triforce_tree.kernels.linear_configs import choose as choose_linear
-from triforce_tree.kernels.linear_configs import row_block
-from triforce_tree.kernels.plan import Heads, plan_nodes, plan_trees
+from triforce_tree.kernels.exchange import chunks_kernels as exchange_kernels
+from triforce_tree.kernels.linear import launch as linear
+from triforce_tree.kernels.linear import reference as linear_reference
+from triforce_tree.kernels.linear.configs import choose as choose_linear
+from triforce_tree.kernels.linear.configs import row_block
+from triforce_tree.kernels.step import accept_kernels as accept
+from triforce_tree.kernels.step import grow_kernels as grow
+from triforce_tree.kernels.step import place_kernels
+from triforce_tree.kernels.step import rows_kernels as rows
+from triforce_tree.kernels.step import select_kernels as select
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 NAMES = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}
@@ -162,18 +158,6 @@ def _companions() -> Iterator[Variant]:
                 f"merge, {name}",
                 lambda kv=kv: merge.merge_states(torch.stack([kv] * 3), torch.zeros(3, 1, 2, 256)),
             )
-            for count in (4, 32):
-                yield Variant(
-                    f"scores of {count} rows, {name}",
-                    lambda kv=kv, count=count: scoring.chunk_scores(kv[:, :, :count], kv, 0.1),
-                )
-            index = torch.zeros(1, 2, 64, dtype=torch.int64)
-            yield Variant(f"gather, {name}", lambda kv=kv, index=index: compaction.gather_rows(kv, index))
-            places = torch.zeros(64, dtype=torch.int64)
-            yield Variant(
-                f"compact, {name}",
-                lambda kv=kv, places=places: compaction.compact_rows(kv, places, places[:1]),
-            )
 
 
 def _cache_rows() -> Iterator[Variant]:
@@ -271,7 +255,7 @@ def _growth() -> Iterator[Variant]:
                 tree, words = torch.zeros(1, size, **whole), torch.zeros(1, size, size // 64, **whole)
                 mask = torch.zeros(width, size // 64, **whole)
                 pairs = torch.zeros(2, width, **whole) if fixed else None
-                grow.place_nodes(
+                place_kernels.place_nodes(
                     tree, tree.clone(), words, torch.zeros(1, size), torch.zeros(1, width, **whole), mask,
                     torch.zeros(1, frontier, draws, **whole), torch.zeros(1, frontier, draws),
                     torch.zeros(1, frontier, 4096), pairs, 0, 0,

@@ -14,7 +14,7 @@ import triton.language as tl
 from linear_problems import BITS, LAYERS, ROTATION, Shape, Weights, time_us, weight_bytes
 from torch import Tensor
 
-from triforce_tree.kernels.linear_configs import LinearConfig
+from triforce_tree.kernels.linear.configs import LinearConfig
 
 # Bits, shape and rows.
 Cell = tuple[int, Shape, int]

@@ -7,11 +7,11 @@ import torch
 from timing import graph_us
 from torch import Tensor
 
-from triforce_tree.kernels import linear as kernels
-from triforce_tree.kernels import linear_reference as reference
 from triforce_tree.kernels.device import describe
-from triforce_tree.kernels.linear_configs import LinearConfig as C
-from triforce_tree.kernels.linear_configs import choose, row_block
+from triforce_tree.kernels.linear import launch as kernels
+from triforce_tree.kernels.linear import reference
+from triforce_tree.kernels.linear.configs import LinearConfig as C
+from triforce_tree.kernels.linear.configs import choose, row_block
 
 BITS = (16, 8, 4)
 ROTATION = 256 * 2**20

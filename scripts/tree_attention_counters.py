@@ -10,8 +10,8 @@ import sys
 import torch
 from tree_attention_timing import Cell, random_kv, tree_mask
 
-from triforce_tree.kernels.launch import run
-from triforce_tree.kernels.plan import plan_trees
+from triforce_tree.kernels.attention.launch import run
+from triforce_tree.kernels.attention.plan import plan_trees
 
 COUNTED = (Cell(32, 8, 122880, 16), Cell(32, 8, 32768, 64))
 
@@ -48,9 +48,9 @@ def counters() -> list[dict]:
             read.setdefault(line["ID"], {})[names[line["Metric Name"]]] = value
     rows = []
     for cell, found in zip(COUNTED, read.values(), strict=True):
-        plan = plan_trees(cell.heads, [tree_mask(cell.size)], [cell.length], device="cuda")
-        counted = plan.io_bytes([cell.length], [cell.size])
-        moved = counted["kv"] + counted["queries_and_results"]
+        heads, size = cell.heads, 2  # bytes of an element
+        moved = 2 * (cell.length + cell.size) * heads.kv * heads.dim * size
+        moved += 2 * cell.size * heads.query * heads.dim * size
         rows.append({"cell": str(cell), "counted_kv_and_queries": moved, **found})
     return rows
 

@@ -9,7 +9,7 @@ import triton.language as tl
 from timing import graph_us
 from torch import Tensor
 
-from triforce_tree.kernels.plan import Heads
+from triforce_tree.kernels.attention.plan import Heads
 
 L2_BYTES = 60 * 2**20
 

@@ -36,7 +36,7 @@ from linear_problems import (
 from tree_attention_timing import measure_ceilings
 
 from triforce_tree.bench.results import commit
-from triforce_tree.kernels.linear_configs import LinearConfig
+from triforce_tree.kernels.linear.configs import LinearConfig
 
 # By rows that are tuned: more rows of the same tile, which take what was found there.
 ALSO = {16: (1, 8), 32: (24,), 64: (48,), 96: ()}

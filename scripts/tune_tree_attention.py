@@ -14,9 +14,9 @@ import sys
 import torch
 from tree_attention_timing import Cell, random_kv, time_calls, tree_mask
 
-from triforce_tree.kernels.configs import KernelConfig as C
-from triforce_tree.kernels.launch import run
-from triforce_tree.kernels.plan import plan_trees
+from triforce_tree.kernels.attention.configs import KernelConfig as C
+from triforce_tree.kernels.attention.launch import run
+from triforce_tree.kernels.attention.plan import plan_trees
 
 # The first configuration of a group is the one of the table; the others must give its result.
 SWEEP = [

@@ -8,8 +8,9 @@ from triforce_tree.cycle import cycle as cycle_module
 from triforce_tree.cycle.cycle import Cycle
 from triforce_tree.cycle.growth import Growth
 from triforce_tree.hf_model import HFModel
-from triforce_tree.kernels import planned, step
-from triforce_tree.kernels.plan import FirstRows, Plan
+from triforce_tree.kernels import step
+from triforce_tree.kernels.attention import planned
+from triforce_tree.kernels.attention.plan import FirstRows, Plan
 
 
 def use_batched_ops(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,7 +48,7 @@ def share_windows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def append_rows(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tensor, ring: int = 0) -> None:
-    """``step_reference.append_rows`` where all rows fit."""
+    """``step.append_rows`` where all rows fit."""
     assert not ring
     batch, heads, rows, dim = k.shape
     at = start[:, None] + torch.arange(rows)
@@ -58,7 +59,7 @@ def append_rows(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: T
 
 
 def move_rows(rows: Tensor, index: Tensor, start: Tensor, ring: int = 0) -> None:
-    """``step_reference.move_rows`` where all rows fit."""
+    """``step.move_rows`` where all rows fit."""
     assert not ring
     width = index.shape[1]
     targets = start[:, None] + torch.arange(width)
@@ -111,7 +112,7 @@ def accept_tree(
     race: Tensor,
     depth: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``step_reference.accept_tree``: children follow their parents, so that one walk over all nodes does."""
+    """``step.accept_tree``: children follow their parents, so that one walk over all nodes does."""
     batch, nodes = tokens.shape
     every = torch.arange(batch)
     node, count = torch.zeros_like(tokens[:, 0]), torch.ones_like(tokens[:, 0])

@@ -6,8 +6,8 @@ import torch
 from step_cases import Problem
 from torch import Tensor
 
-from triforce_tree.kernels.draws import NoiseDraws, draw_tokens
-from triforce_tree.kernels.plan import pack_mask
+from triforce_tree.kernels.attention.plan import pack_mask
+from triforce_tree.kernels.step.draws import NoiseDraws, draw_tokens
 
 
 def beginning(

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from triforce_tree.kernels.configs import KernelConfig
-from triforce_tree.kernels.plan import FLATTEN, Heads
+from triforce_tree.kernels.attention.configs import KernelConfig
+from triforce_tree.kernels.attention.plan import FLATTEN, Heads
 
 LAW = 2.0
 """Largest error a kernel may have, in those of plain torch in the same dtype (flash-attention's law)."""
@@ -231,8 +231,8 @@ def poisoned_memory() -> Iterator[None]:
 
 def run_case(case: Case, device: str, seed: int = 0) -> float:
     """Build, plan, run and compare; the error ratio."""
-    from triforce_tree.kernels.launch import run
-    from triforce_tree.kernels.plan import plan_trees
+    from triforce_tree.kernels.attention.launch import run
+    from triforce_tree.kernels.attention.plan import plan_trees
 
     problem = build(case, device, seed)
     with poisoned_memory():

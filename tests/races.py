@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triforce_tree.cycle import lanes, model
 from triforce_tree.cycle.host_attention import HostAttention
 from triforce_tree.cycle.texts import Texts
-from triforce_tree.kernels import prefill
+from triforce_tree.kernels.attention import prefill
 
 
 class Access(NamedTuple):

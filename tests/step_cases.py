@@ -14,7 +14,8 @@ import torch
 from kernels_cases import poisoned_memory
 from torch import Tensor
 
-from triforce_tree.kernels import step_reference
+from triforce_tree.kernels import step
+from triforce_tree.kernels.step.select import chunk_interest
 
 # What draft and target have in common: (sharp, likeness) of ``judgement``, from nothing to almost all.
 LIKENESS = ((1.0, 0.0), (2.0, 1.0), (0.3, 10.0), (30.0, 0.2), (0.1, 20.0), (0.5, 100.0))
@@ -39,7 +40,7 @@ class Problem:
         return tuple(copy(x) if at in self.changed else x for at, x in enumerate(self.args))
 
     def expected(self) -> list[Tensor]:
-        return self.run(getattr(step_reference, self.op), self.copied())
+        return self.run(getattr(step, self.op).definition, self.copied())
 
     def judge(self, made: list[Tensor], exact: list[Tensor]) -> None:
         if self.compare is not None:
@@ -182,7 +183,7 @@ def selection(
 def _good_choice(problem: Problem, made: list[Tensor], exact: list[Tensor]) -> None:
     """Another order of summation may exchange chunks of almost equal interest, and no others."""
     q, m, limit, _, slots, scale = problem.args
-    table, interest = made[0], step_reference.chunk_interest(q, m, limit, scale)
+    table, interest = made[0], chunk_interest(q, m, limit, scale)
     assert torch.equal(table[..., slots:], exact[0][..., slots:]), "columns beyond the slots changed"
     chosen = table[..., :slots].long()
     assert (chosen[..., 0] == 0).all(), "chunk 0 is missing"

@@ -1,4 +1,4 @@
-"""The distribution of what ``accept_tree`` emits, by enumeration: trees that are drawn, deterministic or both."""
+"""The distribution of what ``accept_tree`` emits, by enumeration: drawn trees and deterministic ones."""
 
 import itertools
 import math
@@ -8,7 +8,7 @@ import torch
 from enumeration import NOISE, exact_law, total_variation
 from torch import Tensor
 
-from triforce_tree.kernels.step_reference import accept_drawn
+from triforce_tree.kernels.step.accept import accept_drawn
 
 VOCABULARY = 3
 TREES = {

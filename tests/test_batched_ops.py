@@ -5,8 +5,9 @@ import step_cases
 import torch
 from batched_ops import accept_tree, append_rows, attention, move_rows
 
-from triforce_tree.kernels import planned, step_reference
-from triforce_tree.kernels.plan import Heads, plan_trees
+from triforce_tree.kernels import step
+from triforce_tree.kernels.attention import planned
+from triforce_tree.kernels.attention.plan import Heads, plan_trees
 
 
 @pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
@@ -30,13 +31,13 @@ def test_batched_row_moves_are_the_references() -> None:
     caches = [torch.randn(2, 3, 2, 16, 4)]
     caches.append(caches[0].clone())
     append_rows(*caches[0], k, v, start)
-    step_reference.append_rows(*caches[1], k, v, start)
+    step.append_rows(*caches[1], k, v, start)
     assert torch.equal(*caches)
     rows = [torch.randn(4, 3, 2, 16, 4)]
     rows.append(rows[0].clone())
     index = torch.tensor([[0, 2, 4, -1], [0, -1, -1, -1], [0, 1, 3, 6]])
     move_rows(rows[0], index, start)
-    step_reference.move_rows(rows[1], index, start)
+    step.move_rows(rows[1], index, start)
     assert torch.equal(*rows)
 
 
@@ -49,7 +50,7 @@ def test_batched_acceptance_is_the_references(seed: int) -> None:
             40, (1, 2, 5, 9, 17, 33)[seed], 7, "cpu", *likeness, False, seed, fixed=(0.0, 0.5, 1.0)[seed % 3]
         ).args
         for depth in (args[-1], 1):
-            expected = step_reference.accept_tree(*args[:-1], depth)
+            expected = step.accept_tree(*args[:-1], depth)
             assert all(
                 torch.equal(*pair) for pair in zip(accept_tree(*args[:-1], depth), expected, strict=True)
             )

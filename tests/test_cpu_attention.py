@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from triforce_tree.kernels import cpu_attention
-from triforce_tree.kernels.cpu_attention import CpuAttention, instructions, supports
+from triforce_tree.kernels.cpu import cpu_attention
+from triforce_tree.kernels.cpu.cpu_attention import CpuAttention, instructions, supports
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 BF16 = torch.bfloat16

@@ -20,11 +20,13 @@ from kernels_cases import LAW, Case, run_case
 from triton import OutOfResources
 
 import triforce_tree
-from triforce_tree.kernels import configs, fitting, linear_configs
-from triforce_tree.kernels.configs import KernelConfig
+from triforce_tree.kernels import fitting
+from triforce_tree.kernels.attention import configs
+from triforce_tree.kernels.attention.configs import KernelConfig
+from triforce_tree.kernels.attention.plan import Heads
 from triforce_tree.kernels.device import INTERPRETER, KNOWN, VARIABLE, Device, describe, told
-from triforce_tree.kernels.linear_configs import LinearConfig, row_block
-from triforce_tree.kernels.plan import Heads
+from triforce_tree.kernels.linear import configs as linear_configs
+from triforce_tree.kernels.linear.configs import LinearConfig, row_block
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 

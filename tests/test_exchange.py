@@ -18,7 +18,7 @@ def kernels():
 
     if not torch.cuda.is_available() and not knobs.runtime.interpret:
         pytest.skip("Triton was loaded without TRITON_INTERPRET=1")
-    from triforce_tree.kernels import exchange_kernels
+    from triforce_tree.kernels.exchange import chunks_kernels as exchange_kernels
 
     return exchange_kernels
 

@@ -14,7 +14,7 @@ from triforce_tree.few_row import (
     low_bit_copy,
     with_linears,
 )
-from triforce_tree.kernels.linear_configs import MOST_ROWS
+from triforce_tree.kernels.linear.configs import MOST_ROWS
 
 
 @pytest.fixture

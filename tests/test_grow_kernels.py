@@ -8,7 +8,7 @@ import step_cases
 import torch
 from scipy import stats
 
-from triforce_tree.kernels import step, step_reference
+from triforce_tree.kernels import step
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF, SINGLE = torch.float16, torch.float32
@@ -22,9 +22,12 @@ def kernels() -> SimpleNamespace:
 
     if not torch.cuda.is_available() and not knobs.runtime.interpret:
         pytest.skip("Triton was loaded without TRITON_INTERPRET=1")
-    from triforce_tree.kernels import grow
+    from triforce_tree.kernels.step import grow_kernels, place_kernels
 
-    return SimpleNamespace(**{k: v for k, v in vars(grow).items() if k[0] != "_"})
+    modules = (grow_kernels, place_kernels)
+    return SimpleNamespace(
+        **{name: getattr(m, name) for m in modules for name in step.__all__ if name in vars(m)}
+    )
 
 
 # See ``test_step_kernels``.
@@ -48,9 +51,9 @@ def test_begin_tree(batch, widths, ops) -> None:
 @pytest.mark.parametrize("ties", [True, False], ids=["ties", "normal"])
 @pytest.mark.parametrize("block", [8192, 32], ids=["held", "walked"])
 def test_expand_nodes(shape, race, ties, block, ops, monkeypatch) -> None:
-    from triforce_tree.kernels import grow
+    from triforce_tree.kernels.step import grow_kernels
 
-    monkeypatch.setattr(grow, "_BLOCK", block)
+    monkeypatch.setattr(grow_kernels, "_BLOCK", block)
     for dtype, temperature in ((HALF, None), (SINGLE, 0.7)):
         problem = grow_cases.expansion(*shape, dtype, race, DEVICE, temperature, ties)
         step_cases.agree(problem, ops)
@@ -142,7 +145,7 @@ def test_places_do_not_look_at_the_draws(fixed) -> None:
     args, other = problem.copied(), list(problem.copied())
     other[6] = torch.randint(-1, 40, args[6].shape)
     for one in (args, other):
-        step_reference.place_nodes(*one)
+        step.place_nodes.definition(*one)
         tokens, parents, draws, first = one[0], one[1], one[6], one[10]
         for b in range(4):
             for node in range(first + 6, first + 11):
@@ -194,4 +197,4 @@ def test_ops_trace(ops) -> None:
         grow_cases.placement(2, 3, 2, 2, DEVICE, fixed=True, last=True),
     ):
         checks = ("test_schema", "test_faketensor")
-        torch.library.opcheck(getattr(ops, problem.op), problem.copied(), test_utils=checks)
+        torch.library.opcheck(getattr(step, problem.op).overload, problem.copied(), test_utils=checks)

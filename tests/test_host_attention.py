@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from triforce_tree.kernels.plan import Heads
+from triforce_tree.kernels.attention.plan import Heads
 
 
 @pytest.mark.parametrize("heads", [Heads(6, 6, 32), Heads(6, 2, 32)], ids=["mha", "gqa"])

@@ -15,9 +15,10 @@ from triforce_tree.cycle.cycle import Cycle
 from triforce_tree.cycle.host_attention import HostAttention
 from triforce_tree.cycle.host_store import HostStore, Offload
 from triforce_tree.hf_model import HFModel
-from triforce_tree.kernels import host_rows, planned
-from triforce_tree.kernels.host_rows import attend
-from triforce_tree.kernels.plan import Heads, plan_trees
+from triforce_tree.kernels.attention import planned
+from triforce_tree.kernels.attention.plan import Heads, plan_trees
+from triforce_tree.kernels.cpu import host_rows
+from triforce_tree.kernels.cpu.host_rows import attend
 from triforce_tree.sampling import TokenLaw
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from triforce_tree.kernels import linear_reference as reference
 from triforce_tree.kernels.device import KNOWN
-from triforce_tree.kernels.linear_configs import LinearConfig, choose, row_block
+from triforce_tree.kernels.linear import reference
+from triforce_tree.kernels.linear.configs import LinearConfig, choose, row_block
 
 # The interpreter of Triton 3.6 makes scalars of one-element arrays, which newer NumPy warns about.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -33,7 +33,7 @@ def kernels():
 
     if not torch.cuda.is_available() and not knobs.runtime.interpret:
         pytest.skip("Triton was loaded without TRITON_INTERPRET=1")
-    from triforce_tree.kernels import linear
+    from triforce_tree.kernels.linear import launch as linear
 
     return linear
 

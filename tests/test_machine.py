@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from triforce_tree import machine
-from triforce_tree.kernels.plan import Heads
+from triforce_tree.kernels.attention.plan import Heads
 from triforce_tree.machine import host_rate
 
 

@@ -21,7 +21,7 @@ from triforce_tree.cycle import offloaded, pinned
 from triforce_tree.cycle.cycle import Cycle
 from triforce_tree.cycle.host_store import Offload
 from triforce_tree.engine import Engine
-from triforce_tree.kernels import host_rows
+from triforce_tree.kernels.cpu import host_rows
 from triforce_tree.memory_map import HostRate
 from triforce_tree.memory_plan import DoesNotFitError, MemoryPlan
 from triforce_tree.pass_time import FarRows

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from triforce_tree.kernels import planned, reference
-from triforce_tree.kernels.plan import Heads, plan_trees
+from triforce_tree.kernels.attention import planned, reference
+from triforce_tree.kernels.attention.plan import Heads, plan_trees
 
 PAGE = 4
 

@@ -4,9 +4,10 @@ The kernels run in Triton's interpreter where there is no GPU, which rounds bf16
 here, bf16 in ``scripts/step_kernels_check.py``.
 """
 
+import inspect
 import subprocess
 import sys
-from inspect import isfunction, signature
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,9 +16,7 @@ import step_cases
 import torch
 from scipy import stats
 
-from triforce_tree.kernels import step, step_reference
-from triforce_tree.token_tree import TokenTree
-from triforce_tree.verify import acceptance
+from triforce_tree.kernels import step
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF, SINGLE = torch.float16, torch.float32
@@ -31,10 +30,17 @@ def kernels() -> SimpleNamespace:
 
     if not torch.cuda.is_available() and not knobs.runtime.interpret:
         pytest.skip("Triton was loaded without TRITON_INTERPRET=1")
-    from triforce_tree.kernels import accept, grow, rows, select
+    from triforce_tree.kernels.step import (
+        accept_kernels,
+        grow_kernels,
+        place_kernels,
+        rows_kernels,
+        select_kernels,
+    )
 
+    modules = (rows_kernels, select_kernels, accept_kernels, grow_kernels, place_kernels)
     return SimpleNamespace(
-        **{k: v for m in (rows, select, accept, grow) for k, v in vars(m).items() if k[0] != "_"}
+        **{name: getattr(m, name) for m in modules for name in step.__all__ if name in vars(m)}
     )
 
 
@@ -116,9 +122,9 @@ def test_chunk_means(shape, dtype, ops) -> None:
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize("held", [16384, 64], ids=["held", "walked"])
 def test_select_chunks(shape, integers, group, held, ops, monkeypatch) -> None:
-    from triforce_tree.kernels import select
+    from triforce_tree.kernels.step import select_kernels
 
-    monkeypatch.setattr(select, "_HELD", held)
+    monkeypatch.setattr(select_kernels, "_HELD", held)
     batch, heads, _, *rest = shape
     problem = step_cases.selection(batch, heads, group, *rest, HALF, DEVICE, integers=integers)
     step_cases.agree(problem, ops)
@@ -150,58 +156,18 @@ def test_reference_selection_ranks_as_shares(group) -> None:
         assert table[b, h].tolist() == sorted(shares.topk(9).indices.tolist())
 
 
-class Scripted:
-    """Stands for ``sampling.Random``: coins and races that were thrown before."""
-
-    def __init__(self, tree: TokenTree, nodes: list[int], uniforms, race) -> None:
-        self.tree, self.nodes, self.uniforms, self.race = tree, nodes, uniforms, race
-        self.node = self.child = 0
-
-    def accept(self, probability: float) -> bool:
-        child = self.tree.children[self.node][self.child]
-        taken = float(self.uniforms[self.nodes[child]]) < probability
-        self.node, self.child = (child, 0) if taken else (self.node, self.child + 1)
-        return taken
-
-    def choose(self, law) -> int:
-        return int((law / self.race).argmax())
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_reference_acceptance_is_that_of_verify(seed) -> None:
-    torch.manual_seed(seed)
-    likeness = step_cases.LIKENESS[seed % 6]
-    fixed = float(seed % 4 == 2)
-    problem = step_cases.judgement(
-        4, 3 + seed, (3, 9, 60, 9)[seed % 4], "cpu", *likeness, seed=seed, fixed=fixed
-    )
-    tokens, parents, p, q, q_rows, uniforms, race, _ = problem.args
-    path, count, following = problem.expected()
-    for b in range(4):
-        there = [0] + [i for i in range(1, tokens.shape[1]) if tokens[b, i] >= 0]
-        place = {node: at for at, node in enumerate(there)} | {-1: -1}
-        tree = TokenTree(
-            tokens[b, there].tolist(),
-            [place[int(parents[b, node])] for node in there],
-            None if fixed else q[b],
-            {at: int(q_rows[b, node]) for at, node in enumerate(there)},
-        )
-        exact = acceptance.accept_sampling(tree, p[b, there], Scripted(tree, there, uniforms[b], race[b]))
-        assert [there[node] for node in exact.path] == path[b, : count[b]].tolist()
-        assert (path[b, count[b] :] == -1).all()
-        assert exact.next_token == following[b]
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_reference_greedy_is_that_of_verify(seed) -> None:
-    torch.manual_seed(seed)
-    problem = step_cases.greedy(3, 12, 4, "cpu", seed)
-    tokens, parents, best, _ = problem.args
-    path, count, following = problem.expected()
-    for b in range(3):
-        tree = TokenTree(tokens[b].tolist(), parents[b].tolist())
-        exact = acceptance.accept_greedy(tree, best[b].tolist())
-        assert (path[b, : count[b]].tolist(), int(following[b])) == (exact.path, exact.next_token)
+def test_greedy_acceptance_by_hand() -> None:
+    """The second of three children, its only child, then a token that nobody proposed; depth cuts it short."""
+    tokens = torch.tensor([[9, 4, 5, 6, 7, 5, -1]])
+    parents = torch.tensor([[-1, 0, 0, 0, 2, 1, 4]])
+    best = torch.tensor([[5, 5, 7, 0, 3, 0, 0]])
+    path, count, following = step.accept_greedy(tokens, parents, best, 3)
+    assert (path.tolist(), count.tolist(), following.tolist()) == ([[0, 2, 4, -1]], [3], [3])
+    path, count, following = step.accept_greedy(tokens, parents, best, 1)
+    assert (path.tolist(), count.tolist(), following.tolist()) == ([[0, 2]], [2], [7])
+    # A node that is not there is not what an id of -1 asks for.
+    path, count, _ = step.accept_greedy(tokens, parents, best.index_fill(1, torch.tensor(4), -1), 3)
+    assert (path.tolist(), count.tolist()) == ([[0, 2, 4, -1]], [3])
 
 
 def test_reference_acceptance_gives_the_targets_law() -> None:
@@ -400,23 +366,37 @@ def test_ops_trace(ops) -> None:
         step_cases.runner_up(1, 2, 5, True, DEVICE),
     ):
         checks = ("test_schema", "test_faketensor")
-        torch.library.opcheck(getattr(ops, problem.op), problem.copied(), test_utils=checks)
+        overload = getattr(step, problem.op).overload
+        torch.library.opcheck(overload, problem.copied(), test_utils=checks)
 
 
-def test_dispatch_imports_triton_on_a_gpu_only() -> None:
+def test_triton_is_imported_on_a_gpu_only() -> None:
     root = Path(__file__).parent.parent
-    check = "import sys; sys.modules['triton'] = None; import triforce_tree.kernels.step"
+    check = (
+        "import sys; sys.modules['triton'] = None; import torch;"
+        "from triforce_tree.kernels import exchange, step;"
+        "x = torch.ones(1, 1, 4, 2); step.append_rows(x, x.clone(), x, x, torch.zeros(1, dtype=torch.int64));"
+        "exchange.fetch_words(torch.zeros(3).int(), torch.ones(3).int())"
+    )
     subprocess.run([sys.executable, "-c", check], cwd=root, check=True)
 
 
 @runs_kernels
-def test_all_three_have_one_signature(ops) -> None:
-    names = [
-        name for name, made in vars(step).items() if isfunction(made) and name[0] != "_" and name != "cache"
-    ]
-    assert len(names) == 10
-    for name in names:
-        assert signature(getattr(step, name)) == signature(getattr(step_reference, name))
-        assert list(signature(getattr(step, name)).parameters) == [
-            argument.name for argument in getattr(ops, name)._schema.arguments
-        ]
+def test_kernels_have_the_signatures_of_their_operators(ops) -> None:
+    assert len(step.__all__) == 10
+    for name in step.__all__:
+        operator = getattr(step, name)
+        assert signature(operator) == signature(operator.definition) == signature(getattr(ops, name))
+        assert inspect.getdoc(operator) == inspect.getdoc(operator.definition)
+        arguments = [argument.name for argument in operator.overload._schema.arguments]
+        assert list(signature(operator).parameters) == arguments
+
+
+@pytest.mark.gpu
+def test_operators_serve_each_device_by_its_own() -> None:
+    """On a GPU the kernel, on the CPU the definition, of the same call."""
+    problem = step_cases.greedy(3, 16, 9, "cpu")
+    on_gpu = [x.cuda() if isinstance(x, torch.Tensor) else x for x in problem.args]
+    for made, exact in zip(step.accept_greedy(*on_gpu), step.accept_greedy(*problem.args), strict=True):
+        assert made.is_cuda
+        assert torch.equal(made.cpu(), exact)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from triforce_tree.kernels import linear_reference as reference
-from triforce_tree.kernels.linear_configs import LEAST_BLOCK, MOST_PLAIN_ROWS, MOST_ROWS
+from triforce_tree.kernels.linear import reference
+from triforce_tree.kernels.linear.configs import LEAST_BLOCK, MOST_PLAIN_ROWS, MOST_ROWS
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -37,7 +37,7 @@ class FewRowLinear(nn.Module):
         """``[..., in_features]`` to ``[..., out_features]`` in x's dtype."""
         if _fits(x, MOST_PLAIN_ROWS) and self.weight.dtype == x.dtype:
             # At the first use, so that machines without Triton can import the package.
-            from triforce_tree.kernels.linear import linear
+            from triforce_tree.kernels.linear.launch import linear
 
             return linear(x, self.weight, self.bias, self.counters)
         return nn.functional.linear(x, self.weight, self.bias)
@@ -72,7 +72,7 @@ class LowBitLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in_features]`` to ``[..., out_features]`` in x's dtype."""
         if _fits(x):
-            from triforce_tree.kernels.linear import low_bit_linear
+            from triforce_tree.kernels.linear.launch import low_bit_linear
 
             return low_bit_linear(x, self.words, self.scales, self.bias, self.bits, self.counters)
         weight = reference.dequantise(self.words, self.scales, self.bits, self.in_features, x.dtype)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from triforce_tree.kernels.device import describe
-from triforce_tree.kernels.linear_configs import MOST_FUSED
+from triforce_tree.kernels.linear.configs import MOST_FUSED
 
 # By its name: the operator exists only where Triton does.
 _ONE = "triforce_tree.few_row_linear.default"

@@ -15,8 +15,8 @@ from transformers import AttentionInterface, Cache, PreTrainedModel
 
 from triforce_tree.caches.base import KVCache, Rows, Variant
 from triforce_tree.host_linear import few_row_linears
+from triforce_tree.kernels.attention.plan import Heads
 from triforce_tree.kernels.device import explained
-from triforce_tree.kernels.plan import Heads
 from triforce_tree.length_rope import LengthRope
 from triforce_tree.locks import held
 from triforce_tree.model_copy import shallow_copy

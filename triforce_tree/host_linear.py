@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from triforce_tree.kernels.host import ONEDNN
+from triforce_tree.kernels.cpu.host import ONEDNN
 
 _MOST_ROWS = 64
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from triforce_tree import parallel
 from triforce_tree.cycle.lanes import Lane
 from triforce_tree.cycle.pinned import SPARE, HostMemory, available, usable
-from triforce_tree.kernels.host_rows import attend, kernel
-from triforce_tree.kernels.plan import Heads
+from triforce_tree.kernels.attention.plan import Heads
+from triforce_tree.kernels.cpu.host_rows import attend, kernel
 from triforce_tree.memory_map import HostRate, Machine
 
 _PROBE, _PIECE = 256 << 20, 64 << 20

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from triforce_tree.kernels import dispatch
-from triforce_tree.kernels.prefill import causal_attention
+from triforce_tree.kernels.attention import dispatch
+from triforce_tree.kernels.attention.prefill import causal_attention
 
 
 @dataclass(frozen=True)

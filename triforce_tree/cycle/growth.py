@@ -132,7 +132,7 @@ class Growth:
         def attend(
             layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, sinks: Tensor | None
         ) -> Tensor:
-            from triforce_tree.kernels.prefill import causal_attention
+            from triforce_tree.kernels.attention.prefill import causal_attention
 
             for mine, new in zip(self.store.layer(layer), (k, v), strict=True):
                 mine[b : b + 1, :, : len(tokens)] = new

@@ -15,9 +15,10 @@ from torch import Tensor
 from triforce_tree.cycle.lanes import Lane
 from triforce_tree.cycle.pinned import HostMemory
 from triforce_tree.hf_model import HFModel
-from triforce_tree.kernels import exchange, host_rows
-from triforce_tree.kernels.host_rows import State
-from triforce_tree.kernels.plan import Heads
+from triforce_tree.kernels import exchange
+from triforce_tree.kernels.attention.plan import Heads
+from triforce_tree.kernels.cpu import host_rows
+from triforce_tree.kernels.cpu.host_rows import State
 
 
 def check_host_attention(model: HFModel) -> None:

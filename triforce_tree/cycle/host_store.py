@@ -9,7 +9,7 @@ from torch import Tensor
 from triforce_tree.cycle.lanes import Lane, Mark, Ring
 from triforce_tree.cycle.pinned import HostMemory
 from triforce_tree.cycle.shapes import unit_rows
-from triforce_tree.kernels.plan import Heads
+from triforce_tree.kernels.attention.plan import Heads
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from triforce_tree.cycle.lanes import Lane, Mark
 from triforce_tree.cycle.model import decoder_layers
 from triforce_tree.cycle.pinned import HostMemory
 from triforce_tree.hf_model import HFModel
-from triforce_tree.kernels.prefill import causal_attention
+from triforce_tree.kernels.attention.prefill import causal_attention
 from triforce_tree.stats import Progress
 
 

@@ -43,18 +43,18 @@ class Noise:
     def accept_tree(
         self, tokens: Tensor, parents: Tensor, p: Tensor, q: Tensor, q_rows: Tensor, depth: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See ``kernels.step_reference.accept_tree``; the tree has at most ``uniforms`` nodes."""
+        """See ``kernels.step.accept_tree``; the tree has at most ``uniforms`` nodes."""
         return step.accept_tree(tokens, parents, p, q, q_rows, self.uniform, self.race[:, 0], depth)
 
     def expand_nodes(
         self, logits: Tensor, temperature: Tensor | None, laws: Tensor, count: int, first: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """See ``kernels.step_reference.expand_nodes``; the frontier reads the rows from ``first`` on."""
+        """See ``kernels.step.expand_nodes``; the frontier reads the rows from ``first`` on."""
         race = self.race[:, first : first + laws.shape[1]] if self.race.numel() else None
         return step.expand_nodes(logits, temperature, race, laws, count)
 
     def second_choice(self, laws: Tensor, chosen: Tensor) -> Tensor:
-        """See ``kernels.step_reference.second_choice``."""
+        """See ``kernels.step.second_choice``."""
         return step.second_choice(laws, chosen, self.race if self.race.numel() else None)
 
 

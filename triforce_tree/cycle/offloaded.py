@@ -22,8 +22,10 @@ from triforce_tree.cycle.host_store import HostStore, Offload
 from triforce_tree.cycle.layerwise import FarStates, ReservedStates, fill_by_layers
 from triforce_tree.cycle.rows import KVStore, TreeRows
 from triforce_tree.hf_model import HFModel
-from triforce_tree.kernels import dispatch, planned, step
-from triforce_tree.kernels.plan import Plan, plan_pieces
+from triforce_tree.kernels import step
+from triforce_tree.kernels.attention import planned
+from triforce_tree.kernels.attention.plan import Plan, plan_pieces
+from triforce_tree.kernels.attention.reference import merge_states
 from triforce_tree.stats import Progress
 
 LEAVING = 128
@@ -316,7 +318,7 @@ class StreamedRows(TreeRows):
         for b, pieces in enumerate(parts):
             own = slice(b * queries, (b + 1) * queries)
             outs, lses = zip(*pieces, (out[None, own], lse[None, own]), strict=True)
-            merged.append(dispatch.merge_states(torch.cat(outs), torch.cat(lses))[0])
+            merged.append(merge_states(torch.cat(outs), torch.cat(lses))[0])
         return torch.stack(merged)
 
     def _pieces(

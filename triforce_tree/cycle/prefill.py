@@ -8,7 +8,7 @@ from torch import Tensor
 from triforce_tree.caches.base import Rows, Variant
 from triforce_tree.cycle.rows import KVStore
 from triforce_tree.hf_model import HFModel
-from triforce_tree.kernels.prefill import causal_attention
+from triforce_tree.kernels.attention.prefill import causal_attention
 from triforce_tree.stats import Progress
 
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from triforce_tree.config import RetrievalConfig
-from triforce_tree.kernels import planned, step
-from triforce_tree.kernels.plan import Heads, Plan, plan_trees
+from triforce_tree.kernels import step
+from triforce_tree.kernels.attention import planned
+from triforce_tree.kernels.attention.plan import Heads, Plan, plan_trees
 
 
 class KVStore:

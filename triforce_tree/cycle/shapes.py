@@ -2,7 +2,7 @@
 
 What may vary from tree to tree is who follows whom: a child's place is a (parent, rank) pair, rank r
 meaning the parent's r-th draw. The honesty rule of ``drafters/base.py`` holds as there: the pairs depend on
-laws alone, never on the draws at hand (``kernels.step_reference.place_nodes``).
+laws alone, never on the draws at hand (``kernels.step.place_nodes``).
 """
 
 import math

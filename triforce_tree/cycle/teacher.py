@@ -12,7 +12,7 @@ from triforce_tree.cycle.cycle import Cycle
 from triforce_tree.cycle.drafter import TokenTree
 from triforce_tree.cycle.shapes import DeviceShape
 from triforce_tree.cycle.stages import DraftStage
-from triforce_tree.kernels.plan import pack_mask
+from triforce_tree.kernels.attention.plan import pack_mask
 from triforce_tree.token_tree import ancestor_mask
 
 

@@ -8,8 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triforce_tree.kernels.operators import operator
-from triforce_tree.kernels.step_reference import check_ring
+from triforce_tree.kernels.step.rows import check_ring
 
 # Elements of a tile: 64 to a thread of four warps.
 _TILE = 8192
@@ -136,9 +135,8 @@ def _means_kernel(
     tl.store(out + chunk[:, None] * means_c + column, mean, mask=there)
 
 
-@operator("append_rows", writes=("k_cache", "v_cache"))
 def append_rows(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tensor, ring: int = 0) -> None:
-    """See ``step_reference.append_rows``."""
+    """See ``rows.append_rows``."""
     batch, heads, size, dim = k_cache.shape
     count = k.shape[2]
     if k.shape != (batch, heads, count, dim) or v.shape != k.shape or v_cache.shape != k_cache.shape:
@@ -153,9 +151,8 @@ def append_rows(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: T
     )  # fmt: skip
 
 
-@operator("move_rows", writes=("rows",))
 def move_rows(rows: Tensor, index: Tensor, start: Tensor, ring: int = 0) -> None:
-    """See ``step_reference.move_rows``; 1,024 places at most."""
+    """See ``rows.move_rows``; 1,024 places at most."""
     parts, batch, heads, size, dim = rows.shape
     count = index.shape[1]
     if count > 1024:
@@ -171,9 +168,8 @@ def move_rows(rows: Tensor, index: Tensor, start: Tensor, ring: int = 0) -> None
     )  # fmt: skip
 
 
-@operator("chunk_means", writes=("means",))
 def chunk_means(means: Tensor, k: Tensor, first: Tensor, count: int, chunk: int) -> None:
-    """See ``step_reference.chunk_means``."""
+    """See ``rows.chunk_means``."""
     layers, batch, heads, size, dim = k.shape
     places = min(means.shape[3], size // chunk)
     block_d = triton.next_power_of_2(dim)

@@ -2,7 +2,7 @@
 
 Two launches. The first reads every mean once; its scores stay in L2. The second has one program per
 sequence and KV head, which holds the scores as ordered integers in registers, brackets the last chosen
-score by counting, and writes the chosen chunks in ascending order. ``step_reference.select_chunks`` is
+score by counting, and writes the chosen chunks in ascending order. ``select.select_chunks`` is
 the definition.
 """
 
@@ -11,8 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton import knobs
-
-from triforce_tree.kernels.operators import operator
 
 # Chunks of one program of the first launch.
 _BLOCK = 64
@@ -208,9 +206,8 @@ def _choose_kernel(
         maybe_before += total & 65535
 
 
-@operator("select_chunks", writes=("table",))
 def select_chunks(q: Tensor, means: Tensor, limit: Tensor, table: Tensor, slots: int, scale: float) -> None:
-    """See ``step_reference.select_chunks``; the workspace holds fp32 ``[B, H_q, C]`` scores."""
+    """See ``select.select_chunks``; the workspace holds fp32 ``[B, H_q, C]`` scores."""
     batch, heads, chunks, dim = means.shape
     q_heads = q.shape[1]
     if q.stride(2) != 1:

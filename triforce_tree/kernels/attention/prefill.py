@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from triforce_tree.kernels.reference import tree_attention
+from triforce_tree.kernels.attention.reference import tree_attention
 
 
 def causal_attention(

@@ -1,4 +1,4 @@
-"""Where the definitions of ``step_reference`` get their random decisions from."""
+"""Where the definitions of ``accept`` and ``grow`` get their random decisions from."""
 
 from typing import Protocol
 
@@ -58,7 +58,7 @@ class NoiseDraws:
 
 
 def draw_tokens(draws: Draws | None, probs: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Children of a tree's frontier ``[B, F, V]``: what ``step_reference.expand_nodes`` returns.
+    """Children of a tree's frontier ``[B, F, V]``: what ``grow.expand_nodes`` returns.
 
     Args:
         draws: None takes the most probable tokens.

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from triforce_tree.kernels import reference
-from triforce_tree.kernels.plan import FirstRows, Plan
+from triforce_tree.kernels.attention import reference
+from triforce_tree.kernels.attention.plan import FirstRows, Plan
 
 
 def run(
@@ -40,7 +40,7 @@ def states(
 ) -> tuple[Tensor, Tensor]:
     """The output and its log-sum-exp ``[queries, H_q]``, both of ``launch.run``; see :func:`run`."""
     if q.is_cuda:
-        from triforce_tree.kernels import launch
+        from triforce_tree.kernels.attention import launch
 
         return launch.run(q, k, v, plan, scale=scale, table=table, first=first, softcap=softcap, sinks=sinks)
     outs, lses = [], []

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from triforce_tree.kernels.configs import EDGE, KernelConfig, choose
+from triforce_tree.kernels.attention.configs import EDGE, KernelConfig, choose
 from triforce_tree.kernels.device import describe
 
 FLATTEN, NODE = "flatten", "node"
@@ -75,33 +75,6 @@ class Plan:
     bounds: Tensor
     slices: int
     max_queries: int
-
-    def update(self, mask: Tensor | None = None, lengths: Tensor | Sequence[int] | None = None) -> None:
-        """Change tree and lengths in place; nothing is allocated on the device and nothing waits
-        for it.
-
-        Args:
-            mask: bool ``[queries, N]`` with N at most ``64 * words``, or packed words.
-            lengths: ``[segments]``.
-        """
-        if mask is not None:
-            words = mask if mask.dtype == torch.int64 else pack_mask(mask, self.mask.shape[1])
-            self.mask.copy_(words, non_blocking=True)
-        if lengths is not None:
-            self.lengths.copy_(torch.as_tensor(lengths, dtype=torch.int32), non_blocking=True)
-
-    def io_bytes(
-        self, lengths: Sequence[int], tails: Sequence[int], element_bytes: int = 2
-    ) -> dict[str, int]:
-        """Bytes one call must move: KV once, queries, results, and the fp32 partials both ways."""
-        rows, vectors = sum(lengths) + sum(tails), self.queries * self.heads.query
-        pieces = (self.slices + len(lengths) * self.heads.kv) * self.max_queries * self.heads.group
-        return {
-            "kv": 2 * rows * self.heads.kv * self.heads.dim * element_bytes,
-            "queries_and_results": 2 * vectors * self.heads.dim * element_bytes,
-            "mask": self.mask.numel() * 8,
-            "partials_at_most": 2 * pieces * (self.heads.dim + 1) * 4,
-        }
 
 
 class FirstRows(NamedTuple):

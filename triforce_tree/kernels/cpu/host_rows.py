@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from triforce_tree.kernels.cpu_attention import CpuAttention, supports
-from triforce_tree.kernels.plan import Heads
-from triforce_tree.kernels.reference import merge_states
+from triforce_tree.kernels.attention.plan import Heads
+from triforce_tree.kernels.attention.reference import merge_states
+from triforce_tree.kernels.cpu.cpu_attention import CpuAttention, supports
 
 State = tuple[Tensor, Tensor]
 """Outputs and their log-sum-exp."""

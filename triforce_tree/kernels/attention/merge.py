@@ -10,8 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triforce_tree.kernels.operators import fake, operator
-
 
 @triton.jit
 def _merge_kernel(
@@ -51,7 +49,6 @@ def _merge_kernel(
     tl.store(lse_ptr + row, tl.where(empty, float("-inf"), best + tl.log(weight)), mask=real)
 
 
-@operator("merge_states")
 def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     """See ``reference.merge_states``."""
     parts, dim = outs.shape[0], outs.shape[-1]
@@ -64,8 +61,3 @@ def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
         PARTS=parts, DIM=dim, BLOCK_D=triton.next_power_of_2(dim), BLOCK=block,
     )  # fmt: skip
     return out, lse
-
-
-@fake("merge_states")
-def _(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    return outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:], dtype=torch.float32)

@@ -15,8 +15,8 @@ hardware, and to running sums, stays below torch's own error; ``products`` says 
 import triton
 import triton.language as tl
 
-from triforce_tree.kernels.products import add_values, narrow_scores
-from triforce_tree.kernels.schedule import share_of, spans
+from triforce_tree.kernels.attention.products import add_values, narrow_scores
+from triforce_tree.kernels.attention.schedule import share_of, spans
 
 LOG2E = tl.constexpr(1.4426950408889634)
 

@@ -8,7 +8,7 @@ in base 2, the result leaves in base e.
 import triton
 import triton.language as tl
 
-from triforce_tree.kernels.schedule import cut_evenly, slice_of, spans
+from triforce_tree.kernels.attention.schedule import cut_evenly, slice_of, spans
 
 
 @triton.jit(do_not_specialize=["max_rows", "segments", "slices"])

@@ -2,14 +2,16 @@
 
 A middle level far from its rows keeps copies of some chunks in slots on its device. A choice names the
 chunks it wants; those that are not here take the places of chunks that are not wanted, in turn, so that
-what was wanted lately stays. Nothing is asked of the host, and a captured graph serves any choice. CUDA
-tensors go to the Triton kernels (``exchange_kernels``), all others to the definitions here.
+what was wanted lately stays. Nothing is asked of the host, and a captured graph serves any choice.
 """
 
 import torch
 from torch import Tensor
 
+from triforce_tree.kernels.operators import operator
 
+
+@operator("exchange_chunks", writes=("held", "place", "hand", "moves", "counts"), triton=".chunks_kernels")
 def exchange_chunks(
     held: Tensor, place: Tensor, wanted: Tensor, hand: Tensor, moves: Tensor, counts: Tensor
 ) -> None:
@@ -23,11 +25,6 @@ def exchange_chunks(
         moves: int32 ``[B, H, 2, W]``, receives (slot, chunk) of those that must come, in front.
         counts: int32 ``[B, H]``, receives how many they are.
     """
-    if held.is_cuda:
-        from triforce_tree.kernels import exchange_kernels
-
-        exchange_kernels.exchange_chunks(held, place, wanted, hand, moves, counts)
-        return
     slots = held.shape[2]
     for b in range(held.shape[0]):
         for h in range(held.shape[1]):
@@ -46,6 +43,7 @@ def exchange_chunks(
             counts[b, h] = len(missing)
 
 
+@operator("fetch_chunks", writes=("k", "v"), triton=".chunks_kernels")
 def fetch_chunks(
     k: Tensor, v: Tensor, near: Tensor, far: Tensor, moves: Tensor, counts: Tensor, chunk: int
 ) -> None:
@@ -60,11 +58,6 @@ def fetch_chunks(
         counts: int32 ``[H]``.
         chunk: rows.
     """
-    if k.is_cuda:
-        from triforce_tree.kernels import exchange_kernels
-
-        exchange_kernels.fetch_chunks(k, v, near, far, moves, counts, chunk)
-        return
     first = near.shape[0]
     for head, count in enumerate(counts.tolist()):
         for slot, number in zip(*moves[head, :, :count].tolist(), strict=True):
@@ -74,6 +67,7 @@ def fetch_chunks(
             k[head, at], v[head, at] = rows[:, 0, head], rows[:, 1, head]
 
 
+@operator("fetch_words", writes=("target",), triton=".chunks_kernels")
 def fetch_words(target: Tensor, source: Tensor) -> None:
     """Copy from host memory that the device can read, without waiting for what the copy engine has to do.
 
@@ -81,11 +75,6 @@ def fetch_words(target: Tensor, source: Tensor) -> None:
         target: int32 ``[n]``, on the device; changed in place.
         source: int32 ``[n]``, on the host.
     """
-    if target.is_cuda:
-        from triforce_tree.kernels import exchange_kernels
-
-        exchange_kernels.fetch_words(target, source)
-        return
     target.copy_(source)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from triforce_tree.kernels import reference
+from triforce_tree.kernels.attention import reference
 
 # Below this many rows one batched product for all heads costs less than a call for each head.
 _ROWS_PER_HEAD_CALL = 1024

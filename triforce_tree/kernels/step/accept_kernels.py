@@ -11,11 +11,9 @@ No residual is ever stored. Refusals of children drawn from one law q leave
 with T_k what the refused tokens leave of q's mass, since (p - a q)+ less b q, cut at zero again, is
 (p - (a + b) q)+, and a refused token has nothing left in p: p(x) < q(x). Children that were proposed
 deterministically leave p without the refused tokens, and S_k is the sum of that. So a refusal costs one walk
-over the vocabulary, and where no sibling is left that walk finds the emitted token too. ``step_reference`` is
-the definition.
+over the vocabulary, and where no sibling is left that walk finds the emitted token too. ``accept`` holds the
+definitions.
 """
-
-from typing import Any
 
 import torch
 import triton
@@ -23,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-from triforce_tree.kernels.operators import fake, operator
+from triforce_tree.kernels.step.accept import empty_results
 
 _BLOCK_V = 4096
 _NONE = tl.constexpr(2**63 - 1)
@@ -269,7 +267,6 @@ def _second_kernel(
     tl.store(out_ptr + at, token.to(tl.int64))
 
 
-@operator("accept_tree")
 def accept_tree(
     tokens: Tensor,
     parents: Tensor,
@@ -280,7 +277,7 @@ def accept_tree(
     race: Tensor,
     depth: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See ``step_reference.accept_tree``; laws and noise must be fp32."""
+    """See ``accept.accept_tree``; laws and noise must be fp32."""
     batch, nodes = tokens.shape
     vocab = p.shape[2]
     tokens, parents, q_rows, uniforms = (_dense(x) for x in (tokens, parents, q_rows, uniforms))
@@ -294,7 +291,7 @@ def accept_tree(
         q_rows.stride(0), uniforms.stride(0), race.stride(0), nodes, q.shape[1], vocab, depth,
         BLOCK_N=block_n, BLOCK_V=block_v, **_warps(max(1, min(16, block_v // 256))),
     )  # fmt: skip
-    path, count, following = _results(tokens, depth)
+    path, count, following = empty_results(tokens, depth)
     _follow_kernel[(batch,)](
         path, count, following, outcome, nodes, depth,
         BLOCK_N=block_n, BLOCK_P=triton.next_power_of_2(depth + 1), **_warps(max(1, block_n // 256)),
@@ -302,12 +299,11 @@ def accept_tree(
     return path, count, following
 
 
-@operator("accept_greedy")
 def accept_greedy(tokens: Tensor, parents: Tensor, best: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
-    """See ``step_reference.accept_greedy``."""
+    """See ``accept.accept_greedy``."""
     batch, nodes = tokens.shape
     tokens, parents, best = (_dense(x) for x in (tokens, parents, best))
-    path, count, following = _results(tokens, depth)
+    path, count, following = empty_results(tokens, depth)
     block = triton.next_power_of_2(nodes)
     _greedy_kernel[(batch,)](
         path, count, following, tokens, parents, best,
@@ -317,9 +313,8 @@ def accept_greedy(tokens: Tensor, parents: Tensor, best: Tensor, depth: int) -> 
     return path, count, following
 
 
-@operator("second_choice")
 def second_choice(laws: Tensor, chosen: Tensor, race: Tensor | None) -> Tensor:
-    """See ``step_reference.second_choice``."""
+    """See ``accept.second_choice``."""
     batch, choices, vocab = laws.shape
     laws, chosen = _dense(laws), chosen.contiguous()
     race = None if race is None else _dense(race)
@@ -331,26 +326,6 @@ def second_choice(laws: Tensor, chosen: Tensor, race: Tensor | None) -> Tensor:
         BLOCK=block, **_warps(max(1, min(16, block // 256))),
     )  # fmt: skip
     return out
-
-
-@fake("accept_tree")
-def _(tokens: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _results(tokens, rest[-1])
-
-
-@fake("accept_greedy")
-def _(tokens: Tensor, parents: Tensor, best: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
-    return _results(tokens, depth)
-
-
-@fake("second_choice")
-def _(laws: Tensor, chosen: Tensor, race: Tensor | None) -> Tensor:
-    return torch.empty_like(chosen, memory_format=torch.contiguous_format)
-
-
-def _results(tokens: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
-    batch = tokens.shape[0]
-    return tokens.new_empty(batch, depth + 1), tokens.new_empty(batch), tokens.new_empty(batch)
 
 
 def _dense(x: Tensor) -> Tensor:

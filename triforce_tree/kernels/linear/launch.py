@@ -11,7 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from triforce_tree.kernels.device import Device, describe
 from triforce_tree.kernels.fitting import fitted, within
-from triforce_tree.kernels.linear_configs import (
+from triforce_tree.kernels.linear.configs import (
     LEAST_BLOCK,
     MOST_FUSED,
     LinearConfig,
@@ -19,7 +19,7 @@ from triforce_tree.kernels.linear_configs import (
     row_block,
     smaller,
 )
-from triforce_tree.kernels.linear_kernel import linear_kernel
+from triforce_tree.kernels.linear.kernel import linear_kernel
 from triforce_tree.kernels.operators import fake, numbers, operator
 
 

@@ -13,7 +13,7 @@ Up to three weights that multiply the same x fit into one launch: their tiles ar
 import triton
 import triton.language as tl
 
-from triforce_tree.kernels.unpack import four_planes, two_planes
+from triforce_tree.kernels.linear.unpack import four_planes, two_planes
 
 
 @triton.jit

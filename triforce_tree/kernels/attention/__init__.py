@@ -1,0 +1,1 @@
+"""Attention of token trees: definitions, plans, and the Triton kernels that run them."""

@@ -1,0 +1,78 @@
+"""What computes tree attention by a mask: the one branch between CPU and GPU.
+
+CUDA tensors go to the Triton kernels, everything else to the torch references that define them.
+Triton is imported at the first use, so that machines without it can import the package.
+"""
+
+from typing import Any
+
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from triforce_tree.kernels.attention import reference
+from triforce_tree.kernels.cpu import host
+
+# The plans made for a mask, for as long as the mask lives.
+_plans: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def tree_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    *,
+    scale: float,
+    first: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See ``reference.tree_attention``."""
+    if not q.is_cuda:
+        return reference.tree_attention(q, k, v, mask, scale=scale, first=first, softcap=softcap, sinks=sinks)
+    return _planned(q, k, v, mask, scale=scale, first=first, softcap=softcap, sinks=sinks)
+
+
+def tree_attention_out(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    *,
+    scale: float,
+    first: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """The output of ``tree_attention`` alone, which on the CPU has a faster way of its own."""
+    how: dict[str, Any] = {"scale": scale, "first": first, "softcap": softcap, "sinks": sinks}
+    if q.is_cuda:
+        return _planned(q, k, v, mask, **how)[0]
+    return host.tree_attention(q, k, v, mask, **how)
+
+
+def _planned(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, first: Tensor | None, **how: Any
+) -> tuple[Tensor, Tensor]:
+    """One call through a plan, which the layers of a forward share as they share the mask."""
+    from triforce_tree.kernels.attention.launch import run
+    from triforce_tree.kernels.attention.plan import Heads, plan_trees
+
+    batch, q_heads, queries, dim = q.shape
+    version = 0 if mask.is_inference() else mask._version
+    key = (batch, q_heads, k.shape[1], dim, k.shape[2], q.dtype, version)
+    plans = _plans.setdefault(mask, {})
+    if key not in plans:
+        plans[key] = plan_trees(
+            Heads(q_heads, k.shape[1], dim),
+            [mask] * batch,
+            [k.shape[2] - mask.shape[1]] * batch,
+            device=q.device,
+            dtype=q.dtype,
+        )
+    if first is not None and batch > 1:
+        first = first.repeat(batch)
+    packed = q.transpose(1, 2).reshape(batch * queries, q_heads, dim)
+    out, lse = run(packed, k, v, plans[key], first=first, **how)
+    out = out.view(batch, queries, q_heads, dim).transpose(1, 2)
+    return out, lse.view(batch, queries, q_heads).transpose(1, 2)

@@ -1,0 +1,5 @@
+"""Chunks of KV rows that are copied between host memory and slots on the device."""
+
+from triforce_tree.kernels.exchange.chunks import exchange_chunks, fetch_chunks, fetch_words, place_of
+
+__all__ = ["exchange_chunks", "fetch_chunks", "fetch_words", "place_of"]

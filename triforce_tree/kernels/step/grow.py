@@ -1,0 +1,144 @@
+"""What grows a token tree between the forwards of a draft model."""
+
+import torch
+from torch import Tensor
+
+from triforce_tree.kernels.operators import fake, operator
+from triforce_tree.kernels.step.draws import Draws, NoiseDraws, draw_tokens, ranked
+
+
+@operator("begin_tree", writes=("ids", "positions", "root", "at", "lengths"), triton=".grow_kernels")
+def begin_tree(
+    ids: Tensor,
+    positions: Tensor,
+    root: Tensor,
+    at: Tensor,
+    lengths: Tensor,
+    tokens: Tensor,
+    end: Tensor,
+    dropped: Tensor,
+    offsets: Tensor,
+    ahead: Tensor,
+) -> None:
+    """Say where a tree grows whose root is each text's token at ``end``; the first five are written.
+
+    Args:
+        ids: int64 ``[B, A]``, the text's newest tokens, the root the last.
+        positions: int64 ``[B, C]``, where columns stand in a cache without the ``dropped`` tokens.
+        root: int64 ``[B, N]``, whose first column receives the root.
+        at: int64 ``[D, B]``, first new row of each forward.
+        lengths: int32 ``[B]``, rows before those of ``ids``.
+        tokens: int64 ``[B, S]``, the texts. One of fewer than A tokens up to ``end`` counts as preceded by
+            copies of its first token.
+        end, dropped: int64 ``[B]``; of such a text ``dropped`` is negative, at most ``end`` - A + 1.
+        offsets: int64 ``[C]``, of each column from the root; the first A are 1 - A ... 0.
+        ahead: int64 ``[D]``, of each forward's first row from the root's.
+    """
+    newest, place = ids.shape[1], end - dropped
+    ids.copy_(tokens.gather(1, (end[:, None] + offsets[:newest]).clamp_min(0)))
+    positions.copy_(place[:, None] + offsets)
+    root[:, 0] = ids[:, -1]
+    at.copy_(place + ahead[:, None])
+    lengths.copy_(place - newest + 1)
+
+
+@operator("expand_nodes", writes=("laws",), triton=".grow_kernels")
+def expand_nodes(
+    logits: Tensor, temperature: Tensor | None, race: Tensor | None, laws: Tensor, count: int
+) -> tuple[Tensor, Tensor]:
+    """The laws at a tree's frontier, and the tokens that may be their children.
+
+    Args:
+        logits: ``[B, F, V]``.
+        temperature: fp32 ``[]``; None for 1.
+        race: fp32 ``[B, F, V]`` of Exp(1) noise: draws without replacement, by falling law / race; None:
+            the most probable tokens. The lower id among equals.
+        laws: fp32 ``[B, F, V]``, written: softmax of logits / temperature.
+        count: K, draws of a node.
+
+    Returns:
+        int64 ``[B, F, K]``, the draws in their order, -1 where there are no more; fp32 ``[B, F, K]``, the K
+        largest probabilities, which are the same whatever was drawn; 0 past V.
+    """
+    return expand_drawn(None if race is None else NoiseDraws(race), logits, temperature, laws, count)
+
+
+def expand_drawn(
+    draws: Draws | None, logits: Tensor, temperature: Tensor | None, laws: Tensor, count: int
+) -> tuple[Tensor, Tensor]:
+    """``expand_nodes`` by any source of decisions; None: the most probable tokens."""
+    scores = logits.float() if temperature is None else logits.float() / temperature
+    laws.copy_(scores.softmax(-1))
+    return draw_tokens(draws, laws, count)
+
+
+@operator(
+    "place_nodes", writes=("tokens", "parents", "words", "values", "ids", "mask"), triton=".place_kernels"
+)
+def place_nodes(
+    tokens: Tensor,
+    parents: Tensor,
+    words: Tensor,
+    values: Tensor,
+    ids: Tensor,
+    mask: Tensor | None,
+    draws: Tensor,
+    by_rank: Tensor,
+    laws: Tensor,
+    pairs: Tensor | None,
+    first: int,
+    before: int,
+) -> None:
+    """Add W nodes behind their parents, the frontier ``first ... first + F - 1``; the first six are written.
+
+    Which places they take depends on ``pairs``, or on ``values`` and ``by_rank``: on what was known before
+    the draws at hand. The i-th largest probability stands for the chance of the i-th draw, whatever that is.
+
+    Args:
+        tokens, parents: int64 ``[B, N]``.
+        words: int64 ``[B, N, L]`` with 64 L at least N; bit j of word l: node 64 l + j is the node itself or
+            its ancestor.
+        values: fp32 ``[B, N]``, products of the laws along the paths.
+        ids: int64 ``[B, W]``, the new tokens as input of a forward, 0 for those that are not there.
+        mask: int64 ``[B * W, M]``, the new words behind ``before`` bits that are set, in as many words as
+            they need; may be None.
+        draws, by_rank, laws: of the frontier, see ``expand_nodes``.
+        pairs: int64 ``[2, W]``, parents (counted from ``first``) and ranks of the new nodes, siblings by
+            rank; None: the W likeliest, the lower (parent, rank) among equals.
+    """
+    batch, frontier, count = draws.shape
+    old, new = slice(first, first + frontier), slice(first + frontier, first + frontier + ids.shape[1])
+    if pairs is None:
+        # Chances fall with the rank: a parent with n chosen places gets its first n draws.
+        chances = (by_rank * values[:, old, None]).flatten(1)
+        chosen = ranked(chances).topk(ids.shape[1]).indices.sort(1).values
+    else:
+        chosen = (pairs[0] * count + pairs[1]).expand(batch, -1)
+    above, drawn = chosen // count, draws.flatten(1).gather(1, chosen)
+    sequence = torch.arange(batch, device=draws.device)[:, None]
+    chance = torch.where(drawn >= 0, laws[sequence, above, drawn.clamp_min(0)], 0.0)
+    tokens[:, new], parents[:, new] = drawn, above + first
+    values[:, new] = values[:, old].gather(1, above) * chance
+    place = torch.arange(new.start, new.stop, device=draws.device)
+    own = torch.zeros_like(words[0, new]).scatter_(1, place[:, None] // 64, 1 << place[:, None] % 64)
+    words[:, new] = words[sequence, above + first] | own
+    ids.copy_(drawn.clamp_min(0))
+    if mask is not None:
+        bit = torch.arange(64, device=draws.device)
+        seen = torch.nn.functional.pad((words[:, new, :, None] >> bit & 1).flatten(2), (before, 0), value=1)
+        seen = torch.nn.functional.pad(seen, (0, 64 * mask.shape[1] - seen.shape[2]))
+        mask.copy_((seen.view(*mask.shape, 64) << bit).sum(-1))
+
+
+def empty_draws(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Uninitialised draws and probabilities by rank of ``expand_nodes``."""
+    shape = (*logits.shape[:2], count)
+    draws = torch.empty(shape, dtype=torch.int64, device=logits.device)
+    return draws, torch.empty(shape, dtype=torch.float32, device=logits.device)
+
+
+@fake("expand_nodes")
+def _(
+    logits: Tensor, temperature: Tensor | None, race: Tensor | None, laws: Tensor, count: int
+) -> tuple[Tensor, Tensor]:
+    return empty_draws(logits, count)
