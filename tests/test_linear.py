@@ -90,8 +90,8 @@ def test_operators_are_well_formed(kernels):
     checks = ("test_schema", "test_faketensor")
     counters = kernels.counters_for(64, DEVICE)
     plain = kernels._plain(TMA)
-    torch.library.opcheck(kernels._linear, (x, weight, None, bias, counters, 16, plain), test_utils=checks)
-    torch.library.opcheck(kernels._linear, (x, words, scales, None, counters, 4, plain), test_utils=checks)
+    for args in ((x, weight, None, bias, counters, 16, plain), (x, words, scales, None, counters, 4, plain)):
+        torch.library.opcheck(kernels._linear.overload, args, test_utils=checks)
 
 
 def test_wrong_input_is_refused(kernels):

@@ -157,7 +157,7 @@ def test_reference_selection_ranks_as_shares(group) -> None:
 
 
 def test_greedy_acceptance_by_hand() -> None:
-    """The second of three children, its only child, then a token that nobody proposed; depth cuts it short."""
+    """The second of three children, its child, then a token that nobody proposed; depth cuts it short."""
     tokens = torch.tensor([[9, 4, 5, 6, 7, 5, -1]])
     parents = torch.tensor([[-1, 0, 0, 0, 2, 1, 4]])
     best = torch.tensor([[5, 5, 7, 0, 3, 0, 0]])
