@@ -1,18 +1,20 @@
 """Level 0 on the device: the draft model grows a token tree for every sequence at once."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
+from triforce_tree.attention import AttentionParams, KVShape
 from triforce_tree.config import StreamingConfig
 from triforce_tree.cycle.laws import DeviceLaw, Noise
 from triforce_tree.cycle.model import StepModel
-from triforce_tree.cycle.rows import KVStore, TreeRows
+from triforce_tree.cycle.rows import TreeRows
 from triforce_tree.cycle.shapes import DeviceShape
+from triforce_tree.cycle.store import KVStore
 from triforce_tree.kernels import step
-from triforce_tree.kernels.plan import Heads
 
 MOST_TAIL = 64
 """Bits of the word that says which tail rows a row sees."""
@@ -46,7 +48,7 @@ class Growth:
 
     Args:
         model: the draft.
-        layers, heads: of its cache.
+        layers: what each of its layers keeps.
         shape: of the trees.
         config: sinks and window.
         batch: sequences.
@@ -56,8 +58,7 @@ class Growth:
     def __init__(
         self,
         model: StepModel,
-        layers: int,
-        heads: Heads,
+        layers: Sequence[KVShape],
         shape: DeviceShape,
         config: StreamingConfig,
         batch: int,
@@ -76,7 +77,7 @@ class Growth:
             )
         self._reach = reach + self.again + self.nodes
         capacity = config.sinks + 2 * config.window + self._reach
-        self.store = KVStore(layers, batch, heads, capacity, device, model.model.dtype)
+        self.store = KVStore(layers, batch, capacity, device, model.model.dtype)
         self.dropped = torch.zeros(batch, dtype=torch.int64, device=device)
         self._held = [0] * batch
         starts = [0, *accumulate(shape.widths, initial=1)]
@@ -110,7 +111,8 @@ class Growth:
         tail = torch.ones(self.again, self.again, dtype=torch.bool).tril()
         self._rows = [TreeRows(self.store, self.again, mask=tail)]
         for width, nodes in zip(shape.widths, self._frontiers[1:], strict=False):
-            self._rows.append(TreeRows(self.store, width, tail=self.again - 1 + nodes.stop))
+            places = [*range(self.again - 1), *(self.again - 1 + d for d in depths[: nodes.stop])]
+            self._rows.append(TreeRows(self.store, width, tail=len(places), depths=places))
         for rows, at in zip(self._rows, self._at, strict=True):
             rows.follow(at, self._lengths)
 
@@ -135,7 +137,7 @@ class Growth:
             )
             laws, race = tree.laws[:, nodes], None if law.greedy else noise.race[:, nodes]
             draws, by_rank = step.expand_nodes(*law.unscaled(logits), race, laws, self.shape.siblings(d))
-            mask = self._rows[d + 1].plan.mask if d + 1 < self.depth else None
+            mask = self._rows[d + 1].mask if d + 1 < self.depth else None
             step.place_nodes(
                 tree.tokens, tree.parents, tree.words, self._values, self._ids[d + 1], mask,
                 draws, by_rank, laws, self._pairs[d], nodes.start, before,
@@ -169,14 +171,14 @@ class Growth:
         ids = torch.tensor([tokens], device=self.model.device)
         positions = torch.arange(len(tokens), device=ids.device)[None]
 
-        def attend(
-            layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, sinks: Tensor | None
-        ) -> Tensor:
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, how: AttentionParams) -> Tensor:
             from triforce_tree.kernels.prefill import causal_attention
 
             for mine, new in zip(self.store.layer(layer), (k, v), strict=True):
                 mine[b : b + 1, :, : len(tokens)] = new
-            out = causal_attention(q, k, v, scale=scale, softcap=softcap or None, sinks=sinks)
+            out = causal_attention(
+                q, k, v, scale=how.scale, window=how.window, softcap=how.softcap, sinks=how.sinks
+            )
             return out.transpose(1, 2).contiguous()
 
         self.model(ids, positions, attend, last=1)

@@ -4,6 +4,8 @@ from triforce_tree.cycle.growth import MOST_TAIL
 from triforce_tree.cycle.shapes import device_shape
 from triforce_tree.few_row import why_not_exchanged
 from triforce_tree.hf_model import HFModel
+from triforce_tree.kernels.configs import choose
+from triforce_tree.kernels.device import describe
 from triforce_tree.sampling import TokenLaw
 from triforce_tree.tree_search import Shape, parse_shape
 
@@ -43,8 +45,10 @@ def why_not_captured(
 def _of_model(model: HFModel) -> str | None:
     if reason := why_not_exchanged(model.model):
         return reason
-    if model.has_windows:
-        return f"{model.name} has sliding windows"
-    if not model.even_heads:
-        return f"the layers of {model.name} have keys of different shapes"
+    if model.device.type == "cuda":
+        for dim in sorted({shape.heads.dim for shape in model.kv_shapes}):
+            try:
+                choose(1, dim, model.dtype.itemsize, describe(model.device))
+            except ValueError as error:
+                return f"no kernel attends for {model.name}: {error}"
     return None

@@ -6,7 +6,7 @@
 * :class:`PlainPass`: level 2 alone: ordinary decoding (``levels=1``).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -21,8 +21,8 @@ from triforce_tree.cycle.texts import Texts
 from triforce_tree.kernels import step
 from triforce_tree.token_tree import ancestor_mask
 
-FullRows = Callable[[int, Tensor | None], TreeRows]
-"""Makes what T new rows of level 2 do in the full cache, of T and a mask that never changes."""
+FullRows = Callable[[int, Tensor | None, Sequence[int] | None], TreeRows]
+"""Makes what T new rows of level 2 do in the full cache, of T, a mask that never changes, and depths."""
 
 
 class Stage(Protocol):
@@ -132,7 +132,7 @@ class MiddlePass:
         if self.choosing:
             self.rows.choose(root, texts.length)
         path, count, emitted, p = self.verifier.judge(tree, depth, root, self.rows, tree.words)
-        self.rows.store.move(path, self.rows.at)
+        self.rows.move(path)
         laws = p.gather(1, path.clamp_min(0)[..., None].expand(-1, -1, p.shape[2]))
         greedy = self.verifier.law.greedy
         if self.leaves:
@@ -166,7 +166,7 @@ class ChainPass:
         depths = list(range(reach + 1)) + (list(range(1, reach + 1)) if leaves else [])
         self.parents = torch.tensor(parents, device=device).expand(texts.batch, -1)
         self.depths = torch.tensor(depths, device=device)
-        self.rows = full(len(parents), ancestor_mask(parents))
+        self.rows = full(len(parents), ancestor_mask(parents), depths)
         self.verifier = Verifier(model, law, texts, len(parents), vocabulary)
         self.noise = [self.verifier.noise]
         self._places = torch.arange(reach + 1, device=device)
@@ -193,7 +193,7 @@ class TreePass:
 
     def __init__(self, grow: Grow, verifier: Verifier, full: FullRows) -> None:
         self.grow, self.verifier = grow, verifier
-        self.rows = full(grow.growth.nodes, None)
+        self.rows = full(grow.growth.nodes, None, grow.growth.tree.depths.tolist())
         self.noise = [verifier.noise]
 
     def __call__(self) -> None:
@@ -205,7 +205,7 @@ class TreePass:
 
 def _settle(texts: Texts, rows: TreeRows, verdict: Verdict) -> None:
     """What level 2 accepted becomes text, and its rows those of the full cache."""
-    rows.store.move(torch.where(texts.active[:, None] > 0, verdict.path, -1), rows.at)
+    rows.move(torch.where(texts.active[:, None] > 0, verdict.path, -1))
     texts.settle(verdict.emitted, verdict.counts)
 
 
@@ -227,7 +227,7 @@ class PlainPass:
         vocabulary: int,
     ) -> None:
         self.texts, self.means = texts, means
-        self.rows = full(1, None)
+        self.rows = full(1, None, None)
         self.verifier = Verifier(model, law, texts, 1, vocabulary)
         self.noise = [self.verifier.noise]
         device = model.device
