@@ -15,9 +15,10 @@ from torch import Tensor
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.cycle import Cycle
 from triforce_tree.cycle.decoder import CycleDecoder
-from triforce_tree.cycle.rows import KVStore, TreeRows
+from triforce_tree.cycle.rows import TreeRows
 from triforce_tree.cycle.shapes import Extent
 from triforce_tree.cycle.endings import Ending
+from triforce_tree.cycle.store import KVStore
 from triforce_tree.graphs import free_memory
 from triforce_tree.hf_model import HFModel
 from triforce_tree.inflate import inflate_pair
@@ -121,7 +122,7 @@ class Bench:
         """A full cache with room for later settings as well, in whole pages of any chunk."""
         rows = -(-(rows + _SPARE_ROWS) // _LARGEST_CHUNK) * _LARGEST_CHUNK
         target = self.target
-        return KVStore(target.layers, batch, target.heads, rows, self.device, target.dtype)
+        return KVStore(target.kv_shapes, batch, rows, self.device, target.dtype)
 
     def close(self) -> None:
         """Give everything back, the models too."""

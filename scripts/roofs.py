@@ -9,7 +9,7 @@ from timing import timed
 from transformers import PreTrainedModel
 
 from triforce_tree.cycle.cycle import Cycle
-from triforce_tree.cycle.rows import KVStore
+from triforce_tree.cycle.store import KVStore
 
 
 def read_bandwidth(device: torch.device) -> float:

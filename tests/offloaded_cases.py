@@ -14,7 +14,10 @@ from triforce_tree.cycle.host_store import Offload
 from triforce_tree.cycle.layerwise import fill_by_layers
 from triforce_tree.cycle.model import StepModel
 from triforce_tree.cycle.offloaded import OffloadedCache
-from triforce_tree.cycle.rows import KVStore, TreeRows
+from triforce_tree.cycle.prefill import SequenceRows
+from triforce_tree.cycle.rows import TreeRows
+from triforce_tree.cycle.store import KVStore
+from triforce_tree.cycle.streamed_rows import StreamedRows
 from triforce_tree.few_row import few_row_copy
 from triforce_tree.hf_model import HFModel
 
@@ -59,7 +62,7 @@ def logits_of(split: Offload, width: int = 7, family: str = "llama-gqa") -> tupl
     target, prompt = HFModel(model(family)), PROMPTS[1]
     step = StepModel(few_row_copy(target.model))
     own = OffloadedCache(target, 1, 160, 0, 40, 0, 0, split)
-    store = KVStore(2, 1, target.heads, 200, target.device, target.dtype)
+    store = KVStore(target.kv_shapes, 1, 200, target.device, target.dtype)
     with target.active():
         own.prefill([prompt[: len(prompt) + 1 - width]], 16)
         fill_by_layers(target, prompt[:-width], 16, _Whole(store))
@@ -67,7 +70,7 @@ def logits_of(split: Offload, width: int = 7, family: str = "llama-gqa") -> tupl
     start = torch.tensor([len(prompt) - width])
     tokens, positions = torch.tensor([prompt[-width:]]), start[:, None] + torch.arange(width)
     made = []
-    for rows in (own.rows(width, mask), TreeRows(store, width, mask=mask)):
+    for rows in (StreamedRows(own, width, mask), TreeRows(store, width, mask=mask)):
         rows.begin(start)
         made.append(step(tokens, positions, rows)[0])
     return made[0], made[1]
@@ -78,6 +81,10 @@ class _Whole:
 
     def __init__(self, store: KVStore) -> None:
         self.store = store
+        self.places = list(range(len(store.kv)))
+
+    def windowed(self) -> SequenceRows:
+        return SequenceRows(self.store, 0)
 
     def buffer(self, rows: int) -> Tensor:
         return torch.empty((rows, 2, self.store.heads.kv, self.store.heads.dim))

@@ -22,6 +22,7 @@ from triforce_tree.cycle.host_store import Offload
 from triforce_tree.cycle.model import StepModel
 from triforce_tree.cycle.offloaded import OffloadedCache
 from triforce_tree.cycle.pinned import HostMemory, HostMemoryError
+from triforce_tree.cycle.streamed_rows import StreamedRows
 from triforce_tree.cycle.streamed_weights import StreamedWeights
 from triforce_tree.few_row import few_row_copy
 from triforce_tree.hf_model import HFModel
@@ -101,7 +102,7 @@ def level_two(model: HFModel, width: int = 7) -> Tensor:
     step = StepModel(few_row_copy(model.model))
     with model.active():
         own.prefill([PROMPT[: 1 - width]], 16)
-    rows = own.rows(width, torch.ones(width, width, dtype=torch.bool).tril())
+    rows = StreamedRows(own, width, torch.ones(width, width, dtype=torch.bool).tril())
     start = torch.tensor([len(PROMPT) - width])
     rows.begin(start)
     return step(torch.tensor([PROMPT[-width:]]), start[:, None] + torch.arange(width), rows)

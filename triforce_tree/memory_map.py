@@ -6,8 +6,8 @@ from transformers import PreTrainedModel
 
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.host_store import Offload
-from triforce_tree.cycle.offloaded import TOGETHER
 from triforce_tree.cycle.shapes import Extent
+from triforce_tree.cycle.streamed_rows import TOGETHER
 from triforce_tree.hf_model import HFModel
 from triforce_tree.sharding import shards_of
 

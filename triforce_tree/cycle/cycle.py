@@ -4,10 +4,12 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from triforce_tree.attention import kv_numbers
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.copied import CopiedRows
 from triforce_tree.cycle.drafter import Drafter
@@ -17,8 +19,8 @@ from triforce_tree.cycle.model import StepModel, step_model
 from triforce_tree.cycle.noise import Noise, NoiseFactory
 from triforce_tree.cycle.offloaded import OffloadedCache
 from triforce_tree.cycle.prefill import chunk_tokens, prefill
-from triforce_tree.cycle.rows import KVStore, RetrievalRows, TreeRows
-from triforce_tree.cycle.shapes import Extent, least_prompt
+from triforce_tree.cycle.rows import RetrievalRows, TreeRows
+from triforce_tree.cycle.shapes import Extent, device_shape, least_prompt
 from triforce_tree.cycle.stages import (
     ChainVerifyStage,
     DraftStage,
@@ -29,6 +31,8 @@ from triforce_tree.cycle.stages import (
     TreeVerifyStage,
     Verifier,
 )
+from triforce_tree.cycle.store import KVStore
+from triforce_tree.cycle.streamed_rows import StreamedRows
 from triforce_tree.cycle.streamed_weights import check_level_one
 from triforce_tree.cycle.texts import Texts
 from triforce_tree.few_row import low_bit_copy
@@ -36,6 +40,7 @@ from triforce_tree.graphs import executor
 from triforce_tree.hf_model import HFModel
 from triforce_tree.sampling import TokenLaw
 from triforce_tree.stats import Progress
+from triforce_tree.tree_search import parse_shape
 
 # Bytes that a device reads of its own memory in the time of one over the bus: 40 of an RTX 4090 on PCIe 4,
 # 80 of an H200 on PCIe 5.
@@ -110,18 +115,18 @@ class Cycle:
             self.offloaded = OffloadedCache(
                 target, batch, room, recent, behind, slots, page, offload, progress
             )
-            self.full_rows = self.offloaded.rows
+            self.full_rows = partial(StreamedRows, self.offloaded)
         else:
             if store is None:
                 rows = max(room + behind, config.retrieval.budget if levels == 3 else 0)
-                store = KVStore(target.layers, batch, target.heads, rows, self.device, target.dtype, page)
+                store = KVStore(target.kv_shapes, batch, rows, self.device, target.dtype, page, behind)
             elif store.batch != batch or store.rows < room + behind:
                 raise ValueError(
                     f"a store of {store.batch} x {store.rows} rows cannot hold {batch} x {room + behind}: "
                     f"{room} tokens and what passes write behind them"
                 )
             self.store = own = store.in_pages(page)
-            self.full_rows = lambda queries, mask: TreeRows(own, queries, mask=mask)
+            self.full_rows = lambda queries, mask, depths: TreeRows(own, queries, mask=mask, depths=depths)
         reach, extra, vocabulary = (
             (self.reach, depth + 1, target.vocab_size) if levels == 3 else (0, depth, 0)
         )
@@ -136,10 +141,11 @@ class Cycle:
         self.rows: RetrievalRows | None = None
         self.copies: CopiedRows | None = None
         if levels == 3:
+            depths = device_shape(parse_shape(config.tree)).depths
             if self.offloaded is not None:
-                self.copies = CopiedRows(self.offloaded, nodes, config.retrieval)
+                self.copies = CopiedRows(self.offloaded, nodes, config.retrieval, depths)
             else:
-                self.rows = RetrievalRows(self.store, nodes, config.retrieval, self.reach + 1)
+                self.rows = RetrievalRows(self.store, nodes, config.retrieval, self.reach + 1, depths)
             self.middle = self.full if config.middle_bits == 16 else self._low_bit_model(compiled, features)
         self.capture_seconds = 0.0
 
@@ -205,6 +211,7 @@ class Cycle:
                 if self.offloaded is not None and name in ("full", "plain") and law.capturable:
                     # These are called directly; every kernel is compiled here, not in the middle of a text.
                     result[name]()
+        self._kept.spoil()
         return result
 
     def prefill(self, prompts: Sequence[Sequence[int]], progress: Progress | None = None) -> None:
@@ -236,10 +243,15 @@ class Cycle:
             self.close()
             raise
 
+    @property
+    def _kept(self) -> KVStore:
+        """Keys and values on the device, of layers with a window at least."""
+        return self.offloaded.rings if self.offloaded is not None else self.store
+
     def renew_means(self) -> None:
         """Compute all chunk means anew: rows were written by others than the passes."""
         if self.rows is not None:
-            self.rows.renew_means(torch.zeros_like(self.texts.length), self.rows.means.shape[3])
+            self.rows.renew_means(torch.zeros_like(self.texts.length), self.rows.chunks)
 
     def serves(self, config: HierarchyConfig) -> bool:
         """Whether only ``self.config = config`` is needed to run these settings.
@@ -262,8 +274,14 @@ class Cycle:
         return self.offloaded is not None and self.offloaded.closed
 
     def rewind(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Stand at the end of these prompts, or beginnings of texts, whose rows are in the cache."""
+        """Stand at the end of these prompts, or beginnings of texts, whose rows are in the cache.
+
+        Where layers keep a window alone, and it is that of a later place, the prompts are fed again.
+        """
         self._check(prompts)
+        if not self._kept.holds([len(p) - 1 for p in prompts]):
+            self.prefill(prompts)
+            return
         texts = self.texts
         for b, prompt in enumerate(prompts):
             texts.tokens[b, : len(prompt)] = torch.tensor(prompt, device=self.device)
@@ -286,12 +304,13 @@ class Cycle:
         the bus counts for as many bytes as the device reads meanwhile.
         """
         weights = sum(p.numel() * p.element_size() for p in self.target.model.parameters())
-        heads = self.target.heads
-        row = 2 * self.target.layers * heads.kv * heads.dim * self.target.dtype.itemsize * self.batch
-        own = self.config.retrieval.budget * row
-        a_round, a_pass = 2.0 * (weights * self.config.middle_bits / 16 + own), float(weights + tokens * row)
+        shapes, size = self.target.kv_shapes, self.target.dtype.itemsize * self.batch
+        own = kv_numbers(shapes, tokens, self.config.retrieval.budget) * size
+        a_round = 2.0 * (weights * self.config.middle_bits / 16 + own)
+        a_pass = float(weights + kv_numbers(shapes, tokens) * size)
         if self.offloaded is not None:
-            a_pass = max(a_pass, _BUS * self.streamed_bytes(tokens * row))
+            far = kv_numbers([s for s in shapes if s.window is None], tokens) * size
+            a_pass = max(a_pass, _BUS * self.streamed_bytes(far))
         return a_round, a_pass
 
     def streamed_bytes(self, rows: int) -> int:
@@ -316,6 +335,7 @@ class Cycle:
 
     def settled(self, counts: Sequence[int]) -> None:
         """The last pass of level 2 made each text so many tokens longer."""
+        self._kept.grown(counts)
         if self.offloaded is not None:
             self.offloaded.settled(counts)
 

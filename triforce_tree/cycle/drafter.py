@@ -53,7 +53,7 @@ class TokenTree:
             batch: B.
             vocabulary: V, of the first M = N - widths[-1] nodes' distributions; 0 for a deterministic drafter.
         """
-        depths = torch.tensor([0, *(d + 1 for d, width in enumerate(shape.widths) for _ in range(width))])
+        depths = torch.tensor(shape.depths)
         count = len(depths)
         expanding = count - sum(shape.widths[-1:]) if vocabulary else 0
         own = torch.arange(count) if vocabulary else torch.full((count,), -1)

@@ -5,15 +5,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from triforce_tree.caches.base import Rows, Variant
-from triforce_tree.cycle.rows import KVStore
+from triforce_tree.attention import AttentionParams
+from triforce_tree.caches.base import Rows
+from triforce_tree.cycle.store import KVStore
 from triforce_tree.hf_model import HFModel
 from triforce_tree.kernels.prefill import causal_attention
 from triforce_tree.stats import Progress
 
 
 class SequenceRows:
-    """One sequence of a :class:`KVStore` as a cache that prefill writes straight into."""
+    """One sequence of a :class:`KVStore` as a cache that prefill writes straight into.
+
+    Attributes:
+        length: positions that are there.
+    """
 
     def __init__(self, store: KVStore, sequence: int) -> None:
         self.store, self.sequence = store, sequence
@@ -22,13 +27,31 @@ class SequenceRows:
     def positions(self, rows: Rows) -> Tensor:
         return rows.depths + self.length
 
-    def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, rows: Rows, how: Variant) -> Tensor:
-        stop = self.length + q.shape[2]
+    def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, rows: Rows, how: AttentionParams) -> Tensor:
+        index, count = layer.layer_idx, q.shape[2]
+        group = self.store.check(index, how.window)
+        start, stop, window = self.length, self.length + count, group.shape.window
         mine = slice(self.sequence, self.sequence + 1)
-        keys, values = (t[mine, :, :stop] for t in self.store.layer(layer.layer_idx))
-        keys[:, :, self.length :] = k
-        values[:, :, self.length :] = v
-        return causal_attention(q, keys, values, scale=how.scale, softcap=how.softcap, sinks=how.sinks)
+        cached = [t[mine] for t in self.store.layer(index)]
+        if group.ring:
+            # Before the chunk overwrites them, those of the window; of a long chunk only its end stays.
+            assert window is not None
+            older = group.runs(max(0, start - window + 1), start)
+            seen = [
+                torch.cat([*(old[:, :, slots] for slots, _ in older), new], 2)
+                for old, new in zip(cached, (k, v), strict=True)
+            ]
+            kept = min(count, group.ring)
+            for old, new in zip(cached, (k, v), strict=True):
+                for slots, places in group.runs(stop - kept, stop):
+                    old[:, :, slots] = new[:, :, count - kept :][:, :, places]
+        else:
+            for old, new in zip(cached, (k, v), strict=True):
+                old[:, :, start:stop] = new
+            seen = [old[:, :, :stop] for old in cached]
+        return causal_attention(
+            q, *seen, scale=how.scale, window=window, softcap=how.softcap, sinks=how.sinks
+        )
 
     def advance(self, count: int) -> None:
         self.length += count
@@ -58,3 +81,4 @@ def prefill(
         model.forward(part, Rows(depths, None, depths, len(part)), rows, last_only=True)
         if progress:
             progress(len(part))
+    store.fed(sequence, len(tokens))

@@ -7,7 +7,7 @@
 * :class:`PlainStage`: level 2 alone: autoregressive decoding.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -27,8 +27,8 @@ from triforce_tree.kernels import step
 from triforce_tree.token_tree import ancestor_mask
 from triforce_tree.tree_search import parse_shape
 
-FullRows = Callable[[int, Tensor | None], TreeRows]
-"""Makes what T new rows of level 2 do in the full cache, of T and a mask that never changes."""
+FullRows = Callable[[int, Tensor | None, Sequence[int] | None], TreeRows]
+"""Makes what T new rows of level 2 do in the full cache, of T, a mask that never changes, and depths."""
 
 
 class Stage(Protocol):
@@ -170,7 +170,7 @@ class RetrievalVerifyStage:
 
     def _lengthen(self) -> None:
         path, count, emitted, p = self.verifier.judge(self.tree, self._root)
-        self.rows.store.move(path, self.rows.at)
+        self.rows.move(path)
         laws = p.gather(1, path.clamp_min(0)[..., None].expand(-1, -1, p.shape[2]))
         if self.leaves:
             self.texts.add_leaves(self._beside.second_choice(laws, emitted))
@@ -212,7 +212,7 @@ class ChainVerifyStage:
             probs_rows=torch.arange(count, device=device).expand(batch, -1),
             depth=reach,
         )
-        self.rows = full(count, ancestor_mask(parents))
+        self.rows = full(count, ancestor_mask(parents), depths)
         self.verifier = Verifier(model, law, texts, count, vocabulary)
         self.noise = [self.verifier.noise]
         self._places = torch.arange(reach + 1, device=device)
@@ -244,7 +244,7 @@ class TreeVerifyStage:
 
     def __init__(self, draft: DraftStage, verifier: Verifier, full: FullRows) -> None:
         self.tree, self.texts, self.verifier = draft.tree, draft.texts, verifier
-        self.rows = full(self.tree.nodes, None)
+        self.rows = full(self.tree.nodes, None, self.tree.depths.tolist())
         self.noise = [verifier.noise]
         self._root: Tensor
 
@@ -262,7 +262,7 @@ class TreeVerifyStage:
 
 def _commit(texts: Texts, rows: TreeRows, verdict: Verdict) -> None:
     """What level 2 accepted becomes text, and its rows those of the full cache."""
-    rows.store.move(torch.where(texts.active[:, None] > 0, verdict.path, -1), rows.at)
+    rows.move(torch.where(texts.active[:, None] > 0, verdict.path, -1))
     texts.settle(verdict.emitted, verdict.counts)
 
 
@@ -284,7 +284,7 @@ class PlainStage:
         vocabulary: int,
     ) -> None:
         self.texts, self.means = texts, means
-        self.rows = full(1, None)
+        self.rows = full(1, None, None)
         self.verifier = Verifier(model, law, texts, 1, vocabulary)
         self.noise = [self.verifier.noise]
         self.tree = TokenTree.of(DeviceShape(()), texts.batch, 0, model.device)

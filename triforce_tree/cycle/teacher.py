@@ -26,7 +26,7 @@ def target_logits(cycle: Cycle, tokens: Sequence[int]) -> Tensor:
     count = len(tokens)
     tree = _chain(cycle, count)
     tree.tokens.copy_(torch.tensor([list(tokens)], device=cycle.device))
-    rows = cycle.full_rows(count, ancestor_mask(list(range(-1, count - 1))))
+    rows = cycle.full_rows(count, ancestor_mask(list(range(-1, count - 1))), list(range(count)))
     root = cycle.texts.length.clone()
     rows.begin(root)
     logits = cycle.full(tree.tokens, root[:, None] + tree.depths, rows)
@@ -43,20 +43,26 @@ def retrieval_logits(cycle: Cycle, tokens: Sequence[int], offset: int) -> Tensor
     """
     view = cycle.rows or cycle.copies
     assert view is not None, "a cycle of three levels has a level 1"
-    nodes = view.plan.queries
-    tree = _chain(cycle, len(tokens))
-    ids = torch.zeros(1, nodes, dtype=torch.int64, device=cycle.device)
-    ids[:, : len(tokens)] = torch.tensor([list(tokens)], device=cycle.device)
-    depths = torch.zeros(nodes, dtype=torch.int64, device=cycle.device)
-    depths[: len(tokens)] = tree.depths
-    words = (1 << torch.arange(nodes, device=cycle.device))[None].clone()
-    words[:, : len(tokens)] = tree.words
+    stage = cycle.stage("grow")
+    assert isinstance(stage, DraftStage)
+    depths = stage.tree.depths
+    # The first slot of each depth; the other slots see themselves alone.
+    at = [depths.tolist().index(depth) for depth in range(len(tokens))]
+    ids = torch.zeros(1, len(depths), dtype=torch.int64, device=cycle.device)
+    ids[0, at] = torch.tensor(list(tokens), device=cycle.device)
+    words = (1 << torch.arange(len(depths), device=cycle.device))[None].clone()
+    words[0, at] = torch.tensor(
+        [sum(1 << a for a in at[: i + 1]) for i in range(len(at))], device=cycle.device
+    )
     root = cycle.texts.length + offset
     view.choosing = True
     view.choose(root, cycle.texts.length)
     view.begin(root, words)
     logits = cycle.middle(ids, root[:, None] + depths, view)
-    return logits[0, : len(tokens)]
+    # As the pass that accepts them would, so that the next one finds them in a line.
+    path = torch.tensor([at], device=cycle.device)
+    view.move(path)
+    return logits[0, at]
 
 
 def draft_probs(cycle: Cycle, generator: torch.Generator) -> Tensor | None:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from triforce_tree.kernels import reference
-from triforce_tree.kernels.plan import Plan
+from triforce_tree.kernels.plan import FirstRows, Plan
 
 
 def run(
@@ -15,6 +15,7 @@ def run(
     *,
     scale: float,
     table: Tensor | None = None,
+    first: FirstRows | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
@@ -22,7 +23,7 @@ def run(
 
     ``plan`` must be one of ``plan_trees``.
     """
-    return states(q, k, v, plan, scale=scale, table=table, softcap=softcap, sinks=sinks)[0]
+    return states(q, k, v, plan, scale=scale, table=table, first=first, softcap=softcap, sinks=sinks)[0]
 
 
 def states(
@@ -33,6 +34,7 @@ def states(
     *,
     scale: float,
     table: Tensor | None = None,
+    first: FirstRows | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -40,31 +42,45 @@ def states(
     if q.is_cuda:
         from triforce_tree.kernels import launch
 
-        return launch.run(q, k, v, plan, scale=scale, table=table, softcap=softcap, sinks=sinks)
+        return launch.run(q, k, v, plan, scale=scale, table=table, first=first, softcap=softcap, sinks=sinks)
     outs, lses = [], []
     _, _, tails, firsts, counts, _ = plan.segments.tolist()
     for b, length in enumerate(plan.lengths.tolist()):
         queries = slice(firsts[b], firsts[b] + counts[b])
-        rows = length + tails[b]
+        start, stop = 0 if first is None else int(first.low[b]), length + tails[b]
         if table is None:
-            keys, values = k[b : b + 1, :, :rows], v[b : b + 1, :, :rows]
+            keys, values = k[b : b + 1, :, start:stop], v[b : b + 1, :, start:stop]
         else:
             pages = table[b] if table.ndim == 3 else table[b].expand(plan.heads.kv, -1)
-            keys, values = _gathered(k, pages, rows), _gathered(v, pages, rows)
+            keys, values = (_gathered(t, pages, start, stop) for t in (k, v))
         words = plan.mask[queries]
         bits = torch.arange(64, device=q.device)
         mask = (words[..., None] >> bits & 1).bool().flatten(1)[:, : tails[b]]
         out, lse = reference.tree_attention(
-            q[queries].transpose(0, 1)[None], keys, values, mask, scale=scale, softcap=softcap, sinks=sinks
-        )
+            q[queries].transpose(0, 1)[None], keys, values, mask, scale=scale,
+            first=None if first is None else first.first[queries] - start, softcap=softcap, sinks=sinks,
+        )  # fmt: skip
         outs.append(out[0].transpose(0, 1))
         lses.append(lse[0].transpose(0, 1))
     return torch.cat(outs), torch.cat(lses)
 
 
-def _gathered(pages: Tensor, table: Tensor, rows: int) -> Tensor:
-    """Logical rows ``[1, H_kv, rows, D]`` of pages ``[P, H_kv, page, D]`` by a table ``[H_kv, W]``."""
+def _gathered(pages: Tensor, table: Tensor, start: int, stop: int) -> Tensor:
+    """Logical rows from ``start`` to ``stop``, by a table.
+
+    Args:
+        pages: ``[P, H_kv, page, D]``.
+        table: ``[H_kv, W]``.
+
+    Returns:
+        ``[1, H_kv, stop - start, D]``; a view where the pages follow each other in memory.
+    """
     size = pages.shape[2]
-    wanted = table[:, : -(-rows // size)].long()
-    heads = torch.arange(wanted.shape[0], device=pages.device)[:, None]
-    return pages[wanted, heads].flatten(1, 2)[None, :, :rows]
+    skipped = start // size
+    wanted = table[:, skipped : -(-stop // size)].long()
+    count = wanted.shape[1]
+    if count and torch.equal(wanted, (wanted[0, 0] + torch.arange(count)).expand_as(wanted)):
+        rows = pages[int(wanted[0, 0]) :][:count].transpose(0, 1)
+    else:
+        rows = pages[wanted, torch.arange(wanted.shape[0])[:, None]]
+    return rows.flatten(1, 2)[None, :, start - skipped * size : stop - skipped * size]

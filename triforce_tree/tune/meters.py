@@ -18,7 +18,7 @@ from triforce_tree.cycle.decoder import CycleDecoder
 from triforce_tree.cycle.endings import Decoder, Ending
 from triforce_tree.cycle.growth import MOST_TAIL
 from triforce_tree.cycle.prefill import chunk_tokens, prefill
-from triforce_tree.cycle.rows import KVStore
+from triforce_tree.cycle.store import KVStore
 from triforce_tree.graphs import free_memory
 from triforce_tree.hierarchy import Hierarchy
 from triforce_tree.sampling import TokenLaw
@@ -139,9 +139,7 @@ class CapturedMeter:
         self._room = len(tokens) + new + _BEYOND + gamma
         target, config = hierarchy.target, hierarchy.config
         rows = self._room + 4 * (gamma + 2 * MOST_TAIL) + 64
-        self._store = KVStore(
-            target.layers, 1, target.heads, -(-rows // 64) * 64, target.device, target.dtype
-        )
+        self._store = KVStore(target.kv_shapes, 1, -(-rows // 64) * 64, target.device, target.dtype)
         chunk = chunk_tokens(config.prefill_chunk, target.device)
         with target.active():
             prefill(target, self._store, 0, self._tokens[:-1], chunk, progress)
