@@ -162,7 +162,7 @@ class _LayerRows:
             self.windowed.length = self.length
             return self.windowed.attend(layer, q, k, v, rows, how)
         assert self.buffer is not None
-        stop = self.length + q.shape[2]
+        stop = self.length + k.shape[2]
         seen = self.buffer[:stop].permute(1, 2, 0, 3)[:, None]  # [2, 1, H_kv, S, D]
         for mine, new in zip(seen, (k, v), strict=True):
             mine[:, :, self.length :] = new

@@ -28,7 +28,8 @@ class SequenceRows:
         return rows.depths + self.length
 
     def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, rows: Rows, how: AttentionParams) -> Tensor:
-        index, count = layer.layer_idx, q.shape[2]
+        # Layers that share another's keys may have been left with the last queries alone.
+        index, count = layer.layer_idx, k.shape[2]
         group = self.store.check(index, how.window)
         start, stop, window = self.length, self.length + count, group.shape.window
         mine = slice(self.sequence, self.sequence + 1)
