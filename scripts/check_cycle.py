@@ -49,7 +49,7 @@ class Checks:
     def cycle(self, levels: int, batch: int, room: int, **options: Any) -> Cycle:
         settings: dict[str, Any] = {"gamma": 8, "tree": "best-first:6,4,3", "budget": 512, "recent": 128}
         config = HierarchyConfig.from_options(**{**settings, "rounds": 2, **options})
-        drafter = Growth(self.draft, config.tree, config.streaming) if levels > 1 else None
+        drafter = Growth(self.draft, config) if levels > 1 else None
         return Cycle(self.target, drafter, config, batch, room, levels)
 
     def greedy(self, lengths: list[int], new_tokens: int) -> None:

@@ -204,7 +204,7 @@ class Bench:
         self.close()
         levels = config.levels if isinstance(config.levels, int) else 3
         self._cycle = self.timed(
-            "allocate", lambda: Cycle(self.target, self.draft, config, 1, room, levels, offload)
+            "allocate", lambda: Cycle(self.target, Growth(self.draft, config), config, 1, room, levels, offload)
         )
         for temperature in temperatures:
             self.timed(f"capture {temperature}", lambda t=temperature: self.cycle.prepare(TokenLaw.at(t)))

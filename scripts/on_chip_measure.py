@@ -108,7 +108,7 @@ class Bench:
             self._cycle = old = None
             free_memory()
             store = kept or self._new_store(batch, rows)
-            self._cycle = Cycle(self.target, self.draft, config, batch, room, levels, store=store)
+            self._cycle = Cycle(self.target, Growth(self.draft, config), config, batch, room, levels, store=store)
             longest = max(map(len, self._fed), default=0)
             if kept is None or longest > room:
                 # The rows are new, or the captures' trial runs will have written into them.

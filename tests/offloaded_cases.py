@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.cycle import Cycle
+from triforce_tree.cycle.growth import Growth
 from triforce_tree.cycle.host_store import Offload
 from triforce_tree.cycle.layerwise import fill_by_layers
 from triforce_tree.cycle.model import StepModel
@@ -52,7 +53,7 @@ def cycle_of(
     **options: object,
 ) -> Cycle:
     config = HierarchyConfig.from_options(**{**SMALL, **options})
-    draft = None if levels == 1 else HFModel(draft_of(family))
+    draft = None if levels == 1 else Growth(HFModel(draft_of(family)), config)
     split = split or Offload(0, PIECE, 2)
     return Cycle(HFModel(model(family)), draft, config, batch, room, levels, split)
 

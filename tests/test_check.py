@@ -7,10 +7,10 @@ import pytest
 import torch
 from families import prompt_of, tiny
 from tiny_pair import TinyPair, prompt
+from triforce_tree.drafters import HierarchicalDrafter
 
 from triforce_tree import Engine, check, hierarchy, sampling
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.drafters import HierarchicalDrafter
 from triforce_tree.length_rope import LengthRope
 from triforce_tree.sampling import TokenLaw
 from triforce_tree.token_tree import chain

@@ -20,9 +20,9 @@ from cycle_cases import (
 
 from triforce_tree.attention import AttentionParams
 from triforce_tree.cycle.decoder import CycleDecoder
+from triforce_tree.cycle.endings import Ending
 from triforce_tree.cycle.growth import Tree
 from triforce_tree.cycle.stages import Verifier
-from triforce_tree.cycle.endings import Ending
 from triforce_tree.kernels import step
 from triforce_tree.sampling import TokenLaw
 

@@ -25,15 +25,12 @@ PATHS = {
     "autoregressive": {"levels": 1},
     "draft": {"levels": 2},
     "hierarchy": {"levels": 3},
-    "captured, autoregressive": {"levels": 1, "captured": True},
-    "captured, draft": {"levels": 2, "captured": True},
-    "captured": {"levels": 3, "captured": True, "leaves": True},
     "offloaded": {"levels": 3, "offload": True, "leaves": True},
     "streamed weights": {"levels": 2, "offload_weights": True},
 }
 CASES = [("phi3-longrope", path) for path in PATHS]
 CASES += [
-    (family, path) for family in [*LONGROPE[1:], "llama-dynamic"] for path in ("hierarchy", "captured, draft")
+    (family, path) for family in [*LONGROPE[1:], "llama-dynamic"] for path in ("hierarchy", "draft")
 ]
 
 

@@ -7,6 +7,7 @@ from families import perturbed, tiny
 
 from triforce_tree.config import HierarchyConfig, bytes_of
 from triforce_tree.cycle.cycle import Cycle
+from triforce_tree.cycle.growth import Growth
 from triforce_tree.hf_model import HFModel
 from triforce_tree.memory_map import GIB, Machine, Sizes, weights_fit
 from triforce_tree.memory_plan import DoesNotFitError, MemoryPlan, plan
@@ -217,7 +218,8 @@ def test_the_map_is_what_a_cycle_takes() -> None:
     assert sizes.weights == sum(t.nbytes for t in tensors)
     machine = Machine(GIB, GIB, H200_BUS, 4.4e12)
     made = plan(sizes, machine, config, options, 2, 300, 84).with_resident(40_000)
-    cycle = Cycle(*models, made.config, 2, 384, 3, made.offload)
+    drafter = Growth(models[1], made.config)
+    cycle = Cycle(models[0], drafter, made.config, 2, 384, 3, made.offload)
     own = cycle.offloaded
     assert own is not None
     assert own.means is not None

@@ -14,10 +14,10 @@ import pytest
 import step_cases
 import torch
 from scipy import stats
+from triforce_tree.verify import acceptance
 
 from triforce_tree.kernels import step, step_reference
 from triforce_tree.token_tree import TokenTree
-from triforce_tree.verify import acceptance
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF, SINGLE = torch.float16, torch.float32

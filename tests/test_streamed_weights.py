@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle import offloaded, pinned, streamed_weights
 from triforce_tree.cycle.cycle import Cycle
+from triforce_tree.cycle.growth import Growth
 from triforce_tree.cycle.host_store import Offload
 from triforce_tree.cycle.model import StepModel
 from triforce_tree.cycle.offloaded import OffloadedCache
@@ -92,7 +93,7 @@ def weights_of(model: HFModel) -> StreamedWeights:
 
 def cycle_of(model: HFModel, levels: int, bits: int = 8, family: str = "llama-gqa") -> Cycle:
     config = HierarchyConfig.from_options(**SMALL, middle_bits=bits if levels == 3 else 16)
-    draft = None if levels == 1 else HFModel(draft_of(family))
+    draft = None if levels == 1 else Growth(HFModel(draft_of(family)), config)
     return Cycle(model, draft, config, 1, 200, levels, Offload(0, PIECE, 2))
 
 

@@ -82,7 +82,7 @@ class Hierarchy:
     def drafter(self) -> Drafter:
         """Level 0 under the present settings, with buffers of its own."""
         if self.draft is not None:
-            return Growth(self.draft, self.config.tree, self.config.streaming)
+            return Growth(self.draft, self.config)
         return PromptLookup(self.config.lookup) if self._drafter is None else self._drafter
 
     def with_config(self, config: HierarchyConfig) -> "Hierarchy":

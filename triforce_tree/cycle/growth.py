@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from triforce_tree.attention import AttentionParams
-from triforce_tree.config import StreamingConfig
+from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.drafter import TokenTree
 from triforce_tree.cycle.laws import Sampler
 from triforce_tree.cycle.model import step_model
@@ -24,6 +24,10 @@ MOST_TAIL = 64
 """Bits of the word that says which tail rows a row sees."""
 
 
+# Positions of a draft behind its window: tokens that it is fed again, a chain, and a tree.
+_BEYOND_WINDOW = 128
+
+
 class Growth:
     """A draft model on a window of each text, and the trees it grows.
 
@@ -34,20 +38,27 @@ class Growth:
 
     Args:
         draft: the checked model.
-        tree: the shape of the trees.
-        config: sinks and window.
+        config: shape of the trees, sinks and window.
     """
 
     name = "draft"
     deterministic = False
     features: tuple[int, ...] = ()
 
-    def __init__(self, draft: HFModel, tree: str | Shape, config: StreamingConfig) -> None:
-        self.draft, self.config = draft, config
-        self.tree: str | Shape = tree
+    def __init__(self, draft: HFModel, config: HierarchyConfig) -> None:
+        self.draft, self.config = draft, config.streaming
+        self.tree: str | Shape = config.tree
         self.model = step_model(draft, compiled=draft.device.type == "cuda")
-        self.shape = shape = device_shape(parse_shape(tree))
+        self.shape = shape = device_shape(parse_shape(config.tree))
         self.capturable = self.model.capturable
+        most = self.config.sinks + 2 * self.config.window + _BEYOND_WINDOW
+        limit = draft.max_positions
+        rotary = any(name.endswith("inv_freq") for name, _ in draft.model.named_buffers())
+        if not rotary and limit is not None and most > limit:
+            raise ValueError(
+                f"{draft.name} has {limit} learned positions, and its window needs {most}; set "
+                f"window<={max(1, (limit - self.config.sinks - _BEYOND_WINDOW) // 2)}, or choose another draft"
+            )
         self.depth = len(shape.widths)
         self.nodes = 1 + sum(shape.widths)
         # What one verification and the one above it can bring is fed again each time.
