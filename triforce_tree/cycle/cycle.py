@@ -127,7 +127,11 @@ class Cycle:
                 store = KVStore(
                     target.kv_shapes, batch, room + behind, self.device, target.dtype, page, behind
                 )
-            elif store.batch != batch or store.rows < room + behind:
+            elif (
+                store.batch != batch
+                or store.rows < room + behind
+                or (store.scratch is not None and store.scratch < behind)
+            ):
                 raise ValueError(
                     f"a store of {store.batch} x {store.rows} rows cannot hold {batch} x {room + behind}: "
                     f"{room} tokens and what passes write behind them"
