@@ -1,7 +1,7 @@
 """The captured engine on models with sliding windows, and with layers of different heads.
 
-Rings are rounded up to a few slots, so that texts go round in them many times; memory holds NaN until it is
-written.
+Rings are rounded up to a few slots, so that texts go round in them many times, and chunks of a prompt attend
+in small blocks; memory holds NaN until it is written.
 """
 
 import pytest
@@ -10,6 +10,7 @@ from cycle_cases import COVERED, EVERYTHING, GREEDY, SAMPLED, cycle_of, decoded,
 from families import NO_DRAFTS, perturbed, prompt_of, tiny
 from transformers import PreTrainedModel
 
+from triforce_tree.cycle import prefill as prefill_module
 from triforce_tree.cycle import store as store_module
 from triforce_tree.cycle.cycle import Cycle
 from triforce_tree.cycle.store import KVStore
@@ -37,6 +38,7 @@ PROMPTS = [prompt_of(33), prompt_of(170)]
 @pytest.fixture(autouse=True)
 def _small_rings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "RING_PAGE", 8)
+    monkeypatch.setattr(prefill_module, "_BLOCK", 5)
 
 
 def check(target: PreTrainedModel, levels: int, new: int = 10, **options: object) -> Cycle:

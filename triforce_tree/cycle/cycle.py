@@ -127,15 +127,7 @@ class Cycle:
                 store = KVStore(
                     target.kv_shapes, batch, room + behind, self.device, target.dtype, page, behind
                 )
-            elif (
-                store.batch != batch
-                or store.rows < room + behind
-                or (store.scratch is not None and store.scratch < behind)
-            ):
-                raise ValueError(
-                    f"a store of {store.batch} x {store.rows} rows cannot hold {batch} x {room + behind}: "
-                    f"{room} tokens and what passes write behind them"
-                )
+            store.check_room(batch, room + behind, behind)
             self.store = own = store.in_pages(page)
             self._full_rows = lambda queries, mask, depths: TreeRows(own, queries, mask=mask, depths=depths)
         reach, extra, vocabulary = (
