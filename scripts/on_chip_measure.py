@@ -149,12 +149,13 @@ class Bench:
         """Inside, the texts begin with ``prompts``, or beginnings of what was fed; rows are then put back."""
         first = min(len(p) for p in prompts) - 1
         reach = max(len(p) for p in prompts) + new + 2 * _behind(self.cycle) - first
-        rows = self.cycle.store.kv[:, :, :, :, first : first + reach]
-        before = rows.clone()
+        rows = [group.kv[:, :, :, :, first : first + reach] for group in self.cycle.store.groups]
+        before = [part.clone() for part in rows]
         try:
             yield
         finally:
-            rows.copy_(before)
+            for part, old in zip(rows, before, strict=True):
+                part.copy_(old)
             self._renew_means()
 
     def decode(self, temperature: float, prompts: Texts, new: int, rounds: int | None = None) -> Run:

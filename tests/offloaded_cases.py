@@ -66,7 +66,7 @@ def logits_of(split: Offload, width: int = 7, family: str = "llama-gqa") -> tupl
     store = KVStore(target.kv_shapes, 1, 200, target.device, target.dtype)
     with target.active():
         own.prefill([prompt[: len(prompt) + 1 - width]], 16)
-        fill_by_layers(target, prompt[:-width], 16, _Whole(store))
+        fill_by_layers(target, prompt[:-width], 16, _Whole(store, target))
     mask = torch.ones(width, width, dtype=torch.bool).tril()
     start = torch.tensor([len(prompt) - width])
     tokens, positions = torch.tensor([prompt[-width:]]), start[:, None] + torch.arange(width)
@@ -80,18 +80,21 @@ def logits_of(split: Offload, width: int = 7, family: str = "llama-gqa") -> tupl
 class _Whole:
     """A prefill's rows, all into one store."""
 
-    def __init__(self, store: KVStore) -> None:
-        self.store = store
-        self.places = list(range(len(store.kv)))
+    def __init__(self, store: KVStore, model: HFModel) -> None:
+        self.store, self.heads = store, model.heads
+        self.places = [
+            None if shape.window is not None else layer for layer, shape in enumerate(model.kv_shapes)
+        ]
 
     def windowed(self) -> SequenceRows:
         return SequenceRows(self.store, 0)
 
     def buffer(self, rows: int) -> Tensor:
-        return torch.empty((rows, 2, self.store.heads.kv, self.store.heads.dim))
+        return torch.empty((rows, 2, self.heads.kv, self.heads.dim))
 
     def part(self, layer: int, start: int, rows: Tensor):
         return lambda: None
 
     def whole(self, layer: int, rows: Tensor) -> None:
-        self.store.kv[layer, :, 0, :, : rows.shape[0]] = rows.permute(1, 2, 0, 3)
+        for cached, new in zip(self.store.layer(layer), rows.permute(1, 2, 0, 3), strict=True):
+            cached[0, :, : rows.shape[0]] = new

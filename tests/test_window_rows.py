@@ -12,11 +12,13 @@ from test_planned import tree_mask
 from torch import Tensor
 
 from triforce_tree.attention import AttentionParams, KVShape
+from triforce_tree.cycle import prefill
 from triforce_tree.cycle import store as store_module
 from triforce_tree.cycle.rows import TreeRows
 from triforce_tree.cycle.store import KVStore
 from triforce_tree.kernels import planned, step
 from triforce_tree.kernels.plan import Heads
+from triforce_tree.kernels.prefill import causal_attention
 
 CPU = torch.device("cpu")
 
@@ -146,6 +148,18 @@ def test_a_path_is_kept_in_every_group(ops: str, monkeypatch: pytest.MonkeyPatch
                 for i, node in enumerate(path[b].tolist()):
                     if node >= 0:
                         assert torch.equal(cached[b, :, (start + i) % ring], new[layer][part][b, :, node])
+
+
+@pytest.mark.parametrize(("chunk", "rows", "window"), [(50, 80, 5), (33, 60, 40), (1, 40, 6), (64, 64, 3)])
+@pytest.mark.parametrize("sinks", [True, False])
+def test_a_chunk_in_blocks_is_a_chunk_at_once(
+    chunk: int, rows: int, window: int, sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefill, "_BLOCK", 7)
+    q, (k, v) = torch.randn(1, 4, chunk, 8), torch.randn(2, 1, 2, rows, 8)
+    how = AttentionParams(0.3, window, None, torch.randn(4) if sinks else None)
+    whole = causal_attention(q, k, v, scale=how.scale, window=window, sinks=how.sinks)
+    torch.testing.assert_close(prefill._causal(q, k, v, how), whole)
 
 
 def test_layers_of_one_shape_are_one_tensor_and_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -285,7 +285,8 @@ class HFModel:
         ]
         self.has_windows = any(shape.window is not None for shape in self.kv_shapes)
         self.has_softcap = any(call.how.softcap for call in self.calls.values())
-        self.heads, self.even_heads = self.kv_shapes[0].heads, len({s.heads for s in self.kv_shapes}) == 1
+        # Of layers that see whole texts, where there are any: those are what memory and time go to.
+        self.heads = min(self.kv_shapes, key=lambda shape: shape.window is not None).heads
 
 
 def _heads_and_dim(keys: Tensor) -> tuple[int, int]:

@@ -120,11 +120,7 @@ class Cycle:
             if store is None:
                 rows = max(room + behind, config.retrieval.budget if levels == 3 else 0)
                 store = KVStore(target.kv_shapes, batch, rows, self.device, target.dtype, page, behind)
-            elif store.batch != batch or store.rows < room + behind:
-                raise ValueError(
-                    f"a store of {store.batch} x {store.rows} rows cannot hold {batch} x {room + behind}: "
-                    f"{room} tokens and what passes write behind them"
-                )
+            store.check_room(batch, room + behind, behind)
             self.store = own = store.in_pages(page)
             self.full_rows = lambda queries, mask, depths: TreeRows(own, queries, mask=mask, depths=depths)
         reach, extra, vocabulary = (

@@ -215,7 +215,8 @@ class OffloadedCache:
         """
         base, host = self.base.clone(), self.host.base
         self.base.fill_(max(0, length - (self.window.rows - self.behind)))
-        self.host.base = [min(min(self.host.resident_rows) + self.host.piece, self.host.rows)] * len(host)
+        shown = min(self.host.resident_rows, default=0) + self.host.piece
+        self.host.base = [min(shown, self.host.rows)] * len(host)
         self.host.ring.forget()
         try:
             yield

@@ -1,5 +1,6 @@
 """Prompts into the full cache, one sequence at a time, in chunks."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,9 @@ from triforce_tree.cycle.store import KVStore
 from triforce_tree.hf_model import HFModel
 from triforce_tree.kernels.prefill import causal_attention
 from triforce_tree.stats import Progress
+
+# Fewest queries under a window at once.
+_BLOCK = 512
 
 
 class SequenceRows:
@@ -50,9 +54,7 @@ class SequenceRows:
             for old, new in zip(cached, (k, v), strict=True):
                 old[:, :, start:stop] = new
             seen = [old[:, :, :stop] for old in cached]
-        return causal_attention(
-            q, *seen, scale=how.scale, window=window, softcap=how.softcap, sinks=how.sinks
-        )
+        return _causal(q, seen[0], seen[1], replace(how, window=window))
 
     def advance(self, count: int) -> None:
         self.length += count
@@ -64,6 +66,22 @@ class SequenceRows:
 
     def prefill_step(self, coming: int) -> tuple[int, int]:
         return 0, coming
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor, how: AttentionParams) -> Tensor:
+    """``causal_attention``, under a window block by block: a whole chunk would score what nobody sees."""
+    count, before = q.shape[2], k.shape[2] - q.shape[2]
+    block = count if how.window is None else max(how.window, _BLOCK)
+    parts = []
+    for start in range(0, count, block):
+        stop = min(start + block, count)
+        first = 0 if how.window is None else max(0, before + start - how.window + 1)
+        own, seen = q[:, :, start:stop], [t[:, :, first : before + stop] for t in (k, v)]
+        out = causal_attention(
+            own, *seen, scale=how.scale, window=how.window, softcap=how.softcap, sinks=how.sinks
+        )
+        parts.append(out)
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
 def chunk_tokens(chunk: int | None, device: torch.device) -> int:

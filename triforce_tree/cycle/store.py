@@ -8,7 +8,6 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -34,7 +33,7 @@ class KVGroup:
         kv: ``[layers, 2, B, H_kv, S, D]``.
         page: slots of the unit that tables refer to.
         ring: S where the slots are a ring, else 0.
-        positions: most positions of a sequence.
+        table: int32 ``[B, pages]`` of a ring: where the pages of all positions are. It never changes.
     """
 
     layers: tuple[int, ...]
@@ -42,7 +41,7 @@ class KVGroup:
     kv: Tensor
     page: int
     ring: int
-    positions: int
+    table: Tensor | None
 
     @property
     def slots(self) -> int:
@@ -65,13 +64,6 @@ class KVGroup:
             k.as_strided(shape, strides, k.storage_offset()),
             v.as_strided(shape, strides, v.storage_offset()),
         )
-
-    @cached_property
-    def table(self) -> Tensor:
-        """int32 ``[B, pages]``: where the pages of all positions are. It never changes."""
-        pages = torch.arange(-(-self.positions // self.page), dtype=torch.int32, device=self.kv.device)
-        apart = self.pages_apart * torch.arange(self.kv.shape[2], dtype=torch.int32, device=self.kv.device)
-        return pages % (self.slots // self.page) + apart[:, None]
 
     def runs(self, start: int, stop: int) -> list[tuple[slice, slice]]:
         """Where positions ``start`` to ``stop``, at most S of them, are: runs of slots, and of the positions
@@ -137,8 +129,9 @@ class KVStore:
         self.groups: list[KVGroup] = []
         for (shape, indices), ring, size, start in zip(members.items(), rings, sizes, starts, strict=True):
             kv = self.memory[start : start + math.prod(size)].view(size)
+            table = _ring_table(batch, shape.heads.kv, ring, self.rows, device) if ring else None
             unit = RING_PAGE if ring else page
-            self.groups.append(KVGroup(tuple(indices), shape, kv, unit, ring, self.rows))
+            self.groups.append(KVGroup(tuple(indices), shape, kv, unit, ring, table))
         self._places = {
             layer: (number, index)
             for number, group in enumerate(self.groups)
@@ -152,6 +145,15 @@ class KVStore:
             return 0
         ring = -(-(shape.window + self.scratch) // RING_PAGE) * RING_PAGE
         return ring if ring < self.rows else 0
+
+    def check_room(self, batch: int, positions: int, scratch: int) -> None:
+        """Raise ValueError where ``positions`` of a text, ``scratch`` of them for passes, are too many."""
+        enough = self.scratch is None or self.scratch >= scratch
+        if self.batch != batch or self.rows < positions or not enough:
+            raise ValueError(
+                f"a store of {self.batch} x {self.rows} rows cannot hold {batch} x {positions}: "
+                f"{positions - scratch} tokens and {scratch} that passes write behind them"
+            )
 
     def in_pages(self, page: int) -> "KVStore":
         """The same memory for tables of another unit, in layers without a window.
@@ -224,11 +226,12 @@ class KVStore:
 
     def grown(self, counts: Sequence[int]) -> None:
         """Sequences have become so many positions longer."""
-        self._lengths = [length + count for length, count in zip(self._lengths, counts, strict=True)]
+        # In place: it is one list for all that share the memory.
+        self._lengths[:] = [length + count for length, count in zip(self._lengths, counts, strict=True)]
 
     def spoil(self) -> None:
         """Rings were written anywhere."""
-        self._lengths = [self.rows] * self.batch
+        self._lengths[:] = [self.rows] * self.batch
 
     def holds(self, lengths: Sequence[int]) -> bool:
         """Whether forwards may go on behind the first ``lengths`` positions of what was written.
@@ -243,3 +246,11 @@ class KVStore:
                 if any(own > new + spare for own, new in zip(self._lengths, lengths, strict=True)):
                     return False
         return True
+
+
+def _ring_table(batch: int, heads: int, ring: int, positions: int, device: torch.device) -> Tensor:
+    """See ``KVGroup``."""
+    around, apart = ring // RING_PAGE, heads * (ring // RING_PAGE)
+    pages = torch.arange(-(-positions // RING_PAGE), dtype=torch.int32, device=device)
+    sequences = torch.arange(batch, dtype=torch.int32, device=device)
+    return pages % around + apart * sequences[:, None]

@@ -190,12 +190,13 @@ class CapturedMeter:
     def _standing(self, cycle: Cycle, place: int, new: int) -> Iterator[None]:
         behind = int(cycle.texts.capacity) - cycle.room
         first, reach = place - 1, 1 + new + 2 * _BEYOND + 2 * behind
-        rows = self._store.kv[:, :, :, :, first : first + reach]
-        before = rows.clone()
+        rows = [group.kv[:, :, :, :, first : first + reach] for group in self._store.groups]
+        before = [part.clone() for part in rows]
         try:
             yield
         finally:
-            rows.copy_(before)
+            for part, old in zip(rows, before, strict=True):
+                part.copy_(old)
 
     def close(self) -> None:
         self._cycle = None
