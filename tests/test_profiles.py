@@ -10,7 +10,7 @@ import pytest
 from tiny_pair import TinyPair
 from tune_cases import CONTEXT
 
-from triforce_tree import Engine, load, profiles
+from triforce_tree import Engine, fingerprint, load, profiles
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.profiles import Entry, Profile
 
@@ -30,8 +30,8 @@ def entry(**values: Any) -> Entry:
 def profile_of(engine: Engine, path: Path, *entries: Entry) -> Profile:
     target, draft = engine.hierarchy.target, engine.hierarchy.draft
     assert draft is not None
-    names = profiles.hardware(target.device), profiles.shape_of(target.model), profiles.shape_of(draft.model)
-    made = Profile(*names, entries, {"date": "today"}, path)
+    shapes = fingerprint.shape_of(target.model), fingerprint.shape_of(draft.model)
+    made = Profile(fingerprint.hardware(target.device), *shapes, entries, {"date": "today"}, path)
     made.write()
     return made
 
@@ -115,6 +115,9 @@ def test_a_broken_profile_is_named_with_a_remedy(pair: TinyPair, tmp_path: Path,
 def test_folders_follow_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert profiles.folder() is None
     monkeypatch.delenv("TRIFORCE_TREE_PROFILES")
+    monkeypatch.setenv("TRIFORCE_TREE_CACHE", "/mine")
+    assert profiles.folder() == Path("/mine/profiles")
+    monkeypatch.delenv("TRIFORCE_TREE_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
     assert profiles.folder() == Path("/cache/triforce-tree/profiles")
     monkeypatch.delenv("XDG_CACHE_HOME")

@@ -1,25 +1,24 @@
 """Measured settings on disk: what ``triforce-tree tune`` found best for one machine and one pair of models.
 
 A profile is a JSON file of entries, one for each context length and temperature that was measured. It changes
-how fast a text comes, never which text. Files lie in ``~/.cache/triforce-tree/profiles`` (or below
-``XDG_CACHE_HOME``); ``TRIFORCE_TREE_PROFILES`` names another folder, and none at all where it is empty.
+how fast a text comes, never which text. Files lie in ``profiles`` in the user's cache folder
+(``folders.user_cache``); ``TRIFORCE_TREE_PROFILES`` names another folder, and none at all where it is empty.
 """
 
 import json
 import logging
 import math
 import os
-import platform
 import re
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from triforce_tree.config import HierarchyConfig
+from triforce_tree.fingerprint import hardware, shape_of
 from triforce_tree.folders import user_cache
 from triforce_tree.json_files import read_json
 
@@ -232,31 +231,3 @@ def folder() -> Path | None:
     if own is not None:
         return Path(own) if own else None
     return user_cache("profiles")
-
-
-def shape_of(model: PreTrainedModel) -> str:
-    """What a model's speed depends on: family, layers, width, heads, vocabulary and dtype."""
-    config = model.config.get_text_config(decoder=True)
-    heads = config.num_attention_heads
-    parts = (
-        str(config.model_type),
-        f"{config.num_hidden_layers}x{config.hidden_size}",
-        f"{heads}q{getattr(config, 'num_key_value_heads', None) or heads}kv",
-        f"mlp{getattr(config, 'intermediate_size', 0)}",
-        f"v{config.vocab_size}",
-        str(model.dtype).removeprefix("torch."),
-    )
-    return "-".join(parts)
-
-
-def hardware(device: torch.device | None = None) -> str:
-    """The GPU, or without one the processor in words; without a device, the GPU where there is one."""
-    if torch.cuda.is_available() if device is None else device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    model = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next((x.partition(":")[2].strip() for x in lines if x.startswith("model name")), model)
-    except OSError:
-        pass
-    return f"{model}, {os.cpu_count()} cores"

@@ -86,7 +86,8 @@ class DraftLengthController:
         self.costs: StageSeconds | None = None
         self._expected = (_PRIOR_ACCEPTANCE, 1 + 0.5 * depth)
         self._budget = START_BUDGET
-        self._paused, self._pause, self._gained = 0, 0, 0.0
+        self._paused = self._pause = self._passes = 0
+        self._gained = self._accepted = self._judged = self._gathered = self._drafted = 0.0
         self._begin_trial(1.0)
 
     def expect(self, acceptance: float, tokens_per_round: float) -> None:
