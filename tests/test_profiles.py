@@ -41,7 +41,7 @@ def test_profiles_survive_the_disk(engine: Engine, tmp_path: Path) -> None:
         engine,
         tmp_path / "p.json",
         entry(),
-        entry(temperature=0.6, pace={"gathered": 2.0, "acceptance": 0.5}),
+        entry(temperature=0.6, draft_length={"tokens_per_round": 2.0, "acceptance": 0.5}),
     )
     assert profiles.read(tmp_path / "p.json") == made
     newer = made.with_entry(entry(ms_per_token=0.5))
@@ -62,21 +62,21 @@ def written(**values: Any) -> str:
     """A profile of one entry, in which some values are others."""
     given = {"context": 9, "temperature": 0, "options": {}, "captured": False}
     given |= {"ms_per_token": 1, "plain_ms_per_token": 1} | values
-    return json.dumps({"version": 1, "entries": [given], "hardware": "", "target": "", "draft": None})
+    return json.dumps({"version": 2, "entries": [given], "hardware": "", "target": "", "draft": None})
 
 
 BROKEN = {
     "no JSON": ("{", "corrupt"),
     "no profile": ("[]", "no profile"),
     "version": ('{"version": 99}', "version 99"),
-    "field": ('{"version": 1, "entries": [], "speed": 3}', "unknown field 'speed'"),
-    "missing": ('{"version": 1, "entries": []}', "cannot be used"),
-    "entries": ('{"version": 1, "entries": [3]}', "an entry is 3"),
-    "entry": ('{"version": 1, "entries": [{"temprature": 1}]}', "unknown field 'temprature'"),
-    "no list": ('{"version": 1, "entries": 3}', "entries are a int"),
+    "field": ('{"version": 2, "entries": [], "speed": 3}', "unknown field 'speed'"),
+    "missing": ('{"version": 2, "entries": []}', "cannot be used"),
+    "entries": ('{"version": 2, "entries": [3]}', "an entry is 3"),
+    "entry": ('{"version": 2, "entries": [{"temprature": 1}]}', "unknown field 'temprature'"),
+    "no list": ('{"version": 2, "entries": 3}', "entries are a int"),
     "no object": ("3", "no profile"),
     "deep": ("[" * 100_000, "nested deeper than 32"),
-    "deep object": ('{"version": 1, "a": ' + '{"a":' * 500 + "1" + "}" * 501, "nested deeper than 32"),
+    "deep object": ('{"version": 2, "a": ' + '{"a":' * 500 + "1" + "}" * 501, "nested deeper than 32"),
     "no UTF-8": ('"\udcff"', "corrupt"),
     "option": (written(options={"gama": 1}), "unknown option 'gama'"),
     "huge option": (written(options={"gamma": 10**9}), "gamma=1000000000 must be"),
@@ -93,8 +93,18 @@ BROKEN = {
     "no time": (written(plain_ms_per_token=0), "plain_ms_per_token=0 must be"),
     "captured": (written(captured="no"), "captured='no'"),
     "acceptance": (written(acceptance={"a": [0.5, "x"]}), "acceptance.a='x' must be"),
-    "pace": (written(pace={"gathered": math.nan, "acceptance": 1}), "pace.gathered=nan must be"),
-    "half a pace": (written(pace={"gathered": 1}), "pace has ['gathered']"),
+    "estimates": (
+        written(draft_length={"tokens_per_round": math.nan, "acceptance": 1}),
+        "draft_length.tokens_per_round=nan must be",
+    ),
+    "half of the estimates": (
+        written(draft_length={"tokens_per_round": 1}),
+        "draft_length has ['tokens_per_round']",
+    ),
+    "impossible estimates": (
+        written(draft_length={"tokens_per_round": 0.5, "acceptance": 1}),
+        "must have an acceptance of at most 1 and tokens_per_round of at least 1",
+    ),
     "step": (written(step_ms=[1]), "step_ms=[1] must be an object"),
 }
 
@@ -168,7 +178,7 @@ def test_options_come_before_the_profile(
 def test_settings_of_the_captured_cycle_serve_it_alone(
     engine: Engine, pair: TinyPair, tmp_path: Path, ids: list[int]
 ) -> None:
-    fast = entry(captured=True, pace={"acceptance": 0.5, "gathered": 1.5})
+    fast = entry(captured=True, draft_length={"acceptance": 0.5, "tokens_per_round": 1.5})
     fast.options["middle_bits"] = 4
     path = tmp_path / "p.json"
     profile_of(engine, path, fast)

@@ -281,9 +281,10 @@ class Engine:
                     ),
                     self.hierarchy.shrink,
                 )
-                if entry is not None and entry.pace and "tree" not in self._given:
-                    cycles.pace.acceptance = entry.pace["acceptance"]
-                    cycles.pace.gathered = entry.pace["gathered"]
+                estimates = entry.draft_length if entry is not None and "tree" not in self._given else {}
+                # Of as many levels: two of them estimate something else than three.
+                if entry is not None and estimates and entry.options["levels"] == cycles.controller.levels:
+                    cycles.controller.expect(**estimates)
                 cycles.prefill(prompts, progress)
                 decoder, steps = cycles, cycles.decode(prompts, endings)
             else:

@@ -22,12 +22,12 @@ from triforce_tree.fingerprint import hardware, shape_of
 from triforce_tree.folders import user_cache
 from triforce_tree.json_files import read_json
 
-VERSION = 1
+VERSION = 2
 # An entry serves prompts of up to this many times, and down to this part of, the context it was measured at.
 NEAR = 4.0
 # Settings that must fit each other: where one of them is given, a profile's others are left aside.
 _TOGETHER = frozenset({"budget", "chunk", "recent"})
-_PACE = {"acceptance", "gathered"}
+_ESTIMATES = {"acceptance", "tokens_per_round"}
 _LOG = logging.getLogger(__name__)
 Source = str | Path | bool | None
 
@@ -43,7 +43,7 @@ class Entry:
         step_ms: one forward of each level under them.
         tokens_per_pass: what one pass of each verifying level brought.
         acceptance: chance by sibling rank that a proposal is taken, for each pair of levels.
-        pace: acceptance and gathered tokens a round, from which a text's first passes are planned.
+        draft_length: acceptance and tokens_per_round, by which a text's first draft lengths are chosen.
         repeated_8grams: of the texts that were timed; looping text flatters every drafter.
     """
 
@@ -56,7 +56,7 @@ class Entry:
     step_ms: dict[str, float] = field(default_factory=dict)
     tokens_per_pass: dict[str, float] = field(default_factory=dict)
     acceptance: dict[str, list[float]] = field(default_factory=dict)
-    pace: dict[str, float] = field(default_factory=dict)
+    draft_length: dict[str, float] = field(default_factory=dict)
     repeated_8grams: float = 0.0
 
     def __post_init__(self) -> None:
@@ -70,17 +70,22 @@ class Entry:
                 raise ValueError(f"{name}=0 must be above 0")
         if not isinstance(self.captured, bool):
             raise ValueError(f"captured={self.captured!r} must be true or false")
-        for name in ("options", "step_ms", "tokens_per_pass", "acceptance", "pace"):
+        for name in ("options", "step_ms", "tokens_per_pass", "acceptance", "draft_length"):
             if not isinstance(getattr(self, name), dict):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be an object")
-        for name in ("step_ms", "tokens_per_pass", "pace"):
+        for name in ("step_ms", "tokens_per_pass", "draft_length"):
             for key, value in getattr(self, name).items():
                 _check_number(f"{name}.{key}", value)
         for key, chances in self.acceptance.items():
             for chance in chances if isinstance(chances, list) else [chances]:
                 _check_number(f"acceptance.{key}", chance)
-        if self.pace and self.pace.keys() != _PACE:
-            raise ValueError(f"pace has {sorted(self.pace)}, not {sorted(_PACE)}")
+        if (estimates := self.draft_length) and estimates.keys() != _ESTIMATES:
+            raise ValueError(f"draft_length has {sorted(estimates)}, not {sorted(_ESTIMATES)}")
+        if estimates and (estimates["acceptance"] > 1 or estimates["tokens_per_round"] < 1):
+            raise ValueError(
+                f"draft_length={estimates} must have an acceptance of at most 1 and tokens_per_round of at "
+                "least 1"
+            )
         HierarchyConfig.from_options(**self.options)
 
     @property

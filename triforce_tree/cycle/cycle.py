@@ -1,8 +1,8 @@
 """Buffers, models and captured stages for one batch size, room and configuration."""
 
 import time
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -36,10 +36,6 @@ from triforce_tree.length_rope import fix_rotation
 from triforce_tree.level import Progress
 from triforce_tree.sampling import TokenLaw
 from triforce_tree.tree_search import parse_shape
-
-# Bytes that a device reads of its own memory in the time of one over the bus: 40 of an RTX 4090 on PCIe 4,
-# 80 of an H200 on PCIe 5.
-_BUS = 60.0
 
 
 @dataclass(frozen=True)
@@ -198,12 +194,9 @@ class Cycle:
         """Capture every stage on texts of a made-up length."""
         result: dict[str, Callable[[], None]] = {}
         on_gpu = self.device.type == "cuda"
-        with self.offloaded.trial(self.room - 1) if self.offloaded is not None else nullcontext():
+        with self.trial(self.room - 1) as begin:
             for name, stage in stages.items():
-                self.texts.length.fill_(self.room - 1)
-                self.texts.chain.zero_()
-                if self.growth is not None:
-                    self.growth.dropped.fill_(max(0, self.room - 1 - self.growth.again))
+                begin()
                 if self.offloaded is not None and name in ("full", "plain"):
                     # A pass over the host's rows follows their lengths, and waits for the bus anyway.
                     result[name] = stage
@@ -213,6 +206,38 @@ class Cycle:
                 pool = torch.cuda.graph_pool_handle() if on_gpu else None
                 result[name] = Captured(stage, self.device, pool)
         return result
+
+    @property
+    def stage_names(self) -> Collection[str]:
+        """Of the prepared stages."""
+        return self._program.stages.keys()
+
+    @contextmanager
+    def trial(self, length: int) -> Iterator[Callable[[], None]]:
+        """Inside, stages may be run behind made-up texts of ``length`` tokens, up to three times in a row.
+
+        What is yielded puts the texts back to that length. Rows of the full cache are as before afterwards;
+        texts must be fed or rewound.
+        """
+
+        def begin() -> None:
+            self.texts.length.fill_(length)
+            self.texts.chain.zero_()
+            if self.growth is not None:
+                self.growth.dropped.fill_(max(0, length - self.growth.again))
+
+        if self.offloaded is not None:
+            with self.offloaded.trial(length):
+                yield begin
+            return
+        written = self.store.kv[..., length : length + self.texts.capacity - self.room + 1, :]
+        before = written.clone()
+        try:
+            yield begin
+        finally:
+            written.copy_(before)
+            if length < self.room - 1:
+                self.renew_means()
 
     def prefill(self, prompts: Sequence[Sequence[int]], progress: Progress | None = None) -> None:
         """Feed all but each prompt's last token, the first root, to every level.
@@ -286,28 +311,19 @@ class Cycle:
         if self.copies is not None:
             self.copies.fill()
 
-    def costs(self, tokens: int) -> tuple[float, float]:
-        """Bytes that a round of levels 0 and 1, and a pass of level 2 behind ``tokens``, have to read.
+    def transferred_bytes(self, tokens: int, plain: bool = False) -> int:
+        """What a pass of level 2 behind so many tokens copies to the device: keys and values, and weights.
 
-        A round counts twice: it takes about twice the time of its bytes (docs/benchmarks.md). What crosses
-        the bus counts for as many bytes as the device reads meanwhile.
+        Args:
+            plain: of the autoregressive pass.
         """
-        weights = sum(p.numel() * p.element_size() for p in self.target.model.parameters())
-        heads = self.target.heads
-        row = 2 * self.target.layers * heads.kv * heads.dim * self.target.dtype.itemsize * self.batch
-        own = self.config.retrieval.budget * row
-        a_round, a_pass = 2.0 * (weights * self.config.middle_bits / 16 + own), float(weights + tokens * row)
-        if self.offloaded is not None:
-            a_pass = max(a_pass, _BUS * self.streamed_bytes(tokens * row))
-        return a_round, a_pass
-
-    def streamed_bytes(self, rows: int) -> int:
-        """What a pass of level 2 copies to the device, of ``rows`` bytes of keys and values, and weights."""
         weights = self.target.streamed.bytes if self.target.streamed is not None else 0
         if self.offloaded is None:
             return weights
-        share = self.offloaded.share(1 if self.levels == 1 else self.reach + 1)
-        far = max(0, rows - self.offloaded.host.resident_bytes)
+        heads = self.target.heads
+        slot = 2 * self.target.layers * heads.kv * heads.dim * self.target.dtype.itemsize
+        share = self.offloaded.share(1 if plain or self.levels == 1 else self.reach + 1)
+        far = max(0, self.batch * tokens * slot - self.offloaded.host.resident_bytes)
         return int((1 - share) * far) + weights
 
     def _check(self, prompts: Sequence[Sequence[int]]) -> None:

@@ -36,6 +36,12 @@ class DeviceLaw:
         settings = [sorted((name, _hashable(value)) for name, value in vars(p).items()) for p in rest]
         return law.greedy, tuple((type(p), *values) for p, values in zip(rest, settings, strict=True))
 
+    @staticmethod
+    def kind(law: TokenLaw) -> str:
+        """What of a law decides about the time it takes: its processors by name."""
+        names = [type(processor).__name__ for processor in _split(law)[1]]
+        return " ".join(["greedy" if law.greedy else "sampled", *names])
+
     def scores(self, logits: Tensor) -> Tensor:
         """Processed logits, fp32, of ``[B, T, V]``."""
         scores = logits.float()
