@@ -66,7 +66,7 @@ class Checks:
             parted = sum(a != b for a, b in zip(tokens, expected, strict=True))
             self.add(f"greedy, {levels} levels", parted == 0, texts=len(prompts), parted=parted)
             plain = CycleDecoder(cycle, law, 0)
-            plain.pace.fixed = 0
+            plain.controller.fixed = 0
             cycle.rewind(prompts)
             same = decoded(plain, prompts, new_tokens) == expected
             self.add(f"greedy, plain passes in a cycle of {levels} levels", same)

@@ -242,7 +242,7 @@ class Bench:
         cycle = self.cycle
         decoder = CycleDecoder(cycle, TokenLaw.at(temperature), self.seed)
         if rounds is not None:
-            decoder.pace.fixed = rounds
+            decoder.controller.fixed = rounds
         cycle.rewind([list(prompt)])
         synchronize(self.device)
         before = self._counters()

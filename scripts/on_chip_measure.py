@@ -183,7 +183,7 @@ class Bench:
     def _decoder(self, temperature: float, rounds: int | None) -> CycleDecoder:
         decoder = CycleDecoder(self.cycle, TokenLaw.at(temperature), self.seed)
         if rounds is not None:
-            decoder.pace.fixed = rounds
+            decoder.controller.fixed = rounds
         return decoder
 
     def replay(self, prompts: Texts, texts: Texts) -> tuple[float, Exactness]:

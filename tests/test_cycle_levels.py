@@ -150,7 +150,7 @@ def test_plain_passes_between_leave_no_trace(levels: int) -> None:
     decoder = CycleDecoder(cycle, GREEDY, 0)
     decoder.prefill(prompts)
     wanted = iter([1, 0, 0, 0, 0, 0, 1, 0, 1, 0, 0, 1, 1] * 3)
-    decoder.pace.rounds = lambda: next(wanted)
+    decoder.controller.rounds = lambda: next(wanted)
     new: list[list[int]] = [[] for _ in prompts]
     for blocks in decoder.decode(prompts, [Ending(24)] * 3):
         for text, block in zip(new, blocks, strict=True):

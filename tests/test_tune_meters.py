@@ -37,5 +37,5 @@ def test_meters_decode_behind_any_place_of_one_text(engine: Engine, ids: list[in
     assert texts_of(meter, engine, places) == expected
     sampled = meter.run(engine.with_options(levels=3).hierarchy.config, CONTEXT - 60, 0.7, 9, 1)
     assert len(sampled.tokens) >= 9
-    assert bool(sampled.pace) is (kind == "captured")
+    assert bool(sampled.draft_length) is (kind == "captured")
     meter.close()

@@ -270,9 +270,10 @@ class Engine:
                 ),
                 self.hierarchy.shrink,
             )
-            if entry is not None and entry.pace and "tree" not in self._given:
-                decoder.pace.acceptance = entry.pace["acceptance"]
-                decoder.pace.gathered = entry.pace["gathered"]
+            estimates = entry.draft_length if entry is not None and "tree" not in self._given else {}
+            # Of as many levels: two of them estimate something else than three.
+            if entry is not None and estimates and entry.options["levels"] == decoder.controller.levels:
+                decoder.controller.expect(**estimates)
             decoder.prefill(prompts, progress)
             steps = decoder.decode(prompts, endings)
             for fresh in steps:

@@ -1,15 +1,14 @@
 """Buffers, models and captured stages for one batch size, room and configuration."""
 
 import time
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from triforce_tree.attention import kv_numbers
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.copied import CopiedRows
 from triforce_tree.cycle.drafter import Drafter
@@ -41,10 +40,6 @@ from triforce_tree.hf_model import HFModel
 from triforce_tree.sampling import TokenLaw
 from triforce_tree.stats import Progress
 from triforce_tree.tree_search import parse_shape
-
-# Bytes that a device reads of its own memory in the time of one over the bus: 40 of an RTX 4090 on PCIe 4,
-# 80 of an H200 on PCIe 5.
-_BUS = 60.0
 
 
 @dataclass(frozen=True)
@@ -197,18 +192,54 @@ class Cycle:
         if self.device.type != "cuda":
             return {name: executor(stage.steps(), self.device) for name, stage in stages.items()}
         result: dict[str, Callable[[], None]] = {}
-        if self.drafter is not None:
-            self.drafter.start([[0] * self.room] * self.batch)
-        with self.offloaded.trial(self.room - 1) if self.offloaded is not None else nullcontext():
+        with self.trial(self.room - 1) as begin:
             for name, stage in stages.items():
-                self.texts.length.fill_(self.room - 1)
-                self.texts.chain.zero_()
+                begin()
                 result[name] = executor(stage.steps(), self.device)
                 if self.offloaded is not None and name in ("full", "plain") and law.capturable:
                     # These are called directly; every kernel is compiled here, not in the middle of a text.
                     result[name]()
-        self._kept.spoil()
         return result
+
+    @property
+    def stage_names(self) -> Collection[str]:
+        """Of the prepared stages."""
+        return self._program.stages.keys()
+
+    @contextmanager
+    def trial(self, length: int) -> Iterator[Callable[[], None]]:
+        """Inside, stages may be run behind made-up texts of ``length`` tokens, up to three times in a row.
+
+        What is yielded puts the texts back to that length. Rows of the full cache are as before afterwards;
+        texts must be fed or rewound.
+        """
+
+        def begin() -> None:
+            self.texts.length.fill_(length)
+            self.texts.chain.zero_()
+
+        if self.drafter is not None:
+            self.drafter.start([[0] * (length + 1)] * self.batch)
+        try:
+            if self.offloaded is not None:
+                with self.offloaded.trial(length):
+                    yield begin
+                return
+            written = [
+                group.kv[..., length : length + self.texts.capacity - self.room + 1, :]
+                for group in self.store.groups
+                if not group.ring
+            ]
+            before = [slots.clone() for slots in written]
+            try:
+                yield begin
+            finally:
+                for slots, old in zip(written, before, strict=True):
+                    slots.copy_(old)
+                if length < self.room - 1:
+                    self.renew_means()
+        finally:
+            self._kept.spoil()
 
     def prefill(self, prompts: Sequence[Sequence[int]], progress: Progress | None = None) -> None:
         """Feed all but each prompt's last token, the first root, to every level.
@@ -293,29 +324,19 @@ class Cycle:
         if self.copies is not None:
             self.copies.fill()
 
-    def costs(self, tokens: int) -> tuple[float, float]:
-        """Bytes that a round of levels 0 and 1, and a pass of level 2 behind ``tokens``, have to read.
+    def transferred_bytes(self, tokens: int, plain: bool = False) -> int:
+        """What a pass of level 2 behind so many tokens copies to the device: keys and values, and weights.
 
-        A round counts twice: it takes about twice the time of its bytes (docs/benchmarks.md). What crosses
-        the bus counts for as many bytes as the device reads meanwhile.
+        Args:
+            plain: of the autoregressive pass.
         """
-        weights = sum(p.numel() * p.element_size() for p in self.target.model.parameters())
-        shapes, size = self.target.kv_shapes, self.target.dtype.itemsize * self.batch
-        own = kv_numbers(shapes, tokens, self.config.retrieval.budget) * size
-        a_round = 2.0 * (weights * self.config.middle_bits / 16 + own)
-        a_pass = float(weights + kv_numbers(shapes, tokens) * size)
-        if self.offloaded is not None:
-            far = kv_numbers([s for s in shapes if s.window is None], tokens) * size
-            a_pass = max(a_pass, _BUS * self.streamed_bytes(far))
-        return a_round, a_pass
-
-    def streamed_bytes(self, rows: int) -> int:
-        """What a pass of level 2 copies to the device, of ``rows`` bytes of keys and values, and weights."""
         weights = self.target.streamed.bytes if self.target.streamed is not None else 0
         if self.offloaded is None:
             return weights
-        share = self.offloaded.share(1 if self.levels == 1 else self.reach + 1)
-        far = max(0, rows - self.offloaded.host.resident_bytes)
+        heads = self.target.heads
+        slot = 2 * self.target.layers * heads.kv * heads.dim * self.target.dtype.itemsize
+        share = self.offloaded.share(1 if plain or self.levels == 1 else self.reach + 1)
+        far = max(0, self.batch * tokens * slot - self.offloaded.host.resident_bytes)
         return int((1 - share) * far) + weights
 
     def _check(self, prompts: Sequence[Sequence[int]]) -> None:

@@ -36,14 +36,15 @@ _BEYOND = 2 * MOST_TAIL
 class Sample:
     """One timed generation.
 
-    ``pace``: what the captured cycle plans its rounds from, as it was in the end. ``alone_ms``: a token of
-    the target alone, just before and after, where the machine may be doing other things as well.
+    ``draft_length``: the estimates that the captured cycle chooses its rounds by, as they were in the end.
+    ``alone_ms``: a token of the target alone, just before and after, where the machine may be doing other
+    things as well.
     """
 
     ms_per_token: float
     tokens: list[int]
     levels: list[LevelStats]
-    pace: dict[str, float] = field(default_factory=dict)
+    draft_length: dict[str, float] = field(default_factory=dict)
     alone_ms: float | None = None
 
 
@@ -169,8 +170,12 @@ class CapturedMeter:
         sample = _timed(decoder, blocks, new)
         if cycle.levels == 1:
             return sample
-        pace = {"acceptance": decoder.pace.acceptance, "gathered": decoder.pace.gathered}
-        return replace(sample, pace=pace)
+        controller = decoder.controller
+        estimates = {
+            "acceptance": controller.acceptance,
+            "tokens_per_round": controller.tokens_per_round,
+        }
+        return replace(sample, draft_length=estimates)
 
     def _open(self, config: HierarchyConfig) -> Cycle:
         old = self._cycle
