@@ -60,7 +60,7 @@ class RetrievalConfig:
     ``budget`` counts the forced first chunk, the retrieved chunks and the forced ``recent`` window,
     which may grow by half with newer tokens before it moves on. ``refresh`` = n lets every n-th forward
     of level 1 choose its chunks by the query of its root, the first one after each level-2 pass
-    included; 0 leaves the choice to the queries of each level-2 pass.
+    included; 0 the first one alone.
     """
 
     budget: int = 1536
@@ -88,6 +88,10 @@ class RetrievalConfig:
                 f"budget={self.budget} is smaller than the forced rows: one chunk of sinks "
                 f"({self.chunk}) + recent={self.recent}; use budget>={least} or a smaller recent"
             )
+
+    def chooses(self, forward: int) -> bool:
+        """Whether this forward of level 1 chooses chunks, counted from 0 after each level-2 pass."""
+        return forward == 0 or (self.refresh > 0 and forward % self.refresh == 0)
 
 
 @dataclass(frozen=True)

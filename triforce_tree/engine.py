@@ -1,7 +1,8 @@
 """An engine: a target, its draft and their settings, and one generation after the other."""
 
 import copy
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -19,6 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from triforce_tree import parallel
 from triforce_tree.config import HierarchyConfig
+from triforce_tree.cycle.cycle import Cycle
 from triforce_tree.cycle.decoder import CycleDecoder
 from triforce_tree.cycle.steady import SteadyDecoder
 from triforce_tree.cycle.streamed_weights import StreamedWeights
@@ -30,7 +32,7 @@ from triforce_tree.memory_plan import MemoryPlan
 from triforce_tree.output import GenerateOutput, appended, by_row, joined
 from triforce_tree.profiles import Entry, Profile
 from triforce_tree.request import Job, Request
-from triforce_tree.sampling import Stream, derived
+from triforce_tree.sampling import Stream, TokenLaw, derived
 from triforce_tree.stats import Progress
 
 
@@ -126,6 +128,30 @@ class Engine:
         self.hierarchy.config = HierarchyConfig.from_options(**{**self._config.as_options(), **advised})
         return entry
 
+    @contextmanager
+    def cycle(
+        self, prompts: list[list[int]], new_tokens: int, law: TokenLaw, temperature: float = 1.0
+    ) -> Iterator[Cycle]:
+        """What :meth:`generate` would run for these prompts, for as long as the context lasts.
+
+        Args:
+            temperature: of ``law``; a profile's settings depend on it.
+
+        Yields:
+            the buffers and stages, prepared for ``law``; the prompts are not read yet.
+
+        Raises:
+            ValueError: a prompt is too long, or memory is short.
+        """
+        for prompt in prompts:
+            self.check_length(len(prompt), new_tokens)
+        with self.hierarchy.generation():
+            self._settle(temperature, prompts, new_tokens)
+            with self.hierarchy.active():
+                cycle = self.hierarchy.cycle(prompts, new_tokens)
+                cycle.prepare(law)
+                yield cycle
+
     def generate(
         self,
         inputs: Inputs | None = None,
@@ -150,8 +176,8 @@ class Engine:
 
         Args:
             inputs: text, token ids ``[L]`` or ``[B, L]`` (tensor, array, list; rows of a list may differ in
-                length), a list of texts, or what a tokenizer returns. Rows of a batch run together, but where a
-                logits processor looks at the text, one by one.
+                length), a list of texts, or what a tokenizer returns. Rows of a batch run together, but where
+                a logits processor looks at the text, one by one.
             input_ids: token ids by transformers' own keyword, instead.
             attention_mask: of the ids' shape; tokens under 0 are padding, on whichever side, and left out.
             generation_config, logits_processor, stopping_criteria, prefix_allowed_tokens_fn, stop_strings,

@@ -100,13 +100,11 @@ class CycleDecoder:
             cycle.run("plain", self._generator)
             clock.mark("plain")
         else:
-            refresh = cycle.config.retrieval.refresh
             for done in range(rounds):
                 cycle.run("grow", self._generator)
                 clock.mark("grow")
                 if cycle.levels == 3:
-                    choosing = done == 0 or (refresh > 0 and done % refresh == 0)
-                    name = "choose" if choosing else "middle"
+                    name = "choose" if cycle.config.retrieval.chooses(done) else "middle"
                     cycle.run(name, self._generator)
                     clock.mark(name)
             cycle.run("full", self._generator)
