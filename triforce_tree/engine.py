@@ -130,15 +130,16 @@ class Engine:
 
     @contextmanager
     def cycle(
-        self, prompts: list[list[int]], new_tokens: int, law: TokenLaw, temperature: float = 1.0
+        self, prompts: list[list[int]], new_tokens: int, law: TokenLaw | None, temperature: float
     ) -> Iterator[Cycle]:
         """What :meth:`generate` would run for these prompts, for as long as the context lasts.
 
         Args:
-            temperature: of ``law``; a profile's settings depend on it.
+            law: what stages are prepared for; None for none, where only forwards are wanted.
+            temperature: which a profile's settings depend on.
 
         Yields:
-            the buffers and stages, prepared for ``law``; the prompts are not read yet.
+            buffers, models and stages; the prompts are not read yet.
 
         Raises:
             ValueError: a prompt is too long, or memory is short.
@@ -149,7 +150,8 @@ class Engine:
             self._settle(temperature, prompts, new_tokens)
             with self.hierarchy.active():
                 cycle = self.hierarchy.cycle(prompts, new_tokens)
-                cycle.prepare(law)
+                if law is not None:
+                    cycle.prepare(law)
                 yield cycle
 
     def generate(

@@ -14,7 +14,6 @@ from torch import Tensor
 from triforce_tree.cycle.teacher import target_logits
 from triforce_tree.engine import Engine
 from triforce_tree.length_rope import LengthRope
-from triforce_tree.sampling import TokenLaw
 
 NOISE_ROWS = 16
 _CHUNK = 2048  # tokens of a prompt that the model's own forward reads at once
@@ -84,7 +83,7 @@ def forward_noise(engine: Engine, tokens: Sequence[int]) -> float:
 
 def chain_logits(engine: Engine, prompt: Sequence[int], more: Sequence[int]) -> Tensor:
     """``[T + 1, V]`` after a prompt, and after each of T more tokens, by one pass of the engine's level 2."""
-    with engine.cycle([list(prompt)], len(more) + 1, TokenLaw(greedy=True), 0.0) as cycle:
+    with engine.cycle([list(prompt)], len(more) + 1, None, 0.0) as cycle:
         cycle.prefill([prompt])
         return target_logits(cycle, [prompt[-1], *more])
 

@@ -39,7 +39,7 @@ def teacher_forced(
     engine: Engine,
     tokens: Sequence[int],
     prompt_tokens: int,
-    law: TokenLaw,
+    temperature: float = 1.0,
     progress: Progress | None = None,
     seed: int = 0,
 ) -> Iterator[Laws]:
@@ -49,14 +49,15 @@ def teacher_forced(
         engine: models and settings; there are three levels whatever its ``levels`` says.
         tokens: a text of more than ``prompt_tokens`` tokens.
         prompt_tokens: how many are read before the first pass.
-        law: logits to law.
+        temperature: of the laws; above 0.
         progress: of reading.
         seed: of the drafter's draws, which its trees below the root depend on.
     """
-    text, generator = list(tokens), torch.Generator(engine.hierarchy.target.device)
+    text, law = list(tokens), TokenLaw.at(temperature)
+    generator = torch.Generator(engine.hierarchy.target.device)
     generator.manual_seed(seed)
     at = prompt_tokens
-    with engine.with_options(levels=3).cycle([text[:at]], len(text) - at, law) as cycle:
+    with engine.with_options(levels=3).cycle([text[:at]], len(text) - at, law, temperature) as cycle:
         cycle.prefill([text[:at]], progress)
         while at < len(text):
             stop = min(at + cycle.reach + 1, len(text))

@@ -10,7 +10,7 @@ from triforce_tree.cycle.endings import Ending, finish_reason
 from triforce_tree.cycle.pace import Pace
 from triforce_tree.cycle.shapes import Extent
 from triforce_tree.parallel import told
-from triforce_tree.sampling import TokenLaw
+from triforce_tree.sampling import NAN_LOGITS, TokenLaw
 from triforce_tree.stats import LevelStats, Progress
 
 
@@ -74,10 +74,7 @@ class CycleDecoder:
             ended = False
             for b, (count, _, _, broken, *tokens) in enumerate(report):
                 if broken:
-                    raise ValueError(
-                        "the model returned NaN logits; its weights or its dtype are at fault: "
-                        "try dtype=torch.float32 or check the checkpoint"
-                    )
+                    raise ValueError(NAN_LOGITS)
                 fresh.append([])
                 for token in tokens[:count] if self.finish_reasons[b] is None else []:
                     fresh[b].append(token)

@@ -80,7 +80,10 @@ class Verifier:
         """A stage that calls :meth:`forward` over ``rows`` in its first part, :meth:`judge` in its second."""
         capturable = self.model.capturable and rows.capturable
         # Logits of a direct forward are at another address each time.
-        return [Step(forward, capturable), Step(judge, capturable and self.law.capturable and self.noise.capturable)]
+        return [
+            Step(forward, capturable),
+            Step(judge, capturable and self.law.capturable and self.noise.capturable),
+        ]
 
     def forward(self, tree: TokenTree, root: Tensor, rows: TreeRows, words: Tensor | None) -> None:
         """Logits of all nodes.
