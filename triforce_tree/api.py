@@ -59,7 +59,7 @@ def load(
             machine and models of this shape, if there is one. Each generation takes the settings that were
             measured nearest to its prompt's length and temperature; ``options`` come before them.
         pinned: called with bytes of host memory as weights that stay there take them.
-        options: levels, gamma, tree, leaves, lookup, middle_bits, rounds, captured, prefill_chunk, offload,
+        options: levels, gamma, tree, leaves, lookup, middle_bits, rounds, prefill_chunk, offload,
             gpu_memory, host_memory, offload_weights, host_attention (:class:`HierarchyConfig`), budget,
             chunk, recent, refresh (:class:`RetrievalConfig`), sinks, window (:class:`StreamingConfig`).
 

@@ -33,8 +33,8 @@ _CONTEXT_FREE = tuple(
 )
 
 NAN_LOGITS = (
-    "the model returned NaN logits; its weights or its dtype are at fault: try dtype=torch.float32 or check the "
-    "checkpoint"
+    "the model returned NaN logits; its weights or its dtype are at fault: try dtype=torch.float32 or check "
+    "the checkpoint"
 )
 Paths = Callable[[], Sequence[Sequence[int] | Tensor | None]]
 
