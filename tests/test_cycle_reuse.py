@@ -12,8 +12,8 @@ from transformers import (
 
 from triforce_tree.cycle.cycle import Cycle
 from triforce_tree.cycle.decoder import CycleDecoder
-from triforce_tree.cycle.laws import DeviceLaw
 from triforce_tree.cycle.endings import Ending
+from triforce_tree.cycle.laws import DeviceLaw
 from triforce_tree.sampling import TokenLaw
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
