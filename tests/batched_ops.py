@@ -118,7 +118,7 @@ def accept_tree(
     path = torch.full((batch, depth + 1), -1)
     path[:, 0] = 0
     # Children proposed deterministically have a draft law of ones, whose refused tokens become zeros.
-    q = torch.cat([q, torch.ones_like(p[:, :1])], 1)
+    q = torch.cat([q, torch.ones_like(p[:, :1])] if q.shape[1] else [torch.ones_like(p[:, :1])], 1)
     q_rows = torch.where(q_rows == -1, q.shape[1] - 1, q_rows.clamp(0, q.shape[1] - 1))
     law, row = p[:, 0], q_rows[:, 0]
     draft = q[every, row]

@@ -20,9 +20,9 @@ from cycle_cases import (
 
 from triforce_tree.attention import AttentionParams
 from triforce_tree.cycle.decoder import CycleDecoder
+from triforce_tree.cycle.drafter import TokenTree
 from triforce_tree.cycle.endings import Ending
-from triforce_tree.cycle.growth import Tree
-from triforce_tree.cycle.stages import Verifier
+from triforce_tree.cycle.stages import Verdict, Verifier
 from triforce_tree.kernels import step
 from triforce_tree.sampling import TokenLaw
 
@@ -128,11 +128,11 @@ def test_level_1_sees_the_chosen_chunks_and_the_recent_rows(monkeypatch: pytest.
 
     judge = Verifier.judge
 
-    def checked(self: Verifier, tree: Tree, depth: int, root: torch.Tensor, *rest: object) -> object:
-        result = judge(self, tree, depth, root, *rest)
-        if rest[0] is rows:
+    def checked(self: Verifier, tree: TokenTree, root: torch.Tensor) -> Verdict:
+        result = judge(self, tree, root)
+        if tree is cycle.stage("grow").tree:
             logits = cycle.full(tree.tokens[:, :1], root[:, None], picked)
-            torch.testing.assert_close(result[3][:, 0], logits[:, 0], atol=2e-5, rtol=1e-4)
+            torch.testing.assert_close(result.scores[:, 0], logits[:, 0], atol=2e-5, rtol=1e-4)
             seen.append(rows.choosing)
         return result
 

@@ -302,5 +302,3 @@ def test_options_that_contradict_each_other() -> None:
         HierarchyConfig(offload=False, gpu_memory="24GiB")
     with pytest.raises(ValueError, match="host_memory='24GiB' bounds an offloaded cache, and offload=False"):
         HierarchyConfig(offload=False, host_memory="24GiB")
-    with pytest.raises(ValueError, match="captured=False"):
-        HierarchyConfig(offload=True, captured=False)

@@ -20,10 +20,8 @@ from triforce_tree.cli import main
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle import offloaded
 from triforce_tree.cycle.cycle import Cycle
-from triforce_tree.cycle.growth import Growth
 from triforce_tree.cycle.host_store import Offload
 from triforce_tree.cycle.streamed_weights import StreamedWeights
-from triforce_tree.hf_model import HFModel
 
 PROMPT, NEW = prompt_of(120), 30
 
@@ -136,7 +134,7 @@ def test_what_cannot_be_is_refused() -> None:
         own.with_options(offload_weights=False)
     target, config = own.hierarchy.target, HierarchyConfig.from_options(**SMALL)
     with pytest.raises(ValueError, match="middle_bits=8 or 4"):
-        Cycle(target, Growth(HFModel(models()[1]), config), config, 1, 200, 3, Offload())
+        Cycle(target, PromptLookup(), config, 1, 200, 3, Offload())
     with pytest.raises(ValueError, match=r"use triforce_tree.load"):
         Engine(models()[0], config=HierarchyConfig(offload_weights=True))
     with pytest.raises(ValueError, match=r"offload_weights='yes' must be"):

@@ -20,7 +20,6 @@ def entry(**values: Any) -> Entry:
         "context": CONTEXT,
         "temperature": 0.0,
         "options": {"levels": 3, "gamma": 6, "tree": "chain:2", "budget": 64, "chunk": 8, "recent": 32},
-        "captured": False,
         "ms_per_token": 1.0,
         "plain_ms_per_token": 3.0,
     }
@@ -60,7 +59,7 @@ def test_the_nearest_entry_is_taken_and_a_far_one_is_not() -> None:
 
 def written(**values: Any) -> str:
     """A profile of one entry, in which some values are others."""
-    given = {"context": 9, "temperature": 0, "options": {}, "captured": False}
+    given = {"context": 9, "temperature": 0, "options": {}}
     given |= {"ms_per_token": 1, "plain_ms_per_token": 1} | values
     return json.dumps({"version": 2, "entries": [given], "hardware": "", "target": "", "draft": None})
 
@@ -91,7 +90,6 @@ BROKEN = {
     "infinite": (written(temperature=math.inf), "temperature=inf must be"),
     "time": (written(ms_per_token=-3.0), "ms_per_token=-3.0 must be"),
     "no time": (written(plain_ms_per_token=0), "plain_ms_per_token=0 must be"),
-    "captured": (written(captured="no"), "captured='no'"),
     "acceptance": (written(acceptance={"a": [0.5, "x"]}), "acceptance.a='x' must be"),
     "estimates": (
         written(draft_length={"tokens_per_round": math.nan, "acceptance": 1}),
@@ -175,19 +173,27 @@ def test_options_come_before_the_profile(
     assert tuned.hierarchy.config.tree == HierarchyConfig().tree
 
 
-def test_settings_of_the_captured_cycle_serve_it_alone(
+def test_a_profile_plans_the_first_passes(
     engine: Engine, pair: TinyPair, tmp_path: Path, ids: list[int]
 ) -> None:
-    fast = entry(captured=True, draft_length={"acceptance": 0.5, "tokens_per_round": 1.5})
+    fast = entry(draft_length={"acceptance": 0.5, "tokens_per_round": 1.5})
     fast.options["middle_bits"] = 4
     path = tmp_path / "p.json"
     profile_of(engine, path, fast)
-    assert pair.load(profile=path).generate(ids, max_new_tokens=4, do_sample=False).profile is None
-    cycle = pair.load(profile=path, captured=True, middle_bits=16, window=64, rounds=1)
-    out = cycle.generate(ids, max_new_tokens=12, do_sample=False)
+    tuned = pair.load(profile=path, window=64, rounds=1)
+    out = tuned.generate(ids, max_new_tokens=12, do_sample=False)
     assert out.profile == str(path)
-    assert out.captured
+    assert tuned.hierarchy.config.middle_bits == 4
     assert out.sequences.equal(engine.generate(ids, max_new_tokens=12, do_sample=False).sequences)
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_profiles_of_releases_with_two_engines_are_read(tmp_path: Path, captured: bool) -> None:
+    path = tmp_path / "old.json"
+    path.write_text(written(captured=captured))
+    [old] = profiles.read(path).entries
+    path.write_text(written())
+    assert profiles.read(path).entries == (old,)
 
 
 def test_a_profile_of_another_machine_is_used_with_a_warning(

@@ -12,6 +12,7 @@ import pytest
 import torch
 from cycle_cases import GREEDY, NEW, PROMPTS, SAMPLED, cycle_of, draft_of, model, references
 from tiny_pair import TinyPair
+from triforce_tree.decoder import Ending
 
 from triforce_tree import Engine
 from triforce_tree.cycle import cost_table, decoder
@@ -21,7 +22,6 @@ from triforce_tree.cycle.cycle import Cycle
 from triforce_tree.cycle.decoder import CycleDecoder
 from triforce_tree.cycle.draft_length import StageSeconds
 from triforce_tree.cycle.stage_costs import StageCosts, measure
-from triforce_tree.decoder import Ending
 
 COSTS = StageCosts((100, 500), 0.002, (0.01, 0.03), (0.008, 0.02))
 SETTINGS = {"machine": "abacus", "levels": 3}

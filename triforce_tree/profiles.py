@@ -38,7 +38,6 @@ class Entry:
 
     Attributes:
         options: as :func:`triforce_tree.load` takes them; ``levels`` is 1 where drafting gains nothing.
-        captured: whether they were measured in the captured cycle, which they then serve alone.
         ms_per_token, plain_ms_per_token: decode time under these options, and of the target alone.
         step_ms: one forward of each level under them.
         tokens_per_pass: what one pass of each verifying level brought.
@@ -50,7 +49,6 @@ class Entry:
     context: int
     temperature: float
     options: dict[str, Any]
-    captured: bool
     ms_per_token: float
     plain_ms_per_token: float
     step_ms: dict[str, float] = field(default_factory=dict)
@@ -68,8 +66,6 @@ class Entry:
             _check_number(name, getattr(self, name))
             if not getattr(self, name):
                 raise ValueError(f"{name}=0 must be above 0")
-        if not isinstance(self.captured, bool):
-            raise ValueError(f"captured={self.captured!r} must be true or false")
         for name in ("options", "step_ms", "tokens_per_pass", "acceptance", "draft_length"):
             if not isinstance(getattr(self, name), dict):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be an object")
@@ -177,11 +173,16 @@ def read(path: str | Path) -> Profile:
         entries = held.pop("entries")
         if not isinstance(entries, list):
             raise ValueError(f"entries are a {type(entries).__name__}, not a list")
-        made = tuple(Entry(**_known(Entry, entry)) for entry in entries)
+        made = tuple(Entry(**_known(Entry, _without_engine(entry))) for entry in entries)
         return Profile(**_known(Profile, held), entries=made, path=path)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         why = repr(error) if isinstance(error, KeyError) else str(error)
         raise ValueError(f"profile {str(path)!r} cannot be used ({why[:300]}); {remedy}") from error
+
+
+def _without_engine(entry: Any) -> Any:
+    """An entry without which of two engines it was measured on, as releases that had two wrote it."""
+    return {k: v for k, v in entry.items() if k != "captured"} if isinstance(entry, dict) else entry
 
 
 def _known(kind: type[Entry] | type[Profile], values: Any) -> dict[str, Any]:

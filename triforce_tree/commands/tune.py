@@ -162,14 +162,12 @@ def _dry_run(args: argparse.Namespace, tuner: Tuner) -> int:
         ]
         if space.draft and "tree" not in space.fixed:
             rows.append(("tree", "", "static trees that fit the measured acceptance"))
-        engine = "captured cycle" if space.captured else "eager engine"
-        title = f"{space.context:,} tokens, {engine}, T={' '.join(f'{t:g}' for t in tuner.plan.temperatures)}"
+        title = f"{space.context:,} tokens, T={' '.join(f'{t:g}' for t in tuner.plan.temperatures)}"
         screen().print(plain_table(title, ("option", "begins at", "tried"), rows))
     if args.json:
         tried = [
             {
                 "context": space.context,
-                "captured": space.captured,
                 "starts": space.starts(),
                 "tried": {c.name: list(c.values) for c in space.coordinates()},
             }

@@ -28,6 +28,7 @@ from triforce_tree.cycle.stages import (
     RetrievalVerifyStage,
     Stage,
     TreeVerifyStage,
+    Verdict,
     Verifier,
 )
 from triforce_tree.cycle.store import KVStore
@@ -359,6 +360,12 @@ class Cycle:
     def stage(self, name: str) -> Stage:
         """One of the stages for the law that was prepared."""
         return self._program.stages[name]
+
+    def verdict(self, name: str) -> Verdict:
+        """The last one of a verifying stage."""
+        stage = self.stage(name)
+        assert isinstance(stage, RetrievalVerifyStage | ChainVerifyStage | TreeVerifyStage | PlainStage)
+        return stage.verifier.verdict
 
     def run(self, name: str, generator: torch.Generator) -> None:
         """One stage, with fresh random numbers."""

@@ -12,7 +12,7 @@ from triforce_tree.cycle.draft_length import DraftLengthController
 from triforce_tree.cycle.endings import Ending, finish_reason
 from triforce_tree.cycle.shapes import Extent
 from triforce_tree.parallel import told
-from triforce_tree.sampling import TokenLaw
+from triforce_tree.sampling import NAN_LOGITS, TokenLaw
 from triforce_tree.stats import LevelStats, Progress
 
 
@@ -78,10 +78,7 @@ class CycleDecoder:
             ended = False
             for b, (count, _, _, broken, *tokens) in enumerate(report):
                 if broken:
-                    raise ValueError(
-                        "the model returned NaN logits; its weights or its dtype are at fault: "
-                        "try dtype=torch.float32 or check the checkpoint"
-                    )
+                    raise ValueError(NAN_LOGITS)
                 fresh.append([])
                 for token in tokens[:count] if self.finish_reasons[b] is None else []:
                     fresh[b].append(token)
@@ -104,13 +101,11 @@ class CycleDecoder:
             cycle.run("plain", self._generator)
             clock.mark("plain")
         else:
-            refresh = cycle.config.retrieval.refresh
             for done in range(rounds):
                 cycle.run("grow", self._generator)
                 clock.mark("grow")
                 if cycle.levels == 3:
-                    choosing = done == 0 or (refresh > 0 and done % refresh == 0)
-                    name = "choose" if choosing else "middle"
+                    name = "choose" if cycle.config.retrieval.chooses(done) else "middle"
                     cycle.run(name, self._generator)
                     clock.mark(name)
             cycle.run("full", self._generator)

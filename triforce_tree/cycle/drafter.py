@@ -51,7 +51,8 @@ class TokenTree:
         Args:
             shape: slots of each depth, and their parents where they never change.
             batch: B.
-            vocabulary: V, of the first M = N - widths[-1] nodes' distributions; 0 for a deterministic drafter.
+            vocabulary: V, of the distributions of the first M = N - widths[-1] nodes; 0 for a deterministic
+                drafter.
         """
         depths = torch.tensor(shape.depths)
         count = len(depths)
@@ -75,7 +76,7 @@ class TokenTree:
         return self.tokens.shape[1]
 
     def connect(self) -> None:
-        """Bring ``words`` up to date after ``parents`` were written; a shape with fixed parents needs none."""
+        """Bring ``words`` up to date after ``parents`` were written; fixed parents need none."""
         own = 1 << torch.arange(self.nodes, device=self.words.device)
         self.words.copy_(own)
         for _ in range(self.depth):
