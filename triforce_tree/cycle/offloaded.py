@@ -275,6 +275,7 @@ class StreamedRows(TreeRows):
 
     def __init__(self, cache: OffloadedCache, queries: int, mask: Tensor | None = None) -> None:
         super().__init__(cache.window, queries, mask=mask)
+        self.resizable = False
         self.cache, host = cache, cache.host
         self.queries, self._share = queries, 0.0
         most = max(1, min(TOGETHER, max(host.resident_rows) // host.piece))

@@ -87,6 +87,10 @@ class TreeRows:
         queries: T.
         tail: N >= T, rows that the mask covers; the T new ones are the last of them.
         mask: bool ``[T, N]`` where it never changes.
+
+    Attributes:
+        capturable: whether a CUDA graph can hold a forward over them.
+        resizable: whether a forward may bring fewer new rows than T, the first ones of the plan.
     """
 
     capturable = True
@@ -97,6 +101,7 @@ class TreeRows:
         if mask is None:
             mask = torch.ones(queries, tail, dtype=torch.bool)
         device = store.kv.device
+        self.resizable = device.type != "cuda"
         self.at = torch.zeros(store.batch, dtype=torch.int64, device=device)
         self.ahead = tail - queries
         self.plan: Plan = plan_trees(
@@ -108,12 +113,13 @@ class TreeRows:
 
         Args:
             before: int64 ``[B]`` rows before the tail.
-            words: int64 ``[B, T]``, bit j of word t: row t sees tail row j (tails of at most 64 rows).
+            words: int64 ``[B, T]``, bit j of word t: row t sees tail row j (tails of at most 64 rows). Fewer
+                columns where the forward brings fewer rows.
         """
         torch.add(before, self.ahead, out=self.at)
         self.plan.lengths.copy_(before)
         if words is not None:
-            self.plan.mask.copy_(words.reshape(-1, 1))
+            self.plan.mask.view(self.store.batch, -1)[:, : words.shape[1]] = words
 
     def follow(self, at: Tensor, lengths: Tensor) -> None:
         """Stand where these buffers say, instead of ``begin``; the mask is ``plan.mask``.

@@ -1,9 +1,9 @@
-"""Attention by a plan: the kernel on CUDA, plain torch elsewhere."""
+"""Attention by a plan: the kernel on CUDA, ``host`` elsewhere."""
 
 import torch
 from torch import Tensor
 
-from triforce_tree.kernels import reference
+from triforce_tree.kernels import host, reference
 from triforce_tree.kernels.plan import Plan
 
 
@@ -17,11 +17,18 @@ def run(
     table: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    prefix: host.Prefix | None = None,
 ) -> Tensor:
     """The output ``[queries, H_q, D]`` of ``launch.run``, whose arguments these are.
 
-    ``plan`` must be one of ``plan_trees``.
+    ``plan`` must be one of ``plan_trees``. On the CPU, there may be a ``prefix``, and fewer queries than
+    planned: see ``host.planned_attention``.
     """
+    if not q.is_cuda:
+        return host.planned_attention(
+            q, k, v, plan, scale=scale, table=table, softcap=softcap, sinks=sinks, prefix=prefix
+        )
+    assert prefix is None
     return states(q, k, v, plan, scale=scale, table=table, softcap=softcap, sinks=sinks)[0]
 
 
@@ -50,21 +57,11 @@ def states(
             keys, values = k[b : b + 1, :, :rows], v[b : b + 1, :, :rows]
         else:
             pages = table[b] if table.ndim == 3 else table[b].expand(plan.heads.kv, -1)
-            keys, values = _gathered(k, pages, rows), _gathered(v, pages, rows)
-        words = plan.mask[queries]
-        bits = torch.arange(64, device=q.device)
-        mask = (words[..., None] >> bits & 1).bool().flatten(1)[:, : tails[b]]
+            keys, values = host.gathered_rows(k, pages, rows), host.gathered_rows(v, pages, rows)
+        mask = host.tail_mask(plan.mask[queries], tails[b])
         out, lse = reference.tree_attention(
             q[queries].transpose(0, 1)[None], keys, values, mask, scale=scale, softcap=softcap, sinks=sinks
         )
         outs.append(out[0].transpose(0, 1))
         lses.append(lse[0].transpose(0, 1))
     return torch.cat(outs), torch.cat(lses)
-
-
-def _gathered(pages: Tensor, table: Tensor, rows: int) -> Tensor:
-    """Logical rows ``[1, H_kv, rows, D]`` of pages ``[P, H_kv, page, D]`` by a table ``[H_kv, W]``."""
-    size = pages.shape[2]
-    wanted = table[:, : -(-rows // size)].long()
-    heads = torch.arange(wanted.shape[0], device=pages.device)[:, None]
-    return pages[wanted, heads].flatten(1, 2)[None, :, :rows]
