@@ -17,18 +17,14 @@ def run(
     table: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    prefix: host.Prefix | None = None,
 ) -> Tensor:
     """The output ``[queries, H_q, D]`` of ``launch.run``, whose arguments these are.
 
-    ``plan`` must be one of ``plan_trees``. On the CPU, there may be a ``prefix``, and fewer queries than
-    planned: see ``host.planned_attention``.
+    ``plan`` must be one of ``plan_trees``. On the CPU ``q`` may hold fewer queries than it plans for: see
+    ``host.planned_attention``.
     """
     if not q.is_cuda:
-        return host.planned_attention(
-            q, k, v, plan, scale=scale, table=table, softcap=softcap, sinks=sinks, prefix=prefix
-        )
-    assert prefix is None
+        return host.planned_attention(q, k, v, plan, scale=scale, table=table, softcap=softcap, sinks=sinks)
     return states(q, k, v, plan, scale=scale, table=table, softcap=softcap, sinks=sinks)[0]
 
 
