@@ -60,13 +60,19 @@ class _Running(threading.local):
 _running = _Running()
 
 
-@torch.library.custom_op("triforce_tree::cycle_attend", mutates_args=())
-def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, sinks: Tensor | None) -> Tensor:
+def _attend_now(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, sinks: Tensor | None
+) -> Tensor:
     if _running.attend is None:
         raise RuntimeError(f"attention implementation {ATTENTION!r} was called outside a StepModel")
     layer = _running.layer
     _running.layer += 1
     return _running.attend(layer, q, k, v, scale, softcap, sinks)
+
+
+@torch.library.custom_op("triforce_tree::cycle_attend", mutates_args=())
+def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, sinks: Tensor | None) -> Tensor:
+    return _attend_now(q, k, v, scale, softcap, sinks)
 
 
 @_attend.register_fake
@@ -90,7 +96,9 @@ def _attention(
     if narrowing(module, sliding_window) is not None:
         raise NotImplementedError("the captured cycle has no sliding windows")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return torch.ops.triforce_tree.cycle_attend(query, key, value, scale, softcap or 0.0, s_aux), None
+    # The operator is for the compiler; a call through it takes longer than a small attention itself.
+    attend = torch.ops.triforce_tree.cycle_attend if torch.compiler.is_compiling() else _attend_now
+    return attend(query, key, value, scale, softcap or 0.0, s_aux), None
 
 
 AttentionInterface.register(ATTENTION, _attention)
