@@ -58,16 +58,22 @@ class _Running(threading.local):
 _running = _Running()
 
 
-@torch.library.custom_op("triforce_tree::cycle_attend", mutates_args=())
-def _attend(
+def _attend_now(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float, sinks: Tensor | None
 ) -> Tensor:
-    """An operator takes numbers alone: 0 stands for no window, and for no softcap."""
     if _running.attend is None:
         raise RuntimeError(f"attention implementation {ATTENTION!r} was called outside a StepModel")
     layer = _running.layer
     _running.layer += 1
     return _running.attend(layer, q, k, v, AttentionParams(scale, window or None, softcap or None, sinks))
+
+
+@torch.library.custom_op("triforce_tree::cycle_attend", mutates_args=())
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float, sinks: Tensor | None
+) -> Tensor:
+    """An operator takes numbers alone: 0 stands for no window, and for no softcap."""
+    return _attend_now(q, k, v, scale, window, softcap, sinks)
 
 
 @_attend.register_fake
@@ -92,8 +98,9 @@ def _attention(
 ) -> tuple[Tensor, None]:
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     window = narrowing(module, sliding_window) or 0
-    out = torch.ops.triforce_tree.cycle_attend(query, key, value, scale, window, softcap or 0.0, s_aux)
-    return out, None
+    # The operator is for the compiler; a call through it takes longer than a small attention itself.
+    attend = torch.ops.triforce_tree.cycle_attend if torch.compiler.is_compiling() else _attend_now
+    return attend(query, key, value, scale, window, softcap or 0.0, s_aux), None
 
 
 AttentionInterface.register(ATTENTION, _attention)

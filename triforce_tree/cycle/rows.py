@@ -35,6 +35,8 @@ class TreeRows:
         at: int64 ``[B]``, the first of the new rows.
         lengths: int32 ``[B]``, rows before the tail.
         mask: int64 ``[B * T, words]``; bit j of word w says that the query sees tail row ``64 w + j``.
+        capturable: whether a CUDA graph can hold a forward over them.
+        resizable: whether a forward may bring fewer new rows than T, the first ones of the plan.
 
     Raises:
         ValueError: layers have windows, and nothing says how deep the tail's rows are.
@@ -58,6 +60,7 @@ class TreeRows:
             mask = torch.ones(queries, tail, dtype=torch.bool)
         batch, device = store.batch, store.device
         self.at = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.resizable = device.type != "cuda"
         self.ahead = tail - queries
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         self.mask = pack_mask(mask).repeat(batch, 1).to(device)
@@ -86,12 +89,13 @@ class TreeRows:
 
         Args:
             before: int64 ``[B]`` rows before the tail.
-            words: int64 ``[B, T]``, bit j of word t: row t sees tail row j (tails of at most 64 rows).
+            words: int64 ``[B, T]``, bit j of word t: row t sees tail row j (tails of at most 64 rows). Fewer
+                columns where the forward brings fewer rows.
         """
         torch.add(before, self.ahead, out=self.at)
         self.lengths.copy_(before)
         if words is not None:
-            self.mask.copy_(words.reshape(-1, 1))
+            self.mask.view(self.store.batch, -1, self.mask.shape[1])[:, : words.shape[1], 0] = words
 
     def follow(self, at: Tensor, lengths: Tensor) -> None:
         """Stand where these buffers say, instead of ``begin``; whoever writes them writes ``mask``, too.

@@ -46,7 +46,7 @@ class Verdict(NamedTuple):
         path: int64 ``[B, D + 1]``, accepted nodes from the root on, -1 after the last.
         counts: int64 ``[B]``, how many these are, and how many tokens are emitted.
         emitted: int64 ``[B, D + 1]``: tokens of the accepted nodes but the root, and the one after them.
-        scores: fp32 ``[B, N, V]`` of all nodes, distributions where tokens are sampled.
+        scores: fp32 ``[B, N, V]`` of all nodes that were judged, distributions where tokens are sampled.
     """
 
     path: Tensor
@@ -80,23 +80,25 @@ class Verifier:
         """A stage that calls :meth:`forward` over ``rows`` in its first part, :meth:`judge` in its second."""
         capturable = self.model.capturable and rows.capturable
         # Logits of a direct forward are at another address each time.
-        return [
-            Step(forward, capturable),
-            Step(judge, capturable and self.law.capturable and self.noise.capturable),
-        ]
+        alone = self.law.capturable and self.noise.capturable
+        return [Step(forward, capturable), Step(judge, capturable and alone)]
 
     def forward(self, tree: TokenTree, root: Tensor, rows: TreeRows, words: Tensor | None) -> None:
-        """Logits of all nodes.
+        """Logits of all nodes, or, where shapes may change, of all up to the last slot that is taken.
 
         Args:
             tree: to verify; its root stands at ``root`` in each text.
             words: masks where they change.
         """
+        if rows.resizable:
+            tree = tree.first(tree.taken)
+            words = words[:, : tree.nodes] if words is not None else None
         rows.begin(root, words)
         self._logits = self.model(tree.tokens.clamp_min(0), root[:, None] + tree.depths, rows)
 
     def judge(self, tree: TokenTree, root: Tensor) -> Verdict:
         """Which nodes are accepted, and what follows them, by the logits of the last forward."""
+        tree = tree.first(self._logits.shape[1])
         depth, paths = tree.depth, partial(tree.paths, self.texts, root)
         if self.law.greedy:
             p = self.law.scores(self._logits, paths)

@@ -40,6 +40,8 @@ class OffloadedRows(TreeRows):
         depths: Sequence[int] | None = None,
     ) -> None:
         super().__init__(store, queries, mask=mask, depths=depths)
+        # Plans of pieces hold the number of queries.
+        self.resizable = False
         self.cache, self._first = cache, first
         self._in_rings: TreeRows | None = None
         if cache.rings.groups:
