@@ -1,0 +1,154 @@
+"""The exact distribution of what a whole cycle generates, with every draw enumerated.
+
+The sequences of a batch follow different scripts side by side: a batch is as many runs of one generation.
+"""
+
+import copy
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from enumerated_noise import enumerated
+from enumeration import Law, Script, Walk, summed
+from families import tiny
+from transformers import PreTrainedModel
+
+from triforce_tree.config import HierarchyConfig
+from triforce_tree.cycle.cycle import Cycle
+from triforce_tree.cycle.decoder import CycleDecoder
+from triforce_tree.cycle.prefill import prefill
+from triforce_tree.decoder import Ending
+from triforce_tree.hf_model import HFModel
+from triforce_tree.sampling import TokenLaw
+
+MOST_RUNS = 100_000
+# Caches far smaller than the prompt.
+SMALL = {"gamma": 3, "rounds": 1, "budget": 8, "chunk": 2, "recent": 4, "sinks": 1, "window": 8}
+
+
+def stranger(vocabulary: int, seed: int, device: str = "cpu") -> PreTrainedModel:
+    """One layer; models of different seeds have nothing in common."""
+    model = tiny(
+        "llama",
+        seed,
+        vocab_size=vocabulary,
+        num_hidden_layers=1,
+        hidden_size=16,
+        intermediate_size=32,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        initializer_range=0.5,
+    )
+    return model.to(device)
+
+
+class Generations:
+    """Every way that a cycle can continue one prompt.
+
+    Args:
+        target, draft: the models; ``draft`` may be None for one level.
+        levels: 1, 2 or 3.
+        prompt: token ids.
+        batch: runs side by side.
+        operators: see :class:`enumerated_noise.EnumeratedNoise`.
+        options: of :class:`HierarchyConfig`, instead of ``SMALL``.
+
+    Attributes:
+        runs: of the last enumeration.
+        accepted: the last enumeration's mean acceptance rate at each level above the draft.
+    """
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        draft: PreTrainedModel | None,
+        levels: int,
+        prompt: Sequence[int],
+        batch: int = 128,
+        operators: bool = False,
+        **options: Any,
+    ) -> None:
+        self.target, self.prompt, self.batch = target, list(prompt), batch
+        config = HierarchyConfig.from_options(**{**SMALL, **options})
+        self.walks = [Walk() for _ in range(batch)]
+        wrapped = HFModel(target)
+        small = HFModel(draft) if draft is not None and levels > 1 else None
+        self.cycle = Cycle(
+            wrapped, small, config, batch, len(prompt) + 8, levels, noise=enumerated(self.walks, operators)
+        )
+        with wrapped.active():
+            prefill(wrapped, self.cycle.store, 0, self.prompt[:-1], 64, None)
+        self.cycle.store.kv[:, :, 1:] = self.cycle.store.kv[:, :, :1]
+        self.cycle.renew_means()
+
+    def law(self, law: TokenLaw, ending: Ending | int, passes: int | None = None) -> Law:
+        """Probability of each text that may follow the prompt.
+
+        Args:
+            law: logits to probabilities.
+            ending: where texts end, in the first place after how many tokens.
+            passes: of level 2, after which the target itself continues texts that are still too short; None:
+                as many as the texts take.
+        """
+        ending = Ending(ending) if isinstance(ending, int) else ending
+        masses: list[tuple[tuple[int, ...], float]] = []
+        scripts: list[Script] = [()]
+        self.runs = 0
+        while scripts:
+            now, scripts = scripts[-self.batch :], scripts[: -self.batch]
+            texts = self._run(now, law, ending, passes)
+            for walk, text in zip(self.walks, texts[: len(now)], strict=False):
+                masses.append((tuple(text), walk.probability))
+                scripts += walk.alternatives()
+            self.runs += len(now)
+            assert self.runs <= MOST_RUNS, f"more than {MOST_RUNS} runs; make the case smaller"
+        texts = summed(masses)
+        return texts if passes is None else self._continued(texts, law, ending.max_new_tokens)
+
+    def _run(
+        self, scripts: list[Script], law: TokenLaw, ending: Ending, passes: int | None
+    ) -> list[list[int]]:
+        """The new texts, one for each script."""
+        for b in range(self.batch):
+            self.walks[b] = Walk(scripts[b]) if b < len(scripts) else Walk()
+            self.walks[b].over = b >= len(scripts)
+        prompts = [self.prompt] * self.batch
+        decoder = CycleDecoder(self.cycle, law, 0)
+        self.cycle.rewind(prompts)
+        endings = [ending if b < len(scripts) else Ending(1) for b in range(self.batch)]
+        texts: list[list[int]] = [[] for _ in prompts]
+        for blocks in islice(decoder.decode(prompts, endings), passes):
+            rows = zip(self.walks, texts, blocks, decoder.finish_reasons, strict=True)
+            for walk, text, block, reason in rows:
+                text += block
+                walk.over = walk.over or reason is not None
+        return texts
+
+    def _continued(self, texts: Law, law: TokenLaw, count: int) -> Law:
+        """Texts of ``count`` tokens: what is missing follows the target's own distribution."""
+        return summed(
+            ((*text, *more), mass * chance)
+            for text, mass in texts.items()
+            for more, chance in target_law(self.target, law, [*self.prompt, *text], count - len(text)).items()
+        )
+
+
+@torch.no_grad()
+def target_law(model: PreTrainedModel, law: TokenLaw, prompt: Sequence[int], count: int) -> Law:
+    """The model's own distribution of the next ``count`` tokens, from plain forwards in float64."""
+    exact = copy.deepcopy(model).cpu().double()
+    texts, joint = torch.tensor([list(prompt)]), torch.ones(1, dtype=torch.float64)
+    for _ in range(count):
+        scores = exact(texts, use_cache=False).logits[:, -1]
+        for processor in law.processors:
+            scores = processor(texts, scores)
+        vocabulary = scores.shape[1]
+        chances = scores.softmax(-1)
+        if law.greedy:
+            chances = torch.nn.functional.one_hot(scores.argmax(-1), vocabulary).double()
+        more = torch.arange(vocabulary).repeat(len(texts))[:, None]
+        texts = torch.cat([texts.repeat_interleave(vocabulary, 0), more], 1)
+        joint = (joint[:, None] * chances).flatten()
+        texts, joint = texts[joint > 0], joint[joint > 0]
+    return {tuple(t[len(prompt) :]): chance for t, chance in zip(texts.tolist(), joint.tolist(), strict=True)}
