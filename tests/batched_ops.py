@@ -113,19 +113,24 @@ def accept_tree(
     node, count = torch.zeros_like(tokens[:, 0]), torch.ones_like(tokens[:, 0])
     path = torch.full((batch, depth + 1), -1)
     path[:, 0] = 0
-    law, draft = p[:, 0], q[every, q_rows[:, 0]]
+    # Children proposed deterministically have a draft law of ones, whose refused tokens become zeros.
+    q = torch.cat([q, torch.ones_like(p[:, :1])], 1)
+    q_rows = torch.where(q_rows == -1, q.shape[1] - 1, q_rows.clamp(0, q.shape[1] - 1))
+    law, row = p[:, 0], q_rows[:, 0]
+    draft = q[every, row]
     for child in range(1, nodes):
         x = tokens[:, child].clamp_min(0)[:, None]
         chance = draft.gather(1, x)[:, 0]
         judged = (parents[:, child] == node) & (tokens[:, child] >= 0) & (count <= depth) & (chance > 0)
         taken = judged & (uniforms[:, child] < law.gather(1, x)[:, 0] / chance)
-        refused = (judged & ~taken)[:, None]
-        law = torch.where(refused, normalised((law - draft).clamp_min(0), law), law)
+        refused, fixed = (judged & ~taken)[:, None], (row == q.shape[1] - 1)[:, None]
+        left = torch.where(fixed, law.scatter(1, x, 0.0), (law - draft).clamp_min(0))
+        law = torch.where(refused, normalised(left, law), law)
         rest = without(draft, x)
-        draft = torch.where(refused, normalised(rest, rest), draft)
+        draft = torch.where(refused, torch.where(fixed, rest, normalised(rest, rest)), draft)
         law = torch.where(taken[:, None], p[:, child], law)
-        # Nodes without children name no row.
-        draft = torch.where(taken[:, None], q[every, q_rows[:, child].clamp(0, q.shape[1] - 1)], draft)
+        row = torch.where(taken, q_rows[:, child], row)
+        draft = torch.where(taken[:, None], q[every, row], draft)
         path[every[taken], count[taken]] = child
         node, count = torch.where(taken, child, node), count + taken
     return path, count, torch.where(law > 0, law / race, 0.0).argmax(1)

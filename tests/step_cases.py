@@ -219,8 +219,12 @@ def judgement(
     likeness: float = 1.0,
     nan: bool = False,
     seed: int = 0,
+    fixed: float = 0.0,
 ) -> Problem:
-    """An honest random tree; ``sharp`` scales the logits, ``likeness`` what p and q share of them."""
+    """An honest random tree; ``sharp`` scales the logits, ``likeness`` what p and q share of them.
+
+    The children of a node are proposed deterministically with probability ``fixed``; of 1, q has no rows.
+    """
     rng = random.Random(seed)
     parents = [random_parents(nodes, rng) for _ in range(batch)]
     shared = torch.randn(batch, nodes, vocab, device=device) * likeness
@@ -228,6 +232,13 @@ def judgement(
     rows = torch.stack([torch.randperm(nodes) for _ in range(batch)])
     q = q.gather(1, rows.argsort(1).to(device)[..., None].expand_as(q))
     tokens = honest_tokens(parents, q, rows)
+    if fixed:
+        # Rows that no node names must not be looked at.
+        certain = torch.rand(batch, nodes) < fixed
+        at = torch.arange(batch)[:, None].expand_as(rows)[certain], rows[certain]
+        q[at[0].to(device), at[1].to(device)] = torch.nan
+        rows[certain] = -1
+        q = q if fixed < 1 else q[:, :0]
     if nan:
         p[0] = torch.nan
     random_numbers = torch.rand(batch, nodes, device=device), torch.empty(batch, vocab, device=device)

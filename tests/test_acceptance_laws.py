@@ -8,6 +8,7 @@ from enumeration import NOISE, exact_law, outcomes, total_variation
 from tables import TableModel
 
 from triforce_tree import sampling
+from triforce_tree.kernels import step_reference
 from triforce_tree.token_tree import TokenTree, chain
 from triforce_tree.verify.acceptance import accept_sampling
 
@@ -67,6 +68,76 @@ def test_deterministic_siblings_are_accepted_losslessly(tokens: list[int]) -> No
     """Fixed tokens under the root, and one below the first of them."""
     tree = TokenTree([*tokens, 1], [-1, *[0] * (len(tokens) - 1), 1])
     assert law_after(lambda random: tree, TableModel(3, seed=1), length=3) < NOISE
+
+
+class Coins:
+    """Stands for ``uniforms`` of ``step_reference.accept_tree``: every comparison is a branching."""
+
+    def __init__(self, random) -> None:
+        self.random = random
+
+    def __getitem__(self, place: tuple[int, int]) -> "Coins":
+        return self
+
+    def __lt__(self, chance: torch.Tensor) -> bool:
+        return self.random.accept(float(chance))
+
+
+class Race(Coins):
+    """Stands for ``race``: a law divided by it has its largest entry at the token that is drawn."""
+
+    def __getitem__(self, place: int) -> "Race":
+        return self
+
+    def __rtruediv__(self, law: torch.Tensor) -> torch.Tensor:
+        return torch.eye(len(law))[self.random.choose(law)]
+
+
+TREES = {
+    # tokens, parents, rows of q by node; -1 for children that are drawn, or proposed deterministically.
+    "siblings": ([0, 2, 0, 1], [-1, 0, 0, 0], [-1] * 4),
+    "some": ([0, 2, 1], [-1, 0, 0], [-1] * 3),
+    "equal siblings": ([0, 1, 1, 2], [-1, 0, 0, 0], [-1] * 4),
+    "below": ([0, 2, 0, 1, 1, 0], [-1, 0, 0, 1, 1, 2], [-1] * 6),
+    "drawn below": ([0, 2, 0, None, None, 1], [-1, 0, 0, 1, 1, 3], [-1, 0, -1, -1, -1, -1]),
+    "below drawn": ([0, None, None, 1, 2, 0], [-1, 0, 0, 1, 1, 2], [1, -1, -1, -1, -1, -1]),
+}
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_the_ops_acceptance_is_lossless(name: str) -> None:
+    """``accept_tree`` over deterministic siblings, alone and beside drawn ones in one tree."""
+    proposed, parents, rows = TREES[name]
+    q, target, length = laws_of(2), TableModel(3, seed=1), 3 if len(proposed) > 4 else 2
+
+    def law(path: tuple[int, ...]) -> torch.Tensor:
+        return target.logits(path).softmax(-1)
+
+    def run(random):
+        tokens = list(proposed)
+        for parent in range(len(tokens)):
+            children = [i for i, above in enumerate(parents) if above == parent]
+            if children and tokens[children[0]] is None:
+                [drawn] = random.choose_distinct(q[rows[parent]][None], [len(children)])
+                for child, token in zip(children, drawn, strict=True):
+                    tokens[child] = token
+        paths: list[tuple[int, ...]] = [(0,)]
+        for node in range(1, len(tokens)):
+            paths.append((*paths[parents[node]], tokens[node]))
+        path, count, following = step_reference.accept_tree(
+            torch.tensor([tokens]), torch.tensor([parents]), torch.stack([law(path) for path in paths])[None],
+            q[None] if max(rows) >= 0 else q[None, :0], torch.tensor([rows]), Coins(random), Race(random), 3,
+        )  # fmt: skip
+        new = [*(tokens[i] for i in path[0, 1 : int(count)].tolist()), int(following)]
+        while len(new) < length:
+            new.append(random.choose(law((0, *new))))
+        return new[:length]
+
+    expected = {
+        tokens: float(torch.tensor([law((0, *tokens[:i]))[t] for i, t in enumerate(tokens)]).double().prod())
+        for tokens in itertools.product(range(3), repeat=length)
+    }
+    assert total_variation(exact_law(run), expected) < NOISE
 
 
 def test_a_draft_law_that_equals_the_targets_is_always_accepted() -> None:

@@ -140,7 +140,10 @@ class Scripted:
 def test_reference_acceptance_is_that_of_verify(seed) -> None:
     torch.manual_seed(seed)
     likeness = step_cases.LIKENESS[seed % 6]
-    problem = step_cases.judgement(4, 3 + seed, (3, 9, 60, 9)[seed % 4], "cpu", *likeness, seed=seed)
+    fixed = float(seed % 4 == 2)
+    problem = step_cases.judgement(
+        4, 3 + seed, (3, 9, 60, 9)[seed % 4], "cpu", *likeness, seed=seed, fixed=fixed
+    )
     tokens, parents, p, q, q_rows, uniforms, race, _ = problem.args
     path, count, following = problem.expected()
     for b in range(4):
@@ -149,7 +152,7 @@ def test_reference_acceptance_is_that_of_verify(seed) -> None:
         tree = TokenTree(
             tokens[b, there].tolist(),
             [place[int(parents[b, node])] for node in there],
-            q[b],
+            None if fixed else q[b],
             {at: int(q_rows[b, node]) for at, node in enumerate(there)},
         )
         exact = acceptance.accept_sampling(tree, p[b, there], Scripted(tree, there, uniforms[b], race[b]))
@@ -209,6 +212,72 @@ def test_accept_tree(seed, ops) -> None:
         step_cases.agree(problem, ops)
         problem.args = (*problem.args[:-1], 1)  # deeper nodes are not looked at
         step_cases.agree(problem, ops)
+
+
+@runs_kernels
+@pytest.mark.parametrize("fixed", [0.5, 1.0], ids=["mixed", "all"])
+@pytest.mark.parametrize("seed", range(12))
+def test_deterministic_proposals(seed, fixed, ops) -> None:
+    """``q_rows`` of -1: some nodes' children, or all, were proposed deterministically."""
+    torch.manual_seed(seed)
+    nodes, vocab = (2, 5, 9, 17, 33, 33)[seed % 6], (3, 7, 50, 300, 4200)[seed % 5]
+    sharp, likeness = step_cases.LIKENESS[seed % 6]
+    for nan in (False, True):
+        problem = step_cases.judgement(2, nodes, vocab, DEVICE, sharp, likeness, nan, seed, fixed)
+        step_cases.agree(problem, ops)
+
+
+@runs_kernels
+@pytest.mark.parametrize("taken", range(5))
+def test_deterministic_siblings_one_after_the_other(taken, ops) -> None:
+    """Coins just below and above p_i(x), where p_i is p without what was refused; equal tokens count once."""
+    p = torch.tensor([0.1, 0.2, 0.3, 0.0, 0.4], device=DEVICE)
+    tokens = torch.tensor([[0, 2, 2, 0, 1, 4]], device=DEVICE)
+    parents = torch.tensor([[-1, 0, 0, 0, 0, 0]], device=DEVICE)
+    chances = torch.tensor([[0.0, 0.3, 0.0, 0.1 / 0.7, 0.2 / 0.6, 1.0]], device=DEVICE)
+    coins, child = chances + 1e-3, (1, 3, 4, 5, 0)[taken]
+    coins[0, child] -= 2e-3
+    coins[0, 2] = 0.0  # below every chance
+    race, rows = torch.ones(1, 5, device=DEVICE), torch.full_like(tokens, -1)
+    q = torch.empty(1, 0, 5, device=DEVICE)
+    problem = step_cases.Problem("accept_tree", (tokens, parents, p.expand(1, 6, 5), q, rows, coins, race, 1))
+    step_cases.agree(problem, ops)
+    path, count, following = (x.tolist() for x in problem.expected())
+    if child:
+        assert (path, count) == ([[0, child]], [2])
+    else:
+        # All that has any probability was refused, the last of it by a coin above 1: p stays.
+        assert (path, count, following) == ([[0, -1]], [1], [4])
+
+
+@runs_kernels
+@pytest.mark.parametrize("nodes, depth", [(1025, 128), (90, 70)])
+def test_a_large_deep_tree(nodes, depth, ops) -> None:
+    """One long path below the root, which is accepted; sampling, slower, has a program for each node."""
+    torch.manual_seed(0)
+    vocab = 40
+    parents = torch.tensor([-1, *range(depth), *(i % depth for i in range(nodes - depth - 1))], device=DEVICE)
+    tokens = torch.randint(vocab, (1, nodes), device=DEVICE)
+    tokens[0, depth + 1 :] = torch.randint(20, (nodes - depth - 1,), device=DEVICE)
+    tokens[0, : depth + 1] = torch.randint(20, vocab, (depth + 1,), device=DEVICE)
+    best = torch.zeros(1, nodes, dtype=torch.int64, device=DEVICE)
+    best[0, :depth] = tokens[0, 1 : depth + 1]
+    greedy = step_cases.Problem("accept_greedy", (tokens, parents[None], best, depth))
+    step_cases.agree(greedy, ops)
+    assert greedy.expected()[1].tolist() == [depth + 1]
+    if nodes > 1000 and DEVICE == "cpu":
+        return
+    p = torch.rand(1, nodes, vocab, device=DEVICE) * 1e-3
+    p = p.scatter(2, best[..., None], 1.0)
+    p /= p.sum(-1, keepdim=True)
+    rows, coins = torch.full_like(tokens, -1), torch.rand(1, nodes, device=DEVICE) * 0.5
+    race = torch.empty(1, vocab, device=DEVICE).exponential_()
+    problem = step_cases.Problem(
+        "accept_tree", (tokens, parents[None], p, p[:, :0], rows, coins, race, depth)
+    )
+    expected = problem.expected()
+    assert expected[1].tolist() == [depth + 1]
+    step_cases.agree(problem, ops)
 
 
 @runs_kernels

@@ -9,8 +9,9 @@ No residual is ever stored. Refusals of children drawn from one law q leave
     p_k = (p - A_k q)+ / S_k,    S_k = sum (p - A_k q)+,    A_{k+1} = A_k + S_k / T_k
 
 with T_k what the refused tokens leave of q's mass, since (p - a q)+ less b q, cut at zero again, is
-(p - (a + b) q)+, and a refused token has nothing left in p: p(x) < q(x). So a refusal costs one walk over
-the vocabulary, and where no sibling is left that walk finds the emitted token too. ``step_reference`` is
+(p - (a + b) q)+, and a refused token has nothing left in p: p(x) < q(x). Children that were proposed
+deterministically leave p without the refused tokens, and S_k is the sum of that. So a refusal costs one walk
+over the vocabulary, and where no sibling is left that walk finds the emitted token too. ``step_reference`` is
 the definition.
 """
 
@@ -29,10 +30,11 @@ _NONE = tl.constexpr(2**63 - 1)
 
 
 @triton.jit
-def _walk(p_ptr, q_ptr, race_ptr, gone_ptr, gone, vocab, share, emit, BLOCK: tl.constexpr):
+def _walk(p_ptr, q_ptr, race_ptr, gone_ptr, gone, fixed, vocab, share, emit, BLOCK: tl.constexpr):
     """Over the vocabulary: the sum of (p - share q)+, that of q without the ``gone`` refused tokens, and
     the winner of the race for the first.
 
+    Where proposals were ``fixed`` there is no q, and the first is p without the refused tokens.
     ``race`` is read where ``emit``, ``q`` where a token was refused; what is not a number counts as 0.
     """
     left_sum = tl.zeros([BLOCK], tl.float32)
@@ -44,12 +46,14 @@ def _walk(p_ptr, q_ptr, race_ptr, gone_ptr, gone, vocab, share, emit, BLOCK: tl.
         inside = token < vocab
         p = tl.load(p_ptr + token, mask=inside, other=0.0)
         # Blocks on both sides: Triton's interpreter makes no mask of a block and a scalar.
-        q = tl.load(q_ptr + token, mask=inside & (token * 0 + gone > 0), other=0.0)
+        q = tl.load(q_ptr + token, mask=inside & (token * 0 + tl.where(fixed, 0, gone) > 0), other=0.0)
         race = tl.load(race_ptr + token, mask=inside & (token * 0 + emit > 0), other=1.0)
         left = p - share * q
         left = tl.where(left > 0.0, left, 0.0)
         for at in range(gone):
-            q = tl.where(token == tl.load(gone_ptr + at), 0.0, q)
+            refused = token == tl.load(gone_ptr + at)
+            q = tl.where(refused, 0.0, q)
+            left = tl.where(refused & (token * 0 + fixed.to(tl.int32) > 0), 0.0, left)
         left_sum += left
         q_sum += q
         weight = tl.where(left > 0.0, tl.div_rn(left, race), 0.0)
@@ -69,7 +73,7 @@ def _judge_kernel(
     parents_ptr,
     p_ptr,  # fp32 [B, N, V]
     q_ptr,  # fp32 [B, M, V]
-    q_rows_ptr,  # int64 [B, N]
+    q_rows_ptr,  # int64 [B, N]; -1: proposed deterministically
     uniforms_ptr,  # fp32 [B, N]
     race_ptr,  # fp32 [B, V]
     tokens_b,
@@ -103,9 +107,9 @@ def _judge_kernel(
     uniform = tl.load(uniforms_ptr + sequence * uniforms_b + index, mask=real, other=1.0)
     alive = (token >= 0) & (token < vocab) & (parent >= 0) & (parent < index)
     law = tl.load(q_rows_ptr + parent, mask=alive, other=-1)
-    alive = alive & (law >= 0) & (law < laws)
+    alive = alive & (law >= -1) & (law < laws)
     p_here = tl.load(p_ptr + parent * p_n + token, mask=alive, other=0.0)
-    q_here = tl.load(q_ptr + law * q_m + token, mask=alive, other=1.0)
+    q_here = tl.load(q_ptr + law * q_m + token, mask=alive & (law >= 0), other=1.0)
     alive = alive & (q_here > 0.0)
     # Index, verdict and token of a node in one word, whose minimum over siblings is the eldest's.
     plain = (index.to(tl.int64) << 33) | token
@@ -126,8 +130,9 @@ def _judge_kernel(
     mine = alive & (parent == me) & (level < depth)
     gone_ptr += sequence * nodes + tl.sum((alive & (parent < me)).to(tl.int32), 0)
     p_ptr += me.to(tl.int64) * p_n
-    row = tl.max(tl.where(mine, law, 0), 0)
-    q_ptr += row * q_m
+    row = tl.max(tl.where(mine, law, -1), 0)
+    fixed = row < 0
+    q_ptr += tl.where(fixed, 0, row) * q_m
     race_ptr += sequence * race_b
     outcome = tl.full([], -1, tl.int64)
     share = tl.full([], 0.0, tl.float32)  # A
@@ -148,14 +153,18 @@ def _judge_kernel(
             alone = tl.max(mine.to(tl.int32), 0) == 0
             tried = share
             if word != _NONE:
-                tried = share + left / rest
+                tried = tl.where(fixed, share, share + left / rest)
                 tl.store(gone_ptr + gone, refused.to(tl.int32))
                 gone += 1
             # The list is written by one thread and read by all.
             tl.debug_barrier()
-            mass, rest, winner = _walk(p_ptr, q_ptr, race_ptr, gone_ptr, gone, vocab, tried, alone, BLOCK_V)
+            mass, q_mass, winner = _walk(
+                p_ptr, q_ptr, race_ptr, gone_ptr, gone, fixed, vocab, tried, alone, BLOCK_V
+            )
             # Where nothing is left p stays, and the next round goes on with that.
             share, left = tl.where(mass > 0.0, tried, share), tl.where(mass > 0.0, mass, left)
+            rest = tl.where(fixed, rest, q_mass)
+            gone = tl.where(fixed & ~(mass > 0.0) & ~none, gone - 1, gone)
             if none | (alone & (mass > 0.0)):
                 outcome = -1 - winner.to(tl.int64)
                 reached = me < 0

@@ -155,14 +155,17 @@ def accept_tree(
     """Recursive rejection over siblings, the rule of ``verify.acceptance.accept_sampling``.
 
     A child to which its law (without the refused siblings) gives no probability cannot have been drawn
-    from it and counts as absent.
+    from it and counts as absent. Children that were proposed deterministically, as by prompt lookup, have
+    q(x) = 1: the i-th is accepted with probability p_i(x), and its refusal leaves p_{i+1}, which is p_i
+    without x, renormalised, or p_i where that leaves nothing. A token that was refused already counts as
+    absent. Both kinds of nodes may occur in one tree.
 
     Args:
         tokens, parents, depth: as for ``accept_greedy``; siblings stand in draw order.
         p: fp32 ``[B, N, V]``, the target's law at each node.
-        q: fp32 ``[B, M, V]``, draft laws.
-        q_rows: int64 ``[B, N]``, the row of ``q`` that a node's children were drawn from; looked at for
-            nodes with children only.
+        q: fp32 ``[B, M, V]``, draft laws; M may be 0 where all proposals are deterministic.
+        q_rows: int64 ``[B, N]``, the row of ``q`` that a node's children were drawn from, -1 where they
+            were proposed deterministically; looked at for nodes with children only.
         uniforms: fp32 ``[B, N]`` in [0, 1); node x is accepted where ``uniforms[x] < p(x) / q(x)``.
         race: fp32 ``[B, V]`` of Exp(1) noise; the emitted token is the argmax of law / race, the lowest
             id among equals. A law that is NaN emits token 0.
@@ -187,7 +190,8 @@ def accept_drawn(
             node, accepted = path[-1], False
             law = p[b, node]
             children = [i for i in range(node + 1, len(token)) if parent[i] == node and token[i] >= 0]
-            draft = q[b, row[node]] if children else law
+            fixed = bool(children) and row[node] == -1
+            draft = torch.ones_like(law) if fixed or not children else q[b, row[node]]
             for child in children if len(path) <= depth else ():
                 x = token[child]
                 if not draft[x] > 0:
@@ -196,10 +200,11 @@ def accept_drawn(
                     path.append(child)
                     accepted = True
                     break
-                left = (law - draft).clamp_min(0)
+                refused = torch.tensor(x, device=draft.device)
+                left = law.index_fill(0, refused, 0.0) if fixed else (law - draft).clamp_min(0)
                 law = left / left.sum() if left.sum() > 0 else law
-                draft = draft.index_fill(0, torch.tensor(x, device=draft.device), 0.0)
-                draft = draft / draft.sum() if draft.sum() > 0 else draft
+                draft = draft.index_fill(0, refused, 0.0)
+                draft = draft / draft.sum() if draft.sum() > 0 and not fixed else draft
         paths.append(path)
         emitted.append(max(0, int(draws.choose(law, b))))
     return _packed(paths, emitted, depth, tokens)
