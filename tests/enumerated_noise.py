@@ -5,7 +5,7 @@ from enumeration import Walk
 from torch import Tensor
 
 from triforce_tree.cycle.noise import Noise, NoiseFactory
-from triforce_tree.kernels import step_reference
+from triforce_tree.kernels import acceptance_reference, step_reference
 
 
 class WalkDraws:
@@ -74,7 +74,7 @@ _LATE, _BELOW_ONE = 1e30, 1 - 2**-24
 
 
 class EnumeratedNoise(Noise):
-    """Decides by the definitions of ``step_reference``, which ask the walks.
+    """Decides by the definitions of the ops, which ask the walks.
 
     Args:
         walks: one for each sequence; the list is read anew at every decision.
@@ -105,7 +105,7 @@ class EnumeratedNoise(Noise):
     ) -> tuple[Tensor, Tensor, Tensor]:
         draws = CraftedDraws(self.walks, self.race[:, 0].cpu(), self.uniform.cpu())
         on_host = (x.cpu() for x in (tokens, parents, p, q, q_rows))
-        decided = step_reference.accept_drawn(draws, *on_host, depth)
+        decided = acceptance_reference.accept_drawn(draws, *on_host, depth)
         if self.operators:
             self.race[:, 0], self.uniform[:] = draws.race, draws.uniform
             _equal(decided, super().accept_tree(tokens, parents, p, q, q_rows, depth))
@@ -133,7 +133,7 @@ class EnumeratedNoise(Noise):
         if self.greedy:
             return super().second_choice(laws, chosen)
         draws = CraftedDraws(self.walks, self.race.cpu())
-        tokens = step_reference.second_drawn(draws, laws.cpu(), chosen.cpu())
+        tokens = acceptance_reference.second_drawn(draws, laws.cpu(), chosen.cpu())
         if self.operators:
             self.race.copy_(draws.race)
             _equal((tokens,), (super().second_choice(laws, chosen),))

@@ -8,7 +8,7 @@ from enumeration import NOISE, exact_law, outcomes, total_variation
 from tables import TableModel
 
 from triforce_tree import sampling
-from triforce_tree.kernels import step_reference
+from triforce_tree.kernels import acceptance_reference
 from triforce_tree.token_tree import TokenTree, chain
 from triforce_tree.verify.acceptance import accept_sampling
 
@@ -71,7 +71,7 @@ def test_deterministic_siblings_are_accepted_losslessly(tokens: list[int]) -> No
 
 
 class Coins:
-    """Stands for ``uniforms`` of ``step_reference.accept_tree``: every comparison is a branching."""
+    """Stands for ``uniforms`` of ``acceptance_reference.accept_tree``: every comparison is a branching."""
 
     def __init__(self, random) -> None:
         self.random = random
@@ -124,7 +124,7 @@ def test_the_ops_acceptance_is_lossless(name: str) -> None:
         paths: list[tuple[int, ...]] = [(0,)]
         for node in range(1, len(tokens)):
             paths.append((*paths[parents[node]], tokens[node]))
-        path, count, following = step_reference.accept_tree(
+        path, count, following = acceptance_reference.accept_tree(
             torch.tensor([tokens]), torch.tensor([parents]), torch.stack([law(path) for path in paths])[None],
             q[None] if max(rows) >= 0 else q[None, :0], torch.tensor([rows]), Coins(random), Race(random), 3,
         )  # fmt: skip
