@@ -5,18 +5,20 @@ The sequences of a batch follow different scripts side by side: a batch is as ma
 
 import copy
 from collections.abc import Sequence
-from itertools import islice
+from itertools import cycle, islice
 from typing import Any
 
 import torch
 from enumerated_noise import enumerated
 from enumeration import Law, Script, Walk, summed
 from families import tiny
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.cycle import Cycle
 from triforce_tree.cycle.decoder import CycleDecoder
+from triforce_tree.cycle.growth import Growth
 from triforce_tree.cycle.prefill import prefill
 from triforce_tree.decoder import Ending
 from triforce_tree.hf_model import HFModel
@@ -27,20 +29,19 @@ MOST_RUNS = 100_000
 SMALL = {"gamma": 3, "rounds": 1, "budget": 8, "chunk": 2, "recent": 4, "sinks": 1, "window": 8}
 
 
-def stranger(vocabulary: int, seed: int, device: str = "cpu") -> PreTrainedModel:
-    """One layer; models of different seeds have nothing in common."""
-    model = tiny(
+def stranger(vocabulary: int, seed: int, layers: int = 1) -> PreTrainedModel:
+    """A tiny model; those of different seeds have nothing in common."""
+    return tiny(
         "llama",
         seed,
         vocab_size=vocabulary,
-        num_hidden_layers=1,
+        num_hidden_layers=layers,
         hidden_size=16,
         intermediate_size=32,
         num_attention_heads=2,
         num_key_value_heads=1,
         initializer_range=0.5,
     )
-    return model.to(device)
 
 
 class Generations:
@@ -65,7 +66,7 @@ class Generations:
         draft: PreTrainedModel | None,
         levels: int,
         prompt: Sequence[int],
-        batch: int = 128,
+        batch: int = 32,
         operators: bool = False,
         **options: Any,
     ) -> None:
@@ -81,8 +82,12 @@ class Generations:
             prefill(wrapped, self.cycle.store, 0, self.prompt[:-1], 64, None)
         self.cycle.store.kv[:, :, 1:] = self.cycle.store.kv[:, :, :1]
         self.cycle.renew_means()
+        if self.cycle.growth is not None:
+            _remember_windows(self.cycle.growth)
 
-    def law(self, law: TokenLaw, ending: Ending | int, passes: int | None = None) -> Law:
+    def law(
+        self, law: TokenLaw, ending: Ending | int, passes: int | None = None, plan: Sequence[int] = ()
+    ) -> Law:
         """Probability of each text that may follow the prompt.
 
         Args:
@@ -90,6 +95,7 @@ class Generations:
             ending: where texts end, in the first place after how many tokens.
             passes: of level 2, after which the target itself continues texts that are still too short; None:
                 as many as the texts take.
+            plan: rounds of drafting before each pass, over and over; empty for those of the configuration.
         """
         ending = Ending(ending) if isinstance(ending, int) else ending
         masses: list[tuple[tuple[int, ...], float]] = []
@@ -97,7 +103,7 @@ class Generations:
         self.runs = 0
         while scripts:
             now, scripts = scripts[-self.batch :], scripts[: -self.batch]
-            texts = self._run(now, law, ending, passes)
+            texts = self._run(now, law, ending, passes, plan)
             for walk, text in zip(self.walks, texts[: len(now)], strict=False):
                 masses.append((tuple(text), walk.probability))
                 scripts += walk.alternatives()
@@ -107,7 +113,7 @@ class Generations:
         return texts if passes is None else self._continued(texts, law, ending.max_new_tokens)
 
     def _run(
-        self, scripts: list[Script], law: TokenLaw, ending: Ending, passes: int | None
+        self, scripts: list[Script], law: TokenLaw, ending: Ending, passes: int | None, plan: Sequence[int]
     ) -> list[list[int]]:
         """The new texts, one for each script."""
         for b in range(self.batch):
@@ -115,6 +121,9 @@ class Generations:
             self.walks[b].over = b >= len(scripts)
         prompts = [self.prompt] * self.batch
         decoder = CycleDecoder(self.cycle, law, 0)
+        if plan:
+            rounds = cycle(plan)
+            decoder.pace.rounds = lambda: next(rounds)
         self.cycle.rewind(prompts)
         endings = [ending if b < len(scripts) else Ending(1) for b in range(self.batch)]
         texts: list[list[int]] = [[] for _ in prompts]
@@ -132,6 +141,22 @@ class Generations:
             for text, mass in texts.items()
             for more, chance in target_law(self.target, law, [*self.prompt, *text], count - len(text)).items()
         )
+
+
+def _remember_windows(growth: Growth) -> None:
+    """Draft windows that were computed once are copied: all runs begin with the same one."""
+    feed, known = growth._feed, dict[tuple[int, ...], Tensor]()
+
+    def remembered(b: int, tokens: list[int]) -> None:
+        rows = growth.store.kv[:, :, b, :, : len(tokens)]
+        key = tuple(tokens)
+        if key in known:
+            rows.copy_(known[key])
+        else:
+            feed(b, tokens)
+            known[key] = rows.clone()
+
+    growth._feed = remembered
 
 
 @torch.no_grad()
