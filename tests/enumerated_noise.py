@@ -96,6 +96,7 @@ class EnumeratedNoise(Noise):
     ) -> None:
         super().__init__(batch, rows, vocabulary, uniforms, device)
         self.walks, self.operators, self.greedy = walks, operators, rows == 0
+        self.draws = CraftedDraws
 
     def draw(self, generator: torch.Generator) -> None:
         """Nothing is random."""
@@ -103,7 +104,7 @@ class EnumeratedNoise(Noise):
     def accept_tree(
         self, tokens: Tensor, parents: Tensor, p: Tensor, q: Tensor, q_rows: Tensor, depth: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        draws = CraftedDraws(self.walks, self.race[:, 0].cpu(), self.uniform.cpu())
+        draws = self.draws(self.walks, self.race[:, 0].cpu(), self.uniform.cpu())
         on_host = (x.cpu() for x in (tokens, parents, p, q, q_rows))
         decided = acceptance_reference.accept_drawn(draws, *on_host, depth)
         if self.operators:
@@ -118,7 +119,7 @@ class EnumeratedNoise(Noise):
         if self.greedy:
             return super().expand_nodes(logits, temperature, laws, count, first)
         rows = slice(first, first + laws.shape[1])
-        draws = CraftedDraws(self.walks, self.race[:, rows].cpu())
+        draws = self.draws(self.walks, self.race[:, rows].cpu())
         heat = None if temperature is None else temperature.cpu()
         written = torch.empty(laws.shape)
         tokens, by_rank = step_reference.expand_drawn(draws, logits.cpu(), heat, written, count)
@@ -132,7 +133,7 @@ class EnumeratedNoise(Noise):
     def second_choice(self, laws: Tensor, chosen: Tensor) -> Tensor:
         if self.greedy:
             return super().second_choice(laws, chosen)
-        draws = CraftedDraws(self.walks, self.race.cpu())
+        draws = self.draws(self.walks, self.race.cpu())
         tokens = acceptance_reference.second_drawn(draws, laws.cpu(), chosen.cpu())
         if self.operators:
             self.race.copy_(draws.race)
@@ -146,10 +147,12 @@ def _equal(decided: tuple[Tensor, ...], made: tuple[Tensor, ...]) -> None:
         torch.testing.assert_close(b.cpu(), a, rtol=1e-5, atol=1e-7)
 
 
-def enumerated(walks: list[Walk], operators: bool = False) -> NoiseFactory:
+def enumerated(
+    walks: list[Walk], operators: bool = False, noise: type[EnumeratedNoise] = EnumeratedNoise
+) -> NoiseFactory:
     """A factory of :class:`EnumeratedNoise` over the same walks, for a whole cycle."""
 
     def make(batch: int, rows: int, vocabulary: int, uniforms: int, device: torch.device) -> Noise:
-        return EnumeratedNoise(walks, operators, batch, rows, vocabulary, uniforms, device)
+        return noise(walks, operators, batch, rows, vocabulary, uniforms, device)
 
     return make

@@ -9,7 +9,7 @@ from itertools import cycle, islice
 from typing import Any
 
 import torch
-from enumerated_noise import enumerated
+from enumerated_noise import EnumeratedNoise, enumerated
 from enumeration import Law, Script, Walk, summed
 from families import tiny
 from torch import Tensor
@@ -52,7 +52,7 @@ class Generations:
         levels: 1, 2 or 3.
         prompt: token ids.
         batch: runs side by side.
-        operators: see :class:`enumerated_noise.EnumeratedNoise`.
+        operators, noise: see :class:`enumerated_noise.EnumeratedNoise`.
         options: of :class:`HierarchyConfig`, instead of ``SMALL``.
 
     Attributes:
@@ -68,6 +68,7 @@ class Generations:
         prompt: Sequence[int],
         batch: int = 32,
         operators: bool = False,
+        noise: type[EnumeratedNoise] = EnumeratedNoise,
         **options: Any,
     ) -> None:
         self.target, self.prompt, self.batch = target, list(prompt), batch
@@ -76,7 +77,13 @@ class Generations:
         wrapped = HFModel(target)
         small = HFModel(draft) if draft is not None and levels > 1 else None
         self.cycle = Cycle(
-            wrapped, small, config, batch, len(prompt) + 8, levels, noise=enumerated(self.walks, operators)
+            wrapped,
+            small,
+            config,
+            batch,
+            len(prompt) + 8,
+            levels,
+            noise=enumerated(self.walks, operators, noise),
         )
         with wrapped.active():
             prefill(wrapped, self.cycle.store, 0, self.prompt[:-1], 64, None)
