@@ -4,9 +4,9 @@ The sequences of a batch follow different scripts side by side: a batch is as ma
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle, islice
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from enumerated_noise import EnumeratedNoise, enumerated
@@ -24,6 +24,7 @@ from triforce_tree.decoder import Ending
 from triforce_tree.hf_model import HFModel
 from triforce_tree.sampling import TokenLaw
 
+Result = TypeVar("Result")
 MOST_RUNS = 100_000
 # Caches far smaller than the prompt.
 SMALL = {"gamma": 3, "rounds": 1, "budget": 8, "chunk": 2, "recent": 4, "sinks": 1, "window": 8}
@@ -57,7 +58,6 @@ class Generations:
 
     Attributes:
         runs: of the last enumeration.
-        accepted: the last enumeration's mean acceptance rate at each level above the draft.
     """
 
     def __init__(
@@ -105,41 +105,48 @@ class Generations:
             plan: rounds of drafting before each pass, over and over; empty for those of the configuration.
         """
         ending = Ending(ending) if isinstance(ending, int) else ending
-        masses: list[tuple[tuple[int, ...], float]] = []
+        texts = summed(self.outcomes(lambda runs: self._generated(runs, law, ending, passes, plan)))
+        return texts if passes is None else self._continued(texts, law, ending.max_new_tokens)
+
+    def outcomes(self, run: Callable[[int], Sequence[Result]]) -> Iterator[tuple[Result, float]]:
+        """Result and probability of every way that ``run`` can go.
+
+        Args:
+            run: does one run in each sequence of the batch, of which only the first so many matter, and
+                returns a result of each.
+        """
         scripts: list[Script] = [()]
         self.runs = 0
         while scripts:
             now, scripts = scripts[-self.batch :], scripts[: -self.batch]
-            texts = self._run(now, law, ending, passes, plan)
-            for walk, text in zip(self.walks, texts[: len(now)], strict=False):
-                masses.append((tuple(text), walk.probability))
+            for b in range(self.batch):
+                self.walks[b] = Walk(now[b]) if b < len(now) else Walk()
+                self.walks[b].over = b >= len(now)
+            results = run(len(now))
+            for walk, result in zip(self.walks, results[: len(now)], strict=False):
+                yield result, walk.probability
                 scripts += walk.alternatives()
             self.runs += len(now)
             assert self.runs <= MOST_RUNS, f"more than {MOST_RUNS} runs; make the case smaller"
-        texts = summed(masses)
-        return texts if passes is None else self._continued(texts, law, ending.max_new_tokens)
 
-    def _run(
-        self, scripts: list[Script], law: TokenLaw, ending: Ending, passes: int | None, plan: Sequence[int]
-    ) -> list[list[int]]:
-        """The new texts, one for each script."""
-        for b in range(self.batch):
-            self.walks[b] = Walk(scripts[b]) if b < len(scripts) else Walk()
-            self.walks[b].over = b >= len(scripts)
+    def _generated(
+        self, runs: int, law: TokenLaw, ending: Ending, passes: int | None, plan: Sequence[int]
+    ) -> list[tuple[int, ...]]:
+        """The new texts of as many runs."""
         prompts = [self.prompt] * self.batch
         decoder = CycleDecoder(self.cycle, law, 0)
         if plan:
             rounds = cycle(plan)
             decoder.pace.rounds = lambda: next(rounds)
         self.cycle.rewind(prompts)
-        endings = [ending if b < len(scripts) else Ending(1) for b in range(self.batch)]
+        endings = [ending if b < runs else Ending(1) for b in range(self.batch)]
         texts: list[list[int]] = [[] for _ in prompts]
         for blocks in islice(decoder.decode(prompts, endings), passes):
             rows = zip(self.walks, texts, blocks, decoder.finish_reasons, strict=True)
             for walk, text, block, reason in rows:
                 text += block
                 walk.over = walk.over or reason is not None
-        return texts
+        return [tuple(text) for text in texts]
 
     def _continued(self, texts: Law, law: TokenLaw, count: int) -> Law:
         """Texts of ``count`` tokens: what is missing follows the target's own distribution."""
