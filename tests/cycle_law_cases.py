@@ -19,8 +19,6 @@ from transformers import (
     LogitsProcessorList,
     PreTrainedModel,
     TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
 )
 
 from triforce_tree.cycle.cycle import Cycle
@@ -33,13 +31,6 @@ SOUND, FAULTY = 1e-4, 1e-6
 
 Warpers = tuple[object, ...]
 PLAIN: Warpers = (TemperatureLogitsWarper(1.0),)
-LAWS: dict[str, Warpers] = {
-    "cold": (TemperatureLogitsWarper(0.6),),
-    "warm": PLAIN,
-    "hot": (TemperatureLogitsWarper(1.5),),
-    "top-k": (TemperatureLogitsWarper(1.3), TopKLogitsWarper(3)),
-    "top-p": (TopPLogitsWarper(0.85),),
-}
 # levels, options
 CYCLES: dict[str, tuple[int, dict[str, object]]] = {
     "plain": (1, {}),
