@@ -25,7 +25,7 @@ from triforce_tree.hf_model import HFModel
 from triforce_tree.sampling import TokenLaw
 
 Result = TypeVar("Result")
-MOST_RUNS = 100_000
+MOST_RUNS, MOST_NEW = 100_000, 16
 # Caches far smaller than the prompt.
 SMALL = {"gamma": 3, "rounds": 1, "budget": 8, "chunk": 2, "recent": 4, "sinks": 1, "window": 8}
 
@@ -81,7 +81,7 @@ class Generations:
             small,
             config,
             batch,
-            len(prompt) + 8,
+            len(prompt) + MOST_NEW,
             levels,
             noise=enumerated(self.walks, operators, noise),
         )
