@@ -49,7 +49,7 @@ class Checks:
     def cycle(self, levels: int, batch: int, room: int, **options: Any) -> Cycle:
         settings: dict[str, Any] = {"gamma": 8, "tree": "best-first:6,4,3", "budget": 512, "recent": 128}
         config = HierarchyConfig.from_options(**{**settings, "rounds": 2, **options})
-        drafter = Growth(self.draft, config.tree, config.streaming) if levels > 1 else None
+        drafter = Growth(self.draft, config) if levels > 1 else None
         return Cycle(self.target, drafter, config, batch, room, levels)
 
     def greedy(self, lengths: list[int], new_tokens: int) -> None:
@@ -66,7 +66,7 @@ class Checks:
             parted = sum(a != b for a, b in zip(tokens, expected, strict=True))
             self.add(f"greedy, {levels} levels", parted == 0, texts=len(prompts), parted=parted)
             plain = CycleDecoder(cycle, law, 0)
-            plain.pace.fixed = 0
+            plain.controller.fixed = 0
             cycle.rewind(prompts)
             same = decoded(plain, prompts, new_tokens) == expected
             self.add(f"greedy, plain passes in a cycle of {levels} levels", same)

@@ -23,7 +23,6 @@ from transformers.utils import logging
 
 import triforce_tree
 from triforce_tree.bench import needle, overlap, results, text
-from triforce_tree.sampling import TokenLaw
 
 # The draft's overlap is a figure at one length of context.
 DRAFT_CONTEXT = 16_384
@@ -59,7 +58,7 @@ def overlaps(
     engine = engine.with_options(budget=budget)
     retrieval, draft = [], []
     for window in windows(ids, length + new, count):
-        for laws in overlap.teacher_forced(engine, window, length, TokenLaw()):
+        for laws in overlap.teacher_forced(engine, window, length):
             retrieval += torch.minimum(laws.retrieval, laws.target).sum(-1).tolist()
             if laws.draft is not None:
                 draft += torch.minimum(laws.draft, laws.target).sum(-1).tolist()

@@ -112,14 +112,14 @@ def accept_tree(
     race: Tensor,
     depth: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``step.accept_tree``: children follow their parents, so that one walk over all nodes does."""
+    """``step.accept_tree`` in one walk over all nodes: children follow their parents."""
     batch, nodes = tokens.shape
     every = torch.arange(batch)
     node, count = torch.zeros_like(tokens[:, 0]), torch.ones_like(tokens[:, 0])
     path = torch.full((batch, depth + 1), -1)
     path[:, 0] = 0
     # Children proposed deterministically have a draft law of ones, whose refused tokens become zeros.
-    q = torch.cat([q, torch.ones_like(p[:, :1])], 1)
+    q = torch.cat([q, torch.ones_like(p[:, :1])] if q.shape[1] else [torch.ones_like(p[:, :1])], 1)
     q_rows = torch.where(q_rows == -1, q.shape[1] - 1, q_rows.clamp(0, q.shape[1] - 1))
     law, row = p[:, 0], q_rows[:, 0]
     draft = q[every, row]

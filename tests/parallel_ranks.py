@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, StoppingCriteria
 
 from triforce_tree import Engine, load, machine, memory_plan, parallel, sharding
 from triforce_tree.bench.text import pydoc_text
-from triforce_tree.cycle import decoder, offloaded
+from triforce_tree.cycle import clock, offloaded
 from triforce_tree.hf_model import HFModel
 from triforce_tree.inflate import inflate_pair
 from triforce_tree.memory_plan import MemoryPlan
@@ -32,8 +32,7 @@ PROMPT, NEW = prompt_of(150), 24
 PIECE = 32 * 64
 # name -> options of the engine
 WAYS: dict[str, dict[str, Any]] = {
-    "eager": {"captured": False},
-    "captured": {"captured": True},
+    "on the device": {},
     "offloaded": {"offload": True},
     "offloaded alone": {"offload": True, "levels": 1},
     "weights too": {"offload_weights": True, "middle_bits": 8},
@@ -126,7 +125,7 @@ def words() -> dict[str, Any]:
 def decisions() -> dict[str, Any]:
     """Ranks that would decide otherwise, each in its own way."""
     found: dict[str, Any] = {}
-    own = engine(captured=True)
+    own = engine()
     torch.manual_seed(RANK)
     found["no seed"] = written(own, do_sample=True, top_k=0)
 
@@ -143,8 +142,8 @@ def decisions() -> dict[str, Any]:
 
     # A clock that finds rounds dear on one rank and cheap on the other.
     names = {"grow": 1e-3 if RANK else 1.0, "choose": 1e-3 if RANK else 1.0, "middle": 0.0, "full": 0.1}
-    decoder._Clock.seconds = lambda self: {**names, "plain": 0.1}
-    paced = engine(captured=True, rounds=None)
+    clock.StageClock.seconds = lambda self: {**names, "plain": 0.1}
+    paced = engine(rounds=None)
     out = paced.generate(PROMPT, max_new_tokens=NEW, do_sample=False)
     found["passes"] = [level.forwards for level in out.levels or []]
 
@@ -183,7 +182,7 @@ def pair() -> dict[str, list[int]]:
     target, draft, tokenizer = inflate_pair("512x6x4/4x128x1152", device, torch.float32, "256x2x4/4x64x512")
     prompt = tokenizer(pydoc_text()[:4000])["input_ids"]
     found = {}
-    for name in ("captured", "offloaded"):
+    for name in ("on the device", "offloaded"):
         options = {**WAYS[name], "levels": 3, "budget": 512, "gamma": 8, "tree": "best-first:4,3"}
         own = load(target, draft, tokenizer=tokenizer, profile=False, **options)
         out = own.generate(prompt, max_new_tokens=NEW, do_sample=False)
@@ -200,7 +199,7 @@ def fault() -> dict[str, Any]:
                 raise RuntimeError("this rank is broken")
             return torch.full((1,), False)
 
-    return {"text": written(engine(captured=True), stopping_criteria=[Broken()])}
+    return {"text": written(engine(), stopping_criteria=[Broken()])}
 
 
 def checks() -> dict[str, Any]:

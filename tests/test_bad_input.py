@@ -118,7 +118,6 @@ BAD_OPTIONS = [
     ({"refresh": 10**9}, ("refresh=1000000000", "at most 1048576")),
     ({"prefill_chunk": 10**12}, ("prefill_chunk=1000000000000", "at most 1048576")),
     ({"tree": "chain:100000"}, ("tree='chain:100000'", "at most 1024", "use a smaller one")),
-    ({"captured": "yes"}, ("captured='yes'", "True, False or None")),
     ({"leaves": 1}, ("leaves=1", "True, False or None")),
     ({"tree": 5}, ("tree=5", "chain:4")),
     ({"levels": 4}, ("levels=4", "1, 2, 3 or 'auto'")),

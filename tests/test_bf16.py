@@ -5,12 +5,12 @@ A forward of many rows and one of a single row differ there in the last bits.
 
 import pytest
 from families import perturbed, prompt_of, tiny
+from triforce_tree.verify import verifier
+from triforce_tree.verify.acceptance import Accepted
 
 import triforce_tree
 from triforce_tree import Engine, check
 from triforce_tree.token_tree import TokenTree
-from triforce_tree.verify import verifier
-from triforce_tree.verify.acceptance import Accepted
 
 SMALL = {
     "gamma": 4,

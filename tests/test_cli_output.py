@@ -10,14 +10,14 @@ import pytest
 import torch
 from families import prompt_of, tiny
 from tiny_pair import TinyPair
+from triforce_tree.verify import verifier
+from triforce_tree.verify.acceptance import Accepted
 
 import triforce_tree
 from triforce_tree import cli, console
 from triforce_tree.bench.compare import compared, summary
 from triforce_tree.cli import main
 from triforce_tree.output import GenerateOutput
-from triforce_tree.verify import verifier
-from triforce_tree.verify.acceptance import Accepted
 
 
 def accept_all(tree: Any, best: list[int]) -> Accepted:

@@ -1,10 +1,24 @@
-"""What the device cycle refuses in words: NaN logits, and settings that it cannot carry out."""
+"""What decoding refuses in words, and requests that were hard to serve and are carried out."""
 
 import pytest
 import torch
-from cycle_cases import GREEDY, NEW, PROMPTS, SAMPLED, cycle_of, decoded, draft_of, model, references
-from families import tiny
+from cycle_cases import (
+    GREEDY,
+    NEW,
+    PROMPTS,
+    SAMPLED,
+    SMALL,
+    cycle_of,
+    decoded,
+    draft_of,
+    model,
+    reference,
+    references,
+)
+from families import greedy, prompt_of, tiny
 
+from triforce_tree import Engine
+from triforce_tree.config import HierarchyConfig
 from triforce_tree.sampling import TokenLaw
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
@@ -41,14 +55,57 @@ def test_a_draft_that_returns_nan_is_refused_or_harmless(levels: int, law: Token
 
 
 @pytest.mark.parametrize("levels", [2, 3])
-def test_several_levels_need_a_draft_and_a_tree_of_fixed_size(levels: int) -> None:
-    class Live:
-        def expands(self, ranks: tuple[int, ...]) -> bool:
-            return not ranks
+def test_several_levels_need_a_drafter(levels: int) -> None:
+    with pytest.raises(ValueError, match=f"levels={levels} needs a drafter; give one, or levels=1"):
+        cycle_of(model("llama-gqa"), None, levels)
 
-        def branch(self, ranks: object, values: object, laws: torch.Tensor) -> list[int]:
-            return [1]
 
-    for draft, tree in ((None, "chain:2"), (draft_of("llama-gqa"), Live())):
-        with pytest.raises(ValueError, match="draft model and a tree of fixed size"):
-            cycle_of(model("llama-gqa"), draft, levels, tree=tree)
+def engine_of(draft: bool = True, **options: object) -> Engine:
+    small = draft_of("llama-gqa") if draft else None
+    return Engine(model("llama-gqa"), small, config=HierarchyConfig.from_options(**{**SMALL, **options}))
+
+
+def new_tokens(engine: Engine, prompt: list[int], count: int, **more: object) -> list[int]:
+    out = engine.generate(prompt, max_new_tokens=count, do_sample=False, **more)
+    return out.sequences[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("levels", [1, 2, 3])
+@pytest.mark.parametrize("length", [1, 2, 5, 20])
+def test_prompts_of_any_length_are_served(levels: int, length: int) -> None:
+    """Shorter than the draft's window, the recent window and the budget."""
+    prompt = prompt_of(length)
+    expected = reference(model("llama-gqa"), prompt, 40)
+    assert new_tokens(engine_of(levels=levels), prompt, 40) == expected
+
+
+@pytest.mark.parametrize("levels", [2, 3])
+def test_prompt_lookup_proposes_and_is_verified(levels: int) -> None:
+    prompt = prompt_of(23) * 4
+    engine = engine_of(draft=False, levels=levels, lookup=5)
+    out = engine.generate(prompt, max_new_tokens=60, do_sample=False)
+    assert out.sequences[0, len(prompt) :].tolist() == reference(model("llama-gqa"), prompt, 60)
+    assert out.levels[0].name == "lookup"
+    assert 0 < out.levels[1].accepted < out.levels[1].proposed
+
+
+@pytest.mark.parametrize("levels", [1, 2, 3])
+@pytest.mark.parametrize(
+    "option", [{"repetition_penalty": 1.7}, {"no_repeat_ngram_size": 2}, {"min_new_tokens": 12}], ids=str
+)
+def test_processors_that_look_at_the_text(levels: int, option: dict[str, object]) -> None:
+    """Each node of a tree is judged after its own path."""
+    prompt = prompt_of(61)
+    more = {**option, "eos_token_id": 5, "pad_token_id": 0}
+    expected = greedy(model("llama-gqa"), prompt, 20, **more, attention_mask=torch.ones(1, 61))
+    assert expected != reference(model("llama-gqa"), prompt, 20) or "min_new_tokens" in option
+    for draft in (True, False):
+        assert new_tokens(engine_of(draft=draft, levels=levels), prompt, 20, **more) == expected
+
+
+def test_such_processors_serve_rows_of_a_batch_one_by_one() -> None:
+    prompts = [prompt_of(61), prompt_of(43)]
+    out = engine_of(levels=3).generate(prompts, max_new_tokens=8, do_sample=False, repetition_penalty=1.7)
+    for row, prompt in enumerate(prompts):
+        expected = greedy(model("llama-gqa"), prompt, 8, repetition_penalty=1.7)
+        assert out.sequences[row, -8:].tolist() == expected

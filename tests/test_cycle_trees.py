@@ -6,9 +6,11 @@ from cycle_cases import GREEDY, PROMPTS, SAMPLED, cycle_of, decoded, draft_of, e
 from families import perturbed, prompt_of, tiny
 
 from triforce_tree.cycle.decoder import CycleDecoder
-from triforce_tree.cycle.growth import Tree
+from triforce_tree.cycle.drafter import TokenTree
+from triforce_tree.cycle.laws import Sampler
+from triforce_tree.cycle.texts import Texts
 from triforce_tree.sampling import TokenLaw
-from triforce_tree.tree_search import parse_shape
+from triforce_tree.tree_search import BestFirst, parse_shape
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
@@ -38,7 +40,7 @@ def test_more_siblings_than_tokens(tree: str, law: TokenLaw) -> None:
     prompts = [prompt_of(40, 4), prompt_of(33, 4)]
     decoder = CycleDecoder(cycle, law, 0)
     decoder.prefill(prompts)
-    grow = cycle._program.stages["grow"]
+    grow = cycle.stage("grow")
     cycle.run("grow", decoder._generator)
     for tokens, parents in zip(grow.tree.tokens.tolist(), grow.tree.parents.tolist(), strict=True):
         children: dict[int, list[int]] = {}
@@ -53,17 +55,15 @@ def test_more_siblings_than_tokens(tree: str, law: TokenLaw) -> None:
 @pytest.mark.parametrize("tree", ["best-first:4,3,2", "chain:3", "sequoia:9x3", "static:0;0.1;1"])
 @pytest.mark.parametrize("law", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_trees_have_the_places_that_the_shape_asks_for(tree: str, law: TokenLaw) -> None:
-    """Children of each node as ``tree_search`` counts them from the tree's own laws; words are ancestors."""
+    """Children of each node as the shape counts them, or the tree's own laws do; words are ancestors."""
     cycle = cycle_of(model("llama-gqa"), draft_of("llama-gqa"), 2, 3, tree=tree)
     decoder = CycleDecoder(cycle, law, 0)
     decoder.prefill(PROMPTS)
     cycle.run("grow", decoder._generator)
-    grown, shape = cycle._program.stages["grow"].tree, parse_shape(tree)
+    grown, shape = cycle.stage("grow").tree, parse_shape(tree)
     for b in range(3):
-        tokens, parents, words = (
-            t[b].tolist() for t in (grown.tokens, grown.parents, grown.words.squeeze(-1))
-        )
-        laws, depths = grown.laws[b], grown.depths.tolist()
+        tokens, parents, words = (t[b].tolist() for t in (grown.tokens, grown.parents, grown.words[..., 0]))
+        laws, depths = grown.probs[b], grown.depths.tolist()
         ranks: list[tuple[int, ...]] = [()]
         values = [1.0]
         for node in range(1, len(tokens)):
@@ -77,7 +77,14 @@ def test_trees_have_the_places_that_the_shape_asks_for(tree: str, law: TokenLaw)
                 assert tokens[node] == int(laws[parent].topk(rank + 1).indices[rank])
         for depth in range(max(depths)):
             nodes = [n for n, d in enumerate(depths) if d == depth]
-            counts = shape.branch([ranks[n] for n in nodes], [values[n] for n in nodes], laws[nodes])
+            if isinstance(shape, BestFirst):
+                likeliest = (
+                    torch.tensor([values[n] for n in nodes])[:, None] * laws[nodes].sort(-1, True).values
+                )
+                taken = likeliest.flatten().topk(shape.widths[depth]).indices // laws.shape[1]
+                counts = taken.bincount(minlength=len(nodes)).tolist()
+            else:
+                counts = [shape.counts.get(ranks[n], 0) for n in nodes]
             assert counts == [parents.count(n) for n in nodes]
 
 
@@ -87,12 +94,13 @@ def test_draft_laws_are_those_of_the_window(levels: int) -> None:
     """While windows are renewed: laws of a tree against plain forwards over sinks, window and a path."""
     draft = draft_of("llama-gqa")
     cycle = cycle_of(model("llama-gqa"), draft, levels, 2, tree="best-first:4,3,2", budget=40)
-    growth, prompts = cycle.growth, [prompt_of(61), prompt_of(72)]
-    grow, trees, dropped = growth.grow, 0, set()
+    growth, prompts = cycle.drafter, [prompt_of(61), prompt_of(72)]
+    propose, trees, dropped = growth.propose, 0, set()
 
-    def checked(tokens: torch.Tensor, end: torch.Tensor, *rest: object) -> Tree:
+    def checked(state: Texts, tree: TokenTree, sampler: Sampler) -> None:
         nonlocal trees
-        tree = grow(tokens, end, *rest)
+        propose(state, tree, sampler)
+        tokens, end = state.tokens, state.end
         trees += 1
         for b in range(2):
             text = tokens[b, : int(end[b]) + 1].tolist()
@@ -108,9 +116,8 @@ def test_draft_laws_are_those_of_the_window(levels: int) -> None:
                     above = int(tree.parents[b, above])
                 logits = draft(torch.tensor([[*seen, *path]]), use_cache=False).logits[0, -1]
                 expected = (logits / 0.8).softmax(-1)
-                torch.testing.assert_close(tree.laws[b, node], expected, atol=2e-5, rtol=1e-4)
-        return tree
+                torch.testing.assert_close(tree.probs[b, node], expected, atol=2e-5, rtol=1e-4)
 
-    growth.grow = checked
+    growth.propose = checked
     decoded(cycle, prompts, [70, 70], SAMPLED)
     assert len(dropped) >= 6, "windows were renewed several times"

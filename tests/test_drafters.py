@@ -4,8 +4,8 @@ import random
 
 import pytest
 from tables import TableDecoding, TableModel, autoregressive, hierarchical, lookup, model
-
 from triforce_tree.drafters import PromptLookupDrafter
+
 from triforce_tree.sampling import Random
 from triforce_tree.token_tree import Context, TokenTree
 

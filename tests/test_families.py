@@ -24,11 +24,10 @@ from transformers import PreTrainedModel
 
 import triforce_tree
 from triforce_tree import UnsupportedModelError
-from triforce_tree.caches import FullCache, StreamingCache
-from triforce_tree.config import StreamingConfig
+from triforce_tree.config import HierarchyConfig
+from triforce_tree.cycle.cycle import Cycle
 from triforce_tree.hf_model import HFModel
-from triforce_tree.level import Level
-from triforce_tree.token_tree import Context, TokenTree
+from triforce_tree.token_tree import ancestor_mask
 
 SMALL = {
     "gamma": 3,
@@ -125,43 +124,39 @@ def test_any_draft_will_do(kind: str) -> None:
 def test_a_tree_forward_gives_every_paths_own_logits(family: str) -> None:
     """One forward over a tree against plain forwards over each of its paths, twice in a row."""
     model = tiny(family)
-    level = Level(HFModel(model), FullCache(model.config.num_hidden_layers), prefill_chunk=16)
+    target = HFModel(model)
+    cycle = Cycle(target, None, HierarchyConfig(prefill_chunk=16), 1, 64, 1)
     tokens = prompt_of(37)
     parents = [-1, 0, 0, 1, 1, 2, 3, 3, 5, 6]
-    with level.model.active():
-        level.prefill(Context(tokens))
+    depths = [0]
+    for parent in parents[1:]:
+        depths.append(depths[parent] + 1)
+    rows = cycle.full_rows(len(parents), ancestor_mask(parents), depths)
+    with target.active():
+        cycle.prefill([tokens])
         for path in ([0, 1, 3, 7], [0, 2]):
-            tree = TokenTree([tokens[-1], *prompt_of(9)], parents)
-            logits = level.forward_tree(Context(tokens), tree)
-            expected = torch.stack([next_logits(model, tokens, tree, node) for node in range(len(tree))])
+            nodes = [tokens[-1], *prompt_of(9)]
+            root = torch.tensor([len(tokens) - 1])
+            rows.begin(root)
+            logits = cycle.full(torch.tensor([nodes]), root[:, None] + torch.tensor(depths), rows)[0]
+            expected = torch.stack([next_logits(model, tokens, nodes, parents, node) for node in range(10)])
             torch.testing.assert_close(logits, expected, atol=2e-5, rtol=2e-5)
-            tokens = [*tokens, *(tree.tokens[node] for node in path[1:]), 5]
-            level.commit(Context(tokens))
-            assert level.cache.length == len(tokens) - 1, "the accepted rows are there"
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_streaming_cache_that_holds_everything_is_exact(family: str) -> None:
-    """Keys that came unrotated and were turned by the family's functions are the model's."""
-    model, tokens = tiny(family), prompt_of(45)
-    checked = HFModel(model)
-    cache = StreamingCache(checked.layers, StreamingConfig(sinks=4, window=100), checked.rope())
-    level = Level(checked, cache, prefill_chunk=16)
-    with torch.no_grad():
-        expected = model(torch.tensor([tokens])).logits[0]
-    with checked.active():
-        level.prefill(Context(tokens[:30]))
-        for end in (30, 33, 34, 45):
-            logits, _ = level.catch_up(Context(tokens[:end]))
-            torch.testing.assert_close(logits, expected[end - 1], atol=2e-5, rtol=2e-5)
+            rows.move(torch.tensor([path]))
+            tokens = [*tokens, *(nodes[node] for node in path[1:]), 5]
 
 
 @torch.no_grad()
-def next_logits(model: PreTrainedModel, tokens: list[int], tree: TokenTree, node: int) -> torch.Tensor:
+def next_logits(
+    model: PreTrainedModel, tokens: list[int], nodes: list[int], parents: list[int], node: int
+) -> torch.Tensor:
     """``[V]``, from the model under its own attention and without any cache."""
     ours = model.config._attn_implementation
     model.set_attn_implementation("eager")
-    path = [*tokens, *(tree.tokens[i] for i in tree.path(node)[1:])]
+    below = []
+    while node:
+        below.append(nodes[node])
+        node = parents[node]
+    path = [*tokens, *below[::-1]]
     logits = model(torch.tensor([path]), use_cache=False).logits[0, -1]
     model.set_attn_implementation(ours)
     return logits
@@ -236,11 +231,13 @@ def gpt2() -> PreTrainedModel:
     )
 
 
-def test_learned_positions_serve_as_target_and_not_as_draft() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"GPT2LMHeadModel.*no rotary"):
-        triforce_tree.load(tiny("llama"), gpt2())
+def test_learned_positions_serve_as_target_and_as_draft() -> None:
     target = gpt2()
     accepted_per_level(target, tiny("llama"), prompt_of(70), 40, levels=3)
+    assert accepted_per_level(target, perturbed(target, 0.05), prompt_of(70), 40, levels=2)[-1] > 0
+    engine = triforce_tree.load(tiny("llama"), gpt2(), window=256)
+    with pytest.raises(ValueError, match=r"512 learned positions, and its window needs 644; set window<=190"):
+        engine.generate(prompt_of(70))
 
 
 @pytest.mark.parametrize("family", FAMILIES_BEYOND)
@@ -251,13 +248,6 @@ def test_texts_beyond_every_length_that_a_family_names(family: str) -> None:
     assert len(set(expected(target, tuple(prompt), 14))) > 3, "an output that varies"
     accepted_per_level(target, draft, prompt, 14, levels=1)
     accepted_per_level(target, draft, prompt, 14, levels=3)
-    engine = triforce_tree.load(target, draft, **{**SMALL, "captured": True})
-    if engine.hierarchy.target.has_windows:
-        for refused in ({"captured": True}, {"captured": None, "offload": True}):
-            with pytest.raises(ValueError, match=r"has sliding windows; leave it out$"):
-                engine.with_options(**refused).generate(prompt, max_new_tokens=14)
-    elif draft is not None:
-        accepted_per_level(target, draft, prompt, 14, levels=2, captured=True)
+    if draft is not None:
+        accepted_per_level(target, draft, prompt, 14, levels=2)
         accepted_per_level(target, draft, prompt, 14, levels=3, offload=True, leaves=True)
-    else:
-        accepted_per_level(target, None, prompt, 14, levels=1, captured=True)

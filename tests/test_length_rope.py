@@ -25,16 +25,12 @@ PATHS = {
     "autoregressive": {"levels": 1},
     "draft": {"levels": 2},
     "hierarchy": {"levels": 3},
-    "captured, autoregressive": {"levels": 1, "captured": True},
-    "captured, draft": {"levels": 2, "captured": True},
-    "captured": {"levels": 3, "captured": True, "leaves": True},
+    "hierarchy with runner-ups": {"levels": 3, "leaves": True},
     "offloaded": {"levels": 3, "offload": True, "leaves": True},
     "streamed weights": {"levels": 2, "offload_weights": True},
 }
 CASES = [("phi3-longrope", path) for path in PATHS]
-CASES += [
-    (family, path) for family in [*LONGROPE[1:], "llama-dynamic"] for path in ("hierarchy", "captured, draft")
-]
+CASES += [(family, path) for family in [*LONGROPE[1:], "llama-dynamic"] for path in ("hierarchy", "draft")]
 
 
 @pytest.fixture(scope="module")
@@ -97,8 +93,6 @@ def test_a_batch_on_both_sides_goes_one_by_one(models) -> None:
         ids[row, 90 - len(prompt) :], mask[row, 90 - len(prompt) :] = torch.tensor(prompt), 1
     out = engine.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False)
     assert [row[90:].tolist() for row in out.sequences] == (expected)
-    with pytest.raises(ValueError, match=r"captured=True.*prompts lie on both sides of 64 tokens"):
-        engine.with_options(captured=True).generate(ids, attention_mask=mask, max_new_tokens=NEW)
     with pytest.raises(ValueError, match=r"90 tokens lie on both sides of 64.*one by one"):
         cycle_of(target, draft, 2, 2).prefill(prompts)
 
@@ -173,7 +167,7 @@ def test_a_choice_on_the_host_becomes_one_of_buffers(models, monkeypatch: pytest
             torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
         assert rotary.inv_freq.data_ptr() == address
     for length in (150, 51):
-        text = written(target, draft, prompt_of(length), NEW, **PATHS["captured"])
+        text = written(target, draft, prompt_of(length), NEW, **PATHS["hierarchy"])
         assert text == greedy(target, prompt_of(length), NEW)
 
 

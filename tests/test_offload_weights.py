@@ -21,8 +21,8 @@ from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle import offloaded
 from triforce_tree.cycle.cycle import Cycle
 from triforce_tree.cycle.host_store import Offload
+from triforce_tree.cycle.lookup import PromptLookup
 from triforce_tree.cycle.streamed_weights import StreamedWeights
-from triforce_tree.hf_model import HFModel
 
 PROMPT, NEW = prompt_of(120), 30
 
@@ -60,7 +60,6 @@ def test_an_engine_with_streamed_weights() -> None:
     assert plan is not None
     out = engine.generate(PROMPT, max_new_tokens=NEW, do_sample=False)
     assert out.sequences[0, len(PROMPT) :].tolist() == expected()
-    assert out.captured
     assert out.memory == plan.as_dict()
     weights = weights_of(engine)
     assert plan.host["weights"] == weights.bytes
@@ -73,7 +72,8 @@ def test_an_engine_with_streamed_weights() -> None:
         again = other.generate(PROMPT, max_new_tokens=NEW, do_sample=False)
         assert again.sequences.equal(out.sequences)
     short = engine.generate(PROMPT[:2], max_new_tokens=3, do_sample=False)
-    assert not short.captured
+    assert short.memory is None
+    assert short.sequences.tolist() == [[*PROMPT[:2], *greedy(models()[0], PROMPT[:2], 3)]]
     near = engine.with_options(offload_weights=True, budget=32)
     assert near.generate(PROMPT, max_new_tokens=8, do_sample=False).new_tokens == 8
 
@@ -88,12 +88,8 @@ def test_weights_move_where_they_do_not_fit(monkeypatch: pytest.MonkeyPatch, pai
         own = pair.load(profile=False, gpu_memory="2GiB", **options)
         assert (own.hierarchy.target.streamed is None) == bool(options)
         assert own.generate([5, 6, 7, 8] * 20, max_new_tokens=4, do_sample=False).new_tokens == 4
-    near = {"offload": False, "gpu_memory": None}
-    assert not own.with_options(**near).generate([5, 6, 7, 8] * 20, max_new_tokens=4).captured
-    with pytest.raises(
-        ValueError, match="captured=True needs the captured cycle, but the weights are streamed"
-    ):
-        own.with_options(**near, captured=True).generate([5, 6, 7, 8] * 20, max_new_tokens=4)
+    near = own.with_options(offload=False, gpu_memory=None)
+    assert near.generate([5, 6, 7, 8] * 20, max_new_tokens=4).memory is None
     given = engine_of(gpu_memory="2GiB")
     assert given.hierarchy.target.streamed is None, "a model object is taken over by an explicit wish alone"
 
@@ -139,17 +135,13 @@ def test_what_cannot_be_is_refused() -> None:
         own.with_options(offload_weights=False)
     target, config = own.hierarchy.target, HierarchyConfig.from_options(**SMALL)
     with pytest.raises(ValueError, match="middle_bits=8 or 4"):
-        Cycle(target, HFModel(models()[1]), config, 1, 200, 3, Offload())
-    with pytest.raises(ValueError, match="need an offloaded cache"):
-        Cycle(target, None, config, 1, 200, 1)
+        Cycle(target, PromptLookup(), config, 1, 200, 3, Offload())
     with pytest.raises(ValueError, match=r"use triforce_tree.load"):
         Engine(models()[0], config=HierarchyConfig(offload_weights=True))
     with pytest.raises(ValueError, match=r"offload_weights='yes' must be"):
         HierarchyConfig(offload_weights="yes")
     with pytest.raises(ValueError, match="offload=False asks for none"):
         HierarchyConfig(offload_weights=True, offload=False)
-    with pytest.raises(ValueError, match="offload_weights=True needs the captured cycle"):
-        HierarchyConfig(offload_weights=True, captured=False)
 
 
 def test_a_device_without_room_for_the_rest_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

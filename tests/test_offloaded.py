@@ -19,9 +19,9 @@ from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle import offloaded, pinned
 from triforce_tree.cycle.cycle import Cycle
 from triforce_tree.cycle.decoder import CycleDecoder
+from triforce_tree.cycle.endings import Ending
 from triforce_tree.cycle.host_store import Offload
 from triforce_tree.cycle.pinned import HostMemory, HostMemoryError
-from triforce_tree.cycle.endings import Ending
 from triforce_tree.hf_model import HFModel
 from triforce_tree.sampling import TokenLaw
 

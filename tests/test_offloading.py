@@ -69,7 +69,6 @@ def test_greedy_text_is_the_targets_own() -> None:
     taken: list[int] = []
     out = engine().generate(PROMPT, max_new_tokens=NEW, do_sample=False, pinned=taken.append)
     assert out.sequences[0, len(PROMPT) :].tolist() == expected()
-    assert out.captured
     assert out.memory is not None
     assert out.memory["offloaded"]
     assert out.memory["levels"] == 3
@@ -99,7 +98,6 @@ def test_a_batch() -> None:
     ids = torch.tensor([PROMPT, PROMPT[::-1]])
     out = engine().generate(ids, max_new_tokens=12, do_sample=False)
     assert out.sequences[0, len(PROMPT) :].tolist() == expected()[:12]
-    assert out.captured
 
 
 def test_the_plan_can_be_had_beforehand() -> None:
@@ -155,21 +153,22 @@ def test_auto_offloads_nothing_that_fits() -> None:
 
 def test_a_short_prompt_needs_no_offloading() -> None:
     out = engine().generate(PROMPT[:2], max_new_tokens=8, do_sample=False)
-    assert not out.captured
     assert out.memory is None
 
 
 def test_what_cannot_be_offloaded_is_refused() -> None:
-    without = load(models()[0], profile=False, **{**SMALL, "offload": True})
-    with pytest.raises(
-        ValueError, match=r"offload=True needs the captured cycle, but there is no draft.*levels=1"
-    ):
-        without.generate(PROMPT, max_new_tokens=8, do_sample=False)
-    alone = without.with_options(levels=1)
-    out = alone.generate(PROMPT, max_new_tokens=8, do_sample=False)
-    assert out.sequences[0, len(PROMPT) :].tolist() == expected()[:8]
     with pytest.raises(ValueError, match=r'gpu_memory has 0.1 GiB; allow more .*\(gpu_memory="1GiB"\)'):
         engine(gpu_memory="100MiB").generate(PROMPT, max_new_tokens=8, do_sample=False)
+
+
+@pytest.mark.parametrize("levels", [1, 2, 3])
+def test_prompt_lookup_drafts_for_an_offloaded_cache(levels: int) -> None:
+    prompt = [*PROMPT[:100], *PROMPT[20:70]]
+    own = load(models()[0], profile=False, **{**SMALL, "offload": True, "levels": levels})
+    out = own.generate(prompt, max_new_tokens=16, do_sample=False)
+    assert out.sequences[0, len(prompt) :].tolist() == greedy(models()[0], prompt, 16)
+    assert out.memory is not None
+    assert out.memory["offloaded"]
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, times: set[int]) -> None:
@@ -222,7 +221,7 @@ def test_memory_that_runs_out_for_good_is_said(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.undo()
     failing(monkeypatch, Cycle, "prefill", {1})
     with pytest.raises(torch.OutOfMemoryError, match="no more"):
-        engine(offload=False, captured=True).generate(PROMPT, max_new_tokens=NEW, do_sample=False)
+        engine(offload=False).generate(PROMPT, max_new_tokens=NEW, do_sample=False)
 
 
 def test_sampling_goes_on_with_new_draws(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,7 +315,12 @@ def test_the_cpu_attends_where_it_is_asked_to_or_has_a_kernel(
     # By its bytes alone, a pass is as much faster as less of it crosses the bus.
     share = memory["split"]["host_share"]
     resident = cycle.offloaded.host.resident_bytes
-    assert cycle.streamed_bytes(resident + 10**6) == pytest.approx((1 - share) * 10**6, abs=1)
+    slot = cycle.target.layers * cycle.offloaded.host.row_bytes
+    tokens = -(-resident // slot) + 1000
+    far = tokens * slot - resident
+    assert cycle.transferred_bytes(tokens) == pytest.approx((1 - share) * far, abs=1)
+    plain_share = memory["split"]["plain_host_share"]
+    assert cycle.transferred_bytes(tokens, plain=True) == pytest.approx((1 - plain_share) * far, abs=1)
 
 
 @pytest.mark.parametrize(

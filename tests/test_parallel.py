@@ -80,17 +80,16 @@ class TestTwoRanks:
         assert first == second
         assert first["offloaded, sampled"] != expected()
 
-    @pytest.mark.parametrize("way", ["eager", "captured"])
-    def test_sampled_text_is_one_processs(self, found: list[dict[str, Any]], way: str) -> None:
-        own = parallel_ranks.engine(**parallel_ranks.WAYS[way])
+    def test_sampled_text_is_one_processs(self, found: list[dict[str, Any]]) -> None:
+        own = parallel_ranks.engine()
         alone = parallel_ranks.written(own, do_sample=True, top_k=0, seed=7)
-        assert [own["texts"][f"{way}, sampled"] for own in found] == [alone] * 2
+        assert [own["texts"]["on the device, sampled"] for own in found] == [alone] * 2
         assert alone != expected()
 
     def test_the_embedded_pairs_text_is_one_processs(self, tmp_path: Path) -> None:
         alone = parallel_ranks.pair()
         assert findings("pair", tmp_path) == [alone] * 2
-        assert alone["captured"] == alone["offloaded"]
+        assert alone["on the device"] == alone["offloaded"]
 
     def test_a_compiled_layer_holds_the_sum_as_one_operator(self, found: list[dict[str, Any]]) -> None:
         assert [own["graph"] for own in found] == [{"sums": 1, "off": 0.0}] * 2

@@ -30,13 +30,12 @@ def is_as_it_was(model: Any = TARGET) -> bool:
     return model.config._attn_implementation == "sdpa" and not model.training and plain
 
 
-@pytest.mark.parametrize("case", ["one engine", "siblings", "engines", "captured", "draft and target"])
+@pytest.mark.parametrize("case", ["one engine", "siblings", "engines", "draft and target"])
 def test_threads_get_the_texts_they_asked_for(case: str) -> None:
     engines = {
         "one engine": lambda own: [own] * 3,
         "siblings": lambda own: [own, own.with_options(levels=1), own.with_options(levels=2)],
         "engines": lambda own: [own, fresh(levels=2), triforce_tree.load(TARGET)],
-        "captured": lambda own: [fresh(captured=True)] * 2 + [own],
         # Two pairs over the same models, each the other's draft: locks are taken in one order.
         "draft and target": lambda own: [own, triforce_tree.load(DRAFT, TARGET, levels=2, **SMALL), own],
     }[case](fresh())

@@ -53,7 +53,7 @@ def test_less_than_noise_is_no_gain() -> None:
 
 
 def test_the_space_fits_machine_pair_and_context() -> None:
-    long = Space(HierarchyConfig(), 16_384, captured=True, gpu=True, draft=True)
+    long = Space(HierarchyConfig(), 16_384, gpu=True, draft=True)
     assert {c.name for c in long.coordinates()} >= {"tree", "middle_bits", "leaves"}
     assert "lookup" not in {c.name for c in long.coordinates()}
     assert [start["levels"] for start in long.starts()] == [3, 2]
@@ -66,7 +66,7 @@ def test_the_space_fits_machine_pair_and_context() -> None:
     trees = next(c for c in long.coordinates([0.5, 0.2, 0.1]) if c.name == "tree").values
     assert sum(tree.startswith("static:") for tree in trees) == 2
     assert long.coordinates([0.6667, 0.1667, 0.1667])  # rounded shares
-    host = Space(HierarchyConfig(), 2048, captured=False, gpu=False, draft=False, fixed=frozenset({"gamma"}))
+    host = Space(HierarchyConfig(), 2048, gpu=False, draft=False, fixed=frozenset({"gamma"}))
     assert {c.name for c in host.coordinates()}.isdisjoint({"tree", "middle_bits", "gamma"})
     carried = replace(long, start=HierarchyConfig.from_options(window=9)).complete(
         {"levels": 2, "tree": "chain:2", "gamma": 3, "lookup": 8}

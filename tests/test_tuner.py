@@ -12,24 +12,20 @@ from triforce_tree import Engine
 from triforce_tree.bench.results import Records
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.profiles import Entry
-from triforce_tree.tune.meters import EagerMeter, Sample
+from triforce_tree.tune.meters import Meter, Sample
 from triforce_tree.tune.plan import Watch
 from triforce_tree.tune.tuner import Tuner
 
 
-@pytest.mark.parametrize("captured", [None, True], ids=["eager", "captured"])
-def test_entries_say_what_was_measured(
-    engine: Engine, ids: list[int], tmp_path: Path, captured: bool | None
-) -> None:
+def test_entries_say_what_was_measured(engine: Engine, ids: list[int], tmp_path: Path) -> None:
     records = Records(tmp_path / "m.jsonl", {})
-    tuner = Tuner(engine.with_options(captured=captured), ids, plan(), records)
+    tuner = Tuner(engine, ids, plan(places=1), records)
     found: list[Entry] = []
     entries = tuner.entries(found.append)
     assert tuner.complete
     assert entries == found
     assert [(e.context, e.temperature) for e in entries] == [(CONTEXT, 0.0), (CONTEXT, 0.6)]
     for each in entries:
-        assert each.captured is bool(captured)
         assert set(each.acceptance) == {"draft -> retrieval", "retrieval -> target"}
         assert each.step_ms["target"] > 0
         # Nothing is faster than a tiny model alone, by its own measurements.
@@ -37,9 +33,7 @@ def test_entries_say_what_was_measured(
         assert each.plain_ms_per_token >= each.ms_per_token >= fastest - 1e-3
     tried = [r["options"] for r in records.all if r["measured"] == "speed"]
     assert {o["levels"] for o in tried} == {1, 2, 3}
-    again = Tuner(
-        engine.with_options(captured=captured), ids, plan(), Records(tmp_path / "m.jsonl", {}), refusing()
-    )
+    again = Tuner(engine, ids, plan(places=1), Records(tmp_path / "m.jsonl", {}), refusing())
     assert again.entries(lambda each: None) == entries
 
 
@@ -62,7 +56,7 @@ def test_drafting_that_gains_is_chosen(
             return {"error": "out of memory"}
         return {
             "ms_per_token": ms, "step_ms": {"target": ms}, "tokens_per_pass": {"target": 2.0},
-            "pace": {"acceptance": 0.9, "gathered": 3.0}, "repeated_8grams": 0.0,
+            "draft_length": {"acceptance": 0.9, "tokens_per_round": 3.0}, "repeated_8grams": 0.0,
         }  # fmt: skip
 
     monkeypatch.setattr(Tuner, "_measured", measured)
@@ -70,7 +64,7 @@ def test_drafting_that_gains_is_chosen(
     [found] = Tuner(engine, ids, plan(temperatures=[0.0]), Records(None, {})).entries(lambda each: None)
     assert (found.options["levels"], found.options["tree"], found.options["gamma"]) == (3, "chain:2", 4)
     assert found.speedup == pytest.approx(10.05 / 4.05)
-    assert found.pace == {"acceptance": 0.9, "gathered": 3.0}
+    assert found.draft_length == {"acceptance": 0.9, "tokens_per_round": 3.0}
     cost.update({(2, "best-first:3,2"): 9.9, (3, "best-first:3,2"): 9.8})
     [none] = Tuner(
         engine, ids, plan(temperatures=[0.0], fixed=frozenset({"tree"})), Records(None, {})
@@ -100,8 +94,8 @@ def test_time_that_one_entry_leaves_goes_to_the_others(
         now += 4.0 if temperature == 0 else 0.1
         ms = 10.0 / options["levels"] + (options.get("gamma") != 2)
         return {
-            "ms_per_token": ms, "step_ms": {"target": ms}, "tokens_per_pass": {"target": 2.0}, "pace": {},
-            "repeated_8grams": 0.0,
+            "ms_per_token": ms, "step_ms": {"target": ms}, "tokens_per_pass": {"target": 2.0},
+            "draft_length": {}, "repeated_8grams": 0.0,
         }  # fmt: skip
 
     monkeypatch.setattr(Tuner, "_measured", measured)
@@ -126,14 +120,14 @@ def test_without_time_the_first_cell_has_its_two_measurements(engine: Engine, id
 def test_low_memory_is_a_result_and_no_end(
     engine: Engine, ids: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = EagerMeter.run
+    run = Meter.run
 
-    def short_of_memory(self: EagerMeter, config: HierarchyConfig, *more: Any) -> Sample:
+    def short_of_memory(self: Meter, config: HierarchyConfig, *more: Any) -> Sample:
         if config.levels == 3:
             raise torch.OutOfMemoryError("no room")
         return run(self, config, *more)
 
-    monkeypatch.setattr(EagerMeter, "run", short_of_memory)
+    monkeypatch.setattr(Meter, "run", short_of_memory)
     records = Records(None, {})
     [found] = Tuner(engine, ids, plan(temperatures=[0.0]), records).entries(lambda each: None)
     assert found.options["levels"] in (1, 2)
@@ -145,11 +139,11 @@ def test_a_busier_machine_is_no_slower_setting(
 ) -> None:
     loads = iter([1.0, 1.05, 2.0])
 
-    def run(self: EagerMeter, config: HierarchyConfig, *more: Any) -> Sample:
+    def run(self: Meter, config: HierarchyConfig, *more: Any) -> Sample:
         load = next(loads)
         return Sample(5.0 * load, [1, 2, 3], [], alone_ms=10.0 * load)
 
-    monkeypatch.setattr(EagerMeter, "run", run)
+    monkeypatch.setattr(Meter, "run", run)
     records = Records(None, {})
     tuner = Tuner(engine, ids, plan(temperatures=[0.0], seconds=0.0, places=1), records)
     tuner.entries(lambda each: None)

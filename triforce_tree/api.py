@@ -57,8 +57,8 @@ def load(
         draft: likewise; by default the embedded draft for the embedded target, and prompt lookup for
             any other.
         drafter: who proposes token trees: ``"model"``, the draft; ``"lookup"``, prompt lookup; or an object
-            of your own (:class:`~triforce_tree.cycle.drafter.Drafter`), whose ``tree`` takes the place of that
-            option. By default the draft where there is one, and else prompt lookup.
+            of your own (:class:`~triforce_tree.cycle.drafter.Drafter`), whose ``tree`` stands for that option.
+            By default the draft where there is one, and else prompt lookup.
         tokenizer: an object, a hub id or a folder; by default the one beside the target.
         device: for models named by id or folder; by default CUDA where there is one.
         dtype: likewise; by default the checkpoint's own on CUDA and float32 on the CPU.
@@ -66,7 +66,7 @@ def load(
             machine and models of this shape, if there is one. Each generation takes the settings that were
             measured nearest to its prompt's length and temperature; ``options`` come before them.
         pinned: called with bytes of host memory as weights that stay there take them.
-        options: levels, gamma, tree, leaves, lookup, middle_bits, rounds, captured, prefill_chunk, offload,
+        options: levels, gamma, tree, leaves, lookup, middle_bits, rounds, prefill_chunk, offload,
             gpu_memory, host_memory, offload_weights, host_attention (:class:`HierarchyConfig`), budget,
             chunk, recent, refresh (:class:`RetrievalConfig`), sinks, window (:class:`StreamingConfig`).
 

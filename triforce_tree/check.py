@@ -2,8 +2,8 @@
 
 The logits behind a prompt, fed as generation feeds it, must be those of transformers' own forward. Greedy
 decoding must give the target's own tokens. Sampling is tested level by level: after one prefilled context
-many independent first tokens are drawn (a verification that is not committed leaves no trace) and compared
-with the exact law by a chi-square test.
+many independent first tokens are drawn, each by a pass that starts from the same state, and compared with the
+exact distribution by a chi-square test. All of it runs the stages that generation runs, under its settings.
 """
 
 from collections import Counter
@@ -15,13 +15,11 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteriaList
 
-from triforce_tree.drafters import HierarchicalDrafter
+from triforce_tree.cycle.cycle import Cycle
 from triforce_tree.engine import Engine
-from triforce_tree.level import Level
 from triforce_tree.load_guard import relative_error
-from triforce_tree.sampling import TokenLaw
-from triforce_tree.ties import NOISE_ROWS, as_ids, common, forward_noise, last_logits
-from triforce_tree.token_tree import Context, TokenTree, chain
+from triforce_tree.sampling import NAN_LOGITS, TokenLaw
+from triforce_tree.ties import NOISE_ROWS, as_ids, chain_logits, common, forward_noise, last_logits
 
 # A right implementation falls below it once in ten thousand runs; a wrong residual lies far below.
 SIGNIFICANCE = 1e-4
@@ -74,9 +72,10 @@ class Greedy:
 
 @dataclass(frozen=True)
 class Law:
-    """First tokens of one level against its exact law."""
+    """First tokens of one level, in a hierarchy of so many ``levels``, against its exact law."""
 
     level: str
+    levels: int
     draws: int
     contexts: int
     bins: int
@@ -89,19 +88,16 @@ class Law:
 
 
 def forward(engine: Engine, prompt: Sequence[int]) -> Forward:
-    """Feed a prompt in chunks, and its last tokens as a tree, and compare with one forward of transformers'.
+    """Feed a prompt in chunks, and its last tokens as a chain to verify, and compare with one forward of
+    transformers'.
 
     Ties cannot excuse a difference here, as they may in texts.
     """
-    model, hierarchy = engine.hierarchy.target.model, engine.hierarchy
+    model = engine.hierarchy.target.model
     rows = min(NOISE_ROWS, len(prompt))
     own = _tail_logits(model, prompt, rows)
     start = len(prompt) - rows + 1
-    with hierarchy.active():
-        decoder = hierarchy.decoder(TokenLaw(greedy=True), 0, len(prompt), 1, frozenset())
-        context = Context(list(prompt[:start]))
-        decoder.verifier.prefill(context)
-        ours = decoder.verifier.level.forward_tree(context, chain(prompt[start - 1 :])).float()
+    ours = chain_logits(engine, prompt[:start], prompt[start:]).float()
     limit = ROUNDING.get(model.dtype, ROUNDING_16)
     return Forward(len(prompt), rows, relative_error(ours, own), limit)
 
@@ -147,40 +143,38 @@ def sampling_laws(
     engine: Engine,
     contexts: Sequence[Sequence[int]],
     draws: int,
+    levels: int,
     temperature: float = 1.0,
     seed: int = 0,
     each: Callable[[], None] = lambda: None,
 ) -> list[Law]:
-    """Chi-square of each level's first tokens, over several contexts together.
+    """Chi-square of each verifying level's first tokens, over several contexts together.
 
     Args:
-        engine: models and settings; always run with three levels.
+        engine: models and settings.
         contexts: prompts; each contributes its own bins.
         draws: first tokens for each context and level.
+        levels: of the hierarchy, as :func:`triforce_tree.load` takes them.
         temperature: of the law.
         seed: of all draws.
         each: called after every draw; may raise to end the test.
+
+    Raises:
+        ValueError: the model returned NaN logits.
     """
-    law = TokenLaw.at(temperature)
-    hierarchy = engine.with_options(levels=3, gamma=2).hierarchy
+    law, runner = TokenLaw.at(temperature), engine.with_options(levels=levels)
+    generator = torch.Generator(engine.hierarchy.target.device)
+    generator.manual_seed(seed)
     totals: dict[str, list[tuple[float, int]]] = {}
-    with hierarchy.active():
-        for number, prompt in enumerate(contexts):
-            decoder = hierarchy.decoder(law, seed + number, len(prompt), 64, frozenset())
-            context = decoder.prefill(prompt)
-            drafter = decoder.drafter
-            assert isinstance(drafter, HierarchicalDrafter), "levels=3 makes one"
-            exact = [_law_at(v.level, context, law) for v in (drafter.verifier, decoder.verifier)]
-            counts: list[Counter[int]] = [Counter(), Counter()]
-            for _ in range(draws):
-                counts[0][drafter.verifier.verify(context, drafter.inner.propose(context)).tokens[0]] += 1
-                counts[1][decoder.verifier.verify(context, drafter.propose(context)).tokens[0]] += 1
-                each()
-            for name, count, expected in zip(("retrieval", "target"), counts, exact, strict=True):
+    for prompt in contexts:
+        with runner.cycle([list(prompt)], 1, law, temperature) as cycle:
+            cycle.prefill([prompt])
+            for name, (count, expected) in _first_tokens(cycle, prompt, draws, generator, each).items():
                 totals.setdefault(name, []).append(chi_square(count, expected))
     return [
         Law(
             name,
+            levels,
             draws,
             len(parts),
             sum(free + 1 for _, free in parts),
@@ -189,6 +183,45 @@ def sampling_laws(
         )
         for name, parts in totals.items()
     ]
+
+
+def _first_tokens(
+    cycle: Cycle, prompt: Sequence[int], draws: int, generator: torch.Generator, each: Callable[[], None]
+) -> dict[str, tuple[Counter[int], Tensor]]:
+    """First tokens of each verifying level behind a prompt that was fed, and their exact law ``[V]``.
+
+    Each pass starts from the same state; KV slots that it writes behind the prompt count for none.
+    """
+    if cycle.drafter is not None:
+        cycle.drafter.prepare([prompt], resumed=False)
+    start = cycle.texts.save()
+
+    def run(*stages: str) -> None:
+        cycle.texts.restore(start)
+        for stage in stages:
+            cycle.run(stage, generator)
+        cycle.settled([0])
+
+    def root(stage: str) -> Tensor:
+        return cycle.verdict(stage).scores[0, 0].clone()
+
+    run("plain")
+    verifying = {1: ["plain"], 2: ["full"], 3: ["choose", "full"]}[cycle.levels]
+    stages = ["grow", *verifying] if cycle.drafter is not None else verifying
+    counts: dict[str, Counter[int]] = {stage: Counter() for stage in verifying}
+    exact = {verifying[-1]: root("plain")}
+    for _ in range(draws):
+        run(*stages)
+        for stage in verifying:
+            counts[stage][int(cycle.verdict(stage).emitted[0, 0])] += 1
+        if "choose" in stages:
+            # The same each time: level 1 chooses by its root, which no draw has changed.
+            exact.setdefault("choose", root("choose"))
+        each()
+    if cycle.texts.broken:
+        raise ValueError(NAN_LOGITS)
+    names = {"choose": "retrieval", "full": "target", "plain": "target"}
+    return {names[stage]: (counts[stage], exact[stage]) for stage in verifying}
 
 
 def uncertain_contexts(engine: Engine, tokens: Sequence[int], count: int) -> list[list[int]]:
@@ -258,7 +291,3 @@ def _tail_logits(model: Any, tokens: Sequence[int], rows: int) -> Tensor:
     with torch.no_grad():
         logits: Tensor = model(as_ids(model, tokens), use_cache=False, logits_to_keep=rows).logits
     return logits[0, -rows:].float()
-
-
-def _law_at(level: Level, context: Context, law: TokenLaw) -> Tensor:
-    return law(level.forward_tree(context, TokenTree([context[-1]], [-1])), list)[0]

@@ -60,7 +60,7 @@ class RetrievalConfig:
     ``budget`` counts the forced first chunk, the retrieved chunks and the forced ``recent`` window,
     which may grow by half with newer tokens before it moves on. ``refresh`` = n lets every n-th forward
     of level 1 choose its chunks by the query of its root, the first one after each level-2 pass
-    included; 0 leaves the choice to the queries of each level-2 pass.
+    included; 0 the first one alone.
     """
 
     budget: int = 1536
@@ -89,23 +89,26 @@ class RetrievalConfig:
                 f"({self.chunk}) + recent={self.recent}; use budget>={least} or a smaller recent"
             )
 
+    def chooses(self, forward: int) -> bool:
+        """Whether this forward of level 1 chooses chunks, counted from 0 after each level-2 pass."""
+        return forward == 0 or (self.refresh > 0 and forward % self.refresh == 0)
+
 
 @dataclass(frozen=True)
 class HierarchyConfig:
     """What each level does in one step.
 
-    ``gamma`` is γ2, the tokens that level 1 gathers before one level-2 pass; ``tree`` the shape of the
+    ``gamma`` is γ2, the most tokens that level 1 gathers before one level-2 pass, in ``rounds`` forwards
+    (None: as many as running acceptance and measured times suggest); ``tree`` the shape of the
     token trees that the draft grows (see :func:`triforce_tree.tree_search.parse_shape`); ``leaves`` says
     whether level 2 also checks one runner-up token at every depth of the chain; None does where more
     rows cost little, which is not on a CPU. ``lookup`` is the number of tokens that prompt lookup proposes
     when there is no draft model. ``levels`` 3 is the whole hierarchy, 2 the draft under the full target, 1
     ordinary decoding; "auto" takes 3 where the prompt is at least twice the retrieval budget and 2 below.
 
-    ``captured`` says whether the cycle runs on the device alone, in CUDA graphs; None does wherever it
-    can, True raises where it cannot. There ``gamma`` is the most that level 1 may gather, in ``rounds``
-    passes (None: as many as running acceptance and measured times suggest), and level 1 may run on a copy
-    of the weights in ``middle_bits`` 8 or 4, which changes what is proposed and never what comes out.
-    ``prefill_chunk`` tokens of a prompt are fed at once; None: 1024, on a GPU 4096.
+    Level 1 may run on a copy of the weights in ``middle_bits`` 8 or 4, which
+    changes what is proposed and never what comes out. ``prefill_chunk`` tokens of a prompt are fed at once;
+    None: 1024, on a GPU 4096.
 
     ``offload`` True keeps the full cache in host memory, as far as ``gpu_memory`` (bytes, or "24GiB": the
     most that the whole engine takes of the device) does not hold it; "auto" does so where the device cannot
@@ -127,7 +130,6 @@ class HierarchyConfig:
     lookup: int = 8
     middle_bits: int = 16
     rounds: int | None = None
-    captured: bool | None = None
     prefill_chunk: int | None = None
     offload: bool | str | None = None
     gpu_memory: int | str | None = None
@@ -147,9 +149,8 @@ class HierarchyConfig:
             raise ValueError(f"middle_bits={self.middle_bits!r} must be 16, 8 or 4")
         if self.levels not in ("auto", 1, 2, 3):
             raise ValueError(f"levels={self.levels!r} must be 1, 2, 3 or 'auto'")
-        for name in ("leaves", "captured"):
-            if not isinstance(getattr(self, name), bool | None):
-                raise ValueError(f"{name}={getattr(self, name)!r} must be True, False or None")
+        if not isinstance(self.leaves, bool | None):
+            raise ValueError(f"leaves={self.leaves!r} must be True, False or None")
         parse_shape(self.tree)
         if not isinstance(self.offload, bool) and self.offload not in (None, "auto"):
             raise ValueError(f"offload={self.offload!r} must be True, False or 'auto'")
@@ -179,11 +180,6 @@ class HierarchyConfig:
             raise ValueError(
                 "host_attention=True attends to rows in host memory, but nothing is offloaded; give "
                 "offload=True or gpu_memory, or leave it out"
-            )
-        asked = f"offload={self.offload!r}" if self.offload else "offload_weights=True"
-        if (self.offload or self.offload_weights is True) and self.captured is False:
-            raise ValueError(
-                f"{asked} needs the captured cycle, which captured=False switches off; leave one of them out"
             )
 
     @property

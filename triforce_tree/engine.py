@@ -1,7 +1,8 @@
 """An engine: a target, its draft and their settings, and one generation after the other."""
 
 import copy
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -19,6 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from triforce_tree import parallel
 from triforce_tree.config import HierarchyConfig
+from triforce_tree.cycle.cycle import Cycle
 from triforce_tree.cycle.decoder import CycleDecoder
 from triforce_tree.cycle.drafter import Drafter
 from triforce_tree.cycle.steady import SteadyDecoder
@@ -31,7 +33,7 @@ from triforce_tree.memory_plan import MemoryPlan
 from triforce_tree.output import GenerateOutput, appended, by_row, joined
 from triforce_tree.profiles import Entry, Profile
 from triforce_tree.request import Job, Request
-from triforce_tree.sampling import Stream, derived
+from triforce_tree.sampling import Stream, TokenLaw, derived
 from triforce_tree.stats import Progress
 
 
@@ -128,6 +130,32 @@ class Engine:
         self.hierarchy.config = HierarchyConfig.from_options(**{**self._config.as_options(), **advised})
         return entry
 
+    @contextmanager
+    def cycle(
+        self, prompts: list[list[int]], new_tokens: int, law: TokenLaw | None, temperature: float
+    ) -> Iterator[Cycle]:
+        """What :meth:`generate` would run for these prompts, for as long as the context lasts.
+
+        Args:
+            law: what stages are prepared for; None for none, where only forwards are wanted.
+            temperature: which a profile's settings depend on.
+
+        Yields:
+            buffers, models and stages; the prompts are not read yet.
+
+        Raises:
+            ValueError: a prompt is too long, or memory is short.
+        """
+        for prompt in prompts:
+            self.check_length(len(prompt), new_tokens)
+        with self.hierarchy.generation():
+            self._settle(temperature, prompts, new_tokens)
+            with self.hierarchy.active():
+                cycle = self.hierarchy.cycle(prompts, new_tokens)
+                if law is not None:
+                    cycle.prepare(law)
+                yield cycle
+
     def generate(
         self,
         inputs: Inputs | None = None,
@@ -152,8 +180,8 @@ class Engine:
 
         Args:
             inputs: text, token ids ``[L]`` or ``[B, L]`` (tensor, array, list; rows of a list may differ in
-                length), a list of texts, or what a tokenizer returns. Rows of a batch run together, but where a
-                logits processor looks at the text, one by one.
+                length), a list of texts, or what a tokenizer returns. Rows of a batch run together; one by one
+                where a logits processor looks at the text.
             input_ids: token ids by transformers' own keyword, instead.
             attention_mask: of the ids' shape; tokens under 0 are padding, on whichever side, and left out.
             generation_config, logits_processor, stopping_criteria, prefix_allowed_tokens_fn, stop_strings,
@@ -270,9 +298,10 @@ class Engine:
                 ),
                 self.hierarchy.shrink,
             )
-            if entry is not None and entry.pace and "tree" not in self._given:
-                decoder.pace.acceptance = entry.pace["acceptance"]
-                decoder.pace.gathered = entry.pace["gathered"]
+            estimates = entry.draft_length if entry is not None and "tree" not in self._given else {}
+            # Of as many levels: two of them estimate something else than three.
+            if entry is not None and estimates and entry.options["levels"] == decoder.controller.levels:
+                decoder.controller.expect(**estimates)
             decoder.prefill(prompts, progress)
             steps = decoder.decode(prompts, endings)
             for fresh in steps:

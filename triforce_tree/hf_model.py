@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, Cache, PreTrainedModel
 
+from triforce_tree.attention import KVShape
 from triforce_tree.caches.base import KVCache, Rows, Variant
 from triforce_tree.host_linear import few_row_linears
 from triforce_tree.kernels.attention.plan import Heads
@@ -22,7 +23,6 @@ from triforce_tree.locks import held
 from triforce_tree.model_copy import shallow_copy
 from triforce_tree.parallel import same
 from triforce_tree.recorder import LayerCall, Recorder, one_row
-from triforce_tree.rope import FamilyRope
 from triforce_tree.supported import UnsupportedModelError, refuse_unsupported
 
 ATTENTION = "triforce_tree"
@@ -250,48 +250,6 @@ class HFModel:
         logits: Tensor = out.logits[0, -1:] if last_only else out.logits[0]
         return same(logits.contiguous())
 
-    def rope(self) -> FamilyRope:
-        """The family's rotation, for a cache with relative positions; checked against the model.
-
-        Raises:
-            UnsupportedModelError: keys at position p are not our rotation of the keys at position 0.
-        """
-        try:
-            rope = FamilyRope(self.model, self.length_rope)
-            self._check_rotation(rope)
-        except UnsupportedModelError:
-            raise
-        except ValueError as error:
-            raise UnsupportedModelError(str(error)) from error
-        except Exception as error:  # any failure of foreign code means: rotates in a way of its own
-            raise UnsupportedModelError(
-                f"{self.name} cannot draft on a streaming cache: its rotary embedding is not of the common "
-                f"form ({type(error).__name__}: {error}); choose another draft, or none (prompt lookup)"
-            ) from error
-        if len(rope.unrotated) == self.layers:
-            raise UnsupportedModelError(
-                f"{self.name} has no rotary positions, so it cannot draft on a streaming cache"
-            )
-        return rope
-
-    def _check_rotation(self, rope: FamilyRope) -> None:
-        at_zero, at_five = Recorder(), Recorder()
-        with self.active():
-            for recorder, position in ((at_zero, 0), (at_five, 5)):
-                recorder.position = position
-                self.forward([1], one_row(self.device), recorder, whole=False)
-        rope.unrotated = frozenset(i for i in at_zero.keys if torch.equal(at_zero.keys[i], at_five.keys[i]))
-        places = torch.tensor([5], device=self.device)
-        for index, raw in at_zero.keys.items():
-            turned = rope.rotate(at_zero.modules[index], raw, raw, places)[1]
-            expected = at_five.keys[index].float()
-            off = float((turned.float() - expected).norm() / expected.norm())
-            if not off < 0.02:
-                raise UnsupportedModelError(
-                    f"{self.name} cannot draft on a streaming cache: layer {index} rotates keys in a "
-                    f"way its rotary module does not tell (relative error {off:.2g})"
-                )
-
     def _probe(self) -> None:
         recorder = Recorder()
         problem = None
@@ -318,10 +276,19 @@ class HFModel:
                     "multi-head latent attention does so), but caches and kernels need one width"
                 )
         self.calls = {
-            index: LayerCall(recorder.modules[index], how, *recorder.keys[index].shape[1::2])
-            for index, how in recorder.variants.items()
+            i: LayerCall(recorder.modules[i], how, *_heads_and_dim(recorder.keys[i]), recorder.query_heads[i])
+            for i, how in sorted(recorder.variants.items())
         }
-        self.has_windows = any(call.how.window is not None for call in self.calls.values())
+        self.kv_shapes = [
+            KVShape(Heads(call.query_heads, call.kv_heads, call.dim), call.how.window)
+            for call in self.calls.values()
+        ]
+        self.has_windows = any(shape.window is not None for shape in self.kv_shapes)
         self.has_softcap = any(call.how.softcap for call in self.calls.values())
-        shapes = [(call.kv_heads, call.dim) for call in self.calls.values()]
-        self.heads, self.even_heads = Heads(recorder.query_heads, *shapes[0]), len(set(shapes)) == 1
+        # Of layers that see whole texts, where there are any: those are what memory and time go to.
+        self.heads = min(self.kv_shapes, key=lambda shape: shape.window is not None).heads
+
+
+def _heads_and_dim(keys: Tensor) -> tuple[int, int]:
+    """Of keys ``[B, H_kv, T, D]``."""
+    return keys.shape[1], keys.shape[3]

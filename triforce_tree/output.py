@@ -22,10 +22,9 @@ class GenerateOutput(GenerateDecoderOnlyOutput):
     tokenizer is at hand. Of these three a batch of several rows has lists, with one entry a row.
 
     ``levels``: statistics of each level over all rows, level 0 first. ``prefill_seconds`` and
-    ``decode_seconds``: host time. ``captured``: whether the cycle ran in CUDA graphs, and
-    ``capture_seconds`` what compiling and capturing them took, once for all texts that fit them.
-    ``profile``: the file whose settings were used; None for the engine's own. ``memory``: the map of the
-    memory, where rows may be offloaded.
+    ``decode_seconds``: host time. ``capture_seconds``: what compiling and capturing CUDA graphs took, once
+    for all texts that fit them. ``profile``: the file whose settings were used; None for the engine's own.
+    ``memory``: the map of the memory, where rows may be offloaded.
     """
 
     levels: list[LevelStats] | None = None
@@ -34,7 +33,6 @@ class GenerateOutput(GenerateDecoderOnlyOutput):
     decode_seconds: float | None = None
     new_tokens: int | list[int] | None = None
     text: str | list[str] | None = None
-    captured: bool | None = None
     capture_seconds: float | None = None
     profile: str | None = None
     memory: dict[str, Any] | None = None

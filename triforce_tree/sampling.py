@@ -32,6 +32,10 @@ _CONTEXT_FREE = tuple(
     if hasattr(hf, name)
 )
 
+NAN_LOGITS = (
+    "the model returned NaN logits; its weights or its dtype are at fault: try dtype=torch.float32 or check "
+    "the checkpoint"
+)
 Paths = Callable[[], Sequence[Sequence[int] | Tensor | None]]
 
 
@@ -87,10 +91,7 @@ class TokenLaw:
         """
         scores = logits.float()
         if torch.isnan(scores).any():
-            raise ValueError(
-                "the model returned NaN logits; its weights or its dtype are at fault: "
-                "try dtype=torch.float32 or check the checkpoint"
-            )
+            raise ValueError(NAN_LOGITS)
         if not self._bound:
             return self._free(None, scores) if self._free else scores  # type: ignore[arg-type]
         rows = []

@@ -83,9 +83,7 @@ def forward_noise(engine: Engine, tokens: Sequence[int]) -> float:
 
 def chain_logits(engine: Engine, prompt: Sequence[int], more: Sequence[int]) -> Tensor:
     """``[T + 1, V]`` after a prompt, and after each of T more tokens, by one pass of the engine's level 2."""
-    hierarchy = engine.hierarchy
-    with hierarchy.generation(), hierarchy.active():
-        cycle = hierarchy.cycle([prompt], len(more) + 1)
+    with engine.cycle([list(prompt)], len(more) + 1, None, 0.0) as cycle:
         cycle.prefill([prompt])
         return target_logits(cycle, [prompt[-1], *more])
 

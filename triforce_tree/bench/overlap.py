@@ -1,8 +1,7 @@
-"""How well each level stands in for the next: overlap of laws, acceptance by sibling rank.
+"""How well each level stands in for the next: overlap of distributions, acceptance by sibling rank.
 
-Everything is measured through the engine's own levels and caches, on given text: every pass feeds a
-chain of tokens of that text to all levels, then commits it, so the retrieval cache is refreshed as it is
-while generating.
+Everything is measured through the levels and KV slots that generation uses, on given text: every pass feeds
+the next tokens of that text to all levels, then commits them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,21 +10,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from triforce_tree import sampling
-from triforce_tree.drafters import HierarchicalDrafter, ModelDrafter
+from triforce_tree.cycle import teacher
 from triforce_tree.engine import Engine
-from triforce_tree.sampling import Random, TokenLaw
+from triforce_tree.kernels.step.accept import accept_drawn
+from triforce_tree.kernels.step.draws import NoiseDraws
+from triforce_tree.sampling import TokenLaw
 from triforce_tree.stats import Progress
-from triforce_tree.token_tree import Context, chain
 
-# Tokens that one forward of level 1 settles, about what the trees of the embedded draft bring it: a
-# retrieval cache chooses by the root of each forward, so how far the root is behind matters.
+# Tokens that one forward of level 1 settles, about what the trees of the embedded draft bring it: level 1
+# chooses by the root of a forward, so how far the root is behind matters.
 LEVEL_1_STEP = 3
 
 
 @dataclass(frozen=True)
 class Laws:
-    """Laws of the next token, fp32 ``[T, V]`` each, at T places of a text; ``tokens``: what came there."""
+    """Laws of the next token, fp32 ``[T, V]`` each, at T places of a text; ``tokens``: what came there.
+
+    ``draft`` is None where the drafter is deterministic.
+    """
 
     draft: Tensor | None
     retrieval: Tensor
@@ -37,47 +39,36 @@ def teacher_forced(
     engine: Engine,
     tokens: Sequence[int],
     prompt_tokens: int,
-    law: TokenLaw,
+    temperature: float = 1.0,
     progress: Progress | None = None,
+    seed: int = 0,
 ) -> Iterator[Laws]:
     """Laws of all three levels over ``tokens[prompt_tokens:]``, one pass at a time.
 
     Args:
-        engine: models and settings; the hierarchy is used whatever its ``levels`` says.
+        engine: models and settings; there are three levels whatever its ``levels`` says.
         tokens: a text of more than ``prompt_tokens`` tokens.
         prompt_tokens: how many are read before the first pass.
-        law: logits to law.
+        temperature: of the laws; above 0.
         progress: of reading.
+        seed: of the drafter's draws, which its trees below the root depend on.
     """
-    hierarchy = engine.with_options(levels=3).hierarchy
-    with hierarchy.active():
-        decoder = hierarchy.decoder(law, 0, prompt_tokens, len(tokens) - prompt_tokens, frozenset())
-        decoder.prefill(tokens[:prompt_tokens], progress)
-        drafter = decoder.drafter
-        assert isinstance(drafter, HierarchicalDrafter), "levels=3 makes one"
-        draft = drafter.inner.level if isinstance(drafter.inner, ModelDrafter) else None
-        at = prompt_tokens
-        while at < len(tokens):
-            stop = min(at + engine.hierarchy.config.gamma + 1, len(tokens))
-
-            def laws(level: Level, step: int, at: int = at, stop: int = stop) -> Tensor:
-                """Laws of ``tokens[at:stop]``, by forwards of ``step`` rows."""
-                parts = []
-                for first in range(at, stop, step):
-                    rows = tokens[first - 1 : min(first + step, stop) - 1]
-                    logits = level.forward_tree(Context(list(tokens[:first])), chain(rows))
-                    parts.append(law(logits, list))
-                return torch.cat(parts)
-
-            yield Laws(
-                laws(draft, stop - at) if draft is not None else None,
-                laws(drafter.verifier.level, LEVEL_1_STEP),
-                laws(decoder.verifier.level, stop - at),
-                list(tokens[at:stop]),
-            )
+    text, law = list(tokens), TokenLaw.at(temperature)
+    generator = torch.Generator(engine.hierarchy.target.device)
+    generator.manual_seed(seed)
+    at = prompt_tokens
+    with engine.with_options(levels=3).cycle([text[:at]], len(text) - at, law, temperature) as cycle:
+        cycle.prefill([text[:at]], progress)
+        while at < len(text):
+            stop = min(at + cycle.reach + 1, len(text))
+            chain = text[at - 1 : stop - 1]
+            teacher.offer(cycle, text[:at], chain[1:])
+            draft = teacher.draft_probs(cycle, len(chain), generator)
+            retrieval = law(teacher.retrieval_logits(cycle, chain, LEVEL_1_STEP), list)
+            target = law(teacher.target_logits(cycle, chain), list)
+            yield Laws(draft, retrieval, target, text[at:stop])
+            teacher.commit(cycle, stop - at)
             at = stop
-            decoder.verifier.commit(Context(list(tokens[:at])))
-            drafter.commit(Context(list(tokens[:at])))
 
 
 def overlap(p: Tensor, q: Tensor) -> float:
@@ -91,35 +82,52 @@ def greedy_ranks(p: Tensor, q: Tensor, ranks: int) -> Tensor:
     return (q.topk(ranks, dim=-1).indices == best).float().mean(0)
 
 
-def sampling_ranks(p: Tensor, q: Tensor, ranks: int, random: Random) -> Tensor:
+class _Chances:
+    """Decisions that add up the chances of acceptance by sibling rank, and refuse every sibling."""
+
+    def __init__(self, places: int, ranks: int) -> None:
+        self.accepted, self._refused = torch.zeros(ranks), torch.ones(places)
+
+    def accept(self, chance: Tensor, *place: int) -> bool:
+        at, node = place
+        chance = chance.cpu().clamp(max=1)
+        self.accepted[node - 1] += self._refused[at] * chance
+        self._refused[at] *= 1 - chance
+        return False
+
+    def choose(self, weights: Tensor, *place: int) -> Tensor:
+        return torch.zeros((), dtype=torch.int64)
+
+    def choose_distinct(self, probs: Tensor, count: int) -> Tensor:
+        raise NotImplementedError("siblings are drawn before they are verified")
+
+
+def sampling_ranks(p: Tensor, q: Tensor, ranks: int, generator: torch.Generator) -> Tensor:
     """Chance ``[ranks]`` that the accepted sibling is the r-th, siblings drawn from q without replacement.
 
     The siblings are drawn, the acceptances are not: their probabilities are added up, which leaves less
     noise than counting would.
     """
-    drawn = random.choose_distinct(q, [ranks] * len(q))
-    total = torch.zeros(ranks)
-    for p_here, q_here, tokens in zip(p, q, drawn, strict=True):
-        reached, left, proposing = 1.0, p_here, q_here
-        for rank, token in enumerate(tokens):
-            chance = min(1.0, float(left[token] / proposing[token]))
-            total[rank] += reached * chance
-            reached *= 1 - chance
-            rest = sampling.without(proposing, token)
-            if reached <= 0 or rest is None:
-                break
-            left, proposing = sampling.residual(left, proposing), rest
-    return total / len(p)
+    count = min(ranks, q.shape[-1])
+    race = torch.empty_like(q).exponential_(generator=generator)
+    drawn = NoiseDraws(race[:, None]).choose_distinct(q[:, None], count)[:, 0]
+    tokens = torch.nn.functional.pad(drawn, (1, 0))
+    parents = torch.zeros_like(tokens)
+    parents[:, 0] = -1
+    chances = _Chances(len(p), ranks)
+    accept_drawn(chances, tokens, parents, p[:, None], q[:, None], torch.zeros_like(tokens), depth=1)
+    return chances.accepted / len(p)
 
 
 def acceptance_by_rank(
     steps: Sequence[Laws], ranks: int, greedy: bool, seed: int = 0
 ) -> dict[str, list[float]]:
     """Sequoia's acceptance vectors, for a draft's tree under level 1 and for level 1's under level 2."""
-    random = Random(seed, steps[0].target.device)
+    generator = torch.Generator(steps[0].target.device)
+    generator.manual_seed(seed)
 
     def measure(p: Tensor, q: Tensor) -> list[float]:
-        found = greedy_ranks(p, q, ranks) if greedy else sampling_ranks(p, q, ranks, random)
+        found = greedy_ranks(p, q, ranks) if greedy else sampling_ranks(p, q, ranks, generator)
         return [round(x, 4) for x in found.tolist()]
 
     retrieval = torch.cat([s.retrieval for s in steps])

@@ -12,7 +12,6 @@ from triforce_tree.commands import options
 from triforce_tree.commands.bench_text import documents
 from triforce_tree.console import Interrupt, bar, json_line, plain_table, screen
 from triforce_tree.engine import Engine
-from triforce_tree.sampling import TokenLaw
 from triforce_tree.tree_search import sequoia
 
 RANKS = 8
@@ -89,7 +88,7 @@ def _greedy(
     args: argparse.Namespace, engine: Engine, ids: Sequence[int], stop: Interrupt
 ) -> list[check.Greedy]:
     prompts = [_cut(ids, length, number) for number, length in enumerate(args.lengths)]
-    ways = [2, 3] if args.levels == "auto" else [args.levels]
+    ways = _levels(args)
     done: list[check.Greedy] = []
     with bar("prompts") as progress:
         task = progress.add_task("greedy against transformers", total=len(prompts) * len(ways))
@@ -118,19 +117,29 @@ def _greedy(
     return done
 
 
+def _levels(args: argparse.Namespace) -> list[int]:
+    """Of the hierarchies to check: all that ``auto`` may choose."""
+    return [2, 3] if args.levels == "auto" else [args.levels]
+
+
 def _laws(args: argparse.Namespace, engine: Engine, ids: Sequence[int], stop: Interrupt) -> list[check.Law]:
     contexts = check.uncertain_contexts(engine, _cut(ids, args.context, 1), args.contexts)
     done: list[check.Law] = []
     with bar("draws") as progress:
-        task = progress.add_task("sampling, level by level", total=args.draws * len(contexts))
+        ways = _levels(args)
+        task = progress.add_task("sampling, level by level", total=args.draws * len(contexts) * len(ways))
 
         def each() -> None:
             stop.check()
             progress.advance(task)
 
-        done = check.sampling_laws(engine, contexts, args.draws, args.temperature, args.seed, each)
+        for levels in ways:
+            done += check.sampling_laws(
+                engine, contexts, args.draws, levels, args.temperature, args.seed, each
+            )
     rows = [
         (
+            str(r.levels),
             r.level,
             str(r.draws * r.contexts),
             str(r.bins),
@@ -140,7 +149,7 @@ def _laws(args: argparse.Namespace, engine: Engine, ids: Sequence[int], stop: In
         )
         for r in done
     ]
-    columns = ("level", "draws", "bins", "chi-square", "p-value", "")
+    columns = ("levels", "level", "draws", "bins", "chi-square", "p-value", "")
     title = f"sampled tokens against the exact law, T={args.temperature:g}"
     screen().print(plain_table(title, columns, rows))
     return done
@@ -151,9 +160,8 @@ def _acceptance(
 ) -> dict[str, Any]:
     length = max(args.lengths)
     tokens = _cut(ids, min(len(ids), length + args.new_tokens), 1)
-    law = TokenLaw.at(args.temperature)
     steps = []
-    for step in overlap.teacher_forced(engine, tokens, len(tokens) - args.new_tokens, law):
+    for step in overlap.teacher_forced(engine, tokens, len(tokens) - args.new_tokens, args.temperature):
         stop.check()
         steps.append(step)
     result: dict[str, Any] = {}

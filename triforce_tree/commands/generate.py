@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
             + (f" at {ms:.1f} ms each" if ms else "")
             + f"; ended by {'Ctrl-C' if interrupt.requested else out.finish_reason}"
         )
-        if out.capture_seconds and out.captured and engine.hierarchy.target.device.type == "cuda":
+        if out.capture_seconds and engine.hierarchy.target.device.type == "cuda":
             show.print(f"graphs compiled and captured in {out.capture_seconds:.1f} s, before the text")
         if out.profile:
             show.print(f"settings of the profile {out.profile}")

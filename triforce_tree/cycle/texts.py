@@ -71,6 +71,20 @@ class Texts:
         """int64 ``[B]``, where the newest token of text and chain stands: the next tree's root."""
         return self.length + self.chain
 
+    def save(self) -> list[Tensor]:
+        """A copy of all that passes change and later ones read."""
+        return [tensor.clone() for tensor in self._state]
+
+    def restore(self, saved: list[Tensor]) -> None:
+        """Stand where :meth:`save` was called; whether logits held NaN since then is not forgotten."""
+        for tensor, before in zip(self._state, saved, strict=True):
+            tensor.copy_(before)
+
+    @property
+    def _state(self) -> list[Tensor]:
+        counts = [self.length, self.chain, self.active, self.gathered, self.feature_count]
+        return [self.tokens, *counts, *self.features.values()]
+
     def report(self) -> Tensor:
         """What the host wants to know after a pass, int64 ``[B, F + 4]``: one copy, one wait."""
         columns = [self.count, self.proposed, self.gathered, self.broken.expand(self.batch).long()]

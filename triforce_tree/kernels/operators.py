@@ -8,12 +8,12 @@ from typing import Any, ParamSpec, Protocol, TypeVar, cast
 import torch
 
 P = ParamSpec("P")
-R_co = TypeVar("R_co", covariant=True)
+R = TypeVar("R")
 _NAMESPACE = "triforce_tree"
 _LIBRARY = torch.library.Library(_NAMESPACE, "FRAGMENT")
 
 
-class Operator(Protocol[P, R_co]):
+class Operator(Protocol[P, R]):
     """What :func:`operator` makes of a function.
 
     Attributes:
@@ -21,15 +21,15 @@ class Operator(Protocol[P, R_co]):
         overload: torch's operator, without the Python call around it.
     """
 
-    definition: Callable[P, R_co]
+    definition: Callable[P, R]
     overload: Any
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
 
 
 def operator(
     name: str, writes: tuple[str, ...] = (), triton: str | None = None
-) -> Callable[[Callable[P, R_co]], Operator[P, R_co]]:
+) -> Callable[[Callable[P, R]], Operator[P, R]]:
     """Make a function of tensors and numbers the operator ``triforce_tree::name``, without a derivative.
 
     Like ``torch.library.custom_op``, whose operators count versions of what they write in a time that grows
@@ -43,7 +43,7 @@ def operator(
             machines without Triton can import the package. None: the function itself serves all devices.
     """
 
-    def registered(function: Callable[P, R_co]) -> Operator[P, R_co]:
+    def registered(function: Callable[P, R]) -> Operator[P, R]:
         schema = torch.library.infer_schema(function, mutates_args=writes)
         _LIBRARY.define(name + schema)
         _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
@@ -54,10 +54,10 @@ def operator(
         overload = getattr(getattr(torch.ops, _NAMESPACE), name).default
 
         @wraps(function)
-        def call(*args: P.args, **kwargs: P.kwargs) -> R_co:
-            return cast(R_co, overload(*args, **kwargs))
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            return cast(R, overload(*args, **kwargs))
 
-        made = cast(Operator[P, R_co], call)
+        made = cast(Operator[P, R], call)
         made.definition, made.overload = function, overload
         return made
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.tree_search import sequoia
+from triforce_tree.cycle.shapes import Extent
+from triforce_tree.tree_search import chain_shape, parse_shape, sequoia
 
 Options = dict[str, Any]
 Judge = Callable[[Options, Options | None], float]
@@ -83,7 +84,6 @@ class Space:
     Args:
         start: the engine's own configuration.
         context: tokens of the prompts.
-        captured: whether the captured cycle will be measured.
         gpu, draft: whether there is one.
         fixed: names that the user has settled.
         grid: all coordinates.
@@ -91,7 +91,6 @@ class Space:
 
     start: HierarchyConfig
     context: int
-    captured: bool
     gpu: bool
     draft: bool
     fixed: frozenset[str] = frozenset()
@@ -104,7 +103,7 @@ class Space:
     def coordinates(self, acceptance: Sequence[float] = ()) -> list[Coordinate]:
         """What applies here; with measured ``acceptance`` by sibling rank the trees that fit it, too."""
         left_out = {self._meaningless}
-        if not (self.captured and self.gpu):
+        if not self.gpu:
             left_out.add("middle_bits")
         result = [c for c in self.grid if c.name not in self.fixed | left_out]
         if sum(acceptance) > 0:
@@ -127,7 +126,7 @@ class Space:
         own = self.start.as_options()
         options = {"levels": own["levels"]} | {c.name: own[c.name] for c in GRID}
         if options["leaves"] is None:
-            options["leaves"] = self.captured or self.gpu
+            options["leaves"] = self.gpu
         if 2 * options["budget"] > self.context:
             ladder = next((c.values for c in self.coordinates() if c.name == "budget"), ())
             smaller = [b for b in ladder if self.allows(options | {"levels": 3, "budget": b})]
@@ -135,7 +134,7 @@ class Space:
         if "levels" in self.fixed and options["levels"] != "auto":
             return [options]
         found = [options | {"levels": 3}, options | {"levels": 2}]
-        if self.captured and self.gpu and self.context >= _LONG:
+        if self.gpu and self.context >= _LONG:
             found.append(options | {k: v for k, v in _LONG_ON_GPU.items() if k not in self.fixed})
         return [o for o in found if self.allows(o)]
 
@@ -146,6 +145,24 @@ class Space:
         except ValueError:
             return False
         return bool(options["levels"] != 3 or 2 * options["budget"] <= self.context)
+
+    def extent(self) -> Extent:
+        """The largest trees and chains that may be tried."""
+        values = {c.name: c.values for c in self.grid}
+        if self.draft:
+            shapes = [
+                parse_shape(tree) for tree in (*values.get("tree", ()), _LONG_ON_GPU["tree"], self.start.tree)
+            ]
+        else:
+            shapes = [chain_shape(length) for length in (*values.get("lookup", ()), self.start.lookup)]
+        found = [Extent.of(replace(self.start, tree=shape), 2) for shape in shapes]
+        depth = max(extent.depth for extent in found)
+        nodes = max(extent.nodes for extent in found)
+        if self.draft:
+            nodes = max(nodes, *(1 + tokens for tokens, _ in _FITTED))
+            depth = max(depth, *(levels for _, levels in _FITTED))
+        gamma = max(*values.get("gamma", ()), _LONG_ON_GPU["gamma"], self.start.gamma)
+        return Extent(depth, nodes, max(depth, gamma))
 
     def complete(self, options: Options) -> Options:
         """What reproduces a measurement of these options, whatever the defaults are."""

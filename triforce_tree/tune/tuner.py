@@ -14,8 +14,7 @@ from triforce_tree.bench import overlap
 from triforce_tree.bench.results import Record, Records, repeated_share
 from triforce_tree.engine import Engine
 from triforce_tree.profiles import Entry
-from triforce_tree.sampling import TokenLaw
-from triforce_tree.tune.meters import CapturedMeter, EagerMeter, Meter
+from triforce_tree.tune.meters import Meter
 from triforce_tree.tune.plan import Plan, Watch
 from triforce_tree.tune.search import Options, OutOfTime, Space, relevant, search
 
@@ -25,7 +24,7 @@ _CLEARLY_WORSE = 1.15
 LEAST_SPEEDUP = 1.05
 # Speeds of the target alone that differ by less are no sign that the machine is busier than before.
 _USUAL = 0.1
-# Acceptance by sibling rank hardly depends on the context's length, and is measured by eager forwards.
+# Acceptance by sibling rank hardly depends on the context's length.
 _ACCEPTANCE_CONTEXT, _RANKS = 8192, 8
 _DRAFTED = "draft -> retrieval"
 _Cell = tuple[int, float]
@@ -61,24 +60,17 @@ class Tuner:
         self.complete = True
         """Whether every search came to its end."""
         self._meter: Meter | None = None
-        self._reading: tuple[bool, int] | None = None
+        self._reading: int | None = None
 
     def space(self, context: int) -> Space:
         return Space(
             self.hierarchy.config,
             context,
-            captured=self.captured(context, {"levels": 2}),
             gpu=self.hierarchy.target.device.type == "cuda",
             draft=self.hierarchy.draft is not None,
             fixed=self.plan.fixed,
             grid=self.plan.grid,
         )
-
-    def captured(self, context: int, options: Options) -> bool:
-        """Whether the captured cycle would serve prompts of this length under these options."""
-        config = self.engine.with_options(**options).hierarchy.config
-        hierarchy = self.hierarchy.with_config(config)
-        return hierarchy.why_not_captured(TokenLaw.at(0.0), [[0] * context]) is None
 
     def entries(self, found: Callable[[Entry], None]) -> list[Entry]:
         """All entries that time allows, each handed to ``found`` at once.
@@ -136,21 +128,10 @@ class Tuner:
         try:
             acceptance = self._acceptance()
             fitting = acceptance.get(_DRAFTED, ())
-            found, finished = search(
-                self._judge, found, space.coordinates(fitting), lambda options: self._allows(space, options)
-            )
+            found, finished = search(self._judge, found, space.coordinates(fitting), space.allows)
         except OutOfTime:
             pass
         return self._made(space, found[0], plain, plain_ms, acceptance), found, finished
-
-    def _allows(self, space: Space, options: Options) -> bool:
-        """Whether these options can run, and by the same engine as all others."""
-        if not space.allows(options):
-            return False
-        try:
-            return self.captured(space.context, options) == space.captured
-        except ValueError:  # low bits without the captured cycle
-            return False
 
     def _made(
         self,
@@ -175,13 +156,12 @@ class Tuner:
         return Entry(
             **self._cell,
             options=space.complete(best),
-            captured=self.captured(space.context, best),
             ms_per_token=round(ms, 4),
             plain_ms_per_token=round(plain_ms, 4),
             step_ms=medians("step_ms", list(names)),
             tokens_per_pass=medians("tokens_per_pass", list(records[0]["tokens_per_pass"])),
             acceptance=acceptance,
-            pace=medians("pace", list(records[0]["pace"])),
+            draft_length=medians("draft_length", list(records[0]["draft_length"])),
             repeated_8grams=round(statistics.median(r["repeated_8grams"] for r in records), 4),
         )
 
@@ -220,7 +200,7 @@ class Tuner:
         config = self.engine.with_options(**options).hierarchy.config
         place = plan.starts(context)[number]
         try:
-            meter = self._reader(context, self.captured(context, options))
+            meter = self._reader(context)
             sample = meter.run(config, place, temperature, plan.new_tokens, plan.seed + number)
         except torch.OutOfMemoryError as error:
             if options["levels"] == 1:
@@ -232,7 +212,7 @@ class Tuner:
             "alone_ms": sample.alone_ms,
             "step_ms": {level.name: 1e3 * level.seconds / level.forwards for level in levels},
             "tokens_per_pass": {level.name: level.mean_accepted_length for level in levels if level.proposed},
-            "pace": sample.pace,
+            "draft_length": sample.draft_length,
             "repeated_8grams": repeated_share(sample.tokens),
         }
 
@@ -245,20 +225,14 @@ class Tuner:
         factor = float(first["alone_ms"]) / alone_ms
         return 1.0 if abs(factor - 1) < _USUAL else factor
 
-    def _reader(self, context: int, captured: bool) -> Meter:
+    def _reader(self, context: int) -> Meter:
         """The meter for this context; another one is closed first, since each holds the whole text."""
-        if self._meter is not None and self._reading == (captured, context):
-            return self._meter
-        self._close()
-        tokens, new = self.tokens[:context], self.plan.new_tokens
-        progress = self.watch.reading(context - 1)
-        if captured:
-            gammas = next((c.values for c in self.plan.grid if c.name == "gamma"), ())
-            most = max((*gammas, self.hierarchy.config.gamma))
-            self._meter = CapturedMeter(self.hierarchy, tokens, new, most, progress)
-        else:
-            self._meter = EagerMeter(self.hierarchy, tokens, new, progress)
-        self._reading = (captured, context)
+        if self._meter is None or self._reading != context:
+            self._close()
+            tokens, progress = self.tokens[:context], self.watch.reading(context - 1)
+            most = self.space(context).extent()
+            self._meter = Meter(self.hierarchy, tokens, self.plan.new_tokens, most, progress)
+            self._reading = context
         return self._meter
 
     def _close(self) -> None:
@@ -289,10 +263,10 @@ class Tuner:
     def _by_rank(self, context: int, temperature: float) -> dict[str, list[float]]:
         new = min(self.plan.new_tokens, context // 2)
         tokens = self.tokens[max(0, context - _ACCEPTANCE_CONTEXT - new) : context]
-        law = TokenLaw.at(temperature or 1.0)
-        engine = self.engine.with_options(captured=False, middle_bits=16)
         steps = []
-        for step in overlap.teacher_forced(engine, tokens, len(tokens) - new, law):
+        for step in overlap.teacher_forced(
+            self.engine, tokens, len(tokens) - new, temperature or 1.0, seed=self.plan.seed
+        ):
             if not self.watch.wanted():
                 raise OutOfTime
             steps.append(step)

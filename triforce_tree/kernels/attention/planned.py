@@ -1,10 +1,11 @@
-"""Attention by a plan: the kernel on CUDA, plain torch elsewhere."""
+"""Attention by a plan: the kernel on CUDA, ``host`` elsewhere."""
 
 import torch
 from torch import Tensor
 
 from triforce_tree.kernels.attention import reference
 from triforce_tree.kernels.attention.plan import FirstRows, Plan
+from triforce_tree.kernels.cpu import host
 
 
 def run(
@@ -21,8 +22,13 @@ def run(
 ) -> Tensor:
     """The output ``[queries, H_q, D]`` of ``launch.run``, whose arguments these are.
 
-    ``plan`` must be one of ``plan_trees``.
+    ``plan`` must be one of ``plan_trees``. On the CPU ``q`` may hold fewer queries than it plans for: see
+    ``host.planned_attention``.
     """
+    if not q.is_cuda:
+        return host.planned_attention(
+            q, k, v, plan, scale=scale, table=table, first=first, softcap=softcap, sinks=sinks
+        )
     return states(q, k, v, plan, scale=scale, table=table, first=first, softcap=softcap, sinks=sinks)[0]
 
 
@@ -52,10 +58,8 @@ def states(
             keys, values = k[b : b + 1, :, start:stop], v[b : b + 1, :, start:stop]
         else:
             pages = table[b] if table.ndim == 3 else table[b].expand(plan.heads.kv, -1)
-            keys, values = (_gathered(t, pages, start, stop) for t in (k, v))
-        words = plan.mask[queries]
-        bits = torch.arange(64, device=q.device)
-        mask = (words[..., None] >> bits & 1).bool().flatten(1)[:, : tails[b]]
+            keys, values = (host.gathered_rows(t, pages, start, stop) for t in (k, v))
+        mask = host.tail_mask(plan.mask[queries], tails[b])
         out, lse = reference.tree_attention(
             q[queries].transpose(0, 1)[None], keys, values, mask, scale=scale,
             first=None if first is None else first.first[queries] - start, softcap=softcap, sinks=sinks,
@@ -63,24 +67,3 @@ def states(
         outs.append(out[0].transpose(0, 1))
         lses.append(lse[0].transpose(0, 1))
     return torch.cat(outs), torch.cat(lses)
-
-
-def _gathered(pages: Tensor, table: Tensor, start: int, stop: int) -> Tensor:
-    """Logical rows from ``start`` to ``stop``, by a table.
-
-    Args:
-        pages: ``[P, H_kv, page, D]``.
-        table: ``[H_kv, W]``.
-
-    Returns:
-        ``[1, H_kv, stop - start, D]``; a view where the pages follow each other in memory.
-    """
-    size = pages.shape[2]
-    skipped = start // size
-    wanted = table[:, skipped : -(-stop // size)].long()
-    count = wanted.shape[1]
-    if count and torch.equal(wanted, (wanted[0, 0] + torch.arange(count)).expand_as(wanted)):
-        rows = pages[int(wanted[0, 0]) :][:count].transpose(0, 1)
-    else:
-        rows = pages[wanted, torch.arange(wanted.shape[0])[:, None]]
-    return rows.flatten(1, 2)[None, :, start - skipped * size : stop - skipped * size]

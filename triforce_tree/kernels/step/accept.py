@@ -82,11 +82,9 @@ def accept_drawn(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``accept_tree`` by any source of decisions, at places (sequence, node) and (sequence,)."""
     paths, emitted = [], []
-    for b, (token, parent, row) in enumerate(
-        zip(tokens.tolist(), parents.tolist(), q_rows.tolist(), strict=True)
-    ):
-        path, law = [0], p[b, 0]
-        accepted = True
+    trees = zip(tokens.tolist(), parents.tolist(), q_rows.tolist(), strict=True)
+    for b, (token, parent, row) in enumerate(trees):
+        path, accepted = [0], True
         while accepted:
             node, accepted = path[-1], False
             law = p[b, node]
@@ -101,14 +99,27 @@ def accept_drawn(
                     path.append(child)
                     accepted = True
                     break
-                refused = torch.tensor(x, device=draft.device)
-                left = law.index_fill(0, refused, 0.0) if fixed else (law - draft).clamp_min(0)
-                law = left / left.sum() if left.sum() > 0 else law
-                draft = draft.index_fill(0, refused, 0.0)
-                draft = draft / draft.sum() if draft.sum() > 0 and not fixed else draft
+                law, draft = refused(law, draft, x, fixed)
         paths.append(path)
         emitted.append(max(0, int(draws.choose(law, b))))
     return _packed(paths, emitted, depth, tokens)
+
+
+def refused(law: Tensor, draft: Tensor, token: int, fixed: bool) -> tuple[Tensor, Tensor]:
+    """What a refused child leaves of the target's law ``[V]``, and of the law of its next sibling.
+
+    norm(max(p - q, 0)), and q without the token, renormalised. A child that was proposed deterministically
+    (``fixed``) stands for a q that is 1 at its token.
+    """
+    out = torch.tensor(token, device=law.device)
+    left = law.index_fill(0, out, 0.0) if fixed else (law - draft).clamp_min(0)
+    others = draft.index_fill(0, out, 0.0)
+    return _normalised(left, law), others if fixed else _normalised(others, others)
+
+
+def _normalised(masses: Tensor, otherwise: Tensor) -> Tensor:
+    total = masses.sum()
+    return masses / total if total > 0 else otherwise
 
 
 def _packed(

@@ -47,5 +47,7 @@ def select_chunks(q: Tensor, means: Tensor, limit: Tensor, table: Tensor, slots:
     order = interest.clamp_min(torch.finfo(torch.float32).min)
     order = order.masked_fill(outside[:, None], -torch.inf)
     order[..., 0] = torch.inf
-    chosen = order.sort(dim=-1, descending=True, stable=True).indices[..., :slots]
-    table[..., :slots] = chosen.sort(-1).values.to(table.dtype)
+    least = order.topk(slots, sorted=False).values.amin(-1, keepdim=True)
+    above, equal = order > least, order == least
+    chosen = above | (equal & (equal.cumsum(-1) <= slots - above.sum(-1, keepdim=True)))
+    table[..., :slots] = chosen.nonzero()[:, 2].view(*chosen.shape[:2], slots)
