@@ -27,6 +27,7 @@ from triforce_tree.cycle.store import KVStore
 from triforce_tree.cycle.streamed_rows import StreamedRows
 from triforce_tree.cycle.streamed_weights import StreamedWeights
 from triforce_tree.cycle.endings import Ending
+from triforce_tree.cycle.growth import Growth
 from triforce_tree.few_row import few_row_copy
 from triforce_tree.graphs import free_memory
 from triforce_tree.hf_model import HFModel

@@ -8,7 +8,7 @@ from generation_cases import Case
 from generation_laws import Generations, stranger, target_law
 
 from triforce_tree.cycle.decoder import CycleDecoder
-from triforce_tree.decoder import Ending
+from triforce_tree.cycle.endings import Ending
 from triforce_tree.sampling import TokenLaw
 
 GREEDY, VOCABULARY = TokenLaw(greedy=True), 5

@@ -5,7 +5,7 @@ from enumeration import NOISE, summed, total_variation
 from generation_cases import BOTH, CASES, Case
 from generation_laws import SMALL, Generations, stranger, target_law
 
-from triforce_tree.decoder import Ending
+from triforce_tree.cycle.endings import Ending
 from triforce_tree.sampling import TokenLaw
 
 

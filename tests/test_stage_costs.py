@@ -12,7 +12,7 @@ import pytest
 import torch
 from cycle_cases import GREEDY, NEW, PROMPTS, SAMPLED, cycle_of, draft_of, model, references
 from tiny_pair import TinyPair
-from triforce_tree.decoder import Ending
+from triforce_tree.cycle.endings import Ending
 
 from triforce_tree import Engine
 from triforce_tree.cycle import cost_table, decoder

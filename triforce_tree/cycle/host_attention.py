@@ -1,7 +1,7 @@
 """Attention on the CPU to rows in host memory, which then need not cross the bus.
 
 Queries go to the host, and a state comes back: T rows of output and their log-sum-exp, instead of the keys
-and values. ``kernels/host_rows.py`` computes it.
+and values. ``kernels/cpu/host_rows.py`` computes it.
 """
 
 import time
