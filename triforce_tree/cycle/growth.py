@@ -20,7 +20,7 @@ from triforce_tree.hf_model import HFModel
 from triforce_tree.kernels import step
 from triforce_tree.tree_search import Shape, parse_shape
 
-# Positions of a draft behind its window: tokens that it is fed again, a chain, and a tree.
+# Positions of a draft behind its window that learned positions must cover; deep trees take more.
 _BEYOND_WINDOW = 128
 
 
@@ -47,13 +47,15 @@ class Growth:
         self.model = step_model(draft, compiled=draft.device.type == "cuda")
         self.shape = shape = device_shape(parse_shape(config.tree))
         self.capturable = self.model.capturable
-        most = self.config.sinks + 2 * self.config.window + _BEYOND_WINDOW
+        # The chain of level 1 and a tree behind it.
+        beyond = max(_BEYOND_WINDOW, config.gamma + len(shape.widths))
+        most = self.config.sinks + 2 * self.config.window + beyond
         limit = draft.max_positions
         rotary = any(name.endswith("inv_freq") for name, _ in draft.model.named_buffers())
         if not rotary and limit is not None and most > limit:
             raise ValueError(
                 f"{draft.name} has {limit} learned positions, and its window needs {most}; set "
-                f"window<={max(1, (limit - self.config.sinks - _BEYOND_WINDOW) // 2)}, or choose another draft"
+                f"window<={max(1, (limit - self.config.sinks - beyond) // 2)}, or choose another draft"
             )
         self.depth = len(shape.widths)
         self.nodes = 1 + sum(shape.widths)
