@@ -14,10 +14,8 @@ import pytest
 import step_cases
 import torch
 from scipy import stats
-from triforce_tree.verify import acceptance
 
 from triforce_tree.kernels import step
-from triforce_tree.token_tree import TokenTree
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF, SINGLE = torch.float16, torch.float32
@@ -150,58 +148,76 @@ def test_reference_selection_ranks_as_shares(group) -> None:
         assert table[b, h].tolist() == sorted(shares.topk(9).indices.tolist())
 
 
-class Scripted:
-    """Stands for ``sampling.Random``: coins and races that were thrown before."""
+def below(parents: list[int], tokens: list[int], node: int) -> list[int]:
+    return [i for i, above in enumerate(parents) if above == node and tokens[i] >= 0]
 
-    def __init__(self, tree: TokenTree, nodes: list[int], uniforms, race) -> None:
-        self.tree, self.nodes, self.uniforms, self.race = tree, nodes, uniforms, race
-        self.node = self.child = 0
 
-    def accept(self, probability: float) -> bool:
-        child = self.tree.children[self.node][self.child]
-        taken = float(self.uniforms[self.nodes[child]]) < probability
-        self.node, self.child = (child, 0) if taken else (self.node, self.child + 1)
-        return taken
+def accepted_by_hand(tokens, parents, p, q, q_rows, uniforms, race, depth) -> tuple[list[int], int]:
+    """Recursive rejection as in SpecInfer and Sequoia, for one tree, in float64.
 
-    def choose(self, law) -> int:
-        return int((law / self.race).argmax())
+    Args: those of ``accept_tree`` without the batch. Returns: accepted nodes, and the token after them.
+    """
+    tokens, parents = tokens.tolist(), parents.tolist()
+    path = [0]
+    while True:
+        node, law = path[-1], p[path[-1]].double()
+        children, gone = below(parents, tokens, node) if len(path) <= depth else [], []
+        for child in children:
+            token, row = tokens[child], int(q_rows[node])
+            if token in gone:
+                continue
+            # What is left of the draft's distribution: its mass without the tokens that were refused.
+            draft = torch.ones_like(law) if row < 0 else q[row].double()
+            draft[gone] = 0.0
+            if row >= 0:
+                draft = draft / draft.sum()
+            if not draft[token] > 0:
+                continue
+            if float(uniforms[child]) < float(law[token] / draft[token]):
+                path.append(child)
+                break
+            gone.append(token)
+            proposal = torch.zeros_like(law).index_fill(0, torch.tensor(token), 1.0) if row < 0 else draft
+            left = law - torch.minimum(law, proposal)
+            law = left / left.sum() if left.sum() > 0 else law
+        else:
+            return path, int((law / race).argmax())
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_reference_acceptance_is_that_of_verify(seed) -> None:
+def test_reference_acceptance_is_recursive_rejection(seed) -> None:
     torch.manual_seed(seed)
     likeness = step_cases.LIKENESS[seed % 6]
-    fixed = float(seed % 4 == 2)
+    fixed = (0.0, 0.5, 1.0)[seed % 3]
     problem = step_cases.judgement(
         4, 3 + seed, (3, 9, 60, 9)[seed % 4], "cpu", *likeness, seed=seed, fixed=fixed
     )
-    tokens, parents, p, q, q_rows, uniforms, race, _ = problem.args
+    *tensors, depth = problem.args
     path, count, following = problem.expected()
     for b in range(4):
-        there = [0] + [i for i in range(1, tokens.shape[1]) if tokens[b, i] >= 0]
-        place = {node: at for at, node in enumerate(there)} | {-1: -1}
-        tree = TokenTree(
-            tokens[b, there].tolist(),
-            [place[int(parents[b, node])] for node in there],
-            None if fixed else q[b],
-            {at: int(q_rows[b, node]) for at, node in enumerate(there)},
-        )
-        exact = acceptance.accept_sampling(tree, p[b, there], Scripted(tree, there, uniforms[b], race[b]))
-        assert [there[node] for node in exact.path] == path[b, : count[b]].tolist()
+        nodes, token = accepted_by_hand(*(x[b] for x in tensors), depth)
+        assert nodes == path[b, : count[b]].tolist()
         assert (path[b, count[b] :] == -1).all()
-        assert exact.next_token == following[b]
+        assert token == following[b]
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_reference_greedy_is_that_of_verify(seed) -> None:
+def test_reference_greedy_finds_the_longest_accepted_path(seed) -> None:
+    """Among all nodes: every token on the way is the target's choice at the node above it."""
     torch.manual_seed(seed)
     problem = step_cases.greedy(3, 12, 4, "cpu", seed)
-    tokens, parents, best, _ = problem.args
+    tokens, parents, best, depth = problem.args
     path, count, following = problem.expected()
     for b in range(3):
-        tree = TokenTree(tokens[b].tolist(), parents[b].tolist())
-        exact = acceptance.accept_greedy(tree, best[b].tolist())
-        assert (path[b, : count[b]].tolist(), int(following[b])) == (exact.path, exact.next_token)
+        paths: dict[int, list[int]] = {0: [0]}
+        for node in range(1, 12):
+            above = int(parents[b, node])
+            if above in paths and 0 <= tokens[b, node] == best[b, above]:
+                paths[node] = [*paths[above], node]
+        longest = max(map(len, paths.values()))
+        assert longest <= depth + 1
+        assert path[b, : count[b]].tolist() in [nodes for nodes in paths.values() if len(nodes) == longest]
+        assert int(following[b]) == best[b, path[b, count[b] - 1]]
 
 
 def test_reference_acceptance_gives_the_targets_law() -> None:
