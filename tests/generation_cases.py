@@ -1,11 +1,14 @@
 """Generations that are small enough to enumerate, for the tests and for ``scripts/check_laws.py``."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from enumeration import total_variation
 from families import prompt_of
 from generation_laws import Generations, stranger, target_law
+from own_drafters import FixedSiblings, FixedThenDrawn, TableDraws
 from transformers import (
     LogitsProcessorList,
     TemperatureLogitsWarper,
@@ -13,6 +16,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from triforce_tree.cycle.drafter import Drafter
+from triforce_tree.cycle.lookup import PromptLookup
 from triforce_tree.sampling import TokenLaw
 
 
@@ -29,6 +34,7 @@ class Case:
         processors: of the logits.
         layers: of the target.
         plan: rounds of drafting before each pass of level 2; empty for those that the options say.
+        drafter: makes level 0; None for a model.
     """
 
     levels: int
@@ -39,6 +45,7 @@ class Case:
     processors: tuple[Any, ...] = ()
     layers: int = 1
     plan: tuple[int, ...] = ()
+    drafter: Callable[[], Drafter] | None = None
 
     @property
     def law(self) -> TokenLaw:
@@ -52,7 +59,7 @@ class Case:
     def generations(self, device: str = "cpu", **how: Any) -> Generations:
         """``how``: arguments of :class:`Generations` beside those of the case."""
         target = stranger(self.vocabulary, 0, self.layers).to(device)
-        draft = stranger(self.vocabulary, 3).to(device)
+        draft = stranger(self.vocabulary, 3).to(device) if self.drafter is None else self.drafter()
         return Generations(target, draft, self.levels, self.prompt, **{**self.options, **how})
 
     def distance(self, generations: Generations) -> float:
@@ -111,6 +118,34 @@ CASES: dict[str, Case] = {
     # Passes of level 2 alone between those with drafts.
     "drafting off and on": Case(2, 2, 4, None, _chain(1), plan=(1, 0, 1, 0)),
     "hierarchy off and on": Case(3, 2, 3, None, {**BOTH, "gamma": 2}, plan=(0, 1, 0)),
+    # Drafters without a model.
+    "lookup": Case(2, 3, 3, drafter=partial(PromptLookup, 3)),
+    "lookup, short suffixes": Case(2, 2, 4, drafter=partial(PromptLookup, 2, 1)),
+    "lookup, hierarchy": Case(3, 3, 2, options={"leaves": False}, drafter=partial(PromptLookup, 2)),
+    "lookup, runner-ups": Case(3, 3, 2, 1, {"leaves": True, "gamma": 2}, drafter=partial(PromptLookup, 1)),
+    "lookup, two rounds": Case(
+        3, 2, 3, 1, {"leaves": True, "rounds": 2, "refresh": 0}, drafter=partial(PromptLookup, 2)
+    ),
+    "lookup off and on": Case(2, 2, 4, plan=(1, 0, 1), drafter=partial(PromptLookup, 2)),
+    **{
+        f"{name}, {levels} levels": Case(
+            levels, 3, tokens, passes, {"leaves": False}, drafter=partial(kind, tree, 3)
+        )
+        for name, kind, tree in (
+            ("fixed siblings", FixedSiblings, "static:0;1;2;0.0;0.1;1.0"),
+            ("drawn by a table", TableDraws, "static:0;1;0.0"),
+            ("drawn below fixed", FixedThenDrawn, "static:0;1;0.0;0.1"),
+        )
+        for levels, tokens, passes in ((2, 3, 1), (3, 2, 1))
+    },
+    "fixed siblings, several passes": Case(2, 3, 3, drafter=partial(FixedSiblings, "static:0;1;0.0;0.1", 3)),
+    "fixed siblings, all": Case(
+        2, 4, 2, 1, {}, PROCESSORS["all"], drafter=partial(FixedSiblings, "static:0;1;2;0.0;0.1", 4)
+    ),
+    "drawn by a table, several passes": Case(2, 3, 2, drafter=partial(TableDraws, "static:2", 3)),
+    "drawn by a table, all": Case(
+        2, 4, 2, 1, {}, PROCESSORS["all"], drafter=partial(TableDraws, "static:0;1;0.0", 4)
+    ),
     **{
         f"{name}, {how}": Case(levels, 4 if how == "all" else 3, 2, 1, options, processors)
         for how, processors in PROCESSORS.items()

@@ -5,6 +5,7 @@ The sequences of a batch follow different scripts side by side: a batch is as ma
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import cycle, islice
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.cycle import Cycle
 from triforce_tree.cycle.decoder import CycleDecoder
+from triforce_tree.cycle.drafter import Drafter
 from triforce_tree.cycle.endings import Ending
 from triforce_tree.cycle.growth import Growth
 from triforce_tree.cycle.prefill import prefill
@@ -49,7 +51,8 @@ class Generations:
     """Every way that a cycle can continue one prompt.
 
     Args:
-        target, draft: the models; ``draft`` may be None for one level.
+        target: the model.
+        draft: another one, or any drafter; may be None for one level.
         levels: 1, 2 or 3.
         prompt: token ids.
         batch: runs side by side.
@@ -63,7 +66,7 @@ class Generations:
     def __init__(
         self,
         target: PreTrainedModel,
-        draft: PreTrainedModel | None,
+        draft: PreTrainedModel | Drafter | None,
         levels: int,
         prompt: Sequence[int],
         batch: int = 32,
@@ -75,10 +78,12 @@ class Generations:
         config = HierarchyConfig.from_options(**{**SMALL, **options})
         self.walks = [Walk() for _ in range(batch)]
         wrapped = HFModel(target)
-        small = HFModel(draft) if draft is not None and levels > 1 else None
+        drafter = Growth(HFModel(draft), config) if isinstance(draft, PreTrainedModel) else draft
+        if drafter is not None:
+            config = replace(config, tree=drafter.tree)
         self.cycle = Cycle(
             wrapped,
-            small,
+            drafter,
             config,
             batch,
             len(prompt) + MOST_NEW,
@@ -89,8 +94,8 @@ class Generations:
             prefill(wrapped, self.cycle.store, 0, self.prompt[:-1], 64, None)
         self.cycle.store.kv[:, :, 1:] = self.cycle.store.kv[:, :, :1]
         self.cycle.renew_means()
-        if self.cycle.growth is not None:
-            _remember_windows(self.cycle.growth)
+        if isinstance(self.cycle.drafter, Growth):
+            _remember_windows(self.cycle.drafter)
 
     def law(
         self, law: TokenLaw, ending: Ending | int, passes: int | None = None, plan: Sequence[int] = ()
@@ -137,7 +142,7 @@ class Generations:
         decoder = CycleDecoder(self.cycle, law, 0)
         if plan:
             rounds = cycle(plan)
-            decoder.pace.rounds = lambda: next(rounds)
+            decoder.controller.rounds = lambda: next(rounds)
         self.cycle.rewind(prompts)
         endings = [ending if b < runs else Ending(1) for b in range(self.batch)]
         texts: list[list[int]] = [[] for _ in prompts]

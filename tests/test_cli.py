@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from careless import accept_first
 from tiny_pair import TinyPair
 
 from triforce_tree import __version__, cli, console
@@ -17,6 +18,7 @@ from triforce_tree.bench import baselines, results
 from triforce_tree.cli import main
 from triforce_tree.commands import arguments
 from triforce_tree.config import HierarchyConfig
+from triforce_tree.kernels import step
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
@@ -315,16 +317,7 @@ def test_check_fails_with_code_1(
     capsys: pytest.CaptureFixture[str], pair: TinyPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Every proposal is accepted, which is what a careless verification would do.
-    from triforce_tree.verify import verifier
-    from triforce_tree.verify.acceptance import Accepted
-
-    def accept_all(tree: Any, best: list[int]) -> Accepted:
-        path = [0]
-        while tree.children[path[-1]]:
-            path.append(tree.children[path[-1]][0])
-        return Accepted(path, best[path[-1]])
-
-    monkeypatch.setattr(verifier, "accept_greedy", accept_all)
+    monkeypatch.setattr(step, "accept_greedy", accept_first)
     code, out, err = run(
         capsys,
         "check",

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,8 +11,14 @@ from enumerated_noise import EnumeratedNoise
 from enumeration import NOISE, exact_law, summed, total_variation
 from generation_cases import BOTH, Case
 from generation_laws import Generations
+from own_drafters import FixedSiblings, FixedThenDrawn, TableDraws
 from torch import Tensor
 
+from triforce_tree.cycle.drafter import Drafter, TokenTree
+from triforce_tree.cycle.laws import Sampler
+from triforce_tree.cycle.lookup import PromptLookup
+from triforce_tree.cycle.stages import DraftStage
+from triforce_tree.cycle.texts import Texts
 from triforce_tree.kernels.step.draws import draw_tokens
 
 
@@ -44,19 +51,19 @@ Propose = Callable[[Generations], Sequence[Proposal]]
 
 
 def trees(generations: Generations) -> list[Proposal]:
-    """What the draft model grows."""
+    """What level 0 proposes."""
     cycle = generations.cycle
     cycle.run("grow", torch.Generator())
-    tree = cycle._program.stages["grow"].tree
-    known = tree.laws.shape[1]
-    return [
-        Proposal(
-            tree.tokens[b].tolist(),
-            tree.parents[b].tolist(),
-            [tree.laws[b, i].clone() if i < known else None for i in range(tree.tokens.shape[1])],
-        )
-        for b in range(cycle.batch)
-    ]
+    stage = cycle.stage("grow")
+    assert isinstance(stage, DraftStage)
+    return [proposal(stage.tree, b) for b in range(cycle.batch)]
+
+
+def proposal(tree: TokenTree, b: int) -> Proposal:
+    """The tree of sequence b. Nodes of the last depth have no children, and no distribution either."""
+    rows, known = tree.probs_rows[b].tolist(), tree.probs.shape[1]
+    probs = [tree.probs[b, row].clone() if 0 <= row < known else None for row in rows]
+    return Proposal(tree.tokens[b].tolist(), tree.parents[b].tolist(), probs)
 
 
 def chains(generations: Generations) -> list[Proposal]:
@@ -76,8 +83,14 @@ def chains(generations: Generations) -> list[Proposal]:
     return proposals
 
 
-def drafting(levels: int, vocabulary: int, propose: Propose, **options: Any) -> tuple[Case, Propose]:
-    return Case(levels, vocabulary, 1, options=options), propose
+def drafting(
+    levels: int,
+    vocabulary: int,
+    propose: Propose,
+    drafter: Callable[[], Drafter] | None = None,
+    **options: Any,
+) -> tuple[Case, Propose]:
+    return Case(levels, vocabulary, 1, options=options, drafter=drafter), propose
 
 
 DRAFTERS: dict[str, tuple[Case, Propose]] = {
@@ -88,6 +101,17 @@ DRAFTERS: dict[str, tuple[Case, Propose]] = {
     "sequoia": drafting(2, 3, trees, tree="sequoia:4x2"),
     "live tree": drafting(2, 3, trees, tree="best-first:3,2"),
     "live tree, deep": drafting(2, 2, trees, tree="best-first:2,2,2"),
+    "lookup": drafting(2, 3, trees, partial(PromptLookup, 3)),
+    "fixed siblings": drafting(2, 3, trees, partial(FixedSiblings, "static:0;1;2;0.0;0.1", 3)),
+    "drawn by a table": drafting(2, 3, trees, partial(TableDraws, "static:1;0.1;1.0", 3)),
+    "drawn below fixed": drafting(2, 3, trees, partial(FixedThenDrawn, "static:0;1;0.0;0.1", 3)),
+    "level 1, lookup": drafting(3, 3, chains, partial(PromptLookup, 2), leaves=True, rounds=1, gamma=2),
+    "level 1, fixed siblings": drafting(
+        3, 3, chains, partial(FixedSiblings, "static:0;1;0.0", 3), leaves=False
+    ),
+    "level 1, drawn by a table": drafting(
+        3, 3, chains, partial(TableDraws, "static:0;1", 3), leaves=True, gamma=1
+    ),
     "level 1, chain": drafting(3, 3, chains, tree="chain:1", leaves=False, rounds=2),
     "level 1, live tree": drafting(3, 2, chains, tree="best-first:2,2", leaves=False, rounds=2),
     "level 1, runner-ups": drafting(3, 3, chains, **BOTH),
@@ -98,7 +122,10 @@ DRAFTERS: dict[str, tuple[Case, Propose]] = {
 
 def proposals(name: str, **how: Any) -> list[tuple[Proposal, float]]:
     """All that a drafter may propose, with probabilities."""
-    case, propose = DRAFTERS[name]
+    return made_of(*DRAFTERS[name], **how)
+
+
+def made_of(case: Case, propose: Propose, **how: Any) -> list[tuple[Proposal, float]]:
     generations = case.generations(**how)
     generations.cycle.prepare(case.law)
 
@@ -194,7 +221,24 @@ class BestRunnerUps(EnumeratedNoise):
         ("live tree", BestDraws),
         ("chain", BestDraws),
         ("level 1, runner-ups", BestRunnerUps),
+        ("drawn by a table", BestDraws),
+        ("level 1, lookup", BestRunnerUps),
     ],
 )
 def test_dishonest_drafters_are_found_out(name: str, noise: type[EnumeratedNoise]) -> None:
     assert dishonesty(proposals(name, noise=noise)) > 0.01
+
+
+class OtherTable(TableDraws):
+    """Draws from a sharper distribution than it reports."""
+
+    def propose(self, state: Texts, tree: TokenTree, sampler: Sampler) -> None:
+        super().propose(state, tree, sampler)
+        tree.probs.copy_(tree.probs.sqrt() / tree.probs.sqrt().sum(-1, keepdim=True).clamp_min(1e-9))
+
+
+def test_own_drafters_that_report_what_is_not_so_are_found_out() -> None:
+    """By what they propose, and by the text that comes of it."""
+    case = Case(2, 3, 2, 1, drafter=partial(OtherTable, "static:0;1", 3))
+    assert dishonesty(made_of(case, trees)) > 0.01
+    assert case.distance(case.generations()) > 0.01

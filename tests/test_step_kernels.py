@@ -168,6 +168,76 @@ def test_greedy_acceptance_by_hand() -> None:
     # A node that is not there is not what an id of -1 asks for.
     path, count, _ = step.accept_greedy(tokens, parents, best.index_fill(1, torch.tensor(4), -1), 3)
     assert (path.tolist(), count.tolist()) == ([[0, 2, 4, -1]], [3])
+def below(parents: list[int], tokens: list[int], node: int) -> list[int]:
+    return [i for i, above in enumerate(parents) if above == node and tokens[i] >= 0]
+
+
+def accepted_by_hand(tokens, parents, p, q, q_rows, uniforms, race, depth) -> tuple[list[int], int]:
+    """Recursive rejection as in SpecInfer and Sequoia, for one tree, in float64.
+
+    Args: those of ``accept_tree`` without the batch. Returns: accepted nodes, and the token after them.
+    """
+    tokens, parents = tokens.tolist(), parents.tolist()
+    path = [0]
+    while True:
+        node, law = path[-1], p[path[-1]].double()
+        children, gone = below(parents, tokens, node) if len(path) <= depth else [], []
+        for child in children:
+            token, row = tokens[child], int(q_rows[node])
+            if token in gone:
+                continue
+            # What is left of the draft's distribution: its mass without the tokens that were refused.
+            draft = torch.ones_like(law) if row < 0 else q[row].double()
+            draft[gone] = 0.0
+            if row >= 0:
+                draft = draft / draft.sum()
+            if not draft[token] > 0:
+                continue
+            if float(uniforms[child]) < float(law[token] / draft[token]):
+                path.append(child)
+                break
+            gone.append(token)
+            proposal = torch.zeros_like(law).index_fill(0, torch.tensor(token), 1.0) if row < 0 else draft
+            left = law - torch.minimum(law, proposal)
+            law = left / left.sum() if left.sum() > 0 else law
+        else:
+            return path, int((law / race).argmax())
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_reference_acceptance_is_recursive_rejection(seed) -> None:
+    torch.manual_seed(seed)
+    likeness = step_cases.LIKENESS[seed % 6]
+    fixed = (0.0, 0.5, 1.0)[seed % 3]
+    problem = step_cases.judgement(
+        4, 3 + seed, (3, 9, 60, 9)[seed % 4], "cpu", *likeness, seed=seed, fixed=fixed
+    )
+    *tensors, depth = problem.args
+    path, count, following = problem.expected()
+    for b in range(4):
+        nodes, token = accepted_by_hand(*(x[b] for x in tensors), depth)
+        assert nodes == path[b, : count[b]].tolist()
+        assert (path[b, count[b] :] == -1).all()
+        assert token == following[b]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_reference_greedy_finds_the_longest_accepted_path(seed) -> None:
+    """Among all nodes: every token on the way is the target's choice at the node above it."""
+    torch.manual_seed(seed)
+    problem = step_cases.greedy(3, 12, 4, "cpu", seed)
+    tokens, parents, best, depth = problem.args
+    path, count, following = problem.expected()
+    for b in range(3):
+        paths: dict[int, list[int]] = {0: [0]}
+        for node in range(1, 12):
+            above = int(parents[b, node])
+            if above in paths and 0 <= tokens[b, node] == best[b, above]:
+                paths[node] = [*paths[above], node]
+        longest = max(map(len, paths.values()))
+        assert longest <= depth + 1
+        assert path[b, : count[b]].tolist() in [nodes for nodes in paths.values() if len(nodes) == longest]
+        assert int(following[b]) == best[b, path[b, count[b] - 1]]
 
 
 def test_reference_acceptance_gives_the_targets_law() -> None:
