@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from enumeration import total_variation
-from families import prompt_of
+from families import perturbed, prompt_of
 from generation_laws import Generations, stranger, target_law
 from own_drafters import FixedSiblings, FixedThenDrawn, TableDraws
 from transformers import (
@@ -35,6 +35,7 @@ class Case:
         layers: of the target.
         plan: rounds of drafting before each pass of level 2; empty for those that the options say.
         drafter: makes level 0; None for a model.
+        likeness: the draft is the target with weights off by so much of their size; None: a stranger.
     """
 
     levels: int
@@ -46,6 +47,7 @@ class Case:
     layers: int = 1
     plan: tuple[int, ...] = ()
     drafter: Callable[[], Drafter] | None = None
+    likeness: float | None = None
 
     @property
     def law(self) -> TokenLaw:
@@ -58,9 +60,17 @@ class Case:
 
     def generations(self, device: str = "cpu", **how: Any) -> Generations:
         """``how``: arguments of :class:`Generations` beside those of the case."""
-        target = stranger(self.vocabulary, 0, self.layers).to(device)
-        draft = stranger(self.vocabulary, 3).to(device) if self.drafter is None else self.drafter()
-        return Generations(target, draft, self.levels, self.prompt, **{**self.options, **how})
+        target = stranger(self.vocabulary, 0, self.layers)
+        draft: Any
+        if self.drafter is not None:
+            draft = self.drafter()
+        elif self.likeness is None:
+            draft = stranger(self.vocabulary, 3).to(device)
+        else:
+            draft = perturbed(target, self.likeness).to(device)
+        return Generations(
+            target.to(device), draft, self.levels, self.prompt, **{**self.options, **how}
+        )
 
     def distance(self, generations: Generations) -> float:
         """Total variation between what is generated and the target's own distribution."""
@@ -112,9 +122,20 @@ CASES: dict[str, Case] = {
     "runner-ups": Case(3, 3, 2, 1, {**BOTH}),
     "runner-ups, two layers, refresh 0": Case(3, 2, 2, None, {**BOTH, "refresh": 0, "gamma": 2}, layers=2),
     "runner-ups, two layers, refresh 2": Case(3, 2, 3, 1, {**BOTH, "refresh": 2, "rounds": 3}, layers=2),
+    "runner-ups, chain": Case(3, 2, 2, None, {"tree": "chain:2", "leaves": True, "gamma": 2}, layers=2),
     "runner-ups, live tree": Case(3, 2, 3, 1, {"tree": "best-first:2,2", "leaves": True, "gamma": 2}),
     "runner-ups, two rounds": Case(3, 2, 3, 1, {**BOTH, "refresh": 1, "rounds": 2}),
     "gamma beyond the text": Case(3, 2, 2, 1, {**BOTH, "gamma": 4, "rounds": 2}),
+    # A draft that is often right, and a vocabulary of which few tokens are possible.
+    "fifty tokens": Case(
+        3,
+        50,
+        2,
+        1,
+        _tree("best-first:2,1"),
+        (TemperatureLogitsWarper(1.3), TopKLogitsWarper(3)),
+        likeness=0.1,
+    ),
     # Passes of level 2 alone between those with drafts.
     "drafting off and on": Case(2, 2, 4, None, _chain(1), plan=(1, 0, 1, 0)),
     "hierarchy off and on": Case(3, 2, 3, None, {**BOTH, "gamma": 2}, plan=(0, 1, 0)),
