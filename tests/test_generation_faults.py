@@ -20,6 +20,7 @@ FOUND = 100 * NOISE
 TREE_LAWS = 2  # the most laws of a draft's tree here; a chain of gamma = 3 has more
 CASES = {
     "chain": Case(2, 3, 2, 1, {"tree": "chain:1", "leaves": False}),
+    "longer chain": Case(2, 3, 3, 1, {"tree": "chain:2", "leaves": False}),
     "siblings": Case(2, 3, 2, 1, {"tree": "static:2", "leaves": False}),
     "live tree": Case(2, 3, 2, 1, {"tree": "best-first:2", "leaves": False}),
     "hierarchy": Case(3, 3, 2, 1, {"tree": "chain:1", "leaves": False}),
@@ -190,6 +191,7 @@ FAULTS: dict[str, Fault] = {
     "no residual, hierarchy": ("hierarchy", EnumeratedNoise, no_residual),
     "no residual at level 1": ("hierarchy", no_residual_at("trees"), sound),
     "no residual at level 2": ("runner-ups", no_residual_at("chain"), sound),
+    "one uniform, chain": ("longer chain", decided(OneUniform), sound),
     "one uniform, siblings": ("siblings", decided(OneUniform), sound),
     "one uniform at level 2": ("two rounds", decided(OneUniform, "chain"), sound),
     "rows of q at level 2": ("two rounds", judged(rows_of_q, "chain"), sound),
