@@ -1,4 +1,4 @@
-"""Clocks: of any work, the device's part included, and of short calls on a GPU without their launches."""
+"""Clocks of any work and of short calls on a GPU, and what the machine reaches at most."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -63,3 +63,19 @@ def graph_us(
     first = replay()
     least, most = runs
     return median([replay() for _ in range(int(min(most, max(least, target_ms * 1e3 / (first * each)))))])
+
+
+def time_calls(calls: Sequence[Callable[[], object]], target_ms: float = 40.0) -> float:
+    """Median microseconds of one call; see ``graph_us``."""
+    return graph_us(calls, max(1, 16 // len(calls)), target_ms, (7, 60))
+
+
+def read_bandwidth(device: torch.device) -> float:
+    """Bytes a second of a large sum, which reads everything and writes nothing."""
+    size = 2**32 if device.type == "cuda" else 2**26
+    data = torch.ones(size // 4, dtype=torch.float32, device=device)
+    times = [timed(device, data.sum)[1] for _ in range(12 if device.type == "cuda" else 3)]
+    del data
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return size / median(times[1:])

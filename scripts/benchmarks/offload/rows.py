@@ -1,9 +1,8 @@
 """docs/results/offload_h200.json: rows made of single measurements, beside streamed plain decoding."""
 
 import statistics
-from pathlib import Path
 
-from measurements import Book, Record, cells, having, head, medians, medians_by_name, rounded
+from scripts.benchmarks.common.results import Record, cells, having, head, medians, medians_by_name, rounded
 
 FILE = "offload_h200.json"
 PLAIN = "streamed autoregressive"
@@ -12,18 +11,15 @@ ON_CHIP, FED = "prefill on chip", "prefill offloaded"
 _AVERAGED = (
     "tokens_per_pass", "rounds_per_pass", "repeated_8grams", "prefill_seconds", "pcie_gbps", "pass_ms",
 )  # fmt: skip
+_PLANNED = ("split", "device_gib", "host_gib", "pass_weights_gib")
 RTX_4090 = {"name": "RTX 4090", "bus_gbps": 25.0, "read_gbps": 1000.0}
 
 
-def book(path: Path, part: str, settings: Record, fresh: bool) -> Book:
-    return Book(path, part, settings, rows, fresh)
-
-
-def rows(part: str, content: Record) -> list[Record]:
+def rows(part: str, header: Record, samples: list[Record]) -> list[Record]:
     """Medians over prompts, one row for every cell that our engine was measured in."""
-    samples: list[Record] = content["samples"]
-    found = [_row(part, content, cell, samples) for cell in cells(samples)]
-    return found + _prefill_rows(part, content["settings"], samples)
+    header["sources"] = list(dict.fromkeys(source for s in samples for source in s["sources"]))
+    found = [_row(part, header, cell, samples) for cell in cells(samples)]
+    return found + _prefill_rows(part, header["settings"], samples)
 
 
 def _prefill_rows(part: str, settings: Record, samples: list[Record]) -> list[Record]:
@@ -32,20 +28,20 @@ def _prefill_rows(part: str, settings: Record, samples: list[Record]) -> list[Re
     if not all(seconds.values()):
         return []
     near, far = (statistics.median(seconds[m]) for m in (ON_CHIP, FED))
-    context = samples[0]["context"]
-    figures = {"on_chip_prefill_seconds": near, "prefill_seconds": far, "ratio": far / near}
-    place = {"part": part, "shape": f"{settings['shape']} inflated", "context": context}
+    figures = {"on_chip_prefill_seconds": near, "prefill_seconds": far, "prefill_ratio": far / near}
+    place = {"part": part, "shape": f"{settings['shape']} inflated", "context": samples[0]["context"]}
     return [{**place, **{k: rounded(v) for k, v in figures.items()}}]
 
 
-def _row(part: str, content: Record, cell: list[Record], samples: list[Record]) -> Record:
+def _row(part: str, header: Record, cell: list[Record], samples: list[Record]) -> Record:
     first = cell[0]
     # Plain decoding costs the same at every temperature.
     place = {k: first[k] for k in ("batch", "context", "setting")}
     beside, attended = (having(samples, method=method, **place) for method in (PLAIN, ATTENDED))
     plain = statistics.median(s["ms_per_token"] for s in beside) if beside else None
+    memory = first["memory_plan"]
     row: Record = {
-        **head(part, content["settings"]["shape"], cell, PLAIN if plain else None, plain),
+        **head(part, header["settings"]["shape"], cell, PLAIN if plain else None, plain),
         "acceptance": medians_by_name(cell, "acceptance"),
         "mean_accepted_length": medians_by_name(cell, "mean_accepted_length"),
         **medians(cell, _AVERAGED),
@@ -55,19 +51,19 @@ def _row(part: str, content: Record, cell: list[Record], samples: list[Record]) 
         "resident_gib": rounded(first["resident_gib"]),
         "streamed_gib": rounded(first["streamed_gib"]),
         "weights_on_host_gib": rounded(first.get("weights_on_host_gib", 0.0)),
-        "bus_gbps": {k: rounded(v) for k, v in content["bus_gbps"].items()},
+        "bus_gbps": {k: rounded(v) for k, v in header["bus_gbps"].items()},
         "baseline_pcie_gbps": rounded(statistics.median(s["pcie_gbps"] for s in beside)) if plain else None,
         "stages": medians_by_name(cell, "stages"),
         **_attention(cell, attended, plain),
-        "config": first["config"],
-        "memory_plan": first["memory_plan"],
+        "options": memory["options"],
+        "memory_plan": {k: memory[k] for k in _PLANNED if k in memory},
     }
     checked = [s["exact"] for s in [*beside, *attended] if "exact" in s]
     if checked and first["temperature"] == 0:
         row["exact"] = {k: sum(e[k] for e in checked) for k in ("compared", "partings")}
     # On another machine the CPU differs as well, and nobody has measured that.
-    if plain and content.get("read_gbps") and not row.get("host_share"):
-        row["projection"] = projection(row, content["bus_gbps"]["in"], content["read_gbps"], RTX_4090)
+    if plain and header.get("read_gbps") and not row.get("host_share"):
+        row["projection"] = projection(row, header["bus_gbps"]["in"], header["read_gbps"], RTX_4090)
     return row
 
 

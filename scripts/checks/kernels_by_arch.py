@@ -1,8 +1,8 @@
 """Compile every kernel ahead of time for GPUs that are not at hand, and hold it to their limits.
 
-    python scripts/kernels_by_arch.py                     # all: an hour of one core
-    python scripts/kernels_by_arch.py --arch sm_89 --every 20
-    python scripts/kernels_by_arch.py --out docs/results/kernels_by_arch.json
+    python -m scripts.checks.kernels_by_arch                     # all: an hour of one core
+    python -m scripts.checks.kernels_by_arch --arch sm_89 --every 20
+    python -m scripts.checks.kernels_by_arch --out docs/results/kernels_by_arch.json
 
 Needs no GPU; run without TRITON_INTERPRET. A run that was cut short goes on where it ended. Exit code 1 where
 a kernel does not assemble, wants more shared memory than the GPU has, or spills more than ``MAY_SPILL`` says.
@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import triton
-from kernel_variants import digest
 from rich.console import Console
 from rich.progress import track
 
-from triforce_tree.bench.results import Records, header
+from scripts.benchmarks.common.results import header, write
+from scripts.checks.kernel_variants import digest
+from triforce_tree.bench.results import Records
 from triforce_tree.kernels.device import KNOWN
 
 Row = dict[str, Any]
@@ -38,31 +39,19 @@ MAY_SPILL: dict[str, dict[str, int]] = {
     "linear_kernel": {"sm_80": 288, "sm_100": 256, "sm_120": 208, "gfx1100": 576},
     # fp32 at 256 columns, which stand in registers as two tf32 parts.
     "_lse_kernel": {
-        "sm_80": 5296,
-        "sm_86": 784,
-        "sm_89": 784,
-        "sm_90": 5312,
-        "sm_100": 5248,
-        "sm_120": 784,
-        "gfx1100": 1312,
+        "sm_80": 5296, "sm_86": 784, "sm_89": 784, "sm_90": 5312, "sm_100": 5248, "sm_120": 784, "gfx1100": 1312,
     },
     # As the one above.
     "_interest_kernel": {
-        "sm_80": 176,
-        "sm_86": 208,
-        "sm_89": 208,
-        "sm_90": 192,
-        "sm_100": 192,
-        "sm_120": 192,
-        "gfx1100": 2672,
+        "sm_80": 176, "sm_86": 208, "sm_89": 208, "sm_90": 192, "sm_100": 192, "sm_120": 192, "gfx1100": 2672,
     },
-}
+}  # fmt: skip
 
 
 def compile_share(task: tuple[str, int, int, int]) -> list[Row]:
     """Rows of one architecture's variants ``first``, ``first + every``, ... of the share ``share``."""
-    from compile_ahead import compiled
-    from kernel_variants import variants
+    from scripts.checks.compile_ahead import compiled
+    from scripts.checks.kernel_variants import variants
 
     arch, every, share, shares = task
     device = KNOWN[arch]
@@ -88,6 +77,32 @@ def faults(rows: list[Row]) -> Iterator[str]:
         most = MAY_SPILL.get(row["kernel"], {}).get(row["arch"], SPARED)
         if row["spill_bytes"] > most:
             yield f"{name}: spills {row['spill_bytes']} bytes, {most} are allowed"
+
+
+def summary(rows: list[Row]) -> list[Row]:
+    """What the results file keeps: of each kernel on each architecture the extremes, and all that spill."""
+    kinds: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        kinds.setdefault((row["arch"], row["kernel"]), []).append(row)
+    found = []
+    for (arch, kernel), some in kinds.items():
+        made = [row for row in some if "error" not in row]
+        kind = {"arch": arch, "kernel": kernel, "limit_bytes": some[0]["limit_bytes"], "compiled": len(made)}
+        kind |= {key: max((row[key] for row in made), default=0) for key in ("shared_bytes", "spill_bytes")}
+        kind["spills"] = {row["variant"]: row["spill_bytes"] for row in made if row["spill_bytes"] > SPARED}
+        kind["failed"] = {row["variant"]: row["error"] for row in some if "error" in row}
+        kind["serialized"] = [row["variant"] for row in made if row.get("serialized")]
+        found.append(kind)
+    return found
+
+
+def rows_of(kernels: list[Row]) -> Iterator[Row]:
+    """The rows of a summary that ``faults`` may find something in."""
+    for kind in kernels:
+        row = {key: kind[key] for key in ("arch", "kernel", "limit_bytes", "shared_bytes", "spill_bytes")}
+        yield row | {"variant": "the largest"}
+        yield from (row | {"variant": name, "serialized": True} for name in kind["serialized"])
+        yield from (row | {"variant": name, "error": error} for name, error in kind["failed"].items())
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -119,10 +134,9 @@ def main(arguments: list[str] | None = None) -> int:
     wrong = list(faults(rows))
     if args.out and part:
         choices = {arch: digest(KNOWN[arch]) for arch in args.arch}
-        result = header(0) | {"triton": triton.__version__, "choices": choices, "rows": rows}
-        lines = ",\n  ".join(json.dumps(row) for row in rows)
-        body = json.dumps(result | {"rows": []}, indent=1).removesuffix("[]\n}")
-        args.out.write_text(f"{body}[\n  {lines}\n ]\n}}\n", encoding="utf-8")
+        result = header(0, "kernels") | {"triton": triton.__version__, "choices": choices}
+        result["command"] = " ".join(["python -m scripts.checks.kernels_by_arch", *sys.argv[1:]])
+        write(args.out, result | {"kernels": summary(rows)})
         part.unlink()
     for line in wrong:
         print(line)
