@@ -8,14 +8,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from cycle_measure import last_logits, rounds_per_pass
-from timing import synchronize, timed
 from torch import Tensor
 
+from scripts.benchmarks.common.engine import last_logits, levels_of, new_decoder, rounds_per_pass
+from scripts.benchmarks.common.timing import synchronize, timed
 from triforce_tree import parallel
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.cycle import Cycle
-from triforce_tree.cycle.decoder import CycleDecoder
 from triforce_tree.cycle.host_store import Offload
 from triforce_tree.cycle.lanes import Lane
 from triforce_tree.cycle.model import StepModel
@@ -35,7 +34,7 @@ from triforce_tree.sampling import TokenLaw
 from triforce_tree.sharding import shard
 from triforce_tree.stats import LevelStats
 
-# Last rows whose logits are compared between caches.
+# Last tokens whose logits are compared between caches.
 _COMPARED = 9
 
 
@@ -61,17 +60,15 @@ class Run:
 
     def as_dict(self) -> dict[str, Any]:
         """Figures of the run; of each level its share of one pass."""
-        per_pass = {level.name: 1e3 * level.seconds / self.passes for level in self.levels}
+        last = self.levels[-1].seconds
         return {
             "ms_per_token": self.ms_per_token,
             "tokens": len(self.tokens),
             "passes": self.passes,
             "tokens_per_pass": len(self.tokens) / self.passes,
             "rounds_per_pass": self.rounds,
-            "pass_ms": per_pass,
-            "pcie_gbps": self.streamed_bytes / 1e9 / self.levels[-1].seconds
-            if self.levels[-1].seconds
-            else None,
+            "pass_ms": {level.name: 1e3 * level.seconds / self.passes for level in self.levels},
+            "pcie_gbps": self.streamed_bytes / 1e9 / last if last else None,
             "cpu_gbps": self.attended_bytes / 1e9 / self.attending_seconds if self.attended_bytes else None,
             "acceptance": {level.name: level.acceptance_rate for level in self.levels},
             "mean_accepted_length": {level.name: level.mean_accepted_length for level in self.levels},
@@ -111,8 +108,8 @@ def bus_gbps(device: torch.device, size: int = 2 * GIB) -> dict[str, float]:
     return result
 
 
-class Bench:
-    """The pair and the cycle that is open.
+class OffloadBench:
+    """The pair and the program that is open.
 
     Args:
         shape, draft_shape: what the embedded pair is inflated to.
@@ -144,7 +141,7 @@ class Bench:
             self.stream()
             if cap_gib is not None:
                 bound_memory(device, int(cap_gib * GIB))
-        self._cycle: Cycle | None = None
+        self._program: Cycle | None = None
         self._fed: list[int] = []
         self.seconds: dict[str, float] = {}
 
@@ -156,12 +153,12 @@ class Bench:
 
     @property
     def weights_on_host(self) -> int:
-        """Bytes that every pass of level 2 brings beside the rows."""
+        """Bytes that every pass of level 2 brings beside the cache."""
         return self.target.streamed.bytes if self.target.streamed is not None else 0
 
     @property
     def pass_bytes(self) -> int:
-        """What a pass of level 2 copies to the device when it verifies more than one row."""
+        """What a pass of level 2 copies to the device when it verifies more than one token."""
         return self.offloaded.host.streamed_bytes(self.offloaded.share(2)) + self.weights_on_host
 
     def _counters(self) -> tuple[int, int, float]:
@@ -182,9 +179,9 @@ class Bench:
             cache.settings = before
 
     @property
-    def cycle(self) -> Cycle:
-        assert self._cycle is not None, "no cycle is open"
-        return self._cycle
+    def program(self) -> Cycle:
+        assert self._program is not None, "no program is open"
+        return self._program
 
     def timed(self, name: str, work: Callable[[], Any]) -> Any:
         """Do the work, and note its seconds under ``name``."""
@@ -198,19 +195,19 @@ class Bench:
         offload: Offload | None,
         temperatures: Sequence[float] = (0.0,),
     ) -> None:
-        """A cycle for these settings, captured; without ``offload`` its cache is on the device."""
+        """A program for these settings, captured; without ``offload`` its cache is on the device."""
         self.close()
-        levels = config.levels if isinstance(config.levels, int) else 3
-        self._cycle = self.timed(
+        levels = levels_of(config)
+        self._program = self.timed(
             "allocate", lambda: Cycle(self.target, self.draft, config, 1, room, levels, offload)
         )
         for temperature in temperatures:
-            self.timed(f"capture {temperature}", lambda t=temperature: self.cycle.prepare(TokenLaw.at(t)))
+            self.timed(f"capture {temperature}", lambda t=temperature: self.program.prepare(TokenLaw.at(t)))
 
     def close(self) -> None:
-        if self._cycle is not None:
-            self._cycle.close()
-        self._cycle, self._fed = None, []
+        if self._program is not None:
+            self._program.close()
+        self._program, self._fed = None, []
         free_memory()
 
     def cap(self, gib: float) -> None:
@@ -220,28 +217,27 @@ class Bench:
         peak_gib(self.device, reset=True)
 
     @property
-    def is_open(self) -> bool:
-        return self._cycle is not None
+    def is_offloaded(self) -> bool:
+        """Whether a program is open whose cache is in host memory."""
+        return self._program is not None and self._program.offloaded is not None
 
     @property
     def offloaded(self) -> OffloadedCache:
-        assert self.cycle.offloaded is not None, "the cycle that is open keeps its cache on the device"
-        return self.cycle.offloaded
+        assert self.program.offloaded is not None, "the program that is open keeps its cache on the device"
+        return self.program.offloaded
 
     def feed(self, prompt: Sequence[int]) -> None:
         """The prompt into the full cache, unless it is there."""
         if self._fed != list(prompt):
             self._fed = []
-            self.timed("prefill", lambda: self.cycle.prefill([list(prompt)]))
+            self.timed("prefill", lambda: self.program.prefill([list(prompt)]))
             self._fed = list(prompt)
 
     def decode(self, temperature: float, prompt: Sequence[int], new: int, rounds: int | None = None) -> Run:
         """``new`` tokens behind a prompt that was fed, or the beginning of its text; 0 rounds: plain."""
-        cycle = self.cycle
-        decoder = CycleDecoder(cycle, TokenLaw.at(temperature), self.seed)
-        if rounds is not None:
-            decoder.pace.fixed = rounds
-        cycle.rewind([list(prompt)])
+        program = self.program
+        decoder = new_decoder(program, temperature, self.seed, rounds)
+        program.rewind([list(prompt)])
         synchronize(self.device)
         before = self._counters()
         tokens = [token for fresh in decoder.decode([list(prompt)], [Ending(new)]) for token in fresh[0]]
@@ -250,7 +246,7 @@ class Bench:
         run = Run(
             tokens, decoder.decode_seconds, forwards, int(streamed), int(attended), seconds, decoder.levels
         )
-        run.rounds = rounds_per_pass(cycle, run.levels)
+        run.rounds = rounds_per_pass(program, run.levels)
         return run
 
     def plain(self, prompt: Sequence[int], text: Sequence[int]) -> tuple[Run, list[dict[str, float]]]:
@@ -258,9 +254,8 @@ class Bench:
         partings, runs, done = [], [], 0
         while done < len(text):
             run = self.decode(0.0, [*prompt, *text[:done]], len(text) - done, rounds=0)
-            same = next(
-                (i for i, (a, b) in enumerate(zip(run.tokens, text[done:], strict=True)) if a != b), None
-            )
+            pairs = enumerate(zip(run.tokens, text[done:], strict=True))
+            same = next((i for i, (a, b) in pairs if a != b), None)
             runs.append(run)
             if same is None:
                 break
@@ -278,9 +273,9 @@ class Bench:
         Args:
             last: stage of level 2 behind the rounds, "full" or, without any, "plain".
         """
-        cycle = self.cycle
-        cycle.prepare(TokenLaw.at(temperature))
-        cycle.rewind([list(prompt)])
+        program = self.program
+        program.prepare(TokenLaw.at(temperature))
+        program.rewind([list(prompt)])
         generator = torch.Generator(self.device)
         generator.manual_seed(self.seed)
         found: dict[str, list[float]] = {}
@@ -288,12 +283,12 @@ class Bench:
         for _ in range(passes):
             names = [n for i in range(rounds) for n in ("grow", "middle" if i == 1 else "choose")]
             for name in [*names, last]:
-                _, seconds = timed(self.device, lambda n=name: cycle.run(n, generator))
+                _, seconds = timed(self.device, lambda n=name: program.run(n, generator))
                 found.setdefault(name, []).append(1e3 * seconds)
-                if name == "choose" and cycle.copies is not None:
-                    exchanged.append(float(cycle.copies.exchanged.float().mean()))
-            cycle.settled([row[0] for row in cycle.texts.report().tolist()])
-            cycle.texts.gathered.zero_()
+                if name == "choose" and program.copies is not None:
+                    exchanged.append(float(program.copies.exchanged.float().mean()))
+            program.settled([row[0] for row in program.texts.report().tolist()])
+            program.texts.gathered.zero_()
         result = {name: statistics.median(times) for name, times in found.items()}
         if exchanged:
             result["exchanged chunks a head"] = statistics.fmean(exchanged)
@@ -301,15 +296,15 @@ class Bench:
 
 
 class LastRows:
-    """Logits of the last rows of a prompt, from caches that are split in several ways.
+    """Logits of the last tokens of a prompt, from caches that are split in several ways.
 
     Args:
         bench: its target is used.
-        prompt: whose rows are computed anew for each split.
+        prompt: whose keys and values are computed anew for each split.
         chunk: tokens of prefill at once.
     """
 
-    def __init__(self, bench: Bench, prompt: Sequence[int], chunk: int) -> None:
+    def __init__(self, bench: OffloadBench, prompt: Sequence[int], chunk: int) -> None:
         self.bench, self.prompt, self.chunk = bench, list(prompt), chunk
         compiled = bench.device.type == "cuda"
         self.model = StepModel(few_row_copy(bench.target.model), compiled)

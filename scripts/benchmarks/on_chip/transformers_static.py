@@ -1,4 +1,4 @@
-"""transformers' own fastest decoding on the rows that our engine has computed.
+"""transformers' own fastest decoding on the keys and values that our engine has computed.
 
 Its static cache is made to *be* our store, since a second full cache would not fit beside the first, and a
 second prefill would prove nothing: decoding reads the same bytes from the same place.

@@ -1,20 +1,20 @@
-"""What scripts/bench_offload.py measures: shapes, lengths and caps of each part, and its loop."""
+"""What is measured with an offloaded cache: one prompt after the other under a cap of device memory."""
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from bench_command import TINY_DRAFT, TINY_OPTIONS, TINY_SHAPES
-from deadline import Deadline
-from measurements import OURS, Book
-from offload_measure import Bench, bus_gbps, peak_gib
-from offload_results import ATTENDED, FED, ON_CHIP, PLAIN
-from prompt_library import SOURCES, Library, Source
-from roofs import read_bandwidth, weight_bytes
 
+from scripts.benchmarks.common.command import TINY_DRAFT, TINY_OPTIONS, TINY_SHAPES, dtype_of
+from scripts.benchmarks.common.engine import weight_bytes
+from scripts.benchmarks.common.results import OURS, ResultsFile
+from scripts.benchmarks.common.texts import SOURCES, Library, Source
+from scripts.benchmarks.common.timing import read_bandwidth
+from scripts.benchmarks.offload.engine import OffloadBench, bus_gbps, peak_gib
+from scripts.benchmarks.offload.rows import ATTENDED, PLAIN
 from triforce_tree import memory_plan
 from triforce_tree.bench.results import repeated_share
 from triforce_tree.config import HierarchyConfig
@@ -25,9 +25,8 @@ from triforce_tree.machine import host_rate
 from triforce_tree.memory_map import GIB, Machine, Sizes
 from triforce_tree.memory_plan import MemoryPlan
 
-# Tokens of a text whose rows are fed before anything is timed: kernels are compiled and tuned.
+# Tokens of a text that are decoded before anything is timed: kernels are compiled and tuned.
 _WARM_UP = 8
-_WITH_THE_CPU = {"host_attention": True}
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Plan:
         shape, draft_shape: what the pair is inflated to.
         context: tokens of a prompt.
         caps: GiB of device memory, one after the other.
-        resident: share of the rows that stays on the device; None for all that fits under the cap.
+        resident: share of the cache that stays on the device; None for all that fits under the cap.
         plain_tokens: of the streamed baseline, behind each prompt.
         options: of the hierarchy; all others are chosen by the plan of the memory.
         one_text: prompts are cut from all sources together, since none is long enough.
@@ -60,7 +59,7 @@ class Plan:
     on_chip: bool = False
     weights_on_host: bool = False
 
-    def smoke(self) -> "Plan":
+    def tiny(self) -> "Plan":
         """The same in seconds on a CPU."""
         return replace(
             self, shape=TINY_SHAPES[self.shape], draft_shape=TINY_DRAFT,
@@ -71,33 +70,29 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """What must agree for measurements to stand side by side."""
-        return {
-            "shape": self.shape, "draft_shape": self.draft_shape, "options": self.options,
-            "resident": self.resident, "new_tokens": self.new_tokens,
-            # Left out where it is not so: what was measured before there was such a setting counts on.
-            **({"weights_on_host": True} if self.weights_on_host else {}),
-        }  # fmt: skip
+        names = ("shape", "draft_shape", "options", "resident", "new_tokens", "weights_on_host")
+        return {name: getattr(self, name) for name in names}
 
 
 class Session:
-    """A pair and the book that its measurements go into.
+    """A pair and the results file that its measurements go into.
 
     Args:
         plan: of the part.
-        book: what is measured already.
-        device, seed: see ``Bench``.
+        file: what is measured already.
+        device, seed: see ``OffloadBench``.
     """
 
-    def __init__(self, plan: Plan, book: Book, device: torch.device, seed: int) -> None:
+    def __init__(self, plan: Plan, file: ResultsFile, device: torch.device, seed: int) -> None:
         self._start = time.perf_counter()
-        self.plan, self.book, self.device = plan, book, device
+        self.plan, self.file, self.device = plan, file, device
         self.bus, self.read = bus_gbps(device), read_bandwidth(device)
         free_memory()
-        book.mine |= {"bus_gbps": self.bus, "read_gbps": self.read / 1e9}
+        file.mine |= {"bus_gbps": self.bus, "read_gbps": self.read / 1e9}
         self.say(f"bus {self.bus}, read {self.read / 1e12:.2f} TB/s; {plan.shape}: inflating ...")
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         cap = None if plan.on_chip or device.type != "cuda" else max(plan.caps)
-        self.bench = Bench(plan.shape, plan.draft_shape, device, dtype, cap, seed, plan.weights_on_host)
+        shapes = plan.shape, plan.draft_shape
+        self.bench = OffloadBench(*shapes, device, dtype_of(device), cap, seed, plan.weights_on_host)
         sources: Sequence[Source] = SOURCES
         if plan.one_text:
             packages = tuple(p for s in SOURCES for p in s.packages if not s.code)
@@ -130,7 +125,7 @@ class Session:
         return made
 
     def open(self, cap: float, memory: MemoryPlan) -> MemoryPlan:
-        """The cycle under a cap; a smaller plan where the memory does not do."""
+        """The program under a cap; a smaller plan where the memory does not do."""
         self.bench.cap(cap)
         while True:
             assert memory.offload is not None
@@ -154,7 +149,7 @@ class Session:
         if less is None:
             raise torch.OutOfMemoryError(why)
         self.say(f"out of memory ({why.splitlines()[0][:150]}): {less[1]}")
-        self.book.note(f"out of memory: {less[1]}")
+        self.file.note(f"out of memory: {less[1]}")
         return less[0]
 
     def measure(self, cap: float, memory: MemoryPlan, number: int) -> MemoryPlan:
@@ -179,7 +174,7 @@ class Session:
         """Cells of a prompt that are not measured yet."""
         bases = [self.sample(OURS, number, t, cap) for t in self.plan.temperatures]
         keys = ("method", "prompt", "context", "temperature", "setting")
-        return [base for base in bases if self.book.find(**{k: base[k] for k in keys}) is None]
+        return [base for base in bases if self.file.find(**{k: base[k] for k in keys}) is None]
 
     def sample(self, method: str, number: int, temperature: float, cap: float) -> dict[str, Any]:
         return {
@@ -201,7 +196,7 @@ class Session:
         near = weight_bytes(bench.target.model) + host.resident_bytes
         level_ms = figures.pop("pass_ms")
         figures.pop("tokens")
-        self.book.add(
+        self.file.add(
             base | figures | {
                 "pass_ms": 1e3 * run.seconds / run.passes,
                 "level_ms": level_ms,
@@ -215,9 +210,7 @@ class Session:
                 "host_share": bench.offloaded.share(2),
                 "peak_gpu_gib": peak_gib(self.device),
                 "prefill_seconds": bench.seconds["prefill"],
-                "allocate_seconds": bench.seconds["allocate"],
                 "repeated_8grams": repeated_share(run.tokens),
-                "config": {k: str(v) if k == "tree" else v for k, v in memory.config.as_options().items()},
                 "memory_plan": memory.as_dict(),
             }
         )  # fmt: skip
@@ -229,7 +222,7 @@ class Session:
         return run.tokens
 
     def plains(self, base: dict[str, Any], tokens: list[int], text: Sequence[int]) -> None:
-        """Plain decoding whose rows are all streamed, and where the CPU attends, with its share too."""
+        """Plain decoding whose cache is all streamed, and where the CPU attends, with its share too."""
         if self.bench.offloaded.share(1):
             self.plain(base | {"method": ATTENDED}, tokens, text)
         with self.bench.streaming_alone():
@@ -241,69 +234,5 @@ class Session:
         run, partings = self.bench.plain(tokens, text[: self.plan.plain_tokens])
         exact = {"compared": len(text[: self.plan.plain_tokens]), "partings": len(partings)}
         figures = {k: run.as_dict()[k] for k in ("ms_per_token", "pcie_gbps", "cpu_gbps")}
-        self.book.add(base | figures | {"new_tokens": self.plan.plain_tokens, "exact": exact})
+        self.file.add(base | figures | {"new_tokens": self.plan.plain_tokens, "exact": exact})
         self.say(f"{base['prompt']}, {base['method']}: {figures}, {exact}")
-
-
-def headline(session: Session, deadline: Deadline) -> None:
-    """Every temperature beside streamed plain decoding, on one prompt after the other."""
-    plan = session.plan
-    for cap in plan.caps:
-        memory: MemoryPlan | None = None
-        for number in deadline.steps(range(plan.prompts)):
-            if not session.lacking(cap, number):
-                continue
-            try:
-                memory = session.open(cap, session.memory(cap)) if memory is None else memory
-            except memory_plan.DoesNotFitError as error:
-                session.say(str(error))
-                session.book.note(f"cap {cap:g} GiB: {error}")
-                break
-            memory = session.measure(cap, memory, number)
-
-
-def prefills(session: Session, deadline: Deadline) -> None:
-    """The same prompts' prefill with the cache on the device, then offloaded."""
-    plan, bench = session.plan, session.bench
-    [cap] = plan.caps
-    config = session.memory(cap).config
-    shorter = max(plan.context // 16, 2 * config.retrieval.budget + 64)
-    for method in (ON_CHIP, FED):
-        for number in deadline.steps(range(plan.prompts)):
-            base = session.sample(method, number, 0.0, cap)
-            if session.book.find(method=method, prompt=base["prompt"]) is not None:
-                continue
-            prompt = session.library.prompt(number, plan.context)
-            room = plan.context + plan.new_tokens
-            if method == ON_CHIP and not bench.is_open:
-                bench.open(config, room, None, ())
-            elif method == FED and (not bench.is_open or bench.cycle.offloaded is None):
-                session.open(cap, session.memory(cap))
-            bench.feed(prompt.tokens[:shorter])
-            bench.feed(prompt.tokens)
-            seconds = bench.seconds["prefill"]
-            session.say(f"{method}, {base['prompt']}: {seconds:.2f} s")
-            session.book.add(base | {"sources": [prompt.name], "prefill_seconds": seconds})
-
-
-@dataclass(frozen=True)
-class Part:
-    """One part: its settings at full size, and the loop."""
-
-    full: Plan
-    loop: Callable[[Session, Deadline], None] = headline
-
-
-_LONG = 122_880
-PARTS: dict[str, Part] = {
-    "7b": Part(Plan("llama-2-7b", _LONG)),
-    "8b": Part(Plan("llama-3.1-8b", _LONG)),
-    "8b-512k": Part(Plan("llama-3.1-8b", 524_288, prompts=1, one_text=True, new_tokens=128)),
-    # 24 GiB of weights and 75 of rows are what a host of 128 GiB can lock.
-    "13b": Part(Plan("llama-2-13b", 98_304, prompts=1, weights_on_host=True)),
-    "resident": Part(Plan("llama-2-7b", _LONG, caps=(80.0,), resident=0.75)),
-    "caps": Part(Plan("llama-2-7b", _LONG, caps=(16.0, 48.0), prompts=1)),
-    "host-attention": Part(Plan("llama-2-7b", _LONG, prompts=2, options=_WITH_THE_CPU)),
-    "host-attention-8b": Part(Plan("llama-3.1-8b", _LONG, prompts=2, options=_WITH_THE_CPU)),
-    "prefill": Part(Plan("llama-2-7b", _LONG, prompts=2, on_chip=True), prefills),
-}

@@ -1,4 +1,8 @@
-"""One captured cycle at a time, on rows that were computed once: decode, compare, and time its stages."""
+"""The engine's parts as benchmarks and checks use them, so that few files know where they are.
+
+``Bench`` is an inflated pair with one captured program at a time, whose cache is on the device: decode, compare,
+time its stages. ``scripts/benchmarks/offload/engine.py`` is the same for a cache in host memory.
+"""
 
 import statistics
 import time
@@ -8,13 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from cycle_measure import last_logits, rounds_per_pass
-from timing import synchronize, timed
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from scripts.benchmarks.common.timing import synchronize, timed
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.cycle import Cycle
 from triforce_tree.cycle.decoder import CycleDecoder
+from triforce_tree.cycle.model import StepModel
 from triforce_tree.cycle.rows import KVStore, TreeRows
 from triforce_tree.cycle.shapes import Extent
 from triforce_tree.decoder import Ending
@@ -26,8 +31,8 @@ from triforce_tree.stats import LevelStats
 
 Texts = Sequence[Sequence[int]]
 
-# Rows more than the first cycle needs, so that later ones of other settings fit into the same memory.
-_SPARE_ROWS = 512
+# Slots more than the first program needs, so that later ones of other settings fit into the same memory.
+_SPARE_SLOTS = 512
 _LARGEST_CHUNK = 64
 # Places before a parting at which the noise of two kinds of forward is looked at.
 _NOISE_PLACES = 8
@@ -62,16 +67,12 @@ class Exactness:
 
     def as_dict(self) -> dict[str, Any]:
         ties = sum(p["gap"] <= p["noise"] for p in self.partings)
-        return {
-            "compared": self.compared,
-            "ties": ties,
-            "failures": len(self.partings) - ties,
-            "partings": self.partings,
-        }
+        failures = len(self.partings) - ties
+        return {"compared": self.compared, "ties": ties, "failures": failures, "partings": self.partings}
 
 
 class Bench:
-    """An inflated pair, the cycle that is open, and the prompts whose rows stand in its full cache.
+    """An inflated pair, the program that is open, and the prompts that stand in its full cache.
 
     Args:
         shape, draft_shape: what the embedded pair is inflated to.
@@ -85,47 +86,47 @@ class Bench:
         target, draft, self.tokenizer = inflate_pair(shape, device, dtype, draft_shape, seed)
         self.target, self.draft = HFModel(target), HFModel(draft)
         self.device, self.seed = device, seed
-        self._cycle: Cycle | None = None
+        self._program: Cycle | None = None
         self._fed: list[list[int]] = []
         self.prefill_seconds = 0.0
         self._warm: set[float] = set()
 
     @property
-    def cycle(self) -> Cycle:
-        assert self._cycle is not None, "no cycle is open"
-        return self._cycle
+    def program(self) -> Cycle:
+        assert self._program is not None, "no program is open"
+        return self._program
 
     def open(self, config: HierarchyConfig, batch: int, room: int, temperatures: Sequence[float]) -> None:
-        """A cycle for these settings, captured; rows that are there stay where the memory serves."""
-        levels = config.levels if isinstance(config.levels, int) else 3
-        old = self._cycle
+        """A program for these settings, captured; what the cache holds stays where the memory serves."""
+        levels = levels_of(config)
+        old = self._program
         if old is not None and old.batch == batch and old.room >= room and old.serves(config):
             old.config = config
         else:
             rows = room + Extent.of(config, levels).behind
             kept = old.store if old is not None and old.batch == batch and old.store.rows >= rows else None
-            self._cycle = old = None
+            self._program = old = None
             free_memory()
             store = kept or self._new_store(batch, rows)
-            self._cycle = Cycle(self.target, self.draft, config, batch, room, levels, store=store)
+            self._program = Cycle(self.target, self.draft, config, batch, room, levels, store=store)
             longest = max(map(len, self._fed), default=0)
             if kept is None or longest > room:
-                # The rows are new, or the captures' trial runs will have written into them.
+                # The slots are new, or the captures' trial runs will have written into them.
                 self._fed = []
             self._warm = set()
         for temperature in temperatures:
-            self.cycle.prepare(TokenLaw.at(temperature))
+            self.program.prepare(TokenLaw.at(temperature))
         self._renew_means()
 
     def _new_store(self, batch: int, rows: int) -> KVStore:
         """A full cache with room for later settings as well, in whole pages of any chunk."""
-        rows = -(-(rows + _SPARE_ROWS) // _LARGEST_CHUNK) * _LARGEST_CHUNK
+        rows = -(-(rows + _SPARE_SLOTS) // _LARGEST_CHUNK) * _LARGEST_CHUNK
         target = self.target
         return KVStore(target.layers, batch, target.heads, rows, self.device, target.dtype)
 
     def close(self) -> None:
         """Give everything back, the models too."""
-        self._cycle, self._fed = None, []
+        self._program, self._fed = None, []
         del self.target, self.draft
         free_memory()
 
@@ -135,20 +136,21 @@ class Bench:
         if self._fed == wanted:
             return False
         self._fed = []
-        _, self.prefill_seconds = timed(self.device, lambda: self.cycle.prefill(wanted))
+        _, self.prefill_seconds = timed(self.device, lambda: self.program.prefill(wanted))
         self._fed = wanted
         return True
 
     def _renew_means(self) -> None:
         if self._fed:
-            self.cycle.renew_means()
+            self.program.renew_means()
 
     @contextmanager
     def standing(self, prompts: Texts, new: int) -> Iterator[None]:
-        """Inside, the texts begin with ``prompts``, or beginnings of what was fed; rows are then put back."""
+        """Inside, the texts begin with ``prompts``, or beginnings of what was fed; the cache is then put back."""
+        behind = int(self.program.texts.capacity) - self.program.room
         first = min(len(p) for p in prompts) - 1
-        reach = max(len(p) for p in prompts) + new + 2 * _behind(self.cycle) - first
-        rows = self.cycle.store.kv[:, :, :, :, first : first + reach]
+        reach = max(len(p) for p in prompts) + new + 2 * behind - first
+        rows = self.program.store.kv[:, :, :, :, first : first + reach]
         before = rows.clone()
         try:
             yield
@@ -165,8 +167,8 @@ class Bench:
             self._warm.add(temperature)
             self.decode(temperature, prompts, _WARM_UP_TOKENS, 0)
             self.decode(temperature, prompts, _WARM_UP_TOKENS)
-        decoder = self._decoder(temperature, rounds)
-        self.cycle.rewind(prompts)
+        decoder = new_decoder(self.program, temperature, self.seed, rounds)
+        self.program.rewind(prompts)
         synchronize(self.device)
         run = Run([[] for _ in prompts], levels=decoder.levels)
         for fresh in decoder.decode(prompts, [Ending(new)] * len(prompts)):
@@ -175,14 +177,8 @@ class Bench:
             run.stamps.append((decoder.decode_seconds, statistics.fmean(map(len, run.texts))))
             if any(decoder.finish_reasons):
                 break
-        run.rounds = rounds_per_pass(self.cycle, run.levels)
+        run.rounds = rounds_per_pass(self.program, run.levels)
         return run
-
-    def _decoder(self, temperature: float, rounds: int | None) -> CycleDecoder:
-        decoder = CycleDecoder(self.cycle, TokenLaw.at(temperature), self.seed)
-        if rounds is not None:
-            decoder.pace.fixed = rounds
-        return decoder
 
     def replay(self, prompts: Texts, texts: Texts) -> tuple[float, Exactness]:
         """Plain greedy decoding along ``texts``: (its milliseconds a token, where it would part from them).
@@ -193,8 +189,8 @@ class Bench:
         done = [0] * len(texts)
         while any(d < len(t) for d, t in zip(done, texts, strict=True)):
             heads = [[*p, *t[:d]] for p, t, d in zip(prompts, texts, done, strict=True)]
-            decoder = self._decoder(0.0, 0)
-            self.cycle.rewind(heads)
+            decoder = new_decoder(self.program, 0.0, self.seed, 0)
+            self.program.rewind(heads)
             synchronize(self.device)
             parted = [False] * len(texts)
             endings = [Ending(max(1, len(t) - d)) for t, d in zip(texts, done, strict=True)]
@@ -218,7 +214,7 @@ class Bench:
     @torch.no_grad()
     def _parting(self, places: Texts, b: int, ours: int) -> dict[str, float]:
         """How near text ``b`` was to the token ``ours`` behind ``places[b]``, by logits of plain forwards."""
-        width = 1 + self.cycle.reach * (2 if self.cycle.leaves else 1)
+        width = 1 + self.program.reach * (2 if self.program.leaves else 1)
         with self.standing([p[: len(p) - width] for p in places], width):
             many = self._forward(places, width, b)[-_NOISE_PLACES:]
             beginnings = [
@@ -231,30 +227,30 @@ class Bench:
     def _forward(self, texts: Texts, width: int, b: int) -> Tensor:
         """Logits ``[width, V]`` of text ``b`` at its last ``width`` tokens, in one forward of all texts."""
         mask = torch.ones(width, width, dtype=torch.bool).tril()
-        rows = TreeRows(self.cycle.store, width, mask=mask)
-        return last_logits(self.cycle.full, rows, texts, width)[b].float()
+        rows = TreeRows(self.program.store, width, mask=mask)
+        return last_logits(self.program.full, rows, texts, width)[b].float()
 
     def stage_ms(self, temperature: float, prompts: Texts, rounds: int, passes: int) -> dict[str, float]:
         """Median device milliseconds of one run of each stage, over some passes behind the prompts."""
-        cycle = self.cycle
-        cycle.prepare(TokenLaw.at(temperature))
-        cycle.rewind(prompts)
+        program = self.program
+        program.prepare(TokenLaw.at(temperature))
+        program.rewind(prompts)
         generator = torch.Generator(self.device)
         generator.manual_seed(self.seed)
-        refresh = cycle.config.retrieval.refresh
+        refresh = program.config.retrieval.refresh
         one_pass: list[str] = []
         for done in range(rounds):
             one_pass.append("grow")
-            if cycle.levels == 3:
+            if program.levels == 3:
                 one_pass.append("choose" if done == 0 or (refresh and done % refresh == 0) else "middle")
         one_pass.append("full")
         names = one_pass * passes
         marks = _Marks(self.device)
         for at, name in enumerate(names):
-            cycle.run(name, generator)
+            program.run(name, generator)
             marks.add()
             if (at + 1) % len(one_pass) == 0:
-                cycle.texts.gathered.zero_()
+                program.texts.gathered.zero_()
         found: dict[str, list[float]] = {}
         for name, ms in zip(names, marks.intervals(), strict=True):
             found.setdefault(name, []).append(ms)
@@ -285,6 +281,73 @@ class _Marks:
         return [1e3 * (b - a) for a, b in zip(self._times, self._times[1:], strict=False)]
 
 
-def _behind(cycle: Cycle) -> int:
-    """Rows behind a text that one pass may write."""
-    return int(cycle.texts.capacity) - cycle.room
+def levels_of(config: HierarchyConfig) -> int:
+    return config.levels if isinstance(config.levels, int) else 3
+
+
+def new_decoder(program: Cycle, temperature: float, seed: int, rounds: int | None = None) -> CycleDecoder:
+    """For one text or batch; ``rounds`` = 0 is plain decoding, None leaves them to the acceptance."""
+    decoder = CycleDecoder(program, TokenLaw.at(temperature), seed)
+    if rounds is not None:
+        decoder.pace.fixed = rounds
+    return decoder
+
+
+def rounds_per_pass(program: Cycle, levels: Sequence[LevelStats]) -> float:
+    """Trees that level 0 grew for each pass of level 2; 0 after plain decoding."""
+    if program.growth is None:
+        return 0.0
+    return levels[0].forwards / program.growth.depth / levels[-1].forwards
+
+
+def last_logits(model: StepModel, rows: TreeRows, texts: Texts, width: int) -> Tensor:
+    """``[B, width, V]`` at the last ``width`` tokens of each text, in one forward.
+
+    Args:
+        model: the full target.
+        rows: for ``width`` new slots, each of which sees those before it; all slots before them are filled.
+        texts: as long as what is fed, the last tokens included.
+    """
+    starts = torch.tensor([len(text) - width for text in texts], device=model.device)
+    rows.begin(starts)
+    tokens = torch.tensor([list(text[-width:]) for text in texts], device=model.device)
+    positions = starts[:, None] + torch.arange(width, device=model.device)
+    return model(tokens, positions, rows)
+
+
+def weight_bytes(model: PreTrainedModel) -> int:
+    """What one forward reads of a model: all but an input embedding that is not the head as well."""
+    embedding: Any = model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
+    read = {id(t): t for t in [*model.parameters(), *model.buffers()]}
+    if head.weight is not embedding.weight:
+        read.pop(id(embedding.weight), None)
+    return sum(t.numel() * t.element_size() for t in read.values())
+
+
+def roofs_ms(program: Cycle, lengths: Sequence[int], bandwidth: float) -> dict[str, float]:
+    """The least milliseconds a run of each stage can take: the bytes it must read over the bandwidth.
+
+    Args:
+        lengths: tokens of each text.
+        bandwidth: bytes a second, measured in the same run.
+    """
+
+    def slot(store: KVStore) -> int:
+        """K and V of one token in all layers."""
+        return 2 * store.kv.shape[0] * store.heads.kv * store.heads.dim * store.kv.element_size()
+
+    row = slot(program.store)
+    full = weight_bytes(program.full.model) + sum(lengths) * row
+    needed = {"plain": full, "full": full}
+    if program.growth is not None:
+        growth = program.growth
+        window = program.batch * (growth.config.sinks + growth.config.window) * slot(growth.store)
+        needed["grow"] = growth.depth * (weight_bytes(growth.model.model) + window)
+    if program.rows is not None:
+        config = program.rows.config
+        seen = sum(min(config.budget, length) for length in lengths)
+        needed["middle"] = weight_bytes(program.middle.model) + seen * row
+        # The chunks are chosen by the means of their keys: half a row a chunk.
+        needed["choose"] = needed["middle"] + sum(length // config.chunk for length in lengths) * row // 2
+    return {name: 1e3 * size / bandwidth for name, size in needed.items()}
