@@ -62,7 +62,9 @@ def main(words: Sequence[str] | None = None) -> int:
         prog="python -m scripts.benchmarks tables", description=__doc__.partition("\n")[0]
     )
     parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 if a table is old")
-    parser.add_argument("--plots", action="store_true", help="draw the pictures as well, which needs matplotlib")
+    parser.add_argument(
+        "--plots", action="store_true", help="draw the pictures as well, which needs matplotlib"
+    )
     args = parser.parse_args(words)
     if args.plots:
         from scripts.benchmarks import plots
@@ -78,7 +80,10 @@ def main(words: Sequence[str] | None = None) -> int:
             if not args.check:
                 path.write_text(fresh, encoding="utf-8")
     for path in old:
-        print(f"{path}: " + ("out of date; run python -m scripts.benchmarks tables" if args.check else "written"))
+        print(
+            f"{path}: "
+            + ("out of date; run python -m scripts.benchmarks tables" if args.check else "written")
+        )
     for line in aged():
         print(line)
     return int(args.check and bool(old))

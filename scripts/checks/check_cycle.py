@@ -1,6 +1,7 @@
 """Check the captured cycle where it runs: greedy tokens, exact laws, seeds, and memory over many passes.
 
-    python scripts/check_cycle.py --device cuda
+    python -m scripts.checks.check_cycle --device cuda
+    python -m scripts.checks.check_cycle --device cpu --batch 64 --repeats 8 --tokens 400
 
 Uses the embedded pair. The laws are tested by a batch of equal prompts, each of which draws for itself:
 chi-square of the first new token, and of the second one after the likeliest first ones. Exit code 1 where
@@ -15,17 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from verdicts import Verdicts
 
+from scripts.benchmarks.common.engine import Cycle, CycleDecoder, Ending, HFModel, TokenLaw
+from scripts.checks.verdicts import Verdicts
 from triforce_tree import load
 from triforce_tree.bench.text import pydoc_text, token_ids
 from triforce_tree.check import chi_square, p_value, uncertain_contexts
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.cycle.cycle import Cycle
-from triforce_tree.cycle.decoder import CycleDecoder
-from triforce_tree.decoder import Ending
-from triforce_tree.hf_model import HFModel
-from triforce_tree.sampling import TokenLaw
 
 # Smallest p-value that passes; about twenty tests are made.
 _LEAST_P = 1e-4

@@ -1,8 +1,8 @@
 """Check an offloaded cache on a GPU where things go wrong: memory runs out, Ctrl-C, faults; and for long.
 
-    python scripts/check_offload.py                 # a small pair and 8,192 tokens, in two minutes
-    python scripts/check_offload.py --dtype bfloat16    # with attention on the CPU, where there is a kernel
-    python scripts/check_offload.py --tiny          # the same on a CPU, without what only a GPU can show
+    python -m scripts.checks.check_offload                 # a small pair and 8,192 tokens, in two minutes
+    python -m scripts.checks.check_offload --dtype bfloat16    # with attention on the CPU, where there is a kernel
+    python -m scripts.checks.check_offload --tiny          # the same on a CPU, without what only a GPU can show
 
 Every text is compared with the one of the ordinary cycle, whose cache is on the device, in fp32; in 16 bits,
 where other sums may round to other tokens, with the first one of the same split. Exit code 1 where anything
@@ -20,12 +20,12 @@ from typing import Any
 from unittest import mock
 
 import torch
-from bench_command import TINY_DRAFT, TINY_SHAPES
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging as transformers_logging
-from verdicts import Verdicts
 
+from scripts.benchmarks.common.command import TINY_DRAFT, TINY_SHAPES
+from scripts.checks.verdicts import Verdicts
 from triforce_tree import Engine, memory_plan
 from triforce_tree.bench.text import pydoc_text, token_ids
 from triforce_tree.config import HierarchyConfig

@@ -21,7 +21,7 @@ import venv
 import zipfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "triforce_tree"
 LINKS = ("drafters", "kernels", "verify")
 
@@ -99,7 +99,7 @@ def check_contents(wheel: Path) -> None:
     need("triforce_tree/py.typed" in files, "triforce_tree/py.typed is missing")
     need(
         any(f.startswith("triforce_tree/pair/") and f.endswith(".safetensors") for f in files),
-        "triforce_tree/pair/ holds no weights; make them with scripts/train_pair.py",
+        "triforce_tree/pair/ holds no weights; make them with scripts/train_pair",
     )
     for name in ("CITATION.cff", "CHANGELOG.md"):
         text = (ROOT / name).read_text(encoding="utf-8")

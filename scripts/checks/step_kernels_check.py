@@ -1,30 +1,28 @@
 """The kernels of the decoding cycle on a GPU: equal to their references, captured too, and how fast.
 
-    PYTHONPATH=. python scripts/step_kernels_check.py [--no-times]
+    python -m scripts.checks.step_kernels_check [--no-times]
 
 Problems are those of ``tests/step_cases.py`` and ``tests/grow_cases.py``. Prints what failed, a table of
 times inside CUDA graphs, and one line of JSON. Ends with status 1 where an op differs from its reference.
 """
 
 import argparse
-import gc
 import json
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 import grow_cases
 import step_cases
 from step_cases import Problem
-from tree_attention_timing import time_calls
 
+from scripts.benchmarks.common.timing import time_calls
 from triforce_tree.kernels import step
 
 HALF, SINGLE = torch.bfloat16, torch.float32
@@ -177,135 +175,48 @@ def check() -> tuple[int, list[str]]:
     return count, failed
 
 
-def times() -> Iterator[tuple[str, float, int]]:
-    """Name, microseconds of a call in a graph, and the bytes it must move (0: latency is all)."""
-    yield from _times_of_rows()
-    yield from _times_of_selection()
-    yield from _times_of_acceptance()
-    yield from _times_of_growth()
-
-
-def _times_of_rows() -> Iterator[tuple[str, float, int]]:
-    for batch, size in [(1, 123392), (6, 19000)]:
-        gc.collect()
-        torch.cuda.empty_cache()
-        wanted = 64 * batch * 32 * size * 128 * 2
-        free = torch.cuda.mem_get_info()[0] - 4 * 2**30
-        size = size if wanted < free else int(size * free / wanted) // 64 * 64
-        yield from _times_of_cache(torch.empty(64, batch, 32, size, 128, dtype=HALF, device=GPU))
-
-
-def _times_of_cache(rows: Tensor) -> Iterator[tuple[str, float, int]]:
-    """The engine's cache of a 7B: keys and values of 32 layers, 32 heads of 128."""
-    _, batch, _, size, _ = rows.shape
-    name = f"B={batch} S={size}"
-    start = torch.full((batch,), size - 200, device=GPU)
-    index = torch.arange(32, device=GPU).repeat(batch, 1)
-    took = time_calls([partial(step.move_rows, rows, index * 2 + 1, start)])
-    yield f"move_rows {name} R=32", took, 64 * batch * 32 * 32 * 256 * 2
-    yield f"move_rows {name}, all in place", time_calls([partial(step.move_rows, rows, index, start)]), 0
-    keys = rows.view(32, 2, *rows.shape[1:])[:, 0]
-    means = torch.empty(32, batch, 32, size // 8, 128, dtype=HALF, device=GPU)
-    took = time_calls([partial(step.chunk_means, means, keys, start // 8, 4, 8)])
-    yield f"chunk_means {name} 4 chunks, 32 layers", took, 32 * batch * 32 * 4 * 256 * 9
-    for count in (1, 16, 64):
-        k = torch.randn(batch, count, 32, 128, dtype=HALF, device=GPU).transpose(1, 2)
-        layers = [partial(step.append_rows, rows[2 * i], rows[2 * i + 1], k, k, start) for i in range(8)]
-        yield f"append_rows {name} T={count}", time_calls(layers), batch * 32 * count * 256 * 4
-
-
-def _times_of_selection() -> Iterator[tuple[str, float, int]]:
-    for batch, heads, group, chunks, dim, slots in [
-        (1, 32, 1, 15360, 128, 480),
-        (1, 32, 1, 15360, 16, 480),
-        (1, 8, 4, 15360, 128, 480),
-        (6, 32, 1, 2375, 128, 128),
-        (1, 32, 1, 131072, 128, 480),
-    ]:
-        q = torch.randn(batch, heads * group, dim, dtype=HALF, device=GPU)
-        means = [torch.randn(batch, heads, chunks, dim, dtype=HALF, device=GPU) for _ in range(2)]
-        limit = torch.full((batch,), chunks, device=GPU)
-        table = torch.empty(batch, heads, slots, dtype=torch.int32, device=GPU)
-        calls = [partial(step.select_chunks, q, m, limit, table, slots, dim**-0.5) for m in means]
-        name = f"select_chunks B={batch} {heads * group}/{heads} C={chunks} D={dim} slots={slots}"
-        yield name, time_calls(calls), means[0].numel() * 2
-
-
-def _times_of_acceptance() -> Iterator[tuple[str, float, int]]:
-    for batch, nodes, vocab in [
-        (1, 16, 4096),
-        (6, 16, 4096),
-        (1, 64, 4096),
-        (1, 64, 32000),
-        (1, 16, 128256),
-        (6, 64, 128256),
-    ]:
+def times() -> Iterator[tuple[str, float]]:
+    """Name, and microseconds of a call in a graph, of problems of the size that decoding has."""
+    for name, make in _timed():
         torch.manual_seed(0)
-        kinds = [step_cases.judgement(batch, nodes, vocab, GPU, 0.3, 10.0, seed=i) for i in range(4)]
-        took = time_calls([partial(step.accept_tree, *problem.args) for problem in kinds])
-        yield f"accept_tree B={batch} N={nodes} V={vocab}", took, 0
-    for nodes in (16, 64, 256):
-        took = time_calls([partial(step.accept_greedy, *step_cases.greedy(6, nodes, 4, GPU).args)])
-        yield f"accept_greedy B=6 N={nodes}", took, 0
-    for shape in [(1, 12, 4096), (6, 12, 4096), (1, 12, 128256)]:
-        for race in (True, False):
-            problem = step_cases.runner_up(*shape, race, GPU)
-            took = time_calls([partial(step.second_choice, *problem.args)])
-            bytes_read = problem.args[0].numel() * (8 if race else 4)
-            yield f"second_choice {shape}{' race' if race else ''}", took, bytes_read
+        problem = make()
+        yield name, time_calls([partial(getattr(step, problem.op), *problem.args)])
 
 
-def _times_of_growth() -> Iterator[tuple[str, float, int]]:
+def _timed() -> Iterator[tuple[str, Callable[[], Problem]]]:
+    for batch, size in [(1, 16_000), (6, 4000)]:
+        where = f"B={batch} S={size}"
+        yield f"append {where} T=16", partial(step_cases.append, batch, 32, size, 16, 128, HALF, GPU)
+        yield f"move {where} T=32", partial(step_cases.move, 64, batch, 32, size, 32, 128, HALF, GPU)
+        yield f"means {where}", partial(step_cases.means, 32, batch, 32, size, 4, 128, 8, HALF, GPU)
+    for shape in [(1, 32, 1, 15360, 128, 480), (1, 8, 4, 15360, 128, 480), (6, 32, 1, 2375, 128, 128)]:
+        yield f"select {shape}", partial(step_cases.selection, *shape, HALF, GPU)
+    for shape in [(1, 16, 4096), (6, 16, 4096), (1, 64, 32000), (6, 64, 128256)]:
+        yield f"accept {shape}", partial(step_cases.judgement, *shape, GPU, 0.3, 10.0)
+    yield "greedy 64", partial(step_cases.greedy, 6, 64, 4, GPU)
+    yield "runner-up (1, 12, 128256)", partial(step_cases.runner_up, 1, 12, 128256, True, GPU)
     for batch in (1, 6):
-        took = time_calls(
-            [partial(step.begin_tree, *grow_cases.beginning(batch, 5, (8, 6, 4), 9000, GPU).args)]
-        )
-        yield f"begin_tree B={batch}", took, 0
-        for fixed in (False, True):
-            problem = grow_cases.placement(batch, 8, 6, 6, GPU, fixed)
-            took = time_calls([partial(step.place_nodes, *problem.args)])
-            yield f"place_nodes B={batch} F=8 K=6{' fixed' if fixed else ''}", took, 0
-    for shape in [
-        (1, 1, 4096, 8),
-        (1, 8, 4096, 6),
-        (6, 8, 4096, 6),
-        (1, 8, 32000, 6),
-        (1, 8, 128256, 6),
-        (6, 8, 128256, 6),
-    ]:
-        for race in (False, True):
-            for dtype in (HALF, SINGLE):
-                problem = grow_cases.expansion(*shape, dtype, race, GPU, 0.7)
-                took = time_calls([partial(step.expand_nodes, *problem.args)])
-                yield f"expand_nodes {shape} {dtype}{' race' if race else ''}", took, 0
-    for batch in (1, 6):
-        for race in (False, True):
-            grown = grow_cases.expansion(batch, 8, 4096, 6, HALF, race, GPU, 0.7).args
-            placed = grow_cases.placement(batch, 8, 6, 6, GPU).args
-            took = time_calls([partial(_depth, grown, placed)])
-            yield f"from logits to tokens B={batch} F=8 K=6 V=4096{' race' if race else ''}", took, 0
-
-
-def _depth(grown: tuple[Any, ...], placed: tuple[Any, ...]) -> None:
-    """All that is done between two forwards of the draft model."""
-    draws, by_rank = step.expand_nodes(*grown)
-    step.place_nodes(*placed[:6], draws, by_rank, grown[3], *placed[9:])
+        yield f"begin B={batch}", partial(grow_cases.beginning, batch, 5, (8, 6, 4), 9000, GPU)
+        yield f"place B={batch} F=8 K=6", partial(grow_cases.placement, batch, 8, 6, 6, GPU, False)
+    for shape in [(1, 8, 4096, 6), (6, 8, 4096, 6), (1, 8, 128256, 6)]:
+        yield f"expand {shape}", partial(grow_cases.expansion, *shape, HALF, True, GPU, 0.7)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--no-times", action="store_true", help="check only")
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("there is no GPU here; the tests run these kernels in Triton's interpreter")
     with torch.inference_mode():
         count, failed = check()
         for line in failed:
             print("WRONG", line)
         print(f"{count - len(failed)} of {count} checks passed")
         made = []
-        for name, took, size in () if options.no_times else times():
-            rate = f"{size / took / 1e3:8.0f} GB/s" if size else ""
-            print(f"{name:64} {took:9.1f} us {rate}", flush=True)
-            made.append({"name": name, "us": round(took, 2), "bytes": size})
+        for name, took in () if options.no_times else times():
+            print(f"{name:40} {took:9.1f} us", flush=True)
+            made.append({"name": name, "us": round(took, 2)})
     print(json.dumps({"gpu": torch.cuda.get_device_name(), "failed": failed, "times": made}))
     return 1 if failed else 0
 

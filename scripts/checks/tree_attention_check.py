@@ -1,16 +1,22 @@
 """The correctness gate of the tree-attention kernels on a GPU: every shape, layout and variant.
 
+    python -m scripts.checks.tree_attention_check --every 2 --workers 14
+
 Cases and their fp64 definitions are those of ``tests/kernels_cases.py``.
 """
 
+import argparse
+import json
 import random
+import subprocess
 import sys
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 from kernels_cases import LAW, Case, build, random_nodes, random_tree, run_case
 
@@ -69,6 +75,33 @@ def cases() -> list[Case]:
     made.append(Case(Heads(32, 8, 128), ((19000, 16),) * 6))
     made.append(Case(Heads(4, 4, 128), ((700, 3),) * 70, layout=16))
     return made
+
+
+def gate(workers: int, every: int) -> dict[str, Any]:
+    """All cases, spread over processes because most of the time is compilation; and the replays."""
+    command = [sys.executable, "-m", "scripts.checks.tree_attention_check"]
+    command += ["--workers", str(workers), "--every", str(every), "--shard"]
+    running = [
+        subprocess.Popen([*command, str(i)], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
+        for i in range(workers)
+    ]
+    rows: list[dict] = []
+    for index, process in enumerate(running):
+        out = process.communicate()[0].strip().splitlines()
+        if process.returncode or not out:
+            rows.append({"case": f"shard {index}", "ok": False, "error": "the process died"})
+        else:
+            rows += json.loads(out[-1])
+    judged = [row for row in rows if "error_ratio" in row]
+    single = [row["error_ratio"] for row in judged if " float32 " in row["case"]]
+    half = [row["error_ratio"] for row in judged if " float32 " not in row["case"]]
+    return {
+        "cases": len(rows),
+        "failed": [row for row in rows if not row["ok"]],
+        "worst_error_ratio": max(half, default=None),
+        "worst_error_ratio_fp32": max(single, default=None),
+        "replays": replays(),
+    }
 
 
 def check(shard: int, shards: int, every: int = 1) -> list[dict]:
@@ -200,3 +233,23 @@ def replays() -> dict:
         graph.replay()
         wrong += (out != eager[pick][0]).sum() + (lse != eager[pick][1]).sum()
     return {"replays": REPLAYS, "different_elements": int(wrong)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="check every Nth case only")
+    parser.add_argument("--workers", type=int, default=14, help="processes")
+    parser.add_argument("--shard", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("there is no GPU here; the tests run these kernels in Triton's interpreter")
+    if args.shard is not None:
+        print(json.dumps(check(args.shard, args.workers, args.every)))
+        return 0
+    found = gate(args.workers, args.every)
+    print(json.dumps(found))
+    return int(bool(found["failed"] or found["replays"]["different_elements"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -34,7 +34,9 @@ CELLS: Columns = {
     "**ours**": lambda row: f"**{_us(row['ours_us'])}**",
     "roof": lambda row: _us(row["roof_us"]),
     "% of roof": "{percent_of_roof:.0f}",
-    "best peer / ours": lambda row: f"{min(row['peers'].values()) / row['ours_us']:.2f}" if row["peers"] else "-",
+    "best peer / ours": lambda row: (
+        f"{min(row['peers'].values()) / row['ours_us']:.2f}" if row["peers"] else "-"
+    ),
     "error": "{error_ratio:.2f}",
 }
 FITTING: Columns = {
@@ -180,7 +182,9 @@ def tiles(content: Record) -> str:
 
 _ARCHIVED = "git show fcfaa8f:scripts/bench_tree_attention.py"
 TABLES = {
-    **{f"tree_attention_{make.__name__}": Table(FILE, make, COMMAND) for make in (cells, aims, layouts, gate)},
+    **{
+        f"tree_attention_{make.__name__}": Table(FILE, make, COMMAND) for make in (cells, aims, layouts, gate)
+    },
     **{f"tree_attention_{make.__name__}": Table(ARCHIVE, make, _ARCHIVED) for make in (splits, costs)},
     "kernels_by_arch": Table(FITS, fits, "python -m scripts.checks.kernels_by_arch"),
     "tiles": Table(TILES, tiles, "python -m scripts.benchmarks tiles"),

@@ -39,7 +39,9 @@ def digest(area: str) -> str:
     for pattern in AREAS[area]:
         matching = set((ROOT / PACKAGE).glob(pattern))
         if not matching:
-            raise ValueError(f"area {area!r}: no file matches {pattern!r}; mend AREAS in {Path(__file__).name}")
+            raise ValueError(
+                f"area {area!r}: no file matches {pattern!r}; mend AREAS in {Path(__file__).name}"
+            )
         begin |= matching
     parts = sorted(_file_digest(path) for path in _reached(begin))
     return hashlib.sha256("".join(parts).encode()).hexdigest()[:16]
@@ -139,6 +141,8 @@ def _stands_alone(node: ast.stmt) -> bool:
 def _written(node: object) -> str:
     """A syntax tree as text. Unlike ``ast.dump`` it leaves out what is empty, which Pythons differ about."""
     if isinstance(node, ast.AST):
-        fields = (f"{name}={_written(value)}" for name, value in ast.iter_fields(node) if value not in (None, []))
+        fields = (
+            f"{name}={_written(value)}" for name, value in ast.iter_fields(node) if value not in (None, [])
+        )
         return f"{type(node).__name__}({','.join(fields)})"
     return f"[{','.join(map(_written, node))}]" if isinstance(node, list) else repr(node)

@@ -39,10 +39,14 @@ def parser(name: str, doc: str | None, tiny: bool = True) -> argparse.ArgumentPa
         description=(doc or "").partition("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    made.add_argument("--out", type=Path, help="where results go; without it docs/results, or nowhere if tiny")
+    made.add_argument(
+        "--out", type=Path, help="where results go; without it docs/results, or nowhere if tiny"
+    )
     made.add_argument("--seed", type=int, default=0, help="of all draws, and of the weights without effect")
     if tiny:
-        made.add_argument("--tiny", "--smoke", action="store_true", help="the same code, tiny, on any machine")
+        made.add_argument(
+            "--tiny", "--smoke", action="store_true", help="the same code, tiny, on any machine"
+        )
     return made
 
 

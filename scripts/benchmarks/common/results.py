@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from triforce_tree.bench import results
-
 from scripts.benchmarks.common.code_digest import ROOT, digest, digests
+from triforce_tree.bench import results
 
 Record = dict[str, Any]
 

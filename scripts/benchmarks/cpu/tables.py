@@ -30,7 +30,10 @@ def speed(content: Record) -> str:
     temperatures = sorted({r["temperature"] for r in rows})
     found = {(r["method"], r["temperature"]): r for r in rows}
     lines = [
-        [method, *(cell(c, found.get((method, t), {})) for t in temperatures for c in _BY_TEMPERATURE.values())]
+        [
+            method,
+            *(cell(c, found.get((method, t), {})) for t in temperatures for c in _BY_TEMPERATURE.values()),
+        ]
         for method in dict.fromkeys(r["method"] for r in rows)
     ]
     columns = ["method", *(heading.format(t=t) for t in temperatures for heading in _BY_TEMPERATURE)]
@@ -114,7 +117,9 @@ def together(content: Record) -> str:
 def ratios(content: Record, file: str, shown: Callable[[str], bool]) -> str:
     """Our kernel to the fastest of torch, where cores are shared and GB a second mean nothing."""
     rows = [row for row in content["rows"] if row["gbps"]]
-    ours = list(dict.fromkeys(row["spread"] for row in rows if row["way"] == "our kernel" and shown(row["spread"])))
+    ours = list(
+        dict.fromkeys(row["spread"] for row in rows if row["way"] == "our kernel" and shown(row["spread"]))
+    )
     lines = []
     for place, here in _places(rows).items():
         torchs = max((row for row in here if row["way"] != "our kernel"), key=lambda row: row["gbps"])

@@ -34,7 +34,9 @@ def layers(content: Record) -> str:
             gemlite = sum(part for part in parts if part) if all(parts) else None
             theirs = [us(measured.get((16, rows), {}).get("torch")), us(gemlite)]
             share = "-" if fused is None else f"{100 * roof / fused:.0f}"
-            lines.append([str(bits), str(rows), f"**{us(fused)}**", *map(us, others), *theirs, f"{roof:.1f}", share])
+            lines.append(
+                [str(bits), str(rows), f"**{us(fused)}**", *map(us, others), *theirs, f"{roof:.1f}", share]
+            )
     note = (
         f"{content['gpu']}, torch {content['torch']}, Triton {content['triton']}; read bandwidth "
         f"{content['read_bandwidth'] / 1e12:.2f} TB/s, measured in the same run; {content['measured']:,} "

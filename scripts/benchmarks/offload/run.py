@@ -86,7 +86,9 @@ PARTS: dict[str, Part] = {
 
 def main(words: Sequence[str] | None = None) -> None:
     made = parts_parser("benchmarks offload", __doc__, list(PARTS), seconds=450)
-    made.add_argument("--caps", type=float, nargs="+", help="GiB of device memory; by default as the part has it")
+    made.add_argument(
+        "--caps", type=float, nargs="+", help="GiB of device memory; by default as the part has it"
+    )
     args = made.parse_args(words)
     device = device_of(made, args.tiny)
     for name in PARTS if "all" in args.part else args.part:
@@ -101,7 +103,9 @@ def main(words: Sequence[str] | None = None) -> None:
         )
         deadline = Deadline(args.seconds)
         settings = settings_of(plan.as_dict(), args.seed, args.tiny)
-        file = ResultsFile(results_folder(args.out, args.tiny) / FILE, name, settings, rows, ["engine"], args.fresh)
+        file = ResultsFile(
+            results_folder(args.out, args.tiny) / FILE, name, settings, rows, ["engine"], args.fresh
+        )
         session = Session(plan, file, device, args.seed)
         try:
             PARTS[name].loop(session, deadline)

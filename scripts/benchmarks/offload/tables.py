@@ -132,7 +132,9 @@ def headline(content: Record) -> str | None:
 
 def memory(content: Record) -> str | None:
     """Where the bytes were, and the allocator's own peak."""
-    rows = list({(r["shape"], r["context"], r["gpu_memory_cap_gib"]): r for r in _rows(content, *_STREAMED)}.values())
+    rows = list(
+        {(r["shape"], r["context"], r["gpu_memory_cap_gib"]): r for r in _rows(content, *_STREAMED)}.values()
+    )
     if not rows:
         return None
     lines = []
@@ -146,7 +148,9 @@ def memory(content: Record) -> str | None:
     if any(weights):
         lines.append(["weights on the host", *(f"{size:.1f}" for size in weights)])
     lines.append(["**host memory**", *(f"**{_host_gib(r):.1f}**" for r in rows)])
-    return grid(["GiB", *(f"{r['model']}, {r['context']:,}, cap {r['gpu_memory_cap_gib']:g}" for r in rows)], lines)
+    return grid(
+        ["GiB", *(f"{r['model']}, {r['context']:,}, cap {r['gpu_memory_cap_gib']:g}" for r in rows)], lines
+    )
 
 
 def levels(content: Record) -> str | None:
@@ -185,7 +189,11 @@ def resident(content: Record) -> str:
         rows.append(here[1] | {"alone": here[0]})
     lines = [
         [f"{100 * r['share']:.0f} %", f"{r['bus_ms']:.0f}"]
-        + [text for key in ("plain_ms", "verify_ms") for text in (f"{r['alone'][key]:.0f}", f"**{r[key]:.0f}**")]
+        + [
+            text
+            for key in ("plain_ms", "verify_ms")
+            for text in (f"{r['alone'][key]:.0f}", f"**{r[key]:.0f}**")
+        ]
         for r in rows
     ]
     note = (
@@ -213,7 +221,9 @@ def tuned(content: Record) -> str:
 
 _MAKERS = {"headline": "7b", "memory": "7b", "levels": "7b", "prefill": "prefill", "projections": "7b"}
 TABLES = {
-    **{f"offload_{name}": Table(FILE, globals()[name], f"{COMMAND} {part}") for name, part in _MAKERS.items()},
+    **{
+        f"offload_{name}": Table(FILE, globals()[name], f"{COMMAND} {part}") for name, part in _MAKERS.items()
+    },
     "resident": Table(RESIDENT, resident, "python -m scripts.benchmarks resident"),
     "parallel_speed": Table(PARALLEL, parallel, "torchrun --nproc-per-node 2 -m scripts.benchmarks parallel"),
     "view_or_copy": Table(VIEW_OR_COPY, view_or_copy, "python -m scripts.benchmarks view_or_copy"),

@@ -183,7 +183,9 @@ def outputs(session: Session, plan: Plan, deadline: Deadline) -> None:
     [(batch, context)] = plan.cells
     longest = max(plan.outputs)
     for number in deadline.steps(range(plan.prompts)):
-        wanted = [t for t in plan.temperatures if session.wanted(number, batch, context, t, new_tokens=longest)]
+        wanted = [
+            t for t in plan.temperatures if session.wanted(number, batch, context, t, new_tokens=longest)
+        ]
         if not wanted:
             continue
         session.open({}, batch, context + longest, plan.temperatures)
@@ -235,7 +237,9 @@ def parser() -> argparse.ArgumentParser:
     made = parts_parser("benchmarks on_chip", __doc__, list(PARTS), seconds=540)
     made.add_argument("--new-tokens", type=int, help="tokens of each text")
     made.add_argument("--only", nargs="*", help="of the ablations these settings alone")
-    made.add_argument("--no-static", "--no-rival", action="store_true", help="leave out transformers' static cache")
+    made.add_argument(
+        "--no-static", "--no-rival", action="store_true", help="leave out transformers' static cache"
+    )
     return made
 
 

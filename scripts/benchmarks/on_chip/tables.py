@@ -182,8 +182,14 @@ _MAKERS = {
     "levels": ("7b", levels),
     "acceptance": ("7b", partial(_simple, columns=ACCEPTANCE, parts=HEADLINES, told=False)),
     "costs": ("7b", costs),
-    "lengths": ("lengths", partial(_simple, columns=LENGTHS, parts=("lengths",), order=("context", "temperature"))),
-    "outputs": ("outputs", partial(_simple, columns=OUTPUTS, parts=("outputs",), order=("temperature", "new_tokens"))),
+    "lengths": (
+        "lengths",
+        partial(_simple, columns=LENGTHS, parts=("lengths",), order=("context", "temperature")),
+    ),
+    "outputs": (
+        "outputs",
+        partial(_simple, columns=OUTPUTS, parts=("outputs",), order=("temperature", "new_tokens")),
+    ),
     "ablations_7b": ("ablations-7b", partial(ablations, part="ablations-7b")),
     "ablations_8b": ("ablations-8b", partial(ablations, part="ablations-8b")),
     "texts": ("7b", texts),

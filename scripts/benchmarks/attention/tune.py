@@ -1,6 +1,6 @@
 """Try tile shapes of the tree-attention kernel on one GPU: what filled the table in ``configs.py``.
 
-    python scripts/tune_tree_attention.py --out sweep.json
+    python -m scripts.benchmarks.attention.tune --out sweep.json
 
 Configurations are compiled in parallel processes first, so that the timing process finds them
 cached.
@@ -12,8 +12,9 @@ import subprocess
 import sys
 
 import torch
-from tree_attention_timing import Cell, random_kv, time_calls, tree_mask
 
+from scripts.benchmarks.attention.problems import Cell, random_kv, tree_mask
+from scripts.benchmarks.common.timing import time_calls
 from triforce_tree.kernels.configs import KernelConfig as C
 from triforce_tree.kernels.launch import run
 from triforce_tree.kernels.plan import plan_trees
@@ -76,10 +77,8 @@ def main() -> None:
                 small = Cell(cell.query_heads, cell.kv_heads, 4096, cell.size)
                 attempt(small, config, random_kv(small)[:1], True, first)
         return
-    workers = [
-        subprocess.Popen([sys.executable, __file__, "--workers", str(args.workers), "--shard", str(i)])
-        for i in range(args.workers)
-    ]
+    command = [sys.executable, "-m", "scripts.benchmarks.attention.tune", "--workers", str(args.workers)]
+    workers = [subprocess.Popen([*command, "--shard", str(i)]) for i in range(args.workers)]
     for worker in workers:
         worker.wait()
     rows = []

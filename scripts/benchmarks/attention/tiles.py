@@ -1,7 +1,7 @@
 """What the tiles of other GPUs cost on this one, and what its bulk copies and dependent launches gain.
 
-    python scripts/bench_tiles.py                    # docs/results/tiles_h200.json, in three minutes
-    python scripts/bench_tiles.py --devices sm_89 --cells 2
+    python -m scripts.benchmarks tiles                    # docs/results/tiles_h200.json, in three minutes
+    python -m scripts.benchmarks tiles --devices sm_89 --cells 2
 
 Each kernel is timed with this GPU's own tiles and then as if it were another one: the tiles that the
 other has shared memory for, without the features that it lacks (``kernels/device.py``). Instructions stay
@@ -12,25 +12,23 @@ beyond L2, after two warm-up calls each.
 import argparse
 import itertools
 import json
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from bench_command import RESULTS
-from bench_tree_attention import ours
-from linear_problems import BITS, LAYERS, ROTATION, Weights, time_us, weight_bytes
-from tree_attention_timing import Cell, random_kv
 
-from triforce_tree.bench import results
-from triforce_tree.kernels.configs import choose
-from triforce_tree.kernels.device import KNOWN, describe, told
+from scripts.benchmarks.attention.problems import Cell, random_kv
+from scripts.benchmarks.attention.run import ours
+from scripts.benchmarks.attention.tables import TILES
+from scripts.benchmarks.common.results import RESULTS, Record, header, write
+from scripts.benchmarks.linear.problems import BITS, LAYERS, ROTATION, Weights, time_us, weight_bytes
+from triforce_tree.bench.results import check_writable
+from triforce_tree.kernels.device import KNOWN, told
 
-OUT = RESULTS / "tiles_h200.json"
 DEVICES = ("sm_80", "sm_89", "sm_120")
 OWN = "own"
 CELLS = [
@@ -40,8 +38,6 @@ CELLS = [
     Cell(16, 8, 32_768, 1, dim=256), Cell(16, 8, 32_768, 64, dim=256),
 ]  # fmt: skip
 ROWS = (1, 16, 32, 64)
-
-Record = dict[str, Any]
 
 
 def as_device(name: str) -> Any:
@@ -54,11 +50,8 @@ def attention(devices: list[str], cells: list[Cell]) -> Iterator[Record]:
         kv = random_kv(cell)
         for name in devices:
             with as_device(name):
-                tile = choose(cell.size * cell.heads.group, cell.dim, 2, describe("cuda"))
-                yield {
-                    "kernel": "attention", "cell": f"{cell}, head_dim {cell.dim}", "device": name,
-                    "us": round(ours(cell, kv), 2), "tile": asdict(tile),
-                }  # fmt: skip
+                us = round(ours(cell, kv), 2)
+            yield {"kernel": "attention", "cell": f"{cell}, head_dim {cell.dim}", "device": name, "us": us}
 
 
 def linears(devices: list[str]) -> Iterator[Record]:
@@ -74,16 +67,18 @@ def linears(devices: list[str]) -> Iterator[Record]:
                     yield {"kernel": "linear", "cell": cell, "device": name, "us": round(time_us(calls), 2)}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.benchmarks tiles", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("--devices", nargs="*", default=[*DEVICES], choices=[*KNOWN], help="whose tiles")
     parser.add_argument("--cells", type=int, help="time the first so many cells of attention only")
-    parser.add_argument("--out", type=Path, default=OUT, help="results file")
-    args = parser.parse_args()
+    parser.add_argument("--out", type=Path, default=RESULTS / TILES, help="results file")
+    args = parser.parse_args(words)
     if not torch.cuda.is_available():
-        parser.error("there is no GPU here; kernels_by_arch.py compiles for GPUs that are not at hand")
-    results.check_writable(args.out)
-    result = results.header(0) | {"rows": []}
+        parser.error("there is no GPU here; kernels_by_arch compiles for GPUs that are not at hand")
+    check_writable(args.out)
+    result = header(0, "attention", "linear") | {"rows": []}
     names = [OWN, *args.devices]
     parts = [attention(names, CELLS[: args.cells]), *([] if args.cells else [linears(names)])]
     for row in itertools.chain(*parts):
@@ -92,11 +87,7 @@ def main() -> None:
     own = {row["cell"]: row["us"] for row in result["rows"] if row["device"] == OWN}
     for row in result["rows"]:
         row["times_own"] = round(row["us"] / own[row["cell"]], 3)
-    args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write(args.out, result)
     for name in args.devices:
         ratios = [row["times_own"] for row in result["rows"] if row["device"] == name]
         print(f"{name}: median {median(ratios):.2f} of own tiles, worst {max(ratios):.2f}")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

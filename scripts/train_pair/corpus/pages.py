@@ -1,4 +1,4 @@
-"""The main part of HTML pages as plain text, in the layout of ``pair_layout.py``.
+"""The main part of HTML pages as plain text, in the layout of ``layout.py``.
 
 Literals stand in double quotes, emphasis between asterisks, nested blocks are indented by three spaces.
 """
@@ -9,7 +9,8 @@ from pathlib import Path
 
 from lxml import etree
 from lxml import html as lxml_html
-from pair_layout import titled, wrap
+
+from scripts.train_pair.corpus.layout import titled, wrap
 
 SKIPPED = {
     "script", "style", "head", "nav", "footer", "aside", "svg", "form", "button", "header", "noscript",

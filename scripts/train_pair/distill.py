@@ -8,8 +8,9 @@ on, seen from the window, so each phase gets its own copy of the sinks' keys, tu
 
 import torch
 import torch.nn.functional as F
-from pair_model import Llama, linear, rms_norm, rotate, rotation
 from torch import Tensor
+
+from scripts.train_pair.model import Llama, linear, rms_norm, rotate, rotation
 
 SINKS, WINDOW = 4, 256
 SEGMENT = 1020  # tokens behind the sinks: 1,024 rows with them

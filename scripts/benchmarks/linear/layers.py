@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from linear_problems import BITS, LAYERS, ROTATION, Shape, Weights, time_us, weight_bytes
 from torch import Tensor
 
+from scripts.benchmarks.linear.problems import BITS, LAYERS, ROTATION, Shape, Weights, time_us, weight_bytes
 from triforce_tree.kernels.linear_configs import LinearConfig
 
 # Bits, shape and rows.
@@ -67,12 +67,8 @@ def _ways(
     def apart(w: Weights, x: Tensor) -> None:
         for outs, words, scales in zip(w.shape.outs, w.words[0], w.scales[0] or w.words[0], strict=True):
             one = Weights.__new__(Weights)
-            one.bits, one.shape, one.dtype, one.counters = (
-                bits,
-                Shape((outs,), w.shape.ins),
-                w.dtype,
-                w.counters,
-            )
+            one.bits, one.dtype, one.counters = bits, w.dtype, w.counters
+            one.shape = Shape((outs,), w.shape.ins)
             one.words, one.scales = [[words]], [[scales]]
             one.call(x)
 

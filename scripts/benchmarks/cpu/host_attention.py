@@ -1,8 +1,8 @@
 """Attention on the CPU over a cache in host memory, alone and beside streaming the cache to the device.
 
-    python scripts/host_attention.py               # on a machine with a GPU, in 90 seconds on 16 cores
-    python scripts/host_attention.py --out FILE    # on any machine; without a GPU there is no bus
-    python scripts/host_attention.py --tiny        # the same code on a few MiB; writes nothing
+    python -m scripts.benchmarks host_attention               # where there is a GPU, in 90 seconds on 16 cores
+    python -m scripts.benchmarks host_attention --out FILE    # on any machine; without a GPU there is no bus
+    python -m scripts.benchmarks host_attention --tiny        # the same code on a few MiB; writes nothing
 
 The results are docs/results/host_attention_h200.json: GB of keys and values a second, by T query rows, heads,
 threads and way; what plain reading of the same memory reaches; what the bus takes from it to the device; and
@@ -12,7 +12,6 @@ next; their values are the same, their memory is not. A way is timed only where 
 most twice those of plain torch in bf16.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -21,22 +20,22 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice, product
-from pathlib import Path
 from typing import Any
 
 import torch
-from host_machine import cores, processor
-from host_ways import SPREADS, WAYS, Spread, State, Way, Workers
-from measurements import Record, rounded
 from torch import Tensor
 
-from triforce_tree.bench import results
+from scripts.benchmarks.common.command import parser
+from scripts.benchmarks.common.results import RESULTS, Record, header, rounded, write
+from scripts.benchmarks.cpu.machine import cores, processor
+from scripts.benchmarks.cpu.tables import FILE
+from scripts.benchmarks.cpu.ways import SPREADS, WAYS, Spread, State, Way, Workers
+from triforce_tree.bench.results import check_writable
 from triforce_tree.cycle.lanes import Lane
 from triforce_tree.cycle.pinned import HostMemory
 from triforce_tree.kernels.plan import Heads
 from triforce_tree.kernels.reference import tree_attention
 
-OUT = Path(__file__).parents[1] / "docs" / "results" / "host_attention_h200.json"
 SHAPES = (Heads(32, 32, 128), Heads(32, 8, 128))
 _TIMES = 3
 # What makes torch do without the newest instructions of a processor.
@@ -209,10 +208,9 @@ def attention(pool: Pool, threads: Sequence[int], seed: int) -> list[Record]:
                         gbps = median_gbps(work, calls) if checked.holds(errors) else None
                         row = {"shape": label(heads), "t": queries, "threads": count, "way": name}
                         row |= {"spread": spread.name, "gbps": rounded(gbps) if gbps else None}
-                        row |= {"out_error": rounded(errors[0]), "lse_error": rounded(errors[1])}
-                        row |= {"torch_bf16_errors": [rounded(error) for error in checked.limit]}
                         found.append(row)
-                        say(**row)
+                        ratio = max(e / limit for e, limit in zip(errors, checked.limit, strict=True))
+                        say(**row, error_ratio=rounded(ratio))
     return found
 
 
@@ -275,38 +273,28 @@ def say(**facts: Any) -> None:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    parser.add_argument("--tiny", action="store_true", help="a few MiB, on any machine")
-    parser.add_argument("--out", type=Path, help="results file; docs/results, or none with --tiny")
-    parser.add_argument("--seed", type=int, default=0, help="of queries, keys and values")
-    args = parser.parse_args(words)
+    made = parser("benchmarks host_attention", __doc__)
+    args = made.parse_args(words)
     on_gpu = torch.cuda.is_available()
     if not on_gpu and not args.tiny and not args.out:
-        parser.error("there is no GPU here, and thus no bus; --out names a file for what the CPU does alone")
-    out = args.out or (None if args.tiny else OUT)
+        made.error("there is no GPU here, and thus no bus; --out names a file for what the CPU does alone")
+    out = args.out or (None if args.tiny else RESULTS / FILE)
     if out is not None:
-        results.check_writable(out)
+        check_writable(out)
     device = torch.device("cuda" if on_gpu else "cpu")
     start, size = time.perf_counter(), TINY if args.tiny else Size() if on_gpu else FEW_CORES
-    header = results.header(args.seed) | {"cpu": processor(), "size": vars(size), "times": _TIMES}
-    header["torch_held_to"] = {name: os.environ[name] for name in _HOLDS if name in os.environ}
-    say(**header)
+    result = header(args.seed, "cpu attention") | {"cpu": processor(), "size": vars(size), "times": _TIMES}
+    result["torch_held_to"] = {name: os.environ[name] for name in _HOLDS if name in os.environ}
+    say(**result)
     pool = Pool(size, device, args.seed)
     say(what="memory", seconds=rounded(time.perf_counter() - start))
     # Half first, so that what is last measured, with all of them, stands beside the bus.
     threads = sorted({max(1, cores() // 2), cores()})
-    read = reading(pool, threads)
-    rows = attention(pool, threads, args.seed)
-    result = header | {"reading": read, "rows": rows}
+    result["reading"] = reading(pool, threads)
+    result["rows"] = attention(pool, threads, args.seed)
     if on_gpu or args.tiny:
-        result["together"] = together(pool, device, threads[-1], rows, args.seed)
+        result["together"] = together(pool, device, threads[-1], result["rows"], args.seed)
     result["seconds"] = rounded(time.perf_counter() - start)
     say(what="done", seconds=result["seconds"])
     if out is not None:
-        out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+        write(out, result)

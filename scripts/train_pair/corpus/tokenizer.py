@@ -10,8 +10,9 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from pair_layout import SEPARATOR
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from scripts.train_pair.corpus.layout import SEPARATOR
 
 END = "<|endoftext|>"
 
@@ -32,7 +33,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--corpus", type=Path, required=True, help="folder of pair_corpus.py")
+    parser.add_argument("--corpus", type=Path, required=True, help="folder of gather.py")
     parser.add_argument("--out", type=Path, required=True, help="folder for the tokenizer files")
     parser.add_argument("--vocabulary", type=int, default=4096, help="tokens")
     parser.add_argument("--sample-mb", type=float, default=60.0, help="text to train on")

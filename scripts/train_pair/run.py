@@ -8,10 +8,11 @@ import time
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from pair_model import Llama
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from scripts.train_pair.model import Llama
 
 SHARD = 14_000_000  # bytes of a checkpoint file
 

@@ -1,6 +1,6 @@
 """Token streams and batches: packed text with planted facts and questions.
 
-``python pair_data.py`` tokenises the corpus into one ``.npy`` file of uint16 per group. ``Stream``
+``python -m scripts.train_pair.data`` tokenises the corpus into one ``.npy`` file of uint16 per group. ``Stream``
 holds them on the device and draws batches: random slices in which facts and questions overwrite
 some of the text, so that a batch costs one gather and one scatter.
 """
@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from pair_layout import SEPARATOR
-from pair_tokenizer import END
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from scripts.train_pair.corpus.layout import SEPARATOR
+from scripts.train_pair.corpus.tokenizer import END
 from triforce_tree.pair import needle
 
 SLOT = 64  # tokens reserved for one fact or question
@@ -125,7 +125,7 @@ class Stream:
     ) -> None:
         arrays = {f.stem: np.load(f) for f in sorted(folder.glob("*.npy"))}
         if not arrays:
-            raise FileNotFoundError(f"no .npy token files in {folder}; run pair_data.py first")
+            raise FileNotFoundError(f"no .npy token files in {folder}; run data.py first")
         self.tokens = torch.from_numpy(np.concatenate(list(arrays.values())).astype(np.int16))
         self.tokens = self.tokens.to(device)
         sizes = np.array([len(a) for a in arrays.values()])

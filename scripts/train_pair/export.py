@@ -1,4 +1,4 @@
-"""Turns the checkpoints of train_pair.py into ordinary Hugging Face folders.
+"""Turns the checkpoints of train.py into ordinary Hugging Face folders.
 
 Writes ``<out>/target`` and ``<out>/draft``: ``config.json``, ``generation_config.json``,
 ``model.safetensors`` (bf16) and the tokenizer files.
@@ -9,8 +9,9 @@ import json
 import shutil
 from pathlib import Path
 
-from pair_model import Shape
 from safetensors.torch import load_file, save_file
+
+from scripts.train_pair.model import Shape
 
 
 def export(name: str, checkpoint: Path, tokenizer: Path, out: Path) -> None:
@@ -21,7 +22,7 @@ def export(name: str, checkpoint: Path, tokenizer: Path, out: Path) -> None:
     for file in sorted(checkpoint.glob(f"{name}-*.safetensors")):
         weights.update(load_file(file))
     if not weights:
-        raise FileNotFoundError(f"no {name}-*.safetensors in {checkpoint}; run train_pair.py first")
+        raise FileNotFoundError(f"no {name}-*.safetensors in {checkpoint}; run train.py first")
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     shape = Shape(**json.loads((checkpoint / f"{name}.json").read_text())["shape"])
     special = json.loads((tokenizer / "tokenizer_config.json").read_text())["eos_token"]
@@ -37,8 +38,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--checkpoint", type=Path, required=True, help="--out of train_pair.py")
-    parser.add_argument("--tokenizer", type=Path, required=True, help="--out of pair_tokenizer.py")
+    parser.add_argument("--checkpoint", type=Path, required=True, help="--out of train.py")
+    parser.add_argument("--tokenizer", type=Path, required=True, help="--out of tokenizer.py")
     parser.add_argument("--out", type=Path, default=Path("triforce_tree/pair"))
     args = parser.parse_args()
     for name in ("target", "draft"):

@@ -1,28 +1,26 @@
-"""Trains the embedded pair: target by staged context, draft by distillation, then evaluation.
+"""Trains the embedded pair: target by staged context, then draft by distillation.
 
-Start with ``torchrun --nproc_per_node N scripts/train_pair.py ...``; one process per GPU (or CPU,
-for tests). Both trainings are budgets of seconds, so a run ends on time on any machine.
+Start with ``torchrun --nproc_per_node N -m scripts.train_pair.train ...``; one process per GPU (or CPU,
+with ``--toy``). ``export.py`` writes what comes out as model folders, ``evaluate.py`` measures them. Both trainings are budgets of seconds, so a run ends on time on any machine.
 ``--resume`` continues from the last checkpoint in ``--out`` (weights and clock; optimiser state is
 warmed anew).
 """
 
 import argparse
-import json
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from pair_data import Facts, Stream
-from pair_distill import SEGMENT, SINKS, StreamingForward, cut, laws
-from pair_eval import held_out_text, loss_at, needle_at, overlap_at
-from pair_model import CHUNK, DRAFT, TARGET, Llama
-from pair_optim import PairOptimizer
-from pair_run import Run, fastest_backend, same_everywhere
 from tokenizers import Tokenizer
 from torch import Tensor
-from torch.nn.attention import SDPBackend
+
+from scripts.train_pair.data import Facts, Stream
+from scripts.train_pair.distill import SEGMENT, SINKS, StreamingForward, cut, laws
+from scripts.train_pair.model import CHUNK, DRAFT, TARGET, Llama
+from scripts.train_pair.optim import PairOptimizer
+from scripts.train_pair.run import Run, fastest_backend, same_everywhere
 
 
 @dataclass(frozen=True)
@@ -157,83 +155,33 @@ def distil(run: Run, target: Llama, draft: Llama, stream: Stream) -> None:
     run.log(what="draft", steps=step)
 
 
-def evaluate(run: Run, target: Llama, draft: Llama, facts: Facts, held_out: Tensor) -> None:
-    args = run.args
-    result: dict[str, object] = {
-        "held_out_tokens": len(held_out),
-        "seed": args.seed,
-        "torch": torch.__version__,
-        "processes": run.world,
-    }
-    if run.device.type == "cuda":
-        result["device"] = torch.cuda.get_device_name()
-    target.backend = SDPBackend.FLASH_ATTENTION if run.device.type == "cuda" else SDPBackend.MATH
-    target.use_plain_pieces()
-    draft.use_plain_pieces()
-    lengths = [512, 2048] if args.toy else [1024, 4096, 16384, 65536]
-    result["loss"] = {n: loss_at(target, held_out, n, run.dtype) for n in lengths}
-    run.log(what="loss", **{str(k): v for k, v in result["loss"].items()})
-    streaming = StreamingForward(draft, run.device)
-    lengths = [2048] if args.toy else [8192, 16384]
-    result["draft"] = {n: overlap_at(target, streaming, held_out, n, run.dtype) for n in lengths}
-    run.log(what="draft", **{str(k): v for k, v in result["draft"].items()})
-    lengths = [512, 2048] if args.toy else [2048, 8192, 16384, 32768, 65536, 122880]
-    trials = 4 if args.toy else args.trials
-    result["needle"] = {
-        n: needle_at(target, facts, held_out, n, trials, args.seed, run.dtype) for n in lengths
-    }
-    run.log(what="needle", **{str(k): v for k, v in result["needle"].items()})
-    if run.rank == 0:
-        (args.out / "eval.json").write_text(json.dumps(result, indent=1))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--data", type=Path, required=True, help="token files of pair_data.py")
-    parser.add_argument("--tokenizer", type=Path, required=True, help="tokenizer.json")
-    parser.add_argument(
-        "--held-out", type=Path, help="text file to evaluate on; default: this Python's pydoc_data.topics"
-    )
-    parser.add_argument("--out", type=Path, required=True, help="checkpoints, log and evaluation")
-    parser.add_argument("--target-seconds", type=float, default=400.0)
-    parser.add_argument("--draft-seconds", type=float, default=110.0)
-    parser.add_argument("--tokens", type=int, default=CHUNK, help="tokens per process and step")
-    parser.add_argument(
-        "--teacher-length",
-        type=int,
-        default=16384,
-        help="context of the target while it teaches the draft, in tokens",
-    )
-    parser.add_argument("--muon-rate", type=float, default=0.015)
-    parser.add_argument("--adam-rate", type=float, default=3e-3)
-    parser.add_argument("--decay", type=float, default=0.1, help="weight decay of the matrices")
-    parser.add_argument(
-        "--hold", type=float, default=0.45, help="share of the target's time before the rate decays"
-    )
-    parser.add_argument(
-        "--overlap-weight", type=float, default=1.0, help="weight of 1 - sum(min(p, q)) late in distillation"
-    )
-    parser.add_argument(
-        "--python-weight",
-        type=float,
-        default=1.6,
-        help="sampling weight of Python's own documentation, per token",
-    )
-    parser.add_argument("--trials", type=int, default=40, help="needle trials per length")
-    parser.add_argument("--log-every", type=int, default=50, help="steps")
-    parser.add_argument("--save-every", type=float, default=60.0, help="seconds")
-    parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--toy", action="store_true", help="tiny models and stages, for tests")
-    parser.add_argument("--seed", type=int, default=0)
+    add = parser.add_argument
+    add("--data", type=Path, required=True, help="token files of data.py")
+    add("--tokenizer", type=Path, required=True, help="tokenizer.json")
+    add("--out", type=Path, required=True, help="checkpoints and log")
+    add("--target-seconds", type=float, default=400.0, help="budget of the target's training")
+    add("--draft-seconds", type=float, default=110.0, help="budget of the distillation")
+    add("--tokens", type=int, default=CHUNK, help="tokens per process and step")
+    add("--teacher-length", type=int, default=16384, help="tokens of context of the target while it teaches")
+    add("--muon-rate", type=float, default=0.015, help="learning rate of the matrices")
+    add("--adam-rate", type=float, default=3e-3, help="learning rate of everything else")
+    add("--decay", type=float, default=0.1, help="weight decay of the matrices")
+    add("--hold", type=float, default=0.45, help="share of the target's time before the rate decays")
+    add("--overlap-weight", type=float, default=1.0, help="of 1 - sum(min(p, q)), late in distillation")
+    add("--python-weight", type=float, default=1.6, help="sampling weight of Python's own texts, per token")
+    add("--log-every", type=int, default=50, help="steps")
+    add("--save-every", type=float, default=60.0, help="seconds")
+    add("--resume", action="store_true", help="go on from the checkpoint in --out")
+    add("--toy", action="store_true", help="tiny models and stages, on any machine")
+    add("--seed", type=int, default=0, help="of all draws")
     args = parser.parse_args()
     run = Run(args)
     torch.manual_seed(args.seed)
-    tokenizer = Tokenizer.from_file(str(args.tokenizer))
-    facts = Facts(tokenizer)
-    text = args.held_out.read_text("utf-8") if args.held_out else held_out_text()
-    held_out = torch.tensor(tokenizer.encode(text).ids, device=run.device)
+    facts = Facts(Tokenizer.from_file(str(args.tokenizer)))
     stream = Stream(args.data, facts, run.device, args.seed * 1000 + run.rank, args.python_weight)
     shapes = (TARGET, DRAFT)
     if args.toy:
@@ -249,12 +197,10 @@ def main() -> None:
         what="start",
         corpus_mtok=round(len(stream.tokens) / 1e6, 1),
         world=run.world,
-        held_out=len(held_out),
         parameters=[sum(p.numel() for p in m.parameters()) for m in (target, draft)],
     )
     train_target(run, target, stream)
     distil(run, target, draft, stream)
-    evaluate(run, target, draft, facts, held_out)
     run.log(what="done")
     if dist.is_initialized():
         dist.destroy_process_group()

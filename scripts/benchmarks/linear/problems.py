@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
-from timing import graph_us
 from torch import Tensor
 
+from scripts.benchmarks.common.timing import graph_us
 from triforce_tree.kernels import linear as kernels
 from triforce_tree.kernels import linear_reference as reference
 from triforce_tree.kernels.device import describe

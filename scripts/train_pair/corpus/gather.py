@@ -12,14 +12,17 @@ import glob
 import json
 import random
 import re
+import tomllib
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
-from pair_layout import SEPARATOR
-from pair_sources import EXCLUDED, SOURCES, Source
-from pair_text import READERS
+from scripts.train_pair.corpus.layout import SEPARATOR
+from scripts.train_pair.corpus.readers import READERS
 
+# What files belong to the corpus, and how they are read.
+LIST = tomllib.loads(Path(__file__).with_name("sources.toml").read_text("utf-8"))
 WORD = re.compile(r"[a-z0-9_]+")
 SHINGLE = 10  # words
 
@@ -29,6 +32,29 @@ def topics_text(path: Path) -> list[str]:
     scope: dict[str, dict[str, str]] = {}
     exec(compile(path.read_text("utf-8"), str(path), "exec"), scope)
     return list(scope["topics"].values())
+
+
+@dataclass(frozen=True)
+class Source:
+    """One source: ``reader`` names an entry of ``readers.READERS``; ``cap`` is in MB of text."""
+
+    name: str
+    licence: str
+    group: str  # python, docs, docstrings, api, code
+    reader: str
+    pattern: str
+    cap: float
+    excluded: tuple[str, ...] = ()
+
+
+def sources() -> Iterator[Source]:
+    """Those of ``sources.toml``, an entry with several names as one for each."""
+    for entry in LIST["sources"]:
+        names, title, pattern = entry.pop("names", [""]), entry.pop("title"), entry.pop("pattern")
+        excluded = tuple(entry.pop("excluded", ()))
+        for name in names:
+            named = {"name": title.replace("{name}", name), "pattern": pattern.replace("{name}", name)}
+            yield Source(**named, **entry, excluded=excluded)
 
 
 class HeldOut:
@@ -87,10 +113,8 @@ class Filter:
 
 def paths_of(source: Source, roots: dict[str, str], seed: int) -> list[Path]:
     """Files of a source in folder order; folders shuffled so that a cap takes a fair sample."""
-    files = sorted(
-        {f for pattern in source.patterns for f in glob.glob(pattern.format(**roots), recursive=True)}
-    )
-    banned = EXCLUDED + source.excluded
+    files = sorted(set(glob.glob(source.pattern.format(**roots), recursive=True)))
+    banned = (*LIST["excluded"], *source.excluded)
     files = [f for f in files if not any(part in f for part in banned)]
     folders: dict[str, list[str]] = {}
     for file in files:
@@ -112,13 +136,13 @@ def gather(args: argparse.Namespace) -> None:
     held_out = HeldOut([t for path in args.held_out for t in topics_text(path)])
     keep = Filter(held_out)
     args.out.mkdir(parents=True, exist_ok=True)
-    manifest = []
+    manifest, listed = [], list(sources())
     with ExitStack() as files:
         handles = {
             group: files.enter_context(open(args.out / f"{group}.txt", "w", encoding="utf-8"))
-            for group in sorted({s.group for s in SOURCES})
+            for group in sorted({s.group for s in listed})
         }
-        for source in SOURCES:
+        for source in listed:
             size = documents = 0
             for path in paths_of(source, roots, args.seed):
                 try:

@@ -1,9 +1,9 @@
 """Inflate a small model to a large shape: write it as a model folder, or check it against the small one.
 
-    python scripts/inflate.py --shape llama-2-7b --out inflated-7b
-    python scripts/inflate.py --shape llama-68m --model draft --out inflated-68m
-    python scripts/inflate.py --shape 1024x12x8/4x128x2048 --check              # on a CPU
-    python scripts/inflate.py --shape llama-2-7b --check --device cuda --dtype bfloat16
+    python -m scripts.train_pair.inflate --shape llama-2-7b --out inflated-7b
+    python -m scripts.train_pair.inflate --shape llama-68m --model draft --out inflated-68m
+    python -m scripts.train_pair.inflate --shape 1024x12x8/4x128x2048 --check              # on a CPU
+    python -m scripts.train_pair.inflate --shape llama-2-7b --check --device cuda --dtype bfloat16
 
 A shape is a name or hidden x layers x heads/kv_heads x head_dim x mlp. The vocabulary stays the small
 model's. ``--check`` runs Python's help topics through both models: how far logits are from the small

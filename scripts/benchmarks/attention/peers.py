@@ -12,8 +12,9 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tree_attention_timing import Cell, random_kv, time_calls, tree_mask
 
+from scripts.benchmarks.attention.problems import Cell, random_kv, tree_mask
+from scripts.benchmarks.common.timing import time_calls
 from triforce_tree.kernels.launch import run
 from triforce_tree.kernels.plan import plan_trees
 
@@ -281,12 +282,12 @@ def build() -> None:
         name, cell = _BUILDS[int(sys.argv[2])]
         print(name, cell, peers(cell, random_kv(cell)[:2], [name]), flush=True)
         return
-    command = [sys.executable, __file__, "--build"]
+    command = [sys.executable, "-m", "scripts.benchmarks.attention.peers", "--build"]
     for process in [subprocess.Popen([*command, str(i)]) for i in range(len(_BUILDS))]:
         process.wait()
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] != ["--build"]:
-        sys.exit("--build compiles the peers; bench_tree_attention.py times them")
+        sys.exit("--build compiles the peers; python -m scripts.benchmarks tree_attention times them")
     build()

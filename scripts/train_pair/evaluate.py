@@ -1,7 +1,7 @@
 """What the embedded pair can do, through the engine's own caches: docs/results/pair.json.
 
-    python scripts/eval_pair.py                      # on a CPU: needles up to 16K, overlaps at 16K
-    python scripts/eval_pair.py --device cuda --lengths 2048 8192 16384 32768 122880 \
+    python -m scripts.train_pair.evaluate                      # on a CPU: needles up to 16K, overlaps at 16K
+    python -m scripts.train_pair.evaluate --device cuda --lengths 2048 8192 16384 32768 122880 \
         --retrieval 16384/1024 122880/4096 --trials 40
 
 Only the figures measured now are replaced in the file. The text is Python's help topics, which the pair
@@ -18,16 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from prompt_library import cut
 from transformers.utils import logging
 
 import triforce_tree
+from scripts.benchmarks.common.results import RESULTS, write
+from scripts.benchmarks.common.results import header as header_of
+from scripts.benchmarks.common.texts import cut
 from triforce_tree.bench import needle, overlap, results, text
 from triforce_tree.sampling import TokenLaw
 
 # The draft's overlap is a figure at one length of context.
 DRAFT_CONTEXT = 16_384
-RESULTS = Path(__file__).parents[1] / "docs" / "results"
 
 
 def windows(ids: Sequence[int], length: int, count: int) -> Iterator[list[int]]:
@@ -68,28 +69,29 @@ def overlaps(
     return statistics.fmean(retrieval), statistics.fmean(draft) if draft else None
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        prog="python -m scripts.train_pair.evaluate",
+        description=(__doc__ or "").partition("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument(
-        "--lengths", type=int, nargs="*", default=[2048, 8192, 16384], help="of needle prompts"
-    )
-    parser.add_argument("--trials", type=int, default=40, help="needles for each length")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--lengths", type=int, nargs="*", default=[2048, 8192, 16384], help="of needle prompts")
+    add("--trials", type=int, default=40, help="needles for each length")
+    add(
         "--retrieval", nargs="*", default=["16384/1024"], metavar="CONTEXT/BUDGET", help="overlaps to measure"
     )
-    parser.add_argument("--prompts", type=int, default=8, help="prompts for each overlap")
-    parser.add_argument("--new-tokens", type=int, default=128, help="tokens behind each of them")
-    parser.add_argument("--windows", type=int, default=7, help="of 16,384 tokens for the loss; 0 for no loss")
-    parser.add_argument("--file", help="another held-out text")
-    parser.add_argument("--seed", type=int, default=0, help="of the needles")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--dtype", default="float32", help="of both models")
-    parser.add_argument("--target", help="model folder; without it, the embedded pair")
-    parser.add_argument("--draft", help="model folder; without it, the embedded draft")
-    parser.add_argument("--out", type=Path, default=RESULTS / "pair.json", help="results file")
-    args = parser.parse_args()
+    add("--prompts", type=int, default=8, help="prompts for each overlap")
+    add("--new-tokens", type=int, default=128, help="tokens behind each of them")
+    add("--windows", type=int, default=7, help="of 16,384 tokens for the loss; 0 for no loss")
+    add("--file", help="another held-out text")
+    add("--seed", type=int, default=0, help="of the needles")
+    add("--device", default="cpu", help="cpu or cuda")
+    add("--dtype", default="float32", help="of both models")
+    add("--target", help="model folder; without it, the embedded pair")
+    add("--draft", help="model folder; without it, the embedded draft")
+    add("--out", type=Path, default=RESULTS / "pair.json", help="results file")
+    args = parser.parse_args(words)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     results.check_writable(args.out)
@@ -122,14 +124,10 @@ def main() -> None:
     for name, part in (("needle", accuracy), ("retrieval_overlap", retrieval)):
         merged[name] = {**old.get(name, {}), **part}
     # One header for each figure: they may come from different machines.
-    header = results.header(args.seed) | {"prompts": args.prompts, "new_tokens": args.new_tokens}
-    measured = [
-        *found,
-        *(f"retrieval_overlap {pair}" for pair in retrieval),
-        *(f"needle {n}" for n in accuracy),
-    ]
+    header = header_of(args.seed, "api") | {"prompts": args.prompts, "new_tokens": args.new_tokens}
+    measured = [*found, *(f"retrieval_overlap {p}" for p in retrieval), *(f"needle {n}" for n in accuracy)]
     merged["evaluated"] = {**old.get("evaluated", {}), **dict.fromkeys(measured, header)}
-    args.out.write_text(json.dumps(merged, indent=1) + "\n", encoding="utf-8")
+    write(args.out, merged)
     print(json.dumps(merged))
 
 

@@ -1,7 +1,7 @@
 """Few-row linear layers on one GPU: check them, try configurations, say which are best.
 
-    python scripts/tune_linear.py --out linear.json --seconds 150
-    python scripts/tune_linear.py --out linear.json --quick      # the check and the table's own choices
+    python -m scripts.benchmarks linear --out linear.json --seconds 150
+    python -m scripts.benchmarks linear --out linear.json --quick      # the check and the table's own choices
 
 Linears of one input are one launch. Variants are compiled by parallel processes first. The timing process
 writes a line per measurement; should a configuration break its CUDA context, another process goes on.
@@ -12,13 +12,17 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 import triton
-from linear_layers import Cell, layer_times, peer_times
-from linear_problems import (
+
+from scripts.benchmarks.attention.problems import measure_ceilings
+from scripts.benchmarks.common.results import header, write
+from scripts.benchmarks.linear.layers import Cell, layer_times, peer_times
+from scripts.benchmarks.linear.problems import (
     BITS,
     LAYERS,
     ROTATION,
@@ -33,8 +37,6 @@ from linear_problems import (
     weight_bytes,
     wrong,
 )  # fmt: skip
-from tree_attention_timing import measure_ceilings
-
 from triforce_tree.bench.results import commit
 from triforce_tree.kernels.linear_configs import LinearConfig
 
@@ -191,6 +193,7 @@ def peer(log: Log, until: float) -> None:
 
 
 def report(log: Log) -> dict:
+    """What the results file keeps: the best of each problem, whole layers, the peer."""
     read = next((row["read"] for row in log.rows if row["key"] == ["ceilings"]), 4.42e12)
     measured = {json.dumps(row["key"]): row.get("us") for row in log.rows}
     best, table = best_configs(log), []
@@ -213,25 +216,32 @@ def report(log: Log) -> dict:
             f"choose {own or 0:7.2f}, torch bf16 {torch_us or 0:7.2f}; "
             + " ".join(str(int(v)) for v in config.values())
         )
+    layers: dict[tuple, dict] = {}
+    gemlite, small = [], {}
     for row in log.rows:
-        if row["key"][0] in ("layer", "peer") or row["key"][-1] == "gemlite":
+        kind, *key = row["key"]
+        if kind == "layer" and key[0] == "small":
+            small["early" if key[1] else "ordinary"] = row["us"]
+        elif kind == "layer":
+            layers.setdefault(tuple(key[:3]), {})[key[3]] = row["us"]
+        elif row["key"][-1] == "gemlite":
+            gemlite.append({"bits": kind, "shape": key[0], "rows": key[1], "us": row["us"]})
+        if kind in ("layer", "peer") or row["key"][-1] == "gemlite":
             print(json.dumps(row["key"]), f"{row['us']:.1f}" if row["us"] else row.get("error"))
     errors = [row for row in log.rows if row.get("error")]
     for row in errors[:20]:
         print("failed:", json.dumps(row)[:300])
     print(f"{len(log.rows)} measurements, {len(errors)} failed")
-    return {"read_bandwidth": read, "gpu": torch.cuda.get_device_name(), "cells": table}
-
-
-def in_lines(result: dict) -> str:
-    """JSON with a line for each key, and one for each member of a list."""
-
-    def one(value: object) -> str:
-        if not isinstance(value, list) or not value:
-            return json.dumps(value)
-        return "[\n" + ",\n".join(map(json.dumps, value)) + "\n]"
-
-    return "{\n" + ",\n".join(f"{json.dumps(key)}: {one(value)}" for key, value in result.items()) + "\n}\n"
+    names = ("layer", "bits", "rows")
+    return {
+        "read_bandwidth": read,
+        "gpu": torch.cuda.get_device_name(),
+        "measured": len(log.rows),
+        "small_us": small,
+        "layers": [dict(zip(names, key, strict=True)) | {"us": us} for key, us in layers.items()],
+        "gemlite": gemlite,
+        "cells": table,
+    }
 
 
 def check(log: Log, part: int, parts: int) -> None:
@@ -239,8 +249,10 @@ def check(log: Log, part: int, parts: int) -> None:
         log.add(["gate", name], error=said)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.benchmarks linear", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("--out", type=Path, default=Path("linear.json"))
     parser.add_argument("--seconds", type=float, default=150.0, help="stop in time for so long in all")
     parser.add_argument("--quick", action="store_true", help="the check and the table's own choices")
@@ -249,12 +261,15 @@ def main() -> int:
     parser.add_argument("--peer-seconds", type=float, default=15.0, help="part of the time for gemlite")
     parser.add_argument("--commit", default=commit(), help="what is measured, where no .git says it")
     parser.add_argument("--part", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = parser.parse_args(words)
+    if not torch.cuda.is_available():
+        parser.error("there is no GPU here; the tests run these kernels in Triton's interpreter")
     end = time.time() + args.seconds
     lines = args.out.with_suffix(".lines")
 
     def child(part: str, seconds: float) -> subprocess.Popen:
-        command = [sys.executable, __file__, "--out", str(args.out), "--part", part]
+        command = [sys.executable, "-m", "scripts.benchmarks", "linear"]
+        command += ["--out", str(args.out), "--part", part]
         command += ["--seconds", str(max(5.0, seconds)), "--workers", str(args.workers)]
         return subprocess.Popen(command + ["--quick"] * args.quick)
 
@@ -305,12 +320,7 @@ def main() -> int:
     if args.peer_seconds:
         finish("peer", end - time.time())
     log = Log(lines)
-    made = {"command": " ".join(["python", *sys.argv]), "commit": args.commit}
+    made = header(0, "linear") | {"commit": args.commit}
     made |= {"torch": torch.__version__, "triton": triton.__version__, **report(log)}
-    made |= {"checked": len(checked), "failed": failed, "measurements": log.rows}
-    args.out.write_text(in_lines(made))
+    write(args.out, made | {"checked": len(checked), "failed": failed})
     return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,38 +1,34 @@
-"""Tree attention on one GPU: the correctness gate, then time per call beside the peers that are
-there.
+"""Tree attention on one GPU: the correctness gate, then time per call beside the peers that are there.
 
-    python scripts/bench_tree_attention.py --check                  # the gate alone
-    python scripts/bench_tree_attention.py --build --out results    # gate, timings, JSON, plot
+    python -m scripts.benchmarks tree_attention --check                           # the gate alone
+    python -m scripts.benchmarks tree_attention --build --out docs/results        # gate, timings, results
 
-A speed is never reported on a red gate. Calls are timed in a CUDA graph over KV copies that
-together do not fit L2; the roof of a cell is the larger of its bytes over the read bandwidth and
-its FLOPs over the matmul rate, both measured in the same run. All that the results file holds comes
-from one run, which writes it anew after each step. ``scripts/make_tables.py`` puts it into the docs.
+A speed is never reported on a red gate. Calls are timed in a CUDA graph over KV copies that together do not fit
+L2; the roof of a cell is the larger of its bytes over the read bandwidth and its FLOPs over the matmul rate, both
+measured in the same run. All that the results file holds comes from one run, which writes it anew after each step.
 """
 
 import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from statistics import median
 from time import perf_counter
 
 import torch
-from bench_peers import PEERS, peers
-from bench_tree_shaped import SHAPES
-from bench_tree_shaped import measure as measure_shape
-from kernel_tables import cells as cell_table
-from kernel_tables import plot
-from tree_attention_check import check, replays
-from tree_attention_counters import counters
-from tree_attention_timing import Ceilings, Cell, measure_ceilings, random_kv, time_calls, tree_mask
 
+from scripts.benchmarks.attention.peers import PEERS, peers
+from scripts.benchmarks.attention.problems import Ceilings, Cell, measure_ceilings, random_kv, tree_mask
+from scripts.benchmarks.attention.tables import FILE
+from scripts.benchmarks.attention.tables import cells as cell_table
+from scripts.benchmarks.common.results import header, write
+from scripts.benchmarks.common.timing import time_calls
+from scripts.checks.tree_attention_check import gate
 from triforce_tree.kernels import reference
 from triforce_tree.kernels.launch import run
-from triforce_tree.kernels.plan import Heads, plan_trees
+from triforce_tree.kernels.plan import plan_trees
 
 CELLS = [
     Cell(32, 32, 122880, 16),
@@ -47,31 +43,6 @@ CELLS = [
 ]
 SLOW = "FlexAttention"  # autotunes for long in each cell, so it gets what time is left
 MORE = [Cell(32, 8, 122880, 256), Cell(32, 8, 32768, 256), Cell(32, 8, 19456, 16, batch=6)]
-
-
-def gate(workers: int, every: int) -> dict:
-    """All cases, spread over processes because most of the time is compilation; and the replays."""
-    command = [sys.executable, __file__, "--workers", str(workers), "--every", str(every), "--shard"]
-    running = [
-        subprocess.Popen([*command, str(i)], stdout=subprocess.PIPE, text=True) for i in range(workers)
-    ]
-    rows: list[dict] = []
-    for index, process in enumerate(running):
-        out = process.communicate()[0].strip().splitlines()
-        if process.returncode or not out:
-            rows.append({"case": f"shard {index}", "ok": False, "error": "the process died"})
-        else:
-            rows += json.loads(out[-1])
-    judged = [row for row in rows if "error_ratio" in row]
-    single = [row["error_ratio"] for row in judged if " float32 " in row["case"]]
-    half = [row["error_ratio"] for row in judged if " float32 " not in row["case"]]
-    return {
-        "cases": len(rows),
-        "failed": [row for row in rows if not row["ok"]],
-        "worst_error_ratio": max(half, default=None),
-        "worst_error_ratio_fp32": max(single, default=None),
-        "replays": replays(),
-    }
 
 
 def ours(cell: Cell, kv: list, layout: str | int = "heads", split: str = "flatten") -> float:
@@ -158,62 +129,36 @@ def layouts(ceilings: Ceilings) -> list[dict]:
     return rows
 
 
-def plan_cost() -> dict:
-    """Host microseconds of a plan and of updating one in place."""
-    heads, mask = Heads(32, 8, 128), tree_mask(64, "cpu")
-    plan = plan_trees(heads, [mask], [4096], device="cuda")
-    words = plan.mask.clone()
-    lengths = torch.tensor([5000], dtype=torch.int32, device="cuda")
-
-    def host_us(call: Callable[[], object]) -> float:
-        times = []
-        for _ in range(50):
-            torch.cuda.synchronize()
-            start = perf_counter()
-            call()
-            times.append((perf_counter() - start) * 1e6)
-        return round(median(times), 1)
-
-    return {
-        "plan_us": host_us(lambda: plan_trees(heads, [mask], [4096], device="cuda")),
-        "update_from_host_us": host_us(lambda: plan.update(mask, [5000])),
-        "update_from_device_us": host_us(lambda: plan.update(words, lengths)),
-    }
-
-
 class Report:
     """What is known so far, written after every step: a run that is cut short leaves all it measured."""
 
     def __init__(self, folder: Path | None, commit: str | None):
-        self.folder = folder
+        self.path = folder / FILE if folder else None
         self.began = perf_counter()
         self.result: dict = {
+            **header(0, "attention"),
             "gpu": torch.cuda.get_device_name(),
             **{name: _version(package) for name, package in _PACKAGES.items()},
-            "command": " ".join(["python", *sys.argv]).replace(str(folder), "docs/results"),
-            "commit": commit,
-            "seconds": {},
         }
+        if commit:
+            self.result["commit"] = commit
 
     def passed(self) -> float:
         return perf_counter() - self.began
 
     def add(self, name: str, make: Callable[[], object]) -> None:
         """One section; a failure is recorded and leaves the others to run."""
-        start = perf_counter()
         try:
             self.result[name] = make()
         except Exception as error:
             self.result[name] = []
             self.result.setdefault("sections_that_failed", {})[name] = repr(error)[:300]
-        self.result["seconds"][name] = round(perf_counter() - start, 1)
         self.save()
 
     def save(self) -> None:
-        if self.folder:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            text = json.dumps(self.result, indent=1) + "\n"
-            (self.folder / "tree_attention_h200.json").write_text(text)
+        if self.path:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write(self.path, self.result)
 
 
 _PACKAGES = {"torch": "torch", "triton": "triton", "flashinfer": "flashinfer-python"}
@@ -233,7 +178,7 @@ def slow_peer(report: Report, cells: list[Cell], seconds: float) -> None:
     """
     rows_a_head = [cell.batch * cell.size * cell.heads.group for cell in cells]
     order = sorted(range(len(cells)), key=rows_a_head.__getitem__)
-    start, longest = perf_counter(), 0.0
+    longest = 0.0
     for at in order:
         began, row = perf_counter(), report.result["rows"][at]
         if report.passed() + longest > seconds:
@@ -242,12 +187,12 @@ def slow_peer(report: Report, cells: list[Cell], seconds: float) -> None:
         add_peers(row, peers(cells[at], random_kv(cells[at]), [SLOW]))
         longest = max(longest, perf_counter() - began)
         report.save()
-    report.result["seconds"][SLOW] = round(perf_counter() - start, 1)
-    report.save()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.benchmarks tree_attention", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("--check", action="store_true", help="run the correctness gate only")
     parser.add_argument("--no-gate", action="store_true", help="skip the gate (while tuning)")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="check every Nth case only")
@@ -256,17 +201,15 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=360, help=f"when to stop timing {SLOW}")
     parser.add_argument("--only", help="time the cells whose name contains this, and nothing else")
     parser.add_argument("--workers", type=int, default=14, help="processes of the gate")
-    parser.add_argument("--out", type=Path, help="folder for tree_attention_h200.json and .png")
-    parser.add_argument("--commit", help="of this tree, for the results file")
-    parser.add_argument("--shard", type=int, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.shard is not None:
-        print(json.dumps(check(args.shard, args.workers, args.every)))
-        return
+    parser.add_argument("--out", type=Path, help=f"folder for {FILE}")
+    parser.add_argument("--commit", help="of this tree, for the results file, where no .git says it")
+    args = parser.parse_args(words)
+    if not torch.cuda.is_available():
+        parser.error("there is no GPU here; the tests run these kernels in Triton's interpreter")
 
     report = Report(args.out, args.commit)
     result = report.result
-    build = [sys.executable, str(Path(__file__).with_name("bench_peers.py")), "--build"]
+    build = [sys.executable, "-m", "scripts.benchmarks.attention.peers", "--build"]
     builder = subprocess.Popen(build) if args.build else None
     if not args.no_gate:
         report.add("gate", lambda: gate(args.workers, args.every))
@@ -274,9 +217,7 @@ def main() -> None:
         if not result["gate"] or result["gate"]["failed"] or result["gate"]["replays"]["different_elements"]:
             sys.exit("the gate is red: no speeds are reported")
     if builder:
-        start = perf_counter()
         builder.wait()
-        result["seconds"]["build, beyond the gate"] = round(perf_counter() - start, 1)
     if args.check:
         return
     ceilings = measure_ceilings()
@@ -285,23 +226,12 @@ def main() -> None:
     cells = [c for c in CELLS + MORE if args.only is None or args.only in str(c)]
     quick = [name for name in args.peers if name != SLOW]
     report.add("rows", list)
-    start = perf_counter()
     for cell in cells:
         result["rows"].append(measure(cell, ceilings, quick))
         report.save()
-    result["seconds"]["rows"] = round(perf_counter() - start, 1)
     if args.only is None:
-        report.add("plan", plan_cost)
         report.add("layouts", lambda: layouts(ceilings))
-        report.add("splits", lambda: [measure_shape(name, ceilings) for name in SHAPES])
-        report.add("counters", counters)
     if SLOW in args.peers:
         slow_peer(report, cells, args.seconds)
-    if args.out:
-        plot(result["rows"], args.out / "tree_attention_h200.png")
     print(cell_table(result))
     print(json.dumps(result))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Documentation in, plain text out: HTML, docstrings, JSON service models and perl pods.
 
-The layout is that of ``pair_layout.py``. Every reader takes a path and returns one document as a string,
+The layout is that of ``layout.py``. Every reader takes a path and returns one document as a string,
 empty where there is no prose.
 """
 
@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from pair_html import read_html, unpacked
-from pair_layout import titled, wrap
+from scripts.train_pair.corpus.layout import titled, wrap
+from scripts.train_pair.corpus.pages import read_html, unpacked
 
 ROLE = re.compile(r":[a-z:]+:`~?([^`<]+?)(?: <[^`]*>)?`")
 DOUBLE = re.compile(r"``([^`]+)``")

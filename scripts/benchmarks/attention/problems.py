@@ -1,14 +1,13 @@
-"""Timing of one layer of tree attention: problems, rotated KV, ceilings."""
+"""One layer of tree attention on a GPU: problems, rotated KV, and what the chip reaches at most."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
-from timing import graph_us
 from torch import Tensor
 
+from scripts.benchmarks.common.timing import time_calls
 from triforce_tree.kernels.plan import Heads
 
 L2_BYTES = 60 * 2**20
@@ -79,11 +78,6 @@ def random_kv(cell: Cell, layout: str = "heads") -> list[tuple[Tensor, Tensor]]:
         return made.transpose(1, 2) if layout == "rows" else made
 
     return [(one(), one()) for _ in range(copies)]
-
-
-def time_calls(calls: list[Callable[[], object]], target_ms: float = 40.0) -> float:
-    """Median microseconds of one call; see ``timing.py``."""
-    return graph_us(calls, max(1, 16 // len(calls)), target_ms, (7, 60))
 
 
 @triton.jit
