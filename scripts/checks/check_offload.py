@@ -1,8 +1,8 @@
 """Check an offloaded cache on a GPU where things go wrong: memory runs out, Ctrl-C, faults; and for long.
 
-    python -m scripts.checks.check_offload                 # a small pair and 8,192 tokens, in two minutes
-    python -m scripts.checks.check_offload --dtype bfloat16    # with attention on the CPU, where there is a kernel
-    python -m scripts.checks.check_offload --tiny          # the same on a CPU, without what only a GPU can show
+    python -m scripts.checks.check_offload                     # a small pair, 8,192 tokens, in two minutes
+    python -m scripts.checks.check_offload --dtype bfloat16    # with attention on the CPU
+    python -m scripts.checks.check_offload --tiny              # on a CPU, without what only a GPU can show
 
 Every text is compared with the one of the ordinary cycle, whose cache is on the device, in fp32; in 16 bits,
 where other sums may round to other tokens, with the first one of the same split. Exit code 1 where anything

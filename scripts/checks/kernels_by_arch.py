@@ -39,7 +39,8 @@ MAY_SPILL: dict[str, dict[str, int]] = {
     "linear_kernel": {"sm_80": 288, "sm_100": 256, "sm_120": 208, "gfx1100": 576},
     # fp32 at 256 columns, which stand in registers as two tf32 parts.
     "_lse_kernel": {
-        "sm_80": 5296, "sm_86": 784, "sm_89": 784, "sm_90": 5312, "sm_100": 5248, "sm_120": 784, "gfx1100": 1312,
+        "sm_80": 5296, "sm_86": 784, "sm_89": 784, "sm_90": 5312, "sm_100": 5248, "sm_120": 784,
+        "gfx1100": 1312,
     },
     # As the one above.
     "_interest_kernel": {

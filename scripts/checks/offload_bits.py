@@ -1,11 +1,12 @@
-"""Check on this machine that an offloaded cache, streamed weights and attention on the CPU give what they should.
+"""Check on this machine that an offloaded cache, streamed weights and attention on the CPU give what they
+should.
 
     python -m scripts.checks.offload_bits                      # all three, three minutes; --tiny on a CPU
     python -m scripts.checks.offload_bits --part weights       # streamed weights: the bits of the whole model
-    python -m scripts.checks.offload_bits --part attention     # attention on the CPU: logits, and what it brings
+    python -m scripts.checks.offload_bits --part attention     # attention on the CPU: logits, and its gain
 
-``splits``: the same logits bit for bit wherever the cache lives. Each line is one JSON object; exit code 1 where
-anything is wrong.
+``splits``: the same logits bit for bit wherever the cache lives. Each line is one JSON object; exit code 1
+where anything is wrong.
 """
 
 import argparse

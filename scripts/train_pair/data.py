@@ -1,7 +1,7 @@
 """Token streams and batches: packed text with planted facts and questions.
 
-``python -m scripts.train_pair.data`` tokenises the corpus into one ``.npy`` file of uint16 per group. ``Stream``
-holds them on the device and draws batches: random slices in which facts and questions overwrite
+``python -m scripts.train_pair.data`` tokenises the corpus into one ``.npy`` file of uint16 per group.
+``Stream`` holds them on the device and draws batches: random slices in which facts and questions overwrite
 some of the text, so that a batch costs one gather and one scatter.
 """
 

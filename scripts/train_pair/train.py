@@ -1,9 +1,9 @@
 """Trains the embedded pair: target by staged context, then draft by distillation.
 
-Start with ``torchrun --nproc_per_node N -m scripts.train_pair.train ...``; one process per GPU (or CPU,
-with ``--toy``). ``export.py`` writes what comes out as model folders, ``evaluate.py`` measures them. Both trainings are budgets of seconds, so a run ends on time on any machine.
-``--resume`` continues from the last checkpoint in ``--out`` (weights and clock; optimiser state is
-warmed anew).
+Start with ``torchrun --nproc_per_node N -m scripts.train_pair.train ...``; one process per GPU (or CPU, with
+``--toy``). ``export.py`` writes what comes out as model folders, ``evaluate.py`` measures them. Both
+trainings are budgets of seconds, so a run ends on time on any machine. ``--resume`` continues from the last
+checkpoint in ``--out`` (weights and clock; optimiser state is warmed anew).
 """
 
 import argparse

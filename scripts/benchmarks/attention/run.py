@@ -3,9 +3,10 @@
     python -m scripts.benchmarks tree_attention --check                           # the gate alone
     python -m scripts.benchmarks tree_attention --build --out docs/results        # gate, timings, results
 
-A speed is never reported on a red gate. Calls are timed in a CUDA graph over KV copies that together do not fit
-L2; the roof of a cell is the larger of its bytes over the read bandwidth and its FLOPs over the matmul rate, both
-measured in the same run. All that the results file holds comes from one run, which writes it anew after each step.
+A speed is never reported on a red gate. Calls are timed in a CUDA graph over KV copies that together do not
+fit L2; the roof of a cell is the larger of its bytes over the read bandwidth and its FLOPs over the matmul
+rate, both measured in the same run. All that the results file holds comes from one run, which writes it anew
+after each step.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
 from statistics import median
 
-from scripts.benchmarks.common.markdown import Columns, Record, Table, file_note, grid, made_on, table
+from scripts.benchmarks.common.markdown import Columns, Record, Table, cell, file_note, grid, made_on, table
 
 FILE, ARCHIVE = "tree_attention_h200.json", "tree_attention_archive_h200.json"
 FITS, TILES = "kernels_by_arch.json", "tiles_h200.json"
@@ -39,6 +39,10 @@ CELLS: Columns = {
     ),
     "error": "{error_ratio:.2f}",
 }
+_NOTE = (
+    "{gpu}, torch {torch}, Triton {triton}{ours}; read bandwidth {ceilings[read_bandwidth]:tera} TB/s, bf16 matmul "
+    "{teraflops:.0f} TFLOP/s, measured in the same run. "
+)
 FITTING: Columns = {
     "architecture": "{arch}",
     "such as": "{card}",
@@ -50,6 +54,12 @@ FITTING: Columns = {
 }
 
 
+_FITTED = (
+    "Every variant of `scripts/checks/kernel_variants.py`, compiled ahead of time by Triton {triton} and its "
+    "assembler; of these cards only sm_90 has run them. Commit {commit}, {date}. "
+)
+
+
 def _us(value: float | str | None) -> str:
     if value is None or isinstance(value, str):
         return value or "-"
@@ -58,22 +68,18 @@ def _us(value: float | str | None) -> str:
 
 def cells(content: Record) -> str:
     """Every cell beside its peers, and under what conditions."""
-    rows, ceilings = content["rows"], content["ceilings"]
+    rows = content["rows"]
     names = [name for name in SHORT if any(name in row["peers"] for row in rows)]
     peers: Columns = {SHORT[name]: lambda row, name=name: _us(row["peers"].get(name)) for name in names}
     slower = sum(min(row["peers"].values(), default=row["ours_us"]) < row["ours_us"] for row in rows)
     ahead = (
-        f"In {slower} of {len(rows)} cells a peer is faster."
+        f"In {slower} of {len(rows)} cells a peer is faster. "
         if slower
-        else "Ours is ahead of every peer measured in every cell."
+        else "Ours is ahead of every peer measured in every cell. "
     )
-    flashinfer = f", FlashInfer {content['flashinfer']}" if content.get("flashinfer") else ""
-    note = (
-        f"{content['gpu']}, torch {content['torch']}, Triton {content['triton']}{flashinfer}; read bandwidth "
-        f"{ceilings['read_bandwidth'] / 1e12:.2f} TB/s, bf16 matmul {ceilings['matmul_rate'] / 1e12:.0f} TFLOP/s, "
-        f"measured in the same run. {ahead} "
-    )
-    return table({**CELLS, **peers}, rows) + "\n" + note + file_note(FILE, {"": content})
+    told = {**content, "teraflops": content["ceilings"]["matmul_rate"] / 1e12}
+    told["ours"] = f", FlashInfer {content['flashinfer']}" if content.get("flashinfer") else ""
+    return table({**CELLS, **peers}, rows) + "\n" + cell(_NOTE, told) + ahead + file_note(FILE, {"": content})
 
 
 def aims(content: Record) -> str:
@@ -155,12 +161,7 @@ def fits(content: Record) -> str:
         row |= {key: max(k[key] for k in kernels) for key in ("limit_bytes", "shared_bytes")}
         worst = f"{size:,} ({kernel.strip('_')}, {name})" if spills else "-"
         rows.append(row | {"spilling": len(spills), "worst": worst})
-    note = (
-        f"Every variant of `scripts/checks/kernel_variants.py`, compiled ahead of time by Triton {content['triton']} "
-        f"and its assembler; of these cards only sm_90 has run them. Commit {content['commit']}, "
-        f"{content['date']}. "
-    )
-    return table(FITTING, rows, left=2) + "\n" + note + file_note(FITS, {"": content})
+    return table(FITTING, rows, left=2) + "\n" + cell(_FITTED, content) + file_note(FITS, {"": content})
 
 
 def tiles(content: Record) -> str:

@@ -64,7 +64,7 @@ def parts_parser(name: str, doc: str | None, parts: list[str], seconds: float) -
 
 
 def device_of(made: argparse.ArgumentParser, tiny: bool) -> torch.device:
-    """The GPU, or for a tiny run the CPU; silences transformers, and lets torch's compiler see many shapes."""
+    """The GPU, or for a tiny run the CPU; silences transformers, and lets torch compile many shapes."""
     if not tiny and not torch.cuda.is_available():
         made.error("there is no GPU here; --tiny runs the same code with tiny models on the CPU")
     logging.set_verbosity_error()

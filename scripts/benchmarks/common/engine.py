@@ -1,7 +1,7 @@
 """The engine's parts as benchmarks and checks use them, so that few files know where they are.
 
-``Bench`` is an inflated pair with one captured program at a time, whose cache is on the device: decode, compare,
-time its stages. ``scripts/benchmarks/offload/engine.py`` is the same for a cache in host memory.
+``Bench`` is an inflated pair with one captured program at a time, whose cache is on the device: decode,
+compare, time its stages. ``scripts/benchmarks/offload/engine.py`` is the same for a cache in host memory.
 """
 
 import statistics
@@ -146,7 +146,7 @@ class Bench:
 
     @contextmanager
     def standing(self, prompts: Texts, new: int) -> Iterator[None]:
-        """Inside, the texts begin with ``prompts``, or beginnings of what was fed; the cache is then put back."""
+        """Inside, the texts begin with ``prompts``, beginnings of what was fed; the cache is then put back."""
         behind = int(self.program.texts.capacity) - self.program.room
         first = min(len(p) for p in prompts) - 1
         reach = max(len(p) for p in prompts) + new + 2 * behind - first

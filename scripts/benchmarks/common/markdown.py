@@ -13,10 +13,16 @@ Columns = Mapping[str, str | Callable[[Record], str]]
 
 
 class _Cells(Formatter):
-    """Format strings in which ``pct`` turns a share into ``61 %``."""
+    """Format strings in which ``pct`` makes ``61 %`` of a share, ``tera`` ``4.33`` of 4.33e12, ``list`` commas."""
 
     def format_field(self, value: Any, spec: str) -> Any:
-        return f"{100 * value:.0f} %" if spec == "pct" else super().format_field(value, spec)
+        if spec == "list":
+            return ", ".join(value)
+        scaled = {"pct": (100, ".0f", " %"), "tera": (1e-12, ".2f", "")}.get(spec)
+        if scaled is None:
+            return super().format_field(value, spec)
+        factor, plain, unit = scaled
+        return f"{format(factor * value, plain)}{unit}"
 
 
 _CELLS = _Cells()

@@ -1,7 +1,8 @@
-"""Results files: where they come from, the statistics they keep, and single measurements that a run goes on from.
+"""Results files: where they come from, the statistics they keep, and single measurements that a run goes on
+from.
 
-A file in docs/results holds rows: medians, their 20th and 80th percentile and counts. The measurements that rows
-are made of lie beside it, one JSON line each in FILE.PART.jsonl, which git ignores.
+A file in docs/results holds rows: medians, their 20th and 80th percentile and counts. The measurements that
+rows are made of lie beside it, one JSON line each in FILE.PART.jsonl, which git ignores.
 """
 
 import json
@@ -23,7 +24,7 @@ CELL = ("batch", "context", "new_tokens", "temperature", "setting")
 
 
 def header(seed: int, *areas: str) -> Record:
-    """Command, commit ("+": changed since), date, hardware, versions, seed, and digests of the measured code."""
+    """Command, commit ("+": changed since), date, hardware, versions, seed, digests of the measured code."""
     command = " ".join(["python -m scripts.benchmarks", *sys.argv[1:]])
     return results.header(seed) | {"command": command, "code": digests(areas)}
 
@@ -36,7 +37,7 @@ def write(path: Path, content: Record) -> None:
 
 
 def dumps(value: Any, depth: int = 0) -> str:
-    """JSON that git compares well: a line for each key of the outer dictionaries and each member of a list."""
+    """JSON that git compares well: a line for each key of outer dictionaries and each member of a list."""
     pad, end = " " * (depth + 1), " " * depth
     if isinstance(value, dict) and value and depth < 3:
         members = [f"{pad}{json.dumps(key)}: {dumps(member, depth + 1)}" for key, member in value.items()]

@@ -1,8 +1,8 @@
 """Long real texts that are found on any machine with the usual packages.
 
-None of them is in the corpus of the embedded pair (``scripts/train_pair/sources.toml``): Python's help topics, which were
-held out of it, and docstrings and source code of packages that it does not hold. A source that is not
-installed, or too short, is left out, by its size alone.
+None of them is in the corpus of the embedded pair (``scripts/train_pair/sources.toml``): Python's help
+topics, which were held out of it, and docstrings and source code of packages that it does not hold. A source
+that is not installed, or too short, is left out, by its size alone.
 """
 
 import ast

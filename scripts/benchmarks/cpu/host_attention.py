@@ -1,6 +1,6 @@
 """Attention on the CPU over a cache in host memory, alone and beside streaming the cache to the device.
 
-    python -m scripts.benchmarks host_attention               # where there is a GPU, in 90 seconds on 16 cores
+    python -m scripts.benchmarks host_attention               # where there is a GPU, in 90 s on 16 cores
     python -m scripts.benchmarks host_attention --out FILE    # on any machine; without a GPU there is no bus
     python -m scripts.benchmarks host_attention --tiny        # the same code on a few MiB; writes nothing
 

@@ -17,6 +17,11 @@ _BY_TEMPERATURE: Columns = {
     "speed-up": "?{speedup_vs_best_baseline:.2f}x",
     "repeated 8-grams": "?{repeated_8grams:pct}",
 }
+_SPEED_NOTE = (
+    "{first[context]:,} prompt tokens, {first[new_tokens]} new ones, medians over {prompts} prompts, decode only; "
+    "{hardware}, {threads} threads, fp32, torch {versions[torch]}, transformers {versions[transformers]}, commit "
+    "{commit}. Speed-up against the fastest of transformers-static, -dynamic and -assistant. "
+)
 ACCEPTANCE: Columns = {
     "method": "{method}",
     "temperature": "{temperature:g}",
@@ -37,13 +42,7 @@ def speed(content: Record) -> str:
         for method in dict.fromkeys(r["method"] for r in rows)
     ]
     columns = ["method", *(heading.format(t=t) for t in temperatures for heading in _BY_TEMPERATURE)]
-    versions, first = content["versions"], rows[0]
-    note = (
-        f"{first['context']:,} prompt tokens, {first['new_tokens']} new ones, medians over {content['prompts']} prompts, "
-        f"decode only; {content['hardware']}, {content['threads']} threads, fp32, torch {versions['torch']}, transformers "
-        f"{versions['transformers']}, commit {content['commit']}. Speed-up against the fastest of transformers-static, "
-        "-dynamic and -assistant. "
-    )
+    note = cell(_SPEED_NOTE, {**content, "first": rows[0]})
     return grid(columns, lines) + "\n" + note + file_note(SPEED, {"": content})
 
 
@@ -99,18 +98,21 @@ TOGETHER: Columns = {
 }
 
 
+_TOGETHER_NOTE = (
+    "{threads} threads. The bus alone: {bus_gbps:.1f} GB/s; beside plain reading at {reading[cpu_gbps]:.1f} GB/s: "
+    "{reading[bus_gbps]:.1f} GB/s. The projection adds up both bandwidths as they are alone; nobody has measured "
+    "it.\n"
+)
+
+
 def together(content: Record) -> str:
     """What the CPU adds to the bus while both work."""
     both = content["together"]
-    rows, alone, read = both["attention"], both["bus_gbps"], both["reading"]
+    rows, alone = both["attention"], both["bus_gbps"]
     for row in rows:
         row["gain"] = (row["cpu_gbps"] + row["bus_gbps"]) / alone
         row["projected"] = 1 + row["cpu_alone_gbps"] / _PCIE_4_GBPS
-    note = (
-        f"{rows[0]['threads'] if rows else 0} threads. The bus alone: {_number(alone)} GB/s; beside plain reading at "
-        f"{_number(read['cpu_gbps'])} GB/s: {_number(read['bus_gbps'])} GB/s. The projection adds up both bandwidths "
-        "as they are alone; nobody has measured it.\n"
-    )
+    note = cell(_TOGETHER_NOTE, {**both, "threads": rows[0]["threads"] if rows else 0})
     return table(TOGETHER, rows) + "\n" + note
 
 

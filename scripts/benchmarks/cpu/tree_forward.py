@@ -1,9 +1,9 @@
 """What more tokens cost on a CPU, and by which route: docs/results/cpu_tree_forward.json.
 
-``rows``: one forward of level 2 over a tree of T tokens, the root and its children. The embedded target stands
-behind a prompt of Python's help topics on its full cache; the forwards of all sizes take turns, so that whatever
-else the machine does meets them alike. ``routes``: the attention of one layer (3 heads of 128) by the routes that
-were tried.
+``rows``: one forward of level 2 over a tree of T tokens, the root and its children. The embedded target
+stands behind a prompt of Python's help topics on its full cache; the forwards of all sizes take turns, so
+that whatever else the machine does meets them alike. ``routes``: the attention of one layer (3 heads of 128)
+by the routes that were tried.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Table of docs/kernel.md about few-row linear layers."""
 
-from scripts.benchmarks.common.markdown import Record, Table, file_note, grid
+from scripts.benchmarks.common.markdown import Record, Table, cell, file_note, grid
 
 FILE = "linear_h200.json"
 COMMAND = f"python -m scripts.benchmarks linear --out docs/results/{FILE}"
@@ -13,6 +13,10 @@ _COLUMNS = (
     "bits", "rows", "**fused**", "+ 4 small kernels", "these early", "one by one", "cuBLAS, bf16", "gemlite",
     "roof", "% of roof",
 )  # fmt: skip
+_NOTE = (
+    "{gpu}, torch {torch}, Triton {triton}; read bandwidth {read_bandwidth:tera} TB/s, measured in the same run; "
+    "{measured:,} measurements, {checked} problems checked against fp64 before, {wrong} wrong; commit {commit}. "
+)
 
 
 def layers(content: Record) -> str:
@@ -37,12 +41,7 @@ def layers(content: Record) -> str:
             lines.append(
                 [str(bits), str(rows), f"**{us(fused)}**", *map(us, others), *theirs, f"{roof:.1f}", share]
             )
-    note = (
-        f"{content['gpu']}, torch {content['torch']}, Triton {content['triton']}; read bandwidth "
-        f"{content['read_bandwidth'] / 1e12:.2f} TB/s, measured in the same run; {content['measured']:,} "
-        f"measurements, {content['checked']} problems checked against fp64 before, {len(content['failed'])} wrong; "
-        f"commit {content['commit']}. "
-    )
+    note = cell(_NOTE, {**content, "wrong": len(content["failed"])})
     return grid(_COLUMNS, lines, left=0) + "\n" + note + file_note(FILE, {"": content})
 
 

@@ -1,10 +1,10 @@
 """Speed of the inflated pair on several cards, whose cache in host memory each card streams its part of.
 
-    torchrun --nproc-per-node 2 -m scripts.benchmarks parallel --out docs/results   # four minutes; again: goes on
+    torchrun --nproc-per-node 2 -m scripts.benchmarks parallel --out docs/results   # four minutes
     torchrun --nproc-per-node 2 -m scripts.benchmarks parallel --tiny               # the same code, on a CPU
 
-What ``offload`` measures on one card, by the same session, written into one file of its own. All ranks run the
-same steps; rank 0 decides, prints a JSON line a step, and writes. The cap holds for each card.
+What ``offload`` measures on one card, by the same session, written into one file of its own. All ranks run
+the same steps; rank 0 decides, prints a JSON line a step, and writes. The cap holds for each card.
 """
 
 import json

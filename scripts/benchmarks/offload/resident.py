@@ -1,9 +1,9 @@
 """A pass of level 2 where much of an offloaded cache is on the device: its pieces one by one, and together.
 
 The host asks for attention to every piece of every layer. The more of them are resident, the less the pass
-waits for the bus, and the more for the host. The results are docs/results/resident_h200.json: milliseconds of
-a pass of one token and of one that verifies a chain, beside those that its bytes take on the bus. On an H200 the
-shape of a 7B at 65,536 tokens takes three minutes.
+waits for the bus, and the more for the host. The results are docs/results/resident_h200.json: milliseconds
+of a pass of one token and of one that verifies a chain, beside those that its bytes take on the bus. On an
+H200 the shape of a 7B at 65,536 tokens takes three minutes.
 """
 
 import json

@@ -1,9 +1,10 @@
 """Speed of the inflated pair with its cache in host memory, under a cap of device memory.
 
 A part goes into docs/results/offload_h200.json, one measurement after the other; what was made with other
-settings or another engine is not continued. Models, prompts and clocks are those of ``on_chip``. The cap is that
-of torch's allocator, and holds for weights, graphs and prefill as well. The baseline is plain decoding of this
-engine, whose cache is streamed too. Whether the bits are right on a machine says ``scripts.checks.offload_bits``.
+settings or another engine is not continued. Models, prompts and clocks are those of ``on_chip``. The cap is
+that of torch's allocator, and holds for weights, graphs and prefill as well. The baseline is plain decoding
+of this engine, whose cache is streamed too. Whether the bits are right on a machine says
+``scripts.checks.offload_bits``.
 """
 
 import json

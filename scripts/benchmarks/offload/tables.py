@@ -6,6 +6,7 @@ from scripts.benchmarks.common.markdown import (
     Columns,
     Record,
     Table,
+    cell,
     file_note,
     grid,
     made_on,
@@ -89,11 +90,19 @@ RESIDENT_PASSES = (
     "of the rows on the device", "on the bus, ms", "one row: a piece a call", "pieces together",
     "a chain: a piece a call", "pieces together",
 )  # fmt: skip
+_RESIDENT_NOTE = (
+    "llama-2-7b inflated, {context:,} tokens, milliseconds a pass, medians of {passes}; up to {most} pieces together. "
+    "{hardware}, bus {bus[in]:.1f} GB/s, torch {versions[torch]}, {date}. "
+)
 VIEWS: Columns = {
     "chosen chunks of level 1": "{level_1}",
     "a pass that chooses anew, ms": "{stage_ms[choose]:.2f}",
     "one that does not, ms": "{stage_ms[middle]:.2f}",
 }
+_VIEW_NOTE = (
+    "{shapes[0]} inflated, {rows[0][context]:,} tokens, budget {options[budget]:,}, chunk {options[chunk]}, "
+    "{options[middle_bits]} bits; in the order of the runs."
+)
 _OPTIONS = ("levels", "gamma", "tree", "budget", "chunk", "refresh", "leaves", "middle_bits")
 TUNING: Columns = {
     "prompt": "{context:,}",
@@ -196,21 +205,13 @@ def resident(content: Record) -> str:
         ]
         for r in rows
     ]
-    note = (
-        f"llama-2-7b inflated, {content['context']:,} tokens, milliseconds a pass, medians of {content['passes']}; up "
-        f"to {max(row['together'] for row in rows)} pieces together. {content['hardware']}, bus "
-        f"{content['bus']['in']:.1f} GB/s, torch {content['versions']['torch']}, {content['date']}. "
-    )
+    note = cell(_RESIDENT_NOTE, {**content, "most": max(row["together"] for row in rows)})
     return grid(RESIDENT_PASSES, lines) + "\n" + note + file_note(RESIDENT, {"": content})
 
 
 def view_or_copy(content: Record) -> str:
     """Milliseconds of level 1's passes over a view of the cache, and over copies."""
-    own = content["options"]
-    note = (
-        f"{content['shapes'][0]} inflated, {content['rows'][0]['context']:,} tokens, budget {own['budget']:,}, "
-        f"chunk {own['chunk']}, {own['middle_bits']} bits; in the order of the runs."
-    )
+    note = cell(_VIEW_NOTE, content)
     return table(VIEWS, content["rows"]) + f"\n{note} {made_on(content, VIEW_OR_COPY)}"
 
 

@@ -1,8 +1,8 @@
 """Level 1's chosen chunks on one GPU: a view of the full cache, or copies of them; which takes less time?
 
-Both programs decode the same prompt with the same settings; the whole cache is on the device in both, so that a
-copy costs no bus. What is timed is one run of each stage behind the prompt, with the host waiting in between. The
-results are docs/results/view_or_copy_h200.json, after three minutes on an H200.
+Both programs decode the same prompt with the same settings; the whole cache is on the device in both, so
+that a copy costs no bus. What is timed is one run of each stage behind the prompt, with the host waiting in
+between. The results are docs/results/view_or_copy_h200.json, after three minutes on an H200.
 """
 
 import json

@@ -1,10 +1,10 @@
 """Speed of the inflated pair on one GPU: docs/results/on_chip_h200.json, one part at a time.
 
-Prompts are real texts (``common/texts.py``), models the embedded pair inflated to real size. Each prompt is read
-once; all temperatures, plain decoding and transformers' static cache then decode behind it, in the same process,
-from captured graphs that were made before. Times are of decoding alone, texts have no early end. A call measures
-what the part lacks until its time is over, and writes after each prompt; a file that was made with other settings
-or another engine is not continued.
+Prompts are real texts (``common/texts.py``), models the embedded pair inflated to real size. Each prompt is
+read once; all temperatures, plain decoding and transformers' static cache then decode behind it, in the same
+process, from captured graphs that were made before. Times are of decoding alone, texts have no early end. A
+call measures what the part lacks until its time is over, and writes after each prompt; a file that was made
+with other settings or another engine is not continued.
 """
 
 import argparse
@@ -88,7 +88,7 @@ class Plan:
         )
 
     def tiny(self) -> "Plan":
-        """The same in seconds on a CPU: of the ablations the first of each setting that fits short prompts."""
+        """In seconds on a CPU; of the ablations the first of each setting, as far as it fits short prompts."""
         smaller = tuple((min(batch, 3), max(384, context // 256)) for batch, context in self.cells)
         first = {next(iter(change), ""): change for change in reversed(self.ablations)}
         first.pop("budget", None)

@@ -214,6 +214,11 @@ FRONT: Columns = {
     "speed-up": "**{gain:.1f}x**",
     "repeated 8-grams": "{repeated_8grams:pct}",
 }
+_FRONT_NOTE = (
+    'One {hardware}, bf16, 256 new tokens, real texts, medians over prompts, decode only. "Inflated": all layers of '
+    "these models in shape and bytes, with the function of the embedded pair. Details, other baselines and files: "
+    "[docs/benchmarks.md](docs/benchmarks.md), [docs/offloading.md](docs/offloading.md). "
+)
 
 
 def front(content: Record, offload: Record, offload_file: str) -> str | None:
@@ -236,10 +241,5 @@ def front(content: Record, offload: Record, offload_file: str) -> str | None:
         file_note(file, {part: held["parts"][part] for part in parts if part in held["parts"]}).rstrip()
         for file, held, parts in ((FILE, content, HEADLINES), (offload_file, offload, _OFFLOADED))
     ]
-    note = (
-        f"One {content['parts']['7b']['hardware']}, bf16, 256 new tokens, real texts, medians over prompts, decode "
-        'only. "Inflated": all layers of these models in shape and bytes, with the function of the embedded pair. '
-        "Details, other baselines and files: [docs/benchmarks.md](docs/benchmarks.md), "
-        f"[docs/offloading.md](docs/offloading.md). {' '.join(notes)}\n"
-    )
-    return table(FRONT, rows, left=2) + "\n" + note
+    note = cell(_FRONT_NOTE, content["parts"]["7b"]) + " ".join(notes)
+    return table(FRONT, rows, left=2) + f"\n{note}\n"
