@@ -1,4 +1,4 @@
-"""The benchmarks of the offloaded cache with tiny models on the CPU: rows, resuming, tables, the projection."""
+"""The benchmarks of the offloaded cache with tiny models on the CPU: rows, going on, tables, projection."""
 
 import json
 from pathlib import Path

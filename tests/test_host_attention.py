@@ -1,4 +1,4 @@
-"""The benchmark `host_attention`: every way of attention on the CPU against the definition, results, tables."""
+"""The benchmark `host_attention`: every way of attention on the CPU against its definition, tables."""
 
 import json
 from pathlib import Path

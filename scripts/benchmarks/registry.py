@@ -32,9 +32,6 @@ BENCHMARKS = {
         "benchmarks.cpu.host_attention", "attention on the CPU, alone and beside the bus"
     ),
     "cpu": Benchmark("benchmarks.cpu.speed", "the embedded pair on a CPU beside transformers: README.md"),
-    "tree_forward": Benchmark(
-        "benchmarks.cpu.tree_forward", "what more rows cost on a CPU, and by which route"
-    ),
     "pair": Benchmark("train_pair.evaluate", "what the embedded pair can do: needles, loss, overlaps"),
     "kernels_by_arch": Benchmark("checks.kernels_by_arch", "compiles every kernel for GPUs not at hand"),
 }

@@ -58,14 +58,7 @@ def cases() -> list[Case]:
         (None, 128, 3), (None, 30.0), (False, True), ("heads", 16, 128), (7, 65)
     ):
         made.append(
-            Case(
-                Heads(8, 2, 64),
-                ((1500, size),),
-                layout=layout,
-                window=window,
-                softcap=softcap,
-                sinks=sinks,
-            )
+            Case(Heads(8, 2, 64), ((1500, size),), layout=layout, window=window, softcap=softcap, sinks=sinks)
         )
     ragged = ((0, 5), (300, 7), (4097, 33), (63, 64), (20000, 1), (1, 128))
     for layout, split, window in product(LAYOUTS, ("flatten", NODE), (None, 100)):
@@ -155,10 +148,7 @@ def companions() -> None:
     outs[0, 3:9] = torch.nan
     for made, exact in zip(merge.merge_states(outs, lses), reference.merge_states(outs, lses), strict=True):
         torch.testing.assert_close(made, exact)
-    q, means = (
-        torch.randn(1, 32, 16, 128, device="cuda"),
-        torch.randn(1, 8, 15360, 128, device="cuda"),
-    )
+    q, means = (torch.randn(1, 32, 16, 128, device="cuda"), torch.randn(1, 8, 15360, 128, device="cuda"))
     made, exact = (
         scoring.chunk_scores(q, means, 0.09),
         reference.chunk_scores(q.double(), means.double(), 0.09),

@@ -117,14 +117,7 @@ def layouts(ceilings: Ceilings) -> list[dict]:
             took = ours(cell, kv, layout)
             name = f"page {layout}" if isinstance(layout, int) else layout
             percent = round(100 * cell.roof_us(ceilings) / took, 1)
-            rows.append(
-                {
-                    "cell": str(cell),
-                    "layout": name,
-                    "us": round(took, 2),
-                    "percent_of_roof": percent,
-                }
-            )
+            rows.append({"cell": str(cell), "layout": name, "us": round(took, 2), "percent_of_roof": percent})
             print(json.dumps(rows[-1]), flush=True)
             del kv
     return rows

@@ -65,10 +65,7 @@ class Library:
     """
 
     def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        context: int,
-        sources: Sequence[Source] = SOURCES,
+        self, tokenizer: PreTrainedTokenizerBase, context: int, sources: Sequence[Source] = SOURCES
     ) -> None:
         self._tokenizer, self._context = tokenizer, context
         self._waiting = list(sources)

@@ -20,7 +20,7 @@ from triforce_tree.cycle.lanes import Lane
 from triforce_tree.cycle.model import StepModel
 from triforce_tree.cycle.offloaded import OffloadedCache
 from triforce_tree.cycle.pinned import HostMemory
-from triforce_tree.cycle.prefill import chunk_tokens, prefill
+from triforce_tree.cycle.prefill import prefill
 from triforce_tree.cycle.rows import KVStore, TreeRows
 from triforce_tree.cycle.streamed_weights import StreamedWeights
 from triforce_tree.decoder import Ending
@@ -324,7 +324,10 @@ class LastRows:
 
     def on_chip(self) -> Tensor:
         """``[T, V]``."""
-        store = _filled(self.bench.target, self.prompt, len(self.prompt) - _COMPARED, self.chunk)
+        target, count = self.bench.target, len(self.prompt)
+        store = KVStore(target.layers, 1, target.heads, count + 256, target.device, target.dtype)
+        with target.active():
+            prefill(target, store, 0, self.prompt[: count - _COMPARED], self.chunk, None)
         logits = self._logits(TreeRows(store, _COMPARED, mask=self._chain))
         del store
         free_memory()
@@ -332,36 +335,3 @@ class LastRows:
 
     def _logits(self, rows: TreeRows) -> Tensor:
         return last_logits(self.model, rows, [self.prompt], _COMPARED)[0].float()
-
-
-def _filled(target: HFModel, prompt: Sequence[int], count: int, chunk: int | None) -> KVStore:
-    """A cache on the target's device with the first ``count`` tokens of a prompt, and room behind it."""
-    store = KVStore(target.layers, 1, target.heads, len(prompt) + 256, target.device, target.dtype)
-    with target.active():
-        prefill(target, store, 0, list(prompt[:count]), chunk_tokens(chunk, target.device), None)
-    return store
-
-
-def tree_forwards(
-    target: HFModel, prompt: Sequence[int], sizes: Sequence[int]
-) -> dict[int, Callable[[], Tensor]]:
-    """Forwards of the last token of a prompt and its children, by the number of both."""
-    store = _filled(target, prompt, len(prompt) - 1, None)
-    model = StepModel(few_row_copy(target.model), target.device.type == "cuda")
-    start = torch.tensor([len(prompt) - 1], device=target.device)
-
-    def forward(size: int, rows: TreeRows) -> Tensor:
-        rows.begin(start)
-        depths = torch.ones(1, size, dtype=torch.int64, device=target.device)
-        depths[0, 0] = 0
-        tokens = torch.full_like(depths, 5)
-        tokens[0, 0] = prompt[-1]
-        return model(tokens, start + depths, rows)
-
-    found: dict[int, Callable[[], Tensor]] = {}
-    for size in sizes:
-        mask = torch.eye(size, dtype=torch.bool)
-        mask[:, 0] = True
-        rows = TreeRows(store, size, mask=mask)
-        found[size] = lambda size=size, rows=rows: forward(size, rows)
-    return found

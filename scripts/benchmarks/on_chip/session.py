@@ -119,12 +119,7 @@ class Session:
         return self.file.find(method=OURS, prompt=prompt, **place, **more) is None
 
     def ours(
-        self,
-        texts: Batch,
-        new: int,
-        temperature: float,
-        change: dict[str, Any],
-        read_at: Sequence[int] = (),
+        self, texts: Batch, new: int, temperature: float, change: dict[str, Any], read_at: Sequence[int] = ()
     ) -> Run:
         """Our engine, and the time of its stages."""
         run = self.bench.decode(temperature, texts.tokens, new)

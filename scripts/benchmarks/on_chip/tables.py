@@ -9,12 +9,7 @@ COMMAND = "python -m scripts.benchmarks on_chip --part"
 HEADLINES = ("7b", "8b", "batch")
 # Speed-ups that TriForce (arXiv 2404.11912) reports for Llama-2-7B on an A100, by batch,
 # context and temperature.
-TRIFORCE = {
-    (1, 122_880, 0.0): 2.31,
-    (1, 122_880, 0.6): 2.19,
-    (1, 122_880, 1.0): 2.08,
-    (6, 19_456, 0.0): 1.90,
-}
+TRIFORCE = {(1, 122_880, 0.0): 2.31, (1, 122_880, 0.6): 2.19, (1, 122_880, 1.0): 2.08, (6, 19_456, 0.0): 1.90}
 STAGES = {
     "grow": "0: draft grows a tree",
     "choose": "1: first pass, chooses chunks",
