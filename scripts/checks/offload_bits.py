@@ -1,12 +1,10 @@
-"""Check on this machine that an offloaded cache, streamed weights and attention on the CPU give what they
-should.
+"""Check on this machine that streamed weights and attention on the CPU give what they should.
 
-    python -m scripts.checks.offload_bits                      # all three, three minutes; --tiny on a CPU
+    python -m scripts.checks.offload_bits                      # both, two minutes; --tiny on a CPU
     python -m scripts.checks.offload_bits --part weights       # streamed weights: the bits of the whole model
     python -m scripts.checks.offload_bits --part attention     # attention on the CPU: logits, and its gain
 
-``splits``: the same logits bit for bit wherever the cache lives. Each line is one JSON object; exit code 1
-where anything is wrong.
+Each line is one JSON object; exit code 1 where anything is wrong.
 """
 
 import argparse
@@ -60,26 +58,6 @@ class Subject:
     def close(self) -> None:
         self.bench.close()
         say("closed", allocated_gib=torch.cuda.memory_allocated() / GIB if torch.cuda.is_available() else 0)
-
-
-def splits(args: argparse.Namespace, device: torch.device) -> bool:
-    """The same cache wherever it lives: bit for bit."""
-    own = Subject(args, device, args.shape or "llama-3.1-8b", 300 if args.tiny else 8192)
-    rows = LastRows(own.bench, own.prompt, 128 if args.tiny else 4096)
-    near = 3 * own.split.piece_bytes * own.bench.target.layers
-    sizes = {"host": 0, "mixed": near // 2, "device": 1 << 40 if args.tiny else 5 * GIB}
-    split = {name: rows.offloaded(replace(own.split, resident_bytes=size)) for name, size in sizes.items()}
-    on_chip = rows.on_chip()
-    identical = all(torch.equal(split["host"], logits) for logits in split.values())
-    say(
-        "splits",
-        identical=identical,
-        off_on_chip=float((split["host"] - on_chip).abs().max()),
-        spread=float(on_chip.std()),
-        same_choice=float((split["host"].argmax(-1) == on_chip.argmax(-1)).float().mean()),
-    )
-    own.close()
-    return identical
 
 
 def weights(args: argparse.Namespace, device: torch.device) -> bool:
@@ -146,7 +124,7 @@ def attention(args: argparse.Namespace, device: torch.device) -> bool:
     return right
 
 
-PARTS = {"splits": splits, "weights": weights, "attention": attention}
+PARTS = {"weights": weights, "attention": attention}
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -63,14 +63,9 @@ def flex(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
         order = columns.roll(-full).expand(1, 1, rows, every).contiguous()
         counts = torch.full((1, 1, rows), every - full, dtype=torch.int32, device="cuda")
         blocks = BlockMask.from_kv_blocks(
-            counts,
-            order,
-            torch.full_like(counts, full),
-            columns.expand(1, 1, rows, every).contiguous(),
-            BLOCK_SIZE=(block, block),
-            mask_mod=seen,
-            seq_lengths=(size, cell.rows),
-        )
+            counts, order, torch.full_like(counts, full), columns.expand(1, 1, rows, every).contiguous(),
+            BLOCK_SIZE=(block, block), mask_mod=seen, seq_lengths=(size, cell.rows),
+        )  # fmt: skip
         torch._dynamo.reset()
         compiled = torch.compile(flex_attention, mode="max-autotune-no-cudagraphs", dynamic=False)
         return blocks, compiled
@@ -93,31 +88,32 @@ def _paged(cell: Cell, k: Tensor) -> Tensor:
     return padded.reshape(cell.batch * pages, PAGE, cell.kv_heads, cell.dim).contiguous()
 
 
+def _ints(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device="cuda")
+
+
+def _space(filled: bool = False) -> Tensor:
+    """The workspace that FlashInfer asks for."""
+    return (torch.zeros if filled else torch.empty)(256 * 2**20, dtype=torch.uint8, device="cuda")
+
+
+def _heads(cell: Cell) -> tuple[int, int, int, int]:
+    return cell.query_heads, cell.kv_heads, cell.dim, PAGE
+
+
 def _prefill_wrapper(cell: Cell, rows: int, first_page: int, mask: Tensor | None):
     import flashinfer
 
     if cell.batch > 1:
         raise NotImplementedError("one sequence only")
-    space = torch.empty(256 * 2**20, dtype=torch.uint8, device="cuda")
-    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(space, "NHD", backend="fa2")
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(_space(), "NHD", backend="fa2")
     pages = -(-rows // PAGE)
-
-    def ints(*values: int) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device="cuda")
-
+    used = torch.arange(first_page, first_page + pages, dtype=torch.int32, device="cuda")
     wrapper.plan(
-        ints(0, cell.size),
-        ints(0, pages),
-        torch.arange(first_page, first_page + pages, dtype=torch.int32, device="cuda"),
-        ints(rows - (pages - 1) * PAGE),
-        cell.query_heads,
-        cell.kv_heads,
-        cell.dim,
-        PAGE,
+        _ints(0, cell.size), _ints(0, pages), used, _ints(rows - (pages - 1) * PAGE), *_heads(cell),
         custom_mask=None if mask is None else mask.flatten(),
-        q_data_type=torch.bfloat16,
-        kv_data_type=torch.bfloat16,
-    )
+        q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16,
+    )  # fmt: skip
     return wrapper
 
 
@@ -135,14 +131,12 @@ def flashinfer_cascade(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Callable[
     if cell.length % PAGE:
         raise NotImplementedError("the tree must begin on a page")
     pages = _paged(cell, k), _paged(cell, v)
-    prefix, tree = _shared(
-        cell,
-        "cascade",
-        lambda: (
-            _prefill_wrapper(cell, cell.length, 0, None),
-            _prefill_wrapper(cell, cell.size, cell.length // PAGE, tree_mask(cell.size)),
-        ),
-    )
+
+    def prepare() -> tuple:
+        tree = _prefill_wrapper(cell, cell.size, cell.length // PAGE, tree_mask(cell.size))
+        return _prefill_wrapper(cell, cell.length, 0, None), tree
+
+    prefix, tree = _shared(cell, "cascade", prepare)
 
     def call() -> Tensor:
         out, lse = prefix.run(q, pages, return_lse=True)
@@ -162,20 +156,11 @@ def flashinfer_decode(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Callable[[
     pages = _paged(cell, k), _paged(cell, v)
 
     def prepare():
-        space = torch.empty(256 * 2**20, dtype=torch.uint8, device="cuda")
-        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(space, "NHD", use_tensor_cores=True)
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(_space(), "NHD", use_tensor_cores=True)
         count = -(-cell.rows // PAGE)
-        wrapper.plan(
-            torch.tensor([0, count], dtype=torch.int32, device="cuda"),
-            torch.arange(count, dtype=torch.int32, device="cuda"),
-            torch.tensor([cell.rows - (count - 1) * PAGE], dtype=torch.int32, device="cuda"),
-            cell.query_heads,
-            cell.kv_heads,
-            cell.dim,
-            PAGE,
-            q_data_type=torch.bfloat16,
-            kv_data_type=torch.bfloat16,
-        )
+        used = torch.arange(count, dtype=torch.int32, device="cuda")
+        kinds = {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
+        wrapper.plan(_ints(0, count), used, _ints(cell.rows - (count - 1) * PAGE), *_heads(cell), **kinds)
         return wrapper
 
     wrapper = _shared(cell, "decode", prepare)
@@ -197,23 +182,13 @@ def flashinfer_xqa(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], 
         count = pages[0].shape[0] // cell.batch
         tables = torch.arange(cell.batch * count, dtype=torch.int32, device="cuda")
         lengths = torch.full((cell.batch,), cell.rows, dtype=torch.int32, device="cuda")
-        space = torch.zeros(256 * 2**20, dtype=torch.uint8, device="cuda")
-        return mask, tables.view(cell.batch, count), lengths.view(torch.uint32), space
+        return mask, tables.view(cell.batch, count), lengths.view(torch.uint32), _space(filled=True)
 
     mask, tables, lengths, space = _shared(cell, "xqa", prepare)
     return lambda: xqa_batch_decode_with_kv_cache(
-        q,
-        pages,
-        space,
-        tables,
-        lengths,
-        cell.rows,
-        bmm1_scale=cell.dim**-0.5,
-        bmm2_scale=1.0,
-        kv_layout="NHD",
-        q_len_per_req=cell.size,
-        mask=mask if cell.size > 1 else None,
-    )
+        q, pages, space, tables, lengths, cell.rows, bmm1_scale=cell.dim**-0.5, bmm2_scale=1.0,
+        kv_layout="NHD", q_len_per_req=cell.size, mask=mask if cell.size > 1 else None,
+    )  # fmt: skip
 
 
 PEERS: dict[str, Peer] = {
@@ -265,15 +240,10 @@ def peers(cell: Cell, kv: KV, names: list[str]) -> dict[str, float | str]:
 
 # FlashInfer compiles at first use: modules of prefill and decode, one of XQA per tree and group.
 _BUILDS = [
-    ("FlashInfer fa2 cascade", Cell(32, 8, 128, 16)),
-    ("FlashInfer decode", Cell(32, 8, 128, 1)),
-    ("FlashInfer XQA", Cell(32, 8, 128, 1)),
-    ("FlashInfer XQA", Cell(32, 8, 128, 16)),
-    ("FlashInfer XQA", Cell(32, 8, 128, 64)),
-    ("FlashInfer XQA", Cell(32, 8, 128, 256)),
-    ("FlashInfer XQA", Cell(32, 32, 128, 16)),
-    ("FlashInfer XQA", Cell(32, 32, 128, 64)),
-]
+    ("FlashInfer fa2 cascade", Cell(32, 8, 128, 16)), ("FlashInfer decode", Cell(32, 8, 128, 1)),
+    *(("FlashInfer XQA", Cell(32, 8, 128, size)) for size in (1, 16, 64, 256)),
+    *(("FlashInfer XQA", Cell(32, 32, 128, size)) for size in (16, 64)),
+]  # fmt: skip
 
 
 def build() -> None:

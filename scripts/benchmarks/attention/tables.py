@@ -27,31 +27,21 @@ CARDS = {
 }  # fmt: skip
 
 CELLS: Columns = {
-    "Hq/Hkv": "{hq}/{hkv}",
-    "L": "{l:,}",
-    "T": "{t}",
-    "batch": "{batch}",
-    "**ours**": lambda row: f"**{_us(row['ours_us'])}**",
-    "roof": lambda row: _us(row["roof_us"]),
-    "% of roof": "{percent_of_roof:.0f}",
-    "best peer / ours": lambda row: (
-        f"{min(row['peers'].values()) / row['ours_us']:.2f}" if row["peers"] else "-"
-    ),
+    "Hq/Hkv": "{hq}/{hkv}", "L": "{l:,}", "T": "{t}", "batch": "{batch}",
+    "**ours**": lambda row: f"**{_us(row['ours_us'])}**", "roof": lambda row: _us(row["roof_us"]),
+    "% of roof": "{percent_of_roof:.0f}", "best peer / ours": lambda row: (
+    f"{min(row['peers'].values()) / row['ours_us']:.2f}" if row["peers"] else "-" ),
     "error": "{error_ratio:.2f}",
-}
+}  # fmt: skip
 _NOTE = (
-    "{gpu}, torch {torch}, Triton {triton}{ours}; read bandwidth {ceilings[read_bandwidth]:tera} TB/s, bf16 matmul "
-    "{teraflops:.0f} TFLOP/s, measured in the same run. "
+    "{gpu}, torch {torch}, Triton {triton}{ours}; read bandwidth {ceilings[read_bandwidth]:tera} TB/s, bf16 "
+    "matmul {teraflops:.0f} TFLOP/s, measured in the same run. "
 )
 FITTING: Columns = {
-    "architecture": "{arch}",
-    "such as": "{card}",
-    "kernels compiled": "{compiled}",
-    "shared memory of a block": "{limit_bytes:,}",
-    "most asked for": "{shared_bytes:,}",
-    "spill over 64 B": "{spilling}",
-    "worst spill of a thread, bytes": "{worst}",
-}
+    "architecture": "{arch}", "such as": "{card}", "kernels compiled": "{compiled}",
+    "shared memory of a block": "{limit_bytes:,}", "most asked for": "{shared_bytes:,}",
+    "spill over 64 B": "{spilling}", "worst spill of a thread, bytes": "{worst}",
+}  # fmt: skip
 
 
 _FITTED = (

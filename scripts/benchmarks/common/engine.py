@@ -146,7 +146,7 @@ class Bench:
 
     @contextmanager
     def standing(self, prompts: Texts, new: int) -> Iterator[None]:
-        """Inside, the texts begin with ``prompts``, beginnings of what was fed; the cache is then put back."""
+        """Inside, texts begin with ``prompts``, beginnings of what was fed; then the cache is put back."""
         behind = int(self.program.texts.capacity) - self.program.room
         first = min(len(p) for p in prompts) - 1
         reach = max(len(p) for p in prompts) + new + 2 * behind - first

@@ -13,16 +13,12 @@ Columns = Mapping[str, str | Callable[[Record], str]]
 
 
 class _Cells(Formatter):
-    """Format strings in which ``pct`` makes ``61 %`` of a share, ``tera`` ``4.33`` of 4.33e12, ``list`` commas."""
+    """Format strings in which ``pct`` makes ``61 %`` of a share, and ``tera`` ``4.33`` of 4.33e12."""
 
     def format_field(self, value: Any, spec: str) -> Any:
-        if spec == "list":
-            return ", ".join(value)
-        scaled = {"pct": (100, ".0f", " %"), "tera": (1e-12, ".2f", "")}.get(spec)
-        if scaled is None:
-            return super().format_field(value, spec)
-        factor, plain, unit = scaled
-        return f"{format(factor * value, plain)}{unit}"
+        if spec == "pct":
+            return f"{100 * value:.0f} %"
+        return f"{value / 1e12:.2f}" if spec == "tera" else super().format_field(value, spec)
 
 
 _CELLS = _Cells()

@@ -13,20 +13,19 @@ _OLD = "on AVX2"
 # Bytes a second of PCIe 4 with 16 lanes, as docs/offloading.md takes it for its projections.
 _PCIE_4_GBPS = 25.0
 _BY_TEMPERATURE: Columns = {
-    "ms/token, T={t:g}": "?{ms_per_token:.1f}",
-    "speed-up": "?{speedup_vs_best_baseline:.2f}x",
+    "ms/token, T={t:g}": "?{ms_per_token:.1f}", "speed-up": "?{speedup_vs_best_baseline:.2f}x",
     "repeated 8-grams": "?{repeated_8grams:pct}",
-}
+}  # fmt: skip
 _SPEED_NOTE = (
-    "{first[context]:,} prompt tokens, {first[new_tokens]} new ones, medians over {prompts} prompts, decode only; "
-    "{hardware}, {threads} threads, fp32, torch {versions[torch]}, transformers {versions[transformers]}, commit "
-    "{commit}. Speed-up against the fastest of transformers-static, -dynamic and -assistant. "
+    "{first[context]:,} prompt tokens, {first[new_tokens]} new ones, medians over {prompts} prompts, decode "
+    "only; {hardware}, {threads} threads, fp32, torch {versions[torch]}, transformers "
+    "{versions[transformers]}, commit {commit}. Speed-up against the fastest of transformers-static, -dynamic "
+    "and -assistant. "
 )
 ACCEPTANCE: Columns = {
-    "method": "{method}",
-    "temperature": "{temperature:g}",
+    "method": "{method}", "temperature": "{temperature:g}",
     "acceptance": lambda row: ", ".join(f"{name} {value:.2f}" for name, value in row["acceptance"].items()),
-}
+}  # fmt: skip
 
 
 def speed(content: Record) -> str:
@@ -87,21 +86,17 @@ def ways(content: Record) -> str:
 
 
 TOGETHER: Columns = {
-    "heads": "{shape}",
-    "T": "{t}",
-    "way": "{way}",
-    "CPU alone, GB/s": "{cpu_alone_gbps:.1f}",
-    "CPU beside the bus": "{cpu_gbps:.1f}",
-    "bus beside the CPU": "{bus_gbps:.1f}",
+    "heads": "{shape}", "T": "{t}", "way": "{way}", "CPU alone, GB/s": "{cpu_alone_gbps:.1f}",
+    "CPU beside the bus": "{cpu_gbps:.1f}", "bus beside the CPU": "{bus_gbps:.1f}",
     "**both to the bus alone**": "**{gain:.2f}x**",
     f"projected for a bus of {_PCIE_4_GBPS:g} GB/s, not measured": "{projected:.2f}x",
-}
+}  # fmt: skip
 
 
 _TOGETHER_NOTE = (
-    "{threads} threads. The bus alone: {bus_gbps:.1f} GB/s; beside plain reading at {reading[cpu_gbps]:.1f} GB/s: "
-    "{reading[bus_gbps]:.1f} GB/s. The projection adds up both bandwidths as they are alone; nobody has measured "
-    "it.\n"
+    "{threads} threads. The bus alone: {bus_gbps:.1f} GB/s; beside plain reading at {reading[cpu_gbps]:.1f} "
+    "GB/s: {reading[bus_gbps]:.1f} GB/s. The projection adds up both bandwidths as they are alone; nobody "
+    "has measured it.\n"
 )
 
 

@@ -14,8 +14,9 @@ _COLUMNS = (
     "roof", "% of roof",
 )  # fmt: skip
 _NOTE = (
-    "{gpu}, torch {torch}, Triton {triton}; read bandwidth {read_bandwidth:tera} TB/s, measured in the same run; "
-    "{measured:,} measurements, {checked} problems checked against fp64 before, {wrong} wrong; commit {commit}. "
+    "{gpu}, torch {torch}, Triton {triton}; read bandwidth {read_bandwidth:tera} TB/s, measured in the same "
+    "run; {measured:,} measurements, {checked} problems checked against fp64 before, {wrong} wrong; commit "
+    "{commit}. "
 )
 
 

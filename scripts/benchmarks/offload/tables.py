@@ -24,95 +24,68 @@ _HEADLINES = (*_STREAMED, "host-attention", "host-attention-8b")
 _TILES = "tiles chosen for sm_89 (101,376 bytes of shared memory)"
 
 HEADLINE: Columns = {
-    "model": lambda row: row["shape"] + _remarks(row),
-    "prompts": "{prompts} x {context:,}",
-    "cap, GiB": "{gpu_memory_cap_gib:g}",
-    "host memory, GiB": lambda row: f"{_host_gib(row):.1f}",
-    "rows on the card": "{near:pct}",
-    "T": "{temperature:g}",
-    "**ms/token**": "**{ms_per_token:.1f}**",
+    "model": lambda row: row["shape"] + _remarks(row), "prompts": "{prompts} x {context:,}",
+    "cap, GiB": "{gpu_memory_cap_gib:g}", "host memory, GiB": lambda row: f"{_host_gib(row):.1f}",
+    "rows on the card": "{near:pct}", "T": "{temperature:g}", "**ms/token**": "**{ms_per_token:.1f}**",
     "streamed plain decoding": "?{baseline_ms_per_token:.0f}",
     "its share of the bus": "?{baseline_pcie_gbps:.1f} of {bus_gbps[in]:.1f} GB/s",
-    "**speed-up**": "?**{speedup:.1f}x**",
-    "tokens a pass": "{tokens_per_pass:.1f}",
+    "**speed-up**": "?**{speedup:.1f}x**", "tokens a pass": "{tokens_per_pass:.1f}",
     "repeated 8-grams": "{repeated_8grams:pct}",
-}
+}  # fmt: skip
 ATTENDED: Columns = {
     "plain decoding with the CPU": "?{attended_baseline_ms_per_token:.0f}",
     "speed-up to the faster of both": "?**{speedup_to_fastest_baseline:.1f}x**",
-}
+}  # fmt: skip
 LEVELS: Columns = {
     "model, context, cap": "{model}, {context:,}, {gpu_memory_cap_gib:g} GiB{attention}",
-    "T": "{temperature:g}",
-    "rounds a pass": "{rounds_per_pass:.1f}",
-    "grow, ms": "?{stages[grow]:.2f}",
-    "choose, ms": "?{stages[choose]:.2f}",
-    "level 2, ms": "?{stages[full]:.2f}",
-    "of it on the bus": "?{on_bus:pct}",
-    "retrieval accepts": "?{acceptance[retrieval]:.2f}",
-    "target accepts": "?{acceptance[target]:.2f}",
-    "greedy tokens compared": "?{exact[compared]}",
+    "T": "{temperature:g}", "rounds a pass": "{rounds_per_pass:.1f}", "grow, ms": "?{stages[grow]:.2f}",
+    "choose, ms": "?{stages[choose]:.2f}", "level 2, ms": "?{stages[full]:.2f}",
+    "of it on the bus": "?{on_bus:pct}", "retrieval accepts": "?{acceptance[retrieval]:.2f}",
+    "target accepts": "?{acceptance[target]:.2f}", "greedy tokens compared": "?{exact[compared]}",
     "partings": "?{exact[partings]}",
-}
+}  # fmt: skip
 PREFILL: Columns = {
-    "model": "{shape}",
-    "tokens": "{context:,}",
-    "on the device, s": "{on_chip_prefill_seconds:.1f}",
-    "offloaded, s": "{prefill_seconds:.1f}",
-    "ratio": "{prefill_ratio:.2f}x",
-}
+    "model": "{shape}", "tokens": "{context:,}", "on the device, s": "{on_chip_prefill_seconds:.1f}",
+    "offloaded, s": "{prefill_seconds:.1f}", "ratio": "{prefill_ratio:.2f}x",
+}  # fmt: skip
 PROJECTIONS: Columns = {
     f"projected by the cost model, not measured; kernels with the {_TILES}": "{model}, {context:,}",
-    "cap, GiB": "{gpu_memory_cap_gib:g}",
-    "card": "{projection[card]}",
-    "T": "{temperature:g}",
+    "cap, GiB": "{gpu_memory_cap_gib:g}", "card": "{projection[card]}", "T": "{temperature:g}",
     "ms/token": "{projection[ms_per_token]:.0f}",
     "streamed plain decoding": "{projection[baseline_ms_per_token]:.0f}",
     "speed-up": "{projection[speedup]:.1f}x",
-}
+}  # fmt: skip
 PARALLEL_SPEED: Columns = {
-    "model": "{shape}",
-    "cards": "{gpus}",
-    "prompts": "{prompts} x {context:,}",
-    "cap a card, GiB": "{gpu_memory_cap_gib:g}",
-    "T": "{temperature:g}",
-    "**ms/token**": "**{ms_per_token:.1f}**",
-    "streamed plain decoding": "?{baseline_ms_per_token:.0f}",
+    "model": "{shape}", "cards": "{gpus}", "prompts": "{prompts} x {context:,}",
+    "cap a card, GiB": "{gpu_memory_cap_gib:g}", "T": "{temperature:g}",
+    "**ms/token**": "**{ms_per_token:.1f}**", "streamed plain decoding": "?{baseline_ms_per_token:.0f}",
     "each link while it streams, GB/s": lambda row: _rates(row["baseline_pcie_gbps_by_rank"]),
-    "alone": lambda row: _rates(row["bus_gbps_by_rank"]),
-    "**speed-up**": "?**{speedup:.1f}x**",
-    "tokens a pass": "{tokens_per_pass:.1f}",
-    "repeated 8-grams": "{repeated_8grams:pct}",
-    "greedy tokens compared": "?{exact[compared]}",
-    "partings": "?{exact[partings]}",
-}
+    "alone": lambda row: _rates(row["bus_gbps_by_rank"]), "**speed-up**": "?**{speedup:.1f}x**",
+    "tokens a pass": "{tokens_per_pass:.1f}", "repeated 8-grams": "{repeated_8grams:pct}",
+    "greedy tokens compared": "?{exact[compared]}", "partings": "?{exact[partings]}",
+}  # fmt: skip
 RESIDENT_PASSES = (
     "of the rows on the device", "on the bus, ms", "one row: a piece a call", "pieces together",
     "a chain: a piece a call", "pieces together",
 )  # fmt: skip
 _RESIDENT_NOTE = (
-    "llama-2-7b inflated, {context:,} tokens, milliseconds a pass, medians of {passes}; up to {most} pieces together. "
-    "{hardware}, bus {bus[in]:.1f} GB/s, torch {versions[torch]}, {date}. "
+    "llama-2-7b inflated, {context:,} tokens, milliseconds a pass, medians of {passes}; up to {most} pieces "
+    "together. {hardware}, bus {bus[in]:.1f} GB/s, torch {versions[torch]}, {date}. "
 )
 VIEWS: Columns = {
-    "chosen chunks of level 1": "{level_1}",
-    "a pass that chooses anew, ms": "{stage_ms[choose]:.2f}",
+    "chosen chunks of level 1": "{level_1}", "a pass that chooses anew, ms": "{stage_ms[choose]:.2f}",
     "one that does not, ms": "{stage_ms[middle]:.2f}",
-}
+}  # fmt: skip
 _VIEW_NOTE = (
     "{shapes[0]} inflated, {rows[0][context]:,} tokens, budget {options[budget]:,}, chunk {options[chunk]}, "
     "{options[middle_bits]} bits; in the order of the runs."
 )
 _OPTIONS = ("levels", "gamma", "tree", "budget", "chunk", "refresh", "leaves", "middle_bits")
 TUNING: Columns = {
-    "prompt": "{context:,}",
-    "T": "{temperature:g}",
-    "alone, ms/token": "{plain_ms_per_token:.2f}",
-    "tuned": "{ms_per_token:.2f}",
-    "speed-up": "{speedup:.2f}x",
-    "repeated 8-grams": "{repeated_8grams:pct}",
+    "prompt": "{context:,}", "T": "{temperature:g}", "alone, ms/token": "{plain_ms_per_token:.2f}",
+    "tuned": "{ms_per_token:.2f}", "speed-up": "{speedup:.2f}x", "repeated 8-grams": "{repeated_8grams:pct}",
     "settings": lambda row: " ".join(f"{k}={row['options'][k]}" for k in _OPTIONS if k in row["options"]),
-}
+}  # fmt: skip
 
 
 def _rows(content: Record, *parts: str) -> list[Record]:

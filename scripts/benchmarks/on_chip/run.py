@@ -88,7 +88,7 @@ class Plan:
         )
 
     def tiny(self) -> "Plan":
-        """In seconds on a CPU; of the ablations the first of each setting, as far as it fits short prompts."""
+        """In seconds on a CPU; of the ablations the first of each setting that fits short prompts."""
         smaller = tuple((min(batch, 3), max(384, context // 256)) for batch, context in self.cells)
         first = {next(iter(change), ""): change for change in reversed(self.ablations)}
         first.pop("budget", None)

@@ -30,75 +30,47 @@ def _published(row: Record) -> str:
 
 
 HEADLINE: Columns = {
-    "model": "{shape}",
-    "prompts": "{prompts} x {batch} x {context:,}",
-    "T": "{temperature:g}",
-    "**ms/token**": "**{ms_per_token:.2f}**",
-    "our plain decoding (of its roof)": _plain,
+    "model": "{shape}", "prompts": "{prompts} x {batch} x {context:,}", "T": "{temperature:g}",
+    "**ms/token**": "**{ms_per_token:.2f}**", "our plain decoding (of its roof)": _plain,
     "transformers static": "?{baselines[transformers-static][ms_per_token]:.1f}",
-    "**speed-up**": "?**{speedup:.2f}x**",
-    "TriForce, A100": _published,
+    "**speed-up**": "?**{speedup:.2f}x**", "TriForce, A100": _published,
     "repeated 8-grams": "{repeated_8grams:pct}",
-}
+}  # fmt: skip
 LEVELS: Columns = {
-    "": "{where}",
-    "level": "{level}",
-    "runs a pass": "?{runs:.2f}",
-    "ms a run": "{ms:.2f}",
-    "roof": "?{roof_ms:.2f}",
-    "of its roof": "?{of_roof:pct}",
-    "share of the pass": "?{share:pct}",
-}
+    "": "{where}", "level": "{level}", "runs a pass": "?{runs:.2f}", "ms a run": "{ms:.2f}",
+    "roof": "?{roof_ms:.2f}", "of its roof": "?{of_roof:pct}", "share of the pass": "?{share:pct}",
+}  # fmt: skip
 ACCEPTANCE: Columns = {
-    "model": "{shape}",
-    "batch x context": "{batch} x {context:,}",
-    "T": "{temperature:g}",
+    "model": "{shape}", "batch x context": "{batch} x {context:,}", "T": "{temperature:g}",
     "retrieval accepts": "?{acceptance[retrieval]:.2f}",
     "tokens a pass of level 1": "?{mean_accepted_length[retrieval]:.2f}",
     "target accepts": "?{acceptance[target]:.2f}",
     "tokens a pass of level 2": "?{mean_accepted_length[target]:.2f}",
     "passes of level 1 a pass of level 2": "{rounds_per_pass:.2f}",
-    "greedy tokens compared": "?{exact[compared]:,}",
-    "ties": "?{exact[ties]:,}",
+    "greedy tokens compared": "?{exact[compared]:,}", "ties": "?{exact[ties]:,}",
     "failures": "?{exact[failures]:,}",
-}
+}  # fmt: skip
 COSTS: Columns = {
-    "model": "{shape}",
-    "batch x context": "{batch} x {context:,}",
-    "prefill, s": "{prefill_seconds:.1f}",
-    "compile and capture, s": "{capture_seconds:.0f}",
-    "peak, GiB": "{peak_gib:.0f}",
+    "model": "{shape}", "batch x context": "{batch} x {context:,}", "prefill, s": "{prefill_seconds:.1f}",
+    "compile and capture, s": "{capture_seconds:.0f}", "peak, GiB": "{peak_gib:.0f}",
     "level 1, bits": "{options[middle_bits]}",
-}
+}  # fmt: skip
 LENGTHS: Columns = {
-    "context": "{context:,}",
-    "T": "{temperature:g}",
-    "budget": "{options[budget]:,}",
-    "ms/token": "{ms_per_token:.2f}",
-    "plain": "?{baseline_ms_per_token:.2f}",
-    "speed-up": "?{speedup:.2f}x",
-    "tokens a pass": "{tokens_per_pass:.2f}",
-    "repeated 8-grams": "{repeated_8grams:pct}",
-}
+    "context": "{context:,}", "T": "{temperature:g}", "budget": "{options[budget]:,}",
+    "ms/token": "{ms_per_token:.2f}", "plain": "?{baseline_ms_per_token:.2f}", "speed-up": "?{speedup:.2f}x",
+    "tokens a pass": "{tokens_per_pass:.2f}", "repeated 8-grams": "{repeated_8grams:pct}",
+}  # fmt: skip
 OUTPUTS: Columns = {
-    "new tokens": "{new_tokens:,}",
-    "T": "{temperature:g}",
-    "ms/token": "{ms_per_token:.2f}",
-    "speed-up": "?{speedup:.2f}x",
-    "repeated 8-grams": "{repeated_8grams:pct}",
-}
+    "new tokens": "{new_tokens:,}", "T": "{temperature:g}", "ms/token": "{ms_per_token:.2f}",
+    "speed-up": "?{speedup:.2f}x", "repeated 8-grams": "{repeated_8grams:pct}",
+}  # fmt: skip
 ABLATIONS: Columns = {
-    "changed": lambda row: setting(row["setting"]),
-    "ms/token": "{ms_per_token:.2f}",
-    "speed-up": "?{speedup:.2f}x",
-    "tokens a pass": "{tokens_per_pass:.2f}",
-    "retrieval accepts": "?{acceptance[retrieval]:.2f}",
-    "target accepts": "?{acceptance[target]:.2f}",
-    "rounds": "{rounds_per_pass:.2f}",
-    "level 0, ms a pass": "?{spent[grow]:.2f}",
-    "level 1": "{spent[middle]:.2f}",
-    "level 2": "?{spent[full]:.2f}",
-}
+    "changed": lambda row: setting(row["setting"]), "ms/token": "{ms_per_token:.2f}",
+    "speed-up": "?{speedup:.2f}x", "tokens a pass": "{tokens_per_pass:.2f}",
+    "retrieval accepts": "?{acceptance[retrieval]:.2f}", "target accepts": "?{acceptance[target]:.2f}",
+    "rounds": "{rounds_per_pass:.2f}", "level 0, ms a pass": "?{spent[grow]:.2f}",
+    "level 1": "{spent[middle]:.2f}", "level 2": "?{spent[full]:.2f}",
+}  # fmt: skip
 
 
 def setting(change: Record) -> str:
@@ -200,19 +172,16 @@ _OFFLOADED = {
     "13b": "weights and cache on the host",
 }
 FRONT: Columns = {
-    "model": "{shape}",
-    "prompt": "{where}",
-    "T": "{temperature:g}",
-    "ms/token": "**{ms_per_token:.1f}**",
+    "model": "{shape}", "prompt": "{where}", "T": "{temperature:g}", "ms/token": "**{ms_per_token:.1f}**",
     # With attention on the CPU, ordinary decoding with it too.
-    "ordinary decoding, same kernels": "{plain_ms:,.1f}",
-    "speed-up": "**{gain:.1f}x**",
+    "ordinary decoding, same kernels": "{plain_ms:,.1f}", "speed-up": "**{gain:.1f}x**",
     "repeated 8-grams": "{repeated_8grams:pct}",
-}
+}  # fmt: skip
 _FRONT_NOTE = (
-    'One {hardware}, bf16, 256 new tokens, real texts, medians over prompts, decode only. "Inflated": all layers of '
-    "these models in shape and bytes, with the function of the embedded pair. Details, other baselines and files: "
-    "[docs/benchmarks.md](docs/benchmarks.md), [docs/offloading.md](docs/offloading.md). "
+    "One {hardware}, bf16, 256 new tokens, real texts, medians over prompts, decode only. "
+    '"Inflated": all layers of these models in shape and bytes, with the function of the embedded pair. '
+    "Details, other baselines and files: [docs/benchmarks.md](docs/benchmarks.md), "
+    "[docs/offloading.md](docs/offloading.md). "
 )
 
 
