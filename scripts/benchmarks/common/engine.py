@@ -5,7 +5,6 @@ compare, time its stages. ``scripts/benchmarks/offload/engine.py`` is the same f
 """
 
 import statistics
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from scripts.benchmarks.common.timing import synchronize, timed
+from scripts.benchmarks.common.timing import Marks, synchronize, timed
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.cycle import Cycle
 from triforce_tree.cycle.decoder import CycleDecoder
@@ -245,7 +244,7 @@ class Bench:
                 one_pass.append("choose" if done == 0 or (refresh and done % refresh == 0) else "middle")
         one_pass.append("full")
         names = one_pass * passes
-        marks = _Marks(self.device)
+        marks = Marks(self.device)
         for at, name in enumerate(names):
             program.run(name, generator)
             marks.add()
@@ -255,30 +254,6 @@ class Bench:
         for name, ms in zip(names, marks.intervals(), strict=True):
             found.setdefault(name, []).append(ms)
         return {name: statistics.median(times) for name, times in found.items()}
-
-
-class _Marks:
-    """Times between marks in the device's stream, in milliseconds."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._on = device.type == "cuda"
-        self._events: list[torch.cuda.Event] = []
-        self._times: list[float] = []
-        self.add()
-
-    def add(self) -> None:
-        if self._on:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._events.append(event)
-        else:
-            self._times.append(time.perf_counter())
-
-    def intervals(self) -> list[float]:
-        if self._on:
-            torch.cuda.synchronize()
-            return [a.elapsed_time(b) for a, b in zip(self._events, self._events[1:], strict=False)]
-        return [1e3 * (b - a) for a, b in zip(self._times, self._times[1:], strict=False)]
 
 
 def levels_of(config: HierarchyConfig) -> int:

@@ -79,3 +79,27 @@ def read_bandwidth(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return size / median(times[1:])
+
+
+class Marks:
+    """Times between marks in the device's stream, in milliseconds."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on = device.type == "cuda"
+        self._events: list[torch.cuda.Event] = []
+        self._times: list[float] = []
+        self.add()
+
+    def add(self) -> None:
+        if self._on:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._events.append(event)
+        else:
+            self._times.append(time.perf_counter())
+
+    def intervals(self) -> list[float]:
+        if self._on:
+            torch.cuda.synchronize()
+            return [a.elapsed_time(b) for a, b in zip(self._events, self._events[1:], strict=False)]
+        return [1e3 * (b - a) for a, b in zip(self._times, self._times[1:], strict=False)]

@@ -17,10 +17,10 @@ _BY_TEMPERATURE: Columns = {
     "repeated 8-grams": "?{repeated_8grams:pct}",
 }  # fmt: skip
 _SPEED_NOTE = (
-    "{first[context]:,} prompt tokens, {first[new_tokens]} new ones, medians over {prompts} prompts, decode "
-    "only; {hardware}, {threads} threads, fp32, torch {versions[torch]}, transformers "
-    "{versions[transformers]}, commit {commit}. Speed-up against the fastest of transformers-static, -dynamic "
-    "and -assistant. "
+    "{first[context]:,} prompt tokens, {first[new_tokens]} new ones, medians over {prompts} prompts, "
+    "decode only; {hardware}, {threads} threads, fp32, torch {versions[torch]}, transformers "
+    "{versions[transformers]}, commit {commit}. Speed-up against the fastest of transformers-static, "
+    "-dynamic and -assistant. "
 )
 ACCEPTANCE: Columns = {
     "method": "{method}", "temperature": "{temperature:g}",
