@@ -136,7 +136,6 @@ def main(arguments: list[str] | None = None) -> int:
     if args.out and part:
         choices = {arch: digest(KNOWN[arch]) for arch in args.arch}
         result = header(0, "kernels") | {"triton": triton.__version__, "choices": choices}
-        result["command"] = " ".join(["python -m scripts.checks.kernels_by_arch", *sys.argv[1:]])
         write(args.out, result | {"kernels": summary(rows)})
         part.unlink()
     for line in wrong:

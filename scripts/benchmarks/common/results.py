@@ -25,7 +25,7 @@ CELL = ("batch", "context", "new_tokens", "temperature", "setting")
 
 def header(seed: int, *areas: str) -> Record:
     """Command, commit ("+": changed since), date, hardware, versions, seed, digests of the measured code."""
-    command = " ".join(["python -m scripts.benchmarks", *sys.argv[1:]])
+    command = " ".join(["python", *sys.orig_argv[1:]])
     return results.header(seed) | {"command": command, "code": digests(areas)}
 
 

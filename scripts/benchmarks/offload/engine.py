@@ -217,11 +217,6 @@ class OffloadBench:
         peak_gib(self.device, reset=True)
 
     @property
-    def is_offloaded(self) -> bool:
-        """Whether a program is open whose cache is in host memory."""
-        return self._program is not None and self._program.offloaded is not None
-
-    @property
     def offloaded(self) -> OffloadedCache:
         assert self.program.offloaded is not None, "the program that is open keeps its cache on the device"
         return self.program.offloaded
