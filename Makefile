@@ -25,10 +25,10 @@ lint: $(VENV)/.dev
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy -p triforce_tree
 	$(VENV)/bin/lint-imports --no-logo
-	$(PY) scripts/make_tables.py --check
+	$(PY) -m scripts.benchmarks tables --check
 
 wheel-check: $(VENV)/.dev
-	$(PY) scripts/check_wheel.py
+	$(PY) -m scripts.checks.check_wheel
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

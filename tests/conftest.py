@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # Tests use tiny tensors, and two threads that meet after every such operation are hundreds of times
 # slower than one where something else keeps a core busy.
 THREADS = 1
-SCRIPTS = Path(__file__).parents[1] / "scripts"
+ROOT = Path(__file__).parents[1]
 
 # Helper modules whose assertions report values, as those of the tests do.
 for _name in ("api_cases", "cycle_cases", "list_cache"):
@@ -136,9 +136,9 @@ def prompt(tmp_path: Path) -> str:
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Imports a script by its name, as its neighbours do."""
-    monkeypatch.setattr(sys, "path", [str(SCRIPTS), *sys.path])
-    return importlib.import_module
+    """Imports a module of ``scripts`` by its name below it."""
+    monkeypatch.setattr(sys, "path", [str(ROOT), *sys.path])
+    return lambda name: importlib.import_module(f"scripts.{name}")
 
 
 @pytest.fixture

@@ -2,7 +2,8 @@
 
     python tests/forked_ranks.py < JOBS
 
-A job is a line of JSON: {"size": 2, "folder": "/tmp/x", "words": ["SCRIPT", "word"]}. What takes long to
+A job is a line of JSON: {"size": 2, "folder": "/tmp/x", "words": ["SCRIPT", "word"]}, or
+["-m", "MODULE", "word"]. What takes long to
 import is imported once for all; that starts no thread and asks for no GPU, neither of which would survive the
 fork. The folder receives what each rank wrote, as RANK.out and RANK.err, and their exit codes, as codes.json;
 then a line says "done".
@@ -30,10 +31,15 @@ def run(rank: int, size: int, port: int, folder: Path, words: list[str]) -> int:
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": size}
     ranks = {"RANK": rank, "LOCAL_RANK": rank}
     os.environ.update({name: str(value) for name, value in {**place, **ranks}.items()})
-    sys.argv, sys.path[0] = words, str(Path(words[0]).parent)
+    module = words[0] == "-m"
+    sys.argv = words[1:] if module else words
+    sys.path[0] = str(Path(__file__).parents[1] if module else Path(words[0]).parent)
     code = 0
     try:
-        runpy.run_path(words[0], run_name="__main__")
+        if module:
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(words[0], run_name="__main__")
     except SystemExit as end:
         code = int(end.code or 0)
     except BaseException:

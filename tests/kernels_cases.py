@@ -1,7 +1,7 @@
 """Problems for the tree-attention kernels, each with its definition in fp64.
 
 Used by the tests, which run them in Triton's interpreter on small shapes, and by
-``scripts/bench_tree_attention.py --check``, which runs all of them on a GPU. The gold here is
+``scripts/checks/tree_attention_check.py``, which runs all of them on a GPU. The gold here is
 written apart from ``kernels.reference``, so that the reference is under test too.
 """
 

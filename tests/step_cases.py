@@ -1,7 +1,7 @@
 """Problems for the kernels of the decoding cycle; whoever runs one learns whether it equals its reference.
 
-Used by the tests, in Triton's interpreter on small shapes, and by ``scripts/step_kernels_check.py`` on a
-GPU. A problem holds the arguments of an op; ``agree`` runs the op and its reference on copies of them.
+Used by the tests, in Triton's interpreter on small shapes, and by ``scripts/checks/step_kernels_check.py`` on
+a GPU. A problem holds the arguments of an op; ``agree`` runs the op and its reference on copies of them.
 Storage that an op must not look at is NaN.
 """
 

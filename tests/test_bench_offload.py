@@ -1,4 +1,4 @@
-"""scripts/bench_offload.py with tiny models on the CPU: rows, resuming, tables, the projection."""
+"""The benchmarks of the offloaded cache with tiny models on the CPU: rows, going on, tables, projection."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ def test_parts_are_measured_once_and_fill_the_tables(
     script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--tiny", "--out", str(tmp_path), "--prompts", "1", "--part", "resident", "prefill"]
-    measure, tables = script("bench_offload").main, script("offload_tables")
+    measure, tables = script("benchmarks.offload.run").main, script("benchmarks.offload.tables")
     measure(words)
     capsys.readouterr()
     file = tmp_path / tables.FILE
@@ -32,32 +32,32 @@ def test_parts_are_measured_once_and_fill_the_tables(
     assert greedy["exact"] == {"compared": 4, "partings": 0}
     assert 0 < greedy["resident_gib"] <= greedy["host_gib"] * 1.2
     [feeding] = [row for row in first["rows"] if row["part"] == "prefill"]
-    assert feeding["ratio"] == pytest.approx(
+    assert feeding["prefill_ratio"] == pytest.approx(
         feeding["prefill_seconds"] / feeding["on_chip_prefill_seconds"], rel=1e-2
     )
+    kept = (tmp_path / "offload_h200.resident.jsonl").read_text()
     measure(words)
-    assert (
-        json.loads(file.read_text())["parts"]["resident"]["samples"]
-        == (first["parts"]["resident"]["samples"])
-    )
-    made = {table.__name__: table(first) for table in tables.TABLES}
-    assert "| 1 x 480 | 3.33333 | 0.0 | 33 % | 0 | **" in made["headline"]
-    assert "| resident rows | 0.00 |" in made["memory"] or "measured peak" in made["memory"]
-    assert made["prefill"].startswith("| model | tokens | on the device, s | offloaded, s | ratio |")
-    empty = {table.__name__: table({"rows": [], "parts": {}}) for table in tables.TABLES}
-    assert empty["headline"] == "Not measured yet: `python scripts/bench_offload.py --part 7b`.\n"
+    assert (tmp_path / "offload_h200.resident.jsonl").read_text() == kept, "nothing is measured twice"
+    assert json.loads(file.read_text())["rows"] == first["rows"]
+    made = {name: table.make(first) for name, table in tables.TABLES.items() if table.file == tables.FILE}
+    assert "| 1 x 480 | 3.33333 | 0.0 | 33 % | 0 | **" in made["offload_headline"]
+    assert "| resident rows | 0.00 |" in made["offload_memory"] or "measured peak" in made["offload_memory"]
+    assert made["offload_prefill"].startswith("| model | tokens | on the device, s | offloaded, s | ratio |")
+    empty = {"rows": [], "parts": {}}
+    assert [tables.headline(empty), tables.memory(empty), tables.prefill(empty)] == [None] * 3
 
 
 def test_streamed_weights_are_counted_on_the_bus(
     script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--tiny", "--out", str(tmp_path), "--temperatures", "0", "--part", "weights", "13b"]
-    script("bench_offload").main(words)
+    assert script("checks.offload_bits").main(["--tiny", "--part", "weights"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     [bits] = [line for line in lines if line.get("what") == "bits"]
     assert bits["identical"]
     assert bits["same_tokens"]
-    tables = script("offload_tables")
+    words = ["--tiny", "--out", str(tmp_path), "--temperatures", "0", "--part", "13b"]
+    script("benchmarks.offload.run").main(words)
+    tables = script("benchmarks.offload.tables")
     result = json.loads((tmp_path / tables.FILE).read_text())
     [row] = result["rows"]
     assert row["weights_on_host_gib"] == pytest.approx(row["memory_plan"]["pass_weights_gib"], rel=1e-3)
@@ -70,18 +70,19 @@ def test_streamed_weights_are_counted_on_the_bus(
 def test_attention_on_the_cpu_stands_beside_both_baselines(
     script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench, parts = script("bench_offload"), script("offload_parts")
-    for module in (bench, parts):
+    bits, session = script("checks.offload_bits"), script("benchmarks.offload.session")
+    for module in (bits, session):
         monkeypatch.setattr(module, "host_rate", lambda *_: HostRate(((1, 20e9), (48, 10e9))))
-    words = ["--tiny", "--out", str(tmp_path), "--temperatures", "0", "--prompts", "1", "--part"]
-    bench.main([*words, "attention", "host-attention"])
+    assert bits.main(["--tiny", "--part", "attention"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["repeated"] for line in lines if line.get("what") == "logits"] == [True, True]
     [gained] = [line for line in lines if line.get("what") == "sum"]
     assert gained["same_tokens"]
     [attended] = [line for line in lines if line.get("what") == "attended"]
     assert attended["cpu_gbps"] > 0
-    tables = script("offload_tables")
+    words = ["--tiny", "--out", str(tmp_path), "--temperatures", "0", "--prompts", "1"]
+    script("benchmarks.offload.run").main([*words, "--part", "host-attention"])
+    tables = script("benchmarks.offload.tables")
     result = json.loads((tmp_path / tables.FILE).read_text())
     [row] = result["rows"]
     assert row.keys() >= COLUMNS
@@ -111,15 +112,15 @@ def test_a_projection_stretches_each_time_by_what_it_waits_for(script: Any) -> N
     row = {"streamed_gib": 50e9 / 2**30, "tokens_per_pass": 20.0}
     row |= {"pass_ms": 1100.0, "baseline_ms_per_token": 1010.0}
     card = {"name": "half the bus, a quarter of the memory", "bus_gbps": 25.0, "read_gbps": 1000.0}
-    made = script("offload_results").projection(row, 50.0, 4000.0, card)
+    made = script("benchmarks.offload.rows").projection(row, 50.0, 4000.0, card)
     # A second on the bus becomes two; what is beside it takes four times as long.
     assert made["ms_per_token"] == pytest.approx((2000 + 4 * 100) / 20)
     assert made["baseline_ms_per_token"] == pytest.approx(2000 + 4 * 10)
 
 
 def test_many_resident_pieces(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    measure, tables = script("bench_resident"), script("resident_tables")
-    file = tmp_path / tables.FILE
+    measure, tables = script("benchmarks.offload.resident"), script("benchmarks.offload.tables")
+    file = tmp_path / tables.RESIDENT
     monkeypatch.setattr(measure, "_PASSES", 2)
     measure.main(["--tiny", "--out", str(file)])
     result = json.loads(file.read_text())

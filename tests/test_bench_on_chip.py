@@ -1,4 +1,4 @@
-"""What scripts/bench_on_chip.py computes apart from any model: prompts, settings, rows, tables."""
+"""What the benchmark `on_chip` computes apart from any model: prompts, settings, rows, tables."""
 
 import json
 from pathlib import Path
@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from triforce_tree.config import HierarchyConfig
+from triforce_tree.cycle.growth import MOST_TAIL
 from triforce_tree.cycle.shapes import device_shape
 from triforce_tree.tree_search import parse_shape
 
@@ -22,14 +23,23 @@ def sample(method: str, ms: float, prompt: str = "prompt 1", temperature: float 
             "acceptance": {"retrieval": 0.7, "target": 0.9},
             "mean_accepted_length": {"retrieval": 2.4, "target": 5.0},
             "stages": {"grow": stage, "full": stage},
-            "exact": {"compared": 8, "ties": 1, "failures": 0, "partings": []},
         }  # fmt: skip
+    if method == "autoregressive":
+        made["exact"] = {"compared": 8, "ties": 1, "failures": 0, "partings": []}
     return made
 
 
 def book(script: Any, folder: Path, **options: Any) -> Any:
-    settings = {"shape": "llama-2-7b", "options": {"gamma": 16} | options, "seed": 0, "engine": "e"}
-    return script("on_chip_results").book(folder / "test.json", "7b", settings)
+    settings = {
+        "shape": "llama-2-7b",
+        "options": {"gamma": 16, "middle_bits": 8} | options,
+        "seed": 0,
+        "engine": "e",
+    }
+    rows = script("benchmarks.on_chip.rows").rows
+    return script("benchmarks.common.results").ResultsFile(
+        folder / "test.json", "7b", settings, rows, ["linear"]
+    )
 
 
 def test_the_faster_baseline_counts_and_medians_are_over_prompts(script: Any, tmp_path: Path) -> None:
@@ -47,7 +57,7 @@ def test_the_faster_baseline_counts_and_medians_are_over_prompts(script: Any, tm
         3.0,
     )
     assert row["exact"] == {"compared": 24, "ties": 3, "failures": 0}
-    assert row["config"]["gamma"] == 16
+    assert (row["prompts"], row["ms_per_token_p20"], row["ms_per_token_p80"]) == (3, 2.4, 3.6)
 
 
 def test_a_greedy_rival_serves_every_temperature_and_plain_decoding_its_own(
@@ -69,19 +79,22 @@ def test_a_part_goes_on_with_its_own_settings_only(script: Any, tmp_path: Path) 
 
 
 def test_tables_from_rows(script: Any, tmp_path: Path) -> None:
-    tables = script("on_chip_tables")
+    tables = script("benchmarks.on_chip.tables")
     written = book(script, tmp_path)
     written.mine["read_bandwidth"] = 4.4e12
     written.add(sample("triforce", 2.0))
     written.add(sample("autoregressive", 10.0))
-    made = {table.__name__: table(written.all) for table in tables.TABLES}
+    made = {name.removeprefix("on_chip_"): table.make(written.all) for name, table in tables.TABLES.items()}
     assert "| llama-2-7b inflated | 1 x 1 x 512 | 0 | **2.00** | 10.00 (90 %) |" in made["headline"]
     assert "| 0: draft grows a tree | 3.00 | 2.00 | 1.00 | 50 % | 60 % |" in made["levels"]
-    assert made["lengths"] == "Not measured yet: `python scripts/bench_on_chip.py --part lengths`.\n"
+    assert made["lengths"] is None
+    assert made["headline"].endswith("File: `docs/results/on_chip_h200.json`.\n"), "measured on this code"
+    written.all["parts"]["7b"]["code"] = {"linear": "another"}
+    assert "; code under it has changed since)." in tables.TABLES["on_chip_headline"].make(written.all)
 
 
 def test_texts_are_read_as_rings(script: Any) -> None:
-    prompts = script("prompt_library")
+    prompts = script("benchmarks.common.texts")
     assert prompts.cut([1, 2, 3, 4], 6, 3) == [3, 4, 1]
     code = 'def f(a, *, b=1):\n    """' + "word " * 20 + '"""\n\n\ndef g():\n    """Short."""\n'
     assert prompts.docstrings(code).startswith("f(a, *, b=1)\n\n   word word")
@@ -90,23 +103,25 @@ def test_texts_are_read_as_rings(script: Any) -> None:
 
 
 def test_settings_from_the_command_line(script: Any) -> None:
-    command, parts = script("bench_on_chip"), script("on_chip_parts")
+    command = script("benchmarks.on_chip.run")
     words = ["--part", "ablations-7b", "--only", "tree", "--set", "gamma=8", "rounds=none", "tree=chain:4"]
     args = command.parser().parse_args(words)
-    [(name, plan, _)] = command.plans(args)
+    [(name, plan)] = command.plans(args)
     assert name == "ablations-7b"
     assert [plan.options[k] for k in ("gamma", "rounds", "tree")] == [8, None, "chain:4"]
     assert {k for change in plan.ablations for k in change} == {"tree"}
     assert {} in plan.ablations
-    for change in parts.ABLATIONS:
-        config = HierarchyConfig.from_options(**(parts.DEFAULTS | change))
-        assert device_shape(parse_shape(config.tree)) is not None, change
-    for part in parts.PARTS.values():
-        assert part.plan(smoke=True).shape not in ("llama-2-7b", "llama-3.1-8b")
+    for change in command.ABLATIONS:
+        config = HierarchyConfig.from_options(**(command.DEFAULTS | change))
+        shape = device_shape(parse_shape(config.tree))
+        assert shape is not None
+        assert sum(shape.widths) + len(shape.widths) + 4 <= MOST_TAIL, change
+    for part in command.PARTS.values():
+        assert part.full.tiny().shape not in ("llama-2-7b", "llama-3.1-8b")
 
 
 def test_no_step_begins_that_would_not_end(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    deadline = script("deadline")
+    deadline = script("benchmarks.common.deadline")
     now = [0.0]
     monkeypatch.setattr(deadline.time, "perf_counter", lambda: now[0])
     done = []

@@ -1,13 +1,13 @@
-"""scripts/bench_parallel.py by two processes on a CPU: rows, what each rank streams, going on, the table."""
+"""The benchmark `parallel` by two processes on a CPU: rows, what each rank streams, going on, the table."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import ROOT, ranks_of
+from processes import ranks_of
 
-COMMAND = [str(ROOT / "scripts" / "bench_parallel.py"), "--tiny", "--out"]
+COMMAND = ["-m", "scripts.benchmarks", "parallel", "--tiny", "--out"]
 
 
 def steps(folder: Path) -> list[str]:
@@ -21,9 +21,9 @@ def steps(folder: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_ranks_measure_together_and_fill_the_table(script: Any, tmp_path: Path) -> None:
-    tables = script("parallel_tables")
+    tables = script("benchmarks.offload.tables")
     assert steps(tmp_path).count("all ranks wrote the same 24 tokens") == 2
-    result = json.loads((tmp_path / tables.FILE).read_text())
+    result = json.loads((tmp_path / tables.PARALLEL).read_text())
     greedy, sampled = result["rows"]
     assert (greedy["temperature"], sampled["temperature"]) == (0.0, 0.6)
     assert greedy["exact"] == {"compared": 4, "partings": 0}
@@ -37,4 +37,4 @@ def test_ranks_measure_together_and_fill_the_table(script: Any, tmp_path: Path) 
     whole = 7 * 2 * 4 * 128 * 4 * (480 + 24) / 2**30
     assert greedy["streamed_gib"] + greedy["resident_gib"] < 0.75 * whole
     assert not any("ms a token" in step for step in steps(tmp_path)), "nothing is measured twice"
-    assert f"| 2 | 1 x 480 | 1 | 0 | **{greedy['ms_per_token']:.1f}** |" in tables.speed(result)
+    assert f"| 2 | 1 x 480 | 1 | 0 | **{greedy['ms_per_token']:.1f}** |" in tables.parallel(result)

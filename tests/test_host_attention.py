@@ -1,4 +1,4 @@
-"""scripts/host_attention.py: every way of attention on the CPU against the definition, results, tables."""
+"""The benchmark `host_attention`: every way of attention on the CPU against its definition, tables."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ from triforce_tree.kernels.attention.plan import Heads
 def test_every_way_over_pieces_is_attention_to_all_their_rows(
     script: Any, heads: Heads, queries: int
 ) -> None:
-    measure, ways = script("host_attention"), script("host_ways")
+    measure, ways = script("benchmarks.cpu.host_attention"), script("benchmarks.cpu.ways")
     q = measure.random_queries(heads, queries, 0)
     rows = torch.randn(96, 2, heads.kv, heads.dim, generator=torch.Generator().manual_seed(1)).bfloat16()
     checked = measure.Checked(q, rows)
@@ -35,7 +35,8 @@ def test_every_way_over_pieces_is_attention_to_all_their_rows(
 def test_a_small_run_measures_every_way_and_fills_the_tables(
     script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    measure, ways, tables = script("host_attention"), script("host_ways"), script("host_tables")
+    measure, ways = script("benchmarks.cpu.host_attention"), script("benchmarks.cpu.ways")
+    tables = script("benchmarks.cpu.tables")
     scaled = ways.WAYS["fp32 products"]
     monkeypatch.setitem(ways.WAYS, "fp32 products", lambda q, rows: scaled(1.1 * q, rows))
     file = tmp_path / tables.FILE
@@ -59,14 +60,15 @@ def test_a_small_run_measures_every_way_and_fills_the_tables(
         row |= {"cpu_gbps": 30.0, "bus_gbps": 40.0, "cpu_alone_gbps": 50.0}
     both |= {"bus_gbps": 50.0, "reading": {"cpu_gbps": 60.0, "bus_gbps": 45.0}}
     columns = "| heads | T | threads | flash, one call a piece | flash, blocks of each thread's own | "
-    made = {table.__name__: table(result) for table in tables.TABLES}
+    made = {name: tables.TABLES[f"host_{name}"].make(result) for name in ("ways", "together")}
     assert made["ways"].startswith(columns + "bf16 products, ")
     assert made["together"].splitlines()[2].endswith("| 50.0 | 30.0 | 40.0 | **1.40x** | 3.00x |")
     assert "The bus alone: 50.0 GB/s; beside plain reading at 60.0 GB/s: 45.0 GB/s." in made["together"]
     # One table has AVX2, the other one all that is newer.
     told: dict[str, str] = {}
-    for make in (tables.ratios, tables.ratios_avx2):
-        names, _, first, *_ = (line.strip("| ").split(" | ")[4:] for line in make(result).splitlines())
+    for name in ("host_ratios", "host_ratios_avx2"):
+        made = tables.TABLES[name].make(result).splitlines()
+        names, _, first, *_ = (line.strip("| ").split(" | ")[4:] for line in made)
         told |= zip(names, first, strict=True)
     place = {"shape": "32/32 x 128", "t": 1, "threads": min(counts)}
     here = [row for row in result["rows"] if row["gbps"] and place.items() <= row.items()]
@@ -81,12 +83,12 @@ def test_without_a_gpu_results_go_to_a_file_of_their_own(
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     with pytest.raises(SystemExit):
-        script("host_attention").main([])
+        script("benchmarks.cpu.host_attention").main([])
     assert "--out names a file" in capsys.readouterr().err
 
 
 def test_cores_are_those_that_the_control_group_grants(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = script("host_machine")
+    machine = script("benchmarks.cpu.machine")
     monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: set(range(64)))
     for text, cores in (("1600000 100000\n", 16), ("50000 100000\n", 1), ("max 100000\n", 64)):
         monkeypatch.setattr(machine, "_text", lambda path, text=text: text if "cpu.max" in path else "")

@@ -1,7 +1,7 @@
 """The ops of the decoding cycle: references against naive definitions, kernels against references.
 
 The kernels run in Triton's interpreter where there is no GPU, which rounds bf16 wrongly: fp16 and fp32
-here, bf16 in ``scripts/step_kernels_check.py``.
+here, bf16 in ``scripts/checks/step_kernels_check.py``.
 """
 
 import inspect

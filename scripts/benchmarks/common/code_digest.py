@@ -1,0 +1,148 @@
+"""Digests of the package's code by area, by which a results file tells whether its figures are still current.
+
+An area is all that some modules import of the package, directly or not. Its digest covers the syntax trees of
+these files without docstrings and comments: another wording changes nothing, other code does. C files count
+without their comments. Nothing of the package is imported, git is not asked, and all Pythons agree.
+"""
+
+import ast
+import hashlib
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[3]
+PACKAGE = "triforce_tree"
+# Area -> patterns of the files in the package that it begins with.
+AREAS: dict[str, tuple[str, ...]] = {
+    "attention": ("kernels/launch.py",),
+    "linear": ("kernels/linear.py",),
+    "cpu attention": ("kernels/cpu_attention.py", "kernels/*.c", "kernels/*.h"),
+    "kernels": ("kernels/*.py",),
+    # All that decodes, in a model of any shape.
+    "engine": ("cycle/decoder.py", "inflate.py", "kernels/*.c", "kernels/*.h"),
+    "api": ("engine.py", "kernels/*.c", "kernels/*.h"),
+}
+_C_COMMENT = re.compile(rb"/\*.*?\*/|//[^\n]*", re.DOTALL)
+
+
+@cache
+def digest(area: str) -> str:
+    """Of an area's code as it stands in this tree.
+
+    Raises:
+        ValueError: a pattern of the area matches no file any more.
+    """
+    begin: set[Path] = set()
+    for pattern in AREAS[area]:
+        matching = set((ROOT / PACKAGE).glob(pattern))
+        if not matching:
+            raise ValueError(
+                f"area {area!r}: no file matches {pattern!r}; mend AREAS in {Path(__file__).name}"
+            )
+        begin |= matching
+    parts = sorted(_file_digest(path) for path in _reached(begin))
+    return hashlib.sha256("".join(parts).encode()).hexdigest()[:16]
+
+
+def digests(areas: Iterable[str]) -> dict[str, str]:
+    """What a results file keeps as ``code``."""
+    return {area: digest(area) for area in areas}
+
+
+def state(code: Mapping[str, str] | None) -> str | None:
+    """What is to be said of figures that were measured on this code; None where it is today's.
+
+    Args:
+        code: digest by area; None where they were not kept yet.
+    """
+    if code is None:
+        return "no digest of the code under it was kept"
+    # An area that is no longer known has changed as well.
+    changed = any(area not in AREAS or digest(area) != known for area, known in code.items())
+    return "code under it has changed since" if changed else None
+
+
+def mark(runs: Mapping[str, Mapping[str, Any]]) -> str:
+    """`` (measured at commit X; code under it has changed since)`` behind a caption, or nothing.
+
+    Args:
+        runs: headers with ``commit`` and ``code``, by the name of the part; "" where there is one run.
+    """
+    found: dict[str, dict[str, list[str]]] = {}
+    for name, run in runs.items():
+        if (what := state(run["code"])) is not None:
+            found.setdefault(what, {}).setdefault(run["commit"], []).append(name)
+    told = []
+    for what, commits in found.items():
+        one = len(commits) == len(found) == 1
+        places = [commit if one else f"{commit} ({', '.join(names)})" for commit, names in commits.items()]
+        told.append(f"measured at commit{'s' * (len(places) > 1)} {', '.join(places)}; {what}")
+    return f" ({'; '.join(told)})" if told else ""
+
+
+def _reached(begin: set[Path]) -> set[Path]:
+    """The files, and all of the package that they import."""
+    found: set[Path] = set()
+    waiting = list(begin)
+    while waiting:
+        if (path := waiting.pop()) not in found:
+            found.add(path)
+            waiting += _imports(path)
+    return found
+
+
+@cache
+def _imports(path: Path) -> tuple[Path, ...]:
+    return tuple(_imported(ast.parse(path.read_bytes()))) if path.suffix == ".py" else ()
+
+
+def _imported(tree: ast.Module) -> Iterator[Path]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            node.body = []
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            # What is imported from a package may be a module of it.
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        for name in names:
+            # The package's own names are brought together for users; no module of it depends on them.
+            if name.startswith(f"{PACKAGE}."):
+                place = ROOT.joinpath(*name.split("."))
+                yield from (p for p in (place.with_suffix(".py"), place / "__init__.py") if p.is_file())
+
+
+@cache
+def _file_digest(path: Path) -> str:
+    return hashlib.sha256(code_alone(path.name, path.read_bytes())).hexdigest()
+
+
+def code_alone(name: str, source: bytes) -> bytes:
+    """A file's code without comments, docstrings and layout."""
+    if not name.endswith(".py"):
+        return b" ".join(_C_COMMENT.sub(b" ", source).split())
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            node.body = [part for part in node.body if not _stands_alone(part)]
+    return _written(tree).encode()
+
+
+def _stands_alone(node: ast.stmt) -> bool:
+    """A string that is a docstring, or one behind an attribute."""
+    value = node.value if isinstance(node, ast.Expr) else None
+    return isinstance(value, ast.Constant) and isinstance(value.value, str)
+
+
+def _written(node: object) -> str:
+    """A syntax tree as text. Unlike ``ast.dump`` it leaves out what is empty, which Pythons differ about."""
+    if isinstance(node, ast.AST):
+        fields = (
+            f"{name}={_written(value)}" for name, value in ast.iter_fields(node) if value not in (None, [])
+        )
+        return f"{type(node).__name__}({','.join(fields)})"
+    return f"[{','.join(map(_written, node))}]" if isinstance(node, list) else repr(node)

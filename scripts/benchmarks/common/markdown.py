@@ -1,0 +1,118 @@
+"""Markdown tables, declared as headings with format strings over the rows of a results file."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from string import Formatter
+from typing import Any
+
+from scripts.benchmarks.common.code_digest import mark
+
+Record = dict[str, Any]
+# Heading -> "{ms_per_token:.2f}" over a row, or a function of the row. A leading "?" lets a figure be absent.
+Columns = Mapping[str, str | Callable[[Record], str]]
+
+
+class _Cells(Formatter):
+    """Format strings in which ``pct`` makes ``61 %`` of a share, and ``tera`` ``4.33`` of 4.33e12."""
+
+    def format_field(self, value: Any, spec: str) -> Any:
+        if spec == "pct":
+            return f"{100 * value:.0f} %"
+        return f"{value / 1e12:.2f}" if spec == "tera" else super().format_field(value, spec)
+
+
+_CELLS = _Cells()
+
+
+def cell(template: str | Callable[[Record], str], row: Record) -> str:
+    """One cell's text; with a leading "?" the empty text where the figure is missing or None."""
+    if callable(template):
+        return template(row)
+    if not template.startswith("?"):
+        return _CELLS.vformat(template, (), row)
+    try:
+        return _CELLS.vformat(template[1:], (), row)
+    except (KeyError, TypeError):
+        return ""
+
+
+def grid(headings: Sequence[str], lines: Sequence[Sequence[str]], left: int = 1) -> str:
+    """A table with a head; the first ``left`` columns are set to the left, all others to the right."""
+    rule = ["---"] * left + ["---:"] * (len(headings) - left)
+    return "".join("| " + " | ".join(line) + " |\n" for line in (headings, rule, *lines))
+
+
+def table(columns: Columns, rows: Sequence[Record], left: int = 1) -> str:
+    """A line for each row."""
+    return grid(list(columns), [[cell(template, row) for template in columns.values()] for row in rows], left)
+
+
+def rows_of(content: Record, *parts: str) -> list[Record]:
+    """Rows of a results file that belong to these parts, part by part."""
+    return [row for part in parts for row in content["rows"] if row["part"] == part]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of README.md or docs/, and where it comes from.
+
+    Attributes:
+        file: in docs/results.
+        make: the table's text from the file's content; None where the file lacks what it shows.
+        command: makes the file.
+    """
+
+    file: str
+    make: Callable[[Record], str | None]
+    command: str
+
+
+def not_measured(command: str, file: str | None = None) -> str:
+    """What stands in place of a table without figures: the command that would make them."""
+    return f"Not measured yet: `{command}`" + (f" writes `docs/results/{file}`.\n" if file else ".\n")
+
+
+def file_note(file: str, runs: Mapping[str, Record]) -> str:
+    """The end of a caption: the file, and whether the code under the figures is still the same.
+
+    Args:
+        file: in docs/results.
+        runs: headers with ``commit`` and ``code``, by the name of the part; "" where there is one run.
+    """
+    return f"File: `docs/results/{file}`{mark(runs)}.\n"
+
+
+def made_on(content: Record, file: str) -> str:
+    """Where the figures of a file of one run come from."""
+    torch = content["versions"]["torch"]
+    return (
+        f"{content['hardware']}, torch {torch}, commit {content['commit']}, {content['date']}. "
+        + file_note(file, {"": content})
+    )
+
+
+def origin(
+    content: Record, rows: Sequence[Record], file: str, measured: Callable[[Record], str], noted: str = "In"
+) -> str:
+    """Where the figures of these rows come from, each run once, and what its notes say.
+
+    Args:
+        content: of the results file.
+        rows: those in the table.
+        file: in docs/results.
+        measured: says what was measured of the machine in a part's run.
+        noted: how a sentence with a part's note begins, before the part's name.
+    """
+    runs: dict[str, list[str]] = {}
+    notes = []
+    names = list(dict.fromkeys(row["part"] for row in rows))
+    for name in names:
+        part = content["parts"][name]
+        run = (
+            f"{part['hardware']}, {measured(part)}, torch {part['versions']['torch']}, transformers "
+            f"{part['versions']['transformers']}, engine {part['settings']['engine']}, {part['date']}."
+        )
+        runs.setdefault(run, []).append(name)
+        notes += [f"{noted} {name}: {note}." for note in part["notes"]]
+    lines = [f"{', '.join(together)}: {run}" for run, together in runs.items()]
+    return " ".join([*lines, *notes, file_note(file, {name: content["parts"][name] for name in names})])

@@ -1,0 +1,300 @@
+"""Attention on the CPU over a cache in host memory, alone and beside streaming the cache to the device.
+
+    python -m scripts.benchmarks host_attention               # where there is a GPU, in 90 s on 16 cores
+    python -m scripts.benchmarks host_attention --out FILE    # on any machine; without a GPU there is no bus
+    python -m scripts.benchmarks host_attention --tiny        # the same code on a few MiB; writes nothing
+
+The results are docs/results/host_attention_h200.json: GB of keys and values a second, by T query rows, heads,
+threads and way; what plain reading of the same memory reaches; what the bus takes from it to the device; and
+both at once. Those of other processors, without a bus, lie beside it. Pieces are 8,192 rows of one layer as
+the offloaded cache keeps them. 3 GiB of them go round, so that no cache of the processor holds what comes
+next; their values are the same, their memory is not. A way is timed only where its errors against fp32 are at
+most twice those of plain torch in bf16.
+"""
+
+import json
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice, product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scripts.benchmarks.common.command import parser
+from scripts.benchmarks.common.results import RESULTS, Record, header, rounded, write
+from scripts.benchmarks.cpu.machine import cores, processor
+from scripts.benchmarks.cpu.tables import FILE
+from scripts.benchmarks.cpu.ways import SPREADS, WAYS, Spread, State, Way, Workers
+from triforce_tree.bench.results import check_writable
+from triforce_tree.cycle.lanes import Lane
+from triforce_tree.cycle.pinned import HostMemory
+from triforce_tree.kernels.attention.plan import Heads
+from triforce_tree.kernels.attention.reference import tree_attention
+
+SHAPES = (Heads(32, 32, 128), Heads(32, 8, 128))
+_TIMES = 3
+# What makes torch do without the newest instructions of a processor.
+_HOLDS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
+
+
+@dataclass(frozen=True)
+class Size:
+    """What is measured.
+
+    Args:
+        rows: of a piece.
+        queries: T, query rows of a sequence.
+        pool: bytes of all pieces.
+        call: bytes that one call attends to.
+        block: bytes that one thread attends to at once.
+        seconds: of a measurement beside the bus.
+    """
+
+    rows: int = 8192
+    queries: tuple[int, ...] = (1, 16, 49, 97)
+    pool: int = 3 << 30
+    call: int = 512 << 20
+    block: int = 8 << 20
+    seconds: float = 0.4
+
+
+# Without a GPU there are few cores as well, whose caches less memory exceeds.
+FEW_CORES = Size(pool=1 << 30, call=128 << 20)
+TINY = Size(128, (1, 3), pool=16 << 20, call=4 << 20, block=1 << 19, seconds=0.02)
+
+
+class Pool:
+    """Host memory that goes round as pieces ``[rows, 2, H_kv, D]`` in bf16, of any number of heads.
+
+    Args:
+        device: whose bus the memory is locked for.
+        seed: of the values.
+    """
+
+    def __init__(self, size: Size, device: torch.device, seed: int) -> None:
+        self.size = size
+        self.memory = HostMemory(locked=device.type == "cuda")
+        self.memory.check(size.pool)
+        largest = size.rows * 2 * SHAPES[0].kv * SHAPES[0].dim
+        self.values = self.memory.take((size.pool // 2 // largest, largest), torch.bfloat16)
+        self.values[0].normal_(generator=torch.Generator().manual_seed(seed))
+        self.values[1:] = self.values[0]
+
+    def pieces(self, heads: Heads) -> list[Tensor]:
+        return list(self.values.view(-1, self.size.rows, 2, heads.kv, heads.dim))
+
+    def calls(self, heads: Heads) -> Iterator[list[Tensor]]:
+        """The pieces that one call attends to, for ever."""
+        pieces = self.pieces(heads)
+        around = cycle(pieces)
+        while True:
+            yield list(islice(around, self.size.call // pieces[0].nbytes))
+
+    def block(self, heads: Heads) -> int:
+        """Rows of a block."""
+        return self.size.block // (2 * heads.kv * heads.dim * self.values.itemsize)
+
+
+class Streaming:
+    """Inside, a thread sends pieces to the device one after the other; afterwards ``gbps`` tells how fast."""
+
+    def __init__(self, pieces: Sequence[Tensor], device: torch.device) -> None:
+        self._pieces, self._lane = pieces, Lane(device)
+        self._near = torch.empty_like(pieces[0], device=device)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self.gbps = 0.0
+
+    def _run(self) -> None:
+        start, count, around = time.perf_counter(), 0, cycle(self._pieces)
+        while not self._stop.is_set():
+            for piece in islice(around, 8):
+                self._lane.copy(self._near, piece)
+            count += 8
+            self._wait()
+        self.gbps = count * self._near.nbytes / 1e9 / (time.perf_counter() - start)
+
+    def _wait(self) -> None:
+        """On the host, but not by keeping a core busy, which the attention has a use for."""
+        if self._lane.stream is not None:
+            event = torch.cuda.Event(blocking=True)
+            event.record(self._lane.stream)
+            event.synchronize()
+
+    def __enter__(self) -> "Streaming":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+def median_gbps(work: Callable[[list[Tensor]], Any], calls: Iterator[list[Tensor]]) -> float:
+    """Median over some calls, after one of warm-up."""
+    found = []
+    for _ in range(_TIMES + 1):
+        pieces = next(calls)
+        start = time.perf_counter()
+        work(pieces)
+        seconds = time.perf_counter() - start
+        found.append(sum(piece.nbytes for piece in pieces) / 1e9 / seconds)
+    return statistics.median(found[1:])
+
+
+def beside(
+    work: Callable[[list[Tensor]], Any], calls: Iterator[list[Tensor]], bus: Streaming, seconds: float
+) -> Record:
+    """Both at once: GB/s of the work and of the bus."""
+    size = 0
+    with bus:
+        start = time.perf_counter()
+        while (taken := time.perf_counter() - start) < seconds or size == 0:
+            pieces = next(calls)
+            work(pieces)
+            size += sum(piece.nbytes for piece in pieces)
+    return {"cpu_gbps": rounded(size / 1e9 / taken), "bus_gbps": rounded(bus.gbps)}
+
+
+class Checked:
+    """What T queries should see in one piece, and how far plain torch in bf16 is from it.
+
+    Args:
+        q: fp32 ``[1, H_q, T, D]``, of values that bf16 holds.
+        rows: bf16 ``[n, 2, H_kv, D]``.
+    """
+
+    def __init__(self, q: Tensor, rows: Tensor) -> None:
+        self.rows = rows
+        k, v = rows.permute(1, 2, 0, 3)[:, None]
+        mask, scale = torch.ones(q.shape[2], 0, dtype=torch.bool), q.shape[-1] ** -0.5
+        out, lse = tree_attention(q, k.float(), v.float(), mask, scale=scale)
+        self.state = self._packed(out), self._packed(lse[..., None])[..., 0]
+        near, near_lse = tree_attention(q.bfloat16(), k, v, mask, scale=scale)
+        self.limit = self.errors((self._packed(near).float(), self._packed(near_lse[..., None])[..., 0]))
+
+    def _packed(self, x: Tensor) -> Tensor:
+        return x.reshape(self.rows.shape[2], -1, x.shape[-1])
+
+    def errors(self, state: State) -> tuple[float, float]:
+        """Largest absolute errors of out and lse."""
+        out, lse = (float((a - b).abs().max()) for a, b in zip(state, self.state, strict=True))
+        return out, lse
+
+    def holds(self, errors: tuple[float, float]) -> bool:
+        """At most twice plain torch's."""
+        return all(error <= 2 * limit for error, limit in zip(errors, self.limit, strict=True))
+
+
+def attention(pool: Pool, threads: Sequence[int], seed: int) -> list[Record]:
+    """Every shape, T, number of threads and way."""
+    found = []
+    for heads in SHAPES:
+        calls, block = pool.calls(heads), pool.block(heads)
+        for queries in pool.size.queries:
+            q = random_queries(heads, queries, seed)
+            checked = Checked(q, pool.pieces(heads)[0])
+            packed = q.bfloat16().reshape(heads.kv, -1, heads.dim)
+            for count, kind in product(threads, SPREADS):
+                with kind(count, block) as spread:
+                    for name in kind.ways:
+                        work = attends(spread, WAYS[name], packed)
+                        errors = checked.errors(work([checked.rows]))
+                        gbps = median_gbps(work, calls) if checked.holds(errors) else None
+                        row = {"shape": label(heads), "t": queries, "threads": count, "way": name}
+                        row |= {"spread": spread.name, "gbps": rounded(gbps) if gbps else None}
+                        found.append(row)
+                        ratio = max(e / limit for e, limit in zip(errors, checked.limit, strict=True))
+                        say(**row, error_ratio=rounded(ratio))
+    return found
+
+
+def reading(pool: Pool, threads: Sequence[int]) -> list[Record]:
+    """Plain reading of the same memory: the sum of its words."""
+    found, heads = [], SHAPES[0]
+    for count, kind in product(threads, SPREADS):
+        with kind(count, pool.block(heads)) as spread:
+            gbps = median_gbps(spread.read, pool.calls(heads))
+        found.append({"threads": count, "spread": spread.name, "gbps": rounded(gbps)})
+        say(what="reading", **found[-1])
+    return found
+
+
+def together(pool: Pool, device: torch.device, threads: int, rows: Sequence[Record], seed: int) -> Record:
+    """The bus alone, beside plain reading, and beside the fastest attention at each shape and T."""
+    size, pieces = pool.size, pool.pieces(SHAPES[0])
+    alone = Streaming(pieces, device)
+    with alone:
+        time.sleep(size.seconds)
+    found: Record = {"device": str(device), "bus_gbps": rounded(alone.gbps)}
+    with Workers(threads, pool.block(SHAPES[0])) as spread:
+        bus = Streaming(pieces, device)
+        found["reading"] = beside(spread.read, pool.calls(SHAPES[0]), bus, size.seconds)
+    found["attention"] = []
+    for heads in SHAPES:
+        for queries in pool.size.queries:
+            place = {"shape": label(heads), "t": queries, "threads": threads}
+            timed = [r for r in rows if r["gbps"] and all(r[k] == v for k, v in place.items())]
+            best = max(timed, key=lambda row: row["gbps"], default=None)
+            if best is None:
+                continue
+            kind = next(kind for kind in SPREADS if kind.name == best["spread"])
+            packed = random_queries(heads, queries, seed).bfloat16().reshape(heads.kv, -1, heads.dim)
+            with kind(threads, pool.block(heads)) as spread:
+                work = attends(spread, WAYS[best["way"]], packed)
+                both = beside(work, pool.calls(heads), Streaming(pieces, device), size.seconds)
+            row = {**place, "way": best["way"], "spread": best["spread"], "cpu_alone_gbps": best["gbps"]}
+            found["attention"].append(row | both)
+            say(what="beside the bus", **found["attention"][-1])
+    return found
+
+
+def attends(spread: Spread, way: Way, q: Tensor) -> Callable[[list[Tensor]], State]:
+    return lambda pieces: spread.attend(way, q, pieces)
+
+
+def random_queries(heads: Heads, count: int, seed: int) -> Tensor:
+    """fp32 ``[1, H_q, count, D]``, of values that bf16 holds."""
+    shape = (1, heads.query, count, heads.dim)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + 1)).bfloat16().float()
+
+
+def label(heads: Heads) -> str:
+    return f"{heads.query}/{heads.kv} x {heads.dim}"
+
+
+def say(**facts: Any) -> None:
+    print(json.dumps(facts), flush=True)
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    made = parser("benchmarks host_attention", __doc__)
+    args = made.parse_args(words)
+    on_gpu = torch.cuda.is_available()
+    if not on_gpu and not args.tiny and not args.out:
+        made.error("there is no GPU here, and thus no bus; --out names a file for what the CPU does alone")
+    out = args.out or (None if args.tiny else RESULTS / FILE)
+    if out is not None:
+        check_writable(out)
+    device = torch.device("cuda" if on_gpu else "cpu")
+    start, size = time.perf_counter(), TINY if args.tiny else Size() if on_gpu else FEW_CORES
+    result = header(args.seed, "cpu attention") | {"cpu": processor(), "size": vars(size), "times": _TIMES}
+    result["torch_held_to"] = {name: os.environ[name] for name in _HOLDS if name in os.environ}
+    say(**result)
+    pool = Pool(size, device, args.seed)
+    say(what="memory", seconds=rounded(time.perf_counter() - start))
+    # Half first, so that what is last measured, with all of them, stands beside the bus.
+    threads = sorted({max(1, cores() // 2), cores()})
+    result["reading"] = reading(pool, threads)
+    result["rows"] = attention(pool, threads, args.seed)
+    if on_gpu or args.tiny:
+        result["together"] = together(pool, device, threads[-1], result["rows"], args.seed)
+    result["seconds"] = rounded(time.perf_counter() - start)
+    say(what="done", seconds=result["seconds"])
+    if out is not None:
+        write(out, result)

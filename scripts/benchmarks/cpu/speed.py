@@ -1,0 +1,67 @@
+"""Speed of the embedded pair on a CPU: docs/results/cpu_16k.json.
+
+Single measurements go to a JSON-lines file beside it, so a run that was cut short goes on where it ended.
+Several prompts from different places of Python's help topics, all methods in turns on each; the fastest of
+transformers' static cache, dynamic cache and assisted decoding (with our draft) is the baseline.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from rich.progress import Progress
+from transformers.utils import logging
+
+import triforce_tree
+from scripts.benchmarks.common.command import parser
+from scripts.benchmarks.common.results import RESULTS, header, write
+from scripts.benchmarks.cpu.tables import SPEED
+from triforce_tree.bench import results, speed, text
+from triforce_tree.bench.baselines import METHODS
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    made = parser("benchmarks cpu", __doc__, tiny=False)
+    add = made.add_argument
+    add("--context", type=int, default=16_384, help="tokens of each prompt")
+    add("--new-tokens", type=int, default=256, help="tokens to write")
+    add("--prompts", type=int, default=3, help="different prompts")
+    add("--temperatures", type=float, nargs="+", default=[0.0, 0.8], help="0 is greedy")
+    add("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="what to time")
+    add("--threads", type=int, default=2, help="of torch")
+    add("--target", help="model folder; without it, the embedded pair")
+    add("--draft", help="model folder; without it, the embedded draft")
+    args = made.parse_args(words)
+    out = results.check_writable(args.out or RESULTS / SPEED)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.set_num_threads(args.threads)
+
+    models = args.target or "embedded", args.draft or "default"
+    settings = speed.settings(args.context, args.new_tokens, args.seed, text.PYDOC, *models)
+    settings["threads"] = args.threads
+    records = results.Records(out.with_suffix(".jsonl"), settings)
+    engine = triforce_tree.load(args.target, args.draft, device="cpu", dtype=torch.float32, profile=False)
+    assert engine.tokenizer is not None
+    prompts = text.prompts([text.pydoc_text()], engine.tokenizer, args.context, args.prompts)
+
+    with Progress() as progress:
+        task = progress.add_task("measuring", total=len(prompts) * len(args.temperatures) * len(args.methods))
+
+        def done(record: dict[str, Any]) -> None:
+            ms = 1e3 * record["decode_seconds"] / record["timed_tokens"]
+            place = f"prompt {record['prompt']} T={record['temperature']:g}"
+            progress.console.print(f"{place} {record['method']}: {ms:.2f} ms a token")
+            progress.advance(task)
+
+        what = prompts, args.methods, args.temperatures, args.new_tokens, records
+        speed.measure(engine, *what, seed=args.seed, done=done)
+    result = {
+        **header(args.seed, "api"),
+        "prompts": len(prompts),
+        "options": {k: str(v) for k, v in engine.hierarchy.config.as_options().items()},
+        "rows": speed.rows(records, args.context, args.new_tokens),
+    }
+    write(out, result)
+    print(json.dumps(result))

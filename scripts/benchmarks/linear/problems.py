@@ -1,0 +1,224 @@
+"""Few-row linear layers to time and to check on a GPU: shapes, random weights, errors, candidates."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from scripts.benchmarks.common.timing import graph_us
+from triforce_tree.kernels import linear as kernels
+from triforce_tree.kernels import linear_reference as reference
+from triforce_tree.kernels.device import describe
+from triforce_tree.kernels.linear.configs import LinearConfig as C
+from triforce_tree.kernels.linear.configs import choose, row_block
+
+BITS = (16, 8, 4)
+ROTATION = 256 * 2**20
+PROCESSORS = 132
+SHARED_MEMORY = 227 * 1024
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Linears that share one input: the columns of each output, and those of the input."""
+
+    outs: tuple[int, ...]
+    ins: int
+
+    @property
+    def out(self) -> int:
+        return sum(self.outs)
+
+    def __str__(self) -> str:
+        return f"[{'+'.join(map(str, self.outs))}, {self.ins}]"
+
+
+def block(width: int, inner: int, heads: int | None = None) -> list[Shape]:
+    """What a decoder layer multiplies: q+k+v, o, gate+up, down."""
+    keys = width if heads is None else heads
+    return [
+        Shape((width, keys, keys), width), Shape((width,), width),
+        Shape((inner, inner), width), Shape((width,), inner),
+    ]  # fmt: skip
+
+
+LAYERS = {"7B": block(4096, 11008), "8B": block(4096, 14336, 1024), "68M": block(768, 3072)}
+ODD = [Shape((1000,), 1000), Shape((100, 33, 65), 264), Shape((333,), 520), Shape((65, 128), 4100)]
+
+
+def weight_bytes(bits: int, shape: Shape) -> int:
+    """What one call must read of the weights and their scales."""
+    if bits == 16:
+        return shape.out * shape.ins * 2
+    scales = shape.out * 4 if bits == 8 else reference.blocks_of(shape.ins, 4) * shape.out * 8
+    return reference.blocks_of(shape.ins, bits) * 256 * shape.out + scales
+
+
+def least_bytes(bits: int, rows: int, shape: Shape) -> int:
+    return weight_bytes(bits, shape) + 2 * rows * (shape.out + shape.ins)
+
+
+class Weights:
+    """Random weights of one shape: ``copies`` of them, so that a round of calls leaves nothing in L2."""
+
+    def __init__(self, bits: int, shape: Shape, copies: int = 1, dtype: torch.dtype = torch.bfloat16):
+        self.bits, self.shape, self.dtype = bits, shape, dtype
+        self.counters = [kernels.counters_for(outs, "cuda") for outs in shape.outs]
+        self.words = [[self._words(outs) for outs in shape.outs] for _ in range(copies)]
+        self.scales = [
+            [self._scales(outs) for outs in shape.outs] if bits < 16 else [] for _ in range(copies)
+        ]
+
+    def _words(self, outs: int) -> Tensor:
+        if self.bits == 16:
+            made = torch.empty(outs, self.shape.ins, dtype=self.dtype, device="cuda")
+            return made.normal_(std=self.shape.ins**-0.5)
+        size = (outs, 128 * reference.blocks_of(self.shape.ins, self.bits))
+        return torch.randint(-(2**15), 2**15, size, dtype=torch.int16, device="cuda")
+
+    def _scales(self, outs: int) -> Tensor:
+        blocks = reference.blocks_of(self.shape.ins, self.bits)
+        size, kind = ((outs,), torch.float32) if self.bits == 8 else ((blocks, outs, 4), torch.bfloat16)
+        top = self.shape.ins**-0.5 / 2 ** (self.bits - 1)
+        return torch.rand(size, device="cuda").add_(0.5).mul_(top).to(kind)
+
+    def call(self, x: Tensor, copy: int = 0, bias: list[Tensor] | None = None, config: C | None = None):
+        words, scales = self.words[copy], self.scales[copy]
+        if len(words) > 1:
+            return kernels.linears(x, words, scales, bias or [], self.counters, self.bits, config)
+        one = bias[0] if bias else None
+        if self.bits == 16:
+            return kernels.linear(x, words[0], one, self.counters[0], config)
+        return kernels.low_bit_linear(x, words[0], scales[0], one, self.bits, self.counters[0], config)
+
+    def exact(self, x: Tensor, bias: list[Tensor] | None = None) -> tuple[Tensor, float]:
+        """The result in fp64 and the error allowed: twice that of torch in x's dtype."""
+        words, scales, added = self.words[0], self.scales[0], torch.cat(bias) if bias else None
+        weight = torch.cat(words)
+        if scales:
+            weight = torch.cat([
+                reference.dequantise(w, s, self.bits, self.shape.ins)
+                for w, s in zip(words, scales, strict=True)
+            ])  # fmt: skip
+        gold = torch.nn.functional.linear(
+            x.double(), weight.double(), None if added is None else added.double()
+        )
+        near = gold.to(x.dtype)
+        if not scales:
+            near = torch.nn.functional.linear(x, weight, added)
+        return gold, 2 * (near.double() - gold).abs().max().item() + 1e-6
+
+
+def wrong(made: Tensor, gold: Tensor, allowed: float) -> str | None:
+    error = (made.double() - gold).abs().max().item()
+    return None if error <= allowed else f"error {error:.3g} above {allowed:.3g}"
+
+
+def gate(part: int, parts: int) -> Iterator[tuple[str, str | None]]:
+    """A share of the problems, each with what is wrong with it: default configurations, poisoned memory."""
+    shapes = list(dict.fromkeys(shape for layer in LAYERS.values() for shape in layer))
+    units = [(b, shape, torch.bfloat16) for b in BITS for shape in [*shapes, *ODD]]
+    units += [(b, shape, torch.float16) for b in BITS for shape in ODD]
+    for bits, shape, dtype in units[part::parts]:
+        weights, bias = Weights(bits, shape, 1, dtype), None
+        if shape.ins % 1000 in (0, 264):
+            bias = [torch.randn(outs, dtype=dtype, device="cuda") for outs in shape.outs]
+        for rows in (1, 7, 16, 17, 32, 64, 96, 128):
+            name = f"{bits} bits {shape} {str(dtype)[6:]} M={rows}"
+            try:
+                yield name, _one(weights, rows, bias)
+            except Exception as error:
+                yield name, repr(error)[:300]
+
+
+def _one(weights: Weights, rows: int, bias: list[Tensor] | None) -> str | None:
+    shape = weights.shape
+    x = torch.randn(rows, shape.ins, dtype=weights.dtype, device="cuda")
+    gold, allowed = weights.exact(x, bias)
+    for size in (shape.out * rows, 64 * shape.out * max(16, rows)):
+        poison = torch.full((size,), torch.nan, dtype=torch.float32, device="cuda")
+        del poison
+    made = weights.call(x, 0, bias)
+    said = wrong(made, gold, allowed)
+    again = [weights.call(x, 0, bias) for _ in range(8)]
+    if said is None and not all(torch.equal(made, other) for other in again):
+        said = "a second call gave other bits"
+    if said is None and any(counters.any() for counters in weights.counters):
+        said = "counters are not zero after the call"
+    return said
+
+
+def time_us(calls: list[Callable[[], object]]) -> float:
+    """Median microseconds of one call; a few of them alone would be too short to time."""
+    return graph_us(calls, -(-48 // len(calls)), 5.0, (5, 40))
+
+
+# (block_n, width, warps, tma) by bits and rows of the tile.
+_TILES: dict[int, dict[int, list[tuple[int, int, int, bool]]]] = {
+    16: {
+        16: [(64, 128, 4, False), (64, 128, 4, True), (64, 64, 4, True), (128, 128, 4, True),
+             (128, 64, 4, True), (32, 256, 4, True), (32, 128, 4, False), (64, 256, 4, True)],
+        32: [(64, 128, 4, False), (64, 128, 4, True), (64, 64, 4, True), (128, 64, 4, True),
+             (128, 128, 4, True), (32, 128, 4, True)],
+        64: [(64, 128, 4, True), (64, 64, 4, True), (128, 64, 4, True), (128, 64, 8, True)],
+        128: [(64, 64, 4, True), (64, 128, 4, True), (128, 64, 8, True)],
+    },
+    8: {
+        16: [(64, 128, 4, False), (64, 128, 4, True), (64, 64, 4, True), (128, 64, 4, True),
+             (32, 128, 4, True), (32, 128, 4, False)],
+        32: [(64, 128, 4, False), (64, 128, 4, True), (64, 64, 4, True), (128, 64, 4, True)],
+        64: [(64, 64, 4, True), (64, 128, 4, True), (128, 64, 4, True)],
+        128: [(64, 64, 4, True), (64, 64, 8, True)],
+    },
+    4: {
+        16: [(64, 128, 4, False), (64, 128, 4, True), (64, 64, 4, False), (128, 64, 4, True),
+             (32, 128, 4, False)],
+        32: [(64, 64, 4, False), (64, 64, 4, True), (64, 128, 4, False)],
+        64: [(64, 64, 4, True), (64, 64, 4, False)],
+        128: [(64, 64, 8, True)],
+    },
+}  # fmt: skip
+
+
+def depth(bits: int, rows: int, block_n: int, width: int, resident: int) -> int:
+    """Stages of the pipeline with which so many programs fill a processor's shared memory."""
+    w, x = block_n * width * 2, (16 // bits) * row_block(rows) * width * 2
+    # A packed tile leaves for registers at once, one stage before its x.
+    spare = w if bits < 16 else 0
+    return (SHARED_MEMORY // resident - 1536 + spare) // (w + x)
+
+
+def chosen(bits: int, rows: int, outs: int, ins: int) -> C:
+    """What the engine would take on this GPU."""
+    return choose(bits, rows, outs, ins, describe("cuda"))
+
+
+def candidates(bits: int, rows: int, shape: Shape) -> list[C]:
+    """Tiles with splits that put nearly equal counts of programs on every processor.
+
+    Processors that run one program more than others make them wait, so the shared memory of a program
+    decides how many fit, and the splits follow. With room for one program more, the next kernel's come early.
+    """
+    found = {chosen(bits, rows, shape.out, shape.ins): None}
+    for block_n, width, warps, tma in _TILES[bits][row_block(rows)]:
+        tiles = sum(-(-outs // block_n) for outs in shape.outs)
+        steps = -(-shape.ins * bits // (16 * width))
+        if shape.ins < 1024:
+            stages = min(steps + 1, depth(bits, rows, block_n, width, 2))
+            few = [s for s in (1, 2, 3) if s <= steps and tiles * s <= 2 * PROCESSORS]
+            found |= {C(block_n, width, splits, warps, stages, tma, 1): None for splits in few}
+            continue
+        for resident, room in ((1, 0), (1, 1), (2, 0), (3, 0), (4, 0)):
+            stages = min(10, steps + 1, depth(bits, rows, block_n, width, resident + room))
+            splits = max(1, min(16, steps // 2, PROCESSORS * resident // tiles))
+            share = tiles * splits / (PROCESSORS * resident)
+            if stages >= 2 and (share >= 0.8 or (splits in (1, steps // 2) and share >= 0.6)):
+                found[C(block_n, width, splits, warps, stages, tma, 1)] = None
+    return list(found)
+
+
+def variant(bits: int, rows: int, shape: Shape, config: C) -> tuple:
+    """What the compiler sees of a problem."""
+    plain = replace(config, splits=min(config.splits, 2), prefetch=0)
+    return bits, row_block(rows), len(shape.outs) > 1, plain

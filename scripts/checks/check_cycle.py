@@ -1,0 +1,156 @@
+"""Check the captured cycle where it runs: greedy tokens, exact laws, seeds, and memory over many passes.
+
+    python -m scripts.checks.check_cycle --device cuda
+    python -m scripts.checks.check_cycle --device cpu --batch 64 --repeats 8 --tokens 400
+
+Uses the embedded pair. The laws are tested by a batch of equal prompts, each of which draws for itself:
+chi-square of the first new token, and of the second one after the likeliest first ones. Exit code 1 where
+anything fails; the last line is JSON.
+"""
+
+import argparse
+import json
+import sys
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scripts.benchmarks.common.engine import Cycle, CycleDecoder, Ending, HFModel, TokenLaw
+from scripts.checks.verdicts import Verdicts
+from triforce_tree import load
+from triforce_tree.bench.text import pydoc_text, token_ids
+from triforce_tree.check import chi_square, p_value, uncertain_contexts
+from triforce_tree.config import HierarchyConfig
+
+# Smallest p-value that passes; about twenty tests are made.
+_LEAST_P = 1e-4
+
+
+class Checks:
+    """Models, and what has been found about them."""
+
+    def __init__(self, device: str, dtype: torch.dtype) -> None:
+        engine = load(device=device, dtype=dtype)
+        self.engine = engine
+        assert engine.hierarchy.draft is not None
+        assert engine.tokenizer is not None
+        self.target: HFModel = engine.hierarchy.target
+        self.draft: HFModel = engine.hierarchy.draft
+        self.text = token_ids(engine.tokenizer, pydoc_text())
+        self.verdicts = Verdicts()
+        self.add = self.verdicts.add
+
+    def cycle(self, levels: int, batch: int, room: int, **options: Any) -> Cycle:
+        settings: dict[str, Any] = {"gamma": 8, "tree": "best-first:6,4,3", "budget": 512, "recent": 128}
+        config = HierarchyConfig.from_options(**{**settings, "rounds": 2, **options})
+        return Cycle(self.target, self.draft, config, batch, room, levels)
+
+    def greedy(self, lengths: list[int], new_tokens: int) -> None:
+        """Three and two levels against one, in one batch of ragged prompts."""
+        prompts = [self.text[1000 * i : 1000 * i + n] for i, n in enumerate(lengths)]
+        law = TokenLaw(greedy=True)
+        expected = None
+        for levels in (1, 2, 3):
+            cycle = self.cycle(levels, len(prompts), max(lengths) + new_tokens)
+            decoder = CycleDecoder(cycle, law, 0)
+            decoder.prefill(prompts)
+            tokens = decoded(decoder, prompts, new_tokens)
+            expected = expected or tokens
+            parted = sum(a != b for a, b in zip(tokens, expected, strict=True))
+            self.add(f"greedy, {levels} levels", parted == 0, texts=len(prompts), parted=parted)
+            plain = CycleDecoder(cycle, law, 0)
+            plain.pace.fixed = 0
+            cycle.rewind(prompts)
+            same = decoded(plain, prompts, new_tokens) == expected
+            self.add(f"greedy, plain passes in a cycle of {levels} levels", same)
+
+    def laws(self, length: int, batch: int, repeats: int, temperature: float) -> None:
+        """First and second new tokens of many equal prompts."""
+        [prompt] = uncertain_contexts(self.engine, self.text[:length], 1)
+        law = TokenLaw.at(temperature)
+        first_law = self._law(prompt, law)
+        for levels, options in ((1, {}), (2, {}), (3, {}), (3, {"leaves": False, "middle_bits": 8})):
+            if options.get("middle_bits") and self.target.dtype == torch.float32:
+                continue
+            cycle = self.cycle(levels, batch, length + 64, **options)
+            prompts = [prompt] * batch
+            pairs: list[tuple[int, int]] = []
+            for repeat in range(repeats):
+                decoder = CycleDecoder(cycle, law, repeat)
+                if repeat:
+                    cycle.rewind(prompts)
+                else:
+                    decoder.prefill(prompts)
+                pairs += [(row[0], row[1]) for row in decoded(decoder, prompts, 2)]
+            name = f"law, {levels} levels {options or ''}, temperature {temperature}"
+            self._judge(f"{name}, first token", Counter(a for a, _ in pairs), first_law)
+            for token in first_law.topk(2).indices.tolist():
+                after = Counter(b for a, b in pairs if a == token)
+                self._judge(f"{name}, after {token}", after, self._law([*prompt, token], law))
+
+    def endurance(self, length: int, new_tokens: int) -> None:
+        """Memory and repeatability over a long text."""
+        cycle = self.cycle(3, 1, length + new_tokens)
+        prompt = self.text[:length]
+        law = TokenLaw.at(1.0)
+        texts, memory, passes = [], [], 0
+        for _ in range(2):
+            decoder = CycleDecoder(cycle, law, 7)
+            decoder.prefill([prompt])
+            text: list[int] = []
+            for fresh in decoder.decode([prompt], [Ending(new_tokens)]):
+                text += fresh[0]
+                passes += 1
+                if passes % 100 == 0 and torch.cuda.is_available():
+                    memory.append(torch.cuda.memory_allocated())
+            texts.append(text)
+        self.add("same seed, same tokens", texts[0] == texts[1], tokens=len(texts[0]))
+        growth = max(memory) - memory[0] if memory else 0
+        self.add("memory stays", growth < 1 << 20, passes=passes, growth_bytes=growth)
+
+    def _law(self, prompt: list[int], law: TokenLaw) -> Tensor:
+        with torch.no_grad():
+            ids = torch.tensor([prompt], device=self.target.device)
+            logits = self.target.model(ids, logits_to_keep=1).logits[0]
+        return law(logits, list)[0]
+
+    def _judge(self, name: str, counts: Counter[int], law: Tensor) -> None:
+        statistic, freedom = chi_square(counts, law)
+        p = p_value(statistic, freedom)
+        self.add(name, p > _LEAST_P, draws=sum(counts.values()), bins=freedom + 1, p=round(p, 5))
+
+
+def decoded(decoder: CycleDecoder, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
+    texts: list[list[int]] = [[] for _ in prompts]
+    for fresh in decoder.decode(prompts, [Ending(new_tokens)] * len(prompts)):
+        for text, tokens in zip(texts, fresh, strict=True):
+            text += tokens
+    return texts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--batch", type=int, default=256, help="equal prompts that draw at once")
+    parser.add_argument("--repeats", type=int, default=8, help="times that batch")
+    parser.add_argument("--tokens", type=int, default=20_000, help="of the endurance test")
+    parser.add_argument("--out", help="JSON file for the results")
+    args = parser.parse_args()
+    checks = Checks(args.device, getattr(torch, args.dtype))
+    checks.greedy([700, 1500, 3001], 200)
+    for temperature in (0.7, 1.0):
+        checks.laws(900, args.batch, args.repeats, temperature)
+    checks.endurance(4000, args.tokens)
+    found = checks.verdicts
+    if args.out:
+        result = {"device": args.device, "dtype": args.dtype, "failed": found.failed, "checks": found.rows}
+        with open(args.out, "w", encoding="utf-8") as file:
+            json.dump(result, file, indent=1)
+    sys.exit(found.tell())
+
+
+if __name__ == "__main__":
+    main()

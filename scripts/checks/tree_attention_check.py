@@ -1,0 +1,245 @@
+"""The correctness gate of the tree-attention kernels on a GPU: every shape, layout and variant.
+
+    python -m scripts.checks.tree_attention_check --every 2 --workers 14
+
+Cases and their fp64 definitions are those of ``tests/kernels_cases.py``.
+"""
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+
+from kernels_cases import LAW, Case, build, random_nodes, random_tree, run_case
+
+from triforce_tree.kernels import compaction, merge, reference, scoring
+from triforce_tree.kernels.attention.configs import KernelConfig, choose
+from triforce_tree.kernels.device import describe
+from triforce_tree.kernels.dispatch import tree_attention
+from triforce_tree.kernels.attention.launch import run
+from triforce_tree.kernels.attention.plan import NODE, Heads, plan_nodes, plan_trees
+
+SIZES = (1, 2, 7, 16, 63, 64, 65, 128, 257, 1024)
+# Replays of one graph, each with one of so many trees.
+REPLAYS, VARIANTS = 10_000, 40
+LAYOUTS = ("heads", "rows", 1, 16, 64, 128, 256, ("view", 8), ("view", 64), ("cache", 8), ("cache", 64))
+
+# A way of the kernel that the table of configurations may choose, though it does not today.
+OTHER = KernelConfig(128, 64, 8, 2, 2, max_registers=128)
+
+
+def cases() -> list[Case]:
+    """The whole list, deterministic."""
+    made = []
+    for index, (size, step) in enumerate(product(SIZES, range(7))):
+        heads = Heads(8, 2, 128)
+        block = choose(size * heads.group, 128, 2, describe("cuda")).block_n
+        length = (0, 1, block - 1, block, block + 1, 4097, 122880)[step]
+        made.append(Case(heads, ((length, size),), order=("depth", "breadth")[index % 2]))
+    for layout, (query, kv), size in product(LAYOUTS, [(8, 8), (8, 2), (8, 1), (6, 2), (5, 1)], (16, 65)):
+        made.append(Case(Heads(query, kv, 128), ((4097, size),), layout=layout))
+    for dim, dtype, size in product(
+        (64, 96, 128, 256), (torch.bfloat16, torch.float16, torch.float32), (1, 16, 70)
+    ):
+        made.append(Case(Heads(8, 2, dim), ((1000, size),), dtype))
+    single = {"dtype": torch.float32, "window": 300, "softcap": 30.0, "sinks": True}
+    for length, layout in [(122880, "heads"), (4097, "rows"), (4097, 16), (1500, ("view", 8))]:
+        made.append(Case(Heads(8, 2, 128), ((length, 16),), torch.float32, layout))
+        made.append(Case(Heads(8, 2, 128), ((length, 33), (70, 5)), layout=layout, **single))
+    for window, softcap, sinks, layout, size in product(
+        (None, 128, 3), (None, 30.0), (False, True), ("heads", 16, 128), (7, 65)
+    ):
+        made.append(
+            Case(Heads(8, 2, 64), ((1500, size),), layout=layout, window=window, softcap=softcap, sinks=sinks)
+        )
+    ragged = ((0, 5), (300, 7), (4097, 33), (63, 64), (20000, 1), (1, 128))
+    for layout, split, window in product(LAYOUTS, ("flatten", NODE), (None, 100)):
+        made.append(Case(Heads(8, 2, 128), ragged, layout=layout, split=split, window=window))
+    for size, length in product((1, 16, 65), (0, 1, 63, 65, 4097, 20001)):
+        made.append(Case(Heads(8, 2, 128), ((length, size),), config=OTHER))
+    made.append(Case(Heads(32, 8, 128), ((19000, 16),) * 6))
+    made.append(Case(Heads(4, 4, 128), ((700, 3),) * 70, layout=16))
+    return made
+
+
+def gate(workers: int, every: int) -> dict[str, Any]:
+    """All cases, spread over processes because most of the time is compilation; and the replays."""
+    command = [sys.executable, "-m", "scripts.checks.tree_attention_check"]
+    command += ["--workers", str(workers), "--every", str(every), "--shard"]
+    running = [
+        subprocess.Popen([*command, str(i)], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
+        for i in range(workers)
+    ]
+    rows: list[dict] = []
+    for index, process in enumerate(running):
+        out = process.communicate()[0].strip().splitlines()
+        if process.returncode or not out:
+            rows.append({"case": f"shard {index}", "ok": False, "error": "the process died"})
+        else:
+            rows += json.loads(out[-1])
+    judged = [row for row in rows if "error_ratio" in row]
+    single = [row["error_ratio"] for row in judged if " float32 " in row["case"]]
+    half = [row["error_ratio"] for row in judged if " float32 " not in row["case"]]
+    return {
+        "cases": len(rows),
+        "failed": [row for row in rows if not row["ok"]],
+        "worst_error_ratio": max(half, default=None),
+        "worst_error_ratio_fp32": max(single, default=None),
+        "replays": replays(),
+    }
+
+
+def check(shard: int, shards: int, every: int = 1) -> list[dict]:
+    """Run a share of every Nth case; each row has name, error ratio and whether it passed."""
+    rows = []
+    for index, case in enumerate(cases()):
+        if index % every or index // every % shards != shard:
+            continue
+        try:
+            ratio = run_case(case, "cuda", seed=index)
+            ok = ratio <= LAW
+            rows.append({"case": str(case), "error_ratio": round(ratio, 3), "ok": ok})
+        except Exception as error:
+            rows.append({"case": str(case), "ok": False, "error": repr(error)[:300]})
+    extra = [tree_shaped_kv, companions, dispatched, compiled]
+    for index, one in enumerate(extra):
+        if index % shards == shard:
+            try:
+                one()
+                rows.append({"case": one.__name__, "ok": True})
+            except Exception as error:
+                rows.append({"case": one.__name__, "ok": False, "error": repr(error)[:500]})
+    return rows
+
+
+def tree_shaped_kv() -> None:
+    heads = Heads(8, 2, 128)
+    for seed, (levels, sizes) in enumerate(
+        [((1, 64), (1000, 40)), ((1, 4, 16, 300), (4000, 500, 100, 30)), ((3, 9), (64, 65))]
+    ):
+        nodes, rows = random_nodes(random.Random(seed), levels, sizes)
+        queries = levels[-1]
+        q = torch.randn(queries, heads.query, heads.dim, dtype=torch.bfloat16, device="cuda")
+        k, v = (torch.randn(1, heads.kv, rows, 128, dtype=q.dtype, device="cuda") for _ in range(2))
+        sees = torch.zeros(queries, rows, dtype=torch.bool)
+        for start, size, first, count in nodes:
+            sees[first : first + count, start : start + size] = True
+        packed = q.transpose(0, 1)[None]
+        exact = reference.tree_attention(packed.double(), k.double(), v.double(), sees.cuda(), scale=0.09)
+        for split, chunk in [("flatten", None), (NODE, None), (NODE, 256)]:
+            plan = plan_nodes(heads, nodes, queries, device="cuda", split=split, chunk=chunk)
+            out, lse = run(q, k, v, plan, scale=0.09)
+            torch.testing.assert_close(out.double(), exact[0][0].transpose(0, 1), atol=1e-2, rtol=1e-2)
+            torch.testing.assert_close(lse, exact[1][0].T.float(), atol=2e-3, rtol=0)
+
+
+def companions() -> None:
+    torch.manual_seed(0)
+    outs, lses = torch.randn(5, 64, 32, 128, device="cuda"), torch.randn(5, 64, 32, device="cuda")
+    lses[0, 3:9], lses[:, 1] = -torch.inf, -torch.inf
+    outs[0, 3:9] = torch.nan
+    for made, exact in zip(merge.merge_states(outs, lses), reference.merge_states(outs, lses), strict=True):
+        torch.testing.assert_close(made, exact)
+    q, means = (torch.randn(1, 32, 16, 128, device="cuda"), torch.randn(1, 8, 15360, 128, device="cuda"))
+    made, exact = (
+        scoring.chunk_scores(q, means, 0.09),
+        reference.chunk_scores(q.double(), means.double(), 0.09),
+    )
+    torch.testing.assert_close(made, exact.float(), atol=1e-5, rtol=1e-3)
+    rows = torch.randn(1, 5000, 8, 128, device="cuda").to(torch.bfloat16).transpose(1, 2)
+    index = torch.randint(5000, (1, 8, 4096), device="cuda")
+    assert torch.equal(compaction.gather_rows(rows, index), reference.gather_rows(rows, index))
+    for size in (1, 64, 1000):
+        path = torch.randperm(size, device="cuda")[: max(1, size // 3)].sort().values
+        start = torch.tensor([4000], device="cuda")
+        mine, theirs = rows.clone(), rows.clone()
+        compaction.compact_rows(mine, torch.cat([path, path.new_full((3,), -1)]), start)
+        reference.compact_rows(theirs, path, start)
+        assert torch.equal(mine, theirs), size
+
+
+def dispatched() -> None:
+    """The engine's call on CUDA tensors against the reference in fp64."""
+    for batch, window in [(1, None), (2, None), (2, 50)]:
+        mask, depths = random_tree(33, "depth", random.Random(0))
+        q = torch.randn(batch, 33, 8, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+        k, v = (torch.randn(batch, 2, 900, 128, device="cuda", dtype=q.dtype)[:, :, :533] for _ in range(2))
+        first = None if window is None else (500 + depths - window + 1).clamp(0).cuda()
+        for _ in range(2):
+            out, lse = tree_attention(q, k, v, mask.cuda(), scale=0.09, first=first)
+        exact = reference.tree_attention(
+            q.double(), k.double(), v.double(), mask.cuda(), scale=0.09, first=first
+        )
+        torch.testing.assert_close(out.double(), exact[0], atol=1e-2, rtol=1e-2)
+        torch.testing.assert_close(lse, exact[1].float(), atol=2e-3, rtol=0)
+
+
+def compiled() -> None:
+    """torch.compile keeps the op in one graph."""
+    problem = build(Case(Heads(8, 2, 128), ((500, 16),)), "cuda")
+    plan = plan_trees(problem.case.heads, problem.masks, [500], device="cuda")
+
+    def layer(q, k, v):
+        out, lse = run(q * 2, k, v, plan, scale=0.09)
+        return out + 1, lse
+
+    plain = layer(problem.q, problem.k, problem.v)
+    made = torch.compile(layer, fullgraph=True)(problem.q, problem.k, problem.v)
+    for a, b in zip(made, plain, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def replays() -> dict:
+    """Replay one captured graph with changing lengths and trees; bit-compare with eager runs."""
+    rng = random.Random(0)
+    heads, size, longest = Heads(32, 8, 128), 64, 9000
+    q = torch.randn(size, 32, 128, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(1, 8, longest + size, 128, device="cuda", dtype=q.dtype) for _ in range(2))
+    masks = [random_tree(size, ("depth", "breadth")[i % 2], rng)[0].cuda() for i in range(VARIANTS)]
+    lengths = [torch.tensor([rng.randrange(longest)], dtype=torch.int32, device="cuda") for _ in masks]
+    plan = plan_trees(heads, masks[:1], [0], device="cuda")
+    words, eager = [], []
+    for mask, length in zip(masks, lengths, strict=True):
+        plan.update(mask, length)
+        words.append(plan.mask.clone())
+        eager.append(run(q, k, v, plan, scale=0.09))
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        out, lse = run(q, k, v, plan, scale=0.09)
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(REPLAYS):
+        pick = rng.randrange(VARIANTS)
+        plan.update(words[pick], lengths[pick])
+        out.fill_(float("nan"))
+        graph.replay()
+        wrong += (out != eager[pick][0]).sum() + (lse != eager[pick][1]).sum()
+    return {"replays": REPLAYS, "different_elements": int(wrong)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="check every Nth case only")
+    parser.add_argument("--workers", type=int, default=14, help="processes")
+    parser.add_argument("--shard", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("there is no GPU here; the tests run these kernels in Triton's interpreter")
+    if args.shard is not None:
+        print(json.dumps(check(args.shard, args.workers, args.every)))
+        return 0
+    found = gate(args.workers, args.every)
+    print(json.dumps(found))
+    return int(bool(found["failed"] or found["replays"]["different_elements"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""What the embedded pair can do, through the engine's own caches: docs/results/pair.json.
+
+    python -m scripts.train_pair.evaluate                      # on a CPU: needles up to 16K, overlaps at 16K
+    python -m scripts.train_pair.evaluate --device cuda --lengths 2048 8192 16384 32768 122880 \
+        --retrieval 16384/1024 122880/4096 --trials 40
+
+Only the figures measured now are replaced in the file. The text is Python's help topics, which the pair
+was not trained on. Overlap is the mean of sum(min(p, q)), the chance that a token drawn from q is
+accepted under p, at temperature 1: of the draft on its streaming cache and of the target on its retrieval
+cache, both against the target on its full cache, over the tokens that follow a prompt in the text.
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+import triforce_tree
+from scripts.benchmarks.common.results import RESULTS, write
+from scripts.benchmarks.common.results import header as header_of
+from scripts.benchmarks.common.texts import cut
+from triforce_tree.bench import needle, overlap, results, text
+
+# The draft's overlap is a figure at one length of context.
+DRAFT_CONTEXT = 16_384
+
+
+def windows(ids: Sequence[int], length: int, count: int) -> Iterator[list[int]]:
+    """``count`` windows that start at even distances; the text is read as a ring."""
+    if length > len(ids):
+        raise SystemExit(
+            f"the text has {len(ids)} tokens, {length} are wanted; give a longer one with --file"
+        )
+    for number in range(count):
+        yield cut(ids, number * len(ids) // count, length)
+
+
+@torch.no_grad()
+def loss(model: Any, ids: Sequence[int], length: int, count: int) -> float:
+    """Mean negative log-likelihood in nats over windows of ``length`` tokens."""
+    losses = []
+    for window in windows(ids, length + 1, count):
+        row = torch.tensor([window], device=model.device)
+        logits = model(row[:, :-1]).logits[0].float()
+        losses.append(float(torch.nn.functional.cross_entropy(logits, row[0, 1:])))
+        print(f"loss at {length}: {losses[-1]:.3f}")
+    return statistics.fmean(losses)
+
+
+def overlaps(
+    engine: triforce_tree.Engine, ids: Sequence[int], length: int, budget: int, new: int, count: int
+) -> tuple[float, float | None]:
+    """(retrieval, draft) against the full target, over ``new`` tokens behind ``count`` prompts."""
+    engine = engine.with_options(budget=budget)
+    retrieval, draft = [], []
+    for window in windows(ids, length + new, count):
+        for laws in overlap.teacher_forced(engine, window, length):
+            retrieval += torch.minimum(laws.retrieval, laws.target).sum(-1).tolist()
+            if laws.draft is not None:
+                draft += torch.minimum(laws.draft, laws.target).sum(-1).tolist()
+        print(f"{length}/{budget}: retrieval {statistics.fmean(retrieval):.3f}", end="")
+        print(f", draft {statistics.fmean(draft):.3f}" if draft else "")
+    return statistics.fmean(retrieval), statistics.fmean(draft) if draft else None
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.train_pair.evaluate",
+        description=(__doc__ or "").partition("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--lengths", type=int, nargs="*", default=[2048, 8192, 16384], help="of needle prompts")
+    add("--trials", type=int, default=40, help="needles for each length")
+    add(
+        "--retrieval", nargs="*", default=["16384/1024"], metavar="CONTEXT/BUDGET", help="overlaps to measure"
+    )
+    add("--prompts", type=int, default=8, help="prompts for each overlap")
+    add("--new-tokens", type=int, default=128, help="tokens behind each of them")
+    add("--windows", type=int, default=7, help="of 16,384 tokens for the loss; 0 for no loss")
+    add("--file", help="another held-out text")
+    add("--seed", type=int, default=0, help="of the needles")
+    add("--device", default="cpu", help="cpu or cuda")
+    add("--dtype", default="float32", help="of both models")
+    add("--target", help="model folder; without it, the embedded pair")
+    add("--draft", help="model folder; without it, the embedded draft")
+    add("--out", type=Path, default=RESULTS / "pair.json", help="results file")
+    args = parser.parse_args(words)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    results.check_writable(args.out)
+    engine = triforce_tree.load(args.target, args.draft, device=args.device, dtype=args.dtype, profile=False)
+    assert engine.tokenizer is not None
+    source = text.read_text(args.file) if args.file else text.pydoc_text()
+    ids = text.token_ids(engine.tokenizer, source)
+
+    found: dict[str, Any] = {}
+    if args.windows:
+        found["loss_16k"] = round(loss(engine.hierarchy.target.model, ids, 16_384, args.windows), 4)
+    retrieval: dict[str, float] = {}
+    for pair in args.retrieval:
+        length, _, budget = pair.partition("/")
+        share, draft = overlaps(engine, ids, int(length), int(budget), args.new_tokens, args.prompts)
+        retrieval[pair] = round(share, 4)
+        if draft is not None and int(length) == DRAFT_CONTEXT:
+            found["draft_overlap"] = round(draft, 4)
+    accuracy = {}
+    for length in args.lengths:
+        stack = needle.Haystack(source, engine.tokenizer, length)
+        depths = [(i + 0.5) / args.trials for i in range(args.trials)]
+        records = results.Records(None, {})
+        needle.measure(engine, stack, [length], depths, 1, records, through=("target",), seed=args.seed)
+        accuracy[str(length)] = needle.accuracy(records.all)
+        print(f"needle at {length}: {accuracy[str(length)]}")
+
+    old = json.loads(args.out.read_text(encoding="utf-8")) if args.out.exists() else {}
+    merged = {**old, **found}
+    for name, part in (("needle", accuracy), ("retrieval_overlap", retrieval)):
+        merged[name] = {**old.get(name, {}), **part}
+    # One header for each figure: they may come from different machines.
+    header = header_of(args.seed, "api") | {"prompts": args.prompts, "new_tokens": args.new_tokens}
+    measured = [*found, *(f"retrieval_overlap {p}" for p in retrieval), *(f"needle {n}" for n in accuracy)]
+    merged["evaluated"] = {**old.get("evaluated", {}), **dict.fromkeys(measured, header)}
+    write(args.out, merged)
+    print(json.dumps(merged))
+
+
+if __name__ == "__main__":
+    main()
