@@ -5,12 +5,10 @@ A forward of many rows and one of a single row differ there in the last bits.
 
 import pytest
 from families import perturbed, prompt_of, tiny
+from wrong_acceptance import accept_all_proposals
 
 import triforce_tree
 from triforce_tree import Engine, check
-from triforce_tree.token_tree import TokenTree
-from triforce_tree.verify import verifier
-from triforce_tree.verify.acceptance import Accepted
 
 SMALL = {
     "gamma": 4,
@@ -41,14 +39,8 @@ def test_texts_part_at_near_ties_alone(family: str, levels: int) -> None:
 
 
 def test_a_wrong_choice_is_no_tie(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Accepting the draft's first child unseen, as if it were the target's choice."""
-
-    def gullible(tree: TokenTree, best: list[int]) -> Accepted:
-        path = [0, *tree.children[0][:1]]
-        return Accepted(path, best[path[-1]])
-
     engine = engine_of("llama-gqa")
-    monkeypatch.setattr(verifier, "accept_greedy", gullible)
+    accept_all_proposals(monkeypatch)
     assert check.greedy(engine, prompt_of(47), NEW_TOKENS, levels=3).failures > 0
 
 

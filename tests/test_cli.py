@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from tiny_pair import TinyPair
+from wrong_acceptance import accept_all_proposals
 
 from triforce_tree import __version__, cli, console
 from triforce_tree.bench import baselines, results
@@ -304,7 +305,12 @@ def test_check_passes_and_names_trees(capsys: pytest.CaptureFixture[str], pair: 
     result = last_object(out)
     assert code == 0
     assert result["passed"] is True
-    assert len(result["results"]) == 6
+    assert len(result["results"]) == 7
+    assert [(r["levels"], r["level"]) for r in result["results"][4:]] == [
+        (2, "target"),
+        (3, "retrieval"),
+        (3, "target"),
+    ]
     assert [forward["prompt_tokens"] for forward in result["forwards"]] == [1, 130]
     assert all(forward["error"] < 1e-5 for forward in result["forwards"])
     assert len(result["acceptance"]["greedy"]["draft -> retrieval"]) == 8
@@ -315,16 +321,7 @@ def test_check_fails_with_code_1(
     capsys: pytest.CaptureFixture[str], pair: TinyPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Every proposal is accepted, which is what a careless verification would do.
-    from triforce_tree.verify import verifier
-    from triforce_tree.verify.acceptance import Accepted
-
-    def accept_all(tree: Any, best: list[int]) -> Accepted:
-        path = [0]
-        while tree.children[path[-1]]:
-            path.append(tree.children[path[-1]][0])
-        return Accepted(path, best[path[-1]])
-
-    monkeypatch.setattr(verifier, "accept_greedy", accept_all)
+    accept_all_proposals(monkeypatch)
     code, out, err = run(
         capsys,
         "check",

@@ -10,22 +10,13 @@ import pytest
 import torch
 from families import prompt_of, tiny
 from tiny_pair import TinyPair
+from wrong_acceptance import accept_all_proposals
 
 import triforce_tree
 from triforce_tree import cli, console
 from triforce_tree.bench.compare import compared, summary
 from triforce_tree.cli import main
 from triforce_tree.output import GenerateOutput
-from triforce_tree.verify import verifier
-from triforce_tree.verify.acceptance import Accepted
-
-
-def accept_all(tree: Any, best: list[int]) -> Accepted:
-    """What a careless verification would do."""
-    path = [0]
-    while tree.children[path[-1]]:
-        path.append(tree.children[path[-1]][0])
-    return Accepted(path, best[path[-1]])
 
 
 @pytest.mark.parametrize("command", ["generate", "demo"])
@@ -36,7 +27,7 @@ def test_a_text_that_is_not_the_targets_ends_with_code_1(
     monkeypatch: pytest.MonkeyPatch,
     command: str,
 ) -> None:
-    monkeypatch.setattr(verifier, "accept_greedy", accept_all)
+    accept_all_proposals(monkeypatch)
     words = {
         "generate": ["generate", prompt, "--max-new-tokens", "30", "--compare", "--json"],
         "demo": ["demo", "--prompt-tokens", "300", "--new-tokens", "30"],

@@ -22,7 +22,6 @@ from triforce_tree.locks import held
 from triforce_tree.model_copy import shallow_copy
 from triforce_tree.parallel import same
 from triforce_tree.recorder import LayerCall, Recorder, one_row
-from triforce_tree.rope import FamilyRope
 from triforce_tree.supported import UnsupportedModelError, refuse_unsupported
 
 ATTENTION = "triforce_tree"
@@ -249,48 +248,6 @@ class HFModel:
         cache.advance(len(tokens))
         logits: Tensor = out.logits[0, -1:] if last_only else out.logits[0]
         return same(logits.contiguous())
-
-    def rope(self) -> FamilyRope:
-        """The family's rotation, for a cache with relative positions; checked against the model.
-
-        Raises:
-            UnsupportedModelError: keys at position p are not our rotation of the keys at position 0.
-        """
-        try:
-            rope = FamilyRope(self.model, self.length_rope)
-            self._check_rotation(rope)
-        except UnsupportedModelError:
-            raise
-        except ValueError as error:
-            raise UnsupportedModelError(str(error)) from error
-        except Exception as error:  # any failure of foreign code means: rotates in a way of its own
-            raise UnsupportedModelError(
-                f"{self.name} cannot draft on a streaming cache: its rotary embedding is not of the common "
-                f"form ({type(error).__name__}: {error}); choose another draft, or none (prompt lookup)"
-            ) from error
-        if len(rope.unrotated) == self.layers:
-            raise UnsupportedModelError(
-                f"{self.name} has no rotary positions, so it cannot draft on a streaming cache"
-            )
-        return rope
-
-    def _check_rotation(self, rope: FamilyRope) -> None:
-        at_zero, at_five = Recorder(), Recorder()
-        with self.active():
-            for recorder, position in ((at_zero, 0), (at_five, 5)):
-                recorder.position = position
-                self.forward([1], one_row(self.device), recorder, whole=False)
-        rope.unrotated = frozenset(i for i in at_zero.keys if torch.equal(at_zero.keys[i], at_five.keys[i]))
-        places = torch.tensor([5], device=self.device)
-        for index, raw in at_zero.keys.items():
-            turned = rope.rotate(at_zero.modules[index], raw, raw, places)[1]
-            expected = at_five.keys[index].float()
-            off = float((turned.float() - expected).norm() / expected.norm())
-            if not off < 0.02:
-                raise UnsupportedModelError(
-                    f"{self.name} cannot draft on a streaming cache: layer {index} rotates keys in a "
-                    f"way its rotary module does not tell (relative error {off:.2g})"
-                )
 
     def _probe(self) -> None:
         recorder = Recorder()
