@@ -1,35 +1,41 @@
-"""A drafter of one's own: propose that the text goes on as it did after the same token before."""
+"""A drafter of one's own: propose that each token is followed by what followed it the last time."""
 
+from itertools import pairwise
 from pydoc_data.topics import topics
 
 import triforce_tree
-from triforce_tree.decoder import Ending
-from triforce_tree.sampling import TokenLaw
-from triforce_tree.stats import LevelStats
-from triforce_tree.token_tree import Context, TokenTree, chain
 
 
-class Echo:
-    """Deterministic given the context, so it reports no laws: honest by construction."""
+class Bigrams:
+    """Deterministic given the text, so it reports no probabilities: honest by construction."""
 
-    def __init__(self) -> None:
-        self.stats = [LevelStats("echo")]
+    name, tree, features = "bigrams", "chain:4", ()
+    deterministic, capturable = True, False  # it looks at the text on the host
 
-    def prefill(self, context: Context) -> None: ...
+    def bind(self, state):
+        pass
 
-    def commit(self, context: Context) -> None: ...
+    def start(self, texts):
+        self.followers = [dict(pairwise(text)) for text in texts]
+        self.seen = [len(text) for text in texts]
 
-    def propose(self, context: Context) -> TokenTree:
-        tokens, last = list(context), context[-1]
-        at = next((i for i in range(len(tokens) - 2, -1, -1) if tokens[i] == last), len(tokens))
-        return chain([last, *tokens[at + 1 : at + 5]])
+    def prepare(self, texts, resumed):
+        for b, text in enumerate(texts):
+            if text is not None:
+                self.followers[b].update(pairwise(text[self.seen[b] - 1 :]))
+                self.seen[b] = len(text)
+
+    def propose(self, state, tree, sampler):
+        tree.tokens.fill_(-1)
+        for b, token in enumerate(state.newest.tolist()):
+            chain = [token]
+            while len(chain) < tree.nodes and chain[-1] in self.followers[b]:
+                chain.append(self.followers[b][chain[-1]])
+            tree.tokens[b, : len(chain)] = tree.tokens.new_tensor(chain)
 
 
-engine = triforce_tree.load(levels=2)
-prompt = engine.tokenizer(topics["import"])["input_ids"]
-with engine.hierarchy.active():
-    decoder = engine.hierarchy.decoder(TokenLaw(greedy=True), 0, len(prompt), 64, frozenset())
-    decoder.drafter = Echo()
-    for tokens in decoder.decode(decoder.prefill(prompt), Ending(max_new_tokens=64)):
-        print(engine.tokenizer.decode(tokens), end="", flush=True)
-print("\n", decoder.levels[-1])
+engine = triforce_tree.load(drafter=Bigrams(), levels=2)
+out = engine.generate("\n\n".join(topics.values())[:20_000], max_new_tokens=128)
+print(out.text)
+for level in out.levels:
+    print(level.name, level.forwards, level.acceptance_rate, level.mean_accepted_length)

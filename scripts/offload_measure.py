@@ -22,7 +22,9 @@ from triforce_tree.cycle.model import StepModel
 from triforce_tree.cycle.offloaded import OffloadedCache
 from triforce_tree.cycle.pinned import HostMemory
 from triforce_tree.cycle.prefill import prefill
-from triforce_tree.cycle.rows import KVStore, TreeRows
+from triforce_tree.cycle.rows import TreeRows
+from triforce_tree.cycle.store import KVStore
+from triforce_tree.cycle.streamed_rows import StreamedRows
 from triforce_tree.cycle.streamed_weights import StreamedWeights
 from triforce_tree.cycle.endings import Ending
 from triforce_tree.few_row import few_row_copy
@@ -202,7 +204,7 @@ class Bench:
         self.close()
         levels = config.levels if isinstance(config.levels, int) else 3
         self._cycle = self.timed(
-            "allocate", lambda: Cycle(self.target, self.draft, config, 1, room, levels, offload)
+            "allocate", lambda: Cycle(self.target, Growth(self.draft, config), config, 1, room, levels, offload)
         )
         for temperature in temperatures:
             self.timed(f"capture {temperature}", lambda t=temperature: self.cycle.prepare(TokenLaw.at(t)))
@@ -240,7 +242,7 @@ class Bench:
         cycle = self.cycle
         decoder = CycleDecoder(cycle, TokenLaw.at(temperature), self.seed)
         if rounds is not None:
-            decoder.pace.fixed = rounds
+            decoder.controller.fixed = rounds
         cycle.rewind([list(prompt)])
         synchronize(self.device)
         before = self._counters()
@@ -321,7 +323,7 @@ class LastRows:
         cache = OffloadedCache(target, 1, count + 64, 0, 256, 0, 0, offload)
         with target.active():
             cache.prefill([self.prompt[: count - _COMPARED + 1]], self.chunk)
-        logits = self._logits(cache.rows(_COMPARED, self._chain))
+        logits = self._logits(StreamedRows(cache, _COMPARED, self._chain))
         cache.close()
         del cache
         free_memory()
@@ -330,7 +332,7 @@ class LastRows:
     def on_chip(self) -> Tensor:
         """``[T, V]``."""
         target, count = self.bench.target, len(self.prompt)
-        store = KVStore(target.layers, 1, target.heads, count + 256, target.device, target.dtype)
+        store = KVStore(target.kv_shapes, 1, count + 256, target.device, target.dtype)
         with target.active():
             prefill(target, store, 0, self.prompt[: count - _COMPARED], self.chunk, None)
         logits = self._logits(TreeRows(store, _COMPARED, mask=self._chain))

@@ -15,9 +15,10 @@ from torch import Tensor
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.cycle import Cycle
 from triforce_tree.cycle.decoder import CycleDecoder
-from triforce_tree.cycle.rows import KVStore, TreeRows
+from triforce_tree.cycle.rows import TreeRows
 from triforce_tree.cycle.shapes import Extent
 from triforce_tree.cycle.endings import Ending
+from triforce_tree.cycle.store import KVStore
 from triforce_tree.graphs import free_memory
 from triforce_tree.hf_model import HFModel
 from triforce_tree.inflate import inflate_pair
@@ -107,7 +108,7 @@ class Bench:
             self._cycle = old = None
             free_memory()
             store = kept or self._new_store(batch, rows)
-            self._cycle = Cycle(self.target, self.draft, config, batch, room, levels, store=store)
+            self._cycle = Cycle(self.target, Growth(self.draft, config), config, batch, room, levels, store=store)
             longest = max(map(len, self._fed), default=0)
             if kept is None or longest > room:
                 # The rows are new, or the captures' trial runs will have written into them.
@@ -121,7 +122,7 @@ class Bench:
         """A full cache with room for later settings as well, in whole pages of any chunk."""
         rows = -(-(rows + _SPARE_ROWS) // _LARGEST_CHUNK) * _LARGEST_CHUNK
         target = self.target
-        return KVStore(target.layers, batch, target.heads, rows, self.device, target.dtype)
+        return KVStore(target.kv_shapes, batch, rows, self.device, target.dtype)
 
     def close(self) -> None:
         """Give everything back, the models too."""
@@ -148,12 +149,13 @@ class Bench:
         """Inside, the texts begin with ``prompts``, or beginnings of what was fed; rows are then put back."""
         first = min(len(p) for p in prompts) - 1
         reach = max(len(p) for p in prompts) + new + 2 * _behind(self.cycle) - first
-        rows = self.cycle.store.kv[:, :, :, :, first : first + reach]
-        before = rows.clone()
+        rows = [group.kv[:, :, :, :, first : first + reach] for group in self.cycle.store.groups]
+        before = [part.clone() for part in rows]
         try:
             yield
         finally:
-            rows.copy_(before)
+            for part, old in zip(rows, before, strict=True):
+                part.copy_(old)
             self._renew_means()
 
     def decode(self, temperature: float, prompts: Texts, new: int, rounds: int | None = None) -> Run:
@@ -181,7 +183,7 @@ class Bench:
     def _decoder(self, temperature: float, rounds: int | None) -> CycleDecoder:
         decoder = CycleDecoder(self.cycle, TokenLaw.at(temperature), self.seed)
         if rounds is not None:
-            decoder.pace.fixed = rounds
+            decoder.controller.fixed = rounds
         return decoder
 
     def replay(self, prompts: Texts, texts: Texts) -> tuple[float, Exactness]:

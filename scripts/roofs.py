@@ -9,7 +9,7 @@ from timing import timed
 from transformers import PreTrainedModel
 
 from triforce_tree.cycle.cycle import Cycle
-from triforce_tree.cycle.rows import KVStore
+from triforce_tree.cycle.store import KVStore
 
 
 def read_bandwidth(device: torch.device) -> float:
@@ -35,7 +35,7 @@ def weight_bytes(model: PreTrainedModel) -> int:
 
 def row_bytes(store: KVStore) -> int:
     """K and V of one token in all layers."""
-    return 2 * store.kv.shape[0] * store.heads.kv * store.heads.dim * store.kv.element_size()
+    return sum(len(g.layers) * g.shape.numbers * g.kv.element_size() for g in store.groups)
 
 
 def stage_bytes(cycle: Cycle, lengths: Sequence[int]) -> dict[str, int]:

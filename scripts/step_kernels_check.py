@@ -39,6 +39,16 @@ def problems() -> Iterator[tuple[str, Callable[[], Problem]]]:
     for shape in [(64, 1, 32, 300, 32, 128), (8, 6, 8, 400, 128, 128), (2, 3, 4, 2100, 1000, 64)]:
         for dtype in (HALF, SINGLE):
             yield f"move {shape} {dtype}", lambda s=shape, d=dtype: step_cases.move(*s, d, GPU)
+    for shape, ring in [((1, 32, 1280, 16, 128), 1280), ((6, 8, 300, 97, 256), 299)]:
+        yield (
+            f"append {shape} to a ring of {ring}",
+            lambda s=shape, r=ring: step_cases.append_to_ring(*s, HALF, GPU, ring=r),
+        )
+    for shape, ring in [((64, 1, 8, 1280, 32, 256), 1280), ((8, 6, 8, 400, 128, 128), 399)]:
+        yield (
+            f"move {shape} in a ring of {ring}",
+            lambda s=shape, r=ring: step_cases.move_in_ring(*s, HALF, GPU, ring=r),
+        )
     for shape in [(32, 1, 32, 330, 4, 128, 8), (4, 6, 8, 200, 7, 128, 8), (2, 3, 2, 1000, 40, 96, 16)]:
         for dtype in (HALF, SINGLE):
             yield f"means {shape} {dtype}", lambda s=shape, d=dtype: step_cases.means(*s, d, GPU)

@@ -9,7 +9,7 @@ from triforce_tree.cycle.cycle import Cycle
 from triforce_tree.cycle.growth import Growth
 from triforce_tree.hf_model import HFModel
 from triforce_tree.kernels import planned, step
-from triforce_tree.kernels.plan import Plan
+from triforce_tree.kernels.plan import FirstRows, Plan
 
 
 def use_batched_ops(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,8 +46,9 @@ def share_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Growth, "_feed", first_alone)
 
 
-def append_rows(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tensor) -> None:
+def append_rows(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tensor, ring: int = 0) -> None:
     """``step_reference.append_rows`` where all rows fit."""
+    assert not ring
     batch, heads, rows, dim = k.shape
     at = start[:, None] + torch.arange(rows)
     assert int(at.max()) < k_cache.shape[2]
@@ -56,8 +57,9 @@ def append_rows(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: T
     v_cache.scatter_(2, at, v)
 
 
-def move_rows(rows: Tensor, index: Tensor, start: Tensor) -> None:
+def move_rows(rows: Tensor, index: Tensor, start: Tensor, ring: int = 0) -> None:
     """``step_reference.move_rows`` where all rows fit."""
+    assert not ring
     width = index.shape[1]
     targets = start[:, None] + torch.arange(width)
     sources = torch.where(index >= 0, start[:, None] + index, targets)
@@ -74,10 +76,12 @@ def attention(
     *,
     scale: float,
     table: Tensor | None = None,
+    first: FirstRows | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """``planned.run`` where all sequences have as many queries, and a tail of at most 64 rows."""
+    assert first is None
     assert softcap is None
     assert sinks is None
     if table is not None:

@@ -5,7 +5,9 @@ import importlib
 import itertools
 import os
 import random
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,6 +36,10 @@ for _name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
     os.environ.setdefault(_name, "1")
 # Whatever was measured on this machine, tests choose their settings themselves.
 os.environ["TRIFORCE_TREE_PROFILES"] = ""
+# Nothing is read from the user's cache folder or written there. Workers of xdist inherit the folder.
+_OWN_CACHE = None if "PYTEST_XDIST_WORKER" in os.environ else tempfile.mkdtemp(prefix="triforce-tree-tests-")
+if _OWN_CACHE:
+    os.environ["TRIFORCE_TREE_CACHE"] = _OWN_CACHE
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -63,6 +69,8 @@ def pytest_runtest_call() -> None:
 def pytest_sessionfinish() -> None:
     # Libraries report what is left at the very end.
     gc.unfreeze()
+    if _OWN_CACHE:
+        shutil.rmtree(_OWN_CACHE, ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)

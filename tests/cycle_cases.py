@@ -48,7 +48,7 @@ def cycle_of(
 ) -> Cycle:
     """A cycle whose caches are far smaller than its texts."""
     config = HierarchyConfig.from_options(**{**SMALL, **options})
-    small = None if draft is None or levels == 1 else Growth(HFModel(draft), config.tree, config.streaming)
+    small = None if draft is None or levels == 1 else Growth(HFModel(draft), config)
     return Cycle(HFModel(target), small, config, batch, room, levels)
 
 

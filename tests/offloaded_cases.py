@@ -10,11 +10,15 @@ from transformers import PreTrainedModel
 
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.cycle import Cycle
+from triforce_tree.cycle.growth import Growth
 from triforce_tree.cycle.host_store import Offload
 from triforce_tree.cycle.layerwise import fill_by_layers
 from triforce_tree.cycle.model import StepModel
 from triforce_tree.cycle.offloaded import OffloadedCache
-from triforce_tree.cycle.rows import KVStore, TreeRows
+from triforce_tree.cycle.prefill import SequenceRows
+from triforce_tree.cycle.rows import TreeRows
+from triforce_tree.cycle.store import KVStore
+from triforce_tree.cycle.streamed_rows import StreamedRows
 from triforce_tree.few_row import few_row_copy
 from triforce_tree.hf_model import HFModel
 
@@ -49,7 +53,7 @@ def cycle_of(
     **options: object,
 ) -> Cycle:
     config = HierarchyConfig.from_options(**{**SMALL, **options})
-    draft = None if levels == 1 else HFModel(draft_of(family))
+    draft = None if levels == 1 else Growth(HFModel(draft_of(family)), config)
     split = split or Offload(0, PIECE, 2)
     return Cycle(HFModel(model(family)), draft, config, batch, room, levels, split)
 
@@ -59,15 +63,15 @@ def logits_of(split: Offload, width: int = 7, family: str = "llama-gqa") -> tupl
     target, prompt = HFModel(model(family)), PROMPTS[1]
     step = StepModel(few_row_copy(target.model))
     own = OffloadedCache(target, 1, 160, 0, 40, 0, 0, split)
-    store = KVStore(2, 1, target.heads, 200, target.device, target.dtype)
+    store = KVStore(target.kv_shapes, 1, 200, target.device, target.dtype)
     with target.active():
         own.prefill([prompt[: len(prompt) + 1 - width]], 16)
-        fill_by_layers(target, prompt[:-width], 16, _Whole(store))
+        fill_by_layers(target, prompt[:-width], 16, _Whole(store, target))
     mask = torch.ones(width, width, dtype=torch.bool).tril()
     start = torch.tensor([len(prompt) - width])
     tokens, positions = torch.tensor([prompt[-width:]]), start[:, None] + torch.arange(width)
     made = []
-    for rows in (own.rows(width, mask), TreeRows(store, width, mask=mask)):
+    for rows in (StreamedRows(own, width, mask), TreeRows(store, width, mask=mask)):
         rows.begin(start)
         made.append(step(tokens, positions, rows)[0])
     return made[0], made[1]
@@ -76,14 +80,21 @@ def logits_of(split: Offload, width: int = 7, family: str = "llama-gqa") -> tupl
 class _Whole:
     """A prefill's rows, all into one store."""
 
-    def __init__(self, store: KVStore) -> None:
-        self.store = store
+    def __init__(self, store: KVStore, model: HFModel) -> None:
+        self.store, self.heads = store, model.heads
+        self.places = [
+            None if shape.window is not None else layer for layer, shape in enumerate(model.kv_shapes)
+        ]
+
+    def windowed(self) -> SequenceRows:
+        return SequenceRows(self.store, 0)
 
     def buffer(self, rows: int) -> Tensor:
-        return torch.empty((rows, 2, self.store.heads.kv, self.store.heads.dim))
+        return torch.empty((rows, 2, self.heads.kv, self.heads.dim))
 
     def part(self, layer: int, start: int, rows: Tensor):
         return lambda: None
 
     def whole(self, layer: int, rows: Tensor) -> None:
-        self.store.kv[layer, :, 0, :, : rows.shape[0]] = rows.permute(1, 2, 0, 3)
+        for cached, new in zip(self.store.layer(layer), rows.permute(1, 2, 0, 3), strict=True):
+            cached[0, :, : rows.shape[0]] = new

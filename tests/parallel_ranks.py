@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, StoppingCriteria
 
 from triforce_tree import Engine, load, machine, memory_plan, parallel, sharding
 from triforce_tree.bench.text import pydoc_text
-from triforce_tree.cycle import decoder, offloaded
+from triforce_tree.cycle import clock, offloaded
 from triforce_tree.hf_model import HFModel
 from triforce_tree.inflate import inflate_pair
 from triforce_tree.memory_plan import MemoryPlan
@@ -142,7 +142,7 @@ def decisions() -> dict[str, Any]:
 
     # A clock that finds rounds dear on one rank and cheap on the other.
     names = {"grow": 1e-3 if RANK else 1.0, "choose": 1e-3 if RANK else 1.0, "middle": 0.0, "full": 0.1}
-    decoder._Clock.seconds = lambda self: {**names, "plain": 0.1}
+    clock.StageClock.seconds = lambda self: {**names, "plain": 0.1}
     paced = engine(rounds=None)
     out = paced.generate(PROMPT, max_new_tokens=NEW, do_sample=False)
     found["passes"] = [level.forwards for level in out.levels or []]

@@ -80,6 +80,15 @@ def append(
     return Problem("append_rows", (*caches, *new, torch.tensor(start, device=device)), (0, 1))
 
 
+def append_to_ring(*args: Any, ring: int, seed: int = 0) -> Problem:
+    """The same into a ring after several turns, the last sequence going on at slot 0."""
+    problem = append(*args, seed=seed)
+    *tensors, start = problem.args
+    rng, count = random.Random(seed), tensors[2].shape[2]
+    places = [rng.randrange(5 * ring) for _ in start[1:]] + [3 * ring - (count + 1) // 2]
+    return Problem("append_rows", (*tensors, start.new_tensor(places), ring), (0, 1))
+
+
 def move(
     parts: int,
     batch: int,
@@ -104,6 +113,15 @@ def move(
         index[-1] = -1
     tensors = index.to(device), torch.tensor(start, device=device)
     return Problem("move_rows", (rows, *tensors), (0,))
+
+
+def move_in_ring(*args: Any, ring: int, seed: int = 0) -> Problem:
+    """The same in a ring after several turns, the first path crossing its end."""
+    problem = move(*args, seed=seed)
+    rows, index, start = problem.args
+    rng = random.Random(seed)
+    places = [4 * ring - index.shape[1]] + [rng.randrange(5 * ring) for _ in start[1:]]
+    return Problem("move_rows", (rows, index, start.new_tensor(places), ring), (0,))
 
 
 def means(

@@ -14,9 +14,6 @@ from functools import cache
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
-
-from triforce_tree.caches import Rows
-from triforce_tree.cycle.endings import Decoder, Ending
 from triforce_tree.drafters import (
     Autoregressive,
     Drafter,
@@ -25,9 +22,12 @@ from triforce_tree.drafters import (
     PromptLookupDrafter,
 )
 from triforce_tree.level import Level
+from triforce_tree.verify.verifier import Verifier
+
+from triforce_tree.caches import Rows
+from triforce_tree.cycle.endings import Decoder, Ending
 from triforce_tree.sampling import Random, TokenLaw
 from triforce_tree.tree_search import Shape, parse_shape
-from triforce_tree.verify.verifier import Verifier
 
 
 class TokenCache:

@@ -2,9 +2,9 @@
 
 import torch
 from enumeration import EnumeratingRandom, outcomes
+from triforce_tree.verify.acceptance import Accepted, accept_greedy, accept_sampling
 
 from triforce_tree.token_tree import TokenTree, chain
-from triforce_tree.verify.acceptance import Accepted, accept_greedy, accept_sampling
 
 #        0
 #      1   2      tokens 5, 6

@@ -6,11 +6,11 @@ import pytest
 import torch
 from enumeration import NOISE, exact_law, outcomes, total_variation
 from tables import TableModel
+from triforce_tree.verify.acceptance import accept_sampling
 
 from triforce_tree import sampling
 from triforce_tree.kernels import step_reference
 from triforce_tree.token_tree import TokenTree, chain
-from triforce_tree.verify.acceptance import accept_sampling
 
 
 def laws_of(rows: int, vocab_size: int = 3, seed: int = 0) -> torch.Tensor:

@@ -41,6 +41,7 @@ def typed(request: pytest.FixtureRequest) -> tuple[str, torch.dtype]:
 @pytest.fixture
 def fresh_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where kernels are built, empty."""
+    monkeypatch.delenv("TRIFORCE_TREE_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     _forget()
     yield tmp_path

@@ -1,4 +1,7 @@
-"""The device cycle decodes models of all families without windows, and leaves the user's model as it was."""
+"""The device cycle decodes models of all families, and leaves the user's model as it was.
+
+Those with windows are in ``test_cycle_windows.py``.
+"""
 
 import pytest
 import torch
@@ -56,9 +59,3 @@ def test_the_users_model_is_untouched() -> None:
     shared = {weight.data_ptr() for weight in target.parameters()}
     assert {weight.data_ptr() for weight in cycle.full.model.parameters()} == shared
     assert reference(target.eval(), PROMPTS[0], 4) == references()[0][:4]
-
-
-def test_windows_of_attention_are_refused() -> None:
-    target = tiny("mistral-window")
-    with pytest.raises(NotImplementedError, match="sliding windows"):
-        decoded(cycle_of(target, None, 1), PROMPTS[:1], [4])

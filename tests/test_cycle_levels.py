@@ -18,6 +18,7 @@ from cycle_cases import (
     references,
 )
 
+from triforce_tree.attention import AttentionParams
 from triforce_tree.cycle.decoder import CycleDecoder
 from triforce_tree.cycle.drafter import TokenTree
 from triforce_tree.cycle.endings import Ending
@@ -96,7 +97,7 @@ def test_the_chosen_chunks_are_those_that_the_root_attends_to_most(monkeypatch: 
             interest = scores.log_softmax(-1).amax(1)
             interest[:, 0] = torch.inf
             expected = interest.topk(4).indices.sort(-1).values
-            page = cycle.rows.table[layer, b] - b * cycle.store.pages_apart
+            page = cycle.rows.retrieved[0].table[layer, b] - b * cycle.store.groups[0].pages_apart
             assert page[:, :4].tolist() == expected.tolist()
             recent = page[:, 4:].tolist()
             assert recent == [list(range(candidates, candidates + len(recent[0])))] * 2
@@ -107,18 +108,21 @@ def test_level_1_sees_the_chosen_chunks_and_the_recent_rows(monkeypatch: pytest.
     """The root's logits in every round, against rows picked one by one from the full cache."""
     cycle = cycle_of(model("llama-gqa"), draft_of("llama-gqa"), 3, 3, gamma=9, rounds=4, refresh=2)
     rows, seen = cycle.rows, []
+    apart = cycle.store.groups[0].pages_apart
 
-    def picked(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *how: object) -> torch.Tensor:
+    def picked(
+        layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: AttentionParams
+    ) -> torch.Tensor:
         keys, values = cycle.store.layer(layer)
         out = torch.empty(3, 1, 4, 8)
         for b in range(3):
             at, first = int(rows.at[b]), 4 * int(rows.boundary[b])
             for head in range(4):
-                pages = rows.table[layer, b, head // 2, : rows.slots] - b * cycle.store.pages_apart
+                pages = rows.retrieved[0].table[layer, b, head // 2, : rows.slots] - b * apart
                 places = [4 * page + i for page in pages.tolist() for i in range(4)] + [*range(first, at)]
                 assert len(set(places)) == len(places)
                 theirs = torch.cat([keys[b, head // 2, places], k[b, head // 2]])
-                weights = (theirs @ q[b, head, 0] * how[0]).softmax(0)
+                weights = (theirs @ q[b, head, 0] * how.scale).softmax(0)
                 out[b, 0, head] = weights @ torch.cat([values[b, head // 2, places], v[b, head // 2]])
         return out
 
@@ -146,7 +150,7 @@ def test_plain_passes_between_leave_no_trace(levels: int) -> None:
     decoder = CycleDecoder(cycle, GREEDY, 0)
     decoder.prefill(prompts)
     wanted = iter([1, 0, 0, 0, 0, 0, 1, 0, 1, 0, 0, 1, 1] * 3)
-    decoder.pace.rounds = lambda: next(wanted)
+    decoder.controller.rounds = lambda: next(wanted)
     new: list[list[int]] = [[] for _ in prompts]
     for blocks in decoder.decode(prompts, [Ending(24)] * 3):
         for text, block in zip(new, blocks, strict=True):
@@ -170,5 +174,5 @@ def test_the_full_cache_holds_the_targets_own_rows() -> None:
         got, expected = (c.store.kv[:, :, b, :, :rows] for c in (cycle, fresh))
         torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-4)
         chunks = (rows - 8) // 4
-        got, expected = (c.rows.means[:, b, :, :chunks] for c in (cycle, fresh))
+        got, expected = (c.rows.retrieved[0].means[:, b, :, :chunks] for c in (cycle, fresh))
         torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-4)

@@ -11,8 +11,6 @@ from transformers import (
 )
 
 from triforce_tree.cycle.cycle import Cycle
-from triforce_tree.cycle.decoder import CycleDecoder
-from triforce_tree.cycle.endings import Ending
 from triforce_tree.cycle.laws import DeviceLaw
 from triforce_tree.sampling import TokenLaw
 
@@ -83,21 +81,6 @@ def test_same_seed_same_tokens(levels: int) -> None:
     assert all(a != b for a, b in zip(first, other, strict=True))
     alike = decoded(cycle, [PROMPTS[0]] * 3, [20] * 3, SAMPLED, 7)[0]
     assert len({tuple(tokens) for tokens in alike}) == 3, "sequences of a batch draw apart"
-
-
-def test_a_repeatable_decoder_goes_by_no_clock() -> None:
-    """Whatever its passes take: rounds, and so the drawn text, depend on the seed alone."""
-    cycle = cycle_of(model("llama-gqa"), draft_of("llama-gqa"), 3, 1, gamma=8, rounds=None)
-    texts = []
-    for slow in (1e-6, 10.0):
-        decoder = CycleDecoder(cycle, SAMPLED, 5, repeatable=True)
-        decoder.prefill(PROMPTS[:1])
-        text: list[int] = []
-        for fresh in decoder.decode(PROMPTS[:1], [Ending(24)]):
-            text += fresh[0]
-            decoder.pace.timed({"grow": slow, "choose": slow, "full": 1.0}, 1)
-        texts.append(text)
-    assert texts[0] == texts[1]
 
 
 def test_a_cycle_is_prepared_once_for_each_kind_of_law() -> None:

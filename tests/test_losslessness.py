@@ -13,11 +13,11 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+from triforce_tree.verify.verifier import Verdict, Verifier
 
 from triforce_tree import sampling
 from triforce_tree.cycle.endings import Ending
 from triforce_tree.token_tree import Context, TokenTree
-from triforce_tree.verify.verifier import Verdict, Verifier
 
 WARPERS = {
     "temperature": (TemperatureLogitsWarper(0.6),),

@@ -7,8 +7,9 @@ from families import perturbed, tiny
 
 from triforce_tree.config import HierarchyConfig, bytes_of
 from triforce_tree.cycle.cycle import Cycle
+from triforce_tree.cycle.growth import Growth
 from triforce_tree.hf_model import HFModel
-from triforce_tree.memory_map import GIB, Machine, Sizes, weights_fit
+from triforce_tree.memory_map import GIB, Machine, Sizes, WindowedLayers, weights_fit
 from triforce_tree.memory_plan import DoesNotFitError, MemoryPlan, plan
 
 LLAMA_2_7B = Sizes(int(13.48e9), int(0.15e9), 32, 32, 32, 128, 4096, 11008, 32000)
@@ -217,7 +218,8 @@ def test_the_map_is_what_a_cycle_takes() -> None:
     assert sizes.weights == sum(t.nbytes for t in tensors)
     machine = Machine(GIB, GIB, H200_BUS, 4.4e12)
     made = plan(sizes, machine, config, options, 2, 300, 84).with_resident(40_000)
-    cycle = Cycle(*models, made.config, 2, 384, 3, made.offload)
+    drafter = Growth(models[1], made.config)
+    cycle = Cycle(models[0], drafter, made.config, 2, 384, 3, made.offload)
     own = cycle.offloaded
     assert own is not None
     assert own.means is not None
@@ -228,6 +230,31 @@ def test_the_map_is_what_a_cycle_takes() -> None:
     assert own.host.resident_bytes <= made.device["resident rows"]
     whole = made.device["resident rows"] + made.host["full rows"]
     assert own.host.resident_bytes + own.host.host_bytes == whole
+    cycle.close()
+
+
+@pytest.mark.parametrize("prompt", [60, 300])
+def test_the_map_of_layers_with_windows(prompt: int) -> None:
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    target = tiny("gemma3", num_hidden_layers=3, layer_types=kinds, sliding_window=100)
+    models = HFModel(target), HFModel(perturbed(target, 0.1))
+    options = {"budget": 64, "chunk": 4, "recent": 16, "gamma": 8, "levels": 2}
+    config = HierarchyConfig.from_options(offload=True, **options)
+    sizes = Sizes.of(*models, config)
+    assert sizes.windowed == (WindowedLayers(2, 100, 128),)
+    assert (sizes.whole_layers, sizes.row) == (1, 128)
+    machine = Machine(GIB, GIB, H200_BUS, 4.4e12)
+    made = plan(sizes, machine, config, options, 2, prompt, 84).with_resident(20_000)
+    cycle = Cycle(*models, made.config, 2, prompt + 84, 2, made.offload)
+    own = cycle.offloaded
+    assert own is not None
+    assert own.store.kv.nbytes == made.device["level 1: chunks and window"]
+    whole = made.device["resident rows"] + made.host["full rows"]
+    assert own.host.resident_bytes + own.host.host_bytes == whole
+    ringed = sum(group.kv.nbytes for group in own.rings.groups)
+    # Without a ring slots come by pages of another size.
+    slack = sum(len(group.layers) * 128 * 64 * 2 for group in own.rings.groups if not group.ring)
+    assert 0 <= made.device["layers with windows"] - ringed + slack <= 2 * slack
     cycle.close()
 
 

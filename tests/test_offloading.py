@@ -315,7 +315,12 @@ def test_the_cpu_attends_where_it_is_asked_to_or_has_a_kernel(
     # By its bytes alone, a pass is as much faster as less of it crosses the bus.
     share = memory["split"]["host_share"]
     resident = cycle.offloaded.host.resident_bytes
-    assert cycle.streamed_bytes(resident + 10**6) == pytest.approx((1 - share) * 10**6, abs=1)
+    slot = cycle.target.layers * cycle.offloaded.host.row_bytes
+    tokens = -(-resident // slot) + 1000
+    far = tokens * slot - resident
+    assert cycle.transferred_bytes(tokens) == pytest.approx((1 - share) * far, abs=1)
+    plain_share = memory["split"]["plain_host_share"]
+    assert cycle.transferred_bytes(tokens, plain=True) == pytest.approx((1 - plain_share) * far, abs=1)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from tiny_pair import TinyPair
 from tune_cases import CONTEXT
 
-from triforce_tree import Engine, load, profiles
+from triforce_tree import Engine, fingerprint, load, profiles
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.profiles import Entry, Profile
 
@@ -29,8 +29,8 @@ def entry(**values: Any) -> Entry:
 def profile_of(engine: Engine, path: Path, *entries: Entry) -> Profile:
     target, draft = engine.hierarchy.target, engine.hierarchy.draft
     assert draft is not None
-    names = profiles.hardware(target.device), profiles.shape_of(target.model), profiles.shape_of(draft.model)
-    made = Profile(*names, entries, {"date": "today"}, path)
+    shapes = fingerprint.shape_of(target.model), fingerprint.shape_of(draft.model)
+    made = Profile(fingerprint.hardware(target.device), *shapes, entries, {"date": "today"}, path)
     made.write()
     return made
 
@@ -40,7 +40,7 @@ def test_profiles_survive_the_disk(engine: Engine, tmp_path: Path) -> None:
         engine,
         tmp_path / "p.json",
         entry(),
-        entry(temperature=0.6, pace={"gathered": 2.0, "acceptance": 0.5}),
+        entry(temperature=0.6, draft_length={"tokens_per_round": 2.0, "acceptance": 0.5}),
     )
     assert profiles.read(tmp_path / "p.json") == made
     newer = made.with_entry(entry(ms_per_token=0.5))
@@ -61,21 +61,21 @@ def written(**values: Any) -> str:
     """A profile of one entry, in which some values are others."""
     given = {"context": 9, "temperature": 0, "options": {}}
     given |= {"ms_per_token": 1, "plain_ms_per_token": 1} | values
-    return json.dumps({"version": 1, "entries": [given], "hardware": "", "target": "", "draft": None})
+    return json.dumps({"version": 2, "entries": [given], "hardware": "", "target": "", "draft": None})
 
 
 BROKEN = {
     "no JSON": ("{", "corrupt"),
     "no profile": ("[]", "no profile"),
     "version": ('{"version": 99}', "version 99"),
-    "field": ('{"version": 1, "entries": [], "speed": 3}', "unknown field 'speed'"),
-    "missing": ('{"version": 1, "entries": []}', "cannot be used"),
-    "entries": ('{"version": 1, "entries": [3]}', "an entry is 3"),
-    "entry": ('{"version": 1, "entries": [{"temprature": 1}]}', "unknown field 'temprature'"),
-    "no list": ('{"version": 1, "entries": 3}', "entries are a int"),
+    "field": ('{"version": 2, "entries": [], "speed": 3}', "unknown field 'speed'"),
+    "missing": ('{"version": 2, "entries": []}', "cannot be used"),
+    "entries": ('{"version": 2, "entries": [3]}', "an entry is 3"),
+    "entry": ('{"version": 2, "entries": [{"temprature": 1}]}', "unknown field 'temprature'"),
+    "no list": ('{"version": 2, "entries": 3}', "entries are a int"),
     "no object": ("3", "no profile"),
     "deep": ("[" * 100_000, "nested deeper than 32"),
-    "deep object": ('{"version": 1, "a": ' + '{"a":' * 500 + "1" + "}" * 501, "nested deeper than 32"),
+    "deep object": ('{"version": 2, "a": ' + '{"a":' * 500 + "1" + "}" * 501, "nested deeper than 32"),
     "no UTF-8": ('"\udcff"', "corrupt"),
     "option": (written(options={"gama": 1}), "unknown option 'gama'"),
     "huge option": (written(options={"gamma": 10**9}), "gamma=1000000000 must be"),
@@ -91,8 +91,18 @@ BROKEN = {
     "time": (written(ms_per_token=-3.0), "ms_per_token=-3.0 must be"),
     "no time": (written(plain_ms_per_token=0), "plain_ms_per_token=0 must be"),
     "acceptance": (written(acceptance={"a": [0.5, "x"]}), "acceptance.a='x' must be"),
-    "pace": (written(pace={"gathered": math.nan, "acceptance": 1}), "pace.gathered=nan must be"),
-    "half a pace": (written(pace={"gathered": 1}), "pace has ['gathered']"),
+    "estimates": (
+        written(draft_length={"tokens_per_round": math.nan, "acceptance": 1}),
+        "draft_length.tokens_per_round=nan must be",
+    ),
+    "half of the estimates": (
+        written(draft_length={"tokens_per_round": 1}),
+        "draft_length has ['tokens_per_round']",
+    ),
+    "impossible estimates": (
+        written(draft_length={"tokens_per_round": 0.5, "acceptance": 1}),
+        "must have an acceptance of at most 1 and tokens_per_round of at least 1",
+    ),
     "step": (written(step_ms=[1]), "step_ms=[1] must be an object"),
 }
 
@@ -113,6 +123,9 @@ def test_a_broken_profile_is_named_with_a_remedy(pair: TinyPair, tmp_path: Path,
 def test_folders_follow_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert profiles.folder() is None
     monkeypatch.delenv("TRIFORCE_TREE_PROFILES")
+    monkeypatch.setenv("TRIFORCE_TREE_CACHE", "/mine")
+    assert profiles.folder() == Path("/mine/profiles")
+    monkeypatch.delenv("TRIFORCE_TREE_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
     assert profiles.folder() == Path("/cache/triforce-tree/profiles")
     monkeypatch.delenv("XDG_CACHE_HOME")
@@ -163,7 +176,7 @@ def test_options_come_before_the_profile(
 def test_a_profile_plans_the_first_passes(
     engine: Engine, pair: TinyPair, tmp_path: Path, ids: list[int]
 ) -> None:
-    fast = entry(pace={"acceptance": 0.5, "gathered": 1.5})
+    fast = entry(draft_length={"acceptance": 0.5, "tokens_per_round": 1.5})
     fast.options["middle_bits"] = 4
     path = tmp_path / "p.json"
     profile_of(engine, path, fast)

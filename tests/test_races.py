@@ -18,6 +18,7 @@ from torch import Tensor
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle import offloaded
 from triforce_tree.cycle.cycle import Cycle
+from triforce_tree.cycle.growth import Growth
 from triforce_tree.cycle.host_store import HostStore, Offload
 from triforce_tree.cycle.lanes import Lane, Mark, Ring
 from triforce_tree.cycle.offloaded import OffloadedCache
@@ -81,7 +82,15 @@ def _with_streamed_weights(levels: int) -> Cycle:
     config = HierarchyConfig.from_options(middle_bits=8 if levels == 3 else 16, budget=24, chunk=4, recent=8)
     target = copy.deepcopy(whole)
     model = HFModel(target, StreamedWeights(target, "cpu"))
-    return Cycle(model, HFModel(whole) if levels == 3 else None, config, 1, 200, levels, Offload(0, PIECE, 2))
+    return Cycle(
+        model,
+        Growth(HFModel(whole), config) if levels == 3 else None,
+        config,
+        1,
+        200,
+        levels,
+        Offload(0, PIECE, 2),
+    )
 
 
 def _copy_at_once(lane: Lane, target: Tensor, source: Tensor) -> Mark:

@@ -14,10 +14,10 @@ import pytest
 import step_cases
 import torch
 from scipy import stats
+from triforce_tree.verify import acceptance
 
 from triforce_tree.kernels import step, step_reference
 from triforce_tree.token_tree import TokenTree
-from triforce_tree.verify import acceptance
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF, SINGLE = torch.float16, torch.float32
@@ -56,6 +56,37 @@ def test_append_rows(shape, dtype, ops) -> None:
 )
 def test_move_rows(shape, ops) -> None:
     step_cases.agree(step_cases.move(*shape, HALF, DEVICE), ops)
+
+
+@runs_kernels
+@pytest.mark.parametrize(
+    ("shape", "ring"),
+    [((1, 2, 20, 1, 16), 20), ((3, 2, 40, 7, 24), 33), ((2, 3, 90, 70, 128), 90), ((2, 1, 9, 9, 16), 9)],
+    ids=str,
+)
+def test_append_to_ring(shape, ring, ops) -> None:
+    step_cases.agree(step_cases.append_to_ring(*shape, HALF, DEVICE, ring=ring), ops)
+
+
+@runs_kernels
+@pytest.mark.parametrize(
+    ("shape", "ring"),
+    [((2, 1, 2, 20, 1, 16), 7), ((4, 3, 2, 60, 9, 24), 60), ((2, 2, 1, 300, 128, 128), 257)],
+)
+def test_move_in_ring(shape, ring, ops) -> None:
+    step_cases.agree(step_cases.move_in_ring(*shape, HALF, DEVICE, ring=ring), ops)
+
+
+@runs_kernels
+def test_a_ring_that_cannot_work_is_refused(ops) -> None:
+    cache, new = torch.zeros(1, 1, 8, 4, device=DEVICE), torch.zeros(1, 1, 5, 4, device=DEVICE)
+    start, index = torch.zeros(1, dtype=torch.int64, device=DEVICE), torch.zeros(1, 5, dtype=torch.int64)
+    for own in (ops, step):
+        for ring in (4, 9):
+            with pytest.raises(ValueError, match=f"ring={ring} must hold the 5 rows"):
+                own.append_rows(cache, cache, new, new, start, ring)
+            with pytest.raises(ValueError, match=f"ring={ring} must hold the 5 rows"):
+                own.move_rows(cache[None], index.to(DEVICE), start, ring)
 
 
 @runs_kernels
@@ -339,6 +370,12 @@ def test_rows_by_hand() -> None:
     assert caches[0][:, 0, :, 0].tolist() == [[0, 1, 3, 5, 0, 0], [0, 0, 0, 0, 7, 9]]
     assert torch.equal(caches[1], -caches[0])
     rows = torch.arange(10.0).view(1, 1, 1, 10, 1).repeat(1, 2, 1, 1, 1)
+    ring = [torch.zeros(1, 1, 4, 2) for _ in range(2)]
+    step.append_rows(*ring, k[:1], -k[:1], torch.tensor([10]), 4)
+    assert ring[0][0, 0, :, 0].tolist() == [5, 0, 1, 3]
+    around = torch.arange(5.0).view(1, 1, 1, 5, 1).clone()
+    step.move_rows(around, torch.tensor([[2, 0, 1]]), torch.tensor([7]), 4)
+    assert around.flatten().tolist() == [3, 0, 2, 1, 4]
     step.move_rows(rows, torch.tensor([[0, 2, -1, 5], [1, 0, -1, -1]]), torch.tensor([3, 6]))
     assert rows[0, :, 0, :, 0].tolist() == [[0, 1, 2, 3, 5, 5, 8, 7, 8, 9], [0, 1, 2, 3, 4, 5, 7, 6, 8, 9]]
     means = torch.full((1, 2, 1, 3, 1), -1.0)
@@ -354,6 +391,8 @@ def test_ops_trace(ops) -> None:
     for problem in (
         step_cases.append(1, 2, 20, 3, 16, SINGLE, DEVICE),
         step_cases.move(2, 1, 2, 20, 3, 16, SINGLE, DEVICE),
+        step_cases.append_to_ring(1, 2, 20, 3, 16, SINGLE, DEVICE, ring=20),
+        step_cases.move_in_ring(2, 1, 2, 20, 3, 16, SINGLE, DEVICE, ring=20),
         step_cases.means(1, 2, 1, 16, 1, 16, 8, SINGLE, DEVICE),
         step_cases.selection(1, 2, 2, 20, 16, 5, SINGLE, DEVICE),
         step_cases.judgement(2, 5, 7, DEVICE),

@@ -18,10 +18,12 @@ from transformers import PreTrainedModel
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle import offloaded, pinned, streamed_weights
 from triforce_tree.cycle.cycle import Cycle
+from triforce_tree.cycle.growth import Growth
 from triforce_tree.cycle.host_store import Offload
 from triforce_tree.cycle.model import StepModel
 from triforce_tree.cycle.offloaded import OffloadedCache
 from triforce_tree.cycle.pinned import HostMemory, HostMemoryError
+from triforce_tree.cycle.streamed_rows import StreamedRows
 from triforce_tree.cycle.streamed_weights import StreamedWeights
 from triforce_tree.few_row import few_row_copy
 from triforce_tree.hf_model import HFModel
@@ -91,7 +93,7 @@ def weights_of(model: HFModel) -> StreamedWeights:
 
 def cycle_of(model: HFModel, levels: int, bits: int = 8, family: str = "llama-gqa") -> Cycle:
     config = HierarchyConfig.from_options(**SMALL, middle_bits=bits if levels == 3 else 16)
-    draft = None if levels == 1 else HFModel(draft_of(family))
+    draft = None if levels == 1 else Growth(HFModel(draft_of(family)), config)
     return Cycle(model, draft, config, 1, 200, levels, Offload(0, PIECE, 2))
 
 
@@ -101,7 +103,7 @@ def level_two(model: HFModel, width: int = 7) -> Tensor:
     step = StepModel(few_row_copy(model.model))
     with model.active():
         own.prefill([PROMPT[: 1 - width]], 16)
-    rows = own.rows(width, torch.ones(width, width, dtype=torch.bool).tril())
+    rows = StreamedRows(own, width, torch.ones(width, width, dtype=torch.bool).tril())
     start = torch.tensor([len(PROMPT) - width])
     rows.begin(start)
     return step(torch.tensor([PROMPT[-width:]]), start[:, None] + torch.arange(width), rows)
@@ -299,11 +301,11 @@ def test_what_cannot_be_streamed_is_named() -> None:
 
 def test_a_pass_costs_its_weights_on_the_bus() -> None:
     near, far = HFModel(whole()), streamed()
-    costs = [cycle_of(model, 3).costs(100) for model in (near, far)]
-    assert costs[0][0] == costs[1][0]
-    cycle = cycle_of(far, 3)
-    assert cycle.streamed_bytes(1000) - cycle_of(near, 3).streamed_bytes(1000) == weights_of(far).bytes
-    assert costs[1][1] > costs[0][1]
+    for plain in (False, True):
+        whole_bytes, streamed_bytes = (cycle_of(m, 3).transferred_bytes(100, plain) for m in (near, far))
+        assert streamed_bytes - whole_bytes == weights_of(far).bytes
+    # 2 for keys and values, heads, their width, bytes of a number.
+    assert whole_bytes == 100 * LAYERS * 2 * 2 * 8 * 4
 
 
 @pytest.mark.gpu

@@ -39,7 +39,7 @@ def test_a_meter_decodes_behind_any_place_of_one_text(engine: Engine, ids: list[
         assert meter._store.kv[:, :, :, :, : CONTEXT - 1].equal(rows)
     sampled = meter.run(config_of(engine, levels=3), CONTEXT - 60, 0.7, 9, 1)
     assert len(sampled.tokens) >= 9
-    assert sampled.pace.keys() == {"acceptance", "gathered"}
+    assert sampled.draft_length.keys() == {"acceptance", "tokens_per_round"}
     meter.close()
 
 

@@ -56,7 +56,7 @@ def test_drafting_that_gains_is_chosen(
             return {"error": "out of memory"}
         return {
             "ms_per_token": ms, "step_ms": {"target": ms}, "tokens_per_pass": {"target": 2.0},
-            "pace": {"acceptance": 0.9, "gathered": 3.0}, "repeated_8grams": 0.0,
+            "draft_length": {"acceptance": 0.9, "tokens_per_round": 3.0}, "repeated_8grams": 0.0,
         }  # fmt: skip
 
     monkeypatch.setattr(Tuner, "_measured", measured)
@@ -64,7 +64,7 @@ def test_drafting_that_gains_is_chosen(
     [found] = Tuner(engine, ids, plan(temperatures=[0.0]), Records(None, {})).entries(lambda each: None)
     assert (found.options["levels"], found.options["tree"], found.options["gamma"]) == (3, "chain:2", 4)
     assert found.speedup == pytest.approx(10.05 / 4.05)
-    assert found.pace == {"acceptance": 0.9, "gathered": 3.0}
+    assert found.draft_length == {"acceptance": 0.9, "tokens_per_round": 3.0}
     cost.update({(2, "best-first:3,2"): 9.9, (3, "best-first:3,2"): 9.8})
     [none] = Tuner(
         engine, ids, plan(temperatures=[0.0], fixed=frozenset({"tree"})), Records(None, {})
@@ -94,8 +94,8 @@ def test_time_that_one_entry_leaves_goes_to_the_others(
         now += 4.0 if temperature == 0 else 0.1
         ms = 10.0 / options["levels"] + (options.get("gamma") != 2)
         return {
-            "ms_per_token": ms, "step_ms": {"target": ms}, "tokens_per_pass": {"target": 2.0}, "pace": {},
-            "repeated_8grams": 0.0,
+            "ms_per_token": ms, "step_ms": {"target": ms}, "tokens_per_pass": {"target": 2.0},
+            "draft_length": {}, "repeated_8grams": 0.0,
         }  # fmt: skip
 
     monkeypatch.setattr(Tuner, "_measured", measured)

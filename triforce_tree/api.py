@@ -2,7 +2,7 @@
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from triforce_tree import parallel, profiles
 from triforce_tree.config import HierarchyConfig
+from triforce_tree.cycle.drafter import Drafter
 from triforce_tree.devices import device_of
 from triforce_tree.engine import Engine
 from triforce_tree.inputs import Inputs
@@ -26,6 +27,8 @@ from triforce_tree.loading import PAIR, load_model, load_target, tokenizer_of, u
 from triforce_tree.output import GenerateOutput
 
 Model = PreTrainedModel | str | Path
+DRAFTERS = ("model", "lookup")
+_CONTRACT = ("name", "tree", "deterministic", "capturable", "features", "bind", "start", "prepare", "propose")
 Tokenizer = PreTrainedTokenizerBase | str | Path
 
 
@@ -33,6 +36,7 @@ def load(
     target: Model | None = None,
     draft: Model | None = None,
     *,
+    drafter: Drafter | str | None = None,
     tokenizer: Tokenizer | None = None,
     device: str | torch.device | None = None,
     dtype: torch.dtype | str | None = None,
@@ -52,6 +56,9 @@ def load(
             torchrun, where it is cut in place.
         draft: likewise; by default the embedded draft for the embedded target, and prompt lookup for
             any other.
+        drafter: who proposes token trees: ``"model"``, the draft; ``"lookup"``, prompt lookup; or an object
+            of your own (:class:`~triforce_tree.cycle.drafter.Drafter`), whose ``tree`` stands for that option.
+            By default the draft where there is one, and else prompt lookup.
         tokenizer: an object, a hub id or a folder; by default the one beside the target.
         device: for models named by id or folder; by default CUDA where there is one.
         dtype: likewise; by default the checkpoint's own on CUDA and float32 on the CPU.
@@ -70,8 +77,13 @@ def load(
         OSError: a model folder without its files, or not in safetensors; too little host memory.
     """
     config = HierarchyConfig.from_options(**options)
+    own = _own_drafter(drafter, draft, options)
     if target is None:
-        target, draft = PAIR / "target", PAIR / "draft" if draft is None else draft
+        target = PAIR / "target"
+        if draft is None and drafter in (None, "model"):
+            draft = PAIR / "draft"
+    if drafter == "model" and draft is None:
+        raise ValueError("drafter='model' needs a draft; give one, or drafter='lookup'")
     target = unwrapped(target, "target")
     draft = None if draft is None else unwrapped(draft, "draft")
     tokenizer = tokenizer_of(tokenizer, target)
@@ -79,13 +91,42 @@ def load(
         # It stays where it is.
         device = device_of(target.device) if target.device.type == "cuda" else target.device
     group = parallel.join(device)
-    if group is not None and profile is None:
-        # It was measured on one card.
+    if profile is None and (group is not None or own is not None):
+        # It was measured on one card, with a draft or prompt lookup.
         profile = False
     loaded, streamed = load_target(target, config, device, dtype, group, pinned)
-    drafter = None if draft is None else load_model(draft, loaded.device, dtype)
-    measured = profiles.find(profile, loaded, drafter)
-    return Engine(loaded, drafter, tokenizer, config, measured, options, streamed)
+    small = None if draft is None else load_model(draft, loaded.device, dtype)
+    measured = profiles.find(profile, loaded, small)
+    return Engine(loaded, own or small, tokenizer, config, measured, options, streamed)
+
+
+def _own_drafter(
+    drafter: Drafter | str | None, draft: Model | None, options: Collection[str]
+) -> Drafter | None:
+    """The object that was given; None where a name was, or nothing.
+
+    Raises:
+        ValueError: an unknown name, or two drafters.
+    """
+    if isinstance(drafter, str) and drafter not in DRAFTERS:
+        raise ValueError(
+            f"drafter={drafter!r} is not known; use {', '.join(DRAFTERS)} or an object of your own"
+        )
+    if drafter is None or drafter == "model":
+        return None
+    if draft is not None:
+        raise ValueError(f"drafter={drafter!r} does without a draft model, and one was given; leave one out")
+    if isinstance(drafter, str):
+        return None
+    missing = [name for name in _CONTRACT if not hasattr(drafter, name)]
+    if missing:
+        raise ValueError(
+            f"{type(drafter).__name__} is no drafter: it has no {', '.join(missing)} "
+            "(triforce_tree.cycle.drafter.Drafter says what each is)"
+        )
+    if "tree" in options:
+        raise ValueError("tree= is the drafter's own (drafter.tree); leave it out")
+    return drafter
 
 
 def generate(
@@ -96,7 +137,7 @@ def generate(
     Raises:
         ValueError, OSError: as these two do.
     """
-    names = {"tokenizer", "device", "dtype", "profile", *HierarchyConfig().as_options()}
+    names = {"drafter", "tokenizer", "device", "dtype", "profile", *HierarchyConfig().as_options()}
     loading = {k: kwargs.pop(k) for k in list(kwargs) if k in names}
     return load(target, draft, **loading).generate(inputs, **kwargs)
 
@@ -104,6 +145,7 @@ def generate(
 def custom_generate(
     draft: Model | None = None,
     *,
+    drafter: Drafter | str | None = None,
     tokenizer: Tokenizer | None = None,
     streamer: BaseStreamer | None = None,
     stop_strings: str | list[str] | None = None,
@@ -114,7 +156,7 @@ def custom_generate(
     """A value for transformers' ``model.generate(input_ids, custom_generate=...)``.
 
     ``streamer``, ``tokenizer`` and ``stop_strings`` are given here, because transformers does not pass
-    them on to a callable. ``profile`` and ``options`` are those of :func:`load`.
+    them on to a callable. ``drafter``, ``profile`` and ``options`` are those of :func:`load`.
 
     Raises:
         ValueError: an option, a tokenizer or a draft that cannot serve.
@@ -122,6 +164,7 @@ def custom_generate(
     engines: dict[int, Engine] = {}
     making = threading.Lock()
     config = HierarchyConfig.from_options(**options)
+    own = _own_drafter(drafter, draft, options)
     source = None if draft is None else unwrapped(draft, "draft")
     own_tokenizer, strings, own_seed = (
         tokenizer_of(tokenizer),
@@ -140,9 +183,9 @@ def custom_generate(
         refuse_dropped(sys._getframe(1))
         with making:
             if id(model) not in engines:
-                drafter = None if source is None else load_model(source, model.device, model.dtype)
-                measured = profiles.find(profile, model, drafter)
-                engines[id(model)] = Engine(model, drafter, own_tokenizer, config, measured, options)
+                small = None if source is None else load_model(source, model.device, model.dtype)
+                measured = profiles.find(False if own is not None else profile, model, small)
+                engines[id(model)] = Engine(model, own or small, own_tokenizer, config, measured, options)
         engine = engines[id(model)]
         criteria = kwargs.pop("stopping_criteria")
         if strings and own_tokenizer is not None:

@@ -22,6 +22,7 @@ from triforce_tree import parallel
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.cycle import Cycle
 from triforce_tree.cycle.decoder import CycleDecoder
+from triforce_tree.cycle.drafter import Drafter
 from triforce_tree.cycle.steady import SteadyDecoder
 from triforce_tree.cycle.streamed_weights import StreamedWeights
 from triforce_tree.hf_model import HFModel
@@ -40,7 +41,9 @@ class Engine:
     """A target, its draft and their settings, ready to generate. Made by :func:`load`.
 
     Args:
-        target, draft: transformers causal LMs; without a draft, prompt lookup proposes.
+        target: a transformers causal LM.
+        draft: another one, or any :class:`~triforce_tree.cycle.drafter.Drafter`; without, prompt lookup
+            proposes.
         tokenizer: for text prompts and ``stop_strings``.
         config: what each level does.
         profile: measured settings, taken up for the prompts that they were measured for.
@@ -54,7 +57,7 @@ class Engine:
     def __init__(
         self,
         target: PreTrainedModel,
-        draft: PreTrainedModel | None = None,
+        draft: PreTrainedModel | Drafter | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         config: HierarchyConfig | None = None,
         profile: Profile | None = None,
@@ -69,9 +72,8 @@ class Engine:
             raise ValueError(
                 "offload_weights=True moves weights when they are loaded: use triforce_tree.load"
             )
-        self.hierarchy = Hierarchy(
-            HFModel(target, streamed), HFModel(draft) if draft is not None else None, self._config
-        )
+        level_0 = HFModel(draft) if isinstance(draft, PreTrainedModel) else draft
+        self.hierarchy = Hierarchy(HFModel(target, streamed), level_0, self._config)
 
     def with_options(self, **options: Any) -> "Engine":
         """The same models under other settings (those of :func:`load`).
@@ -178,8 +180,8 @@ class Engine:
 
         Args:
             inputs: text, token ids ``[L]`` or ``[B, L]`` (tensor, array, list; rows of a list may differ in
-                length), a list of texts, or what a tokenizer returns. Rows of a batch run together, but where
-                a logits processor looks at the text, one by one.
+                length), a list of texts, or what a tokenizer returns. Rows of a batch run together; one by one
+                where a logits processor looks at the text.
             input_ids: token ids by transformers' own keyword, instead.
             attention_mask: of the ids' shape; tokens under 0 are padding, on whichever side, and left out.
             generation_config, logits_processor, stopping_criteria, prefix_allowed_tokens_fn, stop_strings,
@@ -296,9 +298,10 @@ class Engine:
                 ),
                 self.hierarchy.shrink,
             )
-            if entry is not None and entry.pace and "tree" not in self._given:
-                decoder.pace.acceptance = entry.pace["acceptance"]
-                decoder.pace.gathered = entry.pace["gathered"]
+            estimates = entry.draft_length if entry is not None and "tree" not in self._given else {}
+            # Of as many levels: two of them estimate something else than three.
+            if entry is not None and estimates and entry.options["levels"] == decoder.controller.levels:
+                decoder.controller.expect(**estimates)
             decoder.prefill(prompts, progress)
             steps = decoder.decode(prompts, endings)
             for fresh in steps:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, Cache, PreTrainedModel
 
+from triforce_tree.attention import KVShape
 from triforce_tree.caches.base import KVCache, Rows, Variant
 from triforce_tree.host_linear import few_row_linears
 from triforce_tree.kernels.device import explained
@@ -275,10 +276,19 @@ class HFModel:
                     "multi-head latent attention does so), but caches and kernels need one width"
                 )
         self.calls = {
-            index: LayerCall(recorder.modules[index], how, *recorder.keys[index].shape[1::2])
-            for index, how in recorder.variants.items()
+            i: LayerCall(recorder.modules[i], how, *_heads_and_dim(recorder.keys[i]), recorder.query_heads[i])
+            for i, how in sorted(recorder.variants.items())
         }
-        self.has_windows = any(call.how.window is not None for call in self.calls.values())
+        self.kv_shapes = [
+            KVShape(Heads(call.query_heads, call.kv_heads, call.dim), call.how.window)
+            for call in self.calls.values()
+        ]
+        self.has_windows = any(shape.window is not None for shape in self.kv_shapes)
         self.has_softcap = any(call.how.softcap for call in self.calls.values())
-        shapes = [(call.kv_heads, call.dim) for call in self.calls.values()]
-        self.heads, self.even_heads = Heads(recorder.query_heads, *shapes[0]), len(set(shapes)) == 1
+        # Of layers that see whole texts, where there are any: those are what memory and time go to.
+        self.heads = min(self.kv_shapes, key=lambda shape: shape.window is not None).heads
+
+
+def _heads_and_dim(keys: Tensor) -> tuple[int, int]:
+    """Of keys ``[B, H_kv, T, D]``."""
+    return keys.shape[1], keys.shape[3]

@@ -15,7 +15,7 @@ from triforce_tree.cycle.drafter import Drafter
 from triforce_tree.cycle.growth import Growth
 from triforce_tree.cycle.host_attention import host_attends
 from triforce_tree.cycle.lookup import PromptLookup
-from triforce_tree.cycle.refusals import why_not_offloaded
+from triforce_tree.cycle.offloaded import one_shape
 from triforce_tree.cycle.shapes import least_prompt
 from triforce_tree.graphs import free_memory
 from triforce_tree.hf_model import HFModel
@@ -82,7 +82,7 @@ class Hierarchy:
     def drafter(self) -> Drafter:
         """Level 0 under the present settings, with buffers of its own."""
         if self.draft is not None:
-            return Growth(self.draft, self.config.tree, self.config.streaming)
+            return Growth(self.draft, self.config)
         return PromptLookup(self.config.lookup) if self._drafter is None else self._drafter
 
     def with_config(self, config: HierarchyConfig) -> "Hierarchy":
@@ -148,10 +148,7 @@ class Hierarchy:
         if plan.offload is None:
             return
         self.config = plan.config
-        if (reason := why_not_offloaded(self.target)) is not None:
-            names = ("offload", "gpu_memory", "host_memory", "offload_weights")
-            name = next(n for n in names if getattr(base, n))
-            raise ValueError(f"{name}={getattr(base, name)!r} is not possible: {reason}; leave it out")
+        one_shape(self.target)
         if min(lengths) < least_prompt(self.config, self.levels(min(lengths)), self.offloads):
             # So short a text has a small cache.
             self.memory, self.config = None, base

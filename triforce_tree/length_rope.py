@@ -15,13 +15,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from triforce_tree.config import StreamingConfig
 from triforce_tree.model_copy import shallow_copy
 
 _KINDS = ("longrope", "dynamic")
 _NO_LIMIT = 2**62
-# Positions of a draft behind its window: tokens that it is fed again, and its tree.
-_BEYOND_WINDOW = 128
 
 
 class LengthRope:
@@ -212,25 +209,6 @@ class LengthRope:
             for layers in kinds if isinstance(kinds, dict) else (None,):
                 tables += module(hidden, position, **({} if layers is None else {"layer_type": layers}))
         return tables
-
-
-def fix_rotation(
-    target: LengthRope | None, draft: LengthRope | None, prompts: Sequence[int], streaming: StreamingConfig
-) -> None:
-    """Choose rotary frequencies that depend on the text's length, before anything of a text is computed.
-
-    Args:
-        target, draft: those of the models; None where they are fixed.
-        prompts: tokens of each.
-        streaming: the draft sees no more positions than its window has.
-
-    Raises:
-        ValueError: the prompts need different ones.
-    """
-    if draft is not None:
-        draft.choose_for_window(streaming.sinks + 2 * streaming.window + _BEYOND_WINDOW)
-    if target is not None:
-        target.choose_for_texts(prompts)
 
 
 class _HostReads(TorchDispatchMode):

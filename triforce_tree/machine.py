@@ -1,23 +1,21 @@
 """What this machine has: memory that can be had now, and how fast bytes move."""
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from math import prod
 
 import torch
-from torch import Tensor
 
 from triforce_tree import parallel
+from triforce_tree.cycle.bandwidth import bandwidths
 from triforce_tree.cycle.lanes import Lane
 from triforce_tree.cycle.pinned import SPARE, HostMemory, available, usable
 from triforce_tree.kernels.host_rows import attend, kernel
 from triforce_tree.kernels.plan import Heads
 from triforce_tree.memory_map import HostRate, Machine
 
-_PROBE, _PIECE = 256 << 20, 64 << 20
-_TIMES = 3
+_PIECE = 64 << 20
 # Query rows that attention on the CPU is measured at, from plain decoding to long chains; seconds for each.
 _QUERIES, _SECONDS = (1, 16, 48, 96), 0.06
 # Bytes that it goes through: more than the largest caches of processors hold.
@@ -97,30 +95,6 @@ def _device(device: torch.device, own: int, host: int) -> tuple[int, str, int]:
     return free, torch.cuda.get_device_name(device), max(0, allocated - own)
 
 
-@cache
-def bandwidths(device: torch.device) -> tuple[float, float]:
-    """Bytes a second from page-locked host memory to the device, and of reading the device's memory."""
-    on_gpu = device.type == "cuda"
-    size, piece = (_PROBE, _PIECE) if on_gpu else (_PROBE >> 4, _PIECE >> 4)
-    memory = HostMemory(locked=on_gpu)
-    try:
-        host = memory.take((size // piece, piece), torch.uint8)
-        near = torch.empty(piece, dtype=torch.uint8, device=device)
-        lane = Lane(device)
-
-        def stream(pieces: tuple[Tensor, ...] = tuple(host)) -> None:
-            for rows in pieces:
-                lane.copy(near, rows)
-            lane.synchronize()
-
-        bus = size / _shortest(stream, device)
-        del host, stream
-    finally:
-        memory.release()
-    data = torch.ones(size // 4, dtype=torch.float32, device=device)
-    return bus, size / _shortest(lambda: data.sum(), device)
-
-
 def host_rate(heads: Heads, dtype: torch.dtype, device: torch.device) -> HostRate:
     """How fast the CPU attends to rows of its memory while the bus copies.
 
@@ -175,17 +149,3 @@ def _host_rate(heads: Heads, dtype: torch.dtype, device: torch.device, threads: 
     finally:
         memory.release()
     return HostRate(tuple(zip(_QUERIES, parallel.least(speeds), strict=True)))
-
-
-def _shortest(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds, of some times."""
-    times = []
-    for _ in range(_TIMES + 1):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
-    return min(times[1:])

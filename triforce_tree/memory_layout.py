@@ -165,7 +165,7 @@ def offloaded(
     if "gamma" not in given and levels == 3:
         # Behind rows and laws grow with it, so the largest is laid out for, and a smaller one taken below.
         config = with_options(config, gamma=MOST_GAMMA)
-    row, layers, batch = sizes.row, sizes.layers, texts.batch
+    row, layers, batch = sizes.row, sizes.whole_layers, texts.batch
     chosen = config.retrieval
     unit = unit_rows(chosen.chunk if levels == 3 else 1)
     room = -(-texts.room // unit) * unit
@@ -188,6 +188,7 @@ def offloaded(
         "draft": sizes.draft if levels > 1 else 0,
         "low-bit weights": memory_map.low_bit(sizes, config, levels),
         "level 1: chunks and window": store,
+        **_windows(sizes, config, levels, texts),
         "chunk means": means,
         "ring": split.buffers * piece,
         "prefill": memory_map.prefill(sizes, config, texts.prompt, store, aside, split),
@@ -198,7 +199,7 @@ def offloaded(
     left = max(0, machine.device - sum(device.values()) - memory_map.reserve(machine.device))
     layer = room * row * batch
     whole = layer * layers
-    last = layer if split.last_resident else 0
+    last = layer if split.last_resident and layers else 0
     resident = min(whole, last + max(0, left - last) // (piece * batch) * piece * batch)
     device["resident rows"] = resident
     device["free"] = machine.device - sum(device.values())
@@ -222,6 +223,12 @@ def offloaded(
     return MemoryPlan(config, levels, split, device, host, machine, seconds(config.gamma), texts, layer)
 
 
+def _windows(sizes: Sizes, config: HierarchyConfig, levels: int, texts: Texts) -> dict[str, int]:
+    """Layers with a window, where there are any."""
+    size = memory_map.rings(sizes, config, levels, texts.room, texts.batch)
+    return {"layers with windows": size} if sizes.windowed else {}
+
+
 def _far_rows(host: Mapping[str, int], machine: Machine) -> FarRows:
     return FarRows(host["full rows"], host.get(_WEIGHTS, 0), machine.bus, machine.host_attention)
 
@@ -231,14 +238,15 @@ def on_device(sizes: Sizes, machine: Machine, config: HierarchyConfig, texts: Te
     levels = levels_of(config, texts.prompt)
     room = texts.room + Extent.of(config, levels).behind
     layer = room * sizes.row * texts.batch
-    rows = layer * sizes.layers
-    means = room // config.retrieval.chunk * sizes.layers * sizes.row // 2 * texts.batch if levels == 3 else 0
+    rows = layer * sizes.whole_layers
+    means = room // config.retrieval.chunk * rows // room // 2 if levels == 3 else 0
     chunk = config.prefill_chunk or 4096
     device = {
         "weights": sizes.weights,
         "draft": sizes.draft if levels > 1 else 0,
         "low-bit weights": memory_map.low_bit(sizes, config, levels),
         "full rows": rows,
+        **_windows(sizes, config, levels, texts),
         "chunk means": means,
         "prefill": chunk * memory_map.token(sizes),
         "graphs and workspace": memory_map.workspace(sizes, config, levels, texts.batch),

@@ -1,13 +1,15 @@
 """How many bytes each use of the device's memory takes, of an engine that keeps its cache elsewhere."""
 
+from collections import Counter
 from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.host_store import Offload
-from triforce_tree.cycle.offloaded import TOGETHER
 from triforce_tree.cycle.shapes import Extent
+from triforce_tree.cycle.store import RING_PAGE
+from triforce_tree.cycle.streamed_rows import TOGETHER
 from triforce_tree.hf_model import HFModel
 from triforce_tree.sharding import shards_of
 
@@ -23,11 +25,27 @@ MOST_GAMMA = 48
 
 
 @dataclass(frozen=True)
+class WindowedLayers:
+    """Layers that keep a window alone.
+
+    Attributes:
+        layers: how many.
+        window: positions that a query sees.
+        row: bytes of a token's keys and values in one of them.
+    """
+
+    layers: int
+    window: int
+    row: int
+
+
+@dataclass(frozen=True)
 class Sizes:
     """What of the models decides about memory and time, in bytes and counts; on several cards, of one.
 
     ``weights``, ``draft``: parameters and buffers, of the draft with its cache. ``streamed`` of the weights
-    are in host memory, and pass through ``slots`` on the device.
+    are in host memory, and pass through ``slots`` on the device. ``kv_heads`` and ``head_dim`` are those of
+    layers without a window; ``windowed`` of the ``layers`` have one.
     """
 
     weights: int
@@ -42,10 +60,20 @@ class Sizes:
     itemsize: int = 2
     streamed: int = 0
     slots: int = 0
+    windowed: tuple[WindowedLayers, ...] = ()
+
+    @property
+    def whole_layers(self) -> int:
+        """Layers that keep the keys and values of whole texts."""
+        return self.layers - sum(some.layers for some in self.windowed)
+
+    def window_bytes(self, tokens: int) -> int:
+        """Keys and values that a token behind so many others sees in layers with a window."""
+        return sum(some.layers * some.row * min(some.window, tokens) for some in self.windowed)
 
     @property
     def row(self) -> int:
-        """Keys and values of one token in one layer."""
+        """Keys and values of one token in one layer without a window."""
         return 2 * self.kv_heads * self.head_dim * self.itemsize
 
     @classmethod
@@ -54,13 +82,18 @@ class Sizes:
         small = 0
         if draft is not None:
             rows = config.streaming.sinks + 2 * config.streaming.window + 3 * MOST_GAMMA
-            cache = draft.layers * rows * 2 * draft.heads.kv * draft.heads.dim * draft.dtype.itemsize
+            cache = rows * sum(shape.numbers for shape in draft.kv_shapes) * draft.dtype.itemsize
             small = tensor_bytes(draft.model) + cache
         mlp = (getattr(own, "intermediate_size", None) or 4 * own.hidden_size) // shards_of(target.model)
+        size, far = target.dtype.itemsize, target.streamed
+        whole = [shape for shape in target.kv_shapes if shape.window is None]
+        heads = max(whole or target.kv_shapes, key=lambda shape: shape.numbers).heads
+        windowed = Counter(shape for shape in target.kv_shapes if shape.window is not None)
         return cls(
-            tensor_bytes(target.model), small, target.layers, target.heads.query, target.heads.kv,
-            target.heads.dim, own.hidden_size, mlp, target.vocab_size, target.dtype.itemsize,
-            *((far.bytes, far.slot_bytes) if (far := target.streamed) is not None else ()),
+            tensor_bytes(target.model), small, target.layers, heads.query, heads.kv, heads.dim,
+            own.hidden_size, mlp, target.vocab_size, size,
+            *((far.bytes, far.slot_bytes) if far is not None else (0, 0)),
+            tuple(WindowedLayers(n, s.window or 0, s.numbers * size) for s, n in windowed.items()),
         )  # fmt: skip
 
 
@@ -149,13 +182,13 @@ def prefill(
         split: says where rows are computed, and where hidden states wait; where that is the host, three
             chunks' of them are on the device.
     """
-    layer = 0 if split.last_resident else max(0, prompt * sizes.row - store)
+    layer = 0 if split.last_resident or not sizes.whole_layers else max(0, prompt * sizes.row - store)
     chunk = config.prefill_chunk or 4096
     waiting = min(prompt, 3 * chunk) if split.states_on_host else prompt
     if split.last_resident and hidden_states(sizes, prompt) <= store:
         waiting = 0
     hidden = (waiting * sizes.hidden + prompt * 2 * sizes.head_dim) * sizes.itemsize
-    return layer + aside * sizes.layers * sizes.row + hidden + chunk * token(sizes)
+    return layer + aside * sizes.whole_layers * sizes.row + hidden + chunk * token(sizes)
 
 
 def hidden_states(sizes: Sizes, prompt: int) -> int:
@@ -175,6 +208,14 @@ def workspace(sizes: Sizes, config: HierarchyConfig, levels: int, batch: int) ->
     rows = 2 * config.gamma + 1 if levels == 3 else nodes
     laws = (6 * rows + 8 * nodes) * sizes.vocabulary * 4
     return _WORKSPACE + batch * (laws + 2 * (rows + 2 * nodes) * token(sizes))
+
+
+def rings(sizes: Sizes, config: HierarchyConfig, levels: int, room: int, batch: int) -> int:
+    """Keys and values of layers with a window, for texts of ``room`` tokens (``cycle/store.py``)."""
+    behind = Extent.of(config, levels).behind
+    slots = [min(some.window, room) + behind for some in sizes.windowed]
+    kept = zip(sizes.windowed, slots, strict=True)
+    return batch * sum(some.layers * some.row * -(-count // RING_PAGE) * RING_PAGE for some, count in kept)
 
 
 def partials(sizes: Sizes, config: HierarchyConfig, room: int, piece: int) -> int:

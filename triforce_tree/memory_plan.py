@@ -3,6 +3,8 @@
     device   weights | draft | level 1's chunks and window | chunk means | ring | resident rows | work | free
     host     the other rows of the full cache, in page-locked memory
 
+Layers with a sliding window keep it on the device; "rows" are those of the other layers.
+
 Where the weights are streamed (``cycle/streamed_weights.py``), the device holds embeddings, head and norms of
 them, slots for a few layers, and level 1's copy in 8 bits, or 4 where 8 do not fit; the host holds the rest.
 

@@ -77,7 +77,8 @@ def best_gamma(
 ) -> int:
     """Tokens to gather for most tokens a second, with rounds that cost level 1's bytes."""
     depth = Extent.of(config, 3).depth
-    seen = config.retrieval.budget * sizes.layers * sizes.row
+    budget = config.retrieval.budget
+    seen = budget * sizes.whole_layers * sizes.row + sizes.window_bytes(budget)
     weights = memory_map.low_bit(sizes, config, 3) or sizes.weights
     a_round = _ROUND_SECONDS + (weights + seen) / (_ROUND_SHARE * machine.read)
 

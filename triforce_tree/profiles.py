@@ -1,34 +1,33 @@
 """Measured settings on disk: what ``triforce-tree tune`` found best for one machine and one pair of models.
 
 A profile is a JSON file of entries, one for each context length and temperature that was measured. It changes
-how fast a text comes, never which text. Files lie in ``~/.cache/triforce-tree/profiles`` (or below
-``XDG_CACHE_HOME``); ``TRIFORCE_TREE_PROFILES`` names another folder, and none at all where it is empty.
+how fast a text comes, never which text. Files lie in ``profiles`` in the user's cache folder
+(``folders.user_cache``); ``TRIFORCE_TREE_PROFILES`` names another folder, and none at all where it is empty.
 """
 
 import json
 import logging
 import math
 import os
-import platform
 import re
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from triforce_tree.config import HierarchyConfig
+from triforce_tree.fingerprint import hardware, shape_of
 from triforce_tree.folders import user_cache
 from triforce_tree.json_files import read_json
 
-VERSION = 1
+VERSION = 2
 # An entry serves prompts of up to this many times, and down to this part of, the context it was measured at.
 NEAR = 4.0
 # Settings that must fit each other: where one of them is given, a profile's others are left aside.
 _TOGETHER = frozenset({"budget", "chunk", "recent"})
-_PACE = {"acceptance", "gathered"}
+_ESTIMATES = {"acceptance", "tokens_per_round"}
 _LOG = logging.getLogger(__name__)
 Source = str | Path | bool | None
 
@@ -43,7 +42,7 @@ class Entry:
         step_ms: one forward of each level under them.
         tokens_per_pass: what one pass of each verifying level brought.
         acceptance: chance by sibling rank that a proposal is taken, for each pair of levels.
-        pace: acceptance and gathered tokens a round, from which a text's first passes are planned.
+        draft_length: acceptance and tokens_per_round, by which a text's first draft lengths are chosen.
         repeated_8grams: of the texts that were timed; looping text flatters every drafter.
     """
 
@@ -55,7 +54,7 @@ class Entry:
     step_ms: dict[str, float] = field(default_factory=dict)
     tokens_per_pass: dict[str, float] = field(default_factory=dict)
     acceptance: dict[str, list[float]] = field(default_factory=dict)
-    pace: dict[str, float] = field(default_factory=dict)
+    draft_length: dict[str, float] = field(default_factory=dict)
     repeated_8grams: float = 0.0
 
     def __post_init__(self) -> None:
@@ -67,17 +66,22 @@ class Entry:
             _check_number(name, getattr(self, name))
             if not getattr(self, name):
                 raise ValueError(f"{name}=0 must be above 0")
-        for name in ("options", "step_ms", "tokens_per_pass", "acceptance", "pace"):
+        for name in ("options", "step_ms", "tokens_per_pass", "acceptance", "draft_length"):
             if not isinstance(getattr(self, name), dict):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be an object")
-        for name in ("step_ms", "tokens_per_pass", "pace"):
+        for name in ("step_ms", "tokens_per_pass", "draft_length"):
             for key, value in getattr(self, name).items():
                 _check_number(f"{name}.{key}", value)
         for key, chances in self.acceptance.items():
             for chance in chances if isinstance(chances, list) else [chances]:
                 _check_number(f"acceptance.{key}", chance)
-        if self.pace and self.pace.keys() != _PACE:
-            raise ValueError(f"pace has {sorted(self.pace)}, not {sorted(_PACE)}")
+        if (estimates := self.draft_length) and estimates.keys() != _ESTIMATES:
+            raise ValueError(f"draft_length has {sorted(estimates)}, not {sorted(_ESTIMATES)}")
+        if estimates and (estimates["acceptance"] > 1 or estimates["tokens_per_round"] < 1):
+            raise ValueError(
+                f"draft_length={estimates} must have an acceptance of at most 1 and tokens_per_round of at "
+                "least 1"
+            )
         HierarchyConfig.from_options(**self.options)
 
     @property
@@ -233,31 +237,3 @@ def folder() -> Path | None:
     if own is not None:
         return Path(own) if own else None
     return user_cache("profiles")
-
-
-def shape_of(model: PreTrainedModel) -> str:
-    """What a model's speed depends on: family, layers, width, heads, vocabulary and dtype."""
-    config = model.config.get_text_config(decoder=True)
-    heads = config.num_attention_heads
-    parts = (
-        str(config.model_type),
-        f"{config.num_hidden_layers}x{config.hidden_size}",
-        f"{heads}q{getattr(config, 'num_key_value_heads', None) or heads}kv",
-        f"mlp{getattr(config, 'intermediate_size', 0)}",
-        f"v{config.vocab_size}",
-        str(model.dtype).removeprefix("torch."),
-    )
-    return "-".join(parts)
-
-
-def hardware(device: torch.device | None = None) -> str:
-    """The GPU, or without one the processor in words; without a device, the GPU where there is one."""
-    if torch.cuda.is_available() if device is None else device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    model = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next((x.partition(":")[2].strip() for x in lines if x.startswith("model name")), model)
-    except OSError:
-        pass
-    return f"{model}, {os.cpu_count()} cores"

@@ -11,12 +11,13 @@ from triforce_tree.caches.base import Rows, Variant
 
 @dataclass(frozen=True)
 class LayerCall:
-    """How one layer calls attention: its module, what it asks for, heads and width of its keys."""
+    """How one layer calls attention: its module, what it asks for, the shapes of its keys and queries."""
 
     module: torch.nn.Module
     how: Variant
     kv_heads: int
     dim: int
+    query_heads: int
 
 
 class Recorder:
@@ -30,14 +31,14 @@ class Recorder:
         self.modules: dict[int, Any] = {}
         self.variants: dict[int, Variant] = {}
         self.widths: dict[int, tuple[int, int]] = {}
-        self.query_heads = 0
+        self.query_heads: dict[int, int] = {}
 
     def positions(self, rows: Rows) -> Tensor:
         return torch.full_like(rows.depths, self.position)
 
     def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, rows: Rows, how: Variant) -> Tensor:
         self.keys[layer.layer_idx], self.modules[layer.layer_idx] = k, layer
-        self.variants[layer.layer_idx], self.query_heads = how, q.shape[1]
+        self.variants[layer.layer_idx], self.query_heads[layer.layer_idx] = how, q.shape[1]
         self.widths[layer.layer_idx] = k.shape[-1], v.shape[-1]
         return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
 

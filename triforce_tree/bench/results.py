@@ -15,7 +15,7 @@ import torch
 import transformers
 
 import triforce_tree
-from triforce_tree.profiles import hardware as hardware
+from triforce_tree.fingerprint import hardware as hardware
 
 # Results are small; less room than this means that the next write may fail after hours of work.
 LEAST_FREE_BYTES = 8 * 2**20

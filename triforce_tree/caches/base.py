@@ -12,8 +12,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from triforce_tree.attention import AttentionParams
 from triforce_tree.kernels import dispatch
 from triforce_tree.kernels.prefill import causal_attention
+
+Variant = AttentionParams
 
 
 @dataclass(frozen=True)
@@ -35,16 +38,6 @@ class Rows:
     mask: Tensor | None
     tail_depths: Tensor
     context: int = 0
-
-
-@dataclass(frozen=True)
-class Variant:
-    """What the model family asks of its attention; ``window`` counts positions, the own one included."""
-
-    scale: float
-    window: int | None = None
-    softcap: float | None = None
-    sinks: Tensor | None = None
 
 
 class KVCache(Protocol):

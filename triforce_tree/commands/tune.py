@@ -10,7 +10,7 @@ import torch
 from rich.progress import Progress as Bar
 
 import triforce_tree
-from triforce_tree import profiles
+from triforce_tree import fingerprint, profiles
 from triforce_tree.bench.results import Record, Records, check_writable, header
 from triforce_tree.bench.text import prompts
 from triforce_tree.commands import options
@@ -80,9 +80,9 @@ def _profile(args: argparse.Namespace, engine: Engine) -> Profile:
     if not args.out:
         place.parent.mkdir(parents=True, exist_ok=True)
     own = Profile(
-        profiles.hardware(target.device),
-        profiles.shape_of(target),
-        profiles.shape_of(draft) if draft is not None else None,
+        fingerprint.hardware(target.device),
+        fingerprint.shape_of(target),
+        fingerprint.shape_of(draft) if draft is not None else None,
         (),
         path=place,
     )

@@ -3,33 +3,44 @@
     level 1's memory:   [ slots of one chunk each | window: base ... root | chain and tree ]
 
 A choice asks for fewer chunks than there are slots, and only those that are not here cross the bus; who
-was not asked for lately makes room. What stays is attended to as well.
+was not asked for lately makes room. What stays is attended to as well. Layers with a window see all of it, in
+their rings.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from triforce_tree.attention import AttentionParams
 from triforce_tree.config import RetrievalConfig
 from triforce_tree.cycle.offloaded import OffloadedCache
-from triforce_tree.cycle.rows import TreeRows
+from triforce_tree.cycle.streamed_rows import OffloadedRows
 from triforce_tree.kernels import exchange, step
 
 _ASKED = 0.5
 """Share of the slots that one choice asks for."""
 
 
-class CopiedRows(TreeRows):
+class CopiedRows(OffloadedRows):
     """New rows that see copies of chosen chunks, and the window: ``RetrievalRows`` of an offloaded cache.
 
     Args:
         cache: with slots; its chunk is ``config.chunk``.
         queries: T.
         config: the budget (tokens).
+        depths: as for ``TreeRows``.
     """
 
-    def __init__(self, cache: OffloadedCache, queries: int, config: RetrievalConfig) -> None:
-        super().__init__(cache.store, queries)
-        self.cache, self.chunk = cache, config.chunk
+    def __init__(
+        self,
+        cache: OffloadedCache,
+        queries: int,
+        config: RetrievalConfig,
+        depths: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(cache, cache.store, cache.slots, queries, depths=depths)
+        self.chunk = config.chunk
         self.slots = cache.slots // config.chunk
         self.choosing = False
         assert cache.means is not None
@@ -58,17 +69,15 @@ class CopiedRows(TreeRows):
         """Let the next forward choose by its root, among the chunks that have left the window."""
         self._boundary.copy_(self.cache.base // self.chunk)
 
-    def begin(self, before: Tensor, words: Tensor | None = None) -> None:
-        super().begin(before - self.cache.base + self.cache.slots, words)
-
-    def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, sinks: Tensor | None
+    def _without_window(
+        self, layer: int, place: int, q: Tensor, k: Tensor, v: Tensor, how: AttentionParams
     ) -> Tensor:
         keys, values = self.store.layer(layer)
         if self.choosing:
-            self._choose(layer, q[:, :, 0], keys, values, scale)
-        step.append_rows(keys, values, k, v, self.at)
-        return self._attend(q, keys, values, scale, softcap, sinks, None)
+            self._choose(place, q[:, :, 0], keys, values, how.scale)
+        self._write(layer, k, v, how)
+        [plan] = self._plans
+        return self._attend(q, keys, values, plan, how)
 
     def _choose(self, layer: int, q: Tensor, keys: Tensor, values: Tensor, scale: float) -> None:
         host, counts = self.cache.host, self._counts[layer]

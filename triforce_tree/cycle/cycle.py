@@ -1,9 +1,10 @@
 """Buffers, models and captured stages for one batch size, room and configuration."""
 
 import time
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,8 +18,8 @@ from triforce_tree.cycle.model import StepModel, step_model
 from triforce_tree.cycle.noise import Noise, NoiseFactory
 from triforce_tree.cycle.offloaded import OffloadedCache
 from triforce_tree.cycle.prefill import chunk_tokens, prefill
-from triforce_tree.cycle.rows import KVStore, RetrievalRows, TreeRows
-from triforce_tree.cycle.shapes import Extent, least_prompt
+from triforce_tree.cycle.rows import RetrievalRows, TreeRows
+from triforce_tree.cycle.shapes import Extent, device_shape, least_prompt
 from triforce_tree.cycle.stages import (
     ChainVerifyStage,
     DraftStage,
@@ -30,6 +31,8 @@ from triforce_tree.cycle.stages import (
     Verdict,
     Verifier,
 )
+from triforce_tree.cycle.store import KVStore
+from triforce_tree.cycle.streamed_rows import StreamedRows
 from triforce_tree.cycle.streamed_weights import check_level_one
 from triforce_tree.cycle.texts import Texts
 from triforce_tree.few_row import low_bit_copy
@@ -37,10 +40,7 @@ from triforce_tree.graphs import executor
 from triforce_tree.hf_model import HFModel
 from triforce_tree.sampling import TokenLaw
 from triforce_tree.stats import Progress
-
-# Bytes that a device reads of its own memory in the time of one over the bus: 40 of an RTX 4090 on PCIe 4,
-# 80 of an H200 on PCIe 5.
-_BUS = 60.0
+from triforce_tree.tree_search import parse_shape
 
 
 @dataclass(frozen=True)
@@ -111,18 +111,14 @@ class Cycle:
             self.offloaded = OffloadedCache(
                 target, batch, room, recent, behind, slots, page, offload, progress
             )
-            self.full_rows = self.offloaded.rows
+            self.full_rows = partial(StreamedRows, self.offloaded)
         else:
             if store is None:
                 rows = max(room + behind, config.retrieval.budget if levels == 3 else 0)
-                store = KVStore(target.layers, batch, target.heads, rows, self.device, target.dtype, page)
-            elif store.batch != batch or store.rows < room + behind:
-                raise ValueError(
-                    f"a store of {store.batch} x {store.rows} rows cannot hold {batch} x {room + behind}: "
-                    f"{room} tokens and what passes write behind them"
-                )
+                store = KVStore(target.kv_shapes, batch, rows, self.device, target.dtype, page, behind)
+            store.check_room(batch, room + behind, behind)
             self.store = own = store.in_pages(page)
-            self.full_rows = lambda queries, mask: TreeRows(own, queries, mask=mask)
+            self.full_rows = lambda queries, mask, depths: TreeRows(own, queries, mask=mask, depths=depths)
         reach, extra, vocabulary = (
             (self.reach, depth + 1, target.vocab_size) if levels == 3 else (0, depth, 0)
         )
@@ -137,10 +133,11 @@ class Cycle:
         self.rows: RetrievalRows | None = None
         self.copies: CopiedRows | None = None
         if levels == 3:
+            depths = device_shape(parse_shape(config.tree)).depths
             if self.offloaded is not None:
-                self.copies = CopiedRows(self.offloaded, nodes, config.retrieval)
+                self.copies = CopiedRows(self.offloaded, nodes, config.retrieval, depths)
             else:
-                self.rows = RetrievalRows(self.store, nodes, config.retrieval, self.reach + 1)
+                self.rows = RetrievalRows(self.store, nodes, config.retrieval, self.reach + 1, depths)
             self.middle = self.full if config.middle_bits == 16 else self._low_bit_model(compiled, features)
         self.capture_seconds = 0.0
 
@@ -196,17 +193,54 @@ class Cycle:
         if self.device.type != "cuda":
             return {name: executor(stage.steps(), self.device) for name, stage in stages.items()}
         result: dict[str, Callable[[], None]] = {}
-        if self.drafter is not None:
-            self.drafter.start([[0] * self.room] * self.batch)
-        with self.offloaded.trial(self.room - 1) if self.offloaded is not None else nullcontext():
+        with self.trial(self.room - 1) as begin:
             for name, stage in stages.items():
-                self.texts.length.fill_(self.room - 1)
-                self.texts.chain.zero_()
+                begin()
                 result[name] = executor(stage.steps(), self.device)
                 if self.offloaded is not None and name in ("full", "plain") and law.capturable:
                     # These are called directly; every kernel is compiled here, not in the middle of a text.
                     result[name]()
         return result
+
+    @property
+    def stage_names(self) -> Collection[str]:
+        """Of the prepared stages."""
+        return self._program.stages.keys()
+
+    @contextmanager
+    def trial(self, length: int) -> Iterator[Callable[[], None]]:
+        """Inside, stages may be run behind made-up texts of ``length`` tokens, up to three times in a row.
+
+        What is yielded puts the texts back to that length. Rows of the full cache are as before afterwards;
+        texts must be fed or rewound.
+        """
+
+        def begin() -> None:
+            self.texts.length.fill_(length)
+            self.texts.chain.zero_()
+
+        if self.drafter is not None:
+            self.drafter.start([[0] * (length + 1)] * self.batch)
+        try:
+            if self.offloaded is not None:
+                with self.offloaded.trial(length):
+                    yield begin
+                return
+            written = [
+                group.kv[..., length : length + self.texts.capacity - self.room + 1, :]
+                for group in self.store.groups
+                if not group.ring
+            ]
+            before = [slots.clone() for slots in written]
+            try:
+                yield begin
+            finally:
+                for slots, old in zip(written, before, strict=True):
+                    slots.copy_(old)
+                if length < self.room - 1:
+                    self.renew_means()
+        finally:
+            self._kept.spoil()
 
     def prefill(self, prompts: Sequence[Sequence[int]], progress: Progress | None = None) -> None:
         """Feed all but each prompt's last token, the first root, to every level.
@@ -237,10 +271,15 @@ class Cycle:
             self.close()
             raise
 
+    @property
+    def _kept(self) -> KVStore:
+        """Keys and values on the device, of layers with a window at least."""
+        return self.offloaded.rings if self.offloaded is not None else self.store
+
     def renew_means(self) -> None:
         """Compute all chunk means anew: rows were written by others than the passes."""
         if self.rows is not None:
-            self.rows.renew_means(torch.zeros_like(self.texts.length), self.rows.means.shape[3])
+            self.rows.renew_means(torch.zeros_like(self.texts.length), self.rows.chunks)
 
     def serves(self, config: HierarchyConfig) -> bool:
         """Whether only ``self.config = config`` is needed to run these settings.
@@ -263,8 +302,14 @@ class Cycle:
         return self.offloaded is not None and self.offloaded.closed
 
     def rewind(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Stand at the end of these prompts, or beginnings of texts, whose rows are in the cache."""
+        """Stand at the end of these prompts, or beginnings of texts, whose rows are in the cache.
+
+        Where layers keep a window alone, and it is that of a later place, the prompts are fed again.
+        """
         self._check(prompts)
+        if not self._kept.holds([len(p) - 1 for p in prompts]):
+            self.prefill(prompts)
+            return
         texts = self.texts
         for b, prompt in enumerate(prompts):
             texts.tokens[b, : len(prompt)] = torch.tensor(prompt, device=self.device)
@@ -280,28 +325,19 @@ class Cycle:
         if self.copies is not None:
             self.copies.fill()
 
-    def costs(self, tokens: int) -> tuple[float, float]:
-        """Bytes that a round of levels 0 and 1, and a pass of level 2 behind ``tokens``, have to read.
+    def transferred_bytes(self, tokens: int, plain: bool = False) -> int:
+        """What a pass of level 2 behind so many tokens copies to the device: keys and values, and weights.
 
-        A round counts twice: it takes about twice the time of its bytes (docs/benchmarks.md). What crosses
-        the bus counts for as many bytes as the device reads meanwhile.
+        Args:
+            plain: of the autoregressive pass.
         """
-        weights = sum(p.numel() * p.element_size() for p in self.target.model.parameters())
-        heads = self.target.heads
-        row = 2 * self.target.layers * heads.kv * heads.dim * self.target.dtype.itemsize * self.batch
-        own = self.config.retrieval.budget * row
-        a_round, a_pass = 2.0 * (weights * self.config.middle_bits / 16 + own), float(weights + tokens * row)
-        if self.offloaded is not None:
-            a_pass = max(a_pass, _BUS * self.streamed_bytes(tokens * row))
-        return a_round, a_pass
-
-    def streamed_bytes(self, rows: int) -> int:
-        """What a pass of level 2 copies to the device, of ``rows`` bytes of keys and values, and weights."""
         weights = self.target.streamed.bytes if self.target.streamed is not None else 0
         if self.offloaded is None:
             return weights
-        share = self.offloaded.share(1 if self.levels == 1 else self.reach + 1)
-        far = max(0, rows - self.offloaded.host.resident_bytes)
+        heads = self.target.heads
+        slot = 2 * self.target.layers * heads.kv * heads.dim * self.target.dtype.itemsize
+        share = self.offloaded.share(1 if plain or self.levels == 1 else self.reach + 1)
+        far = max(0, self.batch * tokens * slot - self.offloaded.host.resident_bytes)
         return int((1 - share) * far) + weights
 
     def _check(self, prompts: Sequence[Sequence[int]]) -> None:
@@ -317,6 +353,7 @@ class Cycle:
 
     def settled(self, counts: Sequence[int]) -> None:
         """The last pass of level 2 made each text so many tokens longer."""
+        self._kept.grown(counts)
         if self.offloaded is not None:
             self.offloaded.settled(counts)
 

@@ -1,13 +1,15 @@
-"""The loop around captured cycles: one wait a pass, then endings, statistics and the next pace."""
+"""The loop around captured cycles: one wait a pass, then endings, statistics and the next draft length."""
 
 import time
 from collections.abc import Iterator, Sequence
 
 import torch
 
+from triforce_tree.cycle.clock import StageClock
+from triforce_tree.cycle.cost_table import stage_costs
 from triforce_tree.cycle.cycle import Cycle
+from triforce_tree.cycle.draft_length import DraftLengthController
 from triforce_tree.cycle.endings import Ending, finish_reason
-from triforce_tree.cycle.pace import Pace
 from triforce_tree.cycle.shapes import Extent
 from triforce_tree.parallel import told
 from triforce_tree.sampling import NAN_LOGITS, TokenLaw
@@ -21,8 +23,8 @@ class CycleDecoder:
         cycle: made for this batch size; one decoder uses it at a time.
         law: logits to law.
         seed: of all draws, 0 to 2**63 - 1.
-        repeatable: same seed, same tokens: the pace goes by bytes to read instead of measured times, which
-            would choose differently from run to run.
+        repeatable: same seed, same tokens: draft lengths follow from the table of stage costs alone, and not
+            from times measured while decoding, which differ from run to run.
     """
 
     def __init__(self, cycle: Cycle, law: TokenLaw, seed: int, repeatable: bool = False) -> None:
@@ -36,11 +38,11 @@ class CycleDecoder:
         lowest = [cycle.drafter.name] if cycle.drafter is not None else []
         middle = ["retrieval"] if cycle.levels == 3 else []
         self.levels = [LevelStats(name) for name in (*lowest, *middle, "target")]
-        fixed = 0 if cycle.levels == 1 else 1 if cycle.levels == 2 else cycle.config.rounds
-        self.pace = Pace(extent.depth, cycle.reach, fixed)
+        self.controller = DraftLengthController(cycle.levels, extent.depth, cycle.reach, cycle.config.rounds)
+        self._costs = stage_costs(cycle, law) if self.controller.fixed is None else None
         self.prefill_seconds = self.decode_seconds = 0.0
         self.finish_reasons: list[str | None] = []
-        self._clock = _Clock(cycle.device)
+        self._clock = StageClock(cycle.device)
 
     def prefill(self, prompts: Sequence[Sequence[int]], progress: Progress | None = None) -> None:
         """Feed the prompts to every level; all but their last tokens, which are the first roots."""
@@ -59,13 +61,15 @@ class CycleDecoder:
         """
         cycle, texts = self.cycle, [list(p) for p in prompts]
         before = [len(text) for text in texts]
-        if self._repeatable:
-            self.pace.assume(*cycle.costs(max(before)))
+        if self._costs is not None:
+            self.controller.costs = self._costs.at(max(before))
         self.finish_reasons = [None] * len(texts)
         plain_before = False
         while None in self.finish_reasons:
             start = time.perf_counter()
-            rounds = self.pace.rounds()
+            if self._costs is not None and self._repeatable:
+                self.controller.costs = self._costs.at(max(map(len, texts)))
+            rounds = self.controller.rounds()
             if rounds:
                 self._prepare(texts, resumed=plain_before)
             report = self._pass(rounds)
@@ -112,7 +116,7 @@ class CycleDecoder:
         return report
 
     def _count(self, rounds: int, report: list[list[int]], emitted: int) -> None:
-        """Statistics of the sequences that were still running, and the pace's lesson.
+        """Statistics of the sequences that were still running, and what the controller learns of them.
 
         ``emitted``: new tokens up to the end of each text; the report also counts those behind it.
         """
@@ -128,7 +132,10 @@ class CycleDecoder:
         target.seconds += seconds.get("full", 0.0) + seconds.get("plain", 0.0)
         if rounds and alive:
             draft = self.levels[0]
-            draft.forwards += rounds * self._depth * len(alive)
+            drafter = self.cycle.drafter
+            assert drafter is not None
+            # One that reports no distributions proposes a whole tree at once.
+            draft.forwards += rounds * (1 if drafter.deterministic else self._depth) * len(alive)
             draft.emitted += rounds * (self._nodes - 1) * len(alive)
             draft.seconds += seconds.get("grow", 0.0)
             if self.cycle.levels == 3:
@@ -138,10 +145,12 @@ class CycleDecoder:
                 middle.accepted += gathered - rounds * len(alive)
                 middle.emitted += gathered
                 middle.seconds += seconds.get("choose", 0.0) + seconds.get("middle", 0.0)
-                refused = sum(row[0] <= row[1] for row in alive)
-                self.pace.drafted(rounds, gathered / len(alive), count - len(alive), refused)
-        if seconds:
-            self.pace.timed(seconds, rounds)
+        if alive:
+            refused = sum(row[0] <= row[1] for row in alive) if rounds else 0
+            self.controller.observe(rounds, len(alive), gathered, count - len(alive), refused)
+        if not self._repeatable:
+            final = seconds["full" if rounds else "plain"]
+            self.controller.refine(rounds, sum(seconds.values()) - final, final)
 
     def _prepare(self, texts: list[list[int]], resumed: bool) -> None:
         """Let the drafter catch up with what was committed."""
@@ -151,37 +160,3 @@ class CycleDecoder:
                 for text, reason in zip(texts, self.finish_reasons, strict=True)
             ]
             self.cycle.drafter.prepare(going, resumed)
-
-
-class _Clock:
-    """Device time between marks of one pass, read after the pass has been waited for."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._on = device.type == "cuda"
-        self._events: list[tuple[str, torch.cuda.Event]] = []
-        self._times: list[tuple[str, float]] = []
-
-    def synchronize(self) -> None:
-        if self._on:
-            torch.cuda.synchronize()
-
-    def start(self) -> None:
-        self._events, self._times = [], []
-        self.mark("")
-
-    def mark(self, name: str) -> None:
-        if self._on:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._events.append((name, event))
-        else:
-            self._times.append((name, time.perf_counter()))
-
-    def seconds(self) -> dict[str, float]:
-        """Sum by name, since ``start``."""
-        total: dict[str, float] = {}
-        for (_, before), (name, after) in zip(self._times, self._times[1:], strict=False):
-            total[name] = total.get(name, 0.0) + after - before
-        for (_, mark), (name, later) in zip(self._events, self._events[1:], strict=False):
-            total[name] = total.get(name, 0.0) + mark.elapsed_time(later) / 1000
-        return total

@@ -8,7 +8,7 @@ target's own distribution (``docs/losslessness.md``).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -54,7 +54,7 @@ class TokenTree:
             vocabulary: V, of the distributions of the first M = N - widths[-1] nodes; 0 for a deterministic
                 drafter.
         """
-        depths = torch.tensor([0, *(d + 1 for d, width in enumerate(shape.widths) for _ in range(width))])
+        depths = torch.tensor(shape.depths)
         count = len(depths)
         expanding = count - sum(shape.widths[-1:]) if vocabulary else 0
         own = torch.arange(count) if vocabulary else torch.full((count,), -1)
@@ -74,6 +74,26 @@ class TokenTree:
     def nodes(self) -> int:
         """N, the root counted."""
         return self.tokens.shape[1]
+
+    @property
+    def taken(self) -> int:
+        """Nodes up to the last slot that any sequence has taken, at least 1. Waits for the device."""
+        # The root is there whatever its slot says.
+        used = (self.tokens[:, 1:] >= 0).any(0).nonzero()
+        return 2 + int(used[-1]) if len(used) else 1
+
+    def first(self, count: int) -> "TokenTree":
+        """The tree of the first ``count`` slots, a view."""
+        if count == self.nodes:
+            return self
+        return replace(
+            self,
+            tokens=self.tokens[:, :count],
+            parents=self.parents[:, :count],
+            depths=self.depths[:count],
+            words=self.words[:, :count],
+            probs_rows=self.probs_rows[:, :count],
+        )
 
     def connect(self) -> None:
         """Bring ``words`` up to date after ``parents`` were written; fixed parents need none."""

@@ -7,12 +7,14 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from triforce_tree.config import StreamingConfig
+from triforce_tree.attention import AttentionParams
+from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.drafter import TokenTree
 from triforce_tree.cycle.laws import Sampler
 from triforce_tree.cycle.model import step_model
-from triforce_tree.cycle.rows import KVStore, TreeRows
+from triforce_tree.cycle.rows import TreeRows
 from triforce_tree.cycle.shapes import device_shape
+from triforce_tree.cycle.store import KVStore
 from triforce_tree.cycle.texts import Texts
 from triforce_tree.hf_model import HFModel
 from triforce_tree.kernels import step
@@ -20,6 +22,10 @@ from triforce_tree.tree_search import Shape, parse_shape
 
 MOST_TAIL = 64
 """Bits of the word that says which tail rows a row sees."""
+
+
+# Positions of a draft behind its window: tokens that it is fed again, a chain, and a tree.
+_BEYOND_WINDOW = 128
 
 
 class Growth:
@@ -32,20 +38,27 @@ class Growth:
 
     Args:
         draft: the checked model.
-        tree: the shape of the trees.
-        config: sinks and window.
+        config: shape of the trees, sinks and window.
     """
 
     name = "draft"
     deterministic = False
     features: tuple[int, ...] = ()
 
-    def __init__(self, draft: HFModel, tree: str | Shape, config: StreamingConfig) -> None:
-        self.draft, self.config = draft, config
-        self.tree: str | Shape = tree
+    def __init__(self, draft: HFModel, config: HierarchyConfig) -> None:
+        self.draft, self.config = draft, config.streaming
+        self.tree: str | Shape = config.tree
         self.model = step_model(draft, compiled=draft.device.type == "cuda")
-        self.shape = shape = device_shape(parse_shape(tree))
+        self.shape = shape = device_shape(parse_shape(config.tree))
         self.capturable = self.model.capturable
+        most = self.config.sinks + 2 * self.config.window + _BEYOND_WINDOW
+        limit = draft.max_positions
+        rotary = any(name.endswith("inv_freq") for name, _ in draft.model.named_buffers())
+        if not rotary and limit is not None and most > limit:
+            raise ValueError(
+                f"{draft.name} has {limit} learned positions, and its window needs {most}; set "
+                f"window<={max(1, (limit - self.config.sinks - _BEYOND_WINDOW) // 2)}, or choose another draft"
+            )
         self.depth = len(shape.widths)
         self.nodes = 1 + sum(shape.widths)
         # What one verification and the one above it can bring is fed again each time.
@@ -60,8 +73,7 @@ class Growth:
         batch, shape, device = state.batch, self.shape, self.model.device
         self._reach = state.reach + self.depth + 2 + self.again + self.nodes
         capacity = self.config.sinks + 2 * self.config.window + self._reach
-        draft = self.draft
-        self.store = KVStore(draft.layers, batch, draft.heads, capacity, device, draft.dtype)
+        self.store = KVStore(self.draft.kv_shapes, batch, capacity, device, self.draft.dtype)
         self.dropped = torch.zeros(batch, dtype=torch.int64, device=device)
         self._held = [0] * batch
         starts = [0, *accumulate(shape.widths, initial=1)]
@@ -87,7 +99,8 @@ class Growth:
         tail = torch.ones(self.again, self.again, dtype=torch.bool).tril()
         self._rows = [TreeRows(self.store, self.again, mask=tail)]
         for width, nodes in zip(shape.widths, self._frontiers[1:], strict=False):
-            self._rows.append(TreeRows(self.store, width, tail=self.again - 1 + nodes.stop))
+            places = [*range(self.again - 1), *(self.again - 1 + d for d in depths[: nodes.stop])]
+            self._rows.append(TreeRows(self.store, width, tail=len(places), depths=places))
         for rows, at in zip(self._rows, self._at, strict=True):
             rows.follow(at, self._lengths)
 
@@ -105,7 +118,7 @@ class Growth:
             probs = tree.probs[:, nodes]
             paths = partial(tree.paths, state, end, nodes)
             draws, by_rank = sampler.children(logits, probs, self.shape.siblings(d), nodes, paths)
-            mask = self._rows[d + 1].plan.mask if d + 1 < self.depth else None
+            mask = self._rows[d + 1].mask if d + 1 < self.depth else None
             step.place_nodes(
                 tree.tokens, tree.parents, tree.words, self._values, self._ids[d + 1], mask,
                 draws, by_rank, probs, self._pairs[d], nodes.start, before,
@@ -137,14 +150,14 @@ class Growth:
         ids = torch.tensor([tokens], device=self.model.device)
         positions = torch.arange(len(tokens), device=ids.device)[None]
 
-        def attend(
-            layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, sinks: Tensor | None
-        ) -> Tensor:
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, how: AttentionParams) -> Tensor:
             from triforce_tree.kernels.prefill import causal_attention
 
             for mine, new in zip(self.store.layer(layer), (k, v), strict=True):
                 mine[b : b + 1, :, : len(tokens)] = new
-            out = causal_attention(q, k, v, scale=scale, softcap=softcap or None, sinks=sinks)
+            out = causal_attention(
+                q, k, v, scale=how.scale, window=how.window, softcap=how.softcap, sinks=how.sinks
+            )
             return out.transpose(1, 2).contiguous()
 
         self.model(ids, positions, attend, last=1)

@@ -70,7 +70,7 @@ class HostStore:
     ``resident_bytes`` reach. Where a piece lives changes nothing in what is computed from it.
 
     Args:
-        layers, batch: how many.
+        layers, batch: how many; there may be no layers.
         heads: of the attention.
         rows: S, most rows of a sequence.
         unit: pieces begin at multiples of it (the retrieval cache's chunk), and of 16.
@@ -127,7 +127,8 @@ class HostStore:
         self._schedule: list[Tensor] = []
 
     def _last_fits(self, settings: Offload) -> bool:
-        return settings.last_resident and settings.resident_bytes >= self.rows * self.row_bytes * self.batch
+        enough = settings.resident_bytes >= self.rows * self.row_bytes * self.batch
+        return settings.last_resident and self.layers > 0 and enough
 
     def _resident(self, size: int) -> list[int]:
         """Rows of each layer that stay on the device: whole pieces, the first layers one more."""

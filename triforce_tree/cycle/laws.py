@@ -51,6 +51,12 @@ class DeviceLaw:
         settings = [sorted((name, _hashable(value)) for name, value in vars(p).items()) for p in rest]
         return law.greedy, tuple((type(p), *values) for p, values in zip(rest, settings, strict=True))
 
+    @staticmethod
+    def kind(law: TokenLaw) -> str:
+        """What of a law decides about the time it takes: its processors by name."""
+        names = [type(processor).__name__ for processor in _split(law)[1]]
+        return " ".join(["greedy" if law.greedy else "sampled", *names])
+
     def noise(self, batch: int, rows: int, vocabulary: int, uniforms: int = 0) -> Noise:
         """For a stage that draws from these laws, see :class:`Noise`; greedy ones need no numbers."""
         if self.greedy:

@@ -6,27 +6,39 @@ are read while they are all on the device, and cross the bus once, on their way 
 rows and one hidden state a token as memory, the latter on the host where the device has no room for it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from triforce_tree.caches.base import Rows, Variant
+from triforce_tree.attention import AttentionParams
+from triforce_tree.caches.base import Rows
 from triforce_tree.cycle.lanes import Lane, Mark
 from triforce_tree.cycle.model import decoder_layers
 from triforce_tree.cycle.pinned import HostMemory
+from triforce_tree.cycle.prefill import SequenceRows
 from triforce_tree.hf_model import HFModel
 from triforce_tree.kernels.prefill import causal_attention
 from triforce_tree.stats import Progress
 
 
 class Sink(Protocol):
-    """What keeps the rows of a prefill."""
+    """What keeps the rows of a prefill.
+
+    Attributes:
+        places: of each layer of the model, the number that it goes by here; None for one with a window.
+    """
+
+    @property
+    def places(self) -> Sequence[int | None]: ...
+
+    def windowed(self) -> SequenceRows:
+        """What keeps the rows of layers with a window."""
 
     def buffer(self, rows: int) -> Tensor:
-        """Room for one layer's rows ``[rows, 2, H_kv, D]``, which every layer overwrites."""
+        """Room for one layer's rows ``[rows, 2, H_kv, D]``, which every layer without a window overwrites."""
 
     def part(self, layer: int, start: int, rows: Tensor) -> Callable[[], None]:
         """The buffer's rows from ``start`` on hold ``layer``'s.
@@ -132,16 +144,25 @@ class FarStates:
 
 
 class _LayerRows:
-    """One layer's rows at a time, as a cache for the attention of a chunk."""
+    """One layer's rows at a time, as a cache for the attention of a chunk.
 
-    def __init__(self, buffer: Tensor) -> None:
-        self.buffer, self.length = buffer, 0
+    Args:
+        buffer: of all rows, for layers without a window.
+        windowed: of the others.
+    """
+
+    def __init__(self, buffer: Tensor | None, windowed: SequenceRows) -> None:
+        self.buffer, self.windowed, self.length = buffer, windowed, 0
 
     def positions(self, rows: Rows) -> Tensor:
         return rows.depths + self.length
 
-    def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, rows: Rows, how: Variant) -> Tensor:
-        stop = self.length + q.shape[2]
+    def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, rows: Rows, how: AttentionParams) -> Tensor:
+        if how.window is not None:
+            self.windowed.length = self.length
+            return self.windowed.attend(layer, q, k, v, rows, how)
+        assert self.buffer is not None
+        stop = self.length + k.shape[2]
         seen = self.buffer[:stop].permute(1, 2, 0, 3)[:, None]  # [2, 1, H_kv, S, D]
         for mine, new in zip(seen, (k, v), strict=True):
             mine[:, :, self.length :] = new
@@ -216,8 +237,9 @@ def fill_by_layers(
     """
     if not tokens:
         return
-    buffer = sink.buffer(len(tokens))
-    rows = _LayerRows(buffer)
+    whole = any(place is not None for place in sink.places)
+    buffer = sink.buffer(len(tokens)) if whole else None
+    rows = _LayerRows(buffer, sink.windowed())
     calls = _Calls(decoder_layers(model.running), states or NearStates())
     starts = range(0, len(tokens), chunk)
     with calls.noted(), model.streamed.paused() if model.streamed is not None else nullcontext():
@@ -228,17 +250,20 @@ def fill_by_layers(
             model.forward(part, Rows(depths, None, depths, len(part)), rows, last_only=True, whole=False)
     free: list[Callable[[], None]] = []
     told = done = 0
-    for layer in range(model.layers):
-        waiting, free = free, []
+    for layer, place in enumerate(sink.places):
+        # A layer with a window leaves the buffer alone: the next one that writes into it waits.
+        waiting, free = (free, []) if place is not None else ([], free)
         for number, start in enumerate(starts):
             if waiting:
                 waiting[number]()
             rows.length = start
             calls.run(layer, number)
             stop = min(start + chunk, len(tokens))
-            free.append(sink.part(layer, start, buffer[start:stop]))
+            if place is not None and buffer is not None:
+                free.append(sink.part(place, start, buffer[start:stop]))
             done += stop - start
             if progress and done // model.layers > told:
                 progress(done // model.layers - told)
                 told = done // model.layers
-        sink.whole(layer, buffer)
+        if place is not None and buffer is not None:
+            sink.whole(place, buffer)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from triforce_tree.attention import AttentionParams
 from triforce_tree.few_row import few_row_copy, why_not_exchanged
 from triforce_tree.fused_linears import fused
 from triforce_tree.hf_model import HFModel, PassThrough, narrowing
@@ -36,14 +37,11 @@ _LOG = logging.getLogger(__name__)
 class Attend(Protocol):
     """What the attention layers of one forward do with their queries, keys and values."""
 
-    def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, sinks: Tensor | None
-    ) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, how: AttentionParams) -> Tensor:
         """Store the new rows of ``layer``, and attend.
 
         Args:
             q, k, v: ``[B, H_q, T, D]`` and ``[B, H_kv, T, D]``, rotated.
-            softcap: 0 for none.
 
         Returns:
             ``[B, T, H_q, D]``.
@@ -60,17 +58,28 @@ class _Running(threading.local):
 _running = _Running()
 
 
-@torch.library.custom_op("triforce_tree::cycle_attend", mutates_args=())
-def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, sinks: Tensor | None) -> Tensor:
+def _attend_now(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float, sinks: Tensor | None
+) -> Tensor:
     if _running.attend is None:
         raise RuntimeError(f"attention implementation {ATTENTION!r} was called outside a StepModel")
     layer = _running.layer
     _running.layer += 1
-    return _running.attend(layer, q, k, v, scale, softcap, sinks)
+    return _running.attend(layer, q, k, v, AttentionParams(scale, window or None, softcap or None, sinks))
+
+
+@torch.library.custom_op("triforce_tree::cycle_attend", mutates_args=())
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float, sinks: Tensor | None
+) -> Tensor:
+    """An operator takes numbers alone: 0 stands for no window, and for no softcap."""
+    return _attend_now(q, k, v, scale, window, softcap, sinks)
 
 
 @_attend.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, sinks: Tensor | None) -> Tensor:
+def _(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float, sinks: Tensor | None
+) -> Tensor:
     batch, heads, rows, dim = q.shape
     return q.new_empty(batch, rows, heads, dim)
 
@@ -87,10 +96,11 @@ def _attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    if narrowing(module, sliding_window) is not None:
-        raise NotImplementedError("the captured cycle has no sliding windows")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return torch.ops.triforce_tree.cycle_attend(query, key, value, scale, softcap or 0.0, s_aux), None
+    window = narrowing(module, sliding_window) or 0
+    # The operator is for the compiler; a call through it takes longer than a small attention itself.
+    attend = torch.ops.triforce_tree.cycle_attend if torch.compiler.is_compiling() else _attend_now
+    return attend(query, key, value, scale, window, softcap or 0.0, s_aux), None
 
 
 AttentionInterface.register(ATTENTION, _attention)

@@ -7,30 +7,28 @@ Level 2 attends to the host store piece by piece, in a fixed order and whatever 
 window, and merges by log-sum-exp; meanwhile the CPU may attend to a share of the rows where they are. New
 rows stay in the window until they are settled and old enough to leave it; then they go to the host, off the
 critical path.
+
+All this is of layers without a window. Layers with one keep it in a ring on the device (``cycle/store.py``).
 """
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from triforce_tree.attention import KVShape
 from triforce_tree.cycle.host_attention import HostAttention, check_host_attention
 from triforce_tree.cycle.host_store import HostStore, Offload
 from triforce_tree.cycle.layerwise import FarStates, ReservedStates, fill_by_layers
-from triforce_tree.cycle.rows import KVStore, TreeRows
+from triforce_tree.cycle.prefill import SequenceRows
+from triforce_tree.cycle.store import KVStore
 from triforce_tree.hf_model import HFModel
-from triforce_tree.kernels import dispatch, planned, step
-from triforce_tree.kernels.plan import Plan, plan_pieces
+from triforce_tree.kernels.plan import Heads
 from triforce_tree.stats import Progress
 
 LEAVING = 128
 """Rows that leave the window together, rounded up to whole units."""
-
-TOGETHER = 8
-"""Pieces on the device that one call attends to, at most."""
 
 
 class OffloadedCache:
@@ -48,7 +46,9 @@ class OffloadedCache:
         progress: called with bytes of host memory as they are taken.
 
     Attributes:
-        store: slots and window ``[layers, 2, B, H_kv, slots + W, D]``; level 1's memory.
+        places: of each layer of the model, which layer of the host store it is; None for one with a window.
+        rings: keys and values of the layers with a window.
+        store: slots and window of the others ``[layers, 2, B, H_kv, slots + W, D]``; level 1's memory.
         window: the same without the slots.
         base: int64 ``[B]``, rows of each text that are in the host store.
         means: ``[layers, B, H_kv, C, D]``, of the keys of each chunk before ``base``; None without chunks.
@@ -56,7 +56,8 @@ class OffloadedCache:
         attention: of the CPU; None where the settings leave it no rows.
 
     Raises:
-        ValueError: the CPU is to attend for a model that it cannot attend for.
+        ValueError: layers without a window have different heads, or the CPU is to attend for a model that it
+            cannot attend for.
         HostMemoryError: host memory is short.
     """
 
@@ -73,7 +74,13 @@ class OffloadedCache:
         progress: Callable[[int], None] | None = None,
     ) -> None:
         self.model, self.recent, self.chunk, self.closed = model, recent, chunk, False
-        layers, heads, device, dtype = model.layers, model.heads, model.device, model.dtype
+        device, dtype = model.device, model.dtype
+        heads = one_shape(model)
+        whole, windowed = _kept_elsewhere(model.kv_shapes)
+        held = [layer for layer, shape in enumerate(whole) if shape is not None]
+        self.places = [held.index(layer) if layer in held else None for layer in range(len(whole))]
+        layers = len(held)
+        self.rings = KVStore(windowed, batch, room + behind, device, dtype, scratch=behind)
         self.settings = settings
         self.attention: HostAttention | None = None
         if settings.host_share or settings.plain_host_share:
@@ -83,23 +90,16 @@ class OffloadedCache:
         self.leaving = -(-LEAVING // self.host.unit) * self.host.unit
         self.slots, self.behind = slots, behind
         # While a prompt is fed nothing of this is needed: it holds one layer's rows then, or hidden states.
-        self.store = KVStore(
-            layers, batch, heads, slots + recent + self.leaving + behind, device, dtype,
-            least=0 if self.host.last_resident else self.host.rows * 2 * heads.kv * heads.dim,
-        )  # fmt: skip
-        self.window = copy.copy(self.store)
-        self.window.kv = self.store.kv[..., slots:, :]
-        self.window.rows = self.store.rows - slots
+        least = 0 if self.host.last_resident or not layers else self.host.rows * 2 * heads.kv * heads.dim
+        rows = slots + recent + self.leaving + behind
+        self.store = KVStore(whole, batch, rows, device, dtype, least=least)
+        self.window = self.store.behind(slots)
         self.base = torch.zeros(batch, dtype=torch.int64, device=device)
         self.lengths = [0] * batch
         self.means: Tensor | None = None
         if chunk:
             count = self.host.rows // chunk
             self.means = torch.zeros(layers, batch, heads.kv, count, heads.dim, device=device, dtype=dtype)
-
-    def rows(self, queries: int, mask: Tensor | None = None) -> "StreamedRows":
-        """What the attention layers of a pass of level 2 do."""
-        return StreamedRows(self, queries, mask)
 
     def share(self, queries: int) -> float:
         """Of the rows in host memory, what the CPU attends to in a pass of so many rows a text."""
@@ -111,6 +111,7 @@ class OffloadedCache:
         fillings = []
         for b, prompt in enumerate(prompts):
             tokens = list(prompt[:-1])
+            self.rings.fed(b, len(tokens))
             self.lengths[b] = len(tokens)
             self.host.base[b] = self._base_of(len(tokens))
             fillings.append(Filling(self, b))
@@ -162,9 +163,10 @@ class OffloadedCache:
 
     def _leave(self, b: int, count: int) -> None:
         """The window's first ``count`` rows go to the host, the others move up."""
-        base, kv = self.host.base[b], self.window.kv[:, :, b]
+        base = self.host.base[b]
         left = self.lengths[b] - base - count
         for layer in range(self.host.layers):
+            kv = self.window.kv[:, :, b]
             gone = kv[layer, :, :, :count].permute(2, 0, 1, 3).contiguous()
             self.host.write(layer, b, base, gone)
             self.average(layer, b, base, gone)
@@ -213,7 +215,8 @@ class OffloadedCache:
         """
         base, host = self.base.clone(), self.host.base
         self.base.fill_(max(0, length - (self.window.rows - self.behind)))
-        self.host.base = [min(min(self.host.resident_rows) + self.host.piece, self.host.rows)] * len(host)
+        shown = min(self.host.resident_rows, default=0) + self.host.piece
+        self.host.base = [min(shown, self.host.rows)] * len(host)
         self.host.ring.forget()
         try:
             yield
@@ -243,6 +246,15 @@ class Filling:
         shape = (cache.host.layers, 2, heads.kv, newest, heads.dim)
         self._aside = torch.empty(shape, device=cache.host.device, dtype=cache.model.dtype)
 
+    @property
+    def places(self) -> list[int | None]:
+        """See ``OffloadedCache``."""
+        return self.cache.places
+
+    def windowed(self) -> SequenceRows:
+        """Where layers with a window keep theirs."""
+        return SequenceRows(self.cache.rings, self.b)
+
     def buffer(self, rows: int) -> Tensor:
         """Room for one layer's rows ``[rows, 2, H_kv, D]``."""
         if self.cache.host.last_resident:
@@ -264,86 +276,27 @@ class Filling:
 
     def settle(self) -> None:
         """Put the newest rows into the window."""
-        self.cache.window.kv[:, :, self.b, :, : self._aside.shape[3]] = self._aside
+        if self.cache.host.layers:
+            self.cache.window.kv[:, :, self.b, :, : self._aside.shape[3]] = self._aside
 
 
-class StreamedRows(TreeRows):
-    """T new rows a text, of which each sees all settled rows and its ancestors: a pass of level 2."""
+def _kept_elsewhere(shapes: Sequence[KVShape]) -> tuple[list[KVShape | None], list[KVShape | None]]:
+    """The layers without a window, and those with one, each with None in the place of the others."""
+    whole = [None if shape.window is not None else shape for shape in shapes]
+    return whole, [shape if shape.window is not None else None for shape in shapes]
 
-    # It follows the lengths of the host's rows, and waits for the bus anyway.
-    capturable = False
 
-    def __init__(self, cache: OffloadedCache, queries: int, mask: Tensor | None = None) -> None:
-        super().__init__(cache.window, queries, mask=mask)
-        self.cache, host = cache, cache.host
-        self.queries, self._share = queries, 0.0
-        most = max(1, min(TOGETHER, max(host.resident_rows) // host.piece))
-        self._plans = plan_pieces(
-            host.heads, queries, host.piece, most, device=host.device, dtype=cache.window.kv.dtype
+def one_shape(model: HFModel) -> Heads:
+    """Heads of the layers without a window; of any layer where all have one.
+
+    Raises:
+        ValueError: they differ.
+    """
+    found = list(dict.fromkeys(s.heads for s in model.kv_shapes if s.window is None)) or [model.heads]
+    if len(found) > 1:
+        shapes = " and ".join(f"{heads.kv} x {heads.dim}" for heads in found)
+        raise ValueError(
+            f"the layers of {model.name} have keys of {shapes} numbers, but those of an offloaded cache need "
+            "one shape; keep the cache on the device (leave offload out)"
         )
-        # Lengths of a piece, four numbers apart: kernels are specialised on the alignment of pointers.
-        steps = torch.arange(host.piece // host.unit + 1, dtype=torch.int32) * host.unit
-        self._lengths = steps[:, None].expand(-1, 4).contiguous().to(host.device)
-
-    def begin(self, before: Tensor, words: Tensor | None = None) -> None:
-        super().begin(before - self.cache.base, words)
-        self._share = self.cache.share(self.queries)
-        self.cache.host.prefetch(self._share)
-
-    def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, sinks: Tensor | None
-    ) -> Tensor:
-        batch, heads, queries, dim = q.shape
-        packed = q.transpose(1, 2).reshape(batch, queries, heads, dim)
-        attention = self.cache.attention if self._share else None
-        if attention is not None:
-            rows = [self.cache.host.attended(layer, b, self._share) for b in range(batch)]
-            attention.ask(packed, rows, scale)
-        parts = [self._pieces(layer, b, packed[b], scale, softcap) for b in range(batch)]
-        keys, values = self.store.layer(layer)
-        # The window last: its rows are the only ones that this forward writes.
-        step.append_rows(keys, values, k, v, self.at)
-        out, lse = planned.states(
-            packed.flatten(0, 1), keys, values, self.plan, scale=scale, softcap=softcap or None, sinks=sinks
-        )
-        # Last of all the CPU's part. By now the device has been asked for all of its own work in this layer,
-        # and the bus for as many pieces of the next ones as the ring holds.
-        if attention is not None:
-            far_out, far_lse = attention.states()
-            for b, pieces in enumerate(parts):
-                pieces.append((far_out[b : b + 1], far_lse[b : b + 1]))
-        merged = []
-        for b, pieces in enumerate(parts):
-            own = slice(b * queries, (b + 1) * queries)
-            outs, lses = zip(*pieces, (out[None, own], lse[None, own]), strict=True)
-            merged.append(dispatch.merge_states(torch.cat(outs), torch.cat(lses))[0])
-        return torch.stack(merged)
-
-    def _pieces(
-        self, layer: int, b: int, q: Tensor, scale: float, softcap: float
-    ) -> list[tuple[Tensor, Tensor]]:
-        """Attention of ``q`` ``[T, H_q, D]`` to each piece of the host store that is, or comes, here.
-
-        Returns:
-            states of one or several pieces, ``[n, T, H_q, D]`` and ``[n, T, H_q]``, in the pieces' order.
-        """
-        host, found = self.cache.host, []
-        whole = host.resident(layer, b, self._share)
-
-        def attend(rows: Tensor, plan: Plan) -> None:
-            queries = q if len(rows) == 1 else q.repeat(len(rows), 1, 1)
-            k, v = (part.transpose(1, 2) for part in rows.unbind(2))
-            state = planned.states(queries, k, v, plan, scale=scale, softcap=softcap or None)
-            found.append((state[0].unflatten(0, (len(rows), -1)), state[1].unflatten(0, (len(rows), -1))))
-
-        most = len(self._plans)
-        for start in range(0, len(whole), most):
-            run = whole[start : start + most]
-            attend(run, self._plans[len(run) - 1])
-        for piece in host.pieces(layer, b, self._share, len(whole)):
-            rows = piece.rows if piece.resident else host.ring.take()
-            step = (piece.stop - piece.start) // host.unit
-            attend(rows[None], replace(self._plans[0], lengths=self._lengths[step, :1]))
-            if not piece.resident:
-                host.ring.give()
-        return found
+    return found[0]

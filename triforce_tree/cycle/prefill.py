@@ -1,19 +1,28 @@
 """Prompts into the full cache, one sequence at a time, in chunks."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from triforce_tree.caches.base import Rows, Variant
-from triforce_tree.cycle.rows import KVStore
+from triforce_tree.attention import AttentionParams
+from triforce_tree.caches.base import Rows
+from triforce_tree.cycle.store import KVStore
 from triforce_tree.hf_model import HFModel
 from triforce_tree.kernels.prefill import causal_attention
 from triforce_tree.stats import Progress
 
+# Fewest queries under a window at once.
+_BLOCK = 512
+
 
 class SequenceRows:
-    """One sequence of a :class:`KVStore` as a cache that prefill writes straight into."""
+    """One sequence of a :class:`KVStore` as a cache that prefill writes straight into.
+
+    Attributes:
+        length: positions that are there.
+    """
 
     def __init__(self, store: KVStore, sequence: int) -> None:
         self.store, self.sequence = store, sequence
@@ -22,13 +31,30 @@ class SequenceRows:
     def positions(self, rows: Rows) -> Tensor:
         return rows.depths + self.length
 
-    def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, rows: Rows, how: Variant) -> Tensor:
-        stop = self.length + q.shape[2]
+    def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, rows: Rows, how: AttentionParams) -> Tensor:
+        # Layers that share another's keys may have been left with the last queries alone.
+        index, count = layer.layer_idx, k.shape[2]
+        group = self.store.check(index, how.window)
+        start, stop, window = self.length, self.length + count, group.shape.window
         mine = slice(self.sequence, self.sequence + 1)
-        keys, values = (t[mine, :, :stop] for t in self.store.layer(layer.layer_idx))
-        keys[:, :, self.length :] = k
-        values[:, :, self.length :] = v
-        return causal_attention(q, keys, values, scale=how.scale, softcap=how.softcap, sinks=how.sinks)
+        cached = [t[mine] for t in self.store.layer(index)]
+        if group.ring:
+            # Before the chunk overwrites them, those of the window; of a long chunk only its end stays.
+            assert window is not None
+            older = group.runs(max(0, start - window + 1), start)
+            seen = [
+                torch.cat([*(old[:, :, slots] for slots, _ in older), new], 2)
+                for old, new in zip(cached, (k, v), strict=True)
+            ]
+            kept = min(count, group.ring)
+            for old, new in zip(cached, (k, v), strict=True):
+                for slots, places in group.runs(stop - kept, stop):
+                    old[:, :, slots] = new[:, :, count - kept :][:, :, places]
+        else:
+            for old, new in zip(cached, (k, v), strict=True):
+                old[:, :, start:stop] = new
+            seen = [old[:, :, :stop] for old in cached]
+        return _causal(q, seen[0], seen[1], replace(how, window=window))
 
     def advance(self, count: int) -> None:
         self.length += count
@@ -40,6 +66,22 @@ class SequenceRows:
 
     def prefill_step(self, coming: int) -> tuple[int, int]:
         return 0, coming
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor, how: AttentionParams) -> Tensor:
+    """``causal_attention``, under a window block by block: a whole chunk would score what nobody sees."""
+    count, before = q.shape[2], k.shape[2] - q.shape[2]
+    block = count if how.window is None else max(how.window, _BLOCK)
+    parts = []
+    for start in range(0, count, block):
+        stop = min(start + block, count)
+        first = 0 if how.window is None else max(0, before + start - how.window + 1)
+        own, seen = q[:, :, start:stop], [t[:, :, first : before + stop] for t in (k, v)]
+        out = causal_attention(
+            own, *seen, scale=how.scale, window=how.window, softcap=how.softcap, sinks=how.sinks
+        )
+        parts.append(out)
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
 def chunk_tokens(chunk: int | None, device: torch.device) -> int:
@@ -58,3 +100,4 @@ def prefill(
         model.forward(part, Rows(depths, None, depths, len(part)), rows, last_only=True)
         if progress:
             progress(len(part))
+    store.fed(sequence, len(tokens))

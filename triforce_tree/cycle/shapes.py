@@ -30,6 +30,11 @@ class DeviceShape:
     places: tuple[tuple[tuple[int, int], ...], ...] | None = None
 
     @property
+    def depths(self) -> list[int]:
+        """Of each node, the root first."""
+        return [0, *(d + 1 for d, width in enumerate(self.widths) for _ in range(width))]
+
+    @property
     def parents(self) -> list[int]:
         """The parent of each node, -1 for the root; where they vary, the first node of the depth above."""
         parents, first = [-1], 0

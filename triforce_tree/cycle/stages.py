@@ -7,7 +7,7 @@
 * :class:`PlainStage`: level 2 alone: autoregressive decoding.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -27,8 +27,8 @@ from triforce_tree.kernels import step
 from triforce_tree.token_tree import ancestor_mask
 from triforce_tree.tree_search import parse_shape
 
-FullRows = Callable[[int, Tensor | None], TreeRows]
-"""Makes what T new rows of level 2 do in the full cache, of T and a mask that never changes."""
+FullRows = Callable[[int, Tensor | None, Sequence[int] | None], TreeRows]
+"""Makes what T new rows of level 2 do in the full cache, of T, a mask that never changes, and depths."""
 
 
 class Stage(Protocol):
@@ -46,7 +46,7 @@ class Verdict(NamedTuple):
         path: int64 ``[B, D + 1]``, accepted nodes from the root on, -1 after the last.
         counts: int64 ``[B]``, how many these are, and how many tokens are emitted.
         emitted: int64 ``[B, D + 1]``: tokens of the accepted nodes but the root, and the one after them.
-        scores: fp32 ``[B, N, V]`` of all nodes, distributions where tokens are sampled.
+        scores: fp32 ``[B, N, V]`` of all nodes that were judged, distributions where tokens are sampled.
     """
 
     path: Tensor
@@ -80,23 +80,25 @@ class Verifier:
         """A stage that calls :meth:`forward` over ``rows`` in its first part, :meth:`judge` in its second."""
         capturable = self.model.capturable and rows.capturable
         # Logits of a direct forward are at another address each time.
-        return [
-            Step(forward, capturable),
-            Step(judge, capturable and self.law.capturable and self.noise.capturable),
-        ]
+        alone = self.law.capturable and self.noise.capturable
+        return [Step(forward, capturable), Step(judge, capturable and alone)]
 
     def forward(self, tree: TokenTree, root: Tensor, rows: TreeRows, words: Tensor | None) -> None:
-        """Logits of all nodes.
+        """Logits of all nodes, or, where shapes may change, of all up to the last slot that is taken.
 
         Args:
             tree: to verify; its root stands at ``root`` in each text.
             words: masks where they change.
         """
+        if rows.resizable:
+            tree = tree.first(tree.taken)
+            words = words[:, : tree.nodes] if words is not None else None
         rows.begin(root, words)
         self._logits = self.model(tree.tokens.clamp_min(0), root[:, None] + tree.depths, rows)
 
     def judge(self, tree: TokenTree, root: Tensor) -> Verdict:
         """Which nodes are accepted, and what follows them, by the logits of the last forward."""
+        tree = tree.first(self._logits.shape[1])
         depth, paths = tree.depth, partial(tree.paths, self.texts, root)
         if self.law.greedy:
             p = self.law.scores(self._logits, paths)
@@ -170,7 +172,7 @@ class RetrievalVerifyStage:
 
     def _lengthen(self) -> None:
         path, count, emitted, p = self.verifier.judge(self.tree, self._root)
-        self.rows.store.move(path, self.rows.at)
+        self.rows.move(path)
         laws = p.gather(1, path.clamp_min(0)[..., None].expand(-1, -1, p.shape[2]))
         if self.leaves:
             self.texts.add_leaves(self._beside.second_choice(laws, emitted))
@@ -212,7 +214,7 @@ class ChainVerifyStage:
             probs_rows=torch.arange(count, device=device).expand(batch, -1),
             depth=reach,
         )
-        self.rows = full(count, ancestor_mask(parents))
+        self.rows = full(count, ancestor_mask(parents), depths)
         self.verifier = Verifier(model, law, texts, count, vocabulary)
         self.noise = [self.verifier.noise]
         self._places = torch.arange(reach + 1, device=device)
@@ -244,7 +246,7 @@ class TreeVerifyStage:
 
     def __init__(self, draft: DraftStage, verifier: Verifier, full: FullRows) -> None:
         self.tree, self.texts, self.verifier = draft.tree, draft.texts, verifier
-        self.rows = full(self.tree.nodes, None)
+        self.rows = full(self.tree.nodes, None, self.tree.depths.tolist())
         self.noise = [verifier.noise]
         self._root: Tensor
 
@@ -262,7 +264,7 @@ class TreeVerifyStage:
 
 def _commit(texts: Texts, rows: TreeRows, verdict: Verdict) -> None:
     """What level 2 accepted becomes text, and its rows those of the full cache."""
-    rows.store.move(torch.where(texts.active[:, None] > 0, verdict.path, -1), rows.at)
+    rows.move(torch.where(texts.active[:, None] > 0, verdict.path, -1))
     texts.settle(verdict.emitted, verdict.counts)
 
 
@@ -284,7 +286,7 @@ class PlainStage:
         vocabulary: int,
     ) -> None:
         self.texts, self.means = texts, means
-        self.rows = full(1, None)
+        self.rows = full(1, None, None)
         self.verifier = Verifier(model, law, texts, 1, vocabulary)
         self.noise = [self.verifier.noise]
         self.tree = TokenTree.of(DeviceShape(()), texts.batch, 0, model.device)

@@ -6,8 +6,8 @@ from dataclasses import replace
 import torch
 
 from triforce_tree.cycle.decoder import CycleDecoder
+from triforce_tree.cycle.draft_length import DraftLengthController
 from triforce_tree.cycle.endings import Ending
-from triforce_tree.cycle.pace import Pace
 from triforce_tree.graphs import free_memory
 from triforce_tree.stats import LevelStats, Progress, added
 
@@ -32,9 +32,9 @@ class SteadyDecoder:
         self._with_memory(lambda: None)
 
     @property
-    def pace(self) -> Pace:
+    def controller(self) -> DraftLengthController:
         assert self._decoder is not None
-        return self._decoder.pace
+        return self._decoder.controller
 
     @property
     def levels(self) -> list[LevelStats]:

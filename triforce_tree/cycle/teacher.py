@@ -62,7 +62,7 @@ def retrieval_logits(cycle: Cycle, tokens: Sequence[int], step: int) -> Tensor:
     """
     view = cycle.rows or cycle.copies
     assert view is not None, "a cycle of three levels has a level 1"
-    nodes, device = view.plan.queries, cycle.device
+    nodes, device = view.mask.shape[0], cycle.device
     step = min(step, nodes)
     own = 1 << torch.arange(nodes, device=device)
     logits = []
@@ -94,7 +94,7 @@ def target_logits(cycle: Cycle, tokens: Sequence[int]) -> Tensor:
     count = len(tokens)
     tree = _chain(cycle, count)
     tree.tokens.copy_(torch.tensor([list(tokens)], device=cycle.device))
-    rows = cycle.full_rows(count, ancestor_mask(list(range(-1, count - 1))))
+    rows = cycle.full_rows(count, ancestor_mask(list(range(-1, count - 1))), list(range(count)))
     root = cycle.texts.length.clone()
     rows.begin(root)
     logits = cycle.full(tree.tokens, root[:, None] + tree.depths, rows)

@@ -53,7 +53,7 @@ class NoiseDraws:
 
     def choose_distinct(self, probs: Tensor, count: int) -> Tensor:
         times = probs / self._race
-        draws = ranked(times).topk(count).indices
+        draws = largest(times, count)
         return torch.where(times.gather(2, draws) > 0, draws, -1)
 
 
@@ -66,10 +66,22 @@ def draw_tokens(draws: Draws | None, probs: Tensor, count: int) -> tuple[Tensor,
         count: K, tokens of each; those past V are -1.
     """
     most = min(count, probs.shape[-1])
-    order = ranked(probs).topk(most).indices
+    order = largest(probs, most)
     tokens = order if draws is None else draws.choose_distinct(probs, most)
     missing, pad = (0, count - most), torch.nn.functional.pad
     return pad(tokens, missing, value=-1), pad(probs.gather(2, order), missing)
+
+
+def largest(numbers: Tensor, count: int) -> Tensor:
+    """Indices of the ``count`` largest of each row ``[..., R]``, not negative: by :func:`ranked`."""
+    values, order = numbers.topk(count)
+    # topk takes any of equal numbers, in any order; where all above and at its last number are found, only
+    # their order is open.
+    if (numbers >= values[..., -1:]).sum(-1).eq(count).all():
+        order = order.sort(-1).values
+        falling = numbers.gather(-1, order).sort(stable=True, descending=True).indices
+        return order.gather(-1, falling)
+    return ranked(numbers).topk(count).indices
 
 
 def ranked(numbers: Tensor) -> Tensor:

@@ -6,18 +6,103 @@ few rows against tens of thousands is a shape that torch's default GEMM packs an
 the cache in place and takes about half the time (16 queries, 16,384 rows, 3 heads of 128).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from triforce_tree.kernels import reference
+from triforce_tree.kernels.plan import FirstRows, Plan
 
 # Below this many rows one batched product for all heads costs less than a call for each head.
 _ROWS_PER_HEAD_CALL = 1024
 Product = Callable[[Tensor, Tensor], Tensor]
 
 ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def planned_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: Plan,
+    *,
+    scale: float,
+    table: Tensor | None = None,
+    first: FirstRows | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention by a plan of ``plan_trees``: the output of ``launch.run``, whose arguments these are.
+
+    Args:
+        q: ``[queries, H_q, D]``, or the first T queries of every sequence where the plan has more.
+        k, v: ``[B, H_kv, S, D]``, or pages ``[P, H_kv, page, D]`` with a ``table``.
+        table: int32 ``[B, H_kv, W]`` or ``[B, W]``.
+        first: the first row that each query of the plan sees.
+
+    Returns:
+        ``[queries, H_q, D]``, as many as there are in ``q``.
+    """
+    outs = []
+    _, _, tails, firsts, counts, _ = plan.segments.tolist()
+    given = _given(q.shape[0], counts)
+    for b, (queries, length) in enumerate(zip(q.split(given), plan.lengths.tolist(), strict=True)):
+        own = slice(firsts[b], firsts[b] + given[b])
+        # Fewer queries bring as many rows less.
+        mask = tail_mask(plan.mask[own], tails[b] - counts[b] + given[b])
+        start, stop = 0 if first is None else int(first.low[b]), length + mask.shape[1]
+        if table is None:
+            keys, values = k[b : b + 1, :, start:stop], v[b : b + 1, :, start:stop]
+        else:
+            pages = table[b] if table.ndim == 3 else table[b].expand(plan.heads.kv, -1)
+            keys, values = (gathered_rows(t, pages, start, stop) for t in (k, v))
+        out = tree_attention(
+            queries.transpose(0, 1)[None], keys, values, mask, scale=scale,
+            first=None if first is None else first.first[own] - start, softcap=softcap, sinks=sinks,
+        )  # fmt: skip
+        outs.append(out[0].transpose(0, 1))
+    return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+
+def _given(queries: int, counts: Sequence[int]) -> list[int]:
+    """Queries of each sequence, where there may be fewer than the plan's ``counts``."""
+    if queries == sum(counts):
+        return list(counts)
+    assert queries < sum(counts), f"{queries} queries, {sum(counts)} planned"
+    assert queries % len(counts) == 0, f"{queries} queries of {len(counts)} sequences"
+    return [queries // len(counts)] * len(counts)
+
+
+def tail_mask(words: Tensor, tail: int) -> Tensor:
+    """bool ``[T, tail]`` of int64 words ``[T, W]``; bit j of word w is column ``64 w + j``."""
+    bits = words[..., None] >> torch.arange(64) & 1
+    return bits.bool().flatten(1)[:, :tail]
+
+
+def gathered_rows(pages: Tensor, table: Tensor, start: int, stop: int) -> Tensor:
+    """Logical rows from ``start`` to ``stop``, by a table.
+
+    Args:
+        pages: ``[P, H_kv, page, D]``.
+        table: ``[H_kv, W]``.
+
+    Returns:
+        ``[1, H_kv, stop - start, D]``; a view where the pages follow each other in memory.
+    """
+    size = pages.shape[2]
+    skipped = start // size
+    wanted = table[:, skipped : -(-stop // size)].long()
+    count = wanted.shape[1]
+    rows = slice(start - skipped * size, stop - skipped * size)
+    if count and torch.equal(wanted, (wanted[0, 0] + torch.arange(count)).expand_as(wanted)):
+        return pages[int(wanted[0, 0]) :][:count].transpose(0, 1).flatten(1, 2)[None, :, rows]
+    # One copy of a whole page for each: several times as fast as indexing rows.
+    whole = pages.flatten(2)
+    out = pages.new_empty(*wanted.shape, whole.shape[2])
+    for head, own in enumerate(wanted):
+        torch.index_select(whole[:, head], 0, own, out=out[head])
+    return out.view(1, len(wanted), -1, pages.shape[3])[:, :, rows]
 
 
 def tree_attention(

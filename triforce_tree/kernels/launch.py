@@ -19,7 +19,7 @@ from triforce_tree.kernels.device import describe
 from triforce_tree.kernels.fitting import fitted, within
 from triforce_tree.kernels.layout import row_views
 from triforce_tree.kernels.operators import fake, numbers, operator
-from triforce_tree.kernels.plan import NODE, Plan
+from triforce_tree.kernels.plan import NODE, FirstRows, Plan
 from triforce_tree.kernels.tree_attention import tree_attention_kernel
 
 
@@ -31,7 +31,7 @@ def run(
     *,
     scale: float,
     table: Tensor | None = None,
-    first: Tensor | None = None,
+    first: Tensor | FirstRows | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -47,7 +47,8 @@ def run(
         table: int32 ``[B, pages of a sequence]``, or ``[B, H_kv, pages]`` where every KV head has a
             selection of its own (a retrieval view). Logical row r is row ``r % page`` of page
             ``table[..., r // page]``.
-        first: integer ``[queries]``; query i sees no row before ``first[i]`` (sliding windows).
+        first: integer ``[queries]``; query i sees no row before ``first[i]`` (sliding windows). Where many
+            layers share them, ``FirstRows`` spare each layer the bounds of every segment.
         softcap: scores become ``softcap * tanh(score / softcap)``.
         sinks: ``[H_q]`` logits of a virtual key whose value is zero.
 
@@ -66,7 +67,9 @@ def run(
     if not scale > 0:
         raise ValueError(f"scale={scale} must be positive: the running maximum is taken on raw scores")
     low = high = None
-    if first is not None:
+    if isinstance(first, FirstRows):
+        first, low, high = first
+    elif first is not None:
         first = first.to(torch.int32)
         low, high = _bounds(first, plan)
     return _run(

@@ -11,6 +11,7 @@ The kernel cuts the list of all (segment, KV head, tile) evenly over its program
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -101,6 +102,19 @@ class Plan:
             "mask": self.mask.numel() * 8,
             "partials_at_most": 2 * pieces * (self.heads.dim + 1) * 4,
         }
+
+
+class FirstRows(NamedTuple):
+    """Which rows a window leaves visible: int32 buffers, written anew for each forward.
+
+    Attributes:
+        first: ``[queries]``, the first visible row of each query, at most its segment's length.
+        low, high: ``[segments]``, the smallest and largest of a segment's.
+    """
+
+    first: Tensor
+    low: Tensor
+    high: Tensor
 
 
 def pack_mask(mask: Tensor, words: int | None = None) -> Tensor:
@@ -220,7 +234,7 @@ def plan_pieces(
     Returns:
         plans of 1, 2, ... pieces. Their workspace is one and the same, which serves one stream.
     """
-    config = replace(choose(queries * heads.group, heads.dim, dtype.itemsize, describe(device)), align=0)
+    config = replace(_tiles(queries * heads.group, heads.dim, dtype, device), align=0)
     # As many as ``schedule.spans`` finds.
     full, ragged = divmod(rows, config.block_n)
     tiles = heads.kv * max(1, full + -(-ragged // EDGE))
@@ -267,7 +281,7 @@ def _make(
     counts = columns[4]
     most = max(counts)
     rows = most * heads.group
-    config = config or choose(rows, heads.dim, dtype.itemsize, describe(device))
+    config = config or _tiles(rows, heads.dim, dtype, device)
     units = len(counts) * heads.kv
     slices = units if split == NODE else slices or _slices(rows, device, config)
     pieces = (sum(counts) * heads.kv + slices * most) * heads.group
@@ -303,6 +317,13 @@ def _make(
         slices=slices,
         max_queries=most,
     )
+
+
+def _tiles(rows: int, dim: int, dtype: torch.dtype, device: torch.device | str) -> KernelConfig:
+    """Off the GPU plain torch attends for heads of any size, though its plans name tiles."""
+    if torch.device(device).type == "cpu":
+        dim = min(dim, 256)
+    return choose(rows, dim, dtype.itemsize, describe(device))
 
 
 def _slices(rows: int, device: torch.device | str, config: KernelConfig) -> int:

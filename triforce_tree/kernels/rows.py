@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from triforce_tree.kernels.operators import operator
+from triforce_tree.kernels.step_reference import check_ring
 
 # Elements of a tile: 64 to a thread of four warps.
 _TILE = 8192
@@ -36,15 +37,19 @@ def _append_kernel(
     heads,
     size,
     count,
+    ring,
     DIM: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    RING: tl.constexpr,
 ):
     pair = tl.program_id(0).to(tl.int64)
     sequence, head = pair // heads, pair % heads
     row = tl.program_id(1).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     column = tl.arange(0, BLOCK_D)[None, :]
     target = tl.load(start_ptr + sequence) + row
+    if RING:
+        target = target % ring
     there = ((row < count) & (target >= 0) & (target < size))[:, None] & (column < DIM)
     k = tl.load(k_ptr + sequence * k_b + head * k_h + row[:, None] * k_t + column, mask=there)
     v = tl.load(v_ptr + sequence * v_b + head * v_h + row[:, None] * v_t + column, mask=there)
@@ -68,9 +73,11 @@ def _move_kernel(
     heads,
     size,
     count,
+    ring,
     DIM: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    RING: tl.constexpr,
 ):
     at = tl.program_id(0).to(tl.int64)
     part, sequence, head = at // (batch * heads), at // heads % batch, at % heads
@@ -79,6 +86,8 @@ def _move_kernel(
     index = tl.load(index_ptr + sequence * stride_index + place, mask=place < count, other=-1)
     start = tl.load(start_ptr + sequence)
     source, target = start + index, start + place
+    if RING:
+        source, target = source % ring, target % ring
     # Most of a path often lies in order already: a row that is its own target needs no traffic.
     moved = (index >= 0) & (index != place) & (source < size) & (target < size)
     there = moved[:, None] & (column < DIM)[None, :]
@@ -128,35 +137,37 @@ def _means_kernel(
 
 
 @operator("append_rows", writes=("k_cache", "v_cache"))
-def append_rows(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tensor) -> None:
+def append_rows(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tensor, ring: int = 0) -> None:
     """See ``step_reference.append_rows``."""
     batch, heads, size, dim = k_cache.shape
     count = k.shape[2]
     if k.shape != (batch, heads, count, dim) or v.shape != k.shape or v_cache.shape != k_cache.shape:
         raise ValueError(f"rows of {tuple(k.shape)}, {tuple(v.shape)} do not fit {tuple(k_cache.shape)}")
+    check_ring(ring, count, size)
     block_d = triton.next_power_of_2(dim)
     block_t = max(1, min(triton.next_power_of_2(count), _TILE // 2 // block_d))
     _append_kernel[(batch * heads, triton.cdiv(count, block_t))](
         k_cache, v_cache, k, v, start.contiguous(),
-        *_strides(k_cache), *_strides(v_cache), *_strides(k), *_strides(v), heads, size, count,
-        DIM=dim, BLOCK_T=block_t, BLOCK_D=block_d,
+        *_strides(k_cache), *_strides(v_cache), *_strides(k), *_strides(v), heads, size, count, ring,
+        DIM=dim, BLOCK_T=block_t, BLOCK_D=block_d, RING=ring > 0,
     )  # fmt: skip
 
 
 @operator("move_rows", writes=("rows",))
-def move_rows(rows: Tensor, index: Tensor, start: Tensor) -> None:
+def move_rows(rows: Tensor, index: Tensor, start: Tensor, ring: int = 0) -> None:
     """See ``step_reference.move_rows``; 1,024 places at most."""
     parts, batch, heads, size, dim = rows.shape
     count = index.shape[1]
     if count > 1024:
         raise ValueError(f"index has {count} places, 1024 at most fit one program; commit in parts")
+    check_ring(ring, count, size)
     if index.stride(1) != 1:
         index = index.contiguous()
     block_r = triton.next_power_of_2(count)
     block_d = max(8, min(triton.next_power_of_2(dim), _TILE // block_r))
     _move_kernel[(parts * batch * heads, triton.cdiv(dim, block_d))](
-        rows, index, start.contiguous(), *_strides(rows), index.stride(0), batch, heads, size, count,
-        DIM=dim, BLOCK_R=block_r, BLOCK_D=block_d,
+        rows, index, start.contiguous(), *_strides(rows), index.stride(0), batch, heads, size, count, ring,
+        DIM=dim, BLOCK_R=block_r, BLOCK_D=block_d, RING=ring > 0,
     )  # fmt: skip
 
 

@@ -31,16 +31,16 @@ def _triton_op(name: str) -> Callable[..., Any]:
     return operators[name]
 
 
-def append_rows(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tensor) -> None:
+def append_rows(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tensor, ring: int = 0) -> None:
     """See ``step_reference.append_rows``."""
     op = _triton_op("append_rows") if k_cache.is_cuda else step_reference.append_rows
-    op(k_cache, v_cache, k, v, start)
+    op(k_cache, v_cache, k, v, start, ring)
 
 
-def move_rows(rows: Tensor, index: Tensor, start: Tensor) -> None:
+def move_rows(rows: Tensor, index: Tensor, start: Tensor, ring: int = 0) -> None:
     """See ``step_reference.move_rows``."""
     op = _triton_op("move_rows") if rows.is_cuda else step_reference.move_rows
-    op(rows, index, start)
+    op(rows, index, start, ring)
 
 
 def chunk_means(means: Tensor, k: Tensor, first: Tensor, count: int, chunk: int) -> None:

@@ -12,22 +12,30 @@ from torch import Tensor
 from triforce_tree.kernels.draws import Draws, NoiseDraws, draw_tokens, ranked
 
 
-def append_rows(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tensor) -> None:
+def append_rows(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tensor, ring: int = 0) -> None:
     """Write new rows behind the present ones: row t of sequence b goes to row ``start[b] + t``.
 
     Args:
         k_cache, v_cache: ``[B, H, S, D]``, changed in place; any strides with the last dimension dense.
         k, v: ``[B, H, T, D]``, likewise; rows that would land at S or beyond are dropped.
         start: int64 ``[B]``, not negative.
+        ring: T to S slots that rows go round in: logical row r is slot ``r % ring``, and no row is dropped.
+            0: row r is slot r.
     """
     size = k_cache.shape[2]
+    check_ring(ring, k.shape[2], size)
     for sequence, first in enumerate(start.tolist()):
+        if ring:
+            slots = (torch.arange(k.shape[2], device=k.device) + first) % ring
+            k_cache[sequence, :, slots] = k[sequence].to(k_cache.dtype)
+            v_cache[sequence, :, slots] = v[sequence].to(v_cache.dtype)
+            continue
         count = max(0, min(k.shape[2], size - first))
         k_cache[sequence, :, first : first + count] = k[sequence, :, :count].to(k_cache.dtype)
         v_cache[sequence, :, first : first + count] = v[sequence, :, :count].to(v_cache.dtype)
 
 
-def move_rows(rows: Tensor, index: Tensor, start: Tensor) -> None:
+def move_rows(rows: Tensor, index: Tensor, start: Tensor, ring: int = 0) -> None:
     """Commit accepted paths: row ``start[b] + index[b, i]`` moves to ``start[b] + i``, in place.
 
     All sources are read before any target is written, so the two may overlap.
@@ -36,14 +44,24 @@ def move_rows(rows: Tensor, index: Tensor, start: Tensor) -> None:
         rows: ``[P, B, H, S, D]`` (layers times K and V first), any strides with the last dimension dense.
         index: int64 ``[B, R]``; -1, anywhere, moves nothing for its place.
         start: int64 ``[B]``, the committed lengths.
+        ring: as in ``append_rows``; of at least R slots, and more than any index.
     """
     size = rows.shape[3]
+    check_ring(ring, index.shape[1], size)
     for sequence, first in enumerate(start.tolist()):
         sources = index[sequence] + first
         targets = torch.arange(index.shape[1], device=rows.device) + first
+        if ring:
+            sources, targets = sources % ring, targets % ring
         moved = (index[sequence] >= 0) & (sources < size) & (targets < size)
         values = rows[:, sequence].index_select(2, sources[moved])
         rows[:, sequence, :, targets[moved]] = values
+
+
+def check_ring(ring: int, count: int, size: int) -> None:
+    """Raise ValueError where ``count`` rows do not fit a ring, or the ring does not fit ``size`` slots."""
+    if ring and not count <= ring <= size:
+        raise ValueError(f"ring={ring} must hold the {count} rows of a call, and lie within {size} slots")
 
 
 def chunk_means(means: Tensor, k: Tensor, first: Tensor, count: int, chunk: int) -> None:
@@ -106,8 +124,10 @@ def select_chunks(q: Tensor, means: Tensor, limit: Tensor, table: Tensor, slots:
     order = interest.clamp_min(torch.finfo(torch.float32).min)
     order = order.masked_fill(outside[:, None], -torch.inf)
     order[..., 0] = torch.inf
-    chosen = order.sort(dim=-1, descending=True, stable=True).indices[..., :slots]
-    table[..., :slots] = chosen.sort(-1).values.to(table.dtype)
+    least = order.topk(slots, sorted=False).values.amin(-1, keepdim=True)
+    above, equal = order > least, order == least
+    chosen = above | (equal & (equal.cumsum(-1) <= slots - above.sum(-1, keepdim=True)))
+    table[..., :slots] = chosen.nonzero()[:, 2].view(*chosen.shape[:2], slots)
 
 
 def accept_greedy(tokens: Tensor, parents: Tensor, best: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:

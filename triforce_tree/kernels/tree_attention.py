@@ -277,6 +277,9 @@ def tree_attention_kernel(
                 bits = tl.load(word, mask=real & (row * 0 + start < limit), other=0)
             rows = start + edge
             valid = rows < limit
+            if WINDOW:
+                # Rows that a window has left behind may have been given to others, or never been written.
+                valid = valid & (rows >= low)
             k_at = _row_offsets(rows, table_row, first_kv, stride_kb, stride_ks, PAGE, valid)
             stored = valid[:, None] & inside[None, :]
             k = tl.load(k_head + k_at[:, None] + columns[None, :], mask=stored, other=0.0)

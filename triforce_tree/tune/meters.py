@@ -16,8 +16,8 @@ from triforce_tree.cycle.cycle import Cycle
 from triforce_tree.cycle.decoder import CycleDecoder
 from triforce_tree.cycle.endings import Ending
 from triforce_tree.cycle.prefill import chunk_tokens, prefill
-from triforce_tree.cycle.rows import KVStore
 from triforce_tree.cycle.shapes import Extent
+from triforce_tree.cycle.store import KVStore
 from triforce_tree.graphs import free_memory
 from triforce_tree.hierarchy import Hierarchy
 from triforce_tree.sampling import TokenLaw
@@ -31,7 +31,7 @@ class Sample:
     """One timed generation.
 
     Attributes:
-        pace: acceptance and gathered tokens a round, as they were in the end; empty for the target alone.
+        draft_length: acceptance and draft tokens a round, as they were in the end; empty for the target alone.
         alone_ms: a token of the target alone, just before and after, where the machine may be doing other
             things as well, which is on a CPU.
     """
@@ -39,7 +39,7 @@ class Sample:
     ms_per_token: float
     tokens: list[int]
     levels: list[LevelStats]
-    pace: dict[str, float] = field(default_factory=dict)
+    draft_length: dict[str, float] = field(default_factory=dict)
     alone_ms: float | None = None
 
 
@@ -73,7 +73,7 @@ class Meter:
         target, config = hierarchy.target, hierarchy.config
         page = math.lcm(64, config.retrieval.chunk)
         rows = -(-(self._room + most.behind) // page) * page
-        self._store = KVStore(target.layers, 1, target.heads, rows, target.device, target.dtype)
+        self._store = KVStore(target.kv_shapes, 1, rows, target.device, target.dtype)
         chunk = chunk_tokens(config.prefill_chunk, target.device)
         with hierarchy.active():
             prefill(target, self._store, 0, self._tokens[:-1], chunk, progress)
@@ -117,8 +117,12 @@ class Meter:
         sample = _timed(decoder, blocks, new)
         if cycle.levels == 1:
             return sample
-        pace = {"acceptance": decoder.pace.acceptance, "gathered": decoder.pace.gathered}
-        return replace(sample, pace=pace)
+        controller = decoder.controller
+        estimates = {
+            "acceptance": controller.acceptance,
+            "tokens_per_round": controller.tokens_per_round,
+        }
+        return replace(sample, draft_length=estimates)
 
     def _open(self, config: HierarchyConfig) -> Cycle:
         old = self._cycle
@@ -141,12 +145,14 @@ class Meter:
     def _standing(self, cycle: Cycle, place: int, new: int) -> Iterator[None]:
         """Inside, KV slots of the text from its token ``place`` on may be overwritten."""
         written = max(new, _WARM_UP_TOKENS) + self._beyond + int(cycle.texts.capacity) - cycle.room
-        rows = self._store.kv[:, :, :, :, place - 1 : min(len(self._tokens), place + written)]
-        before = rows.clone()
+        stop = min(len(self._tokens), place + written)
+        rows = [group.kv[:, :, :, :, place - 1 : stop] for group in self._store.groups]
+        before = [part.clone() for part in rows]
         try:
             yield
         finally:
-            rows.copy_(before)
+            for part, old in zip(rows, before, strict=True):
+                part.copy_(old)
 
     def close(self) -> None:
         """Give the memory back."""

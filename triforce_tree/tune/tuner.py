@@ -161,7 +161,7 @@ class Tuner:
             step_ms=medians("step_ms", list(names)),
             tokens_per_pass=medians("tokens_per_pass", list(records[0]["tokens_per_pass"])),
             acceptance=acceptance,
-            pace=medians("pace", list(records[0]["pace"])),
+            draft_length=medians("draft_length", list(records[0]["draft_length"])),
             repeated_8grams=round(statistics.median(r["repeated_8grams"] for r in records), 4),
         )
 
@@ -212,7 +212,7 @@ class Tuner:
             "alone_ms": sample.alone_ms,
             "step_ms": {level.name: 1e3 * level.seconds / level.forwards for level in levels},
             "tokens_per_pass": {level.name: level.mean_accepted_length for level in levels if level.proposed},
-            "pace": sample.pace,
+            "draft_length": sample.draft_length,
             "repeated_8grams": repeated_share(sample.tokens),
         }
 

@@ -1,0 +1,53 @@
+"""What the layers of a model ask of attention, and the shape of the keys and values that they keep."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from triforce_tree.kernels.plan import Heads
+
+
+@dataclass(frozen=True)
+class AttentionParams:
+    """How one layer attends.
+
+    Attributes:
+        scale: factor on the raw scores.
+        window: positions that a query sees, its own included; the key at position j is visible to the query
+            at position i iff ``i - j < window``. None: all of them.
+        softcap: scores become ``softcap * tanh(score / softcap)``; None leaves them as they are.
+        sinks: ``[H_q]`` logits of a virtual key whose value is zero.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """Keys and values of one layer: the heads of its attention, and its window (``AttentionParams``)."""
+
+    heads: Heads
+    window: int | None = None
+
+    @property
+    def numbers(self) -> int:
+        """Elements that one token takes."""
+        return 2 * self.heads.kv * self.heads.dim
+
+    def slots(self, tokens: int) -> int:
+        """KV slots of a text of so many tokens that the next token may see."""
+        return tokens if self.window is None else min(tokens, self.window)
+
+
+def kv_numbers(layers: Iterable[KVShape], tokens: int, full: int | None = None) -> int:
+    """Elements of the keys and values that a token behind ``tokens`` others sees in all layers.
+
+    Args:
+        full: KV slots that layers without a window show, where that is not all of them.
+    """
+    shown = tokens if full is None else min(tokens, full)
+    return sum(s.numbers * (shown if s.window is None else s.slots(tokens)) for s in layers)

@@ -1,0 +1,36 @@
+"""Names of machines and models, under which measurements are stored."""
+
+import os
+import platform
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+
+def shape_of(model: PreTrainedModel) -> str:
+    """What a model's speed depends on: family, layers, width, heads, vocabulary and dtype."""
+    config = model.config.get_text_config(decoder=True)
+    heads = config.num_attention_heads
+    parts = (
+        str(config.model_type),
+        f"{config.num_hidden_layers}x{config.hidden_size}",
+        f"{heads}q{getattr(config, 'num_key_value_heads', None) or heads}kv",
+        f"mlp{getattr(config, 'intermediate_size', 0)}",
+        f"v{config.vocab_size}",
+        str(model.dtype).removeprefix("torch."),
+    )
+    return "-".join(parts)
+
+
+def hardware(device: torch.device | None = None) -> str:
+    """The GPU, or without one the processor in words; without a device, the GPU where there is one."""
+    if torch.cuda.is_available() if device is None else device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    model = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next((x.partition(":")[2].strip() for x in lines if x.startswith("model name")), model)
+    except OSError:
+        pass
+    return f"{model}, {os.cpu_count()} cores"
