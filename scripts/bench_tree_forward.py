@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triforce_tree.level import Level
 
 import triforce_tree
 from triforce_tree.bench import results, text
 from triforce_tree.caches import FullCache
 from triforce_tree.kernels import host, reference
-from triforce_tree.level import Level
 from triforce_tree.token_tree import Context, TokenTree
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"

@@ -180,8 +180,8 @@ class Engine:
 
         Args:
             inputs: text, token ids ``[L]`` or ``[B, L]`` (tensor, array, list; rows of a list may differ in
-                length), a list of texts, or what a tokenizer returns. Rows of a batch run together; one by one
-                where a logits processor looks at the text.
+                length), a list of texts, or what a tokenizer returns. Rows of a batch run together; one by
+                one where a logits processor looks at the text.
             input_ids: token ids by transformers' own keyword, instead.
             attention_mask: of the ids' shape; tokens under 0 are padding, on whichever side, and left out.
             generation_config, logits_processor, stopping_criteria, prefix_allowed_tokens_fn, stop_strings,

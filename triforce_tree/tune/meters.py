@@ -31,7 +31,8 @@ class Sample:
     """One timed generation.
 
     Attributes:
-        draft_length: acceptance and draft tokens a round, as they were in the end; empty for the target alone.
+        draft_length: acceptance and draft tokens a round, as they were in the end; empty for the
+            target alone.
         alone_ms: a token of the target alone, just before and after, where the machine may be doing other
             things as well, which is on a CPU.
     """
