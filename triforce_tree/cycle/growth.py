@@ -55,9 +55,10 @@ class Growth:
         limit = draft.max_positions
         rotary = any(name.endswith("inv_freq") for name, _ in draft.model.named_buffers())
         if not rotary and limit is not None and most > limit:
+            window = max(1, (limit - self.config.sinks - _BEYOND_WINDOW) // 2)
             raise ValueError(
                 f"{draft.name} has {limit} learned positions, and its window needs {most}; set "
-                f"window<={max(1, (limit - self.config.sinks - _BEYOND_WINDOW) // 2)}, or choose another draft"
+                f"window<={window}, or choose another draft"
             )
         self.depth = len(shape.widths)
         self.nodes = 1 + sum(shape.widths)
