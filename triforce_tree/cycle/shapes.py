@@ -1,7 +1,7 @@
 """Tree shapes with a fixed number of nodes at each depth, grown without the host; how far passes reach.
 
 What may vary from tree to tree is who follows whom: a child's place is a (parent, rank) pair, rank r
-meaning the parent's r-th draw. The honesty rule of ``drafters/base.py`` holds as there: the pairs depend on
+meaning the parent's r-th draw. The honesty rule of ``cycle/drafter.py`` holds as there: the pairs depend on
 laws alone, never on the draws at hand (``kernels.step_reference.place_nodes``).
 """
 
