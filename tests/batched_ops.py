@@ -111,7 +111,7 @@ def accept_tree(
     race: Tensor,
     depth: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``step_reference.accept_tree``: children follow their parents, so that one walk over all nodes does."""
+    """``acceptance_reference.accept_tree`` in one walk over all nodes: children follow their parents."""
     batch, nodes = tokens.shape
     every = torch.arange(batch)
     node, count = torch.zeros_like(tokens[:, 0]), torch.ones_like(tokens[:, 0])

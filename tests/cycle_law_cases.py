@@ -19,8 +19,6 @@ from transformers import (
     LogitsProcessorList,
     PreTrainedModel,
     TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
 )
 
 from triforce_tree.cycle.cycle import Cycle
@@ -33,24 +31,12 @@ SOUND, FAULTY = 1e-4, 1e-6
 
 Warpers = tuple[object, ...]
 PLAIN: Warpers = (TemperatureLogitsWarper(1.0),)
-LAWS: dict[str, Warpers] = {
-    "cold": (TemperatureLogitsWarper(0.6),),
-    "warm": PLAIN,
-    "hot": (TemperatureLogitsWarper(1.5),),
-    "top-k": (TemperatureLogitsWarper(1.3), TopKLogitsWarper(3)),
-    "top-p": (TopPLogitsWarper(0.85),),
-}
 # levels, options
 CYCLES: dict[str, tuple[int, dict[str, object]]] = {
     "plain": (1, {}),
-    "chain": (2, {"tree": "chain:2"}),
-    "siblings": (2, {"tree": "static:0;1;2;0.0;0.1;1.0"}),
     "live tree": (2, {"tree": "best-first:3,2"}),
-    "hierarchy": (3, {"tree": "best-first:3,2", "leaves": False}),
     "hierarchy, leaves": (3, {"tree": "best-first:3,2", "leaves": True}),
     "hierarchy, chain": (3, {"tree": "chain:1", "leaves": True}),
-    "hierarchy, deep": (3, {"tree": "chain:2", "leaves": False}),
-    "hierarchy, refresh 0": (3, {"tree": "chain:1", "leaves": True, "refresh": 0, "rounds": 3}),
 }
 SMALL = {"gamma": 3, "rounds": 2, "budget": 8, "chunk": 2, "recent": 4, "sinks": 1, "window": 8}
 

@@ -1,12 +1,11 @@
-"""The exact law of a computation that draws: every outcome, with its probability.
+"""The exact distribution of a computation that draws: every outcome, with its probability.
 
-:class:`EnumeratingRandom` stands in for :class:`triforce_tree.sampling.Random`. Each draw is a
-branching of a decision tree; the computation is run once for every leaf of it, depth first, by
-repeating a script of choices and taking the first outcome wherever the script ends.
+Each draw is a branching of a decision tree, and the computation is run once for every leaf of it. A
+:class:`Walk` is one run: it follows a script of choices and takes the first outcome wherever the script ends.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
@@ -16,27 +15,61 @@ from triforce_tree import sampling
 
 Result = TypeVar("Result")
 Law = dict[tuple[int, ...], float]
+# At each branching: which of the possible outcomes is taken, and how many there are.
+Script = tuple[tuple[int, int], ...]
 
 # Outcomes less likely than this come from rounding in fp32; leaving one out costs its mass at most.
 DUST = 1e-7
-# What rounding may leave between two laws that are equal.
+# What rounding may leave between two distributions that are equal.
 NOISE = 1e-6
 
 
-class EnumeratingRandom:
-    """Takes the branches that ``script`` names, then first ones; notes what else was possible."""
+class Walk:
+    """Takes the branches that ``script`` names, then first ones; notes what else was possible.
 
-    def __init__(self, script: Sequence[int] = ()) -> None:
+    Attributes:
+        trace: the script of this run, as far as it has come.
+        probability: of all choices so far.
+        over: nothing that is still drawn has a part in the result; first outcomes are taken, and not noted.
+    """
+
+    def __init__(self, script: Script = ()) -> None:
         self.script = script
-        self.trace: list[tuple[int, int]] = []  # (choice, choices there were)
+        self.trace: list[tuple[int, int]] = []
         self.probability = 1.0
+        self.over = False
+
+    def branch(self, weights: Sequence[float]) -> int:
+        """The index of one of ``weights``, which need not sum to 1; NaN counts as 0."""
+        weights = [weight if weight > 0 else 0.0 for weight in weights]
+        total = sum(weights)
+        possible = [i for i, weight in enumerate(weights) if weight > DUST * total]
+        if len(possible) == 1 or self.over:
+            return possible[0]
+        at = len(self.trace)
+        choice, choices = self.script[at] if at < len(self.script) else (0, len(possible))
+        assert choices == len(possible), "a computation that is repeated must meet the same choices"
+        self.trace.append((choice, choices))
+        self.probability *= weights[possible[choice]] / total
+        return possible[choice]
+
+    def alternatives(self) -> Iterator[Script]:
+        """Scripts of the runs that part from this one behind its own script."""
+        for at in range(len(self.script), len(self.trace)):
+            _, choices = self.trace[at]
+            for other in range(1, choices):
+                yield (*self.trace[:at], (other, choices))
+
+
+class EnumeratingRandom(Walk):
+    """A walk that stands in for :class:`triforce_tree.sampling.Random`."""
 
     def accept(self, probability: float) -> bool:
         sure = min(1.0, probability)
-        return self._branch([1 - sure, sure]) == 1
+        return self.branch([1 - sure, sure]) == 1
 
     def choose(self, law: Tensor) -> int:
-        return self._branch(law.tolist())
+        return self.branch(law.tolist())
 
     def choose_distinct(self, laws: Tensor, counts: Sequence[int]) -> list[list[int]]:
         return [self._distinct(law, count) for law, count in zip(laws, counts, strict=True)]
@@ -49,33 +82,18 @@ class EnumeratingRandom:
             rest = sampling.without(rest, drawn[-1])
         return drawn
 
-    def _branch(self, weights: list[float]) -> int:
-        total = sum(weights)
-        possible = [i for i, weight in enumerate(weights) if weight > DUST * total]
-        if len(possible) == 1:
-            return possible[0]
-        at = len(self.trace)
-        choice = self.script[at] if at < len(self.script) else 0
-        self.trace.append((choice, len(possible)))
-        self.probability *= weights[possible[choice]] / total
-        return possible[choice]
-
 
 def outcomes(
     run: Callable[[EnumeratingRandom], Result], limit: int = 20_000
 ) -> Iterator[tuple[Result, float]]:
     """(result, probability) of every way that ``run`` can go, at most ``limit`` of them."""
-    script: list[int] = []
+    scripts: list[Script] = [()]
     for _ in range(limit):
-        random = EnumeratingRandom(script)
+        random = EnumeratingRandom(scripts.pop())
         yield run(random), random.probability
-        trace = random.trace
-        while trace and trace[-1][0] + 1 == trace[-1][1]:
-            trace.pop()
-        if not trace:
+        scripts += random.alternatives()
+        if not scripts:
             return
-        script = [choice for choice, _ in trace]
-        script[-1] += 1
     raise RuntimeError(f"more than {limit} outcomes; make the case smaller")
 
 
@@ -87,7 +105,7 @@ def exact_law(run: Callable[[EnumeratingRandom], Sequence[int]]) -> Law:
 Key = TypeVar("Key", bound=Hashable)
 
 
-def summed(pairs: Iterator[tuple[Key, float]]) -> dict[Key, float]:
+def summed(pairs: Iterable[tuple[Key, float]]) -> dict[Key, float]:
     """Masses of equal keys put together."""
     law: dict[Key, float] = defaultdict(float)
     for key, chance in pairs:

@@ -14,10 +14,15 @@ import torch
 from kernels_cases import poisoned_memory
 from torch import Tensor
 
-from triforce_tree.kernels import step_reference
+from triforce_tree.kernels import acceptance_reference, step_reference
 
 # What draft and target have in common: (sharp, likeness) of ``judgement``, from nothing to almost all.
 LIKENESS = ((1.0, 0.0), (2.0, 1.0), (0.3, 10.0), (30.0, 0.2), (0.1, 20.0), (0.5, 100.0))
+
+
+def definition(op: str) -> Callable[..., Any]:
+    """An op in plain torch, by its name."""
+    return getattr(step_reference, op, None) or getattr(acceptance_reference, op)
 
 
 @dataclass
@@ -39,7 +44,7 @@ class Problem:
         return tuple(copy(x) if at in self.changed else x for at, x in enumerate(self.args))
 
     def expected(self) -> list[Tensor]:
-        return self.run(getattr(step_reference, self.op), self.copied())
+        return self.run(definition(self.op), self.copied())
 
     def judge(self, made: list[Tensor], exact: list[Tensor]) -> None:
         if self.compare is not None:

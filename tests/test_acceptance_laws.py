@@ -1,175 +1,103 @@
-"""The law of one acceptance, by enumeration: whatever the tree, if its tokens were drawn as it says."""
+"""The distribution of one acceptance, by enumeration, for trees whose tokens were drawn as they say."""
 
 import itertools
 
 import pytest
 import torch
-from enumeration import NOISE, exact_law, outcomes, total_variation
-from tables import TableModel
-from triforce_tree.verify.acceptance import accept_sampling
+from acceptance_trees import DRAWN, Tree, accepted, grown, paths_of, probs_of
+from enumeration import NOISE, EnumeratingRandom, Walk, exact_law, outcomes, total_variation
 
-from triforce_tree import sampling
-from triforce_tree.kernels import step_reference
-from triforce_tree.token_tree import TokenTree, chain
+from triforce_tree.kernels import acceptance_reference
 
 
-def laws_of(rows: int, vocab_size: int = 3, seed: int = 0) -> torch.Tensor:
-    logits = torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed))
+def laws_of(rows: int, vocabulary: int = 3, seed: int = 0) -> torch.Tensor:
+    logits = torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed))
     return (1.5 * logits).softmax(-1)
 
 
-def law_after(tree_of, target: TableModel, length: int) -> float:
-    """Distance from the target's law of the first ``length`` tokens after one acceptance.
+def distance(tree: Tree, length: int, q: torch.Tensor | None = None) -> float:
+    """From the target's distribution of the first ``length`` tokens after one acceptance.
 
-    ``tree_of(random)`` makes a tree; shorter outputs are continued by the target itself.
+    Shorter outputs are continued by the target itself.
     """
+    q = laws_of(2) if q is None else q
 
-    def law(path: tuple[int, ...]) -> torch.Tensor:
-        return target.logits(path).softmax(-1)
-
-    def run(random):
-        tree = tree_of(random)
-        paths = [tuple(tree.tokens[i] for i in tree.path(node)) for node in range(len(tree))]
-        accepted = accept_sampling(tree, torch.stack([law(path) for path in paths]), random)
-        new = [*(tree.tokens[i] for i in accepted.path[1:]), accepted.next_token]
+    def run(walk: EnumeratingRandom) -> list[int]:
+        tokens = grown(tree, q, walk)
+        p = torch.stack([probs_of(path) for path in paths_of(tokens, tree.parents)])
+        path, following = accepted(tokens, tree, p, q if max(tree.rows) >= 0 else q[:0], walk)
+        new = [*(tokens[i] for i in path[1:]), following]
         while len(new) < length:
-            new.append(random.choose(law((0, *new))))
+            new.append(walk.choose(probs_of((0, *new))))
         return new[:length]
 
     expected = {
-        tokens: float(torch.tensor([law((0, *tokens[:i]))[t] for i, t in enumerate(tokens)]).double().prod())
-        for tokens in itertools.product(range(target.vocab_size), repeat=length)
+        tokens: float(
+            torch.stack([probs_of((0, *tokens[:i]))[t] for i, t in enumerate(tokens)]).double().prod()
+        )
+        for tokens in itertools.product(range(3), repeat=length)
     }
     return total_variation(exact_law(run), expected)
 
 
-def test_a_chain_is_accepted_losslessly() -> None:
-    q = laws_of(2)
-
-    def tree(random):
-        return chain([0, *(random.choose(row) for row in q)], q)
-
-    assert law_after(tree, TableModel(3, seed=1), length=3) < NOISE
-
-
-def test_siblings_drawn_without_replacement_are_accepted_losslessly() -> None:
-    q = laws_of(2)
-
-    def tree(random):
-        [siblings] = random.choose_distinct(q[:1], [3])
-        below = [random.choose(q[1]) for _ in siblings]
-        return TokenTree([0, *siblings, *below], [-1, 0, 0, 0, 1, 2, 3], q, {0: 0, 1: 1, 2: 1, 3: 1})
-
-    assert law_after(tree, TableModel(3, seed=1), length=2) < NOISE
-
-
-@pytest.mark.parametrize("tokens", [[0, 1], [0, 1, 2], [0, 2, 0, 1]])
-def test_deterministic_siblings_are_accepted_losslessly(tokens: list[int]) -> None:
-    """Fixed tokens under the root, and one below the first of them."""
-    tree = TokenTree([*tokens, 1], [-1, *[0] * (len(tokens) - 1), 1])
-    assert law_after(lambda random: tree, TableModel(3, seed=1), length=3) < NOISE
-
-
-class Coins:
-    """Stands for ``uniforms`` of ``step_reference.accept_tree``: every comparison is a branching."""
-
-    def __init__(self, random) -> None:
-        self.random = random
-
-    def __getitem__(self, place: tuple[int, int]) -> "Coins":
-        return self
-
-    def __lt__(self, chance: torch.Tensor) -> bool:
-        return self.random.accept(float(chance))
-
-
-class Race(Coins):
-    """Stands for ``race``: a law divided by it has its largest entry at the token that is drawn."""
-
-    def __getitem__(self, place: int) -> "Race":
-        return self
-
-    def __rtruediv__(self, law: torch.Tensor) -> torch.Tensor:
-        return torch.eye(len(law))[self.random.choose(law)]
-
-
+# The tree, and how many tokens are looked at.
 TREES = {
-    # tokens, parents, rows of q by node; -1 for children that are drawn, or proposed deterministically.
-    "siblings": ([0, 2, 0, 1], [-1, 0, 0, 0], [-1] * 4),
-    "some": ([0, 2, 1], [-1, 0, 0], [-1] * 3),
-    "equal siblings": ([0, 1, 1, 2], [-1, 0, 0, 0], [-1] * 4),
-    "below": ([0, 2, 0, 1, 1, 0], [-1, 0, 0, 1, 1, 2], [-1] * 6),
-    "drawn below": ([0, 2, 0, None, None, 1], [-1, 0, 0, 1, 1, 3], [-1, 0, -1, -1, -1, -1]),
-    "below drawn": ([0, None, None, 1, 2, 0], [-1, 0, 0, 1, 1, 2], [1, -1, -1, -1, -1, -1]),
+    "no proposal": (Tree([0], [-1], [-1]), 2),
+    "chain": (Tree([0, DRAWN, DRAWN], [-1, 0, 1], [0, 1, -1]), 3),
+    "siblings": (Tree([0, DRAWN, DRAWN], [-1, 0, 0], [0, -1, -1]), 2),
+    "all siblings": (
+        Tree([0, *[DRAWN] * 6], [-1, 0, 0, 0, 1, 2, 3], [0, 1, 1, 1, -1, -1, -1]),
+        2,
+    ),
+    "deterministic": (Tree([0, 1, 1], [-1, 0, 1], [-1] * 3), 3),
+    "two deterministic": (Tree([0, 1, 2, 1], [-1, 0, 0, 1], [-1] * 4), 3),
+    "all deterministic": (Tree([0, 2, 0, 1, 1], [-1, 0, 0, 0, 1], [-1] * 5), 3),
+    "equal deterministic siblings": (Tree([0, 1, 1, 2], [-1, 0, 0, 0], [-1] * 4), 2),
+    "deterministic, deep": (Tree([0, 2, 0, 1, 1, 0], [-1, 0, 0, 1, 1, 2], [-1] * 6), 3),
+    "drawn below deterministic": (
+        Tree([0, 2, 0, DRAWN, DRAWN, 1], [-1, 0, 0, 1, 1, 3], [-1, 0, -1, -1, -1, -1]),
+        3,
+    ),
+    "deterministic below drawn": (
+        Tree([0, DRAWN, DRAWN, 1, 2, 0], [-1, 0, 0, 1, 1, 2], [1, -1, -1, -1, -1, -1]),
+        3,
+    ),
 }
 
 
 @pytest.mark.parametrize("name", TREES)
-def test_the_ops_acceptance_is_lossless(name: str) -> None:
-    """``accept_tree`` over deterministic siblings, alone and beside drawn ones in one tree."""
-    proposed, parents, rows = TREES[name]
-    q, target, length = laws_of(2), TableModel(3, seed=1), 3 if len(proposed) > 4 else 2
-
-    def law(path: tuple[int, ...]) -> torch.Tensor:
-        return target.logits(path).softmax(-1)
-
-    def run(random):
-        tokens = list(proposed)
-        for parent in range(len(tokens)):
-            children = [i for i, above in enumerate(parents) if above == parent]
-            if children and tokens[children[0]] is None:
-                [drawn] = random.choose_distinct(q[rows[parent]][None], [len(children)])
-                for child, token in zip(children, drawn, strict=True):
-                    tokens[child] = token
-        paths: list[tuple[int, ...]] = [(0,)]
-        for node in range(1, len(tokens)):
-            paths.append((*paths[parents[node]], tokens[node]))
-        path, count, following = step_reference.accept_tree(
-            torch.tensor([tokens]), torch.tensor([parents]), torch.stack([law(path) for path in paths])[None],
-            q[None] if max(rows) >= 0 else q[None, :0], torch.tensor([rows]), Coins(random), Race(random), 3,
-        )  # fmt: skip
-        new = [*(tokens[i] for i in path[0, 1 : int(count)].tolist()), int(following)]
-        while len(new) < length:
-            new.append(random.choose(law((0, *new))))
-        return new[:length]
-
-    expected = {
-        tokens: float(torch.tensor([law((0, *tokens[:i]))[t] for i, t in enumerate(tokens)]).double().prod())
-        for tokens in itertools.product(range(3), repeat=length)
-    }
-    assert total_variation(exact_law(run), expected) < NOISE
+def test_an_honest_tree_is_accepted_losslessly(name: str) -> None:
+    tree, length = TREES[name]
+    assert distance(tree, length) < NOISE
 
 
 def test_a_draft_law_that_equals_the_targets_is_always_accepted() -> None:
-    target = TableModel(3, seed=1)
-    q = target.logits((0,)).softmax(-1)[None]
+    tree, q = Tree([0, DRAWN], [-1, 0], [0, -1]), probs_of((0,))[None]
 
-    def accepted(random):
-        return accept_sampling(chain([0, random.choose(q[0])], q), q.repeat(2, 1), random).path
+    def path(walk: Walk) -> tuple[int, ...]:
+        return accepted(grown(tree, q, walk), tree, q.repeat(2, 1), q, walk)[0]
 
-    assert {tuple(path) for path, _ in outcomes(accepted)} == {(0, 1)}
+    assert {made for made, _ in outcomes(path)} == {(0, 1)}
 
 
 def test_disjoint_supports_are_lossless() -> None:
     """A draft that proposes only what the target never says: all residual."""
     p = torch.tensor([[0.0, 0.25, 0.75], [1.0, 0.0, 0.0]])
     q = torch.tensor([[1.0, 0.0, 0.0]])
-
-    def run(random):
-        accepted = accept_sampling(chain([1, random.choose(q[0])], q), p, random)
-        return (len(accepted.path), accepted.next_token)
-
-    assert exact_law(run) == {(1, 1): 0.25, (1, 2): 0.75}
+    tree = Tree([1, DRAWN], [-1, 0], [0, -1])
+    results = dict(outcomes(lambda walk: accepted(grown(tree, q, walk), tree, p, q, walk)))
+    assert results == {((0,), 1): 0.25, ((0,), 2): 0.75}
 
 
-def test_siblings_drawn_with_replacement_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The i-th sibling must be judged by the law without the earlier ones."""
-    monkeypatch.setattr(sampling, "without", lambda law, token: law)
-    q = laws_of(1)
+@pytest.mark.parametrize("fault", ["residual", "replacement"])
+def test_a_wrong_rule_of_refusal_is_found_out(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """p in place of norm(max(p - q, 0)); later siblings judged by the law with the earlier ones."""
+    tree, length = TREES["siblings"]
+    rule = acceptance_reference.refused
 
-    def tree(random):
-        return TokenTree([0, *(random.choose(q[0]) for _ in range(2))], [-1, 0, 0], q, {0: 0})
+    def wrong(p: torch.Tensor, q: torch.Tensor, *rest) -> tuple[torch.Tensor, torch.Tensor]:
+        left, others = rule(p, q, *rest)
+        return (p, others) if fault == "residual" else (left, q)
 
-    assert law_after(tree, TableModel(3, seed=1), length=1) < NOISE, "consistent, if wasteful"
-    monkeypatch.undo()
-    assert law_after(tree, TableModel(3, seed=1), length=1) > 0.01
+    monkeypatch.setattr(acceptance_reference, "refused", wrong)
+    assert distance(tree, length) > 0.01

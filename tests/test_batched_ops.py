@@ -5,7 +5,7 @@ import step_cases
 import torch
 from batched_ops import accept_tree, append_rows, attention, move_rows
 
-from triforce_tree.kernels import planned, step_reference
+from triforce_tree.kernels import acceptance_reference, planned, step_reference
 from triforce_tree.kernels.plan import Heads, plan_trees
 
 
@@ -49,7 +49,7 @@ def test_batched_acceptance_is_the_references(seed: int) -> None:
             40, (1, 2, 5, 9, 17, 33)[seed], 7, "cpu", *likeness, False, seed, fixed=(0.0, 0.5, 1.0)[seed % 3]
         ).args
         for depth in (args[-1], 1):
-            expected = step_reference.accept_tree(*args[:-1], depth)
+            expected = acceptance_reference.accept_tree(*args[:-1], depth)
             assert all(
                 torch.equal(*pair) for pair in zip(accept_tree(*args[:-1], depth), expected, strict=True)
             )

@@ -12,7 +12,6 @@ import pytest
 import torch
 from cycle_cases import GREEDY, NEW, PROMPTS, SAMPLED, cycle_of, draft_of, model, references
 from tiny_pair import TinyPair
-from triforce_tree.decoder import Ending
 
 from triforce_tree import Engine
 from triforce_tree.cycle import cost_table, decoder
@@ -21,6 +20,7 @@ from triforce_tree.cycle.cost_table import CostTable, stage_costs
 from triforce_tree.cycle.cycle import Cycle
 from triforce_tree.cycle.decoder import CycleDecoder
 from triforce_tree.cycle.draft_length import StageSeconds
+from triforce_tree.cycle.endings import Ending
 from triforce_tree.cycle.stage_costs import StageCosts, measure
 
 COSTS = StageCosts((100, 500), 0.002, (0.01, 0.03), (0.008, 0.02))

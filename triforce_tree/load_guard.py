@@ -220,14 +220,14 @@ class _Guard:
         shapes = [s if i in self.calls else None for i, s in enumerate(self.model.kv_shapes)]
         tail = pieces[-1]
         room = before + len(tokens) + tail
-        store = KVStore(shapes, 1, room, self.device, self.model.dtype, scratch=tail)
-        cache = _GuardRows(store, before, pieces, jump)
-        for layer, (k, v) in rows.items():
-            cache.fill(layer, k, v)
         if self.model.length_rope is not None:
             self.model.length_rope.choose_for_texts([before + jump + len(tokens)])
         logits = torch.empty(0)
         with self.model.active(), self.slice.alone(self.model.running):
+            store = KVStore(shapes, 1, room, self.device, self.model.dtype, scratch=tail)
+            cache = _GuardRows(store, before, pieces, jump)
+            for layer, (k, v) in rows.items():
+                cache.fill(layer, k, v)
             for count in pieces:
                 part, tokens = tokens[:count], tokens[count:]
                 logits = self.model.forward(part, cache, last_only=bool(tokens), whole=False)

@@ -43,7 +43,7 @@ class Noise:
     def accept_tree(
         self, tokens: Tensor, parents: Tensor, p: Tensor, q: Tensor, q_rows: Tensor, depth: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See ``kernels.step_reference.accept_tree``; the tree has at most ``uniforms`` nodes."""
+        """See ``kernels.acceptance_reference.accept_tree``; the tree has at most ``uniforms`` nodes."""
         return step.accept_tree(tokens, parents, p, q, q_rows, self.uniform, self.race[:, 0], depth)
 
     def expand_nodes(
@@ -54,7 +54,7 @@ class Noise:
         return step.expand_nodes(logits, temperature, race, laws, count)
 
     def second_choice(self, laws: Tensor, chosen: Tensor) -> Tensor:
-        """See ``kernels.step_reference.second_choice``."""
+        """See ``kernels.acceptance_reference.second_choice``."""
         return step.second_choice(laws, chosen, self.race if self.race.numel() else None)
 
 

@@ -11,8 +11,8 @@ No residual is ever stored. Refusals of children drawn from one law q leave
 with T_k what the refused tokens leave of q's mass, since (p - a q)+ less b q, cut at zero again, is
 (p - (a + b) q)+, and a refused token has nothing left in p: p(x) < q(x). Children that were proposed
 deterministically leave p without the refused tokens, and S_k is the sum of that. So a refusal costs one walk
-over the vocabulary, and where no sibling is left that walk finds the emitted token too. ``step_reference`` is
-the definition.
+over the vocabulary, and where no sibling is left that walk finds the emitted token too.
+``acceptance_reference`` is the definition.
 """
 
 from typing import Any
@@ -280,7 +280,7 @@ def accept_tree(
     race: Tensor,
     depth: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See ``step_reference.accept_tree``; laws and noise must be fp32."""
+    """See ``acceptance_reference.accept_tree``; laws and noise must be fp32."""
     batch, nodes = tokens.shape
     vocab = p.shape[2]
     tokens, parents, q_rows, uniforms = (_dense(x) for x in (tokens, parents, q_rows, uniforms))
@@ -304,7 +304,7 @@ def accept_tree(
 
 @operator("accept_greedy")
 def accept_greedy(tokens: Tensor, parents: Tensor, best: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
-    """See ``step_reference.accept_greedy``."""
+    """See ``acceptance_reference.accept_greedy``."""
     batch, nodes = tokens.shape
     tokens, parents, best = (_dense(x) for x in (tokens, parents, best))
     path, count, following = _results(tokens, depth)
@@ -318,7 +318,7 @@ def accept_greedy(tokens: Tensor, parents: Tensor, best: Tensor, depth: int) -> 
 
 @operator("second_choice")
 def second_choice(laws: Tensor, chosen: Tensor, race: Tensor | None) -> Tensor:
-    """See ``step_reference.second_choice``."""
+    """See ``acceptance_reference.second_choice``."""
     batch, choices, vocab = laws.shape
     laws, chosen = _dense(laws), chosen.contiguous()
     race = None if race is None else _dense(race)

@@ -1,6 +1,7 @@
 """The ops of a decoding cycle: CUDA tensors go to the Triton kernels, all others to the references.
 
-See ``step_reference`` for what each does. Triton is imported at the first use on a GPU.
+See ``step_reference`` and ``acceptance_reference`` for what each does. Triton is imported at the first use
+on a GPU.
 """
 
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from triforce_tree.kernels import step_reference
+from triforce_tree.kernels import acceptance_reference, step_reference
 
 
 @cache
@@ -65,20 +66,20 @@ def accept_tree(
     race: Tensor,
     depth: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See ``step_reference.accept_tree``."""
-    op = _triton_op("accept_tree") if tokens.is_cuda else step_reference.accept_tree
+    """See ``acceptance_reference.accept_tree``."""
+    op = _triton_op("accept_tree") if tokens.is_cuda else acceptance_reference.accept_tree
     return op(tokens, parents, p, q, q_rows, uniforms, race, depth)
 
 
 def accept_greedy(tokens: Tensor, parents: Tensor, best: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
-    """See ``step_reference.accept_greedy``."""
-    op = _triton_op("accept_greedy") if tokens.is_cuda else step_reference.accept_greedy
+    """See ``acceptance_reference.accept_greedy``."""
+    op = _triton_op("accept_greedy") if tokens.is_cuda else acceptance_reference.accept_greedy
     return op(tokens, parents, best, depth)
 
 
 def second_choice(laws: Tensor, chosen: Tensor, race: Tensor | None) -> Tensor:
-    """See ``step_reference.second_choice``."""
-    op = _triton_op("second_choice") if laws.is_cuda else step_reference.second_choice
+    """See ``acceptance_reference.second_choice``."""
+    op = _triton_op("second_choice") if laws.is_cuda else acceptance_reference.second_choice
     return op(laws, chosen, race)
 
 

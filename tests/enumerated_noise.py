@@ -1,0 +1,158 @@
+"""Noise whose decisions are enumerated: the ops' own definitions, deciding as scripts say."""
+
+import torch
+from enumeration import Walk
+from torch import Tensor
+
+from triforce_tree.cycle.noise import Noise, NoiseFactory
+from triforce_tree.kernels import acceptance_reference, step_reference
+
+
+class WalkDraws:
+    """The decisions of one op for a batch: each sequence follows a walk of its own."""
+
+    def __init__(self, walks: list[Walk]) -> None:
+        self.walks = walks
+
+    def accept(self, chance: Tensor, *place: int) -> bool:
+        sure = min(1.0, float(chance)) if chance > 0 else 0.0
+        return self.walks[place[0]].branch([1 - sure, sure]) == 1
+
+    def choose(self, weights: Tensor, *place: int) -> Tensor:
+        if place:
+            return weights.new_tensor(self._one(place[0], weights.tolist()), dtype=torch.int64)
+        rows = [[self._one(b, row) for row in sequence] for b, sequence in enumerate(weights.tolist())]
+        return torch.tensor(rows, device=weights.device)
+
+    def choose_distinct(self, probs: Tensor, count: int) -> Tensor:
+        rows = [[self._distinct(b, row, count) for row in rows] for b, rows in enumerate(probs.tolist())]
+        return torch.tensor(rows, device=probs.device)
+
+    def _distinct(self, b: int, weights: list[float], count: int) -> list[int]:
+        drawn = []
+        for _ in range(count):
+            drawn.append(self._one(b, weights))
+            weights = [0.0 if token == drawn[-1] else weight for token, weight in enumerate(weights)]
+        return drawn
+
+    def _one(self, b: int, weights: list[float]) -> int:
+        return self.walks[b].branch(weights) if any(weight > 0 for weight in weights) else -1
+
+
+class CraftedDraws(WalkDraws):
+    """Random numbers by which an op must decide as its walks do.
+
+    Attributes:
+        race: fp32 ``[B, rows, V]``, or ``[B, V]`` for ``accept_tree``.
+        uniform: fp32 ``[B, N]``.
+    """
+
+    def __init__(self, walks: list[Walk], race: Tensor, uniform: Tensor | None = None) -> None:
+        super().__init__(walks)
+        # What is drawn comes before what is not, and never loses for being less probable.
+        self.race, self.uniform = torch.full_like(race, _LATE), uniform
+
+    def accept(self, chance: Tensor, *place: int) -> bool:
+        accepted = super().accept(chance, *place)
+        assert self.uniform is not None
+        self.uniform[place] = 0.0 if accepted else _BELOW_ONE
+        return accepted
+
+    def choose(self, weights: Tensor, *place: int) -> Tensor:
+        token = super().choose(weights, *place)
+        self.race[place].scatter_(-1, token.clamp_min(0)[..., None], 1.0)
+        return token
+
+    def choose_distinct(self, probs: Tensor, count: int) -> Tensor:
+        tokens = super().choose_distinct(probs, count)
+        for rank in reversed(range(count)):
+            self.race.scatter_(-1, tokens[..., rank, None].clamp_min(0), _LATE ** (rank / count))
+        return tokens
+
+
+_LATE, _BELOW_ONE = 1e30, 1 - 2**-24
+
+
+class EnumeratedNoise(Noise):
+    """Decides by the definitions of the ops, which ask the walks.
+
+    Args:
+        walks: one for each sequence; the list is read anew at every decision.
+        operators: also craft the random numbers by which the operators must decide alike, run these, and
+            compare. On a GPU the operators are the Triton kernels.
+    """
+
+    capturable = False
+
+    def __init__(
+        self,
+        walks: list[Walk],
+        operators: bool,
+        batch: int,
+        rows: int,
+        vocabulary: int,
+        uniforms: int,
+        device: torch.device,
+    ) -> None:
+        super().__init__(batch, rows, vocabulary, uniforms, device)
+        self.walks, self.operators, self.greedy = walks, operators, rows == 0
+        self.draws = CraftedDraws
+
+    def draw(self, generator: torch.Generator) -> None:
+        """Nothing is random."""
+
+    def accept_tree(
+        self, tokens: Tensor, parents: Tensor, p: Tensor, q: Tensor, q_rows: Tensor, depth: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        draws = self.draws(self.walks, self.race[:, 0].cpu(), self.uniform.cpu())
+        on_host = (x.cpu() for x in (tokens, parents, p, q, q_rows))
+        decided = acceptance_reference.accept_drawn(draws, *on_host, depth)
+        if self.operators:
+            self.race[:, 0], self.uniform[:] = draws.race, draws.uniform
+            _equal(decided, super().accept_tree(tokens, parents, p, q, q_rows, depth))
+        path, count, last = (x.to(p.device) for x in decided)
+        return path, count, last
+
+    def expand_nodes(
+        self, logits: Tensor, temperature: Tensor | None, laws: Tensor, count: int, first: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        if self.greedy:
+            return super().expand_nodes(logits, temperature, laws, count, first)
+        rows = slice(first, first + laws.shape[1])
+        draws = self.draws(self.walks, self.race[:, rows].cpu())
+        heat = None if temperature is None else temperature.cpu()
+        written = torch.empty(laws.shape)
+        tokens, by_rank = step_reference.expand_drawn(draws, logits.cpu(), heat, written, count)
+        if self.operators:
+            self.race[:, rows] = draws.race
+            made = super().expand_nodes(logits, temperature, laws, count, first)
+            _equal((tokens, by_rank, written), (*made, laws))
+        laws.copy_(written)
+        return tokens.to(laws.device), by_rank.to(laws.device)
+
+    def second_choice(self, laws: Tensor, chosen: Tensor) -> Tensor:
+        if self.greedy:
+            return super().second_choice(laws, chosen)
+        draws = self.draws(self.walks, self.race.cpu())
+        tokens = acceptance_reference.second_drawn(draws, laws.cpu(), chosen.cpu())
+        if self.operators:
+            self.race.copy_(draws.race)
+            _equal((tokens,), (super().second_choice(laws, chosen),))
+        return tokens.to(laws.device)
+
+
+def _equal(decided: tuple[Tensor, ...], made: tuple[Tensor, ...]) -> None:
+    """The operators decide as the definitions do; probabilities may round otherwise."""
+    for a, b in zip(decided, made, strict=True):
+        torch.testing.assert_close(b.cpu(), a, rtol=1e-5, atol=1e-7)
+
+
+def enumerated(
+    walks: list[Walk], operators: bool = False, noise: type[EnumeratedNoise] = EnumeratedNoise
+) -> NoiseFactory:
+    """A factory of :class:`EnumeratedNoise` over the same walks, for a whole cycle."""
+
+    def make(batch: int, rows: int, vocabulary: int, uniforms: int, device: torch.device) -> Noise:
+        return noise(walks, operators, batch, rows, vocabulary, uniforms, device)
+
+    return make

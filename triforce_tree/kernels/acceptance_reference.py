@@ -1,0 +1,152 @@
+"""Which proposed tokens are accepted, and what follows them, in plain torch: the definitions of ``accept``.
+
+See ``step_reference`` for what all these definitions have in common.
+"""
+
+import torch
+from torch import Tensor
+
+from triforce_tree.kernels.draws import Draws, NoiseDraws
+
+
+def accept_greedy(tokens: Tensor, parents: Tensor, best: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Follow the target's own choice as long as it was proposed.
+
+    Args:
+        tokens: int64 ``[B, N]``; node 0 is the root, whose token is not looked at; -1 marks a node that
+            is not there.
+        parents: int64 ``[B, N]``; -1 for the root, and a parent stands before its children.
+        best: int64 ``[B, N]``, the target's choice at each node.
+        depth: length of the longest path below the root; deeper nodes are not looked at.
+
+    Returns:
+        path int64 ``[B, depth + 1]``, the accepted nodes from the root on, padded with -1; count int64
+        ``[B]``, how many they are, the root included; next int64 ``[B]``, the token emitted after them.
+    """
+    paths, emitted = [], []
+    for token, parent, choice in zip(tokens.tolist(), parents.tolist(), best.tolist(), strict=True):
+        path = [0]
+        while len(path) <= depth:
+            node = path[-1]
+            match = [
+                i
+                for i in range(node + 1, len(token))
+                if parent[i] == node and token[i] == choice[node] and token[i] >= 0
+            ]
+            if not match:
+                break
+            path.append(match[0])
+        paths.append(path)
+        emitted.append(choice[path[-1]])
+    return _packed(paths, emitted, depth, tokens)
+
+
+def accept_tree(
+    tokens: Tensor,
+    parents: Tensor,
+    p: Tensor,
+    q: Tensor,
+    q_rows: Tensor,
+    uniforms: Tensor,
+    race: Tensor,
+    depth: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Recursive rejection over siblings, the rule of ``verify.acceptance.accept_sampling``.
+
+    A child to which its law (without the refused siblings) gives no probability cannot have been drawn
+    from it and counts as absent. Children that were proposed deterministically, as by prompt lookup, have
+    q(x) = 1: the i-th is accepted with probability p_i(x), and its refusal leaves p_{i+1}, which is p_i
+    without x, renormalised, or p_i where that leaves nothing. A token that was refused already counts as
+    absent. Both kinds of nodes may occur in one tree.
+
+    Args:
+        tokens, parents, depth: as for ``accept_greedy``; siblings stand in draw order.
+        p: fp32 ``[B, N, V]``, the target's law at each node.
+        q: fp32 ``[B, M, V]``, draft laws; M may be 0 where all proposals are deterministic.
+        q_rows: int64 ``[B, N]``, the row of ``q`` that a node's children were drawn from, -1 where they
+            were proposed deterministically; looked at for nodes with children only.
+        uniforms: fp32 ``[B, N]`` in [0, 1); node x is accepted where ``uniforms[x] < p(x) / q(x)``.
+        race: fp32 ``[B, V]`` of Exp(1) noise; the emitted token is the argmax of law / race, the lowest
+            id among equals. A law that is NaN emits token 0.
+
+    Returns:
+        path, count, next: as ``accept_greedy``; next follows the residual where a child was refused.
+    """
+    return accept_drawn(NoiseDraws(race, uniforms), tokens, parents, p, q, q_rows, depth)
+
+
+def accept_drawn(
+    draws: Draws, tokens: Tensor, parents: Tensor, p: Tensor, q: Tensor, q_rows: Tensor, depth: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``accept_tree`` by any source of decisions, at places (sequence, node) and (sequence,)."""
+    paths, emitted = [], []
+    trees = zip(tokens.tolist(), parents.tolist(), q_rows.tolist(), strict=True)
+    for b, (token, parent, row) in enumerate(trees):
+        path, accepted = [0], True
+        while accepted:
+            node, accepted = path[-1], False
+            law = p[b, node]
+            children = [i for i in range(node + 1, len(token)) if parent[i] == node and token[i] >= 0]
+            fixed = bool(children) and row[node] == -1
+            draft = torch.ones_like(law) if fixed or not children else q[b, row[node]]
+            for child in children if len(path) <= depth else ():
+                x = token[child]
+                if not draft[x] > 0:
+                    continue
+                if draws.accept(law[x] / draft[x], b, child):
+                    path.append(child)
+                    accepted = True
+                    break
+                law, draft = refused(law, draft, x, fixed)
+        paths.append(path)
+        emitted.append(max(0, int(draws.choose(law, b))))
+    return _packed(paths, emitted, depth, tokens)
+
+
+def refused(law: Tensor, draft: Tensor, token: int, fixed: bool) -> tuple[Tensor, Tensor]:
+    """What a refused child leaves of the target's law ``[V]``, and of the law of its next sibling.
+
+    norm(max(p - q, 0)), and q without the token, renormalised. A child that was proposed deterministically
+    (``fixed``) stands for a q that is 1 at its token.
+    """
+    out = torch.tensor(token, device=law.device)
+    left = law.index_fill(0, out, 0.0) if fixed else (law - draft).clamp_min(0)
+    others = draft.index_fill(0, out, 0.0)
+    return _normalised(left, law), others if fixed else _normalised(others, others)
+
+
+def _normalised(masses: Tensor, otherwise: Tensor) -> Tensor:
+    total = masses.sum()
+    return masses / total if total > 0 else otherwise
+
+
+def _packed(
+    paths: list[list[int]], emitted: list[int], depth: int, like: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    padded = [path + [-1] * (depth + 1 - len(path)) for path in paths]
+    return like.new_tensor(padded), like.new_tensor([len(path) for path in paths]), like.new_tensor(emitted)
+
+
+def second_choice(laws: Tensor, chosen: Tensor, race: Tensor | None) -> Tensor:
+    """The runner-up: the second outcome of an exponential race, or the second most probable token.
+
+    Args:
+        laws: fp32 ``[B, C, V]``.
+        chosen: int64 ``[B, C]``, the token that is out; negative for none.
+        race: fp32 ``[B, C, V]`` of Exp(1) noise: argmax of laws / race; None: argmax of laws, which may
+            then be logits. The lowest id among equals.
+
+    Returns:
+        int64 ``[B, C]``; -1 where no other token is possible (no positive probability; without ``race``,
+        nothing above -inf). NaN counts as impossible.
+    """
+    return second_drawn(None if race is None else NoiseDraws(race), laws, chosen)
+
+
+def second_drawn(draws: Draws | None, laws: Tensor, chosen: Tensor) -> Tensor:
+    """``second_choice`` by any source of decisions; None: the most probable other token."""
+    out = torch.arange(laws.shape[-1], device=laws.device) == chosen[..., None]
+    if draws is not None:
+        return draws.choose(laws.masked_fill(out, 0.0))
+    top, token = torch.where(laws > -torch.inf, laws, -torch.inf).masked_fill(out, -torch.inf).max(-1)
+    return torch.where(top > -torch.inf, token, -1)
