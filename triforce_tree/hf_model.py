@@ -170,6 +170,12 @@ class HFModel:
         return self.model.dtype
 
     @property
+    def learned_positions(self) -> int | None:
+        """Entries of its table of position embeddings; None for rotary ones, which any position has."""
+        rotary = any(name.endswith("inv_freq") for name, _ in self.model.named_buffers())
+        return None if rotary else self.max_positions
+
+    @property
     def running(self) -> PreTrainedModel:
         """The modules that compute inside :meth:`active`; they share all tensors with ``model``.
 

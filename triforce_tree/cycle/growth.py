@@ -52,9 +52,8 @@ class Growth:
         self.shape = shape = device_shape(parse_shape(config.tree))
         self.capturable = self.model.capturable
         most = self.config.sinks + 2 * self.config.window + _BEYOND_WINDOW
-        limit = draft.max_positions
-        rotary = any(name.endswith("inv_freq") for name, _ in draft.model.named_buffers())
-        if not rotary and limit is not None and most > limit:
+        limit = draft.learned_positions
+        if limit is not None and most > limit:
             window = max(1, (limit - self.config.sinks - _BEYOND_WINDOW) // 2)
             raise ValueError(
                 f"{draft.name} has {limit} learned positions, and its window needs {most}; set "
