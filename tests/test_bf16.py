@@ -4,12 +4,11 @@ A forward of many rows and one of a single row differ there in the last bits.
 """
 
 import pytest
-from careless import accept_first
 from families import perturbed, prompt_of, tiny
+from wrong_acceptance import accept_all_proposals
 
 import triforce_tree
 from triforce_tree import Engine, check
-from triforce_tree.kernels import step
 
 SMALL = {
     "gamma": 4,
@@ -40,9 +39,8 @@ def test_texts_part_at_near_ties_alone(family: str, levels: int) -> None:
 
 
 def test_a_wrong_choice_is_no_tie(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Accepting the draft's first child unseen, as if it were the target's choice."""
     engine = engine_of("llama-gqa")
-    monkeypatch.setattr(step, "accept_greedy", accept_first)
+    accept_all_proposals(monkeypatch)
     assert check.greedy(engine, prompt_of(47), NEW_TOKENS, levels=3).failures > 0
 
 

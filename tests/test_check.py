@@ -13,7 +13,6 @@ from tiny_pair import TinyPair, prompt
 from triforce_tree import Engine, check, hierarchy
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.noise import Noise
-from triforce_tree.kernels import step
 from triforce_tree.length_rope import LengthRope
 from triforce_tree.sampling import TokenLaw
 
@@ -89,10 +88,10 @@ def test_the_residual_of_the_public_code_is_found_out(monkeypatch: pytest.Monkey
     both = Engine(target, draft, config=HierarchyConfig.from_options(**options))
 
     # After a refusal it samples from p itself, instead of what p has left over q.
+    sound = Noise.accept_tree
+
     def public(self: Noise, tokens: Any, parents: Any, p: torch.Tensor, *rest: Any) -> Any:
-        path, count, _ = step.accept_tree(
-            tokens, parents, p, rest[0], rest[1], self.uniform, self.race[:, 0], rest[2]
-        )
+        path, count, _ = sound(self, tokens, parents, p, *rest)
         node = path.gather(1, count[:, None] - 1)[..., None].expand(-1, 1, p.shape[2])
         return path, count, (p.gather(1, node)[:, 0] / self.race[:, 0]).argmax(-1)
 

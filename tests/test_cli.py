@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from careless import accept_first
 from tiny_pair import TinyPair
+from wrong_acceptance import accept_all_proposals
 
 from triforce_tree import __version__, cli, console
 from triforce_tree.bench import baselines, results
 from triforce_tree.cli import main
 from triforce_tree.commands import arguments
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.kernels import step
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
@@ -306,7 +305,12 @@ def test_check_passes_and_names_trees(capsys: pytest.CaptureFixture[str], pair: 
     result = last_object(out)
     assert code == 0
     assert result["passed"] is True
-    assert len(result["results"]) == 6
+    assert len(result["results"]) == 7
+    assert [(r["levels"], r["level"]) for r in result["results"][4:]] == [
+        (2, "target"),
+        (3, "retrieval"),
+        (3, "target"),
+    ]
     assert [forward["prompt_tokens"] for forward in result["forwards"]] == [1, 130]
     assert all(forward["error"] < 1e-5 for forward in result["forwards"])
     assert len(result["acceptance"]["greedy"]["draft -> retrieval"]) == 8
@@ -317,7 +321,7 @@ def test_check_fails_with_code_1(
     capsys: pytest.CaptureFixture[str], pair: TinyPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Every proposal is accepted, which is what a careless verification would do.
-    monkeypatch.setattr(step, "accept_greedy", accept_first)
+    accept_all_proposals(monkeypatch)
     code, out, err = run(
         capsys,
         "check",

@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from careless import accept_first
 from families import prompt_of, tiny
 from tiny_pair import TinyPair
+from wrong_acceptance import accept_all_proposals
 
 import triforce_tree
 from triforce_tree import cli, console
 from triforce_tree.bench.compare import compared, summary
 from triforce_tree.cli import main
-from triforce_tree.kernels import step
 from triforce_tree.output import GenerateOutput
 
 
@@ -28,7 +27,7 @@ def test_a_text_that_is_not_the_targets_ends_with_code_1(
     monkeypatch: pytest.MonkeyPatch,
     command: str,
 ) -> None:
-    monkeypatch.setattr(step, "accept_greedy", accept_first)
+    accept_all_proposals(monkeypatch)
     words = {
         "generate": ["generate", prompt, "--max-new-tokens", "30", "--compare", "--json"],
         "demo": ["demo", "--prompt-tokens", "300", "--new-tokens", "30"],

@@ -38,6 +38,8 @@ SMALL = {
     "sinks": 2,
     "window": 6,
     "prefill_chunk": 16,
+    # However dear drafting is on a small model.
+    "rounds": 2,
 }
 
 
@@ -237,7 +239,14 @@ def test_learned_positions_serve_as_target_and_as_draft() -> None:
     assert accepted_per_level(target, perturbed(target, 0.05), prompt_of(70), 40, levels=2)[-1] > 0
     engine = triforce_tree.load(tiny("llama"), gpt2(), window=256)
     with pytest.raises(ValueError, match=r"512 learned positions, and its window needs 644; set window<=190"):
-        engine.generate(prompt_of(70))
+        engine.generate(prompt_of(70), max_new_tokens=4)
+
+
+@pytest.mark.parametrize("levels", [1, 2, 3])
+def test_a_text_may_fill_all_learned_positions(levels: int) -> None:
+    """Trees and chains behind its last token have no position of their own, and are not needed."""
+    target, prompt = gpt2(), prompt_of(500)
+    accepted_per_level(target, perturbed(target, 0.05), prompt, 12, levels=levels)
 
 
 @pytest.mark.parametrize("family", FAMILIES_BEYOND)

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 import triforce_tree
 from triforce_tree import UnsupportedModelError, hf_model, supported
-from triforce_tree.caches.base import Variant
+from triforce_tree.attention import AttentionParams
 from triforce_tree.cycle.streamed_weights import StreamedWeights
 from triforce_tree.hf_model import HFModel
 from triforce_tree.length_rope import LengthRope
@@ -28,11 +28,11 @@ def sinks_alone() -> PreTrainedModel:
 def changed(**parts: Any) -> Callable[[pytest.MonkeyPatch], None]:
     """What a layer asks of its attention, with some of it lost on the way."""
 
-    def make(*args: Any) -> Variant:
-        how = Variant(*args)
+    def make(*args: Any) -> AttentionParams:
+        how = AttentionParams(*args)
         return replace(how, **{name: f(getattr(how, name)) for name, f in parts.items()})
 
-    return lambda patch: patch.setattr(hf_model, "Variant", make)
+    return lambda patch: patch.setattr(hf_model, "AttentionParams", make)
 
 
 def lost(_: Any) -> None:

@@ -72,7 +72,8 @@ def test_an_engine_with_streamed_weights() -> None:
         again = other.generate(PROMPT, max_new_tokens=NEW, do_sample=False)
         assert again.sequences.equal(out.sequences)
     short = engine.generate(PROMPT[:2], max_new_tokens=3, do_sample=False)
-    assert short.memory is None
+    assert short.memory is not None
+    assert short.memory["levels"] == 2
     assert short.sequences.tolist() == [[*PROMPT[:2], *greedy(models()[0], PROMPT[:2], 3)]]
     near = engine.with_options(offload_weights=True, budget=32)
     assert near.generate(PROMPT, max_new_tokens=8, do_sample=False).new_tokens == 8

@@ -147,13 +147,18 @@ def test_no_more_host_memory_is_planned_for_than_the_user_allows(monkeypatch: py
 def test_auto_offloads_nothing_that_fits() -> None:
     own = engine(offload="auto")
     out = own.generate(PROMPT, max_new_tokens=8, do_sample=False)
-    assert out.memory is None
+    assert out.memory is not None
+    assert not out.memory["offloaded"]
     assert out.sequences[0, len(PROMPT) :].tolist() == expected()[:8]
 
 
-def test_a_short_prompt_needs_no_offloading() -> None:
-    out = engine().generate(PROMPT[:2], max_new_tokens=8, do_sample=False)
-    assert out.memory is None
+def test_a_short_prompt_has_no_chunks_to_retrieve() -> None:
+    """With two levels it is offloaded like any other; a level 1 of its own would see all of it anyway."""
+    expected = greedy(models()[0], PROMPT[:2], 8, attention_mask=torch.ones(1, 2))
+    for options, on_host in (({}, True), ({"levels": 3}, False)):
+        out = engine(**options).generate(PROMPT[:2], max_new_tokens=8, do_sample=False)
+        assert out.sequences[0, 2:].tolist() == expected
+        assert (out.memory is not None) is on_host
 
 
 def test_what_cannot_be_offloaded_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -24,6 +25,27 @@ class AttentionParams:
     window: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
+
+
+class KVCache(Protocol):
+    """Where the new keys and values of one forward go, and what its queries attend to."""
+
+    def positions(self, count: int) -> Tensor:
+        """int64 ``[count]``: the positions of the next so many tokens."""
+
+    def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, how: AttentionParams) -> Tensor:
+        """Store the new keys and values of one layer, and attend to everything the queries may see.
+
+        Args:
+            layer: the attention module; ``layer.layer_idx`` numbers it.
+            q, k, v: ``[B, H_q, T, D]`` and ``[B, H_kv, T, D]`` as the model hands them over.
+
+        Returns:
+            ``[B, H_q, T, D]``.
+        """
+
+    def advance(self, count: int) -> None:
+        """The forward is over: its ``count`` tokens are there."""
 
 
 @dataclass(frozen=True)

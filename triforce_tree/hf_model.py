@@ -1,4 +1,4 @@
-"""Any transformers causal LM as a function of (tokens, positions, cache, rows).
+"""Any transformers causal LM as a function of tokens and a cache.
 
 No model code is ours: transformers' attention interface calls :func:`_attention` in every layer, which
 hands queries, keys and values to the cache named in the forward's own keyword.
@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, Cache, PreTrainedModel
 
-from triforce_tree.attention import KVShape
-from triforce_tree.caches.base import KVCache, Rows, Variant
+from triforce_tree.attention import AttentionParams, KVCache, KVShape
 from triforce_tree.host_linear import few_row_linears
 from triforce_tree.kernels.attention.plan import Heads
 from triforce_tree.kernels.device import explained
@@ -22,7 +21,7 @@ from triforce_tree.length_rope import LengthRope
 from triforce_tree.locks import held
 from triforce_tree.model_copy import shallow_copy
 from triforce_tree.parallel import same
-from triforce_tree.recorder import LayerCall, Recorder, one_row
+from triforce_tree.recorder import LayerCall, Recorder
 from triforce_tree.supported import UnsupportedModelError, refuse_unsupported
 
 ATTENTION = "triforce_tree"
@@ -36,7 +35,6 @@ class _Run:
     """
 
     cache: KVCache
-    rows: Rows
     called: set[int] = field(default_factory=set)
 
 
@@ -110,9 +108,9 @@ def _attention(
             "model with model.set_attn_implementation('sdpa')"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    how = Variant(scale, narrowing(module, sliding_window), softcap, s_aux)
+    how = AttentionParams(scale, narrowing(module, sliding_window), softcap, s_aux)
     triforce.called.add(module.layer_idx)  # type: ignore[arg-type]
-    out = triforce.cache.attend(module, query, key, value, triforce.rows, how)
+    out = triforce.cache.attend(module, query, key, value, how)
     return out.transpose(1, 2), None
 
 
@@ -172,6 +170,12 @@ class HFModel:
         return self.model.dtype
 
     @property
+    def learned_positions(self) -> int | None:
+        """Entries of its table of position embeddings; None for rotary ones, which any position has."""
+        rotary = any(name.endswith("inv_freq") for name, _ in self.model.named_buffers())
+        return None if rotary else self.max_positions
+
+    @property
     def running(self) -> PreTrainedModel:
         """The modules that compute inside :meth:`active`; they share all tensors with ``model``.
 
@@ -215,13 +219,12 @@ class HFModel:
 
     @torch.no_grad()
     def forward(
-        self, tokens: list[int], rows: Rows, cache: KVCache, last_only: bool = False, whole: bool = True
+        self, tokens: list[int], cache: KVCache, last_only: bool = False, whole: bool = True
     ) -> Tensor:
-        """Logits of T new tokens, whose rows go into the cache's tail.
+        """Logits of T new tokens, whose keys and values go into the cache.
 
         Args:
             tokens: T ids.
-            rows: depths and mask of the new rows.
             last_only: compute the last row's logits alone (prefill).
             whole: every layer must attend; False where layers are called without computing.
 
@@ -232,10 +235,10 @@ class HFModel:
             RuntimeError: a layer attended past our attention function, so its rows are not in the cache.
         """
         ids = torch.tensor([tokens], device=self.device)
-        run = _Run(cache, rows)
+        run = _Run(cache)
         out = self.running(
             input_ids=ids,
-            position_ids=cache.positions(rows)[None],
+            position_ids=cache.positions(len(tokens)).to(self.device)[None],
             past_key_values=PassThrough(),
             use_cache=True,
             logits_to_keep=1 if last_only else 0,
@@ -255,7 +258,7 @@ class HFModel:
         problem = None
         try:
             with self.active():
-                self.forward([1], one_row(self.device), recorder, whole=False)
+                self.forward([1], recorder, whole=False)
         except _NoRunError:
             problem = "its decoder layers do not hand the keywords of a forward on to it"
         except Exception as error:  # any failure of foreign code means: cannot work, and why

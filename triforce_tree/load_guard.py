@@ -20,8 +20,10 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from triforce_tree.caches.base import Rows
-from triforce_tree.caches.full import FullCache
+from triforce_tree.attention import AttentionParams
+from triforce_tree.cycle.prefill import SequenceRows
+from triforce_tree.cycle.rows import TreeRows
+from triforce_tree.cycle.store import KVStore
 from triforce_tree.hf_model import HFModel, own_arithmetic
 from triforce_tree.kernels.device import KernelError
 from triforce_tree.layer_slice import LayerSlice
@@ -215,22 +217,20 @@ class _Guard:
         jump: int,
         rows: dict[int, tuple[Tensor, Tensor]],
     ) -> Tensor:
-        cache = _FarCache(self.model.layers, before + len(tokens), pieces[0], jump)
-        for layer, (k, v) in rows.items():
-            cache.rows.write(layer, 0, k, v)
-        cache.stand(before)
+        shapes = [s if i in self.calls else None for i, s in enumerate(self.model.kv_shapes)]
+        tail = pieces[-1]
+        room = before + len(tokens) + tail
         if self.model.length_rope is not None:
             self.model.length_rope.choose_for_texts([before + jump + len(tokens)])
         logits = torch.empty(0)
         with self.model.active(), self.slice.alone(self.model.running):
-            for number, count in enumerate(pieces):
+            store = KVStore(shapes, 1, room, self.device, self.model.dtype, scratch=tail)
+            cache = _GuardRows(store, before, pieces, jump)
+            for layer, (k, v) in rows.items():
+                cache.fill(layer, k, v)
+            for count in pieces:
                 part, tokens = tokens[:count], tokens[count:]
-                depths = torch.arange(count, device=self.device)
-                last = number == len(pieces) - 1
-                mask = torch.ones(count, count, dtype=torch.bool, device=self.device).tril() if last else None
-                rows_of = Rows(depths, mask, depths, count)
-                logits = self.model.forward(part, rows_of, cache, not last, whole=False)
-                cache.commit(count)
+                logits = self.model.forward(part, cache, last_only=bool(tokens), whole=False)
         for layer, q in cache.queries.items():
             self.scores[layer] = float(q.float().pow(2).mean().sqrt())
         return logits.float()
@@ -256,16 +256,46 @@ class _Guard:
         return plain[torch.randint(len(plain), (1, count), generator=self.random)]
 
 
-class _FarCache(FullCache):
-    """A full cache whose tokens from ``start`` on are ``jump`` positions further on."""
+class _GuardRows(SequenceRows):
+    """Pieces of a text in the KV slots of a cycle: all but the last one are prefill, the last is a chain.
 
-    def __init__(self, layers: int, capacity: int, start: int, jump: int) -> None:
-        super().__init__(layers, capacity)
-        self._start, self._jump = start, jump
+    Args:
+        store: of one sequence.
+        before: positions in front of the text, which :meth:`fill` writes.
+        pieces: tokens of each.
+        jump: what positions from the second piece on are further by.
 
-    def positions(self, rows: Rows) -> Tensor:
-        places = super().positions(rows)
-        return places + self._jump * (places >= self._start)
+    Attributes:
+        queries: of the last forward, by layer, ``[1, H_q, T, D]``.
+    """
+
+    def __init__(self, store: KVStore, before: int, pieces: Sequence[int], jump: int) -> None:
+        super().__init__(store, 0)
+        self.length, self.queries = before, dict[int, Tensor]()
+        self._second, self._jump = before + pieces[0], jump
+        tail = pieces[-1]
+        self._last = before + sum(pieces) - tail
+        self._chain = TreeRows(store, tail, mask=torch.ones(tail, tail, dtype=torch.bool).tril())
+        self._chain.begin(torch.tensor([self._last], device=store.device))
+
+    def fill(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Keys and values ``[1, H_kv, before, D]`` in front of the text; a ring keeps the newest."""
+        number, _ = self.store.place(layer)
+        group, stop = self.store.groups[number], k.shape[2]
+        start = max(0, stop - group.ring) if group.ring else 0
+        for kept, given in zip(self.store.layer(layer), (k, v), strict=True):
+            for slots, places in group.runs(start, stop):
+                kept[:, :, slots] = given[:, :, start:][:, :, places]
+
+    def positions(self, count: int) -> Tensor:
+        places = super().positions(count)
+        return places + self._jump * (places >= self._second)
+
+    def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, how: AttentionParams) -> Tensor:
+        self.queries[layer.layer_idx] = q
+        if self.length < self._last:
+            return super().attend(layer, q, k, v, how)
+        return self._chain(layer.layer_idx, q, k, v, how).transpose(1, 2)
 
 
 def named_lengths(model: nn.Module) -> set[int]:

@@ -1,8 +1,7 @@
-"""From logits to laws, and every random draw.
+"""From logits to laws, and seeds.
 
 A *law* is a probability distribution over the vocabulary in fp32, after the user's logits processors
-(temperature, top-k, top-p, penalties). All randomness of the package passes through :class:`Random`, so
-a test can replace it by one that enumerates outcomes and obtain the exact law of a whole generation.
+(temperature, top-k, top-p, penalties).
 """
 
 from collections.abc import Callable, Sequence
@@ -110,25 +109,6 @@ class TokenLaw:
         return self.scores(logits, paths).softmax(-1)
 
 
-def residual(p: Tensor, q: Tensor) -> Tensor:
-    """norm(max(p - q, 0)) ``[V]``: what is left of p after a token drawn from q was refused.
-
-    Where nothing is left (p <= q everywhere, which only rounding can bring about after a refusal) the
-    answer is p itself.
-    """
-    left = (p - q).clamp_min_(0)
-    total = left.sum()
-    return left / total if total > 0 else p
-
-
-def without(law: Tensor, token: int) -> Tensor | None:
-    """The law ``[V]`` given that its outcome is not ``token``; None where nothing else is possible."""
-    left = law.clone()
-    left[token] = 0
-    total = left.sum()
-    return left / total if total > 0 else None
-
-
 class Stream(IntEnum):
     """What a derived seed is for."""
 
@@ -149,46 +129,3 @@ def derived(seed: int, stream: Stream, number: int) -> int:
     """
     sequence = np.random.SeedSequence(seed % 2**64, spawn_key=(stream, number))
     return int(sequence.generate_state(1, np.uint64)[0] >> 1)
-
-
-class Random:
-    """A seeded source of fresh draws; one for each level.
-
-    Args:
-        seed: same seed, same draws on the same device.
-        device: where the laws live.
-    """
-
-    def __init__(self, seed: int, device: torch.device | str = "cpu") -> None:
-        self._generator = torch.Generator(device=device)
-        self._generator.manual_seed(seed)
-
-    def accept(self, probability: float) -> bool:
-        """True with the given probability."""
-        uniform = torch.rand((), generator=self._generator, device=self._generator.device)
-        return float(uniform) < probability
-
-    def choose(self, law: Tensor) -> int:
-        """A token drawn from ``law`` ``[V]``."""
-        return int(torch.multinomial(law, 1, generator=self._generator))
-
-    def choose_distinct(self, laws: Tensor, counts: Sequence[int]) -> list[list[int]]:
-        """Draws without replacement: ``counts[i]`` tokens from ``laws[i]``, in draw order.
-
-        The exponential race: the order of law / Exp(1) is that of successive draws, each from what the
-        earlier ones left (Sequoia, section 3.3). A row yields fewer tokens when its law has fewer.
-        """
-        most = max(counts)
-        if most == 0:
-            return [[] for _ in counts]
-        race = laws / torch.empty_like(laws).exponential_(generator=self._generator)
-        times, tokens = race.topk(min(most, laws.shape[-1]), dim=-1)
-        possible = (times > 0).sum(-1).tolist()
-        drawn = tokens.tolist()
-        return [row[: min(n, k)] for row, n, k in zip(drawn, counts, possible, strict=True)]
-
-
-def top_tokens(scores: Tensor, counts: Sequence[int]) -> list[list[int]]:
-    """The ``counts[i]`` best tokens of each row of ``scores`` ``[N, V]``, best first."""
-    most = min(max(counts), scores.shape[-1])
-    return [row[:n] for row, n in zip(scores.topk(most, dim=-1).indices.tolist(), counts, strict=True)]

@@ -145,7 +145,7 @@ class Cycle:
         target = self.target
         bring = target.streamed.bring if target.streamed is not None else None
         clone = low_bit_copy(target.model, self.config.middle_bits, bring)
-        return StepModel(clone, compiled, target.length_rope, features)
+        return StepModel(clone, compiled, target.length_rope, features, target.learned_positions)
 
     def _feature_buffer(self, nodes: int) -> Tensor:
         hidden = self.target.model.config.get_text_config(decoder=True).hidden_size

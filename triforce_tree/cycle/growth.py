@@ -50,12 +50,12 @@ class Growth:
         # The chain of level 1 and a tree behind it.
         beyond = max(_BEYOND_WINDOW, config.gamma + len(shape.widths))
         most = self.config.sinks + 2 * self.config.window + beyond
-        limit = draft.max_positions
-        rotary = any(name.endswith("inv_freq") for name, _ in draft.model.named_buffers())
-        if not rotary and limit is not None and most > limit:
+        limit = draft.learned_positions
+        if limit is not None and most > limit:
+            window = max(1, (limit - self.config.sinks - beyond) // 2)
             raise ValueError(
                 f"{draft.name} has {limit} learned positions, and its window needs {most}; set "
-                f"window<={max(1, (limit - self.config.sinks - beyond) // 2)}, or choose another draft"
+                f"window<={window}, or choose another draft"
             )
         self.depth = len(shape.widths)
         self.nodes = 1 + sum(shape.widths)

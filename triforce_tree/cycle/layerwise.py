@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from triforce_tree.attention import AttentionParams
-from triforce_tree.caches.base import Rows
 from triforce_tree.cycle.lanes import Lane, Mark
 from triforce_tree.cycle.model import decoder_layers
 from triforce_tree.cycle.pinned import HostMemory
@@ -154,13 +153,13 @@ class _LayerRows:
     def __init__(self, buffer: Tensor | None, windowed: SequenceRows) -> None:
         self.buffer, self.windowed, self.length = buffer, windowed, 0
 
-    def positions(self, rows: Rows) -> Tensor:
-        return rows.depths + self.length
+    def positions(self, count: int) -> Tensor:
+        return torch.arange(self.length, self.length + count)
 
-    def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, rows: Rows, how: AttentionParams) -> Tensor:
+    def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, how: AttentionParams) -> Tensor:
         if how.window is not None:
             self.windowed.length = self.length
-            return self.windowed.attend(layer, q, k, v, rows, how)
+            return self.windowed.attend(layer, q, k, v, how)
         assert self.buffer is not None
         stop = self.length + k.shape[2]
         seen = self.buffer[:stop].permute(1, 2, 0, 3)[:, None]  # [2, 1, H_kv, S, D]
@@ -169,14 +168,6 @@ class _LayerRows:
         return causal_attention(q, seen[0], seen[1], scale=how.scale, softcap=how.softcap, sinks=how.sinks)
 
     def advance(self, count: int) -> None: ...
-
-    def keep(self, rows: list[int]) -> None:
-        raise RuntimeError("prefill proposes nothing")
-
-    def commit(self, count: int) -> None: ...
-
-    def prefill_step(self, coming: int) -> tuple[int, int]:
-        return 0, coming
 
 
 class _Calls:
@@ -246,8 +237,7 @@ def fill_by_layers(
         for start in starts:
             rows.length = start
             part = tokens[start : start + chunk]
-            depths = torch.arange(len(part), device=model.device)
-            model.forward(part, Rows(depths, None, depths, len(part)), rows, last_only=True, whole=False)
+            model.forward(part, rows, last_only=True, whole=False)
     free: list[Callable[[], None]] = []
     told = done = 0
     for layer, place in enumerate(sink.places):

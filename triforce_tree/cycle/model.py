@@ -115,6 +115,8 @@ class StepModel:
             layers run as they are, and a warning says why.
         lengths: the choice of rotary frequencies, where they depend on the text's length.
         features: decoder layers whose outputs are kept in ``hidden`` after each call.
+        positions: how many the model has learned; None where any may be asked for. Passes reach beyond the
+            most tokens of a text; what they compute there is never read, but it must have a position.
 
     Attributes:
         capturable: whether a CUDA graph can hold a call.
@@ -127,8 +129,9 @@ class StepModel:
         compiled: bool = False,
         lengths: LengthRope | None = None,
         features: Sequence[int] = (),
+        positions: int | None = None,
     ) -> None:
-        self.model = clone.eval()
+        self.model, self._positions = clone.eval(), positions
         self.capturable = lengths is None or not lengths.waits_for_host
         self.hidden: dict[int, Tensor] = {}
         self.model.set_attn_implementation(ATTENTION)
@@ -157,6 +160,8 @@ class StepModel:
 
         On several cards they are rank 0's on every rank, so that all choose alike.
         """
+        if self._positions is not None:
+            positions = positions.clamp_max(self._positions - 1)
         _running.attend, _running.layer = attend, 0
         try:
             # Once for all layers: for each of them it would take a quarter of the host's time.
@@ -187,7 +192,7 @@ def step_model(model: HFModel, compiled: bool, features: Sequence[int] = ()) -> 
     if not on_gpu:
         use_few_row_linears(clone)
     # Layers of other libraries, and weights that come from the host layer by layer, may wait for the device.
-    made = StepModel(clone, compiled and exchanged, model.length_rope, features)
+    made = StepModel(clone, compiled and exchanged, model.length_rope, features, model.learned_positions)
     made.capturable = made.capturable and exchanged and model.streamed is None
     return made
 

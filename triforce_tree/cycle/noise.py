@@ -1,4 +1,4 @@
-"""The random decisions of a cycle's stages, without the host: the device's side of ``sampling.Random``."""
+"""The random decisions of a cycle's stages, without the host."""
 
 from typing import Protocol
 

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from triforce_tree.attention import AttentionParams
-from triforce_tree.caches.base import Rows
 from triforce_tree.cycle.store import KVStore
 from triforce_tree.hf_model import HFModel
 from triforce_tree.kernels.attention.prefill import causal_attention
@@ -28,10 +27,10 @@ class SequenceRows:
         self.store, self.sequence = store, sequence
         self.length = 0
 
-    def positions(self, rows: Rows) -> Tensor:
-        return rows.depths + self.length
+    def positions(self, count: int) -> Tensor:
+        return torch.arange(self.length, self.length + count, device=self.store.device)
 
-    def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, rows: Rows, how: AttentionParams) -> Tensor:
+    def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, how: AttentionParams) -> Tensor:
         # Layers that share another's keys may have been left with the last queries alone.
         index, count = layer.layer_idx, k.shape[2]
         group = self.store.check(index, how.window)
@@ -58,14 +57,6 @@ class SequenceRows:
 
     def advance(self, count: int) -> None:
         self.length += count
-
-    def keep(self, rows: list[int]) -> None:
-        raise RuntimeError("prefill proposes nothing")
-
-    def commit(self, count: int) -> None: ...
-
-    def prefill_step(self, coming: int) -> tuple[int, int]:
-        return 0, coming
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, how: AttentionParams) -> Tensor:
@@ -96,8 +87,7 @@ def prefill(
     rows = SequenceRows(store, sequence)
     for start in range(0, len(tokens), chunk):
         part = tokens[start : start + chunk]
-        depths = torch.arange(len(part), device=model.device)
-        model.forward(part, Rows(depths, None, depths, len(part)), rows, last_only=True)
+        model.forward(part, rows, last_only=True)
         if progress:
             progress(len(part))
     store.fed(sequence, len(tokens))

@@ -73,9 +73,9 @@ class Meter:
         target, config = hierarchy.target, hierarchy.config
         page = math.lcm(64, config.retrieval.chunk)
         rows = -(-(self._room + most.behind) // page) * page
-        self._store = KVStore(target.kv_shapes, 1, rows, target.device, target.dtype)
         chunk = chunk_tokens(config.prefill_chunk, target.device)
         with hierarchy.active():
+            self._store = KVStore(target.kv_shapes, 1, rows, target.device, target.dtype)
             prefill(target, self._store, 0, self._tokens[:-1], chunk, progress)
 
     def run(self, config: HierarchyConfig, place: int, temperature: float, new: int, seed: int) -> Sample:

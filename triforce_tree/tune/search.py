@@ -149,12 +149,11 @@ class Space:
     def extent(self) -> Extent:
         """The largest trees and chains that may be tried."""
         values = {c.name: c.values for c in self.grid}
+        shapes = [parse_shape(self.start.tree)]
         if self.draft:
-            shapes = [
-                parse_shape(tree) for tree in (*values.get("tree", ()), _LONG_ON_GPU["tree"], self.start.tree)
-            ]
+            shapes += [parse_shape(tree) for tree in (*values.get("tree", ()), _LONG_ON_GPU["tree"])]
         else:
-            shapes = [chain_shape(length) for length in (*values.get("lookup", ()), self.start.lookup)]
+            shapes += [chain_shape(length) for length in values.get("lookup", ())]
         found = [Extent.of(replace(self.start, tree=shape), 2) for shape in shapes]
         depth = max(extent.depth for extent in found)
         nodes = max(extent.nodes for extent in found)

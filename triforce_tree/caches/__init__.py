@@ -1,1 +1,0 @@
-"""Rows of one forward, and a plain full cache."""
