@@ -128,7 +128,8 @@ def tree_attention(
         return product(scores.softmax(-1), values.mT)
 
     packed = (q * scale).reshape(batch, kv_heads, group * queries, dim)
-    if not ONEDNN or rows < _ROWS_PER_HEAD_CALL:
+    # A matrix times a vector needs no packing, whatever the rows.
+    if not ONEDNN or rows < _ROWS_PER_HEAD_CALL or group * queries == 1:
         out = attend(packed, k, v, _batched)
     else:
         pairs = zip(packed.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), strict=True)
