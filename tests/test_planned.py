@@ -8,6 +8,7 @@ from torch import Tensor
 
 from triforce_tree.kernels.attention import planned, reference
 from triforce_tree.kernels.attention.plan import Heads, plan_trees
+from triforce_tree.kernels.cpu import host
 
 PAGE = 4
 
@@ -166,3 +167,41 @@ def test_the_63rd_bit_is_a_bit_like_any_other() -> None:
     assert int(plan.mask.max()) < 0
     out = planned.run(torch.randn(64, 1, 8), k, v, plan, scale=1.0)
     torch.testing.assert_close(out, v[0, :, 63].expand(64, 1, 8))
+
+
+@pytest.mark.parametrize("paged", [True, False], ids=["pages", "rows"])
+@pytest.mark.parametrize("tail", [6, 11], ids=["own rows", "a longer tail"])
+@pytest.mark.parametrize("given", [1, 4, 6])
+def test_fewer_queries_than_planned(given: int, tail: int, paged: bool) -> None:
+    """The first ones of every sequence, whose new rows are fewer: those behind them are not looked at."""
+    heads, batch, lengths = Heads(4, 2, 8), 3, [13, 0, 4100]
+    masks = [tree_mask(6, tail, seed) for seed in range(batch)]
+    plan = plan_trees(heads, masks, lengths, device="cpu", dtype=torch.float32)
+    size = 4120  # more than what goes through one batched product
+    k, v = torch.randn(2, batch, heads.kv, size, heads.dim)
+    ends = [length + tail - 6 + given for length in lengths]
+    for b, end in enumerate(ends):
+        k[b, :, end:] = v[b, :, end:] = torch.nan
+    q = torch.randn(batch * given, heads.query, heads.dim)
+    rows = [(k[b, :, :end], v[b, :, :end]) for b, end in enumerate(ends)]
+    wanted = expected(q, rows, [mask[:given, : tail - 6 + given] for mask in masks], 0.4)
+    table = None
+    if paged:
+        # Every sequence backwards: page p holds what its table says.
+        pages = size // PAGE
+        table = torch.arange(batch * pages, dtype=torch.int32).view(batch, pages).flip(1)
+        k, v = (
+            t.unflatten(2, (pages, PAGE)).flip(2).transpose(1, 2).flatten(0, 1).contiguous() for t in (k, v)
+        )
+    out = planned.run(q, k, v, plan, scale=0.4, table=table)
+    torch.testing.assert_close(out, wanted)
+
+
+def test_first_rows_of_fewer_queries() -> None:
+    heads, mask = Heads(4, 2, 8), tree_mask(5, 5, 0)
+    plan = plan_trees(heads, [mask], [30], device="cpu", dtype=torch.float32)
+    k, v = torch.randn(2, 1, heads.kv, 40, heads.dim)
+    q, first = torch.randn(3, heads.query, heads.dim), torch.tensor([4, 0, 29, 30, 30])
+    out = host.planned_attention(q, k, v, plan, scale=0.4, first=first)
+    wanted = expected(q, [(k[0, :, :33], v[0, :, :33])], [mask[:3, :3]], 0.4, first=first[:3])
+    torch.testing.assert_close(out, wanted)

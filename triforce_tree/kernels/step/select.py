@@ -48,6 +48,8 @@ def select_chunks(q: Tensor, means: Tensor, limit: Tensor, table: Tensor, slots:
     order = order.masked_fill(outside[:, None], -torch.inf)
     order[..., 0] = torch.inf
     least = order.topk(slots, sorted=False).values.amin(-1, keepdim=True)
-    above, equal = order > least, order == least
-    chosen = above | (equal & (equal.cumsum(-1) <= slots - above.sum(-1, keepdim=True)))
+    chosen = order >= least
+    if chosen.sum() > slots * chosen.shape[0] * chosen.shape[1]:
+        above, equal = order > least, order == least
+        chosen = above | (equal & (equal.cumsum(-1) <= slots - above.sum(-1, keepdim=True)))
     table[..., :slots] = chosen.nonzero()[:, 2].view(*chosen.shape[:2], slots)
