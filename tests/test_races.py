@@ -77,6 +77,16 @@ def test_streamed_weights_have_none(levels: int, monkeypatch: pytest.MonkeyPatch
     assert_no_races(watch, 3)
 
 
+def test_a_layer_with_a_window_between_others_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It leaves alone what the layer before it sends to the host, and the layer behind it waits."""
+    kinds = ["full_attention", "sliding_attention", "full_attention"]
+    target = HFModel(tiny("gemma3", num_hidden_layers=3, layer_types=kinds))
+    config = HierarchyConfig.from_options(prefill_chunk=16)
+    with watched(monkeypatch) as watch:
+        write(Cycle(target, None, config, 1, 200, 1, STREAMED))
+    assert_no_races(watch, 3)
+
+
 def _with_streamed_weights(levels: int) -> Cycle:
     whole = tiny("llama-gqa")
     config = HierarchyConfig.from_options(middle_bits=8 if levels == 3 else 16, budget=24, chunk=4, recent=8)
