@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from triforce_tree.kernels import step_reference
-from triforce_tree.kernels.draws import largest
+from triforce_tree.kernels import step
+from triforce_tree.kernels.step.draws import largest
 
 
 @pytest.mark.parametrize("kind", ["all different", "many equal", "two equal", "NaN", "zeros"])
@@ -33,7 +33,7 @@ def test_chosen_chunks_are_the_lowest_of_equal_interest(levels: int) -> None:
         wanted = torch.randint(levels, (2, 3, 30)).float()
         q = torch.ones(2, 3, 1)
         table = torch.full((2, 3, slots + 2), -7, dtype=torch.int32)
-        step_reference.select_chunks(q, wanted[..., None], limits, table, slots, 1.0)
+        step.select_chunks(q, wanted[..., None], limits, table, slots, 1.0)
         for b, limit in enumerate(limits.tolist()):
             for head in range(3):
                 row = wanted[b, head].tolist()
