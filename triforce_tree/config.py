@@ -1,6 +1,7 @@
 """Settings of the hierarchy: small frozen records, checked when they are made."""
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -61,17 +62,26 @@ class RetrievalConfig:
     which may grow by half with newer tokens before it moves on. ``refresh`` = n lets every n-th forward
     of level 1 choose its chunks by the query of its root, the first one after each level-2 pass
     included; 0 the first one alone.
+
+    ``select_chunks`` is the retrieval policy, on every device and for an offloaded cache: a function with the
+    arguments of ``triforce_tree.kernels.step.select_chunks``, the default: for each KV head chunk 0 and the
+    chunks of greatest interest to the root's query.
     """
 
     budget: int = 1536
     chunk: int = 8
     recent: int = 256
     refresh: int = 1
+    select_chunks: Callable[..., None] | None = None
 
     def __post_init__(self) -> None:
         for name in ("budget", "chunk", "recent"):
             _within(name, getattr(self, name), 1)
         _within("refresh", self.refresh, 0)
+        if self.select_chunks is not None and not callable(self.select_chunks):
+            raise ValueError(
+                f"select_chunks={self.select_chunks!r} must be a function, or None for the default"
+            )
         if self.budget % self.chunk:
             near = max(self.chunk, self.budget // self.chunk * self.chunk)
             raise ValueError(

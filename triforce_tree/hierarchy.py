@@ -83,7 +83,10 @@ class Hierarchy:
         """Level 0 under the present settings, with buffers of its own."""
         if self.draft is not None:
             return Growth(self.draft, self.config)
-        return PromptLookup(self.config.lookup) if self._drafter is None else self._drafter
+        if self._drafter is None:
+            return PromptLookup(self.config.lookup)
+        # Buffers of several programs over the same models must not meet in one object.
+        return copy.copy(self._drafter)
 
     def with_config(self, config: HierarchyConfig) -> "Hierarchy":
         """The same checked models under another configuration."""

@@ -40,7 +40,7 @@ class CopiedRows(OffloadedRows):
         depths: Sequence[int] | None = None,
     ) -> None:
         super().__init__(cache, cache.store, cache.slots, queries, depths=depths)
-        self.chunk = config.chunk
+        self.chunk, self.config = config.chunk, config
         self.slots = cache.slots // config.chunk
         self.choosing = False
         assert cache.means is not None
@@ -82,7 +82,8 @@ class CopiedRows(OffloadedRows):
     def _choose(self, layer: int, q: Tensor, keys: Tensor, values: Tensor, scale: float) -> None:
         host, counts = self.cache.host, self._counts[layer]
         asked = self._wanted.shape[2]
-        step.select_chunks(q, self.means[layer], self._boundary, self._wanted, asked, scale)
+        select = self.config.select_chunks or step.select_chunks
+        select(q, self.means[layer], self._boundary, self._wanted, asked, scale)
         exchange.exchange_chunks(
             self._held[layer], self._place[layer], self._wanted, self._hand[layer], self._moves, counts
         )

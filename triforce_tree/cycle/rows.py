@@ -261,7 +261,8 @@ class RetrievalRows(TreeRows):
             return super().__call__(layer, q, k, v, how)
         table = own.table[place]
         if self.choosing:
-            step.select_chunks(q[:, :, 0], own.means[place], self.boundary, table, self.slots, how.scale)
+            select = self.config.select_chunks or step.select_chunks
+            select(q[:, :, 0], own.means[place], self.boundary, table, self.slots, how.scale)
             if self.store.batch > 1:
                 table[:, :, : self.slots] += own.first_page[:, :, None].int()
         self._write(layer, k, v, how)

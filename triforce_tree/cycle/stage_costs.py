@@ -7,7 +7,7 @@ settings below, and kept in the user's cache folder (``cost_table.py``).
 import statistics
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -174,7 +174,8 @@ def settings_of(
             "max_draft_tokens": cycle.reach,
             "runner_ups": cycle.leaves,
             "retrieval_weight_bits": config.middle_bits,
-            **asdict(config.retrieval),
+            **asdict(replace(config.retrieval, select_chunks=None)),
+            "select_chunks": getattr(config.retrieval.select_chunks, "__qualname__", None),
         }
     return settings
 

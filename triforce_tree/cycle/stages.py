@@ -14,20 +14,20 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from triforce_tree.cycle.copied import CopiedRows
 from triforce_tree.cycle.drafter import Drafter, TokenTree
 from triforce_tree.cycle.laws import DeviceLaw, Sampler
 from triforce_tree.cycle.model import StepModel
 from triforce_tree.cycle.noise import Noise
-from triforce_tree.cycle.rows import RetrievalRows, TreeRows
+from triforce_tree.cycle.rows import RetrievalRows
 from triforce_tree.cycle.shapes import DeviceShape, device_shape
 from triforce_tree.cycle.texts import Texts
+from triforce_tree.cycle.view import KVView, RetrievalView
 from triforce_tree.graphs import Step
 from triforce_tree.kernels import step
 from triforce_tree.token_tree import ancestor_mask
 from triforce_tree.tree_search import parse_shape
 
-FullRows = Callable[[int, Tensor | None, Sequence[int] | None], TreeRows]
+FullRows = Callable[[int, Tensor | None, Sequence[int] | None], KVView]
 """Makes what T new rows of level 2 do in the full cache, of T, a mask that never changes, and depths."""
 
 
@@ -76,14 +76,14 @@ class Verifier:
         self.verdict: Verdict
         self._logits: Tensor
 
-    def steps(self, forward: Callable[[], None], judge: Callable[[], None], rows: TreeRows) -> list[Step]:
+    def steps(self, forward: Callable[[], None], judge: Callable[[], None], rows: KVView) -> list[Step]:
         """A stage that calls :meth:`forward` over ``rows`` in its first part, :meth:`judge` in its second."""
         capturable = self.model.capturable and rows.capturable
         # Logits of a direct forward are at another address each time.
         alone = self.law.capturable and self.noise.capturable
         return [Step(forward, capturable), Step(judge, capturable and alone)]
 
-    def forward(self, tree: TokenTree, root: Tensor, rows: TreeRows, words: Tensor | None) -> None:
+    def forward(self, tree: TokenTree, root: Tensor, rows: KVView, words: Tensor | None) -> None:
         """Logits of all nodes, or, where shapes may change, of all up to the last slot that is taken.
 
         Args:
@@ -149,7 +149,7 @@ class RetrievalVerifyStage:
         self,
         draft: DraftStage,
         verifier: Verifier,
-        rows: RetrievalRows | CopiedRows,
+        rows: RetrievalView,
         leaves: bool,
         choosing: bool,
     ) -> None:
@@ -262,7 +262,7 @@ class TreeVerifyStage:
         self.texts.proposed.fill_(self.tree.depth)
 
 
-def _commit(texts: Texts, rows: TreeRows, verdict: Verdict) -> None:
+def _commit(texts: Texts, rows: KVView, verdict: Verdict) -> None:
     """What level 2 accepted becomes text, and its rows those of the full cache."""
     rows.move(torch.where(texts.active[:, None] > 0, verdict.path, -1))
     texts.settle(verdict.emitted, verdict.counts)

@@ -1,0 +1,52 @@
+"""A retrieval policy of one's own decides what level 1 sees, and never what comes out."""
+
+from typing import Any
+
+import pytest
+import torch
+from families import greedy, perturbed, prompt_of, tiny
+
+import triforce_tree
+
+SMALL = {
+    "levels": 3,
+    "gamma": 4,
+    "rounds": 2,
+    "tree": "best-first:3,2,1",
+    "budget": 24,
+    "chunk": 4,
+    "recent": 8,
+    "sinks": 2,
+    "window": 6,
+    "prefill_chunk": 16,
+}
+
+
+@pytest.mark.parametrize("offload", [None, True])
+def test_a_policy_of_ones_own_is_asked(offload: bool | None) -> None:
+    asked: list[int] = []
+
+    def oldest(
+        q: torch.Tensor, means: torch.Tensor, limit: torch.Tensor, table: torch.Tensor, slots: int, *_: Any
+    ) -> None:
+        asked.append(slots)
+        table[..., :slots] = torch.arange(slots, dtype=torch.int32)
+
+    target = tiny("llama-gqa")
+    prompt = prompt_of(120)
+    expected = greedy(target, prompt, 20)
+    rates = []
+    for policy in (None, oldest):
+        engine = triforce_tree.load(
+            target, perturbed(target, 0.02), profile=False, select_chunks=policy, offload=offload, **SMALL
+        )
+        out = engine.generate(prompt, max_new_tokens=20, do_sample=False)
+        assert out.sequences[0, len(prompt) :].tolist() == expected
+        rates.append(out.levels[-1].acceptance_rate)
+    assert asked
+    assert rates[0] > rates[1], "the chunks of greatest interest bring more than the oldest"
+
+
+def test_a_policy_is_a_function() -> None:
+    with pytest.raises(ValueError, match="select_chunks='best' must be a function"):
+        triforce_tree.load(tiny("llama"), select_chunks="best")
