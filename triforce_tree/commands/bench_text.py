@@ -31,7 +31,12 @@ def documents(args: argparse.Namespace) -> tuple[str, Iterable[str]]:
 def run(args: argparse.Namespace) -> int:
     source, texts = documents(args)
     settings = speed.settings(
-        args.context, args.new_tokens, args.seed, source, args.target or "embedded", args.draft or "default"
+        args.context,
+        args.new_tokens,
+        args.seed,
+        source,
+        args.target or "embedded",
+        args.draft or args.drafter or "default",
     )
     settings["options"] = {name: getattr(args, name) for name in ENGINE_OPTIONS if name != "levels"}
     if args.profile != NONE:

@@ -6,7 +6,7 @@ Nothing here imports torch or transformers, as in ``arguments``.
 import argparse
 from typing import Any
 
-from triforce_tree.commands.parsing import Given, GivenSwitch, HelpFormatter, levels
+from triforce_tree.commands.parsing import Given, GivenSwitch, HelpFormatter, levels, positive
 from triforce_tree.config import HierarchyConfig
 
 DEFAULTS = HierarchyConfig().as_options()
@@ -16,6 +16,9 @@ ENGINE_OPTIONS = (
     "levels",
     "gamma",
     "tree",
+    "lookup",
+    "rounds",
+    "leaves",
     "budget",
     "chunk",
     "recent",
@@ -23,7 +26,9 @@ ENGINE_OPTIONS = (
     "middle_bits",
     "sinks",
     "window",
+    "prefill_chunk",
 )
+DRAFTERS = ("model", "lookup")
 MEMORY_OPTIONS = ("offload", "gpu_memory", "host_memory", "offload_weights", "host_attention")
 
 
@@ -49,6 +54,11 @@ def add_models(parser: argparse.ArgumentParser) -> None:
         help="folder or hub id of the draft model (same tokenizer); without it, the embedded draft for the "
         "embedded target and prompt lookup for any other",
     )
+    group.add_argument(
+        "--drafter",
+        choices=DRAFTERS,
+        help="who proposes tokens: the draft model or prompt lookup; by default the draft where there is one",
+    )
     group.add_argument("--device", help="cpu, cuda, cuda:1 ...; without it, CUDA where there is one")
     group.add_argument(
         "--dtype", choices=DTYPES, help="without it, float32 on the CPU and the checkpoint's own elsewhere"
@@ -70,13 +80,19 @@ def add_hierarchy(parser: argparse.ArgumentParser, profile: str | None = NONE) -
             "shape of the draft's token trees: chain:4, best-first:6,5,4 (widths by depth), sequoia:16x4 "
             "(size x depth), static:0;0.0;1 (rank paths)",
         ),
+        "lookup": (int, "tokens that prompt lookup proposes, where it drafts"),
+        "rounds": (
+            positive,
+            "draft rounds before each pass of the target; by default as many as acceptance and stage times "
+            "suggest",
+        ),
+        "leaves": (None, "let the target verify one runner-up beside each token that it is offered"),
         "budget": (int, "tokens in the middle level's retrieval cache"),
         "chunk": (int, "tokens of one retrieved chunk"),
         "recent": (int, "newest tokens that the retrieval cache always holds"),
         "refresh": (
             int,
-            "every how many passes the middle level chooses its chunks anew; 0 leaves the choice to the "
-            "target's passes",
+            "every how many passes the middle level chooses its chunks anew; 0: once a pass of the target",
         ),
         "middle_bits": (
             int,
@@ -85,11 +101,16 @@ def add_hierarchy(parser: argparse.ArgumentParser, profile: str | None = NONE) -
         ),
         "sinks": (int, "first tokens that the draft's cache keeps"),
         "window": (int, "newest tokens that the draft's cache keeps"),
+        "prefill_chunk": (positive, "tokens of a prompt that are fed at once"),
     }
     for name in ENGINE_OPTIONS:
         kind, text = options[name]
-        flag = f"--{name.replace('_', '-')}"
-        group.add_argument(flag, type=kind, default=DEFAULTS[name], action=Given, help=text)
+        flag = name.replace("_", "-")
+        if kind is None:
+            switch = (f"--{flag}", f"--no-{flag}")
+            group.add_argument(*switch, dest=name, default=DEFAULTS[name], action=GivenSwitch, help=text)
+        else:
+            group.add_argument(f"--{flag}", type=kind, default=DEFAULTS[name], action=Given, help=text)
     parser.set_defaults(given=frozenset(), profile=NONE, **dict.fromkeys(MEMORY_OPTIONS))
     if profile is not None:
         add_memory(parser)

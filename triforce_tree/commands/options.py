@@ -28,7 +28,7 @@ def engine_of(args: argparse.Namespace) -> Engine:
         # Of the whole process.
         bound_memory(torch.device(args.device or "cuda"), bytes_of(args.gpu_memory))
     profile = {AUTO: None, NONE: False}.get(args.profile, args.profile)
-    models = {"device": args.device, "dtype": args.dtype, "profile": profile}
+    models = {"drafter": args.drafter, "device": args.device, "dtype": args.dtype, "profile": profile}
     with PinningBar(None, what="weights into host memory") as pinned:
         engine = load(args.target, args.draft, **models, pinned=pinned, **options)
     if engine.tokenizer is None:

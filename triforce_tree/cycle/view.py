@@ -28,8 +28,8 @@ class KVView(Protocol):
 
         Args:
             before: int64 ``[B]``, committed tokens of each sequence: the position of the first new one.
-            words: int64 ``[B, T, W]``; bit j of word w of row t: new token t sees new token ``64 w + j``. None
-                where the mask never changes.
+            words: int64 ``[B, T, W]``; bit j of word w of row t: new token t sees new token ``64 w + j``.
+                None where the mask never changes.
         """
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, how: AttentionParams) -> Tensor:
