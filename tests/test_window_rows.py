@@ -18,7 +18,7 @@ from triforce_tree.cycle.rows import TreeRows
 from triforce_tree.cycle.store import KVStore
 from triforce_tree.kernels import step
 from triforce_tree.kernels.attention import planned
-from triforce_tree.kernels.attention.plan import Heads
+from triforce_tree.kernels.attention.plan import Heads, pack_mask
 from triforce_tree.kernels.attention.prefill import causal_attention
 
 CPU = torch.device("cpu")
@@ -114,9 +114,7 @@ def test_each_query_sees_its_window(
     q = torch.randn(batch, heads.query, queries, heads.dim)
     new = torch.stack([text[:, :, -queries:] for text in texts], 1)
     rows = TreeRows(store, queries, depths=depths.tolist())
-    words = sum((mask[:, j].long() << j) for j in range(min(64, queries)))
-    rows = TreeRows(store, queries, mask=mask) if queries > 64 else rows
-    rows.begin(torch.tensor(lengths), None if queries > 64 else words.expand(batch, -1))
+    rows.begin(torch.tensor(lengths), pack_mask(mask).expand(batch, -1, -1))
     out = rows(0, q, *new, how)
     for b, length in enumerate(lengths):
         own = length + depths
