@@ -1,4 +1,4 @@
-"""Generations that are small enough to enumerate, for the tests and for ``scripts/check_laws.py``."""
+"""Generations that are small enough to enumerate, for the tests and for ``scripts/checks/check_laws.py``."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -68,9 +68,7 @@ class Case:
             draft = stranger(self.vocabulary, 3).to(device)
         else:
             draft = perturbed(target, self.likeness).to(device)
-        return Generations(
-            target.to(device), draft, self.levels, self.prompt, **{**self.options, **how}
-        )
+        return Generations(target.to(device), draft, self.levels, self.prompt, **{**self.options, **how})
 
     def distance(self, generations: Generations) -> float:
         """Total variation between what is generated and the target's own distribution."""

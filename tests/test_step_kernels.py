@@ -168,6 +168,8 @@ def test_greedy_acceptance_by_hand() -> None:
     # A node that is not there is not what an id of -1 asks for.
     path, count, _ = step.accept_greedy(tokens, parents, best.index_fill(1, torch.tensor(4), -1), 3)
     assert (path.tolist(), count.tolist()) == ([[0, 2, 4, -1]], [3])
+
+
 def below(parents: list[int], tokens: list[int], node: int) -> list[int]:
     return [i for i, above in enumerate(parents) if above == node and tokens[i] >= 0]
 
