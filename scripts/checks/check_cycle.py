@@ -17,12 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scripts.benchmarks.common.engine import Cycle, CycleDecoder, Ending, HFModel, TokenLaw
+from scripts.benchmarks.common.engine import drafter_of
 from scripts.checks.verdicts import Verdicts
 from triforce_tree import load
 from triforce_tree.bench.text import pydoc_text, token_ids
 from triforce_tree.check import chi_square, p_value, uncertain_contexts
 from triforce_tree.config import HierarchyConfig
+from triforce_tree.cycle.cycle import Cycle
+from triforce_tree.cycle.decoder import CycleDecoder
+from triforce_tree.cycle.endings import Ending
+from triforce_tree.hf_model import HFModel
+from triforce_tree.sampling import TokenLaw
 
 # Smallest p-value that passes; about twenty tests are made.
 _LEAST_P = 1e-4
@@ -45,7 +50,8 @@ class Checks:
     def cycle(self, levels: int, batch: int, room: int, **options: Any) -> Cycle:
         settings: dict[str, Any] = {"gamma": 8, "tree": "best-first:6,4,3", "budget": 512, "recent": 128}
         config = HierarchyConfig.from_options(**{**settings, "rounds": 2, **options})
-        return Cycle(self.target, self.draft, config, batch, room, levels)
+        drafter = drafter_of(self.draft, config, levels)
+        return Cycle(self.target, drafter, config, batch, room, levels)
 
     def greedy(self, lengths: list[int], new_tokens: int) -> None:
         """Three and two levels against one, in one batch of ragged prompts."""
@@ -61,7 +67,7 @@ class Checks:
             parted = sum(a != b for a, b in zip(tokens, expected, strict=True))
             self.add(f"greedy, {levels} levels", parted == 0, texts=len(prompts), parted=parted)
             plain = CycleDecoder(cycle, law, 0)
-            plain.pace.fixed = 0
+            plain.controller.fixed = 0
             cycle.rewind(prompts)
             same = decoded(plain, prompts, new_tokens) == expected
             self.add(f"greedy, plain passes in a cycle of {levels} levels", same)

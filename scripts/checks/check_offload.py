@@ -60,7 +60,7 @@ class Checks:
         target, draft, tokenizer = inflate_pair(shapes[0], device, dtype, shapes[1], seed)
         target.generation_config.eos_token_id = None
         config = HierarchyConfig.from_options(**options)
-        self.whole = Engine(target, draft, tokenizer, config, given=options).with_options(captured=True)
+        self.whole = Engine(target, draft, tokenizer, config, given=options)
         self.prompt = token_ids(tokenizer, pydoc_text())[: 600 if tiny else 8192]
         roomy = self.whole.with_options(offload=True, gpu_memory=1 << 50)
         plan = roomy.memory_plan(len(self.prompt), self.passes)

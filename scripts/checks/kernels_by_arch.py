@@ -37,15 +37,6 @@ MAY_SPILL: dict[str, dict[str, int]] = {
     "tree_attention_kernel": {"sm_80": 272, "sm_90": 480, "sm_100": 752, "sm_120": 128, "gfx1100": 2480},
     # 64 rows and more of packed weights; unaligned rows; gfx1100 as above.
     "linear_kernel": {"sm_80": 288, "sm_100": 256, "sm_120": 208, "gfx1100": 576},
-    # fp32 at 256 columns, which stand in registers as two tf32 parts.
-    "_lse_kernel": {
-        "sm_80": 5296, "sm_86": 784, "sm_89": 784, "sm_90": 5312, "sm_100": 5248, "sm_120": 784,
-        "gfx1100": 1312,
-    },
-    # As the one above.
-    "_interest_kernel": {
-        "sm_80": 176, "sm_86": 208, "sm_89": 208, "sm_90": 192, "sm_100": 192, "sm_120": 192, "gfx1100": 2672,
-    },
 }  # fmt: skip
 
 

@@ -15,17 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 from kernels_cases import LAW, Case, build, random_nodes, random_tree, run_case
 
-from triforce_tree.kernels import compaction, merge, reference, scoring
+from triforce_tree.kernels.attention import merge, reference
 from triforce_tree.kernels.attention.configs import KernelConfig, choose
-from triforce_tree.kernels.device import describe
-from triforce_tree.kernels.dispatch import tree_attention
+from triforce_tree.kernels.attention.dispatch import tree_attention
 from triforce_tree.kernels.attention.launch import run
-from triforce_tree.kernels.attention.plan import NODE, Heads, plan_nodes, plan_trees
+from triforce_tree.kernels.attention.plan import NODE, Heads, Plan, pack_mask, plan_nodes, plan_trees
+from triforce_tree.kernels.device import describe
 
 SIZES = (1, 2, 7, 16, 63, 64, 65, 128, 257, 1024)
 # Replays of one graph, each with one of so many trees.
@@ -109,7 +110,7 @@ def check(shard: int, shards: int, every: int = 1) -> list[dict]:
             rows.append({"case": str(case), "error_ratio": round(ratio, 3), "ok": ok})
         except Exception as error:
             rows.append({"case": str(case), "ok": False, "error": repr(error)[:300]})
-    extra = [tree_shaped_kv, companions, dispatched, compiled]
+    extra = [tree_shaped_kv, merged, dispatched, compiled]
     for index, one in enumerate(extra):
         if index % shards == shard:
             try:
@@ -141,29 +142,16 @@ def tree_shaped_kv() -> None:
             torch.testing.assert_close(lse, exact[1][0].T.float(), atol=2e-3, rtol=0)
 
 
-def companions() -> None:
+def merged() -> None:
+    """Attention over a union of row sets, with parts that are empty."""
     torch.manual_seed(0)
     outs, lses = torch.randn(5, 64, 32, 128, device="cuda"), torch.randn(5, 64, 32, device="cuda")
     lses[0, 3:9], lses[:, 1] = -torch.inf, -torch.inf
     outs[0, 3:9] = torch.nan
-    for made, exact in zip(merge.merge_states(outs, lses), reference.merge_states(outs, lses), strict=True):
+    for made, exact in zip(
+        merge.merge_states(outs, lses), reference.merge_states.definition(outs, lses), strict=True
+    ):
         torch.testing.assert_close(made, exact)
-    q, means = (torch.randn(1, 32, 16, 128, device="cuda"), torch.randn(1, 8, 15360, 128, device="cuda"))
-    made, exact = (
-        scoring.chunk_scores(q, means, 0.09),
-        reference.chunk_scores(q.double(), means.double(), 0.09),
-    )
-    torch.testing.assert_close(made, exact.float(), atol=1e-5, rtol=1e-3)
-    rows = torch.randn(1, 5000, 8, 128, device="cuda").to(torch.bfloat16).transpose(1, 2)
-    index = torch.randint(5000, (1, 8, 4096), device="cuda")
-    assert torch.equal(compaction.gather_rows(rows, index), reference.gather_rows(rows, index))
-    for size in (1, 64, 1000):
-        path = torch.randperm(size, device="cuda")[: max(1, size // 3)].sort().values
-        start = torch.tensor([4000], device="cuda")
-        mine, theirs = rows.clone(), rows.clone()
-        compaction.compact_rows(mine, torch.cat([path, path.new_full((3,), -1)]), start)
-        reference.compact_rows(theirs, path, start)
-        assert torch.equal(mine, theirs), size
 
 
 def dispatched() -> None:
@@ -208,8 +196,8 @@ def replays() -> dict:
     plan = plan_trees(heads, masks[:1], [0], device="cuda")
     words, eager = [], []
     for mask, length in zip(masks, lengths, strict=True):
-        plan.update(mask, length)
-        words.append(plan.mask.clone())
+        words.append(pack_mask(mask))
+        _set(plan, words[-1], length)
         eager.append(run(q, k, v, plan, scale=0.09))
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
@@ -218,11 +206,17 @@ def replays() -> dict:
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     for _ in range(REPLAYS):
         pick = rng.randrange(VARIANTS)
-        plan.update(words[pick], lengths[pick])
+        _set(plan, words[pick], lengths[pick])
         out.fill_(float("nan"))
         graph.replay()
         wrong += (out != eager[pick][0]).sum() + (lse != eager[pick][1]).sum()
     return {"replays": REPLAYS, "different_elements": int(wrong)}
+
+
+def _set(plan: Plan, words: Tensor, length: Tensor) -> None:
+    """Another tree and another length, written into the buffers that a graph holds."""
+    plan.mask.copy_(words)
+    plan.lengths.copy_(length)
 
 
 def main() -> int:

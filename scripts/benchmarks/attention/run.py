@@ -27,7 +27,7 @@ from scripts.benchmarks.attention.tables import cells as cell_table
 from scripts.benchmarks.common.results import header, write
 from scripts.benchmarks.common.timing import time_calls
 from scripts.checks.tree_attention_check import gate
-from triforce_tree.kernels import reference
+from triforce_tree.kernels.attention import reference
 from triforce_tree.kernels.attention.launch import run
 from triforce_tree.kernels.attention.plan import plan_trees
 

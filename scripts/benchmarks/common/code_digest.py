@@ -15,15 +15,19 @@ from typing import Any
 
 ROOT = Path(__file__).parents[3]
 PACKAGE = "triforce_tree"
+# Where code lies in the package, and what no import statement names: C files, and the modules of kernels that
+# operators load at their first call on a GPU.
+_C_FILES = ("kernels/cpu/*.c", "kernels/cpu/*.h")
+_KERNELS = ("kernels/**/*.py",)
 # Area -> patterns of the files in the package that it begins with.
 AREAS: dict[str, tuple[str, ...]] = {
-    "attention": ("kernels/launch.py",),
-    "linear": ("kernels/linear.py",),
-    "cpu attention": ("kernels/cpu_attention.py", "kernels/*.c", "kernels/*.h"),
-    "kernels": ("kernels/*.py",),
+    "attention": ("kernels/attention/launch.py",),
+    "linear": ("kernels/linear/launch.py",),
+    "cpu attention": ("kernels/cpu/cpu_attention.py", *_C_FILES),
+    "kernels": _KERNELS,
     # All that decodes, in a model of any shape.
-    "engine": ("cycle/decoder.py", "inflate.py", "kernels/*.c", "kernels/*.h"),
-    "api": ("engine.py", "kernels/*.c", "kernels/*.h"),
+    "engine": ("cycle/decoder.py", "inflate.py", *_KERNELS, *_C_FILES),
+    "api": ("engine.py", *_KERNELS, *_C_FILES),
 }
 _C_COMMENT = re.compile(rb"/\*.*?\*/|//[^\n]*", re.DOTALL)
 

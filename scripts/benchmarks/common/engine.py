@@ -18,10 +18,12 @@ from scripts.benchmarks.common.timing import Marks, synchronize, timed
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.cycle import Cycle
 from triforce_tree.cycle.decoder import CycleDecoder
+from triforce_tree.cycle.endings import Ending
+from triforce_tree.cycle.growth import Growth
 from triforce_tree.cycle.model import StepModel
-from triforce_tree.cycle.rows import KVStore, TreeRows
+from triforce_tree.cycle.rows import TreeRows
 from triforce_tree.cycle.shapes import Extent
-from triforce_tree.decoder import Ending
+from triforce_tree.cycle.store import KVStore
 from triforce_tree.graphs import free_memory
 from triforce_tree.hf_model import HFModel
 from triforce_tree.inflate import inflate_pair
@@ -107,7 +109,8 @@ class Bench:
             self._program = old = None
             free_memory()
             store = kept or self._new_store(batch, rows)
-            self._program = Cycle(self.target, self.draft, config, batch, room, levels, store=store)
+            drafter = drafter_of(self.draft, config, levels)
+            self._program = Cycle(self.target, drafter, config, batch, room, levels, store=store)
             longest = max(map(len, self._fed), default=0)
             if kept is None or longest > room:
                 # The slots are new, or the captures' trial runs will have written into them.
@@ -121,7 +124,7 @@ class Bench:
         """A full cache with room for later settings as well, in whole pages of any chunk."""
         rows = -(-(rows + _SPARE_SLOTS) // _LARGEST_CHUNK) * _LARGEST_CHUNK
         target = self.target
-        return KVStore(target.layers, batch, target.heads, rows, self.device, target.dtype)
+        return KVStore(target.kv_shapes, batch, rows, self.device, target.dtype)
 
     def close(self) -> None:
         """Give everything back, the models too."""
@@ -149,12 +152,13 @@ class Bench:
         behind = int(self.program.texts.capacity) - self.program.room
         first = min(len(p) for p in prompts) - 1
         reach = max(len(p) for p in prompts) + new + 2 * behind - first
-        rows = self.program.store.kv[:, :, :, :, first : first + reach]
-        before = rows.clone()
+        written = [group.kv[..., first : first + reach, :] for group in self.program.store.groups]
+        before = [slots.clone() for slots in written]
         try:
             yield
         finally:
-            rows.copy_(before)
+            for slots, old in zip(written, before, strict=True):
+                slots.copy_(old)
             self._renew_means()
 
     def decode(self, temperature: float, prompts: Texts, new: int, rounds: int | None = None) -> Run:
@@ -236,12 +240,11 @@ class Bench:
         program.rewind(prompts)
         generator = torch.Generator(self.device)
         generator.manual_seed(self.seed)
-        refresh = program.config.retrieval.refresh
         one_pass: list[str] = []
         for done in range(rounds):
             one_pass.append("grow")
             if program.levels == 3:
-                one_pass.append("choose" if done == 0 or (refresh and done % refresh == 0) else "middle")
+                one_pass.append("choose" if program.config.retrieval.chooses(done) else "middle")
         one_pass.append("full")
         names = one_pass * passes
         marks = Marks(self.device)
@@ -260,19 +263,25 @@ def levels_of(config: HierarchyConfig) -> int:
     return config.levels if isinstance(config.levels, int) else 3
 
 
+def drafter_of(draft: HFModel, config: HierarchyConfig, levels: int) -> Growth | None:
+    """The draft model as level 0 under these settings; None where there is no level 0."""
+    return Growth(draft, config) if levels > 1 else None
+
+
 def new_decoder(program: Cycle, temperature: float, seed: int, rounds: int | None = None) -> CycleDecoder:
     """For one text or batch; ``rounds`` = 0 is plain decoding, None leaves them to the acceptance."""
     decoder = CycleDecoder(program, TokenLaw.at(temperature), seed)
     if rounds is not None:
-        decoder.pace.fixed = rounds
+        decoder.controller.fixed = rounds
     return decoder
 
 
 def rounds_per_pass(program: Cycle, levels: Sequence[LevelStats]) -> float:
     """Trees that level 0 grew for each pass of level 2; 0 after plain decoding."""
-    if program.growth is None:
+    if program.drafter is None:
         return 0.0
-    return levels[0].forwards / program.growth.depth / levels[-1].forwards
+    depth = Extent.of(program.config, program.levels).depth
+    return levels[0].forwards / depth / levels[-1].forwards
 
 
 def last_logits(model: StepModel, rows: TreeRows, texts: Texts, width: int) -> Tensor:
@@ -310,13 +319,14 @@ def roofs_ms(program: Cycle, lengths: Sequence[int], bandwidth: float) -> dict[s
 
     def slot(store: KVStore) -> int:
         """K and V of one token in all layers."""
-        return 2 * store.kv.shape[0] * store.heads.kv * store.heads.dim * store.kv.element_size()
+        heads = [group.shape.heads for group in store.groups for _ in group.layers]
+        return sum(2 * h.kv * h.dim * store.dtype.itemsize for h in heads)
 
     row = slot(program.store)
     full = weight_bytes(program.full.model) + sum(lengths) * row
     needed = {"plain": full, "full": full}
-    if program.growth is not None:
-        growth = program.growth
+    growth = program.drafter
+    if isinstance(growth, Growth):
         window = program.batch * (growth.config.sinks + growth.config.window) * slot(growth.store)
         needed["grow"] = growth.depth * (weight_bytes(growth.model.model) + window)
     if program.rows is not None:

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from scripts.benchmarks.common.timing import graph_us
-from triforce_tree.kernels import linear as kernels
-from triforce_tree.kernels import linear_reference as reference
 from triforce_tree.kernels.device import describe
+from triforce_tree.kernels.linear import launch, reference
 from triforce_tree.kernels.linear.configs import LinearConfig as C
 from triforce_tree.kernels.linear.configs import choose, row_block
 
@@ -64,7 +63,7 @@ class Weights:
 
     def __init__(self, bits: int, shape: Shape, copies: int = 1, dtype: torch.dtype = torch.bfloat16):
         self.bits, self.shape, self.dtype = bits, shape, dtype
-        self.counters = [kernels.counters_for(outs, "cuda") for outs in shape.outs]
+        self.counters = [launch.counters_for(outs, "cuda") for outs in shape.outs]
         self.words = [[self._words(outs) for outs in shape.outs] for _ in range(copies)]
         self.scales = [
             [self._scales(outs) for outs in shape.outs] if bits < 16 else [] for _ in range(copies)
@@ -86,11 +85,11 @@ class Weights:
     def call(self, x: Tensor, copy: int = 0, bias: list[Tensor] | None = None, config: C | None = None):
         words, scales = self.words[copy], self.scales[copy]
         if len(words) > 1:
-            return kernels.linears(x, words, scales, bias or [], self.counters, self.bits, config)
+            return launch.linears(x, words, scales, bias or [], self.counters, self.bits, config)
         one = bias[0] if bias else None
         if self.bits == 16:
-            return kernels.linear(x, words[0], one, self.counters[0], config)
-        return kernels.low_bit_linear(x, words[0], scales[0], one, self.bits, self.counters[0], config)
+            return launch.linear(x, words[0], one, self.counters[0], config)
+        return launch.low_bit_linear(x, words[0], scales[0], one, self.bits, self.counters[0], config)
 
     def exact(self, x: Tensor, bias: list[Tensor] | None = None) -> tuple[Tensor, float]:
         """The result in fp64 and the error allowed: twice that of torch in x's dtype."""

@@ -10,20 +10,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scripts.benchmarks.common.engine import last_logits, levels_of, new_decoder, rounds_per_pass
+from scripts.benchmarks.common.engine import (
+    drafter_of,
+    last_logits,
+    levels_of,
+    new_decoder,
+    rounds_per_pass,
+)
 from scripts.benchmarks.common.timing import synchronize, timed
 from triforce_tree import parallel
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.cycle import Cycle
+from triforce_tree.cycle.endings import Ending
 from triforce_tree.cycle.host_store import Offload
 from triforce_tree.cycle.lanes import Lane
 from triforce_tree.cycle.model import StepModel
 from triforce_tree.cycle.offloaded import OffloadedCache
 from triforce_tree.cycle.pinned import HostMemory
 from triforce_tree.cycle.prefill import prefill
-from triforce_tree.cycle.rows import KVStore, TreeRows
+from triforce_tree.cycle.rows import TreeRows
+from triforce_tree.cycle.store import KVStore
+from triforce_tree.cycle.streamed_rows import StreamedRows
 from triforce_tree.cycle.streamed_weights import StreamedWeights
-from triforce_tree.decoder import Ending
 from triforce_tree.few_row import few_row_copy
 from triforce_tree.graphs import free_memory
 from triforce_tree.hf_model import HFModel
@@ -198,8 +206,9 @@ class OffloadBench:
         """A program for these settings, captured; without ``offload`` its cache is on the device."""
         self.close()
         levels = levels_of(config)
+        drafter = drafter_of(self.draft, config, levels)
         self._program = self.timed(
-            "allocate", lambda: Cycle(self.target, self.draft, config, 1, room, levels, offload)
+            "allocate", lambda: Cycle(self.target, drafter, config, 1, room, levels, offload)
         )
         for temperature in temperatures:
             self.timed(f"capture {temperature}", lambda t=temperature: self.program.prepare(TokenLaw.at(t)))
@@ -311,7 +320,7 @@ class LastRows:
         cache = OffloadedCache(target, 1, count + 64, 0, 256, 0, 0, offload)
         with target.active():
             cache.prefill([self.prompt[: count - _COMPARED + 1]], self.chunk)
-        logits = self._logits(cache.rows(_COMPARED, self._chain))
+        logits = self._logits(StreamedRows(cache, _COMPARED, mask=self._chain))
         cache.close()
         del cache
         free_memory()
@@ -320,7 +329,7 @@ class LastRows:
     def on_chip(self) -> Tensor:
         """``[T, V]``."""
         target, count = self.bench.target, len(self.prompt)
-        store = KVStore(target.layers, 1, target.heads, count + 256, target.device, target.dtype)
+        store = KVStore(target.kv_shapes, 1, count + 256, target.device, target.dtype)
         with target.active():
             prefill(target, store, 0, self.prompt[: count - _COMPARED], self.chunk, None)
         logits = self._logits(TreeRows(store, _COMPARED, mask=self._chain))

@@ -43,7 +43,8 @@ def _stand(cache: StaticCache, store: KVStore, place: int) -> None:
     layers: list[Any] = cache.layers
     for layer in layers:
         layer.cumulative_length.fill_(place)
-    store.kv[:, :, :, :, place:] = 0
+    for group in store.groups:
+        group.kv[..., place:, :] = 0
 
 
 @torch.no_grad()
@@ -61,7 +62,7 @@ def static_decoding(
     Returns:
         median milliseconds a token, seconds of compiling and warming up, and the tokens.
     """
-    place, device = len(prompts[0]) - 1, store.kv.device
+    place, device = len(prompts[0]) - 1, store.device
     cache = alias(store, target)
     model: Any = target.model
     forward = torch.compile(model.forward, mode="reduce-overhead", dynamic=False) if compiled else model

@@ -1,6 +1,6 @@
 """Whole generations with every draw enumerated, on a device: their exact distribution against the target's.
 
-    PYTHONPATH=. python scripts/check_laws.py [--device cuda|cpu] [--batch 128] [names ...]
+    python -m scripts.checks.check_laws [--device cuda|cpu] [--batch 128] [names ...]
 
 The cases are those of ``tests/generation_cases.py``, in fp32. On a GPU the kernels that draw and accept run
 too, with random numbers made for every outcome, and must decide as their definitions do. Prints a line for
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 from generation_cases import CASES
 
