@@ -12,8 +12,8 @@ from torch import Tensor
 
 from triforce_tree.cycle import teacher
 from triforce_tree.engine import Engine
-from triforce_tree.kernels.draws import NoiseDraws
 from triforce_tree.kernels.acceptance_reference import accept_drawn
+from triforce_tree.kernels.draws import NoiseDraws
 from triforce_tree.sampling import TokenLaw
 from triforce_tree.stats import Progress
 
