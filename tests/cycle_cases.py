@@ -100,6 +100,7 @@ def exact(
     new, decoder = decoded(cycle, PROMPTS, NEW)
     assert new == references(family)
     assert decoder.finish_reasons == ["length"] * len(PROMPTS)
-    for level in decoder.levels[1:]:
+    # Without fixed rounds the controller may rightly fall back to plain decoding.
+    for level in decoder.levels[1:] if cycle.config.rounds is not None else ():
         assert 0 < level.accepted < level.proposed, level
     return decoder

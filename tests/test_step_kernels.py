@@ -234,7 +234,9 @@ def test_reference_greedy_finds_the_longest_accepted_path(seed) -> None:
         paths: dict[int, list[int]] = {0: [0]}
         for node in range(1, 12):
             above = int(parents[b, node])
-            if above in paths and 0 <= tokens[b, node] == best[b, above]:
+            equal = (parents[b, :node] == above) & (tokens[b, :node] == tokens[b, node])
+            # Of equal siblings the first counts.
+            if above in paths and 0 <= tokens[b, node] == best[b, above] and not equal.any():
                 paths[node] = [*paths[above], node]
         longest = max(map(len, paths.values()))
         assert longest <= depth + 1

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from triforce_tree.tree_search import Shape, parse_shape
+from triforce_tree.tree_search import MOST_DEPTH, Shape, parse_shape
 
 # Tokens of a cache or a window, and tokens that one pass may propose.
 MOST_TOKENS, MOST_PROPOSED = 2**20, 1024
@@ -152,7 +152,8 @@ class HierarchyConfig:
     def __post_init__(self) -> None:
         for name in ("gamma", "lookup", "rounds"):
             if name != "rounds" or self.rounds is not None:
-                _within(name, getattr(self, name), 1, MOST_PROPOSED)
+                most = MOST_DEPTH if name == "lookup" else MOST_PROPOSED
+                _within(name, getattr(self, name), 1, most)
         if self.prefill_chunk is not None:
             _within("prefill_chunk", self.prefill_chunk, 1)
         if self.middle_bits not in (4, 8, 16):

@@ -25,7 +25,7 @@ from triforce_tree.machine import host_rate, measured
 from triforce_tree.memory_map import Sizes
 from triforce_tree.memory_plan import MemoryPlan
 from triforce_tree.sampling import TokenLaw
-from triforce_tree.tree_search import chain_shape
+from triforce_tree.tree_search import chain_shape, parse_shape
 
 # Captured buffers are made for texts of a multiple of this many tokens, so that the next text fits too.
 _ROOM_STEP = 1024
@@ -45,7 +45,8 @@ class Hierarchy:
         memory: where KV slots live, as :meth:`settle_memory` decided; None where nothing may be offloaded.
 
     Raises:
-        ValueError: the vocabularies differ.
+        ValueError: the vocabularies differ; a drafter's tree is no tree shape, or it reads features of layers
+            that are not there.
         UnsupportedModelError: the target's logits are not transformers' own.
     """
 
@@ -53,6 +54,8 @@ class Hierarchy:
         self.target = target
         self.draft = draft if isinstance(draft, HFModel) else None
         self._drafter = None if isinstance(draft, HFModel) else draft
+        if self._drafter is not None:
+            _check_drafter(self._drafter, target.layers)
         self.config = config
         self.memory: MemoryPlan | None = None
         self._planned: tuple[object, MemoryPlan] | None = None
@@ -259,3 +262,14 @@ class Hierarchy:
         """Room for a little more than asked for, as far as the model has positions."""
         rounded = -(-room // _ROOM_STEP) * _ROOM_STEP
         return max(room, min(rounded, self.target.max_positions or rounded))
+
+
+def _check_drafter(drafter: Drafter, layers: int) -> None:
+    """Raise ValueError where a drafter's tree or features are beyond what the target can serve."""
+    parse_shape(drafter.tree)
+    for layer in drafter.features:
+        if not 0 <= layer < layers:
+            raise ValueError(
+                f"drafter {drafter.name!r} reads features of layer {layer}, but the target's layers are 0 to "
+                f"{layers - 1}; change drafter.features"
+            )

@@ -318,6 +318,7 @@ class Cycle:
         texts.broken.zero_()
         texts.chain.zero_()
         texts.gathered.zero_()
+        texts.feature_count.zero_()
         if self.drafter is not None:
             self.drafter.start(prompts)
         if self.offloaded is not None:
