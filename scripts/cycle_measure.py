@@ -8,14 +8,16 @@ from torch import Tensor
 from triforce_tree.cycle.cycle import Cycle
 from triforce_tree.cycle.model import StepModel
 from triforce_tree.cycle.rows import TreeRows
+from triforce_tree.cycle.shapes import Extent
 from triforce_tree.stats import LevelStats
 
 
 def rounds_per_pass(cycle: Cycle, levels: Sequence[LevelStats]) -> float:
     """Trees that level 0 grew for each pass of level 2; 0 after plain decoding."""
-    if cycle.growth is None:
+    if cycle.drafter is None:
         return 0.0
-    return levels[0].forwards / cycle.growth.depth / levels[-1].forwards
+    forwards = 1 if cycle.drafter.deterministic else Extent.of(cycle.config, cycle.levels).depth
+    return levels[0].forwards / forwards / levels[-1].forwards
 
 
 def last_logits(model: StepModel, rows: TreeRows, texts: Sequence[Sequence[int]], width: int) -> Tensor:

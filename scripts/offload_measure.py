@@ -16,6 +16,8 @@ from triforce_tree import parallel
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.cycle import Cycle
 from triforce_tree.cycle.decoder import CycleDecoder
+from triforce_tree.cycle.endings import Ending
+from triforce_tree.cycle.growth import Growth
 from triforce_tree.cycle.host_store import Offload
 from triforce_tree.cycle.lanes import Lane
 from triforce_tree.cycle.model import StepModel
@@ -26,7 +28,6 @@ from triforce_tree.cycle.rows import TreeRows
 from triforce_tree.cycle.store import KVStore
 from triforce_tree.cycle.streamed_rows import StreamedRows
 from triforce_tree.cycle.streamed_weights import StreamedWeights
-from triforce_tree.cycle.endings import Ending
 from triforce_tree.few_row import few_row_copy
 from triforce_tree.graphs import free_memory
 from triforce_tree.hf_model import HFModel
@@ -204,7 +205,8 @@ class Bench:
         self.close()
         levels = config.levels if isinstance(config.levels, int) else 3
         self._cycle = self.timed(
-            "allocate", lambda: Cycle(self.target, Growth(self.draft, config), config, 1, room, levels, offload)
+            "allocate",
+            lambda: Cycle(self.target, Growth(self.draft, config), config, 1, room, levels, offload),
         )
         for temperature in temperatures:
             self.timed(f"capture {temperature}", lambda t=temperature: self.cycle.prepare(TokenLaw.at(t)))

@@ -15,9 +15,10 @@ from torch import Tensor
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.cycle import Cycle
 from triforce_tree.cycle.decoder import CycleDecoder
+from triforce_tree.cycle.endings import Ending
+from triforce_tree.cycle.growth import Growth
 from triforce_tree.cycle.rows import TreeRows
 from triforce_tree.cycle.shapes import Extent
-from triforce_tree.cycle.endings import Ending
 from triforce_tree.cycle.store import KVStore
 from triforce_tree.graphs import free_memory
 from triforce_tree.hf_model import HFModel
@@ -108,7 +109,8 @@ class Bench:
             self._cycle = old = None
             free_memory()
             store = kept or self._new_store(batch, rows)
-            self._cycle = Cycle(self.target, Growth(self.draft, config), config, batch, room, levels, store=store)
+            drafter = Growth(self.draft, config)
+            self._cycle = Cycle(self.target, drafter, config, batch, room, levels, store=store)
             longest = max(map(len, self._fed), default=0)
             if kept is None or longest > room:
                 # The rows are new, or the captures' trial runs will have written into them.

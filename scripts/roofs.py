@@ -9,6 +9,7 @@ from timing import timed
 from transformers import PreTrainedModel
 
 from triforce_tree.cycle.cycle import Cycle
+from triforce_tree.cycle.growth import Growth
 from triforce_tree.cycle.store import KVStore
 
 
@@ -43,8 +44,8 @@ def stage_bytes(cycle: Cycle, lengths: Sequence[int]) -> dict[str, int]:
     row = row_bytes(cycle.store)
     full = weight_bytes(cycle.full.model) + sum(lengths) * row
     needed = {"plain": full, "full": full}
-    if cycle.growth is not None:
-        growth = cycle.growth
+    if isinstance(cycle.drafter, Growth):
+        growth = cycle.drafter
         window = cycle.batch * (growth.config.sinks + growth.config.window) * row_bytes(growth.store)
         needed["grow"] = growth.depth * (weight_bytes(growth.model.model) + window)
     if cycle.rows is not None:

@@ -45,8 +45,8 @@ class Hierarchy:
         memory: where KV slots live, as :meth:`settle_memory` decided; None where nothing may be offloaded.
 
     Raises:
-        ValueError: the vocabularies differ; a drafter's tree is too large, or it reads features of layers that
-            are not there.
+        ValueError: the vocabularies differ; a drafter's tree is too large, or it reads features of layers
+            that are not there.
         UnsupportedModelError: the target's logits are not transformers' own.
     """
 
