@@ -187,6 +187,12 @@ def without(name: str) -> object:
 
 
 DRAFT = perturbed(TARGET, 0.1)
+def unchecked(tree: str) -> Oracle:
+    drafter = Oracle()
+    drafter.tree = tree
+    return drafter
+
+
 REFUSED: dict[str, tuple[dict[str, object], str]] = {
     "unknown": ({"drafter": "medusa"}, "drafter='medusa' is not known; use model, lookup or an object"),
     "missing": ({"drafter": without("propose")}, "Half is no drafter: it has no propose"),
@@ -196,10 +202,10 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
     "tree": ({"drafter": Oracle(), "tree": "chain:3"}, "tree= is the drafter's own"),
     "no draft": ({"drafter": "model"}, "drafter='model' needs a draft; give one, or drafter='lookup'"),
     "large tree": (
-        {"drafter": FixedSiblings("chain:64", 64)},
-        "the tree of drafter 'fixed' has 64 tokens, at most 63 are possible",
+        {"drafter": unchecked("chain:129")},
+        "tree='chain:129' cannot be read: a tree has at most 1024 proposed tokens and 128 levels",
     ),
-    "long lookup": ({"drafter": "lookup", "lookup": 64}, r"lookup=64 must be .*63"),
+    "long lookup": ({"drafter": "lookup", "lookup": 129}, r"lookup=129 must be .*128"),
 }
 
 
@@ -222,7 +228,7 @@ def test_features_of_layers_that_are_not_there_are_refused(layer: int) -> None:
 
 
 @levels_2_and_3
-@pytest.mark.parametrize("size", [40, 63])
+@pytest.mark.parametrize("size", [40, 63, 64, 100])
 def test_trees_as_large_as_they_may_be(levels: int, size: int) -> None:
     """Every node has a bit of its own: all proposals are right ones."""
 
@@ -233,7 +239,7 @@ def test_trees_as_large_as_they_may_be(levels: int, size: int) -> None:
             tree.tokens.fill_(-1)
             tree.tokens[0, : 1 + len(coming)] = torch.tensor([text[-1], *coming])
 
-    prompt, new = PROMPTS[0], 70
+    prompt, new = PROMPTS[0], 104
     whole = [*prompt, *greedy(TARGET, prompt, new)]
     drafter = Long()
     drafter.tree = f"chain:{size}"

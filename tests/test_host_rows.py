@@ -131,8 +131,9 @@ def test_passes_of_both_kinds_follow_each_other() -> None:
     generator = torch.Generator().manual_seed(0)
     for stage in ("plain", "full", "full", "plain", "plain", "full"):
         if stage == "full":
-            assert cycle.growth is not None
-            cycle.growth.renew([[*p, *t] for p, t in zip(PROMPTS[:2], texts, strict=True)])
+            assert cycle.drafter is not None
+            whole = [[*p, *t] for p, t in zip(PROMPTS[:2], texts, strict=True)]
+            cycle.drafter.prepare(whole, resumed=True)
             cycle.run("grow", generator)
             cycle.run("choose", generator)
         cycle.run(stage, generator)

@@ -357,7 +357,7 @@ def test_two_levels_fall_back_to_plain_decoding(monkeypatch: pytest.MonkeyPatch)
             text += block
     assert new == references()
     draft, target = own.levels
-    assert 0 < draft.forwards / cycle.growth.depth < 0.5 * target.forwards
+    assert 0 < draft.forwards / cycle.drafter.depth < 0.5 * target.forwards
 
 
 def test_no_log_without_a_reason(measurements: list[Any], caplog: pytest.LogCaptureFixture) -> None:

@@ -153,7 +153,7 @@ def test_experts_are_multiplied_in_a_form_that_can_be_captured(
     assert target.config._experts_implementation == "grouped_mm"
     draft = perturbed(target, 0.05)
     cycle = cycle_of(target, draft, 3, middle_bits=8)
-    for step in (cycle.full, cycle.middle, cycle.growth.model):
+    for step in (cycle.full, cycle.middle, cycle.drafter.model):
         assert step.model.config._experts_implementation == expected
     assert target.config._experts_implementation == draft.config._experts_implementation == "grouped_mm"
     [new], _ = decoded(cycle, [prompt_of(70)], [12])
