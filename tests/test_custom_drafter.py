@@ -187,6 +187,8 @@ def without(name: str) -> object:
 
 
 DRAFT = perturbed(TARGET, 0.1)
+
+
 def unchecked(tree: str) -> Oracle:
     drafter = Oracle()
     drafter.tree = tree

@@ -57,13 +57,8 @@ def load(
         draft: likewise; by default the embedded draft for the embedded target, and prompt lookup for
             any other.
         drafter: who proposes token trees: ``"model"``, the draft; ``"lookup"``, prompt lookup; or an object
-<<<<<<< HEAD
             of your own (:class:`~triforce_tree.cycle.drafter.Drafter`), whose ``tree`` replaces that option.
             By default the draft where there is one, and else prompt lookup.
-=======
-            of your own (:class:`~triforce_tree.cycle.drafter.Drafter`), whose ``tree`` stands for that
-            option. By default the draft where there is one, and else prompt lookup.
->>>>>>> tfix
         tokenizer: an object, a hub id or a folder; by default the one beside the target.
         device: for models named by id or folder; by default CUDA where there is one.
         dtype: likewise; by default the checkpoint's own on CUDA and float32 on the CPU.

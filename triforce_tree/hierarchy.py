@@ -45,11 +45,7 @@ class Hierarchy:
         memory: where KV slots live, as :meth:`settle_memory` decided; None where nothing may be offloaded.
 
     Raises:
-<<<<<<< HEAD
         ValueError: the vocabularies differ; a drafter's tree is no tree shape, or it reads features of layers
-=======
-        ValueError: the vocabularies differ; a drafter's tree is too large, or it reads features of layers
->>>>>>> tfix
             that are not there.
         UnsupportedModelError: the target's logits are not transformers' own.
     """

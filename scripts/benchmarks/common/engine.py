@@ -20,10 +20,7 @@ from triforce_tree.cycle.cycle import Cycle
 from triforce_tree.cycle.decoder import CycleDecoder
 from triforce_tree.cycle.endings import Ending
 from triforce_tree.cycle.growth import Growth
-<<<<<<< HEAD:scripts/benchmarks/common/engine.py
 from triforce_tree.cycle.model import StepModel
-=======
->>>>>>> tfix:scripts/on_chip_measure.py
 from triforce_tree.cycle.rows import TreeRows
 from triforce_tree.cycle.shapes import Extent
 from triforce_tree.cycle.store import KVStore
@@ -112,13 +109,8 @@ class Bench:
             self._program = old = None
             free_memory()
             store = kept or self._new_store(batch, rows)
-<<<<<<< HEAD:scripts/benchmarks/common/engine.py
             drafter = drafter_of(self.draft, config, levels)
             self._program = Cycle(self.target, drafter, config, batch, room, levels, store=store)
-=======
-            drafter = Growth(self.draft, config)
-            self._cycle = Cycle(self.target, drafter, config, batch, room, levels, store=store)
->>>>>>> tfix:scripts/on_chip_measure.py
             longest = max(map(len, self._fed), default=0)
             if kept is None or longest > room:
                 # The slots are new, or the captures' trial runs will have written into them.

@@ -21,13 +21,7 @@ from scripts.benchmarks.common.timing import synchronize, timed
 from triforce_tree import parallel
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.cycle import Cycle
-<<<<<<< HEAD:scripts/benchmarks/offload/engine.py
 from triforce_tree.cycle.endings import Ending
-=======
-from triforce_tree.cycle.decoder import CycleDecoder
-from triforce_tree.cycle.endings import Ending
-from triforce_tree.cycle.growth import Growth
->>>>>>> tfix:scripts/offload_measure.py
 from triforce_tree.cycle.host_store import Offload
 from triforce_tree.cycle.lanes import Lane
 from triforce_tree.cycle.model import StepModel
@@ -211,17 +205,10 @@ class OffloadBench:
     ) -> None:
         """A program for these settings, captured; without ``offload`` its cache is on the device."""
         self.close()
-<<<<<<< HEAD:scripts/benchmarks/offload/engine.py
         levels = levels_of(config)
         drafter = drafter_of(self.draft, config, levels)
         self._program = self.timed(
             "allocate", lambda: Cycle(self.target, drafter, config, 1, room, levels, offload)
-=======
-        levels = config.levels if isinstance(config.levels, int) else 3
-        self._cycle = self.timed(
-            "allocate",
-            lambda: Cycle(self.target, Growth(self.draft, config), config, 1, room, levels, offload),
->>>>>>> tfix:scripts/offload_measure.py
         )
         for temperature in temperatures:
             self.timed(f"capture {temperature}", lambda t=temperature: self.program.prepare(TokenLaw.at(t)))
