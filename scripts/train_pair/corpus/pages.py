@@ -6,11 +6,12 @@ Literals stand in double quotes, emphasis between asterisks, nested blocks are i
 import gzip
 import re
 from pathlib import Path
-
-from lxml import etree
-from lxml import html as lxml_html
+from typing import TYPE_CHECKING
 
 from scripts.train_pair.corpus.layout import titled, wrap
+
+if TYPE_CHECKING:
+    from lxml import etree
 
 SKIPPED = {
     "script", "style", "head", "nav", "footer", "aside", "svg", "form", "button", "header", "noscript",
@@ -31,7 +32,7 @@ UNDERLINES = {"h1": "*", "h2": "=", "h3": "-", "h4": "~", "h5": "~", "h6": "~"}
 BREAKS = re.compile(r"\s*\n\s*")
 
 
-def _skip(node: etree._Element) -> bool:
+def _skip(node: "etree._Element") -> bool:
     if not isinstance(node.tag, str) or node.tag in SKIPPED:
         return True
     classes = node.get("class")
@@ -40,7 +41,7 @@ def _skip(node: etree._Element) -> bool:
     return node.get("role") in ("navigation", "search") or node.get("id") in ("sidebar", "toc")
 
 
-def _inline(node: etree._Element, literal: bool = False) -> str:
+def _inline(node: "etree._Element", literal: bool = False) -> str:
     if _skip(node):
         return ""
     tag = node.tag
@@ -64,7 +65,7 @@ def _inline(node: etree._Element, literal: bool = False) -> str:
     return text
 
 
-def _table(node: etree._Element, indent: str, out: list[str]) -> None:
+def _table(node: "etree._Element", indent: str, out: list[str]) -> None:
     rows = []
     for row in node.iter("tr"):
         cells = [BREAKS.sub(" ", _inline(c)).strip() for c in row if c.tag in ("td", "th")]
@@ -74,7 +75,7 @@ def _table(node: etree._Element, indent: str, out: list[str]) -> None:
         out.append("\n".join(rows))
 
 
-def _blocks(node: etree._Element, indent: str, out: list[str]) -> None:
+def _blocks(node: "etree._Element", indent: str, out: list[str]) -> None:
     """Appends the paragraphs of ``node`` to ``out``, each already wrapped."""
     loose = [node.text or ""]
 
@@ -124,6 +125,11 @@ def _blocks(node: etree._Element, indent: str, out: list[str]) -> None:
 
 def html_text(source: bytes | str) -> str:
     """The main part of an HTML page as wrapped text."""
+    try:
+        from lxml import etree
+        from lxml import html as lxml_html
+    except ImportError:
+        raise SystemExit("HTML pages need lxml, which is missing; pip install '.[train]'") from None
     if not source.strip():
         return ""
     try:
