@@ -128,3 +128,20 @@ def test_sampled_text_follows_the_processed_distribution(name: str) -> None:
     """Every draw enumerated."""
     case = SAMPLED[name]
     assert case.distance(case.generations(batch=1)) < NOISE
+
+
+@ways
+def test_a_grammar_is_not_asked_about_what_it_forbids(levels: int, draft: str) -> None:
+    """Proposals may break the rules; a function that knows lawful texts alone must not be shown them."""
+    prompt = prompt_of(41, VOCABULARY)
+
+    def lawful(row: int, sent: torch.Tensor) -> list[int]:
+        new = sent.tolist()[len(prompt) :]
+        assert all(token in (n + 1, n + 2) for n, token in enumerate(new)), new
+        return [len(new) + 1, len(new) + 2]
+
+    options = {"prefix_allowed_tokens_fn": lawful}
+    made = engine(levels, draft).generate(prompt, do_sample=False, max_new_tokens=NEW, **options)
+    assert made.sequences[0].tolist() == expected(prompt, **options)
+    drawn = engine(levels, draft).generate(prompt, do_sample=True, max_new_tokens=NEW, seed=0, **options)
+    assert drawn.new_tokens == NEW

@@ -83,7 +83,9 @@ class TokenLaw:
         Args:
             logits: ``[N, V]``, one row a node.
             paths: gives the N token sequences that end at the nodes; called only when a processor
-                (a penalty, say) needs them. A node without one keeps its logits.
+                (a penalty, say) needs them, parents before children. A node without one keeps its logits; so
+                does one behind a token that a processor forbids: no text goes there, and a processor for a
+                grammar may know nothing of such a text.
 
         Raises:
             ValueError: logits hold NaN.
@@ -95,12 +97,25 @@ class TokenLaw:
             return self._free(None, scores) if self._free else scores  # type: ignore[arg-type]
         rows = []
         padding = torch.tensor(self._padding, dtype=torch.int64, device=scores.device)
-        for path, row in zip(paths(), scores, strict=True):
+        sequences = paths()
+        common = min((len(path) for path in sequences if path is not None), default=0)
+        # By the tokens behind the root: processed scores, or None behind a token that a processor forbids.
+        known: dict[tuple[int, ...], Tensor | None] = {}
+        for path, row in zip(sequences, scores, strict=True):
             row = row[None].clone()
             if path is not None:
-                ids = torch.cat([padding, torch.as_tensor(path, device=scores.device)])[None]
-                for processor in self._ordered:
-                    row = processor(ids, row)
+                tokens = torch.as_tensor(path, device=scores.device)
+                below = tuple(tokens[common:].tolist())
+                if below and below[:-1] in known:
+                    above = known[below[:-1]]
+                    forbidden = above is None or bool(above[0, below[-1]] == -torch.inf)
+                else:
+                    forbidden = False
+                if not forbidden:
+                    ids = torch.cat([padding, tokens])[None]
+                    for processor in self._ordered:
+                        row = processor(ids, row)
+                known[below] = None if forbidden else row
             rows.append(row)
         return torch.cat(rows)
 

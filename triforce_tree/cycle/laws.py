@@ -137,4 +137,10 @@ class Sampler:
             int64 ``[B, F, K]``, in the order of the draws, -1 where there are no more; fp32 ``[B, F, K]``,
             the K largest probabilities.
         """
-        return self.noise.expand_nodes(*self.law.unscaled(logits, paths), probs, count, nodes.start)
+        tokens, by_rank = self.noise.expand_nodes(
+            *self.law.unscaled(logits, paths), probs, count, nodes.start
+        )
+        if self.greedy and not self.law.capturable:
+            # The next depth's paths must not hold tokens that a processor forbids.
+            tokens = tokens.masked_fill(by_rank <= 0, -1)
+        return tokens, by_rank
