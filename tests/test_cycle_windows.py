@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from triforce_tree.cycle import prefill as prefill_module
 from triforce_tree.cycle import store as store_module
 from triforce_tree.cycle.cycle import Cycle
+from triforce_tree.cycle.growth import Growth
 from triforce_tree.cycle.store import KVStore
 from triforce_tree.hf_model import HFModel
 from triforce_tree.sampling import TokenLaw
@@ -123,7 +124,7 @@ def test_rings_draw_what_whole_stores_draw(levels: int) -> None:
     shape = (2, cycle.store.rows, torch.device("cpu"), torch.float32, cycle.store.page)
     whole = KVStore(HFModel(target).kv_shapes, *shape)
     assert not any(group.ring for group in whole.groups)
-    small = None if levels == 1 else HFModel(draft)
+    small = None if levels == 1 else Growth(HFModel(draft), cycle.config)
     other = Cycle(HFModel(target), small, cycle.config, 2, 200, levels, store=whole)
     assert drawn == [decoded(other, PROMPTS, [12, 12], SAMPLED, seed)[0] for seed in (1, 2)]
     assert drawn[0] != drawn[1]

@@ -245,7 +245,8 @@ def test_the_map_of_layers_with_windows(prompt: int) -> None:
     assert (sizes.whole_layers, sizes.row) == (1, 128)
     machine = Machine(GIB, GIB, H200_BUS, 4.4e12)
     made = plan(sizes, machine, config, options, 2, prompt, 84).with_resident(20_000)
-    cycle = Cycle(models[0], Growth(models[1], made.config), made.config, 2, prompt + 84, 2, made.offload)
+    drafter = Growth(models[1], made.config)
+    cycle = Cycle(models[0], drafter, made.config, 2, prompt + 84, 2, made.offload)
     own = cycle.offloaded
     assert own is not None
     assert own.store.kv.nbytes == made.device["level 1: chunks and window"]

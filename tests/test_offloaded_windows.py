@@ -94,7 +94,6 @@ def test_as_a_user_asks_for_it() -> None:
     engine = load(target, perturbed(target, 0.05), profile=False, **{**SMALL, "offload": True})
     out = engine.generate(PROMPTS[1], max_new_tokens=14, do_sample=False)
     assert out.sequences[0, len(PROMPTS[1]) :].tolist() == references(PROMPTS[1:2], [14], "gemma3")[0]
-    assert out.captured
     assert out.memory is not None
     assert out.memory["offloaded"]
     assert out.memory["device_gib"]["layers with windows"] > 0

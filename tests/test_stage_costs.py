@@ -254,28 +254,27 @@ def test_engines_measure_once(
 ) -> None:
     def written(own: Engine, **options: Any) -> list[int]:
         out = own.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None, **options)
-        assert out.captured
         return out.sequences[0, len(ids) :].tolist()
 
     options = {"budget": 64, "recent": 32, "gamma": 4, "tree": "best-first:3,2", "window": 64}
-    first = pair.load(captured=True, levels=3, **options)
+    first = pair.load(levels=3, **options)
     text = written(first)
     assert len(measurements) == 1
     assert written(first) == text
     assert (tmp_path / "stage_costs.json").is_file()
     # Another process finds the file.
     cost_table._table_at.cache_clear()
-    assert written(pair.load(captured=True, levels=3, **options), seed=3) == text
+    assert written(pair.load(levels=3, **options), seed=3) == text
     assert len(measurements) == 1
     # Other settings cost something else; one level and fixed rounds choose nothing.
-    assert written(pair.load(captured=True, levels=2, **options)) == text
+    assert written(pair.load(levels=2, **options)) == text
     assert len(measurements) == 2
     for more in ({"levels": 1}, {"levels": 3, "rounds": 2}, {"levels": 2, "rounds": 1}):
-        assert written(pair.load(captured=True, **options, **more)) == text
+        assert written(pair.load(**options, **more)) == text
     assert len(measurements) == 2
     (tmp_path / "stage_costs.json").unlink()
     cost_table._table_at.cache_clear()
-    assert written(pair.load(captured=True, levels=3, **options)) == text
+    assert written(pair.load(levels=3, **options)) == text
     assert len(measurements) == 3
 
 

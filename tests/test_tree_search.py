@@ -5,7 +5,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from triforce_tree.kernels.draws import draw_tokens
 
+from triforce_tree.kernels import step
 from triforce_tree.tree_search import (
     DEFAULT_ACCEPTANCE,
     BestFirst,
@@ -72,21 +74,30 @@ def test_sequoia_fills_what_depth_and_width_allow() -> None:
     assert sequoia([0.5, 0.2], size=50, depth=2).size == 6
 
 
+def placed(laws: torch.Tensor, values: list[float], width: int) -> tuple[list[tuple[int, int]], torch.Tensor]:
+    """(frontier node, rank) of each new node, and their path probabilities; best tokens stand for draws."""
+    count = len(values)
+    draws, by_rank = draw_tokens(None, laws[None], width)
+    nodes = count + width
+    tokens, parents = torch.full((1, nodes), -1), torch.full((1, nodes), -1)
+    chances = torch.tensor([[*values, *[0.0] * width]])
+    words, ids = torch.ones(1, nodes, dtype=torch.int64), torch.zeros(1, width, dtype=torch.int64)
+    step.place_nodes(
+        tokens, parents, words, chances, ids, None, draws, by_rank, laws[None], None, 0, 0
+    )  # fmt: skip
+    made = [(int(parents[0, i]), int(tokens[0, i])) for i in range(count, nodes) if tokens[0, i] >= 0]
+    there = tokens[0, count:] >= 0
+    return [(node, draws[0, node].tolist().index(token)) for node, token in made], chances[0, count:][there]
+
+
 def grown(shape: BestFirst, law: torch.Tensor) -> list[Ranks]:
     """The places that live growth reaches when every node has the same law."""
-    frontier, places = [((), 1.0)], []
-    while frontier:
-        counts = shape.branch(
-            [r for r, _ in frontier], [v for _, v in frontier], law.repeat(len(frontier), 1)
-        )
-        by_rank = law.sort(descending=True).values.tolist()
-        fresh = [
-            ((*ranks, rank), value * by_rank[rank])
-            for (ranks, value), count in zip(frontier, counts, strict=True)
-            for rank in range(count)
-        ]
-        places += [ranks for ranks, _ in fresh]
-        frontier = [(ranks, value) for ranks, value in fresh if shape.expands(ranks)]
+    frontier: list[Ranks] = [()]
+    values, places = [1.0], []
+    for width in shape.widths:
+        pairs, chances = placed(law.repeat(len(frontier), 1), values, width)
+        frontier, values = [(*frontier[node], rank) for node, rank in pairs], chances.tolist()
+        places += frontier
     return places
 
 
@@ -109,18 +120,15 @@ def test_best_first_is_optimal_when_acceptance_goes_by_rank(widths, acceptance) 
 def test_best_first_prefers_sure_paths() -> None:
     """A law that is certain gets the children; an uncertain one on an unlikely path gets none."""
     laws = torch.tensor([[0.5, 0.3, 0.2], [0.98, 0.01, 0.01]])
-    assert BestFirst([1, 2]).branch([(0,), (1,)], [0.9, 0.1], laws) == [2, 0]
-    assert BestFirst([1, 2]).branch([(0,), (1,)], [0.3, 0.7], laws) == [1, 1]
-    assert BestFirst([9]).branch([()], [1.0], laws[:1]) == [3], "never more than the vocabulary"
+    assert placed(laws, [0.9, 0.1], 2)[0] == [(0, 0), (0, 1)]
+    assert placed(laws, [0.3, 0.7], 2)[0] == [(0, 0), (1, 0)]
+    assert len(placed(laws[:1], [1.0], 9)[0]) == 3, "never more than the vocabulary"
 
 
 def test_a_static_path_brings_prefixes_and_earlier_siblings() -> None:
     shape = Static([[1, 2]])
     assert shape.counts == {(): 2, (1,): 3}
     assert shape.size == 5
-    assert shape.branch([(0,), (1,)], [1.0, 1.0], torch.ones(2, 9)) == [0, 3]
-    assert shape.expands((1,))
-    assert not shape.expands((0,))
     assert chain_shape(3).counts == {(): 1, (0,): 1, (0, 0): 1}
 
 
@@ -173,7 +181,7 @@ def test_a_shape_that_is_too_large_names_the_limit(text: str) -> None:
 
 @pytest.mark.parametrize("tree", [5, None, ["chain:4"], {}])
 def test_what_is_no_shape_is_named(tree: object) -> None:
-    with pytest.raises(ValueError, match="neither a name like chain:4 nor a Shape"):
+    with pytest.raises(ValueError, match="neither a name like chain:4 nor a tree shape"):
         parse_shape(tree)
 
 
