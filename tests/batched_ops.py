@@ -6,7 +6,7 @@ from torch import Tensor
 
 from triforce_tree.cycle import cycle as cycle_module
 from triforce_tree.cycle.cycle import Cycle
-from triforce_tree.cycle.growth import Growth
+from triforce_tree.drafters.tree_model import Growth
 from triforce_tree.hf_model import HFModel
 from triforce_tree.kernels import step
 from triforce_tree.kernels.attention import planned

@@ -11,7 +11,7 @@ from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.cycle import Cycle
 from triforce_tree.cycle.decoder import CycleDecoder
 from triforce_tree.cycle.endings import Ending
-from triforce_tree.cycle.growth import Growth
+from triforce_tree.drafters.tree_model import Growth
 from triforce_tree.hf_model import HFModel
 from triforce_tree.sampling import TokenLaw
 

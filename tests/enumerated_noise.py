@@ -4,8 +4,8 @@ import torch
 from enumeration import Walk
 from torch import Tensor
 
-from triforce_tree.cycle.noise import Noise, NoiseFactory
 from triforce_tree.kernels.step import accept, grow
+from triforce_tree.verify.noise import Noise, NoiseFactory
 
 
 class WalkDraws:

@@ -16,8 +16,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from triforce_tree.cycle.drafter import Drafter
-from triforce_tree.cycle.lookup import PromptLookup
+from triforce_tree.drafters.base import Drafter
+from triforce_tree.drafters.prompt_lookup import PromptLookup
 from triforce_tree.sampling import TokenLaw
 
 

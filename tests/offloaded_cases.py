@@ -10,7 +10,6 @@ from transformers import PreTrainedModel
 
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.cycle import Cycle
-from triforce_tree.cycle.growth import Growth
 from triforce_tree.cycle.host_store import Offload
 from triforce_tree.cycle.layerwise import fill_by_layers
 from triforce_tree.cycle.model import StepModel
@@ -19,6 +18,7 @@ from triforce_tree.cycle.prefill import SequenceRows
 from triforce_tree.cycle.rows import TreeRows
 from triforce_tree.cycle.store import KVStore
 from triforce_tree.cycle.streamed_rows import StreamedRows
+from triforce_tree.drafters.tree_model import Growth
 from triforce_tree.few_row import few_row_copy
 from triforce_tree.hf_model import HFModel
 

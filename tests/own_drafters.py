@@ -6,11 +6,11 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from triforce_tree.cycle.drafter import TokenTree
-from triforce_tree.cycle.laws import Sampler
 from triforce_tree.cycle.shapes import device_shape
 from triforce_tree.cycle.texts import Texts
+from triforce_tree.drafters.base import TokenTree
 from triforce_tree.tree_search import Shape, parse_shape
+from triforce_tree.verify.probs import Sampler
 
 
 class OwnDrafter:

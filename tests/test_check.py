@@ -12,9 +12,9 @@ from tiny_pair import TinyPair, prompt
 
 from triforce_tree import Engine, check, hierarchy
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.cycle.noise import Noise
 from triforce_tree.length_rope import LengthRope
 from triforce_tree.sampling import TokenLaw
+from triforce_tree.verify.noise import Noise
 
 
 @pytest.fixture(scope="module")

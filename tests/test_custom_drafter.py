@@ -13,9 +13,9 @@ from torch import Tensor
 
 import triforce_tree
 from triforce_tree import Engine
-from triforce_tree.cycle.drafter import TokenTree
-from triforce_tree.cycle.laws import Sampler
 from triforce_tree.cycle.texts import Texts
+from triforce_tree.drafters.base import TokenTree
+from triforce_tree.verify.probs import Sampler
 
 NEW = 24
 PROMPTS = [prompt_of(length) for length in (41, 60, 52)]

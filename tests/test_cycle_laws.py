@@ -30,7 +30,7 @@ from cycle_law_cases import (
 from enumeration import chi_square_p
 from families import prompt_of
 
-from triforce_tree.cycle.noise import Noise
+from triforce_tree.verify.noise import Noise
 
 
 @pytest.fixture

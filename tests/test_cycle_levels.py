@@ -20,11 +20,11 @@ from cycle_cases import (
 
 from triforce_tree.attention import AttentionParams
 from triforce_tree.cycle.decoder import CycleDecoder
-from triforce_tree.cycle.drafter import TokenTree
 from triforce_tree.cycle.endings import Ending
-from triforce_tree.cycle.stages import Verdict, Verifier
+from triforce_tree.drafters.base import TokenTree
 from triforce_tree.kernels import step
 from triforce_tree.sampling import TokenLaw
+from triforce_tree.verify.verifier import Verdict, Verifier
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 

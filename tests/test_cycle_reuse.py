@@ -11,8 +11,8 @@ from transformers import (
 )
 
 from triforce_tree.cycle.cycle import Cycle
-from triforce_tree.cycle.laws import DeviceLaw
 from triforce_tree.sampling import TokenLaw
+from triforce_tree.verify.probs import DeviceLaw
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 

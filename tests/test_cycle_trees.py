@@ -6,11 +6,11 @@ from cycle_cases import GREEDY, PROMPTS, SAMPLED, cycle_of, decoded, draft_of, e
 from families import perturbed, prompt_of, tiny
 
 from triforce_tree.cycle.decoder import CycleDecoder
-from triforce_tree.cycle.drafter import TokenTree
-from triforce_tree.cycle.laws import Sampler
 from triforce_tree.cycle.texts import Texts
+from triforce_tree.drafters.base import TokenTree
 from triforce_tree.sampling import TokenLaw
 from triforce_tree.tree_search import BestFirst, parse_shape
+from triforce_tree.verify.probs import Sampler
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from triforce_tree.cycle import prefill as prefill_module
 from triforce_tree.cycle import store as store_module
 from triforce_tree.cycle.cycle import Cycle
-from triforce_tree.cycle.growth import Growth
 from triforce_tree.cycle.store import KVStore
+from triforce_tree.drafters.tree_model import Growth
 from triforce_tree.hf_model import HFModel
 from triforce_tree.sampling import TokenLaw
 

@@ -7,10 +7,10 @@ from families import prompt_of
 
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.cycle import Cycle
-from triforce_tree.cycle.drafter import TokenTree
-from triforce_tree.cycle.lookup import PromptLookup
 from triforce_tree.cycle.model import StepModel
 from triforce_tree.cycle.shapes import DeviceShape
+from triforce_tree.drafters.base import TokenTree
+from triforce_tree.drafters.prompt_lookup import PromptLookup
 from triforce_tree.hf_model import HFModel
 from triforce_tree.sampling import TokenLaw
 

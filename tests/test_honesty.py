@@ -14,12 +14,12 @@ from generation_laws import Generations
 from own_drafters import FixedSiblings, FixedThenDrawn, TableDraws
 from torch import Tensor
 
-from triforce_tree.cycle.drafter import Drafter, TokenTree
-from triforce_tree.cycle.laws import Sampler
-from triforce_tree.cycle.lookup import PromptLookup
 from triforce_tree.cycle.stages import DraftStage
 from triforce_tree.cycle.texts import Texts
+from triforce_tree.drafters.base import Drafter, TokenTree
+from triforce_tree.drafters.prompt_lookup import PromptLookup
 from triforce_tree.kernels.step.draws import draw_tokens
+from triforce_tree.verify.probs import Sampler
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from triforce_tree.cycle.drafter import TokenTree
-from triforce_tree.cycle.lookup import PromptLookup
 from triforce_tree.cycle.shapes import device_shape
 from triforce_tree.cycle.texts import Texts
+from triforce_tree.drafters.base import TokenTree
+from triforce_tree.drafters.prompt_lookup import PromptLookup
 from triforce_tree.tree_search import parse_shape
 
 BATCH, CPU = 5, torch.device("cpu")

@@ -7,7 +7,7 @@ from families import perturbed, tiny
 
 from triforce_tree.config import HierarchyConfig, bytes_of
 from triforce_tree.cycle.cycle import Cycle
-from triforce_tree.cycle.growth import Growth
+from triforce_tree.drafters.tree_model import Growth
 from triforce_tree.hf_model import HFModel
 from triforce_tree.memory_map import GIB, Machine, Sizes, WindowedLayers, weights_fit
 from triforce_tree.memory_plan import DoesNotFitError, MemoryPlan, plan

@@ -21,8 +21,8 @@ from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle import offloaded
 from triforce_tree.cycle.cycle import Cycle
 from triforce_tree.cycle.host_store import Offload
-from triforce_tree.cycle.lookup import PromptLookup
 from triforce_tree.cycle.streamed_weights import StreamedWeights
+from triforce_tree.drafters.prompt_lookup import PromptLookup
 
 PROMPT, NEW = prompt_of(120), 30
 

@@ -7,14 +7,14 @@ import torch
 from families import greedy, tiny
 
 import triforce_tree
-from triforce_tree.cycle.drafter import TokenTree
-from triforce_tree.cycle.laws import DeviceLaw, Sampler
-from triforce_tree.cycle.lookup import PromptLookup
-from triforce_tree.cycle.noise import Noise
 from triforce_tree.cycle.shapes import device_shape
 from triforce_tree.cycle.texts import Texts
+from triforce_tree.drafters.base import TokenTree
+from triforce_tree.drafters.prompt_lookup import PromptLookup
 from triforce_tree.sampling import TokenLaw
 from triforce_tree.tree_search import parse_shape
+from triforce_tree.verify.noise import Noise
+from triforce_tree.verify.probs import DeviceLaw, Sampler
 
 CPU = torch.device("cpu")
 MOST_TEXT, MOST_CHAIN = 30, 4

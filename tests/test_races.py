@@ -18,11 +18,11 @@ from torch import Tensor
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle import offloaded
 from triforce_tree.cycle.cycle import Cycle
-from triforce_tree.cycle.growth import Growth
 from triforce_tree.cycle.host_store import HostStore, Offload
 from triforce_tree.cycle.lanes import Lane, Mark, Ring
 from triforce_tree.cycle.offloaded import OffloadedCache
 from triforce_tree.cycle.streamed_weights import StreamedWeights
+from triforce_tree.drafters.tree_model import Growth
 from triforce_tree.hf_model import HFModel
 
 PROMPT, NEW = prompt_of(100), 20

@@ -18,13 +18,13 @@ from transformers import PreTrainedModel
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle import offloaded, pinned, streamed_weights
 from triforce_tree.cycle.cycle import Cycle
-from triforce_tree.cycle.growth import Growth
 from triforce_tree.cycle.host_store import Offload
 from triforce_tree.cycle.model import StepModel
 from triforce_tree.cycle.offloaded import OffloadedCache
 from triforce_tree.cycle.pinned import HostMemory, HostMemoryError
 from triforce_tree.cycle.streamed_rows import StreamedRows
 from triforce_tree.cycle.streamed_weights import StreamedWeights
+from triforce_tree.drafters.tree_model import Growth
 from triforce_tree.few_row import few_row_copy
 from triforce_tree.hf_model import HFModel
 

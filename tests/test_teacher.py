@@ -10,10 +10,10 @@ from families import prompt_of
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle import teacher
 from triforce_tree.cycle.cycle import Cycle
-from triforce_tree.cycle.drafter import TokenTree
-from triforce_tree.cycle.laws import Sampler
 from triforce_tree.cycle.texts import Texts
+from triforce_tree.drafters.base import TokenTree
 from triforce_tree.hf_model import HFModel
+from triforce_tree.verify.probs import Sampler
 
 pytestmark = [pytest.mark.usefixtures("poisoned_empty"), pytest.mark.filterwarnings("error")]
 PROMPT = prompt_of(90)

@@ -17,7 +17,7 @@ from transformers import (
 
 import triforce_tree
 from triforce_tree import Engine
-from triforce_tree.cycle.lookup import PromptLookup
+from triforce_tree.drafters.prompt_lookup import PromptLookup
 
 NEW, VOCABULARY = 16, 40
 TARGET = tiny("llama-gqa", vocab_size=VOCABULARY)

@@ -18,8 +18,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from triforce_tree import parallel, profiles
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.cycle.drafter import Drafter
 from triforce_tree.devices import device_of
+from triforce_tree.drafters.base import Drafter
 from triforce_tree.engine import Engine
 from triforce_tree.inputs import Inputs
 from triforce_tree.keywords import checked_seed, checked_stop_strings, refuse_dropped
@@ -57,7 +57,7 @@ def load(
         draft: likewise; by default the embedded draft for the embedded target, and prompt lookup for
             any other.
         drafter: who proposes token trees: ``"model"``, the draft; ``"lookup"``, prompt lookup; or an object
-            of your own (:class:`~triforce_tree.cycle.drafter.Drafter`), whose ``tree`` replaces that option.
+            of your own (:class:`~triforce_tree.drafters.base.Drafter`), whose ``tree`` replaces that option.
             By default the draft where there is one, and else prompt lookup.
         tokenizer: an object, a hub id or a folder; by default the one beside the target.
         device: for models named by id or folder; by default CUDA where there is one.
@@ -122,7 +122,7 @@ def _own_drafter(
     if missing:
         raise ValueError(
             f"{type(drafter).__name__} is no drafter: it has no {', '.join(missing)} "
-            "(triforce_tree.cycle.drafter.Drafter says what each is)"
+            "(triforce_tree.drafters.base.Drafter says what each is)"
         )
     if "tree" in options:
         raise ValueError("tree= is the drafter's own (drafter.tree); leave it out")

@@ -22,9 +22,9 @@ from triforce_tree import parallel
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.cycle import Cycle
 from triforce_tree.cycle.decoder import CycleDecoder
-from triforce_tree.cycle.drafter import Drafter
 from triforce_tree.cycle.steady import SteadyDecoder
 from triforce_tree.cycle.streamed_weights import StreamedWeights
+from triforce_tree.drafters.base import Drafter
 from triforce_tree.hf_model import HFModel
 from triforce_tree.hierarchy import Hierarchy
 from triforce_tree.inputs import Ids, Inputs
@@ -42,7 +42,7 @@ class Engine:
 
     Args:
         target: a transformers causal LM.
-        draft: another one, or any :class:`~triforce_tree.cycle.drafter.Drafter`; without, prompt lookup
+        draft: another one, or any :class:`~triforce_tree.drafters.base.Drafter`; without, prompt lookup
             proposes.
         tokenizer: for text prompts and ``stop_strings``.
         config: what each level does.

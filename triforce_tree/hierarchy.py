@@ -11,12 +11,12 @@ import torch
 from triforce_tree import memory_map, memory_plan, parallel
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.cycle import Cycle
-from triforce_tree.cycle.drafter import Drafter
-from triforce_tree.cycle.growth import Growth
 from triforce_tree.cycle.host_attention import host_attends
-from triforce_tree.cycle.lookup import PromptLookup
 from triforce_tree.cycle.offloaded import one_shape
 from triforce_tree.cycle.shapes import least_prompt
+from triforce_tree.drafters.base import Drafter
+from triforce_tree.drafters.prompt_lookup import PromptLookup
+from triforce_tree.drafters.tree_model import Growth
 from triforce_tree.graphs import free_memory
 from triforce_tree.hf_model import HFModel
 from triforce_tree.load_guard import compare_at_load

@@ -17,11 +17,11 @@ from typing import Any
 
 from triforce_tree import parallel
 from triforce_tree.cycle.cycle import Cycle
-from triforce_tree.cycle.laws import DeviceLaw
 from triforce_tree.cycle.stage_costs import StageCosts, measure, settings_of
 from triforce_tree.folders import user_cache
 from triforce_tree.json_files import read_json
 from triforce_tree.sampling import TokenLaw
+from triforce_tree.verify.probs import DeviceLaw
 
 VERSION = 1
 MOST_ENTRIES = 1000

@@ -11,11 +11,8 @@ from torch import Tensor
 
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.copied import CopiedRows
-from triforce_tree.cycle.drafter import Drafter
 from triforce_tree.cycle.host_store import Offload
-from triforce_tree.cycle.laws import DeviceLaw
 from triforce_tree.cycle.model import StepModel, step_model
-from triforce_tree.cycle.noise import Noise, NoiseFactory
 from triforce_tree.cycle.offloaded import OffloadedCache
 from triforce_tree.cycle.prefill import chunk_tokens, prefill
 from triforce_tree.cycle.rows import RetrievalRows, TreeRows
@@ -28,19 +25,21 @@ from triforce_tree.cycle.stages import (
     RetrievalVerifyStage,
     Stage,
     TreeVerifyStage,
-    Verdict,
-    Verifier,
 )
 from triforce_tree.cycle.store import KVStore
 from triforce_tree.cycle.streamed_rows import StreamedRows
 from triforce_tree.cycle.streamed_weights import check_level_one
 from triforce_tree.cycle.texts import Texts
+from triforce_tree.drafters.base import Drafter
 from triforce_tree.few_row import low_bit_copy
 from triforce_tree.graphs import executor
 from triforce_tree.hf_model import HFModel
 from triforce_tree.sampling import TokenLaw
 from triforce_tree.stats import Progress
 from triforce_tree.tree_search import parse_shape
+from triforce_tree.verify.noise import Noise, NoiseFactory
+from triforce_tree.verify.probs import DeviceLaw
+from triforce_tree.verify.verifier import Verdict, Verifier
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from triforce_tree.cycle.bandwidth import bandwidths
 from triforce_tree.cycle.clock import StageClock
 from triforce_tree.cycle.cycle import Cycle
 from triforce_tree.cycle.draft_length import StageSeconds
-from triforce_tree.cycle.drafter import Drafter
 from triforce_tree.cycle.shapes import device_shape
+from triforce_tree.drafters.base import Drafter
 from triforce_tree.fingerprint import hardware, shape_of
 from triforce_tree.hf_model import HFModel
 from triforce_tree.tree_search import parse_shape

@@ -9,23 +9,23 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from triforce_tree.cycle.drafter import Drafter, TokenTree
-from triforce_tree.cycle.laws import DeviceLaw, Sampler
 from triforce_tree.cycle.model import StepModel
-from triforce_tree.cycle.noise import Noise
 from triforce_tree.cycle.rows import RetrievalRows
 from triforce_tree.cycle.shapes import DeviceShape, device_shape
 from triforce_tree.cycle.texts import Texts
 from triforce_tree.cycle.view import KVView, RetrievalView
+from triforce_tree.drafters.base import Drafter, TokenTree
 from triforce_tree.graphs import Step
-from triforce_tree.kernels import step
 from triforce_tree.token_tree import ancestor_mask
 from triforce_tree.tree_search import parse_shape
+from triforce_tree.verify.noise import Noise
+from triforce_tree.verify.probs import DeviceLaw, Sampler
+from triforce_tree.verify.verifier import Verdict, Verifier
 
 FullRows = Callable[[int, Tensor | None, Sequence[int] | None], KVView]
 """Makes what T new rows of level 2 do in the full cache, of T, a mask that never changes, and depths."""
@@ -37,86 +37,6 @@ class Stage(Protocol):
     noise: list[Noise]
 
     def steps(self) -> list[Step]: ...
-
-
-class Verdict(NamedTuple):
-    """On the trees of a batch.
-
-    Attributes:
-        path: int64 ``[B, D + 1]``, accepted nodes from the root on, -1 after the last.
-        counts: int64 ``[B]``, how many these are, and how many tokens are emitted.
-        emitted: int64 ``[B, D + 1]``: tokens of the accepted nodes but the root, and the one after them.
-        scores: fp32 ``[B, N, V]`` of all nodes that were judged, distributions where tokens are sampled.
-    """
-
-    path: Tensor
-    counts: Tensor
-    emitted: Tensor
-    scores: Tensor
-
-
-class Verifier:
-    """A model that judges trees over some KV slots: one forward, then acceptance.
-
-    Args:
-        model: which one.
-        law: logits to distributions.
-        texts: what is judged.
-        nodes: of a tree.
-        vocabulary: V.
-
-    Attributes:
-        verdict: the last one.
-    """
-
-    def __init__(self, model: StepModel, law: DeviceLaw, texts: Texts, nodes: int, vocabulary: int) -> None:
-        self.model, self.law, self.texts = model, law, texts
-        self.vocabulary = vocabulary
-        self.noise = law.noise(texts.batch, 1, vocabulary, nodes)
-        self.verdict: Verdict
-        self._logits: Tensor
-
-    def steps(self, forward: Callable[[], None], judge: Callable[[], None], rows: KVView) -> list[Step]:
-        """A stage that calls :meth:`forward` over ``rows`` in its first part, :meth:`judge` in its second."""
-        capturable = self.model.capturable and rows.capturable
-        # Logits of a direct forward are at another address each time.
-        alone = self.law.capturable and self.noise.capturable
-        return [Step(forward, capturable), Step(judge, capturable and alone)]
-
-    def forward(self, tree: TokenTree, root: Tensor, rows: KVView, words: Tensor | None) -> None:
-        """Logits of all nodes, or, where shapes may change, of all up to the last slot that is taken.
-
-        Args:
-            tree: to verify; its root stands at ``root`` in each text.
-            words: masks where they change.
-        """
-        if rows.resizable:
-            tree = tree.first(tree.taken)
-            words = words[:, : tree.nodes] if words is not None else None
-        rows.begin(root, words)
-        self._logits = self.model(tree.tokens.clamp_min(0), root[:, None] + tree.depths, rows)
-
-    def judge(self, tree: TokenTree, root: Tensor) -> Verdict:
-        """Which nodes are accepted, and what follows them, by the logits of the last forward."""
-        tree = tree.first(self._logits.shape[1])
-        depth, paths = tree.depth, partial(tree.paths, self.texts, root)
-        if self.law.greedy:
-            p = self.law.scores(self._logits, paths)
-            top, best = p.max(-1)
-            # NaN counts as the largest of all, and spreads over a whole law.
-            self.texts.check(top)
-            path, count, last = step.accept_greedy(tree.tokens, tree.parents, best, depth)
-        else:
-            p = self.law(self._logits, paths)
-            self.texts.check(p[..., 0])
-            path, count, last = self.noise.accept_tree(
-                tree.tokens, tree.parents, p, tree.probs, tree.probs_rows, depth
-            )
-        accepted = tree.tokens.gather(1, path[:, 1:].clamp_min(0))
-        emitted = torch.cat([accepted, last[:, None]], 1).scatter(1, count[:, None] - 1, last[:, None])
-        self.texts.keep_features(self.model.hidden, path, count)
-        self.verdict = Verdict(path, count, emitted, p)
-        return self.verdict
 
 
 class DraftStage:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from triforce_tree.cycle.cycle import Cycle
-from triforce_tree.cycle.drafter import TokenTree
 from triforce_tree.cycle.shapes import DeviceShape
 from triforce_tree.cycle.stages import DraftStage
+from triforce_tree.drafters.base import TokenTree
 from triforce_tree.kernels.attention.plan import pack_mask
 from triforce_tree.token_tree import ancestor_mask
 

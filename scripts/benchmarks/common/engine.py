@@ -19,11 +19,11 @@ from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.cycle import Cycle
 from triforce_tree.cycle.decoder import CycleDecoder
 from triforce_tree.cycle.endings import Ending
-from triforce_tree.cycle.growth import Growth
 from triforce_tree.cycle.model import StepModel
 from triforce_tree.cycle.rows import TreeRows
 from triforce_tree.cycle.shapes import Extent
 from triforce_tree.cycle.store import KVStore
+from triforce_tree.drafters.tree_model import Growth
 from triforce_tree.graphs import free_memory
 from triforce_tree.hf_model import HFModel
 from triforce_tree.inflate import inflate_pair

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
-from triforce_tree.cycle.noise import Noise, NoiseFactory
 from triforce_tree.sampling import TokenLaw
+from triforce_tree.verify.noise import Noise, NoiseFactory
 
 Paths = Callable[[], Sequence[Tensor | None]]
 """The text up to each of B * T nodes, int64 ``[L]``; None where there is no token."""

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import torch
 
-from triforce_tree.cycle.drafter import TokenTree
-from triforce_tree.cycle.laws import Sampler
 from triforce_tree.cycle.texts import Texts
+from triforce_tree.drafters.base import TokenTree
 from triforce_tree.tree_search import Shape, chain_shape
+from triforce_tree.verify.probs import Sampler
 
 
 class PromptLookup:

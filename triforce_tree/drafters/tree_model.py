@@ -9,16 +9,16 @@ from torch import Tensor
 
 from triforce_tree.attention import AttentionParams
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.cycle.drafter import TokenTree
-from triforce_tree.cycle.laws import Sampler
 from triforce_tree.cycle.model import step_model
 from triforce_tree.cycle.rows import TreeRows
 from triforce_tree.cycle.shapes import device_shape
 from triforce_tree.cycle.store import KVStore
 from triforce_tree.cycle.texts import Texts
+from triforce_tree.drafters.base import TokenTree
 from triforce_tree.hf_model import HFModel
 from triforce_tree.kernels import step
 from triforce_tree.tree_search import Shape, parse_shape
+from triforce_tree.verify.probs import Sampler
 
 # Positions of a draft behind its window that learned positions must cover; deep trees take more.
 _BEYOND_WINDOW = 128

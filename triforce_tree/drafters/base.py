@@ -14,11 +14,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from triforce_tree.cycle.laws import Sampler
 from triforce_tree.cycle.shapes import DeviceShape
 from triforce_tree.cycle.texts import Texts
 from triforce_tree.kernels.attention.plan import pack_mask
 from triforce_tree.tree_search import Shape
+from triforce_tree.verify.probs import Sampler
 
 
 @dataclass

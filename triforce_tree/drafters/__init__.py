@@ -1,0 +1,1 @@
+"""Who proposes token trees: the contract (``base``), the draft model, prompt lookup."""
