@@ -13,7 +13,7 @@ from tiny_pair import TinyPair, prompt
 from triforce_tree import Engine, check, hierarchy
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.cycle.noise import Noise
-from triforce_tree.kernels import step_reference
+from triforce_tree.kernels import acceptance_reference
 from triforce_tree.length_rope import LengthRope
 from triforce_tree.sampling import TokenLaw
 
@@ -90,7 +90,7 @@ def test_the_residual_of_the_public_code_is_found_out(monkeypatch: pytest.Monkey
 
     # After a refusal it samples from p itself, instead of what p has left over q.
     def public(self: Noise, tokens: Any, parents: Any, p: torch.Tensor, *rest: Any) -> Any:
-        path, count, _ = step_reference.accept_tree(
+        path, count, _ = acceptance_reference.accept_tree(
             tokens, parents, p, rest[0], rest[1], self.uniform, self.race[:, 0], rest[2]
         )
         node = path.gather(1, count[:, None] - 1)[..., None].expand(-1, 1, p.shape[2])
