@@ -28,7 +28,7 @@ def test_all_forms_of_a_prompt(engine: Engine) -> None:
 
 
 def test_the_output_has_transformers_shape_and_the_levels(engine: Engine) -> None:
-    out = engine.generate(PROMPT, max_new_tokens=20, do_sample=False)
+    out = engine.with_options(rounds=1).generate(PROMPT, max_new_tokens=20, do_sample=False)
     assert isinstance(out, GenerateDecoderOnlyOutput)
     assert out.sequences.shape == (1, len(PROMPT) + 20)
     assert out.sequences.dtype == torch.int64
