@@ -11,8 +11,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from triforce_tree import sampling
-
 Result = TypeVar("Result")
 Law = dict[tuple[int, ...], float]
 # At each branching: which of the possible outcomes is taken, and how many there are.
@@ -62,7 +60,7 @@ class Walk:
 
 
 class EnumeratingRandom(Walk):
-    """A walk that stands in for :class:`triforce_tree.sampling.Random`."""
+    """A walk that draws from given probabilities."""
 
     def accept(self, probability: float) -> bool:
         sure = min(1.0, probability)
@@ -79,7 +77,7 @@ class EnumeratingRandom(Walk):
         rest: Tensor | None = law
         while rest is not None and len(drawn) < count:
             drawn.append(self.choose(rest))
-            rest = sampling.without(rest, drawn[-1])
+            rest = _without(rest, drawn[-1])
         return drawn
 
 
@@ -130,3 +128,11 @@ def chi_square_p(counts: dict[Hashable, int], law: dict[Hashable, float]) -> flo
     x = sum((seen - mean) ** 2 / mean for seen, mean in bins)
     half = torch.tensor([(len(bins) - 1) / 2, x / 2], dtype=torch.float64)
     return float(torch.special.gammaincc(half[0], half[1]))
+
+
+def _without(probs: Tensor, token: int) -> Tensor | None:
+    """The distribution ``[V]`` of another outcome than ``token``; None where there is none."""
+    left = probs.clone()
+    left[token] = 0
+    total = left.sum()
+    return left / total if total > 0 else None

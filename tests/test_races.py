@@ -90,17 +90,11 @@ def test_a_layer_with_a_window_between_others_has_none(monkeypatch: pytest.Monke
 def _with_streamed_weights(levels: int) -> Cycle:
     whole = tiny("llama-gqa")
     config = HierarchyConfig.from_options(middle_bits=8 if levels == 3 else 16, budget=24, chunk=4, recent=8)
+    # Before copies begin: they have no part in what is allocated for the drafter.
+    drafter = Growth(HFModel(whole), config) if levels == 3 else None
     target = copy.deepcopy(whole)
     model = HFModel(target, StreamedWeights(target, "cpu"))
-    return Cycle(
-        model,
-        Growth(HFModel(whole), config) if levels == 3 else None,
-        config,
-        1,
-        200,
-        levels,
-        Offload(0, PIECE, 2),
-    )
+    return Cycle(model, drafter, config, 1, 200, levels, Offload(0, PIECE, 2))
 
 
 def _copy_at_once(lane: Lane, target: Tensor, source: Tensor) -> Mark:

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from triforce_tree.kernels.draws import draw_tokens
 
 from triforce_tree.kernels import step
+from triforce_tree.kernels.step.draws import draw_tokens
 from triforce_tree.tree_search import (
     DEFAULT_ACCEPTANCE,
     BestFirst,

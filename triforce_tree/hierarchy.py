@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
@@ -62,6 +63,8 @@ class Hierarchy:
         self._cycle: tuple[object, Cycle] | None = None
         # Of all configurations of these models: host memory holds one full cache at a time.
         self._offloaded: list[Cycle] = []
+        # The buffers that a drafter of the user's is bound to, which siblings with other settings share.
+        self._bound: list[weakref.ref[Cycle]] = []
         self.guard = compare_at_load(target)
         if self.draft is not None and self.draft.vocab_size != target.vocab_size:
             raise ValueError(
@@ -86,10 +89,7 @@ class Hierarchy:
         """Level 0 under the present settings, with buffers of its own."""
         if self.draft is not None:
             return Growth(self.draft, self.config)
-        if self._drafter is None:
-            return PromptLookup(self.config.lookup)
-        # Buffers of several programs over the same models must not meet in one object.
-        return copy.copy(self._drafter)
+        return PromptLookup(self.config.lookup) if self._drafter is None else self._drafter
 
     def with_config(self, config: HierarchyConfig) -> "Hierarchy":
         """The same checked models under another configuration."""
@@ -238,7 +238,7 @@ class Hierarchy:
         room = longest + new_tokens
         if self._cycle is not None:
             kept, cycle = self._cycle
-            if kept == wanted and cycle.room >= room and not cycle.closed:
+            if kept == wanted and cycle.room >= room and not cycle.closed and self._binds(cycle):
                 return cycle
             # Its memory is needed for the next one.
             cycle.close()
@@ -254,9 +254,14 @@ class Hierarchy:
         drafter = self.drafter() if levels > 1 else None
         cycle = Cycle(self.target, drafter, self.config, batch, rounded, levels, split, pinned)
         self._cycle = (wanted, cycle)
+        self._bound[:] = [weakref.ref(cycle)]
         if split is not None:
             self._offloaded.append(cycle)
         return cycle
+
+    def _binds(self, cycle: Cycle) -> bool:
+        """Whether the drafter writes into this cycle's buffers; a user's object serves one at a time."""
+        return self._drafter is None or cycle.drafter is None or self._bound[0]() is cycle
 
     def _rounded(self, room: int) -> int:
         """Room for a little more than asked for, as far as the model has positions."""

@@ -146,7 +146,7 @@ class Drafter(Protocol):
     def bind(self, state: Texts) -> None:
         """Allocate what drafting for ``state.batch`` texts of up to ``state.capacity`` tokens takes.
 
-        Called before anything else, on a copy (``copy.copy``) of the object for each set of buffers.
+        Called before anything else, and again when the buffers are made anew.
         """
 
     def start(self, texts: Sequence[Sequence[int]]) -> None:
