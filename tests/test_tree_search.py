@@ -81,7 +81,8 @@ def placed(laws: torch.Tensor, values: list[float], width: int) -> tuple[list[tu
     nodes = count + width
     tokens, parents = torch.full((1, nodes), -1), torch.full((1, nodes), -1)
     chances = torch.tensor([[*values, *[0.0] * width]])
-    words, ids = torch.ones(1, nodes, dtype=torch.int64), torch.zeros(1, width, dtype=torch.int64)
+    words = torch.ones(1, nodes, 1, dtype=torch.int64)
+    ids = torch.zeros(1, width, dtype=torch.int64)
     step.place_nodes(
         tokens, parents, words, chances, ids, None, draws, by_rank, laws[None], None, 0, 0
     )  # fmt: skip

@@ -116,6 +116,8 @@ class Ring:
         if self.lane.stream is not None:
             self._ready = [torch.cuda.Event() for _ in range(count)]
             self._free = [torch.cuda.Event() for _ in range(count)]
+            # The computation may still be using what this memory held before.
+            self.lane.stream.wait_stream(torch.cuda.current_stream(device))
         self._schedule: Sequence[Tensor] = ()
         self._issued = self._taken = 0
 
