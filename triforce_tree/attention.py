@@ -1,6 +1,5 @@
 """What the layers of a model ask of attention, and the shape of the keys and values that they keep."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -60,16 +59,3 @@ class KVShape:
         """Elements that one token takes."""
         return 2 * self.heads.kv * self.heads.dim
 
-    def slots(self, tokens: int) -> int:
-        """KV slots of a text of so many tokens that the next token may see."""
-        return tokens if self.window is None else min(tokens, self.window)
-
-
-def kv_numbers(layers: Iterable[KVShape], tokens: int, full: int | None = None) -> int:
-    """Elements of the keys and values that a token behind ``tokens`` others sees in all layers.
-
-    Args:
-        full: KV slots that layers without a window show, where that is not all of them.
-    """
-    shown = tokens if full is None else min(tokens, full)
-    return sum(s.numbers * (shown if s.window is None else s.slots(tokens)) for s in layers)

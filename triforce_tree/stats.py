@@ -1,8 +1,6 @@
 """What each level did: counts, times and the two ratios the papers report."""
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -27,11 +25,6 @@ class LevelStats:
     emitted: int = 0
     seconds: float = 0.0
 
-    def reset(self) -> None:
-        """Back to zero: prefill does not count."""
-        self.forwards = self.proposed = self.accepted = self.emitted = 0
-        self.seconds = 0.0
-
     @property
     def acceptance_rate(self) -> float | None:
         return self.accepted / self.proposed if self.proposed else None
@@ -40,14 +33,6 @@ class LevelStats:
     def mean_accepted_length(self) -> float | None:
         """Tokens emitted per forward, the bonus token included."""
         return self.emitted / self.forwards if self.forwards else None
-
-    @contextmanager
-    def clock(self) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds += time.perf_counter() - start
 
     def as_dict(self) -> dict[str, Any]:
         rates = {

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from triforce_tree.kernels.attention import reference
-from triforce_tree.kernels.cpu import host
 
 # The plans made for a mask, for as long as the mask lives.
 _plans: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -31,24 +30,6 @@ def tree_attention(
     if not q.is_cuda:
         return reference.tree_attention(q, k, v, mask, scale=scale, first=first, softcap=softcap, sinks=sinks)
     return _planned(q, k, v, mask, scale=scale, first=first, softcap=softcap, sinks=sinks)
-
-
-def tree_attention_out(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor,
-    *,
-    scale: float,
-    first: Tensor | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """The output of ``tree_attention`` alone, which on the CPU has a faster way of its own."""
-    how: dict[str, Any] = {"scale": scale, "first": first, "softcap": softcap, "sinks": sinks}
-    if q.is_cuda:
-        return _planned(q, k, v, mask, **how)[0]
-    return host.tree_attention(q, k, v, mask, **how)
 
 
 def _planned(

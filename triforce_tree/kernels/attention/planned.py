@@ -50,20 +50,8 @@ def states(
 
         return launch.run(q, k, v, plan, scale=scale, table=table, first=first, softcap=softcap, sinks=sinks)
     outs, lses = [], []
-    _, _, tails, firsts, counts, _ = plan.segments.tolist()
-    for b, length in enumerate(plan.lengths.tolist()):
-        queries = slice(firsts[b], firsts[b] + counts[b])
-        start, stop = 0 if first is None else int(first.low[b]), length + tails[b]
-        if table is None:
-            keys, values = k[b : b + 1, :, start:stop], v[b : b + 1, :, start:stop]
-        else:
-            pages = table[b] if table.ndim == 3 else table[b].expand(plan.heads.kv, -1)
-            keys, values = (host.gathered_rows(t, pages, start, stop) for t in (k, v))
-        mask = host.tail_mask(plan.mask[queries], tails[b])
-        out, lse = reference.tree_attention(
-            q[queries].transpose(0, 1)[None], keys, values, mask, scale=scale,
-            first=None if first is None else first.first[queries] - start, softcap=softcap, sinks=sinks,
-        )  # fmt: skip
+    for *tensors, own in host.by_sequence(q, k, v, plan, table, first):
+        out, lse = reference.tree_attention(*tensors, scale=scale, first=own, softcap=softcap, sinks=sinks)
         outs.append(out[0].transpose(0, 1))
         lses.append(lse[0].transpose(0, 1))
     return torch.cat(outs), torch.cat(lses)

@@ -6,7 +6,8 @@ few rows against tens of thousands is a shape that torch's default GEMM packs an
 the cache in place and takes about half the time (16 queries, 16,384 rows, 3 heads of 128).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,7 +47,22 @@ def planned_attention(
     Returns:
         ``[queries, H_q, D]``, as many as there are in ``q``.
     """
-    outs = []
+    how: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks}
+    outs = [
+        tree_attention(*tensors, first=own, **how)[0].transpose(0, 1)
+        for *tensors, own in by_sequence(q, k, v, plan, table, first)
+    ]
+    return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+
+def by_sequence(
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, table: Tensor | None, first: FirstRows | None
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]]:
+    """What each sequence of a plan attends to; arguments as for :func:`planned_attention`.
+
+    Yields:
+        ``reference.tree_attention``'s q, k, v and mask for one sequence, and its ``first``.
+    """
     _, _, tails, firsts, counts, _ = plan.segments.tolist()
     given = _given(q.shape[0], counts)
     for b, (queries, length) in enumerate(zip(q.split(given), plan.lengths.tolist(), strict=True)):
@@ -59,12 +75,8 @@ def planned_attention(
         else:
             pages = table[b] if table.ndim == 3 else table[b].expand(plan.heads.kv, -1)
             keys, values = (gathered_rows(t, pages, start, stop) for t in (k, v))
-        out = tree_attention(
-            queries.transpose(0, 1)[None], keys, values, mask, scale=scale,
-            first=None if first is None else first.first[own] - start, softcap=softcap, sinks=sinks,
-        )  # fmt: skip
-        outs.append(out[0].transpose(0, 1))
-    return outs[0] if len(outs) == 1 else torch.cat(outs)
+        visible = None if first is None else first.first[own] - start
+        yield queries.transpose(0, 1)[None], keys, values, mask, visible
 
 
 def _given(queries: int, counts: Sequence[int]) -> list[int]:
