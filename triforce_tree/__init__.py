@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from triforce_tree.api import custom_generate, generate, load
     from triforce_tree.engine import Engine
-    from triforce_tree.output import GenerateOutput
-    from triforce_tree.stats import LevelStats
-    from triforce_tree.supported import UnsupportedModelError
+    from triforce_tree.generation.output import GenerateOutput
+    from triforce_tree.models.supported import UnsupportedModelError
+    from triforce_tree.runtime.stats import LevelStats
 else:
 
     def __getattr__(name: str) -> Any:
@@ -35,9 +35,9 @@ __all__ = [
 _HOMES = {
     **dict.fromkeys(__all__, "triforce_tree.api"),
     "Engine": "triforce_tree.engine",
-    "GenerateOutput": "triforce_tree.output",
-    "LevelStats": "triforce_tree.stats",
-    "UnsupportedModelError": "triforce_tree.supported",
+    "GenerateOutput": "triforce_tree.generation.output",
+    "LevelStats": "triforce_tree.runtime.stats",
+    "UnsupportedModelError": "triforce_tree.models.supported",
 }
 
 

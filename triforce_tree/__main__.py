@@ -2,6 +2,6 @@
 
 import sys
 
-from triforce_tree.cli import main
+from triforce_tree.cli.entry import main
 
 sys.exit(main())

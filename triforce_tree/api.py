@@ -16,15 +16,16 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from triforce_tree import parallel, profiles
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.devices import device_of
 from triforce_tree.drafters.base import Drafter
 from triforce_tree.engine import Engine
-from triforce_tree.inputs import Inputs
-from triforce_tree.keywords import checked_seed, checked_stop_strings, refuse_dropped
-from triforce_tree.loading import PAIR, load_model, load_target, tokenizer_of, unwrapped
-from triforce_tree.output import GenerateOutput
+from triforce_tree.generation.inputs import Inputs
+from triforce_tree.generation.keywords import checked_seed, checked_stop_strings, refuse_dropped
+from triforce_tree.generation.output import GenerateOutput
+from triforce_tree.loading.checkpoints import PAIR, load_model, load_target, tokenizer_of, unwrapped
+from triforce_tree.planning import profiles
+from triforce_tree.runtime import distributed
+from triforce_tree.runtime.devices import device_of
 
 Model = PreTrainedModel | str | Path
 DRAFTERS = ("model", "lookup")
@@ -66,9 +67,10 @@ def load(
             machine and models of this shape, if there is one. Each generation takes the settings that were
             measured nearest to its prompt's length and temperature; ``options`` come before them.
         pinned: called with bytes of host memory as weights that stay there take them.
-        options: levels, gamma, tree, leaves, lookup, middle_bits, rounds, prefill_chunk, offload,
-            gpu_memory, host_memory, offload_weights, host_attention (:class:`HierarchyConfig`), budget,
-            chunk, recent, refresh (:class:`RetrievalConfig`), sinks, window (:class:`StreamingConfig`).
+        options: levels, gamma, tree, runner_ups, lookup, retrieval_weight_bits, rounds, prefill_chunk,
+            offload, gpu_memory, host_memory, offload_weights, host_attention (:class:`HierarchyConfig`),
+            budget, chunk, recent, refresh (:class:`RetrievalConfig`), sinks, window
+            (:class:`StreamingConfig`).
 
     Raises:
         ValueError: an option, a profile or a pair of models that cannot work;
@@ -90,7 +92,7 @@ def load(
     if isinstance(target, PreTrainedModel) and config.streams is not True:
         # It stays where it is.
         device = device_of(target.device) if target.device.type == "cuda" else target.device
-    group = parallel.join(device)
+    group = distributed.join(device)
     if profile is None and (group is not None or own is not None):
         # It was measured on one card, with a draft or prompt lookup.
         profile = False

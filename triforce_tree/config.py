@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from triforce_tree.tree_search import MOST_DEPTH, Shape, parse_shape
+from triforce_tree.trees.shapes import MOST_DEPTH, Shape, parse_shape
 
 # Tokens of a cache or a window, and tokens that one pass may propose.
 MOST_TOKENS, MOST_PROPOSED = 2**20, 1024
@@ -110,13 +110,13 @@ class HierarchyConfig:
 
     ``gamma`` is γ2, the most tokens that level 1 gathers before one level-2 pass, in ``rounds`` forwards
     (None: as many as running acceptance and measured times suggest); ``tree`` the shape of the
-    token trees that the draft grows (see :func:`triforce_tree.tree_search.parse_shape`); ``leaves`` says
+    token trees that the draft grows (see :func:`triforce_tree.trees.shapes.parse_shape`); ``runner_ups`` says
     whether level 2 also checks one runner-up token at every depth of the chain; None does where more
     rows cost little, which is not on a CPU. ``lookup`` is the number of tokens that prompt lookup proposes
     when there is no draft model. ``levels`` 3 is the whole hierarchy, 2 the draft under the full target, 1
     ordinary decoding; "auto" takes 3 where the prompt is at least twice the retrieval budget and 2 below.
 
-    Level 1 may run on a copy of the weights in ``middle_bits`` 8 or 4, which
+    Level 1 may run on a copy of the weights in ``retrieval_weight_bits`` 8 or 4, which
     changes what is proposed and never what comes out. ``prefill_chunk`` tokens of a prompt are fed at once;
     None: 1024, on a GPU 4096.
 
@@ -136,9 +136,9 @@ class HierarchyConfig:
     levels: int | str = "auto"
     gamma: int = 12
     tree: str | Shape = "best-first:6,5,4"
-    leaves: bool | None = None
+    runner_ups: bool | None = None
     lookup: int = 8
-    middle_bits: int = 16
+    retrieval_weight_bits: int = 16
     rounds: int | None = None
     prefill_chunk: int | None = None
     offload: bool | str | None = None
@@ -156,12 +156,12 @@ class HierarchyConfig:
                 _within(name, getattr(self, name), 1, most)
         if self.prefill_chunk is not None:
             _within("prefill_chunk", self.prefill_chunk, 1)
-        if self.middle_bits not in (4, 8, 16):
-            raise ValueError(f"middle_bits={self.middle_bits!r} must be 16, 8 or 4")
+        if self.retrieval_weight_bits not in (4, 8, 16):
+            raise ValueError(f"retrieval_weight_bits={self.retrieval_weight_bits!r} must be 16, 8 or 4")
         if self.levels not in ("auto", 1, 2, 3):
             raise ValueError(f"levels={self.levels!r} must be 1, 2, 3 or 'auto'")
-        if not isinstance(self.leaves, bool | None):
-            raise ValueError(f"leaves={self.leaves!r} must be True, False or None")
+        if not isinstance(self.runner_ups, bool | None):
+            raise ValueError(f"runner_ups={self.runner_ups!r} must be True, False or None")
         parse_shape(self.tree)
         if not isinstance(self.offload, bool) and self.offload not in (None, "auto"):
             raise ValueError(f"offload={self.offload!r} must be True, False or 'auto'")

@@ -18,23 +18,23 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from triforce_tree import parallel
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.cycle.cycle import Cycle
-from triforce_tree.cycle.decoder import CycleDecoder
-from triforce_tree.cycle.steady import SteadyDecoder
-from triforce_tree.cycle.streamed_weights import StreamedWeights
+from triforce_tree.decoding.assembly import Hierarchy
+from triforce_tree.decoding.loop import Decoder
+from triforce_tree.decoding.oom_retry import OomRetryDecoder
+from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.base import Drafter
-from triforce_tree.hf_model import HFModel
-from triforce_tree.hierarchy import Hierarchy
-from triforce_tree.inputs import Ids, Inputs
-from triforce_tree.keywords import checked_seed
-from triforce_tree.memory_plan import MemoryPlan
-from triforce_tree.output import GenerateOutput, appended, by_row, joined
-from triforce_tree.profiles import Entry, Profile
-from triforce_tree.request import Job, Request
-from triforce_tree.sampling import Stream, TokenLaw, derived
-from triforce_tree.stats import Progress
+from triforce_tree.generation.inputs import Ids, Inputs
+from triforce_tree.generation.keywords import checked_seed
+from triforce_tree.generation.output import GenerateOutput, appended, by_row, joined
+from triforce_tree.generation.request import Job, Request
+from triforce_tree.kv.offload.streamed_weights import StreamedWeights
+from triforce_tree.models.hf_model import HFModel
+from triforce_tree.planning.memory_plan import MemoryPlan
+from triforce_tree.planning.profiles import Entry, Profile
+from triforce_tree.runtime import distributed
+from triforce_tree.runtime.stats import Progress
+from triforce_tree.verify.sampling import ProbsFromLogits, Stream, derived
 
 
 class Engine:
@@ -132,8 +132,8 @@ class Engine:
 
     @contextmanager
     def cycle(
-        self, prompts: list[list[int]], new_tokens: int, law: TokenLaw | None, temperature: float
-    ) -> Iterator[Cycle]:
+        self, prompts: list[list[int]], new_tokens: int, law: ProbsFromLogits | None, temperature: float
+    ) -> Iterator[DecodingProgram]:
         """What :meth:`generate` would run for these prompts, for as long as the context lasts.
 
         Args:
@@ -280,8 +280,8 @@ class Engine:
         for prompt in prompts:
             self.check_length(len(prompt), new_tokens)
         alike = (prompts, new_tokens, law.greedy, seed is None, self._config)
-        parallel.check_alike("prompts or settings", alike)
-        chosen = parallel.told(int(torch.randint(2**62, ())) if seed is None else seed)
+        distributed.check_alike("prompts or settings", alike)
+        chosen = distributed.broadcast_object(int(torch.randint(2**62, ())) if seed is None else seed)
         entry = self._settle(job.temperature, prompts, new_tokens)
         if not self.hierarchy.together(law, prompts):
             raise _OneByOneError
@@ -289,8 +289,8 @@ class Engine:
         if streamer is not None:
             streamer.put(job.input_ids.cpu())
         with self.hierarchy.active():
-            decoder = SteadyDecoder(
-                lambda number: CycleDecoder(
+            decoder = OomRetryDecoder(
+                lambda number: Decoder(
                     self.hierarchy.cycle(prompts, new_tokens, pinned),
                     law,
                     derived(chosen, Stream.ATTEMPT, number),
@@ -330,7 +330,7 @@ class Engine:
         if (rope := self.hierarchy.target.length_rope) is not None:
             rope.check(prompt, new)
 
-    def _output(self, job: Job, new: list[list[int]], decoder: SteadyDecoder) -> GenerateOutput:
+    def _output(self, job: Job, new: list[list[int]], decoder: OomRetryDecoder) -> GenerateOutput:
         texts = self.tokenizer and [str(self.tokenizer.decode(t, skip_special_tokens=True)) for t in new]
         return GenerateOutput(
             sequences=appended(job.input_ids, new, job.pad_token),

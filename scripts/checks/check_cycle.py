@@ -20,14 +20,14 @@ from torch import Tensor
 from scripts.benchmarks.common.engine import drafter_of
 from scripts.checks.verdicts import Verdicts
 from triforce_tree import load
-from triforce_tree.bench.text import pydoc_text, token_ids
-from triforce_tree.check import chi_square, p_value, uncertain_contexts
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.cycle.cycle import Cycle
-from triforce_tree.cycle.decoder import CycleDecoder
-from triforce_tree.cycle.endings import Ending
-from triforce_tree.hf_model import HFModel
-from triforce_tree.sampling import TokenLaw
+from triforce_tree.decoding.loop import Decoder
+from triforce_tree.decoding.program import DecodingProgram
+from triforce_tree.decoding.stop_criteria import Ending
+from triforce_tree.eval.check import chi_square, p_value, uncertain_contexts
+from triforce_tree.eval.text import pydoc_text, token_ids
+from triforce_tree.models.hf_model import HFModel
+from triforce_tree.verify.sampling import ProbsFromLogits
 
 # Smallest p-value that passes; about twenty tests are made.
 _LEAST_P = 1e-4
@@ -47,26 +47,26 @@ class Checks:
         self.verdicts = Verdicts()
         self.add = self.verdicts.add
 
-    def cycle(self, levels: int, batch: int, room: int, **options: Any) -> Cycle:
+    def cycle(self, levels: int, batch: int, room: int, **options: Any) -> DecodingProgram:
         settings: dict[str, Any] = {"gamma": 8, "tree": "best-first:6,4,3", "budget": 512, "recent": 128}
         config = HierarchyConfig.from_options(**{**settings, "rounds": 2, **options})
         drafter = drafter_of(self.draft, config, levels)
-        return Cycle(self.target, drafter, config, batch, room, levels)
+        return DecodingProgram(self.target, drafter, config, batch, room, levels)
 
     def greedy(self, lengths: list[int], new_tokens: int) -> None:
         """Three and two levels against one, in one batch of ragged prompts."""
         prompts = [self.text[1000 * i : 1000 * i + n] for i, n in enumerate(lengths)]
-        law = TokenLaw(greedy=True)
+        law = ProbsFromLogits(greedy=True)
         expected = None
         for levels in (1, 2, 3):
             cycle = self.cycle(levels, len(prompts), max(lengths) + new_tokens)
-            decoder = CycleDecoder(cycle, law, 0)
+            decoder = Decoder(cycle, law, 0)
             decoder.prefill(prompts)
             tokens = decoded(decoder, prompts, new_tokens)
             expected = expected or tokens
             parted = sum(a != b for a, b in zip(tokens, expected, strict=True))
             self.add(f"greedy, {levels} levels", parted == 0, texts=len(prompts), parted=parted)
-            plain = CycleDecoder(cycle, law, 0)
+            plain = Decoder(cycle, law, 0)
             plain.controller.fixed = 0
             cycle.rewind(prompts)
             same = decoded(plain, prompts, new_tokens) == expected
@@ -75,16 +75,21 @@ class Checks:
     def laws(self, length: int, batch: int, repeats: int, temperature: float) -> None:
         """First and second new tokens of many equal prompts."""
         [prompt] = uncertain_contexts(self.engine, self.text[:length], 1)
-        law = TokenLaw.at(temperature)
+        law = ProbsFromLogits.at(temperature)
         first_law = self._law(prompt, law)
-        for levels, options in ((1, {}), (2, {}), (3, {}), (3, {"leaves": False, "middle_bits": 8})):
-            if options.get("middle_bits") and self.target.dtype == torch.float32:
+        for levels, options in (
+            (1, {}),
+            (2, {}),
+            (3, {}),
+            (3, {"runner_ups": False, "retrieval_weight_bits": 8}),
+        ):
+            if options.get("retrieval_weight_bits") and self.target.dtype == torch.float32:
                 continue
             cycle = self.cycle(levels, batch, length + 64, **options)
             prompts = [prompt] * batch
             pairs: list[tuple[int, int]] = []
             for repeat in range(repeats):
-                decoder = CycleDecoder(cycle, law, repeat)
+                decoder = Decoder(cycle, law, repeat)
                 if repeat:
                     cycle.rewind(prompts)
                 else:
@@ -100,10 +105,10 @@ class Checks:
         """Memory and repeatability over a long text."""
         cycle = self.cycle(3, 1, length + new_tokens)
         prompt = self.text[:length]
-        law = TokenLaw.at(1.0)
+        law = ProbsFromLogits.at(1.0)
         texts, memory, passes = [], [], 0
         for _ in range(2):
-            decoder = CycleDecoder(cycle, law, 7)
+            decoder = Decoder(cycle, law, 7)
             decoder.prefill([prompt])
             text: list[int] = []
             for fresh in decoder.decode([prompt], [Ending(new_tokens)]):
@@ -116,7 +121,7 @@ class Checks:
         growth = max(memory) - memory[0] if memory else 0
         self.add("memory stays", growth < 1 << 20, passes=passes, growth_bytes=growth)
 
-    def _law(self, prompt: list[int], law: TokenLaw) -> Tensor:
+    def _law(self, prompt: list[int], law: ProbsFromLogits) -> Tensor:
         with torch.no_grad():
             ids = torch.tensor([prompt], device=self.target.device)
             logits = self.target.model(ids, logits_to_keep=1).logits[0]
@@ -128,7 +133,7 @@ class Checks:
         self.add(name, p > _LEAST_P, draws=sum(counts.values()), bins=freedom + 1, p=round(p, 5))
 
 
-def decoded(decoder: CycleDecoder, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
+def decoded(decoder: Decoder, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
     texts: list[list[int]] = [[] for _ in prompts]
     for fresh in decoder.decode(prompts, [Ending(new_tokens)] * len(prompts)):
         for text, tokens in zip(texts, fresh, strict=True):

@@ -2,21 +2,16 @@
 
     python -m scripts.checks.check_laws [--device cuda|cpu] [--batch 128] [names ...]
 
-The cases are those of ``tests/generation_cases.py``, in fp32. On a GPU the kernels that draw and accept run
-too, with random numbers made for every outcome, and must decide as their definitions do. Prints a line for
-each case: runs, seconds, and the total variation between what is generated and the target's own distribution,
-computed in float64. Ends with status 1 where one is larger than ``--limit``.
+The cases are those of ``tests/support/distributions/generation_cases.py``. On a GPU the kernels that draw and
+accept run too, with random numbers made for every outcome, and must decide as their definitions do. Prints a
+line for each case: runs, seconds, and the total variation between what is generated and the target's own
+distribution, computed in float64. Ends with status 1 where one is larger than ``--limit``.
 """
 
 import argparse
-import sys
 import time
-from pathlib import Path
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-
 from generation_cases import CASES
 
 

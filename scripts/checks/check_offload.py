@@ -26,14 +26,15 @@ from transformers.utils import logging as transformers_logging
 
 from scripts.benchmarks.common.command import TINY_DRAFT, TINY_SHAPES
 from scripts.checks.verdicts import Verdicts
-from triforce_tree import Engine, memory_plan
-from triforce_tree.bench.text import pydoc_text, token_ids
+from triforce_tree import Engine
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.cycle.lanes import Ring
-from triforce_tree.graphs import free_memory
-from triforce_tree.inflate import inflate_pair
-from triforce_tree.machine import bound_memory
-from triforce_tree.memory_map import MIB
+from triforce_tree.eval.text import pydoc_text, token_ids
+from triforce_tree.kv.offload.copy_stream import BufferRing
+from triforce_tree.loading.inflate import inflate_pair
+from triforce_tree.planning import memory_plan
+from triforce_tree.planning.machine import bound_memory
+from triforce_tree.planning.memory_map import MIB
+from triforce_tree.runtime.executor import free_memory
 
 _OPTIONS: dict[str, Any] = {"levels": 3, "gamma": 8, "tree": "best-first:4,3", "recent": 128, "budget": 1024}
 _TINY: dict[str, Any] = _OPTIONS | {"budget": 128, "recent": 32, "window": 64}
@@ -122,9 +123,9 @@ class Checks:
 
     def faulty(self) -> None:
         """A copy that fails in the middle of a pass."""
-        issue, calls = Ring._issue, 0
+        issue, calls = BufferRing._issue, 0
 
-        def failing(ring: Ring) -> None:
+        def failing(ring: BufferRing) -> None:
             nonlocal calls
             calls += 1
             if calls == 40:
@@ -132,7 +133,7 @@ class Checks:
             issue(ring)
 
         error = ""
-        with mock.patch.object(Ring, "_issue", failing):
+        with mock.patch.object(BufferRing, "_issue", failing):
             try:
                 self.text(self.offloaded, 64)
             except RuntimeError as raised:
@@ -150,7 +151,7 @@ class Checks:
         for name, hook, at in moments[: 1 if self.same_bits_only else 2]:
             self.offloaded.hierarchy.release()
             hog = _Hog(self.device, at, kept)
-            log = logging.getLogger("triforce_tree.hierarchy")
+            log = logging.getLogger("triforce_tree.decoding.assembly")
             log.addHandler(hog)
             try:
                 made = self.text(self.offloaded, 64, **{hook: hog})

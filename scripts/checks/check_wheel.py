@@ -29,7 +29,7 @@ INSTALLED = """
 from transformers import LlamaForCausalLM
 from transformers.utils import is_kernels_available
 import kernels, sys
-import triforce_tree.api, triforce_tree.cycle.cycle
+import triforce_tree.api, triforce_tree.decoding.program
 import triforce_tree.kernels.attention.dispatch
 assert is_kernels_available() or not {wanted}, "transformers does not want this release of kernels"
 for module in (kernels, triforce_tree):

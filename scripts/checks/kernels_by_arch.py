@@ -24,7 +24,7 @@ from rich.progress import track
 
 from scripts.benchmarks.common.results import header, write
 from scripts.checks.kernel_variants import digest
-from triforce_tree.bench.results import Records
+from triforce_tree.eval.results import Records
 from triforce_tree.kernels.device import KNOWN
 
 Row = dict[str, Any]

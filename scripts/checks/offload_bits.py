@@ -21,13 +21,13 @@ import torch
 from scripts.benchmarks.common.command import device_of, dtype_of, parser, shapes_of
 from scripts.benchmarks.common.texts import Library
 from scripts.benchmarks.offload.engine import LastRows, OffloadBench, bus_gbps, peak_gib
-from triforce_tree.bench.results import hardware
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.cycle.host_store import Offload
-from triforce_tree.graphs import free_memory
-from triforce_tree.machine import host_rate
-from triforce_tree.memory_map import GIB
-from triforce_tree.pass_time import FarRows
+from triforce_tree.eval.results import hardware
+from triforce_tree.kv.offload.host_store import Offload
+from triforce_tree.planning.machine import host_rate
+from triforce_tree.planning.memory_map import GIB
+from triforce_tree.planning.pass_time import FarRows
+from triforce_tree.runtime.executor import free_memory
 
 _START = time.perf_counter()
 # One level: plain decoding alone.

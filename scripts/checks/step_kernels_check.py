@@ -2,8 +2,9 @@
 
     python -m scripts.checks.step_kernels_check [--no-times]
 
-Problems are those of ``tests/step_cases.py`` and ``tests/grow_cases.py``. Prints what failed, a table of
-times inside CUDA graphs, and one line of JSON. Ends with status 1 where an op differs from its reference.
+Problems are those of ``step_cases.py`` and ``grow_cases.py`` in ``tests/support/kernels``. Prints what
+failed, a table of times inside CUDA graphs, and one line of JSON. Ends with status 1 where an op
+differs from its reference.
 """
 
 import argparse
@@ -11,16 +12,12 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
-
-import torch
-from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 import grow_cases
 import step_cases
+import torch
 from step_cases import Problem
+from torch import Tensor
 
 from scripts.benchmarks.common.timing import time_calls
 from triforce_tree.kernels import step

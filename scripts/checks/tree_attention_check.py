@@ -2,7 +2,7 @@
 
     python -m scripts.checks.tree_attention_check --every 2 --workers 14
 
-Cases and their fp64 definitions are those of ``tests/kernels_cases.py``.
+Cases and their fp64 definitions are those of ``tests/support/kernels/kernels_cases.py``.
 """
 
 import argparse
@@ -15,11 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-
 from kernels_cases import LAW, Case, build, random_nodes, random_tree, run_case
+from torch import Tensor
 
 from triforce_tree.kernels.attention import merge, reference
 from triforce_tree.kernels.attention.configs import KernelConfig, choose

@@ -4,7 +4,7 @@
     python -m scripts.train_pair.inflate --shape llama-68m --model draft --out inflated-68m
 
 A shape is a name or hidden x layers x heads/kv_heads x head_dim x mlp. The vocabulary stays the small
-model's. That the large model computes the small one's function is what ``tests/test_inflate.py`` checks.
+model's. ``tests/loading/test_inflate.py`` checks that the large model computes the small one's function.
 """
 
 import argparse
@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from triforce_tree.inflate import SHAPES, Shape, inflate
-from triforce_tree.loading import PAIR, load_model
+from triforce_tree.loading.checkpoints import PAIR, load_model
+from triforce_tree.loading.inflate import SHAPES, Shape, inflate
 
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt")
 
@@ -28,7 +28,8 @@ def need_room(out: Path, size: int) -> None:
     if (free := shutil.disk_usage(there).free) < size:
         raise SystemExit(
             f"{free / 1e9:.1f} GB are free at {str(out)!r}, the model takes {size / 1e9:.1f} GB; free some "
-            "space, give another --out, or do without a folder: triforce_tree.inflate builds it in memory"
+            "space, give another --out, or do without a folder: triforce_tree.loading.inflate builds it in "
+            "memory"
         )
 
 

@@ -14,10 +14,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from triforce_tree.cycle.shapes import DeviceShape
-from triforce_tree.cycle.texts import Texts
 from triforce_tree.kernels.attention.plan import pack_mask
-from triforce_tree.tree_search import Shape
+from triforce_tree.runtime.sequence_state import SequenceState
+from triforce_tree.trees.device_shapes import DeviceTreeShape
+from triforce_tree.trees.shapes import Shape
 from triforce_tree.verify.probs import Sampler
 
 
@@ -46,7 +46,7 @@ class TokenTree:
     depth: int
 
     @classmethod
-    def of(cls, shape: DeviceShape, batch: int, vocabulary: int, device: torch.device) -> "TokenTree":
+    def of(cls, shape: DeviceTreeShape, batch: int, vocabulary: int, device: torch.device) -> "TokenTree":
         """An empty tree.
 
         Args:
@@ -105,7 +105,7 @@ class TokenTree:
             above = self.words.gather(1, parents.clamp_min(0))
             self.words.copy_(torch.where(parents < 0, own, above | own))
 
-    def paths(self, state: Texts, root: Tensor, nodes: slice = slice(None)) -> list[Tensor | None]:
+    def paths(self, state: SequenceState, root: Tensor, nodes: slice = slice(None)) -> list[Tensor | None]:
         """The text up to each of these nodes of a batch of one, int64 ``[L]``; None where no token is.
 
         Waits for the device: it is for logits processors that look at the text.
@@ -129,7 +129,7 @@ class Drafter(Protocol):
 
     Attributes:
         name: in statistics.
-        tree: the shape of its trees, as :func:`triforce_tree.tree_search.parse_shape` reads it: ``chain:8``.
+        tree: the shape of its trees, as :func:`triforce_tree.trees.shapes.parse_shape` reads it: ``chain:8``.
         deterministic: whether the tokens are a function of the context alone; else ``tree.probs`` must hold
             the distributions that they were drawn from.
         capturable: whether ``propose`` may become part of a CUDA graph: torch operations on buffers of fixed
@@ -143,7 +143,7 @@ class Drafter(Protocol):
     capturable: bool
     features: tuple[int, ...]
 
-    def bind(self, state: Texts) -> None:
+    def bind(self, state: SequenceState) -> None:
         """Allocate what drafting for ``state.batch`` texts of up to ``state.capacity`` tokens takes.
 
         Called before anything else, and again when the buffers are made anew.
@@ -160,7 +160,7 @@ class Drafter(Protocol):
             resumed: tokens were committed without a proposal of this drafter since the last call.
         """
 
-    def propose(self, state: Texts, tree: TokenTree, sampler: Sampler) -> None:
+    def propose(self, state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:
         """Write trees whose roots are the tokens at ``state.end`` into ``tree``.
 
         ``tree.tokens[:, 0]`` must receive the roots. The texts may be provisional behind ``state.length``.

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import torch
 
-from triforce_tree.cycle.texts import Texts
 from triforce_tree.drafters.base import TokenTree
-from triforce_tree.tree_search import Shape, chain_shape
+from triforce_tree.runtime.sequence_state import SequenceState
+from triforce_tree.trees.shapes import Shape, chain_shape
 from triforce_tree.verify.probs import Sampler
 
 
@@ -30,7 +30,7 @@ class PromptLookup:
         self.tree: str | Shape = chain_shape(length)
         self.length, self.ngram = length, ngram
 
-    def bind(self, state: Texts) -> None:
+    def bind(self, state: SequenceState) -> None:
         self._places = torch.arange(state.capacity, device=state.device)
         self._ahead = torch.arange(self.length, device=state.device)
 
@@ -38,7 +38,7 @@ class PromptLookup:
 
     def prepare(self, texts: Sequence[Sequence[int] | None], resumed: bool) -> None: ...
 
-    def propose(self, state: Texts, tree: TokenTree, sampler: Sampler) -> None:
+    def propose(self, state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:
         tokens, end, last = state.tokens, state.end[:, None], state.length[:, None]
         tree.tokens[:, 0] = state.newest
         # found: where the continuation of the longest suffix begins; places[i] continues tokens[i - 1].

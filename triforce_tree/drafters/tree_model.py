@@ -7,24 +7,24 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from triforce_tree.attention import AttentionParams
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.cycle.model import step_model
-from triforce_tree.cycle.rows import TreeRows
-from triforce_tree.cycle.shapes import device_shape
-from triforce_tree.cycle.store import KVStore
-from triforce_tree.cycle.texts import Texts
 from triforce_tree.drafters.base import TokenTree
-from triforce_tree.hf_model import HFModel
 from triforce_tree.kernels import step
-from triforce_tree.tree_search import Shape, parse_shape
+from triforce_tree.kv.store import KVStore
+from triforce_tree.kv.tree_attention_view import TreeAttentionView
+from triforce_tree.models.attention import AttentionParams
+from triforce_tree.models.hf_model import HFModel
+from triforce_tree.models.step_model import step_model
+from triforce_tree.runtime.sequence_state import SequenceState
+from triforce_tree.trees.device_shapes import device_tree_shape
+from triforce_tree.trees.shapes import Shape, parse_shape
 from triforce_tree.verify.probs import Sampler
 
 # Positions of a draft behind its window that learned positions must cover; deep trees take more.
 _BEYOND_WINDOW = 128
 
 
-class Growth:
+class TreeDrafter:
     """A draft model on a window of each text, and the trees it grows.
 
     Its rows hold the ``sinks`` first tokens and the newest ones, at positions counted inside the window
@@ -45,7 +45,7 @@ class Growth:
         self.draft, self.config = draft, config.streaming
         self.tree: str | Shape = config.tree
         self.model = step_model(draft, compiled=draft.device.type == "cuda")
-        self.shape = shape = device_shape(parse_shape(config.tree))
+        self.shape = shape = device_tree_shape(parse_shape(config.tree))
         self.capturable = self.model.capturable
         # The chain of level 1 and a tree behind it.
         beyond = max(_BEYOND_WINDOW, config.gamma + len(shape.widths))
@@ -62,7 +62,7 @@ class Growth:
         # What one verification and the one above it can bring is fed again each time.
         self.again = self.depth + 2
 
-    def bind(self, state: Texts) -> None:
+    def bind(self, state: SequenceState) -> None:
         batch, shape, device = state.batch, self.shape, self.model.device
         self._reach = state.reach + self.depth + 2 + self.again + self.nodes
         capacity = self.config.sinks + 2 * self.config.window + self._reach
@@ -90,14 +90,14 @@ class Growth:
         self._at = buffer(self.depth, batch)
         self._lengths = buffer(batch, dtype=torch.int32)
         tail = torch.ones(self.again, self.again, dtype=torch.bool).tril()
-        self._rows = [TreeRows(self.store, self.again, mask=tail)]
+        self._rows = [TreeAttentionView(self.store, self.again, mask=tail)]
         for width, nodes in zip(shape.widths, self._frontiers[1:], strict=False):
             places = [*range(self.again - 1), *(self.again - 1 + d for d in depths[: nodes.stop])]
-            self._rows.append(TreeRows(self.store, width, tail=len(places), depths=places))
+            self._rows.append(TreeAttentionView(self.store, width, tail=len(places), depths=places))
         for rows, at in zip(self._rows, self._at, strict=True):
             rows.follow(at, self._lengths)
 
-    def propose(self, state: Texts, tree: TokenTree, sampler: Sampler) -> None:
+    def propose(self, state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:
         end, before = state.end, self.again - 1
         step.begin_tree(
             self._ids[0], self._positions, tree.tokens, self._at, self._lengths,

@@ -12,16 +12,16 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.cycle.cycle import Cycle
-from triforce_tree.cycle.decoder import CycleDecoder
-from triforce_tree.cycle.endings import Ending
-from triforce_tree.cycle.prefill import chunk_tokens, prefill
-from triforce_tree.cycle.shapes import Extent
-from triforce_tree.cycle.store import KVStore
-from triforce_tree.graphs import free_memory
-from triforce_tree.hierarchy import Hierarchy
-from triforce_tree.sampling import TokenLaw
-from triforce_tree.stats import LevelStats, Progress
+from triforce_tree.decoding.assembly import Hierarchy
+from triforce_tree.decoding.loop import Decoder
+from triforce_tree.decoding.program import DecodingProgram
+from triforce_tree.decoding.stop_criteria import Ending
+from triforce_tree.kv.prefill import chunk_tokens, prefill
+from triforce_tree.kv.store import KVStore
+from triforce_tree.runtime.executor import free_memory
+from triforce_tree.runtime.stats import LevelStats, Progress
+from triforce_tree.trees.device_shapes import Extent
+from triforce_tree.verify.sampling import ProbsFromLogits
 
 _WARM_UP_TOKENS = 8
 
@@ -64,8 +64,8 @@ class Meter:
     ) -> None:
         self._hierarchy, self._tokens = hierarchy, list(tokens)
         self._shared = hierarchy.target.device.type != "cuda"
-        self._cycle: Cycle | None = None
-        self._alone: Cycle | None = None
+        self._cycle: DecodingProgram | None = None
+        self._alone: DecodingProgram | None = None
         self._warm: set[bool] = set()
         # The last pass may bring more than was asked for, and counts whole.
         self._beyond = most.reach + most.depth + 2
@@ -80,7 +80,7 @@ class Meter:
 
     def run(self, config: HierarchyConfig, place: int, temperature: float, new: int, seed: int) -> Sample:
         """Decode at least ``new`` tokens behind the first ``place`` tokens of the text."""
-        law = TokenLaw.at(temperature)
+        law = ProbsFromLogits.at(temperature)
         with self._hierarchy.active():
             cycle = self._open(config)
             try:
@@ -102,12 +102,16 @@ class Meter:
             return None
         if self._alone is None:
             plain = replace(self._hierarchy.config, levels=1)
-            self._alone = Cycle(self._hierarchy.target, None, plain, 1, self._room, 1, store=self._store)
-        return self._decode(self._alone, TokenLaw(greedy=True), place, _WARM_UP_TOKENS, 0).ms_per_token
+            self._alone = DecodingProgram(
+                self._hierarchy.target, None, plain, 1, self._room, 1, store=self._store
+            )
+        return self._decode(self._alone, ProbsFromLogits(greedy=True), place, _WARM_UP_TOKENS, 0).ms_per_token
 
-    def _decode(self, cycle: Cycle, law: TokenLaw, place: int, new: int, seed: int) -> Sample:
+    def _decode(
+        self, cycle: DecodingProgram, law: ProbsFromLogits, place: int, new: int, seed: int
+    ) -> Sample:
         prompt = self._tokens[:place]
-        decoder = CycleDecoder(cycle, law, seed)
+        decoder = Decoder(cycle, law, seed)
         # Of the text as it was read: captures and earlier generations wrote behind their places.
         cycle.renew_means()
         cycle.rewind([prompt])
@@ -124,7 +128,7 @@ class Meter:
         }
         return replace(sample, draft_length=estimates)
 
-    def _open(self, config: HierarchyConfig) -> Cycle:
+    def _open(self, config: HierarchyConfig) -> DecodingProgram:
         old = self._cycle
         if old is not None and old.serves(config):
             old.config = config
@@ -136,13 +140,13 @@ class Meter:
         assert isinstance(levels, int), "the search names the number of levels"
         hierarchy = self._hierarchy.with_config(config)
         drafter = hierarchy.drafter() if levels > 1 else None
-        self._cycle = Cycle(
+        self._cycle = DecodingProgram(
             hierarchy.target, drafter, hierarchy.config, 1, self._room, levels, store=self._store
         )
         return self._cycle
 
     @contextmanager
-    def _standing(self, cycle: Cycle, place: int, new: int) -> Iterator[None]:
+    def _standing(self, cycle: DecodingProgram, place: int, new: int) -> Iterator[None]:
         """Inside, KV slots of the text from its token ``place`` on may be overwritten."""
         written = max(new, _WARM_UP_TOKENS) + self._beyond + int(cycle.texts.capacity) - cycle.room
         stop = min(len(self._tokens), place + written)
@@ -161,7 +165,7 @@ class Meter:
         free_memory()
 
 
-def _timed(decoder: CycleDecoder, blocks: Iterable[list[int]], new: int) -> Sample:
+def _timed(decoder: Decoder, blocks: Iterable[list[int]], new: int) -> Sample:
     tokens: list[int] = []
     for block in blocks:
         tokens += block

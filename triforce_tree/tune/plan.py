@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from triforce_tree.bench.results import Record
-from triforce_tree.stats import Progress
+from triforce_tree.eval.results import Record
+from triforce_tree.runtime.stats import Progress
 from triforce_tree.tune.search import GRID, Coordinate
 
 # Tokens between the places of a text that generations begin at.

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.cycle.shapes import Extent
-from triforce_tree.tree_search import chain_shape, parse_shape, sequoia
+from triforce_tree.trees.device_shapes import Extent
+from triforce_tree.trees.shapes import chain_shape, parse_shape, sequoia
 
 Options = dict[str, Any]
 Judge = Callable[[Options, Options | None], float]
@@ -25,8 +25,8 @@ _FAR = 1.5
 # pay (docs/benchmarks.md).
 _LONG = 32_768
 _LONG_ON_GPU: Options = {
-    "levels": 3, "gamma": 20, "tree": "best-first:10,9,7,5", "middle_bits": 8, "budget": 8192, "chunk": 32,
-    "leaves": False,
+    "levels": 3, "gamma": 20, "tree": "best-first:10,9,7,5", "retrieval_weight_bits": 8, "budget": 8192,
+    "chunk": 32, "runner_ups": False,
 }  # fmt: skip
 # Times through all coordinates; the second one asks again what depends on later ones.
 _SWEEPS = 2
@@ -67,13 +67,13 @@ GRID = (
         levels=(2, 3),
     ),
     Coordinate("lookup", (4, 8, 16), levels=(2, 3)),
-    Coordinate("middle_bits", (16, 8, 4), ordered=False),
+    Coordinate("retrieval_weight_bits", (16, 8, 4), ordered=False),
     Coordinate("gamma", (4, 6, 8, 12, 16, 24)),
     Coordinate("budget", (512, 1024, 1536, 2048, 3072, 4096, 6144, 8192)),
     # From choosing in every pass to choosing once; 0 chooses once for each pass of level 2.
     Coordinate("refresh", (1, 2, 4, 0)),
     Coordinate("chunk", (8, 16, 32)),
-    Coordinate("leaves", (True, False), ordered=False),
+    Coordinate("runner_ups", (True, False), ordered=False),
 )
 
 
@@ -104,7 +104,7 @@ class Space:
         """What applies here; with measured ``acceptance`` by sibling rank the trees that fit it, too."""
         left_out = {self._meaningless}
         if not self.gpu:
-            left_out.add("middle_bits")
+            left_out.add("retrieval_weight_bits")
         result = [c for c in self.grid if c.name not in self.fixed | left_out]
         if sum(acceptance) > 0:
             # Rounded shares may add up to a little more than one.
@@ -125,8 +125,8 @@ class Space:
         """
         own = self.start.as_options()
         options = {"levels": own["levels"]} | {c.name: own[c.name] for c in GRID}
-        if options["leaves"] is None:
-            options["leaves"] = self.gpu
+        if options["runner_ups"] is None:
+            options["runner_ups"] = self.gpu
         if 2 * options["budget"] > self.context:
             ladder = next((c.values for c in self.coordinates() if c.name == "budget"), ())
             smaller = [b for b in ladder if self.allows(options | {"levels": 3, "budget": b})]

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from triforce_tree.bench import overlap
-from triforce_tree.bench.results import Record, Records, repeated_share
 from triforce_tree.engine import Engine
-from triforce_tree.profiles import Entry
+from triforce_tree.eval import overlap
+from triforce_tree.eval.results import Record, Records, repeated_share
+from triforce_tree.planning.profiles import Entry
 from triforce_tree.tune.meters import Meter
 from triforce_tree.tune.plan import Plan, Watch
 from triforce_tree.tune.search import Options, OutOfTime, Space, relevant, search

@@ -12,7 +12,7 @@ class Noise:
     """The random decisions of one stage, from numbers drawn anew before each of its runs.
 
     Stages decide through the methods alone, so that another class with these methods, handed to
-    :class:`~triforce_tree.cycle.cycle.Cycle`, replaces the source of randomness of a whole program.
+    :class:`~triforce_tree.decoding.program.DecodingProgram`, replaces the source of randomness.
 
     Args:
         batch: sequences.

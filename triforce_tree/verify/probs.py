@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
-from triforce_tree.sampling import TokenLaw
 from triforce_tree.verify.noise import Noise, NoiseFactory
+from triforce_tree.verify.sampling import ProbsFromLogits
 
 Paths = Callable[[], Sequence[Tensor | None]]
 """The text up to each of B * T nodes, int64 ``[L]``; None where there is no token."""
 
 
-class DeviceLaw:
+class DeviceProbs:
     """Logits to laws.
 
     A leading temperature is read from a device buffer, so that one captured graph serves them all.
@@ -27,7 +27,7 @@ class DeviceLaw:
         capturable: whether a CUDA graph can hold it: no processor looks at the text.
     """
 
-    def __init__(self, law: TokenLaw, device: torch.device, noise: NoiseFactory) -> None:
+    def __init__(self, law: ProbsFromLogits, device: torch.device, noise: NoiseFactory) -> None:
         self.greedy, self._device, self._noise = law.greedy, device, noise
         self.capturable = law.context_free
         self._bound = None if law.context_free else law
@@ -35,14 +35,14 @@ class DeviceLaw:
         self._rest = LogitsProcessorList(_split(law)[1])
         self.set(law)
 
-    def set(self, law: TokenLaw) -> None:
+    def set(self, law: ProbsFromLogits) -> None:
         """Take over the temperature of a law with the same ``key``."""
         self.temperature.fill_(_split(law)[0])
         if self._bound is not None:
             self._bound = law
 
     @staticmethod
-    def key(law: TokenLaw) -> Hashable:
+    def key(law: ProbsFromLogits) -> Hashable:
         """Laws with equal keys differ in their temperature alone."""
         rest = _split(law)[1]
         if not law.context_free:
@@ -52,7 +52,7 @@ class DeviceLaw:
         return law.greedy, tuple((type(p), *values) for p, values in zip(rest, settings, strict=True))
 
     @staticmethod
-    def kind(law: TokenLaw) -> str:
+    def kind(law: ProbsFromLogits) -> str:
         """What of a law decides about the time it takes: its processors by name."""
         names = [type(processor).__name__ for processor in _split(law)[1]]
         return " ".join(["greedy" if law.greedy else "sampled", *names])
@@ -95,7 +95,7 @@ def _hashable(value: object) -> Hashable:
     return repr(value)
 
 
-def _split(law: TokenLaw) -> tuple[float, list[object]]:
+def _split(law: ProbsFromLogits) -> tuple[float, list[object]]:
     """(leading temperature, what follows); greedy choices do not depend on a temperature."""
     rest: list[object] = list(law.processors)
     temperature = 1.0
@@ -117,7 +117,7 @@ class Sampler:
         capturable: whether drawing may become part of a CUDA graph.
     """
 
-    def __init__(self, law: DeviceLaw, noise: Noise) -> None:
+    def __init__(self, law: DeviceProbs, noise: Noise) -> None:
         self.law, self.noise = law, noise
         self.greedy, self.capturable = law.greedy, law.capturable and noise.capturable
 

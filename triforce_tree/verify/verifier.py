@@ -7,13 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from triforce_tree.cycle.model import StepModel
-from triforce_tree.cycle.texts import Texts
-from triforce_tree.cycle.view import KVView
 from triforce_tree.drafters.base import TokenTree
-from triforce_tree.graphs import Step
 from triforce_tree.kernels import step
-from triforce_tree.verify.probs import DeviceLaw
+from triforce_tree.kv.view import KVView
+from triforce_tree.models.step_model import StepModel
+from triforce_tree.runtime.executor import Step
+from triforce_tree.runtime.sequence_state import SequenceState
+from triforce_tree.verify.probs import DeviceProbs
 
 
 class Verdict(NamedTuple):
@@ -46,7 +46,9 @@ class Verifier:
         verdict: the last one.
     """
 
-    def __init__(self, model: StepModel, law: DeviceLaw, texts: Texts, nodes: int, vocabulary: int) -> None:
+    def __init__(
+        self, model: StepModel, law: DeviceProbs, texts: SequenceState, nodes: int, vocabulary: int
+    ) -> None:
         self.model, self.law, self.texts = model, law, texts
         self.vocabulary = vocabulary
         self.noise = law.noise(texts.batch, 1, vocabulary, nodes)

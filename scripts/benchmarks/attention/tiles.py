@@ -26,7 +26,7 @@ from scripts.benchmarks.attention.run import ours
 from scripts.benchmarks.attention.tables import TILES
 from scripts.benchmarks.common.results import RESULTS, Record, header, write
 from scripts.benchmarks.linear.problems import BITS, LAYERS, ROTATION, Weights, time_us, weight_bytes
-from triforce_tree.bench.results import check_writable
+from triforce_tree.eval.results import check_writable
 from triforce_tree.kernels.device import KNOWN, told
 
 DEVICES = ("sm_80", "sm_89", "sm_120")

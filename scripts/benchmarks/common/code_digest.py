@@ -26,7 +26,7 @@ AREAS: dict[str, tuple[str, ...]] = {
     "cpu attention": ("kernels/cpu/cpu_attention.py", *_C_FILES),
     "kernels": _KERNELS,
     # All that decodes, in a model of any shape.
-    "engine": ("cycle/decoder.py", "inflate.py", *_KERNELS, *_C_FILES),
+    "engine": ("decoding/loop.py", "loading/inflate.py", *_KERNELS, *_C_FILES),
     "api": ("engine.py", *_KERNELS, *_C_FILES),
 }
 _C_COMMENT = re.compile(rb"/\*.*?\*/|//[^\n]*", re.DOTALL)

@@ -16,21 +16,21 @@ from transformers import PreTrainedModel
 
 from scripts.benchmarks.common.timing import Marks, synchronize, timed
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.cycle.cycle import Cycle
-from triforce_tree.cycle.decoder import CycleDecoder
-from triforce_tree.cycle.endings import Ending
-from triforce_tree.cycle.model import StepModel
-from triforce_tree.cycle.rows import TreeRows
-from triforce_tree.cycle.shapes import Extent
-from triforce_tree.cycle.store import KVStore
-from triforce_tree.drafters.tree_model import Growth
-from triforce_tree.graphs import free_memory
-from triforce_tree.hf_model import HFModel
-from triforce_tree.inflate import inflate_pair
-from triforce_tree.sampling import TokenLaw
-from triforce_tree.stats import LevelStats
+from triforce_tree.decoding.loop import Decoder
+from triforce_tree.decoding.program import DecodingProgram
+from triforce_tree.decoding.stop_criteria import Ending
+from triforce_tree.drafters.tree_model import TreeDrafter
+from triforce_tree.kv.store import KVStore
+from triforce_tree.kv.tree_attention_view import TreeAttentionView
+from triforce_tree.loading.inflate import inflate_pair
+from triforce_tree.models.hf_model import HFModel
+from triforce_tree.models.step_model import StepModel
+from triforce_tree.runtime.executor import free_memory
+from triforce_tree.runtime.stats import LevelStats
+from triforce_tree.trees.device_shapes import Extent
+from triforce_tree.verify.sampling import ProbsFromLogits
 
-Texts = Sequence[Sequence[int]]
+SequenceState = Sequence[Sequence[int]]
 
 # Slots more than the first program needs, so that later ones of other settings fit into the same memory.
 _SPARE_SLOTS = 512
@@ -87,13 +87,13 @@ class Bench:
         target, draft, self.tokenizer = inflate_pair(shape, device, dtype, draft_shape, seed)
         self.target, self.draft = HFModel(target), HFModel(draft)
         self.device, self.seed = device, seed
-        self._program: Cycle | None = None
+        self._program: DecodingProgram | None = None
         self._fed: list[list[int]] = []
         self.prefill_seconds = 0.0
         self._warm: set[float] = set()
 
     @property
-    def program(self) -> Cycle:
+    def program(self) -> DecodingProgram:
         assert self._program is not None, "no program is open"
         return self._program
 
@@ -110,14 +110,14 @@ class Bench:
             free_memory()
             store = kept or self._new_store(batch, rows)
             drafter = drafter_of(self.draft, config, levels)
-            self._program = Cycle(self.target, drafter, config, batch, room, levels, store=store)
+            self._program = DecodingProgram(self.target, drafter, config, batch, room, levels, store=store)
             longest = max(map(len, self._fed), default=0)
             if kept is None or longest > room:
                 # The slots are new, or the captures' trial runs will have written into them.
                 self._fed = []
             self._warm = set()
         for temperature in temperatures:
-            self.program.prepare(TokenLaw.at(temperature))
+            self.program.prepare(ProbsFromLogits.at(temperature))
         self._renew_means()
 
     def _new_store(self, batch: int, rows: int) -> KVStore:
@@ -132,7 +132,7 @@ class Bench:
         del self.target, self.draft
         free_memory()
 
-    def feed(self, prompts: Texts) -> bool:
+    def feed(self, prompts: SequenceState) -> bool:
         """The prompts into the full cache; False where they are there already."""
         wanted = [list(p) for p in prompts]
         if self._fed == wanted:
@@ -147,7 +147,7 @@ class Bench:
             self.program.renew_means()
 
     @contextmanager
-    def standing(self, prompts: Texts, new: int) -> Iterator[None]:
+    def standing(self, prompts: SequenceState, new: int) -> Iterator[None]:
         """Inside, texts begin with ``prompts``, beginnings of what was fed; then the cache is put back."""
         behind = int(self.program.texts.capacity) - self.program.room
         first = min(len(p) for p in prompts) - 1
@@ -161,7 +161,7 @@ class Bench:
                 slots.copy_(old)
             self._renew_means()
 
-    def decode(self, temperature: float, prompts: Texts, new: int, rounds: int | None = None) -> Run:
+    def decode(self, temperature: float, prompts: SequenceState, new: int, rounds: int | None = None) -> Run:
         """Decode until the first text is complete; ``rounds`` = 0 is plain decoding.
 
         Where several texts grow at different speeds, those behind are thus no burden to the mean.
@@ -183,7 +183,7 @@ class Bench:
         run.rounds = rounds_per_pass(self.program, run.levels)
         return run
 
-    def replay(self, prompts: Texts, texts: Texts) -> tuple[float, Exactness]:
+    def replay(self, prompts: SequenceState, texts: SequenceState) -> tuple[float, Exactness]:
         """Plain greedy decoding along ``texts``: (its milliseconds a token, where it would part from them).
 
         Behind a parting it goes on from the tokens of ``texts``.
@@ -215,9 +215,9 @@ class Bench:
         return 1e3 * seconds / steps, found
 
     @torch.no_grad()
-    def _parting(self, places: Texts, b: int, ours: int) -> dict[str, float]:
+    def _parting(self, places: SequenceState, b: int, ours: int) -> dict[str, float]:
         """How near text ``b`` was to the token ``ours`` behind ``places[b]``, by logits of plain forwards."""
-        width = 1 + self.program.reach * (2 if self.program.leaves else 1)
+        width = 1 + self.program.reach * (2 if self.program.runner_ups else 1)
         with self.standing([p[: len(p) - width] for p in places], width):
             many = self._forward(places, width, b)[-_NOISE_PLACES:]
             beginnings = [
@@ -227,16 +227,18 @@ class Bench:
         noise = 2 * float((many - single).abs().max())
         return {"gap": float(single[-1].max() - single[-1, ours]), "noise": noise}
 
-    def _forward(self, texts: Texts, width: int, b: int) -> Tensor:
+    def _forward(self, texts: SequenceState, width: int, b: int) -> Tensor:
         """Logits ``[width, V]`` of text ``b`` at its last ``width`` tokens, in one forward of all texts."""
         mask = torch.ones(width, width, dtype=torch.bool).tril()
-        rows = TreeRows(self.program.store, width, mask=mask)
+        rows = TreeAttentionView(self.program.store, width, mask=mask)
         return last_logits(self.program.full, rows, texts, width)[b].float()
 
-    def stage_ms(self, temperature: float, prompts: Texts, rounds: int, passes: int) -> dict[str, float]:
+    def stage_ms(
+        self, temperature: float, prompts: SequenceState, rounds: int, passes: int
+    ) -> dict[str, float]:
         """Median device milliseconds of one run of each stage, over some passes behind the prompts."""
         program = self.program
-        program.prepare(TokenLaw.at(temperature))
+        program.prepare(ProbsFromLogits.at(temperature))
         program.rewind(prompts)
         generator = torch.Generator(self.device)
         generator.manual_seed(self.seed)
@@ -263,20 +265,22 @@ def levels_of(config: HierarchyConfig) -> int:
     return config.levels if isinstance(config.levels, int) else 3
 
 
-def drafter_of(draft: HFModel, config: HierarchyConfig, levels: int) -> Growth | None:
+def drafter_of(draft: HFModel, config: HierarchyConfig, levels: int) -> TreeDrafter | None:
     """The draft model as level 0 under these settings; None where there is no level 0."""
-    return Growth(draft, config) if levels > 1 else None
+    return TreeDrafter(draft, config) if levels > 1 else None
 
 
-def new_decoder(program: Cycle, temperature: float, seed: int, rounds: int | None = None) -> CycleDecoder:
+def new_decoder(
+    program: DecodingProgram, temperature: float, seed: int, rounds: int | None = None
+) -> Decoder:
     """For one text or batch; ``rounds`` = 0 is plain decoding, None leaves them to the acceptance."""
-    decoder = CycleDecoder(program, TokenLaw.at(temperature), seed)
+    decoder = Decoder(program, ProbsFromLogits.at(temperature), seed)
     if rounds is not None:
         decoder.controller.fixed = rounds
     return decoder
 
 
-def rounds_per_pass(program: Cycle, levels: Sequence[LevelStats]) -> float:
+def rounds_per_pass(program: DecodingProgram, levels: Sequence[LevelStats]) -> float:
     """Trees that level 0 grew for each pass of level 2; 0 after plain decoding."""
     if program.drafter is None:
         return 0.0
@@ -284,7 +288,7 @@ def rounds_per_pass(program: Cycle, levels: Sequence[LevelStats]) -> float:
     return levels[0].forwards / depth / levels[-1].forwards
 
 
-def last_logits(model: StepModel, rows: TreeRows, texts: Texts, width: int) -> Tensor:
+def last_logits(model: StepModel, rows: TreeAttentionView, texts: SequenceState, width: int) -> Tensor:
     """``[B, width, V]`` at the last ``width`` tokens of each text, in one forward.
 
     Args:
@@ -309,7 +313,7 @@ def weight_bytes(model: PreTrainedModel) -> int:
     return sum(t.numel() * t.element_size() for t in read.values())
 
 
-def roofs_ms(program: Cycle, lengths: Sequence[int], bandwidth: float) -> dict[str, float]:
+def roofs_ms(program: DecodingProgram, lengths: Sequence[int], bandwidth: float) -> dict[str, float]:
     """The least milliseconds a run of each stage can take: the bytes it must read over the bandwidth.
 
     Args:
@@ -326,7 +330,7 @@ def roofs_ms(program: Cycle, lengths: Sequence[int], bandwidth: float) -> dict[s
     full = weight_bytes(program.full.model) + sum(lengths) * row
     needed = {"plain": full, "full": full}
     growth = program.drafter
-    if isinstance(growth, Growth):
+    if isinstance(growth, TreeDrafter):
         window = program.batch * (growth.config.sinks + growth.config.window) * slot(growth.store)
         needed["grow"] = growth.depth * (weight_bytes(growth.model.model) + window)
     if program.rows is not None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.benchmarks.common.code_digest import ROOT, digest, digests
-from triforce_tree.bench import results
+from triforce_tree.eval import results
 
 Record = dict[str, Any]
 

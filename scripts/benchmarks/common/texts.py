@@ -14,7 +14,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from triforce_tree.bench import text
+from triforce_tree.eval import text
 
 # Shorter docstrings say little but their function's name.
 _LEAST_DOC = 80

@@ -30,11 +30,11 @@ from scripts.benchmarks.common.results import RESULTS, Record, header, rounded, 
 from scripts.benchmarks.cpu.machine import cores, processor
 from scripts.benchmarks.cpu.tables import FILE
 from scripts.benchmarks.cpu.ways import SPREADS, WAYS, Spread, State, Way, Workers
-from triforce_tree.bench.results import check_writable
-from triforce_tree.cycle.lanes import Lane
-from triforce_tree.cycle.pinned import HostMemory
+from triforce_tree.eval.results import check_writable
 from triforce_tree.kernels.attention.plan import Heads
 from triforce_tree.kernels.attention.reference import tree_attention
+from triforce_tree.kv.offload.copy_stream import CopyStream
+from triforce_tree.kv.offload.pinned import HostMemory
 
 SHAPES = (Heads(32, 32, 128), Heads(32, 8, 128))
 _TIMES = 3
@@ -104,7 +104,7 @@ class Streaming:
     """Inside, a thread sends pieces to the device one after the other; afterwards ``gbps`` tells how fast."""
 
     def __init__(self, pieces: Sequence[Tensor], device: torch.device) -> None:
-        self._pieces, self._lane = pieces, Lane(device)
+        self._pieces, self._lane = pieces, CopyStream(device)
         self._near = torch.empty_like(pieces[0], device=device)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run)

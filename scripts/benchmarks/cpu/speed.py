@@ -17,8 +17,8 @@ import triforce_tree
 from scripts.benchmarks.common.command import parser
 from scripts.benchmarks.common.results import RESULTS, header, write
 from scripts.benchmarks.cpu.tables import SPEED
-from triforce_tree.bench import results, speed, text
-from triforce_tree.bench.baselines import METHODS
+from triforce_tree.eval import results, speed, text
+from triforce_tree.eval.baselines import METHODS
 
 
 def main(words: Sequence[str] | None = None) -> None:

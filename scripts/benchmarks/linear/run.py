@@ -37,7 +37,7 @@ from scripts.benchmarks.linear.problems import (
     weight_bytes,
     wrong,
 )  # fmt: skip
-from triforce_tree.bench.results import commit
+from triforce_tree.eval.results import commit
 from triforce_tree.kernels.linear.configs import LinearConfig
 
 # By rows that are tuned: more rows of the same tile, which take what was found there.

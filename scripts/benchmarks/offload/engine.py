@@ -18,29 +18,29 @@ from scripts.benchmarks.common.engine import (
     rounds_per_pass,
 )
 from scripts.benchmarks.common.timing import synchronize, timed
-from triforce_tree import parallel
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.cycle.cycle import Cycle
-from triforce_tree.cycle.endings import Ending
-from triforce_tree.cycle.host_store import Offload
-from triforce_tree.cycle.lanes import Lane
-from triforce_tree.cycle.model import StepModel
-from triforce_tree.cycle.offloaded import OffloadedCache
-from triforce_tree.cycle.pinned import HostMemory
-from triforce_tree.cycle.prefill import prefill
-from triforce_tree.cycle.rows import TreeRows
-from triforce_tree.cycle.store import KVStore
-from triforce_tree.cycle.streamed_rows import StreamedRows
-from triforce_tree.cycle.streamed_weights import StreamedWeights
-from triforce_tree.few_row import few_row_copy
-from triforce_tree.graphs import free_memory
-from triforce_tree.hf_model import HFModel
-from triforce_tree.inflate import inflate_pair
-from triforce_tree.machine import bound_memory
-from triforce_tree.memory_map import GIB
-from triforce_tree.sampling import TokenLaw
-from triforce_tree.sharding import shard
-from triforce_tree.stats import LevelStats
+from triforce_tree.decoding.program import DecodingProgram
+from triforce_tree.decoding.stop_criteria import Ending
+from triforce_tree.kv.offload.copy_stream import CopyStream
+from triforce_tree.kv.offload.host_store import Offload
+from triforce_tree.kv.offload.offloaded_cache import OffloadedCache
+from triforce_tree.kv.offload.offloaded_view import StreamedRows
+from triforce_tree.kv.offload.pinned import HostMemory
+from triforce_tree.kv.offload.streamed_weights import StreamedWeights
+from triforce_tree.kv.prefill import prefill
+from triforce_tree.kv.store import KVStore
+from triforce_tree.kv.tree_attention_view import TreeAttentionView
+from triforce_tree.loading.inflate import inflate_pair
+from triforce_tree.models.few_row import few_row_copy
+from triforce_tree.models.hf_model import HFModel
+from triforce_tree.models.step_model import StepModel
+from triforce_tree.models.tensor_parallel import shard
+from triforce_tree.planning.machine import bound_memory
+from triforce_tree.planning.memory_map import GIB
+from triforce_tree.runtime import distributed
+from triforce_tree.runtime.executor import free_memory
+from triforce_tree.runtime.stats import LevelStats
+from triforce_tree.verify.sampling import ProbsFromLogits
 
 # Last tokens whose logits are compared between caches.
 _COMPARED = 9
@@ -100,7 +100,7 @@ def bus_gbps(device: torch.device, size: int = 2 * GIB) -> dict[str, float]:
     memory = HostMemory(device.type == "cuda")
     host = memory.take((size // piece, piece), torch.uint8)
     near = torch.empty(piece, dtype=torch.uint8, device=device)
-    lane, result = Lane(device), {}
+    lane, result = CopyStream(device), {}
     for name, order in (("in", lambda row: (near, row)), ("out", lambda row: (row, near))):
         times = []
         for _ in range(3):
@@ -141,7 +141,7 @@ class OffloadBench:
         if cap_gib is not None and not weights_on_host:
             bound_memory(device, int(cap_gib * GIB))
         target, draft, self.tokenizer = inflate_pair(shape, device, dtype, draft_shape, seed)
-        if (group := parallel.current()) is not None:
+        if (group := distributed.current()) is not None:
             shard(target, group)
         free_memory()
         self.target, self.draft = HFModel(target), HFModel(draft)
@@ -149,7 +149,7 @@ class OffloadBench:
             self.stream()
             if cap_gib is not None:
                 bound_memory(device, int(cap_gib * GIB))
-        self._program: Cycle | None = None
+        self._program: DecodingProgram | None = None
         self._fed: list[int] = []
         self.seconds: dict[str, float] = {}
 
@@ -187,7 +187,7 @@ class OffloadBench:
             cache.settings = before
 
     @property
-    def program(self) -> Cycle:
+    def program(self) -> DecodingProgram:
         assert self._program is not None, "no program is open"
         return self._program
 
@@ -208,10 +208,12 @@ class OffloadBench:
         levels = levels_of(config)
         drafter = drafter_of(self.draft, config, levels)
         self._program = self.timed(
-            "allocate", lambda: Cycle(self.target, drafter, config, 1, room, levels, offload)
+            "allocate", lambda: DecodingProgram(self.target, drafter, config, 1, room, levels, offload)
         )
         for temperature in temperatures:
-            self.timed(f"capture {temperature}", lambda t=temperature: self.program.prepare(TokenLaw.at(t)))
+            self.timed(
+                f"capture {temperature}", lambda t=temperature: self.program.prepare(ProbsFromLogits.at(t))
+            )
 
     def close(self) -> None:
         if self._program is not None:
@@ -278,7 +280,7 @@ class OffloadBench:
             last: stage of level 2 behind the rounds, "full" or, without any, "plain".
         """
         program = self.program
-        program.prepare(TokenLaw.at(temperature))
+        program.prepare(ProbsFromLogits.at(temperature))
         program.rewind([list(prompt)])
         generator = torch.Generator(self.device)
         generator.manual_seed(self.seed)
@@ -332,10 +334,10 @@ class LastRows:
         store = KVStore(target.kv_shapes, 1, count + 256, target.device, target.dtype)
         with target.active():
             prefill(target, store, 0, self.prompt[: count - _COMPARED], self.chunk, None)
-        logits = self._logits(TreeRows(store, _COMPARED, mask=self._chain))
+        logits = self._logits(TreeAttentionView(store, _COMPARED, mask=self._chain))
         del store
         free_memory()
         return logits
 
-    def _logits(self, rows: TreeRows) -> Tensor:
+    def _logits(self, rows: TreeAttentionView) -> Tensor:
         return last_logits(self.model, rows, [self.prompt], _COMPARED)[0].float()

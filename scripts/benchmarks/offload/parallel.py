@@ -25,8 +25,8 @@ from scripts.benchmarks.offload.rows import PLAIN
 from scripts.benchmarks.offload.rows import rows as rows_of_one
 from scripts.benchmarks.offload.run import PARTS, headline
 from scripts.benchmarks.offload.session import Plan, Session
-from triforce_tree import parallel
-from triforce_tree.memory_plan import MemoryPlan
+from triforce_tree.planning.memory_plan import MemoryPlan
+from triforce_tree.runtime import distributed
 
 FILE = "offload_parallel_h200.json"
 PLAN = replace(PARTS["7b"].full, prompts=1)
@@ -34,7 +34,7 @@ _START = time.perf_counter()
 
 
 def say(text: str) -> None:
-    if parallel.first():
+    if distributed.is_first_rank():
         print(json.dumps({"at": round(time.perf_counter() - _START, 1), "what": text}), flush=True)
 
 
@@ -43,7 +43,7 @@ class SharedDeadline(Deadline):
 
     def steps(self, items: Sequence[Any], keep: float = 0.0) -> Iterator[Any]:
         own = super().steps(items, keep)
-        while (item := parallel.told(next(own, None))) is not None:
+        while (item := distributed.broadcast_object(next(own, None))) is not None:
             yield item
 
 
@@ -51,7 +51,7 @@ class SharedFile(ResultsFile):
     """Measurements with every rank's own share of the bus beside rank 0's."""
 
     def add(self, sample: Record) -> None:
-        super().add(sample | {"pcie_gbps_by_rank": parallel.gathered(sample["pcie_gbps"])})
+        super().add(sample | {"pcie_gbps_by_rank": distributed.all_gather_object(sample["pcie_gbps"])})
 
 
 class SharedSession(Session):
@@ -59,11 +59,11 @@ class SharedSession(Session):
 
     def __init__(self, plan: Plan, file: ResultsFile, device: torch.device, seed: int) -> None:
         # The links are measured at the same time: they may share a switch.
-        parallel.least([0.0])
+        distributed.all_reduce_min([0.0])
         super().__init__(plan, file, device, seed)
-        file.mine["bus_gbps_by_rank"] = parallel.gathered(self.bus["in"])
-        self.bus = dict(zip(self.bus, parallel.least(list(self.bus.values())), strict=True))
-        [self.read] = parallel.least([self.read])
+        file.mine["bus_gbps_by_rank"] = distributed.all_gather_object(self.bus["in"])
+        self.bus = dict(zip(self.bus, distributed.all_reduce_min(list(self.bus.values())), strict=True))
+        [self.read] = distributed.all_reduce_min([self.read])
         file.mine |= {"bus_gbps": self.bus, "read_gbps": self.read / 1e9}
 
     def say(self, text: str) -> None:
@@ -74,7 +74,7 @@ class SharedSession(Session):
 
     def ours(self, base: Record, tokens: list[int], memory: MemoryPlan) -> list[int]:
         text = super().ours(base, tokens, memory)
-        parallel.check_alike("tokens", text)
+        distributed.check_alike("tokens", text)
         say(f"all ranks wrote the same {len(text)} tokens")
         return text
 
@@ -98,10 +98,10 @@ def _by_rank(samples: Sequence[Record]) -> list[float | None]:
 
 def place_of(out: Path) -> Path:
     """The results file; of other ranks a copy, so that all know what is measured and one writes."""
-    copy = out if parallel.first() else Path(tempfile.mkdtemp())
+    copy = out if distributed.is_first_rank() else Path(tempfile.mkdtemp())
     held = {path.name: path.read_text(encoding="utf-8") for path in out.glob(f"{Path(FILE).stem}.*")}
-    for name, content in parallel.told(held).items():
-        if not parallel.first():
+    for name, content in distributed.broadcast_object(held).items():
+        if not distributed.is_first_rank():
             (copy / name).write_text(content, encoding="utf-8")
     return copy / FILE
 
@@ -117,7 +117,7 @@ def main(words: Sequence[str] | None = None) -> None:
     args = made.parse_args(words)
     device = device_of(made, args.tiny)
     deadline = SharedDeadline(args.seconds)
-    group = parallel.join(device.type)
+    group = distributed.join(device.type)
     device = group.device if group is not None else device
     gpus = group.size if group is not None else 1
     plan = replace(PLAN, caps=(args.cap,), prompts=args.prompts, new_tokens=args.new_tokens)
@@ -131,7 +131,7 @@ def main(words: Sequence[str] | None = None) -> None:
     headline(session, deadline)
     file.write()
     session.bench.close()
-    for row in file.rows if parallel.first() else []:
+    for row in file.rows if distributed.is_first_rank() else []:
         print(json.dumps({k: v for k, v in row.items() if k != "memory_plan"}))
     del session
-    parallel.leave()
+    distributed.leave()

@@ -24,15 +24,15 @@ from scripts.benchmarks.common.results import RESULTS, Record, header, rounded, 
 from scripts.benchmarks.common.texts import Library
 from scripts.benchmarks.offload.engine import LastRows, OffloadBench, bus_gbps
 from scripts.benchmarks.offload.tables import RESIDENT
-from triforce_tree.bench.results import check_writable
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.cycle import streamed_rows
-from triforce_tree.cycle.host_store import Offload
-from triforce_tree.graphs import free_memory
+from triforce_tree.eval.results import check_writable
+from triforce_tree.kv.offload import offloaded_view
+from triforce_tree.kv.offload.host_store import Offload
+from triforce_tree.runtime.executor import free_memory
 
 SHARES = (0.5, 0.8, 0.95)
 # Without leaves a pass verifies a chain alone.
-_OPTIONS: Record = LONG_OPTIONS | {"offload": True, "leaves": False}
+_OPTIONS: Record = LONG_OPTIONS | {"offload": True, "runner_ups": False}
 # Passes of a median, after others of warm-up.
 _PASSES = 6
 
@@ -60,7 +60,7 @@ class Measured:
         """Milliseconds, with ``share`` of the cache on the device and so many of its pieces at once."""
         bench, room = self.bench, len(self.prompt) + 128
         split = Offload(int(share * room * self.row), self.piece, 3)
-        with mock.patch.object(streamed_rows, "TOGETHER", together):
+        with mock.patch.object(offloaded_view, "TOGETHER", together):
             bench.open(self.config, room, split)
         bench.feed(self.prompt)
         bench.decode(0.0, self.prompt, 3, rounds=0)
@@ -87,7 +87,7 @@ def main(words: Sequence[str] | None = None) -> None:
     print(json.dumps(result), flush=True)
     result["rows"] = []
     for share in SHARES:
-        for together in (1, streamed_rows.TOGETHER):
+        for together in (1, offloaded_view.TOGETHER):
             result["rows"].append(measured.passes(share, together))
             print(json.dumps(result["rows"][-1]), flush=True)
     if out is not None:

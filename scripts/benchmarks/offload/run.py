@@ -16,7 +16,7 @@ from scripts.benchmarks.common.deadline import Deadline
 from scripts.benchmarks.common.results import ResultsFile, settings_of
 from scripts.benchmarks.offload.rows import FED, FILE, ON_CHIP, rows
 from scripts.benchmarks.offload.session import Plan, Session
-from triforce_tree.memory_plan import DoesNotFitError, MemoryPlan
+from triforce_tree.planning.memory_plan import DoesNotFitError, MemoryPlan
 
 
 def headline(session: Session, deadline: Deadline) -> None:

@@ -15,15 +15,15 @@ from scripts.benchmarks.common.texts import SOURCES, Library, Source
 from scripts.benchmarks.common.timing import read_bandwidth
 from scripts.benchmarks.offload.engine import OffloadBench, bus_gbps, peak_gib
 from scripts.benchmarks.offload.rows import ATTENDED, PLAIN
-from triforce_tree import memory_plan
-from triforce_tree.bench.results import repeated_share
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.cycle.host_attention import host_attends
-from triforce_tree.cycle.pinned import usable
-from triforce_tree.graphs import free_memory
-from triforce_tree.machine import host_rate
-from triforce_tree.memory_map import GIB, Machine, Sizes
-from triforce_tree.memory_plan import MemoryPlan
+from triforce_tree.eval.results import repeated_share
+from triforce_tree.kv.offload.host_attention import host_attends
+from triforce_tree.kv.offload.pinned import usable
+from triforce_tree.planning import memory_plan
+from triforce_tree.planning.machine import host_rate
+from triforce_tree.planning.memory_map import GIB, Machine, Sizes
+from triforce_tree.planning.memory_plan import MemoryPlan
+from triforce_tree.runtime.executor import free_memory
 
 # Tokens of a text that are decoded before anything is timed: kernels are compiled and tuned.
 _WARM_UP = 8

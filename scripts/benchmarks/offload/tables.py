@@ -78,9 +78,9 @@ VIEWS: Columns = {
 }  # fmt: skip
 _VIEW_NOTE = (
     "{shapes[0]} inflated, {rows[0][context]:,} tokens, budget {options[budget]:,}, chunk {options[chunk]}, "
-    "{options[middle_bits]} bits; in the order of the runs."
+    "{options[retrieval_weight_bits]} bits; in the order of the runs."
 )
-_OPTIONS = ("levels", "gamma", "tree", "budget", "chunk", "refresh", "leaves", "middle_bits")
+_OPTIONS = ("levels", "gamma", "tree", "budget", "chunk", "refresh", "runner_ups", "retrieval_weight_bits")
 TUNING: Columns = {
     "prompt": "{context:,}", "T": "{temperature:g}", "alone, ms/token": "{plain_ms_per_token:.2f}",
     "tuned": "{ms_per_token:.2f}", "speed-up": "{speedup:.2f}x", "repeated 8-grams": "{repeated_8grams:pct}",

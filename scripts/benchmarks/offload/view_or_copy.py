@@ -14,9 +14,9 @@ from scripts.benchmarks.common.texts import Library
 from scripts.benchmarks.offload.engine import OffloadBench
 from scripts.benchmarks.offload.tables import VIEW_OR_COPY
 from scripts.benchmarks.on_chip.run import DEFAULTS
-from triforce_tree.bench.results import check_writable
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.cycle.host_store import Offload
+from triforce_tree.eval.results import check_writable
+from triforce_tree.kv.offload.host_store import Offload
 
 _ROUNDS, _PASSES = 8, 6
 

@@ -30,13 +30,13 @@ from scripts.benchmarks.on_chip.session import Session
 LLAMA_2_7B, LLAMA_3_1_8B = "llama-2-7b", "llama-3.1-8b"
 DEFAULTS: dict[str, Any] = {
     "levels": 3, "gamma": 20, "tree": "best-first:10,9,7,5", "budget": 8192, "chunk": 32, "recent": 256,
-    "refresh": 1, "leaves": False, "middle_bits": 8, "rounds": None,
+    "refresh": 1, "runner_ups": False, "retrieval_weight_bits": 8, "rounds": None,
 }  # fmt: skip
 _TREES = ("best-first:4,4,4,3", "best-first:8,6,4", "sequoia:16x4", "chain:4", "chain:6")
 _CHANGES: dict[str, tuple[Any, ...]] = {
     "rounds": (2, 3, 4, 5, 6, 8), "refresh": (0, 2), "gamma": (8, 12, 16, 28), "tree": _TREES,
-    "middle_bits": (16, 4), "budget": (1024, 2048, 4096), "chunk": (8, 16, 64), "leaves": (True,),
-    "levels": (2,),
+    "retrieval_weight_bits": (16, 4), "budget": (1024, 2048, 4096), "chunk": (8, 16, 64),
+    "runner_ups": (True,), "levels": (2,),
 }  # fmt: skip
 ABLATIONS: tuple[dict[str, Any], ...] = (
     {}, *({name: value} for name, values in _CHANGES.items() for value in values)

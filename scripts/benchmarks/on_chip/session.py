@@ -18,8 +18,8 @@ from scripts.benchmarks.common.texts import Library
 from scripts.benchmarks.common.timing import read_bandwidth
 from scripts.benchmarks.on_chip.rows import PLAIN, STATIC
 from scripts.benchmarks.on_chip.transformers_static import static_decoding
-from triforce_tree.bench.results import repeated_share
 from triforce_tree.config import HierarchyConfig
+from triforce_tree.eval.results import repeated_share
 
 # Passes in which the stages are timed one by one.
 _PROFILED = 6

@@ -53,7 +53,7 @@ ACCEPTANCE: Columns = {
 COSTS: Columns = {
     "model": "{shape}", "batch x context": "{batch} x {context:,}", "prefill, s": "{prefill_seconds:.1f}",
     "compile and capture, s": "{capture_seconds:.0f}", "peak, GiB": "{peak_gib:.0f}",
-    "level 1, bits": "{options[middle_bits]}",
+    "level 1, bits": "{options[retrieval_weight_bits]}",
 }  # fmt: skip
 LENGTHS: Columns = {
     "context": "{context:,}", "T": "{temperature:g}", "budget": "{options[budget]:,}",

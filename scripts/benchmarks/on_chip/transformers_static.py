@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 from transformers import StaticCache
 
-from triforce_tree.cycle.store import KVStore
-from triforce_tree.hf_model import HFModel
+from triforce_tree.kv.store import KVStore
+from triforce_tree.models.hf_model import HFModel
 
 # torch.compile's CUDA graphs: a run that compiles, some that record, and then the replays that count.
 _WARM_UPS = 6

@@ -1,0 +1,325 @@
+"""The command line as a person uses it: output, exit codes, bad input, Ctrl-C."""
+
+import io
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import last_object, run
+from tiny_pair import TinyPair
+from wrong_acceptance import accept_all_proposals
+
+from triforce_tree import __version__
+from triforce_tree.cli import arguments, console, entry
+from triforce_tree.config import HierarchyConfig
+from triforce_tree.eval import baselines, results
+
+
+@pytest.mark.parametrize(
+    "command", [["generate"], ["bench", "text"], ["bench", "needle"], ["check"], ["tune"], ["demo"]]
+)
+def test_help_shows_defaults(capsys: pytest.CaptureFixture[str], command: list[str]) -> None:
+    code, out, _ = run(capsys, *command, "--help")
+    assert code == 0
+    assert f"(default: {HierarchyConfig().gamma})" in " ".join(out.split())
+    assert "None" not in out
+
+
+def test_help_waits_for_no_library() -> None:
+    program = (
+        "import sys; from triforce_tree.cli.entry import main\n"
+        "try: main(['demo', '--help'])\n"
+        "except SystemExit: print({'torch', 'transformers', 'numpy'} & sys.modules.keys())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("set()\n")
+
+
+def test_help_names_every_method() -> None:
+    assert tuple(baselines.METHODS) == arguments.METHODS
+
+
+def test_ctrl_c_while_libraries_load(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(entry, "import_module", lambda name: signal.raise_signal(signal.SIGINT))
+    # Shells let their background jobs ignore the signal.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert run(capsys, "demo") == (130, "", "triforce-tree: interrupted\n")
+        code, out, _ = run(capsys, "demo", "--json")
+        assert (code, json.loads(out)) == (130, {"interrupted": True})
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_public_names_are_listed_before_they_are_loaded() -> None:
+    program = "import triforce_tree as t; print(set(t.__all__) <= set(dir(t)), hasattr(t, 'nothing'), t.load)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("True False <function load")
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "--version")[1] == f"triforce-tree {__version__}\n"
+
+
+def test_generate_streams_text_and_ends_with_json(
+    capsys: pytest.CaptureFixture[str], pair: TinyPair, prompt: str
+) -> None:
+    code, out, err = run(
+        capsys, "generate", prompt, *pair.options, "--max-new-tokens", "30", "--compare", "--json",
+        "--levels", "3",
+    )  # fmt: skip
+    assert code == 0
+    text, line = out.rstrip("\n").rsplit("\n", 1)
+    result = json.loads(line)
+    assert text == result["text"]
+    assert result["identical"] is True
+    assert result["new_tokens"] <= 30
+    assert [level["name"] for level in result["levels"]] == ["draft", "retrieval", "target"]
+    assert "what each level did" in err
+    assert "tokens identical" in err
+
+
+def test_the_prompt_may_come_from_stdin(
+    capsys: pytest.CaptureFixture[str], pair: TinyPair, prompt: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = [*pair.options, "--max-new-tokens", "12"]
+    from_file = run(capsys, "generate", prompt, *options)
+    monkeypatch.setattr("sys.stdin", io.StringIO(Path(prompt).read_text(encoding="utf-8")))
+    assert run(capsys, "generate", *options)[:2] == from_file[:2]
+
+
+def test_sampling_with_a_seed_repeats(
+    capsys: pytest.CaptureFixture[str], pair: TinyPair, prompt: str
+) -> None:
+    argv = ["generate", prompt, *pair.options, "--max-new-tokens", "20", "--temperature", "0.9"]
+    first, again, other = (run(capsys, *argv, "--seed", seed)[1] for seed in ("1", "1", "2"))
+    assert first == again
+    assert first != other
+
+
+BAD = {
+    "no such file": (["generate", "/nowhere.txt"], "/nowhere.txt"),
+    "negative temperature": (["generate", "PROMPT", "--temperature", "-1"], "temperature=-1.0"),
+    "nan temperature": (["generate", "PROMPT", "--temperature", "nan"], "temperature=nan"),
+    "top_p": (["generate", "PROMPT", "--top-p", "1.5"], "top_p=1.5"),
+    "top_k": (["generate", "PROMPT", "--top-k", "-2"], "top_k=-2"),
+    "budget": (["generate", "PROMPT", "--budget", "1001"], "budget=1001"),
+    "tree": (["generate", "PROMPT", "--tree", "oak"], "tree='oak'"),
+    "levels": (["generate", "PROMPT", "--levels", "4"], "'4' is none of"),
+    "positions": (["generate", "PROMPT", "--max-new-tokens", "5000"], "4096 positions"),
+    "device": (["generate", "PROMPT", "--device", "abacus"], "device='abacus'"),
+    "no model": (["generate", "PROMPT", "--target", "./nowhere"], "'./nowhere'"),
+    "mistyped path": (["generate", "PROMPT", "--target", "models/lama"], "no such folder: 'models/lama'"),
+    "no hub id": (["generate", "PROMPT", "--target", "a/b/c"], "no such folder: 'a/b/c'"),
+    "huge tree": (["generate", "PROMPT", "--tree", "chain:100000"], "at most 1024 proposed tokens"),
+    "huge gamma": (["generate", "PROMPT", "--gamma", "1000000000"], "at most 1024"),
+    "rows as text": (["bench", "text", "--file", "some.jsonl"], "--dataset some.jsonl"),
+    "no data": (["bench", "text", "--dataset", "/nowhere/some.jsonl"], "no such file: '/nowhere/some.jsonl'"),
+    "picture": (["bench", "needle", "--plot", "map.xyz"], "'map.xyz' names no kind of picture"),
+    "no picture": (["bench", "needle", "--plot", "map"], "'map' names no kind of picture"),
+    "unknown option": (["generate", "PROMPT", "--speed", "9"], "--speed"),
+    "unknown method": (["bench", "text", "--methods", "magic"], "magic"),
+    "long context": (["bench", "text", "--context", "99999999"], "99999999 tokens"),
+    "missing folder": (["bench", "text", "--out", "/nowhere/x.jsonl"], "/nowhere/x.jsonl"),
+    "not a file": (["bench", "text", "--out", "/dev/full"], "/dev/full"),
+    "short needle": (["bench", "needle", "--lengths", "9"], "length=9"),
+    "depth": (["bench", "needle", "--depths", "2"], "between 0"),
+    "greedy law": (["check", "--temperature", "0"], "temperature=0.0"),
+    "demo prompt": (["demo", "--prompt-tokens", "99999999"], "99999999"),
+    "no command": ([], "command"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_ends_with_one_line_and_code_2(
+    capsys: pytest.CaptureFixture[str], pair: TinyPair, prompt: str, case: str
+) -> None:
+    argv, needed = BAD[case]
+    argv = [prompt if word == "PROMPT" else word for word in argv]
+    given = argv[1:] if argv else []
+    more = [] if not argv or "--target" in given else pair.options[:4]
+    code, out, err = run(capsys, *argv, *more)
+    assert code == 2
+    assert out == ""
+    assert len(err.strip().splitlines()) == 1, err
+    assert needed in err
+
+
+def test_empty_and_binary_prompts_are_refused(
+    capsys: pytest.CaptureFixture[str], pair: TinyPair, tmp_path: Path
+) -> None:
+    path = tmp_path / "p"
+    for content, needed in ((b" \n", "holds no text"), (b"\xff\xfe\x00", "not UTF-8")):
+        path.write_bytes(content)
+        code, _, err = run(capsys, "generate", str(path), *pair.options)
+        assert code == 2
+        assert needed in err
+
+
+def test_a_full_disk_is_noticed_before_the_run(
+    capsys: pytest.CaptureFixture[str],
+    pair: TinyPair,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(results.shutil, "disk_usage", lambda path: usage)
+    code, _, err = run(capsys, "bench", "text", *pair.options, "--out", str(tmp_path / "r.jsonl"))
+    assert code == 2
+    assert "0.0 MB are free" in err
+    assert not (tmp_path / "r.jsonl").exists()
+
+
+def test_ctrl_c_while_writing_keeps_the_text(
+    capsys: pytest.CaptureFixture[str], pair: TinyPair, prompt: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put = console.TextOut.put
+    calls = []
+
+    def interrupted(self: console.TextOut, value: Any) -> None:
+        put(self, value)
+        calls.append(value)
+        if len(calls) == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(console.TextOut, "put", interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    code, out, err = run(
+        capsys, "generate", prompt, *pair.options, "--max-new-tokens", "500", "--compare", "--json"
+    )
+    result = last_object(out)
+    assert code == 130
+    assert result["interrupted"] is True
+    assert 0 < result["new_tokens"] < 100
+    assert out.startswith(result["text"])
+    assert "Ctrl-C" in err
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_ctrl_c_while_reading_the_prompt(
+    capsys: pytest.CaptureFixture[str], pair: TinyPair, prompt: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    advance = console.PrefillBar.__call__
+
+    def interrupted(self: console.PrefillBar, tokens: int) -> None:
+        signal.raise_signal(signal.SIGINT)
+        advance(self, tokens)
+
+    monkeypatch.setattr(console.PrefillBar, "__call__", interrupted)
+    code, out, err = run(capsys, "generate", prompt, *pair.options)
+    assert code == 130
+    assert out == ""
+    assert "interrupted" in err
+
+
+def test_a_second_ctrl_c_ends_at_once() -> None:
+    with console.Interrupt() as interrupt:
+        signal.raise_signal(signal.SIGINT)
+        assert interrupt.requested
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_demo(capsys: pytest.CaptureFixture[str], pair: TinyPair) -> None:
+    code, out, _ = run(capsys, "demo", *pair.options, "--prompt-tokens", "2100", "--new-tokens", "24")
+    result = last_object(out)
+    assert code == 0
+    assert result["identical"] is True
+    assert result["prompt_tokens"] == 2100
+    assert {"new_tokens", "speedup", "ms_per_token", "baseline_ms_per_token"} <= result.keys()
+    assert len(result["levels"]) == 3
+
+
+def test_bench_text_goes_on_where_it_ended(
+    capsys: pytest.CaptureFixture[str], pair: TinyPair, tmp_path: Path
+) -> None:
+    out_file = tmp_path / "r.jsonl"
+    argv = [
+        "bench",
+        "text",
+        *pair.options,
+        "--context",
+        "90",
+        "--new-tokens",
+        "8",
+        "--prompts",
+        "2",
+    ]
+    argv += ["--out", str(out_file), "--json"]
+    code, out, _ = run(capsys, *argv)
+    first = last_object(out)
+    assert code == 0
+    assert len(first["rows"]) == 14
+    for row in first["rows"]:
+        assert list(row) == [
+            "method", "temperature", "context", "new_tokens", "ms_per_token", "speedup_vs_best_baseline",
+            "acceptance", "repeated_8grams",
+        ]  # fmt: skip
+    lines = out_file.read_text().splitlines(keepends=True)
+    out_file.write_text("".join(lines[:10]) + lines[10][:20])  # killed while it wrote
+    assert len(last_object(run(capsys, *argv)[1])["rows"]) == 14
+    again = out_file.read_text().splitlines(keepends=True)
+    assert len(again) == len(lines)
+    assert again[:10] == lines[:10]
+    code, _, err = run(capsys, *argv, "--new-tokens", "9")
+    assert code == 2
+    assert "new_tokens=8, now it is 9" in err
+
+
+def test_bench_needle(capsys: pytest.CaptureFixture[str], pair: TinyPair) -> None:
+    code, out, err = run(
+        capsys, "bench", "needle", *pair.options, "--lengths", "200", "--depths", "0", "1", "--trials", "1",
+        "--through", "hierarchy", "target", "--json",
+    )  # fmt: skip
+    assert code == 0
+    assert last_object(out)["accuracy"]["target"]["200"].keys() == {"0", "1"}
+    assert "needle accuracy" in err
+
+
+def test_check_passes_and_names_trees(capsys: pytest.CaptureFixture[str], pair: TinyPair) -> None:
+    code, out, err = run(
+        capsys, "check", *pair.options, "--lengths", "1", "130", "--new-tokens", "20", "--draws", "40",
+        "--contexts", "1", "--context", "33", "--budget", "64", "--recent", "32", "--acceptance", "--json",
+    )  # fmt: skip
+    result = last_object(out)
+    assert code == 0
+    assert result["passed"] is True
+    assert len(result["results"]) == 7
+    assert [(r["levels"], r["level"]) for r in result["results"][4:]] == [
+        (2, "target"),
+        (3, "retrieval"),
+        (3, "target"),
+    ]
+    assert [forward["prompt_tokens"] for forward in result["forwards"]] == [1, 130]
+    assert all(forward["error"] < 1e-5 for forward in result["forwards"])
+    assert len(result["acceptance"]["greedy"]["draft -> retrieval"]) == 8
+    assert "--tree 'static:" in err
+
+
+def test_check_fails_with_code_1(
+    capsys: pytest.CaptureFixture[str], pair: TinyPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Every proposal is accepted, which is what a careless verification would do.
+    accept_all_proposals(monkeypatch)
+    code, out, err = run(
+        capsys,
+        "check",
+        *pair.options,
+        "--lengths",
+        "60",
+        "--new-tokens",
+        "30",
+        "--draws",
+        "0",
+        "--json",
+    )
+    assert code == 1
+    assert last_object(out)["passed"] is False
+    assert "FAILED" in err

@@ -1,0 +1,98 @@
+"""Off the GPU no graph fixes the shape of a forward: slots that are not taken cost no rows."""
+
+import pytest
+import torch
+from cycle_cases import GREEDY, NEW, PROMPTS, SAMPLED, cycle_of, decoded, draft_of, model, references
+from families import prompt_of
+
+from triforce_tree.config import HierarchyConfig
+from triforce_tree.decoding.program import DecodingProgram
+from triforce_tree.drafters.base import TokenTree
+from triforce_tree.drafters.prompt_lookup import PromptLookup
+from triforce_tree.models.hf_model import HFModel
+from triforce_tree.models.step_model import StepModel
+from triforce_tree.trees.device_shapes import DeviceTreeShape
+from triforce_tree.verify.sampling import ProbsFromLogits
+
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
+
+
+@pytest.fixture
+def rows_of_forwards(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, int]]:
+    """(what a forward attends to, tokens of each sequence) of every forward, as they come."""
+    seen: list[tuple[object, int]] = []
+    call = StepModel.__call__
+
+    def noted(self: StepModel, tokens: torch.Tensor, positions: torch.Tensor, attend, last: int = 0):
+        seen.append((attend, tokens.shape[1]))
+        return call(self, tokens, positions, attend, last)
+
+    monkeypatch.setattr(StepModel, "__call__", noted)
+    return seen
+
+
+def uncut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TokenTree, "taken", property(lambda self: self.nodes))
+
+
+def test_taken_slots_of_a_batch() -> None:
+    tree = TokenTree.of(DeviceTreeShape((2, 2)), 2, 9, torch.device("cpu"))
+    assert tree.taken == 1
+    tree.tokens[0, 2] = 0
+    assert tree.taken == 3
+    tree.tokens[1, 4] = 7
+    assert tree.taken == tree.nodes == 5
+    assert tree.first(5) is tree
+    part = tree.first(3)
+    assert part.nodes == 3
+    assert part.depth == 2
+    assert [len(x[0]) for x in (part.tokens, part.parents, part.words, part.probs_rows)] == [3] * 4
+    assert part.depths.tolist() == [0, 1, 1]
+    part.tokens[1, 1] = 5
+    assert tree.tokens[1, 1] == 5
+
+
+@pytest.mark.parametrize("law", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("levels, runner_ups", [(2, None), (3, True), (3, False)])
+def test_the_text_is_that_of_whole_trees(
+    levels: int, runner_ups: bool | None, law: ProbsFromLogits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chains that end long before gamma."""
+    options = {"gamma": 9, "rounds": 1, "runner_ups": runner_ups}
+    cycle = cycle_of(model("llama-gqa"), draft_of("llama-gqa"), levels, 3, **options)
+    cut, _ = decoded(cycle, PROMPTS, NEW, law)
+    uncut(monkeypatch)
+    whole, _ = decoded(cycle, PROMPTS, NEW, law)
+    assert cut == whole
+    assert not law.greedy or cut == references()
+
+
+def test_level_2_verifies_the_chain_alone(rows_of_forwards: list[tuple[object, int]]) -> None:
+    cycle = cycle_of(model("llama-gqa"), draft_of("llama-gqa"), 3, gamma=9, rounds=1, runner_ups=False)
+    decoder_rows: list[int] = []
+    report = cycle.texts.report
+    cycle.texts.report = lambda: decoder_rows.append(int(cycle.texts.proposed[0])) or report()
+    new, _ = decoded(cycle, PROMPTS[:1], NEW[:1])
+    assert new == references()[:1]
+    full = cycle.stage("full").rows
+    assert [rows for attend, rows in rows_of_forwards if attend is full] == [n + 1 for n in decoder_rows]
+    assert 1 < max(decoder_rows) < 9
+
+
+@pytest.mark.parametrize("levels", [2, 3])
+def test_a_lookup_that_finds_nothing_costs_one_row(
+    levels: int, rows_of_forwards: list[tuple[object, int]]
+) -> None:
+    """Every token of the prompt is another, so that only new tokens can be found again."""
+    target = HFModel(model("llama-gqa"))
+    config = HierarchyConfig.from_options(
+        levels=levels, lookup=5, tree="chain:5", gamma=4, rounds=1, budget=24, chunk=4, recent=8
+    )
+    cycle = DecodingProgram(target, PromptLookup(5), config, 1, 150, levels)
+    vocabulary = sorted({*prompt_of(60)})
+    decoded(cycle, [vocabulary], [3])
+    judged = cycle.stage("full" if levels == 2 else "choose").rows
+    assert next(rows for attend, rows in rows_of_forwards if attend is judged) == 1
+    rows_of_forwards.clear()
+    decoded(cycle, [[*vocabulary, *vocabulary[:7]]], [3])
+    assert next(rows for attend, rows in rows_of_forwards if attend is judged) == 6

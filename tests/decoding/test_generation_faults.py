@@ -1,0 +1,220 @@
+"""Faults planted into a cycle change the distribution of its text, and the enumeration finds every one."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from enumerated_noise import CraftedDraws, EnumeratedNoise
+from enumeration import NOISE, Walk
+from generation_cases import BOTH, Case
+from torch import Tensor
+
+from triforce_tree.kernels import step
+from triforce_tree.kernels.step import accept
+from triforce_tree.kernels.step.draws import draw_tokens
+from triforce_tree.kv.tree_attention_view import PagedRetrievalView
+from triforce_tree.runtime.sequence_state import SequenceState
+
+FOUND = 100 * NOISE
+TREE_LAWS = 2  # the most laws of a draft's tree here; a chain of gamma = 3 has more
+CASES = {
+    "chain": Case(2, 3, 2, 1, {"tree": "chain:1", "runner_ups": False}),
+    "longer chain": Case(2, 3, 3, 1, {"tree": "chain:2", "runner_ups": False}),
+    "siblings": Case(2, 3, 2, 1, {"tree": "static:2", "runner_ups": False}),
+    "live tree": Case(2, 3, 2, 1, {"tree": "best-first:2", "runner_ups": False}),
+    "hierarchy": Case(3, 3, 2, 1, {"tree": "chain:1", "runner_ups": False}),
+    "runner-ups": Case(3, 3, 2, 1, BOTH),
+    "hierarchy, four tokens": Case(3, 4, 1, 1, {"tree": "chain:1", "runner_ups": False, "budget": 12}),
+    "runner-ups, four tokens": Case(3, 4, 1, 1, BOTH),
+    "two rounds": Case(3, 2, 3, 1, {**BOTH, "rounds": 2}),
+}
+
+Noisy = type[EnumeratedNoise]
+
+
+def judged(change: Callable[..., tuple[Any, ...]], level: str = "all") -> Noisy:
+    """Acceptance of changed arguments: at all levels, or where drafts are "trees", or level 1's "chain"."""
+
+    class Faulty(EnumeratedNoise):
+        def accept_tree(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+            here = "chain" if args[3].shape[1] > TREE_LAWS else "trees"
+            return super().accept_tree(*(change(*args) if level in ("all", here) else args))
+
+    return Faulty
+
+
+def rows_of_q(tokens, parents, p, q, q_rows, depth):
+    """Children are judged by the draft law of the node before theirs."""
+    return tokens, parents, p, q, (q_rows - 1).clamp_min(0), depth
+
+
+def rows_of_p(tokens, parents, p, q, q_rows, depth):
+    """Every node has the target's law of the one before it."""
+    return tokens, parents, p.roll(1, 1), q, q_rows, depth
+
+
+def decided(draws: type[CraftedDraws], level: str = "all") -> Noisy:
+    """Acceptance by faulty decisions."""
+
+    class Faulty(EnumeratedNoise):
+        def accept_tree(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+            here = "chain" if args[3].shape[1] > TREE_LAWS else "trees"
+            self.draws = draws if level in ("all", here) else CraftedDraws
+            return super().accept_tree(*args)
+
+    return Faulty
+
+
+class FirstAlways(CraftedDraws):
+    """The first child is accepted whatever the laws say."""
+
+    def __init__(self, walks: list[Walk], *rest: Any) -> None:
+        super().__init__(walks, *rest)
+        self.before: set[int] = set()
+
+    def accept(self, chance: Tensor, *place: int) -> bool:
+        if place[0] in self.before:
+            return super().accept(chance, *place)
+        self.before.add(place[0])
+        return super().accept(torch.ones(()), *place)
+
+
+class OneUniform(CraftedDraws):
+    """One uniform for the decisions at all nodes: what is known of it are bounds."""
+
+    def __init__(self, walks: list[Walk], *rest: Any) -> None:
+        super().__init__(walks, *rest)
+        self.bounds = [(0.0, 1.0)] * len(walks)
+
+    def accept(self, chance: Tensor, *place: int) -> bool:
+        low, high = self.bounds[place[0]]
+        sure = min(max(float(chance), low), high)
+        accepted = super().accept(torch.tensor((sure - low) / (high - low)), *place)
+        self.bounds[place[0]] = (low, sure) if accepted else (sure, high)
+        return accepted
+
+
+class BestRunnerUp(EnumeratedNoise):
+    """Runner-ups are the most probable other token, though judged as drawn."""
+
+    def second_choice(self, laws: Tensor, chosen: Tensor) -> Tensor:
+        return accept.second_drawn(None, laws, chosen)
+
+
+class RunnerUpOfTheNext(EnumeratedNoise):
+    """Runner-ups are drawn from the law of the place after theirs."""
+
+    def second_choice(self, laws: Tensor, chosen: Tensor) -> Tensor:
+        return super().second_choice(laws.roll(-1, 1), chosen)
+
+
+class WeakDrawsDropped(EnumeratedNoise):
+    """The draft proposes only what it finds likely: a count that looks at the draws."""
+
+    def expand_nodes(self, logits: Tensor, heat: Tensor | None, laws: Tensor, *rest: Any) -> Any:
+        tokens, by_rank = super().expand_nodes(logits, heat, laws, *rest)
+        return torch.where(laws.gather(2, tokens.clamp_min(0)) > 0.4, tokens, -1), by_rank
+
+
+class BestDraws(EnumeratedNoise):
+    """The draft's trees hold its most probable tokens, though judged as drawn."""
+
+    def expand_nodes(self, logits: Tensor, heat: Tensor | None, laws: Tensor, *rest: Any) -> Any:
+        super().expand_nodes(logits, heat, laws, *rest)
+        return draw_tokens(None, laws, rest[0])
+
+
+def sound(patch: pytest.MonkeyPatch) -> None:
+    """The fault is the noise's alone."""
+
+
+def refusal(change: Callable[..., tuple[Tensor, Tensor]]) -> Callable[[pytest.MonkeyPatch], None]:
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        rule = accept.refused
+        patch.setattr(accept, "refused", lambda p, q, *rest: change(p, q, *rule(p, q, *rest)))
+
+    return plant
+
+
+no_residual = refusal(lambda p, q, left, others: (p, others))
+with_replacement = refusal(lambda p, q, left, others: (left, q))
+
+
+def no_residual_at(level: str) -> Noisy:
+    """TriForce's public code at one level: after a refusal the token is drawn from p."""
+
+    class Faulty(EnumeratedNoise):
+        def accept_tree(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+            here = "chain" if args[3].shape[1] > TREE_LAWS else "trees"
+            with pytest.MonkeyPatch.context() as patch:
+                if here == level:
+                    no_residual(patch)
+                return super().accept_tree(*args)
+
+    return Faulty
+
+
+def chain_laws_late(patch: pytest.MonkeyPatch) -> None:
+    """The laws of the chain's tokens are kept one place late."""
+    lengthen = SequenceState.lengthen
+
+    def late(self: SequenceState, emitted: Tensor, count: Tensor, laws: Tensor | None) -> None:
+        lengthen(self, emitted, count, None if laws is None else laws.roll(1, 1))
+
+    patch.setattr(SequenceState, "lengthen", late)
+
+
+def other_chunks_than_the_roots(patch: pytest.MonkeyPatch) -> None:
+    """Level 1's law depends on the children that it judges, by way of what their queries select."""
+    attend = PagedRetrievalView.__call__
+
+    def by_the_child(self: PagedRetrievalView, layer: int, q: Tensor, *rest: Any) -> Tensor:
+        if self.choosing:
+            select = step.select_chunks
+            with pytest.MonkeyPatch.context() as inner:
+                inner.setattr(step, "select_chunks", lambda _, *more: select(q[:, :, 1], *more))
+                return attend(self, layer, q, *rest)
+        return attend(self, layer, q, *rest)
+
+    patch.setattr(PagedRetrievalView, "__call__", by_the_child)
+
+
+Fault = tuple[str, Noisy, Callable[[pytest.MonkeyPatch], None]]
+FAULTS: dict[str, Fault] = {
+    "always accepted, chain": ("chain", decided(FirstAlways), sound),
+    "always accepted by level 1": ("runner-ups", decided(FirstAlways, "trees"), sound),
+    "always accepted by level 2": ("runner-ups", decided(FirstAlways, "chain"), sound),
+    "no residual, chain": ("chain", EnumeratedNoise, no_residual),
+    "no residual, siblings": ("siblings", EnumeratedNoise, no_residual),
+    "no residual, live tree": ("live tree", EnumeratedNoise, no_residual),
+    "no residual, hierarchy": ("hierarchy", EnumeratedNoise, no_residual),
+    "no residual at level 1": ("hierarchy", no_residual_at("trees"), sound),
+    "no residual at level 2": ("runner-ups", no_residual_at("chain"), sound),
+    "one uniform, chain": ("longer chain", decided(OneUniform), sound),
+    "one uniform, siblings": ("siblings", decided(OneUniform), sound),
+    "one uniform at level 2": ("two rounds", decided(OneUniform, "chain"), sound),
+    "rows of q at level 2": ("two rounds", judged(rows_of_q, "chain"), sound),
+    "rows of p at level 1": ("runner-ups", judged(rows_of_p, "trees"), sound),
+    "rows of p, siblings": ("siblings", judged(rows_of_p), sound),
+    "with replacement": ("siblings", EnumeratedNoise, with_replacement),
+    "best runner-up": ("runner-ups, four tokens", BestRunnerUp, sound),
+    "runner-up of the next": ("runner-ups, four tokens", RunnerUpOfTheNext, sound),
+    "weak draws dropped": ("siblings", WeakDrawsDropped, sound),
+    "weak draws dropped, hierarchy": ("hierarchy", WeakDrawsDropped, sound),
+    "best draws": ("live tree", BestDraws, sound),
+    "chain laws late": ("two rounds", EnumeratedNoise, chain_laws_late),
+    "other chunks": ("hierarchy, four tokens", EnumeratedNoise, other_chunks_than_the_roots),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, noise, plant = FAULTS[fault]
+    plant(monkeypatch)
+    assert CASES[name].distance(CASES[name].generations(noise=noise)) > FOUND
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_cases_without_a_fault(name: str) -> None:
+    assert CASES[name].distance(CASES[name].generations()) < NOISE

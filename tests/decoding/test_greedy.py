@@ -1,0 +1,90 @@
+"""Greedy text of the device-resident cycle, off the GPU, is the target's own for all trees and levels.
+
+A batch of three texts of different lengths, caches far smaller than the texts, memory that holds NaN until
+it is written.
+"""
+
+import pytest
+from cycle_cases import NEW, PROMPTS, cycle_of, decoded, draft_of, exact, model, reference, references
+from families import prompt_of, tiny
+
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
+
+
+@pytest.mark.parametrize(
+    "tree", ["best-first:4,3,2", "best-first:5", "chain:3", "sequoia:8x3", "static:0;0.1;1"]
+)
+@pytest.mark.parametrize("levels, runner_ups", [(2, None), (3, True), (3, False)])
+def test_every_tree(levels: int, runner_ups: bool | None, tree: str) -> None:
+    exact(levels, tree=tree, runner_ups=runner_ups)
+
+
+def test_one_level() -> None:
+    cycle = cycle_of(model("llama-gqa"), None, 1, len(PROMPTS))
+    new, decoder = decoded(cycle, PROMPTS, NEW)
+    assert new == references()
+    assert decoder.levels[0].forwards == sum(NEW)
+
+
+@pytest.mark.parametrize("gamma, rounds", [(1, 4), (9, 3), (9, 7), (3, None)])
+@pytest.mark.parametrize("runner_ups", [True, False])
+def test_every_gamma_and_count_of_rounds(gamma: int, rounds: int | None, runner_ups: bool) -> None:
+    """Chains that end before gamma, at it, and in rounds that no longer add to them."""
+    exact(3, gamma=gamma, rounds=rounds, runner_ups=runner_ups)
+
+
+@pytest.mark.parametrize("refresh", [0, 1, 3])
+def test_every_refresh(refresh: int) -> None:
+    exact(3, refresh=refresh, rounds=5, gamma=8)
+
+
+@pytest.mark.parametrize(
+    "options", [{"budget": 12, "recent": 4}, {"budget": 8, "chunk": 1, "recent": 1}], ids=str
+)
+def test_the_smallest_retrieval_caches(options: dict[str, int]) -> None:
+    exact(3, rounds=4, gamma=9, **options)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_middle_level_of_few_bits(bits: int) -> None:
+    exact(3, retrieval_weight_bits=bits)
+
+
+@pytest.mark.parametrize("levels", [2, 3])
+def test_a_stranger_as_draft(levels: int) -> None:
+    """It is hardly ever right, so nearly every tree is refused whole."""
+    stranger = tiny("qwen2", seed=5, num_hidden_layers=1)
+    cycle = cycle_of(model("llama-gqa"), stranger, levels, len(PROMPTS))
+    assert decoded(cycle, PROMPTS, NEW)[0] == references()
+
+
+@pytest.mark.parametrize("levels", [2, 3])
+@pytest.mark.parametrize("length", [1, 2, 4, 6, 20])
+def test_short_prompts(levels: int, length: int) -> None:
+    """Shorter than what a draft is fed again, or than the retrieval budget: exact, or refused in words."""
+    target = model("llama-gqa")
+    cycle = cycle_of(target, draft_of("llama-gqa"), levels)
+    refusal = ""
+    try:
+        new, _ = decoded(cycle, [prompt_of(length)], [40])
+    except ValueError as error:
+        refusal = str(error)
+    assert "prompt" in refusal or (not refusal and new == [reference(target, prompt_of(length), 40)]), refusal
+
+
+@pytest.mark.parametrize("levels", [1, 2, 3])
+def test_a_batch_gives_each_text_what_it_gets_alone(levels: int) -> None:
+    together, _ = decoded(cycle_of(model("llama-gqa"), draft_of("llama-gqa"), levels, 3), PROMPTS, NEW)
+    one = cycle_of(model("llama-gqa"), draft_of("llama-gqa"), levels)
+    for prompt, new, text in zip(PROMPTS, NEW, together, strict=True):
+        assert decoded(one, [prompt], [new])[0] == [text]
+
+
+@pytest.mark.parametrize("levels", [2, 3])
+def test_texts_that_outgrow_the_drafts_window_many_times(levels: int) -> None:
+    """110 tokens over windows of 6 to 12."""
+    target, prompts = model("llama-gqa"), [prompt_of(44), prompt_of(59)]
+    cycle = cycle_of(target, target, levels, 2, room=250)
+    new, decoder = decoded(cycle, prompts, [110, 60])
+    assert new == [reference(target, prompt, n) for prompt, n in zip(prompts, [110, 60], strict=True)]
+    assert all(level.accepted for level in decoder.levels[1:])

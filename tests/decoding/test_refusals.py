@@ -1,0 +1,111 @@
+"""What decoding refuses in words, and requests that were hard to serve and are carried out."""
+
+import pytest
+import torch
+from cycle_cases import (
+    GREEDY,
+    NEW,
+    PROMPTS,
+    SAMPLED,
+    SMALL,
+    cycle_of,
+    decoded,
+    draft_of,
+    model,
+    reference,
+    references,
+)
+from families import greedy, prompt_of, tiny
+
+from triforce_tree import Engine
+from triforce_tree.config import HierarchyConfig
+from triforce_tree.verify.sampling import ProbsFromLogits
+
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
+
+
+@pytest.mark.parametrize("levels", [1, 2, 3])
+@pytest.mark.parametrize("law", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_nan_logits_are_refused(levels: int, law: ProbsFromLogits) -> None:
+    target = tiny("llama-gqa")
+    cycle = cycle_of(target, draft_of("llama-gqa"), levels, 3)
+    weight = target.lm_head.weight[5].clone()
+    with torch.no_grad():
+        target.lm_head.weight[5] = torch.nan
+    with pytest.raises(ValueError, match=r"NaN logits.*dtype=torch\.float32"):
+        decoded(cycle, PROMPTS, NEW, law)
+    with torch.no_grad():
+        target.lm_head.weight[5] = weight
+    assert decoded(cycle, PROMPTS, NEW)[0] == references(), "and it is fit for use again"
+
+
+@pytest.mark.parametrize("levels", [2, 3])
+@pytest.mark.parametrize("law", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_a_draft_that_returns_nan_is_refused_or_harmless(levels: int, law: ProbsFromLogits) -> None:
+    draft = tiny("llama-gqa", seed=3)
+    with torch.no_grad():
+        draft.lm_head.weight.fill_(torch.nan)
+    cycle = cycle_of(model("llama-gqa"), draft, levels, 3)
+    refusal = ""
+    try:
+        new, _ = decoded(cycle, PROMPTS, NEW, law)
+    except ValueError as error:
+        refusal = str(error)
+    assert "NaN" in refusal or not law.greedy or new == references(), refusal
+
+
+@pytest.mark.parametrize("levels", [2, 3])
+def test_several_levels_need_a_drafter(levels: int) -> None:
+    with pytest.raises(ValueError, match=f"levels={levels} needs a drafter; give one, or levels=1"):
+        cycle_of(model("llama-gqa"), None, levels)
+
+
+def engine_of(draft: bool = True, **options: object) -> Engine:
+    small = draft_of("llama-gqa") if draft else None
+    return Engine(model("llama-gqa"), small, config=HierarchyConfig.from_options(**{**SMALL, **options}))
+
+
+def new_tokens(engine: Engine, prompt: list[int], count: int, **more: object) -> list[int]:
+    out = engine.generate(prompt, max_new_tokens=count, do_sample=False, **more)
+    return out.sequences[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("levels", [1, 2, 3])
+@pytest.mark.parametrize("length", [1, 2, 5, 20])
+def test_prompts_of_any_length_are_served(levels: int, length: int) -> None:
+    """Shorter than the draft's window, the recent window and the budget."""
+    prompt = prompt_of(length)
+    expected = reference(model("llama-gqa"), prompt, 40)
+    assert new_tokens(engine_of(levels=levels), prompt, 40) == expected
+
+
+@pytest.mark.parametrize("levels", [2, 3])
+def test_prompt_lookup_proposes_and_is_verified(levels: int) -> None:
+    prompt = prompt_of(23) * 4
+    engine = engine_of(draft=False, levels=levels, lookup=5)
+    out = engine.generate(prompt, max_new_tokens=60, do_sample=False)
+    assert out.sequences[0, len(prompt) :].tolist() == reference(model("llama-gqa"), prompt, 60)
+    assert out.levels[0].name == "lookup"
+    assert 0 < out.levels[1].accepted < out.levels[1].proposed
+
+
+@pytest.mark.parametrize("levels", [1, 2, 3])
+@pytest.mark.parametrize(
+    "option", [{"repetition_penalty": 1.7}, {"no_repeat_ngram_size": 2}, {"min_new_tokens": 12}], ids=str
+)
+def test_processors_that_look_at_the_text(levels: int, option: dict[str, object]) -> None:
+    """Each node of a tree is judged after its own path."""
+    prompt = prompt_of(61)
+    more = {**option, "eos_token_id": 5, "pad_token_id": 0}
+    expected = greedy(model("llama-gqa"), prompt, 20, **more, attention_mask=torch.ones(1, 61))
+    assert expected != reference(model("llama-gqa"), prompt, 20) or "min_new_tokens" in option
+    for draft in (True, False):
+        assert new_tokens(engine_of(draft=draft, levels=levels), prompt, 20, **more) == expected
+
+
+def test_such_processors_serve_rows_of_a_batch_one_by_one() -> None:
+    prompts = [prompt_of(61), prompt_of(43)]
+    out = engine_of(levels=3).generate(prompts, max_new_tokens=8, do_sample=False, repetition_penalty=1.7)
+    for row, prompt in enumerate(prompts):
+        expected = greedy(model("llama-gqa"), prompt, 8, repetition_penalty=1.7)
+        assert out.sequences[row, -8:].tolist() == expected

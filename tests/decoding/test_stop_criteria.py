@@ -1,0 +1,130 @@
+"""How texts of the device cycle end, each by itself within the batch, and what is counted by then."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from cycle_cases import (
+    COVERED,
+    EVERYTHING,
+    GREEDY,
+    NEW,
+    PROMPTS,
+    cycle_of,
+    decoded,
+    draft_of,
+    model,
+    reference,
+    references,
+)
+
+from triforce_tree.decoding.loop import Decoder
+from triforce_tree.decoding.stop_criteria import Ending
+
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
+
+
+@pytest.mark.parametrize("levels", [1, 2, 3])
+def test_an_end_token_cuts_the_block_that_holds_it(levels: int) -> None:
+    target = model("llama-gqa")
+    cycle = cycle_of(target, target, levels, 3, **EVERYTHING, tree="chain:3")
+    texts = [reference(target, prompt, 20) for prompt in COVERED]
+    stops = [text[place] for text, place in zip(texts, (11, 1, 7), strict=True)]
+    endings = [Ending(20, frozenset({stop})) for stop in stops]
+    new, decoder = decoded(cycle, COVERED, endings)
+    assert new == [text[: text.index(stop) + 1] for text, stop in zip(texts, stops, strict=True)]
+    assert decoder.finish_reasons == ["eos"] * 3
+    target_level = decoder.levels[-1]
+    assert target_level.emitted == sum(map(len, new))
+    if levels > 1:
+        assert target_level.accepted + target_level.forwards > target_level.emitted, "it stood inside a block"
+
+
+def test_stop_criteria_hear_every_token_of_their_own_text() -> None:
+    heard: list[list[list[int]]] = [[], [], []]
+
+    def stop(b: int) -> Callable[[list[int]], bool]:
+        def ask(tokens: list[int]) -> bool:
+            heard[b].append(list(tokens))
+            return len(tokens) == len(PROMPTS[b]) + 5 + b
+
+        return ask
+
+    cycle = cycle_of(model("llama-gqa"), draft_of("llama-gqa"), 3, 3)
+    new, decoder = decoded(cycle, PROMPTS, [Ending(n, stop=stop(b)) for b, n in enumerate(NEW)])
+    assert decoder.finish_reasons == ["stop"] * 3
+    for b, text in enumerate(references()):
+        assert new[b] == text[: 5 + b]
+        assert heard[b] == [[*PROMPTS[b], *text[: n + 1]] for n in range(5 + b)]
+
+
+@pytest.mark.parametrize("levels", [1, 2, 3])
+def test_texts_that_have_ended_stay_as_they_are(levels: int) -> None:
+    cycle = cycle_of(model("llama-gqa"), draft_of("llama-gqa"), levels, 3)
+    decoder = Decoder(cycle, GREEDY, 0)
+    decoder.prefill(PROMPTS)
+    new: list[list[int]] = [[], [], []]
+    frozen = None
+    passes = 0
+    for blocks in decoder.decode(PROMPTS, [Ending(40), Ending(3), Ending(40)]):
+        for text, block in zip(new, blocks, strict=True):
+            text += block
+        if decoder.finish_reasons[1] is None:
+            continue
+        length = int(cycle.texts.length[1])
+        state = (cycle.texts.tokens[1, : length + 1], cycle.store.kv[:, :, 1, :, :length])
+        if frozen is None:
+            frozen = [length, *(t.clone() for t in state)]
+            continue
+        passes += 1
+        assert blocks[1] == []
+        assert length == frozen[0]
+        for now, before in zip(state, frozen[1:], strict=True):
+            assert torch.equal(now, before)
+    assert passes > 5
+    assert new == references(new=[40, 3, 40])
+
+
+@pytest.mark.parametrize("levels", [1, 2, 3])
+@pytest.mark.parametrize("tree", ["chain:1", "best-first:4,3,2"])
+def test_texts_may_fill_the_room_exactly(levels: int, tree: str) -> None:
+    """The last ends far earlier than the others, whose passes go on beside it."""
+    target = model("llama-gqa")
+    cycle = cycle_of(target, target, levels, 3, room=90, window=200, tree=tree, rounds=3)
+    prompts = [PROMPTS[0][:60], PROMPTS[1], PROMPTS[2][:89]]
+    texts, _ = decoded(cycle, prompts, [30, 47, 1])
+    assert [len(p) + len(t) for p, t in zip(prompts, texts, strict=True)] == [90, 90, 90]
+    for prompt, text in zip(prompts, texts, strict=True):
+        assert text == reference(target, prompt, len(text))
+
+
+@pytest.mark.parametrize("levels", [1, 2, 3])
+def test_statistics_add_up(levels: int) -> None:
+    cycle = cycle_of(model("llama-gqa"), draft_of("llama-gqa"), levels, 3)
+    new, decoder = decoded(cycle, PROMPTS, NEW)
+    target = decoder.levels[-1]
+    grown = sum(int(end) + 1 - len(p) for end, p in zip(cycle.texts.length, PROMPTS, strict=True))
+    assert grown == target.accepted + target.forwards
+    assert target.emitted == sum(map(len, new)), "what was verified behind the end counts no more"
+    assert 0 <= grown - target.emitted <= 3 * 5
+    names = ["draft", "target"] if levels == 2 else ["draft", "retrieval", "target"]
+    assert [level.name for level in decoder.levels] == (["target"] if levels == 1 else names)
+    for level in decoder.levels:
+        assert level.accepted <= level.proposed
+        assert level.seconds > 0
+    if levels == 3:
+        draft, middle = decoder.levels[:2]
+        assert middle.emitted == middle.accepted + middle.forwards
+        assert middle.forwards == 2 * target.forwards
+        assert target.proposed <= middle.emitted
+        assert middle.proposed == 3 * middle.forwards == draft.forwards
+    assert decoder.prefill_seconds > 0
+    assert decoder.decode_seconds > 0
+
+
+def test_prefill_reports_every_token_fed() -> None:
+    heard: list[int] = []
+    decoder = Decoder(cycle_of(model("llama-gqa"), draft_of("llama-gqa"), 3, 3), GREEDY, 0)
+    decoder.prefill(PROMPTS, heard.append)
+    assert sum(heard) == sum(len(prompt) - 1 for prompt in PROMPTS)
+    assert max(heard) == 16

@@ -1,0 +1,215 @@
+"""Each error names the value, the limit and a remedy."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from families import VOCABULARY, prompt_of, tiny
+from messages import says
+from transformers import PreTrainedModel
+
+import triforce_tree
+from triforce_tree.config import HierarchyConfig, RetrievalConfig, StreamingConfig
+
+TARGET = tiny("llama-gqa")
+
+
+@pytest.fixture(scope="module")
+def engine() -> triforce_tree.Engine:
+    return triforce_tree.load(TARGET)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    TARGET.save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "inputs", [[], torch.empty(1, 0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)]
+)
+def test_empty_prompt(engine, inputs) -> None:
+    with pytest.raises(ValueError, match=says("prompt is empty", "at least one token")):
+        engine.generate(inputs, max_new_tokens=3)
+
+
+def test_a_prompt_of_padding_alone_is_empty(engine) -> None:
+    with pytest.raises(ValueError, match="prompt is empty"):
+        engine.generate([1, 2], attention_mask=torch.zeros(1, 2), max_new_tokens=3)
+
+
+def test_text_without_a_tokenizer(engine) -> None:
+    with pytest.raises(ValueError, match=says("tokenizer", "load(..., tokenizer=...)")):
+        engine.generate("some text", max_new_tokens=3)
+    with pytest.raises(ValueError, match=says("stop_strings", "tokenizer")):
+        engine.generate([1], stop_strings="x", max_new_tokens=3)
+
+
+def test_prompt_longer_than_the_positions(engine) -> None:
+    limit = TARGET.config.max_position_embeddings
+    with pytest.raises(
+        ValueError,
+        match=says(limit - 5, "+ 6", limit + 1, f"{limit} positions", "max_new_tokens<=5"),
+    ):
+        engine.generate(prompt_of(limit - 5), max_new_tokens=6)
+
+
+@pytest.mark.parametrize("token", [-1, VOCABULARY])
+def test_a_token_outside_the_vocabulary(engine, token: int) -> None:
+    with pytest.raises(ValueError, match=says(f"token id {token}", f"vocabulary of {VOCABULARY}")):
+        engine.generate([1, token, 2], max_new_tokens=3)
+
+
+def test_different_vocabularies() -> None:
+    with pytest.raises(ValueError, match=says(50, VOCABULARY, "choose another draft")):
+        triforce_tree.load(TARGET, tiny("llama", vocab_size=50))
+
+
+@pytest.mark.parametrize("temperature", [-0.1, math.nan, math.inf])
+def test_temperature(engine, temperature: float) -> None:
+    with pytest.raises(ValueError, match=says(f"temperature={temperature}", "at least 0", "0 means greedy")):
+        engine.generate([1], temperature=temperature, max_new_tokens=3)
+
+
+def test_contradictory_temperature(engine) -> None:
+    with pytest.raises(ValueError, match=says("temperature=0", "do_sample=True", "choose one")):
+        engine.generate([1], temperature=0, do_sample=True, max_new_tokens=3)
+
+
+@pytest.mark.parametrize("levels", [1, 2, 3])
+def test_nan_logits(levels: int) -> None:
+    broken = tiny("llama-gqa")
+    engine = triforce_tree.load(broken, levels=levels, budget=16, chunk=4, recent=8)
+    with torch.no_grad():
+        broken.model.norm.weight[3] = torch.nan
+    with pytest.raises(ValueError, match=says("NaN logits", "dtype=torch.float32")):
+        engine.generate(prompt_of(40), max_new_tokens=3)
+
+
+BAD_OPTIONS = [
+    ({"budget": 4100, "chunk": 8}, ("budget=4100", "multiple of chunk=8", "budget=4096")),
+    ({"budget": 5, "chunk": 8}, ("budget=5", "chunk=8", "budget=8")),
+    ({"budget": 512, "recent": 512}, ("budget=512", "recent=512", "budget>=520", "smaller recent")),
+    ({"recent": 4, "chunk": 8}, ("recent=4", "chunk=8", "recent>=8")),
+    ({"budget": 0}, ("budget=0", "at least 1")),
+    ({"chunk": -8}, ("chunk=-8", "at least 1")),
+    ({"refresh": -1}, ("refresh=-1", "at least 0")),
+    ({"recent": 2.5}, ("recent=2.5", "integer")),
+    ({"gamma": 0}, ("gamma=0", "at least 1")),
+    ({"gamma": True}, ("gamma=True", "integer")),
+    ({"sinks": -1}, ("sinks=-1", "at least 0")),
+    ({"window": 0}, ("window=0", "at least 1")),
+    ({"prefill_chunk": 0}, ("prefill_chunk=0", "at least 1")),
+    ({"lookup": 0}, ("lookup=0", "at least 1")),
+    ({"gamma": 10**9}, ("gamma=1000000000", "at most 1024")),
+    ({"lookup": 129}, ("lookup=129", "at most 128")),
+    ({"rounds": 10**9}, ("rounds=1000000000", "at most 1024")),
+    ({"window": 10**9}, ("window=1000000000", "at most 1048576")),
+    ({"sinks": 10**9}, ("sinks=1000000000", "at most 1048576")),
+    ({"budget": 8 * 10**9}, ("budget=8000000000", "at most 1048576")),
+    ({"recent": 10**9}, ("recent=1000000000", "at most 1048576")),
+    ({"chunk": 10**9}, ("chunk=1000000000", "at most 1048576")),
+    ({"refresh": 10**9}, ("refresh=1000000000", "at most 1048576")),
+    ({"prefill_chunk": 10**12}, ("prefill_chunk=1000000000000", "at most 1048576")),
+    ({"tree": "chain:100000"}, ("tree='chain:100000'", "at most 1024", "use a smaller one")),
+    ({"runner_ups": 1}, ("runner_ups=1", "True, False or None")),
+    ({"tree": 5}, ("tree=5", "chain:4")),
+    ({"levels": 4}, ("levels=4", "1, 2, 3 or 'auto'")),
+    ({"levels": "all"}, ("levels='all'", "auto")),
+    ({"tree": "bush:3"}, ("tree='bush:3'", "chain:4")),
+    ({"gama": 3}, ("unknown option 'gama'", "budget", "gamma")),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), BAD_OPTIONS, ids=lambda value: str(value)[:40])
+def test_settings(options: dict, words: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match=says(*words)):
+        triforce_tree.load(TARGET, **options)
+
+
+def test_flat_options_and_records_are_the_same_settings() -> None:
+    config = HierarchyConfig(
+        gamma=5, streaming=StreamingConfig(window=7), retrieval=RetrievalConfig(refresh=5)
+    )
+    assert HierarchyConfig.from_options(**config.as_options()) == config
+    assert HierarchyConfig.from_options() == HierarchyConfig()
+
+
+def test_unknown_generation_option(engine) -> None:
+    with pytest.raises(ValueError, match="temprature"):
+        engine.generate([1], max_new_tokens=3, temprature=0.5)
+
+
+def test_missing_folder(tmp_path: Path) -> None:
+    for source in (tmp_path / "nowhere", str(tmp_path / "nowhere")):
+        with pytest.raises(FileNotFoundError, match=says("no such folder", "nowhere")):
+            triforce_tree.load(source)
+
+
+def test_a_file_is_no_folder(folder: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=says("config.json", "not a folder")):
+        triforce_tree.load(folder / "config.json")
+
+
+def test_missing_files(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=says(folder, "no weights", "save_pretrained")):
+        triforce_tree.load(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match=says(folder, "no config.json")):
+        triforce_tree.load(TARGET, folder)
+
+
+def test_pickle_in_place_of_safetensors(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    torch.save(TARGET.state_dict(), folder / "pytorch_model.bin")
+    with pytest.raises(FileNotFoundError, match=says("only pytorch_model.bin", "pickle", "safetensors")):
+        triforce_tree.load(folder)
+
+
+def test_weights_that_exceed_the_device(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: object, device: object) -> None:
+        raise torch.OutOfMemoryError("no more")
+
+    monkeypatch.setattr(PreTrainedModel, "to", full)
+    with pytest.raises(ValueError, match=says("weights of", "GiB, more than cpu has left", "smaller model")):
+        triforce_tree.load(folder)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "garbage", "empty"])
+def test_corrupt_checkpoint(folder: Path, damage: str) -> None:
+    weights = folder / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes({"truncated": content[:-1000], "garbage": b"x" * 500, "empty": b""}[damage])
+    with pytest.raises(OSError, match=says(folder, "corrupt", "copy or download it again")):
+        triforce_tree.load(folder)
+
+
+def test_corrupt_configuration(folder: Path) -> None:
+    (folder / "config.json").write_text("{")
+    with pytest.raises((OSError, ValueError), match=says("config.json")):
+        triforce_tree.load(folder)
+
+
+def test_a_checkpoint_without_some_weights(folder: Path) -> None:
+    """Weights that transformers would fill in at random are an error, not a warning."""
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(OSError, match=says(folder, "model.layers.1.mlp.up_proj.weight")):
+        triforce_tree.load(folder)
+
+
+def test_a_sound_folder_loads_and_generates(folder: Path) -> None:
+    out = triforce_tree.load(folder, folder).generate(prompt_of(20), max_new_tokens=5, do_sample=False)
+    expected = TARGET.generate(torch.tensor([prompt_of(20)]), max_new_tokens=5, do_sample=False)
+    assert out.sequences.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("count", [0, -3])
+def test_no_new_tokens(engine, count: int) -> None:
+    with pytest.raises(ValueError, match=says("max_new_tokens", count)):
+        engine.generate([1], max_new_tokens=count)

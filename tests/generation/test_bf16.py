@@ -1,0 +1,53 @@
+"""Greedy texts in 16 bits part from the target's own at near ties, and nowhere else.
+
+A forward of many rows and one of a single row differ there in the last bits.
+"""
+
+import pytest
+from families import perturbed, prompt_of, tiny
+from wrong_acceptance import accept_all_proposals
+
+import triforce_tree
+from triforce_tree import Engine
+from triforce_tree.eval import check
+
+SMALL = {
+    "gamma": 4,
+    "tree": "best-first:3,2",
+    "budget": 24,
+    "chunk": 4,
+    "recent": 8,
+    "sinks": 2,
+    "window": 6,
+}
+NEW_TOKENS = 80
+
+
+def engine_of(family: str) -> Engine:
+    target = tiny(family)
+    draft = perturbed(target, 0.05)
+    return triforce_tree.load(target.bfloat16(), draft.bfloat16(), **SMALL)
+
+
+@pytest.mark.parametrize("family", ["llama-gqa", "qwen3", "gemma2"])
+@pytest.mark.parametrize("levels", [2, 3])
+def test_texts_part_at_near_ties_alone(family: str, levels: int) -> None:
+    result = check.greedy(engine_of(family), prompt_of(47), NEW_TOKENS, levels)
+    assert result.compared == NEW_TOKENS
+    assert result.failures == 0, f"a gap of {result.widest_gap}, noise {result.noise}"
+    assert result.ties < NEW_TOKENS / 4
+    assert result.noise < 1.0, "noise that excuses anything would prove nothing"
+
+
+def test_a_wrong_choice_is_no_tie(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of("llama-gqa")
+    accept_all_proposals(monkeypatch)
+    assert check.greedy(engine, prompt_of(47), NEW_TOKENS, levels=3).failures > 0
+
+
+def test_sampled_texts_run_to_their_end() -> None:
+    engine = engine_of("llama-gqa").with_options(levels=3)
+    for seed in range(3):
+        out = engine.generate(prompt_of(60), max_new_tokens=40, temperature=1.0, top_p=0.9, seed=seed)
+        assert out.new_tokens == 40
+        assert out.levels[-1].accepted > 0

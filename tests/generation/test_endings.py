@@ -1,0 +1,152 @@
+"""Where a text ends, also inside an accepted block, whatever drafted it; what each level counts."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+from generation_cases import Case
+from generation_laws import Generations, stranger, target_law
+
+from triforce_tree.decoding.loop import Decoder
+from triforce_tree.decoding.stop_criteria import Ending
+from triforce_tree.verify.sampling import ProbsFromLogits
+
+GREEDY, VOCABULARY = ProbsFromLogits(greedy=True), 5
+PROMPT = Case(1, VOCABULARY, 1).prompt
+# Caches that hold all of a text; a draft with the target's weights is then right every time.
+EVERYTHING = {"window": 64, "budget": 40, "chunk": 20, "recent": 20}
+# levels, whether the draft is the target, options
+KINDS: dict[str, tuple[int, bool, dict[str, Any]]] = {
+    "plain": (1, False, {}),
+    "perfect": (2, True, {"tree": "chain:4", **EVERYTHING}),
+    "tree": (2, False, {"tree": "best-first:3,2"}),
+    "hierarchy": (3, True, {"tree": "chain:4", "gamma": 10, "rounds": 2, "runner_ups": True, **EVERYTHING}),
+    "strangers": (3, False, {"tree": "best-first:2,2", "gamma": 6, "rounds": 2, "runner_ups": True}),
+}
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+@cache
+def generations(kind: str) -> Generations:
+    levels, perfect, options = KINDS[kind]
+    target = stranger(VOCABULARY, 0)
+    draft = target if perfect else stranger(VOCABULARY, 3)
+    return Generations(target, draft, levels, PROMPT, batch=1, **options)
+
+
+def decoder_of(kind: str) -> Decoder:
+    decoder = Decoder(generations(kind).cycle, GREEDY, 0)
+    decoder.cycle.rewind([PROMPT])
+    return decoder
+
+
+def blocks(kind: str, ending: Ending) -> tuple[list[list[int]], str | None]:
+    """What each pass of level 2 yields, and why the text ended."""
+    decoder = decoder_of(kind)
+    result = [block for [block] in decoder.decode([PROMPT], [ending])]
+    return result, decoder.finish_reasons[0]
+
+
+@cache
+def expected(count: int) -> list[int]:
+    """The target's greedy continuation."""
+    [text] = target_law(generations("plain").target, GREEDY, PROMPT, count)
+    return list(text)
+
+
+def flat(result: list[list[int]]) -> list[int]:
+    return [token for block in result for token in block]
+
+
+@kinds
+@pytest.mark.parametrize("count", [1, 2, 5, 7, 12])
+def test_exactly_as_many_tokens_as_asked_for(kind: str, count: int) -> None:
+    result, reason = blocks(kind, Ending(count))
+    assert flat(result) == expected(12)[:count]
+    assert reason == "length"
+
+
+@kinds
+def test_an_end_token_inside_a_block_ends_the_text_and_belongs_to_it(kind: str) -> None:
+    text = expected(12)
+    for stop in sorted(set(text)):
+        result, reason = blocks(kind, Ending(12, frozenset({stop})))
+        assert flat(result) == text[: text.index(stop) + 1]
+        assert reason == "eos"
+
+
+@kinds
+@pytest.mark.parametrize("length", [1, 3, 8])
+def test_criteria_are_asked_after_every_single_token(kind: str, length: int) -> None:
+    asked: list[int] = []
+
+    def stop(tokens: list[int]) -> bool:
+        assert tokens[: len(PROMPT)] == PROMPT
+        asked.append(len(tokens) - len(PROMPT))
+        return len(tokens) == len(PROMPT) + length
+
+    result, reason = blocks(kind, Ending(12, stop=stop))
+    assert flat(result) == expected(12)[:length]
+    assert asked == list(range(1, length + 1))
+    assert reason == "stop"
+
+
+def test_blocks_come_as_they_are_settled() -> None:
+    assert [len(block) for block in blocks("perfect", Ending(12))[0]] == [5, 5, 2]
+    assert [len(block) for block in blocks("plain", Ending(3))[0]] == [1, 1, 1]
+
+
+def test_only_tokens_of_the_text_count_as_emitted() -> None:
+    decoder = decoder_of("hierarchy")
+    new = flat([block for [block] in decoder.decode([PROMPT], [Ending(4)])])
+    target = decoder.levels[-1]
+    assert (len(new), target.emitted, target.accepted) == (4, 4, 10)
+
+
+def test_counts_of_each_level() -> None:
+    decoder = decoder_of("hierarchy")
+    out = flat([block for [block] in decoder.decode([PROMPT], [Ending(11)])])
+    draft, middle, target = decoder.levels
+    assert [level.name for level in decoder.levels] == ["draft", "retrieval", "target"]
+    assert target.forwards == 1, "ten drafted by level 1, one bonus"
+    assert middle.forwards == 2
+    assert (middle.proposed, middle.accepted, middle.emitted) == (8, 8, 10)
+    assert (target.proposed, target.accepted, target.emitted) == (10, 10, 11)
+    assert draft.emitted == 8
+    assert target.acceptance_rate == 1.0
+    assert target.mean_accepted_length == 11
+    assert len(out) == 11
+    assert set(target.as_dict()) >= {"name", "forwards", "acceptance_rate", "mean_accepted_length"}
+
+
+def test_a_level_that_did_nothing_has_no_rates() -> None:
+    [target] = decoder_of("plain").levels
+    assert target.acceptance_rate is None
+    assert target.mean_accepted_length is None
+
+
+@pytest.mark.parametrize(("gamma", "rounds"), [(1, 1), (2, 1), (7, 2), (10, 3)])
+def test_level_1_gathers_what_its_rounds_bring_up_to_gamma(gamma: int, rounds: int) -> None:
+    """Whole blocks of an accepted chain and the token after it, cut at gamma; a runner-up beside each."""
+    target = stranger(VOCABULARY, 0)
+    options = {"tree": "chain:3", "gamma": gamma, "rounds": rounds, "runner_ups": True, **EVERYTHING}
+    cycle = Generations(target, target, 3, PROMPT, batch=1, **options).cycle
+    decoder = Decoder(cycle, GREEDY, 0)
+    cycle.rewind([PROMPT])
+    for done in range(rounds):
+        for stage in ("grow", "middle" if done else "choose"):
+            cycle.run(stage, decoder._generator)
+    texts, count = cycle.texts, min(gamma, 4 * rounds)
+    assert int(texts.chain) == count
+    chain = texts.tokens[0, len(PROMPT) : len(PROMPT) + count].tolist()
+    assert chain == expected(12)[:count]
+    for place in range(count):
+        context = [*PROMPT, *chain[:place]]
+        ranked = sorted(
+            (
+                (chance, token)
+                for (token,), chance in target_law(target, ProbsFromLogits(), context, 1).items()
+            ),
+            reverse=True,
+        )
+        assert [chain[place], int(texts.runner_ups[0, place])] == [token for _, token in ranked[:2]]

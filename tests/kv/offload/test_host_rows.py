@@ -1,0 +1,222 @@
+"""The CPU's share of an offloaded cache: states against the definition, and the target's own text."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cycle_cases import decoded
+from families import CAPPED, greedy
+from offloaded_cases import NEW, PIECE, PROMPTS, cycle_of, logits_of, references
+from torch import Tensor
+
+from triforce_tree.config import HierarchyConfig
+from triforce_tree.decoding.program import DecodingProgram
+from triforce_tree.kernels.attention import planned
+from triforce_tree.kernels.attention.plan import Heads, plan_trees
+from triforce_tree.kernels.cpu import host_rows
+from triforce_tree.kernels.cpu.host_rows import attend
+from triforce_tree.kv.offload import offloaded_cache
+from triforce_tree.kv.offload.host_attention import HostAttention
+from triforce_tree.kv.offload.host_store import HostStore, Offload
+from triforce_tree.models.hf_model import HFModel
+from triforce_tree.verify.sampling import ProbsFromLogits
+
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
+
+HALF = Offload(0, PIECE, 2, host_share=0.5, plain_host_share=0.5)
+
+
+@pytest.fixture(autouse=True)
+def _few_rows_leave_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offloaded_cache, "LEAVING", 16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("heads", [Heads(6, 6, 32), Heads(6, 2, 24), Heads(4, 1, 8)], ids=str)
+@pytest.mark.parametrize("queries", [1, 7])
+def test_states_are_those_of_the_definition(
+    heads: Heads, queries: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    counts, scale = (48, 0, 83), 0.31
+    q = torch.randn(3, queries, heads.query, heads.dim, generator=generator).to(dtype)
+    rows = [torch.randn(n, 2, heads.kv, heads.dim, generator=generator).to(dtype) for n in counts]
+    # Several calls of several blocks, and a rest of another size.
+    monkeypatch.setattr(host_rows, "BLOCK", 3 * rows[0][0].nbytes)
+    own = HostAttention(heads, torch.device("cpu"), dtype, len(counts))
+    for _ in range(2):
+        own.ask(q, rows, scale)
+        out, lse = own.states()
+        assert (out.dtype, lse.dtype) == (dtype, torch.float32)
+        for b in (0, 2):
+            expected = definition(heads, q[b].float(), rows[b].float(), scale)
+            near = definition(heads, q[b], rows[b], scale)
+            for found, wanted, rough in zip((out[b], lse[b]), expected, near, strict=True):
+                allowed = 2 * float((rough.float() - wanted).abs().max()) + 2e-6
+                assert float((found.float() - wanted).abs().max()) <= allowed
+        assert not out[1].any()
+        assert (lse[1] == -torch.inf).all()
+    assert own.bytes == 2 * (rows[0].nbytes + rows[2].nbytes)
+    assert own.seconds > 0
+    own.close()
+
+
+def definition(heads: Heads, q: Tensor, rows: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """What the device computes of the same rows."""
+    count = q.shape[0]
+    plan = plan_trees(
+        heads, [torch.ones(count, 0, dtype=torch.bool)], [rows.shape[0]], device=q.device, dtype=q.dtype
+    )
+    k, v = (rows[:, i].transpose(0, 1)[None] for i in (0, 1))
+    return planned.states(q, k, v, plan, scale=scale)
+
+
+def test_the_same_rows_give_the_same_bits() -> None:
+    q, rows = torch.randn(5, 4, 16), torch.randn(100, 2, 2, 16)
+    for a, b in zip(attend(q, rows), attend(q.clone(), rows.clone()), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-gqa"])
+@pytest.mark.parametrize("width", [1, 7])
+def test_the_share_changes_logits_by_rounding_alone(family: str, width: int) -> None:
+    made = {}
+    for share in (0.0, 0.5, 1.0):
+        split = replace(HALF, host_share=share, plain_host_share=share)
+        logits, on_chip = logits_of(split, width, family)
+        torch.testing.assert_close(logits, on_chip, rtol=1e-4, atol=1e-4)
+        made[share] = logits
+    assert not torch.equal(made[0.0], made[0.5])
+    assert not torch.equal(made[0.5], made[1.0])
+
+
+def test_where_the_other_rows_live_changes_no_bit() -> None:
+    first, _ = logits_of(HALF)
+    for buffers in (3, 7):
+        assert torch.equal(logits_of(replace(HALF, buffers=buffers))[0], first)
+    # 144 rows, of which the CPU has the last 80: of those that are not resident in one or two pieces a layer.
+    split = {
+        near: replace(HALF, resident_bytes=2 * near * PIECE, host_share=80 / (144 - 32 * near))
+        for near in (0, 1, 2)
+    }
+    whole, *others = (logits_of(one)[0] for one in split.values())
+    assert all(torch.equal(whole, logits) for logits in others)
+
+
+@pytest.mark.parametrize("shares", [(1.0, 1.0), (0.5, 0.5), (0.3, 0.8), (0.5, 0.0), (0.0, 0.5)])
+@pytest.mark.parametrize("levels", [1, 2, 3])
+def test_greedy_text_is_the_targets_own(levels: int, shares: tuple[float, float]) -> None:
+    split = Offload(3 * PIECE, PIECE, 2, host_share=shares[0], plain_host_share=shares[1])
+    cycle = cycle_of(levels, 3, split=split)
+    assert decoded(cycle, PROMPTS, NEW)[0] == references(PROMPTS, NEW)
+    assert cycle.offloaded is not None
+    assert cycle.offloaded.attention is not None
+    used = shares[1] if levels == 1 else shares[0]
+    assert (cycle.offloaded.attention.bytes > 0) == (used > 0)
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-mqa"])
+def test_families(family: str) -> None:
+    cycle = cycle_of(3, 1, family, split=HALF)
+    assert decoded(cycle, PROMPTS[:1], NEW[:1])[0] == references(PROMPTS[:1], NEW[:1], family)
+
+
+def test_passes_of_both_kinds_follow_each_other() -> None:
+    """Their shares differ, and so do the pieces that they let come."""
+    split = Offload(0, PIECE, 3, host_share=0.3, plain_host_share=0.9)
+    cycle = cycle_of(3, 2, split=split)
+    cycle.prepare(ProbsFromLogits(greedy=True))
+    cycle.prefill(PROMPTS[:2])
+    texts = [[], []]
+    generator = torch.Generator().manual_seed(0)
+    for stage in ("plain", "full", "full", "plain", "plain", "full"):
+        if stage == "full":
+            assert cycle.drafter is not None
+            whole = [[*p, *t] for p, t in zip(PROMPTS[:2], texts, strict=True)]
+            cycle.drafter.prepare(whole, resumed=True)
+            cycle.run("grow", generator)
+            cycle.run("choose", generator)
+        cycle.run(stage, generator)
+        report = cycle.texts.report().tolist()
+        cycle.settled([row[0] for row in report])
+        cycle.texts.gathered.zero_()
+        for text, (count, _, _, _, *tokens) in zip(texts, report, strict=True):
+            text += tokens[:count]
+    assert texts == references(PROMPTS[:2], [len(text) for text in texts])
+
+
+def test_sinks_are_counted_once() -> None:
+    target = CAPPED["gpt-oss"]()
+    cycle = DecodingProgram(HFModel(target), None, HierarchyConfig(), 1, 200, 1, HALF)
+    expected = greedy(target, PROMPTS[0], 30, attention_mask=torch.ones(1, len(PROMPTS[0])))
+    assert decoded(cycle, PROMPTS[:1], [30])[0] == [expected]
+
+
+def test_capped_scores_are_refused() -> None:
+    model = HFModel(CAPPED["gemma2"]())
+    with pytest.raises(
+        ValueError, match=r"Gemma2ForCausalLM caps its attention scores.*leave host_attention"
+    ):
+        DecodingProgram(model, None, HierarchyConfig(), 1, 200, 1, HALF)
+
+
+def test_the_same_seed_and_split_give_the_same_draws() -> None:
+    law = ProbsFromLogits.at(0.8)
+    texts = [decoded(cycle_of(3, 2, split=HALF), PROMPTS[:2], NEW[:2], law, seed=5)[0] for _ in range(2)]
+    assert texts[0] == texts[1]
+
+
+def test_a_fault_is_raised_and_the_next_text_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    cycle = cycle_of(3, split=HALF)
+    expected, _ = decoded(cycle, PROMPTS[:1], [10])
+    assert cycle.offloaded is not None
+    attention = cycle.offloaded.attention
+    assert attention is not None
+    work, left = attention._answer, 3
+
+    def failing(*args: object) -> object:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise RuntimeError("a core is gone")
+        return work(*args)
+
+    monkeypatch.setattr(attention, "_answer", failing)
+    with pytest.raises(RuntimeError, match="a core is gone"):
+        decoded(cycle, PROMPTS[:1], [10], again=True)
+    monkeypatch.undo()
+    assert decoded(cycle, PROMPTS[:1], [10], again=True)[0] == expected
+
+
+def test_rows_are_attended_to_or_stream_or_stay() -> None:
+    store = HostStore(
+        2, 2, Heads(4, 2, 8), 208, torch.device("cpu"), torch.float32, 4, Offload(3 * 2 * PIECE, PIECE, 2)
+    )
+    store.base = [176, 16]
+    for share in (0.0, 0.4, 1.0):
+        streamed = 0
+        for layer in range(2):
+            for b in range(2):
+                pieces = list(store.pieces(layer, b, share))
+                own = store.attended(layer, b, share)
+                assert [p.start for p in pieces[1:]] == [p.stop for p in pieces[:-1]]
+                assert sum(p.stop - p.start for p in pieces) + own.shape[0] == store.base[b]
+                assert own.shape[0] % store.unit == 0
+                far = max(0, store.base[b] - store.resident_rows[layer])
+                assert abs(own.shape[0] - share * far) <= store.unit / 2
+                streamed += sum(p.rows.nbytes for p in pieces if not p.resident)
+        assert store.streamed_bytes(share) == streamed
+        before = store.ring.bytes
+        store.prefetch(share)
+        for _ in store._schedule:
+            store.ring.take()
+            store.ring.give()
+        assert store.ring.bytes - before <= streamed
+        assert sum(rows.nbytes for rows in store._schedule) == streamed
+    store.close()
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.5])
+def test_a_share_that_is_none_is_refused(share: float) -> None:
+    with pytest.raises(ValueError, match=r"host_share=.* must lie between 0 and 1"):
+        Offload(host_share=share)

@@ -1,0 +1,159 @@
+"""Weights in host memory as a user asks for them: ``load(..., offload_weights=)``, ``--offload-weights``."""
+
+import copy
+import gc
+import json
+import weakref
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from cycle_cases import SMALL
+from families import greedy, perturbed, prompt_of, tiny
+from tiny_pair import TinyPair
+from transformers import PreTrainedModel
+
+from triforce_tree import load
+from triforce_tree.api import Engine
+from triforce_tree.cli.entry import main
+from triforce_tree.config import HierarchyConfig
+from triforce_tree.decoding.program import DecodingProgram
+from triforce_tree.drafters.prompt_lookup import PromptLookup
+from triforce_tree.kv.offload import offloaded_cache
+from triforce_tree.kv.offload.host_store import Offload
+from triforce_tree.kv.offload.streamed_weights import StreamedWeights
+from triforce_tree.loading import checkpoints
+
+PROMPT, NEW = prompt_of(120), 30
+
+
+@pytest.fixture(autouse=True)
+def _few_rows_leave_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offloaded_cache, "LEAVING", 16)
+
+
+@cache
+def models() -> tuple[PreTrainedModel, PreTrainedModel]:
+    target = tiny("llama-gqa", num_hidden_layers=4)
+    return target, perturbed(target, 0.05)
+
+
+@cache
+def expected() -> list[int]:
+    return greedy(models()[0], PROMPT, NEW, attention_mask=torch.ones(1, len(PROMPT)))
+
+
+def engine_of(**options: Any) -> Engine:
+    target, draft = models()
+    return load(copy.deepcopy(target), draft, profile=False, device="cpu", **{**SMALL, **options})
+
+
+def weights_of(engine: Engine) -> StreamedWeights:
+    streamed = engine.hierarchy.target.streamed
+    assert isinstance(streamed, StreamedWeights)
+    return streamed
+
+
+def test_an_engine_with_streamed_weights() -> None:
+    engine = engine_of(offload_weights=True, gpu_memory="2GiB")
+    plan = engine.memory_plan(len(PROMPT), NEW)
+    assert plan is not None
+    out = engine.generate(PROMPT, max_new_tokens=NEW, do_sample=False)
+    assert out.sequences[0, len(PROMPT) :].tolist() == expected()
+    assert out.memory == plan.as_dict()
+    weights = weights_of(engine)
+    assert plan.host["weights"] == weights.bytes
+    assert plan.device["weight slots"] == weights.slot_bytes
+    assert (plan.config.retrieval_weight_bits, plan.levels) == (8, 3)
+    assert out.memory["pass_weights_gib"] > 0
+    assert 0 < out.memory["pass_weights_ms"] <= out.memory["pass_ms"]
+    for levels in (1, 2):
+        other = engine.with_options(levels=levels)
+        again = other.generate(PROMPT, max_new_tokens=NEW, do_sample=False)
+        assert again.sequences.equal(out.sequences)
+    short = engine.generate(PROMPT[:2], max_new_tokens=3, do_sample=False)
+    assert short.memory is not None
+    assert short.memory["levels"] == 2
+    assert short.sequences.tolist() == [[*PROMPT[:2], *greedy(models()[0], PROMPT[:2], 3)]]
+    near = engine.with_options(offload_weights=True, budget=32)
+    assert near.generate(PROMPT, max_new_tokens=8, do_sample=False).new_tokens == 8
+
+
+def test_weights_move_where_they_do_not_fit(monkeypatch: pytest.MonkeyPatch, pair: TinyPair) -> None:
+    assert pair.load(profile=False, gpu_memory="2GiB").hierarchy.target.streamed is None
+    monkeypatch.setattr(checkpoints, "weights_fit", lambda weights, room: (weights, room) == (0, 0))
+    assert pair.load(profile=False).hierarchy.target.streamed is None
+    # Without a bound a CPU has one memory.
+    assert pair.load(profile=False, offload="auto").hierarchy.target.streamed is None
+    for options in ({"offload": True, "offload_weights": False}, {}):
+        own = pair.load(profile=False, gpu_memory="2GiB", **options)
+        assert (own.hierarchy.target.streamed is None) == bool(options)
+        assert own.generate([5, 6, 7, 8] * 20, max_new_tokens=4, do_sample=False).new_tokens == 4
+    near = own.with_options(offload=False, gpu_memory=None)
+    assert near.generate([5, 6, 7, 8] * 20, max_new_tokens=4).memory is None
+    given = engine_of(gpu_memory="2GiB")
+    assert given.hierarchy.target.streamed is None, "a model object is taken over by an explicit wish alone"
+
+
+def test_close_gives_everything_back() -> None:
+    engine = engine_of(offload_weights=True)
+    weights = weights_of(engine)
+    blocks = [weakref.ref(block) for block in (*weights._host, *weights._slots)]
+    engine.generate(PROMPT, max_new_tokens=4, do_sample=False)
+    engine.close()
+    engine.close()
+    gc.collect()
+    assert all(block() is None for block in blocks)
+    assert weights._memory.bytes == 0
+    layers = engine.hierarchy.target.model.model.layers
+    assert all(
+        m.weight.numel() == 0 for layer in layers for m in layer.modules() if type(m) is torch.nn.Linear
+    )
+    with pytest.raises(RuntimeError, match=r"given back by close\(\); load the model anew"):
+        engine.generate(PROMPT, max_new_tokens=4, do_sample=False)
+    with pytest.raises(RuntimeError, match="load the model anew"):
+        engine.hierarchy.target.model(torch.tensor([PROMPT]))
+
+
+def test_the_command_streams_weights(capsys: pytest.CaptureFixture[str], pair: TinyPair, prompt: str) -> None:
+    sizes = ["--budget", "64", "--recent", "16", "--levels", "3", "--max-new-tokens", "12"]
+    words = ["generate", prompt, *pair.options, *sizes, "--json", "--compare", "--offload-weights"]
+    assert main(words) == 0
+    out, err = capsys.readouterr()
+    assert "host: weights" in err
+    assert "weights into host memory" in err
+    assert "for weights, budget 64" in err
+    result = json.loads(out.splitlines()[-1])
+    assert result["identical"] is True
+    assert result["memory"]["pass_weights_ms"] > 0
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"retrieval_weight_bits=16 .* use retrieval_weight_bits=8 or 4.* or levels=1 or 2"
+    ):
+        engine_of(offload_weights=True, retrieval_weight_bits=16).memory_plan(len(PROMPT), NEW)
+    own = engine_of(offload_weights=True)
+    with pytest.raises(ValueError, match=r"offload_weights=False differs from True.*load the models anew"):
+        own.with_options(offload_weights=False)
+    target, config = own.hierarchy.target, HierarchyConfig.from_options(**SMALL)
+    with pytest.raises(ValueError, match="retrieval_weight_bits=8 or 4"):
+        DecodingProgram(target, PromptLookup(), config, 1, 200, 3, Offload())
+    with pytest.raises(ValueError, match=r"use triforce_tree.load"):
+        Engine(models()[0], config=HierarchyConfig(offload_weights=True))
+    with pytest.raises(ValueError, match=r"offload_weights='yes' must be"):
+        HierarchyConfig(offload_weights="yes")
+    with pytest.raises(ValueError, match="offload=False asks for none"):
+        HierarchyConfig(offload_weights=True, offload=False)
+
+
+def test_a_device_without_room_for_the_rest_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no more")
+
+    monkeypatch.setattr(StreamedWeights, "_move_the_rest", full)
+    with pytest.raises(
+        ValueError, match=r"no room for embeddings, head and two layers of this LlamaForCausalLM"
+    ):
+        engine_of(offload_weights=True)

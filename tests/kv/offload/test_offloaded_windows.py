@@ -1,0 +1,99 @@
+"""Offloaded cycles of models with sliding windows: their windows stay in rings on the device."""
+
+import pytest
+import torch
+from cycle_cases import SMALL, decoded
+from families import NO_DRAFTS, perturbed, tiny
+from offloaded_cases import PIECE, PROMPTS, cycle_of, logits_of, references
+
+from triforce_tree import load
+from triforce_tree.config import HierarchyConfig
+from triforce_tree.decoding.program import DecodingProgram
+from triforce_tree.kernels.attention.plan import Heads
+from triforce_tree.kv import store as store_module
+from triforce_tree.kv.offload import offloaded_cache
+from triforce_tree.kv.offload.host_store import Offload
+from triforce_tree.models.attention import KVShape
+from triforce_tree.models.hf_model import HFModel
+
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
+
+NEW = [20, 14]
+SPLITS = {
+    "host": Offload(0, PIECE, 2),
+    "mixed": Offload(5 * PIECE, PIECE, 2),
+    "last layer": Offload(2 * 208 * PIECE // 32 + 3 * PIECE, PIECE, 2, last_resident=True),
+}
+
+
+@pytest.fixture(autouse=True)
+def _few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offloaded_cache, "LEAVING", 16)
+    monkeypatch.setattr(store_module, "RING_PAGE", 8)
+
+
+@pytest.mark.parametrize(
+    "family", ["gemma2", "gemma3", "qwen2-window", "gpt-oss", "mistral-window", "ministral", "gemma4"]
+)
+def test_families(family: str) -> None:
+    """Layers of both kinds, with capped scores or sinks; windows alone; heads of two sizes."""
+    for levels in (1,) if family in NO_DRAFTS else (1, 2, 3):
+        cycle = cycle_of(levels, 2, family)
+        assert decoded(cycle, PROMPTS[:2], NEW)[0] == references(PROMPTS[:2], NEW, family), levels
+        own, shapes = cycle.offloaded, cycle.target.kv_shapes
+        assert own is not None
+        assert own.host.layers == sum(shape.window is None for shape in shapes)
+        for layer, shape in enumerate(shapes):
+            if shape.window is not None:
+                assert own.places[layer] is None
+                assert own.rings.layer(layer)[0].shape[2] < own.host.rows
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_where_rows_live_changes_no_token(split: str) -> None:
+    cycle = cycle_of(3, 2, "gemma3", split=SPLITS[split])
+    assert decoded(cycle, PROMPTS[:2], NEW)[0] == references(PROMPTS[:2], NEW, "gemma3")
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen2-window"])
+def test_logits_are_those_of_a_cache_on_the_device(family: str) -> None:
+    far, near = logits_of(SPLITS["host"], family=family)
+    torch.testing.assert_close(far, near, rtol=1e-4, atol=1e-4)
+    assert torch.equal(far, logits_of(SPLITS["mixed"], family=family)[0])
+
+
+@pytest.mark.parametrize("levels", [1, 3])
+def test_rewinding(levels: int) -> None:
+    cycle = cycle_of(levels, 2, "gemma3", room=250)
+    first, _ = decoded(cycle, PROMPTS[:2], [40, 40])
+    for kept in (40, 0, 11):
+        heads = [[*prompt, *new[:kept]] for prompt, new in zip(PROMPTS, first, strict=False)]
+        rest = decoded(cycle, heads, [50 - kept] * 2, again=True)[0]
+        assert [new[: 40 - kept] for new in rest] == [new[kept:] for new in first]
+
+
+def test_the_cpu_attends_to_layers_without_a_window_alone() -> None:
+    split = Offload(0, PIECE, 2, host_share=0.5, plain_host_share=0.5)
+    cycle = cycle_of(2, 2, "gemma3", split=split)
+    assert decoded(cycle, PROMPTS[:2], NEW)[0] == references(PROMPTS[:2], NEW, "gemma3")
+    assert cycle.offloaded is not None
+    assert cycle.offloaded.attention is not None
+    assert cycle.offloaded.attention.bytes > 0
+
+
+def test_whole_layers_of_different_heads_are_refused() -> None:
+    target = HFModel(tiny("llama-gqa"))
+    target.kv_shapes = [KVShape(Heads(4, 2, 8)), KVShape(Heads(4, 4, 8))]
+    config = HierarchyConfig.from_options(**SMALL)
+    with pytest.raises(ValueError, match=r"keys of 2 x 8 and 4 x 8 numbers.*leave offload out"):
+        DecodingProgram(target, None, config, 1, 200, 1, SPLITS["host"])
+
+
+def test_as_a_user_asks_for_it() -> None:
+    target = tiny("gemma3")
+    engine = load(target, perturbed(target, 0.05), profile=False, **{**SMALL, "offload": True})
+    out = engine.generate(PROMPTS[1], max_new_tokens=14, do_sample=False)
+    assert out.sequences[0, len(PROMPTS[1]) :].tolist() == references(PROMPTS[1:2], [14], "gemma3")[0]
+    assert out.memory is not None
+    assert out.memory["offloaded"]
+    assert out.memory["device_gib"]["layers with windows"] > 0

@@ -1,0 +1,164 @@
+"""No two streams of an offloaded cycle touch the same memory in no order; see ``races``.
+
+Everything runs here that copies beside the computation: pieces that come in, rows that leave, the CPU's part
+of the attention, hidden states on the host, streamed weights. Each fault leaves one kind of waiting out.
+"""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from cycle_cases import GREEDY, decoded
+from families import prompt_of, tiny
+from offloaded_cases import PIECE, cycle_of
+from races import Event, Stream, Watch, watched
+from torch import Tensor
+
+from triforce_tree.config import HierarchyConfig
+from triforce_tree.decoding.program import DecodingProgram
+from triforce_tree.drafters.tree_model import TreeDrafter
+from triforce_tree.kv.offload import offloaded_cache
+from triforce_tree.kv.offload.copy_stream import BufferRing, CopyEvent, CopyStream
+from triforce_tree.kv.offload.host_store import HostStore, Offload
+from triforce_tree.kv.offload.offloaded_cache import OffloadedCache
+from triforce_tree.kv.offload.streamed_weights import StreamedWeights
+from triforce_tree.models.hf_model import HFModel
+
+PROMPT, NEW = prompt_of(100), 20
+# Pieces of 16 rows, of which the first layer keeps one.
+STREAMED = Offload(PIECE // 2, PIECE // 2, 2, states_on_host=True)
+SHARED = Offload(PIECE // 2, PIECE // 2, 3, host_share=0.5, plain_host_share=0.5)
+# All rows of the second layer, and one piece of the first.
+LAST = Offload(7 * PIECE, PIECE // 2, 2, last_resident=True)
+SPLITS = {"streamed": STREAMED, "shared with the CPU": SHARED}
+
+
+@pytest.fixture(autouse=True)
+def _few_rows_leave_at_once(monkeypatch: pytest.MonkeyPatch, poisoned_empty: None) -> None:
+    monkeypatch.setattr(offloaded_cache, "LEAVING", 16)
+
+
+def write(cycle: DecodingProgram) -> None:
+    """A text, and from its prompt on the same again, so that rows come back from the host."""
+    first, _ = decoded(cycle, [PROMPT], [NEW], GREEDY)
+    assert decoded(cycle, [PROMPT], [NEW], GREEDY, again=True)[0] == first
+
+
+def assert_no_races(watch: Watch, lanes: int) -> None:
+    assert watch.races == []
+    # One more measures the bus, once a process.
+    assert sorted(watch.seen)[: lanes + 1] == list(range(lanes + 1)), "a lane did nothing"
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("levels", [1, 3])
+def test_an_offloaded_cycle_has_none(levels: int, split: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with watched(monkeypatch) as watch:
+        write(cycle_of(levels, split=SPLITS[split]))
+    # Those of the ring, of rows that leave, and of states or the CPU.
+    assert_no_races(watch, 3)
+
+
+@pytest.mark.parametrize("levels", [1, 3])
+def test_rows_computed_in_their_place_have_none(levels: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    cycle = cycle_of(levels, split=LAST)
+    assert cycle.offloaded is not None
+    assert cycle.offloaded.host.last_resident
+    with watched(monkeypatch) as watch:
+        write(cycle_of(levels, split=LAST))
+    # Hidden states wait on the device, so that there is no lane for them.
+    assert_no_races(watch, 2)
+
+
+@pytest.mark.parametrize("levels", [1, 3])
+def test_streamed_weights_have_none(levels: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with watched(monkeypatch) as watch:
+        write(_with_streamed_weights(levels))
+    assert_no_races(watch, 3)
+
+
+def test_a_layer_with_a_window_between_others_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It leaves alone what the layer before it sends to the host, and the layer behind it waits."""
+    kinds = ["full_attention", "sliding_attention", "full_attention"]
+    target = HFModel(tiny("gemma3", num_hidden_layers=3, layer_types=kinds))
+    config = HierarchyConfig.from_options(prefill_chunk=16)
+    with watched(monkeypatch) as watch:
+        write(DecodingProgram(target, None, config, 1, 200, 1, STREAMED))
+    assert_no_races(watch, 3)
+
+
+def _with_streamed_weights(levels: int) -> DecodingProgram:
+    whole = tiny("llama-gqa")
+    config = HierarchyConfig.from_options(
+        retrieval_weight_bits=8 if levels == 3 else 16, budget=24, chunk=4, recent=8
+    )
+    # Before copies begin: they have no part in what is allocated for the drafter.
+    drafter = TreeDrafter(HFModel(whole), config) if levels == 3 else None
+    target = copy.deepcopy(whole)
+    model = HFModel(target, StreamedWeights(target, "cpu"))
+    return DecodingProgram(model, drafter, config, 1, 200, levels, Offload(0, PIECE, 2))
+
+
+def _copy_at_once(lane: CopyStream, target: Tensor, source: Tensor) -> CopyEvent:
+    with lane.running():
+        target.copy_(source)
+        return lane.mark()
+
+
+def _take_at_once(ring: BufferRing) -> Tensor:
+    slot = ring._taken % len(ring.buffers)
+    return ring.buffers[slot][: ring._schedule[ring._taken].shape[0]]
+
+
+def _overwrite_at_once(stream: Stream, event: Event) -> None:
+    if stream.number == 0:
+        stream.watch.learn(0, event.clock)
+
+
+def _nothing(*_: Any) -> None: ...
+
+
+FAULTS: dict[str, tuple[Offload, Any, str, Any]] = {
+    "rows leave before they are computed": (STREAMED, CopyStream, "copy", _copy_at_once),
+    "the next layer overwrites rows that leave": (STREAMED, CopyEvent, "wait", _nothing),
+    "what the CPU makes of rows is not waited for": (SHARED, CopyStream, "join", _nothing),
+    "a piece is read before it has come": (STREAMED, BufferRing, "take", _take_at_once),
+    "a piece comes where another is read": (STREAMED, Stream, "wait_event", _overwrite_at_once),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wait_that_is_missing_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    split, owner, name, faulty = FAULTS[fault]
+    monkeypatch.setattr(owner, name, faulty)
+    with watched(monkeypatch) as watch:
+        write(cycle_of(1, split=split))
+    assert watch.races
+
+
+def test_pieces_that_come_before_they_have_left_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ring must wait for the lane that rows leave by, not for the computation alone."""
+    prefetch = HostStore.prefetch
+
+    def at_once(store: HostStore, share: float | None = None) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(store.out, "join", _nothing)
+            prefetch(store, share)
+
+    def publish(cache: OffloadedCache) -> None:
+        cache.base.copy_(torch.tensor(cache.host.base))
+        cache.host.prefetch()
+
+    monkeypatch.setattr(HostStore, "prefetch", at_once)
+    monkeypatch.setattr(OffloadedCache, "_publish", publish)
+    with watched(monkeypatch) as watch:
+        write(cycle_of(1, split=STREAMED))
+    assert any({old.stream, new.stream} == {1, 2} for old, new in watch.races)
+
+
+def test_weights_that_are_not_waited_for_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CopyEvent, "wait", _nothing)
+    with watched(monkeypatch) as watch:
+        write(_with_streamed_weights(1))
+    assert any(old.write and old.stream == 1 and new.stream == 0 for old, new in watch.races)

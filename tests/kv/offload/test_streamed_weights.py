@@ -1,0 +1,342 @@
+"""Weights in host memory: the same bits as a model that is whole, whatever the order and the interruptions.
+
+Copies are held back until somebody waits for them, as on a device, and a slot that is to be filled holds NaN
+until then: who does not wait, or waits for another layer, is found out.
+"""
+
+import copy
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from cycle_cases import SMALL, decoded
+from families import greedy, perturbed, prompt_of, tiny
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from triforce_tree.config import HierarchyConfig
+from triforce_tree.decoding.program import DecodingProgram
+from triforce_tree.drafters.tree_model import TreeDrafter
+from triforce_tree.kv.offload import offloaded_cache, pinned, streamed_weights
+from triforce_tree.kv.offload.host_store import Offload
+from triforce_tree.kv.offload.offloaded_cache import OffloadedCache
+from triforce_tree.kv.offload.offloaded_view import StreamedRows
+from triforce_tree.kv.offload.pinned import HostMemory, HostMemoryError
+from triforce_tree.kv.offload.streamed_weights import StreamedWeights
+from triforce_tree.models.few_row import few_row_copy
+from triforce_tree.models.hf_model import HFModel
+from triforce_tree.models.step_model import StepModel
+
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
+
+LAYERS, PIECE = 5, 32 * 128
+PROMPT, NEW = prompt_of(120), 30
+
+
+class HeldBack:
+    """A lane whose copies happen when they are waited for, one after the other."""
+
+    stream = None
+
+    def __init__(self, device: torch.device) -> None:
+        self.pending: list[tuple[Tensor, Tensor]] = []
+
+    def copy(self, target: Tensor, source: Tensor) -> "HeldBack.CopyEvent":
+        # What the device was asked for has run by now, and nothing more may look at the slot.
+        target.fill_(0xFF)
+        self.pending.append((target, source))
+        return self.CopyEvent(self, len(self.pending))
+
+    class CopyEvent:
+        def __init__(self, lane: "HeldBack", until: int) -> None:
+            self.lane, self.until = lane, until
+
+        def wait(self) -> None:
+            pending = self.lane.pending
+            for number, (target, source) in enumerate(pending[: self.until]):
+                if target.numel():
+                    target.copy_(source)
+                pending[number] = (target[:0], source[:0])
+
+
+@pytest.fixture(autouse=True)
+def _copies_are_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streamed_weights, "CopyStream", HeldBack)
+    monkeypatch.setattr(offloaded_cache, "LEAVING", 16)
+
+
+@cache
+def whole(family: str = "llama-gqa", layers: int = LAYERS) -> PreTrainedModel:
+    return tiny(family, num_hidden_layers=layers)
+
+
+@cache
+def draft_of(family: str = "llama-gqa") -> PreTrainedModel:
+    return perturbed(whole(family), 0.05)
+
+
+@cache
+def expected(family: str = "llama-gqa") -> list[int]:
+    return greedy(whole(family), PROMPT, NEW, attention_mask=torch.ones(1, len(PROMPT)))
+
+
+def streamed(family: str = "llama-gqa", slots: int = 2, layers: int = LAYERS) -> HFModel:
+    model = copy.deepcopy(whole(family, layers))
+    return HFModel(model, StreamedWeights(model, "cpu", slots))
+
+
+def weights_of(model: HFModel) -> StreamedWeights:
+    assert isinstance(model.streamed, StreamedWeights)
+    return model.streamed
+
+
+def cycle_of(model: HFModel, levels: int, bits: int = 8, family: str = "llama-gqa") -> DecodingProgram:
+    config = HierarchyConfig.from_options(**SMALL, retrieval_weight_bits=bits if levels == 3 else 16)
+    draft = None if levels == 1 else TreeDrafter(HFModel(draft_of(family)), config)
+    return DecodingProgram(model, draft, config, 1, 200, levels, Offload(0, PIECE, 2))
+
+
+def level_two(model: HFModel, width: int = 7) -> Tensor:
+    """Logits of the last tokens, from rows that were fed by layers and a pass over them."""
+    own = OffloadedCache(model, 1, 160, 0, 40, 0, 0, Offload(0, PIECE, 2))
+    step = StepModel(few_row_copy(model.model))
+    with model.active():
+        own.prefill([PROMPT[: 1 - width]], 16)
+    rows = StreamedRows(own, width, torch.ones(width, width, dtype=torch.bool).tril())
+    start = torch.tensor([len(PROMPT) - width])
+    rows.begin(start)
+    return step(torch.tensor([PROMPT[-width:]]), start[:, None] + torch.arange(width), rows)
+
+
+@pytest.mark.parametrize("layers", [4, 5])
+@pytest.mark.parametrize("slots", [2, 3, 7])
+def test_logits_are_the_same_bits(slots: int, layers: int) -> None:
+    reference = level_two(HFModel(copy.deepcopy(whole(layers=layers))))
+    model = streamed(slots=slots, layers=layers)
+    for _ in range(2):
+        assert torch.equal(level_two(model), reference)
+    ids = torch.tensor([PROMPT])
+    with torch.no_grad():
+        # Outside our engine too.
+        assert torch.equal(model.model(ids).logits, whole(layers=layers)(ids).logits)
+
+
+@pytest.mark.parametrize(("levels", "bits"), [(1, 16), (2, 16), (3, 8), (3, 4)])
+def test_greedy_text_is_the_whole_models(levels: int, bits: int) -> None:
+    model = streamed()
+    new, decoder = decoded(cycle_of(model, levels, bits), [PROMPT], [NEW])
+    assert new == [expected()]
+    if levels == 3:
+        assert decoder.levels[-1].accepted > 0
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt-neox", "phi3", "mixtral"])
+def test_families(family: str) -> None:
+    new, _ = decoded(cycle_of(streamed(family), 3, family=family), [PROMPT], [NEW])
+    assert new == [expected(family)]
+
+
+def test_a_prompt_brings_each_layer_once_and_a_pass_as_well() -> None:
+    model = streamed()
+    cycle, weights = cycle_of(model, 3), weights_of(model)
+    assert len(PROMPT) > 5 * SMALL["prefill_chunk"]
+    for _ in range(2):
+        before = weights.copies, weights.copied
+        cycle.prefill([PROMPT])
+        assert weights.copies - before[0] == LAYERS
+        assert weights.copied - before[1] == weights.bytes
+    before = weights.copies, weights.copied
+    _, decoder = decoded(cycle, [PROMPT], [NEW], again=True)
+    # The passes of level 1, of which there are more, bring nothing.
+    assert weights.copies - before[0] == LAYERS * decoder.levels[-1].forwards
+    assert decoder.levels[1].forwards > decoder.levels[-1].forwards
+
+
+def test_the_next_layer_comes_while_one_computes_and_the_first_behind_the_last() -> None:
+    model = streamed(layers=4)
+    weights = weights_of(model)
+    weights.ready(0)
+    assert weights._held == [0, 1]
+    for layer in (0, 1, 2, 3):
+        weights.ready(layer)
+        assert set(weights._held) == {layer, (layer + 1) % 4}
+    before = weights.copies
+    weights.ready(0)
+    assert weights.copies == before + 1
+
+
+@pytest.mark.parametrize("order", [(2, 0, 1), (4, 3, 2, 1, 0), (0, 2, 4, 1, 3), (3, 3, 0)])
+@pytest.mark.parametrize("slots", [2, 3])
+def test_any_order_is_right(slots: int, order: tuple[int, ...]) -> None:
+    model = streamed(slots=slots)
+    for layer in order:
+        weights_of(model).ready(layer)
+        own, theirs = (m.model.layers[layer].state_dict() for m in (model.model, whole()))
+        assert all(torch.equal(own[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("stop", range(LAYERS))
+def test_a_pass_that_broke_off_is_begun_anew(monkeypatch: pytest.MonkeyPatch, stop: int) -> None:
+    model = streamed()
+    reference = level_two(model)
+    layer = model.model.model.layers[stop]
+    work = layer.mlp.forward
+
+    def broken(hidden: Tensor) -> Tensor:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(layer.mlp, "forward", broken)
+    with pytest.raises(KeyboardInterrupt):
+        level_two(model)
+    monkeypatch.setattr(layer.mlp, "forward", work)
+    assert torch.equal(level_two(model), reference)
+
+
+def test_a_fault_in_a_copy_is_raised_and_the_next_pass_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = streamed()
+    reference = level_two(model)
+    lane, left = weights_of(model)._lane, 7
+    send = lane.copy
+
+    def failing(target: Tensor, source: Tensor) -> Any:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            target.fill_(0xFF)
+            raise RuntimeError("the bus is gone")
+        return send(target, source)
+
+    monkeypatch.setattr(lane, "copy", failing)
+    with pytest.raises(RuntimeError, match="the bus is gone"):
+        level_two(model)
+    assert torch.equal(level_two(model), reference)
+
+
+def test_parameters_keep_their_places() -> None:
+    model = streamed()
+    before = {name: (id(p), p.data_ptr()) for name, p in model.model.named_parameters()}
+    level_two(model)
+    assert {name: (id(p), p.data_ptr()) for name, p in model.model.named_parameters()} == before
+    layers = model.model.model.layers
+    assert layers[0].mlp.up_proj.weight.data_ptr() == layers[2].mlp.up_proj.weight.data_ptr()
+    assert layers[0].mlp.up_proj.weight.data_ptr() % 16 == 0
+
+
+@pytest.mark.parametrize("place", ["a block", "the device"])
+def test_a_fault_on_the_way_leaves_a_model_that_works(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    model, memories = copy.deepcopy(whole()), []
+    take, left = HostMemory.take, 3
+
+    def short(self: HostMemory, shape: Any, dtype: torch.dtype) -> Tensor:
+        nonlocal left
+        memories.append(self)
+        left -= 1
+        if left == 0 and place == "a block":
+            raise HostMemoryError("no more")
+        return take(self, shape, dtype)
+
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no more")
+
+    monkeypatch.setattr(HostMemory, "take", short)
+    if place == "the device":
+        monkeypatch.setattr(model, "to", full)
+    with pytest.raises((HostMemoryError, torch.OutOfMemoryError), match="no more"):
+        StreamedWeights(model, "cpu")
+    assert len(memories) == (3 if place == "a block" else LAYERS)
+    # Nothing stays locked.
+    assert not memories[0]._blocks
+    ids = torch.tensor([PROMPT])
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, whole()(ids).logits)
+
+
+def test_every_layer_is_told_and_ctrl_c_leaves_a_model_that_works() -> None:
+    model, told = copy.deepcopy(whole()), []
+
+    def stop(size: int) -> None:
+        told.append(size)
+        if len(told) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        StreamedWeights(model, "cpu", progress=stop)
+    ids = torch.tensor([PROMPT])
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, whole()(ids).logits)
+    told.clear()
+    own = StreamedWeights(model, "cpu", progress=told.append)
+    assert len(told) == LAYERS
+    assert sum(told) == own.bytes
+    own.close()
+
+
+def test_host_memory_that_is_short_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinned, "available", lambda: (1 << 20, "the test"))
+    with pytest.raises(
+        HostMemoryError, match=r"streamed weights needs .* the test leaves 0.0 GiB; free host"
+    ):
+        streamed()
+
+
+def test_what_cannot_be_streamed_is_named() -> None:
+    with pytest.raises(ValueError, match="slots=1 is too few"):
+        streamed(slots=1)
+    odd = copy.deepcopy(whole())
+    odd.model.layers[3].mlp.up_proj = torch.nn.Linear(32, 48, bias=False)
+    with pytest.raises(
+        ValueError, match=r"decoder layers 0 and 3 differ \(mlp.up_proj \[\d+, 32\] torch.float32"
+    ):
+        StreamedWeights(odd, "cpu")
+    shared = copy.deepcopy(whole())
+    shared.model.layers[1].mlp.up_proj.weight = shared.model.layers[0].mlp.up_proj.weight
+    with pytest.raises(ValueError, match="shares weights of a decoder layer"):
+        StreamedWeights(shared, "cpu")
+    bare = copy.deepcopy(whole())
+    bare.model.layers[2] = torch.nn.Identity()
+    with pytest.raises(ValueError, match=r"without a plain nn.Linear"):
+        StreamedWeights(bare, "cpu")
+
+
+def test_a_pass_costs_its_weights_on_the_bus() -> None:
+    near, far = HFModel(whole()), streamed()
+    for plain in (False, True):
+        whole_bytes, streamed_bytes = (cycle_of(m, 3).transferred_bytes(100, plain) for m in (near, far))
+        assert streamed_bytes - whole_bytes == weights_of(far).bytes
+    # 2 for keys and values, heads, their width, bytes of a number.
+    assert whole_bytes == 100 * LAYERS * 2 * 2 * 8 * 4
+
+
+@pytest.mark.gpu
+def test_streams_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triforce_tree.kv.offload.copy_stream import CopyStream
+
+    monkeypatch.setattr(streamed_weights, "CopyStream", CopyStream)
+    near = tiny(
+        "llama-gqa", num_hidden_layers=LAYERS, hidden_size=1024, intermediate_size=4096, head_dim=64
+    ).cuda()
+    ids = torch.tensor([PROMPT], device="cuda")
+    with torch.no_grad():
+        reference = near(ids).logits
+        weights = StreamedWeights(near, "cuda")
+        for _ in range(20):
+            assert torch.equal(near(ids).logits, reference)
+    with pytest.raises(RuntimeError, match="cannot be captured"):
+        capture(weights, ids)
+
+
+def capture(weights: StreamedWeights, ids: Tensor) -> None:
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        ids.add_(0)
+        weights.ready(0)
+
+
+def test_more_weights_than_the_user_allows_are_refused_before_any_moves() -> None:
+    model = copy.deepcopy(whole())
+    places = [parameter.data_ptr() for parameter in model.parameters()]
+    with pytest.raises(
+        HostMemoryError, match=r"host_memory allows 0\.0 GiB; allow more, or free host memory"
+    ):
+        StreamedWeights(model, "cpu", most=1000)
+    assert [parameter.data_ptr() for parameter in model.parameters()] == places

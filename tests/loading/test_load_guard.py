@@ -1,0 +1,169 @@
+"""A forward that is not the model's own is found out at load, whatever made it so."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from families import CAPPED, FAMILIES_BY_LENGTH, prompt_of, tiny
+from transformers import PreTrainedModel
+
+import triforce_tree
+from triforce_tree import UnsupportedModelError
+from triforce_tree.kv.offload.streamed_weights import StreamedWeights
+from triforce_tree.loading.load_guard import compare_at_load, named_lengths
+from triforce_tree.models import hf_model, supported
+from triforce_tree.models.attention import AttentionParams
+from triforce_tree.models.hf_model import HFModel
+from triforce_tree.models.length_rope import LengthRope
+
+WINDOW = 100  # longer than the text that every model is compared on
+
+
+def sinks_alone() -> PreTrainedModel:
+    return tiny("gpt-oss", layer_types=["full_attention"] * 2)
+
+
+def changed(**parts: Any) -> Callable[[pytest.MonkeyPatch], None]:
+    """What a layer asks of its attention, with some of it lost on the way."""
+
+    def make(*args: Any) -> AttentionParams:
+        how = AttentionParams(*args)
+        return replace(how, **{name: f(getattr(how, name)) for name, f in parts.items()})
+
+    return lambda patch: patch.setattr(hf_model, "AttentionParams", make)
+
+
+def lost(_: Any) -> None:
+    return None
+
+
+def chosen_by_each_forward(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LengthRope, "of", classmethod(lambda cls, model: None))
+
+
+FAULTS: dict[str, tuple[Callable[[], PreTrainedModel], Callable[[pytest.MonkeyPatch], None]]] = {
+    "scale": (lambda: tiny("llama-gqa"), changed(scale=lambda scale: 1.1 * scale)),
+    "short window": (lambda: tiny("mistral-window"), changed(window=lost)),
+    "window": (lambda: tiny("mistral", sliding_window=WINDOW), changed(window=lost)),
+    "window off by one": (
+        lambda: tiny("mistral", sliding_window=WINDOW),
+        changed(window=lambda window: window + 1),
+    ),
+    "window of some layers": (
+        lambda: tiny("gemma3", sliding_window=WINDOW, num_hidden_layers=6, layer_types=None),
+        changed(window=lost),
+    ),
+    "softcap": (lambda: tiny("gemma2", sliding_window=WINDOW), changed(softcap=lost)),
+    "sinks": (sinks_alone, changed(sinks=lost)),
+    "longrope": (lambda: tiny("phi3-longrope"), chosen_by_each_forward),
+    "longrope's scale": (lambda: tiny("phimoe"), chosen_by_each_forward),
+    "chunks": (
+        lambda: tiny("llama4", attention_chunk_size=WINDOW),
+        lambda patch: patch.setattr(supported, "_chunks", lost),
+    ),
+    "temperature": (
+        lambda: tiny("llama4", floor_scale=WINDOW, attn_scale=0.5),
+        lambda patch: patch.setattr(supported, "_temperature", lambda *_: None),
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_wrong_is_found_at_load(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, break_it = FAULTS[fault]
+    break_it(monkeypatch)
+    model = make()
+    name = type(model).__name__
+    with pytest.raises(UnsupportedModelError, match=rf"^{name} would not be decoded.*differ by [\d.]+"):
+        triforce_tree.load(model)
+
+
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault not in ("chunks", "temperature")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_right_passes(fault: str, dtype: torch.dtype) -> None:
+    model = FAULTS[fault][0]().to(dtype)
+    report = triforce_tree.load(model).hierarchy.guard
+    assert report.errors
+    assert not report.skipped
+    assert max(report.errors.values()) < (1e-5 if dtype == torch.float32 else 0.05)
+
+
+def test_boundaries_of_real_models_are_compared() -> None:
+    rope = dict(FAMILIES_BY_LENGTH["phi3-longrope"][2]["rope_parameters"])
+    rope["original_max_position_embeddings"] = 4096
+    model = tiny(
+        "phi3-longrope",
+        max_position_embeddings=131072,
+        sliding_window=262144,
+        rope_parameters=rope,
+        original_max_position_embeddings=4096,
+    )
+    assert named_lengths(model) == {4096}
+    report = compare_at_load(HFModel(model))
+    assert any("both sides of 4096" in what for what in report.errors)
+    assert any("beyond 4096" in what for what in report.errors)
+
+
+def test_what_takes_too_long_is_named_and_not_passed_over() -> None:
+    model = tiny("mistral", sliding_window=1 << 21, max_position_embeddings=1 << 23)
+    report = compare_at_load(HFModel(model))
+    assert list(report.skipped) == [f"a text beyond {1 << 21} tokens"]
+    assert "numbers" in report.skipped[f"a text beyond {1 << 21} tokens"]
+    assert f"positions on both sides of {1 << 21}" in report.errors
+
+
+def test_few_layers_stand_for_all() -> None:
+    types = ["sliding_attention"] * 5 + ["full_attention"]
+    model = tiny("gemma3", sliding_window=WINDOW, num_hidden_layers=12, layer_types=types * 2)
+    called: list[int] = []
+    for index, layer in enumerate(model.model.layers):
+        layer.self_attn.q_proj.register_forward_hook(lambda *_, index=index: called.append(index))
+    checked = HFModel(model)
+    called.clear()
+    assert compare_at_load(checked).layers == (0, 1, 5)
+    assert set(called) == {0, 1, 5}
+    assert all("forward" not in vars(layer) for layer in model.model.layers)
+
+
+def test_layers_without_rotation_are_a_kind_of_their_own() -> None:
+    model = tiny("smollm3", num_hidden_layers=6, no_rope_layers=[1, 1, 1, 0, 1, 1])
+    assert compare_at_load(HFModel(model)).layers == (0, 1, 3)
+
+
+def test_model_and_random_state_stay_as_they_are() -> None:
+    model = CAPPED["gemma2"]()
+    model.train()
+    state = torch.get_rng_state()
+    compare_at_load(HFModel(model))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.training
+    assert model.config._attn_implementation == "eager"
+
+
+def test_streamed_weights_come_for_the_layers_that_compute() -> None:
+    model = tiny("llama-gqa", num_hidden_layers=12)
+    own = copy.deepcopy(model)
+    streamed = StreamedWeights(own, "cpu")
+    checked = HFModel(own, streamed)
+    before = streamed.copies
+    report = compare_at_load(checked)
+    assert report.errors
+    assert not report.skipped
+    assert streamed.copies - before < 24, "two passes over all layers would be more"
+    out = triforce_tree.Engine(own, config=None, streamed=streamed).generate(
+        prompt_of(20), max_new_tokens=6, do_sample=False
+    )
+    expected = model.generate(torch.tensor([prompt_of(20)]), max_new_tokens=6, do_sample=False)
+    assert out.sequences.tolist() == expected.tolist()
+    streamed.close()
+
+
+def test_nan_is_left_to_generation() -> None:
+    model = tiny("llama")
+    with torch.no_grad():
+        model.lm_head.weight.fill_(torch.nan)
+    skipped = compare_at_load(HFModel(model)).skipped
+    assert list(skipped.values()) == ["the model's own logits are not finite"]

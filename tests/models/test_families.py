@@ -1,0 +1,249 @@
+"""Every family's greedy output equals transformers' own, token for token, at every level count.
+
+The caches are far smaller than the texts: chunks are selected and dropped again, streaming rows
+leave, windows slide. Drafts are perturbed copies of their targets, so that proposals are accepted
+and refused.
+"""
+
+from functools import cache
+
+import pytest
+import torch
+from families import (
+    FAMILIES,
+    FAMILIES_BEYOND,
+    NO_DRAFTS,
+    SMALL_SETTINGS,
+    VOCABULARY,
+    build,
+    greedy,
+    perturbed,
+    prompt_of,
+    tiny,
+)
+from transformers import PreTrainedModel
+
+import triforce_tree
+from triforce_tree import UnsupportedModelError
+from triforce_tree.config import HierarchyConfig
+from triforce_tree.decoding.program import DecodingProgram
+from triforce_tree.models.hf_model import HFModel
+from triforce_tree.trees.ancestors import ancestor_mask
+
+target_of = cache(tiny)
+
+
+@cache
+def expected(target: PreTrainedModel, prompt: tuple[int, ...], new_tokens: int) -> list[int]:
+    return greedy(target, list(prompt), new_tokens)
+
+
+def accepted_per_level(
+    target: PreTrainedModel,
+    draft: PreTrainedModel | None,
+    prompt: list[int],
+    new_tokens: int,
+    **options,
+) -> list[int]:
+    """Check greedy equality; accepted tokens of every level."""
+    engine = triforce_tree.load(target, draft, **{**SMALL_SETTINGS, **options})
+    out = engine.generate(prompt, max_new_tokens=new_tokens, do_sample=False)
+    assert out.sequences[0, len(prompt) :].tolist() == expected(target, tuple(prompt), new_tokens)
+    return [level.accepted for level in out.levels]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_output_is_the_targets_own(family: str) -> None:
+    target = target_of(family)
+    draft = perturbed(target, 0.05)
+    assert len(set(expected(target, tuple(prompt_of(37)), 32))) > 3, "an output that varies"
+    accepted = accepted_per_level(target, draft, prompt_of(37), 32, levels=3)
+    assert min(accepted[1:]) > 0
+    accepted_per_level(target, draft, prompt_of(203), 12, levels=3, refresh=0)
+    assert accepted_per_level(target, draft, prompt_of(37), 32, levels=2)[-1] > 0
+    accepted_per_level(target, draft, prompt_of(2), 6, levels=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "prompt_tokens, family", [(1, "llama-gqa"), (2, "llama-gqa"), (37, "llama"), (203, "llama-gqa")]
+)
+def test_long_greedy_outputs(family: str, prompt_tokens: int) -> None:
+    """100 new tokens: several times the budget, whatever the prompt's length."""
+    target = target_of(family)
+    for levels in (1, 2, 3):
+        accepted = accepted_per_level(
+            target, perturbed(target, 0.05), prompt_of(prompt_tokens), 100, levels=levels
+        )
+        assert levels == 1 or min(accepted[1:]) > 0
+
+
+@pytest.mark.parametrize("tree", ["chain:1", "chain:4", "sequoia:6x3", "static:0;0.1;1", "best-first:5"])
+@pytest.mark.parametrize("runner_ups", [True, False])
+def test_every_shape_and_gamma(tree: str, runner_ups: bool) -> None:
+    target = target_of("llama-gqa")
+    for gamma in (1, 9):
+        accepted_per_level(
+            target,
+            perturbed(target, 0.1),
+            prompt_of(61),
+            26,
+            levels=3,
+            tree=tree,
+            gamma=gamma,
+            runner_ups=runner_ups,
+        )
+
+
+@pytest.mark.parametrize("levels", [2, 3])
+def test_prompt_lookup_needs_no_draft(levels: int) -> None:
+    target = tiny("llama-gqa")
+    prompt = prompt_of(23) * 4
+    accepted_per_level(target, None, prompt, 80, levels=levels, lookup=5)
+
+
+@pytest.mark.parametrize("kind", ["a stranger", "the target itself"])
+def test_any_draft_will_do(kind: str) -> None:
+    target = tiny("llama")
+    draft = tiny("qwen2", seed=5) if kind == "a stranger" else target
+    accepted_per_level(target, draft, prompt_of(50), 50, levels=3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tree_forward_gives_every_paths_own_logits(family: str) -> None:
+    """One forward over a tree against plain forwards over each of its paths, twice in a row."""
+    model = tiny(family)
+    target = HFModel(model)
+    cycle = DecodingProgram(target, None, HierarchyConfig(prefill_chunk=16), 1, 64, 1)
+    tokens = prompt_of(37)
+    parents = [-1, 0, 0, 1, 1, 2, 3, 3, 5, 6]
+    depths = [0]
+    for parent in parents[1:]:
+        depths.append(depths[parent] + 1)
+    rows = cycle.full_rows(len(parents), ancestor_mask(parents), depths)
+    with target.active():
+        cycle.prefill([tokens])
+        for path in ([0, 1, 3, 7], [0, 2]):
+            nodes = [tokens[-1], *prompt_of(9)]
+            root = torch.tensor([len(tokens) - 1])
+            rows.begin(root)
+            logits = cycle.full(torch.tensor([nodes]), root[:, None] + torch.tensor(depths), rows)[0]
+            expected = torch.stack([next_logits(model, tokens, nodes, parents, node) for node in range(10)])
+            torch.testing.assert_close(logits, expected, atol=2e-5, rtol=2e-5)
+            rows.move(torch.tensor([path]))
+            tokens = [*tokens, *(nodes[node] for node in path[1:]), 5]
+
+
+@torch.no_grad()
+def next_logits(
+    model: PreTrainedModel, tokens: list[int], nodes: list[int], parents: list[int], node: int
+) -> torch.Tensor:
+    """``[V]``, from the model under its own attention and without any cache."""
+    ours = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    below = []
+    while node:
+        below.append(nodes[node])
+        node = parents[node]
+    path = [*tokens, *below[::-1]]
+    logits = model(torch.tensor([path]), use_cache=False).logits[0, -1]
+    model.set_attn_implementation(ours)
+    return logits
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_the_models_attention_is_as_it_was(attention: str) -> None:
+    target, draft = tiny("llama"), tiny("llama", seed=1)
+    for model in (target, draft):
+        model.set_attn_implementation(attention)
+    target.train()
+    engine = triforce_tree.load(target, draft, levels=3, **SMALL_SETTINGS)
+    engine.generate(prompt_of(40), max_new_tokens=5)
+    with pytest.raises(ValueError, match="empty"):
+        engine.generate([])
+    assert target.config._attn_implementation == draft.config._attn_implementation == attention
+    assert target.training
+    assert not draft.training
+
+
+def test_the_models_attention_is_restored_after_an_error() -> None:
+    target = tiny("llama")
+    engine = triforce_tree.load(target, levels=2, **SMALL_SETTINGS)
+    with torch.no_grad():
+        target.lm_head.weight.fill_(torch.nan)
+    with pytest.raises(ValueError, match="NaN"):
+        engine.generate(prompt_of(5), max_new_tokens=5)
+    assert target.config._attn_implementation == "sdpa"
+
+
+NAMES = {
+    "FalconForCausalLM": "attention interface",
+    "BloomForCausalLM": "attention interface",
+    "T5ForConditionalGeneration": "encoder-decoder",
+    "MambaForCausalLM": "attention|recurrent|state",
+}
+OWN = {
+    "FalconForCausalLM": {"alibi": False, "new_decoder_architecture": False},
+    "T5ForConditionalGeneration": {
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 64,
+        "num_layers": 2,
+        "num_heads": 4,
+    },
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_families_that_cannot_work_say_so(name: str) -> None:
+    settings = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    config = name.split("For")[0] + "Config"
+    model = build(config, name, **{**settings, **OWN.get(name, {})})
+    with pytest.raises(UnsupportedModelError, match=rf"{name}.*({NAMES[name]})"):
+        triforce_tree.load(model)
+
+
+def gpt2() -> PreTrainedModel:
+    return build(
+        "GPT2Config",
+        "GPT2LMHeadModel",
+        vocab_size=VOCABULARY,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=512,
+    )
+
+
+def test_learned_positions_serve_as_target_and_as_draft() -> None:
+    target = gpt2()
+    accepted_per_level(target, tiny("llama"), prompt_of(70), 40, levels=3)
+    assert accepted_per_level(target, perturbed(target, 0.05), prompt_of(70), 40, levels=2)[-1] > 0
+    engine = triforce_tree.load(tiny("llama"), gpt2(), window=256)
+    with pytest.raises(ValueError, match=r"512 learned positions, and its window needs 644; set window<=190"):
+        engine.generate(prompt_of(70), max_new_tokens=4)
+
+
+@pytest.mark.parametrize("levels", [1, 2, 3])
+def test_a_text_may_fill_all_learned_positions(levels: int) -> None:
+    """Trees and chains behind its last token have no position of their own, and are not needed."""
+    target, prompt = gpt2(), prompt_of(500)
+    accepted_per_level(target, perturbed(target, 0.05), prompt, 12, levels=levels)
+
+
+@pytest.mark.parametrize("family", FAMILIES_BEYOND)
+def test_texts_beyond_every_length_that_a_family_names(family: str) -> None:
+    target = target_of(family)
+    draft = None if family in NO_DRAFTS else perturbed(target, 0.05)
+    prompt = prompt_of(150)
+    assert len(set(expected(target, tuple(prompt), 14))) > 3, "an output that varies"
+    accepted_per_level(target, draft, prompt, 14, levels=1)
+    accepted_per_level(target, draft, prompt, 14, levels=3)
+    if draft is not None:
+        accepted_per_level(target, draft, prompt, 14, levels=2)
+        accepted_per_level(target, draft, prompt, 14, levels=3, offload=True, runner_ups=True)

@@ -1,0 +1,71 @@
+"""Few rows through a linear layer: torch's own result, other people's layers untouched, all put back."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from triforce_tree.models import host_linear
+from triforce_tree.models.host_linear import few_row_linears
+
+needs_onednn = pytest.mark.skipif(not host_linear.ONEDNN, reason="this torch has no oneDNN")
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def forwards(model: nn.Module) -> dict[str, object]:
+    """The layers that carry a ``forward`` of their own, beside their class's."""
+    return {name: vars(m)["forward"] for name, m in model.named_modules() if "forward" in vars(m)}
+
+
+@needs_onednn
+@pytest.mark.parametrize("rows", [1, 2, 7, 32, 64, 65, 300])
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_result_is_torchs_own(rows: int, bias: bool) -> None:
+    model = nn.Sequential(nn.Linear(48, 96, bias=bias), nn.SiLU(), nn.Linear(96, 40, bias=bias))
+    x = torch.randn(1, rows, 48)
+    with torch.no_grad():
+        expected = model(x)
+        with few_row_linears(model):
+            assert forwards(model).keys() == {"0", "2"}
+            out = model(x)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+
+
+@needs_onednn
+def test_other_peoples_layers_are_left_alone() -> None:
+    hooked = nn.Linear(8, 8)
+    own = lambda x: x + 1  # noqa: E731 - what accelerate's hooks look like
+    hooked.forward = own
+    model = nn.Sequential(nn.Linear(8, 8), hooked, Doubled(8, 8), nn.Linear(8, 8).bfloat16())
+    with few_row_linears(model):
+        assert forwards(model).keys() == {"0", "1"}
+        assert hooked.forward is own
+    assert forwards(model) == {"1": own}
+
+
+def test_everything_is_restored_after_an_error() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    with pytest.raises(RuntimeError, match="inside"), few_row_linears(model):
+        raise RuntimeError("inside")
+    assert not forwards(model)
+
+
+@needs_onednn
+def test_nested_use_ends_with_the_outer_one() -> None:
+    """Two hierarchy levels may share one model."""
+    model = nn.Sequential(nn.Linear(8, 8))
+    with few_row_linears(model):
+        with few_row_linears(model):
+            pass
+        assert forwards(model).keys() == {"0"}
+    assert not forwards(model)
+
+
+def test_without_onednn_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_linear, "ONEDNN", False)
+    model = nn.Sequential(nn.Linear(8, 8))
+    with few_row_linears(model):
+        assert not forwards(model)

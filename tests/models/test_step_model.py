@@ -1,0 +1,106 @@
+"""A step model's compiled layers: what happens where compiling fails, and where something else does."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from triforce_tree.models import step_model
+from triforce_tree.models.step_model import StepModel
+
+TOKENS = torch.arange(3)[None]
+
+
+def tiny() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=16, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+class Attention:
+    """Attends to nothing but the new rows; fails in one call if it is told to."""
+
+    def __init__(self, failing: int | None = None, error: type[Exception] = RuntimeError) -> None:
+        self.layers: list[int] = []
+        self.failing, self.error = failing, error
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *how: Any) -> Tensor:
+        self.layers.append(layer)
+        if len(self.layers) - 1 == self.failing:
+            raise self.error("the bus is gone")
+        return v.transpose(1, 2).clone(memory_format=torch.contiguous_format)
+
+
+@pytest.fixture
+def compile_as(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Lets ``torch.compile`` give back what a function makes of the layer's forward."""
+
+    def put(make: Any) -> None:
+        monkeypatch.setattr(step_model.torch, "compile", lambda forward, **how: make(forward))
+
+    return put
+
+
+def broken(forward: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("no compiler")
+
+    return run
+
+
+def test_layers_that_cannot_be_compiled_run_as_they_are(
+    compile_as: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, attention = Attention(), Attention()
+    expected = StepModel(tiny())(TOKENS, TOKENS, plain)
+    compile_as(broken)
+    step = StepModel(tiny(), compiled=True)
+    with caplog.at_level(logging.WARNING):
+        assert torch.equal(step(TOKENS, TOKENS, attention), expected)
+        assert torch.equal(step(TOKENS, TOKENS, attention), expected)
+    assert attention.layers == [0, 1] * 2
+    # Once for each layer, and never again.
+    assert len([r for r in caplog.records if "no compiler" in r.getMessage()]) == 2
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("error", [RuntimeError, torch.OutOfMemoryError])
+def test_a_fault_of_the_attention_is_raised_and_no_layer_runs_twice(
+    compile_as: Any, caplog: pytest.LogCaptureFixture, failing: int, error: type[Exception]
+) -> None:
+    compile_as(lambda forward: forward)
+    step, attention = StepModel(tiny(), compiled=True), Attention(failing, error)
+    expected = step(TOKENS, TOKENS, Attention())
+    with caplog.at_level(logging.WARNING), pytest.raises(error, match="the bus is gone"):
+        step(TOKENS, TOKENS, attention)
+    assert attention.layers == [0, 1][: failing + 1]
+    assert not caplog.records
+    assert torch.equal(step(TOKENS, TOKENS, attention), expected)
+
+
+def test_memory_that_runs_out_before_the_attention_is_no_failure_to_compile(
+    compile_as: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    short = True
+
+    def make(forward: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if short:
+                raise torch.OutOfMemoryError("no more")
+            return forward(*args, **kwargs)
+
+        return run
+
+    compile_as(make)
+    step = StepModel(tiny(), compiled=True)
+    with caplog.at_level(logging.WARNING), pytest.raises(torch.OutOfMemoryError):
+        step(TOKENS, TOKENS, Attention())
+    assert not caplog.records
+    short = False
+    assert step(TOKENS, TOKENS, Attention()).shape == (1, 3, 16)

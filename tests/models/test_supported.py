@@ -1,0 +1,168 @@
+"""Models that would be decoded wrongly, or not at all, are refused at load with the reason."""
+
+from typing import Any
+
+import pytest
+import torch
+from cycle_cases import cycle_of, decoded
+from families import build, greedy, perturbed, prompt_of, small, tiny
+
+import triforce_tree
+from triforce_tree import UnsupportedModelError
+from triforce_tree.kernels.device import KNOWN, told
+from triforce_tree.models import step_model as cycle_model
+from triforce_tree.models.hf_model import HFModel
+
+_MLA = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 6,
+}
+_EXPERTS = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+
+
+@pytest.mark.parametrize(
+    "family, settings, widths",
+    [
+        ("DeepseekV2", _MLA | _EXPERTS, (12, 6)),
+        ("DeepseekV3", _MLA | _EXPERTS, (12, 6)),
+        ("Glm4MoeLite", _MLA | _EXPERTS, (12, 6)),
+        ("MiniCPM3", _MLA, (12, 6)),
+        ("MiMoV2Flash", {}, (192, 128)),
+    ],
+)
+def test_keys_and_values_of_different_widths(family: str, settings: dict, widths: tuple[int, int]) -> None:
+    model = small(f"{family}Config", f"{family}ForCausalLM", **settings)
+    with pytest.raises(
+        UnsupportedModelError, match=rf"{family}ForCausalLM has keys of {widths[0]} and values of {widths[1]}"
+    ):
+        triforce_tree.load(model)
+
+
+@pytest.mark.parametrize(
+    "family, reason",
+    [
+        ("FalconH1", r"recurrent state \(mamba layers\)"),
+        ("Nemotron", "do not hand the keywords of a forward on"),
+        ("StableLm", "do not hand the keywords of a forward on"),
+        ("DeepseekV32", "2048 tokens that an indexer chooses"),
+        ("DeepseekV4", "512 tokens that an indexer chooses"),
+        ("GlmMoeDsa", "2048 tokens that an indexer chooses"),
+    ],
+)
+def test_the_reason_names_what_it_is(family: str, reason: str) -> None:
+    model = small(f"{family}Config", f"{family}ForCausalLM")
+    with pytest.raises(UnsupportedModelError, match=rf"{family}ForCausalLM.*{reason}"):
+        HFModel(model)
+
+
+@pytest.mark.parametrize(
+    "settings, reason",
+    [
+        ({"attention_chunk_size": 512, "floor_scale": 4096}, "chunks of 512 tokens.*2048 positions"),
+        ({"attention_chunk_size": 2048, "floor_scale": 512}, "queries from position 511 on.*2048 positions"),
+    ],
+)
+def test_llama_4_beyond_its_chunk_or_its_scale(settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=rf"Llama4ForCausalLM.*{reason}"):
+        triforce_tree.load(tiny("llama4", **settings))
+
+
+@pytest.mark.parametrize("family", ["llama4", "gemma4"])
+def test_a_draft_whose_keys_cannot_be_rotated_again(family: str) -> None:
+    """A window is computed anew, so that no key has to be."""
+    same, prompt = tiny(family), prompt_of(60)
+    small = {"levels": 2, "rounds": 1, "tree": "chain:3"}
+    out = triforce_tree.load(same, same, window=100, **small).generate(
+        prompt, max_new_tokens=24, do_sample=False
+    )
+    assert out.levels[-1].accepted >= 15, "the draft is the target"
+    target = tiny("llama")
+    out = triforce_tree.load(target, same, window=6, **small).generate(
+        prompt, max_new_tokens=24, do_sample=False
+    )
+    assert out.sequences[0, 60:].tolist() == greedy(target, prompt, 24)
+
+
+@pytest.mark.parametrize(
+    "places, reason",
+    [
+        ({"model.layers.0": 0, "model.layers.1": 1}, r"spread over 0, 1 \(hf_device_map\)"),
+        ({"model": 0, "lm_head": "cpu"}, r"spread over 0, cpu \(hf_device_map\)"),
+        ({"": "disk"}, r"spread over disk \(hf_device_map\)"),
+    ],
+)
+def test_a_model_that_accelerate_spread(places: dict[str, Any], reason: str) -> None:
+    model = tiny("llama")
+    model.hf_device_map = places
+    with pytest.raises(UnsupportedModelError, match=rf"LlamaForCausalLM is {reason}.*without device_map"):
+        triforce_tree.load(model)
+
+
+def test_one_device_is_no_spread() -> None:
+    model = tiny("llama")
+    model.hf_device_map = {"": "cpu"}
+    assert HFModel(model).layers == 2
+
+
+def test_weights_without_data_or_elsewhere() -> None:
+    with torch.device("meta"):
+        empty = build("LlamaConfig", "LlamaForCausalLM", vocab_size=64, hidden_size=32, num_hidden_layers=1)
+    with pytest.raises(UnsupportedModelError, match=r"LlamaForCausalLM has weights without data"):
+        HFModel(empty)
+    part = tiny("llama")
+    part.lm_head.to("meta")
+    with pytest.raises(UnsupportedModelError, match=r"LlamaForCausalLM has weights without data"):
+        HFModel(part)
+
+
+def test_a_window_as_large_as_all_positions_is_none() -> None:
+    for window, narrow in ((2047, True), (2048, False), (4096, False)):
+        model = tiny("mistral", sliding_window=window)
+        assert HFModel(model).has_windows is narrow
+        if not narrow:
+            [new], _ = decoded(cycle_of(model, perturbed(model, 0.05), 3), [prompt_of(70)], [12])
+            assert new == greedy(model, prompt_of(70), 12)
+
+
+@pytest.mark.parametrize("arch, expected", [("sm_90", "grouped_mm"), ("sm_89", "batched_mm")])
+@pytest.mark.parametrize("before", ["grouped_mm", "eager"])
+def test_experts_on_a_gpu(arch: str, expected: str, before: str) -> None:
+    gpu = torch.device("cuda")
+    with told(KNOWN[arch]):
+        model = tiny("mixtral").bfloat16()
+        model.set_experts_implementation(before)
+        cycle_model._capturable_experts(model, gpu)
+        assert model.config._experts_implementation == expected
+        # torch's kernel of grouped products takes bf16 alone.
+        single = tiny("mixtral")
+        cycle_model._capturable_experts(single, gpu)
+        assert single.config._experts_implementation == "batched_mm"
+        # A model without experts refuses to be asked.
+        cycle_model._capturable_experts(tiny("llama-gqa"), gpu)
+
+
+@pytest.mark.parametrize("captures, expected", [(True, "grouped_mm"), (False, "batched_mm")])
+def test_experts_are_multiplied_in_a_form_that_can_be_captured(
+    captures: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cycle_model, "_grouped_products_capture", lambda device: captures)
+    target = tiny("mixtral")
+    assert target.config._experts_implementation == "grouped_mm"
+    draft = perturbed(target, 0.05)
+    cycle = cycle_of(target, draft, 3, retrieval_weight_bits=8)
+    for step in (cycle.full, cycle.middle, cycle.drafter.model):
+        assert step.model.config._experts_implementation == expected
+    assert target.config._experts_implementation == draft.config._experts_implementation == "grouped_mm"
+    [new], _ = decoded(cycle, [prompt_of(70)], [12])
+    assert new == greedy(target, prompt_of(70), 12)

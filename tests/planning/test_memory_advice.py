@@ -1,0 +1,171 @@
+"""What is done where host memory is short, and what a refusal advises, on described machines."""
+
+import re
+from dataclasses import replace
+
+import pytest
+from model_sizes import LLAMA_2_7B, LLAMA_2_13B, LLAMA_3_1_8B, LONG, STREAMED_13B
+
+from triforce_tree.config import HierarchyConfig
+from triforce_tree.planning.memory_map import GIB, Machine, Sizes
+from triforce_tree.planning.memory_plan import DoesNotFitError, MemoryPlan, plan
+
+# Beside a desktop: 23 of 24 GiB of the card are free, and the bus is PCIe 4.
+RTX_4090 = Machine(23 * GIB, 0, 25e9, 1e12, limit="NVIDIA GeForce RTX 4090")
+LLAMA_3_2_1B = int(2.6e9)
+
+
+def on_4090(
+    sizes: Sizes, host: float, prompt: int = LONG, given: dict[str, object] | None = None, new: int = 256
+) -> MemoryPlan:
+    config = HierarchyConfig.from_options(**{"offload": True, **(given or {})})
+    return plan(sizes, replace(RTX_4090, host=int(host * GIB)), config, given or (), 1, prompt, new)
+
+
+def test_a_7b_at_120k_runs_with_64_gb_of_host_memory() -> None:
+    """59.6 GiB, of which 6 are left to the system; all rows together take 60."""
+    made = on_4090(LLAMA_2_7B, 53.6)
+    assert made.fits
+    assert made.levels == 3
+    assert made.peak <= 23 * GIB
+    assert made.host_bytes <= 53.6 * GIB
+    assert made.device["resident rows"] + made.host["full rows"] >= 32 * LLAMA_2_7B.row * (LONG + 256)
+    assert made.pass_seconds == pytest.approx(made.host["full rows"] / 25e9)
+    # With room for the text that follows, too.
+    assert on_4090(LLAMA_2_7B, 53.6, new=1024).levels == 3
+
+
+def test_an_8b_at_120k_keeps_fine_chunks() -> None:
+    made = on_4090(replace(LLAMA_3_1_8B, draft=LLAMA_3_2_1B), 53.6)
+    assert (made.levels, made.config.retrieval.budget, made.config.retrieval.chunk) == (3, 4096, 8)
+    assert 0.5 < made.pass_seconds < 0.7
+
+
+def test_less_host_memory_means_a_coarser_or_smaller_level_1_and_none_in_the_end() -> None:
+    plans = [on_4090(LLAMA_2_7B, host) for host in (64, 58, 56, 55, 54.2, 53.6, 53.1, 52.2)]
+    assert all(made.fits for made in plans)
+    host = [made.host_bytes for made in plans]
+    assert host == sorted(host, reverse=True)
+    chosen = [made.config.retrieval for made in plans if made.levels == 3]
+    fine = [c.budget / c.chunk for c in chosen]
+    assert fine == sorted(fine, reverse=True)
+    assert [made.levels for made in plans] == [3] * 7 + [2]
+
+
+def test_options_of_level_1_keep_it() -> None:
+    assert on_4090(LLAMA_2_7B, 52.2).levels == 2
+    for name, value in (("budget", 1024), ("chunk", 64), ("gamma", 20), ("levels", 3)):
+        with pytest.raises(DoesNotFitError):
+            on_4090(LLAMA_2_7B, 52.2, given={name: value})
+
+
+def test_a_resident_last_layer_makes_up_for_its_computation() -> None:
+    made = on_4090(LLAMA_2_7B, 53.6)
+    assert made.offload is not None
+    assert made.offload.last_resident
+    assert made.offload.resident_bytes >= made.layer_bytes
+    # Neither a layer's rows nor hidden states are laid out for besides.
+    assert made.device["prefill"] < 0.4 * GIB
+    assert "hidden states of prefill" not in made.host
+    # Where level 1's memory does not hold them, they wait on the host.
+    small = on_4090(LLAMA_2_7B, 55, given={"budget": 1024, "chunk": 64})
+    assert small.offload is not None
+    assert small.offload.states_on_host == ("hidden states of prefill" in small.host)
+
+
+def test_a_shrinking_plan_never_asks_the_host_for_more_than_it_has() -> None:
+    made: MemoryPlan | None = on_4090(LLAMA_2_7B, 53.6)
+    said = []
+    while made is not None:
+        assert made.host_bytes <= made.machine.host
+        step = made.smaller()
+        made = step[0] if step else None
+        said += [step[1].split()[0]] if step else []
+    assert list(dict.fromkeys(said)) == ["ring", "budget"]
+
+
+def refusal(
+    sizes: Sizes, machine: Machine, given: dict[str, object] | None = None, batch: int = 1, prompt: int = LONG
+) -> str:
+    config = HierarchyConfig.from_options(**{"offload": True, **(given or {})})
+    with pytest.raises(DoesNotFitError) as caught:
+        plan(sizes, machine, config, given or (), batch, prompt, 256)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def machine(device: float, host: float, most_device: float = 0, most_host: float = 0) -> Machine:
+    sizes = [int(size * GIB) for size in (device, host, most_device, most_host)]
+    return Machine(
+        sizes[0], sizes[1], 25e9, 1e12, 0, "gpu_memory" if most_device else "RTX 4090",
+        "host_memory" if most_host else "the machine", sizes[2], sizes[3],
+    )  # fmt: skip
+
+
+def test_a_shortage_of_host_memory_names_what_is_needed_for_what() -> None:
+    said = refusal(LLAMA_2_7B, machine(23, 32))
+    found = re.match(
+        r"a prompt of 122880 tokens needs at least 5\d\.\d GiB of host memory \(full rows 5\d\.\d GiB.*\), "
+        r"but the machine leaves 32\.0 GiB; shorten the prompt to at most (\d+) tokens$",
+        said,
+    )
+    assert found, said
+    longest = int(found[1])
+    assert on_4090(LLAMA_2_7B, 32, longest).fits
+    with pytest.raises(DoesNotFitError):
+        on_4090(LLAMA_2_7B, 32, longest + 1024)
+    assert "weights 23.6 GiB" in refusal(STREAMED_13B, machine(24, 90))
+
+
+def test_more_is_advised_only_where_there_is_more() -> None:
+    short = machine(8, 512, most_device=23)
+    said = refusal(LLAMA_2_7B, short)
+    found = re.search(r'gpu_memory has 8.0 GiB; allow more of the device \(gpu_memory="(\d+)GiB"\), or', said)
+    assert found, said
+    config = HierarchyConfig.from_options(offload=True)
+    enough = int(found[1]) * GIB
+    assert plan(LLAMA_2_7B, replace(short, device=enough), config, (), 1, LONG, 256).fits
+    with pytest.raises(DoesNotFitError):
+        plan(LLAMA_2_7B, replace(short, device=enough - GIB), config, (), 1, LONG, 256)
+    assert "gpu_memory" not in refusal(LLAMA_2_7B, machine(8, 512))
+    said = refusal(LLAMA_2_7B, machine(23, 32, most_host=60))
+    assert 'host_memory leaves 32.0 GiB; allow more host memory (host_memory="53GiB"), or shorten' in said
+    assert "host_memory=" not in refusal(LLAMA_2_7B, machine(23, 32, most_host=48))
+    two = replace(machine(23, 32, most_host=60), ranks=2)
+    assert 'host_memory="106GiB"' in refusal(LLAMA_2_7B, two)
+
+
+def test_weights_that_do_not_fit_may_stay_on_the_host_where_that_has_room() -> None:
+    said = refusal(LLAMA_2_13B, machine(24, 512))
+    assert "weights 24.2 GiB" in said
+    assert said.endswith("; let the weights stay on the host too (offload_weights=True)")
+    assert planned_with_streamed_weights(64, LONG // 3).fits
+    said = refusal(LLAMA_2_13B, machine(24, 64))
+    found = re.search(r"; let the weights stay .*, and shorten the prompt to at most (\d+) tokens$", said)
+    assert found, said
+    assert planned_with_streamed_weights(64, int(found[1])).fits
+    assert refusal(LLAMA_2_13B, machine(24, 16)).endswith(
+        "use a smaller model, or a machine with more memory"
+    )
+
+
+def planned_with_streamed_weights(host: int, prompt: int) -> MemoryPlan:
+    config = HierarchyConfig.from_options(offload=True)
+    return plan(STREAMED_13B, machine(24, host), config, (), 1, prompt, 256)
+
+
+def test_options_that_stand_in_the_way_are_named() -> None:
+    said = refusal(LLAMA_2_7B, machine(23, 53.6), {"budget": 4096, "chunk": 8})
+    assert "; leave out budget=4096 and chunk=8, or shorten the prompt to at most" in said
+    assert "; leave out chunk=8, or" in refusal(LLAMA_2_7B, machine(23, 54.5), {"chunk": 8})
+    said = refusal(LLAMA_2_7B, machine(23, 52.2), {"levels": 3})
+    assert said.endswith("or set levels=2")
+
+
+def test_a_batch_may_be_too_many_texts() -> None:
+    said = refusal(LLAMA_3_1_8B, machine(23, 40), batch=8, prompt=65_536)
+    assert said.startswith("a batch of 8 texts, the longest prompt of 65536 tokens, needs")
+    found = re.search(r"take at most (\d) of the 8 texts at once", said)
+    assert found, said
+    config = HierarchyConfig.from_options(offload=True)
+    assert plan(LLAMA_3_1_8B, machine(23, 40), config, (), int(found[1]), 65_536, 256).fits

@@ -1,0 +1,301 @@
+"""The plan of the memory as a function of sizes: models of 7, 8 and 13 billion weights under several caps."""
+
+import pytest
+from families import perturbed, tiny
+from model_sizes import LLAMA_2_7B, LLAMA_2_13B, LLAMA_3_1_8B, LONG, STREAMED_13B
+
+from triforce_tree.config import HierarchyConfig, bytes_of
+from triforce_tree.decoding.program import DecodingProgram
+from triforce_tree.drafters.tree_model import TreeDrafter
+from triforce_tree.models.hf_model import HFModel
+from triforce_tree.planning.memory_map import GIB, Machine, Sizes, WindowedLayers, weights_fit
+from triforce_tree.planning.memory_plan import DoesNotFitError, MemoryPlan, plan
+
+LONGER = 524_288
+H200_BUS = 55e9
+
+
+def planned(
+    sizes: Sizes,
+    cap: float,
+    context: int,
+    given: dict[str, object] | None = None,
+    host: float = 512,
+    others: int = 0,
+    batch: int = 1,
+) -> MemoryPlan:
+    options = {"offload": True, **(given or {})}
+    machine = Machine(int(cap * GIB), int(host * GIB), H200_BUS, 4.4e12, others)
+    config = HierarchyConfig.from_options(**options)
+    return plan(sizes, machine, config, given or (), batch, context, 256)
+
+
+FITTING = [
+    (LLAMA_2_7B, 24, LONG),
+    (LLAMA_2_7B, 48, LONG),
+    (LLAMA_2_7B, 80, LONG),
+    (LLAMA_2_7B, 48, LONGER),
+    (LLAMA_3_1_8B, 24, LONG),
+    (LLAMA_3_1_8B, 24, LONGER),
+    (LLAMA_3_1_8B, 48, LONGER),
+    (LLAMA_2_13B, 48, LONG),
+    (STREAMED_13B, 24, LONG),
+    (STREAMED_13B, 16, LONG),
+]
+
+
+@pytest.mark.parametrize(("sizes", "cap", "context"), FITTING)
+def test_every_byte_has_its_place(sizes: Sizes, cap: float, context: int) -> None:
+    made = planned(sizes, cap, context)
+    assert sum(made.device.values()) == int(cap * GIB)
+    assert made.device["free"] >= 0.01 * cap * GIB
+    assert made.peak <= cap * GIB
+    assert made.offload is not None
+    # Whole rows of both places are those of the text, to a unit.
+    whole = sizes.layers * sizes.row * (context + 256)
+    split = made.device["resident rows"] + made.host["full rows"]
+    assert whole <= split <= whole + 64 * sizes.layers * sizes.row
+    assert made.offload.resident_bytes == made.device["resident rows"]
+    # No more than one piece is left over.
+    assert made.device["free"] <= 0.02 * cap * GIB + made.offload.piece_bytes or made.host["full rows"] == 0
+
+
+def test_a_7b_at_128k_on_24_gib_keeps_fine_chunks_and_gathers_many_tokens() -> None:
+    made = planned(LLAMA_2_7B, 24, LONG)
+    assert made.levels == 3
+    assert (made.config.retrieval.budget, made.config.retrieval.chunk) == (4096, 8)
+    assert 27 <= made.config.gamma <= 50
+    assert made.config.tree == "best-first:8,6,4"
+    assert 50 * GIB < made.host["full rows"] < 61 * GIB
+    assert made.pass_seconds == pytest.approx(made.host["full rows"] / H200_BUS)
+
+
+def test_more_memory_means_more_resident_rows_and_shorter_chains() -> None:
+    plans = [planned(LLAMA_2_7B, cap, LONG) for cap in (24, 48, 64, 80, 96)]
+    resident = [made.device["resident rows"] for made in plans]
+    assert resident == sorted(resident)
+    assert plans[-1].host["full rows"] == 0
+    gammas = [made.config.gamma for made in plans]
+    assert gammas == sorted(gammas, reverse=True)
+    assert gammas[-1] < gammas[0]
+
+
+def test_what_is_given_stays() -> None:
+    given = {"budget": 2048, "chunk": 32, "gamma": 20, "tree": "chain:4", "prefill_chunk": 512}
+    made = planned(LLAMA_2_7B, 24, LONG, given)
+    own = made.config.as_options()
+    assert {name: own[name] for name in given} == given
+    assert planned(LLAMA_2_7B, 24, LONG, {"levels": 1}).device["chunk means"] == 0
+    odd = planned(LLAMA_2_7B, 24, LONG, {"budget": 3 * 7 * 64, "chunk": 21})
+    assert odd.config.retrieval.chunk == 21
+
+
+def test_where_memory_is_short_hidden_states_wait_on_the_host_and_chunks_grow_coarser() -> None:
+    roomy, short = planned(LLAMA_3_1_8B, 48, LONGER), planned(LLAMA_3_1_8B, 22, LONGER)
+    assert roomy.offload is not None
+    assert short.offload is not None
+    assert not roomy.offload.states_on_host
+    assert short.offload.states_on_host
+    assert short.host["hidden states of prefill"] == LONGER * 4096 * 2
+    assert short.config.retrieval.chunk > roomy.config.retrieval.chunk
+    assert planned(LLAMA_2_7B, 17, LONG).offload is not None
+
+
+def test_other_tensors_and_batches_take_from_the_resident_rows() -> None:
+    alone = planned(LLAMA_2_7B, 48, LONG)
+    beside = planned(LLAMA_2_7B, 48, LONG, others=8 * GIB)
+    assert 7 * GIB < alone.device["resident rows"] - beside.device["resident rows"] < 9 * GIB
+    two = planned(LLAMA_2_7B, 48, LONG // 2, batch=2)
+    assert two.host["full rows"] == pytest.approx(alone.host["full rows"], rel=0.3)
+
+
+def test_auto_stays_on_the_device_where_everything_fits() -> None:
+    machine = Machine(80 * GIB, 512 * GIB, H200_BUS, 4.4e12)
+    config = HierarchyConfig.from_options(offload="auto")
+    small = plan(LLAMA_3_1_8B, machine, config, (), 1, LONG, 256)
+    assert small.offload is None
+    assert small.host_bytes == 0
+    assert sum(small.device.values()) == machine.device
+    assert small.config == config
+    smaller = Machine(72 * GIB, 512 * GIB, H200_BUS, 4.4e12)
+    assert plan(LLAMA_2_7B, smaller, config, (), 1, LONG, 256).offload is not None
+
+
+def test_streamed_weights_take_slots_and_a_copy_of_few_bits() -> None:
+    made = planned(STREAMED_13B, 24, LONG)
+    assert (made.levels, made.config.retrieval_weight_bits, made.config.retrieval.budget) == (3, 8, 4096)
+    assert made.device["weights"] == STREAMED_13B.weights - STREAMED_13B.streamed < GIB
+    assert made.device["weight slots"] == STREAMED_13B.slots
+    assert made.device["low-bit weights"] == STREAMED_13B.streamed // 2
+    assert made.host["weights"] == STREAMED_13B.streamed
+    # The host's room counts what is locked already; a progress bar counts what is still to come.
+    assert made.coming_bytes == made.host["full rows"]
+    crossing = made.host["full rows"] + made.host["weights"]
+    assert made.pass_seconds == pytest.approx(crossing / H200_BUS)
+    assert made.weight_seconds == pytest.approx(STREAMED_13B.streamed / H200_BUS)
+    told = made.as_dict()
+    assert told["pass_weights_gib"] == pytest.approx(23.6, abs=0.1)
+    assert told["pass_weights_ms"] == pytest.approx(461, abs=1)
+    assert told["options"]["retrieval_weight_bits"] == 8
+    assert made.with_resident(0).host["weights"] == made.host["weights"]
+
+
+def test_bits_of_level_one_are_those_that_fit_or_are_given() -> None:
+    assert planned(STREAMED_13B, 16, LONG).config.retrieval_weight_bits == 4
+    four = planned(STREAMED_13B, 24, LONG, {"retrieval_weight_bits": 4})
+    assert four.config.retrieval_weight_bits == 4
+    # A byte more for every 64 weights: their scales.
+    assert four.device["low-bit weights"] == STREAMED_13B.streamed // 4 + STREAMED_13B.streamed // 128
+    for levels in (1, 2):
+        made = planned(STREAMED_13B, 24, LONG, {"levels": levels})
+        assert made.config.retrieval_weight_bits == 16
+        assert made.device["low-bit weights"] == 0
+    assert planned(LLAMA_2_13B, 48, LONG).config.retrieval_weight_bits == 16
+    with pytest.raises(
+        ValueError, match="retrieval_weight_bits=16 lets level 1 use the target's own weights"
+    ):
+        planned(STREAMED_13B, 24, LONG, {"retrieval_weight_bits": 16})
+    with pytest.raises(DoesNotFitError, match=r"; leave out retrieval_weight_bits=8, or shorten"):
+        planned(STREAMED_13B, 16, LONG, {"retrieval_weight_bits": 8})
+
+
+def test_auto_streams_weights_that_do_not_fit_and_keeps_the_cycle_for_it() -> None:
+    assert weights_fit(LLAMA_2_7B.weights, 24 * GIB)
+    assert weights_fit(LLAMA_2_13B.weights, 32 * GIB)
+    assert not weights_fit(LLAMA_2_13B.weights, 24 * GIB)
+    # Neither is a device that holds the weights and nothing else of any use.
+    assert not weights_fit(LLAMA_2_13B.weights, LLAMA_2_13B.weights)
+    machine = Machine(80 * GIB, 512 * GIB, H200_BUS, 4.4e12)
+    config = HierarchyConfig.from_options(offload="auto")
+    made = plan(STREAMED_13B, machine, config, (), 1, 4096, 256)
+    assert made.offload is not None
+    assert made.host["full rows"] == 0
+
+
+def test_a_streamed_plan_gives_up_bits_before_the_budget() -> None:
+    made: MemoryPlan | None = planned(STREAMED_13B, 24, LONG)
+    said = []
+    while made is not None:
+        step = made.smaller()
+        made = step[0] if step else None
+        said += [step[1].split()[0]] if step else []
+    assert list(dict.fromkeys(said)) == ["resident", "ring", "retrieval_weight_bits", "budget"]
+
+
+def test_a_plan_shrinks_step_by_step_and_ends() -> None:
+    made: MemoryPlan | None = planned(LLAMA_2_7B, 48, LONG)
+    said = []
+    peaks = []
+    while made is not None:
+        assert made.offload is not None
+        peaks.append((made.offload.resident_bytes, made.offload.buffers, made.config.retrieval.budget))
+        step = made.smaller()
+        made = step[0] if step else None
+        said += [step[1].split()[0]] if step else []
+    assert list(dict.fromkeys(said)) == ["resident", "ring", "budget"]
+    assert peaks == sorted(peaks, reverse=True)
+    assert len(said) < 40
+
+
+def test_json_names_the_map() -> None:
+    made = planned(LLAMA_2_7B, 24, LONG).as_dict()
+    assert made["offloaded"] is True
+    assert sum(made["device_gib"].values()) == pytest.approx(24)
+    assert made["options"]["budget"] == 4096
+
+
+def test_the_map_is_what_a_cycle_takes() -> None:
+    target = tiny("llama-gqa")
+    models = HFModel(target), HFModel(perturbed(target, 0.1))
+    options = {"budget": 64, "chunk": 4, "recent": 16, "gamma": 8, "levels": 3}
+    config = HierarchyConfig.from_options(offload=True, **options)
+    sizes = Sizes.of(*models, config)
+    tensors = [*target.parameters(), *target.buffers()]
+    assert sizes.weights == sum(t.nbytes for t in tensors)
+    machine = Machine(GIB, GIB, H200_BUS, 4.4e12)
+    made = plan(sizes, machine, config, options, 2, 300, 84).with_resident(40_000)
+    drafter = TreeDrafter(models[1], made.config)
+    cycle = DecodingProgram(models[0], drafter, made.config, 2, 384, 3, made.offload)
+    own = cycle.offloaded
+    assert own is not None
+    assert own.means is not None
+    assert own.store.kv.nbytes == made.device["level 1: chunks and window"]
+    place = own.means[..., 0].numel() * 4
+    assert own.means.nbytes + place == made.device["chunk means"]
+    assert sum(buffer.nbytes for buffer in own.host.ring.buffers) == made.device["ring"]
+    assert own.host.resident_bytes <= made.device["resident rows"]
+    whole = made.device["resident rows"] + made.host["full rows"]
+    assert own.host.resident_bytes + own.host.host_bytes == whole
+    cycle.close()
+
+
+@pytest.mark.parametrize("prompt", [60, 300])
+def test_the_map_of_layers_with_windows(prompt: int) -> None:
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    target = tiny("gemma3", num_hidden_layers=3, layer_types=kinds, sliding_window=100)
+    models = HFModel(target), HFModel(perturbed(target, 0.1))
+    options = {"budget": 64, "chunk": 4, "recent": 16, "gamma": 8, "levels": 2}
+    config = HierarchyConfig.from_options(offload=True, **options)
+    sizes = Sizes.of(*models, config)
+    assert sizes.windowed == (WindowedLayers(2, 100, 128),)
+    assert (sizes.whole_layers, sizes.row) == (1, 128)
+    machine = Machine(GIB, GIB, H200_BUS, 4.4e12)
+    made = plan(sizes, machine, config, options, 2, prompt, 84).with_resident(20_000)
+    drafter = TreeDrafter(models[1], made.config)
+    cycle = DecodingProgram(models[0], drafter, made.config, 2, prompt + 84, 2, made.offload)
+    own = cycle.offloaded
+    assert own is not None
+    assert own.store.kv.nbytes == made.device["level 1: chunks and window"]
+    whole = made.device["resident rows"] + made.host["full rows"]
+    assert own.host.resident_bytes + own.host.host_bytes == whole
+    ringed = sum(group.kv.nbytes for group in own.rings.groups)
+    # Without a ring slots come by pages of another size.
+    slack = sum(len(group.layers) * 128 * 64 * 2 for group in own.rings.groups if not group.ring)
+    assert 0 <= made.device["layers with windows"] - ringed + slack <= 2 * slack
+    cycle.close()
+
+
+@pytest.mark.parametrize("name", ["gpu_memory", "host_memory"])
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("24GiB", 24 << 30),
+        ("1.5 GiB", 3 << 29),
+        ("24GB", 24 * 10**9),
+        ("16g", 16 * 10**9),
+        (1 << 20, 1 << 20),
+    ],
+)
+def test_sizes_of_memory(text: str | int, size: int, name: str) -> None:
+    assert bytes_of(text) == size
+    config = HierarchyConfig.from_options(**{name: text})
+    assert getattr(config, name.replace("memory", "bytes")) == size
+    assert config.offloads == "auto"
+
+
+@pytest.mark.parametrize(
+    ("text", "remedy"),
+    [
+        *(
+            (text, "is no size of memory; write it like 24GiB")
+            for text in ("", "much", "0", "-1GiB", True, "24XB")
+        ),
+        (24, "24 is less than 1 MiB; write 24GiB"),
+        ("48", "'48' is less than 1 MiB; write 48GiB"),
+        ("24000", "'24000' is less than 1 MiB; write 24GiB"),
+        ("1000K", "'1000K' is less than 1 MiB; write 1000GiB"),
+    ],
+)
+@pytest.mark.parametrize("name", ["gpu_memory", "host_memory"])
+def test_what_is_no_size(text: str | int, remedy: str, name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}=.*{remedy}"):
+        HierarchyConfig.from_options(**{name: text})
+
+
+def test_options_that_contradict_each_other() -> None:
+    with pytest.raises(ValueError, match="offload='yes' must be"):
+        HierarchyConfig(offload="yes")
+    with pytest.raises(ValueError, match="offload=False asks for none"):
+        HierarchyConfig(offload=False, gpu_memory="24GiB")
+    with pytest.raises(ValueError, match="host_memory='24GiB' bounds an offloaded cache, and offload=False"):
+        HierarchyConfig(offload=False, host_memory="24GiB")

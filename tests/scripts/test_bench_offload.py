@@ -1,0 +1,135 @@
+"""The benchmarks of the offloaded cache with tiny models on the CPU: rows, going on, tables, projection."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from triforce_tree.planning.memory_map import HostRate
+
+# The format that all results of offloading have.
+COLUMNS = {
+    "shape", "batch", "context", "temperature", "ms_per_token", "baseline", "baseline_ms_per_token",
+    "speedup", "roof_ms", "acceptance", "mean_accepted_length", "repeated_8grams", "gpu_memory_cap_gib",
+    "peak_gpu_gib",
+    "host_gib", "pcie_gbps", "prefill_seconds",
+}  # fmt: skip
+
+
+def test_parts_are_measured_once_and_fill_the_tables(
+    script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--tiny", "--out", str(tmp_path), "--prompts", "1", "--part", "resident", "prefill"]
+    measure, tables = script("benchmarks.offload.run").main, script("benchmarks.offload.tables")
+    measure(words)
+    capsys.readouterr()
+    file = tmp_path / tables.FILE
+    first = json.loads(file.read_text())
+    greedy, sampled = [row for row in first["rows"] if row["part"] == "resident"]
+    assert greedy.keys() >= COLUMNS
+    assert (greedy["temperature"], sampled["temperature"]) == (0.0, 0.6)
+    assert greedy["exact"] == {"compared": 4, "partings": 0}
+    assert 0 < greedy["resident_gib"] <= greedy["host_gib"] * 1.2
+    [feeding] = [row for row in first["rows"] if row["part"] == "prefill"]
+    assert feeding["prefill_ratio"] == pytest.approx(
+        feeding["prefill_seconds"] / feeding["on_chip_prefill_seconds"], rel=1e-2
+    )
+    kept = (tmp_path / "offload_h200.resident.jsonl").read_text()
+    measure(words)
+    assert (tmp_path / "offload_h200.resident.jsonl").read_text() == kept, "nothing is measured twice"
+    assert json.loads(file.read_text())["rows"] == first["rows"]
+    made = {name: table.make(first) for name, table in tables.TABLES.items() if table.file == tables.FILE}
+    assert "| 1 x 480 | 3.33333 | 0.0 | 33 % | 0 | **" in made["offload_headline"]
+    assert "| resident rows | 0.00 |" in made["offload_memory"] or "measured peak" in made["offload_memory"]
+    assert made["offload_prefill"].startswith("| model | tokens | on the device, s | offloaded, s | ratio |")
+    empty = {"rows": [], "parts": {}}
+    assert [tables.headline(empty), tables.memory(empty), tables.prefill(empty)] == [None] * 3
+
+
+def test_streamed_weights_are_counted_on_the_bus(
+    script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert script("checks.offload_bits").main(["--tiny", "--part", "weights"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    [bits] = [line for line in lines if line.get("what") == "bits"]
+    assert bits["identical"]
+    assert bits["same_tokens"]
+    words = ["--tiny", "--out", str(tmp_path), "--temperatures", "0", "--part", "13b"]
+    script("benchmarks.offload.run").main(words)
+    tables = script("benchmarks.offload.tables")
+    result = json.loads((tmp_path / tables.FILE).read_text())
+    [row] = result["rows"]
+    assert row["weights_on_host_gib"] == pytest.approx(row["memory_plan"]["pass_weights_gib"], rel=1e-3)
+    assert row["streamed_gib"] > row["weights_on_host_gib"]
+    assert row["exact"] == {"compared": 4, "partings": 0}
+    assert "inflated, weights on the host | 1 x 384" in tables.headline(result)
+    assert "| weights on the host | 0.1 |" in tables.memory(result)
+
+
+def test_attention_on_the_cpu_stands_beside_both_baselines(
+    script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bits, session = script("checks.offload_bits"), script("benchmarks.offload.session")
+    for module in (bits, session):
+        monkeypatch.setattr(module, "host_rate", lambda *_: HostRate(((1, 20e9), (48, 10e9))))
+    assert bits.main(["--tiny", "--part", "attention"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["repeated"] for line in lines if line.get("what") == "logits"] == [True, True]
+    [gained] = [line for line in lines if line.get("what") == "sum"]
+    assert gained["same_tokens"]
+    [attended] = [line for line in lines if line.get("what") == "attended"]
+    assert attended["cpu_gbps"] > 0
+    words = ["--tiny", "--out", str(tmp_path), "--temperatures", "0", "--prompts", "1"]
+    script("benchmarks.offload.run").main([*words, "--part", "host-attention"])
+    tables = script("benchmarks.offload.tables")
+    result = json.loads((tmp_path / tables.FILE).read_text())
+    [row] = result["rows"]
+    assert row.keys() >= COLUMNS
+    assert row["host_share"] == pytest.approx(row["memory_plan"]["split"]["host_share"], rel=1e-3)
+    assert row["cpu_gbps"] > 0
+    assert row["exact"] == {"compared": 8, "partings": 0}
+    assert "projection" not in row
+    streamed, own = row["baseline_ms_per_token"], row["attended_baseline_ms_per_token"]
+    assert row["baseline"] == "streamed autoregressive"
+    assert row["speedup"] == pytest.approx(streamed / row["ms_per_token"], rel=1e-2)
+    fastest = min(streamed, own) / row["ms_per_token"]
+    assert row["speedup_to_fastest_baseline"] == pytest.approx(fastest, rel=1e-2)
+    # Less of the rows crosses the bus.
+    assert row["streamed_gib"] == pytest.approx((1 - row["host_share"]) * row["host_gib"], rel=0.3)
+    headline = tables.headline(result)
+    assert "inflated, with attention on the CPU | 1 x 480" in headline
+    assert "| plain decoding with the CPU | speed-up to the faster of both |" in headline
+    ending = f"| {own:.0f} | **{row['speedup_to_fastest_baseline']:.1f}x** |"
+    assert headline.splitlines()[2].endswith(ending)
+    assert "with attention on the CPU | 0 |" in tables.levels(result)
+    # The table of those without the CPU is as it was.
+    alone = {k: v for k, v in row.items() if "attended" not in k and k != "host_share"}
+    assert "the CPU" not in tables.headline({**result, "rows": [alone]})
+
+
+def test_a_projection_stretches_each_time_by_what_it_waits_for(script: Any) -> None:
+    row = {"streamed_gib": 50e9 / 2**30, "tokens_per_pass": 20.0}
+    row |= {"pass_ms": 1100.0, "baseline_ms_per_token": 1010.0}
+    card = {"name": "half the bus, a quarter of the memory", "bus_gbps": 25.0, "read_gbps": 1000.0}
+    made = script("benchmarks.offload.rows").projection(row, 50.0, 4000.0, card)
+    # A second on the bus becomes two; what is beside it takes four times as long.
+    assert made["ms_per_token"] == pytest.approx((2000 + 4 * 100) / 20)
+    assert made["baseline_ms_per_token"] == pytest.approx(2000 + 4 * 10)
+
+
+def test_many_resident_pieces(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure, tables = script("benchmarks.offload.resident"), script("benchmarks.offload.tables")
+    file = tmp_path / tables.RESIDENT
+    monkeypatch.setattr(measure, "_PASSES", 2)
+    measure.main(["--tiny", "--out", str(file)])
+    result = json.loads(file.read_text())
+    assert result["same_bits"]
+    assert [(row["share"], row["together"]) for row in result["rows"]] == [
+        (share, together) for share in measure.SHARES for together in (1, 8)
+    ]
+    assert all(row["plain_ms"] > 0 and row["verify_ms"] > 0 for row in result["rows"])
+    assert result["rows"][0]["bus_ms"] > result["rows"][-1]["bus_ms"]
+    lines = tables.resident(result).splitlines()
+    assert [line[:7] for line in lines[2:5]] == ["| 50 % ", "| 80 % ", "| 95 % "]
+    assert "up to 8 pieces together" in lines[-1]

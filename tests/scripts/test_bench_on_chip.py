@@ -1,0 +1,129 @@
+"""What the benchmark `on_chip` computes apart from any model: prompts, settings, rows, tables."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from triforce_tree.config import HierarchyConfig
+from triforce_tree.trees.device_shapes import device_tree_shape
+from triforce_tree.trees.shapes import parse_shape
+
+
+def sample(method: str, ms: float, prompt: str = "prompt 1", temperature: float = 0.0) -> dict[str, Any]:
+    place = {"batch": 1, "context": 512, "new_tokens": 8, "temperature": temperature, "setting": {}}
+    made: dict[str, Any] = {**place, "method": method, "prompt": prompt, "sources": ["a"], "ms_per_token": ms}
+    if method == "triforce":
+        stage = {"ms": 2.0, "roof_ms": 1.0, "runs": 3.0}
+        made |= {
+            "roof_ms": 9.0, "tokens_per_pass": 5.0, "rounds_per_pass": 3.0, "pass_ms": 10.0,
+            "repeated_8grams": 0.1, "prefill_seconds": 1.0, "capture_seconds": 2.0, "peak_gib": 3.0,
+            "acceptance": {"retrieval": 0.7, "target": 0.9},
+            "mean_accepted_length": {"retrieval": 2.4, "target": 5.0},
+            "stages": {"grow": stage, "full": stage},
+        }  # fmt: skip
+    if method == "autoregressive":
+        made["exact"] = {"compared": 8, "ties": 1, "failures": 0, "partings": []}
+    return made
+
+
+def book(script: Any, folder: Path, **options: Any) -> Any:
+    settings = {
+        "shape": "llama-2-7b",
+        "options": {"gamma": 16, "retrieval_weight_bits": 8} | options,
+        "seed": 0,
+        "engine": "e",
+    }
+    rows = script("benchmarks.on_chip.rows").rows
+    return script("benchmarks.common.results").ResultsFile(
+        folder / "test.json", "7b", settings, rows, ["linear"]
+    )
+
+
+def test_the_faster_baseline_counts_and_medians_are_over_prompts(script: Any, tmp_path: Path) -> None:
+    written = book(script, tmp_path)
+    for number, ms in enumerate((2.0, 4.0, 3.0)):
+        written.add(sample("triforce", ms, f"prompt {number}"))
+        written.add(sample("autoregressive", 10.0 + number, f"prompt {number}"))
+    [row] = written.all["rows"]
+    assert (row["ms_per_token"], row["baseline"], row["speedup"]) == (3.0, "autoregressive", 3.667)
+    written.add(sample("transformers-static", 9.0))
+    [row] = json.loads((tmp_path / "test.json").read_text())["rows"]
+    assert (row["baseline"], row["baseline_ms_per_token"], row["speedup"]) == (
+        "transformers-static",
+        9.0,
+        3.0,
+    )
+    assert row["exact"] == {"compared": 24, "ties": 3, "failures": 0}
+    assert (row["prompts"], row["ms_per_token_p20"], row["ms_per_token_p80"]) == (3, 2.4, 3.6)
+
+
+def test_a_greedy_rival_serves_every_temperature_and_plain_decoding_its_own(
+    script: Any, tmp_path: Path
+) -> None:
+    written = book(script, tmp_path)
+    for one in (("triforce", 2.0), ("autoregressive", 8.0), ("transformers-static", 20.0)):
+        written.add(sample(*one))
+    written.add(sample("triforce", 3.0, temperature=0.6))
+    sampled = written.all["rows"][1]
+    assert sampled["baselines"].keys() == {"transformers-static"}
+    assert sampled["baselines"]["transformers-static"]["temperature"] == 0.0
+
+
+def test_a_part_goes_on_with_its_own_settings_only(script: Any, tmp_path: Path) -> None:
+    book(script, tmp_path).add(sample("triforce", 2.0))
+    assert book(script, tmp_path).find(method="triforce") is not None
+    assert book(script, tmp_path, gamma=8).find(method="triforce") is None
+
+
+def test_tables_from_rows(script: Any, tmp_path: Path) -> None:
+    tables = script("benchmarks.on_chip.tables")
+    written = book(script, tmp_path)
+    written.mine["read_bandwidth"] = 4.4e12
+    written.add(sample("triforce", 2.0))
+    written.add(sample("autoregressive", 10.0))
+    made = {name.removeprefix("on_chip_"): table.make(written.all) for name, table in tables.TABLES.items()}
+    assert "| llama-2-7b inflated | 1 x 1 x 512 | 0 | **2.00** | 10.00 (90 %) |" in made["headline"]
+    assert "| 0: draft grows a tree | 3.00 | 2.00 | 1.00 | 50 % | 60 % |" in made["levels"]
+    assert made["lengths"] is None
+    assert made["headline"].endswith("File: `docs/results/on_chip_h200.json`.\n"), "measured on this code"
+    written.all["parts"]["7b"]["code"] = {"linear": "another"}
+    assert "; code under it has changed since)." in tables.TABLES["on_chip_headline"].make(written.all)
+
+
+def test_texts_are_read_as_rings(script: Any) -> None:
+    prompts = script("benchmarks.common.texts")
+    assert prompts.cut([1, 2, 3, 4], 6, 3) == [3, 4, 1]
+    code = 'def f(a, *, b=1):\n    """' + "word " * 20 + '"""\n\n\ndef g():\n    """Short."""\n'
+    assert prompts.docstrings(code).startswith("f(a, *, b=1)\n\n   word word")
+    assert "Short" not in prompts.docstrings(code)
+    assert prompts.docstrings("not Python (") == ""
+
+
+def test_settings_from_the_command_line(script: Any) -> None:
+    command = script("benchmarks.on_chip.run")
+    words = ["--part", "ablations-7b", "--only", "tree", "--set", "gamma=8", "rounds=none", "tree=chain:4"]
+    args = command.parser().parse_args(words)
+    [(name, plan)] = command.plans(args)
+    assert name == "ablations-7b"
+    assert [plan.options[k] for k in ("gamma", "rounds", "tree")] == [8, None, "chain:4"]
+    assert {k for change in plan.ablations for k in change} == {"tree"}
+    assert {} in plan.ablations
+    for change in command.ABLATIONS:
+        config = HierarchyConfig.from_options(**(command.DEFAULTS | change))
+        shape = device_tree_shape(parse_shape(config.tree))
+        assert shape.widths, change
+    for part in command.PARTS.values():
+        assert part.full.tiny().shape not in ("llama-2-7b", "llama-3.1-8b")
+
+
+def test_no_step_begins_that_would_not_end(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    deadline = script("benchmarks.common.deadline")
+    now = [0.0]
+    monkeypatch.setattr(deadline.time, "perf_counter", lambda: now[0])
+    done = []
+    for step in deadline.Deadline(100.0).steps(range(10)):
+        done.append(step)
+        now[0] += 30.0
+    assert done == [0, 1, 2]

@@ -1,0 +1,78 @@
+"""Every kernel on every usual GPU, without one: a sample compiled here, all of it in the results file."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="compiles with Triton; install triton to run it")
+
+from triforce_tree.kernels.device import KNOWN
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def result() -> dict[str, Any]:
+    made: dict[str, Any] = json.loads((ROOT / "docs/results/kernels_by_arch.json").read_text())
+    return made
+
+
+@pytest.mark.slow
+def test_a_sample_compiles_within_every_limit(tmp_path: Path) -> None:
+    """In a process of its own, because this one has loaded Triton to be interpreted."""
+    plain = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "scripts.checks.kernels_by_arch", "--every", "101", "--jobs", "2"]
+    out = tmp_path / "sample.json"
+    made = subprocess.run(
+        [*command, "--out", str(out)], cwd=ROOT, env=plain | {"PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert made.returncode == 0, made.stdout + made.stderr
+    kernels = json.loads(out.read_text())["kernels"]
+    assert {kind["arch"] for kind in kernels} == set(KNOWN)
+    assert {"tree_attention_kernel", "linear_kernel"} <= {kind["kernel"] for kind in kernels}
+    assert not out.with_suffix(".part").exists()
+
+
+def test_the_results_are_of_the_tiles_that_are_chosen_now(script: Any, result: dict[str, Any]) -> None:
+    """After a change of a table or a limit: python -m scripts.checks.kernels_by_arch --out docs/..."""
+    digest = script("checks.kernel_variants").digest
+    assert result["choices"] == {arch: digest(device) for arch, device in KNOWN.items()}
+    assert {kind["arch"] for kind in result["kernels"]} == set(KNOWN)
+
+
+def test_the_results_are_within_every_limit(script: Any, result: dict[str, Any]) -> None:
+    checks = script("checks.kernels_by_arch")
+    assert list(checks.faults(list(checks.rows_of(result["kernels"])))) == []
+
+
+def test_faults_are_found(script: Any) -> None:
+    checks = script("checks.kernels_by_arch")
+
+    def faults(rows: list[dict[str, Any]]) -> list[str]:
+        """Those of the rows, which their summary must have as well."""
+        told = list(checks.faults(rows))
+        kept = list(checks.faults(list(checks.rows_of(checks.summary(rows)))))
+        assert [line.replace(", the largest:", ", v:") for line in kept] == told
+        return told
+
+    row = {
+        "kernel": "linear_kernel", "variant": "v", "arch": "sm_89", "shared_bytes": 101_376,
+        "limit_bytes": 101_376, "spill_bytes": 64,
+    }  # fmt: skip
+    assert faults([row]) == []
+    assert faults([row | {"shared_bytes": 101_377}]) == [
+        "sm_89, linear_kernel, v: 101,377 bytes of shared memory of 101,376"
+    ]
+    assert faults([row | {"spill_bytes": 1000}]) == [
+        "sm_89, linear_kernel, v: spills 1000 bytes, 64 are allowed"
+    ]
+    assert faults([row | {"serialized": True}]) == ["sm_89, linear_kernel, v: products wait for each other"]
+    broken = {"kernel": "linear_kernel", "variant": "v", "arch": "sm_89", "limit_bytes": 101_376}
+    broken["error"] = "sub.bf16x2 requires sm_90"
+    assert faults([broken]) == ["sm_89, linear_kernel, v: sub.bf16x2 requires sm_90"]

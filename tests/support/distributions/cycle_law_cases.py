@@ -1,0 +1,107 @@
+"""Batches of equal prompts through the device cycle, and how far their texts are from the target's law.
+
+A thousand and more copies of one prompt are decoded side by side with draws of their own, and the joint law
+of their first three tokens is compared with the target's, computed from plain forwards. Draft and target are
+strangers, and the retrieval cache is a small part of the prompt.
+"""
+
+from collections import Counter
+from functools import cache
+
+import pytest
+import torch
+from batched_ops import prefill_alike, use_batched_ops
+from cycle_cases import cycle_of, decoded
+from enumeration import chi_square_p
+from families import prompt_of, tiny
+from torch import Tensor
+from transformers import (
+    LogitsProcessorList,
+    PreTrainedModel,
+    TemperatureLogitsWarper,
+)
+
+from triforce_tree.decoding.program import DecodingProgram
+from triforce_tree.runtime.stats import LevelStats
+from triforce_tree.verify.sampling import ProbsFromLogits
+
+VOCABULARY, TOKENS, BATCH = 5, 3, 1500
+PROMPT = prompt_of(41, VOCABULARY)
+SOUND, FAULTY = 1e-4, 1e-6
+
+Warpers = tuple[object, ...]
+PLAIN: Warpers = (TemperatureLogitsWarper(1.0),)
+# levels, options
+CYCLES: dict[str, tuple[int, dict[str, object]]] = {
+    "plain": (1, {}),
+    "live tree": (2, {"tree": "best-first:3,2"}),
+    "hierarchy, runner-ups": (3, {"tree": "best-first:3,2", "runner_ups": True}),
+    "hierarchy, chain": (3, {"tree": "chain:1", "runner_ups": True}),
+}
+SMALL = {"gamma": 3, "rounds": 2, "budget": 8, "chunk": 2, "recent": 4, "sinks": 1, "window": 8}
+
+
+@cache
+def target() -> PreTrainedModel:
+    return stranger(seed=0)
+
+
+@cache
+def stranger(seed: int) -> PreTrainedModel:
+    return tiny(
+        "llama",
+        seed,
+        vocab_size=VOCABULARY,
+        num_hidden_layers=1,
+        hidden_size=16,
+        intermediate_size=32,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        initializer_range=0.5,
+    )
+
+
+def token_law(warpers: Warpers) -> ProbsFromLogits:
+    return ProbsFromLogits(LogitsProcessorList(warpers))
+
+
+@cache
+def prepared(name: str) -> DecodingProgram:
+    """A cycle that holds the prompt's rows, for all tests of its kind."""
+    levels, options = CYCLES[name]
+    cycle = cycle_of(target(), stranger(3), levels, BATCH, room=64, **{**SMALL, **options})
+    with pytest.MonkeyPatch.context() as patch:
+        use_batched_ops(patch)
+        prefill_alike(cycle, PROMPT, patch)
+    return cycle
+
+
+@cache
+@torch.no_grad()
+def _logits(prompt: tuple[int, ...]) -> list[Tensor]:
+    """``[V^n, V]`` for n = 0, 1, 2 tokens after the prompt."""
+    result = []
+    for n in range(TOKENS):
+        more = torch.cartesian_prod(*[torch.arange(VOCABULARY)] * n).view(-1, n) if n else torch.empty(1, 0)
+        texts = torch.cat([torch.tensor(prompt).expand(VOCABULARY**n, -1), more.long()], 1)
+        result.append(target()(texts, use_cache=False).logits[:, -1])
+    return result
+
+
+def exact_law(warpers: Warpers, prompt: tuple[int, ...] = tuple(PROMPT)) -> dict[tuple[int, ...], float]:
+    """The target's joint law of the next ``TOKENS`` tokens."""
+    law = token_law(warpers)
+    joint = torch.ones(1, dtype=torch.float64)
+    for logits in _logits(prompt):
+        joint = (joint[:, None] * law.scores(logits, list).double().softmax(-1)).flatten()
+    places = torch.cartesian_prod(*[torch.arange(VOCABULARY)] * TOKENS).tolist()
+    return {tuple(tokens): chance for tokens, chance in zip(places, joint.tolist(), strict=True) if chance}
+
+
+def sampled(name: str, warpers: Warpers = PLAIN, seed: int = 0) -> tuple[float, list[LevelStats]]:
+    """p-value of one batch's joint law of ``TOKENS`` tokens, 0 if something impossible came; statistics."""
+    cycle = prepared(name)
+    texts, decoder = decoded(cycle, [PROMPT] * BATCH, [TOKENS] * BATCH, token_law(warpers), seed, again=True)
+    counts = Counter(tuple(text) for text in texts)
+    law = exact_law(warpers)
+    return 0.0 if counts.keys() - law.keys() else chi_square_p(counts, law), decoder.levels

@@ -1,0 +1,179 @@
+"""Generations that are small enough to enumerate, for the tests and for ``scripts/checks/check_laws.py``."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from enumeration import total_variation
+from families import perturbed, prompt_of
+from generation_laws import Generations, stranger, target_law
+from own_drafters import FixedSiblings, FixedThenDrawn, TableDraws
+from transformers import (
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from triforce_tree.drafters.base import Drafter
+from triforce_tree.drafters.prompt_lookup import PromptLookup
+from triforce_tree.verify.sampling import ProbsFromLogits
+
+
+@dataclass(frozen=True)
+class Case:
+    """One enumeration.
+
+    Attributes:
+        levels: 1, 2 or 3.
+        vocabulary: tokens.
+        tokens: new tokens.
+        passes: of level 2, see ``Generations.law``.
+        options: of ``HierarchyConfig``.
+        processors: of the logits.
+        layers: of the target.
+        plan: rounds of drafting before each pass of level 2; empty for those that the options say.
+        drafter: makes level 0; None for a model.
+        likeness: the draft is the target with weights off by so much of their size; None: a stranger.
+    """
+
+    levels: int
+    vocabulary: int
+    tokens: int
+    passes: int | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    processors: tuple[Any, ...] = ()
+    layers: int = 1
+    plan: tuple[int, ...] = ()
+    drafter: Callable[[], Drafter] | None = None
+    likeness: float | None = None
+
+    @property
+    def law(self) -> ProbsFromLogits:
+        return ProbsFromLogits(LogitsProcessorList(self.processors))
+
+    @property
+    def prompt(self) -> list[int]:
+        """Longer than every cache but the full one."""
+        return prompt_of(41, self.vocabulary)
+
+    def generations(self, device: str = "cpu", **how: Any) -> Generations:
+        """``how``: arguments of :class:`Generations` beside those of the case."""
+        target = stranger(self.vocabulary, 0, self.layers)
+        draft: Any
+        if self.drafter is not None:
+            draft = self.drafter()
+        elif self.likeness is None:
+            draft = stranger(self.vocabulary, 3).to(device)
+        else:
+            draft = perturbed(target, self.likeness).to(device)
+        return Generations(target.to(device), draft, self.levels, self.prompt, **{**self.options, **how})
+
+    def distance(self, generations: Generations) -> float:
+        """Total variation between what is generated and the target's own distribution."""
+        made = generations.law(self.law, self.tokens, self.passes, self.plan)
+        return total_variation(made, target_law(generations.target, self.law, self.prompt, self.tokens))
+
+
+def _chain(length: int) -> dict[str, Any]:
+    return {"tree": f"chain:{length}", "runner_ups": False}
+
+
+def _tree(shape: str) -> dict[str, Any]:
+    return {"tree": shape, "runner_ups": False}
+
+
+HOT, TOP_K, TOP_P = TemperatureLogitsWarper(1.5), TopKLogitsWarper(2), TopPLogitsWarper(0.8)
+PROCESSORS: dict[str, tuple[Any, ...]] = {
+    "cold": (TemperatureLogitsWarper(0.6),),
+    "top-k": (TemperatureLogitsWarper(1.3), TOP_K),
+    "top-p": (TOP_P,),
+    "all": (HOT, TopKLogitsWarper(3), TopPLogitsWarper(0.9)),
+}
+LEAVES, BOTH = {"runner_ups": True}, {"tree": "chain:1", "runner_ups": True}
+
+CASES: dict[str, Case] = {
+    "plain": Case(1, 3, 2),
+    # Level 0 below level 2: several passes, then single passes of larger trees.
+    "chain": Case(2, 3, 2, None, _chain(2)),
+    "chain, longer than needed": Case(2, 2, 3, None, _chain(3)),
+    "chain, four tokens": Case(2, 4, 1, None, _chain(2)),
+    "siblings": Case(2, 3, 2, None, _tree("static:2")),
+    "four siblings": Case(2, 4, 1, None, _tree("static:3")),
+    "static": Case(2, 3, 2, 1, _tree("static:0;1;0.0")),
+    "static, deep": Case(2, 2, 4, 1, _tree("static:0;1;0.0;0.1;1.0;0.0.0")),
+    "sequoia": Case(2, 3, 3, 1, _tree("sequoia:3x2")),
+    "live tree": Case(2, 3, 3, 1, _tree("best-first:2,2")),
+    "live tree, several passes": Case(2, 2, 3, None, _tree("best-first:2,2")),
+    "live tree, four tokens": Case(2, 4, 2, 1, _tree("best-first:2,1")),
+    # Level 1 between them.
+    "hierarchy": Case(3, 3, 2, None, {**_chain(1), "refresh": 1}),
+    "hierarchy, refresh 0": Case(3, 2, 3, 1, {**_chain(1), "refresh": 0, "rounds": 2}),
+    "hierarchy, refresh 2": Case(3, 2, 4, 1, {**_chain(1), "refresh": 2, "rounds": 3}),
+    "hierarchy, chain": Case(3, 2, 2, None, {**_chain(2), "refresh": 0}),
+    "hierarchy, siblings": Case(3, 3, 2, 1, _tree("static:0;1")),
+    "hierarchy, four tokens": Case(3, 4, 2, 1, _chain(1)),
+    "gamma 1": Case(3, 2, 2, None, {**_tree("static:0;1"), "gamma": 1}),
+    "gamma 1, two layers": Case(3, 2, 2, None, {**_chain(2), "gamma": 1}, layers=2),
+    # With the runner-up beside every token of the chain.
+    "runner-ups": Case(3, 3, 2, 1, {**BOTH}),
+    "runner-ups, two layers, refresh 0": Case(3, 2, 2, None, {**BOTH, "refresh": 0, "gamma": 2}, layers=2),
+    "runner-ups, two layers, refresh 2": Case(3, 2, 3, 1, {**BOTH, "refresh": 2, "rounds": 3}, layers=2),
+    "runner-ups, chain": Case(3, 2, 2, None, {"tree": "chain:2", "runner_ups": True, "gamma": 2}, layers=2),
+    "runner-ups, live tree": Case(3, 2, 3, 1, {"tree": "best-first:2,2", "runner_ups": True, "gamma": 2}),
+    "runner-ups, two rounds": Case(3, 2, 3, 1, {**BOTH, "refresh": 1, "rounds": 2}),
+    "gamma beyond the text": Case(3, 2, 2, 1, {**BOTH, "gamma": 4, "rounds": 2}),
+    # A draft that is often right, and a vocabulary of which few tokens are possible.
+    "fifty tokens": Case(
+        3,
+        50,
+        2,
+        1,
+        _tree("best-first:2,1"),
+        (TemperatureLogitsWarper(1.3), TopKLogitsWarper(3)),
+        likeness=0.1,
+    ),
+    # Passes of level 2 alone between those with drafts.
+    "drafting off and on": Case(2, 2, 4, None, _chain(1), plan=(1, 0, 1, 0)),
+    "hierarchy off and on": Case(3, 2, 3, None, {**BOTH, "gamma": 2}, plan=(0, 1, 0)),
+    # Drafters without a model.
+    "lookup": Case(2, 3, 3, drafter=partial(PromptLookup, 3)),
+    "lookup, short suffixes": Case(2, 2, 4, drafter=partial(PromptLookup, 2, 1)),
+    "lookup, hierarchy": Case(3, 3, 2, options={"runner_ups": False}, drafter=partial(PromptLookup, 2)),
+    "lookup, runner-ups": Case(
+        3, 3, 2, 1, {"runner_ups": True, "gamma": 2}, drafter=partial(PromptLookup, 1)
+    ),
+    "lookup, two rounds": Case(
+        3, 2, 3, 1, {"runner_ups": True, "rounds": 2, "refresh": 0}, drafter=partial(PromptLookup, 2)
+    ),
+    "lookup off and on": Case(2, 2, 4, plan=(1, 0, 1), drafter=partial(PromptLookup, 2)),
+    **{
+        f"{name}, {levels} levels": Case(
+            levels, 3, tokens, passes, {"runner_ups": False}, drafter=partial(kind, tree, 3)
+        )
+        for name, kind, tree in (
+            ("fixed siblings", FixedSiblings, "static:0;1;2;0.0;0.1;1.0"),
+            ("drawn by a table", TableDraws, "static:0;1;0.0"),
+            ("drawn below fixed", FixedThenDrawn, "static:0;1;0.0;0.1"),
+        )
+        for levels, tokens, passes in ((2, 3, 1), (3, 2, 1))
+    },
+    "fixed siblings, several passes": Case(2, 3, 3, drafter=partial(FixedSiblings, "static:0;1;0.0;0.1", 3)),
+    "fixed siblings, all": Case(
+        2, 4, 2, 1, {}, PROCESSORS["all"], drafter=partial(FixedSiblings, "static:0;1;2;0.0;0.1", 4)
+    ),
+    "drawn by a table, several passes": Case(2, 3, 2, drafter=partial(TableDraws, "static:2", 3)),
+    "drawn by a table, all": Case(
+        2, 4, 2, 1, {}, PROCESSORS["all"], drafter=partial(TableDraws, "static:0;1;0.0", 4)
+    ),
+    **{
+        f"{name}, {how}": Case(levels, 4 if how == "all" else 3, 2, 1, options, processors)
+        for how, processors in PROCESSORS.items()
+        for name, levels, options in (
+            ("live tree", 2, _tree("best-first:2,1")),
+            ("hierarchy", 3, _tree("static:0;1")),
+            ("runner-ups", 3, BOTH),
+        )
+    },
+}

@@ -1,0 +1,285 @@
+"""Problems for the tree-attention kernels, each with its definition in fp64.
+
+Used by the tests, which run them in Triton's interpreter on small shapes, and by
+``scripts/checks/tree_attention_check.py``, which runs all of them on a GPU. The gold here is
+written apart from ``kernels.reference``, so that the reference is under test too.
+"""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from triforce_tree.kernels.attention.configs import KernelConfig
+from triforce_tree.kernels.attention.plan import FLATTEN, Heads
+
+LAW = 2.0
+"""Largest error a kernel may have, in those of plain torch in the same dtype (flash-attention's law)."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem: a batch of token trees, each ``(prefix, tree size)``.
+
+    ``layout``: "heads" is storage ``[B, H_kv, S, D]``, "rows" is ``[B, S, H_kv, D]``, an integer is
+    a page size with one table per sequence, and ("view", chunk) one table per KV head;
+    ("cache", chunk) likewise, over a store ``[H_kv, S, D]``.
+    """
+
+    heads: Heads
+    trees: tuple[tuple[int, int], ...]
+    dtype: torch.dtype = torch.bfloat16
+    layout: str | int | tuple[str, int] = "heads"
+    order: str = "depth"
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    split: str = FLATTEN
+    config: KernelConfig | None = None
+
+    def __str__(self) -> str:
+        shape = f"{self.heads.query}/{self.heads.kv}x{self.heads.dim}"
+        extra = [
+            f"{name}={value}"
+            for name, value in [
+                ("window", self.window),
+                ("softcap", self.softcap),
+                ("sinks", self.sinks or None),
+                ("split", self.split if self.split != FLATTEN else None),
+            ]
+            if value is not None
+        ]
+        trees = "+".join(f"{length}:{size}" for length, size in self.trees)
+        return " ".join([shape, trees, str(self.dtype)[6:], str(self.layout), self.order, *extra])
+
+
+@dataclass
+class Problem:
+    """The tensors of a case; ``rows`` holds per sequence the logical K and V ``[H_kv, S, D]``."""
+
+    case: Case
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    masks: list[Tensor]
+    table: Tensor | None = None
+    first: Tensor | None = None
+    sinks: Tensor | None = None
+    rows: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    @property
+    def scale(self) -> float:
+        return self.case.heads.dim**-0.5
+
+
+def random_tree(size: int, order: str, rng: random.Random) -> tuple[Tensor, Tensor]:
+    """Ancestor mask bool ``[T, T]`` and depths ``[T]`` of a random tree, nodes in this order."""
+    children: list[list[int]] = [[] for _ in range(size)]
+    for node in range(1, size):
+        # Half of the nodes extend the newest path, so that trees are deep as well as wide.
+        children[node - 1 if rng.random() < 0.5 else rng.randrange(node)].append(node)
+    queue, walk = [0], []
+    while queue:
+        node = queue.pop(0 if order == "breadth" else -1)
+        walk.append(node)
+        queue.extend(children[node])
+    place = {node: at for at, node in enumerate(walk)}
+    mask, depths = torch.eye(size, dtype=torch.bool), torch.zeros(size, dtype=torch.int64)
+    for node in walk:
+        for child in children[node]:
+            mask[place[child]] |= mask[place[node]]
+            depths[place[child]] = depths[place[node]] + 1
+    return mask, depths
+
+
+def build(case: Case, device: str, seed: int = 0) -> Problem:
+    """Random tensors of a case; everything in storage that no row of it owns is NaN."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    heads, scale = case.heads, 1.0
+    total = sum(size for _, size in case.trees)
+    q = torch.randn(total, heads.query, heads.dim, device=device).mul_(scale).to(case.dtype)
+    masks, firsts, rows = [], [], []
+    for length, size in case.trees:
+        mask, depths = random_tree(size, case.order, rng)
+        if case.window is not None:
+            mask &= depths[:, None] - depths < case.window
+            firsts.append((length + depths - case.window + 1).clamp_(0, length))
+        masks.append(mask.to(device))
+        shape = (heads.kv, length + size, heads.dim)
+        rows.append(tuple(torch.randn(shape, device=device).to(case.dtype) for _ in range(2)))
+    k, v, table = _store(case, rows, rng, device)
+    return Problem(
+        case=case,
+        q=q,
+        k=k,
+        v=v,
+        masks=masks,
+        table=table,
+        first=torch.cat(firsts).to(device) if firsts else None,
+        sinks=torch.randn(heads.query, device=device) if case.sinks else None,
+        rows=rows,
+    )
+
+
+def _store(
+    case: Case, rows: list[tuple[Tensor, Tensor]], rng: random.Random, device: str
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    heads, batch = case.heads, len(rows)
+    longest = max(k.shape[1] for k, _ in rows) + 37
+    nan = float("nan")
+    if isinstance(case.layout, str):
+        shape = (batch, heads.kv, longest, heads.dim)
+        if case.layout == "rows":
+            shape = (batch, longest, heads.kv, heads.dim)
+        stores = [torch.full(shape, nan, dtype=case.dtype, device=device) for _ in range(2)]
+        views = [s.transpose(1, 2) if case.layout == "rows" else s for s in stores]
+        for sequence, pair in enumerate(rows):
+            for view, values in zip(views, pair, strict=True):
+                view[sequence, :, : values.shape[1]] = values
+        return views[0], views[1], None
+    per_head = isinstance(case.layout, tuple)
+    page = case.layout[1] if per_head else case.layout
+    pages = -(-longest // page)
+    tables = heads.kv if per_head else 1
+    order = list(range(batch * tables * pages + 3))
+    rng.shuffle(order)
+    table = torch.tensor(order[: batch * tables * pages], dtype=torch.int32, device=device)
+    table = table.view(batch, tables, pages)
+    shape = (len(order), page, heads.kv, heads.dim)
+    stores = [torch.full(shape, nan, dtype=case.dtype, device=device) for _ in range(2)]
+    if per_head and case.layout[0] == "cache":
+        shape = (heads.kv, len(order), page, heads.dim)
+        stores = [
+            torch.full(shape, nan, dtype=case.dtype, device=device).permute(1, 2, 0, 3) for _ in range(2)
+        ]
+    for sequence, pair in enumerate(rows):
+        for head in range(heads.kv):
+            at = torch.arange(pair[0].shape[1], device=device)
+            where = table[sequence, head if per_head else 0].long()[at // page]
+            for store, values in zip(stores, pair, strict=True):
+                store[where, at % page, head] = values[head]
+    return stores[0].transpose(1, 2), stores[1].transpose(1, 2), table if per_head else table[:, 0]
+
+
+def gold(problem: Problem, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    """Plain attention, one sequence and one head at a time, every step in ``dtype``.
+
+    Returns:
+        out ``[queries, H_q, D]`` and lse ``[queries, H_q]``.
+    """
+    heads, start = problem.case.heads, 0
+    outs, lses = [], []
+    for (k, v), mask in zip(problem.rows, problem.masks, strict=True):
+        size = mask.shape[0]
+        seen = torch.ones(size, k.shape[1], dtype=torch.bool, device=k.device)
+        seen[:, k.shape[1] - size :] = mask
+        if problem.first is not None:
+            first = problem.first[start : start + size]
+            seen &= torch.arange(k.shape[1], device=k.device) >= first[:, None]
+        per_head = []
+        for head in range(heads.query):
+            q = problem.q[start : start + size, head].to(dtype)
+            scores = q @ k[head // heads.group].to(dtype).T * problem.scale
+            if problem.case.softcap is not None:
+                scores = problem.case.softcap * torch.tanh(scores / problem.case.softcap)
+            scores = scores.masked_fill(~seen, -torch.inf)
+            if problem.sinks is not None:
+                sink = problem.sinks[head].to(dtype).expand(size, 1)
+                scores = torch.cat([scores, sink], 1)
+            weights = scores.softmax(1)[:, : k.shape[1]]
+            per_head.append((weights @ v[head // heads.group].to(dtype), scores.logsumexp(1)))
+        outs.append(torch.stack([out for out, _ in per_head], 1))
+        lses.append(torch.stack([lse for _, lse in per_head], 1))
+        start += size
+    return torch.cat(outs), torch.cat(lses)
+
+
+def error_ratio(out: Tensor, lse: Tensor, problem: Problem) -> float:
+    """Largest error of out and of lse over torch's in the same dtype; not a number counts as infinite.
+
+    At most ``LAW`` passes. Torch's error counts as no less than half a unit in the last place of
+    the largest value, because rounding an exact result costs that much.
+    """
+    ratio, pairs = 0.0, zip((out, lse), gold(problem), gold(problem, problem.case.dtype), strict=True)
+    for made, exact, plain in pairs:
+        floor = exact.abs().max().item() * torch.finfo(problem.case.dtype).eps / 2
+        ours, torchs = ((x.double() - exact).abs().max().item() for x in (made, plain))
+        ratio = max(ratio, ours / max(torchs, floor)) if ours == ours else float("inf")
+    # A log-sum-exp is fp32 whatever the dtype, so it has an absolute bound too.
+    return ratio if ours < 2e-3 else float("inf")
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Inside, ``torch.empty`` is full of NaN: what a kernel forgets to write shows."""
+    plain = torch.empty
+
+    def empty(*args, **kwargs):
+        made = plain(*args, **kwargs)
+        return made.fill_(float("nan")) if made.dtype.is_floating_point else made.fill_(2**30)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty", empty)
+        yield
+
+
+def run_case(case: Case, device: str, seed: int = 0) -> float:
+    """Build, plan, run and compare; the error ratio."""
+    from triforce_tree.kernels.attention.launch import run
+    from triforce_tree.kernels.attention.plan import plan_trees
+
+    problem = build(case, device, seed)
+    with poisoned_memory():
+        plan = plan_trees(
+            case.heads,
+            problem.masks,
+            [length for length, _ in case.trees],
+            device=device,
+            dtype=case.dtype,
+            split=case.split,
+            config=case.config,
+        )
+        out, lse = run(
+            problem.q,
+            problem.k,
+            problem.v,
+            plan,
+            scale=problem.scale,
+            table=problem.table,
+            first=problem.first,
+            softcap=case.softcap,
+            sinks=problem.sinks,
+        )
+    return error_ratio(out, lse, problem)
+
+
+def random_nodes(
+    rng: random.Random, levels: tuple[int, ...], sizes: tuple[int, ...]
+) -> tuple[list[tuple[int, int, int, int]], int]:
+    """Tree-shaped KV: ``levels[i]`` nodes of up to ``sizes[i]`` rows at depth i, a query a leaf."""
+    queries, nodes, row = levels[-1], [], 0
+    for count, size in zip(levels, sizes, strict=True):
+        cuts = [queries * i // count for i in range(count + 1)]
+        for first, last in pairwise(cuts):
+            if last > first:
+                rows = rng.randrange(size // 2, size + 1)
+                nodes.append((row, rows, first, last - first))
+                row += rows
+    return nodes, row
+
+
+def tree_mask(queries: int, tail: int, seed: int) -> Tensor:
+    """bool ``[T, N]``: ancestors in a random tree of the last T rows; every query sees those before."""
+    rng = random.Random(seed)
+    mask = torch.ones(queries, tail, dtype=torch.bool)
+    own = mask[:, tail - queries :]
+    own[:] = torch.eye(queries, dtype=torch.bool)
+    for node in range(1, queries):
+        own[node] |= own[rng.randrange(node)]
+    return mask

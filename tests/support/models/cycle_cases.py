@@ -1,0 +1,106 @@
+"""Small device cycles, and three texts whose greedy continuations are known."""
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from families import greedy, perturbed, prompt_of, tiny
+from transformers import PreTrainedModel
+
+from triforce_tree.config import HierarchyConfig
+from triforce_tree.decoding.loop import Decoder
+from triforce_tree.decoding.program import DecodingProgram
+from triforce_tree.decoding.stop_criteria import Ending
+from triforce_tree.drafters.tree_model import TreeDrafter
+from triforce_tree.models.hf_model import HFModel
+from triforce_tree.verify.sampling import ProbsFromLogits
+
+GREEDY = ProbsFromLogits(greedy=True)
+SAMPLED = ProbsFromLogits.at(0.8)
+SMALL = {
+    "gamma": 4,
+    "tree": "best-first:3,2,1",
+    "runner_ups": True,
+    "rounds": 2,
+    "budget": 24,
+    "chunk": 4,
+    "recent": 8,
+    "sinks": 2,
+    "window": 6,
+    "prefill_chunk": 16,
+}
+PROMPTS = [prompt_of(length) for length in (61, 43, 90)]
+NEW = [22, 17, 12]
+# Caches that hold every text of up to 127 tokens: chunk 0, one more and the recent window, and the draft's.
+EVERYTHING = {"budget": 96, "chunk": 32, "recent": 32, "window": 200}
+COVERED = [prompt_of(length) for length in (98, 101, 100)]
+
+model = cache(tiny)
+
+
+def cycle_of(
+    target: PreTrainedModel,
+    draft: PreTrainedModel | None,
+    levels: int,
+    batch: int = 1,
+    room: int = 150,
+    **options: object,
+) -> DecodingProgram:
+    """A cycle whose caches are far smaller than its texts."""
+    config = HierarchyConfig.from_options(**{**SMALL, **options})
+    small = None if draft is None or levels == 1 else TreeDrafter(HFModel(draft), config)
+    return DecodingProgram(HFModel(target), small, config, batch, room, levels)
+
+
+def decoded(
+    cycle: DecodingProgram,
+    prompts: Sequence[Sequence[int]],
+    endings: Sequence[Ending | int],
+    law: ProbsFromLogits = GREEDY,
+    seed: int = 0,
+    again: bool = False,
+) -> tuple[list[list[int]], Decoder]:
+    """Every text's new tokens, and the decoder; ``again``: the prompts' rows are in the cache."""
+    decoder = Decoder(cycle, law, seed)
+    if again:
+        cycle.rewind(prompts)
+    else:
+        decoder.prefill(prompts)
+    new: list[list[int]] = [[] for _ in prompts]
+    ends = [Ending(ending) if isinstance(ending, int) else ending for ending in endings]
+    for blocks in decoder.decode(prompts, ends):
+        for text, block in zip(new, blocks, strict=True):
+            text += block
+    return new, decoder
+
+
+@cache
+def draft_of(family: str) -> PreTrainedModel:
+    return perturbed(model(family), 0.05)
+
+
+@cache
+def _reference(target: PreTrainedModel, prompt: tuple[int, ...], new_tokens: int) -> list[int]:
+    return greedy(target, list(prompt), new_tokens, attention_mask=torch.ones(1, len(prompt)))
+
+
+def reference(target: PreTrainedModel, prompt: list[int], new_tokens: int) -> list[int]:
+    return _reference(target, tuple(prompt), new_tokens)
+
+
+def references(family: str = "llama-gqa", new: list[int] = NEW) -> list[list[int]]:
+    return [reference(model(family), p, n) for p, n in zip(PROMPTS, new, strict=True)]
+
+
+def exact(
+    levels: int, family: str = "llama-gqa", draft: PreTrainedModel | None = None, **options: object
+) -> Decoder:
+    """Check greedy equality of the batch; the decoder, for its statistics."""
+    cycle = cycle_of(model(family), draft or draft_of(family), levels, len(PROMPTS), **options)
+    new, decoder = decoded(cycle, PROMPTS, NEW)
+    assert new == references(family)
+    assert decoder.finish_reasons == ["length"] * len(PROMPTS)
+    # Without fixed rounds the controller may rightly fall back to plain decoding.
+    for level in decoder.levels[1:] if cycle.config.rounds is not None else ():
+        assert 0 < level.accepted < level.proposed, level
+    return decoder

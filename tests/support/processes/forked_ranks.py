@@ -1,0 +1,77 @@
+"""Scripts as several ranks that know each other, as torchrun starts them: forks of this process.
+
+    python tests/support/processes/forked_ranks.py < JOBS
+
+A job is a line of JSON: {"size": 2, "folder": "/tmp/x", "words": ["SCRIPT", "word"]}, or
+["-m", "MODULE", "word"]. What takes long to
+import is imported once for all; that starts no thread and asks for no GPU, neither of which would survive the
+fork. The folder receives what each rank wrote, as RANK.out and RANK.err, and their exit codes, as codes.json;
+then a line says "done".
+"""
+
+import gc
+import json
+import os
+import runpy
+import socket
+import sys
+import traceback
+from pathlib import Path
+
+from transformers import LlamaForCausalLM  # noqa: F401 - and all that transformers brings with a model
+
+from triforce_tree import api  # noqa: F401
+from triforce_tree.loading import inflate  # noqa: F401 - and nearly all else of the package
+
+
+def run(rank: int, size: int, port: int, folder: Path, words: list[str]) -> int:
+    """The exit code of the script, in a process of its own."""
+    for name, number in (("out", 1), ("err", 2)):
+        with (folder / f"{rank}.{name}").open("w") as file:
+            os.dup2(file.fileno(), number)
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": size}
+    ranks = {"RANK": rank, "LOCAL_RANK": rank}
+    os.environ.update({name: str(value) for name, value in {**place, **ranks}.items()})
+    module = words[0] == "-m"
+    sys.argv = words[1:] if module else words
+    sys.path[0] = str(Path(__file__).parents[3] if module else Path(words[0]).parent)
+    code = 0
+    try:
+        if module:
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as end:
+        code = int(end.code or 0)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code
+
+
+def main(size: int, folder: Path, words: list[str]) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    gc.freeze()
+    started = []
+    for rank in range(size):
+        if (process := os.fork()) == 0:
+            code = 1
+            try:
+                code = run(rank, size, port, folder, words)
+            finally:
+                os._exit(code)
+        started.append(process)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in started]
+    (folder / "codes.json").write_text(json.dumps(codes))
+
+
+if __name__ == "__main__":
+    while line := sys.stdin.readline():
+        job = json.loads(line)
+        main(job["size"], Path(job["folder"]), job["words"])
+        sys.stdout.write("done\n")
+        sys.stdout.flush()

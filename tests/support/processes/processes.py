@@ -1,0 +1,87 @@
+"""Several processes that know each other, as torchrun starts them."""
+
+import atexit
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parents[3]
+FORKED = Path(__file__).with_name("forked_ranks.py")
+# Seconds that processes may take on a busy machine; those that wait for each other for ever are ended.
+PATIENCE = 240
+
+
+class Ended(NamedTuple):
+    """What one rank left behind."""
+
+    code: int
+    out: str
+    err: str
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Of a process that finds the package and the tests' helpers, and keeps to one core."""
+    helpers = (str(folder) for folder in Path(__file__).parents[1].iterdir())
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join((str(ROOT), *helpers)),
+        "OMP_NUM_THREADS": "1",
+        **more,
+    }
+
+
+class _Launcher:
+    """A process that has imported what takes seconds, and forks for each job; see ``forked_ranks``."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", str(FORKED)],
+            env=environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        atexit.register(self.end)
+
+    def run(self, job: dict[str, Any]) -> str:
+        """The answer, or nothing where the launcher has ended."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(json.dumps(job), file=self._process.stdin, flush=True)
+        if not select.select([self._process.stdout], [], [], PATIENCE)[0]:
+            self.end()
+            raise TimeoutError(f"{job['words']} did not end in {PATIENCE} seconds")
+        return self._process.stdout.readline().strip()
+
+    def end(self) -> None:
+        """With all that it started."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        _launcher.cache_clear()
+
+
+@cache
+def _launcher() -> _Launcher:
+    return _Launcher()
+
+
+def ranks_of(words: Sequence[str], size: int = 2) -> list[Ended]:
+    """Run as many processes of ``python words...`` to their end; none is left behind."""
+    with tempfile.TemporaryDirectory() as folder:
+        answer = _launcher().run({"size": size, "folder": folder, "words": list(words)})
+        assert answer == "done", answer
+        wrote = Path(folder)
+        return [
+            Ended(code, (wrote / f"{rank}.out").read_text(), (wrote / f"{rank}.err").read_text())
+            for rank, code in enumerate(json.loads((wrote / "codes.json").read_text()))
+        ]

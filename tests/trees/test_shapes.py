@@ -1,0 +1,214 @@
+"""Shapes of trees: Sequoia and best-first against brute force, reading of names."""
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from triforce_tree.kernels import step
+from triforce_tree.kernels.step.draws import draw_tokens
+from triforce_tree.trees.shapes import (
+    DEFAULT_ACCEPTANCE,
+    BestFirst,
+    Ranks,
+    Static,
+    chain_shape,
+    expected_acceptances,
+    parse_shape,
+    sequoia,
+)
+
+ACCEPTANCE = [
+    [0.5, 0.13, 0.06, 0.04],
+    [0.9, 0.05],
+    [0.3, 0.3, 0.3],
+    [0.25],
+    [0.4, 0.35, 0.2, 0.05],
+]
+
+
+def forests(size: int, depth: int, width: int, rank: int = 0) -> Iterator[list[Ranks]]:
+    """All ways to hang ``size`` nodes below a node, from child ``rank`` on."""
+    if size == 0:
+        yield []
+        return
+    if depth == 0 or rank == width:
+        return
+    for own in range(1, size + 1):
+        for below in forests(own - 1, depth - 1, width):
+            for rest in forests(size - own, depth, width, rank + 1):
+                yield [(rank,), *((rank, *place) for place in below), *rest]
+
+
+def expectation(places: list[Ranks], acceptance: list[float]) -> float:
+    """Every node adds the chance that its whole path is accepted."""
+    total = 0.0
+    for place in places:
+        chance = 1.0
+        for rank in place:
+            chance *= acceptance[rank]
+        total += chance
+    return total
+
+
+@pytest.mark.parametrize("acceptance", ACCEPTANCE)
+@pytest.mark.parametrize(("size", "depth"), [(1, 1), (3, 2), (4, 4), (6, 2), (6, 3), (7, 4)])
+def test_sequoia_is_the_best_of_all_trees(acceptance: list[float], size: int, depth: int) -> None:
+    every = list(forests(size, depth, len(acceptance)))
+    if not every:
+        assert sequoia(acceptance, size, depth).size < size, "as many as there is room for"
+        return
+    best = max(expectation(places, acceptance) for places in every)
+    found = sequoia(acceptance, size, depth)
+    assert found.size == size
+    assert expected_acceptances(found, acceptance) == pytest.approx(best)
+
+
+def test_brute_force_knows_all_trees() -> None:
+    """Ordered forests of n nodes are counted by the Catalan numbers."""
+    assert [len(list(forests(n, n, n))) for n in range(1, 7)] == [1, 2, 5, 14, 42, 132]
+
+
+def test_sequoia_fills_what_depth_and_width_allow() -> None:
+    assert sequoia([0.5, 0.2], size=50, depth=2).size == 6
+
+
+def placed(laws: torch.Tensor, values: list[float], width: int) -> tuple[list[tuple[int, int]], torch.Tensor]:
+    """(frontier node, rank) of each new node, and their path probabilities; best tokens stand for draws."""
+    count = len(values)
+    draws, by_rank = draw_tokens(None, laws[None], width)
+    nodes = count + width
+    tokens, parents = torch.full((1, nodes), -1), torch.full((1, nodes), -1)
+    chances = torch.tensor([[*values, *[0.0] * width]])
+    words = torch.ones(1, nodes, 1, dtype=torch.int64)
+    ids = torch.zeros(1, width, dtype=torch.int64)
+    step.place_nodes(
+        tokens, parents, words, chances, ids, None, draws, by_rank, laws[None], None, 0, 0
+    )  # fmt: skip
+    made = [(int(parents[0, i]), int(tokens[0, i])) for i in range(count, nodes) if tokens[0, i] >= 0]
+    there = tokens[0, count:] >= 0
+    return [(node, draws[0, node].tolist().index(token)) for node, token in made], chances[0, count:][there]
+
+
+def grown(shape: BestFirst, law: torch.Tensor) -> list[Ranks]:
+    """The places that live growth reaches when every node has the same law."""
+    frontier: list[Ranks] = [()]
+    values, places = [1.0], []
+    for width in shape.widths:
+        pairs, chances = placed(law.repeat(len(frontier), 1), values, width)
+        frontier, values = [(*frontier[node], rank) for node, rank in pairs], chances.tolist()
+        places += frontier
+    return places
+
+
+@pytest.mark.parametrize("widths", [(3,), (2, 2), (3, 2, 1), (1, 3), (2, 3)])
+@pytest.mark.parametrize("acceptance", [a for a in ACCEPTANCE if sum(a) >= 0.9 or len(a) == 4])
+def test_best_first_is_optimal_when_acceptance_goes_by_rank(widths, acceptance) -> None:
+    law = torch.tensor([*acceptance, max(0.0, 1 - sum(acceptance)) / 2, 0.0])[: len(acceptance)]
+    law = law[torch.randperm(len(law))]
+    places = grown(BestFirst(widths), law)
+    sizes = [sum(len(place) == depth for place in places) for depth in range(1, len(widths) + 1)]
+    assert all(size <= width for size, width in zip(sizes, widths, strict=True))
+    rivals = (
+        expectation(rival, acceptance)
+        for rival in forests(len(places), len(widths), len(acceptance))
+        if [sum(len(p) == d for p in rival) for d in range(1, len(widths) + 1)] == sizes
+    )
+    assert expectation(places, acceptance) == pytest.approx(max(rivals))
+
+
+def test_best_first_prefers_sure_paths() -> None:
+    """A law that is certain gets the children; an uncertain one on an unlikely path gets none."""
+    laws = torch.tensor([[0.5, 0.3, 0.2], [0.98, 0.01, 0.01]])
+    assert placed(laws, [0.9, 0.1], 2)[0] == [(0, 0), (0, 1)]
+    assert placed(laws, [0.3, 0.7], 2)[0] == [(0, 0), (1, 0)]
+    assert len(placed(laws[:1], [1.0], 9)[0]) == 3, "never more than the vocabulary"
+
+
+def test_a_static_path_brings_prefixes_and_earlier_siblings() -> None:
+    shape = Static([[1, 2]])
+    assert shape.counts == {(): 2, (1,): 3}
+    assert shape.size == 5
+    assert chain_shape(3).counts == {(): 1, (0,): 1, (0, 0): 1}
+
+
+def test_names_of_shapes() -> None:
+    assert parse_shape("chain:4").counts == chain_shape(4).counts
+    assert parse_shape("best-first:6,5,4").widths == (6, 5, 4)
+    assert parse_shape("sequoia:16x4").size == 16
+    assert parse_shape("static:0;0.0;1").counts == {(): 2, (0,): 1}
+    shape = BestFirst([2])
+    assert parse_shape(shape) is shape
+
+
+BAD = [
+    "",
+    "chain",
+    "chain:0",
+    "chain:x",
+    "chain:-1",
+    "best-first:",
+    "best-first:3,0",
+    "sequoia:16",
+    "sequoia:0x4",
+]
+BAD += ["static:", "static:a", "bush:3", "sequoia:4x0", "static:-1"]
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_a_shape_that_cannot_be_read_is_named(text: str) -> None:
+    with pytest.raises(ValueError, match="tree="):
+        parse_shape(text)
+
+
+TOO_LARGE = ["best-first:100000,100000", "best-first:" + ",".join(["1"] * 129), "chain:129"]
+TOO_LARGE += [
+    "chain:1000000000000",
+    "sequoia:2000x50",
+    "sequoia:16x129",
+    "static:1024",
+    "static:999999999999",
+]
+TOO_LARGE += ["static:" + ".".join(["0"] * 100_000), "static:" + ";".join(f"{n}.600" for n in range(3))]
+
+
+@pytest.mark.parametrize("text", TOO_LARGE, ids=lambda text: text[:30])
+def test_a_shape_that_is_too_large_names_the_limit(text: str) -> None:
+    with pytest.raises(ValueError, match=r"tree=.* at most 1024 proposed tokens and 128 levels") as error:
+        parse_shape(text)
+    assert len(str(error.value)) < 300
+
+
+@pytest.mark.parametrize("tree", [5, None, ["chain:4"], {}])
+def test_what_is_no_shape_is_named(tree: object) -> None:
+    with pytest.raises(ValueError, match="neither a name like chain:4 nor a tree shape"):
+        parse_shape(tree)
+
+
+def test_the_largest_shapes_are_read() -> None:
+    assert parse_shape("chain:128").size == 128
+    assert parse_shape("static:1023").size == 1024
+    assert parse_shape("sequoia:1024x12").size == 1024
+    deepest = parse_shape("sequoia:300x128")
+    assert deepest.size == 300
+    assert expected_acceptances(deepest, DEFAULT_ACCEPTANCE) > expected_acceptances(
+        parse_shape("sequoia:300x5"), DEFAULT_ACCEPTANCE
+    )
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "size", "depth"),
+    [([0.5], 0, 1), ([0.5], 1, 0), ([], 1, 1), ([-0.1], 1, 1), ([0.9, 0.2], 1, 1)],
+)
+def test_sequoia_refuses_what_is_no_profile(acceptance, size, depth) -> None:
+    with pytest.raises(ValueError, match=r"size|acceptance"):
+        sequoia(acceptance, size, depth)
+
+
+def test_expected_acceptances_adds_up_paths() -> None:
+    shape = Static([[0, 0], [1]])
+    assert expected_acceptances(shape, [0.5, 0.2]) == pytest.approx(0.5 + 0.25 + 0.2)
+    for a, b in itertools.pairwise([2, 4, 8, 16]):
+        first, second = (expected_acceptances(sequoia(ACCEPTANCE[0], n, 4), ACCEPTANCE[0]) for n in (a, b))
+        assert first < second

@@ -1,0 +1,71 @@
+"""A meter decodes the target's text behind any place of a prompt that is fed once."""
+
+from typing import Any
+
+import pytest
+from tune_cases import CONTEXT, FEW
+
+from triforce_tree import Engine
+from triforce_tree.config import HierarchyConfig
+from triforce_tree.trees.device_shapes import Extent
+from triforce_tree.tune.meters import Meter, Sample
+from triforce_tree.tune.search import Space
+
+PLACES = [CONTEXT, CONTEXT - 60, CONTEXT - 20, CONTEXT]
+CHANGES: list[dict[str, Any]] = [
+    {"levels": 3}, {"levels": 1}, {"levels": 2}, {"levels": 3, "chunk": 16, "refresh": 0},
+]  # fmt: skip
+
+
+def meter_of(engine: Engine, ids: list[int]) -> Meter:
+    return Meter(engine.hierarchy, ids, 9, Extent.of(engine.hierarchy.config, 3))
+
+
+def config_of(engine: Engine, **changes: Any) -> HierarchyConfig:
+    return engine.with_options(**changes).hierarchy.config
+
+
+def test_a_meter_decodes_behind_any_place_of_one_text(engine: Engine, ids: list[int]) -> None:
+    meter = meter_of(engine, ids)
+    rows = meter._store.kv[:, :, :, :, : CONTEXT - 1].clone()
+    for place, change in zip(PLACES, CHANGES, strict=True):
+        sample = meter.run(config_of(engine, **change), place, 0.0, 9, 0)
+        assert isinstance(sample, Sample)
+        assert sample.ms_per_token > 0
+        assert sample.alone_ms is not None
+        assert sample.alone_ms > 0
+        expected = engine.generate(ids[:place], max_new_tokens=9, do_sample=False, eos_token_id=None)
+        assert sample.tokens[:9] == expected.sequences[0, place:].tolist()
+        assert meter._store.kv[:, :, :, :, : CONTEXT - 1].equal(rows)
+    sampled = meter.run(config_of(engine, levels=3), CONTEXT - 60, 0.7, 9, 1)
+    assert len(sampled.tokens) >= 9
+    assert sampled.draft_length.keys() == {"acceptance", "tokens_per_round"}
+    meter.close()
+
+
+def test_prompt_lookup_is_timed_too(engine: Engine, ids: list[int]) -> None:
+    alone = Engine(engine.hierarchy.target.model, config=engine.hierarchy.config)
+    space = Space(alone.hierarchy.config, CONTEXT, gpu=False, draft=False)
+    meter = Meter(alone.hierarchy, ids, 9, space.extent())
+    for lookup in (4, 16):
+        sample = meter.run(config_of(alone, levels=2, lookup=lookup), CONTEXT - 5, 0.0, 9, 0)
+        expected = engine.generate(ids[: CONTEXT - 5], max_new_tokens=9, do_sample=False, eos_token_id=None)
+        assert sample.tokens[:9] == expected.sequences[0, CONTEXT - 5 :].tolist()
+
+
+def test_the_largest_shapes_of_a_search_fit(engine: Engine) -> None:
+    space = Space(engine.hierarchy.config, CONTEXT, gpu=False, draft=True, grid=FEW)
+    most = space.extent()
+    assert most == Extent(depth=5, nodes=32, reach=20)
+    for tree in (*FEW[0].values, "sequoia:24x5"):
+        for levels in (2, 3):
+            own = Extent.of(config_of(engine, tree=tree, gamma=6), levels)
+            assert own.depth <= most.depth
+            assert own.nodes <= most.nodes
+            assert own.reach <= most.reach
+    small, larger = (
+        meter_of(engine, list(range(CONTEXT))),
+        config_of(engine, levels=2, tree="best-first:9,9,9,9"),
+    )
+    with pytest.raises(ValueError, match="cannot hold"):
+        small.run(larger, CONTEXT, 0.0, 9, 0)

@@ -1,0 +1,83 @@
+"""The search for the fastest settings, on landscapes that are known, and the space that it searches."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tune_cases import FEW
+
+from triforce_tree.config import HierarchyConfig
+from triforce_tree.tune.search import OutOfTime, Space, relevant, search
+
+
+def test_descent_finds_the_best_of_a_known_landscape() -> None:
+    asked = []
+
+    def judge(options: dict[str, Any], against: dict[str, Any] | None) -> float:
+        asked.append((options["gamma"], options["tree"], options["levels"]))
+        return 1.0 + abs(options["gamma"] - 2) + 5 * (options["tree"] != "chain:2") + options["levels"]
+
+    start = {"levels": 3, "tree": "best-first:3,2", "gamma": 6}
+    two = start | {"levels": 2}
+    best = {"levels": 3, "tree": "chain:2", "gamma": 2}
+    assert search(judge, [start], FEW, lambda options: True) == ([best], True)
+    assert search(judge, [start], FEW, lambda options: False) == ([start], True)
+    # gamma means nothing to two levels.
+    found, finished = search(judge, [start, two], FEW, lambda options: True)
+    assert finished
+    assert found == [best, two | {"tree": "chain:2"}]
+    slow = two | {"tree": "best-first:3,2", "gamma": 60}
+    assert search(judge, [best, slow], FEW, lambda options: True)[0] == [best, slow]
+    # Of equally many levels the fastest start is followed alone.
+    assert search(judge, [slow | {"levels": 3}, best, two], FEW, lambda options: False)[0] == [best, two]
+
+
+def test_a_search_that_is_cut_short_keeps_its_best() -> None:
+    def judge(options: dict[str, Any], against: dict[str, Any] | None) -> float:
+        if options["gamma"] == 2:
+            raise OutOfTime
+        return float(options["gamma"])
+
+    start = {"levels": 3, "gamma": 6}
+    assert search(judge, [start], FEW[1:], lambda options: True) == ([{"levels": 3, "gamma": 4}], False)
+    never = {"levels": 2, "gamma": 2}
+    assert search(judge, [start, never], FEW[1:], lambda options: True) == ([start, never], False)
+    with pytest.raises(OutOfTime):
+        search(judge, [never], FEW[1:], lambda options: True)
+
+
+def test_less_than_noise_is_no_gain() -> None:
+    start = {"levels": 3, "gamma": 4}
+    found, _ = search(lambda o, _: 10 - 0.01 * o["gamma"], [start], FEW[1:], lambda options: True)
+    assert found == [start]
+
+
+def test_the_space_fits_machine_pair_and_context() -> None:
+    long = Space(HierarchyConfig(), 16_384, gpu=True, draft=True)
+    assert {c.name for c in long.coordinates()} >= {"tree", "retrieval_weight_bits", "runner_ups"}
+    assert "lookup" not in {c.name for c in long.coordinates()}
+    assert [start["levels"] for start in long.starts()] == [3, 2]
+    assert long.starts()[0]["runner_ups"] is True
+    longer = replace(long, context=122_880, fixed=frozenset({"gamma"}))
+    assert [start["levels"] for start in longer.starts()] == [3, 2, 3]
+    assert longer.starts()[2] | {"budget": 1536} != longer.starts()[0]
+    assert longer.starts()[2]["gamma"] == longer.starts()[0]["gamma"]
+    assert len(replace(longer, gpu=False).starts()) == 2
+    trees = next(c for c in long.coordinates([0.5, 0.2, 0.1]) if c.name == "tree").values
+    assert sum(tree.startswith("static:") for tree in trees) == 2
+    assert long.coordinates([0.6667, 0.1667, 0.1667])  # rounded shares
+    host = Space(HierarchyConfig(), 2048, gpu=False, draft=False, fixed=frozenset({"gamma"}))
+    assert {c.name for c in host.coordinates()}.isdisjoint({"tree", "retrieval_weight_bits", "gamma"})
+    carried = replace(long, start=HierarchyConfig.from_options(window=9)).complete(
+        {"levels": 2, "tree": "chain:2", "gamma": 3, "lookup": 8}
+    )
+    assert carried == {"levels": 2, "tree": "chain:2", "sinks": 4, "window": 9}
+    first = host.starts()[0]
+    assert (first["levels"], first["budget"], first["runner_ups"]) == (3, 1024, False)
+    assert [start["levels"] for start in replace(host, context=600).starts()] == [2]
+    one = replace(host, start=HierarchyConfig(levels=1), fixed=frozenset({"levels"}))
+    assert [start["levels"] for start in one.starts()] == [1]
+    assert not long.allows(long.starts()[0] | {"budget": 1537})
+    assert not long.allows(long.starts()[0] | {"budget": 16_000})
+    assert relevant(long.starts()[1]).keys() == {"levels", "tree", "lookup"}
+    assert relevant({"levels": 1, "gamma": 3}) == {"levels": 1}

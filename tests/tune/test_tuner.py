@@ -1,0 +1,152 @@
+"""The tuner: which settings it chooses, and what becomes of its time and its measurements."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tune_cases import CONTEXT, plan
+
+from triforce_tree import Engine
+from triforce_tree.config import HierarchyConfig
+from triforce_tree.eval.results import Records
+from triforce_tree.planning.profiles import Entry
+from triforce_tree.tune.meters import Meter, Sample
+from triforce_tree.tune.plan import Watch
+from triforce_tree.tune.tuner import Tuner
+
+
+def test_entries_say_what_was_measured(engine: Engine, ids: list[int], tmp_path: Path) -> None:
+    records = Records(tmp_path / "m.jsonl", {})
+    tuner = Tuner(engine, ids, plan(places=1), records)
+    found: list[Entry] = []
+    entries = tuner.entries(found.append)
+    assert tuner.complete
+    assert entries == found
+    assert [(e.context, e.temperature) for e in entries] == [(CONTEXT, 0.0), (CONTEXT, 0.6)]
+    for each in entries:
+        assert set(each.acceptance) == {"draft -> retrieval", "retrieval -> target"}
+        assert each.step_ms["target"] > 0
+        # Nothing is faster than a tiny model alone, by its own measurements.
+        fastest = min(r["ms_per_token"] for r in records.all if "ms_per_token" in r)
+        assert each.plain_ms_per_token >= each.ms_per_token >= fastest - 1e-3
+    tried = [r["options"] for r in records.all if r["measured"] == "speed"]
+    assert {o["levels"] for o in tried} == {1, 2, 3}
+    again = Tuner(engine, ids, plan(places=1), Records(tmp_path / "m.jsonl", {}), refusing())
+    assert again.entries(lambda each: None) == entries
+
+
+def refusing() -> Watch:
+    def fail(record: Any) -> None:
+        raise AssertionError(f"measured again: {record}")
+
+    return Watch(measured=fail)
+
+
+def test_drafting_that_gains_is_chosen(
+    engine: Engine, ids: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cost = {(1, None): 10.0, (2, "best-first:3,2"): 6.0, (2, "chain:2"): 7.0, (3, "best-first:3,2"): 5.0}
+
+    def measured(self: Tuner, options: dict[str, Any], number: int) -> dict[str, Any]:
+        tree = None if options["levels"] == 1 else options["tree"]
+        ms = cost.get((options["levels"], tree), 4.0) + 0.1 * number
+        if options.get("gamma") == 6:
+            return {"error": "out of memory"}
+        return {
+            "ms_per_token": ms, "step_ms": {"target": ms}, "tokens_per_pass": {"target": 2.0},
+            "draft_length": {"acceptance": 0.9, "tokens_per_round": 3.0}, "repeated_8grams": 0.0,
+        }  # fmt: skip
+
+    monkeypatch.setattr(Tuner, "_measured", measured)
+    monkeypatch.setattr(Tuner, "_acceptance", lambda self: {})
+    [found] = Tuner(engine, ids, plan(temperatures=[0.0]), Records(None, {})).entries(lambda each: None)
+    assert (found.options["levels"], found.options["tree"], found.options["gamma"]) == (3, "chain:2", 4)
+    assert found.speedup == pytest.approx(10.05 / 4.05)
+    assert found.draft_length == {"acceptance": 0.9, "tokens_per_round": 3.0}
+    cost.update({(2, "best-first:3,2"): 9.9, (3, "best-first:3,2"): 9.8})
+    [none] = Tuner(
+        engine, ids, plan(temperatures=[0.0], fixed=frozenset({"tree"})), Records(None, {})
+    ).entries(lambda each: None)
+    assert none.options == {"levels": 1}
+    assert none.speedup == 1
+
+
+def test_a_cache_in_host_memory_is_refused(engine: Engine, ids: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"offload=True.*leave them out"):
+        Tuner(engine.with_options(offload=True), ids, plan(), Records(None, {}))
+
+
+def test_time_that_one_entry_leaves_goes_to_the_others(
+    engine: Engine, ids: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first search has too little time in its share, and comes to its end after the second one."""
+    now = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    monkeypatch.setattr(Tuner, "_acceptance", lambda self: {})
+    asked: list[float] = []
+
+    def measured(self: Tuner, options: dict[str, Any], number: int) -> dict[str, Any]:
+        nonlocal now
+        temperature = self._cell["temperature"]
+        asked.append(temperature)
+        now += 4.0 if temperature == 0 else 0.1
+        ms = 10.0 / options["levels"] + (options.get("gamma") != 2)
+        return {
+            "ms_per_token": ms, "step_ms": {"target": ms}, "tokens_per_pass": {"target": 2.0},
+            "draft_length": {}, "repeated_8grams": 0.0,
+        }  # fmt: skip
+
+    monkeypatch.setattr(Tuner, "_measured", measured)
+    tuner = Tuner(engine, ids, plan(seconds=90.0), Records(None, {}))
+    entries = tuner.entries(lambda each: None)
+    assert tuner.complete
+    assert [e.temperature for e in entries] == [0.0, 0.6]
+    assert {e.options["gamma"] for e in entries} == {2}
+    second = asked.index(0.6)
+    assert 0.0 in asked[second:]
+    assert 4 * second < 90 / 2 + 4
+
+
+def test_without_time_the_first_cell_has_its_two_measurements(engine: Engine, ids: list[int]) -> None:
+    records = Records(None, {})
+    tuner = Tuner(engine, ids, plan(seconds=0.0), records)
+    assert len(tuner.entries(lambda each: None)) == 1
+    assert not tuner.complete
+    assert len(records.all) == 2
+
+
+def test_low_memory_is_a_result_and_no_end(
+    engine: Engine, ids: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Meter.run
+
+    def short_of_memory(self: Meter, config: HierarchyConfig, *more: Any) -> Sample:
+        if config.levels == 3:
+            raise torch.OutOfMemoryError("no room")
+        return run(self, config, *more)
+
+    monkeypatch.setattr(Meter, "run", short_of_memory)
+    records = Records(None, {})
+    [found] = Tuner(engine, ids, plan(temperatures=[0.0]), records).entries(lambda each: None)
+    assert found.options["levels"] in (1, 2)
+    assert any("no room" in r.get("error", "") for r in records.all)
+
+
+def test_a_busier_machine_is_no_slower_setting(
+    engine: Engine, ids: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads = iter([1.0, 1.05, 2.0])
+
+    def run(self: Meter, config: HierarchyConfig, *more: Any) -> Sample:
+        load = next(loads)
+        return Sample(5.0 * load, [1, 2, 3], [], alone_ms=10.0 * load)
+
+    monkeypatch.setattr(Meter, "run", run)
+    records = Records(None, {})
+    tuner = Tuner(engine, ids, plan(temperatures=[0.0], seconds=0.0, places=1), records)
+    tuner.entries(lambda each: None)
+    tuner._must = True
+    tuner._judge({"levels": 3, "gamma": 5})
+    assert [r["ms_per_token"] for r in records.all] == [5.0, 5.25, 5.0]

@@ -1,0 +1,70 @@
+"""Logits to laws."""
+
+import pytest
+import torch
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from triforce_tree.verify.sampling import ProbsFromLogits
+
+PATHS = [[1, 2, 3, 1, 2], [4, 4, 4], [9], [1, 2, 1, 5, 1]]
+PROCESSORS = {
+    "none": [],
+    "temperature": [TemperatureLogitsWarper(0.7)],
+    "top_k": [TopKLogitsWarper(3)],
+    "top_p": [TopPLogitsWarper(0.6)],
+    "min_p": [MinPLogitsWarper(0.2)],
+    "repetition penalty": [RepetitionPenaltyLogitsProcessor(1.8)],
+    "no repeated n-gram": [NoRepeatNGramLogitsProcessor(2)],
+    "penalty, then warpers": [
+        RepetitionPenaltyLogitsProcessor(2.5),
+        TemperatureLogitsWarper(1.4),
+        TopKLogitsWarper(4),
+        TopPLogitsWarper(0.9),
+    ],
+    "warper, then penalty": [
+        TopKLogitsWarper(4),
+        NoBadWordsLogitsProcessor([[2], [1, 7]], eos_token_id=0),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_laws_are_transformers_own_on_every_path(name: str, dtype: torch.dtype) -> None:
+    logits = (3 * torch.randn(len(PATHS), 12)).to(dtype)
+    processors = LogitsProcessorList(PROCESSORS[name])
+    before = logits.clone()
+    laws = ProbsFromLogits(processors)(logits, lambda: PATHS)
+    for row, path in enumerate(PATHS):
+        expected = processors(torch.tensor([path]), logits[row : row + 1].float().clone()).softmax(-1)
+        torch.testing.assert_close(laws[row], expected[0])
+    assert laws.dtype == torch.float32
+    assert torch.equal(logits, before), "the model's logits are left alone"
+
+
+def test_paths_are_asked_for_only_when_a_processor_needs_them() -> None:
+    def unwanted() -> list[list[int]]:
+        raise AssertionError("no processor needs the tokens")
+
+    ProbsFromLogits(LogitsProcessorList(PROCESSORS["top_p"]))(torch.randn(2, 5), unwanted)
+
+
+def test_nan_logits_are_refused_with_a_remedy() -> None:
+    with pytest.raises(ValueError, match=r"NaN logits.*float32"):
+        ProbsFromLogits()(torch.tensor([[0.0, torch.nan]]), lambda: [[0]])
+
+
+def test_greedy_is_a_property_of_the_law() -> None:
+    assert ProbsFromLogits(greedy=True).greedy
+    assert not ProbsFromLogits().greedy
+    assert GenerationConfig().do_sample is not True

@@ -1,1 +1,0 @@
-"""Measurements: speed on real text, needle accuracy, overlap of the levels' laws."""

@@ -1,0 +1,1 @@
+"""The command line; each command has ``add(subparsers)`` and ``run(args)``."""

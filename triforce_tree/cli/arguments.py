@@ -1,0 +1,232 @@
+"""What the command line accepts: commands, their options, and the text of ``--help``.
+
+Nothing here imports torch or transformers, so that help, the version and a misspelt option answer at
+once. A command names the module whose ``run(args)`` carries it out.
+"""
+
+from typing import Any
+
+from triforce_tree import __version__
+from triforce_tree.cli.groups import (
+    AUTO,
+    add_hierarchy,
+    add_models,
+    add_parser,
+    add_sampling,
+    add_text_source,
+)
+from triforce_tree.cli.parsing import HelpFormatter, Parser, depth, positive
+
+# The names in bench.baselines.METHODS.
+METHODS = (
+    "triforce-3-level",
+    "triforce-2-level",
+    "triforce-autoregressive",
+    "transformers-static",
+    "transformers-dynamic",
+    "transformers-assistant",
+    "transformers-prompt-lookup",
+)
+
+
+def parser() -> Parser:
+    top = Parser(
+        prog="triforce-tree",
+        description="Lossless speculative decoding with hierarchical drafting, for long contexts.",
+        formatter_class=HelpFormatter,
+    )
+    top.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = top.add_subparsers(required=True, metavar="command")
+    _generate(commands)
+    bench = commands.add_parser("bench", help="Measure speed (text) or retrieval accuracy (needle).")
+    kinds = bench.add_subparsers(required=True, metavar="kind")
+    _bench_text(kinds)
+    _bench_needle(kinds)
+    _check(commands)
+    _tune(commands)
+    _demo(commands)
+    return top
+
+
+def _generate(subparsers: Any) -> None:
+    parser = add_parser(
+        subparsers,
+        "generate",
+        "triforce_tree.cli.generate",
+        "Continue a text, by exactly the target's own law; new text to stdout.",
+    )
+    parser.add_argument("prompt", nargs="?", default="-", help="text file with the prompt; - is stdin")
+    parser.add_argument("--max-new-tokens", type=positive, default=256, help="tokens to write at most")
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="then decode the same prompt with the target alone; exit code 1 where greedy texts differ "
+        "and no tie of 16-bit logits explains it",
+    )
+    add_sampling(parser)
+    add_models(parser)
+    add_hierarchy(parser, AUTO)
+    parser.set_defaults(on_several_cards=True)
+
+
+def _bench_text(subparsers: Any) -> None:
+    parser = add_parser(
+        subparsers,
+        "text",
+        "triforce_tree.cli.bench_text",
+        "Time every way of decoding on prompts cut from real text; prefill is kept apart. Medians over "
+        "prompts, speed-up against the fastest of transformers' static, dynamic and assisted decoding.",
+    )
+    parser.add_argument("--context", type=positive, default=8192, help="tokens of each prompt")
+    parser.add_argument("--new-tokens", type=positive, default=128, help="tokens to write")
+    parser.add_argument("--prompts", type=positive, default=3, help="different prompts")
+    parser.add_argument(
+        "--temperatures", type=float, nargs="+", default=[0.0, 0.8], metavar="T", help="0 is greedy"
+    )
+    parser.add_argument(
+        "--methods", nargs="+", choices=sorted(METHODS), metavar="NAME", help="of: " + ", ".join(METHODS)
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of all draws")
+    parser.add_argument(
+        "--out", help="JSON-lines file for every single measurement; a run that was cut short goes on there"
+    )
+    add_text_source(parser)
+    add_models(parser)
+    add_hierarchy(parser)
+
+
+def _bench_needle(subparsers: Any) -> None:
+    parser = add_parser(
+        subparsers,
+        "needle",
+        "triforce_tree.cli.bench_needle",
+        "Plant a six-digit number at some depth of a long text and ask for it at the end (greedy, exact).",
+    )
+    parser.add_argument(
+        "--lengths",
+        type=positive,
+        nargs="+",
+        default=[2048, 4096, 8192],
+        metavar="N",
+        help="tokens of a prompt",
+    )
+    parser.add_argument(
+        "--depths",
+        type=depth,
+        nargs="+",
+        default=[0.0, 0.25, 0.5, 0.75, 1.0],
+        metavar="D",
+        help="where the fact stands: 0 the start, 1 the end",
+    )
+    parser.add_argument("--trials", type=positive, default=2, help="needles for each length and depth")
+    parser.add_argument(
+        "--through",
+        nargs="+",
+        choices=("hierarchy", "target"),
+        default=["hierarchy"],
+        help="the engine with its draft and retrieval levels, and/or the target alone",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of names, numbers and places")
+    parser.add_argument("--out", help="JSON-lines file for every answer; a run cut short goes on there")
+    parser.add_argument("--plot", help="picture of a heat map, such as map.png (pip install matplotlib)")
+    add_text_source(parser)
+    add_models(parser)
+    add_hierarchy(parser)
+
+
+def _check(subparsers: Any) -> None:
+    parser = add_parser(
+        subparsers,
+        "check",
+        "triforce_tree.cli.check",
+        "Prove that the output is the target's own: greedy tokens equal to transformers' decoding of the "
+        "same model, sampled tokens by the exact law at every level. Exit code 1 if not.",
+    )
+    parser.add_argument(
+        "--lengths",
+        type=positive,
+        nargs="+",
+        metavar="N",
+        help="tokens of the prompts; without it 1, 67, 1021 and twice the budget + 455",
+    )
+    parser.add_argument("--new-tokens", type=positive, default=128, help="tokens to compare")
+    parser.add_argument(
+        "--draws", type=int, default=400, help="sampled tokens for each prompt and level; 0 for no such test"
+    )
+    parser.add_argument("--contexts", type=positive, default=4, help="prompts of the sampling test")
+    parser.add_argument(
+        "--context", type=positive, help="tokens of each at most; without it twice the budget + 455"
+    )
+    parser.add_argument("--temperature", type=float, default=1.0, help="of the sampling test")
+    parser.add_argument("--seed", type=int, default=0, help="of all draws")
+    parser.add_argument(
+        "--acceptance",
+        action="store_true",
+        help="also measure acceptance by sibling rank, and name the tree shapes that fit it",
+    )
+    add_text_source(parser)
+    add_models(parser)
+    add_hierarchy(parser)
+
+
+def _tune(subparsers: Any) -> None:
+    parser = add_parser(
+        subparsers,
+        "tune",
+        "triforce_tree.cli.tune",
+        "Measure which settings are fastest on this machine, with these models and this kind of text, and "
+        "write them into a profile that load and generate pick up. Options of the hierarchy that are given "
+        "stay as they are.",
+    )
+    parser.add_argument(
+        "--context", type=positive, nargs="+", default=[8192], metavar="N", help="tokens of the prompts"
+    )
+    parser.add_argument("--new-tokens", type=positive, default=128, help="tokens of each generation")
+    parser.add_argument(
+        "--temperature", type=float, nargs="+", default=[0.0, 0.6], metavar="T", help="0 is greedy"
+    )
+    parser.add_argument(
+        "--prompts", type=positive, default=3, help="generations of each setting, behind different places"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=900.0,
+        help="begin nothing new after this time; the same command goes on",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of all draws")
+    parser.add_argument(
+        "--out",
+        help="the profile; without it, the one that load looks for. Measurements go into a file beside it, "
+        "where a run that was cut short goes on",
+    )
+    parser.add_argument("--fresh", action="store_true", help="forget earlier measurements of this profile")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="show what would be tried, and measure nothing"
+    )
+    add_text_source(parser)
+    add_models(parser)
+    add_hierarchy(parser, profile=None)
+
+
+def _demo(subparsers: Any) -> None:
+    parser = add_parser(
+        subparsers,
+        "demo",
+        "triforce_tree.cli.demo",
+        "Continue a long piece of Python's own help text with the embedded pair, and compare with ordinary "
+        "decoding. Ends with one line of JSON, asked for or not.",
+    )
+    parser.add_argument("--prompt-tokens", type=positive, default=8192, help="tokens of the prompt")
+    parser.add_argument(
+        "--start",
+        type=positive,
+        default=105_000,
+        help="token of the topics that the prompt begins with",
+    )
+    parser.add_argument("--new-tokens", type=positive, default=192, help="tokens to write")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the most probable token")
+    parser.add_argument("--seed", type=int, default=0, help="of all draws")
+    add_models(parser)
+    add_hierarchy(parser, AUTO)
+    parser.set_defaults(levels=3, given=frozenset({"levels"}))

@@ -1,0 +1,176 @@
+"""``triforce-tree check``: prove on the user's own pair that nothing is lost."""
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import StoppingCriteriaList
+
+from triforce_tree.cli import options
+from triforce_tree.cli.bench_text import documents
+from triforce_tree.cli.console import Interrupt, bar, json_line, plain_table, screen
+from triforce_tree.engine import Engine
+from triforce_tree.eval import check, overlap, text
+from triforce_tree.trees.shapes import sequoia
+
+RANKS = 8
+
+
+def run(args: argparse.Namespace) -> int:
+    if not 0 < args.temperature < float("inf"):
+        raise ValueError(f"temperature={args.temperature} must be above 0: greedy output is tested anyway")
+    # Only a prompt well above the budget makes the retrieval cache choose.
+    long = 2 * args.budget + 455
+    args.lengths = args.lengths or [1, 67, 1021, long]
+    args.context = args.context or long
+    _, texts = documents(args)
+    engine = options.engine_of(args)
+    assert engine.tokenizer is not None
+    ids = text.token_ids(engine.tokenizer, next(iter(texts)))
+    results: list[check.Forward | check.Greedy | check.Law] = []
+    acceptance: dict[str, Any] | None = None
+    with Interrupt() as interrupt:
+        forwards = _forwards(args, engine, ids, interrupt)
+        results += [*forwards, *_greedy(args, engine, ids, interrupt)]
+        if args.draws and not interrupt.requested:
+            results += _laws(args, engine, ids, interrupt)
+        if args.acceptance and not interrupt.requested:
+            acceptance = _acceptance(args, engine, ids, interrupt)
+    passed = all(result.passed for result in results)
+    if not interrupt.requested:
+        screen().print("passed: nothing is lost" if passed else "FAILED: the output is not the target's own")
+    if args.json:
+        result: dict[str, Any] = {"passed": passed, "interrupted": interrupt.requested}
+        result |= {"forwards": check.as_dicts(forwards), "acceptance": acceptance}
+        result["results"] = check.as_dicts(results[len(forwards) :])
+        json_line(result)
+    return 130 if interrupt.requested else int(not passed)
+
+
+def _cut(ids: Sequence[int], length: int, number: int) -> list[int]:
+    if length > len(ids):
+        raise ValueError(
+            f"the text has {len(ids)} tokens, a prompt of {length} is wanted; give a longer text or shorter "
+            "prompts"
+        )
+    start = number * 7919 % (len(ids) - length + 1)
+    return list(ids[start : start + length])
+
+
+def _forwards(
+    args: argparse.Namespace, engine: Engine, ids: Sequence[int], stop: Interrupt
+) -> list[check.Forward]:
+    done = []
+    with bar("prompts") as progress:
+        task = progress.add_task("logits against transformers", total=len(args.lengths))
+        for number, length in enumerate(args.lengths):
+            if stop.requested:
+                break
+            done.append(check.forward(engine, _cut(ids, length, number)))
+            progress.advance(task)
+    rows = [
+        (
+            str(r.prompt_tokens),
+            str(r.rows),
+            f"{r.error:.1e}",
+            f"{r.limit:.0e}",
+            "ok" if r.passed else "FAILED",
+        )
+        for r in done
+    ]
+    columns = ("prompt", "rows compared", "relative error", "limit", "")
+    screen().print(plain_table("logits behind a prompt against transformers' own forward", columns, rows))
+    return done
+
+
+def _greedy(
+    args: argparse.Namespace, engine: Engine, ids: Sequence[int], stop: Interrupt
+) -> list[check.Greedy]:
+    prompts = [_cut(ids, length, number) for number, length in enumerate(args.lengths)]
+    ways = _levels(args)
+    done: list[check.Greedy] = []
+    with bar("prompts") as progress:
+        task = progress.add_task("greedy against transformers", total=len(prompts) * len(ways))
+        for prompt in prompts:
+            for levels in ways:
+                result = check.greedy(engine, prompt, args.new_tokens, levels, StoppingCriteriaList([stop]))
+                if stop.requested:
+                    break
+                done.append(result)
+                progress.advance(task)
+    columns = ("levels", "prompt", "tokens compared", "ties", "failures", "widest gap", "noise", "")
+    rows = [
+        (
+            str(r.levels),
+            str(r.prompt_tokens),
+            str(r.compared),
+            str(r.ties),
+            str(r.failures),
+            f"{r.widest_gap:.1e}" if r.ties or r.failures else "",
+            f"{r.noise:.1e}",
+            "ok" if r.passed else "FAILED",
+        )
+        for r in done
+    ]
+    screen().print(plain_table("greedy tokens against transformers' own decoding", columns, rows))
+    return done
+
+
+def _levels(args: argparse.Namespace) -> list[int]:
+    """Of the hierarchies to check: all that ``auto`` may choose."""
+    return [2, 3] if args.levels == "auto" else [args.levels]
+
+
+def _laws(args: argparse.Namespace, engine: Engine, ids: Sequence[int], stop: Interrupt) -> list[check.Law]:
+    contexts = check.uncertain_contexts(engine, _cut(ids, args.context, 1), args.contexts)
+    done: list[check.Law] = []
+    with bar("draws") as progress:
+        ways = _levels(args)
+        task = progress.add_task("sampling, level by level", total=args.draws * len(contexts) * len(ways))
+
+        def each() -> None:
+            stop.check()
+            progress.advance(task)
+
+        for levels in ways:
+            done += check.sampling_laws(
+                engine, contexts, args.draws, levels, args.temperature, args.seed, each
+            )
+    rows = [
+        (
+            str(r.levels),
+            r.level,
+            str(r.draws * r.contexts),
+            str(r.bins),
+            f"{r.chi_square:.1f}",
+            f"{r.p_value:.4f}",
+            "ok" if r.passed else "FAILED",
+        )
+        for r in done
+    ]
+    columns = ("levels", "level", "draws", "bins", "chi-square", "p-value", "")
+    title = f"sampled tokens against the exact law, T={args.temperature:g}"
+    screen().print(plain_table(title, columns, rows))
+    return done
+
+
+def _acceptance(
+    args: argparse.Namespace, engine: Engine, ids: Sequence[int], stop: Interrupt
+) -> dict[str, Any]:
+    length = max(args.lengths)
+    tokens = _cut(ids, min(len(ids), length + args.new_tokens), 1)
+    steps = []
+    for step in overlap.teacher_forced(engine, tokens, len(tokens) - args.new_tokens, args.temperature):
+        stop.check()
+        steps.append(step)
+    result: dict[str, Any] = {}
+    for way, is_greedy in (("greedy", True), (f"T={args.temperature:g}", False)):
+        vectors = overlap.acceptance_by_rank(steps, RANKS, is_greedy, args.seed)
+        result[way] = vectors
+        rows = [(name, *(f"{x:.3f}" for x in vector)) for name, vector in vectors.items()]
+        columns = ("from -> to", *(f"rank {r}" for r in range(1, RANKS + 1)))
+        screen().print(plain_table(f"acceptance by sibling rank, {way}", columns, rows))
+        first = vectors.get("draft -> retrieval")
+        if first and sum(first) > 0:
+            screen().print(f"  the best 15 tokens in 3 levels: --tree '{sequoia(first, 15, 3).name}'")
+    return result

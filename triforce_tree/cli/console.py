@@ -1,0 +1,253 @@
+"""What a person sees (stderr), what a reader of the text sees (stdout), and the JSON line for programs."""
+
+import copy
+import json
+import math
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from types import FrameType
+from typing import Any
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, StoppingCriteria, TextStreamer
+
+from triforce_tree.planning.memory_map import GIB
+from triforce_tree.planning.memory_plan import MemoryPlan
+from triforce_tree.runtime import distributed
+from triforce_tree.runtime.stats import LevelStats
+
+LOG_WIDTH = 120  # of tables that go into a file
+_SHORT = 24
+
+
+def screen() -> Console:
+    """The terminal behind stderr, so that stdout holds nothing but results; of several ranks the first's."""
+    width = None if sys.stderr.isatty() else LOG_WIDTH
+    return Console(stderr=True, highlight=False, width=width, quiet=not distributed.is_first_rank())
+
+
+@contextmanager
+def one_voice() -> Iterator[None]:
+    """Inside, stdout is the first rank's alone."""
+    if distributed.is_first_rank():
+        yield
+        return
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        yield
+
+
+def bar(unit: str) -> Progress:
+    """A progress bar on stderr; off a terminal it leaves one line, when it is done."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn(unit),
+        TimeRemainingColumn(),
+        console=screen(),
+    )
+
+
+class Interrupt(StoppingCriteria):
+    """Ctrl-C as a wish: the first press ends the generation after the pass at hand, a second one at once.
+
+    A context manager around the work, and a stopping criterion inside it.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def __enter__(self) -> "Interrupt":
+        self._before = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        return torch.full((input_ids.shape[0],), self.requested, device=input_ids.device)
+
+    def check(self) -> None:
+        """Raise where there is nothing yet that would be worth keeping."""
+        if self.requested:
+            raise KeyboardInterrupt
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        self.check()
+        self.requested = True
+
+
+class PrefillBar:
+    """A ``progress`` callback for :meth:`triforce_tree.Engine.generate`: a bar, and a place to stop."""
+
+    def __init__(self, total: int, interrupt: Interrupt, what: str = "reading the prompt") -> None:
+        self._interrupt = interrupt
+        self._left = total
+        self._bar = bar("tokens")
+        self._task = self._bar.add_task(what, total=total)
+
+    def __enter__(self) -> "PrefillBar":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar.live.is_started:
+            self._bar.stop()
+
+    def __call__(self, tokens: int) -> None:
+        self._interrupt.check()
+        self._bar.start()  # only now: bad input has had its say
+        self._bar.advance(self._task, tokens)
+        self._left -= tokens
+        if self._left <= 0:
+            # Text follows on stdout; the two must not share lines of one terminal.
+            self._bar.stop()
+
+
+class PinningBar:
+    """A ``pinned`` callback: host memory, as it is taken.
+
+    Args:
+        total: bytes that will be; None where nobody knows beforehand.
+        interrupt: of a generation, which may end here.
+        what: is done with it.
+    """
+
+    def __init__(
+        self, total: int | None, interrupt: Interrupt | None = None, what: str = "taking host memory"
+    ) -> None:
+        self._interrupt = interrupt
+        self._left = math.inf if total is None else total
+        self._bar = bar("MiB")
+        self._task = self._bar.add_task(what, total=None if total is None else max(1, total >> 20))
+
+    def __enter__(self) -> "PinningBar":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar.live.is_started:
+            self._bar.stop()
+
+    def __call__(self, size: int) -> None:
+        if self._interrupt is not None:
+            self._interrupt.check()
+        if self._left > 0:
+            self._bar.start()
+        self._left -= size
+        self._bar.update(self._task, advance=size / (1 << 20))
+        if self._left <= 0:
+            self._bar.stop()
+
+
+class TextOut(TextStreamer):
+    """The new text, on stdout as it comes."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        # What stdout cannot spell becomes "?", rather than the end of the run.
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+        sys.stdout.write(text.encode(encoding, "replace").decode(encoding) + "\n" * stream_end)
+        sys.stdout.flush()
+
+
+def levels_table(levels: Sequence[LevelStats]) -> Table:
+    """What each level did, the lowest first."""
+    columns = ("level", "passes", "proposed", "accepted", "rate", "emitted", "per pass", "seconds")
+    return plain_table(
+        "what each level did",
+        columns,
+        [
+            (
+                level.name,
+                str(level.forwards),
+                str(level.proposed or ""),
+                str(level.accepted if level.proposed else ""),
+                "" if level.acceptance_rate is None else f"{100 * level.acceptance_rate:.1f} %",
+                str(level.emitted),
+                "" if level.mean_accepted_length is None else f"{level.mean_accepted_length:.2f}",
+                f"{level.seconds:.2f}",
+            )
+            for level in levels
+        ],
+    )
+
+
+def memory_table(plan: MemoryPlan) -> Table:
+    """Where everything will live, and what was chosen for it."""
+    rows = [(f"device: {name}", f"{size / GIB:.2f}") for name, size in plan.device.items() if size]
+    rows += [(f"host: {name}", f"{size / GIB:.2f}") for name, size in plan.host.items() if size]
+    own = plan.config
+    facts = "nothing is offloaded"
+    if plan.offload is not None:
+        facts = f"bus {plan.machine.bus / 1e9:.1f} GB/s, a pass of level 2 {1e3 * plan.pass_seconds:.0f} ms"
+        if plan.weight_seconds:
+            facts += f", {1e3 * plan.weight_seconds:.0f} of them for weights"
+        if plan.cpu is not None:
+            share = 100 * plan.offload.host_share
+            facts += f", the CPU attends to {share:.0f} % of the rows on the host ({plan.cpu / 1e9:.1f} GB/s)"
+    if plan.levels == 3:
+        facts += f", budget {own.retrieval.budget}, chunk {own.retrieval.chunk}, gamma {own.gamma}"
+        if own.retrieval_weight_bits != 16:
+            facts += f", retrieval_weight_bits {own.retrieval_weight_bits}"
+    table = plain_table("memory map", ("", "GiB"), rows)
+    table.caption, table.caption_justify = facts, "left"
+    return table
+
+
+class _FittingTable(Table):
+    """Leaves its last columns out where the terminal is too narrow for their words."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        shown = copy.copy(self)
+        while len(shown.columns) > 1 and _least_width(shown, console, options) > options.max_width:
+            shown.columns, shown.min_width = shown.columns[:-1], None
+        yield from Table.__rich_console__(shown, console, options)
+        if left_out := [str(column.header) for column in self.columns[len(shown.columns) :]]:
+            yield Text(f"too narrow for: {', '.join(left_out)}")
+
+
+def _least_width(table: Table, console: Console, options: ConsoleOptions) -> int:
+    wide = options.update(max_width=10 * LOG_WIDTH)
+    return table.__rich_measure__(console, wide).minimum
+
+
+def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A table whose first column is text and whose others are figures."""
+    table = _FittingTable(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=SIMPLE_HEAD,
+        min_width=len(title) + 2,
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    for index, name in enumerate(columns):
+        # Long text is wrapped where there is little room, figures are not.
+        longest = max(len(cells[index]) for cells in (columns, *rows))
+        least = longest if longest <= _SHORT else None
+        table.add_column(name, justify="right" if index else "left", min_width=least)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def json_line(result: dict[str, Any]) -> None:
+    """One object on one line: always the last line of stdout."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    line = json.dumps(result, ensure_ascii=False)
+    try:
+        line.encode(encoding)
+    except UnicodeEncodeError:
+        line = json.dumps(result)
+    print(line, flush=True)

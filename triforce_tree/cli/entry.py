@@ -1,0 +1,93 @@
+"""The command line: ``triforce-tree generate | bench | check | tune | demo``.
+
+Exit codes: 0 done, 1 a check failed or memory ran out, 2 bad input (one line on stderr says what),
+130 ended by Ctrl-C.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from triforce_tree.cli.arguments import parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    nowhere = sys.stdout is None
+    _open_closed_streams()
+    args = parser().parse_args(argv)
+    if nowhere:
+        return _failed("stdout is closed, and results go there; redirect it to a file or /dev/null", 2)
+    try:
+        return _run(args)
+    except KeyboardInterrupt:
+        # CPython notes when Ctrl-C meets code in a string, as dataclasses have it, and would then end
+        # `python -m` by the signal, not with our code; running another string clears the note.
+        exec("")
+        if args.json and os.environ.get("RANK", "0") == "0":
+            print(json.dumps({"interrupted": True}), flush=True)
+        return _failed("interrupted", 130)
+    except BrokenPipeError:
+        # The reader of our stdout has gone; what is left in its buffer must not raise again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except (ValueError, OSError, ImportError) as error:
+        if args.traceback:
+            raise
+        return _failed(_message(error), 2)
+
+
+def _open_closed_streams() -> None:
+    """In place of what the shell has closed (<&-, >&-), which the next file that opens would be taken for."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+
+
+def _run(args: argparse.Namespace) -> int:
+    # Imported here, where Ctrl-C is answered: these take seconds.
+    import torch
+    from transformers.utils import logging
+
+    from triforce_tree.cli import console
+    from triforce_tree.kernels.device import KernelError
+    from triforce_tree.runtime import distributed
+
+    # Progress and notices of the libraries below would run into our own.
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    if distributed.world_size() > 1 and not args.on_several_cards:
+        raise ValueError("this command runs in one process, without torchrun; only generate takes several")
+    try:
+        with console.one_voice():
+            code = int(import_module(args.module).run(args))
+        distributed.leave()
+        return code
+    except KernelError as error:
+        if args.traceback:
+            raise
+        return _failed(_message(error), 1)
+    except (RuntimeError, MemoryError) as error:
+        # The CPU's allocator has no error of its own.
+        short = isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error)
+        if args.traceback or not short:
+            raise
+        return _failed(f"out of memory ({_message(error)}); shorten the prompt, or use --dtype bfloat16", 1)
+
+
+def _message(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    if isinstance(error, ImportError):
+        return f"a package is missing or does not load here ({error}); pip install triforce-tree brings all"
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _failed(message: str, code: int) -> int:
+    # torchrun says who of several speaks.
+    rank = os.environ.get("RANK")
+    # In one piece: others may write at the same time.
+    sys.stderr.write(f"triforce-tree{f', rank {rank}' if rank else ''}: {message}\n")
+    return code

@@ -1,0 +1,98 @@
+"""``triforce-tree generate``: continue a text."""
+
+import argparse
+import sys
+from typing import Any
+
+from transformers import StoppingCriteriaList
+
+from triforce_tree.cli import options
+from triforce_tree.cli.console import (
+    Interrupt,
+    PinningBar,
+    PrefillBar,
+    TextOut,
+    json_line,
+    levels_table,
+    memory_table,
+    screen,
+)
+from triforce_tree.engine import Engine
+from triforce_tree.eval.compare import compared, ms_per_token, summary
+from triforce_tree.eval.text import read_text
+from triforce_tree.generation.inputs import encoded
+from triforce_tree.generation.output import GenerateOutput
+from triforce_tree.runtime import distributed
+
+
+def run(args: argparse.Namespace) -> int:
+    text = _prompt(args.prompt)
+    sampling = options.sampling_of(args)
+    seed = options.seed_of(args)
+    engine = options.engine_of(args)
+    assert engine.tokenizer is not None
+    prompt = encoded(engine.tokenizer, text, engine.hierarchy.target.max_positions)
+    greedy = args.temperature == 0
+    with Interrupt() as interrupt:
+        more = {"max_new_tokens": args.max_new_tokens, "seed": seed, **sampling}
+        out = generate(engine, prompt, interrupt, show=True, **more)
+        show = screen()
+        show.print(levels_table(out.levels or []))
+        ms = ms_per_token(out)
+        show.print(
+            f"{len(prompt)} prompt tokens in {out.prefill_seconds:.1f} s, {out.new_tokens} new ones"
+            + (f" at {ms:.1f} ms each" if ms else "")
+            + f"; ended by {'Ctrl-C' if interrupt.requested else out.finish_reason}"
+        )
+        if out.capture_seconds and engine.hierarchy.target.device.type == "cuda":
+            show.print(f"graphs compiled and captured in {out.capture_seconds:.1f} s, before the text")
+        if out.profile:
+            show.print(f"settings of the profile {out.profile}")
+        comparison = None
+        if args.compare and not interrupt.requested:
+            baseline = generate(engine.with_options(levels=1), prompt, interrupt, show=False, **more)
+            if not interrupt.requested:
+                comparison = compared(engine, prompt, out, baseline, greedy)
+                show.print(comparison.verdict())
+    if args.json:
+        extra = {"seed": seed, "interrupted": interrupt.requested, "text": out.text}
+        json_line({**summary(out, comparison), **extra})
+    if interrupt.requested:
+        return 130
+    return int(comparison is not None and comparison.failed)
+
+
+def generate(
+    engine: Engine, prompt: list[int], interrupt: Interrupt, *, show: bool, **more: Any
+) -> GenerateOutput:
+    """One generation with progress bars, its text shown or not, and Ctrl-C at work."""
+    assert engine.tokenizer is not None
+    plan = engine.memory_plan(len(prompt), more["max_new_tokens"])
+    if plan is not None:
+        screen().print(memory_table(plan))
+    what = "reading the prompt" if show else "the same, target alone"
+    with (
+        PrefillBar(len(prompt) - 1, interrupt, what) as progress,
+        PinningBar(plan.coming_bytes if plan is not None else 0, interrupt) as pinned,
+    ):
+        return engine.generate(
+            prompt,
+            stopping_criteria=StoppingCriteriaList([interrupt]),
+            streamer=TextOut(engine.tokenizer) if show else None,
+            progress=progress,
+            pinned=pinned,
+            **more,
+        )
+
+
+def _prompt(path: str) -> str:
+    if path != "-":
+        return read_text(path)
+    if distributed.world_size() > 1:
+        raise ValueError("torchrun hands stdin to none of its processes; name a file with the prompt")
+    if sys.stdin.isatty():
+        screen().print("type the prompt; Ctrl-D on an empty line ends it")
+    text = sys.stdin.read()
+    if not text.strip():
+        raise ValueError("the prompt on stdin is empty; pipe a text in, or name a file")
+    return text

@@ -1,0 +1,63 @@
+"""What options that several commands share turn into."""
+
+import argparse
+import secrets
+from typing import Any
+
+import torch
+
+from triforce_tree.api import load
+from triforce_tree.cli.console import PinningBar, screen
+from triforce_tree.cli.groups import AUTO, ENGINE_OPTIONS, MEMORY_OPTIONS, NONE
+from triforce_tree.config import bytes_of
+from triforce_tree.engine import Engine
+from triforce_tree.generation.options import check_sampling_options
+from triforce_tree.planning.machine import bound_memory
+from triforce_tree.runtime import distributed
+from triforce_tree.runtime.devices import device_of
+
+
+def engine_of(args: argparse.Namespace) -> Engine:
+    """Load what the options name."""
+    options = {name: getattr(args, name) for name in (*ENGINE_OPTIONS, *MEMORY_OPTIONS) if name in args.given}
+    if args.device is not None:
+        device_of(args.device)
+    # Each process has its own card from here on.
+    distributed.join(args.device)
+    if args.gpu_memory is not None and torch.cuda.is_available():
+        # Of the whole process.
+        bound_memory(torch.device(args.device or "cuda"), bytes_of(args.gpu_memory))
+    profile = {AUTO: None, NONE: False}.get(args.profile, args.profile)
+    models = {"drafter": args.drafter, "device": args.device, "dtype": args.dtype, "profile": profile}
+    with PinningBar(None, what="weights into host memory") as pinned:
+        engine = load(args.target, args.draft, **models, pinned=pinned, **options)
+    if engine.tokenizer is None:
+        raise ValueError(
+            f"no tokenizer lies beside the target {args.target!r}; save one there with save_pretrained"
+        )
+    return engine
+
+
+def sampling_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Options of ``generate``.
+
+    Raises:
+        ValueError: temperature, top_p or top_k out of range.
+    """
+    check_sampling_options({"temperature": args.temperature})
+    if not 0 < args.top_p <= 1:
+        raise ValueError(f"top_p={args.top_p} must lie in (0, 1]; 1 keeps all tokens")
+    if args.top_k < 0:
+        raise ValueError(f"top_k={args.top_k} must be at least 0; 0 keeps all tokens")
+    if args.temperature == 0:
+        if args.top_k or args.top_p < 1:
+            screen().print(
+                "--top-k and --top-p change nothing at temperature 0, which takes the most probable token; "
+                "give --temperature"
+            )
+        return {"temperature": 0.0}
+    return {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
+
+
+def seed_of(args: argparse.Namespace) -> int:
+    return secrets.randbits(31) if args.seed is None else args.seed

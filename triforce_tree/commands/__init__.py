@@ -1,1 +1,0 @@
-"""The commands of the command line: each has ``add(subparsers)`` and ``run(args)``."""

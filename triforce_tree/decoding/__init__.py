@@ -1,0 +1,1 @@
+"""The decoding loop: stages, the program that holds them, draft length, costs, stop criteria."""

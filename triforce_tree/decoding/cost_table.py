@@ -1,0 +1,180 @@
+"""The stages' costs on disk: ``stage_costs.json`` in the user's cache folder.
+
+Each set of settings is measured once. With a given seed choices follow from the table alone, so that equal
+seeds give equal tokens on one machine as long as the file is there. A file that cannot be read or written is
+no error: the costs are then measured by each process.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from triforce_tree.decoding.program import DecodingProgram
+from triforce_tree.decoding.stage_costs import StageCosts, measure, settings_of
+from triforce_tree.runtime import distributed
+from triforce_tree.runtime.json_files import read_json
+from triforce_tree.runtime.user_folders import user_cache
+from triforce_tree.verify.probs import DeviceProbs
+from triforce_tree.verify.sampling import ProbsFromLogits
+
+VERSION = 1
+MOST_ENTRIES = 1000
+"""Older ones than the newest so many are dropped."""
+_LOG = logging.getLogger(__name__)
+
+
+class CostTable:
+    """Costs by settings: those of this process, and those of a file that processes share.
+
+    Args:
+        path: of the file, which need not exist; None for a table of this process alone.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self._known: dict[str, StageCosts] = {}
+        self._warned = False
+
+    def find(self, settings: Mapping[str, Any]) -> StageCosts | None:
+        """What was measured under these settings; None where nothing was."""
+        key = _key(settings)
+        if key not in self._known and (held := _costs(self._entries().get(key))) is not None:
+            self._known[key] = held
+        return self._known.get(key)
+
+    def add(self, settings: Mapping[str, Any], costs: StageCosts) -> StageCosts:
+        """Keep ``costs``, unless another process has written its own meanwhile.
+
+        Returns:
+            what the table now holds.
+        """
+        key, entries = _key(settings), self._entries()
+        held = _costs(entries.get(key))
+        if held is None:
+            held = costs
+            entries.pop(key, None)
+            entries[key] = {
+                "lengths": costs.lengths,
+                "draft_round": costs.draft_round,
+                "verification": costs.verification,
+                "plain": costs.plain,
+                "settings": dict(settings),
+            }
+            self._write(dict(list(entries.items())[-MOST_ENTRIES:]))
+        self._known[key] = held
+        return held
+
+    def _entries(self) -> dict[str, Any]:
+        if self.path is None:
+            return {}
+        try:
+            held = read_json(self.path)
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            self._warn(f"cannot be read ({error})")
+            return {}
+        if not isinstance(held, dict) or held.get("version") != VERSION:
+            self._warn(f"is no table of version {VERSION}")
+            return {}
+        entries = held.get("entries")
+        return entries if isinstance(entries, dict) else {}
+
+    def _write(self, entries: dict[str, Any]) -> None:
+        """Replace the file at once, so that no reader finds half of it."""
+        path = self.path
+        if path is None:
+            return
+        text = json.dumps({"version": VERSION, "entries": entries}, indent=1, ensure_ascii=False)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+            try:
+                with os.fdopen(handle, "w", encoding="utf-8") as file:
+                    file.write(text + "\n")
+                Path(name).replace(path)
+            except BaseException:
+                Path(name).unlink(missing_ok=True)
+                raise
+        except OSError as error:
+            self._warn(f"cannot be written ({error})")
+
+    def _warn(self, why: str) -> None:
+        if not self._warned:
+            _LOG.warning(
+                "%s %s: stage costs are measured by this process; TRIFORCE_TREE_CACHE names another folder",
+                self.path,
+                why,
+            )
+        self._warned = True
+
+
+def user_table() -> CostTable:
+    """The table in the user's cache folder; one object for each place."""
+    try:
+        return _table_at(user_cache("stage_costs.json"))
+    except RuntimeError:  # no home folder
+        return _table_at(None)
+
+
+def stage_costs(cycle: DecodingProgram, law: ProbsFromLogits, table: CostTable | None = None) -> StageCosts:
+    """The costs of a prepared cycle's stages: from the table, or measured now. Of several ranks rank 0's.
+
+    Where they are measured, texts must be fed or rewound afterwards.
+
+    Args:
+        cycle: a ``DecodingProgram`` after ``prepare(law)``.
+        law: logits to probabilities.
+        table: by default the user's.
+    """
+    table = table or user_table()
+    transferred: Callable[[int, bool], int] | None = None
+    if cycle.offloaded is not None:
+        transferred = cycle.transferred_bytes
+    settings = settings_of(cycle, DeviceProbs.kind(law), transferred)
+    found = distributed.broadcast_object(table.find(settings))
+    if found is None and not law.context_free:
+        # Processors that look at the text must not be shown a made-up one: measured without them.
+        found = stage_costs(cycle, _prepared(cycle, ProbsFromLogits(greedy=law.greedy)), table)
+        cycle.prepare(law)
+    if found is None:
+        measured = measure(cycle, cycle.room - 1, cycle.config.retrieval.refresh, transferred)
+        found = distributed.broadcast_object(
+            table.add(settings, measured) if distributed.is_first_rank() else measured
+        )
+    return found
+
+
+def _prepared(cycle: DecodingProgram, law: ProbsFromLogits) -> ProbsFromLogits:
+    cycle.prepare(law)
+    return law
+
+
+@cache
+def _table_at(path: Path | None) -> CostTable:
+    return CostTable(path)
+
+
+def _key(settings: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(dict(settings), sort_keys=True).encode()).hexdigest()[:24]
+
+
+def _costs(entry: Any) -> StageCosts | None:
+    """An entry of the file; None where it is none."""
+    if not isinstance(entry, dict):
+        return None
+    try:
+        return StageCosts(
+            tuple(int(length) for length in entry["lengths"]),
+            float(entry["draft_round"]),
+            tuple(float(seconds) for seconds in entry["verification"]),
+            tuple(float(seconds) for seconds in entry["plain"]),
+        )
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return None

@@ -1,0 +1,1 @@
+"""Measurements and proofs: speed on real text, needle accuracy, overlap of the levels' distributions."""

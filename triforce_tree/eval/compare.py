@@ -1,0 +1,132 @@
+"""The hierarchy and the target's own decoding, one after the other on the same prompt."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from triforce_tree.engine import Engine
+from triforce_tree.eval.ties import Parting, common, parting
+from triforce_tree.generation.output import GenerateOutput
+
+
+def token_count(out: GenerateOutput) -> int:
+    """New tokens of a single row."""
+    assert not isinstance(out.new_tokens, list), "one prompt was continued"
+    return out.new_tokens or 0
+
+
+def ms_per_token(out: GenerateOutput) -> float | None:
+    """Decode time of one token, prefill apart; None where no token came."""
+    count = token_count(out)
+    return 1e3 * (out.decode_seconds or 0.0) / count if count else None
+
+
+def new_ids(out: GenerateOutput) -> list[int]:
+    return out.sequences[0, out.sequences.shape[1] - token_count(out) :].tolist()
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two generations of one prompt.
+
+    Attributes:
+        greedy: their tokens must agree, but for ties.
+        parting: where they do not, judged; None where they agree, and where memory was short for judging.
+    """
+
+    ours: GenerateOutput
+    baseline: GenerateOutput
+    greedy: bool
+    parting: Parting | None = None
+
+    @property
+    def speedup(self) -> float | None:
+        ours, baseline = ms_per_token(self.ours), ms_per_token(self.baseline)
+        return baseline / ours if ours and baseline else None
+
+    @property
+    def identical(self) -> bool | None:
+        """None when sampling: equal laws, other draws."""
+        return new_ids(self.ours) == new_ids(self.baseline) if self.greedy else None
+
+    @property
+    def first_difference(self) -> int | None:
+        """The new token, counted from 0, where the two texts part."""
+        return None if self.identical in (True, None) else common(new_ids(self.ours), new_ids(self.baseline))
+
+    @property
+    def failed(self) -> bool:
+        """Greedy texts differ, and no tie explains it; False where that could not be judged."""
+        return self.parting is not None and not self.parting.tie
+
+    def verdict(self) -> str:
+        if self.identical is None:
+            tokens = "sampled: both follow the same law, by other draws"
+        elif self.identical:
+            tokens = "tokens identical"
+        else:
+            tokens = self._difference()
+        ours, baseline = ms_per_token(self.ours), ms_per_token(self.baseline)
+        if ours is None or baseline is None or self.speedup is None:
+            return tokens
+        return f"{self.speedup:.2f}x: {ours:.1f} ms a token, target alone {baseline:.1f} ms; {tokens}"
+
+    def _difference(self) -> str:
+        text = f"texts part at token {self.first_difference}"
+        where = self.parting
+        if where is None:
+            return f"{text}; too little memory to tell a tie from a failure"
+        numbers = f"gap {where.gap:.2g}, noise {where.noise:.2g}"
+        if where.tie:
+            return f"{text}: a tie ({numbers})"
+        why = "32 bits leave no room for a tie" if where.exact else "no tie"
+        return f"{text}: FAILED, {why} ({numbers})"
+
+
+def compared(
+    engine: Engine, prompt: Sequence[int], ours: GenerateOutput, baseline: GenerateOutput, greedy: bool
+) -> Comparison:
+    """Judge two generations of a prompt by the same models.
+
+    Args:
+        ours: by the hierarchy; ``baseline``: by the target alone.
+        greedy: the most probable token was taken in both.
+    """
+    result = Comparison(ours, baseline, greedy)
+    if result.identical is not False:
+        return result
+    try:
+        where = parting(engine, prompt, new_ids(ours), new_ids(baseline))
+    except torch.OutOfMemoryError:
+        where = None
+    return Comparison(ours, baseline, greedy, where)
+
+
+def summary(out: GenerateOutput, comparison: Comparison | None = None) -> dict[str, Any]:
+    """A generation as a JSON object."""
+    result: dict[str, Any] = {
+        "prompt_tokens": out.sequences.shape[1] - token_count(out),
+        "new_tokens": out.new_tokens,
+        "finish_reason": out.finish_reason,
+        "prefill_seconds": out.prefill_seconds,
+        "capture_seconds": out.capture_seconds,
+        "ms_per_token": ms_per_token(out),
+        "profile": out.profile,
+        "memory": out.memory,
+        "levels": [level.as_dict() for level in out.levels or []],
+    }
+    if comparison is not None:
+        where = comparison.parting
+        result |= {
+            "identical": comparison.identical,
+            "first_difference": comparison.first_difference,
+            "tie": where.tie if where else None,
+            "gap": where.gap if where else None,
+            "noise": where.noise if where else None,
+            "failed": comparison.failed,
+            "speedup": comparison.speedup,
+            "baseline_ms_per_token": ms_per_token(comparison.baseline),
+        }
+    return result

@@ -1,0 +1,155 @@
+"""Needle in a haystack: a six-digit number planted at some depth of a long text, asked for at its end."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
+
+from triforce_tree.engine import Engine
+from triforce_tree.eval.results import Record, Records
+from triforce_tree.eval.text import token_ids
+from triforce_tree.pair import needle as planted
+from triforce_tree.runtime.stats import Progress
+
+ANSWER_TOKENS = 12  # enough for the digits in any tokenizer
+
+_PICTURES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp", ".eps")
+
+
+@dataclass(frozen=True)
+class Needle:
+    """A prompt and what it asks for."""
+
+    prompt: list[int]
+    number: str
+
+
+class Haystack:
+    """Prompts of any length from one text.
+
+    Args:
+        text: what surrounds the fact.
+        tokenizer: of the model under test.
+        longest: prompt that will be asked for, in tokens.
+    """
+
+    def __init__(self, text: str, tokenizer: PreTrainedTokenizerBase, longest: int) -> None:
+        self.tokenizer = tokenizer
+        self.ids = token_ids(tokenizer, text)
+        if not self.ids:
+            raise ValueError("the text around the needle is empty; give another")
+        # A short text is repeated: the fact stands in it once all the same.
+        self.ids *= 1 + (2 * longest) // len(self.ids)
+
+    def needle(self, length: int, depth: float, trial: int, seed: int = 0) -> Needle:
+        """A prompt of ``length`` tokens with its fact at ``depth`` (0 the start, 1 the end)."""
+        draw = random.Random(f"{seed}/{length}/{depth}/{trial}")
+        name = draw.choice(planted.names())
+        number = "".join(draw.choices("0123456789", k=planted.DIGITS))
+        fact = token_ids(self.tokenizer, planted.fact(name, number))
+        question = token_ids(self.tokenizer, planted.question(name))
+        room = length - len(fact) - len(question)
+        if room < 1:
+            raise ValueError(
+                f"a needle prompt needs more than {length - room} tokens, length={length}; use a longer one"
+            )
+        start = draw.randrange(len(self.ids) - room)
+        hay = self.ids[start : start + room]
+        at = round(depth * room)
+        return Needle([*hay[:at], *fact, *hay[at:], *question], number)
+
+
+def found(engine: Engine, needle: Needle, stop: StoppingCriteria | None, progress: Progress | None) -> bool:
+    """Whether greedy decoding begins its answer with exactly the number."""
+    out = engine.generate(
+        needle.prompt,
+        do_sample=False,
+        max_new_tokens=ANSWER_TOKENS,
+        stopping_criteria=StoppingCriteriaList([stop] if stop else []),
+        progress=progress,
+    )
+    return str(out.text or "").strip().startswith(needle.number)
+
+
+def measure(
+    engine: Engine,
+    haystack: Haystack,
+    lengths: Sequence[int],
+    depths: Sequence[float],
+    trials: int,
+    records: Records,
+    through: Sequence[str] = ("hierarchy",),
+    seed: int = 0,
+    stop: StoppingCriteria | None = None,
+    progress: Callable[[Record, int], Progress | None] = lambda key, tokens: None,
+    done: Callable[[Record], None] = lambda record: None,
+    wanted: Callable[[], bool] = lambda: True,
+) -> None:
+    """Ask every needle that ``records`` lacks.
+
+    Args:
+        engine: our models and settings.
+        haystack: where prompts come from.
+        lengths: of prompts, in tokens.
+        depths: where the facts stand, 0 ... 1.
+        trials: needles for each length and depth.
+        records: gets every answer.
+        through: "hierarchy" (the engine as it is) and/or "target" (the target alone).
+        seed: of names, numbers and places.
+        stop: ends a generation early; its answer is dropped.
+        progress: gives a prefill callback for a key and a number of tokens.
+        done: called with every record.
+        wanted: asked before each needle whether to go on.
+    """
+    engines = {"hierarchy": engine, "target": engine.with_options(levels=1)}
+    for length in lengths:
+        for depth in depths:
+            for trial in range(trials):
+                for way in through:
+                    if not wanted():
+                        return
+                    key = {"through": way, "length": length, "depth": depth, "trial": trial}
+                    record = records.find(**key)
+                    if record is None:
+                        needle = haystack.needle(length, depth, trial, seed)
+                        hit = found(engines[way], needle, stop, progress(key, len(needle.prompt)))
+                        if not wanted():
+                            return
+                        record = {**key, "found": hit}
+                        records.add(record)
+                    done(record)
+
+
+def accuracy(records: Sequence[Record], **key: object) -> float | None:
+    """Share of needles found among the records with these values."""
+    hits = [r["found"] for r in records if all(r[k] == v for k, v in key.items())]
+    return sum(hits) / len(hits) if hits else None
+
+
+def check_picture(path: str | Path) -> None:
+    """Raise ValueError where a path names no kind of picture that matplotlib writes."""
+    if Path(path).suffix.lower() not in _PICTURES:
+        raise ValueError(f"{str(path)!r} names no kind of picture; use {', '.join(_PICTURES)}")
+
+
+def heat_map(
+    records: Sequence[Record], way: str, lengths: Sequence[int], depths: Sequence[float], path: Path
+) -> None:
+    """Accuracy over length and depth as a picture."""
+    from matplotlib.figure import Figure
+
+    cells = [[accuracy(records, through=way, length=n, depth=d) for n in lengths] for d in depths]
+    figure = Figure(figsize=(2 + len(lengths), 1.5 + 0.5 * len(depths)), layout="constrained")
+    axes = figure.add_subplot()
+    values = [[float("nan") if c is None else c for c in row] for row in cells]
+    image = axes.imshow(values, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+    axes.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths])
+    axes.set_yticks(range(len(depths)), [f"{100 * d:.0f} %" for d in depths])
+    axes.set(xlabel="prompt, tokens", ylabel="depth of the fact", title=f"needle accuracy, {way}")
+    for y, row in enumerate(cells):
+        for x, value in enumerate(row):
+            axes.text(x, y, "" if value is None else f"{value:.2f}", ha="center", va="center")
+    figure.colorbar(image, ax=axes)
+    figure.savefig(path)

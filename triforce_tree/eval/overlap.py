@@ -1,0 +1,139 @@
+"""How well each level stands in for the next: overlap of distributions, acceptance by sibling rank.
+
+Everything is measured through the levels and KV slots that generation uses, on given text: every pass feeds
+the next tokens of that text to all levels, then commits them.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from triforce_tree.decoding import forced_tokens
+from triforce_tree.engine import Engine
+from triforce_tree.kernels.step.accept import accept_drawn
+from triforce_tree.kernels.step.draws import NoiseDraws
+from triforce_tree.runtime.stats import Progress
+from triforce_tree.verify.sampling import ProbsFromLogits
+
+# Tokens that one forward of level 1 settles, about what the trees of the embedded draft bring it: level 1
+# chooses by the root of a forward, so how far the root is behind matters.
+LEVEL_1_STEP = 3
+
+
+@dataclass(frozen=True)
+class Laws:
+    """Laws of the next token, fp32 ``[T, V]`` each, at T places of a text; ``tokens``: what came there.
+
+    ``draft`` is None where the drafter is deterministic.
+    """
+
+    draft: Tensor | None
+    retrieval: Tensor
+    target: Tensor
+    tokens: list[int]
+
+
+def teacher_forced(
+    engine: Engine,
+    tokens: Sequence[int],
+    prompt_tokens: int,
+    temperature: float = 1.0,
+    progress: Progress | None = None,
+    seed: int = 0,
+) -> Iterator[Laws]:
+    """Laws of all three levels over ``tokens[prompt_tokens:]``, one pass at a time.
+
+    Args:
+        engine: models and settings; there are three levels whatever its ``levels`` says.
+        tokens: a text of more than ``prompt_tokens`` tokens.
+        prompt_tokens: how many are read before the first pass.
+        temperature: of the laws; above 0.
+        progress: of reading.
+        seed: of the drafter's draws, which its trees below the root depend on.
+    """
+    text, law = list(tokens), ProbsFromLogits.at(temperature)
+    generator = torch.Generator(engine.hierarchy.target.device)
+    generator.manual_seed(seed)
+    at = prompt_tokens
+    with engine.with_options(levels=3).cycle([text[:at]], len(text) - at, law, temperature) as cycle:
+        cycle.prefill([text[:at]], progress)
+        while at < len(text):
+            stop = min(at + cycle.reach + 1, len(text))
+            chain = text[at - 1 : stop - 1]
+            forced_tokens.offer(cycle, text[:at], chain[1:])
+            draft = forced_tokens.draft_probs(cycle, len(chain), generator)
+            retrieval = law(forced_tokens.retrieval_logits(cycle, chain, LEVEL_1_STEP), list)
+            target = law(forced_tokens.target_logits(cycle, chain), list)
+            yield Laws(draft, retrieval, target, text[at:stop])
+            forced_tokens.commit(cycle, stop - at)
+            at = stop
+
+
+def overlap(p: Tensor, q: Tensor) -> float:
+    """Mean of the sum of min(p, q): the chance that a draw from q is accepted under p. ``[T, V]`` each."""
+    return float(torch.minimum(p, q).sum(-1).mean())
+
+
+def greedy_ranks(p: Tensor, q: Tensor, ranks: int) -> Tensor:
+    """Share of places ``[ranks]`` where p's most probable token is the r-th of q."""
+    best = p.argmax(-1, keepdim=True)
+    return (q.topk(ranks, dim=-1).indices == best).float().mean(0)
+
+
+class _Chances:
+    """Decisions that add up the chances of acceptance by sibling rank, and refuse every sibling."""
+
+    def __init__(self, places: int, ranks: int) -> None:
+        self.accepted, self._refused = torch.zeros(ranks), torch.ones(places)
+
+    def accept(self, chance: Tensor, *place: int) -> bool:
+        at, node = place
+        chance = chance.cpu().clamp(max=1)
+        self.accepted[node - 1] += self._refused[at] * chance
+        self._refused[at] *= 1 - chance
+        return False
+
+    def choose(self, weights: Tensor, *place: int) -> Tensor:
+        return torch.zeros((), dtype=torch.int64)
+
+    def choose_distinct(self, probs: Tensor, count: int) -> Tensor:
+        raise NotImplementedError("siblings are drawn before they are verified")
+
+
+def sampling_ranks(p: Tensor, q: Tensor, ranks: int, generator: torch.Generator) -> Tensor:
+    """Chance ``[ranks]`` that the accepted sibling is the r-th, siblings drawn from q without replacement.
+
+    The siblings are drawn, the acceptances are not: their probabilities are added up, which leaves less
+    noise than counting would.
+    """
+    count = min(ranks, q.shape[-1])
+    race = torch.empty_like(q).exponential_(generator=generator)
+    drawn = NoiseDraws(race[:, None]).choose_distinct(q[:, None], count)[:, 0]
+    tokens = torch.nn.functional.pad(drawn, (1, 0))
+    parents = torch.zeros_like(tokens)
+    parents[:, 0] = -1
+    chances = _Chances(len(p), ranks)
+    accept_drawn(chances, tokens, parents, p[:, None], q[:, None], torch.zeros_like(tokens), depth=1)
+    return chances.accepted / len(p)
+
+
+def acceptance_by_rank(
+    steps: Sequence[Laws], ranks: int, greedy: bool, seed: int = 0
+) -> dict[str, list[float]]:
+    """Sequoia's acceptance vectors, for a draft's tree under level 1 and for level 1's under level 2."""
+    generator = torch.Generator(steps[0].target.device)
+    generator.manual_seed(seed)
+
+    def measure(p: Tensor, q: Tensor) -> list[float]:
+        found = greedy_ranks(p, q, ranks) if greedy else sampling_ranks(p, q, ranks, generator)
+        return [round(x, 4) for x in found.tolist()]
+
+    retrieval = torch.cat([s.retrieval for s in steps])
+    target = torch.cat([s.target for s in steps])
+    result = {"retrieval -> target": measure(target, retrieval)}
+    drafts = [s.draft for s in steps if s.draft is not None]
+    if drafts:
+        result = {"draft -> retrieval": measure(retrieval, torch.cat(drafts)), **result}
+    return result

@@ -1,0 +1,205 @@
+"""Results on disk: one JSON line a measurement, so that a run that was cut short goes on where it ended."""
+
+import json
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import triforce_tree
+from triforce_tree.runtime.fingerprint import hardware as hardware
+
+# Results are small; less room than this means that the next write may fail after hours of work.
+LEAST_FREE_BYTES = 8 * 2**20
+
+Record = dict[str, Any]
+
+
+def check_writable(path: str | Path) -> Path:
+    """Find out before a long run whether its results could be written.
+
+    Raises:
+        OSError: the folder is missing, the file cannot be written, or the disk is full.
+    """
+    path = Path(path)
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{str(path)!r}: its folder is missing; create it first")
+    if path.exists() and not path.is_file():
+        raise OSError(f"{str(path)!r} is not an ordinary file; give another path for the results")
+    free = shutil.disk_usage(path.parent).free
+    if free < LEAST_FREE_BYTES:
+        raise OSError(
+            f"{free / 2**20:.1f} MB are free where {str(path)!r} would be written, at least "
+            f"{LEAST_FREE_BYTES / 2**20:.0f} MB are needed; free some space or give another path"
+        )
+    existed = path.exists()
+    try:
+        with path.open("a"):
+            pass
+    except OSError as error:
+        raise OSError(f"{str(path)!r} cannot be written ({error.strerror}); give another path") from error
+    if not existed:
+        path.unlink()
+    return path
+
+
+class Records:
+    """Measurements of one run, in a JSON-lines file or in memory.
+
+    The first line holds the settings; a file made with other settings is not continued.
+
+    Args:
+        path: the file; None keeps the records in memory only.
+        settings: what must agree for old records to be comparable with new ones.
+
+    Raises:
+        ValueError: the file belongs to other settings or is no results file.
+        OSError: it cannot be written.
+    """
+
+    def __init__(self, path: str | Path | None, settings: Record) -> None:
+        self.path = check_writable(path) if path is not None else None
+        self.settings = json.loads(json.dumps(settings))
+        self.all: list[Record] = []
+        if self.path is None:
+            return
+        if self.path.exists() and self.path.stat().st_size:
+            self._resume(self.path)
+        else:
+            self._append(self.path, {"settings": self.settings})
+
+    def find(self, **key: Any) -> Record | None:
+        """The record with these values, if it was measured already."""
+        return next((r for r in self.all if all(r.get(k) == v for k, v in key.items())), None)
+
+    def add(self, record: Record) -> None:
+        self.all.append(record)
+        if self.path is not None:
+            self._append(self.path, record)
+
+    def _resume(self, path: Path) -> None:
+        whole, _, cut_off = path.read_text(encoding="utf-8").rpartition("\n")
+        try:
+            head, *rest = [json.loads(line) for line in whole.splitlines()]
+            settings = head["settings"]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ValueError(
+                f"{str(path)!r} is not a results file of this command; give another path"
+            ) from error
+        for name in sorted({*settings, *self.settings}):
+            if settings.get(name) != self.settings.get(name):
+                raise ValueError(
+                    f"{str(path)!r} was made with {name}={settings.get(name)!r}, now it is "
+                    f"{self.settings.get(name)!r}; give another path, or delete the file to start again"
+                )
+        if cut_off:
+            # The run was killed while it wrote: that measurement is made anew.
+            with path.open("r+b") as file:
+                file.truncate(len(whole.encode()) + 1)
+        self.all = rest
+
+    @staticmethod
+    def _append(path: Path, record: Record) -> None:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+def header(seed: int) -> Record:
+    """Where, with what and from which state of the code a result comes."""
+    return {
+        "command": " ".join([_program(), *sys.argv[1:]]),
+        "commit": commit(),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "hardware": hardware(),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "triforce_tree": triforce_tree.__version__,
+        },
+        "seed": seed,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _program() -> str:
+    name = Path(sys.argv[0]).name
+    return "python -m triforce_tree" if name == "__main__.py" else name
+
+
+def commit() -> str | None:
+    """The commit of the source tree this package runs from, "+" where it was changed since."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+
+    def git(*words: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(root), *words], capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "--short=12", "HEAD") + "+" * bool(changed)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def repeated_share(tokens: Sequence[int], n: int = 8) -> float:
+    """Share of a text's n-grams that stood earlier in the same text: 0 for fresh text, near 1 in a loop."""
+    seen: set[tuple[int, ...]] = set()
+    repeated = 0
+    for start in range(len(tokens) - n + 1):
+        gram = tuple(tokens[start : start + n])
+        repeated += gram in seen
+        seen.add(gram)
+    return repeated / max(1, len(tokens) - n + 1)
+
+
+def speed_rows(
+    records: Iterable[Record], is_baseline: Callable[[str], bool], context: int, new_tokens: int
+) -> list[Record]:
+    """Medians over prompts of every method and temperature.
+
+    Args:
+        records: one measurement each.
+        is_baseline: whether a method counts when the fastest baseline is looked for.
+        context, new_tokens: of the run.
+    """
+    groups: dict[tuple[float, str], list[Record]] = {}
+    for record in records:
+        groups.setdefault((record["temperature"], record["method"]), []).append(record)
+    speed = {
+        key: statistics.median(1e3 * r["decode_seconds"] / r["timed_tokens"] for r in group)
+        for key, group in groups.items()
+    }
+    rows = []
+    for (temperature, method), group in groups.items():
+        rivals = [ms for (t, m), ms in speed.items() if t == temperature and is_baseline(m)]
+        ms = speed[temperature, method]
+        names = sorted({name for r in group for name in r["acceptance"]})
+        acceptance = {
+            name: statistics.median(r["acceptance"][name] for r in group if name in r["acceptance"])
+            for name in names
+        }
+        rows.append(
+            {
+                "method": method,
+                "temperature": temperature,
+                "context": context,
+                "new_tokens": new_tokens,
+                "ms_per_token": round(ms, 3),
+                "speedup_vs_best_baseline": round(min(rivals) / ms, 3) if rivals else None,
+                "acceptance": {name: round(value, 4) for name, value in acceptance.items()},
+                "repeated_8grams": round(statistics.median(r["repeated_8grams"] for r in group), 4),
+            }
+        )
+    return rows

@@ -1,0 +1,93 @@
+"""Speed of every method on the same prompts, measured in turns so that a busy machine is fair to all."""
+
+from collections.abc import Callable, Sequence
+
+from transformers import StoppingCriteria
+
+from triforce_tree.engine import Engine
+from triforce_tree.eval.baselines import BASELINES, METHODS, Job
+from triforce_tree.eval.results import Record, Records, repeated_share, speed_rows
+
+WARM_UP_PROMPT, WARM_UP_TOKENS = 64, 8
+
+
+def settings(context: int, new_tokens: int, seed: int, source: str, target: str, draft: str) -> Record:
+    """What must agree between a results file and the run that continues it."""
+    return {
+        "benchmark": "text",
+        "context": context,
+        "new_tokens": new_tokens,
+        "seed": seed,
+        "text": source,
+        "target": target,
+        "draft": draft,
+    }
+
+
+def check_methods(engine: Engine, methods: Sequence[str]) -> None:
+    """Raise for names that are unknown or cannot run, before anything else does."""
+    for name in methods:
+        if name not in METHODS:
+            raise ValueError(f"unknown method {name!r}; known: {', '.join(METHODS)}")
+        if name == "transformers-assistant" and engine.hierarchy.draft is None:
+            raise ValueError("transformers-assistant needs a draft model; give one, or leave it out")
+
+
+def measure(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    methods: Sequence[str],
+    temperatures: Sequence[float],
+    new_tokens: int,
+    records: Records,
+    seed: int = 0,
+    stop: StoppingCriteria | None = None,
+    done: Callable[[Record], None] = lambda record: None,
+    wanted: Callable[[], bool] = lambda: True,
+) -> None:
+    """Measure what ``records`` lacks.
+
+    Args:
+        engine: our models and settings.
+        prompts: token ids.
+        methods: names from ``METHODS``.
+        temperatures: 0 is greedy.
+        new_tokens: tokens of each generation.
+        records: gets every measurement as it is made.
+        seed: of all draws.
+        stop: ends a generation early; its measurement is then dropped.
+        done: called with every record, old ones included.
+        wanted: asked before each generation whether to go on.
+    """
+    warm: set[tuple[str, float]] = set()
+    for number, prompt in enumerate(prompts):
+        for temperature in temperatures:
+            for method in methods:
+                if not wanted():
+                    return
+                key = {"prompt": number, "temperature": temperature, "method": method}
+                record = records.find(**key)
+                if record is None:
+                    if (method, temperature) not in warm:
+                        short = list(prompt[:WARM_UP_PROMPT])
+                        METHODS[method](engine, Job(short, temperature, WARM_UP_TOKENS, seed))
+                        warm.add((method, temperature))
+                    job = Job(list(prompt), temperature, new_tokens, seed + number, stop)
+                    sample = METHODS[method](engine, job)
+                    if len(sample.tokens) < new_tokens:
+                        return
+                    record = {
+                        **key,
+                        "prefill_seconds": sample.prefill_seconds,
+                        "decode_seconds": sample.decode_seconds,
+                        "timed_tokens": sample.timed_tokens,
+                        "acceptance": sample.acceptance,
+                        "repeated_8grams": repeated_share(sample.tokens),
+                        "tokens": sample.tokens,
+                    }
+                    records.add(record)
+                done(record)
+
+
+def rows(records: Records, context: int, new_tokens: int) -> list[Record]:
+    return speed_rows(records.all, BASELINES.__contains__, context, new_tokens)

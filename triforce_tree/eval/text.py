@@ -1,0 +1,115 @@
+"""Long prompts of real text: Python's own help topics, a file, or a data set's documents."""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from triforce_tree.generation.inputs import encoded
+from triforce_tree.loading.model_files import in_one_line
+
+PYDOC = "pydoc"
+# Files of rows, and how the datasets library calls their formats.
+ROWS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+
+
+def pydoc_text() -> str:
+    """The help topics that come with every CPython: half a megabyte of English prose and examples."""
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+def read_text(path: str | Path) -> str:
+    """A text file.
+
+    Raises:
+        ValueError: it is empty or not UTF-8.
+        OSError: it cannot be read.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{str(path)!r} is not UTF-8 text ({error.reason} at byte {error.start}); convert it first"
+        ) from error
+    if not text.strip():
+        raise ValueError(f"{str(path)!r} holds no text; give a file with a prompt in it")
+    return text
+
+
+def dataset_texts(name: str, split: str = "test", column: str = "text") -> Iterator[str]:
+    """Documents of a Hugging Face data set, streamed.
+
+    Args:
+        name: on the hub, or a folder, or a single file of rows (:data:`ROWS`), which has any split.
+        split, column: of the data set.
+
+    Raises:
+        ValueError: the column is not there, or the file cannot be read.
+        FileNotFoundError: there is no such file.
+    """
+    for row in _rows(name, split):
+        if column not in row:
+            raise ValueError(
+                f"data set {name!r} has no column {column!r}; its columns: {', '.join(sorted(row))}"
+            )
+        yield str(row[column])
+
+
+def _rows(name: str, split: str) -> Iterator[dict[str, Any]]:
+    import datasets
+
+    # It would say twice what is wrong.
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    path = Path(name)
+    kind = ROWS.get(path.suffix.lower())
+    if kind is not None and not path.exists():
+        raise FileNotFoundError(f"no such file: {name!r}")
+    of_file = {"path": kind, "data_files": {split: str(path)}} if kind and path.is_file() else {"path": name}
+    try:
+        yield from datasets.load_dataset(**of_file, split=split, streaming=True)
+    except Exception as error:  # foreign code on foreign files
+        raise ValueError(f"data set {name!r} cannot be read ({in_one_line(error)})") from error
+
+
+def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Ids of a text of any length, without the warning that it exceeds the model."""
+    return encoded(tokenizer, text)
+
+
+def prompts(
+    documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, context: int, count: int
+) -> list[list[int]]:
+    """``count`` prompts of ``context`` tokens each: one a document, or spread over a single one.
+
+    A lone document is cut at evenly spaced places; they overlap where it is shorter than all prompts
+    together.
+
+    Raises:
+        ValueError: there is not enough text.
+    """
+    cut: list[list[int]] = []
+    longest, documents_seen = 0, 0
+    ids: list[int] = []
+    for text in documents:
+        ids = token_ids(tokenizer, text)
+        documents_seen += 1
+        longest = max(longest, len(ids))
+        if len(ids) >= context:
+            cut.append(ids[:context])
+        if len(cut) >= count and documents_seen > 1:
+            return cut[:count]
+    if documents_seen == 1 and longest >= context:
+        step = (longest - context) // max(1, count - 1)
+        if count > 1 and step == 0:
+            raise ValueError(
+                f"the text has {longest} tokens, too few for {count} different prompts of {context}; "
+                "give a longer text, or fewer or shorter prompts"
+            )
+        return [ids[i * step : i * step + context] for i in range(count)]
+    raise ValueError(
+        f"the text holds {len(cut)} prompts of {context} tokens, {count} are wanted (its longest document "
+        f"has {longest} tokens); give a longer text or a shorter context"
+    )

@@ -1,0 +1,147 @@
+"""Arguments of ``generate``, ours and transformers' own, that are no options of GenerationConfig."""
+
+import difflib
+import inspect
+from collections.abc import Mapping
+from operator import index
+from types import FrameType
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, GenerationMixin
+
+from triforce_tree.generation.options import REMEDY, check_sampling_options, supported
+
+_REMEDIES = {
+    "assistant_model": "give load(target, draft) a draft model",
+    "tokenizer": "give it to load(..., tokenizer=...)",
+}
+# Keywords of transformers' generate that are no options of GenerationConfig, and ask for nothing as False.
+_SWITCHES = frozenset({"synced_gpus", "trust_remote_code"})
+
+
+def generation_options(
+    options: Mapping[str, Any], config: GenerationConfig | Mapping[str, Any] | None
+) -> tuple[GenerationConfig | None, dict[str, Any]]:
+    """What to hand on to transformers' generate of a configuration, and of keywords that are its options.
+
+    Args:
+        options: keywords; None asks for nothing.
+        config: a GenerationConfig; a dict of options counts as keywords, of less weight than ``options``.
+
+    Returns:
+        The configuration, if one was given as such, and keywords.
+
+    Raises:
+        ValueError: naming what is no option of GenerationConfig, or has no sensible value.
+    """
+    if isinstance(config, Mapping):
+        options, config = {**config, **options}, None
+    if config is not None and not isinstance(config, GenerationConfig):
+        raise ValueError(
+            f"generation_config is of type {type(config).__name__}; give a GenerationConfig or a dict of its "
+            "options"
+        )
+    known = [name for name in vars(GenerationConfig()) if not name.startswith("_")]
+    kept: dict[str, Any] = {}
+    for name, value in options.items():
+        if name in known:
+            kept[name] = supported(name, value)
+        elif value is not None and not (value is False and name in _SWITCHES):
+            near = difflib.get_close_matches(name, known, 1, 0.8)
+            hint = f"did you mean {near[0]}?" if near else _REMEDIES.get(name, REMEDY)
+            raise ValueError(f"{name} is no option that triforce_tree supports; {hint}")
+    if config is not None:
+        for name, value in config.to_diff_dict().items():
+            supported(name, value)
+    check_sampling_options(kept)
+    return config, kept
+
+
+# Parameters of transformers' generate that never reach a custom_generate callable.
+_DROPPED = (
+    "assistant_model",
+    "negative_prompt_ids",
+    "negative_prompt_attention_mask",
+    "streamer",
+    "synced_gpus",
+)
+
+
+def refuse_dropped(frame: FrameType | None) -> None:
+    """Raise for arguments of the transformers' ``generate`` around that it does not hand on to us.
+
+    Args:
+        frame: of the code inside that call.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    own = inspect.unwrap(GenerationMixin.generate).__code__
+    while frame is not None and frame.f_code is not own:
+        frame = frame.f_back
+    given = frame.f_locals if frame is not None else {}
+    for name in _DROPPED:
+        if given.get(name) is not None and given[name] is not False:
+            remedy = f"give it to custom_generate({name}=...)" if name == "streamer" else "leave it out"
+            raise ValueError(f"{name} does not reach triforce_tree through transformers' generate; {remedy}")
+
+
+def checked_stop_strings(strings: Any) -> list[str]:
+    """Stop strings as a list.
+
+    Raises:
+        ValueError: one is empty, or no string.
+    """
+    found = [strings] if isinstance(strings, str) else list(strings or [])
+    for each in found:
+        if not isinstance(each, str) or not each:
+            raise ValueError(f"stop_strings holds {each!r}; give strings of at least one character")
+    return found
+
+
+def as_list(name: str, given: Any) -> list[Any]:
+    """The entries of a LogitsProcessorList or StoppingCriteriaList, or of a plain list, or a single one.
+
+    Raises:
+        ValueError: an entry that cannot be called.
+    """
+    entries = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
+    for entry in entries:
+        if not callable(entry):
+            raise ValueError(f"{name} holds {entry!r}, which cannot be called; see transformers' {name}")
+    return entries
+
+
+def pad_token(*sources: Mapping[str, Any]) -> int:
+    """The id that transformers fills rows with: the first source's pad token, or its first end token."""
+    for name in ("pad_token_id", "eos_token_id"):
+        for source in sources:
+            if (value := source.get(name)) is not None:
+                return int(torch.as_tensor(value).flatten()[0])
+    return 0
+
+
+def inferred_padding(*sources: Mapping[str, Any]) -> int | None:
+    """The id that transformers takes for padding where there is no mask: a pad token that ends no text."""
+    found = {
+        name: next((v for s in sources if (v := s.get(name)) is not None), None)
+        for name in ("pad_token_id", "eos_token_id")
+    }
+    pad, ends = found["pad_token_id"], found["eos_token_id"]
+    if pad is None or (ends is not None and int(pad) in torch.as_tensor(ends).flatten().tolist()):
+        return None
+    return int(pad)
+
+
+def checked_seed(seed: Any) -> int | None:
+    """A seed that torch's generators take, or None.
+
+    Raises:
+        ValueError: no integer of 64 bits.
+    """
+    if seed is None:
+        return None
+    if isinstance(seed, bool) or not hasattr(seed, "__index__") or not -(2**63) <= index(seed) < 2**64:
+        raise ValueError(f"seed={seed!r} must be an integer of at most 64 bits")
+    return index(seed)

@@ -1,0 +1,211 @@
+"""What transformers prepared for us: logits processors, stopping criteria, and options we refuse."""
+
+import numbers
+from collections.abc import Sequence
+from operator import index
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import stopping_criteria as hf_stop
+
+from triforce_tree.decoding.stop_criteria import Ending, Stop
+from triforce_tree.runtime.distributed import all_true
+from triforce_tree.verify.sampling import ProbsFromLogits
+
+# Options of GenerationConfig that this package carries out. Everything else that differs from its
+# default is refused by name: an option that is silently ignored is worse than one that is missing.
+HONOURED = frozenset(
+    """
+    max_new_tokens max_length min_length min_new_tokens max_time stop_strings
+    do_sample temperature top_k top_p min_p typical_p epsilon_cutoff eta_cutoff top_h
+    repetition_penalty no_repeat_ngram_size bad_words_ids sequence_bias suppress_tokens
+    begin_suppress_tokens forced_bos_token_id forced_eos_token_id exponential_decay_length_penalty
+    renormalize_logits remove_invalid_values
+    pad_token_id bos_token_id eos_token_id return_dict_in_generate use_cache
+    transformers_version
+    """.split()  # noqa: SIM905 - a name a line would fill the page
+)
+# What transformers fills in for options nobody set; these values ask for nothing.
+_NEUTRAL = {
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "num_beam_groups": 1,
+    "diversity_penalty": 0.0,
+    "length_penalty": 1.0,
+    "encoder_repetition_penalty": 1.0,
+    "encoder_no_repeat_ngram_size": 0,
+    "num_assistant_tokens": 20,
+    "num_assistant_tokens_schedule": "constant",
+    "assistant_confidence_threshold": 0.4,
+    "assistant_lookbehind": 10,
+    "target_lookbehind": 10,
+}
+# Processors that keep state of their own from call to call, or run a model: they need one call a token.
+_REFUSED_PROCESSORS = ("SynthIDTextWatermarkLogitsProcessor", "ClassifierFreeGuidance")
+
+# Of these a fraction is a mistake, and so is anything but a number of these.
+_WHOLE = {"max_new_tokens", "max_length", "min_length", "min_new_tokens", "top_k", "no_repeat_ngram_size"}
+_REAL = {
+    "temperature", "top_p", "min_p", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff",
+    "repetition_penalty", "max_time",
+}  # fmt: skip
+REMEDY = "leave it out, or use the model's own generate()"
+
+
+def _checked(name: str, value: Any) -> Any:
+    """A number, where the option is one."""
+    is_bool = isinstance(value, bool)
+    if name in _WHOLE and value is not None:
+        if is_bool or not hasattr(value, "__index__") or getattr(value, "ndim", 0) > 0:
+            raise ValueError(f"{name}={value!r} must be an integer, not {type(value).__name__}")
+        return index(value)
+    if name in _REAL and value is not None and (is_bool or not isinstance(value, numbers.Real)):
+        raise ValueError(f"{name}={value!r} must be a number, not {type(value).__name__}")
+    return value
+
+
+def supported(name: str, value: Any) -> Any:
+    """The value of an option of GenerationConfig that is carried out, or that asks for nothing.
+
+    Raises:
+        ValueError: it is neither, or no number where one is wanted.
+    """
+    if name == "use_cache" and value is False:
+        raise ValueError("use_cache=False is not supported by triforce_tree: caches are its business")
+    if name in HONOURED or name.startswith("_"):
+        return _checked(name, value)
+    if value not in (None, False, _NEUTRAL.get(name)):
+        raise ValueError(f"generation option {name}={value!r} is not supported by triforce_tree; {REMEDY}")
+    return value
+
+
+def refuse_unsupported(config: GenerationConfig, processors: LogitsProcessorList) -> None:
+    """Raise for every option that would otherwise be ignored.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    for name, value in config.to_diff_dict().items():
+        supported(name, value)
+    for processor in processors:
+        if any(name in type(processor).__name__ for name in _REFUSED_PROCESSORS):
+            raise ValueError(
+                f"{type(processor).__name__} keeps state between tokens, so it cannot judge the nodes "
+                "of a token tree"
+            )
+
+
+# What transformers' generate prepares for a model's own forward: caches are our business, and no logits are
+# returned.
+_PREPARED = frozenset(
+    {
+        "position_ids",
+        "cache_position",
+        "past_key_values",
+        "use_cache",
+        "logits_to_keep",
+        "num_logits_to_keep",
+    }
+)
+
+
+def refuse_model_inputs(inputs: dict[str, Any], input_ids: Tensor, attention_mask: Tensor | None) -> None:
+    """Raise for what the model would take beside token ids (embeddings, images), rather than drop it.
+
+    Args:
+        inputs: prepared by transformers' generate for the model's forward.
+        input_ids, attention_mask: int64 ``[B, W]``; the mask may be None where nothing is padding.
+
+    Raises:
+        ValueError: naming the input.
+    """
+    for name, value in inputs.items():
+        # Multimodal classes get an empty dict for images that are not there.
+        asks = value is not None and not (isinstance(value, dict) and not value)
+        if asks and name not in _PREPARED:
+            raise ValueError(
+                f"{name} is not supported by triforce_tree, which continues token ids alone; leave it "
+                "out, or use the model's own generate()"
+            )
+    cache = inputs.get("past_key_values")
+    # transformers itself hands over an empty one.
+    if cache is not None and (not hasattr(cache, "get_seq_length") or cache.get_seq_length() > 0):
+        raise ValueError(
+            "past_key_values holds tokens, and triforce_tree keeps caches of its own; leave it out and give "
+            "the whole text as input_ids"
+        )
+    positions = inputs.get("position_ids")
+    if positions is not None:
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        counted = (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)
+        if positions.shape[-1] != counted.shape[1] or not bool((positions.to(counted) == counted).all()):
+            raise ValueError(
+                "position_ids other than those of attention_mask are not supported by triforce_tree; leave "
+                "them out"
+            )
+
+
+def check_sampling_options(kwargs: dict[str, Any]) -> None:
+    """Read ``temperature=0`` as greedy, any other temperature as a wish to sample.
+
+    Raises:
+        ValueError: temperature is negative, NaN or infinite.
+    """
+    temperature = kwargs.get("temperature")
+    if temperature is None:
+        return
+    _checked("temperature", temperature)
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(f"temperature={temperature} must be a finite number of at least 0; 0 means greedy")
+    if temperature == 0:
+        if kwargs.get("do_sample"):
+            raise ValueError("temperature=0 means greedy, but do_sample=True; choose one")
+        del kwargs["temperature"]
+        kwargs["do_sample"] = False
+    else:
+        kwargs.setdefault("do_sample", True)
+
+
+def law_of(
+    config: GenerationConfig, processors: LogitsProcessorList, padding: Sequence[int] = ()
+) -> ProbsFromLogits:
+    """What transformers makes of a row of logits; ``padding`` stands before the text."""
+    return ProbsFromLogits(processors, greedy=not config.do_sample, padding=padding)
+
+
+def ending_of(
+    config: GenerationConfig,
+    criteria: StoppingCriteriaList,
+    prompt_tokens: int,
+    device: torch.device,
+    padding: Sequence[int] = (),
+) -> Ending:
+    """transformers' stopping criteria, asked after every single token of an accepted block.
+
+    Args:
+        prompt_tokens: width of the prompt, padding included, from which ``max_length`` counts.
+        padding: stands before the text where criteria are to see it.
+    """
+    # One that the user gives stands in the place of transformers' own.
+    lengths = [c.max_length for c in criteria if type(c) is hf_stop.MaxLengthCriteria]
+    ends = [c.eos_token_id for c in criteria if type(c) is hf_stop.EosTokenCriteria]
+    stop_tokens = frozenset(token for tensor in ends for token in tensor.flatten().tolist())
+    known = (hf_stop.MaxLengthCriteria, hf_stop.EosTokenCriteria)
+    others = StoppingCriteriaList(c for c in criteria if type(c) not in known)
+    stop = _asking(others, device, padding) if others else None
+    return Ending(min([*lengths] or [config.max_length]) - prompt_tokens, stop_tokens, stop)
+
+
+def _asking(criteria: StoppingCriteriaList, device: torch.device, padding: Sequence[int]) -> Stop:
+    held = torch.tensor([list(padding)], dtype=torch.int64, device=device)
+
+    def stop(tokens: list[int]) -> bool:
+        nonlocal held
+        new = tokens[held.shape[1] - len(padding) :]
+        fresh = torch.tensor([new], dtype=torch.int64, device=device)
+        held = torch.cat([held, fresh], 1)
+        return all_true(bool(criteria(held, None).all()))
+
+    return stop

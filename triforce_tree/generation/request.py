@@ -1,0 +1,154 @@
+"""One call of ``generate``, read and checked: before transformers has prepared it, and after."""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+
+from triforce_tree.decoding.stop_criteria import Ending
+from triforce_tree.generation.inputs import Ids, Inputs, Prompts, check_rows, prompts_of, real_rows
+from triforce_tree.generation.keywords import (
+    as_list,
+    checked_stop_strings,
+    generation_options,
+    inferred_padding,
+    pad_token,
+)
+from triforce_tree.generation.options import ending_of, law_of, refuse_model_inputs, refuse_unsupported
+from triforce_tree.models.hf_model import HFModel
+from triforce_tree.verify.sampling import ProbsFromLogits
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a user asked for.
+
+    Attributes:
+        prompts: rows to continue.
+        config, options: for transformers' generate; ``options`` come first.
+        processors, criteria: the user's own, and stop strings.
+        pad_token: fills rows that end before others.
+    """
+
+    prompts: Prompts
+    config: GenerationConfig | None
+    options: dict[str, Any]
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    pad_token: int
+
+    @classmethod
+    def read(
+        cls,
+        target: HFModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        inputs: Inputs | None,
+        input_ids: Ids | None,
+        attention_mask: Ids | None,
+        generation_config: GenerationConfig | Mapping[str, Any] | None,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        stop_strings: Any,
+        options: Mapping[str, Any],
+    ) -> "Request":
+        """Check the arguments of :meth:`Engine.generate`.
+
+        Raises:
+            ValueError: naming what is wrong with one of them.
+        """
+        config, own_options = generation_options(options, generation_config)
+        own = vars(config) if config is not None else {}
+        sources = own_options, own, vars(target.model.generation_config)
+        padding, inferred = pad_token(*sources), inferred_padding(*sources)
+        limits = target.vocab_size, target.max_positions
+        prompts = prompts_of(inputs, input_ids, attention_mask, tokenizer, *limits, padding, inferred)
+        if not isinstance(inputs if input_ids is None else input_ids, Tensor):
+            prompts = Prompts(prompts.ids.to(target.device), prompts.mask.to(target.device))
+        criteria = StoppingCriteriaList(as_list("stopping_criteria", stopping_criteria))
+        strings = checked_stop_strings(
+            stop_strings or own_options.pop("stop_strings", None) or own.get("stop_strings")
+        )
+        if strings:
+            if tokenizer is None:
+                raise ValueError("stop_strings needs a tokenizer: load(..., tokenizer=...)")
+            criteria.append(StopStringCriteria(tokenizer, strings))
+        if config is not None and config.stop_strings:
+            # transformers would ask for the tokenizer again.
+            config = copy.deepcopy(config)
+            config.stop_strings = None
+        processors = LogitsProcessorList(as_list("logits_processor", logits_processor))
+        return cls(prompts, config, own_options, processors, criteria, padding)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What transformers prepared for one generation.
+
+    Attributes:
+        input_ids: int64 ``[B, W]``, padding included.
+        prompts: their rows without padding.
+        law: logits to law.
+        endings: of each row.
+        config: all options.
+    """
+
+    input_ids: Tensor
+    prompts: list[list[int]]
+    law: ProbsFromLogits
+    endings: list[Ending]
+    config: GenerationConfig
+
+    @classmethod
+    def read(
+        cls,
+        vocabulary: int,
+        input_ids: Tensor,
+        processors: LogitsProcessorList,
+        criteria: StoppingCriteriaList,
+        config: GenerationConfig,
+        model_inputs: Mapping[str, Any],
+    ) -> "Job":
+        """Check what transformers' generate hands to a ``custom_generate`` callable.
+
+        Raises:
+            ValueError: an option or an input that would be ignored; an empty row.
+        """
+        inputs = dict(model_inputs)
+        mask = inputs.pop("attention_mask", None)
+        refuse_unsupported(config, processors)
+        refuse_model_inputs(inputs, input_ids, mask)
+        prompts = real_rows(input_ids, mask)
+        check_rows(prompts, vocabulary)
+        width = input_ids.shape[1]
+        # Processors and criteria count from the padded width, and see the padding, as in transformers.
+        padding: list[list[int]] = [[] for _ in prompts]
+        if mask is not None:
+            padding = [row[hidden].tolist() for row, hidden in zip(input_ids, mask == 0, strict=True)]
+        # Where processors look at the text, rows of a batch come here one by one.
+        law = law_of(config, processors, padding[0])
+        endings = [ending_of(config, criteria, width, input_ids.device, own) for own in padding]
+        return cls(input_ids, prompts, law, endings, config)
+
+    @property
+    def pad_token(self) -> int:
+        return pad_token(vars(self.config))
+
+    @property
+    def new_tokens(self) -> int:
+        """Most that each row may get."""
+        return self.endings[0].max_new_tokens
+
+    @property
+    def temperature(self) -> float:
+        if not self.config.do_sample:
+            return 0.0
+        return 1.0 if self.config.temperature is None else self.config.temperature

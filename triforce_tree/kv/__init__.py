@@ -1,0 +1,1 @@
+"""KV caches: where keys and values are stored, and what the attention layers of a forward see of them."""

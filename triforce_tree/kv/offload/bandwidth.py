@@ -1,0 +1,52 @@
+"""How fast bytes move: from host memory to the device, and out of the device's own memory."""
+
+import time
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from triforce_tree.kv.offload.copy_stream import CopyStream
+from triforce_tree.kv.offload.pinned import HostMemory
+
+_PROBE, _PIECE = 256 << 20, 64 << 20
+_TIMES = 3
+
+
+@cache
+def bandwidths(device: torch.device) -> tuple[float, float]:
+    """Bytes a second from page-locked host memory to the device, and of reading the device's memory."""
+    on_gpu = device.type == "cuda"
+    size, piece = (_PROBE, _PIECE) if on_gpu else (_PROBE >> 4, _PIECE >> 4)
+    memory = HostMemory(locked=on_gpu)
+    try:
+        host = memory.take((size // piece, piece), torch.uint8)
+        near = torch.empty(piece, dtype=torch.uint8, device=device)
+        lane = CopyStream(device)
+
+        def stream(pieces: tuple[Tensor, ...] = tuple(host)) -> None:
+            for rows in pieces:
+                lane.copy(near, rows)
+            lane.synchronize()
+
+        bus = size / _shortest(stream, device)
+        del host, stream
+    finally:
+        memory.release()
+    data = torch.ones(size // 4, dtype=torch.float32, device=device)
+    return bus, size / _shortest(lambda: data.sum(), device)
+
+
+def _shortest(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds, of some times."""
+    times = []
+    for _ in range(_TIMES + 1):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return min(times[1:])

@@ -1,0 +1,253 @@
+"""Weights of decoder layers in host memory, which come to the device layer by layer as they are needed.
+
+    host     one page-locked block a layer: all its linear weights
+    device   n slots of one layer each; layer i's parameters are views of slot i % n, for good
+
+While layer i computes, layer i + 1's weights are on their way, and the first layers of the next pass come
+while nothing asks for weights. Norms, biases, embeddings and the head stay on the device.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from triforce_tree.kv.offload.copy_stream import CopyEvent, CopyStream
+from triforce_tree.kv.offload.pinned import HostMemory, HostMemoryError
+from triforce_tree.models.step_model import decoder_layers
+
+SLOTS = 2
+"""Layers on the device: one at work, one on its way."""
+
+# Kernels want aligned pointers.
+_ALIGNMENT = 256
+_REMEDY = "free host memory, or use a smaller model"
+_Place = tuple[int, tuple[int, ...], torch.dtype]
+
+
+class StreamedWeights:
+    """The weights of a model's plain linear layers inside its decoder layers, on the host.
+
+    The model is taken over: its parameters are rebound, and its layers wait for their weights by a hook that
+    clones inherit. A clone whose layers hold other weights in their place waits for nothing. A model that
+    was cloned before knows nothing of this and must not be used any more.
+
+    Args:
+        model: any transformers model whose decoder layers are alike, wherever it is.
+        device: where it computes from now on.
+        slots: layers on the device at once.
+        progress: called with the bytes of each layer once they are in host memory.
+        most: bytes of host memory that they may take; None for what the machine has.
+
+    Attributes:
+        bytes: of the weights, all of them on the host.
+        slot_bytes: of the slots, on the device.
+        copied, copies: bytes and layers that have been sent to the device so far.
+
+    Raises:
+        ValueError: the layers differ, share weights, or have no plain linear layer.
+        HostMemoryError: host memory is short. What had moved by then is in ordinary host memory, so that a
+            model of the CPU works as before.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        device: torch.device | str,
+        slots: int = SLOTS,
+        progress: Callable[[int], None] | None = None,
+        most: int | None = None,
+    ) -> None:
+        if slots < 2:
+            raise ValueError(f"slots={slots} is too few: one is computed with while another is filled; use 2")
+        self.device = torch.device(device)
+        self._weights = _linear_weights(model)
+        self._places, size = _layout(self._weights)
+        if most is not None and (total := size * len(self._weights)) > most:
+            raise HostMemoryError(
+                f"the weights of the layers take {total / 2**30:.1f} GiB of host memory, and host_memory "
+                f"allows {most / 2**30:.1f} GiB; allow more, or {_REMEDY}"
+            )
+        self._layer_of = {id(w): i for i, weights in enumerate(self._weights) for w in weights}
+        self._memory = HostMemory(self.device.type == "cuda", "streamed weights", _REMEDY)
+        self._host: list[Tensor] = []
+        self._slots: list[Tensor] = []
+        try:
+            for weights in self._weights:
+                # One by one: what the model held of a layer is free again once it has been copied.
+                self._memory.check(size)
+                self._host.append(self._memory.take((size,), torch.uint8))
+                self._bind(weights, self._host[-1], copy=True)
+                if progress:
+                    progress(size)
+            self._move_the_rest(model)
+            self._slots = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(slots)]
+        except BaseException:
+            for weights, block in zip(self._weights, self._host, strict=False):
+                self._bind(weights, block)
+            self._host, self._slots = [], []
+            self._memory.release()
+            raise
+        for layer, weights in enumerate(self._weights):
+            self._bind(weights, self._slots[layer % slots])
+        self._lane = CopyStream(self.device)
+        if self._lane.stream is not None:
+            for slot in self._slots:
+                # Dropped without close(), it is not given to others while a copy is under way.
+                slot.record_stream(self._lane.stream)
+        self._held: list[int | None] = [None] * slots
+        self._marks = [CopyEvent(None)] * slots
+        self._current: int | None = None
+        self._paused = self.closed = False
+        self.bytes, self.slot_bytes = size * len(self._weights), size * slots
+        self.copied = self.copies = 0
+        for layer, module in enumerate(decoder_layers(model)):
+            module.register_forward_pre_hook(self._hook(layer))
+
+    def _bind(self, weights: list[Tensor], block: Tensor, copy: bool = False) -> None:
+        """Let parameters look at their places in a block, which then holds what they held."""
+        for weight, place in zip(weights, self._places, strict=True):
+            view = _cut(block, place)
+            if copy:
+                view.copy_(weight.data)
+            weight.data = view
+
+    def _move_the_rest(self, model: PreTrainedModel) -> None:
+        for weights in self._weights:
+            for weight in weights:
+                weight.data = weight.data.new_empty(0)
+        moved: Any = model
+        moved.to(self.device)
+
+    def _hook(self, layer: int) -> Callable[[nn.Module, Any], None]:
+        own = {id(weight) for weight in self._weights[layer]}
+
+        def arrive(module: nn.Module, _: Any) -> None:
+            if not self._paused and any(id(weight) in own for weight in module.parameters()):
+                self.ready(layer)
+
+        # A function of its own: deep copies of the model share it.
+        return arrive
+
+    def ready(self, layer: int) -> None:
+        """Let the computation wait until ``layer``'s weights are there, and those of the next layers come.
+
+        Layers follow each other, the first behind the last; any other order is right too, and slower. The
+        layer before must have been asked of the device by now: its slot is the next to be filled.
+
+        Raises:
+            RuntimeError: the memory was given back, or a CUDA graph is being captured, which would not wait.
+        """
+        self.check()
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("streamed weights cannot be captured: a graph would not wait for them")
+        if layer == self._current:
+            return
+        self._current = None
+        slot = self._fetch(layer)
+        self._marks[slot].wait()
+        self._current = layer
+        taken = {slot}
+        for following in range(layer + 1, layer + len(self._slots)):
+            following %= len(self._host)
+            if following % len(self._slots) in taken:
+                # The first layers may share a slot with the last ones.
+                break
+            taken.add(self._fetch(following))
+
+    def _fetch(self, layer: int) -> int:
+        """Let a layer come, unless it is here or on its way; returns its slot."""
+        slot = layer % len(self._slots)
+        if self._held[slot] != layer:
+            self._held[slot] = None
+            self._marks[slot] = self._lane.copy(self._slots[slot], self._host[layer])
+            self._held[slot] = layer
+            self.copied += self._host[layer].nbytes
+            self.copies += 1
+        return slot
+
+    def bring(self, weight: Tensor) -> None:
+        """``ready`` for the layer that a parameter belongs to; nothing for one that is always there."""
+        layer = self._layer_of.get(id(weight))
+        if layer is not None:
+            self.ready(layer)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, layers are called without computing, and wait for nothing."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def check(self) -> None:
+        """Raise RuntimeError where the memory was given back."""
+        if self.closed:
+            raise RuntimeError("the streamed weights were given back by close(); load the model anew")
+
+    def close(self) -> None:
+        """Give all memory back; the model is of no use afterwards."""
+        if self.closed:
+            return
+        self.closed = True
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        for weights in self._weights:
+            for weight in weights:
+                weight.data = weight.data.new_empty(0)
+        self._host, self._slots = [], []
+        self._memory.release()
+
+
+def check_level_one(bits: int) -> None:
+    """Raise ValueError where level 1 would run on the weights that are streamed."""
+    if bits == 16:
+        raise ValueError(
+            "retrieval_weight_bits=16 lets level 1 use the target's own weights, which are streamed from the "
+            "host; use retrieval_weight_bits=8 or 4, whose copy stays on the device, or levels=1 or 2"
+        )
+
+
+def _linear_weights(model: PreTrainedModel) -> list[list[Tensor]]:
+    """Of each decoder layer, those that a copy of fewer bits holds in another form."""
+    layers = decoder_layers(model)
+    found: list[dict[int, tuple[str, Tensor]]] = []
+    for layer in layers:
+        linears = [(n, m.weight) for n, m in layer.named_modules() if type(m) is nn.Linear]
+        found.append({id(weight): (name, weight) for name, weight in linears})
+    name = type(model).__name__
+    if not all(found):
+        raise ValueError(f"{name} has a decoder layer without a plain nn.Linear, so nothing can be streamed")
+    uses = Counter(id(w) for _, w in model.named_parameters(remove_duplicate=False))
+    if any(uses[key] > 1 for own in found for key in own):
+        raise ValueError(f"{name} shares weights of a decoder layer, which cannot be streamed layer by layer")
+    kinds = [[(n, tuple(w.shape), w.dtype) for n, w in own.values()] for own in found]
+    for number, kind in enumerate(kinds):
+        if kind != kinds[0]:
+            odd = next(iter(set(kind) ^ set(kinds[0])))
+            raise ValueError(
+                f"{name}'s decoder layers 0 and {number} differ ({odd[0]} {list(odd[1])} {odd[2]} is in one "
+                "only); streaming weights needs layers that are alike"
+            )
+    return [[weight for _, weight in own.values()] for own in found]
+
+
+def _layout(weights: list[list[Tensor]]) -> tuple[list[_Place], int]:
+    """Where each of a layer's weights stands in its block, and the block's bytes."""
+    places: list[_Place] = []
+    end = 0
+    for weight in weights[0]:
+        places.append((end, tuple(weight.shape), weight.dtype))
+        end += -(-weight.nbytes // _ALIGNMENT) * _ALIGNMENT
+    return places, end
+
+
+def _cut(block: Tensor, place: _Place) -> Tensor:
+    start, shape, dtype = place
+    return block[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)

@@ -1,0 +1,68 @@
+"""The contract of a KV view: what the attention layers of a forward store and attend to.
+
+A view is made for T new tokens a sequence, the nodes of a token tree. ``begin`` says where they stand, then
+each attention layer calls the view, and ``move`` keeps the accepted nodes. Views differ in which committed KV
+slots a layer sees: all of them, a window, the chunks that a retrieval policy chose, or slots in host memory.
+"""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from triforce_tree.models.attention import AttentionParams
+
+
+class KVView(Protocol):
+    """KV slots as one kind of forward sees them.
+
+    Attributes:
+        capturable: whether a CUDA graph can hold a forward over them: it never waits for the device.
+        resizable: whether a forward may bring fewer new tokens than the view was made for, its first ones.
+    """
+
+    capturable: bool
+    resizable: bool
+
+    def begin(self, before: Tensor, words: Tensor | None = None) -> None:
+        """Before each forward.
+
+        Args:
+            before: int64 ``[B]``, committed tokens of each sequence: the position of the first new one.
+            words: int64 ``[B, T, W]``; bit j of word w of row t: new token t sees new token ``64 w + j``.
+                None where the mask never changes.
+        """
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, how: AttentionParams) -> Tensor:
+        """Store the new tokens' keys and values of one layer, and attend.
+
+        Args:
+            q, k, v: ``[B, H_q, T, D]`` and ``[B, H_kv, T, D]``, rotated.
+
+        Returns:
+            ``[B, T, H_q, D]``.
+        """
+
+    def move(self, index: Tensor) -> None:
+        """Keep accepted nodes: new token ``index[b, i]`` takes the place of the i-th one; -1 moves nothing.
+
+        Args:
+            index: int64 ``[B, R]``. What is not moved, the next forward overwrites.
+        """
+
+
+class RetrievalView(KVView, Protocol):
+    """A view of level 1, which chooses the chunks that it shows.
+
+    Attributes:
+        choosing: whether the next forward chooses anew.
+    """
+
+    choosing: bool
+
+    def choose(self, end: Tensor, committed: Tensor) -> None:
+        """Before ``begin`` of a forward that chooses by its root.
+
+        Args:
+            end: int64 ``[B]``, position of the root.
+            committed: int64 ``[B]``, tokens whose keys may be chosen.
+        """

@@ -1,0 +1,239 @@
+"""Measured settings on disk: what ``triforce-tree tune`` found best for one machine and one pair of models.
+
+A profile is a JSON file of entries, one for each context length and temperature that was measured. It changes
+how fast a text comes, never which text. Files lie in ``profiles`` in the user's cache folder
+(``folders.user_cache``); ``TRIFORCE_TREE_PROFILES`` names another folder, and none at all where it is empty.
+"""
+
+import json
+import logging
+import math
+import os
+import re
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from triforce_tree.config import HierarchyConfig
+from triforce_tree.runtime.fingerprint import hardware, shape_of
+from triforce_tree.runtime.json_files import read_json
+from triforce_tree.runtime.user_folders import user_cache
+
+VERSION = 2
+# An entry serves prompts of up to this many times, and down to this part of, the context it was measured at.
+NEAR = 4.0
+# Settings that must fit each other: where one of them is given, a profile's others are left aside.
+_TOGETHER = frozenset({"budget", "chunk", "recent"})
+_ESTIMATES = {"acceptance", "tokens_per_round"}
+_LOG = logging.getLogger(__name__)
+Source = str | Path | bool | None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The best settings for one context length and temperature.
+
+    Attributes:
+        options: as :func:`triforce_tree.load` takes them; ``levels`` is 1 where drafting gains nothing.
+        ms_per_token, plain_ms_per_token: decode time under these options, and of the target alone.
+        step_ms: one forward of each level under them.
+        tokens_per_pass: what one pass of each verifying level brought.
+        acceptance: chance by sibling rank that a proposal is taken, for each pair of levels.
+        draft_length: acceptance and tokens_per_round, by which a text's first draft lengths are chosen.
+        repeated_8grams: of the texts that were timed; looping text flatters every drafter.
+    """
+
+    context: int
+    temperature: float
+    options: dict[str, Any]
+    ms_per_token: float
+    plain_ms_per_token: float
+    step_ms: dict[str, float] = field(default_factory=dict)
+    tokens_per_pass: dict[str, float] = field(default_factory=dict)
+    acceptance: dict[str, list[float]] = field(default_factory=dict)
+    draft_length: dict[str, float] = field(default_factory=dict)
+    repeated_8grams: float = 0.0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.context, bool) or not isinstance(self.context, int) or self.context < 1:
+            raise ValueError(f"context={self.context!r} must be an integer of at least 1")
+        _check_number("temperature", self.temperature)
+        _check_number("repeated_8grams", self.repeated_8grams)
+        for name in ("ms_per_token", "plain_ms_per_token"):
+            _check_number(name, getattr(self, name))
+            if not getattr(self, name):
+                raise ValueError(f"{name}=0 must be above 0")
+        for name in ("options", "step_ms", "tokens_per_pass", "acceptance", "draft_length"):
+            if not isinstance(getattr(self, name), dict):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be an object")
+        for name in ("step_ms", "tokens_per_pass", "draft_length"):
+            for key, value in getattr(self, name).items():
+                _check_number(f"{name}.{key}", value)
+        for key, chances in self.acceptance.items():
+            for chance in chances if isinstance(chances, list) else [chances]:
+                _check_number(f"acceptance.{key}", chance)
+        if (estimates := self.draft_length) and estimates.keys() != _ESTIMATES:
+            raise ValueError(f"draft_length has {sorted(estimates)}, not {sorted(_ESTIMATES)}")
+        if estimates and (estimates["acceptance"] > 1 or estimates["tokens_per_round"] < 1):
+            raise ValueError(
+                f"draft_length={estimates} must have an acceptance of at most 1 and tokens_per_round of at "
+                "least 1"
+            )
+        HierarchyConfig.from_options(**self.options)
+
+    @property
+    def speedup(self) -> float:
+        return self.plain_ms_per_token / self.ms_per_token
+
+    def options_for(self, given: Collection[str]) -> dict[str, Any]:
+        """Options without those that were ``given`` and what must fit them."""
+        aside = {*given, *(_TOGETHER if _TOGETHER & set(given) else ())}
+        left = {name: value for name, value in self.options.items() if name not in aside}
+        if left.get("levels") == 3:
+            # Not for prompts that a nearly full budget would hold.
+            left["levels"] = "auto"
+        return left
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Entries for one machine and one pair of models.
+
+    Attributes:
+        hardware, target, draft: as :func:`hardware` and :func:`shape_of` name them.
+        made: command, versions and date of the last measurement.
+        path: where it was read from; not part of the file.
+    """
+
+    hardware: str
+    target: str
+    draft: str | None
+    entries: tuple[Entry, ...]
+    made: dict[str, Any] = field(default_factory=dict)
+    path: Path | None = None
+
+    def nearest(self, context: int, temperature: float) -> Entry | None:
+        """The entry of the nearest context length, of its temperatures the nearest; None if all are far."""
+
+        def apart(entry: Entry) -> float:
+            return max(entry.context / context, context / entry.context)
+
+        near = [entry for entry in self.entries if apart(entry) <= NEAR]
+        return min(near, key=lambda e: (apart(e), abs(e.temperature - temperature)), default=None)
+
+    def with_entry(self, entry: Entry) -> "Profile":
+        """This profile with one more entry, in place of an older one of its context and temperature."""
+        others = [e for e in self.entries if (e.context, e.temperature) != (entry.context, entry.temperature)]
+        entries = tuple(sorted([*others, entry], key=lambda e: (e.context, e.temperature)))
+        return Profile(self.hardware, self.target, self.draft, entries, self.made, self.path)
+
+    def write(self) -> None:
+        """Replace the file at ``path`` at once, so that a reader never finds half of it."""
+        path = self.path
+        assert path is not None, "a profile that is written has a path"
+        own = asdict(self)
+        del own["path"]
+        text = json.dumps({"version": VERSION, **own}, indent=2, ensure_ascii=False)
+        draft = path.with_name(path.name + ".new")
+        draft.write_text(text + "\n", encoding="utf-8")
+        draft.replace(path)
+
+
+def _check_number(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ValueError(f"{name}={value!r} must be a number of at least 0")
+
+
+def read(path: str | Path) -> Profile:
+    """A profile from its file.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no profile, or one of another version.
+    """
+    path = Path(path)
+    remedy = (
+        "delete it, measure again with triforce-tree tune, or go without it (profile=False, --profile none)"
+    )
+    try:
+        held = read_json(path)
+    except ValueError as error:
+        raise ValueError(f"profile {str(path)!r} is corrupt ({error}); {remedy}") from error
+    if not isinstance(held, dict) or "version" not in held:
+        raise ValueError(f"{str(path)!r} is no profile; {remedy}")
+    version = held.pop("version")
+    if version != VERSION:
+        raise ValueError(
+            f"profile {str(path)!r} has version {version!r}, this release reads {VERSION}; {remedy}"
+        )
+    try:
+        entries = held.pop("entries")
+        if not isinstance(entries, list):
+            raise ValueError(f"entries are a {type(entries).__name__}, not a list")
+        made = tuple(Entry(**_known(Entry, _without_engine(entry))) for entry in entries)
+        return Profile(**_known(Profile, held), entries=made, path=path)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        why = repr(error) if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"profile {str(path)!r} cannot be used ({why[:300]}); {remedy}") from error
+
+
+def _without_engine(entry: Any) -> Any:
+    """An entry without which of two engines it was measured on, as releases that had two wrote it."""
+    return {k: v for k, v in entry.items() if k != "captured"} if isinstance(entry, dict) else entry
+
+
+def _known(kind: type[Entry] | type[Profile], values: Any) -> dict[str, Any]:
+    """``values``, which must be an object that holds nothing but fields of ``kind``."""
+    if not isinstance(values, dict):
+        raise ValueError(f"an {kind.__name__.lower()} is {values!r}")
+    names = {f.name for f in fields(kind)} - {"path"}
+    if unknown := sorted(values.keys() - names):
+        raise ValueError(f"unknown field {unknown[0]!r}; known: {', '.join(sorted(names))}")
+    return values
+
+
+def find(source: Source, target: PreTrainedModel, draft: PreTrainedModel | None) -> Profile | None:
+    """The profile to use.
+
+    Args:
+        source: a path, False for none, None for the one of this machine and these models if it was written.
+        target, draft: the models.
+
+    Raises:
+        OSError, ValueError: see :func:`read`.
+    """
+    if source is False:
+        return None
+    if source is None or source is True:
+        place = default_path(target, draft)
+        if place is None or not place.is_file():
+            return None
+        source = place
+    profile = read(source)
+    own = Profile(hardware(target.device), shape_of(target), shape_of(draft) if draft else None, ())
+    for name in ("hardware", "target", "draft"):
+        theirs, ours = getattr(profile, name), getattr(own, name)
+        if theirs != ours:
+            _LOG.warning("profile %s was measured with %s %s, this is %s", source, name, theirs, ours)
+    _LOG.info("settings of profile %s: %d measured", source, len(profile.entries))
+    return profile
+
+
+def default_path(target: PreTrainedModel, draft: PreTrainedModel | None) -> Path | None:
+    """Where the profile of this machine and these models lies; None where profiles are switched off."""
+    place = folder()
+    if place is None:
+        return None
+    parts = [hardware(target.device), shape_of(target), shape_of(draft) if draft is not None else "no-draft"]
+    return place / ("_".join(re.sub(r"[^A-Za-z0-9.]+", "-", part).strip("-") for part in parts) + ".json")
+
+
+def folder() -> Path | None:
+    """Where profiles lie; None where the environment says that there are none."""
+    own = os.environ.get("TRIFORCE_TREE_PROFILES")
+    if own is not None:
+        return Path(own) if own else None
+    return user_cache("profiles")

@@ -1,0 +1,146 @@
+"""From logits to laws, and seeds.
+
+A *law* is a probability distribution over the vocabulary in fp32, after the user's logits processors
+(temperature, top-k, top-p, penalties).
+"""
+
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper
+from transformers.generation import logits_process as hf
+
+# Processors whose result does not depend on the tokens so far: one call serves all nodes of a tree.
+_CONTEXT_FREE = tuple(
+    getattr(hf, name)
+    for name in (
+        "TemperatureLogitsWarper",
+        "TopKLogitsWarper",
+        "TopPLogitsWarper",
+        "MinPLogitsWarper",
+        "TypicalLogitsWarper",
+        "EpsilonLogitsWarper",
+        "EtaLogitsWarper",
+        "LogitNormalization",
+        "SuppressTokensLogitsProcessor",
+        "InfNanRemoveLogitsProcessor",
+    )
+    if hasattr(hf, name)
+)
+
+NAN_LOGITS = (
+    "the model returned NaN logits; its weights or its dtype are at fault: try dtype=torch.float32 or check "
+    "the checkpoint"
+)
+Paths = Callable[[], Sequence[Sequence[int] | Tensor | None]]
+
+
+class ProbsFromLogits:
+    """The law of the next token: transformers' own logits processors, then softmax in fp32.
+
+    Args:
+        processors: applied in order, each with the tokens of the node's own path.
+        greedy: take the most probable token; laws then only rank tokens.
+        padding: tokens that processors see before each path: they count from the width of a padded prompt.
+    """
+
+    def __init__(
+        self,
+        processors: LogitsProcessorList | None = None,
+        greedy: bool = False,
+        padding: Sequence[int] = (),
+    ) -> None:
+        processors = processors or LogitsProcessorList()
+        self.greedy = greedy
+        self._padding = list(padding)
+        self._free = LogitsProcessorList(p for p in processors if isinstance(p, _CONTEXT_FREE))
+        self._bound = [p for p in processors if not isinstance(p, _CONTEXT_FREE)]
+        self._ordered = list(processors)
+
+    @classmethod
+    def at(cls, temperature: float) -> "ProbsFromLogits":
+        """The law at a temperature, cut by nothing else; 0 is greedy."""
+        if temperature == 0:
+            return cls(greedy=True)
+        return cls(LogitsProcessorList([TemperatureLogitsWarper(temperature)]))
+
+    @property
+    def context_free(self) -> bool:
+        """Whether one row of logits is all that the law of a node depends on."""
+        return not self._bound
+
+    @property
+    def processors(self) -> list[LogitsProcessor]:
+        """In the order they are applied."""
+        return self._ordered
+
+    def scores(self, logits: Tensor, paths: Paths) -> Tensor:
+        """Processed logits, fp32 ``[N, V]``.
+
+        Args:
+            logits: ``[N, V]``, one row a node.
+            paths: gives the N token sequences that end at the nodes; called only when a processor
+                (a penalty, say) needs them, parents before children. A node without one keeps its logits; so
+                does one behind a token that a processor forbids: no text goes there, and a processor for a
+                grammar may know nothing of such a text.
+
+        Raises:
+            ValueError: logits hold NaN.
+        """
+        scores = logits.float()
+        if torch.isnan(scores).any():
+            raise ValueError(NAN_LOGITS)
+        if not self._bound:
+            return self._free(None, scores) if self._free else scores  # type: ignore[arg-type]
+        rows = []
+        padding = torch.tensor(self._padding, dtype=torch.int64, device=scores.device)
+        sequences = paths()
+        common = min((len(path) for path in sequences if path is not None), default=0)
+        # By the tokens behind the root: processed scores, or None behind a token that a processor forbids.
+        known: dict[tuple[int, ...], Tensor | None] = {}
+        for path, row in zip(sequences, scores, strict=True):
+            row = row[None].clone()
+            if path is not None:
+                tokens = torch.as_tensor(path, device=scores.device)
+                below = tuple(tokens[common:].tolist())
+                if below and below[:-1] in known:
+                    above = known[below[:-1]]
+                    forbidden = above is None or bool(above[0, below[-1]] == -torch.inf)
+                else:
+                    forbidden = False
+                if not forbidden:
+                    ids = torch.cat([padding, tokens])[None]
+                    for processor in self._ordered:
+                        row = processor(ids, row)
+                known[below] = None if forbidden else row
+            rows.append(row)
+        return torch.cat(rows)
+
+    def __call__(self, logits: Tensor, paths: Paths) -> Tensor:
+        """Laws, fp32 ``[N, V]``."""
+        return self.scores(logits, paths).softmax(-1)
+
+
+class Stream(IntEnum):
+    """What a derived seed is for."""
+
+    LEVEL = 0
+    ROW = 1
+    ATTEMPT = 2
+
+
+def derived(seed: int, stream: Stream, number: int) -> int:
+    """A seed of 63 bits for one of several generators, independent of those for any other arguments.
+
+    Sums such as ``seed + number`` would give the same draws for neighbours of both; this is a hash
+    (numpy's ``SeedSequence``).
+
+    Args:
+        seed: of 64 bits, signed or not.
+        stream, number: which generator of those that start from ``seed``.
+    """
+    sequence = np.random.SeedSequence(seed % 2**64, spawn_key=(stream, number))
+    return int(sequence.generate_state(1, np.uint64)[0] >> 1)
