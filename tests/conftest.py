@@ -29,7 +29,7 @@ THREADS = 1
 ROOT = Path(__file__).parents[1]
 
 # Helper modules whose assertions report values, as those of the tests do.
-for _name in ("api_cases", "cycle_cases"):
+for _name in ("api_cases", "program_cases"):
     pytest.register_assert_rewrite(_name)
 # Read once, when transformers, datasets and triton are first imported: by the tests, later.
 for _name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):

@@ -131,13 +131,13 @@ class Engine:
         return entry
 
     @contextmanager
-    def cycle(
-        self, prompts: list[list[int]], new_tokens: int, law: ProbsFromLogits | None, temperature: float
+    def program(
+        self, prompts: list[list[int]], new_tokens: int, to_probs: ProbsFromLogits | None, temperature: float
     ) -> Iterator[DecodingProgram]:
         """What :meth:`generate` would run for these prompts, for as long as the context lasts.
 
         Args:
-            law: what stages are prepared for; None for none, where only forwards are wanted.
+            to_probs: what stages are prepared for; None for none, where only forwards are wanted.
             temperature: which a profile's settings depend on.
 
         Yields:
@@ -151,10 +151,10 @@ class Engine:
         with self.hierarchy.generation():
             self._settle(temperature, prompts, new_tokens)
             with self.hierarchy.active():
-                cycle = self.hierarchy.cycle(prompts, new_tokens)
-                if law is not None:
-                    cycle.prepare(law)
-                yield cycle
+                program = self.hierarchy.program(prompts, new_tokens)
+                if to_probs is not None:
+                    program.prepare(to_probs)
+                yield program
 
     def generate(
         self,
@@ -276,14 +276,14 @@ class Engine:
         seed: int | None,
         pinned: Callable[[int], None] | None,
     ) -> GenerateOutput:
-        prompts, law, endings, new_tokens = job.prompts, job.law, job.endings, job.new_tokens
+        prompts, to_probs, endings, new_tokens = job.prompts, job.to_probs, job.endings, job.new_tokens
         for prompt in prompts:
             self.check_length(len(prompt), new_tokens)
-        alike = (prompts, new_tokens, law.greedy, seed is None, self._config)
+        alike = (prompts, new_tokens, to_probs.greedy, seed is None, self._config)
         distributed.check_alike("prompts or settings", alike)
         chosen = distributed.broadcast_object(int(torch.randint(2**62, ())) if seed is None else seed)
         entry = self._settle(job.temperature, prompts, new_tokens)
-        if not self.hierarchy.together(law, prompts):
+        if not self.hierarchy.together(to_probs, prompts):
             raise _OneByOneError
         new: list[list[int]] = [[] for _ in prompts]
         if streamer is not None:
@@ -291,8 +291,8 @@ class Engine:
         with self.hierarchy.active():
             decoder = OomRetryDecoder(
                 lambda number: Decoder(
-                    self.hierarchy.cycle(prompts, new_tokens, pinned),
-                    law,
+                    self.hierarchy.program(prompts, new_tokens, pinned),
+                    to_probs,
                     derived(chosen, Stream.ATTEMPT, number),
                     repeatable=seed is not None,
                 ),

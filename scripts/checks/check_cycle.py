@@ -47,36 +47,36 @@ class Checks:
         self.verdicts = Verdicts()
         self.add = self.verdicts.add
 
-    def cycle(self, levels: int, batch: int, room: int, **options: Any) -> DecodingProgram:
+    def program(self, levels: int, batch: int, max_seq_len: int, **options: Any) -> DecodingProgram:
         settings: dict[str, Any] = {"gamma": 8, "tree": "best-first:6,4,3", "budget": 512, "recent": 128}
         config = HierarchyConfig.from_options(**{**settings, "rounds": 2, **options})
         drafter = drafter_of(self.draft, config, levels)
-        return DecodingProgram(self.target, drafter, config, batch, room, levels)
+        return DecodingProgram(self.target, drafter, config, batch, max_seq_len, levels)
 
     def greedy(self, lengths: list[int], new_tokens: int) -> None:
         """Three and two levels against one, in one batch of ragged prompts."""
         prompts = [self.text[1000 * i : 1000 * i + n] for i, n in enumerate(lengths)]
-        law = ProbsFromLogits(greedy=True)
+        to_probs = ProbsFromLogits(greedy=True)
         expected = None
         for levels in (1, 2, 3):
-            cycle = self.cycle(levels, len(prompts), max(lengths) + new_tokens)
-            decoder = Decoder(cycle, law, 0)
+            program = self.program(levels, len(prompts), max(lengths) + new_tokens)
+            decoder = Decoder(program, to_probs, 0)
             decoder.prefill(prompts)
             tokens = decoded(decoder, prompts, new_tokens)
             expected = expected or tokens
             parted = sum(a != b for a, b in zip(tokens, expected, strict=True))
             self.add(f"greedy, {levels} levels", parted == 0, texts=len(prompts), parted=parted)
-            plain = Decoder(cycle, law, 0)
+            plain = Decoder(program, to_probs, 0)
             plain.controller.fixed = 0
-            cycle.rewind(prompts)
+            program.rewind(prompts)
             same = decoded(plain, prompts, new_tokens) == expected
             self.add(f"greedy, plain passes in a cycle of {levels} levels", same)
 
-    def laws(self, length: int, batch: int, repeats: int, temperature: float) -> None:
+    def probs(self, length: int, batch: int, repeats: int, temperature: float) -> None:
         """First and second new tokens of many equal prompts."""
         [prompt] = uncertain_contexts(self.engine, self.text[:length], 1)
-        law = ProbsFromLogits.at(temperature)
-        first_law = self._law(prompt, law)
+        to_probs = ProbsFromLogits.at(temperature)
+        first_law = self._probs_of(prompt, to_probs)
         for levels, options in (
             (1, {}),
             (2, {}),
@@ -85,13 +85,13 @@ class Checks:
         ):
             if options.get("retrieval_weight_bits") and self.target.dtype == torch.float32:
                 continue
-            cycle = self.cycle(levels, batch, length + 64, **options)
+            program = self.program(levels, batch, length + 64, **options)
             prompts = [prompt] * batch
             pairs: list[tuple[int, int]] = []
             for repeat in range(repeats):
-                decoder = Decoder(cycle, law, repeat)
+                decoder = Decoder(program, to_probs, repeat)
                 if repeat:
-                    cycle.rewind(prompts)
+                    program.rewind(prompts)
                 else:
                     decoder.prefill(prompts)
                 pairs += [(row[0], row[1]) for row in decoded(decoder, prompts, 2)]
@@ -99,16 +99,16 @@ class Checks:
             self._judge(f"{name}, first token", Counter(a for a, _ in pairs), first_law)
             for token in first_law.topk(2).indices.tolist():
                 after = Counter(b for a, b in pairs if a == token)
-                self._judge(f"{name}, after {token}", after, self._law([*prompt, token], law))
+                self._judge(f"{name}, after {token}", after, self._probs_of([*prompt, token], to_probs))
 
     def endurance(self, length: int, new_tokens: int) -> None:
         """Memory and repeatability over a long text."""
-        cycle = self.cycle(3, 1, length + new_tokens)
+        program = self.program(3, 1, length + new_tokens)
         prompt = self.text[:length]
-        law = ProbsFromLogits.at(1.0)
+        to_probs = ProbsFromLogits.at(1.0)
         texts, memory, passes = [], [], 0
         for _ in range(2):
-            decoder = Decoder(cycle, law, 7)
+            decoder = Decoder(program, to_probs, 7)
             decoder.prefill([prompt])
             text: list[int] = []
             for fresh in decoder.decode([prompt], [Ending(new_tokens)]):
@@ -119,16 +119,16 @@ class Checks:
             texts.append(text)
         self.add("same seed, same tokens", texts[0] == texts[1], tokens=len(texts[0]))
         growth = max(memory) - memory[0] if memory else 0
-        self.add("memory stays", growth < 1 << 20, passes=passes, growth_bytes=growth)
+        self.add("memory stays", growth < 1 << 20, passes=passes, drafter_bytes=growth)
 
-    def _law(self, prompt: list[int], law: ProbsFromLogits) -> Tensor:
+    def _probs_of(self, prompt: list[int], to_probs: ProbsFromLogits) -> Tensor:
         with torch.no_grad():
             ids = torch.tensor([prompt], device=self.target.device)
             logits = self.target.model(ids, logits_to_keep=1).logits[0]
-        return law(logits, list)[0]
+        return to_probs(logits, list)[0]
 
-    def _judge(self, name: str, counts: Counter[int], law: Tensor) -> None:
-        statistic, freedom = chi_square(counts, law)
+    def _judge(self, name: str, counts: Counter[int], probs: Tensor) -> None:
+        statistic, freedom = chi_square(counts, probs)
         p = p_value(statistic, freedom)
         self.add(name, p > _LEAST_P, draws=sum(counts.values()), bins=freedom + 1, p=round(p, 5))
 
@@ -153,7 +153,7 @@ def main() -> None:
     checks = Checks(args.device, getattr(torch, args.dtype))
     checks.greedy([700, 1500, 3001], 200)
     for temperature in (0.7, 1.0):
-        checks.laws(900, args.batch, args.repeats, temperature)
+        checks.probs(900, args.batch, args.repeats, temperature)
     checks.endurance(4000, args.tokens)
     found = checks.verdicts
     if args.out:

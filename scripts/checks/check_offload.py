@@ -100,8 +100,8 @@ class Checks:
         hierarchy.release()
         with mock.patch.object(memory_plan, "plan", plan):
             self.same_text("the text with a resident last layer")
-        cycle = hierarchy._cycle[1] if hierarchy._cycle is not None else None
-        there = cycle is not None and cycle.offloaded is not None and cycle.offloaded.host.last_resident
+        program = hierarchy._program[1] if hierarchy._program is not None else None
+        there = program is not None and program.offloaded is not None and program.offloaded.host.last_resident
         self.add("the last layer is resident", there)
         hierarchy.release()
 

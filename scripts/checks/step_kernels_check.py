@@ -74,8 +74,11 @@ def problems() -> Iterator[tuple[str, Callable[[], Problem]]]:
     for seed, nodes in enumerate((1, 2, 16, 63, 64, 65, 128, 256)):
         yield f"greedy {nodes}", lambda n=nodes, i=seed: step_cases.greedy(6, n, 3 + i, GPU, seed=i)
     for shape in [(1, 1, 5), (6, 12, 4096), (2, 12, 128256), (1, 4, 4095)]:
-        for race in (True, False):
-            yield f"runner-up {shape} {race}", lambda s=shape, r=race: step_cases.runner_up(*s, r, GPU)
+        for exponential in (True, False):
+            yield (
+                f"runner-up {shape} {exponential}",
+                lambda s=shape, r=exponential: step_cases.runner_up(*s, r, GPU),
+            )
     yield from _problems_of_growth()
 
 
@@ -100,9 +103,9 @@ def _problems_of_growth() -> Iterator[tuple[str, Callable[[], Problem]]]:
         (1, 16, 152064, 16),
     ]:
         for seed in range(8):
-            race, ties, dtype = seed % 2 == 1, seed // 2 % 2 == 1, (HALF, SINGLE)[seed // 4]
-            how = dtype, race, GPU, (None, 0.7)[race], ties, seed
-            name = f"expand {shape} {dtype} race {race} ties {ties}"
+            exponential, ties, dtype = seed % 2 == 1, seed // 2 % 2 == 1, (HALF, SINGLE)[seed // 4]
+            how = dtype, exponential, GPU, (None, 0.7)[exponential], ties, seed
+            name = f"expand {shape} {dtype} race {exponential} ties {ties}"
             yield name, lambda s=shape, h=how: grow_cases.expansion(*s, *h)
     for shape in [(1, 1, 8, 8), (1, 8, 6, 6), (6, 8, 6, 6), (6, 1, 1, 1), (2, 29, 30, 30), (3, 16, 16, 16)]:
         for seed in range(8):
@@ -128,10 +131,12 @@ def captured() -> Iterator[tuple[str, Callable[[int], Problem]]]:
     yield "runner-up", lambda i: step_cases.runner_up(4, 6, 4096, True, GPU, seed=i)
     yield "begin", lambda i: grow_cases.beginning(4, 5, (8, 6, 4), 300, GPU, seed=i)
     for vocab in (4096, 32000):
-        for race in (False, True):
+        for exponential in (False, True):
             yield (
-                f"expand {vocab} {race}",
-                lambda i, v=vocab, r=race: grow_cases.expansion(4, 8, v, 6, HALF, r, GPU, 0.5 + i, seed=i),
+                f"expand {vocab} {exponential}",
+                lambda i, v=vocab, r=exponential: grow_cases.expansion(
+                    4, 8, v, 6, HALF, r, GPU, 0.5 + i, seed=i
+                ),
             )
     for fixed in (False, True):
         yield "place", lambda i, f=fixed: grow_cases.placement(4, 8, 6, 6, GPU, f, seed=i)

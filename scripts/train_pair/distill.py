@@ -75,7 +75,7 @@ def cut(tokens: Tensor, hidden: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]
     return torch.cat((sinks, tokens[row, at]), dim=-1).flatten(0, 1), hidden[row, at].flatten(0, 1)
 
 
-def laws(
+def probs(
     student: Tensor, norm_d: Tensor, embedding_d: Tensor, teacher: Tensor, norm_t: Tensor, embedding_t: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Cross-entropy against the target's whole law and overlap sum(min(p, q)), each [N] fp32.

@@ -59,10 +59,10 @@ def overlaps(
     engine = engine.with_options(budget=budget)
     retrieval, draft = [], []
     for window in windows(ids, length + new, count):
-        for laws in overlap.teacher_forced(engine, window, length):
-            retrieval += torch.minimum(laws.retrieval, laws.target).sum(-1).tolist()
-            if laws.draft is not None:
-                draft += torch.minimum(laws.draft, laws.target).sum(-1).tolist()
+        for probs in overlap.teacher_forced(engine, window, length):
+            retrieval += torch.minimum(probs.retrieval, probs.target).sum(-1).tolist()
+            if probs.draft is not None:
+                draft += torch.minimum(probs.draft, probs.target).sum(-1).tolist()
         print(f"{length}/{budget}: retrieval {statistics.fmean(retrieval):.3f}", end="")
         print(f", draft {statistics.fmean(draft):.3f}" if draft else "")
     return statistics.fmean(retrieval), statistics.fmean(draft) if draft else None

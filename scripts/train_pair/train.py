@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from scripts.train_pair.data import Facts, Stream
-from scripts.train_pair.distill import SEGMENT, SINKS, StreamingForward, cut, laws
+from scripts.train_pair.distill import SEGMENT, SINKS, StreamingForward, cut, probs
 from scripts.train_pair.model import CHUNK, DRAFT, TARGET, Llama
 from scripts.train_pair.optim import PairOptimizer
 from scripts.train_pair.run import Run, fastest_backend, same_everywhere
@@ -110,7 +110,7 @@ def distil(run: Run, target: Llama, draft: Llama, stream: Stream) -> None:
     segments = max(2, args.tokens // rows // (SINKS + SEGMENT))
     target.backend = fastest_backend(run, target, length, rows)
     streaming = StreamingForward(draft, run.device)
-    compiled = torch.compile(laws, dynamic=False) if run.device.type == "cuda" else laws
+    compiled = torch.compile(probs, dynamic=False) if run.device.type == "cuda" else probs
     optimizer = PairOptimizer(draft, args.muon_rate, args.adam_rate, args.decay)
     weight = torch.ones(rows, segments, SEGMENT, device=run.device)
     weight[:, 1:, :128] = 0.0  # a cold window does not occur: prefill feeds a whole one

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from cycle_cases import GREEDY, NEW, PROMPTS, SAMPLED, cycle_of, decoded, draft_of, model, references
 from families import prompt_of
+from program_cases import GREEDY, NEW, PROMPTS, SAMPLED, decoded, draft_of, model, program_of, references
 
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.program import DecodingProgram
@@ -52,29 +52,29 @@ def test_taken_slots_of_a_batch() -> None:
     assert tree.tokens[1, 1] == 5
 
 
-@pytest.mark.parametrize("law", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("to_probs", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("levels, runner_ups", [(2, None), (3, True), (3, False)])
 def test_the_text_is_that_of_whole_trees(
-    levels: int, runner_ups: bool | None, law: ProbsFromLogits, monkeypatch: pytest.MonkeyPatch
+    levels: int, runner_ups: bool | None, to_probs: ProbsFromLogits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chains that end long before gamma."""
     options = {"gamma": 9, "rounds": 1, "runner_ups": runner_ups}
-    cycle = cycle_of(model("llama-gqa"), draft_of("llama-gqa"), levels, 3, **options)
-    cut, _ = decoded(cycle, PROMPTS, NEW, law)
+    program = program_of(model("llama-gqa"), draft_of("llama-gqa"), levels, 3, **options)
+    cut, _ = decoded(program, PROMPTS, NEW, to_probs)
     uncut(monkeypatch)
-    whole, _ = decoded(cycle, PROMPTS, NEW, law)
+    whole, _ = decoded(program, PROMPTS, NEW, to_probs)
     assert cut == whole
-    assert not law.greedy or cut == references()
+    assert not to_probs.greedy or cut == references()
 
 
 def test_level_2_verifies_the_chain_alone(rows_of_forwards: list[tuple[object, int]]) -> None:
-    cycle = cycle_of(model("llama-gqa"), draft_of("llama-gqa"), 3, gamma=9, rounds=1, runner_ups=False)
+    program = program_of(model("llama-gqa"), draft_of("llama-gqa"), 3, gamma=9, rounds=1, runner_ups=False)
     decoder_rows: list[int] = []
-    report = cycle.texts.report
-    cycle.texts.report = lambda: decoder_rows.append(int(cycle.texts.proposed[0])) or report()
-    new, _ = decoded(cycle, PROMPTS[:1], NEW[:1])
+    report = program.state.report
+    program.state.report = lambda: decoder_rows.append(int(program.state.proposed[0])) or report()
+    new, _ = decoded(program, PROMPTS[:1], NEW[:1])
     assert new == references()[:1]
-    full = cycle.stage("full").rows
+    full = program.stage("target").view
     assert [rows for attend, rows in rows_of_forwards if attend is full] == [n + 1 for n in decoder_rows]
     assert 1 < max(decoder_rows) < 9
 
@@ -88,11 +88,11 @@ def test_a_lookup_that_finds_nothing_costs_one_row(
     config = HierarchyConfig.from_options(
         levels=levels, lookup=5, tree="chain:5", gamma=4, rounds=1, budget=24, chunk=4, recent=8
     )
-    cycle = DecodingProgram(target, PromptLookup(5), config, 1, 150, levels)
+    program = DecodingProgram(target, PromptLookup(5), config, 1, 150, levels)
     vocabulary = sorted({*prompt_of(60)})
-    decoded(cycle, [vocabulary], [3])
-    judged = cycle.stage("full" if levels == 2 else "choose").rows
+    decoded(program, [vocabulary], [3])
+    judged = program.stage("target" if levels == 2 else "retrieval_refresh").view
     assert next(rows for attend, rows in rows_of_forwards if attend is judged) == 1
     rows_of_forwards.clear()
-    decoded(cycle, [[*vocabulary, *vocabulary[:7]]], [3])
+    decoded(program, [[*vocabulary, *vocabulary[:7]]], [3])
     assert next(rows for attend, rows in rows_of_forwards if attend is judged) == 6

@@ -28,12 +28,12 @@ def simulated(
     acceptance: float | Callable[[int], float],
     tokens: int,
     seed: int = 0,
-    middle: float = 0.6,
+    per_token: float = 0.6,
 ) -> tuple[float, list[int]]:
     """Tokens per plain pass's time, and the rounds of each pass.
 
     The target accepts every token of a chain with one probability, which may change with the tokens made; the
-    retrieval level accepts those of a tree with probability ``middle``.
+    retrieval level accepts those of a tree with probability ``per_token``.
     """
     rng, made, time, chosen = random.Random(seed), 0, 0.0, []
     cost = control.costs
@@ -47,7 +47,7 @@ def simulated(
             continue
         gathered = 0
         for _ in range(rounds if control.levels == 3 else 0):
-            gathered += 1 + next((n for n in range(DEPTH) if rng.random() >= middle), DEPTH)
+            gathered += 1 + next((n for n in range(DEPTH) if rng.random() >= per_token), DEPTH)
         chain = min(MOST, gathered) if control.levels == 3 else DEPTH
         now = acceptance(made) if callable(acceptance) else acceptance
         accepted = next((n for n in range(chain) if rng.random() >= now), chain)
@@ -97,7 +97,7 @@ def test_higher_acceptance_means_more_rounds() -> None:
 
 def test_estimates_follow_what_happened() -> None:
     control = controller()
-    simulated(control, 0.7, 2000, middle=0.5)
+    simulated(control, 0.7, 2000, per_token=0.5)
     assert control.acceptance == pytest.approx(0.7, abs=0.1)
     assert control.tokens_per_round == pytest.approx(1 + 0.5 + 0.25 + 0.125, abs=0.2)
 
@@ -116,7 +116,7 @@ def test_expected_estimates_decide_about_the_first_pass() -> None:
 @pytest.mark.parametrize("cost", COSTS, ids=str)
 def test_refused_drafts_cost_less_than_2_percent(levels: int, cost: tuple[float, float]) -> None:
     for tokens in (512, 4000):
-        speed, chosen = simulated(controller(levels, cost), 0.0, tokens, middle=0.2)
+        speed, chosen = simulated(controller(levels, cost), 0.0, tokens, per_token=0.2)
         assert speed >= 0.98
         assert 1 / speed - 1 <= START_BUDGET / tokens + REFILL + 1e-9
     if sum(cost) > 1.3:
@@ -133,11 +133,11 @@ def test_no_acceptance_costs_more_than_the_budget(levels: int, acceptance: float
             assert 1 / speed - 1 <= START_BUDGET / 512 + REFILL + 1e-9, (cost, seed)
 
 
-def expected(levels: int, acceptance: float, rounds: int, middle: float = 0.6) -> float:
+def expected(levels: int, acceptance: float, rounds: int, per_token: float = 0.6) -> float:
     """Tokens of a pass in the mean, by the distribution of the chain's length."""
     if rounds == 0:
         return 1.0
-    a_round = [(1 - middle) * middle**n for n in range(DEPTH)] + [middle**DEPTH]
+    a_round = [(1 - per_token) * per_token**n for n in range(DEPTH)] + [per_token**DEPTH]
     lengths = {0: 1.0} if levels == 3 else {DEPTH: 1.0}
     for _ in range(rounds if levels == 3 else 0):
         longer: dict[int, float] = {}

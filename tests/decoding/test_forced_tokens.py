@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from cycle_cases import GREEDY, SMALL, cycle_of, draft_of, model
 from families import prompt_of
+from program_cases import GREEDY, SMALL, draft_of, model, program_of
 
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding import forced_tokens
@@ -43,29 +43,29 @@ def one_by_one(refresh: int) -> DecodingProgram:
     return DecodingProgram(HFModel(model("llama-gqa")), Nothing(), config, 1, 150, 3)
 
 
-def gathered(cycle: DecodingProgram, rounds: int) -> tuple[list[int], torch.Tensor]:
+def gathered(program: DecodingProgram, rounds: int) -> tuple[list[int], torch.Tensor]:
     """What level 1 wrote in so many rounds, and its logits at these places."""
     generator, logits = torch.Generator(), []
     for number in range(rounds):
-        name = "choose" if cycle.config.retrieval.chooses(number) else "middle"
-        for stage in ("grow", name):
-            cycle.run(stage, generator)
-        verdict = cycle.stage(name).verifier.verdict
+        name = "retrieval_refresh" if program.config.retrieval.chooses(number) else "retrieval"
+        for stage in ("draft", name):
+            program.run(stage, generator)
+        verdict = program.stage(name).verifier.verdict
         logits += [verdict.scores[0, node] for node in verdict.path[0].tolist() if node >= 0]
-    root = int(cycle.texts.length)
-    return cycle.texts.tokens[0, root : int(cycle.texts.end) + 1].tolist(), torch.stack(logits)
+    root = int(program.state.length)
+    return program.state.tokens[0, root : int(program.state.end) + 1].tolist(), torch.stack(logits)
 
 
 @pytest.mark.parametrize("refresh", [0, 1, 2])
 def test_level_1_chooses_and_sees_what_it_does_while_decoding(refresh: int) -> None:
-    cycle = one_by_one(refresh)
-    cycle.prepare(GREEDY)
-    cycle.prefill([PROMPT])
-    chain, expected = gathered(cycle, 6)
+    program = one_by_one(refresh)
+    program.prepare(GREEDY)
+    program.prefill([PROMPT])
+    chain, expected = gathered(program, 6)
     assert len(chain) == 7
-    cycle.rewind([PROMPT])
-    forced_tokens.offer(cycle, PROMPT, chain[1:6])
-    ours = forced_tokens.retrieval_logits(cycle, chain[:6], 1)
+    program.rewind([PROMPT])
+    forced_tokens.offer(program, PROMPT, chain[1:6])
+    ours = forced_tokens.retrieval_logits(program, chain[:6], 1)
     torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
     if refresh == 1:
         # The choice matters: chunks chosen by the first root alone give other logits.
@@ -77,24 +77,26 @@ def test_level_1_chooses_and_sees_what_it_does_while_decoding(refresh: int) -> N
 
 def test_forwards_of_several_tokens_are_those_of_trees() -> None:
     target = model("llama-gqa")
-    cycle = cycle_of(target, target, 3, gamma=9, refresh=0, window=200, budget=40)
-    cycle.prepare(GREEDY)
-    cycle.prefill([PROMPT])
-    chain, expected = gathered(cycle, 4)
+    program = program_of(target, target, 3, gamma=9, refresh=0, window=200, budget=40)
+    program.prepare(GREEDY)
+    program.prefill([PROMPT])
+    chain, expected = gathered(program, 4)
     assert len(chain) > 6
     for step in (1, 3, 9):
-        cycle.rewind([PROMPT])
-        ours = forced_tokens.retrieval_logits(cycle, chain[:-1], step)
+        program.rewind([PROMPT])
+        ours = forced_tokens.retrieval_logits(program, chain[:-1], step)
         torch.testing.assert_close(ours, expected[: len(chain) - 1], atol=2e-5, rtol=1e-4)
 
 
 def test_committed_tokens_are_those_of_a_longer_prompt() -> None:
     more = prompt_of(13)
-    cycles = [cycle_of(model("llama-gqa"), draft_of("llama-gqa"), 3, gamma=9, window=200) for _ in range(2)]
-    for cycle, prompt in zip(cycles, (PROMPT, [*PROMPT, *more[:10]]), strict=True):
-        cycle.prepare(GREEDY)
-        cycle.prefill([prompt])
-    forced, fresh = cycles
+    programs = [
+        program_of(model("llama-gqa"), draft_of("llama-gqa"), 3, gamma=9, window=200) for _ in range(2)
+    ]
+    for program, prompt in zip(programs, (PROMPT, [*PROMPT, *more[:10]]), strict=True):
+        program.prepare(GREEDY)
+        program.prefill([prompt])
+    forced, fresh = programs
     text = list(PROMPT)
     for part in (more[:6], more[6:10]):
         forced_tokens.offer(forced, text, part)
@@ -103,13 +105,13 @@ def test_committed_tokens_are_those_of_a_longer_prompt() -> None:
         forced_tokens.target_logits(forced, [text[-1], *part][: len(part)])
         forced_tokens.commit(forced, len(part))
         text += part
-    for cycle in cycles:
-        forced_tokens.offer(cycle, text, more[10:])
+    for program in programs:
+        forced_tokens.offer(program, text, more[10:])
     generator = torch.Generator()
     for level in (
-        lambda cycle: forced_tokens.draft_probs(cycle, 2, generator),
-        lambda cycle: forced_tokens.retrieval_logits(cycle, [text[-1], *more[10:]], 3),
-        lambda cycle: forced_tokens.target_logits(cycle, [text[-1], *more[10:]]),
+        lambda program: forced_tokens.draft_probs(program, 2, generator),
+        lambda program: forced_tokens.retrieval_logits(program, [text[-1], *more[10:]], 3),
+        lambda program: forced_tokens.target_logits(program, [text[-1], *more[10:]]),
     ):
         torch.testing.assert_close(level(forced), level(fresh), atol=2e-5, rtol=1e-3)
 
@@ -117,18 +119,18 @@ def test_committed_tokens_are_those_of_a_longer_prompt() -> None:
 @torch.no_grad()
 def test_a_window_of_the_whole_text_gives_the_drafts_own_probs() -> None:
     draft, coming = draft_of("llama-gqa"), prompt_of(4)
-    cycle = cycle_of(model("llama-gqa"), draft, 3, window=200)
-    cycle.prepare(GREEDY)
-    cycle.prefill([PROMPT])
-    forced_tokens.offer(cycle, PROMPT, coming)
-    found = forced_tokens.draft_probs(cycle, 5, torch.Generator())
+    program = program_of(model("llama-gqa"), draft, 3, window=200)
+    program.prepare(GREEDY)
+    program.prefill([PROMPT])
+    forced_tokens.offer(program, PROMPT, coming)
+    found = forced_tokens.draft_probs(program, 5, torch.Generator())
     expected = draft(torch.tensor([[*PROMPT, *coming]])).logits[0, -5:].softmax(-1)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-3)
-    assert int(cycle.texts.chain) == 0
+    assert int(program.state.chain) == 0
 
 
 def test_a_deterministic_drafter_has_no_probs() -> None:
-    cycle = one_by_one(1)
-    cycle.prepare(GREEDY)
-    cycle.prefill([PROMPT])
-    assert forced_tokens.draft_probs(cycle, 3, torch.Generator()) is None
+    program = one_by_one(1)
+    program.prepare(GREEDY)
+    program.prefill([PROMPT])
+    assert forced_tokens.draft_probs(program, 3, torch.Generator()) is None

@@ -98,31 +98,31 @@ class OneUniform(CraftedDraws):
 class BestRunnerUp(EnumeratedNoise):
     """Runner-ups are the most probable other token, though judged as drawn."""
 
-    def second_choice(self, laws: Tensor, chosen: Tensor) -> Tensor:
-        return accept.second_drawn(None, laws, chosen)
+    def second_choice(self, probs: Tensor, chosen: Tensor) -> Tensor:
+        return accept.second_drawn(None, probs, chosen)
 
 
 class RunnerUpOfTheNext(EnumeratedNoise):
     """Runner-ups are drawn from the law of the place after theirs."""
 
-    def second_choice(self, laws: Tensor, chosen: Tensor) -> Tensor:
-        return super().second_choice(laws.roll(-1, 1), chosen)
+    def second_choice(self, probs: Tensor, chosen: Tensor) -> Tensor:
+        return super().second_choice(probs.roll(-1, 1), chosen)
 
 
 class WeakDrawsDropped(EnumeratedNoise):
     """The draft proposes only what it finds likely: a count that looks at the draws."""
 
-    def expand_nodes(self, logits: Tensor, heat: Tensor | None, laws: Tensor, *rest: Any) -> Any:
-        tokens, by_rank = super().expand_nodes(logits, heat, laws, *rest)
-        return torch.where(laws.gather(2, tokens.clamp_min(0)) > 0.4, tokens, -1), by_rank
+    def expand_nodes(self, logits: Tensor, heat: Tensor | None, probs: Tensor, *rest: Any) -> Any:
+        tokens, by_rank = super().expand_nodes(logits, heat, probs, *rest)
+        return torch.where(probs.gather(2, tokens.clamp_min(0)) > 0.4, tokens, -1), by_rank
 
 
 class BestDraws(EnumeratedNoise):
     """The draft's trees hold its most probable tokens, though judged as drawn."""
 
-    def expand_nodes(self, logits: Tensor, heat: Tensor | None, laws: Tensor, *rest: Any) -> Any:
-        super().expand_nodes(logits, heat, laws, *rest)
-        return draw_tokens(None, laws, rest[0])
+    def expand_nodes(self, logits: Tensor, heat: Tensor | None, probs: Tensor, *rest: Any) -> Any:
+        super().expand_nodes(logits, heat, probs, *rest)
+        return draw_tokens(None, probs, rest[0])
 
 
 def sound(patch: pytest.MonkeyPatch) -> None:
@@ -159,8 +159,8 @@ def chain_laws_late(patch: pytest.MonkeyPatch) -> None:
     """The laws of the chain's tokens are kept one place late."""
     lengthen = SequenceState.lengthen
 
-    def late(self: SequenceState, emitted: Tensor, count: Tensor, laws: Tensor | None) -> None:
-        lengthen(self, emitted, count, None if laws is None else laws.roll(1, 1))
+    def late(self: SequenceState, emitted: Tensor, count: Tensor, probs: Tensor | None) -> None:
+        lengthen(self, emitted, count, None if probs is None else probs.roll(1, 1))
 
     patch.setattr(SequenceState, "lengthen", late)
 

@@ -41,7 +41,7 @@ def test_greedy_output_is_the_targets_choice_alone(name: str) -> None:
     levels, options = GREEDY_CASES[name]
     case = Case(levels, 5, 12, options=options)
     generations = case.generations(batch=2)
-    made = generations.law(GREEDY, 12)
+    made = generations.to_probs(GREEDY, 12)
     assert generations.runs == 1
     assert made == target_law(generations.target, GREEDY, case.prompt, 12)
 
@@ -54,10 +54,10 @@ def test_stop_tokens_cut_the_law_and_nothing_else(levels: int) -> None:
         frozenset({2}),
     )
     generations = case.generations()
-    whole = target_law(generations.target, case.law, case.prompt, 2)
+    whole = target_law(generations.target, case.to_probs, case.prompt, 2)
     cut = summed((text[:1] if text[0] in stop else text, chance) for text, chance in whole.items())
     assert len(cut) < len(whole)
-    assert total_variation(generations.law(case.law, Ending(2, stop)), cut) < NOISE
+    assert total_variation(generations.to_probs(case.to_probs, Ending(2, stop)), cut) < NOISE
 
 
 def test_a_draft_that_is_the_target_is_never_refused() -> None:
@@ -65,7 +65,7 @@ def test_a_draft_that_is_the_target_is_never_refused() -> None:
     prompt = Case(2, 3, 3).prompt
     target = stranger(3, 0)
     generations = Generations(target, target, 2, prompt, tree="chain:2", runner_ups=False, window=64)
-    made = generations.law(ProbsFromLogits(), 3)
+    made = generations.to_probs(ProbsFromLogits(), 3)
     assert generations.runs == 27
     assert total_variation(made, target_law(target, ProbsFromLogits(), prompt, 3)) < NOISE
 
@@ -73,6 +73,6 @@ def test_a_draft_that_is_the_target_is_never_refused() -> None:
 def test_scripts_of_a_batch_do_not_meet() -> None:
     """Other neighbours in the batch, the same distribution."""
     case = Case(3, 2, 2, options=BOTH)
-    laws = [case.generations(batch=batch).law(case.law, case.tokens) for batch in (1, 7, 32)]
-    assert total_variation(laws[0], laws[1]) < NOISE
-    assert total_variation(laws[0], laws[2]) < NOISE
+    probs = [case.generations(batch=batch).to_probs(case.to_probs, case.tokens) for batch in (1, 7, 32)]
+    assert total_variation(probs[0], probs[1]) < NOISE
+    assert total_variation(probs[0], probs[2]) < NOISE

@@ -5,8 +5,8 @@ it is written.
 """
 
 import pytest
-from cycle_cases import NEW, PROMPTS, cycle_of, decoded, draft_of, exact, model, reference, references
 from families import prompt_of, tiny
+from program_cases import NEW, PROMPTS, decoded, draft_of, exact, model, program_of, reference, references
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
@@ -20,8 +20,8 @@ def test_every_tree(levels: int, runner_ups: bool | None, tree: str) -> None:
 
 
 def test_one_level() -> None:
-    cycle = cycle_of(model("llama-gqa"), None, 1, len(PROMPTS))
-    new, decoder = decoded(cycle, PROMPTS, NEW)
+    program = program_of(model("llama-gqa"), None, 1, len(PROMPTS))
+    new, decoder = decoded(program, PROMPTS, NEW)
     assert new == references()
     assert decoder.levels[0].forwards == sum(NEW)
 
@@ -54,8 +54,8 @@ def test_a_middle_level_of_few_bits(bits: int) -> None:
 def test_a_stranger_as_draft(levels: int) -> None:
     """It is hardly ever right, so nearly every tree is refused whole."""
     stranger = tiny("qwen2", seed=5, num_hidden_layers=1)
-    cycle = cycle_of(model("llama-gqa"), stranger, levels, len(PROMPTS))
-    assert decoded(cycle, PROMPTS, NEW)[0] == references()
+    program = program_of(model("llama-gqa"), stranger, levels, len(PROMPTS))
+    assert decoded(program, PROMPTS, NEW)[0] == references()
 
 
 @pytest.mark.parametrize("levels", [2, 3])
@@ -63,10 +63,10 @@ def test_a_stranger_as_draft(levels: int) -> None:
 def test_short_prompts(levels: int, length: int) -> None:
     """Shorter than what a draft is fed again, or than the retrieval budget: exact, or refused in words."""
     target = model("llama-gqa")
-    cycle = cycle_of(target, draft_of("llama-gqa"), levels)
+    program = program_of(target, draft_of("llama-gqa"), levels)
     refusal = ""
     try:
-        new, _ = decoded(cycle, [prompt_of(length)], [40])
+        new, _ = decoded(program, [prompt_of(length)], [40])
     except ValueError as error:
         refusal = str(error)
     assert "prompt" in refusal or (not refusal and new == [reference(target, prompt_of(length), 40)]), refusal
@@ -74,8 +74,8 @@ def test_short_prompts(levels: int, length: int) -> None:
 
 @pytest.mark.parametrize("levels", [1, 2, 3])
 def test_a_batch_gives_each_text_what_it_gets_alone(levels: int) -> None:
-    together, _ = decoded(cycle_of(model("llama-gqa"), draft_of("llama-gqa"), levels, 3), PROMPTS, NEW)
-    one = cycle_of(model("llama-gqa"), draft_of("llama-gqa"), levels)
+    together, _ = decoded(program_of(model("llama-gqa"), draft_of("llama-gqa"), levels, 3), PROMPTS, NEW)
+    one = program_of(model("llama-gqa"), draft_of("llama-gqa"), levels)
     for prompt, new, text in zip(PROMPTS, NEW, together, strict=True):
         assert decoded(one, [prompt], [new])[0] == [text]
 
@@ -84,7 +84,7 @@ def test_a_batch_gives_each_text_what_it_gets_alone(levels: int) -> None:
 def test_texts_that_outgrow_the_drafts_window_many_times(levels: int) -> None:
     """110 tokens over windows of 6 to 12."""
     target, prompts = model("llama-gqa"), [prompt_of(44), prompt_of(59)]
-    cycle = cycle_of(target, target, levels, 2, room=250)
-    new, decoder = decoded(cycle, prompts, [110, 60])
+    program = program_of(target, target, levels, 2, max_seq_len=250)
+    new, decoder = decoded(program, prompts, [110, 60])
     assert new == [reference(target, prompt, n) for prompt, n in zip(prompts, [110, 60], strict=True)]
     assert all(level.accepted for level in decoder.levels[1:])

@@ -2,18 +2,18 @@
 
 import pytest
 import torch
-from cycle_cases import (
+from program_cases import (
     COVERED,
     EVERYTHING,
     GREEDY,
     NEW,
     PROMPTS,
     SAMPLED,
-    cycle_of,
     decoded,
     draft_of,
     exact,
     model,
+    program_of,
     reference,
     references,
 )
@@ -29,40 +29,40 @@ from triforce_tree.verify.verifier import Verdict, Verifier
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 
-@pytest.mark.parametrize("law", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_a_draft_that_is_the_target_is_always_accepted(law: ProbsFromLogits) -> None:
+@pytest.mark.parametrize("to_probs", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_a_draft_that_is_the_target_is_always_accepted(to_probs: ProbsFromLogits) -> None:
     """As long as its window covers the text; sampled, but for rounding."""
     target = model("llama-gqa")
-    cycle = cycle_of(target, target, 2, 3, tree="chain:3", window=200)
+    program = program_of(target, target, 2, 3, tree="chain:3", window=200)
     # As many as whole passes bring.
-    new, decoder = decoded(cycle, PROMPTS, [32, 24, 16], law)
-    assert not law.greedy or new == references(new=[32, 24, 16])
+    new, decoder = decoded(program, PROMPTS, [32, 24, 16], to_probs)
+    assert not to_probs.greedy or new == references(new=[32, 24, 16])
     assert decoder.levels[-1].acceptance_rate == 1.0
     assert decoder.levels[-1].mean_accepted_length == 4.0
 
 
-@pytest.mark.parametrize("law", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("to_probs", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("runner_ups", [True, False])
 def test_a_budget_that_holds_the_context_makes_level_1_as_good_as_level_2(
-    runner_ups: bool, law: ProbsFromLogits
+    runner_ups: bool, to_probs: ProbsFromLogits
 ) -> None:
     """Whatever the draft: every token of a chain is accepted."""
     target = model("llama-gqa")
-    cycle = cycle_of(
+    program = program_of(
         target, draft_of("llama-gqa"), 3, 3, **{**EVERYTHING, "window": 6}, runner_ups=runner_ups
     )
-    new, decoder = decoded(cycle, COVERED, [20] * 3, law)
-    assert not law.greedy or new == [reference(target, prompt, 20) for prompt in COVERED]
-    full, middle = decoder.levels[-1], decoder.levels[1]
+    new, decoder = decoded(program, COVERED, [20] * 3, to_probs)
+    assert not to_probs.greedy or new == [reference(target, prompt, 20) for prompt in COVERED]
+    full, retrieval = decoder.levels[-1], decoder.levels[1]
     assert full.accepted == full.proposed > 30
-    assert 0 < middle.accepted < middle.proposed
+    assert 0 < retrieval.accepted < retrieval.proposed
 
 
-@pytest.mark.parametrize("law", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_caches_that_hold_everything_make_all_levels_equal(law: ProbsFromLogits) -> None:
+@pytest.mark.parametrize("to_probs", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_caches_that_hold_everything_make_all_levels_equal(to_probs: ProbsFromLogits) -> None:
     target = model("llama-gqa")
-    cycle = cycle_of(target, target, 3, 3, **EVERYTHING, tree="chain:3", gamma=8)
-    _, decoder = decoded(cycle, COVERED, [18] * 3, law)
+    program = program_of(target, target, 3, 3, **EVERYTHING, tree="chain:3", gamma=8)
+    _, decoder = decoded(program, COVERED, [18] * 3, to_probs)
     assert [level.acceptance_rate for level in decoder.levels[1:]] == [1.0, 1.0]
     assert decoder.levels[-1].mean_accepted_length == 9.0
 
@@ -73,7 +73,7 @@ def test_more_retrieved_chunks_are_more_like_the_whole_context() -> None:
 
 
 def test_the_chosen_chunks_are_those_that_the_root_attends_to_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Per sequence, layer and KV head, from the full cache's own keys, in the middle of a text."""
+    """Per sequence, layer and KV head, from the full cache's own keys, in the retrieval of a text."""
     choices: list[tuple[torch.Tensor, torch.Tensor, float]] = []
     select = step.select_chunks
 
@@ -81,25 +81,27 @@ def test_the_chosen_chunks_are_those_that_the_root_attends_to_most(monkeypatch: 
         choices.append((q.clone(), limit.clone(), float(rest[2])))
         select(q, means, limit, *rest)
 
-    cycle = cycle_of(model("llama-gqa"), draft_of("llama-gqa"), 3, 3)
-    decoded(cycle, PROMPTS, NEW)
+    program = program_of(model("llama-gqa"), draft_of("llama-gqa"), 3, 3)
+    decoded(program, PROMPTS, NEW)
     monkeypatch.setattr(step, "select_chunks", noted)
-    cycle.texts.active.fill_(1)
+    program.state.active.fill_(1)
     generator = torch.Generator()
-    for stage in ("grow", "choose"):
-        cycle.run(stage, generator)
+    for stage in ("draft", "retrieval_refresh"):
+        program.run(stage, generator)
     assert len(choices) == 2
     for layer, (q, limit, scale) in enumerate(choices):
-        keys, _ = cycle.store.layer(layer)
+        keys, _ = program.store.layer(layer)
         for b in range(3):
             candidates = int(limit[b])
-            assert candidates == (int(cycle.texts.length[b]) - 8) // 4 > 4
+            assert candidates == (int(program.state.length[b]) - 8) // 4 > 4
             means = keys[b, :, : candidates * 4].unflatten(1, (candidates, 4)).mean(2)  # [H, C, D]
             scores = q[b].unflatten(0, (2, 2)) @ means.transpose(1, 2) * scale  # [H, G, C]
             interest = scores.log_softmax(-1).amax(1)
             interest[:, 0] = torch.inf
             expected = interest.topk(4).indices.sort(-1).values
-            page = cycle.rows.retrieved[0].table[layer, b] - b * cycle.store.groups[0].pages_apart
+            page = (
+                program.retrieval_view.retrieved[0].table[layer, b] - b * program.store.groups[0].pages_apart
+            )
             assert page[:, :4].tolist() == expected.tolist()
             recent = page[:, 4:].tolist()
             assert recent == [list(range(candidates, candidates + len(recent[0])))] * 2
@@ -108,14 +110,14 @@ def test_the_chosen_chunks_are_those_that_the_root_attends_to_most(monkeypatch: 
 @torch.no_grad()
 def test_level_1_sees_the_chosen_chunks_and_the_recent_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The root's logits in every round, against rows picked one by one from the full cache."""
-    cycle = cycle_of(model("llama-gqa"), draft_of("llama-gqa"), 3, 3, gamma=9, rounds=4, refresh=2)
-    rows, seen = cycle.rows, []
-    apart = cycle.store.groups[0].pages_apart
+    program = program_of(model("llama-gqa"), draft_of("llama-gqa"), 3, 3, gamma=9, rounds=4, refresh=2)
+    rows, seen = program.retrieval_view, []
+    apart = program.store.groups[0].pages_apart
 
     def picked(
         layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: AttentionParams
     ) -> torch.Tensor:
-        keys, values = cycle.store.layer(layer)
+        keys, values = program.store.layer(layer)
         out = torch.empty(3, 1, 4, 8)
         for b in range(3):
             at, first = int(rows.at[b]), 4 * int(rows.boundary[b])
@@ -132,14 +134,14 @@ def test_level_1_sees_the_chosen_chunks_and_the_recent_rows(monkeypatch: pytest.
 
     def checked(self: Verifier, tree: TokenTree, root: torch.Tensor) -> Verdict:
         result = judge(self, tree, root)
-        if tree is cycle.stage("grow").tree:
-            logits = cycle.full(tree.tokens[:, :1], root[:, None], picked)
+        if tree is program.stage("draft").tree:
+            logits = program.full(tree.tokens[:, :1], root[:, None], picked)
             torch.testing.assert_close(result.scores[:, 0], logits[:, 0], atol=2e-5, rtol=1e-4)
             seen.append(rows.choosing)
         return result
 
     monkeypatch.setattr(Verifier, "judge", checked)
-    decoded(cycle, PROMPTS, NEW)
+    decoded(program, PROMPTS, NEW)
     assert seen[:8] == [True, False] * 4
 
 
@@ -147,9 +149,9 @@ def test_level_1_sees_the_chosen_chunks_and_the_recent_rows(monkeypatch: pytest.
 def test_plain_passes_between_leave_no_trace(levels: int) -> None:
     """What the draft, the retrieval view and its means did not see is caught up with."""
     target = model("llama-gqa")
-    cycle = cycle_of(target, target, levels, 3, **EVERYTHING, tree="chain:3", runner_ups=False)
+    program = program_of(target, target, levels, 3, **EVERYTHING, tree="chain:3", runner_ups=False)
     prompts = COVERED
-    decoder = Decoder(cycle, GREEDY, 0)
+    decoder = Decoder(program, GREEDY, 0)
     decoder.prefill(prompts)
     wanted = iter([1, 0, 0, 0, 0, 0, 1, 0, 1, 0, 0, 1, 1] * 3)
     decoder.controller.rounds = lambda: next(wanted)
@@ -166,15 +168,15 @@ def test_plain_passes_between_leave_no_trace(levels: int) -> None:
 def test_the_full_cache_holds_the_targets_own_rows() -> None:
     """After many passes of three levels: rows of a settled text are those of a fresh prefill."""
     target = model("llama-gqa")
-    cycle = cycle_of(target, draft_of("llama-gqa"), 3, 3)
-    new, _ = decoded(cycle, PROMPTS, NEW)
+    program = program_of(target, draft_of("llama-gqa"), 3, 3)
+    new, _ = decoded(program, PROMPTS, NEW)
     texts = [[*prompt, *text] for prompt, text in zip(PROMPTS, new, strict=True)]
-    fresh = cycle_of(target, draft_of("llama-gqa"), 3, 3)
+    fresh = program_of(target, draft_of("llama-gqa"), 3, 3)
     fresh.prefill(texts)
     for b, text in enumerate(texts):
         rows = len(text) - 1
-        got, expected = (c.store.kv[:, :, b, :, :rows] for c in (cycle, fresh))
+        got, expected = (c.store.kv[:, :, b, :, :rows] for c in (program, fresh))
         torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-4)
         chunks = (rows - 8) // 4
-        got, expected = (c.rows.retrieved[0].means[:, b, :, :chunks] for c in (cycle, fresh))
+        got, expected = (c.retrieval_view.retrieved[0].means[:, b, :, :chunks] for c in (program, fresh))
         torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-4)

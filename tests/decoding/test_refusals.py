@@ -2,20 +2,20 @@
 
 import pytest
 import torch
-from cycle_cases import (
+from families import greedy, prompt_of, tiny
+from program_cases import (
     GREEDY,
     NEW,
     PROMPTS,
     SAMPLED,
     SMALL,
-    cycle_of,
     decoded,
     draft_of,
     model,
+    program_of,
     reference,
     references,
 )
-from families import greedy, prompt_of, tiny
 
 from triforce_tree import Engine
 from triforce_tree.config import HierarchyConfig
@@ -25,39 +25,39 @@ pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 
 @pytest.mark.parametrize("levels", [1, 2, 3])
-@pytest.mark.parametrize("law", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_nan_logits_are_refused(levels: int, law: ProbsFromLogits) -> None:
+@pytest.mark.parametrize("to_probs", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_nan_logits_are_refused(levels: int, to_probs: ProbsFromLogits) -> None:
     target = tiny("llama-gqa")
-    cycle = cycle_of(target, draft_of("llama-gqa"), levels, 3)
+    program = program_of(target, draft_of("llama-gqa"), levels, 3)
     weight = target.lm_head.weight[5].clone()
     with torch.no_grad():
         target.lm_head.weight[5] = torch.nan
     with pytest.raises(ValueError, match=r"NaN logits.*dtype=torch\.float32"):
-        decoded(cycle, PROMPTS, NEW, law)
+        decoded(program, PROMPTS, NEW, to_probs)
     with torch.no_grad():
         target.lm_head.weight[5] = weight
-    assert decoded(cycle, PROMPTS, NEW)[0] == references(), "and it is fit for use again"
+    assert decoded(program, PROMPTS, NEW)[0] == references(), "and it is fit for use again"
 
 
 @pytest.mark.parametrize("levels", [2, 3])
-@pytest.mark.parametrize("law", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_a_draft_that_returns_nan_is_refused_or_harmless(levels: int, law: ProbsFromLogits) -> None:
+@pytest.mark.parametrize("to_probs", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_a_draft_that_returns_nan_is_refused_or_harmless(levels: int, to_probs: ProbsFromLogits) -> None:
     draft = tiny("llama-gqa", seed=3)
     with torch.no_grad():
         draft.lm_head.weight.fill_(torch.nan)
-    cycle = cycle_of(model("llama-gqa"), draft, levels, 3)
+    program = program_of(model("llama-gqa"), draft, levels, 3)
     refusal = ""
     try:
-        new, _ = decoded(cycle, PROMPTS, NEW, law)
+        new, _ = decoded(program, PROMPTS, NEW, to_probs)
     except ValueError as error:
         refusal = str(error)
-    assert "NaN" in refusal or not law.greedy or new == references(), refusal
+    assert "NaN" in refusal or not to_probs.greedy or new == references(), refusal
 
 
 @pytest.mark.parametrize("levels", [2, 3])
 def test_several_levels_need_a_drafter(levels: int) -> None:
     with pytest.raises(ValueError, match=f"levels={levels} needs a drafter; give one, or levels=1"):
-        cycle_of(model("llama-gqa"), None, levels)
+        program_of(model("llama-gqa"), None, levels)
 
 
 def engine_of(draft: bool = True, **options: object) -> Engine:

@@ -1,8 +1,8 @@
 """One device cycle for many texts, laws and seeds: nothing of the last text is left for the next."""
 
 import pytest
-from cycle_cases import GREEDY, NEW, PROMPTS, SAMPLED, cycle_of, decoded, draft_of, model, references
 from families import prompt_of
+from program_cases import GREEDY, NEW, PROMPTS, SAMPLED, decoded, draft_of, model, program_of, references
 from transformers import (
     LogitsProcessorList,
     SuppressTokensLogitsProcessor,
@@ -18,46 +18,46 @@ pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 
 @pytest.mark.parametrize("levels", [1, 2, 3])
-@pytest.mark.parametrize("law", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_rewinding_gives_the_same_tokens_again(levels: int, law: ProbsFromLogits) -> None:
-    cycle = cycle_of(model("llama-gqa"), draft_of("llama-gqa"), levels, 3)
-    first, _ = decoded(cycle, PROMPTS, NEW, law)
-    assert decoded(cycle, PROMPTS, NEW, law, again=True)[0] == first
+@pytest.mark.parametrize("to_probs", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_rewinding_gives_the_same_tokens_again(levels: int, to_probs: ProbsFromLogits) -> None:
+    program = program_of(model("llama-gqa"), draft_of("llama-gqa"), levels, 3)
+    first, _ = decoded(program, PROMPTS, NEW, to_probs)
+    assert decoded(program, PROMPTS, NEW, to_probs, again=True)[0] == first
     longer = [[*prompt, *new[:9]] for prompt, new in zip(PROMPTS, first, strict=True)]
-    rest, _ = decoded(cycle, longer, [new - 9 for new in NEW], law, again=True)
-    if law.greedy:
+    rest, _ = decoded(program, longer, [new - 9 for new in NEW], to_probs, again=True)
+    if to_probs.greedy:
         assert rest == [new[9:] for new in first]
 
 
 def test_a_chain_longer_than_the_recent_window_is_the_same_after_rewinding() -> None:
     """Chunks of the chain itself become candidates; what their places held before must not matter."""
-    cycle = cycle_of(
+    program = program_of(
         model("llama-gqa"), draft_of("llama-gqa"), 3, 3, gamma=12, rounds=8, budget=6, recent=1, chunk=1
     )
     for seed in (0, 8):
-        first, _ = decoded(cycle, PROMPTS, [14] * 3, SAMPLED, seed)
-        assert decoded(cycle, PROMPTS, [14] * 3, SAMPLED, seed, again=True)[0] == first
+        first, _ = decoded(program, PROMPTS, [14] * 3, SAMPLED, seed)
+        assert decoded(program, PROMPTS, [14] * 3, SAMPLED, seed, again=True)[0] == first
 
 
 @pytest.mark.parametrize("levels", [1, 2, 3])
 def test_laws_take_turns_on_one_cycle(levels: int) -> None:
-    cycle = cycle_of(model("llama-gqa"), draft_of("llama-gqa"), levels, 3)
-    other = cycle_of(model("llama-gqa"), draft_of("llama-gqa"), levels, 3)
+    program = program_of(model("llama-gqa"), draft_of("llama-gqa"), levels, 3)
+    other = program_of(model("llama-gqa"), draft_of("llama-gqa"), levels, 3)
     hot = ProbsFromLogits.at(1.7)
     few = ProbsFromLogits(LogitsProcessorList([TemperatureLogitsWarper(1.7), TopKLogitsWarper(3)]))
-    drawn = [decoded(other, PROMPTS, NEW, law, seed=3)[0] for law in (SAMPLED, hot, few)]
-    assert decoded(cycle, PROMPTS, NEW)[0] == references()
-    for law, expected in zip((SAMPLED, hot, few), drawn, strict=True):
-        assert decoded(cycle, PROMPTS, NEW, law, seed=3)[0] == expected
-        assert decoded(cycle, PROMPTS, NEW, again=True)[0] == references()
+    drawn = [decoded(other, PROMPTS, NEW, to_probs, seed=3)[0] for to_probs in (SAMPLED, hot, few)]
+    assert decoded(program, PROMPTS, NEW)[0] == references()
+    for to_probs, expected in zip((SAMPLED, hot, few), drawn, strict=True):
+        assert decoded(program, PROMPTS, NEW, to_probs, seed=3)[0] == expected
+        assert decoded(program, PROMPTS, NEW, again=True)[0] == references()
     assert len({str(tokens) for tokens in drawn}) == 3
 
 
 @pytest.mark.parametrize("levels", [1, 2, 3])
 def test_shorter_texts_after_longer_ones(levels: int) -> None:
-    cycle = cycle_of(model("llama-gqa"), draft_of("llama-gqa"), levels, 3)
-    decoded(cycle, [prompt_of(120)] * 3, [30] * 3)
-    assert decoded(cycle, PROMPTS, NEW)[0] == references()
+    program = program_of(model("llama-gqa"), draft_of("llama-gqa"), levels, 3)
+    decoded(program, [prompt_of(120)] * 3, [30] * 3)
+    assert decoded(program, PROMPTS, NEW)[0] == references()
 
 
 def test_laws_with_equal_keys_differ_in_their_temperature_alone() -> None:
@@ -75,19 +75,19 @@ def test_laws_with_equal_keys_differ_in_their_temperature_alone() -> None:
 
 @pytest.mark.parametrize("levels", [1, 2, 3])
 def test_same_seed_same_tokens(levels: int) -> None:
-    cycle = cycle_of(model("llama-gqa"), draft_of("llama-gqa"), levels, 3)
-    first, again, other = (decoded(cycle, PROMPTS, NEW, SAMPLED, seed)[0] for seed in (7, 7, 8))
+    program = program_of(model("llama-gqa"), draft_of("llama-gqa"), levels, 3)
+    first, again, other = (decoded(program, PROMPTS, NEW, SAMPLED, seed)[0] for seed in (7, 7, 8))
     assert first == again
     assert all(a != b for a, b in zip(first, other, strict=True))
-    alike = decoded(cycle, [PROMPTS[0]] * 3, [20] * 3, SAMPLED, 7)[0]
+    alike = decoded(program, [PROMPTS[0]] * 3, [20] * 3, SAMPLED, 7)[0]
     assert len({tuple(tokens) for tokens in alike}) == 3, "sequences of a batch draw apart"
 
 
 def test_a_cycle_is_prepared_once_for_each_kind_of_law() -> None:
-    cycle: DecodingProgram = cycle_of(model("llama-gqa"), draft_of("llama-gqa"), 3, 1)
+    program: DecodingProgram = program_of(model("llama-gqa"), draft_of("llama-gqa"), 3, 1)
     for temperature in (0.5, 0.8, 0.5):
-        law = ProbsFromLogits.at(temperature)
-        cycle.prepare(law)
-        assert float(cycle._program.law.temperature) == pytest.approx(temperature)
-    cycle.prepare(GREEDY)
-    assert len(cycle._programs) == 2
+        to_probs = ProbsFromLogits.at(temperature)
+        program.prepare(to_probs)
+        assert float(program._program.to_probs.temperature) == pytest.approx(temperature)
+    program.prepare(GREEDY)
+    assert len(program._programs) == 2

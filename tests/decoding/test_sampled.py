@@ -9,8 +9,10 @@ from collections import Counter
 import pytest
 import torch
 from batched_ops import prefill_alike, share_windows, use_batched_ops
-from cycle_cases import cycle_of, decoded
-from cycle_law_cases import (
+from enumeration import chi_square_p
+from families import prompt_of
+from program_cases import decoded, program_of
+from sampled_cases import (
     BATCH,
     CYCLES,
     FAULTY,
@@ -25,10 +27,8 @@ from cycle_law_cases import (
     sampled,
     stranger,
     target,
-    token_law,
+    with_warpers,
 )
-from enumeration import chi_square_p
-from families import prompt_of
 
 from triforce_tree.verify.noise import Noise
 
@@ -72,9 +72,9 @@ def test_a_budget_beyond_the_prompt_changes_no_law(monkeypatch: pytest.MonkeyPat
     options = {**SMALL, "budget": 16, "tree": "chain:2", "runner_ups": False}
     refused = False
     try:
-        cycle = cycle_of(target(), stranger(3), 3, BATCH, room=64, **options)
-        prefill_alike(cycle, prompt, monkeypatch)
-        texts, _ = decoded(cycle, [prompt] * BATCH, [TOKENS] * BATCH, token_law(PLAIN), again=True)
+        program = program_of(target(), stranger(3), 3, BATCH, max_seq_len=64, **options)
+        prefill_alike(program, prompt, monkeypatch)
+        texts, _ = decoded(program, [prompt] * BATCH, [TOKENS] * BATCH, with_warpers(PLAIN), again=True)
     except ValueError:
         refused = True
     assert refused or chi_square_p(Counter(map(tuple, texts)), exact_law(PLAIN, tuple(prompt))) > SOUND
@@ -82,16 +82,16 @@ def test_a_budget_beyond_the_prompt_changes_no_law(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.usefixtures("many")
 def test_a_runner_up_is_another_token_than_the_chains() -> None:
-    cycle = prepared("hierarchy, runner-ups")
-    cycle.prepare(token_law(PLAIN))
-    cycle.rewind([PROMPT] * BATCH)
+    program = prepared("hierarchy, runner-ups")
+    program.prepare(with_warpers(PLAIN))
+    program.rewind([PROMPT] * BATCH)
     generator = torch.Generator().manual_seed(0)
-    for stage in ("grow", "choose", "grow", "middle"):
-        cycle.run(stage, generator)
-    texts = cycle.texts
-    places = torch.arange(texts.reach)
+    for stage in ("draft", "retrieval_refresh", "draft", "retrieval"):
+        program.run(stage, generator)
+    texts = program.state
+    places = torch.arange(texts.max_draft_tokens)
     chain = texts.tokens.gather(1, texts.length[:, None] + 1 + places)
-    runner_ups, there = texts.runner_ups[:, : texts.reach], places < texts.chain[:, None]
+    runner_ups, there = texts.runner_ups[:, : texts.max_draft_tokens], places < texts.chain[:, None]
     assert (runner_ups != chain)[there].all()
     assert (runner_ups >= 0)[there].all(), "all five tokens are possible"
     assert texts.chain.unique().numel() > 1

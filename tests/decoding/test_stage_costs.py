@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from cycle_cases import GREEDY, NEW, PROMPTS, SAMPLED, cycle_of, draft_of, model, references
+from program_cases import GREEDY, NEW, PROMPTS, SAMPLED, draft_of, model, program_of, references
 from tiny_pair import TinyPair
 
 from triforce_tree import Engine
@@ -104,15 +104,15 @@ class Slow:
 
 def test_stages_are_measured_at_two_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     stages = Slow(
-        monkeypatch, grow=lambda n: 1e-3, choose=lambda n: 4e-3, middle=lambda n: 2e-3,
-        full=lambda n: 1e-3 + n * 1e-6, plain=lambda n: 1e-3 + n * 0.5e-6,
+        monkeypatch, draft=lambda n: 1e-3, retrieval_refresh=lambda n: 4e-3, retrieval=lambda n: 2e-3,
+        target=lambda n: 1e-3 + n * 1e-6, plain=lambda n: 1e-3 + n * 0.5e-6,
     )  # fmt: skip
     found = measure(stages, 8000)
     assert found.lengths == (1024, 8000)
     assert found.draft_round == pytest.approx(5e-3)
     assert found.verification == pytest.approx((2e-3, 9e-3), rel=0.02)
     assert found.plain == pytest.approx((1.5e-3, 5e-3), rel=0.02)
-    assert "middle" not in dict(stages.runs), "every round chooses"
+    assert "retrieval" not in dict(stages.runs), "every round chooses"
     assert len(stages.runs) <= 36
     assert all(float(f"{s:.1e}") == s for s in (found.draft_round, *found.verification, *found.plain))
     # Every fourth round chooses; only the first one does.
@@ -123,7 +123,7 @@ def test_stages_are_measured_at_two_lengths(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_slow_stages_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    stages = Slow(monkeypatch, grow=lambda n: 0.1, full=lambda n: 1.0, plain=lambda n: 2.0 - n * 1e-4)
+    stages = Slow(monkeypatch, draft=lambda n: 0.1, target=lambda n: 1.0, plain=lambda n: 2.0 - n * 1e-4)
     found = measure(stages, 1000)
     assert len(stages.runs) == 5
     assert found.plain[0] == found.plain[1], "a longer context costs no less, whatever was measured"
@@ -132,7 +132,7 @@ def test_slow_stages_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_offloaded_cache_costs_its_bytes_on_the_bus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trial runs transfer next to nothing."""
     monkeypatch.setattr("triforce_tree.decoding.stage_costs.bandwidths", lambda device: (1e9, 1e12))
-    stages = Slow(monkeypatch, grow=lambda n: 1e-3, full=lambda n: 3e-3, plain=lambda n: 2e-3)
+    stages = Slow(monkeypatch, draft=lambda n: 1e-3, target=lambda n: 3e-3, plain=lambda n: 2e-3)
     found = measure(stages, 1000, 1, lambda tokens, plain: tokens * (5000 if plain else 10_000))
     assert found.lengths == (200, 400, 600, 800, 1000)
     assert found.verification == pytest.approx((3e-3, 4e-3, 6e-3, 8e-3, 10e-3))
@@ -282,15 +282,15 @@ def test_engines_measure_once(
 @pytest.mark.parametrize("levels", [2, 3])
 def test_measuring_leaves_the_cache_as_it_was(levels: int) -> None:
     """Prompts that are in the cache need only be rewound."""
-    cycle = cycle_of(model("llama-gqa"), draft_of("llama-gqa"), levels, 3, rounds=None)
-    begun = Decoder(cycle, GREEDY, 0)
+    program = program_of(model("llama-gqa"), draft_of("llama-gqa"), levels, 3, rounds=None)
+    begun = Decoder(program, GREEDY, 0)
     begun.prefill(PROMPTS)
-    rows = [cycle.store.kv[:, :, b, :, : len(prompt) - 1].clone() for b, prompt in enumerate(PROMPTS)]
-    found = stage_costs(cycle, GREEDY, CostTable(None))
+    rows = [program.store.kv[:, :, b, :, : len(prompt) - 1].clone() for b, prompt in enumerate(PROMPTS)]
+    found = stage_costs(program, GREEDY, CostTable(None))
     assert found.lengths == (37, 149)
     for b, before in enumerate(rows):
-        assert torch.equal(cycle.store.kv[:, :, b, :, : before.shape[-2]], before)
-    cycle.rewind(PROMPTS)
+        assert torch.equal(program.store.kv[:, :, b, :, : before.shape[-2]], before)
+    program.rewind(PROMPTS)
     new: list[list[int]] = [[] for _ in PROMPTS]
     for blocks in begun.decode(PROMPTS, [Ending(count) for count in NEW]):
         for text, block in zip(new, blocks, strict=True):
@@ -298,9 +298,9 @@ def test_measuring_leaves_the_cache_as_it_was(levels: int) -> None:
     assert new == references()
 
 
-def rounds_of(cycle: DecodingProgram, seed: int, repeatable: bool) -> tuple[list[int], list[int]]:
+def rounds_of(program: DecodingProgram, seed: int, repeatable: bool) -> tuple[list[int], list[int]]:
     """The rounds of each pass, and the text."""
-    own = Decoder(cycle, SAMPLED, seed, repeatable)
+    own = Decoder(program, SAMPLED, seed, repeatable)
     own.prefill(PROMPTS[:1])
     asked, chosen = own.controller.rounds, []
 
@@ -315,12 +315,18 @@ def rounds_of(cycle: DecodingProgram, seed: int, repeatable: bool) -> tuple[list
 
 @pytest.mark.parametrize("levels", [2, 3])
 def test_a_seed_chooses_by_the_table_alone(levels: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    cycle = cycle_of(model("llama-gqa"), draft_of("llama-gqa"), levels, 1, gamma=8, rounds=None)
+    program = program_of(model("llama-gqa"), draft_of("llama-gqa"), levels, 1, gamma=8, rounds=None)
     # Costs at which the two levels draft at first and then pause.
     a_round = 0.2 if levels == 3 else 1.4
     monkeypatch.setattr(loop, "stage_costs", lambda *_: StageCosts((100,), a_round, (1.2,), (1.0,)))
-    as_in_the_table = {"grow": a_round, "choose": 0.0, "middle": 0.0, "full": 1.2, "plain": 1.0}
-    dear_on_the_clock = as_in_the_table | {"grow": 20.0}
+    as_in_the_table = {
+        "draft": a_round,
+        "retrieval_refresh": 0.0,
+        "retrieval": 0.0,
+        "target": 1.2,
+        "plain": 1.0,
+    }
+    dear_on_the_clock = as_in_the_table | {"draft": 20.0}
 
     def clocked(stages: dict[str, float]) -> None:
         def seconds(self: StageClock) -> dict[str, float]:
@@ -337,7 +343,7 @@ def test_a_seed_chooses_by_the_table_alone(levels: int, monkeypatch: pytest.Monk
         (dear_on_the_clock, False),
     ):
         clocked(stages)
-        seen.append(rounds_of(cycle, 5, repeatable))
+        seen.append(rounds_of(program, 5, repeatable))
     assert len(set(seen[0][0])) > 1
     assert seen[0] == seen[1], "with and without a seed, from equal costs and observations"
     assert seen[0] == seen[2], "a seed goes by no clock"
@@ -347,23 +353,23 @@ def test_a_seed_chooses_by_the_table_alone(levels: int, monkeypatch: pytest.Monk
 def test_two_levels_fall_back_to_plain_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     """A random draft whose trees cost as much as many passes."""
     monkeypatch.setattr(loop, "stage_costs", lambda *_: StageCosts((100,), 1.5, (1.5,), (1.0,)))
-    cycle = cycle_of(model("llama-gqa"), model("llama"), 2, 3, rounds=None)
+    program = program_of(model("llama-gqa"), model("llama"), 2, 3, rounds=None)
     new: list[list[int]] = [[] for _ in PROMPTS]
-    own = Decoder(cycle, GREEDY, 0, repeatable=True)
+    own = Decoder(program, GREEDY, 0, repeatable=True)
     own.prefill(PROMPTS)
     for blocks in own.decode(PROMPTS, [Ending(count) for count in NEW]):
         for text, block in zip(new, blocks, strict=True):
             text += block
     assert new == references()
     draft, target = own.levels
-    assert 0 < draft.forwards / cycle.drafter.depth < 0.5 * target.forwards
+    assert 0 < draft.forwards / program.drafter.depth < 0.5 * target.forwards
 
 
 def test_no_log_without_a_reason(measurements: list[Any], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
-    cycle = cycle_of(model("llama-gqa"), draft_of("llama-gqa"), 3, 1, rounds=None)
-    Decoder(cycle, SAMPLED, 0)
-    Decoder(cycle, GREEDY, 0)
-    Decoder(cycle, SAMPLED, 1)
+    program = program_of(model("llama-gqa"), draft_of("llama-gqa"), 3, 1, rounds=None)
+    Decoder(program, SAMPLED, 0)
+    Decoder(program, GREEDY, 0)
+    Decoder(program, SAMPLED, 1)
     assert len(measurements) == 2, "sampling costs more than the largest score"
     assert not caplog.records

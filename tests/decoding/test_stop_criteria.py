@@ -4,16 +4,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cycle_cases import (
+from program_cases import (
     COVERED,
     EVERYTHING,
     GREEDY,
     NEW,
     PROMPTS,
-    cycle_of,
     decoded,
     draft_of,
     model,
+    program_of,
     reference,
     references,
 )
@@ -27,11 +27,11 @@ pytestmark = pytest.mark.usefixtures("poisoned_empty")
 @pytest.mark.parametrize("levels", [1, 2, 3])
 def test_an_end_token_cuts_the_block_that_holds_it(levels: int) -> None:
     target = model("llama-gqa")
-    cycle = cycle_of(target, target, levels, 3, **EVERYTHING, tree="chain:3")
+    program = program_of(target, target, levels, 3, **EVERYTHING, tree="chain:3")
     texts = [reference(target, prompt, 20) for prompt in COVERED]
     stops = [text[place] for text, place in zip(texts, (11, 1, 7), strict=True)]
     endings = [Ending(20, frozenset({stop})) for stop in stops]
-    new, decoder = decoded(cycle, COVERED, endings)
+    new, decoder = decoded(program, COVERED, endings)
     assert new == [text[: text.index(stop) + 1] for text, stop in zip(texts, stops, strict=True)]
     assert decoder.finish_reasons == ["eos"] * 3
     target_level = decoder.levels[-1]
@@ -50,8 +50,8 @@ def test_stop_criteria_hear_every_token_of_their_own_text() -> None:
 
         return ask
 
-    cycle = cycle_of(model("llama-gqa"), draft_of("llama-gqa"), 3, 3)
-    new, decoder = decoded(cycle, PROMPTS, [Ending(n, stop=stop(b)) for b, n in enumerate(NEW)])
+    program = program_of(model("llama-gqa"), draft_of("llama-gqa"), 3, 3)
+    new, decoder = decoded(program, PROMPTS, [Ending(n, stop=stop(b)) for b, n in enumerate(NEW)])
     assert decoder.finish_reasons == ["stop"] * 3
     for b, text in enumerate(references()):
         assert new[b] == text[: 5 + b]
@@ -60,8 +60,8 @@ def test_stop_criteria_hear_every_token_of_their_own_text() -> None:
 
 @pytest.mark.parametrize("levels", [1, 2, 3])
 def test_texts_that_have_ended_stay_as_they_are(levels: int) -> None:
-    cycle = cycle_of(model("llama-gqa"), draft_of("llama-gqa"), levels, 3)
-    decoder = Decoder(cycle, GREEDY, 0)
+    program = program_of(model("llama-gqa"), draft_of("llama-gqa"), levels, 3)
+    decoder = Decoder(program, GREEDY, 0)
     decoder.prefill(PROMPTS)
     new: list[list[int]] = [[], [], []]
     frozen = None
@@ -71,8 +71,8 @@ def test_texts_that_have_ended_stay_as_they_are(levels: int) -> None:
             text += block
         if decoder.finish_reasons[1] is None:
             continue
-        length = int(cycle.texts.length[1])
-        state = (cycle.texts.tokens[1, : length + 1], cycle.store.kv[:, :, 1, :, :length])
+        length = int(program.state.length[1])
+        state = (program.state.tokens[1, : length + 1], program.store.kv[:, :, 1, :, :length])
         if frozen is None:
             frozen = [length, *(t.clone() for t in state)]
             continue
@@ -90,9 +90,9 @@ def test_texts_that_have_ended_stay_as_they_are(levels: int) -> None:
 def test_texts_may_fill_the_room_exactly(levels: int, tree: str) -> None:
     """The last ends far earlier than the others, whose passes go on beside it."""
     target = model("llama-gqa")
-    cycle = cycle_of(target, target, levels, 3, room=90, window=200, tree=tree, rounds=3)
+    program = program_of(target, target, levels, 3, max_seq_len=90, window=200, tree=tree, rounds=3)
     prompts = [PROMPTS[0][:60], PROMPTS[1], PROMPTS[2][:89]]
-    texts, _ = decoded(cycle, prompts, [30, 47, 1])
+    texts, _ = decoded(program, prompts, [30, 47, 1])
     assert [len(p) + len(t) for p, t in zip(prompts, texts, strict=True)] == [90, 90, 90]
     for prompt, text in zip(prompts, texts, strict=True):
         assert text == reference(target, prompt, len(text))
@@ -100,10 +100,10 @@ def test_texts_may_fill_the_room_exactly(levels: int, tree: str) -> None:
 
 @pytest.mark.parametrize("levels", [1, 2, 3])
 def test_statistics_add_up(levels: int) -> None:
-    cycle = cycle_of(model("llama-gqa"), draft_of("llama-gqa"), levels, 3)
-    new, decoder = decoded(cycle, PROMPTS, NEW)
+    program = program_of(model("llama-gqa"), draft_of("llama-gqa"), levels, 3)
+    new, decoder = decoded(program, PROMPTS, NEW)
     target = decoder.levels[-1]
-    grown = sum(int(end) + 1 - len(p) for end, p in zip(cycle.texts.length, PROMPTS, strict=True))
+    grown = sum(int(end) + 1 - len(p) for end, p in zip(program.state.length, PROMPTS, strict=True))
     assert grown == target.accepted + target.forwards
     assert target.emitted == sum(map(len, new)), "what was verified behind the end counts no more"
     assert 0 <= grown - target.emitted <= 3 * 5
@@ -113,18 +113,18 @@ def test_statistics_add_up(levels: int) -> None:
         assert level.accepted <= level.proposed
         assert level.seconds > 0
     if levels == 3:
-        draft, middle = decoder.levels[:2]
-        assert middle.emitted == middle.accepted + middle.forwards
-        assert middle.forwards == 2 * target.forwards
-        assert target.proposed <= middle.emitted
-        assert middle.proposed == 3 * middle.forwards == draft.forwards
+        draft, retrieval = decoder.levels[:2]
+        assert retrieval.emitted == retrieval.accepted + retrieval.forwards
+        assert retrieval.forwards == 2 * target.forwards
+        assert target.proposed <= retrieval.emitted
+        assert retrieval.proposed == 3 * retrieval.forwards == draft.forwards
     assert decoder.prefill_seconds > 0
     assert decoder.decode_seconds > 0
 
 
 def test_prefill_reports_every_token_fed() -> None:
     heard: list[int] = []
-    decoder = Decoder(cycle_of(model("llama-gqa"), draft_of("llama-gqa"), 3, 3), GREEDY, 0)
+    decoder = Decoder(program_of(model("llama-gqa"), draft_of("llama-gqa"), 3, 3), GREEDY, 0)
     decoder.prefill(PROMPTS, heard.append)
     assert sum(heard) == sum(len(prompt) - 1 for prompt in PROMPTS)
     assert max(heard) == 16

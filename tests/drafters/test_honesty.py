@@ -52,11 +52,11 @@ Propose = Callable[[Generations], Sequence[Proposal]]
 
 def trees(generations: Generations) -> list[Proposal]:
     """What level 0 proposes."""
-    cycle = generations.cycle
-    cycle.run("grow", torch.Generator())
-    stage = cycle.stage("grow")
+    program = generations.program
+    program.run("draft", torch.Generator())
+    stage = program.stage("draft")
     assert isinstance(stage, DraftStage)
-    return [proposal(stage.tree, b) for b in range(cycle.batch)]
+    return [proposal(stage.tree, b) for b in range(program.batch)]
 
 
 def proposal(tree: TokenTree, b: int) -> Proposal:
@@ -68,18 +68,18 @@ def proposal(tree: TokenTree, b: int) -> Proposal:
 
 def chains(generations: Generations) -> list[Proposal]:
     """What level 1 gathers for level 2, runner-ups included."""
-    cycle, texts = generations.cycle, generations.cycle.texts
-    for round in range(cycle.config.rounds or 1):
-        cycle.run("grow", torch.Generator())
-        cycle.run("middle" if round else "choose", torch.Generator())
+    program, texts = generations.program, generations.program.state
+    for round in range(program.config.rounds or 1):
+        program.run("draft", torch.Generator())
+        program.run("retrieval" if round else "retrieval_refresh", torch.Generator())
     proposals = []
-    for b in range(cycle.batch):
+    for b in range(program.batch):
         count, root = int(texts.chain[b]), int(texts.length[b])
         line = texts.tokens[b, root : root + count + 1].tolist()
-        beside = texts.runner_ups[b, :count].tolist() if cycle.runner_ups else []
-        laws = [law.clone() for law in texts.chain_laws[b, :count]]
+        beside = texts.runner_ups[b, :count].tolist() if program.runner_ups else []
+        probs = [row.clone() for row in texts.chain_probs[b, :count]]
         parents = [-1, *range(count), *range(len(beside))]
-        proposals.append(Proposal([*line, *beside], parents, [*laws, None, *[None] * len(beside)]))
+        proposals.append(Proposal([*line, *beside], parents, [*probs, None, *[None] * len(beside)]))
     return proposals
 
 
@@ -127,10 +127,10 @@ def proposals(name: str, **how: Any) -> list[tuple[Proposal, float]]:
 
 def made_of(case: Case, propose: Propose, **how: Any) -> list[tuple[Proposal, float]]:
     generations = case.generations(**how)
-    generations.cycle.prepare(case.law)
+    generations.program.prepare(case.to_probs)
 
     def run(_: int) -> Sequence[Proposal]:
-        generations.cycle.rewind([case.prompt] * generations.batch)
+        generations.program.rewind([case.prompt] * generations.batch)
         return propose(generations)
 
     return list(generations.outcomes(run))
@@ -194,24 +194,24 @@ def test_the_shape_of_a_tree_does_not_depend_on_the_draws_at_hand(name: str) -> 
 class WeakDrawsDropped(EnumeratedNoise):
     """A count that looks at the draws."""
 
-    def expand_nodes(self, logits: Tensor, heat: Tensor | None, laws: Tensor, *rest: Any) -> Any:
-        tokens, by_rank = super().expand_nodes(logits, heat, laws, *rest)
-        return torch.where(laws.gather(2, tokens.clamp_min(0)) > 0.3, tokens, -1), by_rank
+    def expand_nodes(self, logits: Tensor, heat: Tensor | None, probs: Tensor, *rest: Any) -> Any:
+        tokens, by_rank = super().expand_nodes(logits, heat, probs, *rest)
+        return torch.where(probs.gather(2, tokens.clamp_min(0)) > 0.3, tokens, -1), by_rank
 
 
 class BestDraws(EnumeratedNoise):
     """The most probable tokens, reported as drawn."""
 
-    def expand_nodes(self, logits: Tensor, heat: Tensor | None, laws: Tensor, *rest: Any) -> Any:
-        super().expand_nodes(logits, heat, laws, *rest)
-        return draw_tokens(None, laws, rest[0])
+    def expand_nodes(self, logits: Tensor, heat: Tensor | None, probs: Tensor, *rest: Any) -> Any:
+        super().expand_nodes(logits, heat, probs, *rest)
+        return draw_tokens(None, probs, rest[0])
 
 
 class BestRunnerUps(EnumeratedNoise):
     """Most probable runner-ups, reported as drawn."""
 
-    def second_choice(self, laws: Tensor, chosen: Tensor) -> Tensor:
-        return laws.scatter(2, chosen[..., None], 0.0).argmax(-1)
+    def second_choice(self, probs: Tensor, chosen: Tensor) -> Tensor:
+        return probs.scatter(2, chosen[..., None], 0.0).argmax(-1)
 
 
 @pytest.mark.parametrize(

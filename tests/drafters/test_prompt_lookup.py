@@ -41,10 +41,10 @@ def proposed(
         state.tokens[b, : len(committed) + len(chain)] = torch.tensor([*committed, *chain])
     state.length.copy_(torch.tensor([len(committed) - 1 for committed, _ in texts]))
     state.chain.copy_(torch.tensor([len(chain) for _, chain in texts]))
-    law = DeviceProbs(ProbsFromLogits(greedy=True), CPU, Noise)
+    to_probs = DeviceProbs(ProbsFromLogits(greedy=True), CPU, Noise)
     tree = TokenTree.of(device_tree_shape(parse_shape(drafter.tree)), len(texts), 0, CPU)
     drafter.bind(state)
-    drafter.propose(state, tree, Sampler(law, law.noise(len(texts), 0, 0)))
+    drafter.propose(state, tree, Sampler(to_probs, to_probs.noise(len(texts), 0, 0)))
     rows = tree.tokens.tolist()
     for row in rows:
         there = [token >= 0 for token in row]

@@ -62,7 +62,7 @@ LAWS = [
 @pytest.mark.parametrize("options, levels, names", LAWS, ids=["2", "3", "3, low bits", "1"])
 def test_sampling_laws_pass(engine: Engine, options: dict[str, Any], levels: int, names: list[str]) -> None:
     contexts = [prompt(engine, 41), prompt(engine, 150)]
-    results = check.sampling_laws(engine.with_options(**options), contexts, 50, levels)
+    results = check.sampling_checks(engine.with_options(**options), contexts, 50, levels)
     assert [(r.level, r.levels) for r in results] == [(name, levels) for name in names]
     assert all(r.passed for r in results)
     assert all(r.bins > 8 for r in results)
@@ -75,7 +75,7 @@ def test_sampling_laws_pass_without_a_draft(pair: TinyPair, levels: int) -> None
     )
     text = prompt(pair.load(), 60)
     # A text that says its beginning again, so that there is something to propose.
-    results = check.sampling_laws(alone, [[*text, *text[:20]]], 60, levels)
+    results = check.sampling_checks(alone, [[*text, *text[:20]]], 60, levels)
     assert len(results) == levels - 1
     assert all(r.passed for r in results)
 
@@ -95,10 +95,10 @@ def test_the_residual_of_the_public_code_is_found_out(monkeypatch: pytest.Monkey
     def public(self: Noise, tokens: Any, parents: Any, p: torch.Tensor, *rest: Any) -> Any:
         path, count, _ = sound(self, tokens, parents, p, *rest)
         node = path.gather(1, count[:, None] - 1)[..., None].expand(-1, 1, p.shape[2])
-        return path, count, (p.gather(1, node)[:, 0] / self.race[:, 0]).argmax(-1)
+        return path, count, (p.gather(1, node)[:, 0] / self.exponential[:, 0]).argmax(-1)
 
     monkeypatch.setattr(Noise, "accept_tree", public)
-    [result] = check.sampling_laws(both, [prompt_of(61)], 200, 2, temperature=0.5)
+    [result] = check.sampling_checks(both, [prompt_of(61)], 200, 2, temperature=0.5)
     assert not result.passed
 
 
@@ -110,28 +110,28 @@ def test_nan_logits_are_said_to_be_what_they_are(engine: Engine) -> None:
     with torch.no_grad():
         target.get_output_embeddings().weight[5] = torch.nan
     with pytest.raises(ValueError, match="NaN logits"):
-        check.sampling_laws(broken, [prompt(engine, 41)], 2, 2)
+        check.sampling_checks(broken, [prompt(engine, 41)], 2, 2)
 
 
 def test_it_runs_on_the_buffers_that_generation_uses(engine: Engine) -> None:
     tokens = prompt(engine, 150)
     own = engine.with_options(levels=3)
-    with own.cycle([tokens], 8, ProbsFromLogits.at(1.0), 1.0) as cycle:
+    with own.program([tokens], 8, ProbsFromLogits.at(1.0), 1.0) as program:
         pass
     own.generate(tokens, do_sample=True, max_new_tokens=8, seed=0)
-    with own.cycle([tokens], 8, None, 1.0) as again:
-        assert again is cycle
+    with own.program([tokens], 8, None, 1.0) as again:
+        assert again is program
 
 
 def test_chi_square_merges_rare_tokens() -> None:
-    law = torch.tensor([0.5, 0.3, 0.1, 0.05, 0.03, 0.02])
-    exact = Counter({token: round(200 * float(p)) for token, p in enumerate(law)})
-    statistic, freedom = check.chi_square(exact, law)
+    to_probs = torch.tensor([0.5, 0.3, 0.1, 0.05, 0.03, 0.02])
+    exact = Counter({token: round(200 * float(p)) for token, p in enumerate(to_probs)})
+    statistic, freedom = check.chi_square(exact, to_probs)
     assert statistic == pytest.approx(0, abs=1e-6)
     assert freedom == 4  # the two rarest share a bin
     shifted = Counter({0: 60, 1: 100, 2: 20, 3: 10, 4: 6, 5: 4})
     expected = stats.chisquare([10, 10, 20, 100, 60], [10, 10, 20, 60, 100])
-    statistic, freedom = check.chi_square(shifted, law)
+    statistic, freedom = check.chi_square(shifted, to_probs)
     assert statistic == pytest.approx(expected.statistic, rel=1e-5)
     assert check.p_value(statistic, freedom) == pytest.approx(expected.pvalue, rel=1e-3)
 
@@ -147,11 +147,11 @@ def test_nothing_to_test_is_no_failure() -> None:
 
 def test_p_values_of_true_draws_are_spread_evenly() -> None:
     generator = torch.Generator().manual_seed(3)
-    law = torch.softmax(2 * torch.randn(50, generator=generator), 0)
+    to_probs = torch.softmax(2 * torch.randn(50, generator=generator), 0)
     values = []
     for _ in range(300):
-        draws = torch.multinomial(law, 200, replacement=True, generator=generator).tolist()
-        values.append(check.p_value(*check.chi_square(Counter(draws), law)))
+        draws = torch.multinomial(to_probs, 200, replacement=True, generator=generator).tolist()
+        values.append(check.p_value(*check.chi_square(Counter(draws), to_probs)))
     assert stats.kstest(values, "uniform").pvalue > 1e-3
 
 
@@ -161,15 +161,15 @@ def test_no_law_depends_on_the_draws_it_judges(engine: Engine) -> None:
     tokens = prompt(engine, 300)
     sharp = sharpened(engine).with_options(levels=3, budget=48, recent=16, chunk=8)
     generator = torch.Generator().manual_seed(0)
-    with sharp.cycle([tokens], 1, ProbsFromLogits.at(2.0), 2.0) as cycle:
-        cycle.prefill([tokens])
+    with sharp.program([tokens], 1, ProbsFromLogits.at(2.0), 2.0) as program:
+        program.prefill([tokens])
         at_root, drawn = [], set()
         for _ in range(4):
-            cycle.run("grow", generator)
-            cycle.run("choose", generator)
-            drawn.add(tuple(cycle.stage("choose").tree.tokens[0].tolist()))
-            at_root.append(cycle.verdict("choose").scores[0, 0].clone())
-            cycle.texts.chain.zero_()
+            program.run("draft", generator)
+            program.run("retrieval_refresh", generator)
+            drawn.add(tuple(program.stage("retrieval_refresh").tree.tokens[0].tolist()))
+            at_root.append(program.verdict("retrieval_refresh").scores[0, 0].clone())
+            program.state.chain.zero_()
     assert len(drawn) == 4
     for other in at_root[1:]:
         torch.testing.assert_close(other, at_root[0], atol=1e-6, rtol=1e-3)

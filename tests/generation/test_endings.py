@@ -35,8 +35,8 @@ def generations(kind: str) -> Generations:
 
 
 def decoder_of(kind: str) -> Decoder:
-    decoder = Decoder(generations(kind).cycle, GREEDY, 0)
-    decoder.cycle.rewind([PROMPT])
+    decoder = Decoder(generations(kind).program, GREEDY, 0)
+    decoder.program.rewind([PROMPT])
     return decoder
 
 
@@ -106,11 +106,11 @@ def test_only_tokens_of_the_text_count_as_emitted() -> None:
 def test_counts_of_each_level() -> None:
     decoder = decoder_of("hierarchy")
     out = flat([block for [block] in decoder.decode([PROMPT], [Ending(11)])])
-    draft, middle, target = decoder.levels
+    draft, retrieval, target = decoder.levels
     assert [level.name for level in decoder.levels] == ["draft", "retrieval", "target"]
     assert target.forwards == 1, "ten drafted by level 1, one bonus"
-    assert middle.forwards == 2
-    assert (middle.proposed, middle.accepted, middle.emitted) == (8, 8, 10)
+    assert retrieval.forwards == 2
+    assert (retrieval.proposed, retrieval.accepted, retrieval.emitted) == (8, 8, 10)
     assert (target.proposed, target.accepted, target.emitted) == (10, 10, 11)
     assert draft.emitted == 8
     assert target.acceptance_rate == 1.0
@@ -130,13 +130,13 @@ def test_level_1_gathers_what_its_rounds_bring_up_to_gamma(gamma: int, rounds: i
     """Whole blocks of an accepted chain and the token after it, cut at gamma; a runner-up beside each."""
     target = stranger(VOCABULARY, 0)
     options = {"tree": "chain:3", "gamma": gamma, "rounds": rounds, "runner_ups": True, **EVERYTHING}
-    cycle = Generations(target, target, 3, PROMPT, batch=1, **options).cycle
-    decoder = Decoder(cycle, GREEDY, 0)
-    cycle.rewind([PROMPT])
+    program = Generations(target, target, 3, PROMPT, batch=1, **options).program
+    decoder = Decoder(program, GREEDY, 0)
+    program.rewind([PROMPT])
     for done in range(rounds):
-        for stage in ("grow", "middle" if done else "choose"):
-            cycle.run(stage, decoder._generator)
-    texts, count = cycle.texts, min(gamma, 4 * rounds)
+        for stage in ("draft", "retrieval" if done else "retrieval_refresh"):
+            program.run(stage, decoder._generator)
+    texts, count = program.state, min(gamma, 4 * rounds)
     assert int(texts.chain) == count
     chain = texts.tokens[0, len(PROMPT) : len(PROMPT) + count].tolist()
     assert chain == expected(12)[:count]

@@ -47,15 +47,15 @@ def test_begin_tree(batch, widths, ops) -> None:
     [(1, 1, 5, 1), (2, 3, 5, 8), (2, 3, 300, 6), (3, 2, 64, 16), (1, 6, 330, 33), (1, 2, 90, 65)],
     ids=str,
 )
-@pytest.mark.parametrize("race", [True, False], ids=["race", "greedy"])
+@pytest.mark.parametrize("exponential", [True, False], ids=["exponential", "greedy"])
 @pytest.mark.parametrize("ties", [True, False], ids=["ties", "normal"])
 @pytest.mark.parametrize("block", [8192, 32], ids=["held", "walked"])
-def test_expand_nodes(shape, race, ties, block, ops, monkeypatch) -> None:
+def test_expand_nodes(shape, exponential, ties, block, ops, monkeypatch) -> None:
     from triforce_tree.kernels.step import grow_kernels
 
     monkeypatch.setattr(grow_kernels, "_BLOCK", block)
     for dtype, temperature in ((HALF, None), (SINGLE, 0.7)):
-        problem = grow_cases.expansion(*shape, dtype, race, DEVICE, temperature, ties)
+        problem = grow_cases.expansion(*shape, dtype, exponential, DEVICE, temperature, ties)
         step_cases.agree(problem, ops)
 
 
@@ -97,9 +97,9 @@ def test_words_and_mask_by_hand(before) -> None:
     words, mask = torch.zeros(1, 201, 4, dtype=torch.int64), torch.zeros(1, 6, dtype=torch.int64)
     words[..., 0] = 1
     tree = torch.zeros(1, 201, dtype=torch.int64), torch.zeros(1, 201, dtype=torch.int64)
-    draws, law = torch.zeros(1, 1, 1, dtype=torch.int64), torch.ones(1, 1, 3)
+    draws, probs = torch.zeros(1, 1, 1, dtype=torch.int64), torch.ones(1, 1, 3)
     for node in range(200):
-        args = (*tree, words, torch.ones(1, 201), draws[0], mask, draws, law[..., :1], law, None)
+        args = (*tree, words, torch.ones(1, 201), draws[0], mask, draws, probs[..., :1], probs, None)
         step.place_nodes(*args, node, before)
     unpacked = (words[0, ..., None] >> torch.arange(64) & 1).flatten(1)
     assert torch.equal(unpacked[:, :201], torch.ones(201, 201, dtype=torch.int64).tril())
@@ -123,15 +123,15 @@ def test_begin_tree_of_a_short_text() -> None:
 def test_draws_are_the_law_without_replacement() -> None:
     """Chi-square over ordered pairs: P(i, j) = p_i p_j / (1 - p_i)."""
     torch.manual_seed(0)
-    runs, law = 20000, torch.tensor([0.4, 0.3, 0.2, 0.1, 0.0])
-    logits, laws = law.log().expand(1, runs, 5), torch.empty(1, runs, 5)
-    race = torch.empty_like(laws).exponential_()
-    draws, by_rank = step.expand_nodes(logits, None, race, laws, 6)
+    runs, exact = 20000, torch.tensor([0.4, 0.3, 0.2, 0.1, 0.0])
+    logits, probs = exact.log().expand(1, runs, 5), torch.empty(1, runs, 5)
+    exponential = torch.empty_like(probs).exponential_()
+    draws, by_rank = step.expand_nodes(logits, None, exponential, probs, 6)
     torch.testing.assert_close(by_rank[0, 0], torch.tensor([0.4, 0.3, 0.2, 0.1, 0.0, 0.0]))
     assert (draws[..., :4].sort(-1).values == torch.arange(4)).all(), "all that is possible, once each"
     assert (draws[..., 4:] == -1).all()
     seen = (draws[0, :, 0] * 4 + draws[0, :, 1]).bincount(minlength=16).view(4, 4)
-    p = law[:4].double()
+    p = exact[:4].double()
     expected = p[:, None] * p / (1 - p[:, None])
     other = ~torch.eye(4, dtype=torch.bool)
     assert (seen[~other] == 0).all()
@@ -169,15 +169,15 @@ def test_growth_by_hand() -> None:
     assert (int(root[0, 0]), at.flatten().tolist(), lengths.tolist()) == (8, [0, 3], [0])
 
     parents, words, values = torch.full((1, 6), -1), torch.ones(1, 6, 1).long(), torch.ones(1, 6)
-    for frontier, laws, expected in (
+    for frontier, given, expected in (
         (slice(0, 1), [[0.1, 0.6, 0.3]], [1, 2]),
         (slice(1, 3), [[0.5, 0.4, 0.1], [0.0, 0.1, 0.9]], [0, 1, 2]),
     ):
-        law = torch.tensor([laws])
+        probs = torch.tensor([given])
         out, mask = torch.zeros(1, len(expected)).long(), torch.zeros(len(expected), 1).long()
-        draws, by_rank = step.expand_nodes(law.log(), None, None, torch.empty_like(law), len(expected))
+        draws, by_rank = step.expand_nodes(probs.log(), None, None, torch.empty_like(probs), len(expected))
         step.place_nodes(
-            root, parents, words, values, out, mask, draws, by_rank, law, None, frontier.start, 2
+            root, parents, words, values, out, mask, draws, by_rank, probs, None, frontier.start, 2
         )
         assert out.tolist() == [expected]
     assert root.tolist() == [[8, 1, 2, 0, 1, 2]]

@@ -174,7 +174,7 @@ def below(parents: list[int], tokens: list[int], node: int) -> list[int]:
     return [i for i, above in enumerate(parents) if above == node and tokens[i] >= 0]
 
 
-def accepted_by_hand(tokens, parents, p, q, q_rows, uniforms, race, depth) -> tuple[list[int], int]:
+def accepted_by_hand(tokens, parents, p, q, q_rows, uniforms, exponential, depth) -> tuple[list[int], int]:
     """Recursive rejection as in SpecInfer and Sequoia, for one tree, in float64.
 
     Args: those of ``accept_tree`` without the batch. Returns: accepted nodes, and the token after them.
@@ -182,28 +182,28 @@ def accepted_by_hand(tokens, parents, p, q, q_rows, uniforms, race, depth) -> tu
     tokens, parents = tokens.tolist(), parents.tolist()
     path = [0]
     while True:
-        node, law = path[-1], p[path[-1]].double()
+        node, probs = path[-1], p[path[-1]].double()
         children, gone = below(parents, tokens, node) if len(path) <= depth else [], []
         for child in children:
             token, row = tokens[child], int(q_rows[node])
             if token in gone:
                 continue
             # What is left of the draft's distribution: its mass without the tokens that were refused.
-            draft = torch.ones_like(law) if row < 0 else q[row].double()
+            draft = torch.ones_like(probs) if row < 0 else q[row].double()
             draft[gone] = 0.0
             if row >= 0:
                 draft = draft / draft.sum()
             if not draft[token] > 0:
                 continue
-            if float(uniforms[child]) < float(law[token] / draft[token]):
+            if float(uniforms[child]) < float(probs[token] / draft[token]):
                 path.append(child)
                 break
             gone.append(token)
-            proposal = torch.zeros_like(law).index_fill(0, torch.tensor(token), 1.0) if row < 0 else draft
-            left = law - torch.minimum(law, proposal)
-            law = left / left.sum() if left.sum() > 0 else law
+            proposal = torch.zeros_like(probs).index_fill(0, torch.tensor(token), 1.0) if row < 0 else draft
+            left = probs - torch.minimum(probs, proposal)
+            probs = left / left.sum() if left.sum() > 0 else probs
         else:
-            return path, int((law / race).argmax())
+            return path, int((probs / exponential).argmax())
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -266,9 +266,9 @@ def test_reference_acceptance_gives_the_targets_law() -> None:
     emitted = torch.where(count[:, None] > 1, tokens.gather(1, path[:, 1:].clamp_min(0)), following[:, None])
     first = emitted[:, 0]
     second = torch.where(count > 2, emitted[:, 1], following)[count > 1]
-    for tokens, law in ((first, target[0]), (second, target[1])):
-        seen, law = tokens.bincount(minlength=vocab), law.double() / law.double().sum()
-        assert stats.chisquare(seen, law * seen.sum()).pvalue > 0.01
+    for tokens, probs in ((first, target[0]), (second, target[1])):
+        seen, probs = tokens.bincount(minlength=vocab), probs.double() / probs.double().sum()
+        assert stats.chisquare(seen, probs * seen.sum()).pvalue > 0.01
     assert (count == 3).any()
     assert (path[count > 1, 1] == 2).any(), "the second sibling was never accepted"
 
@@ -309,9 +309,11 @@ def test_deterministic_siblings_one_after_the_other(taken, ops) -> None:
     coins, child = chances + 1e-3, (1, 3, 4, 5, 0)[taken]
     coins[0, child] -= 2e-3
     coins[0, 2] = 0.0  # below every chance
-    race, rows = torch.ones(1, 5, device=DEVICE), torch.full_like(tokens, -1)
+    exponential, rows = torch.ones(1, 5, device=DEVICE), torch.full_like(tokens, -1)
     q = torch.empty(1, 0, 5, device=DEVICE)
-    problem = step_cases.Problem("accept_tree", (tokens, parents, p.expand(1, 6, 5), q, rows, coins, race, 1))
+    problem = step_cases.Problem(
+        "accept_tree", (tokens, parents, p.expand(1, 6, 5), q, rows, coins, exponential, 1)
+    )
     step_cases.agree(problem, ops)
     path, count, following = (x.tolist() for x in problem.expected())
     if child:
@@ -342,9 +344,9 @@ def test_a_large_deep_tree(nodes, depth, ops) -> None:
     p = p.scatter(2, best[..., None], 1.0)
     p /= p.sum(-1, keepdim=True)
     rows, coins = torch.full_like(tokens, -1), torch.rand(1, nodes, device=DEVICE) * 0.5
-    race = torch.empty(1, vocab, device=DEVICE).exponential_()
+    exponential = torch.empty(1, vocab, device=DEVICE).exponential_()
     problem = step_cases.Problem(
-        "accept_tree", (tokens, parents[None], p, p[:, :0], rows, coins, race, depth)
+        "accept_tree", (tokens, parents[None], p, p[:, :0], rows, coins, exponential, depth)
     )
     expected = problem.expected()
     assert expected[1].tolist() == [depth + 1]
@@ -357,12 +359,19 @@ def test_refused_siblings_one_after_the_other(ops) -> None:
     q = torch.tensor([0.9, 0.1 - 1e-6, 1e-6, 1e-12, 1e-20, 0.0, 0.0])
     p = torch.tensor([0.1, 0.05, 1e-7, 1e-13, 1e-21, 0.5, 0.35])
     tree = torch.tensor([[0, 0, 1, 2, 3, 4]]), torch.tensor([[-1, 0, 0, 0, 0, 0]])
-    race = torch.ones(1, 7)
-    race[0, 6] = 0.1
+    exponential = torch.ones(1, 7)
+    exponential[0, 6] = 0.1
     for refusals in range(6):
         coins = torch.full((1, 6), 0.9999)
         coins[0, 1 + refusals :] = 0.0
-        tensors = (*tree, p.expand(1, 6, 7), q.expand(1, 1, 7), torch.zeros_like(tree[0]), coins, race)
+        tensors = (
+            *tree,
+            p.expand(1, 6, 7),
+            q.expand(1, 1, 7),
+            torch.zeros_like(tree[0]),
+            coins,
+            exponential,
+        )
         args = *(x.to(DEVICE) for x in tensors), 1
         step_cases.agree(step_cases.Problem("accept_tree", args), ops)
 
@@ -388,16 +397,16 @@ def test_accept_greedy(seed, ops) -> None:
 
 @runs_kernels
 @pytest.mark.parametrize("shape", [(1, 1, 5), (2, 3, 300), (1, 4, 4200)], ids=str)
-@pytest.mark.parametrize("race", [True, False], ids=["race", "greedy"])
-def test_second_choice(shape, race, ops) -> None:
-    step_cases.agree(step_cases.runner_up(*shape, race, DEVICE), ops)
+@pytest.mark.parametrize("exponential", [True, False], ids=["exponential", "greedy"])
+def test_second_choice(shape, exponential, ops) -> None:
+    step_cases.agree(step_cases.runner_up(*shape, exponential, DEVICE), ops)
 
 
 def test_second_choice_by_hand() -> None:
-    laws, chosen = torch.tensor([[[0.2, 0.5, 0.3, 0.0]] * 3]), torch.tensor([[1, 2, -1]])
+    probs, chosen = torch.tensor([[[0.2, 0.5, 0.3, 0.0]] * 3]), torch.tensor([[1, 2, -1]])
     noise = torch.tensor([1.0, 1.0, 3.0, 1e-9]).expand(1, 3, 4)
-    assert step.second_choice(laws, chosen, None).tolist() == [[2, 1, 1]]
-    assert step.second_choice(laws, chosen, noise).tolist() == [[0, 1, 1]]
+    assert step.second_choice(probs, chosen, None).tolist() == [[2, 1, 1]]
+    assert step.second_choice(probs, chosen, noise).tolist() == [[0, 1, 1]]
     only = torch.tensor([[[0.0, 1.0, 0.0]]])
     assert step.second_choice(only, torch.tensor([[1]]), torch.ones(1, 1, 3)).tolist() == [[-1]]
     assert step.second_choice(only, torch.tensor([[1]]), None).tolist() == [[0]]

@@ -98,8 +98,8 @@ def test_each_query_sees_its_window(
     how = AttentionParams(
         0.4, window, 2.0 if variant == "softcap" else None, torch.randn(6) if variant == "sinks" else None
     )
-    room = max(lengths) + queries + 100
-    store = KVStore([KVShape(heads, window)], batch, room, CPU, torch.float32, scratch=scratch)
+    max_seq_len = max(lengths) + queries + 100
+    store = KVStore([KVShape(heads, window)], batch, max_seq_len, CPU, torch.float32, scratch=scratch)
     [group] = store.groups
     assert group.ring == (0 if scratch is None else -(-(window + scratch) // 16) * 16)
     mask = tree_mask(queries, queries, seed=queries)
@@ -198,10 +198,10 @@ def test_a_ring_holds_what_is_needed_behind_the_last_position_alone() -> None:
     assert store.holds([299, 42])
     assert not store.holds([298, 50])
     assert not store.holds([307, 41])
-    store.spoil()
+    store.invalidate()
     assert not store.holds([307, 50])
     whole = KVStore(shapes, 2, 1000, CPU, torch.float32)
-    whole.spoil()
+    whole.invalidate()
     assert whole.holds([1, 1])
 
 

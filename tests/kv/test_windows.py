@@ -6,8 +6,8 @@ in small blocks; memory holds NaN until it is written.
 
 import pytest
 import torch
-from cycle_cases import COVERED, EVERYTHING, GREEDY, SAMPLED, cycle_of, decoded, reference
 from families import NO_DRAFTS, perturbed, prompt_of, tiny
+from program_cases import COVERED, EVERYTHING, GREEDY, SAMPLED, decoded, program_of, reference
 from transformers import PreTrainedModel
 
 from triforce_tree.decoding.program import DecodingProgram
@@ -46,25 +46,25 @@ def check(target: PreTrainedModel, levels: int, new: int = 10, **options: object
     """Greedy text is transformers' own; the cycle."""
     draft = perturbed(target, 0.05)
     settings = {"budget": 16, "window": 200, **options}
-    cycle = cycle_of(target, draft, levels, len(PROMPTS), room=200, **settings)
-    texts, decoder = decoded(cycle, PROMPTS, [new] * len(PROMPTS))
+    program = program_of(target, draft, levels, len(PROMPTS), max_seq_len=200, **settings)
+    texts, decoder = decoded(program, PROMPTS, [new] * len(PROMPTS))
     assert texts == [reference(target, prompt, new) for prompt in PROMPTS], levels
     assert all(level.accepted for level in decoder.levels[1:]), levels
-    return cycle
+    return program
 
 
 @pytest.mark.parametrize("family", WINDOWED)
 def test_families(family: str) -> None:
     target = tiny(family)
     for levels in (1,) if family in NO_DRAFTS else (1, 2, 3):
-        cycle = check(target, levels)
-        kinds = cycle.target.kv_shapes
-        for group in cycle.store.groups:
+        program = check(target, levels)
+        kinds = program.target.kv_shapes
+        for group in program.store.groups:
             assert {kinds[layer].window for layer in group.layers} == {group.shape.window}
             if group.shape.window is not None:
                 assert group.shape.window == WINDOWED[family]
-                assert group.ring == group.slots < cycle.store.rows
-        assert any(group.ring for group in cycle.store.groups)
+                assert group.ring == group.slots < program.store.rows
+        assert any(group.ring for group in program.store.groups)
 
 
 def test_phi3_with_a_window() -> None:
@@ -80,15 +80,15 @@ def test_windows_smaller_than_the_tree_is_deep(window: int, levels: int, tree: s
 
 
 @pytest.mark.parametrize("window", [3, 12])
-@pytest.mark.parametrize("law", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("to_probs", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_a_draft_with_windows_that_is_the_target_is_always_accepted(
-    law: ProbsFromLogits, window: int
+    to_probs: ProbsFromLogits, window: int
 ) -> None:
     """Level 0 sees what level 2 sees, tree nodes included."""
     target = tiny("gemma3", sliding_window=window)
-    cycle = cycle_of(target, target, 2, 2, room=120, tree="chain:4", window=200)
-    new, decoder = decoded(cycle, [prompt_of(61), prompt_of(90)], [20, 15], law)
-    assert not law.greedy or new[0] == reference(target, prompt_of(61), 20)
+    program = program_of(target, target, 2, 2, max_seq_len=120, tree="chain:4", window=200)
+    new, decoder = decoded(program, [prompt_of(61), prompt_of(90)], [20, 15], to_probs)
+    assert not to_probs.greedy or new[0] == reference(target, prompt_of(61), 20)
     assert decoder.levels[-1].acceptance_rate == 1.0
     assert decoder.levels[-1].mean_accepted_length == 5.0
 
@@ -96,23 +96,23 @@ def test_a_draft_with_windows_that_is_the_target_is_always_accepted(
 def test_a_draft_whose_window_is_narrower_than_its_cache() -> None:
     """Drafting goes on when its cache is renewed, with positions counted inside it."""
     target = tiny("mistral-window")
-    cycle = cycle_of(target, target, 2, 1, room=200, window=16, tree="chain:3")
-    new, decoder = decoded(cycle, [prompt_of(61)], [60])
+    program = program_of(target, target, 2, 1, max_seq_len=200, window=16, tree="chain:3")
+    new, decoder = decoded(program, [prompt_of(61)], [60])
     assert new == [reference(target, prompt_of(61), 60)]
     rate = decoder.levels[-1].acceptance_rate
     assert rate is not None
     assert rate > 0.9, "a cache wider than the window hides little of what the target sees"
 
 
-@pytest.mark.parametrize("law", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_level_1_is_as_good_as_level_2_where_its_budget_holds_the_text(law: ProbsFromLogits) -> None:
+@pytest.mark.parametrize("to_probs", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_level_1_is_as_good_as_level_2_where_its_budget_holds_the_text(to_probs: ProbsFromLogits) -> None:
     """Layers with a window see all of it at level 1, the others all chunks: nothing is refused."""
     target = tiny("gemma3")
-    cycle = cycle_of(target, perturbed(target, 0.05), 3, 3, **{**EVERYTHING, "window": 6})
-    _, decoder = decoded(cycle, COVERED, [20] * 3, law)
-    full, middle = decoder.levels[-1], decoder.levels[1]
+    program = program_of(target, perturbed(target, 0.05), 3, 3, **{**EVERYTHING, "window": 6})
+    _, decoder = decoded(program, COVERED, [20] * 3, to_probs)
+    full, retrieval = decoder.levels[-1], decoder.levels[1]
     assert full.accepted == full.proposed > 30
-    assert 0 < middle.accepted < middle.proposed
+    assert 0 < retrieval.accepted < retrieval.proposed
 
 
 @pytest.mark.parametrize("levels", [1, 2, 3])
@@ -121,13 +121,13 @@ def test_rings_draw_what_whole_stores_draw(levels: int) -> None:
     target = tiny("gemma2")
     draft = perturbed(target, 0.05)
     drawn = []
-    cycle = cycle_of(target, draft, levels, 2, room=200, budget=16)
-    drawn = [decoded(cycle, PROMPTS, [12, 12], SAMPLED, seed)[0] for seed in (1, 2)]
-    shape = (2, cycle.store.rows, torch.device("cpu"), torch.float32, cycle.store.page)
+    program = program_of(target, draft, levels, 2, max_seq_len=200, budget=16)
+    drawn = [decoded(program, PROMPTS, [12, 12], SAMPLED, seed)[0] for seed in (1, 2)]
+    shape = (2, program.store.rows, torch.device("cpu"), torch.float32, program.store.page)
     whole = KVStore(HFModel(target).kv_shapes, *shape)
     assert not any(group.ring for group in whole.groups)
-    small = None if levels == 1 else TreeDrafter(HFModel(draft), cycle.config)
-    other = DecodingProgram(HFModel(target), small, cycle.config, 2, 200, levels, store=whole)
+    small = None if levels == 1 else TreeDrafter(HFModel(draft), program.config)
+    other = DecodingProgram(HFModel(target), small, program.config, 2, 200, levels, store=whole)
     assert drawn == [decoded(other, PROMPTS, [12, 12], SAMPLED, seed)[0] for seed in (1, 2)]
     assert drawn[0] != drawn[1]
 
@@ -135,8 +135,8 @@ def test_rings_draw_what_whole_stores_draw(levels: int) -> None:
 @pytest.mark.parametrize("levels", [1, 3])
 def test_rewinding_feeds_again_what_rings_have_lost(levels: int, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny("gemma3")
-    cycle = cycle_of(target, perturbed(target, 0.05), levels, 2, room=240, budget=16)
-    first, _ = decoded(cycle, PROMPTS, [30, 30])
+    program = program_of(target, perturbed(target, 0.05), levels, 2, max_seq_len=240, budget=16)
+    first, _ = decoded(program, PROMPTS, [30, 30])
     fed: list[int] = []
     feed = DecodingProgram.prefill
 
@@ -146,14 +146,14 @@ def test_rewinding_feeds_again_what_rings_have_lost(levels: int, monkeypatch: py
 
     monkeypatch.setattr(DecodingProgram, "prefill", noted)
     heads = [[*prompt, *new[:7]] for prompt, new in zip(PROMPTS, first, strict=True)]
-    assert decoded(cycle, heads, [23, 23], again=True)[0] == [new[7:] for new in first]
+    assert decoded(program, heads, [23, 23], again=True)[0] == [new[7:] for new in first]
     assert fed == [40, 177]
-    assert decoded(cycle, PROMPTS, [30, 30], again=True)[0] == first
+    assert decoded(program, PROMPTS, [30, 30], again=True)[0] == first
 
 
 def test_a_ring_that_is_too_small_for_the_passes_is_refused() -> None:
     target = HFModel(tiny("gemma3"))
     store = KVStore(target.kv_shapes, 1, 800, torch.device("cpu"), torch.float32, scratch=10)
-    config = cycle_of(target.model, None, 1).config
+    config = program_of(target.model, None, 1).config
     with pytest.raises(ValueError, match="a store of 1 x 832 rows cannot hold 1 x "):
         DecodingProgram(target, None, config, 1, 200, 1, store=store)

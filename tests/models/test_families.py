@@ -114,20 +114,20 @@ def test_a_tree_forward_gives_every_paths_own_logits(family: str) -> None:
     """One forward over a tree against plain forwards over each of its paths, twice in a row."""
     model = tiny(family)
     target = HFModel(model)
-    cycle = DecodingProgram(target, None, HierarchyConfig(prefill_chunk=16), 1, 64, 1)
+    program = DecodingProgram(target, None, HierarchyConfig(prefill_chunk=16), 1, 64, 1)
     tokens = prompt_of(37)
     parents = [-1, 0, 0, 1, 1, 2, 3, 3, 5, 6]
     depths = [0]
     for parent in parents[1:]:
         depths.append(depths[parent] + 1)
-    rows = cycle.full_rows(len(parents), ancestor_mask(parents), depths)
+    rows = program.full_view(len(parents), ancestor_mask(parents), depths)
     with target.active():
-        cycle.prefill([tokens])
+        program.prefill([tokens])
         for path in ([0, 1, 3, 7], [0, 2]):
             nodes = [tokens[-1], *prompt_of(9)]
             root = torch.tensor([len(tokens) - 1])
             rows.begin(root)
-            logits = cycle.full(torch.tensor([nodes]), root[:, None] + torch.tensor(depths), rows)[0]
+            logits = program.full(torch.tensor([nodes]), root[:, None] + torch.tensor(depths), rows)[0]
             expected = torch.stack([next_logits(model, tokens, nodes, parents, node) for node in range(10)])
             torch.testing.assert_close(logits, expected, atol=2e-5, rtol=2e-5)
             rows.move(torch.tensor([path]))

@@ -5,15 +5,15 @@ Those with windows are in ``test_cycle_windows.py``.
 
 import pytest
 import torch
-from cycle_cases import (
+from families import CAPPED, perturbed, tiny
+from program_cases import (
     PROMPTS,
-    cycle_of,
     decoded,
     model,
+    program_of,
     reference,
     references,
 )
-from families import CAPPED, perturbed, tiny
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
@@ -40,8 +40,8 @@ def test_families(family: str) -> None:
     draft = perturbed(target, 0.05)
     expected = [reference(target, prompt, 14) for prompt in PROMPTS[:2]]
     for levels in (1, 2, 3):
-        cycle = cycle_of(target, draft, levels, 2, window=200, budget=40)
-        new, decoder = decoded(cycle, PROMPTS[:2], [14, 14])
+        program = program_of(target, draft, levels, 2, window=200, budget=40)
+        new, decoder = decoded(program, PROMPTS[:2], [14, 14])
         assert new == expected, levels
         assert all(level.accepted for level in decoder.levels[1:]), levels
 
@@ -51,11 +51,11 @@ def test_the_users_model_is_untouched() -> None:
     target.train()
     before = [m.config._attn_implementation for m in (target, draft)]
     weights = {name: weight.clone() for name, weight in target.named_parameters()}
-    cycle = cycle_of(target, draft, 3)
-    decoded(cycle, PROMPTS[:1], [8])
+    program = program_of(target, draft, 3)
+    decoded(program, PROMPTS[:1], [8])
     assert [m.config._attn_implementation for m in (target, draft)] == before
     assert target.training
     assert all(torch.equal(weight, weights[name]) for name, weight in target.named_parameters())
     shared = {weight.data_ptr() for weight in target.parameters()}
-    assert {weight.data_ptr() for weight in cycle.full.model.parameters()} == shared
+    assert {weight.data_ptr() for weight in program.full.model.parameters()} == shared
     assert reference(target.eval(), PROMPTS[0], 4) == references()[0][:4]

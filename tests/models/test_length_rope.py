@@ -6,8 +6,8 @@ from functools import wraps
 
 import pytest
 import torch
-from cycle_cases import cycle_of, decoded
 from families import FAMILIES_BY_LENGTH, SMALL_SETTINGS, greedy, perturbed, prompt_of, tiny
+from program_cases import decoded, program_of
 from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -94,14 +94,14 @@ def test_a_batch_on_both_sides_goes_one_by_one(models) -> None:
     out = engine.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False)
     assert [row[90:].tolist() for row in out.sequences] == (expected)
     with pytest.raises(ValueError, match=r"90 tokens lie on both sides of 64.*one by one"):
-        cycle_of(target, draft, 2, 2).prefill(prompts)
+        program_of(target, draft, 2, 2).prefill(prompts)
 
 
 def test_one_cycle_serves_long_and_short_texts_in_turn(models) -> None:
     target, draft = models["phi4-mini"]
-    cycle = cycle_of(target, draft, 3)
+    program = program_of(target, draft, 3)
     for length in (90, 45, 100):
-        assert decoded(cycle, [prompt_of(length)], [NEW])[0] == [greedy(target, prompt_of(length), NEW)]
+        assert decoded(program, [prompt_of(length)], [NEW])[0] == [greedy(target, prompt_of(length), NEW)]
 
 
 def test_the_target_may_be_its_own_draft(models) -> None:

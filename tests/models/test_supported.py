@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from cycle_cases import cycle_of, decoded
 from families import build, greedy, perturbed, prompt_of, small, tiny
+from program_cases import decoded, program_of
 
 import triforce_tree
 from triforce_tree import UnsupportedModelError
 from triforce_tree.kernels.device import KNOWN, told
-from triforce_tree.models import step_model as cycle_model
+from triforce_tree.models import step_model as step_model
 from triforce_tree.models.hf_model import HFModel
 
 _MLA = {
@@ -131,7 +131,7 @@ def test_a_window_as_large_as_all_positions_is_none() -> None:
         model = tiny("mistral", sliding_window=window)
         assert HFModel(model).has_windows is narrow
         if not narrow:
-            [new], _ = decoded(cycle_of(model, perturbed(model, 0.05), 3), [prompt_of(70)], [12])
+            [new], _ = decoded(program_of(model, perturbed(model, 0.05), 3), [prompt_of(70)], [12])
             assert new == greedy(model, prompt_of(70), 12)
 
 
@@ -142,27 +142,27 @@ def test_experts_on_a_gpu(arch: str, expected: str, before: str) -> None:
     with told(KNOWN[arch]):
         model = tiny("mixtral").bfloat16()
         model.set_experts_implementation(before)
-        cycle_model._capturable_experts(model, gpu)
+        step_model._capturable_experts(model, gpu)
         assert model.config._experts_implementation == expected
         # torch's kernel of grouped products takes bf16 alone.
         single = tiny("mixtral")
-        cycle_model._capturable_experts(single, gpu)
+        step_model._capturable_experts(single, gpu)
         assert single.config._experts_implementation == "batched_mm"
         # A model without experts refuses to be asked.
-        cycle_model._capturable_experts(tiny("llama-gqa"), gpu)
+        step_model._capturable_experts(tiny("llama-gqa"), gpu)
 
 
 @pytest.mark.parametrize("captures, expected", [(True, "grouped_mm"), (False, "batched_mm")])
 def test_experts_are_multiplied_in_a_form_that_can_be_captured(
     captures: bool, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cycle_model, "_grouped_products_capture", lambda device: captures)
+    monkeypatch.setattr(step_model, "_grouped_products_capture", lambda device: captures)
     target = tiny("mixtral")
     assert target.config._experts_implementation == "grouped_mm"
     draft = perturbed(target, 0.05)
-    cycle = cycle_of(target, draft, 3, retrieval_weight_bits=8)
-    for step in (cycle.full, cycle.middle, cycle.drafter.model):
+    program = program_of(target, draft, 3, retrieval_weight_bits=8)
+    for step in (program.full, program.retrieval_model, program.drafter.model):
         assert step.model.config._experts_implementation == expected
     assert target.config._experts_implementation == draft.config._experts_implementation == "grouped_mm"
-    [new], _ = decoded(cycle, [prompt_of(70)], [12])
+    [new], _ = decoded(program, [prompt_of(70)], [12])
     assert new == greedy(target, prompt_of(70), 12)

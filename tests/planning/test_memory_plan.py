@@ -215,8 +215,8 @@ def test_the_map_is_what_a_cycle_takes() -> None:
     machine = Machine(GIB, GIB, H200_BUS, 4.4e12)
     made = plan(sizes, machine, config, options, 2, 300, 84).with_resident(40_000)
     drafter = TreeDrafter(models[1], made.config)
-    cycle = DecodingProgram(models[0], drafter, made.config, 2, 384, 3, made.offload)
-    own = cycle.offloaded
+    program = DecodingProgram(models[0], drafter, made.config, 2, 384, 3, made.offload)
+    own = program.offloaded
     assert own is not None
     assert own.means is not None
     assert own.store.kv.nbytes == made.device["level 1: chunks and window"]
@@ -226,7 +226,7 @@ def test_the_map_is_what_a_cycle_takes() -> None:
     assert own.host.resident_bytes <= made.device["resident rows"]
     whole = made.device["resident rows"] + made.host["full rows"]
     assert own.host.resident_bytes + own.host.host_bytes == whole
-    cycle.close()
+    program.close()
 
 
 @pytest.mark.parametrize("prompt", [60, 300])
@@ -242,8 +242,8 @@ def test_the_map_of_layers_with_windows(prompt: int) -> None:
     machine = Machine(GIB, GIB, H200_BUS, 4.4e12)
     made = plan(sizes, machine, config, options, 2, prompt, 84).with_resident(20_000)
     drafter = TreeDrafter(models[1], made.config)
-    cycle = DecodingProgram(models[0], drafter, made.config, 2, prompt + 84, 2, made.offload)
-    own = cycle.offloaded
+    program = DecodingProgram(models[0], drafter, made.config, 2, prompt + 84, 2, made.offload)
+    own = program.offloaded
     assert own is not None
     assert own.store.kv.nbytes == made.device["level 1: chunks and window"]
     whole = made.device["resident rows"] + made.host["full rows"]
@@ -252,7 +252,7 @@ def test_the_map_of_layers_with_windows(prompt: int) -> None:
     # Without a ring slots come by pages of another size.
     slack = sum(len(group.layers) * 128 * 64 * 2 for group in own.rings.groups if not group.ring)
     assert 0 <= made.device["layers with windows"] - ringed + slack <= 2 * slack
-    cycle.close()
+    program.close()
 
 
 @pytest.mark.parametrize("name", ["gpu_memory", "host_memory"])

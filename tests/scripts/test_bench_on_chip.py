@@ -21,7 +21,7 @@ def sample(method: str, ms: float, prompt: str = "prompt 1", temperature: float 
             "repeated_8grams": 0.1, "prefill_seconds": 1.0, "capture_seconds": 2.0, "peak_gib": 3.0,
             "acceptance": {"retrieval": 0.7, "target": 0.9},
             "mean_accepted_length": {"retrieval": 2.4, "target": 5.0},
-            "stages": {"grow": stage, "full": stage},
+            "stages": {"draft": stage, "target": stage},
         }  # fmt: skip
     if method == "autoregressive":
         made["exact"] = {"compared": 8, "ties": 1, "failures": 0, "partings": []}

@@ -74,29 +74,31 @@ def test_sequoia_fills_what_depth_and_width_allow() -> None:
     assert sequoia([0.5, 0.2], size=50, depth=2).size == 6
 
 
-def placed(laws: torch.Tensor, values: list[float], width: int) -> tuple[list[tuple[int, int]], torch.Tensor]:
+def placed(
+    probs: torch.Tensor, values: list[float], width: int
+) -> tuple[list[tuple[int, int]], torch.Tensor]:
     """(frontier node, rank) of each new node, and their path probabilities; best tokens stand for draws."""
     count = len(values)
-    draws, by_rank = draw_tokens(None, laws[None], width)
+    draws, by_rank = draw_tokens(None, probs[None], width)
     nodes = count + width
     tokens, parents = torch.full((1, nodes), -1), torch.full((1, nodes), -1)
     chances = torch.tensor([[*values, *[0.0] * width]])
     words = torch.ones(1, nodes, 1, dtype=torch.int64)
     ids = torch.zeros(1, width, dtype=torch.int64)
     step.place_nodes(
-        tokens, parents, words, chances, ids, None, draws, by_rank, laws[None], None, 0, 0
+        tokens, parents, words, chances, ids, None, draws, by_rank, probs[None], None, 0, 0
     )  # fmt: skip
     made = [(int(parents[0, i]), int(tokens[0, i])) for i in range(count, nodes) if tokens[0, i] >= 0]
     there = tokens[0, count:] >= 0
     return [(node, draws[0, node].tolist().index(token)) for node, token in made], chances[0, count:][there]
 
 
-def grown(shape: BestFirst, law: torch.Tensor) -> list[Ranks]:
+def grown(shape: BestFirst, probs: torch.Tensor) -> list[Ranks]:
     """The places that live growth reaches when every node has the same law."""
     frontier: list[Ranks] = [()]
     values, places = [1.0], []
     for width in shape.widths:
-        pairs, chances = placed(law.repeat(len(frontier), 1), values, width)
+        pairs, chances = placed(probs.repeat(len(frontier), 1), values, width)
         frontier, values = [(*frontier[node], rank) for node, rank in pairs], chances.tolist()
         places += frontier
     return places
@@ -105,9 +107,9 @@ def grown(shape: BestFirst, law: torch.Tensor) -> list[Ranks]:
 @pytest.mark.parametrize("widths", [(3,), (2, 2), (3, 2, 1), (1, 3), (2, 3)])
 @pytest.mark.parametrize("acceptance", [a for a in ACCEPTANCE if sum(a) >= 0.9 or len(a) == 4])
 def test_best_first_is_optimal_when_acceptance_goes_by_rank(widths, acceptance) -> None:
-    law = torch.tensor([*acceptance, max(0.0, 1 - sum(acceptance)) / 2, 0.0])[: len(acceptance)]
-    law = law[torch.randperm(len(law))]
-    places = grown(BestFirst(widths), law)
+    probs = torch.tensor([*acceptance, max(0.0, 1 - sum(acceptance)) / 2, 0.0])[: len(acceptance)]
+    probs = probs[torch.randperm(len(probs))]
+    places = grown(BestFirst(widths), probs)
     sizes = [sum(len(place) == depth for place in places) for depth in range(1, len(widths) + 1)]
     assert all(size <= width for size, width in zip(sizes, widths, strict=True))
     rivals = (
@@ -120,10 +122,10 @@ def test_best_first_is_optimal_when_acceptance_goes_by_rank(widths, acceptance) 
 
 def test_best_first_prefers_sure_paths() -> None:
     """A law that is certain gets the children; an uncertain one on an unlikely path gets none."""
-    laws = torch.tensor([[0.5, 0.3, 0.2], [0.98, 0.01, 0.01]])
-    assert placed(laws, [0.9, 0.1], 2)[0] == [(0, 0), (0, 1)]
-    assert placed(laws, [0.3, 0.7], 2)[0] == [(0, 0), (1, 0)]
-    assert len(placed(laws[:1], [1.0], 9)[0]) == 3, "never more than the vocabulary"
+    probs = torch.tensor([[0.5, 0.3, 0.2], [0.98, 0.01, 0.01]])
+    assert placed(probs, [0.9, 0.1], 2)[0] == [(0, 0), (0, 1)]
+    assert placed(probs, [0.3, 0.7], 2)[0] == [(0, 0), (1, 0)]
+    assert len(placed(probs[:1], [1.0], 9)[0]) == 3, "never more than the vocabulary"
 
 
 def test_a_static_path_brings_prefixes_and_earlier_siblings() -> None:

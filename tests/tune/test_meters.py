@@ -56,13 +56,13 @@ def test_prompt_lookup_is_timed_too(engine: Engine, ids: list[int]) -> None:
 def test_the_largest_shapes_of_a_search_fit(engine: Engine) -> None:
     space = Space(engine.hierarchy.config, CONTEXT, gpu=False, draft=True, grid=FEW)
     most = space.extent()
-    assert most == Extent(depth=5, nodes=32, reach=20)
+    assert most == Extent(depth=5, nodes=32, max_draft_tokens=20)
     for tree in (*FEW[0].values, "sequoia:24x5"):
         for levels in (2, 3):
             own = Extent.of(config_of(engine, tree=tree, gamma=6), levels)
             assert own.depth <= most.depth
             assert own.nodes <= most.nodes
-            assert own.reach <= most.reach
+            assert own.max_draft_tokens <= most.max_draft_tokens
     small, larger = (
         meter_of(engine, list(range(CONTEXT))),
         config_of(engine, levels=2, tree="best-first:9,9,9,9"),

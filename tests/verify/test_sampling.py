@@ -44,11 +44,11 @@ def test_laws_are_transformers_own_on_every_path(name: str, dtype: torch.dtype) 
     logits = (3 * torch.randn(len(PATHS), 12)).to(dtype)
     processors = LogitsProcessorList(PROCESSORS[name])
     before = logits.clone()
-    laws = ProbsFromLogits(processors)(logits, lambda: PATHS)
+    probs = ProbsFromLogits(processors)(logits, lambda: PATHS)
     for row, path in enumerate(PATHS):
         expected = processors(torch.tensor([path]), logits[row : row + 1].float().clone()).softmax(-1)
-        torch.testing.assert_close(laws[row], expected[0])
-    assert laws.dtype == torch.float32
+        torch.testing.assert_close(probs[row], expected[0])
+    assert probs.dtype == torch.float32
     assert torch.equal(logits, before), "the model's logits are left alone"
 
 

@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
         forwards = _forwards(args, engine, ids, interrupt)
         results += [*forwards, *_greedy(args, engine, ids, interrupt)]
         if args.draws and not interrupt.requested:
-            results += _laws(args, engine, ids, interrupt)
+            results += _probs(args, engine, ids, interrupt)
         if args.acceptance and not interrupt.requested:
             acceptance = _acceptance(args, engine, ids, interrupt)
     passed = all(result.passed for result in results)
@@ -121,7 +121,7 @@ def _levels(args: argparse.Namespace) -> list[int]:
     return [2, 3] if args.levels == "auto" else [args.levels]
 
 
-def _laws(args: argparse.Namespace, engine: Engine, ids: Sequence[int], stop: Interrupt) -> list[check.Law]:
+def _probs(args: argparse.Namespace, engine: Engine, ids: Sequence[int], stop: Interrupt) -> list[check.Law]:
     contexts = check.uncertain_contexts(engine, _cut(ids, args.context, 1), args.contexts)
     done: list[check.Law] = []
     with bar("draws") as progress:
@@ -133,7 +133,7 @@ def _laws(args: argparse.Namespace, engine: Engine, ids: Sequence[int], stop: In
             progress.advance(task)
 
         for levels in ways:
-            done += check.sampling_laws(
+            done += check.sampling_checks(
                 engine, contexts, args.draws, levels, args.temperature, args.seed, each
             )
     rows = [

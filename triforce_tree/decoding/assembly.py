@@ -30,7 +30,7 @@ from triforce_tree.trees.shapes import chain_shape, parse_shape
 from triforce_tree.verify.sampling import ProbsFromLogits
 
 # Captured buffers are made for texts of a multiple of this many tokens, so that the next text fits too.
-_ROOM_STEP = 1024
+_MAX_SEQ_LEN_STEP = 1024
 _LOG = logging.getLogger(__name__)
 
 
@@ -61,7 +61,7 @@ class Hierarchy:
         self.config = config
         self.memory: MemoryPlan | None = None
         self._planned: tuple[object, MemoryPlan] | None = None
-        self._cycle: tuple[object, DecodingProgram] | None = None
+        self._program: tuple[object, DecodingProgram] | None = None
         # Of all configurations of these models: host memory holds one full cache at a time.
         self._offloaded: list[DecodingProgram] = []
         # The buffers that a drafter of the user's is bound to, which siblings with other settings share.
@@ -96,7 +96,7 @@ class Hierarchy:
         """The same checked models under another configuration."""
         other = copy.copy(self)
         other.config = config
-        other.memory = other._planned = other._cycle = None
+        other.memory = other._planned = other._program = None
         return other
 
     def generation(self) -> AbstractContextManager[None]:
@@ -125,11 +125,11 @@ class Hierarchy:
         """Whether the full cache is to live in host memory."""
         return self.memory is not None and self.memory.offload is not None
 
-    def together(self, law: ProbsFromLogits, prompts: Sequence[Sequence[int]]) -> bool:
+    def together(self, to_probs: ProbsFromLogits, prompts: Sequence[Sequence[int]]) -> bool:
         """Whether these prompts can be decoded as one batch."""
         rope = self.target.length_rope
         return len(prompts) == 1 or (
-            law.context_free and not (rope is not None and rope.mixed([len(p) for p in prompts]))
+            to_probs.context_free and not (rope is not None and rope.mixed([len(p) for p in prompts]))
         )
 
     def settle_memory(self, lengths: Sequence[int], new_tokens: int, given: Collection[str] = ()) -> None:
@@ -182,13 +182,13 @@ class Hierarchy:
             plan = planned()
         return plan
 
-    def _kept_plan(self, key: object, room: int, lengths: Sequence[int]) -> MemoryPlan | None:
+    def _kept_plan(self, key: object, max_seq_len: int, lengths: Sequence[int]) -> MemoryPlan | None:
         """The last plan, where its cycle serves these texts too."""
-        if self._planned is None or self._cycle is None or self._cycle[1].closed:
+        if self._planned is None or self._program is None or self._program[1].closed:
             return None
         before, plan = self._planned
         with_plan = self.with_config(plan.config)
-        fits = room <= self._cycle[1].room <= 2 * self._rounded(room)
+        fits = max_seq_len <= self._program[1].max_seq_len <= 2 * self._rounded(max_seq_len)
         fits = fits and with_plan.levels(min(lengths)) == plan.levels
         return plan if before == key and fits else None
 
@@ -215,13 +215,13 @@ class Hierarchy:
 
     def release(self) -> None:
         """Give the buffers of the last texts back, and every offloaded cache of these models."""
-        for cycle in self._offloaded:
-            cycle.close()
+        for program in self._offloaded:
+            program.close()
         self._offloaded.clear()
-        self._cycle = None
+        self._program = None
         free_memory()
 
-    def cycle(
+    def program(
         self,
         prompts: Sequence[Sequence[int]],
         new_tokens: int,
@@ -236,38 +236,43 @@ class Hierarchy:
         levels = self.levels(min(len(p) for p in prompts))
         split = self.memory.offload if self.memory is not None else None
         wanted = (self.config, batch, levels, split)
-        room = longest + new_tokens
-        if self._cycle is not None:
-            kept, cycle = self._cycle
-            if kept == wanted and cycle.room >= room and not cycle.closed and self._binds(cycle):
-                return cycle
+        max_seq_len = longest + new_tokens
+        if self._program is not None:
+            kept, program = self._program
+            if (
+                kept == wanted
+                and program.max_seq_len >= max_seq_len
+                and not program.closed
+                and self._binds(program)
+            ):
+                return program
             # Its memory is needed for the next one.
-            cycle.close()
-            self._cycle = None
-            del cycle
+            program.close()
+            self._program = None
+            del program
             if split is None:
                 free_memory()
         if split is not None:
             self.release()
-        rounded = self._rounded(room)
+        rounded = self._rounded(max_seq_len)
         if split is not None and self.memory is not None:
-            rounded = max(room, self.memory.texts.room)
+            rounded = max(max_seq_len, self.memory.workload.max_seq_len)
         drafter = self.drafter() if levels > 1 else None
-        cycle = DecodingProgram(self.target, drafter, self.config, batch, rounded, levels, split, pinned)
-        self._cycle = (wanted, cycle)
-        self._bound[:] = [weakref.ref(cycle)]
+        program = DecodingProgram(self.target, drafter, self.config, batch, rounded, levels, split, pinned)
+        self._program = (wanted, program)
+        self._bound[:] = [weakref.ref(program)]
         if split is not None:
-            self._offloaded.append(cycle)
-        return cycle
+            self._offloaded.append(program)
+        return program
 
-    def _binds(self, cycle: DecodingProgram) -> bool:
+    def _binds(self, program: DecodingProgram) -> bool:
         """Whether the drafter writes into this cycle's buffers; a user's object serves one at a time."""
-        return self._drafter is None or cycle.drafter is None or self._bound[0]() is cycle
+        return self._drafter is None or program.drafter is None or self._bound[0]() is program
 
-    def _rounded(self, room: int) -> int:
+    def _rounded(self, max_seq_len: int) -> int:
         """Room for a little more than asked for, as far as the model has positions."""
-        rounded = -(-room // _ROOM_STEP) * _ROOM_STEP
-        return max(room, min(rounded, self.target.max_positions or rounded))
+        rounded = -(-max_seq_len // _MAX_SEQ_LEN_STEP) * _MAX_SEQ_LEN_STEP
+        return max(max_seq_len, min(rounded, self.target.max_positions or rounded))
 
 
 def _check_drafter(drafter: Drafter, layers: int) -> None:

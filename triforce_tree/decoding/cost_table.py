@@ -123,37 +123,39 @@ def user_table() -> CostTable:
         return _table_at(None)
 
 
-def stage_costs(cycle: DecodingProgram, law: ProbsFromLogits, table: CostTable | None = None) -> StageCosts:
+def stage_costs(
+    program: DecodingProgram, to_probs: ProbsFromLogits, table: CostTable | None = None
+) -> StageCosts:
     """The costs of a prepared cycle's stages: from the table, or measured now. Of several ranks rank 0's.
 
     Where they are measured, texts must be fed or rewound afterwards.
 
     Args:
-        cycle: a ``DecodingProgram`` after ``prepare(law)``.
-        law: logits to probabilities.
+        program: a ``DecodingProgram`` after ``prepare(to_probs)``.
+        to_probs: logits to probabilities.
         table: by default the user's.
     """
     table = table or user_table()
     transferred: Callable[[int, bool], int] | None = None
-    if cycle.offloaded is not None:
-        transferred = cycle.transferred_bytes
-    settings = settings_of(cycle, DeviceProbs.kind(law), transferred)
+    if program.offloaded is not None:
+        transferred = program.transferred_bytes
+    settings = settings_of(program, DeviceProbs.kind(to_probs), transferred)
     found = distributed.broadcast_object(table.find(settings))
-    if found is None and not law.context_free:
+    if found is None and not to_probs.context_free:
         # Processors that look at the text must not be shown a made-up one: measured without them.
-        found = stage_costs(cycle, _prepared(cycle, ProbsFromLogits(greedy=law.greedy)), table)
-        cycle.prepare(law)
+        found = stage_costs(program, _prepared(program, ProbsFromLogits(greedy=to_probs.greedy)), table)
+        program.prepare(to_probs)
     if found is None:
-        measured = measure(cycle, cycle.room - 1, cycle.config.retrieval.refresh, transferred)
+        measured = measure(program, program.max_seq_len - 1, program.config.retrieval.refresh, transferred)
         found = distributed.broadcast_object(
             table.add(settings, measured) if distributed.is_first_rank() else measured
         )
     return found
 
 
-def _prepared(cycle: DecodingProgram, law: ProbsFromLogits) -> ProbsFromLogits:
-    cycle.prepare(law)
-    return law
+def _prepared(program: DecodingProgram, to_probs: ProbsFromLogits) -> ProbsFromLogits:
+    program.prepare(to_probs)
+    return to_probs
 
 
 @cache

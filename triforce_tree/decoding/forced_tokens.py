@@ -19,52 +19,52 @@ from triforce_tree.trees.ancestors import ancestor_mask
 from triforce_tree.trees.device_shapes import DeviceTreeShape
 
 
-def offer(cycle: DecodingProgram, text: Sequence[int], coming: Sequence[int]) -> None:
+def offer(program: DecodingProgram, text: Sequence[int], coming: Sequence[int]) -> None:
     """Write ``coming`` behind a text, of which they are no part yet.
 
     Args:
-        cycle: fed with a single text, all of whose tokens are ``text``.
+        program: fed with a single text, all of whose tokens are ``text``.
         coming: at most as many as level 1 may gather.
     """
-    texts, stop = cycle.texts, len(text) + len(coming)
-    texts.tokens[0, len(text) : stop] = torch.tensor(list(coming), dtype=torch.int64, device=cycle.device)
-    if cycle.drafter is not None:
-        cycle.drafter.prepare([text], resumed=False)
+    state, stop = program.state, len(text) + len(coming)
+    state.tokens[0, len(text) : stop] = torch.tensor(list(coming), dtype=torch.int64, device=program.device)
+    if program.drafter is not None:
+        program.drafter.prepare([text], resumed=False)
 
 
-def draft_probs(cycle: DecodingProgram, count: int, generator: torch.Generator) -> Tensor | None:
+def draft_probs(program: DecodingProgram, count: int, generator: torch.Generator) -> Tensor | None:
     """What the drafter draws the next token from, behind the root and each of the tokens offered.
 
     Returns:
         fp32 ``[count, V]``, the root's and those of the first ``count - 1`` tokens; None for a deterministic
         drafter.
     """
-    stage, texts = cycle.stage("grow"), cycle.texts
+    stage, state = program.stage("draft"), program.state
     assert isinstance(stage, DraftStage)
     if stage.drafter.deterministic:
         return None
     probs = []
     for offset in range(count):
-        texts.chain.fill_(offset)
-        cycle.run("grow", generator)
+        state.chain.fill_(offset)
+        program.run("draft", generator)
         probs.append(stage.tree.probs[0, 0].clone())
-    texts.chain.zero_()
+    state.chain.zero_()
     return torch.stack(probs)
 
 
-def retrieval_logits(cycle: DecodingProgram, tokens: Sequence[int], step: int) -> Tensor:
+def retrieval_logits(program: DecodingProgram, tokens: Sequence[int], step: int) -> Tensor:
     """``[T, V]`` of level 1 over a chain of T tokens, the first of which is the root.
 
     Each forward feeds a new root and the tokens below it, and sees what earlier ones fed through their KV
     slots of level 1. Chunks are chosen when, and by the query that, they are while decoding.
 
     Args:
-        cycle: of three levels, fed with a single text, which ends with ``tokens[0]``.
+        program: of three levels, fed with a single text, which ends with ``tokens[0]``.
         step: tokens of one forward; at most the nodes of the drafter's trees.
     """
-    view = cycle.rows or cycle.copies
+    view = program.retrieval_view or program.gathered_view
     assert view is not None, "a cycle of three levels has a level 1"
-    nodes, device = view.mask.shape[0], cycle.device
+    nodes, device = view.mask.shape[0], program.device
     step = min(step, nodes)
     own = pack_mask(torch.eye(nodes, dtype=torch.bool, device=device))
     logits: list[Tensor] = []
@@ -72,49 +72,49 @@ def retrieval_logits(cycle: DecodingProgram, tokens: Sequence[int], step: int) -
     for number, first in enumerate(range(0, len(tokens), step)):
         part = list(tokens[first : first + step])
         count = len(part)
-        tree = _chain(cycle, count)
+        tree = _chain(program, count)
         # The other nodes of a tree are there too, as in every forward of level 1; nobody sees them.
         ids, depths = torch.zeros(1, nodes, **whole), torch.zeros(nodes, **whole)
         words = own[None].clone()
         ids[0, :count], depths[:count] = torch.tensor(part, device=device), tree.depths
         words[:, :count, : tree.words.shape[2]] = tree.words
-        root = cycle.texts.length + first
-        view.choosing = cycle.config.retrieval.chooses(number)
+        root = program.state.length + first
+        view.choosing = program.config.retrieval.chooses(number)
         if view.choosing:
-            view.choose(root, cycle.texts.length)
+            view.choose(root, program.state.length)
         view.begin(root, words)
-        logits.append(cycle.middle(ids, root[:, None] + depths, view)[0, :count].clone())
+        logits.append(program.retrieval_model(ids, root[:, None] + depths, view)[0, :count].clone())
     return torch.cat(logits)
 
 
-def target_logits(cycle: DecodingProgram, tokens: Sequence[int]) -> Tensor:
+def target_logits(program: DecodingProgram, tokens: Sequence[int]) -> Tensor:
     """``[T, V]`` of a pass of level 2 over a chain of T tokens, the first of which is the root.
 
     The text stays as it is; KV slots behind the root are overwritten, as by any pass.
 
     Args:
-        cycle: fed with a single text, which ends with ``tokens[0]``.
+        program: fed with a single text, which ends with ``tokens[0]``.
     """
     count = len(tokens)
-    tree = _chain(cycle, count)
-    tree.tokens.copy_(torch.tensor([list(tokens)], device=cycle.device))
-    rows = cycle.full_rows(count, ancestor_mask(list(range(-1, count - 1))), list(range(count)))
-    root = cycle.texts.length.clone()
-    rows.begin(root)
-    logits = cycle.full(tree.tokens, root[:, None] + tree.depths, rows)
+    tree = _chain(program, count)
+    tree.tokens.copy_(torch.tensor([list(tokens)], device=program.device))
+    view = program.full_view(count, ancestor_mask(list(range(-1, count - 1))), list(range(count)))
+    root = program.state.length.clone()
+    view.begin(root)
+    logits = program.full(tree.tokens, root[:, None] + tree.depths, view)
     return logits[0]
 
 
-def commit(cycle: DecodingProgram, count: int) -> None:
+def commit(program: DecodingProgram, count: int) -> None:
     """The first ``count`` tokens of the last :func:`target_logits` are text, and the next one is the root."""
-    texts = cycle.texts
-    before = texts.length.clone()
-    texts.length += count
-    if cycle.rows is not None:
-        chunk = cycle.rows.store.page
-        cycle.rows.renew_means(before // chunk, count // chunk + 2)
-    cycle.settled([count])
+    state = program.state
+    before = state.length.clone()
+    state.length += count
+    if program.retrieval_view is not None:
+        chunk = program.retrieval_view.store.page
+        program.retrieval_view.renew_means(before // chunk, count // chunk + 2)
+    program.committed([count])
 
 
-def _chain(cycle: DecodingProgram, count: int) -> TokenTree:
-    return TokenTree.of(DeviceTreeShape((1,) * (count - 1), (((0, 0),),) * (count - 1)), 1, 0, cycle.device)
+def _chain(program: DecodingProgram, count: int) -> TokenTree:
+    return TokenTree.of(DeviceTreeShape((1,) * (count - 1), (((0, 0),),) * (count - 1)), 1, 0, program.device)

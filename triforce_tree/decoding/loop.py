@@ -20,36 +20,38 @@ class Decoder:
     """Decodes a batch of texts with one :class:`DecodingProgram`.
 
     Args:
-        cycle: made for this batch size; one decoder uses it at a time.
-        law: logits to law.
+        program: made for this batch size; one decoder uses it at a time.
+        to_probs: logits to law.
         seed: of all draws, 0 to 2**63 - 1.
         repeatable: same seed, same tokens: draft lengths follow from the table of stage costs alone, and not
             from times measured while decoding, which differ from run to run.
     """
 
     def __init__(
-        self, cycle: DecodingProgram, law: ProbsFromLogits, seed: int, repeatable: bool = False
+        self, program: DecodingProgram, to_probs: ProbsFromLogits, seed: int, repeatable: bool = False
     ) -> None:
-        self.cycle = cycle
+        self.program = program
         self._repeatable = repeatable
-        cycle.prepare(law)
-        self._generator = torch.Generator(cycle.device)
+        program.prepare(to_probs)
+        self._generator = torch.Generator(program.device)
         self._generator.manual_seed(seed)
-        extent = Extent.of(cycle.config, cycle.levels)
+        extent = Extent.of(program.config, program.levels)
         self._depth, self._nodes = extent.depth, extent.nodes
-        lowest = [cycle.drafter.name] if cycle.drafter is not None else []
-        middle = ["retrieval"] if cycle.levels == 3 else []
-        self.levels = [LevelStats(name) for name in (*lowest, *middle, "target")]
-        self.controller = DraftLengthController(cycle.levels, extent.depth, cycle.reach, cycle.config.rounds)
-        self._costs = stage_costs(cycle, law) if self.controller.fixed is None else None
+        lowest = [program.drafter.name] if program.drafter is not None else []
+        retrieval = ["retrieval"] if program.levels == 3 else []
+        self.levels = [LevelStats(name) for name in (*lowest, *retrieval, "target")]
+        self.controller = DraftLengthController(
+            program.levels, extent.depth, program.max_draft_tokens, program.config.rounds
+        )
+        self._costs = stage_costs(program, to_probs) if self.controller.fixed is None else None
         self.prefill_seconds = self.decode_seconds = 0.0
         self.finish_reasons: list[str | None] = []
-        self._clock = StageClock(cycle.device)
+        self._clock = StageClock(program.device)
 
     def prefill(self, prompts: Sequence[Sequence[int]], progress: Progress | None = None) -> None:
         """Feed the prompts to every level; all but their last tokens, which are the first roots."""
         start = time.perf_counter()
-        self.cycle.prefill(prompts, progress)
+        self.program.prefill(prompts, progress)
         self._clock.synchronize()
         self.prefill_seconds += time.perf_counter() - start
 
@@ -61,7 +63,7 @@ class Decoder:
         Raises:
             ValueError: the model returned NaN.
         """
-        cycle, texts = self.cycle, [list(p) for p in prompts]
+        program, texts = self.program, [list(p) for p in prompts]
         before = [len(text) for text in texts]
         if self._costs is not None:
             self.controller.costs = self._costs.at(max(before))
@@ -92,29 +94,29 @@ class Decoder:
             self._count(rounds, report, sum(map(len, fresh)))
             if ended:
                 still = [reason is None for reason in self.finish_reasons]
-                cycle.texts.active.copy_(torch.tensor(still, device=cycle.device))
+                program.state.active.copy_(torch.tensor(still, device=program.device))
             self.decode_seconds += time.perf_counter() - start
             yield fresh
 
     def _pass(self, rounds: int) -> list[list[int]]:
-        cycle, clock = self.cycle, self._clock
+        program, clock = self.program, self._clock
         clock.start()
         if rounds == 0:
-            cycle.run("plain", self._generator)
+            program.run("plain", self._generator)
             clock.mark("plain")
         else:
             for done in range(rounds):
-                cycle.run("grow", self._generator)
-                clock.mark("grow")
-                if cycle.levels == 3:
-                    name = "choose" if cycle.config.retrieval.chooses(done) else "middle"
-                    cycle.run(name, self._generator)
+                program.run("draft", self._generator)
+                clock.mark("draft")
+                if program.levels == 3:
+                    name = "retrieval_refresh" if program.config.retrieval.chooses(done) else "retrieval"
+                    program.run(name, self._generator)
                     clock.mark(name)
-            cycle.run("full", self._generator)
-            clock.mark("full")
-        report: list[list[int]] = cycle.texts.report().tolist()
-        cycle.settled([count for count, *_ in report])
-        cycle.texts.gathered.zero_()
+            program.run("target", self._generator)
+            clock.mark("target")
+        report: list[list[int]] = program.state.report().tolist()
+        program.committed([count for count, *_ in report])
+        program.state.gathered.zero_()
         return report
 
     def _count(self, rounds: int, report: list[list[int]], emitted: int) -> None:
@@ -131,34 +133,34 @@ class Decoder:
         target.proposed += proposed
         target.accepted += count - len(alive)
         target.emitted += emitted
-        target.seconds += seconds.get("full", 0.0) + seconds.get("plain", 0.0)
+        target.seconds += seconds.get("target", 0.0) + seconds.get("plain", 0.0)
         if rounds and alive:
             draft = self.levels[0]
-            drafter = self.cycle.drafter
+            drafter = self.program.drafter
             assert drafter is not None
             # One that reports no distributions proposes a whole tree at once.
             draft.forwards += rounds * (1 if drafter.deterministic else self._depth) * len(alive)
             draft.emitted += rounds * (self._nodes - 1) * len(alive)
-            draft.seconds += seconds.get("grow", 0.0)
-            if self.cycle.levels == 3:
-                middle = self.levels[1]
-                middle.forwards += rounds * len(alive)
-                middle.proposed += rounds * self._depth * len(alive)
-                middle.accepted += gathered - rounds * len(alive)
-                middle.emitted += gathered
-                middle.seconds += seconds.get("choose", 0.0) + seconds.get("middle", 0.0)
+            draft.seconds += seconds.get("draft", 0.0)
+            if self.program.levels == 3:
+                retrieval = self.levels[1]
+                retrieval.forwards += rounds * len(alive)
+                retrieval.proposed += rounds * self._depth * len(alive)
+                retrieval.accepted += gathered - rounds * len(alive)
+                retrieval.emitted += gathered
+                retrieval.seconds += seconds.get("retrieval_refresh", 0.0) + seconds.get("retrieval", 0.0)
         if alive:
             refused = sum(row[0] <= row[1] for row in alive) if rounds else 0
             self.controller.observe(rounds, len(alive), gathered, count - len(alive), refused)
         if not self._repeatable:
-            final = seconds["full" if rounds else "plain"]
+            final = seconds["target" if rounds else "plain"]
             self.controller.refine(rounds, sum(seconds.values()) - final, final)
 
     def _prepare(self, texts: list[list[int]], resumed: bool) -> None:
         """Let the drafter catch up with what was committed."""
-        if self.cycle.drafter is not None:
+        if self.program.drafter is not None:
             going = [
                 text if reason is None else None
                 for text, reason in zip(texts, self.finish_reasons, strict=True)
             ]
-            self.cycle.drafter.prepare(going, resumed)
+            self.program.drafter.prepare(going, resumed)

@@ -45,7 +45,7 @@ class OomRetryDecoder:
     @property
     def capture_seconds(self) -> float:
         assert self._decoder is not None
-        return self._decoder.cycle.capture_seconds
+        return self._decoder.program.capture_seconds
 
     @property
     def prefill_seconds(self) -> float:

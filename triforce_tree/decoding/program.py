@@ -23,7 +23,7 @@ from triforce_tree.drafters.base import Drafter
 from triforce_tree.kv.offload.gathered_retrieval import GatheredRetrievalView
 from triforce_tree.kv.offload.host_store import Offload
 from triforce_tree.kv.offload.offloaded_cache import OffloadedCache
-from triforce_tree.kv.offload.offloaded_view import StreamedRows
+from triforce_tree.kv.offload.offloaded_view import StreamedView
 from triforce_tree.kv.offload.streamed_weights import check_level_one
 from triforce_tree.kv.prefill import chunk_tokens, prefill
 from triforce_tree.kv.store import KVStore
@@ -46,7 +46,7 @@ from triforce_tree.verify.verifier import Verdict, Verifier
 class _Program:
     """The stages of a cycle for one kind of law."""
 
-    law: DeviceProbs
+    to_probs: DeviceProbs
     stages: dict[str, Stage]
     graphs: dict[str, Callable[[], None]]
 
@@ -59,7 +59,7 @@ class DecodingProgram:
         drafter: level 0; may be None for one level.
         config: what each level does; its ``tree`` is the drafter's.
         batch: sequences.
-        room: most tokens of a text, new ones included.
+        max_seq_len: most tokens of a text, new ones included.
         levels: 1, 2 or 3.
         offload: how to split the full cache between device and host; None keeps it on the device.
         progress: called with bytes of host memory as they are taken.
@@ -78,14 +78,20 @@ class DecodingProgram:
         drafter: Drafter | None,
         config: HierarchyConfig,
         batch: int,
-        room: int,
+        max_seq_len: int,
         levels: int,
         offload: Offload | None = None,
         progress: Callable[[int], None] | None = None,
         store: KVStore | None = None,
         noise: NoiseFactory = Noise,
     ) -> None:
-        self.target, self.config, self.batch, self.room, self.levels = target, config, batch, room, levels
+        self.target, self.config, self.batch, self.max_seq_len, self.levels = (
+            target,
+            config,
+            batch,
+            max_seq_len,
+            levels,
+        )
         if levels > 1 and drafter is None:
             raise ValueError(f"levels={levels} needs a drafter; give one, or levels=1")
         self.drafter = drafter if levels > 1 else None
@@ -96,52 +102,54 @@ class DecodingProgram:
         if target.streamed is not None and levels == 3:
             check_level_one(config.retrieval_weight_bits)
         extent = Extent.of(config, levels)
-        depth, nodes, behind = extent.depth, extent.nodes, extent.behind
-        self.reach = extent.reach
+        depth, nodes, scratch_slots = extent.depth, extent.nodes, extent.scratch_slots
+        self.max_draft_tokens = extent.max_draft_tokens
         self.runner_ups = levels == 3 and (
             config.runner_ups is not False if compiled else bool(config.runner_ups)
         )
         page = config.retrieval.chunk if levels == 3 else 64
         self.offloaded: OffloadedCache | None = None
-        self.full_rows: FullView
+        self.full_view: FullView
         if offload is not None:
             chosen = config.retrieval
             recent, slots = (chosen.recent, (chosen.budget - chosen.recent) // page * page)
             if levels < 3:
                 recent = slots = page = 0
             self.offloaded = OffloadedCache(
-                target, batch, room, recent, behind, slots, page, offload, progress
+                target, batch, max_seq_len, recent, scratch_slots, slots, page, offload, progress
             )
-            self.full_rows = partial(StreamedRows, self.offloaded)
+            self.full_view = partial(StreamedView, self.offloaded)
         else:
             if store is None:
-                rows = max(room + behind, config.retrieval.budget if levels == 3 else 0)
-                store = KVStore(target.kv_shapes, batch, rows, self.device, target.dtype, page, behind)
-            store.check_room(batch, room + behind, behind)
+                rows = max(max_seq_len + scratch_slots, config.retrieval.budget if levels == 3 else 0)
+                store = KVStore(target.kv_shapes, batch, rows, self.device, target.dtype, page, scratch_slots)
+            store.check_room(batch, max_seq_len + scratch_slots, scratch_slots)
             self.store = own = store.in_pages(page)
-            self.full_rows = lambda queries, mask, depths: TreeAttentionView(
+            self.full_view = lambda queries, mask, depths: TreeAttentionView(
                 own, queries, mask=mask, depths=depths
             )
-        reach, extra, vocabulary = (
-            (self.reach, depth + 1, target.vocab_size) if levels == 3 else (0, depth, 0)
+        max_draft_tokens, extra, vocabulary = (
+            (self.max_draft_tokens, depth + 1, target.vocab_size) if levels == 3 else (0, depth, 0)
         )
         features = self.drafter.features if self.drafter is not None else ()
-        self.texts = SequenceState(
-            batch, room + behind, reach, max(1, extra), vocabulary, self.device,
-            {layer: self._feature_buffer(max(self.reach, depth) + 1) for layer in features},
+        self.state = SequenceState(
+            batch, max_seq_len + scratch_slots, max_draft_tokens, max(1, extra), vocabulary, self.device,
+            {layer: self._feature_buffer(max(self.max_draft_tokens, depth) + 1) for layer in features},
         )  # fmt: skip
         self.full = step_model(target, compiled, features)
         if self.drafter is not None:
-            self.drafter.bind(self.texts)
-        self.rows: PagedRetrievalView | None = None
-        self.copies: GatheredRetrievalView | None = None
+            self.drafter.bind(self.state)
+        self.retrieval_view: PagedRetrievalView | None = None
+        self.gathered_view: GatheredRetrievalView | None = None
         if levels == 3:
             depths = device_tree_shape(parse_shape(config.tree)).depths
             if self.offloaded is not None:
-                self.copies = GatheredRetrievalView(self.offloaded, nodes, config.retrieval, depths)
+                self.gathered_view = GatheredRetrievalView(self.offloaded, nodes, config.retrieval, depths)
             else:
-                self.rows = PagedRetrievalView(self.store, nodes, config.retrieval, self.reach + 1, depths)
-            self.middle = (
+                self.retrieval_view = PagedRetrievalView(
+                    self.store, nodes, config.retrieval, self.max_draft_tokens + 1, depths
+                )
+            self.retrieval_model = (
                 self.full if config.retrieval_weight_bits == 16 else self._low_bit_model(compiled, features)
             )
         self.capture_seconds = 0.0
@@ -156,53 +164,61 @@ class DecodingProgram:
         hidden = self.target.model.config.get_text_config(decoder=True).hidden_size
         return torch.zeros(self.batch, nodes, hidden, device=self.device, dtype=self.target.dtype)
 
-    def prepare(self, law: ProbsFromLogits) -> None:
+    def prepare(self, to_probs: ProbsFromLogits) -> None:
         """Make stages and graphs for this kind of law, or take those that are there, and set it.
 
         Texts must be fed or rewound after this: a capture's trial runs use their buffers.
         """
-        key = DeviceProbs.key(law)
+        key = DeviceProbs.key(to_probs)
         if key not in self._programs:
             start = time.perf_counter()
-            own = DeviceProbs(law, self.device, self._noise)
+            own = DeviceProbs(to_probs, self.device, self._noise)
             stages = self._stages(own)
             self._programs[key] = _Program(own, stages, self._captured(stages, own))
             self.capture_seconds += time.perf_counter() - start
         self._program = self._programs[key]
-        self._program.law.set(law)
+        self._program.to_probs.set(to_probs)
 
-    def _stages(self, law: DeviceProbs) -> dict[str, Stage]:
-        texts, vocabulary = self.texts, self.target.vocab_size
+    def _stages(self, to_probs: DeviceProbs) -> dict[str, Stage]:
+        state, vocabulary = self.state, self.target.vocab_size
         stages: dict[str, Stage] = {}
         if self.drafter is not None:
-            draft = DraftStage(self.drafter, law, texts, vocabulary)
-            stages["grow"] = draft
+            draft = DraftStage(self.drafter, to_probs, state, vocabulary)
+            stages["draft"] = draft
             nodes = draft.tree.nodes
-            seen = self.rows or self.copies
+            seen = self.retrieval_view or self.gathered_view
             if seen is not None:
-                verifier = Verifier(self.middle, law, texts, nodes, vocabulary)
-                for name, choosing in (("choose", True), ("middle", False)):
+                verifier = Verifier(self.retrieval_model, to_probs, state, nodes, vocabulary)
+                for name, choosing in (("retrieval_refresh", True), ("retrieval", False)):
                     stages[name] = RetrievalVerifyStage(draft, verifier, seen, self.runner_ups, choosing)
-                stages["full"] = ChainVerifyStage(
-                    self.full, self.full_rows, self.rows, law, texts, vocabulary, self.runner_ups
+                stages["target"] = ChainVerifyStage(
+                    self.full,
+                    self.full_view,
+                    self.retrieval_view,
+                    to_probs,
+                    state,
+                    vocabulary,
+                    self.runner_ups,
                 )
             else:
-                stages["full"] = TreeVerifyStage(
-                    draft, Verifier(self.full, law, texts, nodes, vocabulary), self.full_rows
+                stages["target"] = TreeVerifyStage(
+                    draft, Verifier(self.full, to_probs, state, nodes, vocabulary), self.full_view
                 )
-        stages["plain"] = PlainStage(self.full, self.full_rows, self.rows, law, texts, vocabulary)
+        stages["plain"] = PlainStage(
+            self.full, self.full_view, self.retrieval_view, to_probs, state, vocabulary
+        )
         return stages
 
-    def _captured(self, stages: dict[str, Stage], law: DeviceProbs) -> dict[str, Callable[[], None]]:
+    def _captured(self, stages: dict[str, Stage], to_probs: DeviceProbs) -> dict[str, Callable[[], None]]:
         """What runs each stage; on a GPU captured on texts of a made-up length."""
         if self.device.type != "cuda":
             return {name: executor(stage.steps(), self.device) for name, stage in stages.items()}
         result: dict[str, Callable[[], None]] = {}
-        with self.trial(self.room - 1) as begin:
+        with self.trial(self.max_seq_len - 1) as begin:
             for name, stage in stages.items():
                 begin()
                 result[name] = executor(stage.steps(), self.device)
-                if self.offloaded is not None and name in ("full", "plain") and law.capturable:
+                if self.offloaded is not None and name in ("target", "plain") and to_probs.capturable:
                     # These are called directly; every kernel is compiled here, not in the middle of a text.
                     result[name]()
         return result
@@ -221,8 +237,8 @@ class DecodingProgram:
         """
 
         def begin() -> None:
-            self.texts.length.fill_(length)
-            self.texts.chain.zero_()
+            self.state.length.fill_(length)
+            self.state.chain.zero_()
 
         if self.drafter is not None:
             self.drafter.start([[0] * (length + 1)] * self.batch)
@@ -232,7 +248,7 @@ class DecodingProgram:
                     yield begin
                 return
             written = [
-                group.kv[..., length : length + self.texts.capacity - self.room + 1, :]
+                group.kv[..., length : length + self.state.capacity - self.max_seq_len + 1, :]
                 for group in self.store.groups
                 if not group.ring
             ]
@@ -242,10 +258,10 @@ class DecodingProgram:
             finally:
                 for slots, old in zip(written, before, strict=True):
                     slots.copy_(old)
-                if length < self.room - 1:
+                if length < self.max_seq_len - 1:
                     self.renew_means()
         finally:
-            self._kept.spoil()
+            self._kept.invalidate()
 
     def prefill(self, prompts: Sequence[Sequence[int]], progress: Progress | None = None) -> None:
         """Feed all but each prompt's last token, the first root, to every level.
@@ -283,8 +299,8 @@ class DecodingProgram:
 
     def renew_means(self) -> None:
         """Compute all chunk means anew: rows were written by others than the passes."""
-        if self.rows is not None:
-            self.rows.renew_means(torch.zeros_like(self.texts.length), self.rows.chunks)
+        if self.retrieval_view is not None:
+            self.retrieval_view.renew_means(torch.zeros_like(self.state.length), self.retrieval_view.chunks)
 
     def serves(self, config: HierarchyConfig) -> bool:
         """Whether only ``self.config = config`` is needed to run these settings.
@@ -315,21 +331,21 @@ class DecodingProgram:
         if not self._kept.holds([len(p) - 1 for p in prompts]):
             self.prefill(prompts)
             return
-        texts = self.texts
+        state = self.state
         for b, prompt in enumerate(prompts):
-            texts.tokens[b, : len(prompt)] = torch.tensor(prompt, device=self.device)
-        texts.length.copy_(torch.tensor([len(p) - 1 for p in prompts], device=self.device))
-        texts.active.fill_(1)
-        texts.broken.zero_()
-        texts.chain.zero_()
-        texts.gathered.zero_()
-        texts.feature_count.zero_()
+            state.tokens[b, : len(prompt)] = torch.tensor(prompt, device=self.device)
+        state.length.copy_(torch.tensor([len(p) - 1 for p in prompts], device=self.device))
+        state.active.fill_(1)
+        state.broken.zero_()
+        state.chain.zero_()
+        state.gathered.zero_()
+        state.feature_count.zero_()
         if self.drafter is not None:
             self.drafter.start(prompts)
         if self.offloaded is not None:
-            self.offloaded.stand([len(p) - 1 for p in prompts])
-        if self.copies is not None:
-            self.copies.fill()
+            self.offloaded.set_lengths([len(p) - 1 for p in prompts])
+        if self.gathered_view is not None:
+            self.gathered_view.fill()
 
     def transferred_bytes(self, tokens: int, plain: bool = False) -> int:
         """What a pass of level 2 behind so many tokens copies to the device: keys and values, and weights.
@@ -342,26 +358,26 @@ class DecodingProgram:
             return weights
         heads = self.target.heads
         slot = 2 * self.target.layers * heads.kv * heads.dim * self.target.dtype.itemsize
-        share = self.offloaded.share(1 if plain or self.levels == 1 else self.reach + 1)
+        share = self.offloaded.share(1 if plain or self.levels == 1 else self.max_draft_tokens + 1)
         far = max(0, self.batch * tokens * slot - self.offloaded.host.resident_bytes)
         return int((1 - share) * far) + weights
 
     def _check(self, prompts: Sequence[Sequence[int]]) -> None:
         least = least_prompt(self.config, self.levels, self.offloaded is not None)
         for prompt in prompts:
-            if not least <= len(prompt) <= self.room:
+            if not least <= len(prompt) <= self.max_seq_len:
                 raise ValueError(
-                    f"a prompt of {len(prompt)} tokens does not fit a captured cycle of {self.levels} "
-                    f"levels made for {least} to {self.room} tokens; use fewer levels or a smaller budget"
+                    f"a prompt of {len(prompt)} tokens does not fit buffers for {self.levels} levels "
+                    f"and {least} to {self.max_seq_len} tokens; use fewer levels or a smaller budget"
                 )
         if self.target.length_rope is not None:
             self.target.length_rope.choose_for_texts([len(p) for p in prompts])
 
-    def settled(self, counts: Sequence[int]) -> None:
+    def committed(self, counts: Sequence[int]) -> None:
         """The last pass of level 2 made each text so many tokens longer."""
         self._kept.grown(counts)
         if self.offloaded is not None:
-            self.offloaded.settled(counts)
+            self.offloaded.committed(counts)
 
     def stage(self, name: str) -> Stage:
         """One of the stages for the law that was prepared."""

@@ -107,16 +107,16 @@ def measure(
     seconds: dict[str, float] = {}
     with stages.trial(longest) as begin:
         # The order of a pass: stages read what those before them wrote.
-        for name in ("grow", "choose", "middle", "full", "plain"):
-            if name in stages.stage_names and (name != "middle" or refresh != 1):
+        for name in ("draft", "retrieval_refresh", "retrieval", "target", "plain"):
+            if name in stages.stage_names and (name != "retrieval" or refresh != 1):
                 seconds[name] = _seconds_of(stages, name, begin, clock, generator)
-    choose = seconds.get("choose", 0.0)
-    middle = seconds.get("middle", choose)
+    choose = seconds.get("retrieval_refresh", 0.0)
+    retrieval = seconds.get("retrieval", choose)
     # Of n rounds one chooses.
-    verified = middle if refresh == 0 else (choose + (refresh - 1) * middle) / refresh
+    verified = retrieval if refresh == 0 else (choose + (refresh - 1) * retrieval) / refresh
     # Without a draft no round is ever made.
-    a_round = seconds.get("grow", seconds["plain"]) + verified
-    full = seconds.get("full", seconds["plain"])
+    a_round = seconds.get("draft", seconds["plain"]) + verified
+    full = seconds.get("target", seconds["plain"])
     if transferred is not None:
         bus = bandwidths(stages.device)[0]
         lengths = [max(1, longest * n // _OFFLOADED_LENGTHS) for n in range(1, _OFFLOADED_LENGTHS + 1)]
@@ -129,50 +129,52 @@ def measure(
     with stages.trial(short) as begin:
         near = {
             name: _seconds_of(stages, name, begin, clock, generator)
-            for name in ("full", "plain")
+            for name in ("target", "plain")
             if name in seconds
         }
-    verification = [near.get("full", near["plain"]), full]
+    verification = [near.get("target", near["plain"]), full]
     return _rounded([short, longest], a_round, verification, [near["plain"], seconds["plain"]])
 
 
 def settings_of(
-    cycle: DecodingProgram,
+    program: DecodingProgram,
     sampling: str,
     transferred: Callable[[int, bool], int] | None,
 ) -> dict[str, Any]:
     """What the costs depend on, as plain values.
 
     Args:
-        cycle: a prepared ``DecodingProgram``.
+        program: a prepared ``DecodingProgram``.
         sampling: how probabilities come from logits.
         transferred: as for :func:`measure`.
     """
-    config, device = cycle.config, cycle.device
-    target = cycle.target.model
+    config, device = program.config, program.device
+    target = program.target.model
     settings: dict[str, Any] = {
         "machine": hardware(device),
         "software": f"torch {torch.__version__}",
         "threads": torch.get_num_threads() if device.type == "cpu" else None,
         "ranks": group.size if (group := distributed.current()) is not None else 1,
         "target": f"{shape_of(target)}, {_bytes(target)} bytes",
-        "drafter": _drafter(cycle.drafter),
+        "drafter": _drafter(program.drafter),
         "sampling": sampling,
-        "levels": cycle.levels,
-        "batch": cycle.batch,
+        "levels": program.levels,
+        "batch": program.batch,
         # Lengths are interpolated, but graphs and split sizes are made for the longest.
-        "context": 1 << (cycle.room - 1).bit_length(),
+        "context": 1 << (program.max_seq_len - 1).bit_length(),
         "cache on": "device" if transferred is None else "host",
     }
     if transferred is not None:
         # Free memory, and so the split, differs a little from run to run.
-        settings["transferred"] = [f"{transferred(cycle.room, plain):.0e}" for plain in (False, True)]
-    if cycle.levels > 1:
+        settings["transferred"] = [
+            f"{transferred(program.max_seq_len, plain):.0e}" for plain in (False, True)
+        ]
+    if program.levels > 1:
         settings |= {"tree": repr(device_tree_shape(parse_shape(config.tree))), **asdict(config.streaming)}
-    if cycle.levels == 3:
+    if program.levels == 3:
         settings |= {
-            "max_draft_tokens": cycle.reach,
-            "runner_ups": cycle.runner_ups,
+            "max_draft_tokens": program.max_draft_tokens,
+            "runner_ups": program.runner_ups,
             "retrieval_weight_bits": config.retrieval_weight_bits,
             **asdict(replace(config.retrieval, select_chunks=None)),
             "select_chunks": getattr(config.retrieval.select_chunks, "__qualname__", None),

@@ -28,7 +28,7 @@ from triforce_tree.verify.probs import DeviceProbs, Sampler
 from triforce_tree.verify.verifier import Verdict, Verifier
 
 FullView = Callable[[int, Tensor | None, Sequence[int] | None], KVView]
-"""Makes what T new rows of level 2 do in the full cache, of T, a mask that never changes, and depths."""
+"""Makes the view of T new tokens on the full cache, of T, a mask that never changes, and depths."""
 
 
 class Stage(Protocol):
@@ -42,18 +42,20 @@ class Stage(Protocol):
 class DraftStage:
     """The drafter proposes a tree behind every text; ``tree`` is the last one."""
 
-    def __init__(self, drafter: Drafter, law: DeviceProbs, texts: SequenceState, vocabulary: int) -> None:
-        self.drafter, self.texts = drafter, texts
+    def __init__(
+        self, drafter: Drafter, to_probs: DeviceProbs, state: SequenceState, vocabulary: int
+    ) -> None:
+        self.drafter, self.state = drafter, state
         reported = 0 if drafter.deterministic else vocabulary
         self.tree = TokenTree.of(
-            device_tree_shape(parse_shape(drafter.tree)), texts.batch, reported, texts.device
+            device_tree_shape(parse_shape(drafter.tree)), state.batch, reported, state.device
         )
-        self.noise = [law.noise(texts.batch, self.tree.probs.shape[1], reported)]
-        self.sampler = Sampler(law, self.noise[0])
+        self.noise = [to_probs.noise(state.batch, self.tree.probs.shape[1], reported)]
+        self.sampler = Sampler(to_probs, self.noise[0])
 
     def steps(self) -> list[Step]:
         capturable = self.drafter.capturable and (self.drafter.deterministic or self.sampler.capturable)
-        return [Step(partial(self.drafter.propose, self.texts, self.tree, self.sampler), capturable)]
+        return [Step(partial(self.drafter.propose, self.state, self.tree, self.sampler), capturable)]
 
 
 class RetrievalVerifyStage:
@@ -62,7 +64,7 @@ class RetrievalVerifyStage:
     Args:
         draft: made the trees.
         verifier: level 1's weights.
-        rows: its retrieval view of the full cache, or copies from it.
+        view: its retrieval view of the full cache, or copies from it.
         runner_ups: keep the runner-up of every token that joins the chain.
         choosing: whether this pass chooses its chunks anew.
     """
@@ -71,34 +73,34 @@ class RetrievalVerifyStage:
         self,
         draft: DraftStage,
         verifier: Verifier,
-        rows: RetrievalView,
+        view: RetrievalView,
         runner_ups: bool,
         choosing: bool,
     ) -> None:
-        self.tree, self.texts, self.verifier, self.rows = draft.tree, draft.texts, verifier, rows
+        self.tree, self.state, self.verifier, self.view = draft.tree, draft.state, verifier, view
         self.runner_ups, self.choosing = runner_ups, choosing
         drawn = self.tree.depth + 1 if runner_ups else 0
-        self._beside = verifier.law.noise(self.texts.batch, drawn, verifier.vocabulary)
+        self._beside = verifier.to_probs.noise(self.state.batch, drawn, verifier.vocabulary)
         self.noise = [verifier.noise, self._beside]
         self._root: Tensor
 
     def steps(self) -> list[Step]:
-        return self.verifier.steps(self._forward, self._lengthen, self.rows)
+        return self.verifier.steps(self._forward, self._lengthen, self.view)
 
     def _forward(self) -> None:
-        self._root = self.texts.end
-        self.rows.choosing = self.choosing
+        self._root = self.state.end
+        self.view.choosing = self.choosing
         if self.choosing:
-            self.rows.choose(self._root, self.texts.length)
-        self.verifier.forward(self.tree, self._root, self.rows, self.tree.words)
+            self.view.choose(self._root, self.state.length)
+        self.verifier.forward(self.tree, self._root, self.view, self.tree.words)
 
     def _lengthen(self) -> None:
         path, count, emitted, p = self.verifier.judge(self.tree, self._root)
-        self.rows.move(path)
-        laws = p.gather(1, path.clamp_min(0)[..., None].expand(-1, -1, p.shape[2]))
+        self.view.move(path)
+        probs = p.gather(1, path.clamp_min(0)[..., None].expand(-1, -1, p.shape[2]))
         if self.runner_ups:
-            self.texts.add_runner_ups(self._beside.second_choice(laws, emitted))
-        self.texts.lengthen(emitted, count, None if self.verifier.law.greedy else laws)
+            self.state.add_runner_ups(self._beside.second_choice(probs, emitted))
+        self.state.lengthen(emitted, count, None if self.verifier.to_probs.greedy else probs)
 
 
 class ChainVerifyStage:
@@ -106,7 +108,7 @@ class ChainVerifyStage:
 
     Args:
         model: the target.
-        full: makes rows of the full cache.
+        full: makes views of the full cache.
         means: whose chunk means follow the text; None where the cache keeps them itself.
         runner_ups: verify the runner-ups too.
     """
@@ -116,85 +118,89 @@ class ChainVerifyStage:
         model: StepModel,
         full: FullView,
         means: PagedRetrievalView | None,
-        law: DeviceProbs,
-        texts: SequenceState,
+        to_probs: DeviceProbs,
+        state: SequenceState,
         vocabulary: int,
         runner_ups: bool,
     ) -> None:
-        self.texts, self.means, self.runner_ups = texts, means, runner_ups
-        reach, device = texts.reach, model.device
-        parents = list(range(-1, reach)) + (list(range(reach)) if runner_ups else [])
-        depths = list(range(reach + 1)) + (list(range(1, reach + 1)) if runner_ups else [])
-        batch, count = texts.batch, len(parents)
+        self.state, self.means, self.runner_ups = state, means, runner_ups
+        max_draft_tokens, device = state.max_draft_tokens, model.device
+        parents = list(range(-1, max_draft_tokens)) + (list(range(max_draft_tokens)) if runner_ups else [])
+        depths = list(range(max_draft_tokens + 1)) + (
+            list(range(1, max_draft_tokens + 1)) if runner_ups else []
+        )
+        batch, count = state.batch, len(parents)
         # Its shape never changes, so the mask is that of the plan: only distributions and tokens vary.
         self.tree = TokenTree(
             tokens=torch.full((batch, count), -1, device=device),
             parents=torch.tensor(parents, device=device).expand(batch, -1),
             depths=torch.tensor(depths, device=device),
             words=torch.zeros(batch, 0, dtype=torch.int64, device=device),
-            probs=texts.chain_laws,
+            probs=state.chain_probs,
             probs_rows=torch.arange(count, device=device).expand(batch, -1),
-            depth=reach,
+            depth=max_draft_tokens,
         )
-        self.rows = full(count, ancestor_mask(parents), depths)
-        self.verifier = Verifier(model, law, texts, count, vocabulary)
+        self.view = full(count, ancestor_mask(parents), depths)
+        self.verifier = Verifier(model, to_probs, state, count, vocabulary)
         self.noise = [self.verifier.noise]
-        self._places = torch.arange(reach + 1, device=device)
+        self._places = torch.arange(max_draft_tokens + 1, device=device)
         self._root: Tensor
 
     def steps(self) -> list[Step]:
-        return self.verifier.steps(self._forward, self._commit, self.rows)
+        return self.verifier.steps(self._forward, self._commit, self.view)
 
     def _forward(self) -> None:
-        texts, reach = self.texts, self.texts.reach
-        self._root = texts.length.clone()
-        line = texts.tokens.gather(1, self._root[:, None] + self._places)
-        chain = texts.chain[:, None]
-        self.tree.tokens[:, : reach + 1] = torch.where(self._places <= chain, line, -1)
+        state, max_draft_tokens = self.state, self.state.max_draft_tokens
+        self._root = state.length.clone()
+        line = state.tokens.gather(1, self._root[:, None] + self._places)
+        chain = state.chain[:, None]
+        self.tree.tokens[:, : max_draft_tokens + 1] = torch.where(self._places <= chain, line, -1)
         if self.runner_ups:
-            runner_ups = texts.runner_ups[:, :reach]
-            self.tree.tokens[:, reach + 1 :] = torch.where(self._places[:-1] < chain, runner_ups, -1)
-        self.verifier.forward(self.tree, self._root, self.rows, None)
+            runner_ups = state.runner_ups[:, :max_draft_tokens]
+            self.tree.tokens[:, max_draft_tokens + 1 :] = torch.where(
+                self._places[:-1] < chain, runner_ups, -1
+            )
+        self.verifier.forward(self.tree, self._root, self.view, None)
 
     def _commit(self) -> None:
-        _commit(self.texts, self.rows, self.verifier.judge(self.tree, self._root))
+        _commit(self.state, self.view, self.verifier.judge(self.tree, self._root))
         if self.means is not None:
             chunk = self.means.store.page
-            self.means.renew_means(self._root // chunk, (self.texts.reach + 1) // chunk + 2)
+            self.means.renew_means(self._root // chunk, (self.state.max_draft_tokens + 1) // chunk + 2)
 
 
 class TreeVerifyStage:
     """Level 2 verifies the drafter's trees."""
 
     def __init__(self, draft: DraftStage, verifier: Verifier, full: FullView) -> None:
-        self.tree, self.texts, self.verifier = draft.tree, draft.texts, verifier
-        self.rows = full(self.tree.nodes, None, self.tree.depths.tolist())
+        self.tree, self.state, self.verifier = draft.tree, draft.state, verifier
+        self.view = full(self.tree.nodes, None, self.tree.depths.tolist())
         self.noise = [verifier.noise]
         self._root: Tensor
 
     def steps(self) -> list[Step]:
-        return self.verifier.steps(self._forward, self._commit, self.rows)
+        return self.verifier.steps(self._forward, self._commit, self.view)
 
     def _forward(self) -> None:
-        self._root = self.texts.length.clone()
-        self.verifier.forward(self.tree, self._root, self.rows, self.tree.words)
+        self._root = self.state.length.clone()
+        self.verifier.forward(self.tree, self._root, self.view, self.tree.words)
 
     def _commit(self) -> None:
-        _commit(self.texts, self.rows, self.verifier.judge(self.tree, self._root))
-        self.texts.proposed.fill_(self.tree.depth)
+        _commit(self.state, self.view, self.verifier.judge(self.tree, self._root))
+        self.state.proposed.fill_(self.tree.depth)
 
 
-def _commit(texts: SequenceState, rows: KVView, verdict: Verdict) -> None:
+def _commit(state: SequenceState, view: KVView, verdict: Verdict) -> None:
     """What level 2 accepted becomes text, and its rows those of the full cache."""
-    rows.move(torch.where(texts.active[:, None] > 0, verdict.path, -1))
-    texts.settle(verdict.emitted, verdict.counts)
+    view.move(torch.where(state.active[:, None] > 0, verdict.path, -1))
+    state.commit(verdict.emitted, verdict.counts)
 
 
 class PlainStage:
     """Level 2 alone, one token a pass.
 
     Args:
-        full: makes rows of the full cache.
+        full: makes views of the full cache.
         means: whose chunk means follow the text; None where nobody asks, or the cache keeps them itself.
     """
 
@@ -203,28 +209,28 @@ class PlainStage:
         model: StepModel,
         full: FullView,
         means: PagedRetrievalView | None,
-        law: DeviceProbs,
-        texts: SequenceState,
+        to_probs: DeviceProbs,
+        state: SequenceState,
         vocabulary: int,
     ) -> None:
-        self.texts, self.means = texts, means
-        self.rows = full(1, None, None)
-        self.verifier = Verifier(model, law, texts, 1, vocabulary)
+        self.state, self.means = state, means
+        self.view = full(1, None, None)
+        self.verifier = Verifier(model, to_probs, state, 1, vocabulary)
         self.noise = [self.verifier.noise]
-        self.tree = TokenTree.of(DeviceTreeShape(()), texts.batch, 0, model.device)
+        self.tree = TokenTree.of(DeviceTreeShape(()), state.batch, 0, model.device)
         self._root: Tensor
 
     def steps(self) -> list[Step]:
-        return self.verifier.steps(self._forward, self._commit, self.rows)
+        return self.verifier.steps(self._forward, self._commit, self.view)
 
     def _forward(self) -> None:
-        self._root = self.texts.length.clone()
-        self.tree.tokens.copy_(self.texts.tokens.gather(1, self._root[:, None]))
-        self.verifier.forward(self.tree, self._root, self.rows, None)
+        self._root = self.state.length.clone()
+        self.tree.tokens.copy_(self.state.tokens.gather(1, self._root[:, None]))
+        self.verifier.forward(self.tree, self._root, self.view, None)
 
     def _commit(self) -> None:
         # The root stays where it is: no row moves.
         verdict = self.verifier.judge(self.tree, self._root)
-        self.texts.settle(verdict.emitted, verdict.counts)
+        self.state.commit(verdict.emitted, verdict.counts)
         if self.means is not None:
             self.means.renew_means(self._root // self.means.store.page, 2)

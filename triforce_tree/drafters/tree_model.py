@@ -64,7 +64,7 @@ class TreeDrafter:
 
     def bind(self, state: SequenceState) -> None:
         batch, shape, device = state.batch, self.shape, self.model.device
-        self._reach = state.reach + self.depth + 2 + self.again + self.nodes
+        self._reach = state.max_draft_tokens + self.depth + 2 + self.again + self.nodes
         capacity = self.config.sinks + 2 * self.config.window + self._reach
         self.store = KVStore(self.draft.kv_shapes, batch, capacity, device, self.draft.dtype)
         self.dropped = torch.zeros(batch, dtype=torch.int64, device=device)

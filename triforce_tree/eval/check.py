@@ -139,7 +139,7 @@ def greedy(
     return Greedy(len(prompt), levels, at, ties, failures, noise, widest)
 
 
-def sampling_laws(
+def sampling_checks(
     engine: Engine,
     contexts: Sequence[Sequence[int]],
     draws: int,
@@ -162,14 +162,14 @@ def sampling_laws(
     Raises:
         ValueError: the model returned NaN logits.
     """
-    law, runner = ProbsFromLogits.at(temperature), engine.with_options(levels=levels)
+    to_probs, runner = ProbsFromLogits.at(temperature), engine.with_options(levels=levels)
     generator = torch.Generator(engine.hierarchy.target.device)
     generator.manual_seed(seed)
     totals: dict[str, list[tuple[float, int]]] = {}
     for prompt in contexts:
-        with runner.cycle([list(prompt)], 1, law, temperature) as cycle:
-            cycle.prefill([prompt])
-            for name, (count, expected) in _first_tokens(cycle, prompt, draws, generator, each).items():
+        with runner.program([list(prompt)], 1, to_probs, temperature) as program:
+            program.prefill([prompt])
+            for name, (count, expected) in _first_tokens(program, prompt, draws, generator, each).items():
                 totals.setdefault(name, []).append(chi_square(count, expected))
     return [
         Law(
@@ -186,7 +186,7 @@ def sampling_laws(
 
 
 def _first_tokens(
-    cycle: DecodingProgram,
+    program: DecodingProgram,
     prompt: Sequence[int],
     draws: int,
     generator: torch.Generator,
@@ -196,35 +196,35 @@ def _first_tokens(
 
     Each pass starts from the same state; KV slots that it writes behind the prompt count for none.
     """
-    if cycle.drafter is not None:
-        cycle.drafter.prepare([prompt], resumed=False)
-    start = cycle.texts.save()
+    if program.drafter is not None:
+        program.drafter.prepare([prompt], resumed=False)
+    start = program.state.save()
 
     def run(*stages: str) -> None:
-        cycle.texts.restore(start)
+        program.state.restore(start)
         for stage in stages:
-            cycle.run(stage, generator)
-        cycle.settled([0])
+            program.run(stage, generator)
+        program.committed([0])
 
     def root(stage: str) -> Tensor:
-        return cycle.verdict(stage).scores[0, 0].clone()
+        return program.verdict(stage).scores[0, 0].clone()
 
     run("plain")
-    verifying = {1: ["plain"], 2: ["full"], 3: ["choose", "full"]}[cycle.levels]
-    stages = ["grow", *verifying] if cycle.drafter is not None else verifying
+    verifying = {1: ["plain"], 2: ["target"], 3: ["retrieval_refresh", "target"]}[program.levels]
+    stages = ["draft", *verifying] if program.drafter is not None else verifying
     counts: dict[str, Counter[int]] = {stage: Counter() for stage in verifying}
     exact = {verifying[-1]: root("plain")}
     for _ in range(draws):
         run(*stages)
         for stage in verifying:
-            counts[stage][int(cycle.verdict(stage).emitted[0, 0])] += 1
-        if "choose" in stages:
+            counts[stage][int(program.verdict(stage).emitted[0, 0])] += 1
+        if "retrieval_refresh" in stages:
             # The same each time: level 1 chooses by its root, which no draw has changed.
-            exact.setdefault("choose", root("choose"))
+            exact.setdefault("retrieval_refresh", root("retrieval_refresh"))
         each()
-    if cycle.texts.broken:
+    if program.state.broken:
         raise ValueError(NAN_LOGITS)
-    names = {"choose": "retrieval", "full": "target", "plain": "target"}
+    names = {"retrieval_refresh": "retrieval", "target": "target", "plain": "target"}
     return {names[stage]: (counts[stage], exact[stage]) for stage in verifying}
 
 
@@ -238,17 +238,17 @@ def uncertain_contexts(engine: Engine, tokens: Sequence[int], count: int) -> lis
     places = min(PLACES, max(count, len(tokens) // 2))
     with torch.no_grad():
         logits = model(as_ids(model, tokens), logits_to_keep=places).logits[0].float()
-    laws = logits.softmax(-1)
-    entropy = -(laws * laws.clamp_min(1e-30).log()).sum(-1)
+    probs = logits.softmax(-1)
+    entropy = -(probs * probs.clamp_min(1e-30).log()).sum(-1)
     first = len(tokens) - len(entropy)
     best = entropy.topk(min(count, len(entropy))).indices.tolist()
     return [list(tokens[: first + place + 1]) for place in sorted(best)]
 
 
-def chi_square(counts: Counter[int], law: Tensor) -> tuple[float, int]:
-    """(statistic, degrees of freedom) of draws against a law ``[V]``; rare tokens share bins."""
+def chi_square(counts: Counter[int], probs: Tensor) -> tuple[float, int]:
+    """(statistic, degrees of freedom) of draws against a probs ``[V]``; rare tokens share bins."""
     draws = sum(counts.values())
-    probabilities, tokens = (law.double() / law.double().sum()).cpu().sort()
+    probabilities, tokens = (probs.double() / probs.double().sum()).cpu().sort()
     left = (1 - probabilities.cumsum(0)) * draws
     statistic, bins = 0.0, 0
     expected = observed = 0.0
@@ -264,7 +264,7 @@ def chi_square(counts: Counter[int], law: Tensor) -> tuple[float, int]:
 
 
 def p_value(statistic: float, freedom: int) -> float:
-    """Chance of a chi-square at least this large under the law; 1 where there is nothing to test."""
+    """Chance of a chi-square at least this large under the probs; 1 where there is nothing to test."""
     if freedom == 0:
         return 1.0
     half = torch.tensor([freedom / 2, statistic / 2], dtype=torch.float64)

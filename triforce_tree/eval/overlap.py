@@ -53,21 +53,21 @@ def teacher_forced(
         progress: of reading.
         seed: of the drafter's draws, which its trees below the root depend on.
     """
-    text, law = list(tokens), ProbsFromLogits.at(temperature)
+    text, to_probs = list(tokens), ProbsFromLogits.at(temperature)
     generator = torch.Generator(engine.hierarchy.target.device)
     generator.manual_seed(seed)
     at = prompt_tokens
-    with engine.with_options(levels=3).cycle([text[:at]], len(text) - at, law, temperature) as cycle:
-        cycle.prefill([text[:at]], progress)
+    with engine.with_options(levels=3).program([text[:at]], len(text) - at, to_probs, temperature) as program:
+        program.prefill([text[:at]], progress)
         while at < len(text):
-            stop = min(at + cycle.reach + 1, len(text))
+            stop = min(at + program.max_draft_tokens + 1, len(text))
             chain = text[at - 1 : stop - 1]
-            forced_tokens.offer(cycle, text[:at], chain[1:])
-            draft = forced_tokens.draft_probs(cycle, len(chain), generator)
-            retrieval = law(forced_tokens.retrieval_logits(cycle, chain, LEVEL_1_STEP), list)
-            target = law(forced_tokens.target_logits(cycle, chain), list)
+            forced_tokens.offer(program, text[:at], chain[1:])
+            draft = forced_tokens.draft_probs(program, len(chain), generator)
+            retrieval = to_probs(forced_tokens.retrieval_logits(program, chain, LEVEL_1_STEP), list)
+            target = to_probs(forced_tokens.target_logits(program, chain), list)
             yield Laws(draft, retrieval, target, text[at:stop])
-            forced_tokens.commit(cycle, stop - at)
+            forced_tokens.commit(program, stop - at)
             at = stop
 
 
@@ -109,8 +109,8 @@ def sampling_ranks(p: Tensor, q: Tensor, ranks: int, generator: torch.Generator)
     noise than counting would.
     """
     count = min(ranks, q.shape[-1])
-    race = torch.empty_like(q).exponential_(generator=generator)
-    drawn = NoiseDraws(race[:, None]).choose_distinct(q[:, None], count)[:, 0]
+    exponential = torch.empty_like(q).exponential_(generator=generator)
+    drawn = NoiseDraws(exponential[:, None]).choose_distinct(q[:, None], count)[:, 0]
     tokens = torch.nn.functional.pad(drawn, (1, 0))
     parents = torch.zeros_like(tokens)
     parents[:, 0] = -1

@@ -83,9 +83,9 @@ def forward_noise(engine: Engine, tokens: Sequence[int]) -> float:
 
 def chain_logits(engine: Engine, prompt: Sequence[int], more: Sequence[int]) -> Tensor:
     """``[T + 1, V]`` after a prompt, and after each of T more tokens, by one pass of the engine's level 2."""
-    with engine.cycle([list(prompt)], len(more) + 1, None, 0.0) as cycle:
-        cycle.prefill([prompt])
-        return target_logits(cycle, [prompt[-1], *more])
+    with engine.program([list(prompt)], len(more) + 1, None, 0.0) as program:
+        program.prefill([prompt])
+        return target_logits(program, [prompt[-1], *more])
 
 
 def last_logits(model: Any, tokens: Sequence[int]) -> Tensor:

@@ -168,7 +168,7 @@ def check_sampling_options(kwargs: dict[str, Any]) -> None:
         kwargs.setdefault("do_sample", True)
 
 
-def law_of(
+def probs_from_options(
     config: GenerationConfig, processors: LogitsProcessorList, padding: Sequence[int] = ()
 ) -> ProbsFromLogits:
     """What transformers makes of a row of logits; ``padding`` stands before the text."""

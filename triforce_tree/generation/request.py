@@ -23,7 +23,12 @@ from triforce_tree.generation.keywords import (
     inferred_padding,
     pad_token,
 )
-from triforce_tree.generation.options import ending_of, law_of, refuse_model_inputs, refuse_unsupported
+from triforce_tree.generation.options import (
+    ending_of,
+    probs_from_options,
+    refuse_model_inputs,
+    refuse_unsupported,
+)
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.verify.sampling import ProbsFromLogits
 
@@ -96,14 +101,14 @@ class Job:
     Attributes:
         input_ids: int64 ``[B, W]``, padding included.
         prompts: their rows without padding.
-        law: logits to law.
+        to_probs: logits to law.
         endings: of each row.
         config: all options.
     """
 
     input_ids: Tensor
     prompts: list[list[int]]
-    law: ProbsFromLogits
+    to_probs: ProbsFromLogits
     endings: list[Ending]
     config: GenerationConfig
 
@@ -134,9 +139,9 @@ class Job:
         if mask is not None:
             padding = [row[hidden].tolist() for row, hidden in zip(input_ids, mask == 0, strict=True)]
         # Where processors look at the text, rows of a batch come here one by one.
-        law = law_of(config, processors, padding[0])
+        to_probs = probs_from_options(config, processors, padding[0])
         endings = [ending_of(config, criteria, width, input_ids.device, own) for own in padding]
-        return cls(input_ids, prompts, law, endings, config)
+        return cls(input_ids, prompts, to_probs, endings, config)
 
     @property
     def pad_token(self) -> int:

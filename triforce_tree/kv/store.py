@@ -168,7 +168,7 @@ class KVStore:
         other.groups = [g if g.ring else replace(g, page=page) for g in self.groups]
         return other
 
-    def behind(self, slots: int) -> "KVStore":
+    def scratch_slots(self, slots: int) -> "KVStore":
         """The same memory without the first ``slots`` of each layer; not for rings."""
         other = copy.copy(self)
         other.groups = [replace(g, kv=g.kv[..., slots:, :]) for g in self.groups]
@@ -229,7 +229,7 @@ class KVStore:
         # In place: it is one list for all that share the memory.
         self._lengths[:] = [length + count for length, count in zip(self._lengths, counts, strict=True)]
 
-    def spoil(self) -> None:
+    def invalidate(self) -> None:
         """Rings were written anywhere."""
         self._lengths[:] = [self.rows] * self.batch
 

@@ -236,12 +236,12 @@ class PagedRetrievalView(TreeAttentionView):
         """Of a whole sequence."""
         return self.store.rows // self.config.chunk
 
-    def choose(self, end: Tensor, settled: Tensor) -> None:
+    def choose(self, end: Tensor, committed: Tensor) -> None:
         """Let the next forward choose by its root.
 
-        Candidates are the chunks before the recent window of ``end``, as far as their rows are ``settled``.
+        Candidates are the chunks before the recent window of ``end``, as far as their rows are ``committed``.
         """
-        boundary = (end - self.config.recent).minimum(settled) // self.config.chunk
+        boundary = (end - self.config.recent).minimum(committed) // self.config.chunk
         # Where there are no more chunks than slots, all of them are chosen and the table is the identity.
         self.boundary.copy_(boundary.clamp_min(self.slots))
         recent = (self.boundary[:, None] + self._recent).clamp_max(self.chunks - 1)

@@ -68,7 +68,7 @@ def _attend_now(
     return _running.attend(layer, q, k, v, AttentionParams(scale, window or None, softcap or None, sinks))
 
 
-@torch.library.custom_op("triforce_tree::cycle_attend", mutates_args=())
+@torch.library.custom_op("triforce_tree::planned_attend", mutates_args=())
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float, sinks: Tensor | None
 ) -> Tensor:
@@ -99,7 +99,7 @@ def _attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     window = narrowing(module, sliding_window) or 0
     # The operator is for the compiler; a call through it takes longer than a small attention itself.
-    attend = torch.ops.triforce_tree.cycle_attend if torch.compiler.is_compiling() else _attend_now
+    attend = torch.ops.triforce_tree.planned_attend if torch.compiler.is_compiling() else _attend_now
     return attend(query, key, value, scale, window, softcap or 0.0, s_aux), None
 
 

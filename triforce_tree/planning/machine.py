@@ -120,7 +120,7 @@ def _host_rate(heads: Heads, dtype: torch.dtype, device: torch.device, threads: 
     row = prod(shape) * dtype.itemsize
     memory = HostMemory(locked=on_gpu, what="measuring attention on the CPU")
     memory.check(size)
-    answer, lane, speeds = kernel(heads, dtype) or attend, CopyStream(device), []
+    answer, stream, speeds = kernel(heads, dtype) or attend, CopyStream(device), []
     try:
         # Written, or all of it would be one page of zeros.
         rows = memory.take((size // row, *shape), dtype).fill_(0.5)
@@ -137,13 +137,13 @@ def _host_rate(heads: Heads, dtype: torch.dtype, device: torch.device, threads: 
             answer(q, some)
             copies = int(2 * _SECONDS * bandwidths(device)[0] / near.nbytes) if on_gpu else 0
             for _ in range(copies):
-                lane.copy(near, rows[: len(near)])
+                stream.copy(near, rows[: len(near)])
             start, seconds, count = time.perf_counter(), 0.0, 0
             while seconds < _SECONDS:
                 answer(q, some)
                 count += some.nbytes
                 seconds = time.perf_counter() - start
-            lane.synchronize()
+            stream.synchronize()
             speeds.append(count / seconds)
         del rows
     finally:

@@ -7,7 +7,7 @@ from triforce_tree.config import HierarchyConfig
 from triforce_tree.kv.offload.streamed_weights import SLOTS
 from triforce_tree.planning import memory_map
 from triforce_tree.planning.memory_choices import first_fitting
-from triforce_tree.planning.memory_layout import MemoryPlan, SequenceState, gib, on_device, with_options
+from triforce_tree.planning.memory_layout import MemoryPlan, Workload, gib, on_device, with_options
 from triforce_tree.planning.memory_map import GIB, Machine, Sizes
 
 _MOST_ADVICE = 3
@@ -23,7 +23,7 @@ def refusal(
     machine: Machine,
     config: HierarchyConfig,
     given: Collection[str],
-    texts: SequenceState,
+    workload: Workload,
 ) -> str:
     """What is needed for what, what there is, and what would help.
 
@@ -31,9 +31,9 @@ def refusal(
         tried: plans that do not fit, at least one; the others as
             :func:`triforce_tree.planning.memory_plan.plan` has them.
     """
-    what = f"a prompt of {texts.prompt} tokens"
-    if texts.batch > 1:
-        what = f"a batch of {texts.batch} texts, the longest prompt of {texts.prompt} tokens,"
+    what = f"a prompt of {workload.prompt} tokens"
+    if workload.batch > 1:
+        what = f"a batch of {workload.batch} texts, the longest prompt of {workload.prompt} tokens,"
     near = [made for made in tried if made.fits_device]
     if near:
         least = min(near, key=lambda made: made.host_bytes)
@@ -45,7 +45,7 @@ def refusal(
         uses = f"{_parts(least.device)}, spare {gib(reserve)}"
         needs = f"at least {gib(least.peak + reserve)} of device memory ({uses})"
         has = f"{machine.limit} has {gib(machine.device)}"
-    found = _Advice(sizes, machine, config, given, texts).that_helps()
+    found = _Advice(sizes, machine, config, given, workload).that_helps()
     helps = ", or ".join(found) or "use a smaller model, or a machine with more memory"
     return f"{what} needs {needs}, but {has}; {helps}"
 
@@ -63,10 +63,10 @@ class _Advice:
         machine: Machine,
         config: HierarchyConfig,
         given: Collection[str],
-        texts: SequenceState,
+        workload: Workload,
     ) -> None:
         self.sizes, self.machine, self.config = sizes, machine, config
-        self.given, self.texts = frozenset(given), texts
+        self.given, self.workload = frozenset(given), workload
 
     def that_helps(self) -> list[str]:
         """The first few, the least costly first."""
@@ -87,21 +87,21 @@ class _Advice:
         sizes: Sizes | None = None,
         machine: Machine | None = None,
         given: Collection[str] | None = None,
-        texts: SequenceState | None = None,
+        workload: Workload | None = None,
         **options: object,
     ) -> bool:
         """Whether there is a plan with these in the place of what there is."""
-        sizes, machine, texts = sizes or self.sizes, machine or self.machine, texts or self.texts
+        sizes, machine, workload = sizes or self.sizes, machine or self.machine, workload or self.workload
         config = with_options(self.config, **options) if options else self.config
         given = self.given if given is None else given
         if (
             config.offloads == "auto"
             and not sizes.streamed
-            and on_device(sizes, machine, config, texts).fits_device
+            and on_device(sizes, machine, config, workload).fits_device
         ):
             return True
         try:
-            return first_fitting(sizes, machine, config, given, texts)[0] is not None
+            return first_fitting(sizes, machine, config, given, workload)[0] is not None
         except ValueError:
             # Level 1 was given bits that do not go with streamed weights.
             return False
@@ -136,12 +136,12 @@ class _Advice:
             yield "let the weights stay on the host too (offload_weights=True)"
 
     def _fewer_tokens(self, sizes: Sizes | None = None) -> Iterator[str]:
-        texts = self.texts
+        workload = self.workload
 
         def fits(steps: int) -> bool:
-            return self._fits(sizes=sizes, texts=replace(texts, prompt=steps * _STEP))
+            return self._fits(sizes=sizes, workload=replace(workload, prompt=steps * _STEP))
 
-        if steps := _most((texts.prompt - 1) // _STEP, fits):
+        if steps := _most((workload.prompt - 1) // _STEP, fits):
             yield f"shorten the prompt to at most {steps * _STEP} tokens"
 
     def _shorter_with_weights_on_the_host(self) -> Iterator[str]:
@@ -159,10 +159,10 @@ class _Advice:
         return streamed if not own.streamed and streamed.streamed < own.weights else None
 
     def _fewer_texts(self) -> Iterator[str]:
-        texts = self.texts
-        count = _most(texts.batch - 1, lambda n: self._fits(texts=replace(texts, batch=n)))
+        workload = self.workload
+        count = _most(workload.batch - 1, lambda n: self._fits(workload=replace(workload, batch=n)))
         if count:
-            yield f"take at most {count} of the {texts.batch} texts at once"
+            yield f"take at most {count} of the {workload.batch} texts at once"
 
     def _fewer_levels(self) -> Iterator[str]:
         own = self.config.levels
@@ -176,8 +176,8 @@ def _most(limit: int, fits: Callable[[int], bool]) -> int:
     """The largest number up to ``limit`` that fits; 0 where 1 does not. Less of it never fits worse."""
     low, high = 0, limit
     while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+        midpoint = (low + high + 1) // 2
+        low, high = (midpoint, high) if fits(midpoint) else (low, midpoint - 1)
     return low
 
 
@@ -187,6 +187,6 @@ def _least_gib(above: int, most: int, fits: Callable[[int], bool]) -> int:
     if high < low or not fits(high * GIB):
         return 0
     while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle * GIB) else (middle + 1, high)
+        midpoint = (low + high) // 2
+        low, high = (low, midpoint) if fits(midpoint * GIB) else (midpoint + 1, high)
     return low

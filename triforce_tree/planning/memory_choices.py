@@ -10,7 +10,7 @@ from triforce_tree.kv.offload.streamed_weights import check_level_one
 from triforce_tree.planning.memory_layout import (
     LEAST_BUDGET,
     MemoryPlan,
-    SequenceState,
+    Workload,
     levels_of,
     offloaded,
     with_options,
@@ -30,7 +30,7 @@ _FEED, _SMALL_FEED, _LEAST_FEED = 4096, 1024, 512
 
 
 def first_fitting(
-    sizes: Sizes, machine: Machine, config: HierarchyConfig, given: Collection[str], texts: SequenceState
+    sizes: Sizes, machine: Machine, config: HierarchyConfig, given: Collection[str], workload: Workload
 ) -> tuple[MemoryPlan | None, list[MemoryPlan]]:
     """The first choice that fits device and host, and all that were tried.
 
@@ -44,8 +44,8 @@ def first_fitting(
     tried: list[MemoryPlan] = []
     if "tree" not in given:
         config = with_options(config, tree=_TREE)
-    for choice, split in _choices(config, given, texts.prompt, bool(sizes.streamed)):
-        made = offloaded(sizes, machine, choice, split, given, texts)
+    for choice, split in _choices(config, given, workload.prompt, bool(sizes.streamed)):
+        made = offloaded(sizes, machine, choice, split, given, workload)
         tried.append(made)
         if made.fits:
             return made, tried

@@ -21,7 +21,7 @@ _WEIGHTS = "weights"
 
 
 @dataclass(frozen=True)
-class SequenceState:
+class Workload:
     """What memory is planned for: ``batch`` texts of ``prompt`` tokens, the longest, and ``new`` ones."""
 
     batch: int
@@ -29,7 +29,7 @@ class SequenceState:
     new: int
 
     @property
-    def room(self) -> int:
+    def max_seq_len(self) -> int:
         """Tokens of the longest text."""
         return self.prompt + self.new
 
@@ -55,7 +55,7 @@ class MemoryPlan:
     host: dict[str, int]
     machine: Machine
     pass_seconds: float
-    texts: SequenceState
+    workload: Workload
     layer_bytes: int
 
     def as_dict(self) -> dict[str, Any]:
@@ -156,31 +156,31 @@ def offloaded(
     config: HierarchyConfig,
     split: Offload,
     given: Collection[str],
-    texts: SequenceState,
+    workload: Workload,
 ) -> MemoryPlan:
     """The plan for one choice: gamma is chosen, unless it is given, and what is left keeps resident rows.
 
     Args:
         split: its ``resident_bytes`` and shares of the CPU are chosen here.
     """
-    levels = levels_of(config, texts.prompt)
+    levels = levels_of(config, workload.prompt)
     if "gamma" not in given and levels == 3:
         # Behind rows and laws grow with it, so the largest is laid out for, and a smaller one taken below.
         config = with_options(config, gamma=MOST_GAMMA)
-    row, layers, batch = sizes.row, sizes.whole_layers, texts.batch
+    row, layers, batch = sizes.row, sizes.whole_layers, workload.batch
     chosen = config.retrieval
     unit = unit_rows(chosen.chunk if levels == 3 else 1)
-    room = -(-texts.room // unit) * unit
-    piece = max(unit, min(split.piece_bytes // row, room) // unit * unit) * row
+    max_seq_len = -(-workload.max_seq_len // unit) * unit
+    piece = max(unit, min(split.piece_bytes // row, max_seq_len) // unit * unit) * row
     means, slots, recent = 0, 0, 0
     if levels == 3:
         recent, slots = chosen.recent, (chosen.budget - chosen.recent) // chosen.chunk * chosen.chunk
-        chunks = room // chosen.chunk * layers * sizes.kv_heads * batch
+        chunks = max_seq_len // chosen.chunk * layers * sizes.kv_heads * batch
         means = chunks * (sizes.head_dim * sizes.itemsize + 4)  # and where each of them is
     leaving = -(-LEAVING // unit) * unit
-    rows = slots + recent + leaving + Extent.of(config, levels).behind
+    rows = slots + recent + leaving + Extent.of(config, levels).scratch_slots
     store = -(-rows // _PAGE) * _PAGE * layers * row * batch
-    hidden = memory_map.hidden_states(sizes, texts.prompt)
+    hidden = memory_map.hidden_states(sizes, workload.prompt)
     if split.last_resident:
         split = replace(split, states_on_host=hidden > store)
     aside = (recent + unit) * batch
@@ -190,16 +190,16 @@ def offloaded(
         "draft": sizes.draft if levels > 1 else 0,
         "low-bit weights": memory_map.low_bit(sizes, config, levels),
         "level 1: chunks and window": store,
-        **_windows(sizes, config, levels, texts),
+        **_windows(sizes, config, levels, workload),
         "chunk means": means,
         "ring": split.buffers * piece,
-        "prefill": memory_map.prefill(sizes, config, texts.prompt, store, aside, split),
+        "prefill": memory_map.prefill(sizes, config, workload.prompt, store, aside, split),
         "graphs and workspace": memory_map.workspace(sizes, config, levels, batch)
-        + memory_map.partials(sizes, config, room, piece),
+        + memory_map.partials(sizes, config, max_seq_len, piece),
         "other tensors": machine.others,
     }
     left = max(0, machine.device - sum(device.values()) - memory_map.reserve(machine.device))
-    layer = room * row * batch
+    layer = max_seq_len * row * batch
     whole = layer * layers
     last = layer if split.last_resident and layers else 0
     resident = min(whole, last + max(0, left - last) // (piece * batch) * piece * batch)
@@ -222,12 +222,12 @@ def offloaded(
     if "gamma" not in given and levels == 3:
         config = with_options(config, gamma=best_gamma(sizes, machine, config, seconds))
     split = far.split(replace(split, resident_bytes=resident), pass_rows(config, levels))
-    return MemoryPlan(config, levels, split, device, host, machine, seconds(config.gamma), texts, layer)
+    return MemoryPlan(config, levels, split, device, host, machine, seconds(config.gamma), workload, layer)
 
 
-def _windows(sizes: Sizes, config: HierarchyConfig, levels: int, texts: SequenceState) -> dict[str, int]:
+def _windows(sizes: Sizes, config: HierarchyConfig, levels: int, workload: Workload) -> dict[str, int]:
     """Layers with a window, where there are any."""
-    size = memory_map.rings(sizes, config, levels, texts.room, texts.batch)
+    size = memory_map.rings(sizes, config, levels, workload.max_seq_len, workload.batch)
     return {"layers with windows": size} if sizes.windowed else {}
 
 
@@ -235,28 +235,28 @@ def _far_rows(host: Mapping[str, int], machine: Machine) -> FarRows:
     return FarRows(host["full rows"], host.get(_WEIGHTS, 0), machine.bus, machine.host_attention)
 
 
-def on_device(sizes: Sizes, machine: Machine, config: HierarchyConfig, texts: SequenceState) -> MemoryPlan:
+def on_device(sizes: Sizes, machine: Machine, config: HierarchyConfig, workload: Workload) -> MemoryPlan:
     """The plan that keeps everything on the device."""
-    levels = levels_of(config, texts.prompt)
-    room = texts.room + Extent.of(config, levels).behind
-    layer = room * sizes.row * texts.batch
+    levels = levels_of(config, workload.prompt)
+    max_seq_len = workload.max_seq_len + Extent.of(config, levels).scratch_slots
+    layer = max_seq_len * sizes.row * workload.batch
     rows = layer * sizes.whole_layers
-    means = room // config.retrieval.chunk * rows // room // 2 if levels == 3 else 0
+    means = max_seq_len // config.retrieval.chunk * rows // max_seq_len // 2 if levels == 3 else 0
     chunk = config.prefill_chunk or 4096
     device = {
         "weights": sizes.weights,
         "draft": sizes.draft if levels > 1 else 0,
         "low-bit weights": memory_map.low_bit(sizes, config, levels),
         "full rows": rows,
-        **_windows(sizes, config, levels, texts),
+        **_windows(sizes, config, levels, workload),
         "chunk means": means,
         "prefill": chunk * memory_map.token(sizes),
-        "graphs and workspace": memory_map.workspace(sizes, config, levels, texts.batch),
+        "graphs and workspace": memory_map.workspace(sizes, config, levels, workload.batch),
         "other tensors": machine.others,
     }
     device["free"] = machine.device - sum(device.values())
     seconds = (sizes.weights + rows) / machine.read
-    return MemoryPlan(config, levels, None, device, {}, machine, seconds, texts, layer)
+    return MemoryPlan(config, levels, None, device, {}, machine, seconds, workload, layer)
 
 
 def levels_of(config: HierarchyConfig, prompt: int, budget: int | None = None) -> int:

@@ -161,14 +161,14 @@ class Machine:
     host_attention: HostRate | None = None
 
 
-def reserve(room: int) -> int:
+def reserve(available: int) -> int:
     """Of so much device memory, what no plan gives out."""
-    return max(_LEAST_RESERVE, int(_RESERVE * room))
+    return max(_LEAST_RESERVE, int(_RESERVE * available))
 
 
-def weights_fit(weights: int, room: int) -> bool:
-    """Whether so many bytes of weights leave the least to work with of ``room`` bytes of device memory."""
-    return weights + _WORKSPACE + reserve(room) <= room
+def weights_fit(weights: int, available: int) -> bool:
+    """Whether so many bytes of weights fit into ``available`` bytes of device memory, workspace included."""
+    return weights + _WORKSPACE + reserve(available) <= available
 
 
 def prefill(
@@ -206,21 +206,21 @@ def workspace(sizes: Sizes, config: HierarchyConfig, levels: int, batch: int) ->
     """Laws, noise, logits and activations of the passes, and what graphs keep of them."""
     nodes = Extent.of(config, levels).nodes
     rows = 2 * config.gamma + 1 if levels == 3 else nodes
-    laws = (6 * rows + 8 * nodes) * sizes.vocabulary * 4
-    return _WORKSPACE + batch * (laws + 2 * (rows + 2 * nodes) * token(sizes))
+    probs = (6 * rows + 8 * nodes) * sizes.vocabulary * 4
+    return _WORKSPACE + batch * (probs + 2 * (rows + 2 * nodes) * token(sizes))
 
 
-def rings(sizes: Sizes, config: HierarchyConfig, levels: int, room: int, batch: int) -> int:
-    """Keys and values of layers with a window, for texts of ``room`` tokens (``cycle/store.py``)."""
-    behind = Extent.of(config, levels).behind
-    slots = [min(some.window, room) + behind for some in sizes.windowed]
+def rings(sizes: Sizes, config: HierarchyConfig, levels: int, max_seq_len: int, batch: int) -> int:
+    """Keys and values of layers with a window, for texts of ``max_seq_len`` tokens (``kv/store.py``)."""
+    scratch_slots = Extent.of(config, levels).scratch_slots
+    slots = [min(some.window, max_seq_len) + scratch_slots for some in sizes.windowed]
     kept = zip(sizes.windowed, slots, strict=True)
     return batch * sum(some.layers * some.row * -(-count // RING_PAGE) * RING_PAGE for some, count in kept)
 
 
-def partials(sizes: Sizes, config: HierarchyConfig, room: int, piece: int) -> int:
+def partials(sizes: Sizes, config: HierarchyConfig, max_seq_len: int, piece: int) -> int:
     """One layer's attention to each piece, before it is merged, and the workspace of several at once."""
-    pieces = -(-room * sizes.row // piece)
+    pieces = -(-max_seq_len * sizes.row // piece)
     rows = (2 * config.gamma + 1) * sizes.heads
     states = 3 * pieces * rows * sizes.itemsize + min(pieces, TOGETHER) * (rows + _ROWS_AT_WORK) * 4
     return states * (sizes.head_dim + 1)

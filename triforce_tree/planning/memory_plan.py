@@ -5,8 +5,9 @@
 
 Layers with a sliding window keep it on the device; "rows" are those of the other layers.
 
-Where the weights are streamed (``cycle/streamed_weights.py``), the device holds embeddings, head and norms of
-them, slots for a few layers, and level 1's copy in 8 bits, or 4 where 8 do not fit; the host holds the rest.
+Where the weights are streamed (``kv/offload/streamed_weights.py``), the device holds embeddings, head and
+norms of them, slots for a few layers, and level 1's copy in 8 bits, or 4 where 8 do
+not fit; the host holds the rest.
 
 What is not given is chosen: level 1's budget and chunk as large and fine as fits both memories, gamma by
 expected tokens a second, and every byte that is left keeps rows on the device, since each of them need
@@ -19,7 +20,7 @@ from collections.abc import Collection
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.planning.memory_advice import refusal
 from triforce_tree.planning.memory_choices import first_fitting
-from triforce_tree.planning.memory_layout import MemoryPlan, SequenceState, on_device
+from triforce_tree.planning.memory_layout import MemoryPlan, Workload, on_device
 from triforce_tree.planning.memory_map import Machine, Sizes
 
 __all__ = ["DoesNotFitError", "MemoryPlan", "plan"]
@@ -48,12 +49,12 @@ def plan(
         DoesNotFitError: device or host memory is short.
         ValueError: level 1 was given the weights that are streamed.
     """
-    texts = SequenceState(batch, prompt, new)
+    workload = Workload(batch, prompt, new)
     if config.offloads == "auto" and not sizes.streamed:
-        whole = on_device(sizes, machine, config, texts)
+        whole = on_device(sizes, machine, config, workload)
         if whole.fits_device:
             return whole
-    made, tried = first_fitting(sizes, machine, config, given, texts)
+    made, tried = first_fitting(sizes, machine, config, given, workload)
     if made is None:
-        raise DoesNotFitError(refusal(tried, sizes, machine, config, given, texts))
+        raise DoesNotFitError(refusal(tried, sizes, machine, config, given, workload))
     return made

@@ -9,16 +9,18 @@ class SequenceState:
 
     Args:
         batch, capacity: sequences, and tokens of the longest.
-        reach: most tokens of a chain; 0 where nothing but the text is written.
+        max_draft_tokens: most tokens of a chain; 0 where nothing but the text is written.
         extra: tokens by which one verification may overshoot it.
-        vocabulary: width of the laws that are kept; 0 for greedy decoding, which needs none.
+        vocabulary: width of the probs that are kept; 0 for greedy decoding, which needs none.
 
     Attributes:
         tokens: int64 ``[B, capacity]``: settled ones, the root at ``length``, then the chain.
         length: int64 ``[B]`` settled tokens that stand before the root.
         chain: int64 ``[B]`` tokens gathered behind the root.
-        chain_laws: fp32 ``[B, reach + extra, V]``; row i is the law that the chain's token i was drawn from.
-        runner_ups: int64 ``[B, reach + extra]``, the runner-up beside each token of the chain, -1 for none.
+        chain_probs: fp32 ``[B, max_draft_tokens + extra, V]``; row i is what the chain's
+            token i was drawn from.
+        runner_ups: int64 ``[B, max_draft_tokens + extra]``, the runner-up beside each token of the
+            chain, -1 for none.
         active: int64 ``[B]``, 0 for a text that has ended: it stays as it is.
         fresh: int64 ``[B, F]``, tokens of the last verdict; the first ``count`` of them are new.
         count, proposed, gathered: int64 ``[B]``: new tokens of the last pass, the chain it was offered,
@@ -33,7 +35,7 @@ class SequenceState:
         self,
         batch: int,
         capacity: int,
-        reach: int,
+        max_draft_tokens: int,
         extra: int,
         vocabulary: int,
         device: torch.device,
@@ -42,12 +44,17 @@ class SequenceState:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
 
-        self.batch, self.capacity, self.reach, self.extra = batch, capacity, reach, extra
+        self.batch, self.capacity, self.max_draft_tokens, self.extra = (
+            batch,
+            capacity,
+            max_draft_tokens,
+            extra,
+        )
         self.tokens, self.length, self.chain = zeros(batch, capacity), zeros(batch), zeros(batch)
-        self.chain_laws = torch.zeros(batch, reach + extra, vocabulary, device=device)
-        self.runner_ups = zeros(batch, reach + extra)
+        self.chain_probs = torch.zeros(batch, max_draft_tokens + extra, vocabulary, device=device)
+        self.runner_ups = zeros(batch, max_draft_tokens + extra)
         self.active = torch.ones_like(self.length)
-        self.fresh, self.count = zeros(batch, max(reach, extra) + 1), zeros(batch)
+        self.fresh, self.count = zeros(batch, max(max_draft_tokens, extra) + 1), zeros(batch)
         self.proposed, self.gathered = zeros(batch), zeros(batch)
         self.features, self.feature_count = features or {}, zeros(batch)
         self.broken = torch.zeros((), dtype=torch.bool, device=device)
@@ -103,26 +110,26 @@ class SequenceState:
         if self.features:
             self.feature_count.copy_(count)
 
-    def lengthen(self, emitted: Tensor, count: Tensor, laws: Tensor | None) -> None:
+    def lengthen(self, emitted: Tensor, count: Tensor, probs: Tensor | None) -> None:
         """Add what level 1 emitted to the chain, as far as it fits.
 
         Args:
             emitted: int64 ``[B, D + 1]``; the first ``count`` ``[B]`` of each row were.
-            laws: fp32 ``[B, D + 1, V]`` that they were drawn from; None when greedy.
+            probs: fp32 ``[B, D + 1, V]`` that they were drawn from; None when greedy.
         """
         places = self._write(self.end, emitted)
-        if laws is not None:
+        if probs is not None:
             rows = self.chain[:, None] + places
-            self.chain_laws.scatter_(1, rows[..., None].expand_as(laws), laws)
+            self.chain_probs.scatter_(1, rows[..., None].expand_as(probs), probs)
         self.gathered += count
-        self.chain.copy_((self.chain + count).clamp_max(self.reach))
+        self.chain.copy_((self.chain + count).clamp_max(self.max_draft_tokens))
 
     def add_runner_ups(self, runner_ups: Tensor) -> None:
         """Runner-ups int64 ``[B, D + 1]`` of the tokens that ``lengthen`` adds next."""
         rows = self.chain[:, None] + torch.arange(runner_ups.shape[1], device=runner_ups.device)
         self.runner_ups.scatter_(1, rows, runner_ups)
 
-    def settle(self, emitted: Tensor, count: Tensor) -> None:
+    def commit(self, emitted: Tensor, count: Tensor) -> None:
         """Level 2 has spoken: ``count`` tokens of ``emitted`` ``[B, D + 1]`` are text, the chain is over."""
         count = count * self.active
         self._write(self.length, emitted)

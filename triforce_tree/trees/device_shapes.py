@@ -66,12 +66,12 @@ class Extent:
 
     Attributes:
         depth, nodes: of level 0's trees; 0 and 1 without them.
-        reach: most tokens that are proposed to level 2 in a line.
+        max_draft_tokens: most tokens that are proposed to level 2 in a line.
     """
 
     depth: int
     nodes: int
-    reach: int
+    max_draft_tokens: int
 
     @classmethod
     def of(cls, config: HierarchyConfig, levels: int) -> "Extent":
@@ -80,9 +80,9 @@ class Extent:
         return cls(depth, nodes, config.gamma if levels == 3 else depth)
 
     @property
-    def behind(self) -> int:
+    def scratch_slots(self) -> int:
         """Rows and tokens behind a text's end that passes, and a capture's trial runs, may write."""
-        return 4 * (self.reach + self.depth + self.nodes) + 64
+        return 4 * (self.max_draft_tokens + self.depth + self.nodes) + 64
 
 
 def least_prompt(config: HierarchyConfig, levels: int, offloaded: bool) -> int:

@@ -64,15 +64,15 @@ class Meter:
     ) -> None:
         self._hierarchy, self._tokens = hierarchy, list(tokens)
         self._shared = hierarchy.target.device.type != "cuda"
-        self._cycle: DecodingProgram | None = None
+        self._program: DecodingProgram | None = None
         self._alone: DecodingProgram | None = None
         self._warm: set[bool] = set()
         # The last pass may bring more than was asked for, and counts whole.
-        self._beyond = most.reach + most.depth + 2
-        self._room = len(tokens) + new + self._beyond
+        self._beyond = most.max_draft_tokens + most.depth + 2
+        self._max_seq_len = len(tokens) + new + self._beyond
         target, config = hierarchy.target, hierarchy.config
         page = math.lcm(64, config.retrieval.chunk)
-        rows = -(-(self._room + most.behind) // page) * page
+        rows = -(-(self._max_seq_len + most.scratch_slots) // page) * page
         chunk = chunk_tokens(config.prefill_chunk, target.device)
         with hierarchy.active():
             self._store = KVStore(target.kv_shapes, 1, rows, target.device, target.dtype)
@@ -80,19 +80,19 @@ class Meter:
 
     def run(self, config: HierarchyConfig, place: int, temperature: float, new: int, seed: int) -> Sample:
         """Decode at least ``new`` tokens behind the first ``place`` tokens of the text."""
-        law = ProbsFromLogits.at(temperature)
+        to_probs = ProbsFromLogits.at(temperature)
         with self._hierarchy.active():
-            cycle = self._open(config)
+            program = self._open(config)
             try:
-                with self._standing(cycle, place, new):
-                    if law.greedy not in self._warm:
-                        self._decode(cycle, law, place, _WARM_UP_TOKENS, seed)
-                        self._warm.add(law.greedy)
+                with self._standing(program, place, new):
+                    if to_probs.greedy not in self._warm:
+                        self._decode(program, to_probs, place, _WARM_UP_TOKENS, seed)
+                        self._warm.add(to_probs.greedy)
                     before = self._alone_ms(place)
-                    sample = self._decode(cycle, law, place, new, seed)
+                    sample = self._decode(program, to_probs, place, new, seed)
                     after = self._alone_ms(place)
             except torch.OutOfMemoryError:
-                self._cycle = None
+                self._program = None
                 raise
         return sample if before is None or after is None else replace(sample, alone_ms=(before + after) / 2)
 
@@ -103,23 +103,23 @@ class Meter:
         if self._alone is None:
             plain = replace(self._hierarchy.config, levels=1)
             self._alone = DecodingProgram(
-                self._hierarchy.target, None, plain, 1, self._room, 1, store=self._store
+                self._hierarchy.target, None, plain, 1, self._max_seq_len, 1, store=self._store
             )
         return self._decode(self._alone, ProbsFromLogits(greedy=True), place, _WARM_UP_TOKENS, 0).ms_per_token
 
     def _decode(
-        self, cycle: DecodingProgram, law: ProbsFromLogits, place: int, new: int, seed: int
+        self, program: DecodingProgram, to_probs: ProbsFromLogits, place: int, new: int, seed: int
     ) -> Sample:
         prompt = self._tokens[:place]
-        decoder = Decoder(cycle, law, seed)
+        decoder = Decoder(program, to_probs, seed)
         # Of the text as it was read: captures and earlier generations wrote behind their places.
-        cycle.renew_means()
-        cycle.rewind([prompt])
-        if cycle.device.type == "cuda":
-            torch.cuda.synchronize(cycle.device)
+        program.renew_means()
+        program.rewind([prompt])
+        if program.device.type == "cuda":
+            torch.cuda.synchronize(program.device)
         blocks = (block for [block] in decoder.decode([prompt], [Ending(new + self._beyond)]))
         sample = _timed(decoder, blocks, new)
-        if cycle.levels == 1:
+        if program.levels == 1:
             return sample
         controller = decoder.controller
         estimates = {
@@ -129,26 +129,26 @@ class Meter:
         return replace(sample, draft_length=estimates)
 
     def _open(self, config: HierarchyConfig) -> DecodingProgram:
-        old = self._cycle
+        old = self._program
         if old is not None and old.serves(config):
             old.config = config
             return old
-        self._cycle = old = None
+        self._program = old = None
         self._warm = set()
         free_memory()
         levels = config.levels
         assert isinstance(levels, int), "the search names the number of levels"
         hierarchy = self._hierarchy.with_config(config)
         drafter = hierarchy.drafter() if levels > 1 else None
-        self._cycle = DecodingProgram(
-            hierarchy.target, drafter, hierarchy.config, 1, self._room, levels, store=self._store
+        self._program = DecodingProgram(
+            hierarchy.target, drafter, hierarchy.config, 1, self._max_seq_len, levels, store=self._store
         )
-        return self._cycle
+        return self._program
 
     @contextmanager
-    def _standing(self, cycle: DecodingProgram, place: int, new: int) -> Iterator[None]:
+    def _standing(self, program: DecodingProgram, place: int, new: int) -> Iterator[None]:
         """Inside, KV slots of the text from its token ``place`` on may be overwritten."""
-        written = max(new, _WARM_UP_TOKENS) + self._beyond + int(cycle.texts.capacity) - cycle.room
+        written = max(new, _WARM_UP_TOKENS) + self._beyond + int(program.state.capacity) - program.max_seq_len
         stop = min(len(self._tokens), place + written)
         rows = [group.kv[:, :, :, :, place - 1 : stop] for group in self._store.groups]
         before = [part.clone() for part in rows]
@@ -160,7 +160,7 @@ class Meter:
 
     def close(self) -> None:
         """Give the memory back."""
-        self._cycle = self._alone = None
+        self._program = self._alone = None
         del self._store
         free_memory()
 

@@ -108,8 +108,8 @@ class Space:
         result = [c for c in self.grid if c.name not in self.fixed | left_out]
         if sum(acceptance) > 0:
             # Rounded shares may add up to a little more than one.
-            law = [share / max(1.0, sum(acceptance)) for share in acceptance]
-            fitted = [sequoia(law, *size).name for size in _FITTED]
+            to_probs = [share / max(1.0, sum(acceptance)) for share in acceptance]
+            fitted = [sequoia(to_probs, *size).name for size in _FITTED]
             result = [replace(c, values=(*c.values, *fitted)) if c.name == "tree" else c for c in result]
         return [
             replace(c, values=tuple(b for b in c.values if 2 * b <= self.context))

@@ -23,20 +23,20 @@ class Noise:
 
     Attributes:
         capturable: whether a stage with this noise may run as a CUDA graph.
-        race: fp32 ``[B, rows, V]``: Exp(1); the largest probability / race is a draw.
+        exponential: fp32 ``[B, rows, V]``: Exp(1); the largest probability / race is a draw.
         uniform: fp32 ``[B, uniforms]`` in [0, 1).
     """
 
     capturable = True
 
     def __init__(self, batch: int, rows: int, vocabulary: int, uniforms: int, device: torch.device) -> None:
-        self.race = torch.ones(batch, rows, vocabulary, device=device)
+        self.exponential = torch.ones(batch, rows, vocabulary, device=device)
         self.uniform = torch.zeros(batch, uniforms, device=device)
 
     def draw(self, generator: torch.Generator) -> None:
         """New numbers for the next run."""
-        if self.race.numel():
-            self.race.exponential_(generator=generator)
+        if self.exponential.numel():
+            self.exponential.exponential_(generator=generator)
         if self.uniform.numel():
             self.uniform.uniform_(generator=generator)
 
@@ -44,18 +44,20 @@ class Noise:
         self, tokens: Tensor, parents: Tensor, p: Tensor, q: Tensor, q_rows: Tensor, depth: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See ``kernels.step.accept_tree``; the tree has at most ``uniforms`` nodes."""
-        return step.accept_tree(tokens, parents, p, q, q_rows, self.uniform, self.race[:, 0], depth)
+        return step.accept_tree(tokens, parents, p, q, q_rows, self.uniform, self.exponential[:, 0], depth)
 
     def expand_nodes(
-        self, logits: Tensor, temperature: Tensor | None, laws: Tensor, count: int, first: int = 0
+        self, logits: Tensor, temperature: Tensor | None, probs: Tensor, count: int, first: int = 0
     ) -> tuple[Tensor, Tensor]:
         """See ``kernels.step.expand_nodes``; the frontier reads the rows from ``first`` on."""
-        race = self.race[:, first : first + laws.shape[1]] if self.race.numel() else None
-        return step.expand_nodes(logits, temperature, race, laws, count)
+        exponential = (
+            self.exponential[:, first : first + probs.shape[1]] if self.exponential.numel() else None
+        )
+        return step.expand_nodes(logits, temperature, exponential, probs, count)
 
-    def second_choice(self, laws: Tensor, chosen: Tensor) -> Tensor:
+    def second_choice(self, probs: Tensor, chosen: Tensor) -> Tensor:
         """See ``kernels.step.second_choice``."""
-        return step.second_choice(laws, chosen, self.race if self.race.numel() else None)
+        return step.second_choice(probs, chosen, self.exponential if self.exponential.numel() else None)
 
 
 class NoiseFactory(Protocol):

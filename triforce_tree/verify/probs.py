@@ -19,7 +19,7 @@ class DeviceProbs:
     A leading temperature is read from a device buffer, so that one captured graph serves them all.
 
     Args:
-        law: what to compute.
+        to_probs: what to compute.
         device: where logits live.
         noise: makes the random numbers of the stages that draw from these laws.
 
@@ -27,35 +27,35 @@ class DeviceProbs:
         capturable: whether a CUDA graph can hold it: no processor looks at the text.
     """
 
-    def __init__(self, law: ProbsFromLogits, device: torch.device, noise: NoiseFactory) -> None:
-        self.greedy, self._device, self._noise = law.greedy, device, noise
-        self.capturable = law.context_free
-        self._bound = None if law.context_free else law
+    def __init__(self, to_probs: ProbsFromLogits, device: torch.device, noise: NoiseFactory) -> None:
+        self.greedy, self._device, self._noise = to_probs.greedy, device, noise
+        self.capturable = to_probs.context_free
+        self._bound = None if to_probs.context_free else to_probs
         self.temperature = torch.ones((), device=device)
-        self._rest = LogitsProcessorList(_split(law)[1])
-        self.set(law)
+        self._rest = LogitsProcessorList(_split(to_probs)[1])
+        self.set(to_probs)
 
-    def set(self, law: ProbsFromLogits) -> None:
+    def set(self, to_probs: ProbsFromLogits) -> None:
         """Take over the temperature of a law with the same ``key``."""
-        self.temperature.fill_(_split(law)[0])
+        self.temperature.fill_(_split(to_probs)[0])
         if self._bound is not None:
-            self._bound = law
+            self._bound = to_probs
 
     @staticmethod
-    def key(law: ProbsFromLogits) -> Hashable:
+    def key(to_probs: ProbsFromLogits) -> Hashable:
         """Laws with equal keys differ in their temperature alone."""
-        rest = _split(law)[1]
-        if not law.context_free:
+        rest = _split(to_probs)[1]
+        if not to_probs.context_free:
             # Such processors keep what nobody can compare, and nothing of them is built into a graph.
-            return law.greedy, "text"
+            return to_probs.greedy, "text"
         settings = [sorted((name, _hashable(value)) for name, value in vars(p).items()) for p in rest]
-        return law.greedy, tuple((type(p), *values) for p, values in zip(rest, settings, strict=True))
+        return to_probs.greedy, tuple((type(p), *values) for p, values in zip(rest, settings, strict=True))
 
     @staticmethod
-    def kind(law: ProbsFromLogits) -> str:
+    def kind(to_probs: ProbsFromLogits) -> str:
         """What of a law decides about the time it takes: its processors by name."""
-        names = [type(processor).__name__ for processor in _split(law)[1]]
-        return " ".join(["greedy" if law.greedy else "sampled", *names])
+        names = [type(processor).__name__ for processor in _split(to_probs)[1]]
+        return " ".join(["greedy" if to_probs.greedy else "sampled", *names])
 
     def noise(self, batch: int, rows: int, vocabulary: int, uniforms: int = 0) -> Noise:
         """For a stage that draws from these laws, see :class:`Noise`; greedy ones need no numbers."""
@@ -95,12 +95,12 @@ def _hashable(value: object) -> Hashable:
     return repr(value)
 
 
-def _split(law: ProbsFromLogits) -> tuple[float, list[object]]:
+def _split(to_probs: ProbsFromLogits) -> tuple[float, list[object]]:
     """(leading temperature, what follows); greedy choices do not depend on a temperature."""
-    rest: list[object] = list(law.processors)
+    rest: list[object] = list(to_probs.processors)
     temperature = 1.0
     if rest and isinstance(rest[0], TemperatureLogitsWarper):
-        temperature = 1.0 if law.greedy else float(rest[0].temperature)
+        temperature = 1.0 if to_probs.greedy else float(rest[0].temperature)
         rest = rest[1:]
     return temperature, rest
 
@@ -109,7 +109,7 @@ class Sampler:
     """What a drafter draws with: the processed distributions of a request, and random numbers.
 
     Args:
-        law: logits to distributions, the same for all levels.
+        to_probs: logits to distributions, the same for all levels.
         noise: the numbers of one stage.
 
     Attributes:
@@ -117,9 +117,9 @@ class Sampler:
         capturable: whether drawing may become part of a CUDA graph.
     """
 
-    def __init__(self, law: DeviceProbs, noise: Noise) -> None:
-        self.law, self.noise = law, noise
-        self.greedy, self.capturable = law.greedy, law.capturable and noise.capturable
+    def __init__(self, to_probs: DeviceProbs, noise: Noise) -> None:
+        self.to_probs, self.noise = to_probs, noise
+        self.greedy, self.capturable = to_probs.greedy, to_probs.capturable and noise.capturable
 
     def children(
         self, logits: Tensor, probs: Tensor, count: int, nodes: slice, paths: Paths
@@ -138,9 +138,9 @@ class Sampler:
             the K largest probabilities.
         """
         tokens, by_rank = self.noise.expand_nodes(
-            *self.law.unscaled(logits, paths), probs, count, nodes.start
+            *self.to_probs.unscaled(logits, paths), probs, count, nodes.start
         )
-        if self.greedy and not self.law.capturable:
+        if self.greedy and not self.to_probs.capturable:
             # The next depth's paths must not hold tokens that a processor forbids.
             tokens = tokens.masked_fill(by_rank <= 0, -1)
         return tokens, by_rank

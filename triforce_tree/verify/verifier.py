@@ -37,7 +37,7 @@ class Verifier:
 
     Args:
         model: which one.
-        law: logits to distributions.
+        to_probs: logits to distributions.
         texts: what is judged.
         nodes: of a tree.
         vocabulary: V.
@@ -47,52 +47,52 @@ class Verifier:
     """
 
     def __init__(
-        self, model: StepModel, law: DeviceProbs, texts: SequenceState, nodes: int, vocabulary: int
+        self, model: StepModel, to_probs: DeviceProbs, state: SequenceState, nodes: int, vocabulary: int
     ) -> None:
-        self.model, self.law, self.texts = model, law, texts
+        self.model, self.to_probs, self.state = model, to_probs, state
         self.vocabulary = vocabulary
-        self.noise = law.noise(texts.batch, 1, vocabulary, nodes)
+        self.noise = to_probs.noise(state.batch, 1, vocabulary, nodes)
         self.verdict: Verdict
         self._logits: Tensor
 
-    def steps(self, forward: Callable[[], None], judge: Callable[[], None], rows: KVView) -> list[Step]:
-        """A stage that calls :meth:`forward` over ``rows`` in its first part, :meth:`judge` in its second."""
-        capturable = self.model.capturable and rows.capturable
+    def steps(self, forward: Callable[[], None], judge: Callable[[], None], view: KVView) -> list[Step]:
+        """A stage that calls :meth:`forward` over ``view`` in its first part, :meth:`judge` in its second."""
+        capturable = self.model.capturable and view.capturable
         # Logits of a direct forward are at another address each time.
-        alone = self.law.capturable and self.noise.capturable
+        alone = self.to_probs.capturable and self.noise.capturable
         return [Step(forward, capturable), Step(judge, capturable and alone)]
 
-    def forward(self, tree: TokenTree, root: Tensor, rows: KVView, words: Tensor | None) -> None:
+    def forward(self, tree: TokenTree, root: Tensor, view: KVView, words: Tensor | None) -> None:
         """Logits of all nodes, or, where shapes may change, of all up to the last slot that is taken.
 
         Args:
             tree: to verify; its root stands at ``root`` in each text.
             words: masks where they change.
         """
-        if rows.resizable:
+        if view.resizable:
             tree = tree.first(tree.taken)
             words = words[:, : tree.nodes] if words is not None else None
-        rows.begin(root, words)
-        self._logits = self.model(tree.tokens.clamp_min(0), root[:, None] + tree.depths, rows)
+        view.begin(root, words)
+        self._logits = self.model(tree.tokens.clamp_min(0), root[:, None] + tree.depths, view)
 
     def judge(self, tree: TokenTree, root: Tensor) -> Verdict:
         """Which nodes are accepted, and what follows them, by the logits of the last forward."""
         tree = tree.first(self._logits.shape[1])
-        depth, paths = tree.depth, partial(tree.paths, self.texts, root)
-        if self.law.greedy:
-            p = self.law.scores(self._logits, paths)
+        depth, paths = tree.depth, partial(tree.paths, self.state, root)
+        if self.to_probs.greedy:
+            p = self.to_probs.scores(self._logits, paths)
             top, best = p.max(-1)
             # NaN counts as the largest of all, and spreads over a whole law.
-            self.texts.check(top)
+            self.state.check(top)
             path, count, last = step.accept_greedy(tree.tokens, tree.parents, best, depth)
         else:
-            p = self.law(self._logits, paths)
-            self.texts.check(p[..., 0])
+            p = self.to_probs(self._logits, paths)
+            self.state.check(p[..., 0])
             path, count, last = self.noise.accept_tree(
                 tree.tokens, tree.parents, p, tree.probs, tree.probs_rows, depth
             )
         accepted = tree.tokens.gather(1, path[:, 1:].clamp_min(0))
         emitted = torch.cat([accepted, last[:, None]], 1).scatter(1, count[:, None] - 1, last[:, None])
-        self.texts.keep_features(self.model.hidden, path, count)
+        self.state.keep_features(self.model.hidden, path, count)
         self.verdict = Verdict(path, count, emitted, p)
         return self.verdict

@@ -30,7 +30,7 @@ from triforce_tree.runtime.stats import LevelStats
 from triforce_tree.trees.device_shapes import Extent
 from triforce_tree.verify.sampling import ProbsFromLogits
 
-SequenceState = Sequence[Sequence[int]]
+Prompts = Sequence[Sequence[int]]
 
 # Slots more than the first program needs, so that later ones of other settings fit into the same memory.
 _SPARE_SLOTS = 512
@@ -97,22 +97,26 @@ class Bench:
         assert self._program is not None, "no program is open"
         return self._program
 
-    def open(self, config: HierarchyConfig, batch: int, room: int, temperatures: Sequence[float]) -> None:
+    def open(
+        self, config: HierarchyConfig, batch: int, max_seq_len: int, temperatures: Sequence[float]
+    ) -> None:
         """A program for these settings, captured; what the cache holds stays where the memory serves."""
         levels = levels_of(config)
         old = self._program
-        if old is not None and old.batch == batch and old.room >= room and old.serves(config):
+        if old is not None and old.batch == batch and old.max_seq_len >= max_seq_len and old.serves(config):
             old.config = config
         else:
-            rows = room + Extent.of(config, levels).behind
+            rows = max_seq_len + Extent.of(config, levels).scratch_slots
             kept = old.store if old is not None and old.batch == batch and old.store.rows >= rows else None
             self._program = old = None
             free_memory()
             store = kept or self._new_store(batch, rows)
             drafter = drafter_of(self.draft, config, levels)
-            self._program = DecodingProgram(self.target, drafter, config, batch, room, levels, store=store)
+            self._program = DecodingProgram(
+                self.target, drafter, config, batch, max_seq_len, levels, store=store
+            )
             longest = max(map(len, self._fed), default=0)
-            if kept is None or longest > room:
+            if kept is None or longest > max_seq_len:
                 # The slots are new, or the captures' trial runs will have written into them.
                 self._fed = []
             self._warm = set()
@@ -132,7 +136,7 @@ class Bench:
         del self.target, self.draft
         free_memory()
 
-    def feed(self, prompts: SequenceState) -> bool:
+    def feed(self, prompts: Prompts) -> bool:
         """The prompts into the full cache; False where they are there already."""
         wanted = [list(p) for p in prompts]
         if self._fed == wanted:
@@ -147,12 +151,12 @@ class Bench:
             self.program.renew_means()
 
     @contextmanager
-    def standing(self, prompts: SequenceState, new: int) -> Iterator[None]:
+    def standing(self, prompts: Prompts, new: int) -> Iterator[None]:
         """Inside, texts begin with ``prompts``, beginnings of what was fed; then the cache is put back."""
-        behind = int(self.program.texts.capacity) - self.program.room
+        scratch_slots = int(self.program.state.capacity) - self.program.max_seq_len
         first = min(len(p) for p in prompts) - 1
-        reach = max(len(p) for p in prompts) + new + 2 * behind - first
-        written = [group.kv[..., first : first + reach, :] for group in self.program.store.groups]
+        max_draft_tokens = max(len(p) for p in prompts) + new + 2 * scratch_slots - first
+        written = [group.kv[..., first : first + max_draft_tokens, :] for group in self.program.store.groups]
         before = [slots.clone() for slots in written]
         try:
             yield
@@ -161,7 +165,7 @@ class Bench:
                 slots.copy_(old)
             self._renew_means()
 
-    def decode(self, temperature: float, prompts: SequenceState, new: int, rounds: int | None = None) -> Run:
+    def decode(self, temperature: float, prompts: Prompts, new: int, rounds: int | None = None) -> Run:
         """Decode until the first text is complete; ``rounds`` = 0 is plain decoding.
 
         Where several texts grow at different speeds, those behind are thus no burden to the mean.
@@ -183,7 +187,7 @@ class Bench:
         run.rounds = rounds_per_pass(self.program, run.levels)
         return run
 
-    def replay(self, prompts: SequenceState, texts: SequenceState) -> tuple[float, Exactness]:
+    def replay(self, prompts: Prompts, texts: Prompts) -> tuple[float, Exactness]:
         """Plain greedy decoding along ``texts``: (its milliseconds a token, where it would part from them).
 
         Behind a parting it goes on from the tokens of ``texts``.
@@ -215,9 +219,9 @@ class Bench:
         return 1e3 * seconds / steps, found
 
     @torch.no_grad()
-    def _parting(self, places: SequenceState, b: int, ours: int) -> dict[str, float]:
+    def _parting(self, places: Prompts, b: int, ours: int) -> dict[str, float]:
         """How near text ``b`` was to the token ``ours`` behind ``places[b]``, by logits of plain forwards."""
-        width = 1 + self.program.reach * (2 if self.program.runner_ups else 1)
+        width = 1 + self.program.max_draft_tokens * (2 if self.program.runner_ups else 1)
         with self.standing([p[: len(p) - width] for p in places], width):
             many = self._forward(places, width, b)[-_NOISE_PLACES:]
             beginnings = [
@@ -227,15 +231,13 @@ class Bench:
         noise = 2 * float((many - single).abs().max())
         return {"gap": float(single[-1].max() - single[-1, ours]), "noise": noise}
 
-    def _forward(self, texts: SequenceState, width: int, b: int) -> Tensor:
+    def _forward(self, texts: Prompts, width: int, b: int) -> Tensor:
         """Logits ``[width, V]`` of text ``b`` at its last ``width`` tokens, in one forward of all texts."""
         mask = torch.ones(width, width, dtype=torch.bool).tril()
         rows = TreeAttentionView(self.program.store, width, mask=mask)
         return last_logits(self.program.full, rows, texts, width)[b].float()
 
-    def stage_ms(
-        self, temperature: float, prompts: SequenceState, rounds: int, passes: int
-    ) -> dict[str, float]:
+    def stage_ms(self, temperature: float, prompts: Prompts, rounds: int, passes: int) -> dict[str, float]:
         """Median device milliseconds of one run of each stage, over some passes behind the prompts."""
         program = self.program
         program.prepare(ProbsFromLogits.at(temperature))
@@ -244,17 +246,19 @@ class Bench:
         generator.manual_seed(self.seed)
         one_pass: list[str] = []
         for done in range(rounds):
-            one_pass.append("grow")
+            one_pass.append("draft")
             if program.levels == 3:
-                one_pass.append("choose" if program.config.retrieval.chooses(done) else "middle")
-        one_pass.append("full")
+                one_pass.append(
+                    "retrieval_refresh" if program.config.retrieval.chooses(done) else "retrieval"
+                )
+        one_pass.append("target")
         names = one_pass * passes
         marks = Marks(self.device)
         for at, name in enumerate(names):
             program.run(name, generator)
             marks.add()
             if (at + 1) % len(one_pass) == 0:
-                program.texts.gathered.zero_()
+                program.state.gathered.zero_()
         found: dict[str, list[float]] = {}
         for name, ms in zip(names, marks.intervals(), strict=True):
             found.setdefault(name, []).append(ms)
@@ -288,7 +292,7 @@ def rounds_per_pass(program: DecodingProgram, levels: Sequence[LevelStats]) -> f
     return levels[0].forwards / depth / levels[-1].forwards
 
 
-def last_logits(model: StepModel, rows: TreeAttentionView, texts: SequenceState, width: int) -> Tensor:
+def last_logits(model: StepModel, rows: TreeAttentionView, texts: Prompts, width: int) -> Tensor:
     """``[B, width, V]`` at the last ``width`` tokens of each text, in one forward.
 
     Args:
@@ -328,15 +332,17 @@ def roofs_ms(program: DecodingProgram, lengths: Sequence[int], bandwidth: float)
 
     row = slot(program.store)
     full = weight_bytes(program.full.model) + sum(lengths) * row
-    needed = {"plain": full, "full": full}
+    needed = {"plain": full, "target": full}
     growth = program.drafter
     if isinstance(growth, TreeDrafter):
         window = program.batch * (growth.config.sinks + growth.config.window) * slot(growth.store)
-        needed["grow"] = growth.depth * (weight_bytes(growth.model.model) + window)
-    if program.rows is not None:
-        config = program.rows.config
+        needed["draft"] = growth.depth * (weight_bytes(growth.model.model) + window)
+    if program.retrieval_view is not None:
+        config = program.retrieval_view.config
         seen = sum(min(config.budget, length) for length in lengths)
-        needed["middle"] = weight_bytes(program.middle.model) + seen * row
+        needed["retrieval"] = weight_bytes(program.retrieval_model.model) + seen * row
         # The chunks are chosen by the means of their keys: half a row a chunk.
-        needed["choose"] = needed["middle"] + sum(length // config.chunk for length in lengths) * row // 2
+        needed["retrieval_refresh"] = (
+            needed["retrieval"] + sum(length // config.chunk for length in lengths) * row // 2
+        )
     return {name: 1e3 * size / bandwidth for name, size in needed.items()}

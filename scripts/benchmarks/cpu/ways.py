@@ -1,7 +1,8 @@
 """Attention on the CPU over rows in host memory: ways to compute it, ways to use many cores.
 
 A way takes queries ``[H_kv, R, D]`` in bf16, R = T x query heads a KV head, and rows ``[n, 2, H_kv, D]`` as
-``cycle/host_store.py`` keeps them. It returns a state: out ``[H_kv, R, D]`` and lse ``[H_kv, R]``, in fp32.
+``kv/offload/host_store.py`` keeps them. It returns a state:
+out ``[H_kv, R, D]`` and lse ``[H_kv, R]``, in fp32.
 """
 
 from collections.abc import Callable, Sequence

@@ -24,7 +24,7 @@ from triforce_tree.decoding.stop_criteria import Ending
 from triforce_tree.kv.offload.copy_stream import CopyStream
 from triforce_tree.kv.offload.host_store import Offload
 from triforce_tree.kv.offload.offloaded_cache import OffloadedCache
-from triforce_tree.kv.offload.offloaded_view import StreamedRows
+from triforce_tree.kv.offload.offloaded_view import StreamedView
 from triforce_tree.kv.offload.pinned import HostMemory
 from triforce_tree.kv.offload.streamed_weights import StreamedWeights
 from triforce_tree.kv.prefill import prefill
@@ -100,15 +100,15 @@ def bus_gbps(device: torch.device, size: int = 2 * GIB) -> dict[str, float]:
     memory = HostMemory(device.type == "cuda")
     host = memory.take((size // piece, piece), torch.uint8)
     near = torch.empty(piece, dtype=torch.uint8, device=device)
-    lane, result = CopyStream(device), {}
+    stream, result = CopyStream(device), {}
     for name, order in (("in", lambda row: (near, row)), ("out", lambda row: (row, near))):
         times = []
         for _ in range(3):
-            lane.synchronize()
+            stream.synchronize()
             start = time.perf_counter()
             for row in host:
-                lane.copy(*order(row))
-            lane.synchronize()
+                stream.copy(*order(row))
+            stream.synchronize()
             times.append(time.perf_counter() - start)
         result[name] = size / 1e9 / min(times)
     del host
@@ -199,7 +199,7 @@ class OffloadBench:
     def open(
         self,
         config: HierarchyConfig,
-        room: int,
+        max_seq_len: int,
         offload: Offload | None,
         temperatures: Sequence[float] = (0.0,),
     ) -> None:
@@ -208,7 +208,7 @@ class OffloadBench:
         levels = levels_of(config)
         drafter = drafter_of(self.draft, config, levels)
         self._program = self.timed(
-            "allocate", lambda: DecodingProgram(self.target, drafter, config, 1, room, levels, offload)
+            "allocate", lambda: DecodingProgram(self.target, drafter, config, 1, max_seq_len, levels, offload)
         )
         for temperature in temperatures:
             self.timed(
@@ -272,12 +272,12 @@ class OffloadBench:
         return runs[0], partings
 
     def stage_ms(
-        self, temperature: float, prompt: Sequence[int], rounds: int, passes: int = 2, last: str = "full"
+        self, temperature: float, prompt: Sequence[int], rounds: int, passes: int = 2, last: str = "target"
     ) -> dict[str, float]:
         """Median milliseconds of one run of each stage; every round of level 1 but the second chooses.
 
         Args:
-            last: stage of level 2 behind the rounds, "full" or, without any, "plain".
+            last: stage of level 2 behind the rounds, "target" or, without any, "plain".
         """
         program = self.program
         program.prepare(ProbsFromLogits.at(temperature))
@@ -287,14 +287,16 @@ class OffloadBench:
         found: dict[str, list[float]] = {}
         exchanged = []
         for _ in range(passes):
-            names = [n for i in range(rounds) for n in ("grow", "middle" if i == 1 else "choose")]
+            names = [
+                n for i in range(rounds) for n in ("draft", "retrieval" if i == 1 else "retrieval_refresh")
+            ]
             for name in [*names, last]:
                 _, seconds = timed(self.device, lambda n=name: program.run(n, generator))
                 found.setdefault(name, []).append(1e3 * seconds)
-                if name == "choose" and program.copies is not None:
-                    exchanged.append(float(program.copies.exchanged.float().mean()))
-            program.settled([row[0] for row in program.texts.report().tolist()])
-            program.texts.gathered.zero_()
+                if name == "retrieval_refresh" and program.gathered_view is not None:
+                    exchanged.append(float(program.gathered_view.exchanged.float().mean()))
+            program.committed([row[0] for row in program.state.report().tolist()])
+            program.state.gathered.zero_()
         result = {name: statistics.median(times) for name, times in found.items()}
         if exchanged:
             result["exchanged chunks a head"] = statistics.fmean(exchanged)
@@ -322,7 +324,7 @@ class LastRows:
         cache = OffloadedCache(target, 1, count + 64, 0, 256, 0, 0, offload)
         with target.active():
             cache.prefill([self.prompt[: count - _COMPARED + 1]], self.chunk)
-        logits = self._logits(StreamedRows(cache, _COMPARED, mask=self._chain))
+        logits = self._logits(StreamedView(cache, _COMPARED, mask=self._chain))
         cache.close()
         del cache
         free_memory()

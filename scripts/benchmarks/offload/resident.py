@@ -58,14 +58,14 @@ class Measured:
 
     def passes(self, share: float, together: int) -> Record:
         """Milliseconds, with ``share`` of the cache on the device and so many of its pieces at once."""
-        bench, room = self.bench, len(self.prompt) + 128
-        split = Offload(int(share * room * self.row), self.piece, 3)
+        bench, max_seq_len = self.bench, len(self.prompt) + 128
+        split = Offload(int(share * max_seq_len * self.row), self.piece, 3)
         with mock.patch.object(offloaded_view, "TOGETHER", together):
-            bench.open(self.config, room, split)
+            bench.open(self.config, max_seq_len, split)
         bench.feed(self.prompt)
         bench.decode(0.0, self.prompt, 3, rounds=0)
         plain = bench.stage_ms(0.0, self.prompt, 0, _PASSES, last="plain")["plain"]
-        verify = bench.stage_ms(0.0, self.prompt, 3, _PASSES)["full"]
+        verify = bench.stage_ms(0.0, self.prompt, 3, _PASSES)["target"]
         found = {"plain_ms": plain, "verify_ms": verify, "bus_ms": bench.pass_bytes / 1e6 / self.bus["in"]}
         bench.close()
         return {"share": share, "together": together} | {k: rounded(v) for k, v in found.items()}

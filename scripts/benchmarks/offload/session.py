@@ -130,8 +130,8 @@ class Session:
         while True:
             assert memory.offload is not None
             try:
-                room = self.plan.context + self.plan.new_tokens
-                self.bench.open(memory.config, room, memory.offload, self.plan.temperatures)
+                max_seq_len = self.plan.context + self.plan.new_tokens
+                self.bench.open(memory.config, max_seq_len, memory.offload, self.plan.temperatures)
                 host = self.bench.offloaded.host
                 self.say(
                     f"cap {cap:g} GiB: {memory.as_dict()['options']}, resident "

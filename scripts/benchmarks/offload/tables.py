@@ -96,9 +96,9 @@ def _rows(content: Record, *parts: str) -> list[Record]:
             continue
         more = {"model": row["shape"].split()[0], "attention": _attention(row)}
         more["near"] = row["resident_gib"] / (row["resident_gib"] + row["host_gib"])
-        if row["stages"].get("full"):
+        if row["stages"].get("target"):
             bus = row["streamed_gib"] * 2**30 / 1e6 / row["bus_gbps"]["in"]
-            more["on_bus"] = bus / row["stages"]["full"]
+            more["on_bus"] = bus / row["stages"]["target"]
         found.append(row | more)
     return found
 

@@ -139,14 +139,14 @@ def ablations(session: Session, plan: Plan, deadline: Deadline) -> None:
     """One setting after the other, from several places of the same text."""
     [(batch, context)] = plan.cells
     temperature = plan.temperatures[0]
-    room = context + plan.new_tokens
+    max_seq_len = context + plan.new_tokens
     for change in deadline.steps(plan.ablations):
         starts = [context - min(_APART, context // 16) * i for i in range(plan.prompts)]
         starts = [s for s in starts if session.wanted(0, batch, context, temperature, change, s)]
         if not starts:
             continue
         try:
-            session.open(change, batch, room, [temperature])
+            session.open(change, batch, max_seq_len, [temperature])
             texts = session.feed(0, batch, context)
             for start in starts:
                 with session.shortened(texts, start, plan.new_tokens) as shorter:

@@ -68,15 +68,19 @@ class Session:
     def _say(self, text: str) -> None:
         print(f"[{time.perf_counter() - self._start:6.1f} s] {text}", file=sys.stderr, flush=True)
 
-    def open(self, change: dict[str, Any], batch: int, room: int, temperatures: Sequence[float]) -> None:
+    def open(
+        self, change: dict[str, Any], batch: int, max_seq_len: int, temperatures: Sequence[float]
+    ) -> None:
         """The program for one setting."""
         start = time.perf_counter()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        self.bench.open(HierarchyConfig.from_options(**(self.options | change)), batch, room, temperatures)
+        self.bench.open(
+            HierarchyConfig.from_options(**(self.options | change)), batch, max_seq_len, temperatures
+        )
         took = time.perf_counter() - start
         if took > 0.1:
-            self._say(f"{change or 'default'}, batch {batch}, room {room}: captured in {took:.1f} s")
+            self._say(f"{change or 'default'}, batch {batch}, room {max_seq_len}: captured in {took:.1f} s")
 
     def feed(self, number: int, batch: int, context: int) -> Batch:
         """Prompt ``number``, or set of prompts, into the full cache."""
@@ -125,13 +129,13 @@ class Session:
         run = self.bench.decode(temperature, texts.tokens, new)
         program = self.bench.program
         rounds = max(1, round(run.rounds))
-        passes = max(1, min(_PROFILED, new // (program.reach + 1)))
+        passes = max(1, min(_PROFILED, new // (program.max_draft_tokens + 1)))
         stages = self.bench.stage_ms(temperature, texts.tokens, rounds, passes)
         roofs = roofs_ms(program, [len(t) + new // 2 for t in texts.tokens], self.bandwidth)
-        runs = {"grow": run.rounds, "choose": 1.0, "middle": run.rounds - 1, "full": 1.0}
+        runs = {"draft": run.rounds, "retrieval_refresh": 1.0, "retrieval": run.rounds - 1, "target": 1.0}
         if program.config.retrieval.refresh:
             chosen = -(-rounds // program.config.retrieval.refresh)
-            runs |= {"choose": float(chosen), "middle": run.rounds - chosen}
+            runs |= {"retrieval_refresh": float(chosen), "retrieval": run.rounds - chosen}
         levels = run.levels
         sample = {
             **self._cell(texts, temperature, change),

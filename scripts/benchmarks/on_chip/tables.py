@@ -11,10 +11,10 @@ HEADLINES = ("7b", "8b", "batch")
 # context and temperature.
 TRIFORCE = {(1, 122_880, 0.0): 2.31, (1, 122_880, 0.6): 2.19, (1, 122_880, 1.0): 2.08, (6, 19_456, 0.0): 1.90}
 STAGES = {
-    "grow": "0: draft grows a tree",
-    "choose": "1: first pass, chooses chunks",
-    "middle": "1: further passes",
-    "full": "2: target on the full cache",
+    "draft": "0: draft grows a tree",
+    "retrieval_refresh": "1: first pass, chooses chunks",
+    "retrieval": "1: further passes",
+    "target": "2: target on the full cache",
 }
 
 
@@ -82,7 +82,7 @@ def _rows(content: Record, *parts: str) -> list[Record]:
     found = []
     for row in rows_of(content, *parts):
         spent = {name: stage["runs"] * stage["ms"] for name, stage in row["stages"].items()}
-        spent["middle"] = spent.pop("choose", 0.0) + spent.pop("middle", 0.0)
+        spent["retrieval"] = spent.pop("retrieval_refresh", 0.0) + spent.pop("retrieval", 0.0)
         options = content["parts"][row["part"]]["settings"]["options"] | row["setting"]
         found.append(row | {"spent": spent, "options": options})
     return found

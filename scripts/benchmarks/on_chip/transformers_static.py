@@ -38,7 +38,7 @@ def alias(store: KVStore, target: HFModel) -> StaticCache:
     return cache
 
 
-def _stand(cache: StaticCache, store: KVStore, place: int) -> None:
+def _set_lengths(cache: StaticCache, store: KVStore, place: int) -> None:
     """The next token goes to row ``place``; rows behind it, which the mask hides, must be finite."""
     layers: list[Any] = cache.layers
     for layer in layers:
@@ -77,10 +77,10 @@ def static_decoding(
 
     start = time.perf_counter()
     for _ in range(_WARM_UPS if compiled else 1):
-        _stand(cache, store, place)
+        _set_lengths(cache, store, place)
         step(roots).tolist()
     warm_up = time.perf_counter() - start
-    _stand(cache, store, place)
+    _set_lengths(cache, store, place)
     tokens, times, out = roots, [], []
     for _ in range(new):
         start = time.perf_counter()

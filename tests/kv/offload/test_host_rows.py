@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cycle_cases import decoded
 from families import CAPPED, greedy
-from offloaded_cases import NEW, PIECE, PROMPTS, cycle_of, logits_of, references
+from offloaded_cases import NEW, PIECE, PROMPTS, logits_of, program_of, references
+from program_cases import decoded
 from torch import Tensor
 
 from triforce_tree.config import HierarchyConfig
@@ -107,39 +107,39 @@ def test_where_the_other_rows_live_changes_no_bit() -> None:
 @pytest.mark.parametrize("levels", [1, 2, 3])
 def test_greedy_text_is_the_targets_own(levels: int, shares: tuple[float, float]) -> None:
     split = Offload(3 * PIECE, PIECE, 2, host_share=shares[0], plain_host_share=shares[1])
-    cycle = cycle_of(levels, 3, split=split)
-    assert decoded(cycle, PROMPTS, NEW)[0] == references(PROMPTS, NEW)
-    assert cycle.offloaded is not None
-    assert cycle.offloaded.attention is not None
+    program = program_of(levels, 3, split=split)
+    assert decoded(program, PROMPTS, NEW)[0] == references(PROMPTS, NEW)
+    assert program.offloaded is not None
+    assert program.offloaded.attention is not None
     used = shares[1] if levels == 1 else shares[0]
-    assert (cycle.offloaded.attention.bytes > 0) == (used > 0)
+    assert (program.offloaded.attention.bytes > 0) == (used > 0)
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-mqa"])
 def test_families(family: str) -> None:
-    cycle = cycle_of(3, 1, family, split=HALF)
-    assert decoded(cycle, PROMPTS[:1], NEW[:1])[0] == references(PROMPTS[:1], NEW[:1], family)
+    program = program_of(3, 1, family, split=HALF)
+    assert decoded(program, PROMPTS[:1], NEW[:1])[0] == references(PROMPTS[:1], NEW[:1], family)
 
 
 def test_passes_of_both_kinds_follow_each_other() -> None:
     """Their shares differ, and so do the pieces that they let come."""
     split = Offload(0, PIECE, 3, host_share=0.3, plain_host_share=0.9)
-    cycle = cycle_of(3, 2, split=split)
-    cycle.prepare(ProbsFromLogits(greedy=True))
-    cycle.prefill(PROMPTS[:2])
+    program = program_of(3, 2, split=split)
+    program.prepare(ProbsFromLogits(greedy=True))
+    program.prefill(PROMPTS[:2])
     texts = [[], []]
     generator = torch.Generator().manual_seed(0)
-    for stage in ("plain", "full", "full", "plain", "plain", "full"):
-        if stage == "full":
-            assert cycle.drafter is not None
+    for stage in ("plain", "target", "target", "plain", "plain", "target"):
+        if stage == "target":
+            assert program.drafter is not None
             whole = [[*p, *t] for p, t in zip(PROMPTS[:2], texts, strict=True)]
-            cycle.drafter.prepare(whole, resumed=True)
-            cycle.run("grow", generator)
-            cycle.run("choose", generator)
-        cycle.run(stage, generator)
-        report = cycle.texts.report().tolist()
-        cycle.settled([row[0] for row in report])
-        cycle.texts.gathered.zero_()
+            program.drafter.prepare(whole, resumed=True)
+            program.run("draft", generator)
+            program.run("retrieval_refresh", generator)
+        program.run(stage, generator)
+        report = program.state.report().tolist()
+        program.committed([row[0] for row in report])
+        program.state.gathered.zero_()
         for text, (count, _, _, _, *tokens) in zip(texts, report, strict=True):
             text += tokens[:count]
     assert texts == references(PROMPTS[:2], [len(text) for text in texts])
@@ -147,9 +147,9 @@ def test_passes_of_both_kinds_follow_each_other() -> None:
 
 def test_sinks_are_counted_once() -> None:
     target = CAPPED["gpt-oss"]()
-    cycle = DecodingProgram(HFModel(target), None, HierarchyConfig(), 1, 200, 1, HALF)
+    program = DecodingProgram(HFModel(target), None, HierarchyConfig(), 1, 200, 1, HALF)
     expected = greedy(target, PROMPTS[0], 30, attention_mask=torch.ones(1, len(PROMPTS[0])))
-    assert decoded(cycle, PROMPTS[:1], [30])[0] == [expected]
+    assert decoded(program, PROMPTS[:1], [30])[0] == [expected]
 
 
 def test_capped_scores_are_refused() -> None:
@@ -161,16 +161,18 @@ def test_capped_scores_are_refused() -> None:
 
 
 def test_the_same_seed_and_split_give_the_same_draws() -> None:
-    law = ProbsFromLogits.at(0.8)
-    texts = [decoded(cycle_of(3, 2, split=HALF), PROMPTS[:2], NEW[:2], law, seed=5)[0] for _ in range(2)]
+    to_probs = ProbsFromLogits.at(0.8)
+    texts = [
+        decoded(program_of(3, 2, split=HALF), PROMPTS[:2], NEW[:2], to_probs, seed=5)[0] for _ in range(2)
+    ]
     assert texts[0] == texts[1]
 
 
 def test_a_fault_is_raised_and_the_next_text_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    cycle = cycle_of(3, split=HALF)
-    expected, _ = decoded(cycle, PROMPTS[:1], [10])
-    assert cycle.offloaded is not None
-    attention = cycle.offloaded.attention
+    program = program_of(3, split=HALF)
+    expected, _ = decoded(program, PROMPTS[:1], [10])
+    assert program.offloaded is not None
+    attention = program.offloaded.attention
     assert attention is not None
     work, left = attention._answer, 3
 
@@ -183,9 +185,9 @@ def test_a_fault_is_raised_and_the_next_text_is_right(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(attention, "_answer", failing)
     with pytest.raises(RuntimeError, match="a core is gone"):
-        decoded(cycle, PROMPTS[:1], [10], again=True)
+        decoded(program, PROMPTS[:1], [10], again=True)
     monkeypatch.undo()
-    assert decoded(cycle, PROMPTS[:1], [10], again=True)[0] == expected
+    assert decoded(program, PROMPTS[:1], [10], again=True)[0] == expected
 
 
 def test_rows_are_attended_to_or_stream_or_stay() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from cycle_cases import SMALL
 from families import greedy, perturbed, prompt_of, tiny
+from program_cases import SMALL
 from tiny_pair import TinyPair
 from transformers import PreTrainedModel
 
@@ -82,7 +82,9 @@ def test_an_engine_with_streamed_weights() -> None:
 
 def test_weights_move_where_they_do_not_fit(monkeypatch: pytest.MonkeyPatch, pair: TinyPair) -> None:
     assert pair.load(profile=False, gpu_memory="2GiB").hierarchy.target.streamed is None
-    monkeypatch.setattr(checkpoints, "weights_fit", lambda weights, room: (weights, room) == (0, 0))
+    monkeypatch.setattr(
+        checkpoints, "weights_fit", lambda weights, max_seq_len: (weights, max_seq_len) == (0, 0)
+    )
     assert pair.load(profile=False).hierarchy.target.streamed is None
     # Without a bound a CPU has one memory.
     assert pair.load(profile=False, offload="auto").hierarchy.target.streamed is None

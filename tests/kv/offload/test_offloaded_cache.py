@@ -9,9 +9,9 @@ import weakref
 
 import pytest
 import torch
-from cycle_cases import SMALL, decoded
 from families import CAPPED, greedy, prompt_of
-from offloaded_cases import NEW, PIECE, PROMPTS, cycle_of, logits_of, model, references
+from offloaded_cases import NEW, PIECE, PROMPTS, logits_of, model, program_of, references
+from program_cases import SMALL, decoded
 from scipy import stats
 from torch import Tensor
 
@@ -46,8 +46,8 @@ def _few_rows_leave_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("levels", [1, 2, 3])
 def test_greedy_text_is_the_targets_own(levels: int, split: str):
-    cycle = cycle_of(levels, 3, split=SPLITS[split])
-    new, decoder = decoded(cycle, PROMPTS, NEW)
+    program = program_of(levels, 3, split=SPLITS[split])
+    new, decoder = decoded(program, PROMPTS, NEW)
     assert new == references(PROMPTS, NEW)
     if levels == 3:
         assert decoder.levels[-1].mean_accepted_length > 1.2
@@ -55,46 +55,46 @@ def test_greedy_text_is_the_targets_own(levels: int, split: str):
 
 @pytest.mark.parametrize("family", ["llama", "llama-mqa", "qwen3", "gpt-neox", "olmo2", "mixtral", "phi3"])
 def test_families(family: str):
-    cycle = cycle_of(3, 1, family)
-    assert decoded(cycle, PROMPTS[:1], NEW[:1])[0] == references(PROMPTS[:1], NEW[:1], family)
+    program = program_of(3, 1, family)
+    assert decoded(program, PROMPTS[:1], NEW[:1])[0] == references(PROMPTS[:1], NEW[:1], family)
 
 
 @pytest.mark.parametrize("family", CAPPED)
 def test_capped_scores_and_sinks_are_counted_once(family: str):
     target = CAPPED[family]()
     config = HierarchyConfig.from_options(**SMALL)
-    cycle = DecodingProgram(HFModel(target), None, config, 1, 200, 1, Offload(0, PIECE, 2))
+    program = DecodingProgram(HFModel(target), None, config, 1, 200, 1, Offload(0, PIECE, 2))
     expected = greedy(target, PROMPTS[0], 30, attention_mask=torch.ones(1, len(PROMPTS[0])))
-    assert decoded(cycle, PROMPTS[:1], [30])[0] == [expected]
+    assert decoded(program, PROMPTS[:1], [30])[0] == [expected]
 
 
 @pytest.mark.parametrize(
     "options", [{"chunk": 8}, {"chunk": 3}, {"refresh": 1}, {"refresh": 2}, {"runner_ups": False}]
 )
 def test_settings_of_level_one(options: dict[str, object]):
-    cycle = cycle_of(3, 2, **options)
-    assert decoded(cycle, PROMPTS[:2], NEW[:2])[0] == references(PROMPTS[:2], NEW[:2])
+    program = program_of(3, 2, **options)
+    assert decoded(program, PROMPTS[:2], NEW[:2])[0] == references(PROMPTS[:2], NEW[:2])
 
 
 def test_long_texts_leave_the_window_many_times():
-    cycle = cycle_of(3, 1, room=400)
-    assert decoded(cycle, PROMPTS[:1], [250])[0] == references(PROMPTS[:1], [250])
-    assert cycle.offloaded is not None
-    assert cycle.offloaded.host.base[0] >= 83 + 250 - 1 - 8 - 16 - 5
-    means = cycle.offloaded.means
+    program = program_of(3, 1, max_seq_len=400)
+    assert decoded(program, PROMPTS[:1], [250])[0] == references(PROMPTS[:1], [250])
+    assert program.offloaded is not None
+    assert program.offloaded.host.base[0] >= 83 + 250 - 1 - 8 - 16 - 5
+    means = program.offloaded.means
     assert means is not None
-    host, chunk = cycle.offloaded.host, cycle.offloaded.chunk
+    host, chunk = program.offloaded.host, program.offloaded.chunk
     for layer in range(host.layers):
         keys = host.read(layer, 0, 0, host.base[0])[:, 0].unflatten(0, (-1, chunk)).mean(1)
         torch.testing.assert_close(means[layer, 0, :, : keys.shape[0]], keys.transpose(0, 1))
 
 
 def test_copies_are_the_chunks_they_stand_for():
-    cycle = cycle_of(3, 2, room=400, budget=40)
-    decoded(cycle, PROMPTS[:2], [150, 150])
-    assert cycle.copies is not None
-    assert cycle.offloaded is not None
-    held, chunk, cached = cycle.copies._held, cycle.copies.chunk, cycle.offloaded
+    program = program_of(3, 2, max_seq_len=400, budget=40)
+    decoded(program, PROMPTS[:2], [150, 150])
+    assert program.gathered_view is not None
+    assert program.offloaded is not None
+    held, chunk, cached = program.gathered_view._held, program.gathered_view.chunk, program.offloaded
     for layer in range(2):
         for b in range(2):
             rows = cached.host.read(layer, b, 0, cached.host.base[b])
@@ -123,7 +123,7 @@ def test_a_resident_last_layer_needs_no_memory_for_prefill(
 ):
     """Rows are computed in its memory; hidden states wait in level 1's, where that is large enough."""
     made = []
-    for name, kind in (("host", offloaded_cache.FarStates), ("reserved", offloaded_cache.ReservedStates)):
+    for name, kind in (("host", offloaded_cache.HostStates), ("reserved", offloaded_cache.ReservedStates)):
 
         def note(*args: object, name: str = name, kind: type = kind):
             made.append(name)
@@ -132,53 +132,53 @@ def test_a_resident_last_layer_needs_no_memory_for_prefill(
         monkeypatch.setattr(offloaded_cache, kind.__name__, note)
     rows = (length + 50) // 16 * 16
     split = Offload(rows * PIECE // 32 + PIECE, PIECE, 2, states_on_host=on_host, last_resident=True)
-    cycle = cycle_of(levels, room=rows, split=split)
-    own = cycle.offloaded
+    program = program_of(levels, max_seq_len=rows, split=split)
+    own = program.offloaded
     assert own is not None
     assert own.host.resident_rows == [32, rows]
     assert own.store.memory.numel() == own.store.kv.numel()
     prompt = prompt_of(length)
-    assert decoded(cycle, [prompt], [20])[0] == references([prompt], [20])
+    assert decoded(program, [prompt], [20])[0] == references([prompt], [20])
     assert (made or ["device"]) == [where]
 
 
 @pytest.mark.parametrize("levels", [1, 3])
 def test_rewinding_is_as_good_as_feeding_anew(levels: int):
-    cycle = cycle_of(levels, 2, room=300)
-    [first, second], _ = decoded(cycle, PROMPTS[:2], [50, 50])
+    program = program_of(levels, 2, max_seq_len=300)
+    [first, second], _ = decoded(program, PROMPTS[:2], [50, 50])
     for kept in (0, 1, 40, 30):
         heads = [[*PROMPTS[0], *first[:kept]], [*PROMPTS[1], *second[:kept]]]
-        new, _ = decoded(cycle, heads, [50 - kept, 50 - kept], again=True)
+        new, _ = decoded(program, heads, [50 - kept, 50 - kept], again=True)
         assert new == [first[kept:], second[kept:]]
-    again = decoded(cycle, PROMPTS[:2], [30, 30], SAMPLED, seed=3, again=True)[0]
-    fresh = cycle_of(levels, 2, room=300)
+    again = decoded(program, PROMPTS[:2], [30, 30], SAMPLED, seed=3, again=True)[0]
+    fresh = program_of(levels, 2, max_seq_len=300)
     assert again == decoded(fresh, PROMPTS[:2], [30, 30], SAMPLED, seed=3)[0]
 
 
 def test_what_was_never_fed_cannot_be_stood_at():
-    cycle = cycle_of(1)
-    decoded(cycle, PROMPTS[:1], [4])
+    program = program_of(1)
+    decoded(program, PROMPTS[:1], [4])
     with pytest.raises(ValueError, match="feed it first"):
-        cycle.rewind([PROMPTS[1]])
+        program.rewind([PROMPTS[1]])
 
 
 def test_plain_sampling_draws_what_the_cache_on_the_device_draws():
     config = HierarchyConfig.from_options(**SMALL)
     on_chip = DecodingProgram(HFModel(model("llama-gqa")), None, config, 2, 200, 1)
     expected = decoded(on_chip, PROMPTS[:2], NEW[:2], SAMPLED, seed=5)[0]
-    assert decoded(cycle_of(1, 2), PROMPTS[:2], NEW[:2], SAMPLED, seed=5)[0] == expected
+    assert decoded(program_of(1, 2), PROMPTS[:2], NEW[:2], SAMPLED, seed=5)[0] == expected
 
 
 def test_sampled_tokens_follow_the_targets_law():
-    prompt, batch, law = PROMPTS[0], 10, SAMPLED
+    prompt, batch, to_probs = PROMPTS[0], 10, SAMPLED
     draws, prompts = 50 * batch, [prompt] * batch
-    cycle = cycle_of(3, batch)
-    cycle.prepare(law)
-    cycle.prefill(prompts)
+    program = program_of(3, batch)
+    program.prepare(to_probs)
+    program.prefill(prompts)
     seen: dict[int, list[int]] = {1: [], 2: []}
     for seed in range(draws // batch):
-        decoder = Decoder(cycle, law, seed)
-        cycle.rewind(prompts)
+        decoder = Decoder(program, to_probs, seed)
+        program.rewind(prompts)
         for tokens in next(iter(decoder.decode(prompts, [Ending(3)] * batch))):
             seen[1].append(tokens[0])
             seen[2] += tokens[1:2]
@@ -200,7 +200,7 @@ def test_memory_that_is_short_is_refused_before_it_is_taken(monkeypatch: pytest.
     with pytest.raises(
         HostMemoryError, match=r"needs .* GiB of host memory .* the test leaves 0.0 GiB; shorten"
     ):
-        cycle_of(1)
+        program_of(1)
     assert not taken
 
 
@@ -217,7 +217,7 @@ def test_a_block_that_cannot_be_had_gives_the_others_back(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(HostMemory, "take", twice)
     with pytest.raises(HostMemoryError, match="no more") as caught:
-        cycle_of(1)
+        program_of(1)
     del caught
     gc.collect()
     assert blocks[0]() is None
@@ -226,9 +226,9 @@ def test_a_block_that_cannot_be_had_gives_the_others_back(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 @pytest.mark.parametrize("levels", [1, 3])
 def test_an_interrupted_prefill_gives_the_memory_back(levels: int, error: type[BaseException]):
-    cycle = cycle_of(levels)
-    assert cycle.offloaded is not None
-    block = weakref.ref(cycle.offloaded.host.far[0][0])
+    program = program_of(levels)
+    assert program.offloaded is not None
+    block = weakref.ref(program.offloaded.host.far[0][0])
     forwards = [layer.forward for layer in model("llama-gqa").model.layers]
     left = 2
 
@@ -239,20 +239,20 @@ def test_an_interrupted_prefill_gives_the_memory_back(levels: int, error: type[B
             raise error("stop")
 
     with pytest.raises(error):
-        cycle.prefill(PROMPTS[:1], progress)
-    assert cycle.closed
+        program.prefill(PROMPTS[:1], progress)
+    assert program.closed
     gc.collect()
     assert block() is None
-    assert cycle.offloaded.host.host_bytes == 0
+    assert program.offloaded.host.host_bytes == 0
     assert [layer.forward for layer in model("llama-gqa").model.layers] == forwards
-    assert decoded(cycle_of(levels), PROMPTS[:1], NEW[:1])[0] == references(PROMPTS[:1], NEW[:1])
+    assert decoded(program_of(levels), PROMPTS[:1], NEW[:1])[0] == references(PROMPTS[:1], NEW[:1])
 
 
 def test_a_fault_in_a_copy_is_raised_and_the_next_text_is_right(monkeypatch: pytest.MonkeyPatch):
-    cycle = cycle_of(1)
-    assert cycle.offloaded is not None
-    ring = cycle.offloaded.host.ring
-    expected, _ = decoded(cycle, PROMPTS[:1], [10])
+    program = program_of(1)
+    assert program.offloaded is not None
+    ring = program.offloaded.host.ring
+    expected, _ = decoded(program, PROMPTS[:1], [10])
     issue, left = ring._issue, 5
 
     def failing() -> None:
@@ -264,24 +264,24 @@ def test_a_fault_in_a_copy_is_raised_and_the_next_text_is_right(monkeypatch: pyt
 
     monkeypatch.setattr(ring, "_issue", failing)
     with pytest.raises(RuntimeError, match="the bus is gone"):
-        decoded(cycle, PROMPTS[:1], [10], again=True)
+        decoded(program, PROMPTS[:1], [10], again=True)
     monkeypatch.undo()
-    assert decoded(cycle, PROMPTS[:1], [10], again=True)[0] == expected
+    assert decoded(program, PROMPTS[:1], [10], again=True)[0] == expected
 
 
 def test_progress_of_prefill_counts_every_token_once():
-    cycle, told = cycle_of(1), []
-    cycle.prefill(PROMPTS[1:2], told.append)
+    program, told = program_of(1), []
+    program.prefill(PROMPTS[1:2], told.append)
     assert sum(told) == len(PROMPTS[1]) - 1
     assert min(told) > 0
 
 
 def test_hundreds_of_passes_take_no_more_memory():
-    cycle = cycle_of(1, room=600)
-    assert cycle.offloaded is not None
-    taken = cycle.offloaded.host.host_bytes
-    assert len(decoded(cycle, PROMPTS[:1], [400])[0][0]) == 400
-    assert cycle.offloaded.host.host_bytes == taken
+    program = program_of(1, max_seq_len=600)
+    assert program.offloaded is not None
+    taken = program.offloaded.host.host_bytes
+    assert len(decoded(program, PROMPTS[:1], [400])[0][0]) == 400
+    assert program.offloaded.host.host_bytes == taken
 
 
 def test_a_split_that_cannot_work_is_refused():

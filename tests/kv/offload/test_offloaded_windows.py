@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from cycle_cases import SMALL, decoded
 from families import NO_DRAFTS, perturbed, tiny
-from offloaded_cases import PIECE, PROMPTS, cycle_of, logits_of, references
+from offloaded_cases import PIECE, PROMPTS, logits_of, program_of, references
+from program_cases import SMALL, decoded
 
 from triforce_tree import load
 from triforce_tree.config import HierarchyConfig
@@ -38,9 +38,9 @@ def _few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_families(family: str) -> None:
     """Layers of both kinds, with capped scores or sinks; windows alone; heads of two sizes."""
     for levels in (1,) if family in NO_DRAFTS else (1, 2, 3):
-        cycle = cycle_of(levels, 2, family)
-        assert decoded(cycle, PROMPTS[:2], NEW)[0] == references(PROMPTS[:2], NEW, family), levels
-        own, shapes = cycle.offloaded, cycle.target.kv_shapes
+        program = program_of(levels, 2, family)
+        assert decoded(program, PROMPTS[:2], NEW)[0] == references(PROMPTS[:2], NEW, family), levels
+        own, shapes = program.offloaded, program.target.kv_shapes
         assert own is not None
         assert own.host.layers == sum(shape.window is None for shape in shapes)
         for layer, shape in enumerate(shapes):
@@ -51,8 +51,8 @@ def test_families(family: str) -> None:
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_where_rows_live_changes_no_token(split: str) -> None:
-    cycle = cycle_of(3, 2, "gemma3", split=SPLITS[split])
-    assert decoded(cycle, PROMPTS[:2], NEW)[0] == references(PROMPTS[:2], NEW, "gemma3")
+    program = program_of(3, 2, "gemma3", split=SPLITS[split])
+    assert decoded(program, PROMPTS[:2], NEW)[0] == references(PROMPTS[:2], NEW, "gemma3")
 
 
 @pytest.mark.parametrize("family", ["gemma3", "qwen2-window"])
@@ -64,21 +64,21 @@ def test_logits_are_those_of_a_cache_on_the_device(family: str) -> None:
 
 @pytest.mark.parametrize("levels", [1, 3])
 def test_rewinding(levels: int) -> None:
-    cycle = cycle_of(levels, 2, "gemma3", room=250)
-    first, _ = decoded(cycle, PROMPTS[:2], [40, 40])
+    program = program_of(levels, 2, "gemma3", max_seq_len=250)
+    first, _ = decoded(program, PROMPTS[:2], [40, 40])
     for kept in (40, 0, 11):
         heads = [[*prompt, *new[:kept]] for prompt, new in zip(PROMPTS, first, strict=False)]
-        rest = decoded(cycle, heads, [50 - kept] * 2, again=True)[0]
+        rest = decoded(program, heads, [50 - kept] * 2, again=True)[0]
         assert [new[: 40 - kept] for new in rest] == [new[kept:] for new in first]
 
 
 def test_the_cpu_attends_to_layers_without_a_window_alone() -> None:
     split = Offload(0, PIECE, 2, host_share=0.5, plain_host_share=0.5)
-    cycle = cycle_of(2, 2, "gemma3", split=split)
-    assert decoded(cycle, PROMPTS[:2], NEW)[0] == references(PROMPTS[:2], NEW, "gemma3")
-    assert cycle.offloaded is not None
-    assert cycle.offloaded.attention is not None
-    assert cycle.offloaded.attention.bytes > 0
+    program = program_of(2, 2, "gemma3", split=split)
+    assert decoded(program, PROMPTS[:2], NEW)[0] == references(PROMPTS[:2], NEW, "gemma3")
+    assert program.offloaded is not None
+    assert program.offloaded.attention is not None
+    assert program.offloaded.attention.bytes > 0
 
 
 def test_whole_layers_of_different_heads_are_refused() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from cycle_cases import SMALL
 from families import CAPPED, greedy, perturbed, prompt_of, tiny
+from program_cases import SMALL
 from tiny_pair import TinyPair
 from transformers import PreTrainedModel
 
@@ -92,8 +92,8 @@ def test_one_offloaded_cache_at_a_time() -> None:
         out = each.generate(PROMPT, max_new_tokens=8, do_sample=False)
         assert out.sequences[0, len(PROMPT) :].tolist() == expected()[:8]
         assert len(own.hierarchy._offloaded) == 1
-        assert each.hierarchy._cycle is not None
-        assert each.hierarchy._cycle[1] is own.hierarchy._offloaded[0]
+        assert each.hierarchy._program is not None
+        assert each.hierarchy._program[1] is own.hierarchy._offloaded[0]
 
 
 def test_a_batch() -> None:
@@ -126,8 +126,8 @@ def test_room_for_the_next_text_is_given_up_first(monkeypatch: pytest.MonkeyPatc
     out = own.generate(PROMPT, max_new_tokens=NEW, do_sample=False)
     assert out.sequences[0, len(PROMPT) :].tolist() == expected()
     assert asked == [1024 - len(PROMPT), NEW]
-    assert own.hierarchy._cycle is not None
-    assert own.hierarchy._cycle[1].room == len(PROMPT) + NEW
+    assert own.hierarchy._program is not None
+    assert own.hierarchy._program[1].max_seq_len == len(PROMPT) + NEW
     # So long a text is written again with what there is.
     own.generate(PROMPT, max_new_tokens=NEW, do_sample=False)
     assert len(asked) == 2
@@ -194,7 +194,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, times: set[i
 
 @pytest.mark.parametrize(
     ("place", "times"),
-    [("__init__", {1}), ("prepare", {1, 2}), ("prefill", {1}), ("settled", {3}), ("run", {5, 60})],
+    [("__init__", {1}), ("prepare", {1, 2}), ("prefill", {1}), ("committed", {3}), ("run", {5, 60})],
 )
 def test_memory_that_runs_out_is_done_without(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, place: str, times: set[int]
@@ -232,7 +232,7 @@ def test_memory_that_runs_out_for_good_is_said(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_sampling_goes_on_with_new_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    failing(monkeypatch, DecodingProgram, "settled", {2})
+    failing(monkeypatch, DecodingProgram, "committed", {2})
     out = engine().generate(PROMPT, max_new_tokens=NEW, do_sample=True, temperature=0.8, top_k=0, seed=3)
     assert out.new_tokens == NEW
 
@@ -245,7 +245,7 @@ def test_an_interrupt_gives_the_memory_back(what: str) -> None:
     own = engine()
     with pytest.raises(KeyboardInterrupt):
         own.generate(PROMPT, max_new_tokens=NEW, do_sample=False, **{what: stop})
-    assert all(cycle.closed for cycle in own.hierarchy._offloaded)
+    assert all(program.closed for program in own.hierarchy._offloaded)
     gc.collect()
     out = own.generate(PROMPT, max_new_tokens=NEW, do_sample=False)
     assert out.sequences[0, len(PROMPT) :].tolist() == expected()
@@ -302,9 +302,9 @@ def _attending(
     out = own.generate(PROMPT, max_new_tokens=NEW, do_sample=False)
     assert out.sequences[0, len(PROMPT) :].tolist() == expected()
     assert out.memory is not None
-    [cycle] = own.hierarchy._offloaded
-    assert cycle.offloaded is not None
-    return out.memory, cycle
+    [program] = own.hierarchy._offloaded
+    assert program.offloaded is not None
+    return out.memory, program
 
 
 @pytest.mark.parametrize(
@@ -315,19 +315,19 @@ def _attending(
 def test_the_cpu_attends_where_it_is_asked_to_or_has_a_kernel(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], native: bool
 ) -> None:
-    memory, cycle = _attending(monkeypatch, native, options)
+    memory, program = _attending(monkeypatch, native, options)
     assert memory["split"]["host_share"] > 0
-    assert cycle.offloaded.attention is not None
-    assert cycle.offloaded.attention.bytes > 0
+    assert program.offloaded.attention is not None
+    assert program.offloaded.attention.bytes > 0
     # By its bytes alone, a pass is as much faster as less of it crosses the bus.
     share = memory["split"]["host_share"]
-    resident = cycle.offloaded.host.resident_bytes
-    slot = cycle.target.layers * cycle.offloaded.host.row_bytes
+    resident = program.offloaded.host.resident_bytes
+    slot = program.target.layers * program.offloaded.host.row_bytes
     tokens = -(-resident // slot) + 1000
     far = tokens * slot - resident
-    assert cycle.transferred_bytes(tokens) == pytest.approx((1 - share) * far, abs=1)
+    assert program.transferred_bytes(tokens) == pytest.approx((1 - share) * far, abs=1)
     plain_share = memory["split"]["plain_host_share"]
-    assert cycle.transferred_bytes(tokens, plain=True) == pytest.approx((1 - plain_share) * far, abs=1)
+    assert program.transferred_bytes(tokens, plain=True) == pytest.approx((1 - plain_share) * far, abs=1)
 
 
 @pytest.mark.parametrize(
@@ -338,9 +338,9 @@ def test_the_cpu_attends_where_it_is_asked_to_or_has_a_kernel(
 def test_elsewhere_all_is_streamed(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], native: bool
 ) -> None:
-    memory, cycle = _attending(monkeypatch, native, options)
+    memory, program = _attending(monkeypatch, native, options)
     assert memory["cpu_gbps"] is None
-    assert cycle.offloaded.attention is None
+    assert program.offloaded.attention is None
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from cycle_cases import GREEDY, decoded
 from families import prompt_of, tiny
-from offloaded_cases import PIECE, cycle_of
+from offloaded_cases import PIECE, program_of
+from program_cases import GREEDY, decoded
 from races import Event, Stream, Watch, watched
 from torch import Tensor
 
@@ -39,10 +39,10 @@ def _few_rows_leave_at_once(monkeypatch: pytest.MonkeyPatch, poisoned_empty: Non
     monkeypatch.setattr(offloaded_cache, "LEAVING", 16)
 
 
-def write(cycle: DecodingProgram) -> None:
+def write(program: DecodingProgram) -> None:
     """A text, and from its prompt on the same again, so that rows come back from the host."""
-    first, _ = decoded(cycle, [PROMPT], [NEW], GREEDY)
-    assert decoded(cycle, [PROMPT], [NEW], GREEDY, again=True)[0] == first
+    first, _ = decoded(program, [PROMPT], [NEW], GREEDY)
+    assert decoded(program, [PROMPT], [NEW], GREEDY, again=True)[0] == first
 
 
 def assert_no_races(watch: Watch, lanes: int) -> None:
@@ -55,18 +55,18 @@ def assert_no_races(watch: Watch, lanes: int) -> None:
 @pytest.mark.parametrize("levels", [1, 3])
 def test_an_offloaded_cycle_has_none(levels: int, split: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with watched(monkeypatch) as watch:
-        write(cycle_of(levels, split=SPLITS[split]))
+        write(program_of(levels, split=SPLITS[split]))
     # Those of the ring, of rows that leave, and of states or the CPU.
     assert_no_races(watch, 3)
 
 
 @pytest.mark.parametrize("levels", [1, 3])
 def test_rows_computed_in_their_place_have_none(levels: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    cycle = cycle_of(levels, split=LAST)
-    assert cycle.offloaded is not None
-    assert cycle.offloaded.host.last_resident
+    program = program_of(levels, split=LAST)
+    assert program.offloaded is not None
+    assert program.offloaded.host.last_resident
     with watched(monkeypatch) as watch:
-        write(cycle_of(levels, split=LAST))
+        write(program_of(levels, split=LAST))
     # Hidden states wait on the device, so that there is no lane for them.
     assert_no_races(watch, 2)
 
@@ -100,10 +100,10 @@ def _with_streamed_weights(levels: int) -> DecodingProgram:
     return DecodingProgram(model, drafter, config, 1, 200, levels, Offload(0, PIECE, 2))
 
 
-def _copy_at_once(lane: CopyStream, target: Tensor, source: Tensor) -> CopyEvent:
-    with lane.running():
+def _copy_at_once(copies: CopyStream, target: Tensor, source: Tensor) -> CopyEvent:
+    with copies.running():
         target.copy_(source)
-        return lane.mark()
+        return copies.mark()
 
 
 def _take_at_once(ring: BufferRing) -> Tensor:
@@ -133,7 +133,7 @@ def test_a_wait_that_is_missing_is_found(fault: str, monkeypatch: pytest.MonkeyP
     split, owner, name, faulty = FAULTS[fault]
     monkeypatch.setattr(owner, name, faulty)
     with watched(monkeypatch) as watch:
-        write(cycle_of(1, split=split))
+        write(program_of(1, split=split))
     assert watch.races
 
 
@@ -153,7 +153,7 @@ def test_pieces_that_come_before_they_have_left_are_found(monkeypatch: pytest.Mo
     monkeypatch.setattr(HostStore, "prefetch", at_once)
     monkeypatch.setattr(OffloadedCache, "_publish", publish)
     with watched(monkeypatch) as watch:
-        write(cycle_of(1, split=STREAMED))
+        write(program_of(1, split=STREAMED))
     assert any({old.stream, new.stream} == {1, 2} for old, new in watch.races)
 
 

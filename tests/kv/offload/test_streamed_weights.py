@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from cycle_cases import SMALL, decoded
 from families import greedy, perturbed, prompt_of, tiny
+from program_cases import SMALL, decoded
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -21,7 +21,7 @@ from triforce_tree.drafters.tree_model import TreeDrafter
 from triforce_tree.kv.offload import offloaded_cache, pinned, streamed_weights
 from triforce_tree.kv.offload.host_store import Offload
 from triforce_tree.kv.offload.offloaded_cache import OffloadedCache
-from triforce_tree.kv.offload.offloaded_view import StreamedRows
+from triforce_tree.kv.offload.offloaded_view import StreamedView
 from triforce_tree.kv.offload.pinned import HostMemory, HostMemoryError
 from triforce_tree.kv.offload.streamed_weights import StreamedWeights
 from triforce_tree.models.few_row import few_row_copy
@@ -49,11 +49,11 @@ class HeldBack:
         return self.CopyEvent(self, len(self.pending))
 
     class CopyEvent:
-        def __init__(self, lane: "HeldBack", until: int) -> None:
-            self.lane, self.until = lane, until
+        def __init__(self, stream: "HeldBack", until: int) -> None:
+            self.stream, self.until = stream, until
 
         def wait(self) -> None:
-            pending = self.lane.pending
+            pending = self.stream.pending
             for number, (target, source) in enumerate(pending[: self.until]):
                 if target.numel():
                     target.copy_(source)
@@ -91,7 +91,7 @@ def weights_of(model: HFModel) -> StreamedWeights:
     return model.streamed
 
 
-def cycle_of(model: HFModel, levels: int, bits: int = 8, family: str = "llama-gqa") -> DecodingProgram:
+def program_of(model: HFModel, levels: int, bits: int = 8, family: str = "llama-gqa") -> DecodingProgram:
     config = HierarchyConfig.from_options(**SMALL, retrieval_weight_bits=bits if levels == 3 else 16)
     draft = None if levels == 1 else TreeDrafter(HFModel(draft_of(family)), config)
     return DecodingProgram(model, draft, config, 1, 200, levels, Offload(0, PIECE, 2))
@@ -103,7 +103,7 @@ def level_two(model: HFModel, width: int = 7) -> Tensor:
     step = StepModel(few_row_copy(model.model))
     with model.active():
         own.prefill([PROMPT[: 1 - width]], 16)
-    rows = StreamedRows(own, width, torch.ones(width, width, dtype=torch.bool).tril())
+    rows = StreamedView(own, width, torch.ones(width, width, dtype=torch.bool).tril())
     start = torch.tensor([len(PROMPT) - width])
     rows.begin(start)
     return step(torch.tensor([PROMPT[-width:]]), start[:, None] + torch.arange(width), rows)
@@ -125,7 +125,7 @@ def test_logits_are_the_same_bits(slots: int, layers: int) -> None:
 @pytest.mark.parametrize(("levels", "bits"), [(1, 16), (2, 16), (3, 8), (3, 4)])
 def test_greedy_text_is_the_whole_models(levels: int, bits: int) -> None:
     model = streamed()
-    new, decoder = decoded(cycle_of(model, levels, bits), [PROMPT], [NEW])
+    new, decoder = decoded(program_of(model, levels, bits), [PROMPT], [NEW])
     assert new == [expected()]
     if levels == 3:
         assert decoder.levels[-1].accepted > 0
@@ -133,21 +133,21 @@ def test_greedy_text_is_the_whole_models(levels: int, bits: int) -> None:
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt-neox", "phi3", "mixtral"])
 def test_families(family: str) -> None:
-    new, _ = decoded(cycle_of(streamed(family), 3, family=family), [PROMPT], [NEW])
+    new, _ = decoded(program_of(streamed(family), 3, family=family), [PROMPT], [NEW])
     assert new == [expected(family)]
 
 
 def test_a_prompt_brings_each_layer_once_and_a_pass_as_well() -> None:
     model = streamed()
-    cycle, weights = cycle_of(model, 3), weights_of(model)
+    program, weights = program_of(model, 3), weights_of(model)
     assert len(PROMPT) > 5 * SMALL["prefill_chunk"]
     for _ in range(2):
         before = weights.copies, weights.copied
-        cycle.prefill([PROMPT])
+        program.prefill([PROMPT])
         assert weights.copies - before[0] == LAYERS
         assert weights.copied - before[1] == weights.bytes
     before = weights.copies, weights.copied
-    _, decoder = decoded(cycle, [PROMPT], [NEW], again=True)
+    _, decoder = decoded(program, [PROMPT], [NEW], again=True)
     # The passes of level 1, of which there are more, bring nothing.
     assert weights.copies - before[0] == LAYERS * decoder.levels[-1].forwards
     assert decoder.levels[1].forwards > decoder.levels[-1].forwards
@@ -196,8 +196,8 @@ def test_a_pass_that_broke_off_is_begun_anew(monkeypatch: pytest.MonkeyPatch, st
 def test_a_fault_in_a_copy_is_raised_and_the_next_pass_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
     model = streamed()
     reference = level_two(model)
-    lane, left = weights_of(model)._lane, 7
-    send = lane.copy
+    stream, left = weights_of(model)._copy_stream, 7
+    send = stream.copy
 
     def failing(target: Tensor, source: Tensor) -> Any:
         nonlocal left
@@ -207,7 +207,7 @@ def test_a_fault_in_a_copy_is_raised_and_the_next_pass_is_right(monkeypatch: pyt
             raise RuntimeError("the bus is gone")
         return send(target, source)
 
-    monkeypatch.setattr(lane, "copy", failing)
+    monkeypatch.setattr(stream, "copy", failing)
     with pytest.raises(RuntimeError, match="the bus is gone"):
         level_two(model)
     assert torch.equal(level_two(model), reference)
@@ -302,7 +302,7 @@ def test_what_cannot_be_streamed_is_named() -> None:
 def test_a_pass_costs_its_weights_on_the_bus() -> None:
     near, far = HFModel(whole()), streamed()
     for plain in (False, True):
-        whole_bytes, streamed_bytes = (cycle_of(m, 3).transferred_bytes(100, plain) for m in (near, far))
+        whole_bytes, streamed_bytes = (program_of(m, 3).transferred_bytes(100, plain) for m in (near, far))
         assert streamed_bytes - whole_bytes == weights_of(far).bytes
     # 2 for keys and values, heads, their width, bytes of a number.
     assert whole_bytes == 100 * LAYERS * 2 * 2 * 8 * 4

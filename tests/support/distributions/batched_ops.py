@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from triforce_tree.decoding import program as cycle_module
+from triforce_tree.decoding import program as program_module
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.tree_model import TreeDrafter
 from triforce_tree.kernels import step
@@ -21,18 +21,18 @@ def use_batched_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planned, "run", attention)
 
 
-def prefill_alike(cycle: DecodingProgram, prompt: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """``cycle.prefill`` of one prompt for the whole batch, computed once."""
-    one = cycle_module.prefill
+def prefill_alike(program: DecodingProgram, prompt: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """``program.prefill`` of one prompt for the whole batch, computed once."""
+    one = program_module.prefill
 
     def first_alone(model: HFModel, store, sequence: int, *rest) -> None:
         if sequence == 0:
             one(model, store, sequence, *rest)
             store.kv[:, :, 1:] = store.kv[:, :, :1]
 
-    monkeypatch.setattr(cycle_module, "prefill", first_alone)
+    monkeypatch.setattr(program_module, "prefill", first_alone)
     share_windows(monkeypatch)
-    cycle.prefill([prompt] * cycle.batch)
+    program.prefill([prompt] * program.batch)
 
 
 def share_windows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +109,7 @@ def accept_tree(
     q: Tensor,
     q_rows: Tensor,
     uniforms: Tensor,
-    race: Tensor,
+    exponential: Tensor,
     depth: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``step.accept_tree`` in one walk over all nodes: children follow their parents."""
@@ -121,29 +121,29 @@ def accept_tree(
     # Children proposed deterministically have a draft law of ones, whose refused tokens become zeros.
     q = torch.cat([q, torch.ones_like(p[:, :1])] if q.shape[1] else [torch.ones_like(p[:, :1])], 1)
     q_rows = torch.where(q_rows == -1, q.shape[1] - 1, q_rows.clamp(0, q.shape[1] - 1))
-    law, row = p[:, 0], q_rows[:, 0]
+    to_probs, row = p[:, 0], q_rows[:, 0]
     draft = q[every, row]
     for child in range(1, nodes):
         x = tokens[:, child].clamp_min(0)[:, None]
         chance = draft.gather(1, x)[:, 0]
         judged = (parents[:, child] == node) & (tokens[:, child] >= 0) & (count <= depth) & (chance > 0)
-        taken = judged & (uniforms[:, child] < law.gather(1, x)[:, 0] / chance)
+        taken = judged & (uniforms[:, child] < to_probs.gather(1, x)[:, 0] / chance)
         refused, fixed = (judged & ~taken)[:, None], (row == q.shape[1] - 1)[:, None]
-        left = torch.where(fixed, law.scatter(1, x, 0.0), (law - draft).clamp_min(0))
-        law = torch.where(refused, normalised(left, law), law)
+        left = torch.where(fixed, to_probs.scatter(1, x, 0.0), (to_probs - draft).clamp_min(0))
+        to_probs = torch.where(refused, normalised(left, to_probs), to_probs)
         rest = without(draft, x)
         draft = torch.where(refused, torch.where(fixed, rest, normalised(rest, rest)), draft)
-        law = torch.where(taken[:, None], p[:, child], law)
+        to_probs = torch.where(taken[:, None], p[:, child], to_probs)
         row = torch.where(taken, q_rows[:, child], row)
         draft = torch.where(taken[:, None], q[every, row], draft)
         path[every[taken], count[taken]] = child
         node, count = torch.where(taken, child, node), count + taken
-    return path, count, torch.where(law > 0, law / race, 0.0).argmax(1)
+    return path, count, torch.where(to_probs > 0, to_probs / exponential, 0.0).argmax(1)
 
 
-def without(laws: Tensor, tokens: Tensor) -> Tensor:
+def without(probs: Tensor, tokens: Tensor) -> Tensor:
     """Laws ``[B, V]`` in which tokens ``[B, 1]`` have no probability, not normalised."""
-    return laws.scatter(1, tokens, 0.0)
+    return probs.scatter(1, tokens, 0.0)
 
 
 def normalised(masses: Tensor, otherwise: Tensor) -> Tensor:

@@ -43,14 +43,14 @@ class CraftedDraws(WalkDraws):
     """Random numbers by which an op must decide as its walks do.
 
     Attributes:
-        race: fp32 ``[B, rows, V]``, or ``[B, V]`` for ``accept_tree``.
+        exponential: fp32 ``[B, rows, V]``, or ``[B, V]`` for ``accept_tree``.
         uniform: fp32 ``[B, N]``.
     """
 
-    def __init__(self, walks: list[Walk], race: Tensor, uniform: Tensor | None = None) -> None:
+    def __init__(self, walks: list[Walk], exponential: Tensor, uniform: Tensor | None = None) -> None:
         super().__init__(walks)
         # What is drawn comes before what is not, and never loses for being less probable.
-        self.race, self.uniform = torch.full_like(race, _LATE), uniform
+        self.exponential, self.uniform = torch.full_like(exponential, _LATE), uniform
 
     def accept(self, chance: Tensor, *place: int) -> bool:
         accepted = super().accept(chance, *place)
@@ -60,13 +60,13 @@ class CraftedDraws(WalkDraws):
 
     def choose(self, weights: Tensor, *place: int) -> Tensor:
         token = super().choose(weights, *place)
-        self.race[place].scatter_(-1, token.clamp_min(0)[..., None], 1.0)
+        self.exponential[place].scatter_(-1, token.clamp_min(0)[..., None], 1.0)
         return token
 
     def choose_distinct(self, probs: Tensor, count: int) -> Tensor:
         tokens = super().choose_distinct(probs, count)
         for rank in reversed(range(count)):
-            self.race.scatter_(-1, tokens[..., rank, None].clamp_min(0), _LATE ** (rank / count))
+            self.exponential.scatter_(-1, tokens[..., rank, None].clamp_min(0), _LATE ** (rank / count))
         return tokens
 
 
@@ -104,41 +104,41 @@ class EnumeratedNoise(Noise):
     def accept_tree(
         self, tokens: Tensor, parents: Tensor, p: Tensor, q: Tensor, q_rows: Tensor, depth: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        draws = self.draws(self.walks, self.race[:, 0].cpu(), self.uniform.cpu())
+        draws = self.draws(self.walks, self.exponential[:, 0].cpu(), self.uniform.cpu())
         on_host = (x.cpu() for x in (tokens, parents, p, q, q_rows))
         decided = accept.accept_drawn(draws, *on_host, depth)
         if self.operators:
-            self.race[:, 0], self.uniform[:] = draws.race, draws.uniform
+            self.exponential[:, 0], self.uniform[:] = draws.exponential, draws.uniform
             _equal(decided, super().accept_tree(tokens, parents, p, q, q_rows, depth))
         path, count, last = (x.to(p.device) for x in decided)
         return path, count, last
 
     def expand_nodes(
-        self, logits: Tensor, temperature: Tensor | None, laws: Tensor, count: int, first: int = 0
+        self, logits: Tensor, temperature: Tensor | None, probs: Tensor, count: int, first: int = 0
     ) -> tuple[Tensor, Tensor]:
         if self.greedy:
-            return super().expand_nodes(logits, temperature, laws, count, first)
-        rows = slice(first, first + laws.shape[1])
-        draws = self.draws(self.walks, self.race[:, rows].cpu())
+            return super().expand_nodes(logits, temperature, probs, count, first)
+        rows = slice(first, first + probs.shape[1])
+        draws = self.draws(self.walks, self.exponential[:, rows].cpu())
         heat = None if temperature is None else temperature.cpu()
-        written = torch.empty(laws.shape)
+        written = torch.empty(probs.shape)
         tokens, by_rank = grow.expand_drawn(draws, logits.cpu(), heat, written, count)
         if self.operators:
-            self.race[:, rows] = draws.race
-            made = super().expand_nodes(logits, temperature, laws, count, first)
-            _equal((tokens, by_rank, written), (*made, laws))
-        laws.copy_(written)
-        return tokens.to(laws.device), by_rank.to(laws.device)
+            self.exponential[:, rows] = draws.exponential
+            made = super().expand_nodes(logits, temperature, probs, count, first)
+            _equal((tokens, by_rank, written), (*made, probs))
+        probs.copy_(written)
+        return tokens.to(probs.device), by_rank.to(probs.device)
 
-    def second_choice(self, laws: Tensor, chosen: Tensor) -> Tensor:
+    def second_choice(self, probs: Tensor, chosen: Tensor) -> Tensor:
         if self.greedy:
-            return super().second_choice(laws, chosen)
-        draws = self.draws(self.walks, self.race.cpu())
-        tokens = accept.second_drawn(draws, laws.cpu(), chosen.cpu())
+            return super().second_choice(probs, chosen)
+        draws = self.draws(self.walks, self.exponential.cpu())
+        tokens = accept.second_drawn(draws, probs.cpu(), chosen.cpu())
         if self.operators:
-            self.race.copy_(draws.race)
-            _equal((tokens,), (super().second_choice(laws, chosen),))
-        return tokens.to(laws.device)
+            self.exponential.copy_(draws.exponential)
+            _equal((tokens,), (super().second_choice(probs, chosen),))
+        return tokens.to(probs.device)
 
 
 def _equal(decided: tuple[Tensor, ...], made: tuple[Tensor, ...]) -> None:

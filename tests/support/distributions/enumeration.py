@@ -66,15 +66,15 @@ class EnumeratingRandom(Walk):
         sure = min(1.0, probability)
         return self.branch([1 - sure, sure]) == 1
 
-    def choose(self, law: Tensor) -> int:
-        return self.branch(law.tolist())
+    def choose(self, weights: Tensor) -> int:
+        return self.branch(weights.tolist())
 
-    def choose_distinct(self, laws: Tensor, counts: Sequence[int]) -> list[list[int]]:
-        return [self._distinct(law, count) for law, count in zip(laws, counts, strict=True)]
+    def choose_distinct(self, probs: Tensor, counts: Sequence[int]) -> list[list[int]]:
+        return [self._distinct(weights, count) for weights, count in zip(probs, counts, strict=True)]
 
-    def _distinct(self, law: Tensor, count: int) -> list[int]:
+    def _distinct(self, weights: Tensor, count: int) -> list[int]:
         drawn: list[int] = []
-        rest: Tensor | None = law
+        rest: Tensor | None = weights
         while rest is not None and len(drawn) < count:
             drawn.append(self.choose(rest))
             rest = _without(rest, drawn[-1])
@@ -105,10 +105,10 @@ Key = TypeVar("Key", bound=Hashable)
 
 def summed(pairs: Iterable[tuple[Key, float]]) -> dict[Key, float]:
     """Masses of equal keys put together."""
-    law: dict[Key, float] = defaultdict(float)
+    probs: dict[Key, float] = defaultdict(float)
     for key, chance in pairs:
-        law[key] += chance
-    return dict(law)
+        probs[key] += chance
+    return dict(probs)
 
 
 def total_variation(a: Law, b: Law) -> float:
@@ -116,11 +116,11 @@ def total_variation(a: Law, b: Law) -> float:
     return sum(abs(a.get(key, 0.0) - b.get(key, 0.0)) for key in {*a, *b}) / 2
 
 
-def chi_square_p(counts: dict[Hashable, int], law: dict[Hashable, float]) -> float:
-    """Chance of counts at least as far from ``law``; rare outcomes share a bin."""
-    assert counts.keys() <= {key for key, chance in law.items() if chance > 0}, "impossible outcomes"
+def chi_square_p(counts: dict[Hashable, int], probs: dict[Hashable, float]) -> float:
+    """Chance of counts at least as far from ``probs``; rare outcomes share a bin."""
+    assert counts.keys() <= {key for key, chance in probs.items() if chance > 0}, "impossible outcomes"
     total = sum(counts.values())
-    pairs = [(counts.get(key, 0), chance * total) for key, chance in law.items() if chance > 0]
+    pairs = [(counts.get(key, 0), chance * total) for key, chance in probs.items() if chance > 0]
     bins = [pair for pair in pairs if pair[1] >= 5]
     rare = [pair for pair in pairs if pair[1] < 5]
     if rare:

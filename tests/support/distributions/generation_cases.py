@@ -29,7 +29,7 @@ class Case:
         levels: 1, 2 or 3.
         vocabulary: tokens.
         tokens: new tokens.
-        passes: of level 2, see ``Generations.law``.
+        passes: of level 2, see ``Generations.to_probs``.
         options: of ``HierarchyConfig``.
         processors: of the logits.
         layers: of the target.
@@ -50,7 +50,7 @@ class Case:
     likeness: float | None = None
 
     @property
-    def law(self) -> ProbsFromLogits:
+    def to_probs(self) -> ProbsFromLogits:
         return ProbsFromLogits(LogitsProcessorList(self.processors))
 
     @property
@@ -72,8 +72,8 @@ class Case:
 
     def distance(self, generations: Generations) -> float:
         """Total variation between what is generated and the target's own distribution."""
-        made = generations.law(self.law, self.tokens, self.passes, self.plan)
-        return total_variation(made, target_law(generations.target, self.law, self.prompt, self.tokens))
+        made = generations.to_probs(self.to_probs, self.tokens, self.passes, self.plan)
+        return total_variation(made, target_law(generations.target, self.to_probs, self.prompt, self.tokens))
 
 
 def _chain(length: int) -> dict[str, Any]:

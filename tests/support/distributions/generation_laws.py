@@ -81,7 +81,7 @@ class Generations:
         drafter = TreeDrafter(HFModel(draft), config) if isinstance(draft, PreTrainedModel) else draft
         if drafter is not None:
             config = replace(config, tree=drafter.tree)
-        self.cycle = DecodingProgram(
+        self.program = DecodingProgram(
             wrapped,
             drafter,
             config,
@@ -91,27 +91,31 @@ class Generations:
             noise=enumerated(self.walks, operators, noise),
         )
         with wrapped.active():
-            prefill(wrapped, self.cycle.store, 0, self.prompt[:-1], 64, None)
-        self.cycle.store.kv[:, :, 1:] = self.cycle.store.kv[:, :, :1]
-        self.cycle.renew_means()
-        if isinstance(self.cycle.drafter, TreeDrafter):
-            _remember_windows(self.cycle.drafter)
+            prefill(wrapped, self.program.store, 0, self.prompt[:-1], 64, None)
+        self.program.store.kv[:, :, 1:] = self.program.store.kv[:, :, :1]
+        self.program.renew_means()
+        if isinstance(self.program.drafter, TreeDrafter):
+            _remember_windows(self.program.drafter)
 
-    def law(
-        self, law: ProbsFromLogits, ending: Ending | int, passes: int | None = None, plan: Sequence[int] = ()
+    def to_probs(
+        self,
+        to_probs: ProbsFromLogits,
+        ending: Ending | int,
+        passes: int | None = None,
+        plan: Sequence[int] = (),
     ) -> Law:
         """Probability of each text that may follow the prompt.
 
         Args:
-            law: logits to probabilities.
+            to_probs: logits to probabilities.
             ending: where texts end, in the first place after how many tokens.
             passes: of level 2, after which the target itself continues texts that are still too short; None:
                 as many as the texts take.
             plan: rounds of drafting before each pass, over and over; empty for those of the configuration.
         """
         ending = Ending(ending) if isinstance(ending, int) else ending
-        texts = summed(self.outcomes(lambda runs: self._generated(runs, law, ending, passes, plan)))
-        return texts if passes is None else self._continued(texts, law, ending.max_new_tokens)
+        texts = summed(self.outcomes(lambda runs: self._generated(runs, to_probs, ending, passes, plan)))
+        return texts if passes is None else self._continued(texts, to_probs, ending.max_new_tokens)
 
     def outcomes(self, run: Callable[[int], Sequence[Result]]) -> Iterator[tuple[Result, float]]:
         """Result and probability of every way that ``run`` can go.
@@ -135,15 +139,15 @@ class Generations:
             assert self.runs <= MOST_RUNS, f"more than {MOST_RUNS} runs; make the case smaller"
 
     def _generated(
-        self, runs: int, law: ProbsFromLogits, ending: Ending, passes: int | None, plan: Sequence[int]
+        self, runs: int, to_probs: ProbsFromLogits, ending: Ending, passes: int | None, plan: Sequence[int]
     ) -> list[tuple[int, ...]]:
         """The new texts of as many runs."""
         prompts = [self.prompt] * self.batch
-        decoder = Decoder(self.cycle, law, 0)
+        decoder = Decoder(self.program, to_probs, 0)
         if plan:
             rounds = cycle(plan)
             decoder.controller.rounds = lambda: next(rounds)
-        self.cycle.rewind(prompts)
+        self.program.rewind(prompts)
         endings = [ending if b < runs else Ending(1) for b in range(self.batch)]
         texts: list[list[int]] = [[] for _ in prompts]
         for blocks in islice(decoder.decode(prompts, endings), passes):
@@ -153,12 +157,14 @@ class Generations:
                 walk.over = walk.over or reason is not None
         return [tuple(text) for text in texts]
 
-    def _continued(self, texts: Law, law: ProbsFromLogits, count: int) -> Law:
+    def _continued(self, texts: Law, to_probs: ProbsFromLogits, count: int) -> Law:
         """Texts of ``count`` tokens: what is missing follows the target's own distribution."""
         return summed(
             ((*text, *more), mass * chance)
             for text, mass in texts.items()
-            for more, chance in target_law(self.target, law, [*self.prompt, *text], count - len(text)).items()
+            for more, chance in target_law(
+                self.target, to_probs, [*self.prompt, *text], count - len(text)
+            ).items()
         )
 
 
@@ -179,17 +185,17 @@ def _remember_windows(growth: TreeDrafter) -> None:
 
 
 @torch.no_grad()
-def target_law(model: PreTrainedModel, law: ProbsFromLogits, prompt: Sequence[int], count: int) -> Law:
+def target_law(model: PreTrainedModel, to_probs: ProbsFromLogits, prompt: Sequence[int], count: int) -> Law:
     """The model's own distribution of the next ``count`` tokens, from plain forwards in float64."""
     exact = copy.deepcopy(model).cpu().double()
     texts, joint = torch.tensor([list(prompt)]), torch.ones(1, dtype=torch.float64)
     for _ in range(count):
         scores = exact(texts, use_cache=False).logits[:, -1]
-        for processor in law.processors:
+        for processor in to_probs.processors:
             scores = processor(texts, scores)
         vocabulary = scores.shape[1]
         chances = scores.softmax(-1)
-        if law.greedy:
+        if to_probs.greedy:
             chances = torch.nn.functional.one_hot(scores.argmax(-1), vocabulary).double()
         more = torch.arange(vocabulary).repeat(len(texts))[:, None]
         texts = torch.cat([texts.repeat_interleave(vocabulary, 0), more], 1)

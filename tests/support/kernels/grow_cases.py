@@ -38,7 +38,7 @@ def expansion(
     vocab: int,
     count: int,
     dtype: torch.dtype,
-    race: bool,
+    exponential: bool,
     device: str,
     temperature: float | None = None,
     ties: bool = False,
@@ -61,21 +61,21 @@ def expansion(
             rows[row, 0] = torch.nan
     logits = torch.full((batch, frontier + 1, vocab + 5), torch.nan, dtype=dtype, device=device)
     logits = logits[:, 1:, :vocab].copy_(scores)
-    laws = torch.full((batch, frontier + 2, vocab), torch.nan, device=device)[:, 1:-1]
+    probs = torch.full((batch, frontier + 2, vocab), torch.nan, device=device)[:, 1:-1]
     noise = None
-    if race:
+    if exponential:
         noise = torch.empty(batch, frontier + 2, vocab, device=device).exponential_()[:, 2:]
     heat = None if temperature is None else torch.tensor(temperature, device=device)
-    return Problem("expand_nodes", (logits, heat, noise, laws, count), (3,), _drawn_from_its_laws)
+    return Problem("expand_nodes", (logits, heat, noise, probs, count), (3,), _drawn_from_its_laws)
 
 
 def _drawn_from_its_laws(problem: Problem, made: list[Tensor], exact: list[Tensor]) -> None:
     """Laws may round otherwise; whatever they are, draws and probabilities are exactly those of them."""
-    _, _, race, _, count = problem.args
-    draws, by_rank, laws = made
-    torch.testing.assert_close(laws, exact[2], rtol=2e-5, atol=1e-30, equal_nan=True)
-    noise = None if race is None else NoiseDraws(race)
-    for a, b in zip((draws, by_rank), draw_tokens(noise, laws, count), strict=True):
+    _, _, exponential, _, count = problem.args
+    draws, by_rank, probs = made
+    torch.testing.assert_close(probs, exact[2], rtol=2e-5, atol=1e-30, equal_nan=True)
+    noise = None if exponential is None else NoiseDraws(exponential)
+    for a, b in zip((draws, by_rank), draw_tokens(noise, probs, count), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
@@ -107,15 +107,15 @@ def placement(
         return torch.randint(-1, most, (batch, nodes), device=device)
 
     values = torch.rand(batch, nodes, device=device)
-    laws = torch.randn(batch, frontier + 4, vocab, device=device).softmax(-1)[:, 3:-1]
-    by_rank = laws.topk(min(count, vocab)).values
+    probs = torch.randn(batch, frontier + 4, vocab, device=device).softmax(-1)[:, 3:-1]
+    by_rank = probs.topk(min(count, vocab)).values
     by_rank = torch.nn.functional.pad(by_rank, (0, count - by_rank.shape[2]))
     if ties:
         values, by_rank = values.mul(2).ceil() / 2, by_rank.mul(16).ceil() / 16
     draws = torch.randint(-1, vocab, (batch, frontier, count), device=device)
     values[0, first] = 0.0
     if batch > 1:
-        values[-1], laws[-1], by_rank[-1] = torch.nan, torch.nan, torch.nan
+        values[-1], probs[-1], by_rank[-1] = torch.nan, torch.nan, torch.nan
     pairs = None
     if fixed:
         chosen = sorted(rng.sample(range(frontier * count), width))
@@ -126,5 +126,5 @@ def placement(
     bits = before + first + frontier + width
     mask = None if last else torch.full((batch * width, -(-bits // 64)), -99, device=device)
     changed = (0, 1, 2, 3, 4) if last else (0, 1, 2, 3, 4, 5)
-    args = (tree(9), tree(9), words, values, ids, mask, draws, by_rank, laws, pairs, first, before)
+    args = (tree(9), tree(9), words, values, ids, mask, draws, by_rank, probs, pairs, first, before)
     return Problem("place_nodes", args, changed)

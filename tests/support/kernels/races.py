@@ -108,7 +108,7 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.triforce_tree.cycle_attend.default:
+        if func is torch.ops.triforce_tree.planned_attend.default:
             # Modes do not see into operators of our own, and this one holds all that a pass does.
             with self:
                 return step_model._attend._init_fn(*args, **kwargs)
@@ -161,8 +161,8 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
 
     answer, report = HostAttention._answer, SequenceState.report
 
-    def in_its_lane(attention: HostAttention, *asked: Any) -> None:
-        with attention._lane.running():
+    def in_its_copy_stream(attention: HostAttention, *asked: Any) -> None:
+        with attention._copy_stream.running():
             answer(attention, *asked)
 
     def waited_for(texts: SequenceState) -> Tensor:
@@ -172,7 +172,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
 
     with monkeypatch.context() as patch, watch:
         patch.setattr(copy_stream.CopyStream, "__init__", with_stream)
-        patch.setattr(HostAttention, "_answer", in_its_lane)
+        patch.setattr(HostAttention, "_answer", in_its_copy_stream)
         patch.setattr(SequenceState, "report", waited_for)
         patch.setattr(torch.cuda, "Event", lambda: Event(watch))
         patch.setattr(torch.cuda, "stream", watch.inside)

@@ -213,8 +213,8 @@ def depth_of(parents: list[list[int]]) -> int:
 def honest_tokens(parents: list[list[int]], q: Tensor, q_rows: Tensor, absent: float = 0.1) -> Tensor:
     """Children drawn from their laws without replacement; some are absent, and all below them."""
     most = min(len(parents[0]), q.shape[-1])
-    race = q / torch.empty_like(q).exponential_()
-    times, order = race.topk(most, dim=-1)
+    exponential = q / torch.empty_like(q).exponential_()
+    times, order = exponential.topk(most, dim=-1)
     order = order.masked_fill(times <= 0, -1).cpu()
     gone = torch.rand(len(parents), len(parents[0])) < absent
     tokens = torch.full(gone.shape, -1)
@@ -280,17 +280,17 @@ def greedy(batch: int, nodes: int, vocab: int, device: str, seed: int = 0) -> Pr
     return Problem("accept_greedy", args)
 
 
-def runner_up(batch: int, count: int, vocab: int, race: bool, device: str, seed: int = 0) -> Problem:
+def runner_up(batch: int, count: int, vocab: int, exponential: bool, device: str, seed: int = 0) -> Problem:
     """Half of the outcomes impossible; a law of one outcome, one without any, one of NaN, one of ties."""
     torch.manual_seed(seed)
-    laws = torch.rand(batch, count, vocab, device=device)
-    laws = torch.where(torch.rand_like(laws) < 0.5, laws, 0.0 if race else -torch.inf)
+    probs = torch.rand(batch, count, vocab, device=device)
+    probs = torch.where(torch.rand_like(probs) < 0.5, probs, 0.0 if exponential else -torch.inf)
     chosen = torch.randint(-1, vocab, (batch, count), device=device)
-    special = laws.view(-1, vocab)
-    special[0], special[-1] = 0.0 if race else -torch.inf, torch.nan
+    special = probs.view(-1, vocab)
+    special[0], special[-1] = 0.0 if exponential else -torch.inf, torch.nan
     special[1 % len(special)] = 0.25
     if len(special) > 2:
-        special[2] = 0.0 if race else -torch.inf
+        special[2] = 0.0 if exponential else -torch.inf
         special[2, chosen.view(-1)[2].clamp_min(0)] = 1.0
-    noise = torch.empty_like(laws).exponential_() if race else None
-    return Problem("second_choice", (laws, chosen, noise))
+    noise = torch.empty_like(probs).exponential_() if exponential else None
+    return Problem("second_choice", (probs, chosen, noise))

@@ -3,8 +3,8 @@
 from functools import cache
 
 import torch
-from cycle_cases import SMALL
 from families import greedy, perturbed, prompt_of, tiny
+from program_cases import SMALL
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -14,7 +14,7 @@ from triforce_tree.drafters.tree_model import TreeDrafter
 from triforce_tree.kv.offload.host_store import Offload
 from triforce_tree.kv.offload.layerwise_prefill import fill_by_layers
 from triforce_tree.kv.offload.offloaded_cache import OffloadedCache
-from triforce_tree.kv.offload.offloaded_view import StreamedRows
+from triforce_tree.kv.offload.offloaded_view import StreamedView
 from triforce_tree.kv.prefill import SequenceRows
 from triforce_tree.kv.store import KVStore
 from triforce_tree.kv.tree_attention_view import TreeAttentionView
@@ -44,18 +44,18 @@ def references(prompts: list[list[int]], new: list[int], family: str = "llama-gq
     return [_reference(family, tuple(p), n) for p, n in zip(prompts, new, strict=True)]
 
 
-def cycle_of(
+def program_of(
     levels: int,
     batch: int = 1,
     family: str = "llama-gqa",
-    room: int = 200,
+    max_seq_len: int = 200,
     split: Offload | None = None,
     **options: object,
 ) -> DecodingProgram:
     config = HierarchyConfig.from_options(**{**SMALL, **options})
     draft = None if levels == 1 else TreeDrafter(HFModel(draft_of(family)), config)
     split = split or Offload(0, PIECE, 2)
-    return DecodingProgram(HFModel(model(family)), draft, config, batch, room, levels, split)
+    return DecodingProgram(HFModel(model(family)), draft, config, batch, max_seq_len, levels, split)
 
 
 def logits_of(split: Offload, width: int = 7, family: str = "llama-gqa") -> tuple[Tensor, Tensor]:
@@ -71,7 +71,7 @@ def logits_of(split: Offload, width: int = 7, family: str = "llama-gqa") -> tupl
     start = torch.tensor([len(prompt) - width])
     tokens, positions = torch.tensor([prompt[-width:]]), start[:, None] + torch.arange(width)
     made = []
-    for rows in (StreamedRows(own, width, mask), TreeAttentionView(store, width, mask=mask)):
+    for rows in (StreamedView(own, width, mask), TreeAttentionView(store, width, mask=mask)):
         rows.begin(start)
         made.append(step(tokens, positions, rows)[0])
     return made[0], made[1]

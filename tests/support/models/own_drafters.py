@@ -1,4 +1,4 @@
-"""Drafters of a user's own, by the contract of ``cycle.drafter.Drafter`` alone: no model is asked."""
+"""Drafters of a user's own, by the contract of ``drafters.base.Drafter`` alone: no model is asked."""
 
 from collections.abc import Sequence
 from functools import partial

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cycle_cases import SMALL
 from families import perturbed, prompt_of, tiny
+from program_cases import SMALL
 from torch import fx
 from transformers import PreTrainedModel, StoppingCriteria
 
@@ -144,7 +144,12 @@ def decisions() -> dict[str, Any]:
         found["other prompts"] = str(error)
 
     # A clock that finds rounds dear on one rank and cheap on the other.
-    names = {"grow": 1e-3 if RANK else 1.0, "choose": 1e-3 if RANK else 1.0, "middle": 0.0, "full": 0.1}
+    names = {
+        "draft": 1e-3 if RANK else 1.0,
+        "retrieval_refresh": 1e-3 if RANK else 1.0,
+        "retrieval": 0.0,
+        "target": 0.1,
+    }
     stage_clock.StageClock.seconds = lambda self: {**names, "plain": 0.1}
     paced = engine(rounds=None)
     out = paced.generate(PROMPT, max_new_tokens=NEW, do_sample=False)

@@ -50,7 +50,7 @@ def accept_tree(
     q: Tensor,
     q_rows: Tensor,
     uniforms: Tensor,
-    race: Tensor,
+    exponential: Tensor,
     depth: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Recursive rejection over siblings, the rule of ``verify.acceptance.accept_sampling``.
@@ -68,13 +68,13 @@ def accept_tree(
         q_rows: int64 ``[B, N]``, the row of ``q`` that a node's children were drawn from, -1 where they
             were proposed deterministically; looked at for nodes with children only.
         uniforms: fp32 ``[B, N]`` in [0, 1); node x is accepted where ``uniforms[x] < p(x) / q(x)``.
-        race: fp32 ``[B, V]`` of Exp(1) noise; the emitted token is the argmax of law / race, the lowest
-            id among equals. A law that is NaN emits token 0.
+        exponential: fp32 ``[B, V]`` of Exp(1) noise; the emitted token is the argmax of the remaining
+            probs / exponential, the lowest id among equals. Probs that are NaN emit token 0.
 
     Returns:
         path, count, next: as ``accept_greedy``; next follows the residual where a child was refused.
     """
-    return accept_drawn(NoiseDraws(race, uniforms), tokens, parents, p, q, q_rows, depth)
+    return accept_drawn(NoiseDraws(exponential, uniforms), tokens, parents, p, q, q_rows, depth)
 
 
 def accept_drawn(
@@ -87,34 +87,34 @@ def accept_drawn(
         path, accepted = [0], True
         while accepted:
             node, accepted = path[-1], False
-            law = p[b, node]
+            target = p[b, node]
             children = [i for i in range(node + 1, len(token)) if parent[i] == node and token[i] >= 0]
             fixed = bool(children) and row[node] == -1
-            draft = torch.ones_like(law) if fixed or not children else q[b, row[node]]
+            draft = torch.ones_like(target) if fixed or not children else q[b, row[node]]
             for child in children if len(path) <= depth else ():
                 x = token[child]
                 if not draft[x] > 0:
                     continue
-                if draws.accept(law[x] / draft[x], b, child):
+                if draws.accept(target[x] / draft[x], b, child):
                     path.append(child)
                     accepted = True
                     break
-                law, draft = refused(law, draft, x, fixed)
+                target, draft = refused(target, draft, x, fixed)
         paths.append(path)
-        emitted.append(max(0, int(draws.choose(law, b))))
+        emitted.append(max(0, int(draws.choose(target, b))))
     return _packed(paths, emitted, depth, tokens)
 
 
-def refused(law: Tensor, draft: Tensor, token: int, fixed: bool) -> tuple[Tensor, Tensor]:
+def refused(target: Tensor, draft: Tensor, token: int, fixed: bool) -> tuple[Tensor, Tensor]:
     """What a refused child leaves of the target's law ``[V]``, and of the law of its next sibling.
 
     norm(max(p - q, 0)), and q without the token, renormalised. A child that was proposed deterministically
     (``fixed``) stands for a q that is 1 at its token.
     """
-    out = torch.tensor(token, device=law.device)
-    left = law.index_fill(0, out, 0.0) if fixed else (law - draft).clamp_min(0)
+    out = torch.tensor(token, device=target.device)
+    left = target.index_fill(0, out, 0.0) if fixed else (target - draft).clamp_min(0)
     others = draft.index_fill(0, out, 0.0)
-    return _normalised(left, law), others if fixed else _normalised(others, others)
+    return _normalised(left, target), others if fixed else _normalised(others, others)
 
 
 def _normalised(masses: Tensor, otherwise: Tensor) -> Tensor:
@@ -130,28 +130,28 @@ def _packed(
 
 
 @operator("second_choice", triton=".accept_kernels")
-def second_choice(laws: Tensor, chosen: Tensor, race: Tensor | None) -> Tensor:
+def second_choice(probs: Tensor, chosen: Tensor, exponential: Tensor | None) -> Tensor:
     """The runner-up: the second outcome of an exponential race, or the second most probable token.
 
     Args:
-        laws: fp32 ``[B, C, V]``.
+        probs: fp32 ``[B, C, V]``.
         chosen: int64 ``[B, C]``, the token that is out; negative for none.
-        race: fp32 ``[B, C, V]`` of Exp(1) noise: argmax of laws / race; None: argmax of laws, which may
-            then be logits. The lowest id among equals.
+        exponential: fp32 ``[B, C, V]`` of Exp(1) noise: argmax of probs / exponential; None: argmax of probs,
+            which may then be logits. The lowest id among equals.
 
     Returns:
-        int64 ``[B, C]``; -1 where no other token is possible (no positive probability; without ``race``,
-        nothing above -inf). NaN counts as impossible.
+        int64 ``[B, C]``; -1 where no other token is possible (no positive probability; without
+        ``exponential``, nothing above -inf). NaN counts as impossible.
     """
-    return second_drawn(None if race is None else NoiseDraws(race), laws, chosen)
+    return second_drawn(None if exponential is None else NoiseDraws(exponential), probs, chosen)
 
 
-def second_drawn(draws: Draws | None, laws: Tensor, chosen: Tensor) -> Tensor:
+def second_drawn(draws: Draws | None, probs: Tensor, chosen: Tensor) -> Tensor:
     """``second_choice`` by any source of decisions; None: the most probable other token."""
-    out = torch.arange(laws.shape[-1], device=laws.device) == chosen[..., None]
+    out = torch.arange(probs.shape[-1], device=probs.device) == chosen[..., None]
     if draws is not None:
-        return draws.choose(laws.masked_fill(out, 0.0))
-    top, token = torch.where(laws > -torch.inf, laws, -torch.inf).masked_fill(out, -torch.inf).max(-1)
+        return draws.choose(probs.masked_fill(out, 0.0))
+    top, token = torch.where(probs > -torch.inf, probs, -torch.inf).masked_fill(out, -torch.inf).max(-1)
     return torch.where(top > -torch.inf, token, -1)
 
 
@@ -168,5 +168,5 @@ def _(tokens: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @fake("second_choice")
-def _(laws: Tensor, chosen: Tensor, race: Tensor | None) -> Tensor:
+def _(probs: Tensor, chosen: Tensor, exponential: Tensor | None) -> Tensor:
     return torch.empty_like(chosen, memory_format=torch.contiguous_format)

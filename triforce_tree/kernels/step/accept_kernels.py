@@ -28,12 +28,12 @@ _NONE = tl.constexpr(2**63 - 1)
 
 
 @triton.jit
-def _walk(p_ptr, q_ptr, race_ptr, gone_ptr, gone, fixed, vocab, share, emit, BLOCK: tl.constexpr):
+def _walk(p_ptr, q_ptr, noise_ptr, gone_ptr, gone, fixed, vocab, share, emit, BLOCK: tl.constexpr):
     """Over the vocabulary: the sum of (p - share q)+, that of q without the ``gone`` refused tokens, and
     the winner of the race for the first.
 
     Where proposals were ``fixed`` there is no q, and the first is p without the refused tokens.
-    ``race`` is read where ``emit``, ``q`` where a token was refused; what is not a number counts as 0.
+    ``exponential`` is read where ``emit``, ``q`` where a token was refused; what is not a number counts as 0.
     """
     left_sum = tl.zeros([BLOCK], tl.float32)
     q_sum = tl.zeros([BLOCK], tl.float32)
@@ -45,7 +45,7 @@ def _walk(p_ptr, q_ptr, race_ptr, gone_ptr, gone, fixed, vocab, share, emit, BLO
         p = tl.load(p_ptr + token, mask=inside, other=0.0)
         # Blocks on both sides: Triton's interpreter makes no mask of a block and a scalar.
         q = tl.load(q_ptr + token, mask=inside & (token * 0 + tl.where(fixed, 0, gone) > 0), other=0.0)
-        race = tl.load(race_ptr + token, mask=inside & (token * 0 + emit > 0), other=1.0)
+        exponential = tl.load(noise_ptr + token, mask=inside & (token * 0 + emit > 0), other=1.0)
         left = p - share * q
         left = tl.where(left > 0.0, left, 0.0)
         for at in range(gone):
@@ -54,7 +54,7 @@ def _walk(p_ptr, q_ptr, race_ptr, gone_ptr, gone, fixed, vocab, share, emit, BLO
             left = tl.where(refused & (token * 0 + fixed.to(tl.int32) > 0), 0.0, left)
         left_sum += left
         q_sum += q
-        weight = tl.where(left > 0.0, tl.div_rn(left, race), 0.0)
+        weight = tl.where(left > 0.0, tl.div_rn(left, exponential), 0.0)
         better = weight > best
         winner, best = tl.where(better, token, winner), tl.where(better, weight, best)
     top = tl.max(best, 0)
@@ -73,7 +73,7 @@ def _judge_kernel(
     q_ptr,  # fp32 [B, M, V]
     q_rows_ptr,  # int64 [B, N]; -1: proposed deterministically
     uniforms_ptr,  # fp32 [B, N]
-    race_ptr,  # fp32 [B, V]
+    noise_ptr,  # fp32 [B, V]
     tokens_b,
     parents_b,
     p_b,
@@ -82,9 +82,9 @@ def _judge_kernel(
     q_m,
     q_rows_b,
     uniforms_b,
-    race_b,
+    noise_b,
     nodes,
-    laws,
+    q_count,
     vocab,
     depth,
     BLOCK_N: tl.constexpr,
@@ -104,10 +104,10 @@ def _judge_kernel(
     parent = tl.load(parents_ptr + index, mask=real, other=-1)
     uniform = tl.load(uniforms_ptr + sequence * uniforms_b + index, mask=real, other=1.0)
     alive = (token >= 0) & (token < vocab) & (parent >= 0) & (parent < index)
-    law = tl.load(q_rows_ptr + parent, mask=alive, other=-1)
-    alive = alive & (law >= -1) & (law < laws)
+    q_row = tl.load(q_rows_ptr + parent, mask=alive, other=-1)
+    alive = alive & (q_row >= -1) & (q_row < q_count)
     p_here = tl.load(p_ptr + parent * p_n + token, mask=alive, other=0.0)
-    q_here = tl.load(q_ptr + law * q_m + token, mask=alive & (law >= 0), other=1.0)
+    q_here = tl.load(q_ptr + q_row * q_m + token, mask=alive & (q_row >= 0), other=1.0)
     alive = alive & (q_here > 0.0)
     # Index, verdict and token of a node in one word, whose minimum over siblings is the eldest's.
     plain = (index.to(tl.int64) << 33) | token
@@ -128,10 +128,10 @@ def _judge_kernel(
     mine = alive & (parent == me) & (level < depth)
     gone_ptr += sequence * nodes + tl.sum((alive & (parent < me)).to(tl.int32), 0)
     p_ptr += me.to(tl.int64) * p_n
-    row = tl.max(tl.where(mine, law, -1), 0)
+    row = tl.max(tl.where(mine, q_row, -1), 0)
     fixed = row < 0
     q_ptr += tl.where(fixed, 0, row) * q_m
-    race_ptr += sequence * race_b
+    noise_ptr += sequence * noise_b
     outcome = tl.full([], -1, tl.int64)
     share = tl.full([], 0.0, tl.float32)  # A
     left, rest = share + 1.0, share + 1.0  # S, T
@@ -157,7 +157,7 @@ def _judge_kernel(
             # The list is written by one thread and read by all.
             tl.debug_barrier()
             mass, q_mass, winner = _walk(
-                p_ptr, q_ptr, race_ptr, gone_ptr, gone, fixed, vocab, tried, alone, BLOCK_V
+                p_ptr, q_ptr, noise_ptr, gone_ptr, gone, fixed, vocab, tried, alone, BLOCK_V
             )
             # Where nothing is left p stays, and the next round goes on with that.
             share, left = tl.where(mass > 0.0, tried, share), tl.where(mass > 0.0, mass, left)
@@ -235,13 +235,13 @@ def _greedy_kernel(
 @triton.jit
 def _second_kernel(
     out_ptr,  # int64 [B, C]
-    laws_ptr,  # fp32 [B, C, V] with strides
+    probs_ptr,  # fp32 [B, C, V] with strides
     chosen_ptr,  # int64 [B, C]
-    race_ptr,  # fp32 [B, C, V] with strides, or None
-    laws_b,
-    laws_c,
-    race_b,
-    race_c,
+    noise_ptr,  # fp32 [B, C, V] with strides, or None
+    probs_b,
+    probs_c,
+    noise_b,
+    noise_c,
     choices,
     vocab,
     BLOCK: tl.constexpr,
@@ -249,16 +249,16 @@ def _second_kernel(
     at = tl.program_id(0).to(tl.int64)
     sequence, choice = at // choices, at % choices
     chosen = tl.load(chosen_ptr + at)
-    floor = float("-inf") if race_ptr is None else 0.0
+    floor = float("-inf") if noise_ptr is None else 0.0
     best = tl.full([BLOCK], floor, tl.float32)
     winner = tl.full([BLOCK], -1, tl.int32)
     for start in range(0, vocab, BLOCK):
         token = start + tl.arange(0, BLOCK)
         inside = token < vocab
-        place = sequence * laws_b + choice * laws_c + token
-        weight = tl.load(laws_ptr + place, mask=inside, other=floor)
-        if race_ptr is not None:
-            noise = tl.load(race_ptr + sequence * race_b + choice * race_c + token, mask=inside, other=1.0)
+        place = sequence * probs_b + choice * probs_c + token
+        weight = tl.load(probs_ptr + place, mask=inside, other=floor)
+        if noise_ptr is not None:
+            noise = tl.load(noise_ptr + sequence * noise_b + choice * noise_c + token, mask=inside, other=1.0)
             weight = tl.where(weight > 0.0, tl.div_rn(weight, noise), 0.0)
         better = (weight > best) & (token != chosen)
         winner, best = tl.where(better, token, winner), tl.where(better, weight, best)
@@ -274,21 +274,21 @@ def accept_tree(
     q: Tensor,
     q_rows: Tensor,
     uniforms: Tensor,
-    race: Tensor,
+    exponential: Tensor,
     depth: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See ``accept.accept_tree``; laws and noise must be fp32."""
     batch, nodes = tokens.shape
     vocab = p.shape[2]
     tokens, parents, q_rows, uniforms = (_dense(x) for x in (tokens, parents, q_rows, uniforms))
-    p, q, race = (_dense(x) for x in (p, q, race))
+    p, q, exponential = (_dense(x) for x in (p, q, exponential))
     outcome = torch.empty(batch, nodes, dtype=torch.int64, device=p.device)
     gone = torch.empty(batch, nodes, dtype=torch.int32, device=p.device)
     block_n, block_v = triton.next_power_of_2(nodes), min(_BLOCK_V, triton.next_power_of_2(vocab))
     _judge_kernel[(nodes, batch)](
-        outcome, gone, tokens, parents, p, q, q_rows, uniforms, race,
+        outcome, gone, tokens, parents, p, q, q_rows, uniforms, exponential,
         tokens.stride(0), parents.stride(0), p.stride(0), p.stride(1), q.stride(0), q.stride(1),
-        q_rows.stride(0), uniforms.stride(0), race.stride(0), nodes, q.shape[1], vocab, depth,
+        q_rows.stride(0), uniforms.stride(0), exponential.stride(0), nodes, q.shape[1], vocab, depth,
         BLOCK_N=block_n, BLOCK_V=block_v, **_warps(max(1, min(16, block_v // 256))),
     )  # fmt: skip
     path, count, following = empty_results(tokens, depth)
@@ -313,16 +313,16 @@ def accept_greedy(tokens: Tensor, parents: Tensor, best: Tensor, depth: int) -> 
     return path, count, following
 
 
-def second_choice(laws: Tensor, chosen: Tensor, race: Tensor | None) -> Tensor:
+def second_choice(probs: Tensor, chosen: Tensor, exponential: Tensor | None) -> Tensor:
     """See ``accept.second_choice``."""
-    batch, choices, vocab = laws.shape
-    laws, chosen = _dense(laws), chosen.contiguous()
-    race = None if race is None else _dense(race)
-    out = torch.empty(batch, choices, dtype=torch.int64, device=laws.device)
+    batch, choices, vocab = probs.shape
+    probs, chosen = _dense(probs), chosen.contiguous()
+    exponential = None if exponential is None else _dense(exponential)
+    out = torch.empty(batch, choices, dtype=torch.int64, device=probs.device)
     block = min(_BLOCK_V, triton.next_power_of_2(vocab))
     _second_kernel[(batch * choices,)](
-        out, laws, chosen, race, laws.stride(0), laws.stride(1),
-        *((0, 0) if race is None else race.stride()[:2]), choices, vocab,
+        out, probs, chosen, exponential, probs.stride(0), probs.stride(1),
+        *((0, 0) if exponential is None else exponential.stride()[:2]), choices, vocab,
         BLOCK=block, **_warps(max(1, min(16, block // 256))),
     )  # fmt: skip
     return out

@@ -35,24 +35,24 @@ class NoiseDraws:
     """Decisions read from random numbers that were drawn before: what the ops do.
 
     Args:
-        race: fp32 ``[..., V]`` of Exp(1) noise. The token of the largest weight / race is drawn, the lowest
-            id among equals; the order of weight / race is that of draws without replacement.
+        exponential: fp32 ``[..., V]`` of Exp(1) noise. The token of the largest weight / exponential is
+            drawn, the lowest id among equals; descending order gives draws without replacement.
         uniforms: fp32 in [0, 1): accept where they are below the chance.
     """
 
-    def __init__(self, race: Tensor, uniforms: Tensor | None = None) -> None:
-        self._race, self._uniforms = race, uniforms
+    def __init__(self, exponential: Tensor, uniforms: Tensor | None = None) -> None:
+        self._exponential, self._uniforms = exponential, uniforms
 
     def accept(self, chance: Tensor, *place: int) -> bool:
         assert self._uniforms is not None
         return bool(self._uniforms[place] < chance)
 
     def choose(self, weights: Tensor, *place: int) -> Tensor:
-        top, token = torch.where(weights > 0, weights / self._race[place], 0.0).max(-1)
+        top, token = torch.where(weights > 0, weights / self._exponential[place], 0.0).max(-1)
         return torch.where(top > 0, token, -1)
 
     def choose_distinct(self, probs: Tensor, count: int) -> Tensor:
-        times = probs / self._race
+        times = probs / self._exponential
         draws = largest(times, count)
         return torch.where(times.gather(2, draws) > 0, draws, -1)
 

@@ -42,34 +42,40 @@ def begin_tree(
     lengths.copy_(place - newest + 1)
 
 
-@operator("expand_nodes", writes=("laws",), triton=".grow_kernels")
+@operator("expand_nodes", writes=("probs",), triton=".grow_kernels")
 def expand_nodes(
-    logits: Tensor, temperature: Tensor | None, race: Tensor | None, laws: Tensor, count: int
+    logits: Tensor, temperature: Tensor | None, exponential: Tensor | None, probs: Tensor, count: int
 ) -> tuple[Tensor, Tensor]:
-    """The laws at a tree's frontier, and the tokens that may be their children.
+    """The probs at a tree's frontier, and the tokens that may be their children.
 
     Args:
         logits: ``[B, F, V]``.
         temperature: fp32 ``[]``; None for 1.
-        race: fp32 ``[B, F, V]`` of Exp(1) noise: draws without replacement, by falling law / race; None:
-            the most probable tokens. The lower id among equals.
-        laws: fp32 ``[B, F, V]``, written: softmax of logits / temperature.
+        exponential: fp32 ``[B, F, V]`` of Exp(1) noise: draws without replacement, by descending
+            probs / exponential; None: the most probable tokens. The lower id among equals.
+        probs: fp32 ``[B, F, V]``, written: softmax of logits / temperature.
         count: K, draws of a node.
 
     Returns:
         int64 ``[B, F, K]``, the draws in their order, -1 where there are no more; fp32 ``[B, F, K]``, the K
         largest probabilities, which are the same whatever was drawn; 0 past V.
     """
-    return expand_drawn(None if race is None else NoiseDraws(race), logits, temperature, laws, count)
+    return expand_drawn(
+        None if exponential is None else NoiseDraws(exponential),
+        logits,
+        temperature,
+        probs,
+        count,
+    )
 
 
 def expand_drawn(
-    draws: Draws | None, logits: Tensor, temperature: Tensor | None, laws: Tensor, count: int
+    draws: Draws | None, logits: Tensor, temperature: Tensor | None, probs: Tensor, count: int
 ) -> tuple[Tensor, Tensor]:
     """``expand_nodes`` by any source of decisions; None: the most probable tokens."""
     scores = logits.float() if temperature is None else logits.float() / temperature
-    laws.copy_(scores.softmax(-1))
-    return draw_tokens(draws, laws, count)
+    probs.copy_(scores.softmax(-1))
+    return draw_tokens(draws, probs, count)
 
 
 @operator(
@@ -84,7 +90,7 @@ def place_nodes(
     mask: Tensor | None,
     draws: Tensor,
     by_rank: Tensor,
-    laws: Tensor,
+    probs: Tensor,
     pairs: Tensor | None,
     first: int,
     before: int,
@@ -116,7 +122,7 @@ def place_nodes(
         chosen = (pairs[0] * count + pairs[1]).expand(batch, -1)
     above, drawn = chosen // count, draws.flatten(1).gather(1, chosen)
     sequence = torch.arange(batch, device=draws.device)[:, None]
-    chance = torch.where(drawn >= 0, laws[sequence, above, drawn.clamp_min(0)], 0.0)
+    chance = torch.where(drawn >= 0, probs[sequence, above, drawn.clamp_min(0)], 0.0)
     tokens[:, new], parents[:, new] = drawn, above + first
     values[:, new] = values[:, old].gather(1, above) * chance
     place = torch.arange(new.start, new.stop, device=draws.device)
@@ -139,6 +145,6 @@ def empty_draws(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 @fake("expand_nodes")
 def _(
-    logits: Tensor, temperature: Tensor | None, race: Tensor | None, laws: Tensor, count: int
+    logits: Tensor, temperature: Tensor | None, exponential: Tensor | None, probs: Tensor, count: int
 ) -> tuple[Tensor, Tensor]:
     return empty_draws(logits, count)

@@ -1,8 +1,8 @@
 """Triton kernels that grow a token tree between the forwards of a draft model.
 
-Two launches a depth. The first has a program for every frontier node: softmax, and the best tokens by law
-and by race. The second (``place_kernels``) has one for every sequence, which chooses the places of the new
-nodes and writes all that is known of them, the inputs of the next forward included.
+Two launches a depth. The first has a program for every frontier node: softmax, and the most probable
+tokens, or the draws. The second (``place_kernels``) has one for every sequence, which chooses the
+places of the new nodes and writes all that is known of them, the inputs of the next forward included.
 
 Both rank by one integer that is made of a number's bits and an index: the larger number first, the lower
 index among equals, and what is not a number before all others.
@@ -84,16 +84,16 @@ def _scores(logits_ptr, cold, start, vocab, BLOCK: tl.constexpr):
 def _expand_kernel(
     draws_ptr,  # int64 [B, F, K]
     ranks_ptr,  # fp32 [B, F, K]
-    laws_ptr,  # fp32 [B, F, V] with strides
+    probs_ptr,  # fp32 [B, F, V] with strides
     logits_ptr,  # [B, F, V] with strides
     temperature_ptr,  # fp32 [], or None
-    race_ptr,  # fp32 [B, F, V] with strides, or None: draws are the most probable tokens
-    laws_b,
-    laws_f,
+    noise_ptr,  # fp32 [B, F, V] with strides, or None: draws are the most probable tokens
+    probs_b,
+    probs_f,
     logits_b,
     logits_f,
-    race_b,
-    race_f,
+    noise_b,
+    noise_f,
     frontier,
     vocab,
     count,
@@ -103,9 +103,9 @@ def _expand_kernel(
     row = tl.program_id(0).to(tl.int64)
     sequence, node = row // frontier, row % frontier
     logits_ptr += sequence * logits_b + node * logits_f
-    laws_ptr += sequence * laws_b + node * laws_f
-    # Where there is a race a second program ranks by law. Masks below are blocks on both sides: Triton's
-    # interpreter makes none of a block and a scalar.
+    probs_ptr += sequence * probs_b + node * probs_f
+    # Where tokens are drawn, a second program ranks by probability. Masks below are blocks on both sides:
+    # Triton's interpreter makes none of a block and a scalar.
     part = tl.program_id(1)
     cold = tl.full([], 1.0, tl.float32)
     if temperature_ptr is not None:
@@ -129,12 +129,12 @@ def _expand_kernel(
         token = start + tl.arange(0, BLOCK)
         inside = token < vocab
         drawing = inside & (token * 0 + part == 0)
-        law = tl.exp(_scores(logits_ptr, cold, start, vocab, BLOCK) - most) * share
-        tl.store(laws_ptr + token, law, mask=drawing)
-        if race_ptr is not None:
-            at = race_ptr + sequence * race_b + node * race_f + token
-            law = tl.div_rn(law, tl.load(at, mask=drawing, other=1.0))
-        bits = tl.where(inside, bits_of(law), _GONE)
+        prob = tl.exp(_scores(logits_ptr, cold, start, vocab, BLOCK) - most) * share
+        tl.store(probs_ptr + token, prob, mask=drawing)
+        if noise_ptr is not None:
+            at = noise_ptr + sequence * noise_b + node * noise_f + token
+            prob = tl.div_rn(prob, tl.load(at, mask=drawing, other=1.0))
+        bits = tl.where(inside, bits_of(prob), _GONE)
         best = tl.max(bits, 0)
         winner = tl.min(tl.where(bits == best, token, 2147483647), 0)
         word = rank_word(best, winner)
@@ -149,10 +149,10 @@ def _expand_kernel(
     words = tl.where(lane < count, words, LAST)
     if BLOCK_K <= _PAIRWISE:
         rank = tl.sum((words[None, :] > words[:, None]).to(tl.int32), 1)
-        token, number = _unpacked(words, race_ptr is not None)
+        token, number = _unpacked(words, noise_ptr is not None)
         out = row * count + rank
         tl.store(draws_ptr + out, token, mask=(lane < count) & (lane * 0 + part == 0))
-        if race_ptr is None:
+        if noise_ptr is None:
             tl.store(ranks_ptr + out, number, mask=lane < count)
         else:
             tl.store(ranks_ptr + out, number, mask=(lane < count) & (lane * 0 + part == 1))
@@ -160,10 +160,10 @@ def _expand_kernel(
         for rank in range(count):
             word = tl.max(words, 0)
             words = tl.where(words == word, LAST, words)
-            token, number = _unpacked(word, race_ptr is not None)
+            token, number = _unpacked(word, noise_ptr is not None)
             if part == 0:
                 tl.store(draws_ptr + row * count + rank, token)
-            if part == 1 or race_ptr is None:
+            if part == 1 or noise_ptr is None:
                 tl.store(ranks_ptr + row * count + rank, number)
 
 
@@ -201,20 +201,23 @@ def begin_tree(
 
 
 def expand_nodes(
-    logits: Tensor, temperature: Tensor | None, race: Tensor | None, laws: Tensor, count: int
+    logits: Tensor, temperature: Tensor | None, exponential: Tensor | None, probs: Tensor, count: int
 ) -> tuple[Tensor, Tensor]:
     """See ``grow.expand_nodes``."""
     batch, frontier, vocab = logits.shape
-    if laws.stride(2) != 1 or laws.dtype != torch.float32:
-        raise ValueError(f"laws must be fp32 with a dense last dimension, not {laws.dtype} {laws.stride()}")
+    if probs.stride(2) != 1 or probs.dtype != torch.float32:
+        raise ValueError(
+            f"probs must be fp32 with a dense last dimension, not {probs.dtype} {probs.stride()}"
+        )
     logits = logits if logits.stride(2) == 1 else logits.contiguous()
-    if race is not None and race.stride(2) != 1:
-        race = race.contiguous()
+    if exponential is not None and exponential.stride(2) != 1:
+        exponential = exponential.contiguous()
     draws, by_rank = empty_draws(logits, count)
     block = min(_BLOCK, triton.next_power_of_2(vocab))
-    _expand_kernel[(batch * frontier, 1 if race is None else 2)](
-        draws, by_rank, laws, logits, temperature, race,
-        *laws.stride()[:2], *logits.stride()[:2], *((0, 0) if race is None else race.stride()[:2]),
+    _expand_kernel[(batch * frontier, 1 if exponential is None else 2)](
+        draws, by_rank, probs, logits, temperature, exponential,
+        *probs.stride()[:2], *logits.stride()[:2],
+        *((0, 0) if exponential is None else exponential.stride()[:2]),
         frontier, vocab, count,
         BLOCK=block, BLOCK_K=triton.next_power_of_2(count), **warps(max(1, block // _WARP)),
     )  # fmt: skip

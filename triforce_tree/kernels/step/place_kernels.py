@@ -31,13 +31,13 @@ def _write_nodes(
     ids_ptr,
     mask_ptr,
     draws_ptr,
-    laws_ptr,
+    probs_ptr,
     slot,
     rank,
     value,
     place,
     taken,
-    laws_f,
+    probs_f,
     first,
     frontier,
     count,
@@ -47,7 +47,7 @@ def _write_nodes(
 ):
     """The new nodes at ``place`` below the frontier's ``slot``; pointers are those of one sequence."""
     drawn = tl.load(draws_ptr + slot * count + rank, mask=taken, other=-1)
-    value *= tl.load(laws_ptr + slot * laws_f + drawn, mask=taken & (drawn >= 0), other=0.0)
+    value *= tl.load(probs_ptr + slot * probs_f + drawn, mask=taken & (drawn >= 0), other=0.0)
     one = tl.full([], 1, tl.int64)
     above, node = (first + slot).to(tl.int64), (first + frontier + place).to(tl.int64)
     tl.store(tokens_ptr + node, drawn, mask=taken)
@@ -89,10 +89,10 @@ def _place_kernel(
     mask_ptr,  # int64 [B * W, MASK_WORDS], or None
     draws_ptr,  # int64 [B, F, K]
     ranks_ptr,  # fp32 [B, F, K]
-    laws_ptr,  # fp32 [B, F, V] with strides
+    probs_ptr,  # fp32 [B, F, V] with strides
     pairs_ptr,  # int64 [2, W], or None: the likeliest places
-    laws_b,
-    laws_f,
+    probs_b,
+    probs_f,
     nodes,
     first,
     frontier,
@@ -115,7 +115,7 @@ def _place_kernel(
         mask_ptr += sequence * width * MASK_WORDS
     draws_ptr += row
     ranks_ptr += row
-    laws_ptr += sequence * laws_b
+    probs_ptr += sequence * probs_b
     lane, places = tl.arange(0, BLOCK), frontier * count
     if WALKED:
         # The largest word that as many as are wanted reach, between ``least`` and ``above``.
@@ -136,8 +136,8 @@ def _place_kernel(
             place = done + tl.cumsum(taken.to(tl.int32), 0) - 1
             done += tl.sum(taken.to(tl.int32), 0)
             _write_nodes(
-                tokens_ptr, parents_ptr, words_ptr, values_ptr, ids_ptr, mask_ptr, draws_ptr, laws_ptr,
-                there // count, there % count, value, place, taken, laws_f, first, frontier, count, before,
+                tokens_ptr, parents_ptr, words_ptr, values_ptr, ids_ptr, mask_ptr, draws_ptr, probs_ptr,
+                there // count, there % count, value, place, taken, probs_f, first, frontier, count, before,
                 WORDS, MASK_WORDS,
             )  # fmt: skip
     else:
@@ -155,8 +155,8 @@ def _place_kernel(
             rank = tl.load(pairs_ptr + width + lane, mask=taken, other=0)
             value = tl.load(values_ptr + first + slot, mask=taken, other=0.0)
         _write_nodes(
-            tokens_ptr, parents_ptr, words_ptr, values_ptr, ids_ptr, mask_ptr, draws_ptr, laws_ptr,
-            slot, rank, value, place, taken, laws_f, first, frontier, count, before, WORDS, MASK_WORDS,
+            tokens_ptr, parents_ptr, words_ptr, values_ptr, ids_ptr, mask_ptr, draws_ptr, probs_ptr,
+            slot, rank, value, place, taken, probs_f, first, frontier, count, before, WORDS, MASK_WORDS,
         )  # fmt: skip
 
 
@@ -169,7 +169,7 @@ def place_nodes(
     mask: Tensor | None,
     draws: Tensor,
     by_rank: Tensor,
-    laws: Tensor,
+    probs: Tensor,
     pairs: Tensor | None,
     first: int,
     before: int,
@@ -190,8 +190,8 @@ def place_nodes(
     walked = pairs is None and (block > _HELD or width > _TAKEN)
     block = min(block, _WALKED) if walked else block
     _place_kernel[(batch,)](
-        tokens, parents, words, values, ids, mask, draws, by_rank, laws, pairs,
-        *laws.stride()[:2], tokens.shape[1], first, frontier, count, width, before,
+        tokens, parents, words, values, ids, mask, draws, by_rank, probs, pairs,
+        *probs.stride()[:2], tokens.shape[1], first, frontier, count, width, before,
         WORDS=words.shape[2], MASK_WORDS=0 if mask is None else mask.shape[1],
         BLOCK=block, WALKED=walked, **warps(max(1, min(8, block // 256))),
     )  # fmt: skip

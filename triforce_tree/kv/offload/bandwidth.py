@@ -23,12 +23,12 @@ def bandwidths(device: torch.device) -> tuple[float, float]:
     try:
         host = memory.take((size // piece, piece), torch.uint8)
         near = torch.empty(piece, dtype=torch.uint8, device=device)
-        lane = CopyStream(device)
+        copy_stream = CopyStream(device)
 
         def stream(pieces: tuple[Tensor, ...] = tuple(host)) -> None:
             for rows in pieces:
-                lane.copy(near, rows)
-            lane.synchronize()
+                copy_stream.copy(near, rows)
+            copy_stream.synchronize()
 
         bus = size / _shortest(stream, device)
         del host, stream

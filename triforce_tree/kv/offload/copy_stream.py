@@ -109,15 +109,15 @@ class BufferRing:
 
     def __init__(self, count: int, shape: Sequence[int], device: torch.device, dtype: torch.dtype) -> None:
         self.buffers = [torch.empty(tuple(shape), device=device, dtype=dtype) for _ in range(count)]
-        self.lane = CopyStream(device)
+        self.copy_stream = CopyStream(device)
         self.bytes = 0
         self._ready: list[Any] = []
         self._free: list[Any] = []
-        if self.lane.stream is not None:
+        if self.copy_stream.stream is not None:
             self._ready = [torch.cuda.Event() for _ in range(count)]
             self._free = [torch.cuda.Event() for _ in range(count)]
             # The computation may still be using what this memory held before.
-            self.lane.stream.wait_stream(torch.cuda.current_stream(device))
+            self.copy_stream.stream.wait_stream(torch.cuda.current_stream(device))
         self._schedule: Sequence[Tensor] = ()
         self._issued = self._taken = 0
 
@@ -133,9 +133,9 @@ class BufferRing:
         )
         if not same or len(schedule) < ahead:
             self._issued = 0
-            if self.lane.stream is not None:
+            if self.copy_stream.stream is not None:
                 # A pass that broke off may still be reading what it took.
-                self.lane.stream.wait_stream(torch.cuda.current_stream(self.lane.device))
+                self.copy_stream.stream.wait_stream(torch.cuda.current_stream(self.copy_stream.device))
         self._taken = 0
         self._schedule = schedule
         while self._issued < min(len(schedule), len(self.buffers)):
@@ -149,10 +149,10 @@ class BufferRing:
         piece = self._schedule[self._issued]
         slot = self._issued % len(self.buffers)
         target = self.buffers[slot][: piece.shape[0]]
-        stream = self.lane.stream
+        stream = self.copy_stream.stream
         if stream is not None:
             stream.wait_event(self._free[slot])
-        with self.lane.running():
+        with self.copy_stream.running():
             target.copy_(piece, non_blocking=True)
         if stream is not None:
             self._ready[slot].record(stream)

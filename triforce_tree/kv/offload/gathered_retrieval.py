@@ -65,7 +65,7 @@ class GatheredRetrievalView(OffloadedView):
         """int32 ``[layers, B, H_kv]``: chunks that the last choice brought."""
         return self._counts
 
-    def choose(self, end: Tensor, settled: Tensor) -> None:
+    def choose(self, end: Tensor, committed: Tensor) -> None:
         """Let the next forward choose by its root, among the chunks that have left the window."""
         self._boundary.copy_(self.cache.base // self.chunk)
 

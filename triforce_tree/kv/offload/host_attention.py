@@ -90,7 +90,7 @@ class HostAttention:
         # A pass that broke off may have left its own behind.
         self._kernel = host_rows.kernel(heads, dtype, 2 * questions)
         self._torch_seconds = 0.0
-        self._lane = CopyStream(device)
+        self._copy_stream = CopyStream(device)
         self._shapes: dict[tuple[int, int], _Exchange] = {}
         self._asked: _Exchange | None = None
 
@@ -114,16 +114,16 @@ class HostAttention:
             self._shapes[batch, queries] = self._exchange(batch, queries)
         asked = self._asked = self._shapes[batch, queries]
         # By then rows that were on their way to the host are there: a pass begins behind them.
-        self._lane.copy(asked.q, q)
+        self._copy_stream.copy(asked.q, q)
         for b, own in enumerate(rows):
             self._answer(asked.q[b], own, scale, asked.out[b], asked.lse[b])
             self.bytes += own.nbytes
-        with self._lane.running():
+        with self._copy_stream.running():
             exchange.fetch_words(asked.near, asked.words)
 
     def _answer(self, q: Tensor, rows: Tensor, scale: float, out: Tensor, lse: Tensor) -> None:
         if self._kernel is not None:
-            self._lane.call(*self._kernel.call(q, rows, scale, out, lse))
+            self._copy_stream.call(*self._kernel.call(q, rows, scale, out, lse))
             return
         start = time.perf_counter()
         for target, made in zip((out, lse), host_rows.attend(q, rows, scale), strict=True):
@@ -139,7 +139,7 @@ class HostAttention:
         """
         asked, self._asked = self._asked, None
         assert asked is not None, "nothing was asked"
-        self._lane.join()
+        self._copy_stream.join()
         return asked.near_out, asked.near_lse
 
     def _exchange(self, batch: int, queries: int) -> _Exchange:
@@ -158,6 +158,6 @@ class HostAttention:
 
     def close(self) -> None:
         """Give the host memory back. A question that a pass left behind still reads rows: it ends first."""
-        self._lane.synchronize()
+        self._copy_stream.synchronize()
         self._shapes = {}
         self.memory.release()

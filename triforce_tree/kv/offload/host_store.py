@@ -196,7 +196,7 @@ class HostStore:
             share: of the rows in host memory that this pass leaves there; None for that of the last pass,
                 which mostly begins with the same pieces.
         """
-        self.out.join(self.ring.lane)
+        self.out.join(self.ring.copy_stream)
         self._share = self._share if share is None else share
         if self._scheduled != (self._share, self.base):
             self._scheduled = (self._share, list(self.base))

@@ -58,7 +58,7 @@ class States(Protocol):
     def take(self, chunk: int) -> Tensor: ...
 
 
-class NearStates:
+class DeviceStates:
     """On the device."""
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class ReservedStates:
         return self._memory[start : start + shape.numel()].view(shape)
 
 
-class FarStates:
+class HostStates:
     """In host memory: while one chunk is at work the next one's come, and the last one's leave.
 
     Args:
@@ -106,7 +106,7 @@ class FarStates:
 
     def __init__(self, tokens: int, chunk: int, device: torch.device) -> None:
         self._tokens, self._chunk = tokens, chunk
-        self._lane, self._memory = CopyStream(device), HostMemory(locked=device.type == "cuda")
+        self._copy_stream, self._memory = CopyStream(device), HostMemory(locked=device.type == "cuda")
         self._host: Tensor | None = None
         self._coming: tuple[int, Tensor, CopyEvent] | None = None
 
@@ -116,7 +116,7 @@ class FarStates:
             self._memory.check(self._tokens * width * hidden.element_size())
             self._host = self._memory.take((self._tokens, width), hidden.dtype)
         # One lane for both ways: nothing comes back before it has left.
-        self._lane.copy(self._rows(chunk), hidden[0])
+        self._copy_stream.copy(self._rows(chunk), hidden[0])
 
     def take(self, chunk: int) -> Tensor:
         number, hidden, mark = self._coming or self._fetch(chunk)
@@ -132,12 +132,12 @@ class FarStates:
 
     def _fetch(self, chunk: int) -> tuple[int, Tensor, CopyEvent]:
         rows = self._rows(chunk)
-        near = torch.empty(rows.shape, dtype=rows.dtype, device=self._lane.device)
-        return chunk, near, self._lane.copy(near, rows)
+        near = torch.empty(rows.shape, dtype=rows.dtype, device=self._copy_stream.device)
+        return chunk, near, self._copy_stream.copy(near, rows)
 
     def close(self) -> None:
         """Give the host memory back."""
-        self._lane.synchronize()
+        self._copy_stream.synchronize()
         self._coming = self._host = None
         self._memory.release()
 
@@ -231,7 +231,7 @@ def fill_by_layers(
     whole = any(place is not None for place in sink.places)
     buffer = sink.buffer(len(tokens)) if whole else None
     rows = _LayerRows(buffer, sink.windowed())
-    calls = _Calls(decoder_layers(model.running), states or NearStates())
+    calls = _Calls(decoder_layers(model.running), states or DeviceStates())
     starts = range(0, len(tokens), chunk)
     with calls.noted(), model.streamed.paused() if model.streamed is not None else nullcontext():
         for start in starts:

@@ -8,7 +8,7 @@ window, and merges by log-sum-exp; meanwhile the CPU may attend to a share of th
 rows stay in the window until they are settled and old enough to leave it; then they go to the host, off the
 critical path.
 
-All this is of layers without a window. Layers with one keep it in a ring on the device (``cycle/store.py``).
+All this is of layers without a window. Layers with one keep it in a ring on the device (``kv/store.py``).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +20,7 @@ from torch import Tensor
 from triforce_tree.kernels.attention.plan import Heads
 from triforce_tree.kv.offload.host_attention import HostAttention, check_host_attention
 from triforce_tree.kv.offload.host_store import HostStore, Offload
-from triforce_tree.kv.offload.layerwise_prefill import FarStates, ReservedStates, fill_by_layers
+from triforce_tree.kv.offload.layerwise_prefill import HostStates, ReservedStates, fill_by_layers
 from triforce_tree.kv.prefill import SequenceRows
 from triforce_tree.kv.store import KVStore
 from triforce_tree.models.attention import KVShape
@@ -37,9 +37,9 @@ class OffloadedCache:
     Args:
         model: the target.
         batch: texts.
-        room: most rows of one.
+        max_seq_len: most rows of one.
         recent: rows before the root that always stay in the window.
-        behind: rows that passes may write behind the settled ones.
+        scratch_slots: rows that passes may write behind the settled ones.
         slots: rows of copies that level 1 keeps in front of the window, in the same memory.
         chunk: rows that level 1's copies consist of, and whose key means are kept; 0 without a level 1.
         settings: how the rows are split.
@@ -65,9 +65,9 @@ class OffloadedCache:
         self,
         model: HFModel,
         batch: int,
-        room: int,
+        max_seq_len: int,
         recent: int,
-        behind: int,
+        scratch_slots: int,
         slots: int,
         chunk: int,
         settings: Offload,
@@ -80,20 +80,24 @@ class OffloadedCache:
         held = [layer for layer, shape in enumerate(whole) if shape is not None]
         self.places = [held.index(layer) if layer in held else None for layer in range(len(whole))]
         layers = len(held)
-        self.rings = KVStore(windowed, batch, room + behind, device, dtype, scratch=behind)
+        self.rings = KVStore(
+            windowed, batch, max_seq_len + scratch_slots, device, dtype, scratch=scratch_slots
+        )
         self.settings = settings
         self.attention: HostAttention | None = None
         if settings.host_share or settings.plain_host_share:
             check_host_attention(model)
             self.attention = HostAttention(heads, device, dtype, layers * batch)
-        self.host = HostStore(layers, batch, heads, room, device, dtype, max(1, chunk), settings, progress)
+        self.host = HostStore(
+            layers, batch, heads, max_seq_len, device, dtype, max(1, chunk), settings, progress
+        )
         self.leaving = -(-LEAVING // self.host.unit) * self.host.unit
-        self.slots, self.behind = slots, behind
+        self.slots, self.scratch_slots = slots, scratch_slots
         # While a prompt is fed nothing of this is needed: it holds one layer's rows then, or hidden states.
         least = 0 if self.host.last_resident or not layers else self.host.rows * 2 * heads.kv * heads.dim
-        rows = slots + recent + self.leaving + behind
+        rows = slots + recent + self.leaving + scratch_slots
         self.store = KVStore(whole, batch, rows, device, dtype, least=least)
-        self.window = self.store.behind(slots)
+        self.window = self.store.scratch_slots(slots)
         self.base = torch.zeros(batch, dtype=torch.int64, device=device)
         self.lengths = [0] * batch
         self.means: Tensor | None = None
@@ -119,7 +123,7 @@ class OffloadedCache:
             # The last layer's rows have left the memory that the next one, or the window, is written to.
             self.host.out.join()
         for filling in fillings:
-            filling.settle()
+            filling.commit()
         self._publish()
 
     def _fill(
@@ -133,7 +137,7 @@ class OffloadedCache:
         if not self.settings.states_on_host:
             fill_by_layers(self.model, tokens, chunk, filling, progress)
             return
-        states = FarStates(len(tokens), chunk, self.host.device)
+        states = HostStates(len(tokens), chunk, self.host.device)
         try:
             fill_by_layers(self.model, tokens, chunk, filling, progress, states)
         finally:
@@ -150,7 +154,7 @@ class OffloadedCache:
         self.base.copy_(torch.tensor(self.host.base))
         self.host.prefetch()
 
-    def settled(self, counts: Sequence[int]) -> None:
+    def committed(self, counts: Sequence[int]) -> None:
         """Texts have grown by so many rows; whole blocks that are no longer recent leave the window."""
         moved = False
         for b, count in enumerate(counts):
@@ -182,7 +186,7 @@ class OffloadedCache:
             first = start // self.chunk
             self.means[layer, b, :, first : first + keys.shape[0]] = keys.transpose(0, 1).to(rows.dtype)
 
-    def stand(self, lengths: Sequence[int]) -> None:
+    def set_lengths(self, lengths: Sequence[int]) -> None:
         """Stand behind beginnings of the texts whose rows are here, as right after feeding them.
 
         Raises:
@@ -216,7 +220,7 @@ class OffloadedCache:
         more, so that every kernel of a pass runs and little is streamed.
         """
         base, host = self.base.clone(), self.host.base
-        self.base.fill_(max(0, length - (self.window.rows - self.behind)))
+        self.base.fill_(max(0, length - (self.window.rows - self.scratch_slots)))
         shown = min(self.host.resident_rows, default=0) + self.host.piece
         self.host.base = [min(shown, self.host.rows)] * len(host)
         self.host.ring.forget()
@@ -276,7 +280,7 @@ class OffloadedPrefill:
         self.cache.average(layer, self.b, 0, rows[:base])
         self._aside[layer] = rows[base:].permute(1, 2, 0, 3)
 
-    def settle(self) -> None:
+    def commit(self) -> None:
         """Put the newest rows into the window."""
         if self.cache.host.layers:
             self.cache.window.kv[:, :, self.b, :, : self._aside.shape[3]] = self._aside

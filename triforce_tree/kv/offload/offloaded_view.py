@@ -72,7 +72,7 @@ class OffloadedView(TreeAttentionView):
         raise NotImplementedError
 
 
-class StreamedRows(OffloadedView):
+class StreamedView(OffloadedView):
     """T new rows a text, of which each sees all settled rows and its ancestors: a pass of level 2."""
 
     # It follows the lengths of the host's rows, and waits for the bus anyway.

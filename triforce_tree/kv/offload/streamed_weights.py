@@ -95,11 +95,11 @@ class StreamedWeights:
             raise
         for layer, weights in enumerate(self._weights):
             self._bind(weights, self._slots[layer % slots])
-        self._lane = CopyStream(self.device)
-        if self._lane.stream is not None:
+        self._copy_stream = CopyStream(self.device)
+        if self._copy_stream.stream is not None:
             for slot in self._slots:
                 # Dropped without close(), it is not given to others while a copy is under way.
-                slot.record_stream(self._lane.stream)
+                slot.record_stream(self._copy_stream.stream)
         self._held: list[int | None] = [None] * slots
         self._marks = [CopyEvent(None)] * slots
         self._current: int | None = None
@@ -165,7 +165,7 @@ class StreamedWeights:
         slot = layer % len(self._slots)
         if self._held[slot] != layer:
             self._held[slot] = None
-            self._marks[slot] = self._lane.copy(self._slots[slot], self._host[layer])
+            self._marks[slot] = self._copy_stream.copy(self._slots[slot], self._host[layer])
             self._held[slot] = layer
             self.copied += self._host[layer].nbytes
             self.copies += 1

@@ -11,9 +11,9 @@ from functools import cache
 import pytest
 import torch
 from batched_ops import prefill_alike, use_batched_ops
-from cycle_cases import cycle_of, decoded
 from enumeration import chi_square_p
 from families import prompt_of, tiny
+from program_cases import decoded, program_of
 from torch import Tensor
 from transformers import (
     LogitsProcessorList,
@@ -61,7 +61,7 @@ def stranger(seed: int) -> PreTrainedModel:
     )
 
 
-def token_law(warpers: Warpers) -> ProbsFromLogits:
+def with_warpers(warpers: Warpers) -> ProbsFromLogits:
     return ProbsFromLogits(LogitsProcessorList(warpers))
 
 
@@ -69,11 +69,11 @@ def token_law(warpers: Warpers) -> ProbsFromLogits:
 def prepared(name: str) -> DecodingProgram:
     """A cycle that holds the prompt's rows, for all tests of its kind."""
     levels, options = CYCLES[name]
-    cycle = cycle_of(target(), stranger(3), levels, BATCH, room=64, **{**SMALL, **options})
+    program = program_of(target(), stranger(3), levels, BATCH, max_seq_len=64, **{**SMALL, **options})
     with pytest.MonkeyPatch.context() as patch:
         use_batched_ops(patch)
-        prefill_alike(cycle, PROMPT, patch)
-    return cycle
+        prefill_alike(program, PROMPT, patch)
+    return program
 
 
 @cache
@@ -90,18 +90,20 @@ def _logits(prompt: tuple[int, ...]) -> list[Tensor]:
 
 def exact_law(warpers: Warpers, prompt: tuple[int, ...] = tuple(PROMPT)) -> dict[tuple[int, ...], float]:
     """The target's joint law of the next ``TOKENS`` tokens."""
-    law = token_law(warpers)
+    to_probs = with_warpers(warpers)
     joint = torch.ones(1, dtype=torch.float64)
     for logits in _logits(prompt):
-        joint = (joint[:, None] * law.scores(logits, list).double().softmax(-1)).flatten()
+        joint = (joint[:, None] * to_probs.scores(logits, list).double().softmax(-1)).flatten()
     places = torch.cartesian_prod(*[torch.arange(VOCABULARY)] * TOKENS).tolist()
     return {tuple(tokens): chance for tokens, chance in zip(places, joint.tolist(), strict=True) if chance}
 
 
 def sampled(name: str, warpers: Warpers = PLAIN, seed: int = 0) -> tuple[float, list[LevelStats]]:
     """p-value of one batch's joint law of ``TOKENS`` tokens, 0 if something impossible came; statistics."""
-    cycle = prepared(name)
-    texts, decoder = decoded(cycle, [PROMPT] * BATCH, [TOKENS] * BATCH, token_law(warpers), seed, again=True)
+    program = prepared(name)
+    texts, decoder = decoded(
+        program, [PROMPT] * BATCH, [TOKENS] * BATCH, with_warpers(warpers), seed, again=True
+    )
     counts = Counter(tuple(text) for text in texts)
-    law = exact_law(warpers)
-    return 0.0 if counts.keys() - law.keys() else chi_square_p(counts, law), decoder.levels
+    exact = exact_law(warpers)
+    return 0.0 if counts.keys() - exact.keys() else chi_square_p(counts, exact), decoder.levels

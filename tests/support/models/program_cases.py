@@ -38,32 +38,32 @@ COVERED = [prompt_of(length) for length in (98, 101, 100)]
 model = cache(tiny)
 
 
-def cycle_of(
+def program_of(
     target: PreTrainedModel,
     draft: PreTrainedModel | None,
     levels: int,
     batch: int = 1,
-    room: int = 150,
+    max_seq_len: int = 150,
     **options: object,
 ) -> DecodingProgram:
     """A cycle whose caches are far smaller than its texts."""
     config = HierarchyConfig.from_options(**{**SMALL, **options})
     small = None if draft is None or levels == 1 else TreeDrafter(HFModel(draft), config)
-    return DecodingProgram(HFModel(target), small, config, batch, room, levels)
+    return DecodingProgram(HFModel(target), small, config, batch, max_seq_len, levels)
 
 
 def decoded(
-    cycle: DecodingProgram,
+    program: DecodingProgram,
     prompts: Sequence[Sequence[int]],
     endings: Sequence[Ending | int],
-    law: ProbsFromLogits = GREEDY,
+    to_probs: ProbsFromLogits = GREEDY,
     seed: int = 0,
     again: bool = False,
 ) -> tuple[list[list[int]], Decoder]:
     """Every text's new tokens, and the decoder; ``again``: the prompts' rows are in the cache."""
-    decoder = Decoder(cycle, law, seed)
+    decoder = Decoder(program, to_probs, seed)
     if again:
-        cycle.rewind(prompts)
+        program.rewind(prompts)
     else:
         decoder.prefill(prompts)
     new: list[list[int]] = [[] for _ in prompts]
@@ -96,11 +96,11 @@ def exact(
     levels: int, family: str = "llama-gqa", draft: PreTrainedModel | None = None, **options: object
 ) -> Decoder:
     """Check greedy equality of the batch; the decoder, for its statistics."""
-    cycle = cycle_of(model(family), draft or draft_of(family), levels, len(PROMPTS), **options)
-    new, decoder = decoded(cycle, PROMPTS, NEW)
+    program = program_of(model(family), draft or draft_of(family), levels, len(PROMPTS), **options)
+    new, decoder = decoded(program, PROMPTS, NEW)
     assert new == references(family)
     assert decoder.finish_reasons == ["length"] * len(PROMPTS)
     # Without fixed rounds the controller may rightly fall back to plain decoding.
-    for level in decoder.levels[1:] if cycle.config.rounds is not None else ():
+    for level in decoder.levels[1:] if program.config.rounds is not None else ():
         assert 0 < level.accepted < level.proposed, level
     return decoder
