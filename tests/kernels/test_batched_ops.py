@@ -3,7 +3,7 @@
 import pytest
 import step_cases
 import torch
-from batched_ops import accept_tree, append_rows, attention, move_rows
+from batched_ops import accept_tree, append_kv, attention, move_kv
 
 from triforce_tree.kernels import step
 from triforce_tree.kernels.attention import planned
@@ -30,14 +30,14 @@ def test_batched_row_moves_are_the_references() -> None:
     k, v = torch.randn(2, 3, 2, 5, 4)
     caches = [torch.randn(2, 3, 2, 16, 4)]
     caches.append(caches[0].clone())
-    append_rows(*caches[0], k, v, start)
-    step.append_rows(*caches[1], k, v, start)
+    append_kv(*caches[0], k, v, start)
+    step.append_kv(*caches[1], k, v, start)
     assert torch.equal(*caches)
     rows = [torch.randn(4, 3, 2, 16, 4)]
     rows.append(rows[0].clone())
     index = torch.tensor([[0, 2, 4, -1], [0, -1, -1, -1], [0, 1, 3, 6]])
-    move_rows(rows[0], index, start)
-    step.move_rows(rows[1], index, start)
+    move_kv(rows[0], index, start)
+    step.move_kv(rows[1], index, start)
     assert torch.equal(*rows)
 
 

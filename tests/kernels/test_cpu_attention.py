@@ -145,7 +145,7 @@ def test_rows_that_become_more_hardly_ever_take_new_memory() -> None:
     out, lse = torch.empty_like(q), torch.empty(1, 2)
     for count in range(1, 6000, 50):
         attend.call(q, rows[:count], 0.1, out, lse)
-    assert len({work.data_ptr() for _, work in attend._asked}) <= 5
+    assert len({work.data_ptr() for _, work in attend._pending}) <= 5
 
 
 @needs_kernel
@@ -170,8 +170,8 @@ def test_calls_wait_for_nobody(way: str) -> None:
 @pytest.mark.parametrize(
     ("q", "rows", "message"),
     [
-        ((3, 2, 48), (9, 2, 2, 48), "one of 32 up to 256"),
-        ((3, 2, 288), (9, 2, 2, 288), "one of 32 up to 256"),
+        ((3, 2, 48), (9, 2, 2, 48), "D a multiple of 32 up to 256"),
+        ((3, 2, 288), (9, 2, 2, 288), "D a multiple of 32 up to 256"),
         ((3, 4, 64), (9, 2, 3, 64), r"q \[3, 4, 64\], rows \[9, 2, 3, 64\]"),
         ((3, 4, 64), (9, 2, 4, 32), "must be"),
         ((3, 4, 64), (9, 3, 4, 64), "must be"),
@@ -221,7 +221,9 @@ def test_other_processors_are_told_by_their_flags(monkeypatch: pytest.MonkeyPatc
 
 
 def test_intels_products_of_bf16_are_for_tiles_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    every = {flag for ways in cpu_attention._WAYS.values() for needed in ways.values() for flag in needed}
+    every = {
+        flag for ways in cpu_attention._INSTRUCTIONS.values() for needed in ways.values() for flag in needed
+    }
     monkeypatch.setattr(cpu_attention, "_flags", lambda: frozenset(every))
     monkeypatch.setattr(cpu_attention, "_vendor", lambda: "GenuineIntel")
     assert instructions() == ("AMX", "AVX-512", "AVX2", "AVX-512 BF16")
@@ -254,9 +256,9 @@ def test_a_way_that_the_compiler_does_not_know_gives_place_to_the_next(
         CpuAttention(1)
     assert torch.equal(out, CpuAttention(1, way=second)(q, rows)[0])
     [record] = caplog.records
-    assert f"goes by {second} only" in record.getMessage()
-    assert "ended with 4: what?" in record.getMessage()
-    with pytest.raises(OSError, match="ended with 4"):
+    assert f"falls back to {second}: the kernel cannot be compiled" in record.getMessage()
+    assert "exited with 4: what?" in record.getMessage()
+    with pytest.raises(OSError, match="exited with 4"):
         CpuAttention(1, way=first)
 
 
@@ -267,7 +269,7 @@ def test_without_a_working_compiler_there_is_a_warning(
     broken = fresh_build / "broken-cc"
     broken.write_text("#!/bin/sh\necho no such option >&2\nexit 3\n")
     broken.chmod(broken.stat().st_mode | stat.S_IXUSR)
-    for compiler, message in ((str(broken), "ended with 3: no such option"), ("", "needs a C compiler")):
+    for compiler, message in ((str(broken), "exited with 3: no such option"), ("", "needs a C compiler")):
         monkeypatch.setenv("CC", compiler)
         if not compiler:
             monkeypatch.setenv("PATH", os.devnull)

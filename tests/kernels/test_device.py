@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="the kernels need Triton; install triton to
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from kernels_cases import LAW, Case, run_case
+from kernels_cases import ERROR_LIMIT, Case, run_case
 from triton import OutOfResources
 
 import triforce_tree
@@ -97,7 +97,7 @@ def test_what_was_measured_on_hopper_is_taken_there() -> None:
     for head_dim, table in configs._PREFERRED.items():
         for most, tile in table:
             assert configs.choose(most, head_dim, 2, HOPPER) == tile
-    for bits, by_rows in linear_configs._CUTS.items():
+    for bits, by_rows in linear_configs._TABLE.items():
         for rows, cuts in by_rows.items():
             least = 2049
             for most, block_n, width, warps, stages, tma, resident in cuts:
@@ -151,7 +151,7 @@ def test_tiles_of_small_devices_compute_attention(arch: str, dtype: torch.dtype)
         Case(Heads(2, 1, 256), ((65, 37), (20, 3)), dtype),
     ):
         with told(device):
-            assert run_case(case, DEVICE) <= LAW
+            assert run_case(case, DEVICE) <= ERROR_LIMIT
 
 
 def test_a_shortage_at_launch_takes_the_next_smaller_tile(
@@ -171,7 +171,7 @@ def test_a_shortage_at_launch_takes_the_next_smaller_tile(
         got = fitting.fitted(wanted, configs.smaller, launch)
     assert got == KernelConfig(16, 64, 4, 2, 1)
     assert len(caplog.records) == len(tried) - 1 == 2
-    assert "needs 139,264 bytes of shared memory where the GPU has 101,376; going on with" in caplog.text
+    assert "needs 139,264 bytes of shared memory where the GPU has 101,376; continuing with" in caplog.text
     # The next launch begins with what fitted.
     tried.clear()
     assert fitting.fitted(wanted, configs.smaller, launch) == got

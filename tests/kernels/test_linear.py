@@ -89,7 +89,7 @@ def test_operators_are_well_formed(kernels):
     words, scales = reference.quantise(weight, 4)
     checks = ("test_schema", "test_faketensor")
     counters = kernels.counters_for(64, DEVICE)
-    plain = kernels._plain(TMA)
+    plain = kernels._config_numbers(TMA)
     for args in ((x, weight, None, bias, counters, 16, plain), (x, words, scales, None, counters, 4, plain)):
         torch.library.opcheck(kernels._linear.overload, args, test_utils=checks)
 

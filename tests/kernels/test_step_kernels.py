@@ -34,11 +34,11 @@ def kernels() -> SimpleNamespace:
         accept_kernels,
         grow_kernels,
         place_kernels,
-        rows_kernels,
+        kv_slots_kernels,
         select_kernels,
     )
 
-    modules = (rows_kernels, select_kernels, accept_kernels, grow_kernels, place_kernels)
+    modules = (kv_slots_kernels, select_kernels, accept_kernels, grow_kernels, place_kernels)
     return SimpleNamespace(
         **{name: getattr(m, name) for m in modules for name in step.__all__ if name in vars(m)}
     )
@@ -89,10 +89,10 @@ def test_a_ring_that_cannot_work_is_refused(ops) -> None:
     start, index = torch.zeros(1, dtype=torch.int64, device=DEVICE), torch.zeros(1, 5, dtype=torch.int64)
     for own in (ops, step):
         for ring in (4, 9):
-            with pytest.raises(ValueError, match=f"ring={ring} must hold the 5 rows"):
-                own.append_rows(cache, cache, new, new, start, ring)
-            with pytest.raises(ValueError, match=f"ring={ring} must hold the 5 rows"):
-                own.move_rows(cache[None], index.to(DEVICE), start, ring)
+            with pytest.raises(ValueError, match=f"ring={ring} must be 5 \(the tokens of a call\) to 8"):
+                own.append_kv(cache, cache, new, new, start, ring)
+            with pytest.raises(ValueError, match=f"ring={ring} must be 5 \(the tokens of a call\) to 8"):
+                own.move_kv(cache[None], index.to(DEVICE), start, ring)
 
 
 @runs_kernels
@@ -100,7 +100,7 @@ def test_moved_rows_stay_inside(ops) -> None:
     """Sources and targets beyond the end are left alone."""
     rows = torch.randn(2, 1, 2, 10, 8, device=DEVICE)
     index, start = torch.tensor([[0, 3, -1, 1, 2]], device=DEVICE), torch.tensor([7], device=DEVICE)
-    step_cases.agree(step_cases.Problem("move_rows", (rows, index, start), (0,)), ops)
+    step_cases.agree(step_cases.Problem("move_kv", (rows, index, start), (0,)), ops)
 
 
 @runs_kernels
@@ -415,17 +415,17 @@ def test_second_choice_by_hand() -> None:
 def test_rows_by_hand() -> None:
     caches = [torch.zeros(2, 1, 6, 2) for _ in range(2)]
     k = torch.arange(1.0, 13).view(2, 1, 3, 2)
-    step.append_rows(*caches, k, -k, torch.tensor([1, 4]))
+    step.append_kv(*caches, k, -k, torch.tensor([1, 4]))
     assert caches[0][:, 0, :, 0].tolist() == [[0, 1, 3, 5, 0, 0], [0, 0, 0, 0, 7, 9]]
     assert torch.equal(caches[1], -caches[0])
     rows = torch.arange(10.0).view(1, 1, 1, 10, 1).repeat(1, 2, 1, 1, 1)
     ring = [torch.zeros(1, 1, 4, 2) for _ in range(2)]
-    step.append_rows(*ring, k[:1], -k[:1], torch.tensor([10]), 4)
+    step.append_kv(*ring, k[:1], -k[:1], torch.tensor([10]), 4)
     assert ring[0][0, 0, :, 0].tolist() == [5, 0, 1, 3]
     around = torch.arange(5.0).view(1, 1, 1, 5, 1).clone()
-    step.move_rows(around, torch.tensor([[2, 0, 1]]), torch.tensor([7]), 4)
+    step.move_kv(around, torch.tensor([[2, 0, 1]]), torch.tensor([7]), 4)
     assert around.flatten().tolist() == [3, 0, 2, 1, 4]
-    step.move_rows(rows, torch.tensor([[0, 2, -1, 5], [1, 0, -1, -1]]), torch.tensor([3, 6]))
+    step.move_kv(rows, torch.tensor([[0, 2, -1, 5], [1, 0, -1, -1]]), torch.tensor([3, 6]))
     assert rows[0, :, 0, :, 0].tolist() == [[0, 1, 2, 3, 5, 5, 8, 7, 8, 9], [0, 1, 2, 3, 4, 5, 7, 6, 8, 9]]
     means = torch.full((1, 2, 1, 3, 1), -1.0)
     step.chunk_means(
@@ -458,7 +458,7 @@ def test_triton_is_imported_on_a_gpu_only() -> None:
     check = (
         "import sys; sys.modules['triton'] = None; import torch;"
         "from triforce_tree.kernels import exchange, step;"
-        "x = torch.ones(1, 1, 4, 2); step.append_rows(x, x.clone(), x, x, torch.zeros(1, dtype=torch.int64));"
+        "x = torch.ones(1, 1, 4, 2); step.append_kv(x, x.clone(), x, x, torch.zeros(1, dtype=torch.int64));"
         "exchange.fetch_words(torch.zeros(3).int(), torch.ones(3).int())"
     )
     subprocess.run([sys.executable, "-c", check], cwd=root, check=True)

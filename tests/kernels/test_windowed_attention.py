@@ -33,15 +33,15 @@ def ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
         if not knobs.runtime.interpret:
             pytest.skip("Triton was loaded without TRITON_INTERPRET=1")
         from triforce_tree.kernels.attention import launch
-        from triforce_tree.kernels.step import rows_kernels as rows
+        from triforce_tree.kernels.step import kv_slots_kernels as rows
 
         def run(*args: Any, **kwargs: Any) -> Tensor:
             with poisoned_memory():
                 return launch.run(*args, **kwargs)[0]
 
         monkeypatch.setattr(planned, "run", run)
-        monkeypatch.setattr(step, "append_rows", rows.append_rows)
-        monkeypatch.setattr(step, "move_rows", rows.move_rows)
+        monkeypatch.setattr(step, "append_kv", rows.append_kv)
+        monkeypatch.setattr(step, "move_kv", rows.move_kv)
     return str(request.param)
 
 
@@ -165,7 +165,7 @@ def test_layers_of_one_shape_are_one_tensor_and_one_launch(monkeypatch: pytest.M
     store = KVStore([KVShape(Heads(4, 2, 8))] * 3, 2, 100, CPU, torch.float32, scratch=20)
     assert store.kv.shape == (3, 2, 2, 2, 128, 8)
     calls: list[tuple[int, ...]] = []
-    monkeypatch.setattr(step, "move_rows", lambda rows, *rest: calls.append(tuple(rows.shape)))
+    monkeypatch.setattr(step, "move_kv", lambda rows, *rest: calls.append(tuple(rows.shape)))
     store.move(torch.zeros(2, 1, dtype=torch.int64), torch.zeros(2, dtype=torch.int64))
     assert calls == [(6, 2, 2, 128, 8)]
 

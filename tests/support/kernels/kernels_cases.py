@@ -18,7 +18,7 @@ from torch import Tensor
 from triforce_tree.kernels.attention.configs import KernelConfig
 from triforce_tree.kernels.attention.plan import FLATTEN, Heads
 
-LAW = 2.0
+ERROR_LIMIT = 2.0
 """Largest error a kernel may have, in those of plain torch in the same dtype (flash-attention's law)."""
 
 
@@ -203,7 +203,7 @@ def gold(problem: Problem, dtype: torch.dtype = torch.float64) -> tuple[Tensor, 
 def error_ratio(out: Tensor, lse: Tensor, problem: Problem) -> float:
     """Largest error of out and of lse over torch's in the same dtype; not a number counts as infinite.
 
-    At most ``LAW`` passes. Torch's error counts as no less than half a unit in the last place of
+    At most ``ERROR_LIMIT`` passes. Torch's error counts as no less than half a unit in the last place of
     the largest value, because rounding an exact result costs that much.
     """
     ratio, pairs = 0.0, zip((out, lse), gold(problem), gold(problem, problem.case.dtype), strict=True)

@@ -78,7 +78,7 @@ def append(
     caches = [_randn(batch, heads, size, dim, dtype=dtype, device=device) for _ in range(2)]
     new = [_randn(batch, count, heads, dim, dtype=dtype, device=device).transpose(1, 2) for _ in range(2)]
     start = [rng.randrange(max(1, size - count)) for _ in range(batch - 1)] + [size - (count + 1) // 2]
-    return Problem("append_rows", (*caches, *new, torch.tensor(start, device=device)), (0, 1))
+    return Problem("append_kv", (*caches, *new, torch.tensor(start, device=device)), (0, 1))
 
 
 def append_to_ring(*args: Any, ring: int, seed: int = 0) -> Problem:
@@ -87,7 +87,7 @@ def append_to_ring(*args: Any, ring: int, seed: int = 0) -> Problem:
     *tensors, start = problem.args
     rng, count = random.Random(seed), tensors[2].shape[2]
     places = [rng.randrange(5 * ring) for _ in start[1:]] + [3 * ring - (count + 1) // 2]
-    return Problem("append_rows", (*tensors, start.new_tensor(places), ring), (0, 1))
+    return Problem("append_kv", (*tensors, start.new_tensor(places), ring), (0, 1))
 
 
 def move(
@@ -113,7 +113,7 @@ def move(
     if batch > 1:
         index[-1] = -1
     tensors = index.to(device), torch.tensor(start, device=device)
-    return Problem("move_rows", (rows, *tensors), (0,))
+    return Problem("move_kv", (rows, *tensors), (0,))
 
 
 def move_in_ring(*args: Any, ring: int, seed: int = 0) -> Problem:
@@ -122,7 +122,7 @@ def move_in_ring(*args: Any, ring: int, seed: int = 0) -> Problem:
     rows, index, start = problem.args
     rng = random.Random(seed)
     places = [4 * ring - index.shape[1]] + [rng.randrange(5 * ring) for _ in start[1:]]
-    return Problem("move_rows", (rows, index, start.new_tensor(places), ring), (0,))
+    return Problem("move_kv", (rows, index, start.new_tensor(places), ring), (0,))
 
 
 def means(
