@@ -22,8 +22,8 @@ from triforce_tree.kernels.linear.configs import choose as choose_linear
 from triforce_tree.kernels.linear.configs import row_block
 from triforce_tree.kernels.step import accept_kernels as accept
 from triforce_tree.kernels.step import grow_kernels as grow
-from triforce_tree.kernels.step import place_kernels
 from triforce_tree.kernels.step import kv_slots_kernels as rows
+from triforce_tree.kernels.step import place_kernels
 from triforce_tree.kernels.step import select_kernels as select
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -18,7 +18,7 @@ enum {
 /* Scratch memory of one thread, for one block. */
 typedef struct {
     float *scores; /* [BLOCK, tiles * TILE] */
-    bf16 *probs; /* tiles [tiles, BLOCK / PAIRED] of [TILE queries, PAIRED rows] */
+    bf16 *probs;   /* tiles [tiles, BLOCK / PAIRED] of [TILE queries, PAIRED rows] */
     bf16 *values;  /* tiles [BLOCK / PAIRED, dim / TILE] of [TILE pairs of rows, PAIRED dimensions] */
     bf16 *rest;    /* [PAIRED, dim], keys of the last, partial step, padded with zeros */
     Prefetcher prefetcher;

@@ -121,18 +121,18 @@ def _place_kernel(
         # Bisect, between ``least_key`` and ``above``, for the largest key that ``width`` places reach.
         least_key, above = tl.full([], 0, tl.int64), tl.full([], FIRST, tl.int64)
         while above - least_key > 1:
-            middle = least_key + ((above - least_key) >> 1)
+            pivot = least_key + ((above - least_key) >> 1)
             reaching = tl.full([], 0, tl.int32)
             for start in range(0, places, BLOCK):
-                _, word = _place_keys(path_probs_ptr + first, ranks_ptr, start + place_index, places, count)
-                reaching += tl.sum((word >= middle).to(tl.int32), 0)
-            above = tl.where(reaching > width, above, tl.where(reaching == width, middle + 1, middle))
-            least_key = tl.where(reaching >= width, middle, least_key)
+                _, key = _place_keys(path_probs_ptr + first, ranks_ptr, start + place_index, places, count)
+                reaching += tl.sum((key >= pivot).to(tl.int32), 0)
+            above = tl.where(reaching > width, above, tl.where(reaching == width, pivot + 1, pivot))
+            least_key = tl.where(reaching >= width, pivot, least_key)
         done = tl.full([], 0, tl.int32)
         for start in range(0, places, BLOCK):
             there = start + place_index
-            path_prob, word = _place_keys(path_probs_ptr + first, ranks_ptr, there, places, count)
-            taken = word >= least_key
+            path_prob, key = _place_keys(path_probs_ptr + first, ranks_ptr, there, places, count)
+            taken = key >= least_key
             place = done + tl.cumsum(taken.to(tl.int32), 0) - 1
             done += tl.sum(taken.to(tl.int32), 0)
             _write_nodes(
@@ -143,11 +143,11 @@ def _place_kernel(
     else:
         if pairs_ptr is None:
             slot, rank = place_index // count, place_index % count
-            path_prob, word = _place_keys(path_probs_ptr + first, ranks_ptr, place_index, places, count)
+            path_prob, key = _place_keys(path_probs_ptr + first, ranks_ptr, place_index, places, count)
             least_key = tl.full([], FIRST, tl.int64)
             for _ in range(width):
-                least_key = tl.max(tl.where(word < least_key, word, LAST), 0)
-            taken = (place_index < places) & (word >= least_key)
+                least_key = tl.max(tl.where(key < least_key, key, LAST), 0)
+            taken = (place_index < places) & (key >= least_key)
             place = tl.cumsum(taken.to(tl.int32), 0) - 1
         else:
             taken, place = place_index < width, place_index
@@ -181,10 +181,11 @@ def place_nodes(
     if pairs is None and frontier * count < width:
         raise ValueError(f"{width} new nodes are too many for {frontier} parents with {count} draws each")
     if 64 * mask_words.shape[2] < tokens.shape[1]:
-        raise ValueError(f"{tokens.shape[1]} nodes do not fit {mask_words.shape[2]} words of 64 bits")
+        raise ValueError(f"{tokens.shape[1]} nodes do not fit {mask_words.shape[2]} mask words of 64 bits")
     if mask is not None and 64 * mask.shape[1] < before + first + frontier + width:
         raise ValueError(
-            f"{before} bits and {first + frontier + width} nodes do not fit a mask of {mask.shape[1]} words"
+            f"{before} bits and {first + frontier + width} nodes do not fit a mask of {mask.shape[1]} words "
+            "of 64 bits"
         )
     block = triton.next_power_of_2(frontier * count if pairs is None else width)
     walked = pairs is None and (block > _HELD or width > _TAKEN)
