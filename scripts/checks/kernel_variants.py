@@ -22,8 +22,8 @@ from triforce_tree.kernels.linear.configs import choose as choose_linear
 from triforce_tree.kernels.linear.configs import row_block
 from triforce_tree.kernels.step import accept_kernels as accept
 from triforce_tree.kernels.step import grow_kernels as grow
+from triforce_tree.kernels.step import kv_slots_kernels as rows
 from triforce_tree.kernels.step import place_kernels
-from triforce_tree.kernels.step import rows_kernels as rows
 from triforce_tree.kernels.step import select_kernels as select
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -168,10 +168,10 @@ def _cache_rows() -> Iterator[Variant]:
             name = f"{NAMES[dtype]}, head_dim {dim}"
 
             def append(cache: Tensor = cache, dim: int = dim) -> None:
-                rows.append_rows(cache[0], cache[1], cache[0, :, :, :16], cache[1, :, :, :16], start)
+                rows.append_kv(cache[0], cache[1], cache[0, :, :, :16], cache[1, :, :, :16], start)
 
             def move(cache: Tensor = cache, places: int = 64) -> None:
-                rows.move_rows(cache, torch.zeros(2, places, dtype=torch.int64), start)
+                rows.move_kv(cache, torch.zeros(2, places, dtype=torch.int64), start)
 
             def means(cache: Tensor = cache, dim: int = dim) -> None:
                 rows.chunk_means(cache[..., :32, :].clone(), cache, start, 4, 8)

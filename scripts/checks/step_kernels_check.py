@@ -64,12 +64,12 @@ def problems() -> Iterator[tuple[str, Callable[[], Problem]]]:
         how = *step_cases.LIKENESS[seed % 6], seed % 8 == 7
         yield (
             f"accept {shape} {how}",
-            lambda s=shape, h=how, i=seed: step_cases.judgement(*s, GPU, *h, seed=i),
+            lambda s=shape, h=how, i=seed: step_cases.acceptance(*s, GPU, *h, seed=i),
         )
     for nodes, vocab in [(16, 128256), (64, 128256), (32, 152064)]:
         yield (
             f"accept {(2, nodes, vocab)}",
-            lambda n=nodes, v=vocab: step_cases.judgement(2, n, v, GPU, 0.3, 10.0, seed=n),
+            lambda n=nodes, v=vocab: step_cases.acceptance(2, n, v, GPU, 0.3, 10.0, seed=n),
         )
     for seed, nodes in enumerate((1, 2, 16, 63, 64, 65, 128, 256)):
         yield f"greedy {nodes}", lambda n=nodes, i=seed: step_cases.greedy(6, n, 3 + i, GPU, seed=i)
@@ -126,7 +126,7 @@ def captured() -> Iterator[tuple[str, Callable[[int], Problem]]]:
     yield "means", lambda i: step_cases.means(4, 3, 4, 300, 4, 128, 8, HALF, GPU, seed=i)
     yield "select", lambda i: step_cases.selection(3, 4, 1, 3000, 128, 100, HALF, GPU, seed=i)
     yield "select, group", lambda i: step_cases.selection(3, 4, 4, 20000, 128, 100, HALF, GPU, seed=i)
-    yield "accept", lambda i: cut(step_cases.judgement(4, 16, 4096, GPU, 0.3, 10.0, seed=i))
+    yield "accept", lambda i: cut(step_cases.acceptance(4, 16, 4096, GPU, 0.3, 10.0, seed=i))
     yield "greedy", lambda i: cut(step_cases.greedy(4, 16, 5, GPU, seed=i))
     yield "runner-up", lambda i: step_cases.runner_up(4, 6, 4096, True, GPU, seed=i)
     yield "begin", lambda i: grow_cases.beginning(4, 5, (8, 6, 4), 300, GPU, seed=i)
@@ -204,7 +204,7 @@ def _timed() -> Iterator[tuple[str, Callable[[], Problem]]]:
     for shape in [(1, 32, 1, 15360, 128, 480), (1, 8, 4, 15360, 128, 480), (6, 32, 1, 2375, 128, 128)]:
         yield f"select {shape}", partial(step_cases.selection, *shape, HALF, GPU)
     for shape in [(1, 16, 4096), (6, 16, 4096), (1, 64, 32000), (6, 64, 128256)]:
-        yield f"accept {shape}", partial(step_cases.judgement, *shape, GPU, 0.3, 10.0)
+        yield f"accept {shape}", partial(step_cases.acceptance, *shape, GPU, 0.3, 10.0)
     yield "greedy 64", partial(step_cases.greedy, 6, 64, 4, GPU)
     yield "runner-up (1, 12, 128256)", partial(step_cases.runner_up, 1, 12, 128256, True, GPU)
     for batch in (1, 6):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kernels_cases import LAW, Case, build, random_nodes, random_tree, run_case
+from kernels_cases import ERROR_LIMIT, Case, build, random_nodes, random_tree, run_case
 from torch import Tensor
 
 from triforce_tree.kernels.attention import merge, reference
@@ -103,7 +103,7 @@ def check(shard: int, shards: int, every: int = 1) -> list[dict]:
             continue
         try:
             ratio = run_case(case, "cuda", seed=index)
-            ok = ratio <= LAW
+            ok = ratio <= ERROR_LIMIT
             rows.append({"case": str(case), "error_ratio": round(ratio, 3), "ok": ok})
         except Exception as error:
             rows.append({"case": str(case), "ok": False, "error": repr(error)[:300]})

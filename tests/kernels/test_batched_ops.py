@@ -1,17 +1,17 @@
-"""The batched stand-ins that tests of laws use are the ops that they stand in for."""
+"""The batched operators that statistical tests use instead of the definitions give the same results."""
 
 import pytest
 import step_cases
 import torch
-from batched_ops import accept_tree, append_rows, attention, move_rows
+from batched_ops import accept_tree, append_kv, attention, move_kv
 
 from triforce_tree.kernels import step
 from triforce_tree.kernels.attention import planned
 from triforce_tree.kernels.attention.plan import Heads, plan_trees
 
 
-@pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
-def test_batched_attention_is_the_planned_one(paged: bool) -> None:
+@pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "pages"])
+def test_batched_attention_equals_the_planned_one(paged: bool) -> None:
     heads, batch, page = Heads(4, 2, 8), 3, 4
     masks = [torch.ones(5, 7).tril(2).bool()] * batch
     plan = plan_trees(heads, masks, [9, 0, 21], device="cpu", dtype=torch.float32)
@@ -25,28 +25,28 @@ def test_batched_attention_is_the_planned_one(paged: bool) -> None:
     torch.testing.assert_close(attention(q, k, v, plan, scale=0.3, table=table), expected)
 
 
-def test_batched_row_moves_are_the_references() -> None:
+def test_batched_kv_writes_equal_the_definitions() -> None:
     start = torch.tensor([0, 3, 9])
     k, v = torch.randn(2, 3, 2, 5, 4)
     caches = [torch.randn(2, 3, 2, 16, 4)]
     caches.append(caches[0].clone())
-    append_rows(*caches[0], k, v, start)
-    step.append_rows(*caches[1], k, v, start)
+    append_kv(*caches[0], k, v, start)
+    step.append_kv(*caches[1], k, v, start)
     assert torch.equal(*caches)
-    rows = [torch.randn(4, 3, 2, 16, 4)]
-    rows.append(rows[0].clone())
+    kv = [torch.randn(4, 3, 2, 16, 4)]
+    kv.append(kv[0].clone())
     index = torch.tensor([[0, 2, 4, -1], [0, -1, -1, -1], [0, 1, 3, 6]])
-    move_rows(rows[0], index, start)
-    step.move_rows(rows[1], index, start)
-    assert torch.equal(*rows)
+    move_kv(kv[0], index, start)
+    step.move_kv(kv[1], index, start)
+    assert torch.equal(*kv)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_batched_acceptance_is_the_references(seed: int) -> None:
+def test_batched_acceptance_equals_the_definition(seed: int) -> None:
     torch.manual_seed(seed)
-    refused = 0
+    rejected = 0
     for likeness in step_cases.LIKENESS:
-        args = step_cases.judgement(
+        args = step_cases.acceptance(
             40, (1, 2, 5, 9, 17, 33)[seed], 7, "cpu", *likeness, False, seed, fixed=(0.0, 0.5, 1.0)[seed % 3]
         ).args
         for depth in (args[-1], 1):
@@ -54,5 +54,5 @@ def test_batched_acceptance_is_the_references(seed: int) -> None:
             assert all(
                 torch.equal(*pair) for pair in zip(accept_tree(*args[:-1], depth), expected, strict=True)
             )
-            refused += int((expected[1] <= depth).sum())
-    assert refused
+            rejected += int((expected[1] <= depth).sum())
+    assert rejected

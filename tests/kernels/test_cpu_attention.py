@@ -1,4 +1,4 @@
-"""Our attention kernel for the CPU against the definition in fp64, and where it cannot be built."""
+"""The C attention kernel for the CPU against the definition in fp64, and cases where it cannot be built."""
 
 import logging
 import os
@@ -19,13 +19,13 @@ BF16 = torch.bfloat16
 needs_kernel = pytest.mark.skipif(
     not supports(128, BF16), reason="needs a processor with AVX2, and a C compiler"
 )
-# By half of a unit in the last place.
+# Half a unit in the last place, relative.
 _ROUNDING = {BF16: 2.0**-8, torch.float16: 2.0**-11}
 
 
 @pytest.fixture(params=instructions() or ["none"])
 def way(request: pytest.FixtureRequest) -> str:
-    """Every way that this processor has."""
+    """Every instruction set that this processor has."""
     return request.param
 
 
@@ -34,13 +34,13 @@ def way(request: pytest.FixtureRequest) -> str:
     ids=lambda pair: f"{pair[0]} {str(pair[1]).removeprefix('torch.')}",
 )
 def typed(request: pytest.FixtureRequest) -> tuple[str, torch.dtype]:
-    """Every way with every dtype that it takes."""
+    """Every instruction set with every dtype that it supports."""
     return request.param
 
 
 @pytest.fixture
 def fresh_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where kernels are built, empty."""
+    """An empty folder in which kernels are built."""
     monkeypatch.delenv("TRIFORCE_TREE_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     _forget()
@@ -54,15 +54,15 @@ def _forget() -> None:
 
 
 def definition(q: Tensor, rows: Tensor, scale: float, way: str = "AMX") -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs and log-sum-exps in fp64, and the most by which rounding may change each output."""
+    """Outputs and log-sum-exps in fp64, and the largest rounding error allowed for each output."""
     group = q.shape[1] // rows.shape[2]
     keys, values = rows.double().permute(1, 2, 0, 3).repeat_interleave(group, dim=1)  # each [H_q, n, D]
     scores = q.double().transpose(0, 1) @ keys.transpose(1, 2) * scale
-    chances = scores.softmax(-1)
-    # Outputs are rounded, and chances where products are in bf16.
-    rounded = chances @ values.abs() if way in ("AMX", "AVX-512 BF16") else 0.0
-    allowed = _ROUNDING[q.dtype] * (rounded + (chances @ values).abs())
-    return (chances @ values).transpose(0, 1), scores.logsumexp(-1).T, allowed.transpose(0, 1)
+    probs = scores.softmax(-1)
+    # Outputs are rounded, and so are probabilities where products are in bf16.
+    rounded = probs @ values.abs() if way in ("AMX", "AVX-512 BF16") else 0.0
+    allowed = _ROUNDING[q.dtype] * (rounded + (probs @ values).abs())
+    return (probs @ values).transpose(0, 1), scores.logsumexp(-1).T, allowed.transpose(0, 1)
 
 
 @needs_kernel
@@ -86,7 +86,7 @@ def test_states_are_those_of_the_definition(
 
 @needs_kernel
 def test_scores_of_any_size_give_finite_states(way: str) -> None:
-    """Rows come in an order that moves the maximum up and down by far more than fp32 has exponents."""
+    """Scores in an order whose running maximum varies by far more than fp32's exponent range."""
     rows = torch.randn(600, 2, 2, 64).to(BF16)
     rows[:, 0] *= torch.linspace(-90, 90, 600)[:, None, None].sin().to(BF16) * 30
     q = (20 * torch.randn(7, 2, 64)).to(BF16)
@@ -99,7 +99,7 @@ def test_scores_of_any_size_give_finite_states(way: str) -> None:
 @needs_kernel
 @pytest.mark.parametrize("queries", [1, 70])
 def test_maxima_that_rise_little_by_little_do_not_drift(queries: int, way: str) -> None:
-    """Scores climb by less than a bit from block to block: outputs are seldom scaled, and then by much."""
+    """Scores rise by less than a factor of 2 per block: outputs are rescaled rarely, and then by much."""
     heads, count, dim = 2, 6000, 64
     q = torch.ones(queries, heads, dim).to(BF16)
     rows = torch.randn(count, 2, heads, dim).to(BF16)
@@ -112,7 +112,7 @@ def test_maxima_that_rise_little_by_little_do_not_drift(queries: int, way: str) 
 
 
 @needs_kernel
-def test_the_same_rows_give_the_same_bits_on_any_number_of_threads(way: str) -> None:
+def test_results_do_not_depend_on_the_number_of_threads(way: str) -> None:
     q, rows = torch.randn(20, 6, 128).to(BF16), torch.randn(5000, 2, 6, 128).to(BF16)
     (first, first_lse), *others = (CpuAttention(threads, way=way)(q, rows) for threads in (1, 2, 5))
     for out, lse in others:
@@ -121,7 +121,7 @@ def test_the_same_rows_give_the_same_bits_on_any_number_of_threads(way: str) -> 
 
 
 @needs_kernel
-def test_memory_for_states_serves_smaller_calls() -> None:
+def test_workspace_is_reused_by_smaller_calls() -> None:
     attend = CpuAttention(1)
     for count, queries in ((3000, 30), (40, 3), (2500, 17)):
         q, rows = torch.randn(queries, 2, 64).to(BF16), torch.randn(count, 2, 2, 64).to(BF16)
@@ -131,26 +131,26 @@ def test_memory_for_states_serves_smaller_calls() -> None:
 
 
 @needs_kernel
-def test_without_rows_there_is_nothing(way: str) -> None:
+def test_no_kv_gives_zeros_and_minus_infinity(way: str) -> None:
     out, lse = CpuAttention(1, way=way)(torch.ones(3, 4, 64, dtype=BF16), torch.ones(0, 2, 2, 64, dtype=BF16))
     assert not out.any()
     assert (lse == -torch.inf).all()
 
 
 @needs_kernel
-def test_rows_that_become_more_hardly_ever_take_new_memory() -> None:
-    """What calls once took is kept until they have run, so it must not be taken again and again."""
+def test_growing_kv_rarely_allocates_a_new_workspace() -> None:
+    """Workspaces are kept until the calls have run, so each call must not allocate its own."""
     attend = CpuAttention(1, 1000)
     q, rows = torch.zeros(1, 2, 32, dtype=BF16), torch.zeros(6000, 2, 2, 32, dtype=BF16)
     out, lse = torch.empty_like(q), torch.empty(1, 2)
     for count in range(1, 6000, 50):
         attend.call(q, rows[:count], 0.1, out, lse)
-    assert len({work.data_ptr() for _, work in attend._asked}) <= 5
+    assert len({work.data_ptr() for _, work in attend._pending}) <= 5
 
 
 @needs_kernel
-def test_calls_wait_for_nobody(way: str) -> None:
-    """They run later, from another thread, and some need more memory than those before."""
+def test_prepared_calls_run_later_on_another_thread(way: str) -> None:
+    """Some of them need a larger workspace than those before."""
     attend, made = CpuAttention(1, 3, way=way), []
     for count, queries in ((40, 3), (3000, 30), (70, 17)):
         q, rows = torch.randn(queries, 4, 64).to(BF16), torch.randn(count, 2, 2, 64).to(BF16)
@@ -170,28 +170,28 @@ def test_calls_wait_for_nobody(way: str) -> None:
 @pytest.mark.parametrize(
     ("q", "rows", "message"),
     [
-        ((3, 2, 48), (9, 2, 2, 48), "one of 32 up to 256"),
-        ((3, 2, 288), (9, 2, 2, 288), "one of 32 up to 256"),
+        ((3, 2, 48), (9, 2, 2, 48), "D a multiple of 32 up to 256"),
+        ((3, 2, 288), (9, 2, 2, 288), "D a multiple of 32 up to 256"),
         ((3, 4, 64), (9, 2, 3, 64), r"q \[3, 4, 64\], rows \[9, 2, 3, 64\]"),
         ((3, 4, 64), (9, 2, 4, 32), "must be"),
         ((3, 4, 64), (9, 3, 4, 64), "must be"),
         ((0, 2, 64), (9, 2, 2, 64), "T of at least 1"),
     ],
 )
-def test_other_shapes_are_refused(q: tuple[int, ...], rows: tuple[int, ...], message: str) -> None:
+def test_other_shapes_raise(q: tuple[int, ...], rows: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         CpuAttention(1)(torch.ones(q, dtype=BF16), torch.ones(rows, dtype=BF16))
 
 
 @needs_kernel
-def test_other_dtypes_and_strides_are_refused() -> None:
+def test_other_dtypes_and_strides_raise() -> None:
     q, rows = torch.ones(3, 2, 64, dtype=BF16), torch.ones(9, 2, 2, 64, dtype=BF16)
     for other in ((q.half(), rows), (q, rows.float()), (q, rows.repeat(2, 1, 1, 1)[::2])):
         with pytest.raises(ValueError, match=r"must be torch\.bfloat16, lse fp32, and all of them dense"):
             CpuAttention(1)(*other)
 
 
-def test_what_it_does_not_know_it_does_not_support() -> None:
+def test_other_dtypes_and_head_dims_are_not_supported() -> None:
     assert not supports(128, torch.float32)
     assert not supports(80, BF16)
     assert not supports(512, BF16)
@@ -199,7 +199,7 @@ def test_what_it_does_not_know_it_does_not_support() -> None:
         CpuAttention(1, dtype=torch.float32)
 
 
-def test_other_processors_are_told_by_their_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_instruction_sets_follow_from_cpu_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     old = frozenset({"sse4_2", "avx2", "fma", "f16c"})
     wide = old | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
     monkeypatch.setattr(cpu_attention, "_vendor", lambda: "AuthenticAMD")
@@ -220,8 +220,9 @@ def test_other_processors_are_told_by_their_flags(monkeypatch: pytest.MonkeyPatc
         CpuAttention(1)
 
 
-def test_intels_products_of_bf16_are_for_tiles_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    every = {flag for ways in cpu_attention._WAYS.values() for needed in ways.values() for flag in needed}
+def test_intels_bf16_dot_products_come_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_dtype = cpu_attention._INSTRUCTIONS.values()
+    every = {flag for by_name in by_dtype for needed in by_name.values() for flag in needed}
     monkeypatch.setattr(cpu_attention, "_flags", lambda: frozenset(every))
     monkeypatch.setattr(cpu_attention, "_vendor", lambda: "GenuineIntel")
     assert instructions() == ("AMX", "AVX-512", "AVX2", "AVX-512 BF16")
@@ -238,8 +239,8 @@ def test_it_is_built_once(fresh_build: Path) -> None:
     assert built.stat().st_mtime_ns == first
 
 
-@pytest.mark.skipif(len(instructions()) < 2, reason="needs a processor with a second way")
-def test_a_way_that_the_compiler_does_not_know_gives_place_to_the_next(
+@pytest.mark.skipif(len(instructions()) < 2, reason="needs a processor with two of the instruction sets")
+def test_instructions_that_the_compiler_lacks_fall_back_to_the_next(
     fresh_build: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     first, second, *_ = instructions()
@@ -254,20 +255,20 @@ def test_a_way_that_the_compiler_does_not_know_gives_place_to_the_next(
         CpuAttention(1)
     assert torch.equal(out, CpuAttention(1, way=second)(q, rows)[0])
     [record] = caplog.records
-    assert f"goes by {second} only" in record.getMessage()
-    assert "ended with 4: what?" in record.getMessage()
-    with pytest.raises(OSError, match="ended with 4"):
+    assert f"falls back to {second}: the kernel cannot be compiled" in record.getMessage()
+    assert "exited with 4: what?" in record.getMessage()
+    with pytest.raises(OSError, match="exited with 4"):
         CpuAttention(1, way=first)
 
 
-def test_without_a_working_compiler_there_is_a_warning(
+def test_without_a_working_compiler_it_warns_once(
     fresh_build: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(cpu_attention, "_flags", lambda: frozenset({"avx2", "fma", "f16c"}))
     broken = fresh_build / "broken-cc"
     broken.write_text("#!/bin/sh\necho no such option >&2\nexit 3\n")
     broken.chmod(broken.stat().st_mode | stat.S_IXUSR)
-    for compiler, message in ((str(broken), "ended with 3: no such option"), ("", "needs a C compiler")):
+    for compiler, message in ((str(broken), "exited with 3: no such option"), ("", "needs a C compiler")):
         monkeypatch.setenv("CC", compiler)
         if not compiler:
             monkeypatch.setenv("PATH", os.devnull)

@@ -1,4 +1,4 @@
-"""What a GPU has, and tiles that fit it: choices, the fallback, and the kernels with tiles of small GPUs."""
+"""Descriptions of GPUs, tiles that fit them, the fallback, and the kernels with tiles of small GPUs."""
 
 import json
 import logging
@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="the kernels need Triton; install triton to
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from kernels_cases import LAW, Case, run_case
+from kernels_cases import ERROR_LIMIT, Case, run_case
 from triton import OutOfResources
 
 import triforce_tree
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HOPPER = KNOWN["sm_90"]
 PAIR = Path(triforce_tree.__file__).parent / "pair"
-# GPUs that nobody named.
+# GPUs that are not in ``KNOWN``.
 ANY = [
     replace(KNOWN["sm_89"], arch="sm_87", shared_bytes=size, shared_bytes_per_sm=size + 1024)
     for size in (81_920, 131_072, 166_912)
@@ -46,7 +46,7 @@ def test_a_device_is_described_by_its_driver(monkeypatch: pytest.MonkeyPatch) ->
         multi_processor_count=128,
     )  # fmt: skip
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
-    # An index that no other test asks for, since descriptions are kept.
+    # An index that no other test uses, since descriptions are cached.
     assert describe(torch.device("cuda", 7)) == KNOWN["sm_89"]
     assert describe("cuda:7").capability == (8, 9)
     assert describe("cpu") == INTERPRETER
@@ -56,12 +56,12 @@ def test_a_device_is_described_by_its_driver(monkeypatch: pytest.MonkeyPatch) ->
         major=9, minor=4,
     )  # fmt: skip
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
-    # Its major number is 9, as a Hopper's.
+    # Its major version is 9, as Hopper's.
     assert describe("cuda:8") == KNOWN["gfx942"]
     assert not describe("cuda:8").dependent_launch
 
 
-def test_a_device_can_be_told_to_be_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_can_emulate_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "sm_120")
     assert describe("cpu") == replace(KNOWN["sm_120"], told=True)
     monkeypatch.setenv(VARIABLE, "sm_42")
@@ -93,11 +93,11 @@ def test_every_choice_fits(device: Device) -> None:
                 assert 1 <= cut.splits <= 8
 
 
-def test_what_was_measured_on_hopper_is_taken_there() -> None:
+def test_hopper_gets_the_configurations_measured_on_it() -> None:
     for head_dim, table in configs._PREFERRED.items():
         for most, tile in table:
             assert configs.choose(most, head_dim, 2, HOPPER) == tile
-    for bits, by_rows in linear_configs._CUTS.items():
+    for bits, by_rows in linear_configs._TABLE.items():
         for rows, cuts in by_rows.items():
             least = 2049
             for most, block_n, width, warps, stages, tma, resident in cuts:
@@ -110,8 +110,8 @@ def test_what_was_measured_on_hopper_is_taken_there() -> None:
                 least = min(most, 1 << 20) + 1
 
 
-def test_a_4090_starts() -> None:
-    """The tile of plain decoding asked for 139,264 bytes there, and the card has 101,376."""
+def test_configurations_for_a_4090() -> None:
+    """Hopper's tile of plain decoding needs 139,264 bytes, and this card has 101,376."""
     card = KNOWN["sm_89"]
     assert configs.choose(1, 128, 2, card) == KernelConfig(16, 128, 4, 2, 1)
     assert configs.choose(64, 256, 2, card) == KernelConfig(64, 32, 8, 2, 1)
@@ -151,7 +151,7 @@ def test_tiles_of_small_devices_compute_attention(arch: str, dtype: torch.dtype)
         Case(Heads(2, 1, 256), ((65, 37), (20, 3)), dtype),
     ):
         with told(device):
-            assert run_case(case, DEVICE) <= LAW
+            assert run_case(case, DEVICE) <= ERROR_LIMIT
 
 
 def test_a_shortage_at_launch_takes_the_next_smaller_tile(
@@ -171,8 +171,8 @@ def test_a_shortage_at_launch_takes_the_next_smaller_tile(
         got = fitting.fitted(wanted, configs.smaller, launch)
     assert got == KernelConfig(16, 64, 4, 2, 1)
     assert len(caplog.records) == len(tried) - 1 == 2
-    assert "needs 139,264 bytes of shared memory where the GPU has 101,376; going on with" in caplog.text
-    # The next launch begins with what fitted.
+    assert "needs 139,264 bytes of shared memory where the GPU has 101,376; continuing with" in caplog.text
+    # The next launch begins with the configuration that fitted.
     tried.clear()
     assert fitting.fitted(wanted, configs.smaller, launch) == got
     assert tried == [got]
@@ -184,7 +184,7 @@ def test_a_shortage_at_launch_takes_the_next_smaller_tile(
         fitting.fitted(wanted, configs.smaller, never)
 
 
-def test_a_told_device_holds_kernels_to_its_limit() -> None:
+def test_an_emulated_device_limits_shared_memory() -> None:
     made = SimpleNamespace(metadata=SimpleNamespace(shared=139_264))
     fitting.within(made, KNOWN["sm_89"])
     with pytest.raises(OutOfResources):
@@ -192,12 +192,12 @@ def test_a_told_device_holds_kernels_to_its_limit() -> None:
     fitting.within(made, replace(HOPPER, told=True))
 
 
-def test_a_smaller_linear_tile_ends() -> None:
+def test_smaller_linear_tiles_are_finite() -> None:
     cut: LinearConfig | None = LinearConfig(128, 256, 4, 4, 5)
     seen = []
     while cut is not None:
         seen.append(cut)
         cut = linear_configs.smaller(cut)
     assert seen[-1] == LinearConfig(32, 32, 4, 4, 1)
-    # Counters are sized for tiles of no fewer columns.
+    # Counters are sized for tiles of at least as many columns.
     assert all(cut.block_n >= linear_configs.LEAST_BLOCK for cut in seen)

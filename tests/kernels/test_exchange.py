@@ -1,30 +1,27 @@
-"""Slots of chosen chunks: definitions against plain sets, kernels (interpreted off the GPU) against them."""
+"""Device slots of retrieved chunks: definitions against plain sets, kernels against definitions."""
 
 import pytest
 import torch
+import triton_ops
 from torch import Tensor
+from triton_ops import DEVICE
 
 from triforce_tree.kernels import exchange
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-BATCH, HEADS, SLOTS, CHUNKS, ASKED = 2, 3, 11, 40, 6
+BATCH, HEADS, SLOTS, CHUNKS, WANTED = 2, 3, 11, 40, 6
 
 
 @pytest.fixture(name="ops")
 def kernels():
-    """The Triton ops."""
-    pytest.importorskip("triton", reason="the kernels need Triton; install triton to run their tests")
-    from triton import knobs
-
-    if not torch.cuda.is_available() and not knobs.runtime.interpret:
-        pytest.skip("Triton was loaded without TRITON_INTERPRET=1")
+    """The Triton implementations."""
+    triton_ops.require_triton()
     from triforce_tree.kernels.exchange import chunks_kernels as exchange_kernels
 
     return exchange_kernels
 
 
 def state(seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Held chunks, places, hands."""
+    """Held chunks, slots of chunks, clock hands."""
     generator = torch.Generator().manual_seed(seed)
     order = torch.rand(BATCH, HEADS, CHUNKS, generator=generator).argsort(-1).int()
     held = order[..., :SLOTS].contiguous()
@@ -32,17 +29,17 @@ def state(seed: int) -> tuple[Tensor, Tensor, Tensor]:
     return held, exchange.place_of(held, CHUNKS), hand
 
 
-def wish(held: Tensor, seed: int) -> Tensor:
-    """Some chunks that are held and some that are not; all of them, or none, for two of the heads."""
+def wanted_chunks(held: Tensor, seed: int) -> Tensor:
+    """Some chunks that are held and some that are not; for two of the heads all are held, or none."""
     generator = torch.Generator().manual_seed(seed)
-    wanted = torch.rand(BATCH, HEADS, CHUNKS, generator=generator).argsort(-1)[..., :ASKED].int()
-    wanted[0, 0] = held[0, 0, :ASKED]
-    wanted[1, 1] = torch.tensor([c for c in range(CHUNKS) if c not in held[1, 1].tolist()][:ASKED])
+    wanted = torch.rand(BATCH, HEADS, CHUNKS, generator=generator).argsort(-1)[..., :WANTED].int()
+    wanted[0, 0] = held[0, 0, :WANTED]
+    wanted[1, 1] = torch.tensor([c for c in range(CHUNKS) if c not in held[1, 1].tolist()][:WANTED])
     return wanted.sort(-1).values.contiguous()
 
 
 def scratch() -> tuple[Tensor, Tensor]:
-    return torch.full((BATCH, HEADS, 2, ASKED), -7, dtype=torch.int32), torch.full(
+    return torch.full((BATCH, HEADS, 2, WANTED), -7, dtype=torch.int32), torch.full(
         (BATCH, HEADS), -7, dtype=torch.int32
     )
 
@@ -51,16 +48,16 @@ def scratch() -> tuple[Tensor, Tensor]:
 def test_every_wanted_chunk_gets_a_slot_and_keeps_the_one_it_has(seed: int):
     held, place, hand = state(seed)
     before = held.clone()
-    wanted = wish(held, seed + 100)
+    wanted = wanted_chunks(held, seed + 100)
     moves, counts = scratch()
     exchange.exchange_chunks(held, place, wanted, hand, moves, counts)
     assert torch.equal(place, exchange.place_of(held, CHUNKS))
     for b in range(BATCH):
         for h in range(HEADS):
-            asked, now = set(wanted[b, h].tolist()), held[b, h].tolist()
-            assert asked <= set(now)
+            chosen, now = set(wanted[b, h].tolist()), held[b, h].tolist()
+            assert chosen <= set(now)
             assert len(set(now)) == SLOTS
-            missing = asked - set(before[b, h].tolist())
+            missing = chosen - set(before[b, h].tolist())
             count = int(counts[b, h])
             assert set(moves[b, h, 1, :count].tolist()) == missing
             for slot, chunk in moves[b, h, :, :count].T.tolist():
@@ -69,30 +66,30 @@ def test_every_wanted_chunk_gets_a_slot_and_keeps_the_one_it_has(seed: int):
             assert torch.equal(held[b, h, kept], before[b, h, kept])
 
 
-def test_slots_are_given_in_turn():
+def test_slots_are_replaced_in_clock_order():
     held = torch.arange(4, dtype=torch.int32).view(1, 1, 4)
     place, hand = exchange.place_of(held, 9), torch.tensor([[2]], dtype=torch.int32)
     moves, counts = torch.zeros(1, 1, 2, 2, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
     for wanted, now, at in (([3, 7], [7, 1, 2, 3], 1), ([4, 5], [7, 4, 5, 3], 3), ([4, 7], [7, 4, 5, 3], 3)):
-        # The hand passes slot 3, which is wanted, in the first round, and rests in the last.
-        asked = torch.tensor([[wanted]], dtype=torch.int32)
+        # In the first round the hand skips slot 3, whose chunk is wanted; in the last it does not move.
+        chosen = torch.tensor([[wanted]], dtype=torch.int32)
         if wanted == [3, 7]:
             held[0, 0, 2], place[0, 0, 2] = 2, 2
             hand[0, 0] = 3
-        exchange.exchange_chunks(held, place, asked, hand, moves, counts)
+        exchange.exchange_chunks(held, place, chosen, hand, moves, counts)
         assert (held[0, 0].tolist(), int(hand)) == (now, at)
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_kernel_settles_as_its_definition_does(ops, seed: int):
-    mine, theirs = state(seed), state(seed)
-    wanted = wish(mine[0], seed + 100)
+def test_exchange_kernel(ops, seed: int):
+    kernel_state, expected_state = state(seed), state(seed)
+    wanted = wanted_chunks(kernel_state[0], seed + 100)
     made, expected = scratch(), scratch()
-    on_device = [t.to(DEVICE) for t in (*mine, wanted, *made)]
-    held, place, hand, asked, moves, counts = on_device
-    ops.exchange_chunks(held, place, asked, hand, moves, counts)
-    exchange.exchange_chunks(*theirs[:2], wanted, theirs[2], *expected)
-    for one, other in zip((held, place, hand, counts), (*theirs, expected[1]), strict=True):
+    on_device = [t.to(DEVICE) for t in (*kernel_state, wanted, *made)]
+    held, place, hand, chosen, moves, counts = on_device
+    ops.exchange_chunks(held, place, chosen, hand, moves, counts)
+    exchange.exchange_chunks(*expected_state[:2], wanted, expected_state[2], *expected)
+    for one, other in zip((held, place, hand, counts), (*expected_state, expected[1]), strict=True):
         torch.testing.assert_close(one.cpu(), other, rtol=0, atol=0)
     for b in range(BATCH):
         for h in range(HEADS):
@@ -100,32 +97,32 @@ def test_the_kernel_settles_as_its_definition_does(ops, seed: int):
             assert torch.equal(moves[b, h, :, :count].cpu(), expected[0][b, h, :, :count])
 
 
-@pytest.mark.parametrize("near_chunks", [0, 3, 10])
+@pytest.mark.parametrize("device_chunks", [0, 3, 10])
 @pytest.mark.parametrize("chunk", [4, 6])
-def test_fetched_chunks_are_those_of_their_place(ops, chunk: int, near_chunks: int):
+def test_fetch_chunks(ops, chunk: int, device_chunks: int):
     chunks, slots, dim = 10, 5, 12
-    rows = torch.randn(chunks * chunk, 2, HEADS, dim, dtype=torch.float16)
-    near, far = rows[: near_chunks * chunk].to(DEVICE), rows[near_chunks * chunk :].contiguous()
+    kv = torch.randn(chunks * chunk, 2, HEADS, dim, dtype=torch.float16)
+    on_device, on_host = kv[: device_chunks * chunk].to(DEVICE), kv[device_chunks * chunk :].contiguous()
     if DEVICE == "cuda":
-        far = far.pin_memory()
-    # Slots in front of a wider buffer, as level 1 has them.
-    kv = torch.full((2, HEADS, slots * chunk + 7, dim), torch.nan, dtype=torch.float16, device=DEVICE)
+        on_host = on_host.pin_memory()
+    # Chunk slots at the start of a larger buffer, as in the retrieval cache.
+    slots_kv = torch.full((2, HEADS, slots * chunk + 7, dim), torch.nan, dtype=torch.float16, device=DEVICE)
     moves = torch.zeros(HEADS, 2, 4, dtype=torch.int32)
     counts = torch.tensor([4, 2, 0], dtype=torch.int32)
     moves[:, 0], moves[:, 1] = torch.tensor([4, 0, 2, 1]), torch.tensor([9, 2, 3, 0])
-    expected = kv.cpu().clone()
+    expected = slots_kv.cpu().clone()
     for head, count in enumerate(counts.tolist()):
-        for slot, number in moves[head, :, :count].T.tolist():
-            source = rows[number * chunk : (number + 1) * chunk, :, head]
+        for slot, chunk_index in moves[head, :, :count].T.tolist():
+            source = kv[chunk_index * chunk : (chunk_index + 1) * chunk, :, head]
             expected[:, head, slot * chunk : (slot + 1) * chunk] = source.transpose(0, 1)
     for fetch in (exchange.fetch_chunks, ops.fetch_chunks):
-        got = kv.clone()
-        fetch(got[0], got[1], near, far, moves.to(DEVICE), counts.to(DEVICE), chunk)
+        got = slots_kv.clone()
+        fetch(got[0], got[1], on_device, on_host, moves.to(DEVICE), counts.to(DEVICE), chunk)
         torch.testing.assert_close(got.cpu(), expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("count", [1, 1024, 5003])
-def test_words_arrive_as_they_are(ops, count: int):
+def test_fetch_words(ops, count: int):
     source = torch.randint(-(2**31), 2**31 - 1, (count,), dtype=torch.int32)
     for fetch in (exchange.fetch_words, ops.fetch_words):
         target = torch.zeros(count + 1, dtype=torch.int32, device=DEVICE)

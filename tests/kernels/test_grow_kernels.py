@@ -1,4 +1,4 @@
-"""The ops that grow a token tree: references against plain definitions, kernels against references."""
+"""Tree growth: definitions against naive code and statistics, kernels against definitions."""
 
 from types import SimpleNamespace
 
@@ -6,32 +6,20 @@ import grow_cases
 import pytest
 import step_cases
 import torch
+import triton_ops
 from scipy import stats
+from triton_ops import DEVICE, runs_kernels
 
 from triforce_tree.kernels import step
+from triforce_tree.kernels.step.draws import largest
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF, SINGLE = torch.float16, torch.float32
 
 
-@pytest.fixture(name="ops")
-def kernels() -> SimpleNamespace:
-    """The Triton ops by name."""
-    pytest.importorskip("triton", reason="the kernels need Triton; install triton to run their tests")
-    from triton import knobs
-
-    if not torch.cuda.is_available() and not knobs.runtime.interpret:
-        pytest.skip("Triton was loaded without TRITON_INTERPRET=1")
-    from triforce_tree.kernels.step import grow_kernels, place_kernels
-
-    modules = (grow_kernels, place_kernels)
-    return SimpleNamespace(
-        **{name: getattr(m, name) for m in modules for name in step.__all__ if name in vars(m)}
-    )
-
-
-# See ``test_step_kernels``.
-runs_kernels = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")
+@pytest.fixture
+def ops() -> SimpleNamespace:
+    """The Triton implementations of the step operators, by name."""
+    return triton_ops.step_kernels()
 
 
 @runs_kernels
@@ -49,7 +37,7 @@ def test_begin_tree(batch, widths, ops) -> None:
 )
 @pytest.mark.parametrize("exponential", [True, False], ids=["exponential", "greedy"])
 @pytest.mark.parametrize("ties", [True, False], ids=["ties", "normal"])
-@pytest.mark.parametrize("block", [8192, 32], ids=["held", "walked"])
+@pytest.mark.parametrize("block", [8192, 32], ids=["one block", "several blocks"])
 def test_expand_nodes(shape, exponential, ties, block, ops, monkeypatch) -> None:
     from triforce_tree.kernels.step import grow_kernels
 
@@ -74,34 +62,34 @@ def test_place_nodes(shape, fixed, ops) -> None:
 @pytest.mark.parametrize(
     "shape, first, before",
     [
-        ((2, 8, 6, 6), 50, 5),  # one word of ancestors, two of the mask
+        ((2, 8, 6, 6), 50, 5),  # one word of ancestors, two in the mask
         ((2, 8, 6, 6), 60, 1),
         ((1, 40, 3, 30), 90, 64),
         ((1, 20, 8, 64), 200, 130),
         ((1, 1, 3, 3), 1021, 129),
-        ((1, 4, 30, 100), 3, 6),  # more than are taken one by one
-        ((1, 200, 30, 150), 3, 63),  # more than are held at once
+        ((1, 4, 30, 100), 3, 6),  # more nodes than are picked one by one
+        ((1, 200, 30, 150), 3, 63),  # more candidates than a program holds
     ],
     ids=str,
 )
 @pytest.mark.parametrize("fixed", [True, False], ids=["fixed", "live"])
-def test_places_in_trees_of_many_words(shape, first, before, fixed, ops) -> None:
+def test_place_nodes_with_several_mask_words(shape, first, before, fixed, ops) -> None:
     for ties in (False, True):
         problem = grow_cases.placement(*shape, DEVICE, fixed, ties, first=first, before=before)
         step_cases.agree(problem, ops)
 
 
 @pytest.mark.parametrize("before", [2, 64, 129])
-def test_words_and_mask_by_hand(before) -> None:
-    """A path of 200 nodes: bits of all ancestors, and in the mask those before them."""
-    words, mask = torch.zeros(1, 201, 4, dtype=torch.int64), torch.zeros(1, 6, dtype=torch.int64)
-    words[..., 0] = 1
+def test_mask_words_by_hand(before) -> None:
+    """A path of 200 nodes: the bits of all ancestors, in the mask after ``before`` set bits."""
+    mask_words, mask = torch.zeros(1, 201, 4, dtype=torch.int64), torch.zeros(1, 6, dtype=torch.int64)
+    mask_words[..., 0] = 1
     tree = torch.zeros(1, 201, dtype=torch.int64), torch.zeros(1, 201, dtype=torch.int64)
     draws, probs = torch.zeros(1, 1, 1, dtype=torch.int64), torch.ones(1, 1, 3)
     for node in range(200):
-        args = (*tree, words, torch.ones(1, 201), draws[0], mask, draws, probs[..., :1], probs, None)
+        args = (*tree, mask_words, torch.ones(1, 201), draws[0], mask, draws, probs[..., :1], probs, None)
         step.place_nodes(*args, node, before)
-    unpacked = (words[0, ..., None] >> torch.arange(64) & 1).flatten(1)
+    unpacked = (mask_words[0, ..., None] >> torch.arange(64) & 1).flatten(1)
     assert torch.equal(unpacked[:, :201], torch.ones(201, 201, dtype=torch.int64).tril())
     assert not unpacked[:, 201:].any()
     assert (mask[..., None] >> torch.arange(64) & 1).flatten().tolist() == [1] * (before + 201) + [0] * (
@@ -109,18 +97,18 @@ def test_words_and_mask_by_hand(before) -> None:
     )
 
 
-def test_begin_tree_of_a_short_text() -> None:
-    """A text of 2 tokens of which 4 are fed again: its first token stands in for those before it."""
+def test_begin_tree_of_a_short_sequence() -> None:
+    """2 tokens where 4 are fed again: padded on the left with the first token."""
     ids, positions, root = torch.zeros(1, 4).long(), torch.zeros(1, 5).long(), torch.zeros(1, 2).long()
     at, lengths = torch.zeros(1, 1).long(), torch.full((1,), -9, dtype=torch.int32)
-    text, offsets = torch.tensor([[5, 6, -99, -99]]), torch.tensor([-3, -2, -1, 0, 1])
+    sequence, offsets = torch.tensor([[5, 6, -99, -99]]), torch.tensor([-3, -2, -1, 0, 1])
     end, ahead = torch.tensor([1]), torch.tensor([-3])
-    step.begin_tree(ids, positions, root, at, lengths, text, end, end - 3, offsets, ahead)
+    step.begin_tree(ids, positions, root, at, lengths, sequence, end, end - 3, offsets, ahead)
     assert (ids.tolist(), positions.tolist()) == ([[5, 5, 5, 6]], [[0, 1, 2, 3, 4]])
     assert (int(root[0, 0]), at.tolist(), lengths.tolist()) == (6, [[0]], [0])
 
 
-def test_draws_are_the_law_without_replacement() -> None:
+def test_draws_follow_the_probs_without_replacement() -> None:
     """Chi-square over ordered pairs: P(i, j) = p_i p_j / (1 - p_i)."""
     torch.manual_seed(0)
     runs, exact = 20000, torch.tensor([0.4, 0.3, 0.2, 0.1, 0.0])
@@ -128,7 +116,9 @@ def test_draws_are_the_law_without_replacement() -> None:
     exponential = torch.empty_like(probs).exponential_()
     draws, by_rank = step.expand_nodes(logits, None, exponential, probs, 6)
     torch.testing.assert_close(by_rank[0, 0], torch.tensor([0.4, 0.3, 0.2, 0.1, 0.0, 0.0]))
-    assert (draws[..., :4].sort(-1).values == torch.arange(4)).all(), "all that is possible, once each"
+    assert (draws[..., :4].sort(-1).values == torch.arange(4)).all(), (
+        "every token of positive probability, once each"
+    )
     assert (draws[..., 4:] == -1).all()
     seen = (draws[0, :, 0] * 4 + draws[0, :, 1]).bincount(minlength=16).view(4, 4)
     p = exact[:4].double()
@@ -139,8 +129,8 @@ def test_draws_are_the_law_without_replacement() -> None:
 
 
 @pytest.mark.parametrize("fixed", [True, False], ids=["fixed", "live"])
-def test_places_do_not_look_at_the_draws(fixed) -> None:
-    """Other draws from the same laws: the same tree but for its tokens; siblings are the first draws."""
+def test_places_do_not_depend_on_the_draws(fixed) -> None:
+    """Other draws from the same probs: the same tree except its tokens; siblings are the first draws."""
     problem = grow_cases.placement(4, 6, 5, 5, "cpu", fixed)
     args, other = problem.copied(), list(problem.copied())
     other[6] = torch.randint(-1, 40, args[6].shape)
@@ -157,18 +147,18 @@ def test_places_do_not_look_at_the_draws(fixed) -> None:
     assert not torch.equal(args[0], other[0])
 
 
-def test_growth_by_hand() -> None:
-    """Two children of the root, then the three likeliest below them."""
+def test_tree_growth_by_hand() -> None:
+    """Two children of the root, then the three of highest path probability below them."""
     ids, positions, root = torch.zeros(1, 3).long(), torch.zeros(1, 8).long(), torch.full((1, 6), -1)
     at, lengths = torch.zeros(2, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
-    text, offsets = torch.tensor([[5, 6, 7, 8, 9]]), torch.tensor([-2, -1, 0, 1, 1, 2, 2, 2])
+    sequence, offsets = torch.tensor([[5, 6, 7, 8, 9]]), torch.tensor([-2, -1, 0, 1, 1, 2, 2, 2])
     end, dropped, ahead = torch.tensor([3]), torch.tensor([1]), torch.tensor([-2, 1])
-    step.begin_tree(ids, positions, root, at, lengths, text, end, dropped, offsets, ahead)
+    step.begin_tree(ids, positions, root, at, lengths, sequence, end, dropped, offsets, ahead)
     assert ids.tolist() == [[6, 7, 8]]
     assert positions.tolist() == [[0, 1, 2, 3, 3, 4, 4, 4]]
     assert (int(root[0, 0]), at.flatten().tolist(), lengths.tolist()) == (8, [0, 3], [0])
 
-    parents, words, values = torch.full((1, 6), -1), torch.ones(1, 6, 1).long(), torch.ones(1, 6)
+    parents, mask_words, values = torch.full((1, 6), -1), torch.ones(1, 6, 1).long(), torch.ones(1, 6)
     for frontier, given, expected in (
         (slice(0, 1), [[0.1, 0.6, 0.3]], [1, 2]),
         (slice(1, 3), [[0.5, 0.4, 0.1], [0.0, 0.1, 0.9]], [0, 1, 2]),
@@ -177,24 +167,29 @@ def test_growth_by_hand() -> None:
         out, mask = torch.zeros(1, len(expected)).long(), torch.zeros(len(expected), 1).long()
         draws, by_rank = step.expand_nodes(probs.log(), None, None, torch.empty_like(probs), len(expected))
         step.place_nodes(
-            root, parents, words, values, out, mask, draws, by_rank, probs, None, frontier.start, 2
+            root, parents, mask_words, values, out, mask, draws, by_rank, probs, None, frontier.start, 2
         )
         assert out.tolist() == [expected]
     assert root.tolist() == [[8, 1, 2, 0, 1, 2]]
     assert parents.tolist() == [[-1, 0, 0, 1, 1, 2]]
-    assert words.squeeze(-1).tolist() == [[1, 0b11, 0b101, 0b1011, 0b10011, 0b100101]]
+    assert mask_words.squeeze(-1).tolist() == [[1, 0b11, 0b101, 0b1011, 0b10011, 0b100101]]
     assert mask.flatten().tolist() == [0b101111, 0b1001111, 0b10010111]
     torch.testing.assert_close(values[0], torch.tensor([1.0, 0.6, 0.3, 0.3, 0.24, 0.27]))
 
 
-@runs_kernels
-def test_ops_trace(ops) -> None:
-    for problem in (
-        grow_cases.beginning(2, 4, (3, 2), 20, DEVICE),
-        grow_cases.expansion(2, 2, 7, 3, SINGLE, True, DEVICE, 0.5),
-        grow_cases.expansion(1, 2, 7, 3, SINGLE, False, DEVICE),
-        grow_cases.placement(2, 3, 2, 2, DEVICE),
-        grow_cases.placement(2, 3, 2, 2, DEVICE, fixed=True, last=True),
-    ):
-        checks = ("test_schema", "test_faketensor")
-        torch.library.opcheck(getattr(step, problem.op).overload, problem.copied(), test_utils=checks)
+@pytest.mark.parametrize("kind", ["all different", "many equal", "two equal", "NaN", "zeros"])
+@pytest.mark.parametrize("count", [1, 4, 7, 40])
+def test_largest_takes_the_lower_index_among_equals(count: int, kind: str) -> None:
+    numbers = torch.rand(3, 5, 40)
+    if kind == "many equal":
+        numbers = (numbers * 6).round() / 6
+    elif kind == "two equal":
+        numbers[..., 31] = numbers[..., 2] = numbers.amax(-1) - 1e-3
+    elif kind == "NaN":
+        numbers[0, 1, 7] = numbers[2, 2] = torch.nan
+    elif kind == "zeros":
+        numbers[1, 3], numbers[0, :, 3:] = 0.0, 0.0
+    order = largest(numbers, count)
+    for row, found in zip(numbers.flatten(0, 1).tolist(), order.flatten(0, 1).tolist(), strict=True):
+        key = [(0.0 if x != x else 1.0, -x if x == x else 0.0, i) for i, x in enumerate(row)]
+        assert found == sorted(range(40), key=key.__getitem__)[:count]

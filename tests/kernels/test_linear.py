@@ -3,11 +3,11 @@
 The interpreter multiplies bf16 tiles wrongly, so these run fp16.
 """
 
-import os
-
 import pytest
 import torch
+import triton_ops
 from torch import Tensor
+from triton_ops import DEVICE
 
 from triforce_tree.kernels.device import KNOWN
 from triforce_tree.kernels.linear import reference
@@ -17,7 +17,6 @@ from triforce_tree.kernels.linear.configs import LinearConfig, choose, row_block
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 HALF = torch.float16
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TMA = LinearConfig(64, 128, 1, 4, 2)
 SPLIT = LinearConfig(64, 64, 3, 4, 2)
 PLAIN = LinearConfig(32, 128, 2, 4, 2, tma=False)
@@ -26,13 +25,7 @@ PLAIN = LinearConfig(32, 128, 2, 4, 2, tma=False)
 @pytest.fixture
 def kernels():
     """The kernel's module, in the interpreter where there is no GPU."""
-    pytest.importorskip("triton", reason="the kernels need Triton; install triton to run their tests")
-    if not torch.cuda.is_available():
-        os.environ.setdefault("TRITON_INTERPRET", "1")
-    from triton import knobs
-
-    if not torch.cuda.is_available() and not knobs.runtime.interpret:
-        pytest.skip("Triton was loaded without TRITON_INTERPRET=1")
+    triton_ops.require_triton()
     from triforce_tree.kernels.linear import launch as linear
 
     return linear
@@ -45,14 +38,14 @@ def problem(rows: int, outs: int, ins: int) -> tuple[Tensor, Tensor, Tensor]:
     return x, weight, bias
 
 
-def within_the_law(made: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """At most twice the error that one rounding of the exact result makes, or that torch makes."""
-    gold = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
-    near = [gold.to(x.dtype)]
+def within_error_limit(made: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """At most twice the error of rounding the exact result once, or of torch."""
+    exact = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    others = [exact.to(x.dtype)]
     if weight.dtype == x.dtype:
-        near.append(torch.nn.functional.linear(x, weight, bias))
-    allowed = 2 * max((n.double() - gold).abs().max().item() for n in near) + 1e-6
-    return (made.double() - gold).abs().max().item() <= allowed
+        others.append(torch.nn.functional.linear(x, weight, bias))
+    allowed = 2 * max((other.double() - exact).abs().max().item() for other in others) + 1e-6
+    return (made.double() - exact).abs().max().item() <= allowed
 
 
 @pytest.mark.usefixtures("poisoned_empty")
@@ -72,7 +65,7 @@ def test_results(kernels, bits, rows, outs, ins, config):
         words, scales = reference.quantise(weight, bits)
         weight = reference.dequantise(words, scales, bits, ins)
         made = kernels.low_bit_linear(x, words, scales, bias, bits, counters, config)
-    assert within_the_law(made, x, weight, bias)
+    assert within_error_limit(made, x, weight, bias)
     assert not counters.any()
 
 
@@ -81,20 +74,20 @@ def test_leading_dimensions_strides_and_no_bias(kernels):
     wide = torch.cat([x, x], 1)[:, :256].view(2, 3, 256)
     made = kernels.linear(wide, weight, None, kernels.counters_for(64, DEVICE), TMA)
     assert made.shape == (2, 3, 64)
-    assert within_the_law(made.view(6, 64), x, weight, None)
+    assert within_error_limit(made.view(6, 64), x, weight, None)
 
 
-def test_operators_are_well_formed(kernels):
+def test_fakes_agree_with_the_operators(kernels):
     x, weight, bias = problem(2, 64, 256)
     words, scales = reference.quantise(weight, 4)
     checks = ("test_schema", "test_faketensor")
     counters = kernels.counters_for(64, DEVICE)
-    plain = kernels._plain(TMA)
+    plain = kernels._config_numbers(TMA)
     for args in ((x, weight, None, bias, counters, 16, plain), (x, words, scales, None, counters, 4, plain)):
         torch.library.opcheck(kernels._linear.overload, args, test_utils=checks)
 
 
-def test_wrong_input_is_refused(kernels):
+def test_wrong_input_raises(kernels):
     x, weight, _ = problem(2, 64, 256)
     counters = kernels.counters_for(64, DEVICE)
     with pytest.raises(ValueError, match="rows=129"):
@@ -110,7 +103,7 @@ def test_wrong_input_is_refused(kernels):
 
 
 @pytest.mark.parametrize("bits, most", [(8, 0.012), (4, 0.11)])
-def test_quantised_weights_are_near(bits, most):
+def test_quantisation_error_is_small(bits, most):
     weight = torch.randn(70, 333)
     words, scales = reference.quantise(weight, bits)
     assert words.shape == (70, 128 * reference.blocks_of(333, bits))
@@ -120,7 +113,7 @@ def test_quantised_weights_are_near(bits, most):
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_what_was_quantised_stays(bits):
+def test_quantising_twice_changes_nothing(bits):
     """Weights that are codes times scales come back exactly; zero rows too."""
     weight = torch.randn(5, 256)
     weight[3] = 0

@@ -1,4 +1,4 @@
-"""Attention by a plan, off the GPU, against the reference on rows gathered one by one."""
+"""Attention with a plan on the CPU, against the reference on KV slots gathered one by one."""
 
 import pytest
 import torch
@@ -13,20 +13,20 @@ PAGE = 4
 
 
 def expected(
-    q: Tensor, rows: list[tuple[Tensor, Tensor]], masks: list[Tensor], scale: float, **variant: object
+    q: Tensor, kv: list[tuple[Tensor, Tensor]], masks: list[Tensor], scale: float, **variant: object
 ) -> Tensor:
-    """The reference, one sequence at a time, on ``[H_kv, rows, D]`` of each."""
+    """The reference, one sequence at a time, on contiguous K and V ``[H_kv, S, D]`` of each."""
     parts, first = [], 0
-    for (k, v), mask in zip(rows, masks, strict=True):
-        mine = q[first : first + len(mask)].transpose(0, 1)[None]
-        out, _ = reference.tree_attention(mine, k[None], v[None], mask, scale=scale, **variant)
+    for (k, v), mask in zip(kv, masks, strict=True):
+        own = q[first : first + len(mask)].transpose(0, 1)[None]
+        out, _ = reference.tree_attention(own, k[None], v[None], mask, scale=scale, **variant)
         parts.append(out[0].transpose(0, 1))
         first += len(mask)
     return torch.cat(parts)
 
 
 def by_hand(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Tensor:
-    """``[T, H_q, D]`` by a plain softmax in fp64 over the rows that each query sees."""
+    """``[T, H_q, D]`` with a plain softmax in fp64 over the positions that each query sees."""
     heads, group = q.shape[1], q.shape[1] // k.shape[0]
     out = torch.zeros_like(q, dtype=torch.float64)
     for t in range(len(q)):
@@ -36,11 +36,11 @@ def by_hand(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Tens
     return out.to(q.dtype)
 
 
-# (prefix rows, queries, tail rows) of each sequence
+# (prefix length, queries, tail length) of each sequence
 RAGGED = {
     "one": [(11, 5, 5)],
     "a batch": [(7, 3, 3), (0, 9, 9), (23, 1, 1)],
-    "tails longer than the new rows": [(6, 4, 9), (0, 2, 7), (13, 1, 12)],
+    "tails longer than the queries": [(6, 4, 9), (0, 2, 7), (13, 1, 12)],
     "over 64 bits": [(5, 70, 70), (9, 3, 130), (0, 64, 64)],
 }
 HEADS = {"MHA": Heads(4, 4, 8), "GQA": Heads(6, 2, 8), "MQA": Heads(3, 1, 16)}
@@ -54,7 +54,7 @@ def variant_of(name: str, heads: Heads) -> dict[str, object]:
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("batch", RAGGED)
-def test_rows_of_each_sequence(batch: str, heads: str, variant: str) -> None:
+def test_contiguous_kv(batch: str, heads: str, variant: str) -> None:
     shape, lengths = HEADS[heads], [length for length, *_ in RAGGED[batch]]
     masks = [tree_mask(queries, tail, seed) for seed, (_, queries, tail) in enumerate(RAGGED[batch])]
     how = variant_of(variant, shape)
@@ -62,18 +62,18 @@ def test_rows_of_each_sequence(batch: str, heads: str, variant: str) -> None:
     k, v = torch.randn(2, len(masks), shape.kv, 160, shape.dim)
     plan = plan_trees(shape, masks, lengths, device="cpu", dtype=q.dtype)
     ends = [length + mask.shape[1] for length, mask in zip(lengths, masks, strict=True)]
-    rows = [(k[b, :, :end], v[b, :, :end]) for b, end in enumerate(ends)]
+    kv = [(k[b, :, :end], v[b, :, :end]) for b, end in enumerate(ends)]
     for b, end in enumerate(ends):
         k[b, :, end:] = v[b, :, end:] = torch.nan
     out = planned.run(q, k, v, plan, scale=0.4, **how)
-    torch.testing.assert_close(out, expected(q, rows, masks, 0.4, **how))
+    torch.testing.assert_close(out, expected(q, kv, masks, 0.4, **how))
 
 
 @pytest.mark.parametrize("per_head", [True, False], ids=["a table per head", "a table for all heads"])
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("batch", RAGGED)
-def test_pages_by_a_table(batch: str, heads: str, per_head: bool) -> None:
-    """Every head its own pages, in any order, some of them shared; the others hold NaN."""
+def test_paged_kv(batch: str, heads: str, per_head: bool) -> None:
+    """Pages in any order, some of them shared between heads; unused pages hold NaN."""
     shape, lengths = HEADS[heads], [length for length, *_ in RAGGED[batch]]
     masks = [tree_mask(queries, tail, seed) for seed, (_, queries, tail) in enumerate(RAGGED[batch])]
     ends = [length + mask.shape[1] for length, mask in zip(lengths, masks, strict=True)]
@@ -86,29 +86,29 @@ def test_pages_by_a_table(batch: str, heads: str, per_head: bool) -> None:
         table[b, ..., -(-end // PAGE) :] = 60
     q = torch.randn(sum(map(len, masks)), shape.query, shape.dim)
     plan = plan_trees(shape, masks, lengths, device="cpu", dtype=q.dtype)
-    rows = []
+    kv = []
     for b, end in enumerate(ends):
         picked = []
         for pages in (k, v):
-            heads_rows = []
+            heads_kv = []
             for head in range(shape.kv):
-                mine = table[b, head] if per_head else table[b]
-                heads_rows.append(torch.stack([pages[mine[r // PAGE], head, r % PAGE] for r in range(end)]))
-            picked.append(torch.stack(heads_rows))
-        rows.append((picked[0], picked[1]))
+                own = table[b, head] if per_head else table[b]
+                heads_kv.append(torch.stack([pages[own[r // PAGE], head, r % PAGE] for r in range(end)]))
+            picked.append(torch.stack(heads_kv))
+        kv.append((picked[0], picked[1]))
     out = planned.run(q, k, v, plan, scale=0.4, table=table)
-    torch.testing.assert_close(out, expected(q, rows, masks, 0.4))
+    torch.testing.assert_close(out, expected(q, kv, masks, 0.4))
 
 
 def test_pages_that_overlap_in_memory() -> None:
     """A contiguous cache ``[B, H, S, D]`` seen as pages, as the retrieval view does."""
-    heads, batch, rows = Heads(4, 2, 8), 3, 24
-    cache = torch.randn(2, batch, heads.kv, rows, heads.dim)
-    apart = heads.kv * rows // PAGE
-    shape = ((batch - 1) * apart + rows // PAGE, heads.kv, PAGE, heads.dim)
-    strides = (PAGE * heads.dim, rows * heads.dim, heads.dim, 1)
+    heads, batch, positions = Heads(4, 2, 8), 3, 24
+    cache = torch.randn(2, batch, heads.kv, positions, heads.dim)
+    apart = heads.kv * positions // PAGE
+    shape = ((batch - 1) * apart + positions // PAGE, heads.kv, PAGE, heads.dim)
+    strides = (PAGE * heads.dim, positions * heads.dim, heads.dim, 1)
     k, v = (t.as_strided(shape, strides, t.storage_offset()) for t in cache)
-    table = torch.stack([torch.arange(rows // PAGE) + b * apart for b in range(batch)]).int()
+    table = torch.stack([torch.arange(positions // PAGE) + b * apart for b in range(batch)]).int()
     masks = [tree_mask(5, 5, b) for b in range(batch)]
     plan = plan_trees(heads, masks, [7, 19, 0], device="cpu", dtype=torch.float32)
     q = torch.randn(15, heads.query, heads.dim)
@@ -117,7 +117,7 @@ def test_pages_that_overlap_in_memory() -> None:
 
 
 def test_against_a_softmax_by_hand() -> None:
-    """Not the reference: what each query sees, spelled out."""
+    """Independent of the reference: the positions that each query sees are listed."""
     heads, masks, lengths = Heads(4, 2, 8), [tree_mask(6, 8, 0), tree_mask(3, 3, 1)], [9, 4]
     k, v = torch.randn(2, 2, heads.kv, 20, heads.dim)
     q = torch.randn(9, heads.query, heads.dim)
@@ -146,8 +146,8 @@ def test_lengths_and_masks_change_in_place() -> None:
         assert torch.equal(out, planned.run(q, k, v, fresh, scale=1.0))
 
 
-def test_the_63rd_bit_is_a_bit_like_any_other() -> None:
-    """Words are signed integers; the highest bit makes them negative."""
+def test_the_highest_bit_of_a_mask_word() -> None:
+    """Mask words are signed integers, which bit 63 makes negative."""
     heads, mask = Heads(1, 1, 8), torch.zeros(64, 64, dtype=torch.bool)
     mask[:, 63] = True
     k, v = torch.randn(2, 1, 1, 64, 8)
@@ -157,25 +157,25 @@ def test_the_63rd_bit_is_a_bit_like_any_other() -> None:
     torch.testing.assert_close(out, v[0, :, 63].expand(64, 1, 8))
 
 
-@pytest.mark.parametrize("paged", [True, False], ids=["pages", "rows"])
-@pytest.mark.parametrize("tail", [6, 11], ids=["own rows", "a longer tail"])
+@pytest.mark.parametrize("paged", [True, False], ids=["pages", "contiguous"])
+@pytest.mark.parametrize("tail", [6, 11], ids=["tail of the queries", "longer tail"])
 @pytest.mark.parametrize("given", [1, 4, 6])
 def test_fewer_queries_than_planned(given: int, tail: int, paged: bool) -> None:
-    """The first ones of every sequence, whose new rows are fewer: those behind them are not looked at."""
+    """The first queries of every sequence, with as many fewer new positions: later slots are not read."""
     heads, batch, lengths = Heads(4, 2, 8), 3, [13, 0, 4100]
     masks = [tree_mask(6, tail, seed) for seed in range(batch)]
     plan = plan_trees(heads, masks, lengths, device="cpu", dtype=torch.float32)
-    size = 4120  # more than what goes through one batched product
+    size = 4120  # more than one batched product is used for
     k, v = torch.randn(2, batch, heads.kv, size, heads.dim)
     ends = [length + tail - 6 + given for length in lengths]
     for b, end in enumerate(ends):
         k[b, :, end:] = v[b, :, end:] = torch.nan
     q = torch.randn(batch * given, heads.query, heads.dim)
-    rows = [(k[b, :, :end], v[b, :, :end]) for b, end in enumerate(ends)]
-    wanted = expected(q, rows, [mask[:given, : tail - 6 + given] for mask in masks], 0.4)
+    kv = [(k[b, :, :end], v[b, :, :end]) for b, end in enumerate(ends)]
+    wanted = expected(q, kv, [mask[:given, : tail - 6 + given] for mask in masks], 0.4)
     table = None
     if paged:
-        # Every sequence backwards: page p holds what its table says.
+        # Pages of every sequence in reverse order.
         pages = size // PAGE
         table = torch.arange(batch * pages, dtype=torch.int32).view(batch, pages).flip(1)
         k, v = (
@@ -185,12 +185,12 @@ def test_fewer_queries_than_planned(given: int, tail: int, paged: bool) -> None:
     torch.testing.assert_close(out, wanted)
 
 
-def test_first_rows_of_fewer_queries() -> None:
+def test_windows_of_fewer_queries_than_planned() -> None:
     heads, mask = Heads(4, 2, 8), tree_mask(5, 5, 0)
     plan = plan_trees(heads, [mask], [30], device="cpu", dtype=torch.float32)
     k, v = torch.randn(2, 1, heads.kv, 40, heads.dim)
     q, first = torch.randn(3, heads.query, heads.dim), torch.tensor([4, 0, 29, 30, 30])
-    rows = FirstRows(first, first.amin(0, keepdim=True), first.amax(0, keepdim=True))
-    out = host.planned_attention(q, k, v, plan, scale=0.4, first=rows)
+    first_rows = FirstRows(first, first.amin(0, keepdim=True), first.amax(0, keepdim=True))
+    out = host.planned_attention(q, k, v, plan, scale=0.4, first=first_rows)
     wanted = expected(q, [(k[0, :, :33], v[0, :, :33])], [mask[:3, :3]], 0.4, first=first[:3])
     torch.testing.assert_close(out, wanted)

@@ -1,37 +1,30 @@
-"""The Triton kernels, in the interpreter, against fp64 definitions; bench_tree_attention checks a
-GPU.
+"""The tree-attention kernels, in the interpreter, against fp64; ``scripts/checks/tree_attention_check.py``
+checks a GPU.
 
 The interpreter multiplies bf16 tiles wrongly, so these run fp16 and fp32.
 """
 
-import os
 import random
 
 import pytest
 import torch
+import triton_ops
+from kernels_cases import ERROR_LIMIT, Case, poisoned_memory, random_nodes, random_tree, run_case
+from triton_ops import DEVICE
 
 pytest.importorskip("triton", reason="the kernels need Triton; install triton to run their tests")
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from kernels_cases import LAW, Case, poisoned_memory, random_nodes, random_tree, run_case
-from triton import knobs
-
-from triforce_tree.kernels.attention import dispatch, reference
+from triforce_tree.kernels.attention import dispatch, merge, reference
 from triforce_tree.kernels.attention.configs import KernelConfig, choose
+from triforce_tree.kernels.attention.launch import run
 from triforce_tree.kernels.attention.plan import NODE, Heads, pack_mask, plan_nodes, plan_pieces, plan_trees
 from triforce_tree.kernels.device import KNOWN
 
-if not torch.cuda.is_available() and not knobs.runtime.interpret:
-    pytest.skip("Triton was loaded without TRITON_INTERPRET=1", allow_module_level=True)
-
-from triforce_tree.kernels.attention import merge
-from triforce_tree.kernels.attention.launch import run
+triton_ops.require_triton()
 
 # The interpreter of Triton 3.6 makes scalars of one-element arrays, which newer NumPy warns about.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF, SINGLE = torch.float16, torch.float32
 SMALL = KernelConfig(16, 64, 4, 2, 1)
 PLAIN = KernelConfig(16, 32, 4, 2, 1, tma=False)
@@ -57,20 +50,20 @@ PLAIN = KernelConfig(16, 32, 4, 2, 1, tma=False)
     ids=str,
 )
 def test_trees(case):
-    assert run_case(case, DEVICE) <= LAW
+    assert run_case(case, DEVICE) <= ERROR_LIMIT
 
 
 @pytest.mark.parametrize("layout", [1, 16, 64, ("view", 8), ("cache", 8), ("cache", 64)], ids=str)
 @pytest.mark.parametrize("config", [SMALL, PLAIN], ids=["bulk", "plain"])
 def test_pages(layout, config):
-    assert run_case(Case(Heads(4, 2, 64), ((150, 9),), HALF, layout, config=config), DEVICE) <= LAW
+    assert run_case(Case(Heads(4, 2, 64), ((150, 9),), HALF, layout, config=config), DEVICE) <= ERROR_LIMIT
 
 
 @pytest.mark.parametrize("how", [{"window": 40}, {"window": 3}, {"softcap": 5.0}, {"sinks": True}], ids=str)
 @pytest.mark.parametrize("layout", ["heads", 16], ids=str)
 def test_variants(how, layout):
     case = Case(Heads(4, 2, 64), ((150, 9),), HALF, layout, config=SMALL, **how)
-    assert run_case(case, DEVICE) <= LAW
+    assert run_case(case, DEVICE) <= ERROR_LIMIT
 
 
 @pytest.mark.parametrize("window", [None, 40])
@@ -78,7 +71,7 @@ def test_variants(how, layout):
 def test_ragged_batch(window, split):
     trees = ((0, 3), (130, 9), (64, 1), (31, 20))
     case = Case(Heads(4, 2, 64), trees, HALF, 16, window=window, split=split, config=SMALL)
-    assert run_case(case, DEVICE) <= LAW
+    assert run_case(case, DEVICE) <= ERROR_LIMIT
 
 
 @pytest.mark.parametrize(
@@ -89,17 +82,17 @@ def test_ragged_batch(window, split):
 def test_tree_shaped_kv(split, chunk):
     rng = random.Random(1)
     heads = Heads(4, 2, 64)
-    nodes, rows = random_nodes(rng, (1, 3, 11), (150, 40, 9))
+    nodes, positions = random_nodes(rng, (1, 3, 11), (150, 40, 9))
     torch.manual_seed(1)
     queries = nodes[-1][2] + nodes[-1][3]
     q = torch.randn(queries, heads.query, heads.dim, dtype=HALF, device=DEVICE)
-    k, v = (torch.randn(1, heads.kv, rows, heads.dim, dtype=HALF, device=DEVICE) for _ in range(2))
+    k, v = (torch.randn(1, heads.kv, positions, heads.dim, dtype=HALF, device=DEVICE) for _ in range(2))
     plan = plan_nodes(
         heads, nodes, queries, device=DEVICE, dtype=HALF, split=split, chunk=chunk, config=SMALL
     )
     with poisoned_memory():
         out, lse = run(q, k, v, plan, scale=0.125)
-    sees = torch.zeros(queries, rows, dtype=torch.bool, device=DEVICE)
+    sees = torch.zeros(queries, positions, dtype=torch.bool, device=DEVICE)
     for start, size, first, count in nodes:
         sees[first : first + count, start : start + size] = True
     exact, exact_lse = reference.tree_attention(
@@ -153,7 +146,7 @@ FULL_SIZE = pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter is too s
 
 
 @pytest.mark.parametrize(
-    ("heads", "rows", "queries", "dtype"),
+    ("heads", "positions", "queries", "dtype"),
     [
         (Heads(4, 2, 128), 1200, 5, HALF),
         (Heads(3, 3, 32), 176, 7, SINGLE),
@@ -168,16 +161,16 @@ FULL_SIZE = pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter is too s
         ),
     ],
 )
-def test_pieces_have_the_same_bits_alone_and_together(
-    heads: Heads, rows: int, queries: int, dtype: torch.dtype
+def test_pieces_give_the_same_bits_alone_and_together(
+    heads: Heads, positions: int, queries: int, dtype: torch.dtype
 ):
     torch.manual_seed(3)
     q = torch.randn(queries, heads.query, heads.dim, dtype=dtype, device=DEVICE)
-    kv = torch.randn(3, rows, 2, heads.kv, heads.dim, dtype=dtype, device=DEVICE)
+    kv = torch.randn(3, positions, 2, heads.kv, heads.dim, dtype=dtype, device=DEVICE)
     k, v = (part.transpose(1, 2) for part in kv.unbind(2))
     made = {}
     with poisoned_memory():
-        plans = plan_pieces(heads, queries, rows, 3, device=DEVICE, dtype=dtype)
+        plans = plan_pieces(heads, queries, positions, 3, device=DEVICE, dtype=dtype)
         for first, count in ((0, 1), (1, 1), (2, 1), (0, 2), (1, 2), (0, 3)):
             own = slice(first, first + count)
             found = run(q.repeat(count, 1, 1), k[own], v[own], plans[count - 1], scale=0.09)
@@ -234,8 +227,8 @@ def test_merge():
 
 
 @pytest.mark.parametrize("batch, window", [(1, None), (2, None), (2, 20)])
-def test_engine_call_through_plans(batch, window):
-    """What CUDA tensors get from ``dispatch.tree_attention``, and that layers share the plan."""
+def test_dispatch_through_plans(batch, window):
+    """The path of CUDA tensors in ``dispatch.tree_attention``; layers share the plan."""
     torch.manual_seed(7)
     mask, depths = random_tree(5, "depth", random.Random(7))
     mask = mask.to(DEVICE)
@@ -251,8 +244,8 @@ def test_engine_call_through_plans(batch, window):
     torch.testing.assert_close(lse, exact_lse, atol=2e-3, rtol=0)
 
 
-def test_ops_trace():
-    """The custom ops have fakes that agree with them, so torch.compile keeps them in its graph."""
+def test_fakes_agree_with_the_operators():
+    """So torch.compile keeps the operators in its graph."""
     outs, lses = torch.randn(2, 3, 64, device=DEVICE), torch.randn(2, 3, device=DEVICE)
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(reference.merge_states.overload, (outs, lses), test_utils=checks)

@@ -1,6 +1,6 @@
-"""Trees behind texts under a sliding window, in rings and in whole stores, against a softmax by hand.
+"""Trees under a sliding window, in ring buffers and in full stores, against a softmax by hand.
 
-By plain torch, and by the kernels in Triton's interpreter. Whatever nobody may look at is NaN.
+In plain torch, and with the kernels in Triton's interpreter. Slots that must not be read are NaN.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(params=["torch", "kernels"])
 def ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Which implementation rows and attention go through."""
+    """The implementation of attention and of KV writes."""
     if request.param == "kernels":
         pytest.importorskip("triton", reason="the kernels need Triton; install triton to run their tests")
         from triton import knobs
@@ -33,15 +33,15 @@ def ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
         if not knobs.runtime.interpret:
             pytest.skip("Triton was loaded without TRITON_INTERPRET=1")
         from triforce_tree.kernels.attention import launch
-        from triforce_tree.kernels.step import rows_kernels as rows
+        from triforce_tree.kernels.step import kv_slots_kernels
 
         def run(*args: Any, **kwargs: Any) -> Tensor:
             with poisoned_memory():
                 return launch.run(*args, **kwargs)[0]
 
         monkeypatch.setattr(planned, "run", run)
-        monkeypatch.setattr(step, "append_rows", rows.append_rows)
-        monkeypatch.setattr(step, "move_rows", rows.move_rows)
+        monkeypatch.setattr(step, "append_kv", kv_slots_kernels.append_kv)
+        monkeypatch.setattr(step, "move_kv", kv_slots_kernels.move_kv)
     return str(request.param)
 
 
@@ -51,7 +51,7 @@ runs_kernels = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:
 def by_hand(
     q: Tensor, k: Tensor, v: Tensor, places: Tensor, own: Tensor, mask: Tensor, how: AttentionParams
 ) -> Tensor:
-    """``[T, H_q, D]`` of queries ``[H_q, T, D]`` at positions ``own`` over rows at ``places``, in fp64."""
+    """``[T, H_q, D]`` in fp64: queries ``[H_q, T, D]`` at positions ``own``, keys at positions ``places``."""
     heads, queries, dim = q.shape
     out = torch.zeros(queries, heads, dim, dtype=torch.float64)
     before = len(places) - mask.shape[1]
@@ -71,17 +71,17 @@ def by_hand(
     return out.to(q.dtype)
 
 
-_RAGGED = "ragged texts, before and after the first turn"
-# Rows before the tail of each sequence; queries; window; scratch, None for a whole store.
+_RAGGED = "ragged sequences, before and after the ring wraps"
+# Positions before the tail of each sequence; queries; window; scratch slots, None for a store without rings.
 CASES: dict[str, tuple[list[int], int, int, int | None]] = {
-    "one text, several turns of the ring": ([1003], 7, 20, 20),
+    "one sequence, the ring wraps several times": ([1003], 7, 20, 20),
     _RAGGED: ([3, 61, 250, 19], 9, 20, 20),
     "wider than a tile": ([700, 300], 5, 150, 30),
     "smaller than the tree is deep": ([90, 2, 41], 12, 3, 24),
     "a window of one position": ([50], 6, 1, 12),
     "a tail over 64 bits": ([200, 30], 70, 31, 80),
-    "a whole store": ([120, 5, 33], 8, 17, None),
-    "an empty text": ([0, 40], 10, 6, 20),
+    "a full store": ([120, 5, 33], 8, 17, None),
+    "an empty sequence": ([0, 40], 10, 6, 20),
 }
 
 
@@ -105,41 +105,41 @@ def test_each_query_sees_its_window(
     mask = tree_mask(queries, queries, seed=queries)
     depths = mask.sum(1) - 1
     group.kv.fill_(torch.nan)
-    texts = [torch.randn(2, heads.kv, length + queries, heads.dim) for length in lengths]
+    kv = [torch.randn(2, heads.kv, length + queries, heads.dim) for length in lengths]
     for b, length in enumerate(lengths):
         for position in range(max(0, length - window + 1), length):
             slot = position % group.ring if group.ring else position
-            group.kv[0, :, b, :, slot] = texts[b][:, :, position]
+            group.kv[0, :, b, :, slot] = kv[b][:, :, position]
     q = torch.randn(batch, heads.query, queries, heads.dim)
-    new = torch.stack([text[:, :, -queries:] for text in texts], 1)
-    rows = TreeAttentionView(store, queries, depths=depths.tolist())
-    rows.begin(torch.tensor(lengths), pack_mask(mask).expand(batch, -1, -1))
-    out = rows(0, q, *new, how)
+    new = torch.stack([sequence_kv[:, :, -queries:] for sequence_kv in kv], 1)
+    view = TreeAttentionView(store, queries, depths=depths.tolist())
+    view.begin(torch.tensor(lengths), pack_mask(mask).expand(batch, -1, -1))
+    out = view(0, q, *new, how)
     for b, length in enumerate(lengths):
         own = length + depths
         places = torch.cat([torch.arange(length), own])
-        expected = by_hand(q[b], *texts[b], places, own, mask, how)
+        expected = by_hand(q[b], *kv[b], places, own, mask, how)
         torch.testing.assert_close(out[b], expected, atol=2e-6, rtol=1e-5)
 
 
 @runs_kernels
-def test_a_path_is_kept_in_every_group(ops: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows written for a tree, the accepted ones moved: in whole layers, and over the end of a ring."""
+def test_an_accepted_path_is_moved_in_every_group(ops: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """KV of a tree is written and its accepted path moved: in full layers, and across the end of a ring."""
     monkeypatch.setattr(store_module, "RING_PAGE", 8)
     shapes = [KVShape(Heads(2, 1, 16), 5), KVShape(Heads(4, 2, 8)), KVShape(Heads(2, 1, 16), 5)]
     store = KVStore(shapes, 2, 90, CPU, torch.float32, scratch=10)
     assert [(g.layers, g.ring) for g in store.groups] == [((0, 2), 16), ((1,), 0)]
     store.memory.fill_(torch.nan)
-    rows = TreeAttentionView(store, 6, depths=[0, 1, 1, 2, 2, 3])
+    view = TreeAttentionView(store, 6, depths=[0, 1, 1, 2, 2, 3])
     starts = [14, 60]
-    rows.begin(torch.tensor(starts))
+    view.begin(torch.tensor(starts))
     new = []
     for layer, shape in enumerate(shapes):
         q, k, v = (torch.randn(2, h, 6, shape.heads.dim) for h in (shape.heads.query, *[shape.heads.kv] * 2))
-        rows(layer, q, k, v, AttentionParams(1.0, shape.window))
+        view(layer, q, k, v, AttentionParams(1.0, shape.window))
         new.append(torch.stack([k, v]))
     path = torch.tensor([[0, 2, 4, 5], [0, 1, -1, -1]])
-    rows.move(path)
+    view.move(path)
     for layer in range(3):
         for part, cached in enumerate(store.layer(layer)):
             ring = store.groups[store.place(layer)[0]].ring or 10**6
@@ -149,28 +149,30 @@ def test_a_path_is_kept_in_every_group(ops: str, monkeypatch: pytest.MonkeyPatch
                         assert torch.equal(cached[b, :, (start + i) % ring], new[layer][part][b, :, node])
 
 
-@pytest.mark.parametrize(("chunk", "rows", "window"), [(50, 80, 5), (33, 60, 40), (1, 40, 6), (64, 64, 3)])
+@pytest.mark.parametrize(
+    ("chunk", "positions", "window"), [(50, 80, 5), (33, 60, 40), (1, 40, 6), (64, 64, 3)]
+)
 @pytest.mark.parametrize("sinks", [True, False])
-def test_a_chunk_in_blocks_is_a_chunk_at_once(
-    chunk: int, rows: int, window: int, sinks: bool, monkeypatch: pytest.MonkeyPatch
+def test_a_prefill_chunk_in_blocks_equals_one_in_full(
+    chunk: int, positions: int, window: int, sinks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefill, "_BLOCK", 7)
-    q, (k, v) = torch.randn(1, 4, chunk, 8), torch.randn(2, 1, 2, rows, 8)
+    q, (k, v) = torch.randn(1, 4, chunk, 8), torch.randn(2, 1, 2, positions, 8)
     how = AttentionParams(0.3, window, None, torch.randn(4) if sinks else None)
     whole = causal_attention(q, k, v, scale=how.scale, window=window, sinks=how.sinks)
     torch.testing.assert_close(prefill._causal(q, k, v, how), whole)
 
 
-def test_layers_of_one_shape_are_one_tensor_and_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_of_one_shape_share_a_tensor_and_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     store = KVStore([KVShape(Heads(4, 2, 8))] * 3, 2, 100, CPU, torch.float32, scratch=20)
     assert store.kv.shape == (3, 2, 2, 2, 128, 8)
     calls: list[tuple[int, ...]] = []
-    monkeypatch.setattr(step, "move_rows", lambda rows, *rest: calls.append(tuple(rows.shape)))
+    monkeypatch.setattr(step, "move_kv", lambda kv, *rest: calls.append(tuple(kv.shape)))
     store.move(torch.zeros(2, 1, dtype=torch.int64), torch.zeros(2, dtype=torch.int64))
     assert calls == [(6, 2, 2, 128, 8)]
 
 
-def test_a_layer_with_a_window_keeps_as_many_slots() -> None:
+def test_a_layer_with_a_window_has_a_ring_of_its_size() -> None:
     heads = Heads(4, 2, 8)
     shapes = [KVShape(heads, 1024), KVShape(heads), KVShape(heads, 512), KVShape(heads, 200_000)]
     store = KVStore(shapes, 1, 131_072 + 200, torch.device("meta"), torch.bfloat16, scratch=200)
@@ -186,7 +188,7 @@ def test_a_layer_with_a_window_keeps_as_many_slots() -> None:
     ]
 
 
-def test_a_ring_holds_what_is_needed_behind_the_last_position_alone() -> None:
+def test_a_ring_holds_only_the_window_before_the_last_position() -> None:
     shapes = [KVShape(Heads(1, 1, 8), 20), KVShape(Heads(1, 1, 8))]
     store = KVStore(shapes, 2, 1000, CPU, torch.float32, scratch=100)
     assert store.groups[0].ring == 128
@@ -205,16 +207,16 @@ def test_a_ring_holds_what_is_needed_behind_the_last_position_alone() -> None:
     assert whole.holds([1, 1])
 
 
-def test_windows_without_depths_are_refused() -> None:
+def test_windows_without_depths_raise() -> None:
     store = KVStore([KVShape(Heads(1, 1, 8), 20)], 1, 100, CPU, torch.float32)
     with pytest.raises(ValueError, match="window=20 needs the depths of all 5 tail rows"):
         TreeAttentionView(store, 5)
 
 
-def test_another_window_than_the_slots_were_made_for_is_refused() -> None:
+def test_another_window_than_the_store_was_made_for_raises() -> None:
     store = KVStore([KVShape(Heads(1, 1, 8), 20)], 1, 100, CPU, torch.float32)
-    rows = TreeAttentionView(store, 1)
+    view = TreeAttentionView(store, 1)
     one = torch.zeros(1, 1, 1, 8)
     for window in (None, 21):
         with pytest.raises(RuntimeError, match=f"layer 0 attends within a window of {window} positions"):
-            rows(0, one, one, one, AttentionParams(1.0, window))
+            view(0, one, one, one, AttentionParams(1.0, window))

@@ -1,8 +1,8 @@
-"""What a GPU offers to a kernel, as a plain value: the one place that the choices of tiles ask.
+"""Limits and features of a GPU as a plain value, from which tile shapes and code paths are chosen.
 
-``describe`` reads it from the driver. ``KNOWN`` describes GPUs that need not be at hand: kernels are compiled
-ahead of time for them, and a larger GPU can be told to run as one of them (``TRIFORCE_TREE_DEVICE=sm_89``),
-which then takes that GPU's tiles and uses no feature that it lacks.
+``describe`` reads it from the driver. ``KNOWN`` describes GPUs that need not be present: kernels are compiled
+ahead of time for them, and a larger GPU can emulate one of them (``TRIFORCE_TREE_DEVICE=sm_89``): it then
+uses that GPU's tiles and no feature that it lacks.
 """
 
 import os
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 VARIABLE = "TRIFORCE_TREE_DEVICE"
-"""Environment variable that names the entry of ``KNOWN`` to run as."""
+"""Environment variable that names the entry of ``KNOWN`` to emulate."""
 
 
 @dataclass(frozen=True)
@@ -25,15 +25,15 @@ class Device:
     Attributes:
         arch: compute capability as in ``"sm_89"``, AMD's name as in ``"gfx942"``, or ``"interpreter"``.
         shared_bytes: the most shared memory that a thread block can opt in to.
-        shared_bytes_per_sm: of a multiprocessor; each block takes 1 KiB of it beside its own.
-        processors: multiprocessors (AMD: compute units).
+        shared_bytes_per_sm: of a multiprocessor; each block reserves 1 KiB of it in addition to its own.
+        processors: number of multiprocessors (AMD: compute units).
         tma: bulk tensor copies through descriptors.
-        dependent_launch: a kernel may start while the one before it still runs, and wait for it inside.
+        dependent_launch: a kernel may start while the previous one runs, and wait for it inside.
         bulk_prefetch: ``cp.async.bulk.prefetch`` into L2.
         fp64_products: Triton multiplies fp64 on tensor cores.
-        ptx: inline PTX assembles.
-        bf16_sub: so does ``sub.bf16x2`` in it.
-        told: another GPU than this is at hand, and was told to run as this one.
+        ptx: inline PTX is supported.
+        bf16_sub: and ``sub.bf16x2`` in it.
+        told: this device is emulated by another GPU.
     """
 
     arch: str
@@ -50,7 +50,7 @@ class Device:
 
     @property
     def capability(self) -> tuple[int, int]:
-        """Major and minor compute capability; (0, 0) where there is none: AMD and the interpreter."""
+        """Major and minor compute capability; (0, 0) for AMD and the interpreter, which have none."""
         if not self.arch.startswith("sm_"):
             return 0, 0
         major, minor = divmod(int(self.arch.removeprefix("sm_")), 10)
@@ -62,20 +62,29 @@ class Device:
         return 9 <= self.capability[0] <= 11
 
     def resident(self, shared_bytes: int) -> int:
-        """How many blocks of so much shared memory fit on a multiprocessor; at least 1."""
+        """How many blocks with ``shared_bytes`` each fit on a multiprocessor; at least 1."""
         return max(1, self.shared_bytes_per_sm // (shared_bytes + 1024))
 
 
-def _nvidia(arch: str, shared: int, per_sm: int, processors: int) -> Device:
-    since_hopper = int(arch.removeprefix("sm_")) >= 90
+def _nvidia(arch: str, shared_bytes: int, per_sm: int, processors: int) -> Device:
+    hopper_or_later = int(arch.removeprefix("sm_")) >= 90
     fp64 = arch in ("sm_80", "sm_90")
     return Device(
-        arch, shared, per_sm, processors, since_hopper, since_hopper, since_hopper, fp64, True, since_hopper
+        arch,
+        shared_bytes,
+        per_sm,
+        processors,
+        hopper_or_later,
+        hopper_or_later,
+        hopper_or_later,
+        fp64,
+        True,
+        hopper_or_later,
     )
 
 
 INTERPRETER = Device("interpreter", 232_448, 233_472, 13, tma=True, fp64_products=True, ptx=False)
-"""Triton's interpreter on a CPU: it has descriptors, and few processors, no divisor of usual head counts."""
+"""Triton's interpreter on a CPU: with descriptors, and 13 processors, no multiple of usual head counts."""
 
 KNOWN = {
     device.arch: device
@@ -96,7 +105,7 @@ _told: Device | None = None
 
 
 def describe(device: torch.device | str) -> Device:
-    """The GPU behind a torch device; off the GPU the interpreter, unless told otherwise.
+    """The GPU of a torch device, or an emulated one; the interpreter for a CPU.
 
     Raises:
         ValueError: ``TRIFORCE_TREE_DEVICE`` names a GPU that is not in ``KNOWN``.
@@ -107,32 +116,34 @@ def describe(device: torch.device | str) -> Device:
 
 
 class KernelError(RuntimeError):
-    """A kernel does not run on this device; the message says what does."""
+    """A kernel does not run on this device; the message names the remedy."""
 
 
 @contextmanager
 def explained(device: torch.device) -> Iterator[None]:
-    """Inside, an error of Triton's compiler or launcher becomes a :class:`KernelError` of one line."""
+    """A context in which errors of Triton's compiler or launcher become a one-line :class:`KernelError`."""
     try:
         yield
     except KernelError:
         raise
     except Exception as error:
-        # By module, as machines without a GPU need no Triton; its passes raise a plain RuntimeError.
+        # Recognised by module name, since Triton may not be installed; its passes raise a plain RuntimeError.
         own = any(kind.__module__.partition(".")[0] == "triton" for kind in type(error).__mro__)
         if not own and "PassManager" not in str(error):
             raise
-        here = describe(device)
-        said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        gpu = describe(device)
+        first_line = next(
+            (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
+        )
         raise KernelError(
-            f"a kernel does not run on {device} ({here.arch}, {here.shared_bytes:,} bytes of shared memory a "
-            f"block): {said[:200]}; run on the CPU (device='cpu'), and please report this line"
+            f"a kernel does not run on {device} ({gpu.arch}, {gpu.shared_bytes:,} bytes of shared memory a "
+            f"block): {first_line[:200]}; run on the CPU (device='cpu'), and please report this line"
         ) from error
 
 
 @contextmanager
 def told(device: Device) -> Iterator[None]:
-    """Inside, every device is described as this one."""
+    """A context in which every device is described as this one."""
     global _told
     before, _told = _told, device
     try:
@@ -149,13 +160,13 @@ def _described(device: torch.device, name: str) -> Device:
         return replace(KNOWN[name], told=True)
     if device.type != "cuda":
         return INTERPRETER
-    found: Any = torch.cuda.get_device_properties(device)  # not all fields are typed
+    properties: Any = torch.cuda.get_device_properties(device)  # not all fields are typed
     if torch.version.hip is not None:
-        arch, shared = found.gcnArchName.split(":")[0], found.shared_memory_per_block
-        return Device(arch, shared, shared, found.multi_processor_count, ptx=False)
+        arch, shared_bytes = properties.gcnArchName.split(":")[0], properties.shared_memory_per_block
+        return Device(arch, shared_bytes, shared_bytes, properties.multi_processor_count, ptx=False)
     return _nvidia(
-        f"sm_{10 * found.major + found.minor}",
-        found.shared_memory_per_block_optin,
-        found.shared_memory_per_multiprocessor,
-        found.multi_processor_count,
+        f"sm_{10 * properties.major + properties.minor}",
+        properties.shared_memory_per_block_optin,
+        properties.shared_memory_per_multiprocessor,
+        properties.multi_processor_count,
     )

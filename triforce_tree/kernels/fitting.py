@@ -1,7 +1,7 @@
-"""Launches that survive a shortage of shared memory: the next smaller tile takes over.
+"""Fallback of launches that exceed shared memory: retry with the next smaller tile.
 
-Tiles are chosen to fit (``configs``, ``linear_configs``), and every choice is compiled ahead of time for the
-usual GPUs. A device or a compiler that nobody tried may still ask for more than there is.
+Tiles are chosen to fit (``attention.configs``, ``linear.configs``), and every choice is compiled ahead of
+time for common GPUs. On an untested device or compiler a kernel may still need more than there is.
 """
 
 import logging
@@ -16,46 +16,46 @@ C = TypeVar("C")
 R = TypeVar("R")
 _LOG = logging.getLogger(__name__)
 
-# What took the place of configurations that did not fit.
+# Configurations that did not fit, and their replacements.
 _replaced: dict[Any, Any] = {}
 
 
 def fitted(config: C, smaller: Callable[[C], C | None], run: Callable[[C], R]) -> R:
-    """``run`` with a configuration, or with the first smaller one that the device has memory for.
+    """``run`` with a configuration, or with the first smaller one that fits the device's shared memory.
 
     Args:
-        config: what to begin with; hashable.
-        smaller: the next one to try; None behind the last.
-        run: launches, and raises ``triton.OutOfResources`` before anything has run.
+        config: the configuration to try first; hashable.
+        smaller: returns the next configuration to try; None after the last.
+        run: launches the kernel; raises ``triton.OutOfResources`` before anything has run.
 
     Raises:
         KernelError: not even the smallest fits.
     """
     if _replaced:
         config = _replaced.get(config, config)
-    first = config
+    requested = config
     while True:
         try:
             return run(config)
         except OutOfResources as error:
-            less = smaller(config)
-            if less is None:
+            next_config = smaller(config)
+            if next_config is None:
                 raise KernelError(
                     f"{config} needs {error.required:,} bytes of {error.name} where the GPU has "
                     f"{error.limit:,}, and no smaller tile is left; run on the CPU (device='cpu')"
                 ) from error
             _LOG.warning(
-                "%s needs %s bytes of %s where the GPU has %s; going on with %s",
-                config, f"{error.required:,}", error.name, f"{error.limit:,}", less,
+                "%s needs %s bytes of %s where the GPU has %s; continuing with %s",
+                config, f"{error.required:,}", error.name, f"{error.limit:,}", next_config,
             )  # fmt: skip
-            config = _replaced[first] = less
+            config = _replaced[requested] = next_config
 
 
-def within(made: Any, device: Device) -> None:
-    """Hold a compiled kernel to the limit of the GPU that another one was told to be.
+def within(compiled: Any, device: Device) -> None:
+    """Check a compiled kernel against the shared memory of an emulated GPU.
 
     Raises:
-        triton.OutOfResources: as a launch on that GPU does.
+        triton.OutOfResources: as a launch on that GPU would.
     """
-    if device.told and made is not None and made.metadata.shared > device.shared_bytes:
-        raise OutOfResources(made.metadata.shared, device.shared_bytes, "shared memory")
+    if device.told and compiled is not None and compiled.metadata.shared > device.shared_bytes:
+        raise OutOfResources(compiled.metadata.shared, device.shared_bytes, "shared memory")

@@ -1,4 +1,4 @@
-"""Kernels as operators of torch: ``torch.compile`` keeps them in its graphs, and ``opcheck`` checks them."""
+"""Kernels as torch operators: ``torch.compile`` keeps them in its graphs, and ``opcheck`` checks them."""
 
 from collections.abc import Callable
 from functools import cache, wraps
@@ -14,7 +14,7 @@ _LIBRARY = torch.library.Library(_NAMESPACE, "FRAGMENT")
 
 
 class Operator(Protocol[P, R]):
-    """What :func:`operator` makes of a function.
+    """A function registered by :func:`operator`.
 
     Attributes:
         definition: the function itself, on any device.
@@ -30,20 +30,20 @@ class Operator(Protocol[P, R]):
 def operator(
     name: str, writes: tuple[str, ...] = (), triton: str | None = None
 ) -> Callable[[Callable[P, R]], Operator[P, R]]:
-    """Make a function of tensors and numbers the operator ``triforce_tree::name``, without a derivative.
+    """Register a function of tensors and numbers as operator ``triforce_tree::name``, without autograd.
 
-    Like ``torch.library.custom_op``, whose operators count versions of what they write in a time that grows
-    with the square of their arguments: for two dozen a tenth of a millisecond, much longer than a launch
-    takes. Nobody asks for versions here, since nothing is differentiated.
+    Unlike ``torch.library.custom_op`` it does not bump version counters of the tensors that are written,
+    which takes time quadratic in the number of arguments: a tenth of a millisecond for two dozen, much longer
+    than a launch. Only autograd needs those counters.
 
     Args:
-        writes: names of the arguments that are written. What returns tensors needs a :func:`fake` as well.
-        triton: the module beside the function's own, as ``".module"``, that holds a function of this name and
-            these arguments, which serves CUDA tensors. It is imported at the first call on a GPU, so that
+        writes: names of the arguments that are written. Operators that return tensors need a :func:`fake`.
+        triton: a module of the same package, as ``".module"``, with a function of the same name and
+            arguments, which serves CUDA tensors. It is imported at the first call on a GPU, so that
             machines without Triton can import the package. None: the function itself serves all devices.
     """
 
-    def registered(function: Callable[P, R]) -> Operator[P, R]:
+    def register_operator(function: Callable[P, R]) -> Operator[P, R]:
         schema = torch.library.infer_schema(function, mutates_args=writes)
         _LIBRARY.define(name + schema)
         _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
@@ -57,32 +57,32 @@ def operator(
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             return cast(R, overload(*args, **kwargs))
 
-        made = cast(Operator[P, R], call)
-        made.definition, made.overload = function, overload
-        return made
+        wrapped = cast(Operator[P, R], call)
+        wrapped.definition, wrapped.overload = function, overload
+        return wrapped
 
-    return registered
+    return register_operator
 
 
 def _launcher(module: str, beside: str, name: str) -> Callable[..., Any]:
     @cache
-    def found() -> Callable[..., Any]:
+    def function() -> Callable[..., Any]:
         return cast(Callable[..., Any], getattr(import_module(module, beside.rpartition(".")[0]), name))
 
-    return lambda *args, **kwargs: found()(*args, **kwargs)
+    return lambda *args, **kwargs: function()(*args, **kwargs)
 
 
 def fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Say what the operator returns, by a function that computes nothing."""
+    """Register the fake implementation of an operator: results of the right shape and dtype, not computed."""
     register: Callable[[Callable[..., Any]], Callable[..., Any]]
     register = torch.library.register_fake(f"{_NAMESPACE}::{name}")
     return register
 
 
 def numbers(config: Any) -> list[int]:
-    """The fields of a dataclass of numbers, as an operator takes them.
+    """The fields of a dataclass of numbers as a list, which operators accept.
 
-    ``astuple`` copies every one of them, which takes as long as all else before a launch, and of ``vars``
-    torch's compiler makes nothing.
+    ``astuple`` deep-copies each field, which takes as long as everything else before a launch, and
+    ``torch.compile`` does not support ``vars``.
     """
     return [getattr(config, name) for name in type(config).__match_args__]

@@ -218,7 +218,7 @@ class KVStore:
     def move(self, index: Tensor, start: Tensor) -> None:
         """In all layers, position ``start[b] + index[b, i]`` becomes ``start[b] + i``; -1 moves nothing."""
         for group in self.groups:
-            step.move_rows(group.kv.flatten(0, 1), index, start, group.ring)
+            step.move_kv(group.kv.flatten(0, 1), index, start, group.ring)
 
     def fed(self, sequence: int, length: int) -> None:
         """A sequence has been written from its beginning on, and has ``length`` positions."""

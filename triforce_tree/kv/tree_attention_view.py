@@ -135,7 +135,7 @@ class TreeAttentionView:
                 window.update(self.lengths, self.mask)
         group = self.store.check(layer, how.window)
         keys, values = self.store.layer(layer)
-        step.append_rows(keys, values, k, v, self.at, group.ring)
+        step.append_kv(keys, values, k, v, self.at, group.ring)
 
     def _attend(
         self,

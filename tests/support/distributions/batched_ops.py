@@ -16,8 +16,8 @@ from triforce_tree.models.hf_model import HFModel
 def use_batched_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention, row moves and acceptance of a whole batch at once, for statistics over many short texts."""
     monkeypatch.setattr(step, "accept_tree", accept_tree)
-    monkeypatch.setattr(step, "append_rows", append_rows)
-    monkeypatch.setattr(step, "move_rows", move_rows)
+    monkeypatch.setattr(step, "append_kv", append_kv)
+    monkeypatch.setattr(step, "move_kv", move_kv)
     monkeypatch.setattr(planned, "run", attention)
 
 
@@ -47,8 +47,8 @@ def share_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TreeDrafter, "_feed", first_alone)
 
 
-def append_rows(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tensor, ring: int = 0) -> None:
-    """``step.append_rows`` where all rows fit."""
+def append_kv(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tensor, ring: int = 0) -> None:
+    """``step.append_kv`` where all rows fit."""
     assert not ring
     batch, heads, rows, dim = k.shape
     at = start[:, None] + torch.arange(rows)
@@ -58,8 +58,8 @@ def append_rows(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: T
     v_cache.scatter_(2, at, v)
 
 
-def move_rows(rows: Tensor, index: Tensor, start: Tensor, ring: int = 0) -> None:
-    """``step.move_rows`` where all rows fit."""
+def move_kv(rows: Tensor, index: Tensor, start: Tensor, ring: int = 0) -> None:
+    """``step.move_kv`` where all rows fit."""
     assert not ring
     width = index.shape[1]
     targets = start[:, None] + torch.arange(width)

@@ -1,4 +1,4 @@
-"""Problems for the kernels that grow a token tree; see ``step_cases``, whose methods these follow."""
+"""Problems for the kernels that grow a token tree; see ``step_cases``."""
 
 import random
 
@@ -13,7 +13,7 @@ from triforce_tree.kernels.step.draws import NoiseDraws, draw_tokens
 def beginning(
     batch: int, again: int, widths: tuple[int, ...], size: int, device: str, seed: int = 0
 ) -> Problem:
-    """Texts of different lengths in a buffer, one that has just enough tokens, one of a single token."""
+    """Sequences of different lengths, one that has just enough tokens to refeed, one of a single token."""
     rng = random.Random(seed)
     depths = [0] + [d + 1 for d, width in enumerate(widths) for _ in range(width)]
 
@@ -44,13 +44,13 @@ def expansion(
     ties: bool = False,
     seed: int = 0,
 ) -> Problem:
-    """Peaked logits, a part of them -inf; rows of one token alone, of equal ones and of NaN among them."""
+    """Peaked logits, some -inf; nodes with a single possible token, equal logits and NaN among them."""
     torch.manual_seed(seed)
     scores = torch.randn(batch, frontier, vocab, device=device) * 4
     scores = scores.round() if ties else scores
     scores[torch.rand_like(scores) < 0.2] = -torch.inf
     rows = scores.view(-1, vocab)
-    rows[0, vocab // 2] = 0.0  # all of a law may be -inf by now, which makes NaN of it
+    rows[0, vocab // 2] = 0.0  # where all logits are -inf, the softmax is NaN
     for row in range(1, len(rows)):
         if row % 5 == 2:
             rows[row] = -torch.inf
@@ -66,11 +66,11 @@ def expansion(
     if exponential:
         noise = torch.empty(batch, frontier + 2, vocab, device=device).exponential_()[:, 2:]
     heat = None if temperature is None else torch.tensor(temperature, device=device)
-    return Problem("expand_nodes", (logits, heat, noise, probs, count), (3,), _drawn_from_its_laws)
+    return Problem("expand_nodes", (logits, heat, noise, probs, count), (3,), _consistent_draws)
 
 
-def _drawn_from_its_laws(problem: Problem, made: list[Tensor], exact: list[Tensor]) -> None:
-    """Laws may round otherwise; whatever they are, draws and probabilities are exactly those of them."""
+def _consistent_draws(problem: Problem, made: list[Tensor], exact: list[Tensor]) -> None:
+    """Probs may differ by rounding; draws and ranked probabilities must follow exactly from them."""
     _, _, exponential, _, count = problem.args
     draws, by_rank, probs = made
     torch.testing.assert_close(probs, exact[2], rtol=2e-5, atol=1e-30, equal_nan=True)
@@ -92,30 +92,30 @@ def placement(
     first: int = 3,
     before: int = 5,
 ) -> Problem:
-    """A frontier behind ``first`` older nodes; draws that ran out, values of 0, a sequence of NaN."""
+    """A frontier after ``first`` older nodes; missing draws, path probabilities of 0, a sequence of NaN."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     vocab = 40
     nodes = first + frontier + width + (0 if last else 2)
-    words = torch.randint(-(2**63), 2**63 - 1, (batch, nodes, -(-nodes // 64)), device=device)
-    # Of nodes that are not there yet.
-    words[:, : first + frontier] &= pack_mask(
-        torch.ones(1, first + frontier, dtype=torch.bool, device=device), words.shape[2]
+    mask_words = torch.randint(-(2**63), 2**63 - 1, (batch, nodes, -(-nodes // 64)), device=device)
+    # Clear the bits of nodes that do not exist yet.
+    mask_words[:, : first + frontier] &= pack_mask(
+        torch.ones(1, first + frontier, dtype=torch.bool, device=device), mask_words.shape[2]
     )
 
     def tree(most: int) -> Tensor:
         return torch.randint(-1, most, (batch, nodes), device=device)
 
-    values = torch.rand(batch, nodes, device=device)
+    path_probs = torch.rand(batch, nodes, device=device)
     probs = torch.randn(batch, frontier + 4, vocab, device=device).softmax(-1)[:, 3:-1]
     by_rank = probs.topk(min(count, vocab)).values
     by_rank = torch.nn.functional.pad(by_rank, (0, count - by_rank.shape[2]))
     if ties:
-        values, by_rank = values.mul(2).ceil() / 2, by_rank.mul(16).ceil() / 16
+        path_probs, by_rank = path_probs.mul(2).ceil() / 2, by_rank.mul(16).ceil() / 16
     draws = torch.randint(-1, vocab, (batch, frontier, count), device=device)
-    values[0, first] = 0.0
+    path_probs[0, first] = 0.0
     if batch > 1:
-        values[-1], probs[-1], by_rank[-1] = torch.nan, torch.nan, torch.nan
+        path_probs[-1], probs[-1], by_rank[-1] = torch.nan, torch.nan, torch.nan
     pairs = None
     if fixed:
         chosen = sorted(rng.sample(range(frontier * count), width))
@@ -126,5 +126,5 @@ def placement(
     bits = before + first + frontier + width
     mask = None if last else torch.full((batch * width, -(-bits // 64)), -99, device=device)
     changed = (0, 1, 2, 3, 4) if last else (0, 1, 2, 3, 4, 5)
-    args = (tree(9), tree(9), words, values, ids, mask, draws, by_rank, probs, pairs, first, before)
+    args = (tree(9), tree(9), mask_words, path_probs, ids, mask, draws, by_rank, probs, pairs, first, before)
     return Problem("place_nodes", args, changed)

@@ -1,8 +1,8 @@
-"""Problems for the tree-attention kernels, each with its definition in fp64.
+"""Problems for the tree-attention kernels, each with its exact result in fp64.
 
 Used by the tests, which run them in Triton's interpreter on small shapes, and by
-``scripts/checks/tree_attention_check.py``, which runs all of them on a GPU. The gold here is
-written apart from ``kernels.reference``, so that the reference is under test too.
+``scripts/checks/tree_attention_check.py``, which runs all of them on a GPU. The exact result is computed
+independently of ``attention.reference``, so that the reference is tested too.
 """
 
 import random
@@ -18,8 +18,8 @@ from torch import Tensor
 from triforce_tree.kernels.attention.configs import KernelConfig
 from triforce_tree.kernels.attention.plan import FLATTEN, Heads
 
-LAW = 2.0
-"""Largest error a kernel may have, in those of plain torch in the same dtype (flash-attention's law)."""
+ERROR_LIMIT = 2.0
+"""Largest error of a kernel as a multiple of plain torch's in the same dtype (as in flash-attention)."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Case:
 
     ``layout``: "heads" is storage ``[B, H_kv, S, D]``, "rows" is ``[B, S, H_kv, D]``, an integer is
     a page size with one table per sequence, and ("view", chunk) one table per KV head;
-    ("cache", chunk) likewise, over a store ``[H_kv, S, D]``.
+    ("cache", chunk) likewise, over storage ``[H_kv, S, D]``.
     """
 
     heads: Heads
@@ -60,7 +60,7 @@ class Case:
 
 @dataclass
 class Problem:
-    """The tensors of a case; ``rows`` holds per sequence the logical K and V ``[H_kv, S, D]``."""
+    """The tensors of a case; ``kv`` holds for each sequence its contiguous K and V ``[H_kv, S, D]``."""
 
     case: Case
     q: Tensor
@@ -70,7 +70,7 @@ class Problem:
     table: Tensor | None = None
     first: Tensor | None = None
     sinks: Tensor | None = None
-    rows: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    kv: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     @property
     def scale(self) -> float:
@@ -78,7 +78,7 @@ class Problem:
 
 
 def random_tree(size: int, order: str, rng: random.Random) -> tuple[Tensor, Tensor]:
-    """Ancestor mask bool ``[T, T]`` and depths ``[T]`` of a random tree, nodes in this order."""
+    """Ancestor mask bool ``[T, T]`` and depths ``[T]`` of a random tree, nodes depth- or breadth-first."""
     children: list[list[int]] = [[] for _ in range(size)]
     for node in range(1, size):
         # Half of the nodes extend the newest path, so that trees are deep as well as wide.
@@ -98,13 +98,13 @@ def random_tree(size: int, order: str, rng: random.Random) -> tuple[Tensor, Tens
 
 
 def build(case: Case, device: str, seed: int = 0) -> Problem:
-    """Random tensors of a case; everything in storage that no row of it owns is NaN."""
+    """Random tensors of a case; storage outside the sequences' KV slots is NaN."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     heads, scale = case.heads, 1.0
     total = sum(size for _, size in case.trees)
     q = torch.randn(total, heads.query, heads.dim, device=device).mul_(scale).to(case.dtype)
-    masks, firsts, rows = [], [], []
+    masks, firsts, kv = [], [], []
     for length, size in case.trees:
         mask, depths = random_tree(size, case.order, rng)
         if case.window is not None:
@@ -112,8 +112,8 @@ def build(case: Case, device: str, seed: int = 0) -> Problem:
             firsts.append((length + depths - case.window + 1).clamp_(0, length))
         masks.append(mask.to(device))
         shape = (heads.kv, length + size, heads.dim)
-        rows.append(tuple(torch.randn(shape, device=device).to(case.dtype) for _ in range(2)))
-    k, v, table = _store(case, rows, rng, device)
+        kv.append(tuple(torch.randn(shape, device=device).to(case.dtype) for _ in range(2)))
+    k, v, table = _store(case, kv, rng, device)
     return Problem(
         case=case,
         q=q,
@@ -123,15 +123,15 @@ def build(case: Case, device: str, seed: int = 0) -> Problem:
         table=table,
         first=torch.cat(firsts).to(device) if firsts else None,
         sinks=torch.randn(heads.query, device=device) if case.sinks else None,
-        rows=rows,
+        kv=kv,
     )
 
 
 def _store(
-    case: Case, rows: list[tuple[Tensor, Tensor]], rng: random.Random, device: str
+    case: Case, kv: list[tuple[Tensor, Tensor]], rng: random.Random, device: str
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    heads, batch = case.heads, len(rows)
-    longest = max(k.shape[1] for k, _ in rows) + 37
+    heads, batch = case.heads, len(kv)
+    longest = max(k.shape[1] for k, _ in kv) + 37
     nan = float("nan")
     if isinstance(case.layout, str):
         shape = (batch, heads.kv, longest, heads.dim)
@@ -139,7 +139,7 @@ def _store(
             shape = (batch, longest, heads.kv, heads.dim)
         stores = [torch.full(shape, nan, dtype=case.dtype, device=device) for _ in range(2)]
         views = [s.transpose(1, 2) if case.layout == "rows" else s for s in stores]
-        for sequence, pair in enumerate(rows):
+        for sequence, pair in enumerate(kv):
             for view, values in zip(views, pair, strict=True):
                 view[sequence, :, : values.shape[1]] = values
         return views[0], views[1], None
@@ -158,7 +158,7 @@ def _store(
         stores = [
             torch.full(shape, nan, dtype=case.dtype, device=device).permute(1, 2, 0, 3) for _ in range(2)
         ]
-    for sequence, pair in enumerate(rows):
+    for sequence, pair in enumerate(kv):
         for head in range(heads.kv):
             at = torch.arange(pair[0].shape[1], device=device)
             where = table[sequence, head if per_head else 0].long()[at // page]
@@ -167,7 +167,7 @@ def _store(
     return stores[0].transpose(1, 2), stores[1].transpose(1, 2), table if per_head else table[:, 0]
 
 
-def gold(problem: Problem, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+def exact_attention(problem: Problem, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     """Plain attention, one sequence and one head at a time, every step in ``dtype``.
 
     Returns:
@@ -175,7 +175,7 @@ def gold(problem: Problem, dtype: torch.dtype = torch.float64) -> tuple[Tensor, 
     """
     heads, start = problem.case.heads, 0
     outs, lses = [], []
-    for (k, v), mask in zip(problem.rows, problem.masks, strict=True):
+    for (k, v), mask in zip(problem.kv, problem.masks, strict=True):
         size = mask.shape[0]
         seen = torch.ones(size, k.shape[1], dtype=torch.bool, device=k.device)
         seen[:, k.shape[1] - size :] = mask
@@ -201,12 +201,15 @@ def gold(problem: Problem, dtype: torch.dtype = torch.float64) -> tuple[Tensor, 
 
 
 def error_ratio(out: Tensor, lse: Tensor, problem: Problem) -> float:
-    """Largest error of out and of lse over torch's in the same dtype; not a number counts as infinite.
+    """Largest error of out and of lse over torch's in the same dtype; NaN counts as infinite.
 
-    At most ``LAW`` passes. Torch's error counts as no less than half a unit in the last place of
+    At most ``ERROR_LIMIT`` passes. Torch's error counts as no less than half a unit in the last place of
     the largest value, because rounding an exact result costs that much.
     """
-    ratio, pairs = 0.0, zip((out, lse), gold(problem), gold(problem, problem.case.dtype), strict=True)
+    ratio, pairs = (
+        0.0,
+        zip((out, lse), exact_attention(problem), exact_attention(problem, problem.case.dtype), strict=True),
+    )
     for made, exact, plain in pairs:
         floor = exact.abs().max().item() * torch.finfo(problem.case.dtype).eps / 2
         ours, torchs = ((x.double() - exact).abs().max().item() for x in (made, plain))
@@ -217,7 +220,7 @@ def error_ratio(out: Tensor, lse: Tensor, problem: Problem) -> float:
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Inside, ``torch.empty`` is full of NaN: what a kernel forgets to write shows."""
+    """A context in which ``torch.empty`` is filled with NaN, so that unwritten outputs are detected."""
     plain = torch.empty
 
     def empty(*args, **kwargs):
@@ -230,7 +233,7 @@ def poisoned_memory() -> Iterator[None]:
 
 
 def run_case(case: Case, device: str, seed: int = 0) -> float:
-    """Build, plan, run and compare; the error ratio."""
+    """Build, plan, run and compare; returns the error ratio."""
     from triforce_tree.kernels.attention.launch import run
     from triforce_tree.kernels.attention.plan import plan_trees
 
@@ -262,20 +265,20 @@ def run_case(case: Case, device: str, seed: int = 0) -> float:
 def random_nodes(
     rng: random.Random, levels: tuple[int, ...], sizes: tuple[int, ...]
 ) -> tuple[list[tuple[int, int, int, int]], int]:
-    """Tree-shaped KV: ``levels[i]`` nodes of up to ``sizes[i]`` rows at depth i, a query a leaf."""
-    queries, nodes, row = levels[-1], [], 0
+    """Tree-shaped KV: ``levels[i]`` nodes of up to ``sizes[i]`` positions at depth i, one query per leaf."""
+    queries, nodes, start = levels[-1], [], 0
     for count, size in zip(levels, sizes, strict=True):
         cuts = [queries * i // count for i in range(count + 1)]
         for first, last in pairwise(cuts):
             if last > first:
-                rows = rng.randrange(size // 2, size + 1)
-                nodes.append((row, rows, first, last - first))
-                row += rows
-    return nodes, row
+                positions = rng.randrange(size // 2, size + 1)
+                nodes.append((start, positions, first, last - first))
+                start += positions
+    return nodes, start
 
 
 def tree_mask(queries: int, tail: int, seed: int) -> Tensor:
-    """bool ``[T, N]``: ancestors in a random tree of the last T rows; every query sees those before."""
+    """bool ``[T, N]``: ancestors in a random tree of the last T positions; all earlier ones are visible."""
     rng = random.Random(seed)
     mask = torch.ones(queries, tail, dtype=torch.bool)
     own = mask[:, tail - queries :]

@@ -1,9 +1,9 @@
-"""Triton's interpreter, without what takes most of its time to no effect.
+"""A faster interpreter for Triton kernels: skips redundant work that takes most of its time.
 
-A launch puts interpreted functions in the place of Triton's own, in ``triton.language`` and ``.core``, and
-takes them away at its end. Triton 3.9 looks through both modules again at every call of a function inside a
-kernel, where nothing is left to exchange. It also computes whether integers overflow, for a check that it
-makes in its debug mode alone, and makes a table of all dtypes each time that it looks one up.
+A launch patches ``triton.language`` and ``.core`` with interpreted functions and restores them at its end.
+Triton 3.9 scans both modules again at every call of a function inside a kernel, where everything is already
+patched. It also computes integer overflow for a check of its debug mode, even outside that mode, and rebuilds
+a table of all dtypes for each lookup.
 """
 
 from collections.abc import Callable
@@ -14,13 +14,13 @@ from typing import Any
 
 
 class _Nothing:
-    """The changes of a call that made none."""
+    """The patch of a call that changed nothing."""
 
     def restore(self) -> None: ...
 
 
 class _Launch:
-    """The changes of a launch; at its end modules are as they were."""
+    """The patch of a launch, which restores the modules at its end."""
 
     def __init__(self, scope: Any, done: set[int]) -> None:
         self._scope, self._done = scope, done
@@ -31,13 +31,13 @@ class _Launch:
 
 
 def _kept(look_up: Callable[[Any], Any], scalar: type) -> Callable[[Any], Any]:
-    """The same look-up, once for each scalar type; types of blocks and pointers cannot be hashed."""
+    """The same look-up, cached for scalar types; types of blocks and pointers cannot be hashed."""
     found = cache(look_up)
     return lambda dtype: (found if type(dtype) is scalar else look_up)(dtype)
 
 
 def install(interpreter: ModuleType) -> None:
-    """Let ``triton.runtime.interpreter`` do no work twice, and none that nobody sees."""
+    """Patch ``triton.runtime.interpreter`` so that it skips the redundant work."""
     patch: Callable[[Any], Any] | None = getattr(interpreter, "_patch_lang", None)
     if patch is None or getattr(patch, "once_a_launch", False):
         return
@@ -52,7 +52,7 @@ def install(interpreter: ModuleType) -> None:
     def once(fn: FunctionType) -> Any:
         scope = fn.__globals__
         if id(scope) not in seen:
-            # The names of a module are those of all its functions.
+            # All functions of a module share its globals.
             used = {id(value) for value in scope.values() if any(value is module for module in modules)}
             seen[id(scope)] = scope, frozenset(used)
         used = seen[id(scope)][1]

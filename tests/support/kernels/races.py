@@ -1,9 +1,9 @@
-"""A race detector for streams, off the GPU: who touches which memory, and what happens before what.
+"""A data-race detector for CUDA streams that needs no GPU: memory accesses ordered by vector clocks.
 
-Inside :func:`watched` lanes have streams that run nothing beside each other, but note every access of every
-operation with the vector clock of its stream. Two accesses to the same bytes from two streams, one of them a
-write, are a race unless an event, a wait, or the host's own waiting puts one before the other. What it does
-not see: memory that is given back while a lane still uses it, and what a captured graph does by itself.
+Inside :func:`watched` copy streams execute sequentially, but every access of every operation is recorded with
+the vector clock of its stream. Two accesses to the same bytes from two streams, one of them a write, are a
+race unless an event, a stream wait, or a wait of the host orders them. Not detected: memory that is freed
+while a copy stream still uses it, and accesses inside captured graphs.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from triforce_tree.runtime.sequence_state import SequenceState
 
 
 class Access(NamedTuple):
-    """Bytes ``[start, stop)`` that an operation of a stream, its ``time``-th, read or wrote."""
+    """Bytes ``[start, stop)`` that the ``time``-th operation of a stream read or wrote."""
 
     start: int
     stop: int
@@ -40,7 +40,7 @@ class Access(NamedTuple):
 
 
 class Stream:
-    """What this package uses of torch.cuda.Stream; number 0 is the computation's own."""
+    """The methods of torch.cuda.Stream that the package uses; number 0 is the compute stream."""
 
     def __init__(self, watch: "Watch") -> None:
         self.watch, self.number = watch, len(watch.clocks)
@@ -57,7 +57,7 @@ class Stream:
 
 
 class Event:
-    """What this package uses of torch.cuda.Event."""
+    """The methods of torch.cuda.Event that the package uses."""
 
     def __init__(self, watch: "Watch") -> None:
         self.watch, self.clock = watch, {}
@@ -70,11 +70,11 @@ class Event:
 
 
 class Watch(TorchDispatchMode):
-    """Notes what operations read and write.
+    """Records what operations read and write.
 
     Attributes:
-        races: pairs of accesses in no order.
-        seen: accesses of every stream, counted.
+        races: pairs of unordered accesses.
+        seen: number of accesses of every stream.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class Watch(TorchDispatchMode):
         self.seen: dict[int, int] = {}
         self._host: dict[int, int] = {}
         self._accesses: dict[int, list[Access]] = {}
-        # Memory that is given back could come again as another tensor's.
+        # Kept alive, since freed memory could be reused by another tensor.
         self._kept: list[Any] = []
 
     def learn(self, stream: int, clock: dict[int, int]) -> None:
@@ -94,7 +94,7 @@ class Watch(TorchDispatchMode):
             own[other] = max(own.get(other, 0), time)
 
     def host_waits(self, stream: Stream) -> None:
-        """Whatever it asks for from now on comes behind all that the stream has run."""
+        """Order all later operations after everything that the stream has run."""
         for other, time in self.clocks[stream.number].items():
             self._host[other] = max(self._host.get(other, 0), time)
 
@@ -109,7 +109,7 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.triforce_tree.planned_attend.default:
-            # Modes do not see into operators of our own, and this one holds all that a pass does.
+            # Dispatch modes do not see inside custom operators, and this one runs a whole forward.
             with self:
                 return step_model._attend._init_fn(*args, **kwargs)
         if not func.is_view:
@@ -143,7 +143,7 @@ class Watch(TorchDispatchMode):
             for old, known in zip(earlier, before, strict=True)
             if not known and (old.write or write) and old.meets(new)
         ]
-        # Whatever comes behind this one also comes behind those.
+        # What is ordered after this access is also ordered after the ones dropped here.
         earlier[:] = [
             old
             for old, known in zip(earlier, before, strict=True)
@@ -153,20 +153,20 @@ class Watch(TorchDispatchMode):
 
 @contextmanager
 def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
-    """Inside, lanes have streams, and what is asked of them is watched."""
+    """A context in which copy streams are simulated and all accesses are recorded."""
     watch = Watch()
 
-    def with_stream(lane: copy_stream.CopyStream, device: torch.device) -> None:
-        lane.device, lane.stream = device, Stream(watch)
+    def with_stream(stream: copy_stream.CopyStream, device: torch.device) -> None:
+        stream.device, stream.stream = device, Stream(watch)
 
     answer, report = HostAttention._answer, SequenceState.report
 
-    def in_its_copy_stream(attention: HostAttention, *asked: Any) -> None:
+    def in_its_copy_stream(attention: HostAttention, *args: Any) -> None:
         with attention._copy_stream.running():
-            answer(attention, *asked)
+            answer(attention, *args)
 
-    def waited_for(texts: SequenceState) -> Tensor:
-        made = report(texts)
+    def waited_for(state: SequenceState) -> Tensor:
+        made = report(state)
         watch.host_waits(watch.current[0])
         return made
 

@@ -1,8 +1,8 @@
-"""Problems for the kernels of the decoding cycle; whoever runs one learns whether it equals its reference.
+"""Problems for the kernels of a decoding step, to be compared with the operators' definitions.
 
 Used by the tests, in Triton's interpreter on small shapes, and by ``scripts/checks/step_kernels_check.py`` on
-a GPU. A problem holds the arguments of an op; ``agree`` runs the op and its reference on copies of them.
-Storage that an op must not look at is NaN.
+a GPU. A problem holds the arguments of an operator; ``agree`` runs kernel and definition on copies of them.
+Storage that an operator must not read is NaN.
 """
 
 import random
@@ -15,15 +15,15 @@ from kernels_cases import poisoned_memory
 from torch import Tensor
 
 from triforce_tree.kernels import step
-from triforce_tree.kernels.step.select import chunk_interest
+from triforce_tree.kernels.step.select import chunk_scores
 
-# What draft and target have in common: (sharp, likeness) of ``judgement``, from nothing to almost all.
+# How much draft and target agree: (sharp, likeness) of ``acceptance``, from not at all to almost always.
 LIKENESS = ((1.0, 0.0), (2.0, 1.0), (0.3, 10.0), (30.0, 0.2), (0.1, 20.0), (0.5, 100.0))
 
 
 @dataclass
 class Problem:
-    """An op by name and its arguments; results are what it returns and the arguments at ``changed``."""
+    """An operator's name and arguments; its results are what it returns and the arguments at ``changed``."""
 
     op: str
     args: tuple[Any, ...]
@@ -51,14 +51,14 @@ class Problem:
 
 
 def agree(problem: Problem, ops: Any) -> None:
-    """Raise where the op of that name in ``ops`` differs from its reference."""
+    """Raise where the operator of that name in ``ops`` differs from its definition."""
     with poisoned_memory():
         made = problem.run(getattr(ops, problem.op), problem.copied())
     problem.judge(made, problem.expected())
 
 
 def copy(x: Tensor) -> Tensor:
-    """A clone with x's strides, which ``clone`` keeps only where nothing lies between the elements."""
+    """A clone with x's strides, which ``clone`` keeps only for tensors without gaps between elements."""
     if x.is_contiguous():
         return x.clone()
     span = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
@@ -73,21 +73,21 @@ def _randn(*shape: int, dtype: torch.dtype, device: str) -> Tensor:
 def append(
     batch: int, heads: int, size: int, count: int, dim: int, dtype: torch.dtype, device: str, seed: int = 0
 ) -> Problem:
-    """New rows as a linear layer makes them, the last sequence running over the end."""
+    """New keys and values in the layout of a linear layer; the last sequence exceeds the cache."""
     rng = random.Random(seed)
     caches = [_randn(batch, heads, size, dim, dtype=dtype, device=device) for _ in range(2)]
     new = [_randn(batch, count, heads, dim, dtype=dtype, device=device).transpose(1, 2) for _ in range(2)]
     start = [rng.randrange(max(1, size - count)) for _ in range(batch - 1)] + [size - (count + 1) // 2]
-    return Problem("append_rows", (*caches, *new, torch.tensor(start, device=device)), (0, 1))
+    return Problem("append_kv", (*caches, *new, torch.tensor(start, device=device)), (0, 1))
 
 
 def append_to_ring(*args: Any, ring: int, seed: int = 0) -> Problem:
-    """The same into a ring after several turns, the last sequence going on at slot 0."""
+    """The same into a ring that has wrapped several times; the last sequence wraps to slot 0."""
     problem = append(*args, seed=seed)
     *tensors, start = problem.args
     rng, count = random.Random(seed), tensors[2].shape[2]
     places = [rng.randrange(5 * ring) for _ in start[1:]] + [3 * ring - (count + 1) // 2]
-    return Problem("append_rows", (*tensors, start.new_tensor(places), ring), (0, 1))
+    return Problem("append_kv", (*tensors, start.new_tensor(places), ring), (0, 1))
 
 
 def move(
@@ -101,7 +101,7 @@ def move(
     device: str,
     seed: int = 0,
 ) -> Problem:
-    """Ascending paths with gaps of -1, one that moves backwards, one that moves nothing."""
+    """Ascending paths with entries of -1, one in descending order, one that moves nothing."""
     rng = random.Random(seed)
     rows = _randn(parts, batch, size, heads, dim, dtype=dtype, device=device).transpose(2, 3)
     start = [rng.randrange(size - 2 * places) for _ in range(batch)]
@@ -113,16 +113,16 @@ def move(
     if batch > 1:
         index[-1] = -1
     tensors = index.to(device), torch.tensor(start, device=device)
-    return Problem("move_rows", (rows, *tensors), (0,))
+    return Problem("move_kv", (rows, *tensors), (0,))
 
 
 def move_in_ring(*args: Any, ring: int, seed: int = 0) -> Problem:
-    """The same in a ring after several turns, the first path crossing its end."""
+    """The same in a ring that has wrapped several times; the first path crosses its end."""
     problem = move(*args, seed=seed)
     rows, index, start = problem.args
     rng = random.Random(seed)
     places = [4 * ring - index.shape[1]] + [rng.randrange(5 * ring) for _ in start[1:]]
-    return Problem("move_rows", (rows, index, start.new_tensor(places), ring), (0,))
+    return Problem("move_kv", (rows, index, start.new_tensor(places), ring), (0,))
 
 
 def means(
@@ -137,7 +137,7 @@ def means(
     device: str,
     seed: int = 0,
 ) -> Problem:
-    """Keys are every second part of one tensor; first and last sequences at the two ends."""
+    """Keys interleaved with values in one tensor; the first and last sequences are at the two ends."""
     rng = random.Random(seed)
     places = size // chunk
     k = _randn(layers, 2, batch, heads, size, dim, dtype=dtype, device=device)[:, 0]
@@ -148,7 +148,7 @@ def means(
 
 
 def _close_means(problem: Problem, made: list[Tensor], exact: list[Tensor]) -> None:
-    # Sums in another order may round to the neighbouring number.
+    # Another order of summation may differ by rounding.
     eps = torch.finfo(made[0].dtype).eps
     torch.testing.assert_close(made[0], exact[0], rtol=2 * eps, atol=2 * eps, equal_nan=True)
 
@@ -177,22 +177,22 @@ def selection(
         m[b, :, count:] = torch.nan
     table = torch.full((batch, heads, slots + 3), -7, dtype=torch.int32, device=device)
     args = (q, m, torch.tensor(limit[:batch], device=device), table, slots, 0.5 if integers else dim**-0.5)
-    return Problem("select_chunks", args, (3,), None if integers and group == 1 else _good_choice)
+    return Problem("select_chunks", args, (3,), None if integers and group == 1 else _valid_selection)
 
 
-def _good_choice(problem: Problem, made: list[Tensor], exact: list[Tensor]) -> None:
-    """Another order of summation may exchange chunks of almost equal interest, and no others."""
+def _valid_selection(problem: Problem, made: list[Tensor], exact: list[Tensor]) -> None:
+    """Another order of summation may exchange chunks of almost equal scores, and no others."""
     q, m, limit, _, slots, scale = problem.args
-    table, interest = made[0], chunk_interest(q, m, limit, scale)
+    table, scores = made[0], chunk_scores(q, m, limit, scale)
     assert torch.equal(table[..., slots:], exact[0][..., slots:]), "columns beyond the slots changed"
     chosen = table[..., :slots].long()
     assert (chosen[..., 0] == 0).all(), "chunk 0 is missing"
     assert (chosen.diff(dim=-1) > 0).all(), "not ascending"
     assert (chosen[..., -1] < limit[:, None]).all(), "beyond the limit"
-    least = interest.gather(2, chosen)[..., 1:].amin(-1) if slots > 1 else interest[..., 0] + torch.inf
-    most = interest.scatter(2, chosen, -torch.inf).amax(-1)
+    lowest = scores.gather(2, chosen)[..., 1:].amin(-1) if slots > 1 else scores[..., 0] + torch.inf
+    highest_left = scores.scatter(2, chosen, -torch.inf).amax(-1)
     # Scores are sums of `dim` products of unit variance, times the scale.
-    assert (least >= most - 1e-4).all(), f"a chunk is missing: {(most - least).max()} more interesting"
+    assert (lowest >= highest_left - 1e-4).all(), f"missed a chunk {(highest_left - lowest).max()} higher"
 
 
 def random_parents(size: int, rng: random.Random) -> list[int]:
@@ -211,25 +211,24 @@ def depth_of(parents: list[list[int]]) -> int:
 
 
 def honest_tokens(parents: list[list[int]], q: Tensor, q_rows: Tensor, absent: float = 0.1) -> Tensor:
-    """Children drawn from their laws without replacement; some are absent, and all below them."""
+    """Children drawn from their draft probs without replacement; some are absent, with all below them."""
     most = min(len(parents[0]), q.shape[-1])
-    exponential = q / torch.empty_like(q).exponential_()
-    times, order = exponential.topk(most, dim=-1)
-    order = order.masked_fill(times <= 0, -1).cpu()
-    gone = torch.rand(len(parents), len(parents[0])) < absent
-    tokens = torch.full(gone.shape, -1)
+    scores, order = (q / torch.empty_like(q).exponential_()).topk(most, dim=-1)
+    order = order.masked_fill(scores <= 0, -1).cpu()
+    removed = torch.rand(len(parents), len(parents[0])) < absent
+    tokens = torch.full(removed.shape, -1)
     for b, one in enumerate(parents):
         drawn = [0] * len(one)
         for node in range(1, len(one)):
             above = one[node]
-            if (above and tokens[b, above] < 0) or drawn[above] >= most or gone[b, node]:
+            if (above and tokens[b, above] < 0) or drawn[above] >= most or removed[b, node]:
                 continue
             tokens[b, node] = order[b, q_rows[b, above], drawn[above]]
             drawn[above] += 1
     return tokens
 
 
-def judgement(
+def acceptance(
     batch: int,
     nodes: int,
     vocab: int,
@@ -240,9 +239,9 @@ def judgement(
     seed: int = 0,
     fixed: float = 0.0,
 ) -> Problem:
-    """An honest random tree; ``sharp`` scales the logits, ``likeness`` what p and q share of them.
+    """A random tree drawn from q; ``sharp`` scales the logits, ``likeness`` the part that p and q share.
 
-    The children of a node are proposed deterministically with probability ``fixed``; of 1, q has no rows.
+    The children of a node are proposed deterministically with probability ``fixed``; of 1, q is empty.
     """
     rng = random.Random(seed)
     parents = [random_parents(nodes, rng) for _ in range(batch)]
@@ -252,7 +251,7 @@ def judgement(
     q = q.gather(1, rows.argsort(1).to(device)[..., None].expand_as(q))
     tokens = honest_tokens(parents, q, rows)
     if fixed:
-        # Rows that no node names must not be looked at.
+        # Rows of q that no node refers to must not be read.
         certain = torch.rand(batch, nodes) < fixed
         at = torch.arange(batch)[:, None].expand_as(rows)[certain], rows[certain]
         q[at[0].to(device), at[1].to(device)] = torch.nan
@@ -267,7 +266,7 @@ def judgement(
 
 
 def greedy(batch: int, nodes: int, vocab: int, device: str, seed: int = 0) -> Problem:
-    """A random tree in which half of the nodes hold what the target wants."""
+    """A random tree in which half of the nodes hold the target's argmax."""
     rng = random.Random(seed)
     parents = [random_parents(nodes, rng) for _ in range(batch)]
     tokens = torch.randint(-1, vocab, (batch, nodes))
@@ -281,7 +280,7 @@ def greedy(batch: int, nodes: int, vocab: int, device: str, seed: int = 0) -> Pr
 
 
 def runner_up(batch: int, count: int, vocab: int, exponential: bool, device: str, seed: int = 0) -> Problem:
-    """Half of the outcomes impossible; a law of one outcome, one without any, one of NaN, one of ties."""
+    """Half of the tokens impossible; probs of one possible token, of none, of NaN, and with ties included."""
     torch.manual_seed(seed)
     probs = torch.rand(batch, count, vocab, device=device)
     probs = torch.where(torch.rand_like(probs) < 0.5, probs, 0.0 if exponential else -torch.inf)

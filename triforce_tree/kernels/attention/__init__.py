@@ -1,1 +1,1 @@
-"""Attention of token trees: definitions, plans, and the Triton kernels that run them."""
+"""Tree attention: its definition in plain torch, plans, and the Triton kernels that run them."""

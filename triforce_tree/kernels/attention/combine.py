@@ -1,8 +1,8 @@
-"""Triton kernel: merge the fp32 partials of every output row, in a fixed order, so results repeat.
+"""Triton kernel: merge the fp32 partial outputs of every query head, in a fixed, deterministic order.
 
-Which pieces a row has follows from the lengths where there is one segment; otherwise the main
-kernel wrote it into ``bounds``. The maths is that of ``reference.merge_states``; partial LSEs come
-in base 2, the result leaves in base e.
+With one segment the partials of a query follow from the lengths; otherwise the main kernel wrote their
+range into ``bounds``. The maths is that of ``reference.merge_states``; partial LSEs are in base 2, the
+result is in base e.
 """
 
 import triton
@@ -11,7 +11,7 @@ import triton.language as tl
 from triforce_tree.kernels.attention.schedule import cut_evenly, slice_of, spans
 
 
-@triton.jit(do_not_specialize=["max_rows", "segments", "slices"])
+@triton.jit(do_not_specialize=["max_query_rows", "segments", "slices"])
 def combine_kernel(
     out_ptr,  # [queries, H_q, D]
     lse_ptr,  # fp32 [queries, H_q]
@@ -25,7 +25,7 @@ def combine_kernel(
     owner_start_ptr,  # int32 [queries + 1]
     owners_ptr,  # int32
     sinks_ptr,  # [H_q]
-    max_rows,
+    max_query_rows,
     segments,
     slices,
     GROUP: tl.constexpr,
@@ -49,14 +49,14 @@ def combine_kernel(
     kv_head = q_head // GROUP
     columns = tl.arange(0, BLOCK_D)
     inside = columns < DIM
-    place = tl.arange(0, CHUNK)
+    chunk_offsets = tl.arange(0, CHUNK)
     if SINGLE:
         owner, last_owner = 0, 1
     else:
         owner = tl.load(owner_start_ptr + token)
         last_owner = tl.load(owner_start_ptr + token + 1)
     if CUT:
-        # Lengths are older than the kernel before: the cut can be worked out while that runs.
+        # Lengths were written before the main kernel started: the cut can be computed while it still runs.
         low, high = 0, 0
         if WINDOW:
             low, high = tl.load(low_ptr), tl.load(high_ptr)
@@ -78,13 +78,13 @@ def combine_kernel(
     acc = tl.zeros([BLOCK_D], REAL)
     for index in range(owner, last_owner):
         if SINGLE:
-            segment, first_query, earlier = 0, 0, 0
-            queries = max_rows // GROUP
+            segment, first_query, earlier_queries = 0, 0, 0
+            queries = max_query_rows // GROUP
         else:
             segment = tl.load(owners_ptr + index)
             first_query = tl.load(segments_ptr + 3 * segments + segment)
             queries = tl.load(segments_ptr + 4 * segments + segment)
-            earlier = tl.load(segments_ptr + 5 * segments + segment).to(tl.int64)
+            earlier_queries = tl.load(segments_ptr + 5 * segments + segment).to(tl.int64)
         unit = segment * KV_HEADS + kv_head
         if CUT:
             first_part, last_part = from_part, to_part
@@ -92,11 +92,11 @@ def combine_kernel(
             first_part = tl.load(bounds_ptr + 2 * unit)
             last_part = tl.load(bounds_ptr + 2 * unit + 1)
         row = (token - first_query) * GROUP + q_head % GROUP
-        origin = (earlier * KV_HEADS + kv_head * queries) * GROUP + row
+        origin = (earlier_queries * KV_HEADS + kv_head * queries) * GROUP + row
         for part in range(first_part, last_part + 1, CHUNK):
-            parts = part + place
+            parts = part + chunk_offsets
             valid = parts <= last_part
-            piece = origin + parts.to(tl.int64) * max_rows
+            piece = origin + parts.to(tl.int64) * max_query_rows
             lse = tl.load(partial_lse_ptr + piece, mask=valid, other=float("-inf"))
             outs = tl.load(
                 partial_out_ptr + piece[:, None] * DIM + columns[None, :],
@@ -105,10 +105,10 @@ def combine_kernel(
             )
             top = tl.maximum(best, tl.max(lse, 0))
             floor = tl.where(top == float("-inf"), 0.0, top)
-            share = tl.exp2(lse - floor)
-            shrink = tl.exp2(best - floor)
-            acc = acc * shrink + tl.sum(outs * share[:, None], 0)
-            weight = weight * shrink + tl.sum(share, 0)
+            part_weight = tl.exp2(lse - floor)
+            rescale = tl.exp2(best - floor)
+            acc = acc * rescale + tl.sum(outs * part_weight[:, None], 0)
+            weight = weight * rescale + tl.sum(part_weight, 0)
             best = top
 
     if SINKS:

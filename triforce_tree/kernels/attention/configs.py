@@ -1,8 +1,7 @@
-"""Tile shapes of the tree-attention kernel: a table and the device's limits, never a first-call autotune.
+"""Tile shapes of the tree-attention kernel: a table and the device's limits, no autotuning at the first call.
 
-A launch under CUDA-graph capture or in serving must not stop to try configurations, so the choice
-is a pure function of problem and device. `docs/kernel.md` says what was measured to fill the
-table.
+A launch under CUDA-graph capture or in serving must not stop to time configurations, so the choice
+is a pure function of problem and device. The measurements behind the table are in `docs/kernel.md`.
 """
 
 from dataclasses import dataclass, replace
@@ -10,22 +9,22 @@ from dataclasses import dataclass, replace
 from triforce_tree.kernels.device import Device
 
 EDGE = 32
-"""Rows of a tile that looks at the mask: one 32-bit half of a mask word per query and tile."""
+"""KV positions of a masked (edge) tile: one 32-bit half of a mask word per query."""
 
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """How one problem is cut.
+    """Tile and launch configuration of the kernel.
 
     Attributes:
         block_m: packed query rows (tokens x query heads of one KV head) per tile.
-        block_n: KV rows per mask-free tile; a multiple of ``EDGE``.
+        block_n: KV positions per unmasked tile; a multiple of ``EDGE``.
         warps, stages: warps per program and depth of the load pipeline.
-        programs_per_sm: resident programs of one multiprocessor the list is cut for.
-        tma: load mask-free tiles with the bulk copy engine where the layout allows it.
+        programs_per_sm: resident programs per multiprocessor that the tile list is divided for.
+        tma: load unmasked tiles with the bulk copy engine where the layout allows it.
         max_registers: per thread, to fit more programs on a multiprocessor; 0 for no limit.
-        align: below this many tiles a program, shares do not straddle KV heads.
-        edge_stages: depth of the load pipeline over tiles that look at the mask.
+        align: with fewer tiles per program than this, slices do not span two KV heads.
+        edge_stages: depth of the load pipeline over masked tiles.
     """
 
     block_m: int
@@ -43,9 +42,9 @@ class KernelConfig:
             raise ValueError(f"block_n={self.block_n} is not a multiple of {EDGE}; use 64 or 128")
 
 
-# head_dim -> (most rows, configuration) in rising order, for 16-bit elements; the last serves any number of
-# rows, in sibling tiles. What pays was measured on an H200; a device with less shared memory takes the first
-# of ``smaller`` that it has room for.
+# head_dim -> (most query rows, configuration) in rising order, for 16-bit elements; the last serves any
+# number of query rows, in sibling tiles. Measured on an H200; a device with less shared memory takes the
+# first of ``smaller`` that fits.
 _PREFERRED = {
     64: [
         (16, KernelConfig(16, 128, 4, 4, 2)),
@@ -66,29 +65,29 @@ _MOST_IN_REGISTERS = 64 * 256
 _FP32 = KernelConfig(16, EDGE, 8, 2, 1, tma=False)
 
 
-def choose(rows: int, head_dim: int, element_bytes: int, device: Device) -> KernelConfig:
-    """The configuration for ``rows`` packed query rows per KV head.
+def choose(query_rows: int, head_dim: int, element_bytes: int, device: Device) -> KernelConfig:
+    """The configuration for ``query_rows`` packed query rows per KV head.
 
-    A tile that holds all rows reads the KV once; sibling tiles walk the same KV rows side by side
-    and share them through L2, which pays where smaller tiles overlap better.
+    A tile that holds all query rows reads the KV once; sibling tiles read the same KV slots concurrently
+    and share them through L2, which is faster where smaller tiles overlap better.
 
     Args:
         head_dim: 1 to 256.
         element_bytes: 2 or 4, of queries and KV.
-        device: whose shared memory bounds the tile.
+        device: its shared memory limits the tile.
 
     Raises:
         ValueError: ``head_dim`` is too large, or no tile fits the device.
     """
     padded = _padded(head_dim)
     if padded > 256:
-        raise ValueError(f"head_dim={head_dim} is beyond 256, the largest that tiles fit; use 256 or less")
-    table = _PREFERRED[padded] if element_bytes == 2 else [(rows, _FP32)]
+        raise ValueError(f"head_dim={head_dim} exceeds 256, the largest that tiles fit; use 256 or less")
+    table = _PREFERRED[padded] if element_bytes == 2 else [(query_rows, _FP32)]
     if not device.shared_products:
-        # Both operands of a product are in registers, which 128 rows of so many columns overfill.
+        # Both operands of a product are in registers, too few for 128 query rows of so many columns.
         table = [entry for entry in table if entry[0] * padded <= _MOST_IN_REGISTERS] or table
     config: KernelConfig | None
-    config = next((config for most, config in table if most >= rows), table[-1][1])
+    config = next((config for most, config in table if most >= query_rows), table[-1][1])
     while config is not None:
         needed = shared_bytes(config, head_dim, element_bytes, device)
         if needed <= device.shared_bytes:
@@ -101,7 +100,7 @@ def choose(rows: int, head_dim: int, element_bytes: int, device: Device) -> Kern
 
 
 def smaller(config: KernelConfig) -> KernelConfig | None:
-    """The next configuration that needs less shared memory; None behind the smallest."""
+    """The next configuration that needs less shared memory; None after the smallest."""
     if config.stages > 2:
         return replace(config, stages=config.stages - 1)
     if config.block_n > EDGE:
@@ -114,11 +113,11 @@ def smaller(config: KernelConfig) -> KernelConfig | None:
 
 
 def shared_bytes(config: KernelConfig, head_dim: int, element_bytes: int, device: Device) -> int:
-    """Shared memory that the compiled kernel asks for, in bytes, to a few dozen.
+    """Shared memory that the compiled kernel needs, in bytes, accurate to a few dozen.
 
-    Queries and the probabilities that are multiplied with V lie beside the pipeline's buffers of K and V. A
-    tile whose products read both operands from shared memory (64 rows and more on sm_90 and sm_100) holds a
-    tile of each for every stage, others one less; they keep probabilities in registers.
+    It holds queries, the probabilities that are multiplied with V, and the pipeline's buffers of K and V. A
+    tile whose products read both operands from shared memory (64 query rows and more on sm_90 and sm_100) has
+    a buffer of each for every stage and keeps probabilities in registers; others have one buffer less.
     """
     if element_bytes == 4:
         # Products in fp64 have queries and one of K and V in shared memory, those in fp32 only V.

@@ -1,6 +1,6 @@
-"""What computes tree attention by a mask: the one branch between CPU and GPU.
+"""Tree attention given a mask, dispatched by device.
 
-CUDA tensors go to the Triton kernels, everything else to the torch references that define them.
+CUDA tensors go to the Triton kernels, everything else to the torch reference that defines them.
 Triton is imported at the first use, so that machines without it can import the package.
 """
 
@@ -11,7 +11,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from triforce_tree.kernels.attention import reference
 
-# The plans made for a mask, for as long as the mask lives.
+# Plans by mask, kept as long as the mask tensor lives.
 _plans: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
@@ -35,7 +35,7 @@ def tree_attention(
 def _planned(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, first: Tensor | None, **how: Any
 ) -> tuple[Tensor, Tensor]:
-    """One call through a plan, which the layers of a forward share as they share the mask."""
+    """One call with a plan, which is cached by the mask and so shared by the layers of a forward."""
     from triforce_tree.kernels.attention.launch import run
     from triforce_tree.kernels.attention.plan import Heads, plan_trees
 

@@ -1,8 +1,8 @@
 """Run a plan: check the tensors, describe their layout, launch the two kernels.
 
-The launch is an operator of torch with a fake implementation, so ``torch.compile`` keeps it in its
-graph. Nothing here synchronises with the device, and all that varies from step to step (lengths, tree,
-page table) is read from device buffers: a captured CUDA graph stays valid as the context grows.
+The launch is a torch operator with a fake implementation, so ``torch.compile`` keeps it in its
+graph. Nothing here synchronises with the device, and everything that varies from step to step (lengths,
+tree, page table) is read from device buffers: a captured CUDA graph stays valid as the context grows.
 """
 
 from collections.abc import Sequence
@@ -45,10 +45,10 @@ def run(
         plan: from ``plan_trees`` or ``plan_nodes``.
         scale: positive factor on the raw scores.
         table: int32 ``[B, pages of a sequence]``, or ``[B, H_kv, pages]`` where every KV head has a
-            selection of its own (a retrieval view). Logical row r is row ``r % page`` of page
+            selection of its own (a retrieval view). Position r is slot ``r % page`` of page
             ``table[..., r // page]``.
-        first: integer ``[queries]``; query i sees no row before ``first[i]`` (sliding windows). Where many
-            layers share them, ``FirstRows`` spare each layer the bounds of every segment.
+        first: integer ``[queries]``; query i sees no position before ``first[i]`` (sliding windows). Where
+            layers share it, ``FirstRows`` avoids computing the bounds of every segment in each layer.
         softcap: scores become ``softcap * tanh(score / softcap)``.
         sinks: ``[H_q]`` logits of a virtual key whose value is zero.
 
@@ -63,9 +63,9 @@ def run(
             f"{(plan.queries, heads.query, heads.dim)}; make a new plan"
         )
     if (q.dtype == torch.float32) != (plan.partial_lse.dtype == torch.float64):
-        raise ValueError(f"q is {q.dtype}, the plan is for another precision; plan with dtype={q.dtype}")
+        raise ValueError(f"q is {q.dtype}, the plan is for another dtype; plan with dtype={q.dtype}")
     if not scale > 0:
-        raise ValueError(f"scale={scale} must be positive: the running maximum is taken on raw scores")
+        raise ValueError(f"scale={scale} must be positive: the running maximum is that of unscaled scores")
     low = high = None
     if isinstance(first, FirstRows):
         first, low, high = first
@@ -82,7 +82,7 @@ def run(
 
 
 def _bounds(first: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-    """Smallest and largest first visible row of each segment, without leaving the device."""
+    """Smallest and largest first visible position of each segment, computed on the device."""
     segments = plan.lengths.shape[0]
     if segments == 1:
         return first.amin(0, keepdim=True), first.amax(0, keepdim=True)
@@ -161,7 +161,7 @@ def _run(
             2 * mask.shape[1], max_queries * group, slices, blocks, count,
             GROUP=group, KV_HEADS=kv_heads, DIM=dim, BLOCK_D=block_d,
             BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, EDGE=EDGE,
-            # Few numbers of segments have a compiled kernel of their own.
+            # Rounded up, so that different numbers of segments share a compiled kernel.
             SINGLE=count == 1, BLOCK_SEGMENTS=max(8, triton.next_power_of_2(count)), PAGE=page,
             TMA=views is not None,
             WINDOW=first is not None, SOFTCAP=softcap > 0, NODE=node,
@@ -173,7 +173,7 @@ def _run(
         return cfg
 
     cfg = fitted(KernelConfig(*cast(Any, config)), smaller, attend)
-    # Enough pieces at once that most rows need one round of loads, 64 registers of them a thread.
+    # Enough pieces at once that most outputs need one round of loads, in 64 registers per thread.
     pieces = 2 + slices // max(1, min(slices, count * kv_heads))
     chunk = min(64, max(4, triton.next_power_of_2(pieces)))
     options = {"num_warps": max(1, chunk * block_d // (1024 if exact else 2048)), **launch_pdl}
@@ -196,9 +196,10 @@ def _(q: Tensor, *args: object) -> tuple[Tensor, Tensor]:
 
 
 class RowViews(NamedTuple):
-    """K and V as the bulk copy engine sees them: matrices ``[rows, columns]``, tiles of ``block_n`` rows.
+    """K and V as the bulk copy engine sees them: matrices ``[rows, columns]``, in tiles of ``block_n`` rows.
 
-    ``steps``: rows from one sequence to the next, rows and columns from one head to the next.
+    A matrix row holds one KV slot, of one head or of all. ``steps``: matrix rows from one sequence to the
+    next, rows and columns from one head to the next.
     """
 
     k: TensorDescriptor
@@ -207,12 +208,12 @@ class RowViews(NamedTuple):
 
 
 def row_views(k: Tensor, v: Tensor, page: int, block_n: int) -> RowViews | None:
-    """Views of K and V ``[B, H_kv, S, D]``, or of pages; None where the layout does not allow any.
+    """Matrix views of K and V ``[B, H_kv, S, D]``, or of pages; None where the layout does not allow any.
 
-    Rows of one head must be equally spaced over all that a tile can touch, so heads are either
-    columns (storage ``[S, H_kv, D]``) or a whole number of row strides apart (``[H_kv, S, D]``).
+    The slots of one head must be equally spaced wherever a tile can reach, so heads are either
+    columns (storage ``[S, H_kv, D]``) or a whole number of slot strides apart (``[H_kv, S, D]``).
     """
-    batch, kv_heads, rows, dim = k.shape
+    batch, kv_heads, slots, dim = k.shape
     block_stride, head_stride, row_stride, _ = k.stride()
     if v.stride() != k.stride() or dim != triton.next_power_of_2(dim) or k.dtype == torch.float32:
         return None
@@ -226,7 +227,7 @@ def row_views(k: Tensor, v: Tensor, page: int, block_n: int) -> RowViews | None:
     if block_stride % row_stride:
         return None
     rows_per_batch = 0 if page else block_stride // row_stride
-    span = (batch - 1) * (block_stride // row_stride) + rows
+    span = (batch - 1) * (block_stride // row_stride) + slots
     if kv_heads == 1 or (head_stride == dim and row_stride >= kv_heads * dim):
         rows_per_head, columns_per_head, columns = 0, dim, kv_heads * dim
     elif head_stride % row_stride == 0:

@@ -1,4 +1,4 @@
-"""Triton kernel: attention over a union of row sets from the attention over each, in a fixed order.
+"""Triton kernel: attention over a union of KV sets from the attention over each, in a fixed order.
 
 The maths is ``reference.merge_states``: with ``m = max lse_p``, ``out = sum exp(lse_p - m) out_p /
 sum exp(lse_p - m)`` and ``lse = m + log sum exp(lse_p - m)``, natural logarithms (cascade
@@ -32,15 +32,15 @@ def _merge_kernel(
     acc = tl.zeros([BLOCK, BLOCK_D], tl.float32)
     for part in range(PARTS):
         lse = tl.load(lses_ptr + part * rows.to(tl.int64) + row, mask=real, other=float("-inf"))
-        # The output of an empty part may be anything; it is not read.
+        # The output of an empty part may hold anything, NaN too; it is not read.
         full = there & (lse != float("-inf"))[:, None]
         place = (part * rows.to(tl.int64) + row)[:, None] * DIM + column[None, :]
         out = tl.load(outs_ptr + place, mask=full, other=0.0).to(tl.float32)
         top = tl.maximum(best, lse)
         floor = tl.where(top == float("-inf"), 0.0, top)
-        share, shrink = tl.exp(lse - floor), tl.exp(best - floor)
-        acc = acc * shrink[:, None] + out * share[:, None]
-        weight = weight * shrink + share
+        part_weight, rescale = tl.exp(lse - floor), tl.exp(best - floor)
+        acc = acc * rescale[:, None] + out * part_weight[:, None]
+        weight = weight * rescale + part_weight
         best = top
     empty = weight == 0.0
     weight = tl.where(empty, 1.0, weight)

@@ -1,12 +1,11 @@
-"""What one forward attends to, laid out in device buffers that a captured graph can keep reading.
+"""Attention plans: lengths, masks and workspace of a forward in device buffers that captured graphs read.
 
-A *segment* is a run of KV rows with the queries that see it: ``length`` rows seen by all of them,
-then ``tail`` rows seen through the mask. One long prefix with a token tree is one segment; a ragged
+A *segment* is a range of KV positions with the queries that see it: ``length`` positions visible to all of
+them, then ``tail`` positions under the mask. One long prefix with a token tree is one segment; a ragged
 batch of such trees is one per sequence; tree-shaped KV (few-shot prompting, multi-step reasoning)
 is one per node, with leaf queries in depth-first order, so that each node's queries are a range.
-The kernel cuts the list of all (segment, KV head, tile) evenly over its programs: DeFT-Flatten
-(arXiv 2404.00242, section 3.3) with the cut at the size of a multiprocessor's share rather than at
-128 tokens.
+The kernel divides the list of all (segment, KV head, tile) evenly over its programs: DeFT-Flatten
+(arXiv 2404.00242, section 3.3) with slices of the size of a multiprocessor's share rather than of 128 tokens.
 """
 
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ FLATTEN, NODE = "flatten", "node"
 
 @dataclass(frozen=True)
 class Heads:
-    """Shape of the attention: ``query`` is a multiple of ``kv``; ``dim`` at most 256."""
+    """Numbers of query and KV heads, ``query`` a multiple of ``kv``, and head_dim ``dim``, at most 256."""
 
     query: int
     kv: int
@@ -44,21 +43,20 @@ class Heads:
 
 @dataclass(frozen=True)
 class Plan:
-    """Device buffers of one topology. Their addresses never change, so a captured graph may hold
-    them.
+    """Device buffers for one topology. Their addresses never change, so a captured graph may hold them.
 
     Attributes:
-        lengths: int32 ``[segments]``, mask-free rows of each segment. Write it in place as contexts
+        lengths: int32 ``[segments]``, unmasked positions of each segment. Write it in place as contexts
             grow.
-        segments: int32 ``[6, segments]``: sequence, first KV row, tail rows, first query, queries,
-            and queries of all earlier segments.
-        mask: int64 ``[queries, words]``; bit j of word w says that the query sees tail row ``64 w +
-            j``.
+        segments: int32 ``[6, segments]``: sequence, first KV position, length of the tail, first query,
+            queries, and queries of all earlier segments.
+        mask: int64 mask words ``[queries, words]``; bit j of word w says that the query sees tail position
+            ``64 w + j``.
         owner_start, owners: int32; query i belongs to segments
             ``owners[owner_start[i] : owner_start[i + 1]]``.
         partial_out, partial_lse, bounds: workspace of the two kernels.
-        slices: equal parts the list is cut into.
-        max_queries: most queries of one segment.
+        slices: equal parts that the tile list is divided into.
+        max_queries: the largest number of queries of one segment.
     """
 
     heads: Heads
@@ -78,11 +76,11 @@ class Plan:
 
 
 class FirstRows(NamedTuple):
-    """Which rows a window leaves visible: int32 buffers, written anew for each forward.
+    """First visible KV positions under a sliding window: int32 buffers, rewritten before each forward.
 
     Attributes:
-        first: ``[queries]``, the first visible row of each query, at most its segment's length.
-        low, high: ``[segments]``, the smallest and largest of a segment's.
+        first: ``[queries]``, the first visible position of each query, at most its segment's length.
+        low, high: ``[segments]``, the minimum and maximum of ``first`` over a segment's queries.
     """
 
     first: Tensor
@@ -91,13 +89,14 @@ class FirstRows(NamedTuple):
 
 
 def pack_mask(mask: Tensor, words: int | None = None) -> Tensor:
-    """Bool ``[T, N]`` to int64 ``[T, words]``, by default ceil(N / 64), on the mask's device."""
+    """Pack bool ``[T, N]`` into int64 mask words ``[T, words]`` on its device; ceil(N / 64) words if None."""
     queries, tail = mask.shape
     needed = max(1, -(-tail // 64))
     words = words or needed
     if words < needed:
         raise ValueError(
-            f"a mask over {tail} tail rows does not fit {words} words of 64 bits; plan for {needed} words"
+            f"a mask over {tail} tail positions does not fit {words} mask words of 64 bits; "
+            f"plan for {needed} words"
         )
     bits = torch.zeros(queries, words * 64, dtype=torch.bool, device=mask.device)
     bits[:, :tail] = mask
@@ -121,18 +120,17 @@ def plan_trees(
     config: KernelConfig | None = None,
     slices: int | None = None,
 ) -> Plan:
-    """A batch of token trees, each behind a prefix of its own.
+    """Plan a batch of token trees, each after a prefix of its own.
 
     Args:
-        heads: shape of the attention.
-        masks: per sequence, bool ``[T_b, N_b]`` over the sequence's last N_b rows (T_b may differ).
-        lengths: ``[B]`` rows before the tail.
+        heads: of the attention.
+        masks: per sequence, bool ``[T_b, N_b]`` over the sequence's last N_b positions (T_b may differ).
+        lengths: ``[B]`` positions before the tail.
         device, dtype: of queries and KV.
-        split: ``"flatten"`` cuts the whole list evenly; ``"node"`` gives each segment and head to
-            one
+        split: ``"flatten"`` divides the whole list evenly; ``"node"`` gives each segment and head to one
             program (DeFT-Node), for comparison.
         config: tile shapes; from the table when None.
-        slices: equal parts that "flatten" cuts the list into; one for each program of the device when None.
+        slices: equal parts that "flatten" divides the list into; one per program of the device when None.
     """
     counts = [m.shape[0] for m in masks]
     tails = [m.shape[1] for m in masks]
@@ -157,12 +155,12 @@ def plan_nodes(
     chunk: int | None = None,
     config: KernelConfig | None = None,
 ) -> Plan:
-    """Tree-shaped KV: every node holds rows that a range of queries sees whole.
+    """Plan tree-shaped KV: every node holds KV positions that a range of queries sees without a mask.
 
     Args:
-        nodes: ``(first KV row, rows, first query, queries)`` of each node.
-        queries: all queries; each sees the union of the nodes whose range holds it.
-        chunk: cut nodes into pieces of at most this many rows (with ``split="node"``:
+        nodes: ``(first KV position, positions, first query, queries)`` of each node.
+        queries: number of all queries; each sees the union of the nodes whose query range includes it.
+        chunk: cut nodes into pieces of at most this many positions (with ``split="node"``:
             DeFT-Node-Chunk).
 
     Other arguments as in ``plan_trees``.
@@ -177,7 +175,7 @@ def plan_nodes(
         for query in range(first, first + count, per_block)
     ]
     if len(pieces) == 1:
-        # The kernel takes a lone segment for a whole sequence, so a lone node gets empty company.
+        # The kernel treats a single segment as a whole sequence, so a single node gets an empty second one.
         pieces.append((0, 0, 0, 0))
     starts, sizes, firsts, counts = (list(column) for column in zip(*pieces, strict=True))
     none = [0] * len(pieces)
@@ -192,37 +190,37 @@ def plan_nodes(
 
 
 def plan_pieces(
-    heads: Heads, queries: int, rows: int, most: int, *, device: torch.device | str, dtype: torch.dtype
+    heads: Heads, queries: int, query_rows: int, most: int, *, device: torch.device | str, dtype: torch.dtype
 ) -> list[Plan]:
-    """One to ``most`` pieces of ``rows`` rows, every one with a copy of the queries, which see all of it.
+    """Plan 1 to ``most`` pieces of ``positions`` KV positions, each seen by its own copy of the queries.
 
-    Each gives the same bits whatever the number of pieces: the slices of one divide its tiles, so that none
-    straddles two pieces, and every piece is cut like the first.
+    A piece gives the same bits whatever the number of pieces: the number of slices divides the tiles of a
+    piece, so that no slice spans two pieces, and every piece is divided like the first.
 
     Args:
-        heads: shape of the attention.
+        heads: of the attention.
         queries: of each piece.
         device, dtype: of queries and KV.
 
     Returns:
-        plans of 1, 2, ... pieces. Their workspace is one and the same, which serves one stream.
+        plans for 1, 2, ... pieces. They share one workspace, so they must run on one stream.
     """
-    config = replace(_tiles(queries * heads.group, heads.dim, dtype, device), align=0)
-    # As many as ``schedule.spans`` finds.
-    full, ragged = divmod(rows, config.block_n)
+    config = replace(_config_for(queries * heads.group, heads.dim, dtype, device), align=0)
+    # The tiles that ``schedule.spans`` computes.
+    full, ragged = divmod(query_rows, config.block_n)
     tiles = heads.kv * max(1, full + -(-ragged // EDGE))
     limit = min(tiles, _slices(queries * heads.group, device, config))
     cuts = next(cuts for cuts in range(limit, 0, -1) if tiles % cuts == 0)
     masks = [torch.ones(queries, 0, dtype=torch.bool)] * most
-    made = plan_trees(
-        heads, masks, [rows] * most, device=device, dtype=dtype, config=config, slices=most * cuts
+    plan = plan_trees(
+        heads, masks, [query_rows] * most, device=device, dtype=dtype, config=config, slices=most * cuts
     )
     return [
         replace(
-            made,
+            plan,
             queries=count * queries,
-            lengths=made.lengths[:count],
-            segments=made.segments[:, :count].contiguous(),
+            lengths=plan.lengths[:count],
+            segments=plan.segments[:, :count].contiguous(),
             slices=count * cuts,
         )
         for count in range(1, most + 1)
@@ -253,19 +251,19 @@ def _make(
         raise ValueError(f"split={split!r} is not known; use {FLATTEN!r} or {NODE!r}")
     counts = columns[4]
     most = max(counts)
-    rows = most * heads.group
-    config = config or _tiles(rows, heads.dim, dtype, device)
+    query_rows = most * heads.group
+    config = config or _config_for(query_rows, heads.dim, dtype, device)
     units = len(counts) * heads.kv
-    slices = units if split == NODE else slices or _slices(rows, device, config)
+    slices = units if split == NODE else slices or _slices(query_rows, device, config)
     pieces = (sum(counts) * heads.kv + slices * most) * heads.group
 
-    # One transfer for all integers: a plan must cost less than the launches it saves.
+    # One transfer for all integers, so that a plan costs less than the launches that it saves.
     flat: list[int] = []
     spans = []
     known = [0] * len(counts) if isinstance(lengths, Tensor) else lengths
     for part in (known, [x for column in columns for x in column], owner_start, owners):
         spans.append(slice(len(flat), len(flat) + len(part)))
-        # To 16 bytes: kernels are specialised on the alignment of their pointers.
+        # Aligned to 16 bytes: Triton specialises kernels on the alignment of their pointers.
         flat += [*part, *[0] * (-len(part) % 4)]
     table = torch.tensor(flat, dtype=torch.int32).to(device)
     device_lengths, segments, device_owner_start, device_owners = (table[span] for span in spans)
@@ -282,7 +280,7 @@ def _make(
         owner_start=device_owner_start,
         owners=device_owners,
         partial_out=torch.empty(pieces, heads.dim, dtype=torch.float32, device=device),
-        # A sum of exponentials of fp32 scores is known better than fp32 can say in base 2.
+        # For fp32 inputs a base-2 log-sum-exp in fp32 would lose more precision than the sum itself.
         partial_lse=torch.empty(
             pieces, dtype=torch.float64 if dtype == torch.float32 else torch.float32, device=device
         ),
@@ -292,14 +290,14 @@ def _make(
     )
 
 
-def _tiles(rows: int, dim: int, dtype: torch.dtype, device: torch.device | str) -> KernelConfig:
-    """Off the GPU plain torch attends for heads of any size, though its plans name tiles."""
+def _config_for(query_rows: int, dim: int, dtype: torch.dtype, device: torch.device | str) -> KernelConfig:
+    """The configuration from the table; on the CPU, where plans hold one too, heads may exceed its limit."""
     if torch.device(device).type == "cpu":
         dim = min(dim, 256)
-    return choose(rows, dim, dtype.itemsize, describe(device))
+    return choose(query_rows, dim, dtype.itemsize, describe(device))
 
 
-def _slices(rows: int, device: torch.device | str, config: KernelConfig) -> int:
-    """So many that all programs of the device have one, where each takes so many packed query rows."""
+def _slices(query_rows: int, device: torch.device | str, config: KernelConfig) -> int:
+    """One slice for each resident program of the device, divided by the sibling tiles of a slice."""
     programs = describe(device).processors * config.programs_per_sm
-    return max(1, programs // -(-rows // config.block_m))
+    return max(1, programs // -(-query_rows // config.block_m))

@@ -1,4 +1,4 @@
-"""Attention by a plan: the kernel on CUDA, ``host`` elsewhere."""
+"""Attention with a plan: the Triton kernel on CUDA, ``kernels.cpu.host`` elsewhere."""
 
 import torch
 from torch import Tensor
@@ -20,9 +20,9 @@ def run(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """The output ``[queries, H_q, D]`` of ``launch.run``, whose arguments these are.
+    """The output ``[queries, H_q, D]`` of ``launch.run``, with the same arguments.
 
-    ``plan`` must be one of ``plan_trees``. On the CPU ``q`` may hold fewer queries than it plans for: see
+    ``plan`` must come from ``plan_trees``. On the CPU ``q`` may hold fewer queries than planned: see
     ``host.planned_attention``.
     """
     if not q.is_cuda:

@@ -1,8 +1,8 @@
-"""Products of tree attention that differ by dtype and device.
+"""Matrix products of tree attention that differ by dtype and device.
 
 fp32 is multiplied in fp64 where tensor cores do so as fast as other units multiply fp32 (A100, H100): queries
-come as fp64, and ``tl.dot`` does all. Elsewhere it is multiplied in fp32. Three tf32 products in place of one
-would lose up to five times as much as torch.
+are cast to fp64, and one ``tl.dot`` does it. Elsewhere it is multiplied in fp32. Three tf32 products instead
+of one would have up to five times torch's error.
 """
 
 import triton
@@ -13,17 +13,17 @@ PART = tl.constexpr(16)
 
 
 @triton.jit
-def narrow_scores(q_rows, k_rows, real, valid, REAL: tl.constexpr, DIM: tl.constexpr):
-    """Raw scores ``[BLOCK_M, rows]`` of fp32, multiplied in fp32 and summed in ``REAL``.
+def narrow_scores(q_at, k_at, real, valid, REAL: tl.constexpr, DIM: tl.constexpr):
+    """Raw scores ``[BLOCK_M, positions]`` of fp32, multiplied in fp32 and summed in ``REAL``.
 
-    Products that go through no tensor core hold all columns of their operands in registers, so only ``PART``
-    of them are multiplied at a time. Rows of K that are not ``valid`` read as zero.
+    Products without tensor cores hold all columns of their operands in registers, so only ``PART`` columns
+    are multiplied at a time. Keys that are not ``valid`` read as zero.
     """
-    scores = tl.zeros([q_rows.shape[0], k_rows.shape[0]], REAL)
+    scores = tl.zeros([q_at.shape[0], k_at.shape[0]], REAL)
     for part in range(0, DIM, PART):
-        at = part + tl.arange(0, PART)[None, :]
-        q = tl.load(q_rows[:, None] + at, mask=real[:, None] & (at < DIM), other=0.0)
-        k = tl.load(k_rows[:, None] + at, mask=valid[:, None] & (at < DIM), other=0.0)
+        columns = part + tl.arange(0, PART)[None, :]
+        q = tl.load(q_at[:, None] + columns, mask=real[:, None] & (columns < DIM), other=0.0)
+        k = tl.load(k_at[:, None] + columns, mask=valid[:, None] & (columns < DIM), other=0.0)
         scores += tl.dot(q, tl.trans(k), input_precision="ieee").to(REAL)
     return scores
 

@@ -1,8 +1,8 @@
-"""Tree attention in plain torch: the definition every kernel is tested against.
+"""Tree attention in plain torch: the definition that the kernels are tested against.
 
-A forward over a token tree attends to rows in two groups: the *prefix* (committed rows, which every
-query sees) and the *tail* (the uncommitted rows, where a query sees itself and its ancestors). The
-mask therefore covers the tail only and never grows with the context.
+A forward over a token tree attends to two groups of KV positions: the *prefix* (committed, visible to every
+query) and the *tail* (the tree's own, where a query sees itself and its ancestors). The mask therefore
+covers the tail only and never grows with the context.
 """
 
 import torch
@@ -22,49 +22,48 @@ def tree_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of T tree queries over S rows, of which the last N are the tail.
+    """Attention of T tree queries over S KV positions, of which the last N are the tail.
 
     Args:
         q: ``[B, H_q, T, D]`` rotated queries.
         k: ``[B, H_kv, S, D]`` keys, any strides; query head ``h`` reads KV head ``h // (H_q /
             H_kv)``.
         v: ``[B, H_kv, S, D]`` values.
-        mask: bool ``[T, N]``, N <= S; ``mask[t, j]`` says that query t sees row ``S - N + j``.
+        mask: bool ``[T, N]``, N <= S; ``mask[t, j]`` says that query t sees position ``S - N + j``.
         scale: factor on the raw scores.
-        first: int64 ``[T]`` or None; query t sees no row before ``first[t]`` (sliding windows).
+        first: int64 ``[T]`` or None; query t sees no position before ``first[t]`` (sliding windows).
         softcap: scores become ``softcap * tanh(score / softcap)`` (Gemma 2).
         sinks: ``[H_q]`` logits of a virtual key whose value is zero (gpt-oss).
 
     Returns:
         out ``[B, H_q, T, D]`` in q's dtype and lse ``[B, H_q, T]`` in fp32: the natural logarithm
-        of the sum of exponentials, sinks included. A query that sees no row gets out 0 and lse
+        of the sum of exponentials, sinks included. A query that sees nothing gets out 0 and lse
         -inf.
     """
     batch, q_heads, queries, dim = q.shape
-    kv_heads, rows = k.shape[1], k.shape[2]
+    kv_heads, positions = k.shape[1], k.shape[2]
     group = q_heads // kv_heads
     packed = q.reshape(batch, kv_heads, group * queries, dim)
-    scores = (packed @ k.transpose(-1, -2)).view(batch, kv_heads, group, queries, rows)
+    scores = (packed @ k.transpose(-1, -2)).view(batch, kv_heads, group, queries, positions)
     scores = scores.float().mul_(scale)
     if softcap is not None:
         scores = scores.div_(softcap).tanh_().mul_(softcap)
     tail = mask.shape[1]
-    scores[..., rows - tail :].masked_fill_(~mask, -torch.inf)
+    scores[..., positions - tail :].masked_fill_(~mask, -torch.inf)
     if first is not None:
-        before = torch.arange(rows, device=q.device) < first[:, None]
+        before = torch.arange(positions, device=q.device) < first[:, None]
         scores.masked_fill_(before, -torch.inf)
     lse = scores.logsumexp(-1)
     if sinks is not None:
         lse = torch.logaddexp(lse, sinks.float().view(1, kv_heads, group, 1))
     weights = scores.sub_(lse.clamp_min(torch.finfo(lse.dtype).min)[..., None]).exp_()
-    out = weights.to(v.dtype).view(batch, kv_heads, group * queries, rows) @ v
+    out = weights.to(v.dtype).view(batch, kv_heads, group * queries, positions) @ v
     return out.view(batch, q_heads, queries, dim), lse.view(batch, q_heads, queries)
 
 
 @operator("merge_states", triton=".merge")
 def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over a union of disjoint row sets, from the attention over each (DeFT, section
-    3.2).
+    """Attention over a union of disjoint KV sets, from the attention over each (DeFT, section 3.2).
 
     Args:
         outs: ``[P, ..., D]`` partial outputs.

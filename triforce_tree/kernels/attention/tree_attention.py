@@ -1,15 +1,15 @@
-"""Triton kernel: every program walks an equal share of the (segment, KV head, tile) list.
+"""Triton kernel: every program computes an equal share of the (segment, KV head, tile) list.
 
-Within a unit (one segment, one KV head) come first the tiles of ``BLOCK_N`` rows that every query
-sees whole, with no mask and no bounds in the loop, then the edge tiles of ``EDGE`` rows: a sliding
-window's start, the ragged end of the prefix, and the tail under the mask. Order within a unit does
-not matter to the sum. Each (slice, unit) pair that meets writes one fp32 partial; ``combine``
-merges them.
+Within a unit (one segment, one KV head) the tiles of ``BLOCK_N`` positions that every query sees come first,
+with no mask and no bounds checks in the loop, then the edge tiles of ``EDGE`` positions: the start of a
+sliding window, the ragged end of the prefix, and the tail under the mask. The order within a unit does not
+change the sum mathematically. Each slice writes one fp32 partial result per unit that it touches;
+``combine`` merges them.
 
 The online softmax runs in base 2 on raw scores (FlashAttention-2, arXiv 2307.08691, section 3.1).
 
-fp32 tensors are summed in fp64, so that what fp32 would lose to the approximate exp2 and log2 of the
-hardware, and to running sums, stays below torch's own error; ``products`` says how they are multiplied.
+fp32 tensors are summed in fp64, so that the error of the hardware's approximate exp2 and log2, and of
+running sums, stays below torch's own error; ``products`` says how they are multiplied.
 """
 
 import triton
@@ -22,13 +22,13 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _row_offsets(rows, table_row, base_row, stride_block, stride_row, PAGE: tl.constexpr, valid):
-    """Element offsets of logical rows: through the page table, or straight."""
+def _kv_offsets(positions, table_at, first_kv, stride_block, stride_slot, PAGE: tl.constexpr, valid):
+    """Element offsets of KV positions: through the page table, or directly."""
     if PAGE == 0:
-        return (base_row + rows).to(tl.int64) * stride_row
-    logical = base_row + rows
-    page = tl.load(table_row + logical // PAGE, mask=valid).to(tl.int64)
-    return page * stride_block + (logical % PAGE).to(tl.int64) * stride_row
+        return (first_kv + positions).to(tl.int64) * stride_slot
+    logical = first_kv + positions
+    page = tl.load(table_at + logical // PAGE, mask=valid).to(tl.int64)
+    return page * stride_block + (logical % PAGE).to(tl.int64) * stride_slot
 
 
 @triton.jit
@@ -39,17 +39,17 @@ def _prefetch(pointer):
 
 
 @triton.jit
-def _soften(scores, scale, softcap, SOFTCAP: tl.constexpr):
-    """Softcap on scaled scores; without one they stay raw and the caller's base has the scale."""
+def _softcapped(scores, scale, softcap, SOFTCAP: tl.constexpr):
+    """Softcap of the scaled scores; without one they stay raw, and the caller scales the exponents."""
     if SOFTCAP:
-        grown = tl.exp2(scores * (scale / softcap) * (2.0 * LOG2E))
-        scores = softcap * (1.0 - 2.0 / (grown + 1.0))
+        exp_2x = tl.exp2(scores * (scale / softcap) * (2.0 * LOG2E))
+        scores = softcap * (1.0 - 2.0 / (exp_2x + 1.0))
     return scores
 
 
 _UNSPECIALIZED = [
-    "rows_per_batch", "rows_per_head", "columns_per_head", "halves", "max_rows", "slices", "blocks",
-    "segments",
+    "view_rows_per_sequence", "view_rows_per_head", "view_columns_per_head", "mask_halves", "max_query_rows",
+    "slices", "blocks", "segments",
 ]  # fmt: skip
 
 
@@ -59,8 +59,8 @@ def tree_attention_kernel(
     q_ptr,  # [queries, H_q, D]
     k_ptr,  # unpaged [B, H_kv, S, D] or pages [pages, H_kv, PAGE, D], any strides but the last
     v_ptr,
-    k_rows,  # descriptors of [rows, columns] views of k and v when TMA, unused otherwise
-    v_rows,
+    k_view,  # descriptors of matrix views of k and v, see ``launch.RowViews``, when TMA; unused otherwise
+    v_view,
     partial_out_ptr,  # fp32 [pieces, D]
     partial_lse_ptr,  # fp32, or fp64 when EXACT, [pieces], base 2
     bounds_ptr,  # int32 [units, 2]: first and last slice that wrote a piece of the unit
@@ -68,7 +68,7 @@ def tree_attention_kernel(
     segments_ptr,  # int32 [6, segments]
     mask_ptr,  # 32-bit halves of the mask words, [queries, 2 * words]
     table_ptr,  # int32 [B, H_kv, pages]
-    first_ptr,  # int32 [queries], first visible row
+    first_ptr,  # int32 [queries], first visible position
     low_ptr,  # int32 [segments], smallest and largest of them
     high_ptr,
     scale,
@@ -83,11 +83,11 @@ def tree_attention_kernel(
     stride_vs,
     stride_tb,
     stride_th,
-    rows_per_batch,  # steps of the [rows, columns] view from one sequence and one head to the next
-    rows_per_head,
-    columns_per_head,
-    halves,
-    max_rows,
+    view_rows_per_sequence,  # steps of the matrix views from one sequence and one head to the next
+    view_rows_per_head,
+    view_columns_per_head,
+    mask_halves,
+    max_query_rows,
     slices,
     blocks,
     segments,
@@ -116,25 +116,25 @@ def tree_attention_kernel(
     part = tl.program_id(0) // blocks
     block = tl.program_id(0) % blocks
     if PDL:
-        # Wait for the kernel before; let the combine kernel be set up while this one runs. Anything
-        # may be prefetched meanwhile, because a prefetch reads nothing.
+        # Wait for the previous kernel; let the combine kernel be set up while this one runs. Prefetching
+        # before the wait is safe, because a prefetch does not read.
         _prefetch(lengths_ptr)
         _prefetch(segments_ptr + 2 * segments)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
-    # Find this program's share [at, stop) of the flattened list, and the segment it begins in.
+    # This program's slice [at, stop) of the flattened list, and the segment it begins in.
     if SINGLE:
         length = tl.load(lengths_ptr)
         tail = tl.load(segments_ptr + 2)
         low, high = 0, 0
         if WINDOW:
             low, high = tl.load(low_ptr), tl.load(high_ptr)
-        full_row, full, front, ragged, edges, front_row, ragged_row = spans(
+        full_start, full, front, ragged, edges, front_start, ragged_start = spans(
             length, tail, low, high, BLOCK_N, EDGE, WINDOW
         )
-        sequence, first_kv, first_query, earlier = 0, 0, 0, 0
-        queries = max_rows // GROUP
+        sequence, first_kv, first_query, earlier_queries = 0, 0, 0, 0
+        queries = max_query_rows // GROUP
         tiles = full + edges
         total = tiles * KV_HEADS
         segment = part * 0
@@ -144,16 +144,16 @@ def tree_attention_kernel(
         before = part * 0
         total = before
     else:
-        every = tl.arange(0, BLOCK_SEGMENTS)
-        there = every < segments
-        lengths = tl.load(lengths_ptr + every, mask=there, other=0)
-        tails = tl.load(segments_ptr + 2 * segments + every, mask=there, other=0)
+        all_segments = tl.arange(0, BLOCK_SEGMENTS)
+        exists = all_segments < segments
+        lengths = tl.load(lengths_ptr + all_segments, mask=exists, other=0)
+        tails = tl.load(segments_ptr + 2 * segments + all_segments, mask=exists, other=0)
         lows, highs = lengths * 0, lengths * 0
         if WINDOW:
-            lows = tl.load(low_ptr + every, mask=there, other=0)
-            highs = tl.load(high_ptr + every, mask=there, other=0)
+            lows = tl.load(low_ptr + all_segments, mask=exists, other=0)
+            highs = tl.load(high_ptr + all_segments, mask=exists, other=0)
         _, fulls, _, _, edges_of, _, _ = spans(lengths, tails, lows, highs, BLOCK_N, EDGE, WINDOW)
-        sizes = tl.where(there, fulls + edges_of, 0) * KV_HEADS
+        sizes = tl.where(exists, fulls + edges_of, 0) * KV_HEADS
         total = tl.sum(sizes)
 
     if NODE:
@@ -163,13 +163,13 @@ def tree_attention_kernel(
         at, stop = share_of(part, total, slices, KV_HEADS, ALIGN if SINGLE else 0)
         if not SINGLE:
             ends = tl.cumsum(sizes, 0)
-            segment = tl.sum(((ends <= at) & there).to(tl.int32))
-            before = tl.sum(tl.where(every < segment, sizes, 0))
+            segment = tl.sum(((ends <= at) & exists).to(tl.int32))
+            before = tl.sum(tl.where(all_segments < segment, sizes, 0))
 
-    lane = tl.arange(0, BLOCK_M)
+    tile_row = tl.arange(0, BLOCK_M)
     columns = tl.arange(0, BLOCK_D)
-    straight = tl.arange(0, BLOCK_N)
-    edge = tl.arange(0, EDGE)
+    full_offsets = tl.arange(0, BLOCK_N)
+    edge_offsets = tl.arange(0, EDGE)
     inside = columns < DIM
     scale, softcap = tl.cast(scale, REAL), tl.cast(softcap, REAL)
     base = LOG2E if SOFTCAP else scale * LOG2E
@@ -182,11 +182,11 @@ def tree_attention_kernel(
             tail = tl.load(segments_ptr + 2 * segments + segment)
             first_query = tl.load(segments_ptr + 3 * segments + segment)
             queries = tl.load(segments_ptr + 4 * segments + segment)
-            earlier = tl.load(segments_ptr + 5 * segments + segment)
+            earlier_queries = tl.load(segments_ptr + 5 * segments + segment)
             low, high = 0, 0
             if WINDOW:
                 low, high = tl.load(low_ptr + segment), tl.load(high_ptr + segment)
-            full_row, full, front, ragged, edges, front_row, ragged_row = spans(
+            full_start, full, front, ragged, edges, front_start, ragged_start = spans(
                 length, tail, low, high, BLOCK_N, EDGE, WINDOW
             )
             tiles = full + edges
@@ -196,67 +196,67 @@ def tree_attention_kernel(
             head = (at - before) // tiles
             begin = at - before - head * tiles
             end = tl.minimum(tiles, begin + stop - at)
-        wide_head = head.to(tl.int64)
+        head64 = head.to(tl.int64)
 
-        row = block * BLOCK_M + lane
+        row = block * BLOCK_M + tile_row
         real = row < queries * GROUP
         token = first_query + row // GROUP
-        q_rows = q_ptr + token.to(tl.int64) * stride_qt + (wide_head * GROUP + row % GROUP) * stride_qh
-        q = tl.load(q_rows[:, None] + columns[None, :], mask=real[:, None] & inside[None, :], other=0.0)
+        q_at = q_ptr + token.to(tl.int64) * stride_qt + (head64 * GROUP + row % GROUP) * stride_qh
+        q = tl.load(q_at[:, None] + columns[None, :], mask=real[:, None] & inside[None, :], other=0.0)
         if EXACT and not NARROW:
             q = q.to(REAL)
         if WINDOW:
             first = tl.load(first_ptr + token, mask=real, other=0)
 
-        k_head = k_ptr + wide_head * stride_kh
-        v_head = v_ptr + wide_head * stride_vh
+        k_head = k_ptr + head64 * stride_kh
+        v_head = v_ptr + head64 * stride_vh
         if PAGE == 0:
             k_head += tl.cast(sequence, tl.int64) * stride_kb
             v_head += tl.cast(sequence, tl.int64) * stride_vb
-        table_row = table_ptr + tl.cast(sequence, tl.int64) * stride_tb + wide_head * stride_th
-        view_row = first_kv + sequence * rows_per_batch + head * rows_per_head
-        view_column = head * columns_per_head
+        table_at = table_ptr + tl.cast(sequence, tl.int64) * stride_tb + head64 * stride_th
+        view_row = first_kv + sequence * view_rows_per_sequence + head * view_rows_per_head
+        view_column = head * view_columns_per_head
 
         best = tl.full([BLOCK_M], float("-inf"), REAL)
         weight = tl.zeros([BLOCK_M], REAL)
         acc = tl.zeros([BLOCK_M, BLOCK_D], REAL)
 
         if TMA and PAGE > 0:
-            # Pages are looked up a tile ahead, or every copy would wait for its look-up.
+            # Pages are looked up one tile ahead, or every copy would wait for its table entry.
             last_page = (first_kv + tl.maximum(length - 1, 0)) // PAGE
-            coming = first_kv + full_row + begin * BLOCK_N
-            page = tl.load(table_row + tl.minimum(coming // PAGE, last_page))
+            next_position = first_kv + full_start + begin * BLOCK_N
+            page = tl.load(table_at + tl.minimum(next_position // PAGE, last_page))
         for tile in tl.range(begin, tl.minimum(end, full), num_stages=STAGES):
-            start = full_row + tile * BLOCK_N
+            start = full_start + tile * BLOCK_N
             if TMA:
                 if PAGE == 0:
                     source = view_row + start
                 else:
-                    source = head * rows_per_head + page * PAGE + (first_kv + start) % PAGE
-                    coming = (first_kv + start + BLOCK_N) // PAGE
-                    page = tl.load(table_row + tl.minimum(coming, last_page))
-                k = k_rows.load([source, view_column])
+                    source = head * view_rows_per_head + page * PAGE + (first_kv + start) % PAGE
+                    next_position = (first_kv + start + BLOCK_N) // PAGE
+                    page = tl.load(table_at + tl.minimum(next_position, last_page))
+                k = k_view.load([source, view_column])
             else:
-                k_at = _row_offsets(start + straight, table_row, first_kv, stride_kb, stride_ks, PAGE, None)
+                k_at = _kv_offsets(start + full_offsets, table_at, first_kv, stride_kb, stride_ks, PAGE, None)
                 if DIM == BLOCK_D:
                     k = tl.load(k_head + k_at[:, None] + columns[None, :])
                 else:
                     k = tl.load(k_head + k_at[:, None] + columns[None, :], mask=inside[None, :], other=0.0)
             if NARROW:
-                every_row = straight >= 0
-                scores = narrow_scores(q_rows, k_head + k_at, real, every_row, REAL, DIM)
+                all_valid = full_offsets >= 0
+                scores = narrow_scores(q_at, k_head + k_at, real, all_valid, REAL, DIM)
             else:
                 scores = tl.dot(q, tl.trans(k.to(q.dtype)), out_dtype=REAL)
-            scores = _soften(scores, scale, softcap, SOFTCAP)
+            scores = _softcapped(scores, scale, softcap, SOFTCAP)
             top = tl.maximum(best, tl.max(scores, 1))
             p = tl.exp2(scores * base - (top * base)[:, None])
-            shrink = tl.exp2((best - top) * base)
-            weight = weight * shrink + tl.sum(p, 1)
-            acc = acc * shrink[:, None]
+            rescale = tl.exp2((best - top) * base)
+            weight = weight * rescale + tl.sum(p, 1)
+            acc = acc * rescale[:, None]
             if TMA:
-                v = v_rows.load([source, view_column])
+                v = v_view.load([source, view_column])
             else:
-                v_at = _row_offsets(start + straight, table_row, first_kv, stride_vb, stride_vs, PAGE, None)
+                v_at = _kv_offsets(start + full_offsets, table_at, first_kv, stride_vb, stride_vs, PAGE, None)
                 if DIM == BLOCK_D:
                     v = tl.load(v_head + v_at[:, None] + columns[None, :])
                 else:
@@ -267,49 +267,49 @@ def tree_attention_kernel(
         for tile in tl.range(tl.maximum(begin, full) - full, end - full, num_stages=EDGE_STAGES):
             bits = tl.full([BLOCK_M], -1, tl.int32)
             if tile < front:
-                start, limit = front_row + tile * EDGE, length
+                start, limit = front_start + tile * EDGE, length
             elif tile < front + ragged:
-                start, limit = ragged_row + (tile - front) * EDGE, length
+                start, limit = ragged_start + (tile - front) * EDGE, length
             else:
                 start, limit = length + (tile - front - ragged) * EDGE, length + tail
-                word = mask_ptr + token.to(tl.int64) * halves + (tile - front - ragged)
-                # A block on both sides: Triton's interpreter makes no mask of a block and a scalar.
+                word = mask_ptr + token.to(tl.int64) * mask_halves + (tile - front - ragged)
+                # A block on both sides: Triton's interpreter cannot combine a block with a scalar.
                 bits = tl.load(word, mask=real & (row * 0 + start < limit), other=0)
-            rows = start + edge
-            valid = rows < limit
+            positions = start + edge_offsets
+            valid = positions < limit
             if WINDOW:
-                # Rows that a window has left behind may have been given to others, or never been written.
-                valid = valid & (rows >= low)
-            k_at = _row_offsets(rows, table_row, first_kv, stride_kb, stride_ks, PAGE, valid)
+                # Slots of positions before the window may have been reused, or never been written.
+                valid = valid & (positions >= low)
+            k_at = _kv_offsets(positions, table_at, first_kv, stride_kb, stride_ks, PAGE, valid)
             stored = valid[:, None] & inside[None, :]
             k = tl.load(k_head + k_at[:, None] + columns[None, :], mask=stored, other=0.0)
-            # Rows past the end may hold anything, NaN too, and 0 * NaN is NaN: read them as 0.
-            v_at = _row_offsets(rows, table_row, first_kv, stride_vb, stride_vs, PAGE, valid)
+            # Slots past the end may hold anything, NaN too, and 0 * NaN is NaN: read them as 0.
+            v_at = _kv_offsets(positions, table_at, first_kv, stride_vb, stride_vs, PAGE, valid)
             v = tl.load(v_head + v_at[:, None] + columns[None, :], mask=stored, other=0.0)
             if NARROW:
-                scores = narrow_scores(q_rows, k_head + k_at, real, valid, REAL, DIM)
+                scores = narrow_scores(q_at, k_head + k_at, real, valid, REAL, DIM)
             else:
                 scores = tl.dot(q, tl.trans(k.to(q.dtype)), out_dtype=REAL)
-            scores = _soften(scores, scale, softcap, SOFTCAP)
-            seen = (((bits[:, None] >> edge[None, :]) & 1) != 0) & valid[None, :]
+            scores = _softcapped(scores, scale, softcap, SOFTCAP)
+            visible = (((bits[:, None] >> edge_offsets[None, :]) & 1) != 0) & valid[None, :]
             if WINDOW:
-                seen = seen & (rows[None, :] >= first[:, None])
-            scores = tl.where(seen, scores, float("-inf"))
+                visible = visible & (positions[None, :] >= first[:, None])
+            scores = tl.where(visible, scores, float("-inf"))
             top = tl.maximum(best, tl.max(scores, 1))
-            # A row that has seen nothing yet has top -inf, and -inf - -inf is NaN.
+            # A query row without any visible position so far has top -inf, and -inf - -inf is NaN.
             floor = tl.where(top == float("-inf"), 0.0, top)
             p = tl.exp2(scores * base - (floor * base)[:, None])
-            shrink = tl.exp2((best - floor) * base)
-            weight = weight * shrink + tl.sum(p, 1)
-            acc = acc * shrink[:, None]
+            rescale = tl.exp2((best - floor) * base)
+            weight = weight * rescale + tl.sum(p, 1)
+            acc = acc * rescale[:, None]
             acc = add_values(acc, p, v, q.dtype, REAL)
             best = top
 
         empty = weight == 0.0
         acc = acc * (1.0 / tl.where(empty, 1.0, weight))[:, None]
         lse = tl.where(empty, float("-inf"), best * base + tl.log2(tl.where(empty, 1.0, weight)))
-        piece = (tl.cast(earlier, tl.int64) * KV_HEADS + wide_head * queries) * GROUP
-        piece = piece + part.to(tl.int64) * max_rows + row
+        piece = (tl.cast(earlier_queries, tl.int64) * KV_HEADS + head64 * queries) * GROUP
+        piece = piece + part.to(tl.int64) * max_query_rows + row
         tl.store(
             partial_out_ptr + piece[:, None] * DIM + columns[None, :],
             acc,
@@ -327,7 +327,7 @@ def tree_attention_kernel(
             at = stop
         else:
             at += end - begin
-            if not SINGLE:  # noqa: SIM102 - the outer branch is the compiler's
+            if not SINGLE:  # noqa: SIM102 - the outer condition is a compile-time constant
                 if at - before >= tiles * KV_HEADS:
                     before += tiles * KV_HEADS
                     segment += 1

@@ -1,1 +1,1 @@
-"""Attention on the CPU: by torch and oneDNN, and by a kernel of our own in C."""
+"""Attention on the CPU: with torch and oneDNN, and with a kernel in C."""

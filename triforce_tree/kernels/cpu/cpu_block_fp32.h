@@ -1,28 +1,29 @@
-/* A block of keys and values and a chunk of queries, with products in fp32: the inner part of cpu_attention.c where
- * the processor has none of bf16, or the numbers are fp16.
+/* Attention of a chunk of queries to a block of keys and values, with products in fp32: included by cpu_attention.c
+ * where the processor has no bf16 products, or the elements are fp16.
  *
- * Keys and values are widened once a block, and then serve all queries. Both products are one: numbers of a few rows
- * (scores) or dimensions (outputs), each times a vector of queries, added up in registers. So queries stay lanes from
- * beginning to end, and nothing is transposed. Meanwhile the next block is prefetched a few lines at a time.
+ * Keys and values are converted to fp32 once per block for all queries. Both products have the same form: elements of
+ * a few rows (scores) or dimensions (outputs), each times a vector of queries, accumulated in registers. So vector
+ * elements are queries throughout, and nothing is transposed. Meanwhile the next block is prefetched a few cache lines
+ * at a time.
  */
 #include "cpu_shared.h"
 
 typedef float packed;
 
 enum {
-    TILE = LANES,        /* queries of a vector */
-    CHUNK = 64 / TILE,   /* tiles that go through the phases together */
-    BLOCK = 64,          /* rows that do, at most */
-    GAP = LINE / 4,      /* numbers between rows, so that a column does not lie in a few sets of the cache */
-    SINGLE = 8,          /* rows of a product with one tile */
-    TWIN = LANES / 2,    /* and with two: what registers hold */
+    TILE = LANES,        /* queries per vector */
+    CHUNK = 64 / TILE,   /* tiles that are processed together */
+    BLOCK = 64,          /* most rows that are */
+    GAP = LINE / 4,      /* padding between rows, so that a column does not map to a few cache sets */
+    SINGLE = 8,          /* rows of a product with one tile of queries, in registers */
+    TWIN = LANES / 2,    /* and with two */
 };
 
-/* Memory of one thread, for one block. */
+/* Scratch memory of one thread, for one block. */
 typedef struct {
-    float *scores;        /* [tiles, BLOCK, TILE], chances later */
+    float *scores;        /* [tiles, BLOCK, TILE], then probabilities */
     float *keys, *values; /* [BLOCK, dim + GAP] */
-    Ahead ahead;
+    Prefetcher prefetcher;
 } Scratch;
 
 static int64_t scratch_bytes(int dim) { return (CHUNK * TILE + 2 * (dim + GAP)) * BLOCK * sizeof(float); }
@@ -39,35 +40,35 @@ static inline void end_tiles(void) {}
 static int block_of(int tiles) { return tiles <= CHUNK ? BLOCK / 2 : BLOCK; }
 
 /* Queries, NULL where there are none, as [tiles, dim, TILE]. */
-static void pack_chunk(const number *const *queries, int tiles, int dim, packed *out) {
+static void pack_chunk(const element *const *queries, int tiles, int dim, packed *out) {
     for (int t = 0; t < tiles; t++, out += TILE * dim)
         for (int i = 0; i < TILE; i++) {
-            const number *query = queries[t * TILE + i];
+            const element *query = queries[t * TILE + i];
             for (int d = 0; d < dim; d += LANES) {
-                float numbers[LANES] = {0};
+                float elements[LANES] = {0};
                 if (query)
-                    store(numbers, widened(query + d));
+                    store(elements, widened(query + d));
                 for (int e = 0; e < LANES; e++)
-                    out[(d + e) * TILE + i] = numbers[e];
+                    out[(d + e) * TILE + i] = elements[e];
             }
         }
 }
 
-/* Rows up to a multiple of SINGLE; those that are not there are 0. */
+/* Convert rows to fp32, padded with zeros to a multiple of SINGLE. */
 static void widen(const char *rows, int64_t stride, int count, int dim, float *out) {
     for (int row = 0; row < count; row++)
         for (int d = 0; d < dim; d += LANES)
-            store(out + row * (dim + GAP) + d, widened((const number *)(rows + row * stride) + d));
+            store(out + row * (dim + GAP) + d, widened((const element *)(rows + row * stride) + d));
     for (int row = count; row % SINGLE; row++)
         memset(out + row * (dim + GAP), 0, dim * sizeof(float));
 }
 
-static void begin_block(const char *keys, int64_t stride, int rows, int dim, Scratch *own) {
-    widen(keys, stride, rows, dim, own->keys);
-    widen(keys + stride / 2, stride, rows, dim, own->values);
+static void begin_block(const char *keys, int64_t stride, int rows, int dim, Scratch *scratch) {
+    widen(keys, stride, rows, dim, scratch->keys);
+    widen(keys + stride / 2, stride, rows, dim, scratch->values);
 }
 
-/* c [rows, tile] = or += of a [rows, steps] and b [steps, tile]: ``tiles`` of 1 or 2, ``rows`` that registers hold. */
+/* c [rows, tile] = or += a [rows, steps] b [steps, tile]: ``tiles`` is 1 or 2, ``rows`` as many as fit registers. */
 static inline __attribute__((always_inline)) void multiply(const float *a, int64_t row, int64_t step, const float *b,
                                                            int64_t b_tile, float *c, int64_t c_tile, int rows,
                                                            int tiles, int steps, int to_add) {
@@ -75,15 +76,15 @@ static inline __attribute__((always_inline)) void multiply(const float *a, int64
 #pragma GCC unroll 8
     for (int y = 0; y < rows; y++)
         for (int x = 0; x < tiles; x++)
-            sums[y][x] = to_add ? load(c + y * TILE + x * c_tile) : all(0);
+            sums[y][x] = to_add ? load(c + y * TILE + x * c_tile) : broadcast(0);
     for (int s = 0; s < steps; s++, a += step, b += TILE) {
         const vec first = load(b), second = tiles > 1 ? load(b + b_tile) : first;
 #pragma GCC unroll 8
         for (int y = 0; y < rows; y++) {
-            const vec left = all(a[y * row]);
-            sums[y][0] = times_plus(left, first, sums[y][0]);
+            const vec left = broadcast(a[y * row]);
+            sums[y][0] = fmadd(left, first, sums[y][0]);
             if (tiles > 1)
-                sums[y][1] = times_plus(left, second, sums[y][1]);
+                sums[y][1] = fmadd(left, second, sums[y][1]);
         }
     }
 #pragma GCC unroll 8
@@ -95,7 +96,7 @@ static inline __attribute__((always_inline)) void multiply(const float *a, int64
 /* The same for all rows, up to a multiple of SINGLE, and all tiles. */
 static inline __attribute__((always_inline)) void product(const float *a, int64_t row, int64_t step, const float *b,
                                                           int64_t b_tile, float *c, int64_t c_tile, int rows,
-                                                          int tiles, int steps, int to_add, Ahead *ahead) {
+                                                          int tiles, int steps, int to_add, Prefetcher *prefetcher) {
     for (int y = 0; y < rows; y += SINGLE)
         for (int t = 0; t < tiles; t += 2) {
             const float *left = a + y * row, *right = b + t * b_tile;
@@ -105,39 +106,41 @@ static inline __attribute__((always_inline)) void product(const float *a, int64_
             else
                 for (int i = 0; i < SINGLE; i += TWIN)
                     multiply(left + i * row, row, step, right, b_tile, out + i * TILE, c_tile, TWIN, 2, steps, to_add);
-            prefetch(ahead);
+            prefetch(prefetcher);
         }
 }
 
-/* From scores to chances, for one tile; where it must, its state takes a new maximum and shrinks. */
-static void chances_of(float *scores, int rows, int dim, float scale, float *out, float *most, float *sum) {
-    const Maximum by = maximum_of(scores, TILE, rows, most, scale);
-    vec totals[2] = {all(0), all(0)};
+/* Probabilities from scores for one tile; updates its state, rescaling outputs if the maximum changed. */
+static void softmax_tile(float *scores, int rows, int dim, float scale, float *out, float *max, float *sum) {
+    const Max by = block_max(scores, TILE, rows, max, scale);
+    vec totals[2] = {broadcast(0), broadcast(0)};
     for (int row = 0; row < rows; row++) {
-        const vec chance = chance_of(scores + row * TILE, &by);
-        store(scores + row * TILE, chance);
-        totals[row % 2] += chance;
+        const vec prob = prob_of(scores + row * TILE, &by);
+        store(scores + row * TILE, prob);
+        totals[row % 2] += prob;
     }
-    const vec shrink = take_up(&by, totals[0] + totals[1], most, sum);
-    if (by.moved)
+    const vec rescale = update_max_and_sum(&by, totals[0] + totals[1], max, sum);
+    if (by.changed)
         for (const float *end = out + dim * TILE; out < end; out += TILE)
-            store(out, load(out) * shrink);
+            store(out, load(out) * rescale);
 }
 
-/* Add a block of rows, which has begun, to the state of some tiles of queries. */
+/* Add a block of rows, after begin_block, to the state of some tiles of queries. */
 static void add_block(const char *keys, int64_t stride, int rows, const packed *q, int tiles, int dim, float scale,
-                      State state, Scratch *own) {
-    (void)keys, (void)stride; /* They have been widened. */
-    const int64_t wide = dim + GAP, tile = TILE * BLOCK;
-    const int places = ((rows + SINGLE - 1) / SINGLE + dim / SINGLE) * ((tiles + 1) / 2);
-    own->ahead.pace = (own->ahead.share + places - 1) / places;
+                      State state, Scratch *scratch) {
+    (void)keys, (void)stride; /* begin_block has converted them. */
+    const int64_t row_stride = dim + GAP, tile = TILE * BLOCK;
+    const int prefetch_calls = ((rows + SINGLE - 1) / SINGLE + dim / SINGLE) * ((tiles + 1) / 2);
+    scratch->prefetcher.pace = (scratch->prefetcher.share + prefetch_calls - 1) / prefetch_calls;
     /* Scores [tiles, rows, TILE] = K Q^T. */
-    product(own->keys, wide, 1, q, TILE * dim, own->scores, tile, rows, tiles, dim, 0, &own->ahead);
+    product(scratch->keys, row_stride, 1, q, TILE * dim, scratch->scores, tile, rows, tiles, dim, 0,
+            &scratch->prefetcher);
     for (int t = 0; t < tiles; t++)
-        chances_of(own->scores + t * tile, rows, dim, scale, state.out + t * TILE * dim,
-                   state.most + t * TILE, state.sum + t * TILE);
+        softmax_tile(scratch->scores + t * tile, rows, dim, scale, state.out + t * TILE * dim,
+                   state.max + t * TILE, state.sum + t * TILE);
     /* Outputs [tiles, dim, TILE] += V^T P^T. */
-    product(own->values, 1, wide, own->scores, tile, state.out, TILE * dim, dim, tiles, rows, 1, &own->ahead);
+    product(scratch->values, 1, row_stride, scratch->scores, tile, state.out, TILE * dim, dim, tiles, rows, 1,
+            &scratch->prefetcher);
 }
 
 /* total [dim] += factor times the outputs of a query. */

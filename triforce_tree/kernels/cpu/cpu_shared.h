@@ -1,16 +1,16 @@
-/* What every way of cpu_attention.c shares: vectors of fp32, running maxima of a softmax, prefetches.
+/* Shared by all instruction sets of cpu_attention.c: fp32 vectors, the online softmax, prefetching.
  *
- * Queries are the lanes of a vector, in AVX-512 or AVX2. The compiler knows +, - and * of vectors.
+ * The elements of a vector, AVX-512 or AVX2, are different queries. The compiler provides +, - and * of vectors.
  */
 #include <immintrin.h>
 #include <stdint.h>
 #include <string.h>
 
-typedef uint16_t number; /* of keys, values, queries and outputs: bf16, or fp16 where FP16 is defined */
+typedef uint16_t element; /* of keys, values, queries and outputs: bf16, or fp16 if FP16 is defined */
 
-enum { LINE = 64, MOST_DIM = 256 }; /* bytes; dimensions */
-static const float LEAST = -1e30f; /* of a maximum of nothing: differences stay finite */
-/* Chances may be up to 2^8 before outputs are scaled down to a new maximum: nearly always the first one stays. */
+enum { LINE = 64, MAX_DIM = 256 }; /* bytes of a cache line; largest head_dim */
+static const float NO_MAX = -1e30f; /* initial maximum; finite, so that differences are */
+/* Unnormalised probabilities may reach 2^8 before the maximum is updated and outputs are rescaled, which is rare. */
 static const float SLACK = 8.0f;
 
 #ifdef __AVX512F__
@@ -19,27 +19,27 @@ enum { LANES = 16 };
 typedef __m512 vec;
 static inline vec load(const float *at) { return _mm512_loadu_ps(at); }
 static inline void store(float *at, vec x) { _mm512_storeu_ps(at, x); }
-static inline vec all(float x) { return _mm512_set1_ps(x); }
-static inline vec times_plus(vec a, vec b, vec c) { return _mm512_fmadd_ps(a, b, c); }
-static inline vec times_minus(vec a, vec b, vec c) { return _mm512_fmsub_ps(a, b, c); }
-static inline vec higher(vec a, vec b) { return _mm512_max_ps(a, b); }
-/* x * 2^(the low bits of y, as a whole number). */
-static inline vec shifted(vec x, vec y) {
+static inline vec broadcast(float x) { return _mm512_set1_ps(x); }
+static inline vec fmadd(vec a, vec b, vec c) { return _mm512_fmadd_ps(a, b, c); }
+static inline vec fmsub(vec a, vec b, vec c) { return _mm512_fmsub_ps(a, b, c); }
+static inline vec max_of(vec a, vec b) { return _mm512_max_ps(a, b); }
+/* x * 2^n, with n the integer in the low bits of y. */
+static inline vec scaled_by_exp2(vec x, vec y) {
     const __m512i exponent = _mm512_slli_epi32(_mm512_castps_si512(y), 23);
     return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(x), exponent));
 }
-/* Whether any lane is above, or no number. */
-static inline int any_above(vec x, float most) { return _mm512_cmp_ps_mask(x, all(most), _CMP_NLE_UQ) != 0; }
-/* ``x``, but ``same`` where a equals b. */
-static inline vec unless_equal(vec a, vec b, vec same, vec x) {
-    return _mm512_mask_mov_ps(same, _mm512_cmp_ps_mask(a, b, _CMP_NEQ_UQ), x);
+/* Whether any element is above max, or NaN. */
+static inline int any_above(vec x, float max) { return _mm512_cmp_ps_mask(x, broadcast(max), _CMP_NLE_UQ) != 0; }
+/* ``x``, but ``if_equal`` where a equals b. */
+static inline vec unless_equal(vec a, vec b, vec if_equal, vec x) {
+    return _mm512_mask_mov_ps(if_equal, _mm512_cmp_ps_mask(a, b, _CMP_NEQ_UQ), x);
 }
-static inline vec widened(const number *at) {
-    const __m256i numbers = _mm256_loadu_si256((const __m256i *)at);
+static inline vec widened(const element *at) {
+    const __m256i elements = _mm256_loadu_si256((const __m256i *)at);
 #ifdef FP16
-    return _mm512_cvtph_ps(numbers);
+    return _mm512_cvtph_ps(elements);
 #else
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(numbers), 16));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(elements), 16));
 #endif
 }
 
@@ -49,33 +49,35 @@ enum { LANES = 8 };
 typedef __m256 vec;
 static inline vec load(const float *at) { return _mm256_loadu_ps(at); }
 static inline void store(float *at, vec x) { _mm256_storeu_ps(at, x); }
-static inline vec all(float x) { return _mm256_set1_ps(x); }
-static inline vec times_plus(vec a, vec b, vec c) { return _mm256_fmadd_ps(a, b, c); }
-static inline vec times_minus(vec a, vec b, vec c) { return _mm256_fmsub_ps(a, b, c); }
-static inline vec higher(vec a, vec b) { return _mm256_max_ps(a, b); }
-/* x * 2^(the low bits of y, as a whole number). */
-static inline vec shifted(vec x, vec y) {
+static inline vec broadcast(float x) { return _mm256_set1_ps(x); }
+static inline vec fmadd(vec a, vec b, vec c) { return _mm256_fmadd_ps(a, b, c); }
+static inline vec fmsub(vec a, vec b, vec c) { return _mm256_fmsub_ps(a, b, c); }
+static inline vec max_of(vec a, vec b) { return _mm256_max_ps(a, b); }
+/* x * 2^n, with n the integer in the low bits of y. */
+static inline vec scaled_by_exp2(vec x, vec y) {
     const __m256i exponent = _mm256_slli_epi32(_mm256_castps_si256(y), 23);
     return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x), exponent));
 }
-/* Whether any lane is above, or no number. */
-static inline int any_above(vec x, float most) { return _mm256_movemask_ps(_mm256_cmp_ps(x, all(most), _CMP_NLE_UQ)); }
-/* ``x``, but ``same`` where a equals b. */
-static inline vec unless_equal(vec a, vec b, vec same, vec x) {
-    return _mm256_blendv_ps(same, x, _mm256_cmp_ps(a, b, _CMP_NEQ_UQ));
+/* Whether any element is above max, or NaN. */
+static inline int any_above(vec x, float max) {
+    return _mm256_movemask_ps(_mm256_cmp_ps(x, broadcast(max), _CMP_NLE_UQ));
 }
-static inline vec widened(const number *at) {
-    const __m128i numbers = _mm_loadu_si128((const __m128i *)at);
+/* ``x``, but ``if_equal`` where a equals b. */
+static inline vec unless_equal(vec a, vec b, vec if_equal, vec x) {
+    return _mm256_blendv_ps(if_equal, x, _mm256_cmp_ps(a, b, _CMP_NEQ_UQ));
+}
+static inline vec widened(const element *at) {
+    const __m128i elements = _mm_loadu_si128((const __m128i *)at);
 #ifdef FP16
-    return _mm256_cvtph_ps(numbers);
+    return _mm256_cvtph_ps(elements);
 #else
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(numbers), 16));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(elements), 16));
 #endif
 }
 
 #endif
 
-static inline number rounded_to_number(float x) {
+static inline element round_to_element(float x) {
 #ifdef FP16
     return _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT);
 #else
@@ -85,84 +87,84 @@ static inline number rounded_to_number(float x) {
 #endif
 }
 
-static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* 2^x for x <= 0 to 3e-6 of it: the whole part goes into the exponent, a polynomial makes the rest. */
+/* 2^x for x <= 8 with a relative error of 3e-6: exponent bits for the integer part, a polynomial for the rest. */
 static inline vec exp2_of(vec x) {
-    const vec shift = all(0x1.8p23f);
-    x = higher(x, all(-126.0f));
+    const vec shift = broadcast(0x1.8p23f);
+    x = max_of(x, broadcast(-126.0f));
     const vec whole = x + shift;
     const vec part = x - (whole - shift);
-    vec y = all(0x1.3a02ccp-7f);
-    y = times_plus(y, part, all(0x1.c9fc46p-5f));
-    y = times_plus(y, part, all(0x1.ec0378p-3f));
-    y = times_plus(y, part, all(0x1.62e12cp-1f));
-    y = times_plus(y, part, all(1.0f));
-    return shifted(y, whole);
+    vec y = broadcast(0x1.3a02ccp-7f);
+    y = fmadd(y, part, broadcast(0x1.c9fc46p-5f));
+    y = fmadd(y, part, broadcast(0x1.ec0378p-3f));
+    y = fmadd(y, part, broadcast(0x1.62e12cp-1f));
+    y = fmadd(y, part, broadcast(1.0f));
+    return scaled_by_exp2(y, whole);
 }
 
-/* Outputs of some tiles of queries in a block's own order, maxima and sums of their lanes. */
+/* Softmax state of some tiles of queries: outputs in the block header's layout, maxima and sums per query. */
 typedef struct {
-    float *out, *most, *sum;
+    float *out, *max, *sum;
 } State;
 
-/* What a vector of queries goes by in a block of rows. */
+/* Maxima of a vector of queries over a block of rows. */
 typedef struct {
-    vec old, most, factor, base; /* maxima before and now, scale, their product */
-    int moved;
-} Maximum;
+    vec old, max, factor, base; /* maxima before and after, scale, and scale * max */
+    int changed;
+} Max;
 
-/* Of scores in ``rows`` vectors, ``wide`` numbers apart. */
-static inline Maximum maximum_of(const float *scores, int64_t wide, int rows, const float *most, float scale) {
-    const vec old = load(most), factor = all(scale);
+/* Of ``rows`` vectors of scores, which are ``row_stride`` floats apart. */
+static inline Max block_max(const float *scores, int64_t row_stride, int rows, const float *max, float scale) {
+    const vec old = load(max), factor = broadcast(scale);
     vec highest[4] = {old, old, old, old};
     int row = 0;
     for (; row + 4 <= rows; row += 4)
         for (int i = 0; i < 4; i++)
-            highest[i] = higher(highest[i], load(scores + (row + i) * wide));
+            highest[i] = max_of(highest[i], load(scores + (row + i) * row_stride));
     for (; row < rows; row++)
-        highest[0] = higher(highest[0], load(scores + row * wide));
-    const vec high = higher(higher(highest[0], highest[1]), higher(highest[2], highest[3]));
-    const int moved = any_above((high - old) * factor, SLACK);
-    const vec now = moved ? high : old;
-    return (Maximum){.old = old, .most = now, .factor = factor, .base = now * factor, .moved = moved};
+        highest[0] = max_of(highest[0], load(scores + row * row_stride));
+    const vec high = max_of(max_of(highest[0], highest[1]), max_of(highest[2], highest[3]));
+    const int changed = any_above((high - old) * factor, SLACK);
+    const vec now = changed ? high : old;
+    return (Max){.old = old, .max = now, .factor = factor, .base = now * factor, .changed = changed};
 }
 
-static inline vec chance_of(const float *score, const Maximum *by) {
-    return exp2_of(times_minus(load(score), by->factor, by->base));
+static inline vec prob_of(const float *score, const Max *by) {
+    return exp2_of(fmsub(load(score), by->factor, by->base));
 }
 
-/* Take up a block's maximum and total; what outputs shrink by, if it moved. */
-static inline vec take_up(const Maximum *by, vec total, float *most, float *sum) {
-    if (!by->moved) {
+/* Update maxima and sums after a block; returns the factor on earlier outputs, which is 1 unless ``changed``. */
+static inline vec update_max_and_sum(const Max *by, vec total, float *max, float *sum) {
+    if (!by->changed) {
         store(sum, load(sum) + total);
-        return all(1);
+        return broadcast(1);
     }
-    /* Exactly 1 where a maximum stays: what rounding leaves of the difference would add up block by block. */
-    const vec shrink =
-        unless_equal(by->most, by->old, all(1), exp2_of(times_minus(by->old, by->factor, by->base)));
-    store(sum, times_plus(load(sum), shrink, total));
-    store(most, by->most);
-    return shrink;
+    /* Exactly 1 where a query's maximum is unchanged: rounding errors would accumulate over the blocks. */
+    const vec rescale =
+        unless_equal(by->max, by->old, broadcast(1), exp2_of(fmsub(by->old, by->factor, by->base)));
+    store(sum, fmadd(load(sum), rescale, total));
+    store(max, by->max);
+    return rescale;
 }
 
-/* What of the next block has not been prefetched yet. */
+/* The part of the next block that has not been prefetched yet. */
 typedef struct {
     const char *rows;
     int64_t stride;
-    int left, at, width; /* rows; bytes of one row of a head, keys and values apart */
-    int share, pace, owed; /* lines: in a chunk's phases, at each of many places in them, due by now */
-} Ahead;
+    int left, at, width; /* rows left; byte offset in a row, and bytes of one head's key or value */
+    int share, pace, owed; /* cache lines: per chunk of queries, per call of prefetch, and due now */
+} Prefetcher;
 
-static inline void prefetch(Ahead *ahead) {
-    for (ahead->owed += ahead->pace; ahead->owed > 0 && ahead->left; ahead->owed -= 2) {
-        _mm_prefetch(ahead->rows + ahead->at, _MM_HINT_T1);
-        _mm_prefetch(ahead->rows + ahead->stride / 2 + ahead->at, _MM_HINT_T1);
-        ahead->at += LINE;
-        if (ahead->at >= ahead->width) {
-            ahead->at = 0;
-            ahead->rows += ahead->stride;
-            ahead->left--;
+static inline void prefetch(Prefetcher *prefetcher) {
+    for (prefetcher->owed += prefetcher->pace; prefetcher->owed > 0 && prefetcher->left; prefetcher->owed -= 2) {
+        _mm_prefetch(prefetcher->rows + prefetcher->at, _MM_HINT_T1);
+        _mm_prefetch(prefetcher->rows + prefetcher->stride / 2 + prefetcher->at, _MM_HINT_T1);
+        prefetcher->at += LINE;
+        if (prefetcher->at >= prefetcher->width) {
+            prefetcher->at = 0;
+            prefetcher->rows += prefetcher->stride;
+            prefetcher->left--;
         }
     }
 }

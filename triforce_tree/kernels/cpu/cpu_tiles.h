@@ -1,7 +1,7 @@
-/* Products of tiles of bf16 numbers with sums in fp32: on AMX, or by the dot products of AVX-512.
+/* Products of bf16 tiles with sums in fp32: with AMX, or with the bf16 dot products of AVX-512.
  *
- * A tile has 16 rows of 64 bytes. Of a left one row i holds 32 numbers of row i; of a right one row i holds the
- * numbers of rows 2i and 2i + 1, next to each other, of 16 columns.
+ * A tile has 16 rows of 64 bytes. In a left tile row i holds 32 elements of matrix row i; in a right tile row i holds
+ * the elements of matrix rows 2i and 2i + 1, interleaved, for 16 columns.
  */
 #include "cpu_shared.h"
 
@@ -9,16 +9,17 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-typedef number bf16;
+typedef element bf16;
 
 enum {
     TILE = 16,                /* rows of a tile */
-    PAIRED = 2 * TILE,        /* bf16 numbers in a row of a tile */
-    ELEMENTS = TILE * PAIRED, /* of a tile in bf16 */
-    SQUARE = TILE * TILE,     /* of a tile in fp32 */
+    PAIRED = 2 * TILE,        /* bf16 elements in a row of a tile */
+    ELEMENTS = TILE * PAIRED, /* elements of a bf16 tile */
+    SQUARE = TILE * TILE,     /* elements of an fp32 tile */
 };
 
-/* Where tiles of a product are: from one row to the next, from one to the next in the sum, and to the second. */
+/* Addresses of the tiles of a product. Strides: ``row`` from one tile row to the next, ``step`` from one tile to the
+ * next of the sum, ``lower`` and ``beside`` to the second tile below and to the right. */
 typedef struct {
     const char *at;
     int64_t row, step, lower; /* bytes */
@@ -26,23 +27,23 @@ typedef struct {
 
 typedef struct {
     const bf16 *at;
-    int64_t step, beside; /* numbers */
+    int64_t step, beside; /* elements */
 } Right;
 
 typedef struct {
     float *at;
-    int64_t row, lower, beside; /* numbers */
+    int64_t row, lower, beside; /* floats */
 } Result;
 
 #ifdef __AMX_BF16__
 
-/* Ask the system for tile registers, once in a process; 0, or its error. */
+/* Request permission to use tile registers, once per process; returns 0, or the error number. */
 static int ask_system(void) {
     enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
     return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) ? errno : 0;
 }
 
-/* A constant: what is only written for ``_tile_loadconfig`` may be dropped, since its asm names 8 bytes. */
+/* A constant: stores to a local that only ``_tile_loadconfig`` reads may be dropped, since its asm declares 8 bytes. */
 static const struct {
     uint8_t palette, start, reserved[14];
     uint16_t bytes[16];
@@ -54,9 +55,9 @@ static inline void end_tiles(void) { _tile_release(); }
 
 /* ``lower`` x ``beside`` results, 1 or 2 each, of sums of ``steps`` products; ``add`` to what is there. */
 static inline __attribute__((always_inline)) void multiply(Left a, Right b, Result c, int steps, int lower, int beside,
-                                                           int add, Ahead *ahead) {
+                                                           int add, Prefetcher *prefetcher) {
     const int64_t row = c.row * sizeof(float);
-    /* Loads of tiles come after what was written before: some versions of gcc do not know that they read. */
+    /* Keep earlier stores before the tile loads: some versions of gcc do not know that these read memory. */
     __asm__ volatile("" ::: "memory");
     if (add) {
         _tile_loadd(0, c.at, row);
@@ -86,7 +87,7 @@ static inline __attribute__((always_inline)) void multiply(Left a, Right b, Resu
         }
         if (lower > 1 && beside > 1)
             _tile_dpbf16ps(3, 5, 7);
-        prefetch(ahead);
+        prefetch(prefetcher);
     }
     _tile_stored(0, c.at, row);
     if (beside > 1)
@@ -103,8 +104,8 @@ static int ask_system(void) { return 0; }
 static inline void begin_tiles(void) {}
 static inline void end_tiles(void) {}
 
-/* Some rows of one result, or of two beside each other, in registers: each adds up a pair of its left row with whole
- * right rows. Where there are two, they share what is read of the left. */
+/* Some rows of one result tile, or of two side by side, in registers: each accumulates a pair of elements of its left
+ * row times a right row. Two result tiles share the loads of the left. */
 static inline __attribute__((always_inline)) void multiply_rows(const char *a, int64_t row, int64_t a_step, Right b,
                                                                 float *c, Result at, int rows, int beside, int steps,
                                                                 int add) {
@@ -133,7 +134,8 @@ static inline __attribute__((always_inline)) void multiply_rows(const char *a, i
 }
 
 /* ``lower`` x ``beside`` results, 1 or 2 each, of sums of ``steps`` products; ``add`` to what is there. */
-static inline void multiply(Left a, Right b, Result c, int steps, int lower, int beside, int add, Ahead *ahead) {
+static inline void multiply(Left a, Right b, Result c, int steps, int lower, int beside, int add,
+                            Prefetcher *prefetcher) {
     const int half = TILE / 2;
     for (int y = 0; y < lower; y++) {
         const char *left = a.at + y * a.lower;
@@ -145,7 +147,7 @@ static inline void multiply(Left a, Right b, Result c, int steps, int lower, int
             multiply_rows(left, a.row, a.step, b, out, c, TILE, 1, steps, add);
     }
     for (int s = 0; s < steps; s++)
-        prefetch(ahead);
+        prefetch(prefetcher);
 }
 
 #endif

@@ -1,9 +1,9 @@
-"""Tree attention on the CPU, without the log-sum-exp that nobody there asks for.
+"""Tree attention on the CPU, without the log-sum-exp, which decoding there does not need.
 
-The same function as ``reference.tree_attention``, arranged for speed: the scale goes into the queries,
-the softmax is one fused call, and the two products go head by head through oneDNN where torch has it. A
-few rows against tens of thousands is a shape that torch's default GEMM packs anew each time; oneDNN reads
-the cache in place and takes about half the time (16 queries, 16,384 rows, 3 heads of 128).
+The same function as ``reference.tree_attention``, optimised: the scale is applied to the queries, the softmax
+is one fused call, and the two products run head by head through oneDNN where torch has it. For a few query
+rows against tens of thousands of KV positions torch's default GEMM repacks the cache at each call; oneDNN
+reads it in place and takes about half the time (16 queries, 16,384 positions, 3 heads of 128).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,8 +15,8 @@ from torch import Tensor
 from triforce_tree.kernels.attention import reference
 from triforce_tree.kernels.attention.plan import FirstRows, Plan
 
-# Below this many rows one batched product for all heads costs less than a call for each head: three quarters
-# at 1,580 rows (AVX-512).
+# Below this many KV positions one batched product for all heads is faster than a call per head: it takes
+# three quarters of the time at 1,580 positions (AVX-512).
 _ROWS_PER_HEAD_CALL = 4096
 _BITS = torch.arange(64)
 Product = Callable[[Tensor, Tensor], Tensor]
@@ -36,16 +36,16 @@ def planned_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention by a plan of ``plan_trees``: the output of ``launch.run``, whose arguments these are.
+    """Attention with a plan from ``plan_trees``: the output of ``launch.run``, with the same arguments.
 
     Args:
         q: ``[queries, H_q, D]``, or the first T queries of every sequence where the plan has more.
         k, v: ``[B, H_kv, S, D]``, or pages ``[P, H_kv, page, D]`` with a ``table``.
         table: int32 ``[B, H_kv, W]`` or ``[B, W]``.
-        first: the first row that each query of the plan sees.
+        first: the first position that each query of the plan sees.
 
     Returns:
-        ``[queries, H_q, D]``, as many as there are in ``q``.
+        ``[queries, H_q, D]``, for the queries in ``q``.
     """
     how: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks}
     outs = [
@@ -58,17 +58,17 @@ def planned_attention(
 def by_sequence(
     q: Tensor, k: Tensor, v: Tensor, plan: Plan, table: Tensor | None, first: FirstRows | None
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]]:
-    """What each sequence of a plan attends to; arguments as for :func:`planned_attention`.
+    """Queries, keys, values and mask of each sequence of a plan; arguments as for :func:`planned_attention`.
 
     Yields:
         ``reference.tree_attention``'s q, k, v and mask for one sequence, and its ``first``.
     """
     _, _, tails, firsts, counts, _ = plan.segments.tolist()
-    given = _given(q.shape[0], counts)
-    for b, (queries, length) in enumerate(zip(q.split(given), plan.lengths.tolist(), strict=True)):
-        own = slice(firsts[b], firsts[b] + given[b])
-        # Fewer queries bring as many rows less.
-        mask = tail_mask(plan.mask[own], tails[b] - counts[b] + given[b])
+    query_counts = _queries_per_sequence(q.shape[0], counts)
+    for b, (queries, length) in enumerate(zip(q.split(query_counts), plan.lengths.tolist(), strict=True)):
+        own = slice(firsts[b], firsts[b] + query_counts[b])
+        # Each query that is left out also shortens the tail by one position.
+        mask = tail_mask(plan.mask[own], tails[b] - counts[b] + query_counts[b])
         start, stop = 0 if first is None else int(first.low[b]), length + mask.shape[1]
         if table is None:
             keys, values = k[b : b + 1, :, start:stop], v[b : b + 1, :, start:stop]
@@ -79,8 +79,8 @@ def by_sequence(
         yield queries.transpose(0, 1)[None], keys, values, mask, visible
 
 
-def _given(queries: int, counts: Sequence[int]) -> list[int]:
-    """Queries of each sequence, where there may be fewer than the plan's ``counts``."""
+def _queries_per_sequence(queries: int, counts: Sequence[int]) -> list[int]:
+    """Number of queries of each sequence, which may be fewer than the plan's ``counts``."""
     if queries == sum(counts):
         return list(counts)
     assert queries < sum(counts), f"{queries} queries, {sum(counts)} planned"
@@ -89,34 +89,34 @@ def _given(queries: int, counts: Sequence[int]) -> list[int]:
 
 
 def tail_mask(words: Tensor, tail: int) -> Tensor:
-    """bool ``[T, tail]`` of int64 words ``[T, W]``; bit j of word w is column ``64 w + j``."""
+    """Unpack int64 mask words ``[T, W]`` to bool ``[T, tail]``; bit j of word w is column ``64 w + j``."""
     bits = words[..., None] >> _BITS & 1
     return bits.bool().flatten(1)[:, :tail]
 
 
 def gathered_rows(pages: Tensor, table: Tensor, start: int, stop: int) -> Tensor:
-    """Logical rows from ``start`` to ``stop``, by a table.
+    """Gather positions ``start`` to ``stop`` (exclusive) through a page table.
 
     Args:
         pages: ``[P, H_kv, page, D]``.
         table: ``[H_kv, W]``.
 
     Returns:
-        ``[1, H_kv, stop - start, D]``; a view where the pages follow each other in memory.
+        ``[1, H_kv, stop - start, D]``; a view where the pages are contiguous in memory.
     """
     size = pages.shape[2]
     skipped = start // size
     wanted = table[:, skipped : -(-stop // size)].long()
     count = wanted.shape[1]
-    rows = slice(start - skipped * size, stop - skipped * size)
+    positions = slice(start - skipped * size, stop - skipped * size)
     if count and torch.equal(wanted, (wanted[0, 0] + torch.arange(count)).expand_as(wanted)):
-        return pages[int(wanted[0, 0]) :][:count].transpose(0, 1).flatten(1, 2)[None, :, rows]
-    # One copy of a whole page for each: several times as fast as indexing rows.
+        return pages[int(wanted[0, 0]) :][:count].transpose(0, 1).flatten(1, 2)[None, :, positions]
+    # Whole pages are copied: several times as fast as indexing single positions.
     whole = pages.flatten(2)
     out = pages.new_empty(*wanted.shape, whole.shape[2])
     for head, own in enumerate(wanted):
         torch.index_select(whole[:, head], 0, own, out=out[head])
-    return out.view(1, len(wanted), -1, pages.shape[3])[:, :, rows]
+    return out.view(1, len(wanted), -1, pages.shape[3])[:, :, positions]
 
 
 def tree_attention(
@@ -130,31 +130,31 @@ def tree_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Output ``[B, H_q, T, D]`` alone; arguments as in ``reference.tree_attention``.
+    """Output ``[B, H_q, T, D]`` only; arguments as in ``reference.tree_attention``.
 
-    Every query must see at least one row (tree queries see themselves).
+    Every query must see at least one position (tree queries see themselves).
     """
     if softcap is not None or sinks is not None or q.dtype != torch.float32:
         return reference.tree_attention(
             q, k, v, mask, scale=scale, first=first, softcap=softcap, sinks=sinks
         )[0]
     batch, q_heads, queries, dim = q.shape
-    kv_heads, rows = k.shape[1], k.shape[2]
+    kv_heads, positions = k.shape[1], k.shape[2]
     group, tail = q_heads // kv_heads, mask.shape[1]
-    hidden = ~mask
-    before = None if first is None else torch.arange(rows) < first[:, None]
+    masked = ~mask
+    before = None if first is None else torch.arange(positions) < first[:, None]
 
     def attend(x: Tensor, keys: Tensor, values: Tensor, product: Product) -> Tensor:
         scores = product(x, keys)
-        by_query = scores.view(*scores.shape[:-2], group, queries, rows)
-        by_query[..., rows - tail :].masked_fill_(hidden, -torch.inf)
+        per_query = scores.view(*scores.shape[:-2], group, queries, positions)
+        per_query[..., positions - tail :].masked_fill_(masked, -torch.inf)
         if before is not None:
-            by_query.masked_fill_(before, -torch.inf)
+            per_query.masked_fill_(before, -torch.inf)
         return product(scores.softmax(-1), values.mT)
 
     packed = (q * scale).reshape(batch, kv_heads, group * queries, dim)
-    # A matrix times a vector needs no packing, whatever the rows.
-    if not ONEDNN or rows < _ROWS_PER_HEAD_CALL or group * queries == 1:
+    # A matrix-vector product is not repacked, whatever the length.
+    if not ONEDNN or positions < _ROWS_PER_HEAD_CALL or group * queries == 1:
         out = attend(packed, k, v, _batched)
     else:
         pairs = zip(packed.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), strict=True)
@@ -162,10 +162,10 @@ def tree_attention(
     return out.view(batch, q_heads, queries, dim)
 
 
-def _batched(x: Tensor, rows: Tensor) -> Tensor:
-    return x @ rows.mT
+def _batched(x: Tensor, matrix: Tensor) -> Tensor:
+    return x @ matrix.mT
 
 
-def _onednn(x: Tensor, rows: Tensor) -> Tensor:
-    """``x @ rows.T`` for ``x`` ``[M, K]`` and ``rows`` ``[N, K]``, any strides."""
-    return torch.ops.mkldnn._linear_pointwise(x, rows, None, "none", [], "")
+def _onednn(x: Tensor, matrix: Tensor) -> Tensor:
+    """``x @ matrix.T`` for ``x`` ``[M, K]`` and ``matrix`` ``[N, K]``, any strides."""
+    return torch.ops.mkldnn._linear_pointwise(x, matrix, None, "none", [], "")

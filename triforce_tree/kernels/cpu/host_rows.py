@@ -1,6 +1,6 @@
-"""Attention on the CPU to rows ``[n, 2, H_kv, D]`` of host memory: by our own kernel, or torch's.
+"""Attention on the CPU to keys and values ``[n, 2, H_kv, D]`` in host memory: with the C kernel, or torch's.
 
-For a fixed number of threads (``torch.get_num_threads``) the same rows give the same bits.
+Results are deterministic for a fixed number of threads (``torch.get_num_threads``).
 """
 
 from collections.abc import Sequence
@@ -16,19 +16,19 @@ State = tuple[Tensor, Tensor]
 """Outputs and their log-sum-exp."""
 
 BLOCK = 8 << 20
-"""Bytes of a block of rows: what one head has of it stays in a core's cache while queries go through it."""
+"""Bytes of a block of keys and values: one head's part stays in a core's cache while all queries use it."""
 
-# Blocks in one call: enough for all cores, and few states to merge.
+# Blocks per call: enough work for all cores, and few states to merge.
 _TOGETHER = 8
 
 
 def native(heads: Heads, dtype: torch.dtype) -> bool:
-    """Whether this processor runs our kernel, which keeps up with memory for dozens of queries a row."""
+    """Whether this processor runs the C kernel, which is bound by memory for up to dozens of queries."""
     return supports(heads.dim, dtype)
 
 
 def kernel(heads: Heads, dtype: torch.dtype, waiting: int = 1) -> CpuAttention | None:
-    """Our kernel, on all of torch's threads but the one that the process needs; None where it cannot run.
+    """The C kernel, with one thread less than torch uses, for the process itself; None where it cannot run.
 
     Args:
         heads, dtype: of the attention.
@@ -40,41 +40,41 @@ def kernel(heads: Heads, dtype: torch.dtype, waiting: int = 1) -> CpuAttention |
 
 
 def flash(q: Tensor, rows: Tensor, parts: int = 1, scale: float | None = None) -> State:
-    """Torch's flash attention; ``parts`` equal runs of rows are a batch, so that there is work for all cores.
+    """Torch's flash attention; the KV is split into ``parts`` as a batch, so that all cores have work.
 
-    It works on one (part, head) a core. The group of query heads that share a KV head are rows of it.
+    Torch parallelises over (part, head). Query heads that share a KV head are stacked as query rows.
 
     Args:
-        q: ``[H_kv, R, D]``, R = T x query heads a KV head.
-        rows: ``[n, 2, H_kv, D]`` of the same dtype, n a multiple of ``parts``.
-        scale: of the scores; None for ``D ** -0.5``.
+        q: ``[H_kv, R, D]``, R = T x query heads per KV head.
+        rows: keys and values ``[n, 2, H_kv, D]`` of the same dtype, n a multiple of ``parts``.
+        scale: factor on the scores; None for ``D ** -0.5``.
 
     Returns:
         out ``[H_kv, R, D]`` and lse ``[H_kv, R]``, natural logarithms, both in fp32.
     """
     k, v = rows.unflatten(0, (parts, -1)).permute(2, 0, 3, 1, 4)  # each [parts, H_kv, n / parts, D]
     queries = q.expand(parts, -1, -1, -1)
-    made = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(queries, k, v, scale=scale)
-    return merge_states(made[0].float(), made[1])
+    out_and_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(queries, k, v, scale=scale)
+    return merge_states(out_and_lse[0].float(), out_and_lse[1])
 
 
 def merged(states: Sequence[State]) -> State:
-    """Of all rows of the states."""
+    """The state over the union of the positions of several states."""
     outs, lses = zip(*states, strict=True)
     return merge_states(torch.stack(outs), torch.stack(lses))
 
 
 def attend(q: Tensor, rows: Tensor, scale: float | None = None) -> State:
-    """Attention to any number of rows: :func:`flash`, in blocks of :data:`BLOCK` bytes.
+    """Attention to any number of KV positions: :func:`flash`, in blocks of :data:`BLOCK` bytes.
 
     Args:
         q: ``[T, H_q, D]``.
-        rows: ``[n, 2, H_kv, D]`` of the same dtype.
-        scale: of the scores; None for ``D ** -0.5``.
+        rows: keys and values ``[n, 2, H_kv, D]`` of the same dtype.
+        scale: factor on the scores; None for ``D ** -0.5``.
 
     Returns:
         out ``[T, H_q, D]`` in the dtype of ``q``, and lse fp32 ``[T, H_q]``, natural logarithms; zeros and
-        -inf without rows.
+        -inf where n is 0.
     """
     queries, heads, dim = q.shape
     if not rows.shape[0]:
@@ -83,12 +83,12 @@ def attend(q: Tensor, rows: Tensor, scale: float | None = None) -> State:
     grouped = q.unflatten(1, (kv, heads // kv)).permute(1, 2, 0, 3).flatten(1, 2)  # [H_kv, group * T, D]
     block = max(1, BLOCK // rows[0].nbytes)
     states = []
-    for run in rows.split(_TOGETHER * block):
-        whole = run.shape[0] // block
-        if whole:
-            states.append(flash(grouped, run[: whole * block], whole, scale))
-        if run.shape[0] > whole * block:
-            states.append(flash(grouped, run[whole * block :], scale=scale))
+    for part in rows.split(_TOGETHER * block):
+        full_blocks = part.shape[0] // block
+        if full_blocks:
+            states.append(flash(grouped, part[: full_blocks * block], full_blocks, scale))
+        if part.shape[0] > full_blocks * block:
+            states.append(flash(grouped, part[full_blocks * block :], scale=scale))
     out, lse = merged(states)
     parts = (heads // kv, queries)
     return (

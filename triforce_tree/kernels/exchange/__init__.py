@@ -1,4 +1,4 @@
-"""Chunks of KV rows that are copied between host memory and slots on the device."""
+"""Chunks of KV that are copied from host memory into slots on the device."""
 
 from triforce_tree.kernels.exchange.chunks import exchange_chunks, fetch_chunks, fetch_words, place_of
 

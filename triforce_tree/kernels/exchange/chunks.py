@@ -1,8 +1,8 @@
-"""Slots that hold copies of chosen chunks: which come, which go, and fetching those that come.
+"""Device slots that cache chunks of an offloaded KV: eviction in clock order, and fetching missing chunks.
 
-A middle level far from its rows keeps copies of some chunks in slots on its device. A choice names the
-chunks it wants; those that are not here take the places of chunks that are not wanted, in turn, so that
-what was wanted lately stays. Nothing is asked of the host, and a captured graph serves any choice.
+Where the full KV is on the host, the retrieval level keeps copies of its selected chunks in slots on the
+device. Missing chunks replace chunks that are not selected, in clock order, so that recently selected ones
+tend to stay. Nothing synchronises with the host, and a captured graph serves any selection.
 """
 
 import torch
@@ -21,19 +21,20 @@ def exchange_chunks(
         held: int32 ``[B, H, S]``, the chunk in each slot, all different; changed in place.
         place: int32 ``[B, H, C]``, the slot of each chunk, -1 for none; changed in place.
         wanted: int32 ``[B, H, W]``, chunks, all different, W at most S.
-        hand: int32 ``[B, H]``, the slot where the search for the next one begins; changed in place.
-        moves: int32 ``[B, H, 2, W]``, receives (slot, chunk) of those that must come, in front.
-        counts: int32 ``[B, H]``, receives how many they are.
+        hand: int32 ``[B, H]``, the clock hand: the slot where the search for a free one begins; changed in
+            place.
+        moves: int32 ``[B, H, 2, W]``, receives (slot, chunk) of the chunks to fetch, in its first columns.
+        counts: int32 ``[B, H]``, receives their number.
     """
     slots = held.shape[2]
     for b in range(held.shape[0]):
         for h in range(held.shape[1]):
-            asked = wanted[b, h].tolist()
-            here = set(held[b, h].tolist())
-            missing = [chunk for chunk in asked if chunk not in here]
+            chunks_wanted = wanted[b, h].tolist()
+            present = set(held[b, h].tolist())
+            missing = [chunk for chunk in chunks_wanted if chunk not in present]
             start = int(hand[b, h])
-            turn = [(start + i) % slots for i in range(slots)]
-            idle = [slot for slot in turn if int(held[b, h, slot]) not in set(asked)]
+            clock_order = [(start + i) % slots for i in range(slots)]
+            idle = [slot for slot in clock_order if int(held[b, h, slot]) not in set(chunks_wanted)]
             for at, (chunk, slot) in enumerate(zip(missing, idle, strict=False)):
                 place[b, h, held[b, h, slot].long()] = -1
                 place[b, h, chunk] = slot
@@ -45,31 +46,31 @@ def exchange_chunks(
 
 @operator("fetch_chunks", writes=("k", "v"), triton=".chunks_kernels")
 def fetch_chunks(
-    k: Tensor, v: Tensor, near: Tensor, far: Tensor, moves: Tensor, counts: Tensor, chunk: int
+    k: Tensor, v: Tensor, on_device: Tensor, on_host: Tensor, moves: Tensor, counts: Tensor, chunk: int
 ) -> None:
-    """Bring chunks of one sequence into their slots.
+    """Copy chunks of one sequence into their slots.
 
     Args:
-        k, v: ``[H, S * chunk or more, D]``, where slot s holds rows ``s * chunk ...``; changed in place.
-        near: ``[R, 2, H, D]``, the first R rows (keys, then values), on the device of ``k``; R is a multiple
-            of ``chunk``.
-        far: ``[F, 2, H, D]``, the rows from R on, in host memory that the device can read.
-        moves: int32 ``[H, 2, W]``, (slot, chunk) in front.
+        k, v: ``[H, S * chunk or more, D]``; chunk slot s begins at ``s * chunk``; changed in place.
+        on_device: ``[R, 2, H, D]``, the first R positions (keys, then values), on the device of ``k``; R is a
+            multiple of ``chunk``.
+        on_host: ``[F, 2, H, D]``, the positions from R on, in host memory that the device can read.
+        moves: int32 ``[H, 2, W]``, (slot, chunk), of which the first ``counts`` are used.
         counts: int32 ``[H]``.
-        chunk: rows.
+        chunk: positions per chunk.
     """
-    first = near.shape[0]
+    first = on_device.shape[0]
     for head, count in enumerate(counts.tolist()):
-        for slot, number in zip(*moves[head, :, :count].tolist(), strict=True):
-            start = number * chunk
-            rows = near[start : start + chunk] if start < first else far[start - first :][:chunk]
-            at = slice(slot * chunk, (slot + 1) * chunk)
-            k[head, at], v[head, at] = rows[:, 0, head], rows[:, 1, head]
+        for slot, chunk_index in zip(*moves[head, :, :count].tolist(), strict=True):
+            start = chunk_index * chunk
+            rows = on_device[start : start + chunk] if start < first else on_host[start - first :][:chunk]
+            target = slice(slot * chunk, (slot + 1) * chunk)
+            k[head, target], v[head, target] = rows[:, 0, head], rows[:, 1, head]
 
 
 @operator("fetch_words", writes=("target",), triton=".chunks_kernels")
 def fetch_words(target: Tensor, source: Tensor) -> None:
-    """Copy from host memory that the device can read, without waiting for what the copy engine has to do.
+    """Copy from host memory that the device can read, without queueing behind the copy engine's transfers.
 
     Args:
         target: int32 ``[n]``, on the device; changed in place.

@@ -1,7 +1,7 @@
-"""Triton kernels of ``exchange``: one program a KV head settles who comes and goes, many fetch.
+"""Triton kernels of ``exchange``: one program per KV head assigns slots, many programs fetch chunks.
 
-The fetches read host memory over the bus by themselves: chunks are too small for the copy engine, and a few
-words would wait there for the large copies under way.
+Fetching kernels read page-locked host memory over the bus: chunks are too small for the copy engine, where a
+few bytes would also queue behind large copies.
 """
 
 import torch
@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-# Programs a KV head that fetch: enough reads under way to fill the bus.
+# Fetching programs per KV head: enough reads in flight to saturate the bus.
 _FETCHERS = 16
 _WORDS = 1024
 
@@ -23,43 +23,43 @@ def _exchange_kernel(
     hand_ptr,  # int32 [P]
     moves_ptr,  # int32 [P, 2, W]
     counts_ptr,  # int32 [P]
-    marks_ptr,  # int32 [P, S], scratch
-    idle_ptr,  # int32 [P, S], scratch
+    in_use_ptr,  # int32 [P, S], scratch
+    free_slots_ptr,  # int32 [P, S], scratch
     slots,
     chunks,
-    asked,
+    wanted_count,
     BLOCK_S: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
     pair = tl.program_id(0).to(tl.int64)
     held, place = held_ptr + pair * slots, place_ptr + pair * chunks
-    marks, idle = marks_ptr + pair * slots, idle_ptr + pair * slots
-    moves = moves_ptr + pair * 2 * asked
+    in_use, free_slots = in_use_ptr + pair * slots, free_slots_ptr + pair * slots
+    moves = moves_ptr + pair * 2 * wanted_count
     at = tl.arange(0, BLOCK_W)
     slot = tl.arange(0, BLOCK_S)
-    chunk = tl.load(wanted_ptr + pair * asked + at, mask=at < asked, other=0)
-    own = tl.load(place + chunk, mask=at < asked, other=0)
-    missing = (at < asked) & (own < 0)
-    tl.store(marks + slot, tl.zeros([BLOCK_S], tl.int32), mask=slot < slots)
+    chunk = tl.load(wanted_ptr + pair * wanted_count + at, mask=at < wanted_count, other=0)
+    own = tl.load(place + chunk, mask=at < wanted_count, other=0)
+    missing = (at < wanted_count) & (own < 0)
+    tl.store(in_use + slot, tl.zeros([BLOCK_S], tl.int32), mask=slot < slots)
     tl.debug_barrier()
-    tl.store(marks + own, tl.full([BLOCK_W], 1, tl.int32), mask=(at < asked) & (own >= 0))
+    tl.store(in_use + own, tl.full([BLOCK_W], 1, tl.int32), mask=(at < wanted_count) & (own >= 0))
     tl.debug_barrier()
-    # The slots in turn, from the hand on.
+    # The slots in clock order, from the hand on.
     hand = tl.load(hand_ptr + pair)
-    turn = (hand + slot) % slots
-    free = (slot < slots) & (tl.load(marks + turn, mask=slot < slots, other=1) == 0)
+    clock_order = (hand + slot) % slots
+    free = (slot < slots) & (tl.load(in_use + clock_order, mask=slot < slots, other=1) == 0)
     rank = tl.cumsum(free.to(tl.int32), 0) - 1
-    tl.store(idle + rank, turn, mask=free)
+    tl.store(free_slots + rank, clock_order, mask=free)
     tl.debug_barrier()
     count = tl.sum(missing.to(tl.int32), 0)
     order = tl.cumsum(missing.to(tl.int32), 0) - 1
-    taken = tl.load(idle + order, mask=missing, other=0)
-    gone = tl.load(held + taken, mask=missing, other=0)
-    tl.store(place + gone, tl.full([BLOCK_W], -1, tl.int32), mask=missing)
+    taken = tl.load(free_slots + order, mask=missing, other=0)
+    evicted = tl.load(held + taken, mask=missing, other=0)
+    tl.store(place + evicted, tl.full([BLOCK_W], -1, tl.int32), mask=missing)
     tl.store(held + taken, chunk, mask=missing)
     tl.store(place + chunk, taken, mask=missing)
     tl.store(moves + order, taken, mask=missing)
-    tl.store(moves + asked + order, chunk, mask=missing)
+    tl.store(moves + wanted_count + order, chunk, mask=missing)
     tl.store(counts_ptr + pair, count)
     last = tl.sum(tl.where(missing & (order == count - 1), taken, 0), 0)
     tl.store(hand_ptr + pair, tl.where(count > 0, (last + 1) % slots, hand))
@@ -68,18 +68,18 @@ def _exchange_kernel(
 def exchange_chunks(
     held: Tensor, place: Tensor, wanted: Tensor, hand: Tensor, moves: Tensor, counts: Tensor
 ) -> None:
-    """See ``exchange.exchange_chunks``; all dense."""
+    """See ``exchange.exchange_chunks``; all tensors must be dense."""
     batch, heads, slots = held.shape
     tensors = (held, place, wanted, hand, moves, counts)
     if any(t.dtype != torch.int32 or not t.is_contiguous() for t in tensors):
         raise ValueError("held, place, wanted, hand, moves and counts must be dense int32 tensors")
     if wanted.shape[2] > slots:
         raise ValueError(f"{wanted.shape[2]} wanted chunks do not fit {slots} slots")
-    marks, idle = torch.empty_like(held), torch.empty_like(held)
+    in_use, free_slots = torch.empty_like(held), torch.empty_like(held)
     block = triton.next_power_of_2(slots)
     options = {} if knobs.runtime.interpret else {"num_warps": max(1, min(8, block // 128))}
     _exchange_kernel[(batch * heads,)](
-        held, place, wanted, hand, moves, counts, marks, idle,
+        held, place, wanted, hand, moves, counts, in_use, free_slots,
         slots, place.shape[2], wanted.shape[2],
         BLOCK_S=block, BLOCK_W=triton.next_power_of_2(wanted.shape[2]),
         **options,
@@ -88,7 +88,7 @@ def exchange_chunks(
 
 @triton.jit
 def _copy_chunk(k_at, v_at, source, heads, head, there, row, column, DIM: tl.constexpr):
-    """One chunk's keys and values; ``source`` points to its first row ``[2, H, D]``."""
+    """Copy one chunk's keys and values; ``source`` points to its first position ``[2, H, D]``."""
     at = source + row.to(tl.int64) * 2 * heads * DIM + head * DIM + column
     k = tl.load(at, mask=there)
     v = tl.load(at + heads * DIM, mask=there)
@@ -98,10 +98,10 @@ def _copy_chunk(k_at, v_at, source, heads, head, there, row, column, DIM: tl.con
 
 @triton.jit
 def _fetch_kernel(
-    k_ptr,  # [H, rows, D] with strides, as v
+    k_ptr,  # [H, positions, D] with strides, as v
     v_ptr,
-    near_ptr,  # [R, 2, H, D]
-    far_ptr,  # [F, 2, H, D], host memory
+    on_device_ptr,  # [R, 2, H, D]
+    on_host_ptr,  # [F, 2, H, D], host memory
     moves_ptr,  # int32 [H, 2, W]
     counts_ptr,  # int32 [H]
     k_h,
@@ -109,9 +109,9 @@ def _fetch_kernel(
     v_h,
     v_s,
     heads,
-    asked,
-    near_rows,
-    NEAR: tl.constexpr,
+    wanted_count,
+    device_rows,
+    HAS_DEVICE_PART: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_C: tl.constexpr,
     DIM: tl.constexpr,
@@ -124,39 +124,39 @@ def _fetch_kernel(
     count = tl.load(counts_ptr + head)
     at = tl.program_id(1)
     while at < count:
-        slot = tl.load(moves_ptr + (head * 2) * asked + at).to(tl.int64)
-        first = tl.load(moves_ptr + (head * 2 + 1) * asked + at).to(tl.int64) * CHUNK
+        slot = tl.load(moves_ptr + (head * 2) * wanted_count + at).to(tl.int64)
+        first = tl.load(moves_ptr + (head * 2 + 1) * wanted_count + at).to(tl.int64) * CHUNK
         target = slot * CHUNK + row
         k_at = k_ptr + head * k_h + target * k_s + column
         v_at = v_ptr + head * v_h + target * v_s + column
-        if NEAR:
-            if first < near_rows:
-                source = near_ptr + first * 2 * heads * DIM
+        if HAS_DEVICE_PART:
+            if first < device_rows:
+                source = on_device_ptr + first * 2 * heads * DIM
                 _copy_chunk(k_at, v_at, source, heads, head, there, row, column, DIM)
             else:
-                source = far_ptr + (first - near_rows) * 2 * heads * DIM
+                source = on_host_ptr + (first - device_rows) * 2 * heads * DIM
                 _copy_chunk(k_at, v_at, source, heads, head, there, row, column, DIM)
         else:
-            source = far_ptr + first * 2 * heads * DIM
+            source = on_host_ptr + first * 2 * heads * DIM
             _copy_chunk(k_at, v_at, source, heads, head, there, row, column, DIM)
         at += FETCHERS
 
 
 def fetch_chunks(
-    k: Tensor, v: Tensor, near: Tensor, far: Tensor, moves: Tensor, counts: Tensor, chunk: int
+    k: Tensor, v: Tensor, on_device: Tensor, on_host: Tensor, moves: Tensor, counts: Tensor, chunk: int
 ) -> None:
-    """See ``exchange.fetch_chunks``; ``far`` is page-locked host memory, which Triton takes as it is."""
+    """See ``exchange.fetch_chunks``; ``on_host`` is page-locked memory, whose address kernels can use."""
     heads, _, dim = k.shape
     if k.stride(2) != 1 or v.stride(2) != 1:
         raise ValueError("the last dimension of k and v must be dense")
-    if not (near.is_contiguous() and far.is_contiguous() and moves.is_contiguous()):
-        raise ValueError("near, far and moves must be dense")
-    if not far.numel():
-        far = near
+    if not (on_device.is_contiguous() and on_host.is_contiguous() and moves.is_contiguous()):
+        raise ValueError("on_device, on_host and moves must be dense")
+    if not on_host.numel():
+        on_host = on_device
     _fetch_kernel[(heads, _FETCHERS)](
-        k, v, near if near.numel() else k, far, moves, counts,
-        k.stride(0), k.stride(1), v.stride(0), v.stride(1), heads, moves.shape[2], near.shape[0],
-        NEAR=near.numel() > 0, CHUNK=chunk, BLOCK_C=triton.next_power_of_2(chunk),
+        k, v, on_device if on_device.numel() else k, on_host, moves, counts,
+        k.stride(0), k.stride(1), v.stride(0), v.stride(1), heads, moves.shape[2], on_device.shape[0],
+        HAS_DEVICE_PART=on_device.numel() > 0, CHUNK=chunk, BLOCK_C=triton.next_power_of_2(chunk),
         DIM=dim, BLOCK_D=triton.next_power_of_2(dim), FETCHERS=_FETCHERS,
     )  # fmt: skip
 
@@ -173,7 +173,7 @@ def _words_kernel(
 
 
 def fetch_words(target: Tensor, source: Tensor) -> None:
-    """See ``exchange.fetch_words``; ``source`` is page-locked host memory, which Triton takes as it is."""
+    """See ``exchange.fetch_words``; ``source`` is page-locked memory, whose address kernels can use."""
     if target.dtype != torch.int32 or source.dtype != torch.int32 or target.shape != source.shape:
         raise ValueError("target and source must be int32 tensors of one size")
     if not (target.is_contiguous() and source.is_contiguous()):

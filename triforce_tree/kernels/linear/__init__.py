@@ -1,1 +1,1 @@
-"""Linear layers of few rows, of 16, 8 or 4 bits a weight."""
+"""Linear layers with few input rows, with weights of 16, 8 or 4 bits."""

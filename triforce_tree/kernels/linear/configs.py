@@ -1,34 +1,34 @@
-"""How a few-row linear layer is cut: a pure function of shape and device, never a first-call autotune."""
+"""Tile shapes of few-row linear layers: a pure function of shape and device, never autotuned at a call."""
 
 from dataclasses import dataclass, replace
 
 from triforce_tree.kernels.device import Device
 
 MOST_ROWS = 128
-"""More rows than this are a matter for a general matrix product."""
+"""Most input rows; more go to a general matrix product."""
 
 MOST_PLAIN_ROWS = 64
-"""The same for 16-bit weights: the general product of the vendor's library is level at 96 rows."""
+"""The same for 16-bit weights: the vendor's matrix product is as fast at 96 rows."""
 
 MOST_FUSED = 3
-"""Weights of one launch."""
+"""Most weights of one launch."""
 
 LEAST_BLOCK = 32
-"""Fewest output columns of a tile, by which callers size the counters."""
+"""Fewest output columns of a tile; callers size the counters by it."""
 
 
 @dataclass(frozen=True)
 class LinearConfig:
-    """How one problem is cut.
+    """Tile and launch configuration of the kernel.
 
     Attributes:
         block_n: output columns (rows of the weight) per tile.
         width: 16-bit words of a weight row per step; 128 where the weight is packed.
-        splits: programs that share the input columns of a tile and add up their parts.
+        splits: programs that share the input columns of a tile and sum their partial results (split-K).
         warps, stages: warps per program and depth of the load pipeline.
         tma: load with the bulk copy engine where the layout allows it.
-        prefetch: first steps whose weights are sent for while the kernel before still runs. One is best
-            where that kernel lets others come early; more gain nothing there.
+        prefetch: first steps whose weights are prefetched while the previous kernel still runs. One is best
+            where that kernel allows dependent launches; more gain nothing there.
     """
 
     block_n: int
@@ -41,38 +41,38 @@ class LinearConfig:
 
 
 def row_block(rows: int) -> int:
-    """Rows of x per tile: 16, 32, 64 or 128."""
+    """Input rows per tile: 16, 32, 64 or 128."""
     if not 0 < rows <= MOST_ROWS:
         raise ValueError(f"rows={rows} is outside 1 to {MOST_ROWS}; use a general matrix product")
     return max(16, 1 << (rows - 1).bit_length())
 
 
-# By bits and rows of the tile, for as many outputs as the first number and fewer: block_n, width, warps,
-# stages, tma, and how many programs a processor runs at once. Measured on an H200, by the benchmark `linear`,
-# with 4096, 6144, 12288, 22016 and 28672 outputs of 4096 inputs, and 768 and 4096 of more.
-_MANY = 1 << 62
-_CUTS: dict[int, dict[int, tuple[tuple[int, int, int, int, int, int, int], ...]]] = {
+# By bits and rows of the tile, for at most as many outputs as the first number: block_n, width, warps,
+# stages, tma, and how many programs a multiprocessor runs at once. Measured on an H200, by the benchmark
+# `linear`, with 4096, 6144, 12288, 22016 and 28672 outputs of 4096 inputs, and 768 and 4096 of more.
+_ANY_OUTS = 1 << 62
+_TABLE: dict[int, dict[int, tuple[tuple[int, int, int, int, int, int, int], ...]]] = {
     16: {
         16: (
             (2048, 32, 128, 4, 9, 0, 1),
             (8192, 64, 128, 4, 5, 0, 1),
             (16384, 128, 64, 4, 6, 1, 1),
-            (_MANY, 64, 256, 4, 5, 1, 1),
+            (_ANY_OUTS, 64, 256, 4, 5, 1, 1),
         ),
         32: (
             (5120, 64, 128, 4, 4, 0, 1),
             (8192, 64, 64, 4, 9, 1, 1),
             (16384, 128, 64, 4, 5, 1, 1),
-            (_MANY, 64, 128, 4, 4, 1, 1),
+            (_ANY_OUTS, 64, 128, 4, 4, 1, 1),
         ),
         64: (
             (5120, 64, 128, 4, 7, 1, 1),
             (8192, 64, 64, 4, 7, 1, 1),
             (16384, 64, 128, 4, 7, 1, 1),
             (25600, 64, 64, 4, 4, 1, 1),
-            (_MANY, 64, 64, 4, 5, 1, 1),
+            (_ANY_OUTS, 64, 64, 4, 5, 1, 1),
         ),
-        128: ((5120, 128, 64, 8, 7, 1, 1), (8192, 64, 64, 4, 9, 1, 1), (_MANY, 128, 64, 8, 7, 1, 1)),
+        128: ((5120, 128, 64, 8, 7, 1, 1), (8192, 64, 64, 4, 9, 1, 1), (_ANY_OUTS, 128, 64, 8, 7, 1, 1)),
     },
     8: {
         16: (
@@ -80,35 +80,35 @@ _CUTS: dict[int, dict[int, tuple[tuple[int, int, int, int, int, int, int], ...]]
             (8192, 64, 128, 4, 3, 1, 3),
             (16384, 64, 128, 4, 4, 0, 2),
             (25600, 64, 128, 4, 3, 0, 3),
-            (_MANY, 64, 128, 4, 4, 0, 2),
+            (_ANY_OUTS, 64, 128, 4, 4, 0, 2),
         ),
         32: (
             (5120, 64, 128, 4, 3, 1, 2),
             (8192, 64, 64, 4, 5, 1, 3),
             (16384, 64, 128, 4, 3, 1, 2),
             (25600, 64, 64, 4, 5, 1, 3),
-            (_MANY, 64, 128, 4, 3, 1, 2),
+            (_ANY_OUTS, 64, 128, 4, 3, 1, 2),
         ),
-        64: ((5120, 64, 64, 4, 4, 1, 2), (25600, 64, 64, 4, 3, 1, 3), (_MANY, 128, 64, 4, 4, 1, 2)),
-        128: ((_MANY, 64, 64, 4, 3, 1, 2),),
+        64: ((5120, 64, 64, 4, 4, 1, 2), (25600, 64, 64, 4, 3, 1, 3), (_ANY_OUTS, 128, 64, 4, 4, 1, 2)),
+        128: ((_ANY_OUTS, 64, 64, 4, 3, 1, 2),),
     },
     4: {
         16: (
             (5120, 64, 128, 4, 3, 0, 2),
             (8192, 64, 64, 4, 5, 0, 3),
             (25600, 128, 64, 4, 3, 1, 3),
-            (_MANY, 64, 128, 4, 3, 0, 2),
+            (_ANY_OUTS, 64, 128, 4, 3, 0, 2),
         ),
-        32: ((5120, 64, 64, 4, 4, 0, 2), (_MANY, 64, 64, 4, 3, 1, 3)),
-        64: ((_MANY, 64, 64, 4, 3, 1, 2),),
-        128: ((_MANY, 64, 64, 8, 3, 1, 2),),
+        32: ((5120, 64, 64, 4, 4, 0, 2), (_ANY_OUTS, 64, 64, 4, 3, 1, 3)),
+        64: ((_ANY_OUTS, 64, 64, 4, 3, 1, 2),),
+        128: ((_ANY_OUTS, 64, 64, 8, 3, 1, 2),),
     },
 }  # fmt: skip
-# Rows so short that programs do not share them; 16 bits and 16 rows have tiles of their own there.
-_SHORT_INS = 1024
-_SHORT = ((1024, 64, 256, 4, 3, 1, 1), (_MANY, 64, 128, 4, 5, 0, 1))
+# With so few inputs programs do not split them; 16 bits and 16 rows have tiles of their own there.
+_FEW_INS = 1024
+_FEW_INS_TABLE = ((1024, 64, 256, 4, 3, 1, 1), (_ANY_OUTS, 64, 128, 4, 5, 0, 1))
 _MOST_SPLITS = 8
-# Sums and unpacked codes of so large a tile spill from the registers of 4 warps that hold all operands.
+# Where all operands are in registers, sums and unpacked codes of larger tiles spill with 4 warps.
 _MOST_UNPACKED = 64 * 128 * 2
 # Shared memory of a multiprocessor where the table was measured.
 _MEASURED_PER_SM = 233_472
@@ -118,15 +118,15 @@ def choose(bits: int, rows: int, outs: int, ins: int, device: Device) -> LinearC
     """The configuration for ``rows`` rows and a weight ``[outs, ins]`` of 16, 8 or 4 bits.
 
     Args:
-        outs: of all weights, where several share a launch.
-        device: whose shared memory bounds the tile, and whose processors share the work.
+        outs: outputs of all weights of the launch.
+        device: its shared memory limits the tile, and its multiprocessors share the work.
 
     Raises:
         ValueError: too many rows, or no tile fits the device.
     """
-    block_m, short = row_block(rows), ins <= _SHORT_INS
-    cuts = _SHORT if short and (bits, block_m) == (16, 16) else _CUTS[bits][block_m]
-    _, block_n, width, warps, stages, tma, resident = next(cut for cut in cuts if outs <= cut[0])
+    block_m, few_ins = row_block(rows), ins <= _FEW_INS
+    entries = _FEW_INS_TABLE if few_ins and (bits, block_m) == (16, 16) else _TABLE[bits][block_m]
+    _, block_n, width, warps, stages, tma, resident = next(entry for entry in entries if outs <= entry[0])
     if block_m * block_n * 16 // bits >= _MOST_UNPACKED and not device.shared_products:
         warps = 8
     config: LinearConfig | None = LinearConfig(block_n, width, 1, warps, stages, bool(tma))
@@ -140,12 +140,12 @@ def choose(bits: int, rows: int, outs: int, ins: int, device: Device) -> LinearC
     if device.shared_bytes_per_sm < _MEASURED_PER_SM:
         resident = min(resident, device.resident(shared_bytes(config, bits, block_m, device)))
     tiles, steps = -(-outs // config.block_n), -(-ins * bits // (16 * config.width))
-    splits = 1 if short else max(1, min(_MOST_SPLITS, device.processors * resident // tiles))
+    splits = 1 if few_ins else max(1, min(_MOST_SPLITS, device.processors * resident // tiles))
     return replace(config, splits=min(splits, steps))
 
 
 def smaller(config: LinearConfig) -> LinearConfig | None:
-    """The next configuration that needs less shared memory; None behind the smallest."""
+    """The next configuration that needs less shared memory; None after the smallest."""
     if config.stages > 3:
         return replace(config, stages=config.stages - 1)
     if config.width > 32:
@@ -156,10 +156,10 @@ def smaller(config: LinearConfig) -> LinearConfig | None:
 
 
 def shared_bytes(config: LinearConfig, bits: int, block_m: int, device: Device) -> int:
-    """Shared memory that the compiled kernel asks for, in bytes, to a few hundred; never less than it.
+    """Upper bound on the shared memory that the compiled kernel needs, in bytes, tight to a few hundred.
 
     Each stage of the pipeline has a tile of words and, for every plane of packed codes, one of x; the tiles
-    in use are in registers, or have a stage of their own where products read them from shared memory.
+    in use are in registers, or have a buffer of their own where products read them from shared memory.
     """
     words, xs = 2 * config.width * config.block_n, 2 * config.width * block_m * 16 // bits
     from_shared = config.block_n >= 64 and device.shared_products

@@ -1,4 +1,4 @@
-"""Linear layers of few rows on the GPU: what ``linear_kernel`` is given, and the operators around it."""
+"""Linear layers with few input rows on the GPU: launching ``linear_kernel``, and the operators around it."""
 
 from collections.abc import Sequence
 from typing import Any, cast
@@ -24,20 +24,20 @@ from triforce_tree.kernels.operators import fake, numbers, operator
 
 
 def counters_for(outs: int, device: torch.device | str | None = None) -> Tensor:
-    """Zeros that a weight of ``outs`` rows needs; its calls must follow one another on one stream."""
+    """Zeroed counters for a weight of ``outs`` rows; calls that use them must run on one stream."""
     return torch.zeros(triton.cdiv(outs, LEAST_BLOCK), dtype=torch.int32, device=device)
 
 
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, counters: Tensor, config: LinearConfig | None = None
 ) -> Tensor:
-    """See ``linear_reference.linear``; x and weight bf16 or fp16, 1 to ``MOST_ROWS`` rows.
+    """See ``linear.reference.linear``; x and weight bf16 or fp16, 1 to ``MOST_ROWS`` rows.
 
     Args:
         counters: from ``counters_for``.
-        config: None for the table's choice.
+        config: None for the one from the table.
     """
-    return _linear(x, weight, None, bias, counters, 16, _plain(config))
+    return _linear(x, weight, None, bias, counters, 16, _config_numbers(config))
 
 
 def low_bit_linear(
@@ -49,11 +49,11 @@ def low_bit_linear(
     counters: Tensor,
     config: LinearConfig | None = None,
 ) -> Tensor:
-    """See ``linear_reference.low_bit_linear``; x bf16 or fp16, 1 to ``MOST_ROWS`` rows."""
-    return _linear(x, words, scales, bias, counters, bits, _plain(config))
+    """See ``linear.reference.low_bit_linear``; x bf16 or fp16, 1 to ``MOST_ROWS`` rows."""
+    return _linear(x, words, scales, bias, counters, bits, _config_numbers(config))
 
 
-def _plain(config: LinearConfig | None) -> list[int]:
+def _config_numbers(config: LinearConfig | None) -> list[int]:
     return [] if config is None else numbers(config)
 
 
@@ -66,7 +66,7 @@ def linears(
     bits: int,
     config: LinearConfig | None = None,
 ) -> Tensor:
-    """Up to ``MOST_FUSED`` layers of one x in one launch.
+    """Up to ``MOST_FUSED`` layers on the same x in one launch.
 
     Args:
         weights, counters: those of each layer.
@@ -77,7 +77,7 @@ def linears(
     Returns:
         Their outputs side by side, ``[..., sum of outs]``.
     """
-    return _linears(x, weights, scales, biases, counters, bits, _plain(config))
+    return _linears(x, weights, scales, biases, counters, bits, _config_numbers(config))
 
 
 @operator("few_row_linear", writes=("counters",))
@@ -111,13 +111,13 @@ def _linears(
     if not 0 < len(words) <= MOST_FUSED:
         raise ValueError(f"{len(words)} weights; a launch takes 1 to {MOST_FUSED}")
     if any(w.stride() != words[0].stride() or w.shape[1] != words[0].shape[1] for w in words):
-        raise ValueError("the weights of a launch must have equal rows")
-    nothing = [None] * len(words)
+        raise ValueError("the weights of a launch must have equal input columns and strides")
+    none_each = [None] * len(words)
     if not describe(x.device).ptx and len(words) > 1 and not knobs.runtime.interpret:
-        # AMD's compiler takes no pointers that a program chooses.
-        each = zip(words, scales or nothing, biases or nothing, counters, strict=True)
+        # AMD's compiler does not support pointers that are selected at run time.
+        each = zip(words, scales or none_each, biases or none_each, counters, strict=True)
         return torch.cat([_launch(x, [w], [s], [b], [c], bits, config) for w, s, b, c in each], -1)
-    return _launch(x, words, scales or nothing, biases or nothing, counters, bits, config)
+    return _launch(x, words, scales or none_each, biases or none_each, counters, bits, config)
 
 
 @fake("few_row_linears")
@@ -145,22 +145,29 @@ def _launch(
     if flat.stride(1) != 1:
         flat = flat.contiguous()
     out = torch.empty(rows, sum(outs), dtype=x.dtype, device=x.device)
-    viewed = device.tma and all(_has_view(t) for t in (flat, *words))
+    viewable = device.tma and all(_has_view(t) for t in (flat, *words))
     aligned = all(w.data_ptr() % 16 == 0 for w in words) and words[0].stride(0) % 8 == 0
     interpreted = knobs.runtime.interpret
 
     def multiply(cfg: LinearConfig) -> None:
-        tma = cfg.tma and viewed
+        tma = cfg.tma and viewable
         tiles = [triton.cdiv(count, cfg.block_n) for count in outs]
         partial = counters[0]
         if cfg.splits > 1:
             size = sum(tiles) * cfg.splits * cfg.block_n * block_m
             partial = torch.empty(size, dtype=torch.float32, device=x.device)
         sets = [
-            (w, _view(w, cfg.block_n, cfg.width) if tma else w, _whole(s, bits), bias, count, w.shape[0])
+            (
+                w,
+                _view(w, cfg.block_n, cfg.width) if tma else w,
+                _packed_scales(s, bits),
+                bias,
+                count,
+                w.shape[0],
+            )
             for w, s, bias, count in zip(words, scales, biases, counters, strict=True)
         ]
-        # Places that no weight takes are filled, with tiles that nobody reaches.
+        # Unused arguments repeat the last weight; no program reaches their tiles.
         sets += sets[-1:] * (MOST_FUSED - len(sets))
         options: dict[str, Any] = {"num_warps": cfg.warps}
         if device.dependent_launch:
@@ -184,14 +191,14 @@ def _launch(
 
 
 def _unpacking(device: Device) -> str:
-    """How ``unpack`` makes floats of codes."""
+    """Which instructions ``unpack`` uses: its ``ASM``."""
     if not device.ptx:
         return "none"
     return "sub" if device.bf16_sub else "fma"
 
 
-def _whole(scales: Tensor | None, bits: int) -> Tensor | None:
-    """Scales as the kernel loads them: four of a row at once."""
+def _packed_scales(scales: Tensor | None, bits: int) -> Tensor | None:
+    """Scales as the kernel loads them: with 4 bits, the four bf16 scales of a row and block as one int64."""
     return scales.view(torch.int64) if scales is not None and bits == 4 else scales
 
 
@@ -210,7 +217,7 @@ def _check(x: Tensor, words: Tensor, scales: Tensor | None, counters: Tensor, bi
 
 
 def _has_view(matrix: Tensor) -> bool:
-    """The bulk copy engine wants rows that begin at multiples of 16 bytes."""
+    """Whether the bulk copy engine can read the matrix: its rows must begin at multiples of 16 bytes."""
     return matrix.data_ptr() % 16 == 0 and matrix.stride(0) % 8 == 0
 
 

@@ -1,11 +1,11 @@
-"""Linear layers of few rows in plain torch: the definition of the kernels, and of the low-bit format.
+"""Linear layers with few input rows in plain torch: the definition of the kernels, and of the low-bit format.
 
 A packed weight is int16 words ``[N, 128 * blocks]``. A block covers ``128 * planes`` input columns, planes
-= 16 / bits; column ``128 * p + j`` of a block is plane p of its word j, bits ``bits * p`` upwards. So the
-planes of a tile of words are whole column ranges, and with 4 bits each is one group with a scale of its own.
+= 16 / bits; column ``128 * p + j`` of a block is plane p of its word j, from bit ``bits * p`` up. So the
+planes of a tile of words are contiguous column ranges, and with 4 bits each is one group with its own scale.
 
-Codes are symmetric: a draft needs no zero points, and without them a weight is code times scale, exact in
-bf16 before the scale, which multiplies the fp32 sum.
+Codes are symmetric, since draft models need no zero points: a weight is code times scale, the code is exact
+in bf16, and the scale multiplies the fp32 sum.
 """
 
 import torch
@@ -14,8 +14,8 @@ from torch import Tensor
 GROUP = 128
 """Input columns of one plane of one block, and of one 4-bit scale."""
 
-# Shrunk ranges tried per group of 4-bit codes: clipping the extreme buys the others finer steps.
-_RANGES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
+# Clipping ratios tried per group of 4-bit codes: clipping the extreme value gives the others finer steps.
+_CLIP_RATIOS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
 _CHUNK = 512
 
 
@@ -30,7 +30,7 @@ def low_bit_linear(x: Tensor, words: Tensor, scales: Tensor, bias: Tensor | None
     Args:
         x: ``[..., K]``.
         words: int16 ``[N, 128 * blocks]``.
-        scales: as ``quantise`` makes them.
+        scales: from ``quantise``.
         bias: ``[N]`` or None.
         bits: 8 or 4.
 
@@ -42,12 +42,12 @@ def low_bit_linear(x: Tensor, words: Tensor, scales: Tensor, bias: Tensor | None
 
 
 def blocks_of(ins: int, bits: int) -> int:
-    """Blocks that hold a row of ``ins`` columns; the rest of the last one is zero."""
+    """Number of blocks that hold ``ins`` input columns; the rest of the last one is zero."""
     return -(-ins // (GROUP * _planes(bits)))
 
 
 def quantise(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """A weight ``[N, K]`` in 8 bits with a scale per row, or 4 bits with one per row and 128 columns.
+    """Quantise ``[N, K]`` to 8 bits with a scale per row, or to 4 bits with one per row and 128 columns.
 
     Returns:
         int16 words ``[N, 128 * blocks]``, and scales: fp32 ``[N]`` for 8 bits, bf16 ``[blocks, N, 4]``
@@ -63,7 +63,7 @@ def quantise(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 def dequantise(
     words: Tensor, scales: Tensor, bits: int, ins: int, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """The weight ``[N, ins]`` that packed words stand for."""
+    """The weight ``[N, ins]`` of packed words."""
     outs, planes = words.shape[0], _planes(bits)
     shifts = torch.arange(0, 16, bits, device=words.device, dtype=torch.int32)[:, None]
     blocks = words.view(outs, -1, 1, GROUP).to(torch.int32)
@@ -77,7 +77,7 @@ def dequantise(
 
 def _planes(bits: int) -> int:
     if bits not in (4, 8):
-        raise ValueError(f"bits={bits} is no packed format; use 8 or 4")
+        raise ValueError(f"bits={bits} is not a packed format; use 8 or 4")
     return 16 // bits
 
 
@@ -102,14 +102,14 @@ def _quantise_rows(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 def _best_steps(groups: Tensor) -> Tensor:
     """bf16 values in fp32 ``[n, G]``: the step of least squared error for each group ``[n, G, 128]``.
 
-    A step is negative where the extreme is positive, because the codes reach to -8 but only to 7.
+    A step is negative where the extreme value is positive, because codes range from -8 to 7.
     """
     extreme = groups.gather(2, groups.abs().argmax(2, keepdim=True))
     tiny = torch.finfo(torch.bfloat16).tiny
     best = torch.full_like(extreme, torch.inf)
     steps = torch.ones_like(extreme)
-    for share in _RANGES:
-        step = (extreme * (share / -8)).to(torch.bfloat16).float()
+    for ratio in _CLIP_RATIOS:
+        step = (extreme * (ratio / -8)).to(torch.bfloat16).float()
         step = torch.where(step.abs() < tiny, tiny, step)
         error = ((groups / step).round_().clamp_(-8, 7) * step - groups).square_().sum(2, keepdim=True)
         better = error < best

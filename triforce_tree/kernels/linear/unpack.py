@@ -1,8 +1,8 @@
-"""Packed integers to bf16 or fp16 in registers, exactly, by bits of the float format.
+"""Exact conversion of packed integers to bf16 or fp16 in registers, by bit operations on the float format.
 
 A code in the low mantissa bits of a power of two is that power plus the code, so an ``and``, an ``or`` and
-one subtraction make two floats. ``ASM`` names the way: "sub" as written below, "fma" for GPUs before sm_90,
-which have no ``sub.bf16x2``, and "none" in plain Triton (in the interpreter, and on AMD).
+one subtraction make two floats. ``ASM`` selects the instructions: "sub" as written below, "fma" for GPUs
+before sm_90, which have no ``sub.bf16x2``, and "none" for plain Triton (in the interpreter, and on AMD).
 """
 
 import re

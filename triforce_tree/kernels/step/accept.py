@@ -1,4 +1,4 @@
-"""Which path of a token tree is accepted, which token follows it, and which token came second."""
+"""Acceptance over a token tree: the accepted path, the token emitted after it, and runner-up tokens."""
 
 from typing import Any
 
@@ -11,34 +11,33 @@ from triforce_tree.kernels.step.draws import Draws, NoiseDraws
 
 @operator("accept_greedy", triton=".accept_kernels")
 def accept_greedy(tokens: Tensor, parents: Tensor, best: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Follow the target's own choice as long as it was proposed.
+    """Greedy acceptance: follow the target's argmax as long as a child proposes it.
 
     Args:
-        tokens: int64 ``[B, N]``; node 0 is the root, whose token is not looked at; -1 marks a node that
-            is not there.
-        parents: int64 ``[B, N]``; -1 for the root, and a parent stands before its children.
-        best: int64 ``[B, N]``, the target's choice at each node.
-        depth: length of the longest path below the root; deeper nodes are not looked at.
+        tokens: int64 ``[B, N]``; node 0 is the root, whose token is not read; -1 marks an absent node.
+        parents: int64 ``[B, N]``; -1 for the root, and parents precede their children.
+        best: int64 ``[B, N]``, the target's argmax at each node.
+        depth: length of the longest path below the root; deeper nodes are not read.
 
     Returns:
         path int64 ``[B, depth + 1]``, the accepted nodes from the root on, padded with -1; count int64
-        ``[B]``, how many they are, the root included; next int64 ``[B]``, the token emitted after them.
+        ``[B]``, their number, the root included; next int64 ``[B]``, the token emitted after them.
     """
     paths, emitted = [], []
-    for token, parent, choice in zip(tokens.tolist(), parents.tolist(), best.tolist(), strict=True):
+    for token, parent, target_token in zip(tokens.tolist(), parents.tolist(), best.tolist(), strict=True):
         path = [0]
         while len(path) <= depth:
             node = path[-1]
             match = [
                 i
                 for i in range(node + 1, len(token))
-                if parent[i] == node and token[i] == choice[node] and token[i] >= 0
+                if parent[i] == node and token[i] == target_token[node] and token[i] >= 0
             ]
             if not match:
                 break
             path.append(match[0])
         paths.append(path)
-        emitted.append(choice[path[-1]])
+        emitted.append(target_token[path[-1]])
     return _packed(paths, emitted, depth, tokens)
 
 
@@ -53,26 +52,26 @@ def accept_tree(
     exponential: Tensor,
     depth: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Recursive rejection over siblings, the rule of ``verify.acceptance.accept_sampling``.
+    """Recursive rejection sampling over siblings (SpecInfer, Sequoia), for trees drawn without replacement.
 
-    A child to which its law (without the refused siblings) gives no probability cannot have been drawn
-    from it and counts as absent. Children that were proposed deterministically, as by prompt lookup, have
-    q(x) = 1: the i-th is accepted with probability p_i(x), and its refusal leaves p_{i+1}, which is p_i
-    without x, renormalised, or p_i where that leaves nothing. A token that was refused already counts as
-    absent. Both kinds of nodes may occur in one tree.
+    A child with zero draft probability (after its rejected siblings are removed) cannot have been drawn and
+    counts as absent. Children that were proposed deterministically, as by prompt lookup, have q(x) = 1: the
+    i-th is accepted with probability p_i(x), and its rejection leaves p_{i+1}, which is p_i without x,
+    renormalised, or p_i where that leaves nothing. A token that was already rejected counts as absent. Both
+    kinds of nodes may occur in one tree.
 
     Args:
-        tokens, parents, depth: as for ``accept_greedy``; siblings stand in draw order.
-        p: fp32 ``[B, N, V]``, the target's law at each node.
-        q: fp32 ``[B, M, V]``, draft laws; M may be 0 where all proposals are deterministic.
+        tokens, parents, depth: as for ``accept_greedy``; siblings are in draw order.
+        p: fp32 ``[B, N, V]``, the target's probs at each node.
+        q: fp32 ``[B, M, V]``, draft probs; M may be 0 where all proposals are deterministic.
         q_rows: int64 ``[B, N]``, the row of ``q`` that a node's children were drawn from, -1 where they
-            were proposed deterministically; looked at for nodes with children only.
+            were proposed deterministically; read for nodes with children only.
         uniforms: fp32 ``[B, N]`` in [0, 1); node x is accepted where ``uniforms[x] < p(x) / q(x)``.
-        exponential: fp32 ``[B, V]`` of Exp(1) noise; the emitted token is the argmax of the remaining
+        exponential: fp32 ``[B, V]`` of Exp(1) noise; the emitted token is the argmax of the residual
             probs / exponential, the lowest id among equals. Probs that are NaN emit token 0.
 
     Returns:
-        path, count, next: as ``accept_greedy``; next follows the residual where a child was refused.
+        path, count, next: as ``accept_greedy``; next follows the residual where a child was rejected.
     """
     return accept_drawn(NoiseDraws(exponential, uniforms), tokens, parents, p, q, q_rows, depth)
 
@@ -80,7 +79,7 @@ def accept_tree(
 def accept_drawn(
     draws: Draws, tokens: Tensor, parents: Tensor, p: Tensor, q: Tensor, q_rows: Tensor, depth: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``accept_tree`` by any source of decisions, at places (sequence, node) and (sequence,)."""
+    """``accept_tree`` with any source of random decisions, indexed by (sequence, node) and (sequence,)."""
     paths, emitted = [], []
     trees = zip(tokens.tolist(), parents.tolist(), q_rows.tolist(), strict=True)
     for b, (token, parent, row) in enumerate(trees):
@@ -89,8 +88,8 @@ def accept_drawn(
             node, accepted = path[-1], False
             target = p[b, node]
             children = [i for i in range(node + 1, len(token)) if parent[i] == node and token[i] >= 0]
-            fixed = bool(children) and row[node] == -1
-            draft = torch.ones_like(target) if fixed or not children else q[b, row[node]]
+            deterministic = bool(children) and row[node] == -1
+            draft = torch.ones_like(target) if deterministic or not children else q[b, row[node]]
             for child in children if len(path) <= depth else ():
                 x = token[child]
                 if not draft[x] > 0:
@@ -99,27 +98,27 @@ def accept_drawn(
                     path.append(child)
                     accepted = True
                     break
-                target, draft = refused(target, draft, x, fixed)
+                target, draft = refused(target, draft, x, deterministic)
         paths.append(path)
         emitted.append(max(0, int(draws.choose(target, b))))
     return _packed(paths, emitted, depth, tokens)
 
 
-def refused(target: Tensor, draft: Tensor, token: int, fixed: bool) -> tuple[Tensor, Tensor]:
-    """What a refused child leaves of the target's law ``[V]``, and of the law of its next sibling.
+def refused(target: Tensor, draft: Tensor, token: int, deterministic: bool) -> tuple[Tensor, Tensor]:
+    """The residual of the target's probs ``[V]`` after a rejection, and the draft probs of the next sibling.
 
-    norm(max(p - q, 0)), and q without the token, renormalised. A child that was proposed deterministically
-    (``fixed``) stands for a q that is 1 at its token.
+    norm(max(p - q, 0)), and q without the token, renormalised. For a child that was proposed
+    deterministically q is 1 at its token and 0 elsewhere.
     """
     out = torch.tensor(token, device=target.device)
-    left = target.index_fill(0, out, 0.0) if fixed else (target - draft).clamp_min(0)
+    left = target.index_fill(0, out, 0.0) if deterministic else (target - draft).clamp_min(0)
     others = draft.index_fill(0, out, 0.0)
-    return _normalised(left, target), others if fixed else _normalised(others, others)
+    return _normalised(left, target), others if deterministic else _normalised(others, others)
 
 
-def _normalised(masses: Tensor, otherwise: Tensor) -> Tensor:
-    total = masses.sum()
-    return masses / total if total > 0 else otherwise
+def _normalised(weights: Tensor, fallback: Tensor) -> Tensor:
+    total = weights.sum()
+    return weights / total if total > 0 else fallback
 
 
 def _packed(
@@ -131,11 +130,11 @@ def _packed(
 
 @operator("second_choice", triton=".accept_kernels")
 def second_choice(probs: Tensor, chosen: Tensor, exponential: Tensor | None) -> Tensor:
-    """The runner-up: the second outcome of an exponential race, or the second most probable token.
+    """The runner-up: the second token of a draw without replacement, or the second most probable token.
 
     Args:
         probs: fp32 ``[B, C, V]``.
-        chosen: int64 ``[B, C]``, the token that is out; negative for none.
+        chosen: int64 ``[B, C]``, the token to exclude; negative for none.
         exponential: fp32 ``[B, C, V]`` of Exp(1) noise: argmax of probs / exponential; None: argmax of probs,
             which may then be logits. The lowest id among equals.
 
@@ -147,7 +146,7 @@ def second_choice(probs: Tensor, chosen: Tensor, exponential: Tensor | None) -> 
 
 
 def second_drawn(draws: Draws | None, probs: Tensor, chosen: Tensor) -> Tensor:
-    """``second_choice`` by any source of decisions; None: the most probable other token."""
+    """``second_choice`` with any source of random decisions; None: the most probable other token."""
     out = torch.arange(probs.shape[-1], device=probs.device) == chosen[..., None]
     if draws is not None:
         return draws.choose(probs.masked_fill(out, 0.0))

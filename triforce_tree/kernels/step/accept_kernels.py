@@ -1,18 +1,18 @@
-"""Triton kernels that judge a token tree: which path is accepted, which token follows, which came second.
+"""Triton kernels of acceptance over a token tree: the accepted path, the emitted token, runner-up tokens.
 
-Sampling decides at all nodes at once, each as if it were reached, and then follows the decisions: what
-happens at a node depends on its own children and random numbers alone. Nodes that the verdicts on first
-siblings, which cost nothing, rule out are left undecided.
+Sampling decides at all nodes in parallel, each as if it were reached, and then follows the decisions: the
+outcome at a node depends on its own children and random numbers alone. A node that cannot be reached given
+the decisions on first siblings, which need no pass over the vocabulary, is skipped.
 
-No residual is ever stored. Refusals of children drawn from one law q leave
+No residual is ever stored. Rejections of children drawn from one q leave
 
     p_k = (p - A_k q)+ / S_k,    S_k = sum (p - A_k q)+,    A_{k+1} = A_k + S_k / T_k
 
-with T_k what the refused tokens leave of q's mass, since (p - a q)+ less b q, cut at zero again, is
-(p - (a + b) q)+, and a refused token has nothing left in p: p(x) < q(x). Children that were proposed
-deterministically leave p without the refused tokens, and S_k is the sum of that. So a refusal costs one walk
-over the vocabulary, and where no sibling is left that walk finds the emitted token too. ``accept`` holds the
-definitions.
+where T_k is the sum of q without the rejected tokens, since max((p - a q)+ - b q, 0) is (p - (a + b) q)+,
+and a rejected token has probability 0 in the residual: p(x) < q(x). Children that were proposed
+deterministically leave p without the rejected tokens, and S_k is the sum of that. So a rejection costs one
+pass over the vocabulary, and where no sibling is left that pass finds the emitted token too. ``accept`` holds
+the definitions.
 """
 
 import torch
@@ -24,50 +24,65 @@ from triton import knobs
 from triforce_tree.kernels.step.accept import empty_results
 
 _BLOCK_V = 4096
-_NONE = tl.constexpr(2**63 - 1)
+_NO_NODE = tl.constexpr(2**63 - 1)
 
 
 @triton.jit
-def _walk(p_ptr, q_ptr, noise_ptr, gone_ptr, gone, fixed, vocab, share, emit, BLOCK: tl.constexpr):
-    """Over the vocabulary: the sum of (p - share q)+, that of q without the ``gone`` refused tokens, and
-    the winner of the race for the first.
+def _scan_vocab(
+    p_ptr,
+    q_ptr,
+    noise_ptr,
+    rejected_ptr,
+    rejected_count,
+    deterministic,
+    vocab,
+    coef,
+    emit,
+    BLOCK: tl.constexpr,
+):
+    """One pass over the vocabulary: the sum of (p - coef q)+, the sum of q without the rejected tokens, and
+    the argmax of (p - coef q)+ / exponential.
 
-    Where proposals were ``fixed`` there is no q, and the first is p without the refused tokens.
-    ``exponential`` is read where ``emit``, ``q`` where a token was refused; what is not a number counts as 0.
+    Where proposals were ``deterministic`` there is no q, and the residual is p without the rejected tokens.
+    Noise is read where ``emit``, ``q`` where a token was rejected; NaN counts as 0.
     """
-    left_sum = tl.zeros([BLOCK], tl.float32)
+    residual_sum = tl.zeros([BLOCK], tl.float32)
     q_sum = tl.zeros([BLOCK], tl.float32)
     best = tl.zeros([BLOCK], tl.float32)
-    winner = tl.zeros([BLOCK], tl.int32)
+    best_token = tl.zeros([BLOCK], tl.int32)
     for start in range(0, vocab, BLOCK):
         token = start + tl.arange(0, BLOCK)
         inside = token < vocab
         p = tl.load(p_ptr + token, mask=inside, other=0.0)
         # Blocks on both sides: Triton's interpreter makes no mask of a block and a scalar.
-        q = tl.load(q_ptr + token, mask=inside & (token * 0 + tl.where(fixed, 0, gone) > 0), other=0.0)
+        q = tl.load(
+            q_ptr + token,
+            mask=inside & (token * 0 + tl.where(deterministic, 0, rejected_count) > 0),
+            other=0.0,
+        )
         exponential = tl.load(noise_ptr + token, mask=inside & (token * 0 + emit > 0), other=1.0)
-        left = p - share * q
-        left = tl.where(left > 0.0, left, 0.0)
-        for at in range(gone):
-            refused = token == tl.load(gone_ptr + at)
-            q = tl.where(refused, 0.0, q)
-            left = tl.where(refused & (token * 0 + fixed.to(tl.int32) > 0), 0.0, left)
-        left_sum += left
+        residual = p - coef * q
+        residual = tl.where(residual > 0.0, residual, 0.0)
+        for at in range(rejected_count):
+            rejected = token == tl.load(rejected_ptr + at)
+            q = tl.where(rejected, 0.0, q)
+            residual = tl.where(rejected & (token * 0 + deterministic.to(tl.int32) > 0), 0.0, residual)
+        residual_sum += residual
         q_sum += q
-        weight = tl.where(left > 0.0, tl.div_rn(left, exponential), 0.0)
+        weight = tl.where(residual > 0.0, tl.div_rn(residual, exponential), 0.0)
         better = weight > best
-        winner, best = tl.where(better, token, winner), tl.where(better, weight, best)
+        best_token, best = tl.where(better, token, best_token), tl.where(better, weight, best)
     top = tl.max(best, 0)
-    # Lanes that met nothing positive hold token 0, which is also what a law without mass emits.
-    token = tl.min(tl.where(best == top, winner, 2147483647), 0)
-    return tl.sum(left_sum, 0), tl.sum(q_sum, 0), token
+    # Elements that met nothing positive hold token 0, which is also what probs of sum 0 emit.
+    token = tl.min(tl.where(best == top, best_token, 2147483647), 0)
+    return tl.sum(residual_sum, 0), tl.sum(q_sum, 0), token
 
 
 @triton.jit
 def _judge_kernel(
     outcome_ptr,  # int64 [B, N]: the accepted child, or -1 - the emitted token
-    gone_ptr,  # int32 [B, N], scratch: refused tokens, siblings together
-    tokens_ptr,  # int64 [B, N] and so on, rows with strides
+    rejected_ptr,  # int32 [B, N], scratch: rejected tokens, siblings together
+    tokens_ptr,  # int64 [B, N]; this and the next inputs have a stride between sequences
     parents_ptr,
     p_ptr,  # fp32 [B, N, V]
     q_ptr,  # fp32 [B, M, V]
@@ -90,83 +105,96 @@ def _judge_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    me = tl.program_id(0)
+    own_node = tl.program_id(0)
     sequence = tl.program_id(1).to(tl.int64)
     parents_ptr += sequence * parents_b
     q_rows_ptr += sequence * q_rows_b
     p_ptr += sequence * p_b
     q_ptr += sequence * q_b
 
-    # What every node would be judged by: p and q of its token at its parent.
+    # What decides about every node: p and q of its token at its parent.
     index = tl.arange(0, BLOCK_N)
     real = index < nodes
     token = tl.load(tokens_ptr + sequence * tokens_b + index, mask=real, other=-1)
     parent = tl.load(parents_ptr + index, mask=real, other=-1)
     uniform = tl.load(uniforms_ptr + sequence * uniforms_b + index, mask=real, other=1.0)
-    alive = (token >= 0) & (token < vocab) & (parent >= 0) & (parent < index)
-    q_row = tl.load(q_rows_ptr + parent, mask=alive, other=-1)
-    alive = alive & (q_row >= -1) & (q_row < q_count)
-    p_here = tl.load(p_ptr + parent * p_n + token, mask=alive, other=0.0)
-    q_here = tl.load(q_ptr + q_row * q_m + token, mask=alive & (q_row >= 0), other=1.0)
-    alive = alive & (q_here > 0.0)
-    # Index, verdict and token of a node in one word, whose minimum over siblings is the eldest's.
-    plain = (index.to(tl.int64) << 33) | token
-    words = plain | ((uniform < tl.div_rn(p_here, q_here)).to(tl.int64) << 32)
+    valid = (token >= 0) & (token < vocab) & (parent >= 0) & (parent < index)
+    q_row = tl.load(q_rows_ptr + parent, mask=valid, other=-1)
+    valid = valid & (q_row >= -1) & (q_row < q_count)
+    p_here = tl.load(p_ptr + parent * p_n + token, mask=valid, other=0.0)
+    q_here = tl.load(q_ptr + q_row * q_m + token, mask=valid & (q_row >= 0), other=1.0)
+    valid = valid & (q_here > 0.0)
+    # Index, decision and token of a node in one int64, whose minimum over siblings is the first sibling's.
+    packed_index = (index.to(tl.int64) << 33) | token
+    packed = packed_index | ((uniform < tl.div_rn(p_here, q_here)).to(tl.int64) << 32)
 
     # Up to the root: a first sibling is reached if it is accepted, the others if it is not.
-    reached, level = me >= 0, 0
-    node = me
+    reached, level = own_node >= 0, 0
+    node = own_node
     while reached & (node > 0):
         above = tl.load(parents_ptr + node).to(tl.int32)
-        eldest = tl.min(tl.where(alive & (parent == above), words, _NONE), 0)
-        there = tl.max(tl.where(index == node, alive.to(tl.int32), 0), 0) > 0
-        first, taken = (eldest >> 33) == node, ((eldest >> 32) & 1) == 1
-        reached = there & (first == taken)
+        first_sibling = tl.min(tl.where(valid & (parent == above), packed, _NO_NODE), 0)
+        there = tl.max(tl.where(index == node, valid.to(tl.int32), 0), 0) > 0
+        is_first, is_accepted = (first_sibling >> 33) == node, ((first_sibling >> 32) & 1) == 1
+        reached = there & (is_first == is_accepted)
         level += 1
         node = above
 
-    mine = alive & (parent == me) & (level < depth)
-    gone_ptr += sequence * nodes + tl.sum((alive & (parent < me)).to(tl.int32), 0)
-    p_ptr += me.to(tl.int64) * p_n
-    row = tl.max(tl.where(mine, q_row, -1), 0)
-    fixed = row < 0
-    q_ptr += tl.where(fixed, 0, row) * q_m
+    candidates = valid & (parent == own_node) & (level < depth)
+    rejected_ptr += sequence * nodes + tl.sum((valid & (parent < own_node)).to(tl.int32), 0)
+    p_ptr += own_node.to(tl.int64) * p_n
+    row = tl.max(tl.where(candidates, q_row, -1), 0)
+    deterministic = row < 0
+    q_ptr += tl.where(deterministic, 0, row) * q_m
     noise_ptr += sequence * noise_b
     outcome = tl.full([], -1, tl.int64)
-    share = tl.full([], 0.0, tl.float32)  # A
-    left, rest = share + 1.0, share + 1.0  # S, T
-    gone = tl.full([], 0, tl.int32)
+    coef = tl.full([], 0.0, tl.float32)  # A
+    residual, q_left = coef + 1.0, coef + 1.0  # S, T
+    rejected_count = tl.full([], 0, tl.int32)
     while reached:
-        chance = p_here - share * q_here
-        chance = tl.div_rn(tl.div_rn(tl.where(chance > 0.0, chance, 0.0), left), tl.div_rn(q_here, rest))
-        words = plain | ((uniform < chance).to(tl.int64) << 32)
-        word = tl.min(tl.where(mine, words, _NONE), 0)
-        none = word == _NONE
-        if (word != _NONE) & (((word >> 32) & 1) == 1):
-            outcome = word >> 33
-            reached = me < 0
+        accept_prob = p_here - coef * q_here
+        accept_prob = tl.div_rn(
+            tl.div_rn(tl.where(accept_prob > 0.0, accept_prob, 0.0), residual), tl.div_rn(q_here, q_left)
+        )
+        packed = packed_index | ((uniform < accept_prob).to(tl.int64) << 32)
+        first_child = tl.min(tl.where(candidates, packed, _NO_NODE), 0)
+        no_child = first_child == _NO_NODE
+        if (first_child != _NO_NODE) & (((first_child >> 32) & 1) == 1):
+            outcome = first_child >> 33
+            reached = own_node < 0
         else:
-            refused = word & 0xFFFFFFFF
-            mine = mine & (token != refused)
-            alone = tl.max(mine.to(tl.int32), 0) == 0
-            tried = share
-            if word != _NONE:
-                tried = tl.where(fixed, share, share + left / rest)
-                tl.store(gone_ptr + gone, refused.to(tl.int32))
-                gone += 1
+            rejected = first_child & 0xFFFFFFFF
+            candidates = candidates & (token != rejected)
+            exhausted = tl.max(candidates.to(tl.int32), 0) == 0
+            next_coef = coef
+            if first_child != _NO_NODE:
+                next_coef = tl.where(deterministic, coef, coef + residual / q_left)
+                tl.store(rejected_ptr + rejected_count, rejected.to(tl.int32))
+                rejected_count += 1
             # The list is written by one thread and read by all.
             tl.debug_barrier()
-            mass, q_mass, winner = _walk(
-                p_ptr, q_ptr, noise_ptr, gone_ptr, gone, fixed, vocab, tried, alone, BLOCK_V
+            mass, q_mass, best_token = _scan_vocab(
+                p_ptr,
+                q_ptr,
+                noise_ptr,
+                rejected_ptr,
+                rejected_count,
+                deterministic,
+                vocab,
+                next_coef,
+                exhausted,
+                BLOCK_V,
             )
-            # Where nothing is left p stays, and the next round goes on with that.
-            share, left = tl.where(mass > 0.0, tried, share), tl.where(mass > 0.0, mass, left)
-            rest = tl.where(fixed, rest, q_mass)
-            gone = tl.where(fixed & ~(mass > 0.0) & ~none, gone - 1, gone)
-            if none | (alone & (mass > 0.0)):
-                outcome = -1 - winner.to(tl.int64)
-                reached = me < 0
-    tl.store(outcome_ptr + sequence * nodes + me, outcome)
+            # An empty residual leaves p unchanged, and the next iteration continues with it.
+            coef, residual = tl.where(mass > 0.0, next_coef, coef), tl.where(mass > 0.0, mass, residual)
+            q_left = tl.where(deterministic, q_left, q_mass)
+            rejected_count = tl.where(
+                deterministic & ~(mass > 0.0) & ~no_child, rejected_count - 1, rejected_count
+            )
+            if no_child | (exhausted & (mass > 0.0)):
+                outcome = -1 - best_token.to(tl.int64)
+                reached = own_node < 0
+    tl.store(outcome_ptr + sequence * nodes + own_node, outcome)
 
 
 @triton.jit
@@ -200,7 +228,7 @@ def _greedy_kernel(
     path_ptr,  # int64 [B, depth + 1]
     count_ptr,  # int64 [B]
     next_ptr,  # int64 [B]
-    tokens_ptr,  # int64 [B, N], as the next two; rows with strides
+    tokens_ptr,  # int64 [B, N], as the next two; with a stride between sequences
     parents_ptr,
     best_ptr,
     tokens_b,
@@ -216,17 +244,17 @@ def _greedy_kernel(
     real = index < nodes
     token = tl.load(tokens_ptr + sequence * tokens_b + index, mask=real, other=-1)
     parent = tl.load(parents_ptr + sequence * parents_b + index, mask=real, other=-1)
-    alive = (token >= 0) & (parent >= 0) & (parent < index)
+    valid = (token >= 0) & (parent >= 0) & (parent < index)
     best_ptr += sequence * best_b
-    wanted = alive & (token == tl.load(best_ptr + parent, mask=alive, other=-1))
+    matches = valid & (token == tl.load(best_ptr + parent, mask=valid, other=-1))
     path = tl.where(slot == 0, 0, -1).to(tl.int64)
     count, node = 1, 0
-    child = tl.min(tl.where(wanted & (parent == 0), index, BLOCK_N), 0)
+    child = tl.min(tl.where(matches & (parent == 0), index, BLOCK_N), 0)
     while (child < BLOCK_N) & (count <= depth):
         path = tl.where(slot == count, child.to(tl.int64), path)
         count += 1
         node = child
-        child = tl.min(tl.where(wanted & (parent == node), index, BLOCK_N), 0)
+        child = tl.min(tl.where(matches & (parent == node), index, BLOCK_N), 0)
     tl.store(path_ptr + sequence * (depth + 1) + slot, path, mask=slot <= depth)
     tl.store(count_ptr + sequence, count)
     tl.store(next_ptr + sequence, tl.load(best_ptr + node))
@@ -251,7 +279,7 @@ def _second_kernel(
     chosen = tl.load(chosen_ptr + at)
     floor = float("-inf") if noise_ptr is None else 0.0
     best = tl.full([BLOCK], floor, tl.float32)
-    winner = tl.full([BLOCK], -1, tl.int32)
+    best_token = tl.full([BLOCK], -1, tl.int32)
     for start in range(0, vocab, BLOCK):
         token = start + tl.arange(0, BLOCK)
         inside = token < vocab
@@ -261,9 +289,9 @@ def _second_kernel(
             noise = tl.load(noise_ptr + sequence * noise_b + choice * noise_c + token, mask=inside, other=1.0)
             weight = tl.where(weight > 0.0, tl.div_rn(weight, noise), 0.0)
         better = (weight > best) & (token != chosen)
-        winner, best = tl.where(better, token, winner), tl.where(better, weight, best)
+        best_token, best = tl.where(better, token, best_token), tl.where(better, weight, best)
     top = tl.max(best, 0)
-    token = tl.min(tl.where(best == top, winner, 2147483647), 0)
+    token = tl.min(tl.where(best == top, best_token, 2147483647), 0)
     tl.store(out_ptr + at, token.to(tl.int64))
 
 
@@ -277,16 +305,16 @@ def accept_tree(
     exponential: Tensor,
     depth: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See ``accept.accept_tree``; laws and noise must be fp32."""
+    """See ``accept.accept_tree``; probs and noise must be fp32."""
     batch, nodes = tokens.shape
     vocab = p.shape[2]
     tokens, parents, q_rows, uniforms = (_dense(x) for x in (tokens, parents, q_rows, uniforms))
     p, q, exponential = (_dense(x) for x in (p, q, exponential))
     outcome = torch.empty(batch, nodes, dtype=torch.int64, device=p.device)
-    gone = torch.empty(batch, nodes, dtype=torch.int32, device=p.device)
+    rejected = torch.empty(batch, nodes, dtype=torch.int32, device=p.device)
     block_n, block_v = triton.next_power_of_2(nodes), min(_BLOCK_V, triton.next_power_of_2(vocab))
     _judge_kernel[(nodes, batch)](
-        outcome, gone, tokens, parents, p, q, q_rows, uniforms, exponential,
+        outcome, rejected, tokens, parents, p, q, q_rows, uniforms, exponential,
         tokens.stride(0), parents.stride(0), p.stride(0), p.stride(1), q.stride(0), q.stride(1),
         q_rows.stride(0), uniforms.stride(0), exponential.stride(0), nodes, q.shape[1], vocab, depth,
         BLOCK_N=block_n, BLOCK_V=block_v, **_warps(max(1, min(16, block_v // 256))),

@@ -1,4 +1,4 @@
-"""Where the definitions of ``accept`` and ``grow`` get their random decisions from."""
+"""Sources of the random decisions that the definitions in ``accept`` and ``grow`` make."""
 
 from typing import Protocol
 
@@ -7,17 +7,17 @@ from torch import Tensor
 
 
 class Draws(Protocol):
-    """The random decisions of one op, asked for in the order in which its rule makes them.
+    """The random decisions of one operator, called in the order in which the algorithm makes them.
 
-    ``place`` indexes the leading dimensions of the random numbers that an op is given, so that decisions at
-    different places are independent whatever the order.
+    ``place`` indexes the leading dimensions of the random numbers that an operator is given, so that
+    decisions at different indices are independent in any order.
     """
 
     def accept(self, chance: Tensor, *place: int) -> bool:
         """True with probability min(1, ``chance``); ``chance`` is a scalar, never NaN for an honest draft."""
 
     def choose(self, weights: Tensor, *place: int) -> Tensor:
-        """One token each by ``weights`` ``[..., V]``, which need not sum to 1; NaN counts as 0.
+        """Sample one token from each of ``weights`` ``[..., V]``, which need not sum to 1; NaN counts as 0.
 
         Returns:
             int64 ``[...]``; -1 where no token has a positive weight.
@@ -27,12 +27,12 @@ class Draws(Protocol):
         """``count`` (at most V) draws without replacement from each of ``probs`` ``[B, F, V]``.
 
         Returns:
-            int64 ``[B, F, count]``, in the order of the draws; -1 where nothing is left.
+            int64 ``[B, F, count]``, in draw order; -1 where no token of positive probability is left.
         """
 
 
 class NoiseDraws:
-    """Decisions read from random numbers that were drawn before: what the ops do.
+    """Decisions read from random numbers that were drawn before, as the operators make them.
 
     Args:
         exponential: fp32 ``[..., V]`` of Exp(1) noise. The token of the largest weight / exponential is
@@ -52,18 +52,18 @@ class NoiseDraws:
         return torch.where(top > 0, token, -1)
 
     def choose_distinct(self, probs: Tensor, count: int) -> Tensor:
-        times = probs / self._exponential
-        draws = largest(times, count)
-        return torch.where(times.gather(2, draws) > 0, draws, -1)
+        scores = probs / self._exponential
+        draws = largest(scores, count)
+        return torch.where(scores.gather(2, draws) > 0, draws, -1)
 
 
 def draw_tokens(draws: Draws | None, probs: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Children of a tree's frontier ``[B, F, V]``: what ``grow.expand_nodes`` returns.
+    """Child tokens of a tree's frontier ``[B, F, V]``: what ``grow.expand_nodes`` returns.
 
     Args:
         draws: None takes the most probable tokens.
         probs: fp32 ``[B, F, V]``.
-        count: K, tokens of each; those past V are -1.
+        count: K, tokens per node; those past V are -1.
     """
     most = min(count, probs.shape[-1])
     order = largest(probs, most)
@@ -73,10 +73,10 @@ def draw_tokens(draws: Draws | None, probs: Tensor, count: int) -> tuple[Tensor,
 
 
 def largest(numbers: Tensor, count: int) -> Tensor:
-    """Indices of the ``count`` largest of each row ``[..., R]``, not negative: by :func:`ranked`."""
+    """Indices of the ``count`` largest of non-negative numbers ``[..., R]``, in the order of ``ranked``."""
     values, order = numbers.topk(count)
-    # topk takes any of equal numbers, in any order; where all above and at its last number are found, only
-    # their order is open.
+    # topk breaks ties arbitrarily; where it returned all numbers that are at least its smallest, only their
+    # order has to be mended.
     if (numbers >= values[..., -1:]).sum(-1).eq(count).all():
         order = order.sort(-1).values
         falling = numbers.gather(-1, order).sort(stable=True, descending=True).indices
@@ -85,6 +85,6 @@ def largest(numbers: Tensor, count: int) -> Tensor:
 
 
 def ranked(numbers: Tensor) -> Tensor:
-    """Numbers ``[..., R]``, not negative, as int64: NaN first, and the lower index first among equals."""
+    """Non-negative numbers ``[..., R]`` as int64 sort keys: NaN highest, of equals the lower index."""
     bits = torch.where(numbers.isnan(), 0x7FC00000, numbers.view(torch.int32))
     return (bits.long() << 32) - torch.arange(numbers.shape[-1], device=numbers.device)

@@ -1,4 +1,4 @@
-"""What grows a token tree between the forwards of a draft model."""
+"""Tree growth between the forwards of a draft model: first inputs, child tokens, new nodes."""
 
 import torch
 from torch import Tensor
@@ -20,19 +20,19 @@ def begin_tree(
     offsets: Tensor,
     ahead: Tensor,
 ) -> None:
-    """Say where a tree grows whose root is each text's token at ``end``; the first five are written.
+    """Inputs of the draft forwards for a tree rooted at each sequence's token ``end``; writes the first five.
 
     Args:
-        ids: int64 ``[B, A]``, the text's newest tokens, the root the last.
-        positions: int64 ``[B, C]``, where columns stand in a cache without the ``dropped`` tokens.
-        root: int64 ``[B, N]``, whose first column receives the root.
-        at: int64 ``[D, B]``, first new row of each forward.
-        lengths: int32 ``[B]``, rows before those of ``ids``.
-        tokens: int64 ``[B, S]``, the texts. One of fewer than A tokens up to ``end`` counts as preceded by
-            copies of its first token.
-        end, dropped: int64 ``[B]``; of such a text ``dropped`` is negative, at most ``end`` - A + 1.
-        offsets: int64 ``[C]``, of each column from the root; the first A are 1 - A ... 0.
-        ahead: int64 ``[D]``, of each forward's first row from the root's.
+        ids: int64 ``[B, A]``, the newest tokens of the sequence, the root last.
+        positions: int64 ``[B, C]``, cache positions of the columns, not counting the ``dropped`` tokens.
+        root: int64 ``[B, N]``, whose first column receives the root token.
+        at: int64 ``[D, B]``, the first KV slot that each forward writes.
+        lengths: int32 ``[B]``, KV slots before those of ``ids``.
+        tokens: int64 ``[B, S]``, the sequences. One with fewer than A tokens up to ``end`` is padded on the
+            left with copies of its first token.
+        end, dropped: int64 ``[B]``; for a padded sequence ``dropped`` is negative, at most ``end`` - A + 1.
+        offsets: int64 ``[C]``, position of each column relative to the root; the first A are 1 - A ... 0.
+        ahead: int64 ``[D]``, first KV slot of each forward relative to the root's.
     """
     newest, place = ids.shape[1], end - dropped
     ids.copy_(tokens.gather(1, (end[:, None] + offsets[:newest]).clamp_min(0)))
@@ -46,7 +46,7 @@ def begin_tree(
 def expand_nodes(
     logits: Tensor, temperature: Tensor | None, exponential: Tensor | None, probs: Tensor, count: int
 ) -> tuple[Tensor, Tensor]:
-    """The probs at a tree's frontier, and the tokens that may be their children.
+    """The draft probs at a tree's frontier, and the tokens that may become their children.
 
     Args:
         logits: ``[B, F, V]``.
@@ -57,8 +57,8 @@ def expand_nodes(
         count: K, draws of a node.
 
     Returns:
-        int64 ``[B, F, K]``, the draws in their order, -1 where there are no more; fp32 ``[B, F, K]``, the K
-        largest probabilities, which are the same whatever was drawn; 0 past V.
+        int64 ``[B, F, K]``, tokens in draw order, -1 where there are no more; fp32 ``[B, F, K]``, the K
+        largest probabilities, which do not depend on the draws; 0 past V.
     """
     return expand_drawn(
         None if exponential is None else NoiseDraws(exponential),
@@ -72,20 +72,22 @@ def expand_nodes(
 def expand_drawn(
     draws: Draws | None, logits: Tensor, temperature: Tensor | None, probs: Tensor, count: int
 ) -> tuple[Tensor, Tensor]:
-    """``expand_nodes`` by any source of decisions; None: the most probable tokens."""
+    """``expand_nodes`` with any source of random decisions; None: the most probable tokens."""
     scores = logits.float() if temperature is None else logits.float() / temperature
     probs.copy_(scores.softmax(-1))
     return draw_tokens(draws, probs, count)
 
 
 @operator(
-    "place_nodes", writes=("tokens", "parents", "words", "values", "ids", "mask"), triton=".place_kernels"
+    "place_nodes",
+    writes=("tokens", "parents", "mask_words", "path_probs", "ids", "mask"),
+    triton=".place_kernels",
 )
 def place_nodes(
     tokens: Tensor,
     parents: Tensor,
-    words: Tensor,
-    values: Tensor,
+    mask_words: Tensor,
+    path_probs: Tensor,
     ids: Tensor,
     mask: Tensor | None,
     draws: Tensor,
@@ -95,43 +97,46 @@ def place_nodes(
     first: int,
     before: int,
 ) -> None:
-    """Add W nodes behind their parents, the frontier ``first ... first + F - 1``; the first six are written.
+    """Add W children of the frontier ``first ... first + F - 1``, after its nodes; writes the first six.
 
-    Which places they take depends on ``pairs``, or on ``values`` and ``by_rank``: on what was known before
-    the draws at hand. The i-th largest probability stands for the chance of the i-th draw, whatever that is.
+    Which (parent, rank) places they take depends on ``pairs``, or on ``path_probs`` and ``by_rank``: on what
+    was known before these draws, as losslessness requires. The i-th largest probability estimates that of the
+    i-th draw, whichever token that is.
 
     Args:
         tokens, parents: int64 ``[B, N]``.
-        words: int64 ``[B, N, L]`` with 64 L at least N; bit j of word l: node 64 l + j is the node itself or
-            its ancestor.
-        values: fp32 ``[B, N]``, products of the laws along the paths.
-        ids: int64 ``[B, W]``, the new tokens as input of a forward, 0 for those that are not there.
-        mask: int64 ``[B * W, M]``, the new words behind ``before`` bits that are set, in as many words as
-            they need; may be None.
-        draws, by_rank, laws: of the frontier, see ``expand_nodes``.
+        mask_words: int64 ``[B, N, L]`` with 64 L at least N; bit j of word l: node 64 l + j is the node
+            itself or an ancestor.
+        path_probs: fp32 ``[B, N]``, products of the draft probabilities along the paths.
+        ids: int64 ``[B, W]``, the new tokens as input of a forward, 0 for absent ones.
+        mask: int64 ``[B * W, M]``, the attention mask of the new nodes: ``before`` set bits, then those of
+            ``mask_words``; None where no forward follows.
+        draws, by_rank, probs: of the frontier, see ``expand_nodes``.
         pairs: int64 ``[2, W]``, parents (counted from ``first``) and ranks of the new nodes, siblings by
-            rank; None: the W likeliest, the lower (parent, rank) among equals.
+            rank; None: the W places of largest path probability, the lower (parent, rank) among equals.
     """
     batch, frontier, count = draws.shape
     old, new = slice(first, first + frontier), slice(first + frontier, first + frontier + ids.shape[1])
     if pairs is None:
-        # Chances fall with the rank: a parent with n chosen places gets its first n draws.
-        chances = (by_rank * values[:, old, None]).flatten(1)
-        chosen = ranked(chances).topk(ids.shape[1]).indices.sort(1).values
+        # Probabilities fall with the rank: a parent with n chosen places gets its first n draws.
+        place_probs = (by_rank * path_probs[:, old, None]).flatten(1)
+        chosen = ranked(place_probs).topk(ids.shape[1]).indices.sort(1).values
     else:
         chosen = (pairs[0] * count + pairs[1]).expand(batch, -1)
     above, drawn = chosen // count, draws.flatten(1).gather(1, chosen)
     sequence = torch.arange(batch, device=draws.device)[:, None]
     chance = torch.where(drawn >= 0, probs[sequence, above, drawn.clamp_min(0)], 0.0)
     tokens[:, new], parents[:, new] = drawn, above + first
-    values[:, new] = values[:, old].gather(1, above) * chance
+    path_probs[:, new] = path_probs[:, old].gather(1, above) * chance
     place = torch.arange(new.start, new.stop, device=draws.device)
-    own = torch.zeros_like(words[0, new]).scatter_(1, place[:, None] // 64, 1 << place[:, None] % 64)
-    words[:, new] = words[sequence, above + first] | own
+    own = torch.zeros_like(mask_words[0, new]).scatter_(1, place[:, None] // 64, 1 << place[:, None] % 64)
+    mask_words[:, new] = mask_words[sequence, above + first] | own
     ids.copy_(drawn.clamp_min(0))
     if mask is not None:
         bit = torch.arange(64, device=draws.device)
-        seen = torch.nn.functional.pad((words[:, new, :, None] >> bit & 1).flatten(2), (before, 0), value=1)
+        seen = torch.nn.functional.pad(
+            (mask_words[:, new, :, None] >> bit & 1).flatten(2), (before, 0), value=1
+        )
         seen = torch.nn.functional.pad(seen, (0, 64 * mask.shape[1] - seen.shape[2]))
         mask.copy_((seen.view(*mask.shape, 64) << bit).sum(-1))
 

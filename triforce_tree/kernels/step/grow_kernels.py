@@ -2,10 +2,10 @@
 
 Two launches a depth. The first has a program for every frontier node: softmax, and the most probable
 tokens, or the draws. The second (``place_kernels``) has one for every sequence, which chooses the
-places of the new nodes and writes all that is known of them, the inputs of the next forward included.
+parents and ranks of the new nodes and writes their fields and the inputs of the next forward.
 
-Both rank by one integer that is made of a number's bits and an index: the larger number first, the lower
-index among equals, and what is not a number before all others.
+Both sort by an int64 key made of a number's bits and an index: the larger number first, the lower index
+among equals, and NaN before all others.
 """
 
 import torch
@@ -16,14 +16,14 @@ from triton import knobs
 
 from triforce_tree.kernels.step.grow import empty_draws
 
-# Tokens that a program of the first launch looks at together, and those of each of its warps.
+# Tokens in a block of the first launch, and those of each of its warps.
 _BLOCK = 8192
 _WARP = 512
 FIRST = tl.constexpr(2**63 - 1)
 LAST = tl.constexpr(-(2**62))
 _LOW = tl.constexpr(2**32 - 1)
-_GONE = tl.constexpr(-2)
-# Up to so many draws a node are ordered by comparing each with each.
+_REMOVED = tl.constexpr(-2)
+# Up to this many draws per node are ordered by comparing every pair.
 _PAIRWISE = tl.constexpr(64)
 
 
@@ -41,7 +41,7 @@ def _begin_kernel(
     ahead_ptr,  # int64 [D]
     tokens_b,
     root_b,
-    again,
+    refeed,
     columns,
     forwards,
     BLOCK_C: tl.constexpr,
@@ -53,31 +53,34 @@ def _begin_kernel(
     root = end - tl.load(dropped_ptr + sequence)
     offset = tl.load(offsets_ptr + column, mask=column < columns, other=0)
     place = tl.maximum(end + offset, 0)
-    token = tl.load(tokens_ptr + sequence * tokens_b + place, mask=column < again, other=0)
+    token = tl.load(tokens_ptr + sequence * tokens_b + place, mask=column < refeed, other=0)
     ahead = tl.load(ahead_ptr + forward, mask=forward < forwards, other=0)
-    tl.store(ids_ptr + sequence * again + column, token, mask=column < again)
-    tl.store(root_ptr + sequence * root_b + column * 0, token, mask=column == again - 1)
+    tl.store(ids_ptr + sequence * refeed + column, token, mask=column < refeed)
+    tl.store(root_ptr + sequence * root_b + column * 0, token, mask=column == refeed - 1)
     tl.store(positions_ptr + sequence * columns + column, root + offset, mask=column < columns)
     tl.store(at_ptr + forward * batch + sequence, root + ahead, mask=forward < forwards)
-    tl.store(lengths_ptr + sequence, (root - again + 1).to(tl.int32))
+    tl.store(lengths_ptr + sequence, (root - refeed + 1).to(tl.int32))
 
 
 @triton.jit
 def bits_of(number):
-    """What is not negative as int32 that compare alike; not a number stands above infinity."""
+    """Non-negative fp32 as int32 that compare the same way; NaN compares above infinity."""
     return tl.where(number == number, number.to(tl.int32, bitcast=True), 0x7FC00000)
 
 
 @triton.jit
-def rank_word(bits, index):
-    """What ranks a number: by value, then by the lower index; negative where ``bits`` are."""
+def rank_key(bits, index):
+    """Sort key of a number: by value, then the lower index first; negative where ``bits`` is negative."""
     return (bits.to(tl.int64) << 32) + (_LOW - index.to(tl.int64))
 
 
 @triton.jit
-def _scores(logits_ptr, cold, start, vocab, BLOCK: tl.constexpr):
+def _scores(logits_ptr, inverse_temperature, start, vocab, BLOCK: tl.constexpr):
     token = start + tl.arange(0, BLOCK)
-    return tl.load(logits_ptr + token, mask=token < vocab, other=float("-inf")).to(tl.float32) * cold
+    return (
+        tl.load(logits_ptr + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+        * inverse_temperature
+    )
 
 
 @triton.jit
@@ -104,63 +107,63 @@ def _expand_kernel(
     sequence, node = row // frontier, row % frontier
     logits_ptr += sequence * logits_b + node * logits_f
     probs_ptr += sequence * probs_b + node * probs_f
-    # Where tokens are drawn, a second program ranks by probability. Masks below are blocks on both sides:
-    # Triton's interpreter makes none of a block and a scalar.
+    # Where tokens are drawn, a second program ranks by probability. Both operands of the masks below are
+    # blocks: Triton's interpreter cannot combine a block with a scalar.
     part = tl.program_id(1)
-    cold = tl.full([], 1.0, tl.float32)
+    inverse_temperature = tl.full([], 1.0, tl.float32)
     if temperature_ptr is not None:
-        cold /= tl.load(temperature_ptr)
+        inverse_temperature /= tl.load(temperature_ptr)
 
     top = tl.full([BLOCK], -3.0e38, tl.float32)
     mass = tl.zeros([BLOCK], tl.float32)
     for start in range(0, vocab, BLOCK):
-        score = _scores(logits_ptr, cold, start, vocab, BLOCK)
+        score = _scores(logits_ptr, inverse_temperature, start, vocab, BLOCK)
         higher = tl.maximum(top, score)
         mass = mass * tl.exp(top - higher) + tl.exp(score - higher)
         top = higher
     most = tl.max(top, 0)
     share = 1.0 / tl.sum(mass * tl.exp(top - most), 0)
 
-    # The best words so far in any order; those of no token are negative, and lanes behind K never leave.
-    lane = tl.arange(0, BLOCK_K)
-    words = tl.where(lane < count, -1 - lane.to(tl.int64), FIRST)
-    least = tl.min(words, 0)
+    # The largest keys so far, unordered; empty entries are negative, and those from K on are never replaced.
+    entry = tl.arange(0, BLOCK_K)
+    keys = tl.where(entry < count, -1 - entry.to(tl.int64), FIRST)
+    least_key = tl.min(keys, 0)
     for start in range(0, vocab, BLOCK):
         token = start + tl.arange(0, BLOCK)
         inside = token < vocab
         drawing = inside & (token * 0 + part == 0)
-        prob = tl.exp(_scores(logits_ptr, cold, start, vocab, BLOCK) - most) * share
+        prob = tl.exp(_scores(logits_ptr, inverse_temperature, start, vocab, BLOCK) - most) * share
         tl.store(probs_ptr + token, prob, mask=drawing)
         if noise_ptr is not None:
             at = noise_ptr + sequence * noise_b + node * noise_f + token
             prob = tl.div_rn(prob, tl.load(at, mask=drawing, other=1.0))
-        bits = tl.where(inside, bits_of(prob), _GONE)
+        bits = tl.where(inside, bits_of(prob), _REMOVED)
         best = tl.max(bits, 0)
-        winner = tl.min(tl.where(bits == best, token, 2147483647), 0)
-        word = rank_word(best, winner)
-        while word > least:
-            words = tl.where(words == least, word, words)
-            least = tl.min(words, 0)
-            bits = tl.where(token == winner, _GONE, bits)
+        best_token = tl.min(tl.where(bits == best, token, 2147483647), 0)
+        key = rank_key(best, best_token)
+        while key > least_key:
+            keys = tl.where(keys == least_key, key, keys)
+            least_key = tl.min(keys, 0)
+            bits = tl.where(token == best_token, _REMOVED, bits)
             best = tl.max(bits, 0)
-            winner = tl.min(tl.where(bits == best, token, 2147483647), 0)
-            word = rank_word(best, winner)
+            best_token = tl.min(tl.where(bits == best, token, 2147483647), 0)
+            key = rank_key(best, best_token)
 
-    words = tl.where(lane < count, words, LAST)
+    keys = tl.where(entry < count, keys, LAST)
     if BLOCK_K <= _PAIRWISE:
-        rank = tl.sum((words[None, :] > words[:, None]).to(tl.int32), 1)
-        token, number = _unpacked(words, noise_ptr is not None)
+        rank = tl.sum((keys[None, :] > keys[:, None]).to(tl.int32), 1)
+        token, number = _unpacked(keys, noise_ptr is not None)
         out = row * count + rank
-        tl.store(draws_ptr + out, token, mask=(lane < count) & (lane * 0 + part == 0))
+        tl.store(draws_ptr + out, token, mask=(entry < count) & (entry * 0 + part == 0))
         if noise_ptr is None:
-            tl.store(ranks_ptr + out, number, mask=lane < count)
+            tl.store(ranks_ptr + out, number, mask=entry < count)
         else:
-            tl.store(ranks_ptr + out, number, mask=(lane < count) & (lane * 0 + part == 1))
+            tl.store(ranks_ptr + out, number, mask=(entry < count) & (entry * 0 + part == 1))
     else:
         for rank in range(count):
-            word = tl.max(words, 0)
-            words = tl.where(words == word, LAST, words)
-            token, number = _unpacked(word, noise_ptr is not None)
+            key = tl.max(keys, 0)
+            keys = tl.where(keys == key, LAST, keys)
+            token, number = _unpacked(key, noise_ptr is not None)
             if part == 0:
                 tl.store(draws_ptr + row * count + rank, token)
             if part == 1 or noise_ptr is None:
@@ -168,11 +171,11 @@ def _expand_kernel(
 
 
 @triton.jit
-def _unpacked(word, RACED: tl.constexpr):
-    """Token and number of a word; -1 where there is no token, or where it never wins a race."""
-    token = tl.where(word < 0, -1, _LOW - (word & _LOW))
-    number = tl.where(word < 0, 0, word >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-    if RACED:
+def _unpacked(key, SAMPLED: tl.constexpr):
+    """Token and number of a key; token -1 where the entry is empty, or was SAMPLED with probability 0."""
+    token = tl.where(key < 0, -1, _LOW - (key & _LOW))
+    number = tl.where(key < 0, 0, key >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    if SAMPLED:
         token = tl.where(number > 0.0, token, -1)
     return token, number
 

@@ -1,40 +1,40 @@
-"""Triton kernel that gives the new nodes of a token tree their places; see ``grow_kernels``."""
+"""Triton kernel that chooses the parents and ranks of a tree's new nodes and writes them; see ``grow``."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from triforce_tree.kernels.step.grow_kernels import FIRST, LAST, bits_of, check_dense, rank_word, warps
+from triforce_tree.kernels.step.grow_kernels import FIRST, LAST, bits_of, check_dense, rank_key, warps
 
 _POSITIVE = tl.constexpr(2**63 - 1)
-# Candidates for new nodes that a program holds at once, and most nodes that it takes from them one by one.
+# Most candidates that a program holds at once, and most nodes that it picks from them one by one.
 _HELD, _TAKEN = 4096, 64
-# Candidates that it looks at together where there are more of either.
+# Block of candidates where either is exceeded.
 _WALKED = 2048
 
 
 @triton.jit
-def _chances(values_ptr, ranks_ptr, place, places, count):
-    """Values of the parents of some places, and words that rank these places by their chance."""
+def _place_keys(path_probs_ptr, ranks_ptr, place, places, count):
+    """Path probabilities of the parents of some places, and sort keys of these places."""
     real = place < places
-    value = tl.load(values_ptr + place // count, mask=real, other=0.0)
-    chance = value * tl.load(ranks_ptr + place, mask=real, other=0.0)
-    return value, tl.where(real, rank_word(bits_of(chance), place), LAST)
+    path_prob = tl.load(path_probs_ptr + place // count, mask=real, other=0.0)
+    child_prob = path_prob * tl.load(ranks_ptr + place, mask=real, other=0.0)
+    return path_prob, tl.where(real, rank_key(bits_of(child_prob), place), LAST)
 
 
 @triton.jit
 def _write_nodes(
     tokens_ptr,
     parents_ptr,
-    words_ptr,
-    values_ptr,
+    mask_words_ptr,
+    path_probs_ptr,
     ids_ptr,
     mask_ptr,
     draws_ptr,
     probs_ptr,
     slot,
     rank,
-    value,
+    path_prob,
     place,
     taken,
     probs_f,
@@ -45,31 +45,31 @@ def _write_nodes(
     WORDS: tl.constexpr,
     MASK_WORDS: tl.constexpr,
 ):
-    """The new nodes at ``place`` below the frontier's ``slot``; pointers are those of one sequence."""
+    """Write the new nodes ``place`` as children of frontier node ``slot``; pointers are of one sequence."""
     drawn = tl.load(draws_ptr + slot * count + rank, mask=taken, other=-1)
-    value *= tl.load(probs_ptr + slot * probs_f + drawn, mask=taken & (drawn >= 0), other=0.0)
+    path_prob *= tl.load(probs_ptr + slot * probs_f + drawn, mask=taken & (drawn >= 0), other=0.0)
     one = tl.full([], 1, tl.int64)
     above, node = (first + slot).to(tl.int64), (first + frontier + place).to(tl.int64)
     tl.store(tokens_ptr + node, drawn, mask=taken)
     tl.store(parents_ptr + node, above, mask=taken)
-    tl.store(values_ptr + node, value, mask=taken)
+    tl.store(path_probs_ptr + node, path_prob, mask=taken)
     tl.store(ids_ptr + place, tl.maximum(drawn, 0), mask=taken)
     for i in tl.static_range(WORDS):
-        word = tl.load(words_ptr + above * WORDS + i, mask=taken, other=0)
+        word = tl.load(mask_words_ptr + above * WORDS + i, mask=taken, other=0)
         if WORDS == 1:
             word |= one << node
         else:
             word |= tl.where((node >> 6) == i, one << (node & 63), 0)
-        tl.store(words_ptr + node * WORDS + i, word, mask=taken)
+        tl.store(mask_words_ptr + node * WORDS + i, word, mask=taken)
         if WORDS * MASK_WORDS == 1:
             seen = (word << before) | ((one << before) - 1)
             tl.store(mask_ptr + place, seen, mask=taken)
     if WORDS * MASK_WORDS > 1:
-        # The parents' words moved by ``before`` bits, which may end in the next word; the node's own bit.
+        # The parent's bits shifted by ``before``, which may cross into the next word, and the node's own bit.
         moved, bits, at = before // 64, before % 64, node + before
         for i in tl.static_range(MASK_WORDS):
             low = place * 0 + (i - moved)
-            there = words_ptr + above * WORDS + low
+            there = mask_words_ptr + above * WORDS + low
             word = tl.load(there, mask=taken & (low >= 0) & (low < WORDS), other=0)
             under = tl.load(there - 1, mask=taken & (low >= 1) & (low <= WORDS), other=0)
             seen = (word << bits) | (((under >> 1) & _POSITIVE) >> (63 - bits))
@@ -83,8 +83,8 @@ def _write_nodes(
 def _place_kernel(
     tokens_ptr,  # int64 [B, N], as the next
     parents_ptr,
-    words_ptr,  # int64 [B, N, WORDS]
-    values_ptr,  # fp32 [B, N]
+    mask_words_ptr,  # int64 [B, N, WORDS]
+    path_probs_ptr,  # fp32 [B, N]
     ids_ptr,  # int64 [B, W]
     mask_ptr,  # int64 [B * W, MASK_WORDS], or None
     draws_ptr,  # int64 [B, F, K]
@@ -108,63 +108,63 @@ def _place_kernel(
     tree, row = sequence * nodes, sequence * frontier * count
     tokens_ptr += tree
     parents_ptr += tree
-    words_ptr += tree * WORDS
-    values_ptr += tree
+    mask_words_ptr += tree * WORDS
+    path_probs_ptr += tree
     ids_ptr += sequence * width
     if mask_ptr is not None:
         mask_ptr += sequence * width * MASK_WORDS
     draws_ptr += row
     ranks_ptr += row
     probs_ptr += sequence * probs_b
-    lane, places = tl.arange(0, BLOCK), frontier * count
+    place_index, places = tl.arange(0, BLOCK), frontier * count
     if WALKED:
-        # The largest word that as many as are wanted reach, between ``least`` and ``above``.
-        least, above = tl.full([], 0, tl.int64), tl.full([], FIRST, tl.int64)
-        while above - least > 1:
-            middle = least + ((above - least) >> 1)
+        # Bisect, between ``least_key`` and ``above``, for the largest key that ``width`` places reach.
+        least_key, above = tl.full([], 0, tl.int64), tl.full([], FIRST, tl.int64)
+        while above - least_key > 1:
+            pivot = least_key + ((above - least_key) >> 1)
             reaching = tl.full([], 0, tl.int32)
             for start in range(0, places, BLOCK):
-                _, word = _chances(values_ptr + first, ranks_ptr, start + lane, places, count)
-                reaching += tl.sum((word >= middle).to(tl.int32), 0)
-            above = tl.where(reaching > width, above, tl.where(reaching == width, middle + 1, middle))
-            least = tl.where(reaching >= width, middle, least)
+                _, key = _place_keys(path_probs_ptr + first, ranks_ptr, start + place_index, places, count)
+                reaching += tl.sum((key >= pivot).to(tl.int32), 0)
+            above = tl.where(reaching > width, above, tl.where(reaching == width, pivot + 1, pivot))
+            least_key = tl.where(reaching >= width, pivot, least_key)
         done = tl.full([], 0, tl.int32)
         for start in range(0, places, BLOCK):
-            there = start + lane
-            value, word = _chances(values_ptr + first, ranks_ptr, there, places, count)
-            taken = word >= least
+            there = start + place_index
+            path_prob, key = _place_keys(path_probs_ptr + first, ranks_ptr, there, places, count)
+            taken = key >= least_key
             place = done + tl.cumsum(taken.to(tl.int32), 0) - 1
             done += tl.sum(taken.to(tl.int32), 0)
             _write_nodes(
-                tokens_ptr, parents_ptr, words_ptr, values_ptr, ids_ptr, mask_ptr, draws_ptr, probs_ptr,
-                there // count, there % count, value, place, taken, probs_f, first, frontier, count, before,
-                WORDS, MASK_WORDS,
+                tokens_ptr, parents_ptr, mask_words_ptr, path_probs_ptr, ids_ptr, mask_ptr,
+                draws_ptr, probs_ptr, there // count, there % count, path_prob, place, taken,
+                probs_f, first, frontier, count, before, WORDS, MASK_WORDS,
             )  # fmt: skip
     else:
         if pairs_ptr is None:
-            slot, rank = lane // count, lane % count
-            value, word = _chances(values_ptr + first, ranks_ptr, lane, places, count)
-            least = tl.full([], FIRST, tl.int64)
+            slot, rank = place_index // count, place_index % count
+            path_prob, key = _place_keys(path_probs_ptr + first, ranks_ptr, place_index, places, count)
+            least_key = tl.full([], FIRST, tl.int64)
             for _ in range(width):
-                least = tl.max(tl.where(word < least, word, LAST), 0)
-            taken = (lane < places) & (word >= least)
+                least_key = tl.max(tl.where(key < least_key, key, LAST), 0)
+            taken = (place_index < places) & (key >= least_key)
             place = tl.cumsum(taken.to(tl.int32), 0) - 1
         else:
-            taken, place = lane < width, lane
-            slot = tl.load(pairs_ptr + lane, mask=taken, other=0)
-            rank = tl.load(pairs_ptr + width + lane, mask=taken, other=0)
-            value = tl.load(values_ptr + first + slot, mask=taken, other=0.0)
+            taken, place = place_index < width, place_index
+            slot = tl.load(pairs_ptr + place_index, mask=taken, other=0)
+            rank = tl.load(pairs_ptr + width + place_index, mask=taken, other=0)
+            path_prob = tl.load(path_probs_ptr + first + slot, mask=taken, other=0.0)
         _write_nodes(
-            tokens_ptr, parents_ptr, words_ptr, values_ptr, ids_ptr, mask_ptr, draws_ptr, probs_ptr,
-            slot, rank, value, place, taken, probs_f, first, frontier, count, before, WORDS, MASK_WORDS,
+            tokens_ptr, parents_ptr, mask_words_ptr, path_probs_ptr, ids_ptr, mask_ptr, draws_ptr, probs_ptr,
+            slot, rank, path_prob, place, taken, probs_f, first, frontier, count, before, WORDS, MASK_WORDS,
         )  # fmt: skip
 
 
 def place_nodes(
     tokens: Tensor,
     parents: Tensor,
-    words: Tensor,
-    values: Tensor,
+    mask_words: Tensor,
+    path_probs: Tensor,
     ids: Tensor,
     mask: Tensor | None,
     draws: Tensor,
@@ -177,21 +177,22 @@ def place_nodes(
     """See ``grow.place_nodes``."""
     batch, frontier, count = draws.shape
     width = ids.shape[1]
-    check_dense(tokens, parents, words, values, ids, mask, draws, by_rank, pairs)
+    check_dense(tokens, parents, mask_words, path_probs, ids, mask, draws, by_rank, pairs)
     if pairs is None and frontier * count < width:
-        raise ValueError(f"{width} new nodes do not fit {frontier} parents with {count} draws each")
-    if 64 * words.shape[2] < tokens.shape[1]:
-        raise ValueError(f"{tokens.shape[1]} nodes do not fit {words.shape[2]} words of 64 bits")
+        raise ValueError(f"{width} new nodes are too many for {frontier} parents with {count} draws each")
+    if 64 * mask_words.shape[2] < tokens.shape[1]:
+        raise ValueError(f"{tokens.shape[1]} nodes do not fit {mask_words.shape[2]} mask words of 64 bits")
     if mask is not None and 64 * mask.shape[1] < before + first + frontier + width:
         raise ValueError(
-            f"{before} bits and {first + frontier + width} nodes do not fit a mask of {mask.shape[1]} words"
+            f"{before} bits and {first + frontier + width} nodes do not fit a mask of {mask.shape[1]} words "
+            "of 64 bits"
         )
     block = triton.next_power_of_2(frontier * count if pairs is None else width)
     walked = pairs is None and (block > _HELD or width > _TAKEN)
     block = min(block, _WALKED) if walked else block
     _place_kernel[(batch,)](
-        tokens, parents, words, values, ids, mask, draws, by_rank, probs, pairs,
+        tokens, parents, mask_words, path_probs, ids, mask, draws, by_rank, probs, pairs,
         *probs.stride()[:2], tokens.shape[1], first, frontier, count, width, before,
-        WORDS=words.shape[2], MASK_WORDS=0 if mask is None else mask.shape[1],
+        WORDS=mask_words.shape[2], MASK_WORDS=0 if mask is None else mask.shape[1],
         BLOCK=block, WALKED=walked, **warps(max(1, min(8, block // 256))),
     )  # fmt: skip

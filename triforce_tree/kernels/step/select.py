@@ -1,4 +1,4 @@
-"""Which chunks of the context a retrieval view shows."""
+"""Selection of the context chunks that a retrieval view attends to."""
 
 import torch
 from torch import Tensor
@@ -6,11 +6,11 @@ from torch import Tensor
 from triforce_tree.kernels.operators import operator
 
 
-def chunk_interest(q: Tensor, means: Tensor, limit: Tensor, scale: float) -> Tensor:
-    """How much each KV head wants each chunk, on a scale that only ranks.
+def chunk_scores(q: Tensor, means: Tensor, limit: Tensor, scale: float) -> Tensor:
+    """Retrieval scores of chunks for each KV head; only their order matters.
 
-    The largest logarithm of a softmax share over the candidates among the heads of the query group; for
-    a group of one the raw score, which ranks alike. Logarithms do not underflow as shares do.
+    The maximum over the query heads of the group of the log-softmax over the candidates; for a group of one
+    the raw score, whose order is the same. Logarithms do not underflow as probabilities do.
 
     Args:
         q: ``[B, H_q, D]``, one query a sequence.
@@ -19,7 +19,7 @@ def chunk_interest(q: Tensor, means: Tensor, limit: Tensor, scale: float) -> Ten
         scale: factor on the raw scores.
 
     Returns:
-        fp32 ``[B, H, C]``; -inf for what is no candidate, or not a number.
+        fp32 ``[B, H, C]``; -inf for chunks that are no candidates, and for NaN.
     """
     batch, heads, chunks, dim = means.shape
     group = q.shape[1] // heads
@@ -34,22 +34,22 @@ def chunk_interest(q: Tensor, means: Tensor, limit: Tensor, scale: float) -> Ten
 
 @operator("select_chunks", writes=("table",), triton=".select_kernels")
 def select_chunks(q: Tensor, means: Tensor, limit: Tensor, table: Tensor, slots: int, scale: float) -> None:
-    """Choose the chunks a retrieval view shows: chunk 0 and those of greatest interest, per KV head.
+    """Select the chunks of a retrieval view: chunk 0 and those of the highest scores, per KV head.
 
     Args:
-        q, means, limit, scale: see ``chunk_interest``; ``limit >= slots``.
-        table: int32 ``[B, H, W]``; its first ``slots`` columns receive the chosen chunks, ascending.
-        slots: how many are chosen, chunk 0 included; equal interests go to the lower chunk.
+        q, means, limit, scale: see ``chunk_scores``; ``limit >= slots``.
+        table: int32 ``[B, H, W]``; its first ``slots`` columns receive the selected chunks, ascending.
+        slots: how many are selected, chunk 0 included; ties go to the lower chunk.
     """
-    interest = chunk_interest(q, means, limit, scale)
+    scores = chunk_scores(q, means, limit, scale)
     outside = torch.arange(means.shape[2], device=q.device) >= limit[:, None]
-    # -inf ranks below every score, yet a candidate of that score must come before what is none.
-    order = interest.clamp_min(torch.finfo(torch.float32).min)
-    order = order.masked_fill(outside[:, None], -torch.inf)
-    order[..., 0] = torch.inf
-    least = order.topk(slots, sorted=False).values.amin(-1, keepdim=True)
-    chosen = order >= least
+    # A candidate whose score is -inf must still rank before chunks that are no candidates.
+    ranking = scores.clamp_min(torch.finfo(torch.float32).min)
+    ranking = ranking.masked_fill(outside[:, None], -torch.inf)
+    ranking[..., 0] = torch.inf
+    threshold = ranking.topk(slots, sorted=False).values.amin(-1, keepdim=True)
+    chosen = ranking >= threshold
     if chosen.sum() > slots * chosen.shape[0] * chosen.shape[1]:
-        above, equal = order > least, order == least
+        above, equal = ranking > threshold, ranking == threshold
         chosen = above | (equal & (equal.cumsum(-1) <= slots - above.sum(-1, keepdim=True)))
     table[..., :slots] = chosen.nonzero()[:, 2].view(*chosen.shape[:2], slots)

@@ -1,9 +1,9 @@
-"""Triton kernels that choose the chunks of a retrieval view: scores, then the exact best ``slots``.
+"""Triton kernels that select the chunks of a retrieval view: scores, then the exact top ``slots``.
 
-Two launches. The first reads every mean once; its scores stay in L2. The second has one program per
-sequence and KV head, which holds the scores as ordered integers in registers, brackets the last chosen
-score by counting, and writes the chosen chunks in ascending order. ``select.select_chunks`` is
-the definition.
+Two launches. The first reads every mean key once; its scores stay in L2. The second has one program per
+sequence and KV head, which holds the scores as ordered integers in registers, bisects for the ``slots``-th
+largest by counting scores above a pivot, and writes the selected chunks in ascending order.
+``select.select_chunks`` is the definition.
 """
 
 import torch
@@ -12,14 +12,14 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-# Chunks of one program of the first launch.
+# Chunks per program of the first launch.
 _BLOCK = 64
-# Scores that the registers of one program hold; of more it walks half as many at a time.
+# Most scores that a program holds in registers; more are processed in blocks of half as many.
 _HELD = 16384
 _LOWEST = tl.constexpr(-(2**31))
 _HIGHEST = tl.constexpr(2**31 - 1)
-# Halving between values closes in faster than halving between their bits, but may creep; after so many
-# counts the bits take over, which need 32 at most.
+# Bisecting between values converges faster than between their bits, but may stall; after this many counts
+# it goes on between bits, which takes 32 at most.
 _BY_VALUE = tl.constexpr(24)
 
 
@@ -70,8 +70,8 @@ def _score_kernel(
 
 @triton.jit
 def _ordered(value):
-    """fp32 as int32 that compare alike; not a number stands below everything but what is absent."""
-    value = tl.where(value == 0.0, 0.0, value)  # one zero
+    """fp32 as int32 that compare the same way; NaN is -inf, which is above ``_LOWEST``, that of no chunk."""
+    value = tl.where(value == 0.0, 0.0, value)  # -0.0 as 0.0
     value = tl.where(value == value, value, float("-inf"))
     bits = value.to(tl.int32, bitcast=True)
     return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
@@ -79,29 +79,29 @@ def _ordered(value):
 
 @triton.jit
 def _number(key):
-    """The fp32 that ``_ordered`` made this of."""
+    """The inverse of ``_ordered``."""
     bits = tl.where(key >= 0, key, key ^ 0x7FFFFFFF).to(tl.int32)
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _keys(score_ptr, lse_ptr, row, start, limit, chunks, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """Interest of chunks ``start ... start + BLOCK - 1`` as ordered integers; chunk 0 above all."""
+    """Scores of chunks ``start ... start + BLOCK - 1`` as ordered integers; chunk 0 above all."""
     chunk = start + tl.arange(0, BLOCK)
     real = chunk < limit
-    most = tl.load(score_ptr + row * chunks + chunk, mask=real, other=0.0)
+    best_score = tl.load(score_ptr + row * chunks + chunk, mask=real, other=0.0)
     if GROUP > 1:
-        most -= tl.load(lse_ptr + row)
+        best_score -= tl.load(lse_ptr + row)
         for member in range(1, GROUP):
             score = tl.load(score_ptr + (row + member) * chunks + chunk, mask=real, other=0.0)
-            most = tl.maximum(most, score - tl.load(lse_ptr + row + member))
-    key = tl.where(real, _ordered(most), _LOWEST)
+            best_score = tl.maximum(best_score, score - tl.load(lse_ptr + row + member))
+    key = tl.where(real, _ordered(best_score), _LOWEST)
     return tl.where(chunk == 0, _HIGHEST, key)
 
 
 @triton.jit
 def _total(lse_ptr, top_ptr, mass_ptr, row, used, blocks, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """Log-sum-exp of each query head of a group over the candidates, from those of the blocks."""
+    """Log-sum-exp over the candidates for each query head of a group, from the partial ones of blocks."""
     for member in range(GROUP):
         best, total = float("-inf"), 0.0
         for start in range(0, used, BLOCK):
@@ -117,10 +117,10 @@ def _total(lse_ptr, top_ptr, mass_ptr, row, used, blocks, GROUP: tl.constexpr, B
 
 @triton.jit
 def _extremes(keys, limit, start, BLOCK: tl.constexpr):
-    """Lowest and highest key among the candidates but chunk 0."""
+    """Lowest and highest key among the candidates except chunk 0."""
     chunk = start + tl.arange(0, BLOCK)
-    asked = (chunk > 0) & (chunk < limit)
-    return tl.min(tl.where(asked, keys, _HIGHEST), 0), tl.max(tl.where(asked, keys, _LOWEST), 0)
+    candidate = (chunk > 0) & (chunk < limit)
+    return tl.min(tl.where(candidate, keys, _HIGHEST), 0), tl.max(tl.where(candidate, keys, _LOWEST), 0)
 
 
 # A single slot as a constant leaves a loop that never runs, over which Triton 3.6 fails.
@@ -128,7 +128,7 @@ def _extremes(keys, limit, start, BLOCK: tl.constexpr):
 def _choose_kernel(
     table_ptr,  # int32 [B, H, W] with strides
     score_ptr,  # fp32 [B, H_q, C]
-    key_ptr,  # int32 [B, H, C]: where keys are kept that registers do not hold
+    key_ptr,  # int32 [B, H, C]: keys, where registers do not hold all
     top_ptr,  # fp32 [B, H_q, blocks]
     mass_ptr,
     lse_ptr,  # fp32 [B, H_q], written here
@@ -143,7 +143,7 @@ def _choose_kernel(
     GROUP: tl.constexpr,
     HELD: tl.constexpr,  # whether one block holds all chunks
     BLOCK: tl.constexpr,
-    PART: tl.constexpr,  # chunks of a program of the first launch
+    PART: tl.constexpr,  # chunks per program of the first launch
     BLOCK_PARTS: tl.constexpr,
 ):
     pair = tl.program_id(0).to(tl.int64)
@@ -155,55 +155,55 @@ def _choose_kernel(
         tl.debug_barrier()
     keys = _keys(score_ptr, lse_ptr, row, 0, limit, chunks, GROUP, BLOCK)
     low, high = _extremes(keys, limit, 0, BLOCK)
-    kept = key_ptr + pair * chunks + tl.arange(0, BLOCK)
+    stored_keys = key_ptr + pair * chunks + tl.arange(0, BLOCK)
     if not HELD:
-        tl.store(kept, keys)
+        tl.store(stored_keys, keys)
         for start in range(BLOCK, limit, BLOCK):
             keys = _keys(score_ptr, lse_ptr, row, start, limit, chunks, GROUP, BLOCK)
-            tl.store(kept + start, keys, mask=start + tl.arange(0, BLOCK) < chunks)
+            tl.store(stored_keys + start, keys, mask=start + tl.arange(0, BLOCK) < chunks)
             lower, higher = _extremes(keys, limit, start, BLOCK)
             low, high = tl.minimum(low, lower), tl.maximum(high, higher)
         tl.debug_barrier()
-    # At least `slots` keys are `low` or more (`most` of them), and fewer are `high` or more (`least`).
+    # At least `slots` keys are >= `low` (`count_low` of them), and fewer are >= `high` (`count_high`).
     low, high = low.to(tl.int64), high.to(tl.int64) + 1
-    most, least, step = limit, 1, 0
-    while (high - low > 1) & (most > slots) & (least < slots):
-        guess = _ordered(0.5 * _number(low) + 0.5 * _number(high)).to(tl.int64)
-        by_value = (step < _BY_VALUE) & (guess > low) & (guess < high)
-        middle = tl.where(by_value, guess, low + (high - low) // 2)
-        bound = middle.to(tl.int32)
+    count_low, count_high, step = limit, 1, 0
+    while (high - low > 1) & (count_low > slots) & (count_high < slots):
+        midpoint = _ordered(0.5 * _number(low) + 0.5 * _number(high)).to(tl.int64)
+        by_value = (step < _BY_VALUE) & (midpoint > low) & (midpoint < high)
+        pivot = tl.where(by_value, midpoint, low + (high - low) // 2)
+        bound = pivot.to(tl.int32)
         if HELD:
             count = tl.sum((keys >= bound).to(tl.int32), 0)
         else:
             count = 0
             for start in range(0, limit, BLOCK):
                 real = start + tl.arange(0, BLOCK) < limit
-                more = tl.load(kept + start, mask=real, other=_LOWEST)
+                more = tl.load(stored_keys + start, mask=real, other=_LOWEST)
                 count += tl.sum((more >= bound).to(tl.int32), 0)
-        enough = count >= slots
-        low, most = tl.where(enough, middle, low), tl.where(enough, count, most)
-        high, least = tl.where(enough, high, middle), tl.where(enough, least, count)
+        reaches = count >= slots
+        low, count_low = tl.where(reaches, pivot, low), tl.where(reaches, count, count_low)
+        high, count_high = tl.where(reaches, high, pivot), tl.where(reaches, count_high, count)
         step += 1
-    # All from `high` on, and of those that are `low` or more the lowest chunks.
+    # All keys >= `high`, and the lowest chunks among the keys in [`low`, `high`).
     out = table_ptr + sequence * table_b + head * table_h
     first, last = low.to(tl.int32), high.to(tl.int32)
-    sure_before, maybe_before = 0, 0
+    selected_before, tied_before = 0, 0
     for start in range(0, BLOCK if HELD else limit, BLOCK):
         chunk = start + tl.arange(0, BLOCK)
         if not HELD:
-            keys = tl.load(kept + start, mask=chunk < limit, other=_LOWEST)
-        sure = keys >= last
-        maybe = (keys >= first) & (keys < last) & (chunk < limit)
+            keys = tl.load(stored_keys + start, mask=chunk < limit, other=_LOWEST)
+        selected = keys >= last
+        tied = (keys >= first) & (keys < last) & (chunk < limit)
         # Two counts in one scan: a block has fewer than 2^15 chunks.
-        packed = sure.to(tl.int32) * 65536 + maybe.to(tl.int32)
+        packed = selected.to(tl.int32) * 65536 + tied.to(tl.int32)
         before = tl.cumsum(packed, 0) - packed
-        maybe_at = maybe_before + (before & 65535)
-        place = sure_before + (before >> 16) + tl.minimum(maybe_at, slots - least)
-        chosen = (sure | (maybe & (maybe_at < slots - least))) & (place < slots)
+        tied_rank = tied_before + (before & 65535)
+        place = selected_before + (before >> 16) + tl.minimum(tied_rank, slots - count_high)
+        chosen = (selected | (tied & (tied_rank < slots - count_high))) & (place < slots)
         tl.store(out + place * table_w, chunk, mask=chosen)
         total = tl.sum(packed, 0)
-        sure_before += total >> 16
-        maybe_before += total & 65535
+        selected_before += total >> 16
+        tied_before += total & 65535
 
 
 def select_chunks(q: Tensor, means: Tensor, limit: Tensor, table: Tensor, slots: int, scale: float) -> None:

@@ -1,6 +1,6 @@
-"""Triton kernels that keep the rows of a batch of caches: append, commit, means of chunks.
+"""Triton kernels on the KV slots of a batch: append, commit, mean keys of chunks.
 
-Where a row goes is read from device buffers, so that a captured graph serves any lengths. Every op is
+Target slots are read from device buffers, so that a captured graph serves any lengths. Every operator is
 one launch, over all layers where it works on several.
 """
 
@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triforce_tree.kernels.step.rows import check_ring
+from triforce_tree.kernels.step.kv_slots import check_ring
 
 # Elements of a tile: 64 to a thread of four warps.
 _TILE = 8192
@@ -44,14 +44,14 @@ def _append_kernel(
 ):
     pair = tl.program_id(0).to(tl.int64)
     sequence, head = pair // heads, pair % heads
-    row = tl.program_id(1).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    token = tl.program_id(1).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     column = tl.arange(0, BLOCK_D)[None, :]
-    target = tl.load(start_ptr + sequence) + row
+    target = tl.load(start_ptr + sequence) + token
     if RING:
         target = target % ring
-    there = ((row < count) & (target >= 0) & (target < size))[:, None] & (column < DIM)
-    k = tl.load(k_ptr + sequence * k_b + head * k_h + row[:, None] * k_t + column, mask=there)
-    v = tl.load(v_ptr + sequence * v_b + head * v_h + row[:, None] * v_t + column, mask=there)
+    there = ((token < count) & (target >= 0) & (target < size))[:, None] & (column < DIM)
+    k = tl.load(k_ptr + sequence * k_b + head * k_h + token[:, None] * k_t + column, mask=there)
+    v = tl.load(v_ptr + sequence * v_b + head * v_h + token[:, None] * v_t + column, mask=there)
     k_at = k_cache_ptr + sequence * k_cache_b + head * k_cache_h + target[:, None] * k_cache_s + column
     v_at = v_cache_ptr + sequence * v_cache_b + head * v_cache_h + target[:, None] * v_cache_s + column
     tl.store(k_at, k.to(k_cache_ptr.dtype.element_ty), mask=there)
@@ -60,8 +60,8 @@ def _append_kernel(
 
 @triton.jit
 def _move_kernel(
-    rows_ptr,  # [P, B, H, S, D] with strides, changed in place
-    index_ptr,  # int64 [B, R], negative for no row
+    kv_ptr,  # [P, B, H, S, D] with strides, changed in place
+    index_ptr,  # int64 [B, R], negative for no move
     start_ptr,  # int64 [B]
     stride_p,
     stride_b,
@@ -87,12 +87,12 @@ def _move_kernel(
     source, target = start + index, start + place
     if RING:
         source, target = source % ring, target % ring
-    # Most of a path often lies in order already: a row that is its own target needs no traffic.
+    # Most of a path is often in order already: a slot that is its own target needs no traffic.
     moved = (index >= 0) & (index != place) & (source < size) & (target < size)
     there = moved[:, None] & (column < DIM)[None, :]
-    base = rows_ptr + part * stride_p + sequence * stride_b + head * stride_h
+    base = kv_ptr + part * stride_p + sequence * stride_b + head * stride_h
     values = tl.load(base + source[:, None] * stride_s + column[None, :], mask=there)
-    # A row may be one thread's source and another's target: all must have read before any writes.
+    # A slot may be one thread's source and another's target: all must have read before any writes.
     tl.debug_barrier()
     tl.store(base + target[:, None] * stride_s + column[None, :], values, mask=there)
 
@@ -126,21 +126,24 @@ def _means_kernel(
     chunk = tl.load(first_ptr + sequence) + offset
     there = ((offset < count) & (chunk >= 0) & (chunk < places))[:, None] & (column < DIM)
     base = k_ptr + layer * k_l + sequence * k_b + head * k_h
-    at_row = base + chunk[:, None] * CHUNK * k_s + column
+    chunk_start = base + chunk[:, None] * CHUNK * k_s + column
     total = tl.zeros([BLOCK_C, BLOCK_D], tl.float32)
-    for row in tl.static_range(CHUNK):
-        total += tl.load(at_row + row * k_s, mask=there, other=0.0).to(tl.float32)
+    for position in tl.static_range(CHUNK):
+        total += tl.load(chunk_start + position * k_s, mask=there, other=0.0).to(tl.float32)
     out = means_ptr + layer * means_l + sequence * means_b + head * means_h
     mean = (total / CHUNK).to(means_ptr.dtype.element_ty)
     tl.store(out + chunk[:, None] * means_c + column, mean, mask=there)
 
 
-def append_rows(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tensor, ring: int = 0) -> None:
-    """See ``rows.append_rows``."""
+def append_kv(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tensor, ring: int = 0) -> None:
+    """See ``kv_slots.append_kv``."""
     batch, heads, size, dim = k_cache.shape
     count = k.shape[2]
     if k.shape != (batch, heads, count, dim) or v.shape != k.shape or v_cache.shape != k_cache.shape:
-        raise ValueError(f"rows of {tuple(k.shape)}, {tuple(v.shape)} do not fit {tuple(k_cache.shape)}")
+        raise ValueError(
+            f"k {tuple(k.shape)} and v {tuple(v.shape)} do not fit caches of {tuple(k_cache.shape)} and "
+            f"{tuple(v_cache.shape)}; they need equal batch, heads and head_dim"
+        )
     check_ring(ring, count, size)
     block_d = triton.next_power_of_2(dim)
     block_t = max(1, min(triton.next_power_of_2(count), _TILE // 2 // block_d))
@@ -151,25 +154,27 @@ def append_rows(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: T
     )  # fmt: skip
 
 
-def move_rows(rows: Tensor, index: Tensor, start: Tensor, ring: int = 0) -> None:
-    """See ``rows.move_rows``; 1,024 places at most."""
-    parts, batch, heads, size, dim = rows.shape
+def move_kv(kv: Tensor, index: Tensor, start: Tensor, ring: int = 0) -> None:
+    """See ``kv_slots.move_kv``; at most 1,024 entries of ``index`` for each sequence."""
+    parts, batch, heads, size, dim = kv.shape
     count = index.shape[1]
     if count > 1024:
-        raise ValueError(f"index has {count} places, 1024 at most fit one program; commit in parts")
+        raise ValueError(
+            f"index has {count} entries per sequence, at most 1,024 fit a program; commit in parts"
+        )
     check_ring(ring, count, size)
     if index.stride(1) != 1:
         index = index.contiguous()
     block_r = triton.next_power_of_2(count)
     block_d = max(8, min(triton.next_power_of_2(dim), _TILE // block_r))
     _move_kernel[(parts * batch * heads, triton.cdiv(dim, block_d))](
-        rows, index, start.contiguous(), *_strides(rows), index.stride(0), batch, heads, size, count, ring,
+        kv, index, start.contiguous(), *_strides(kv), index.stride(0), batch, heads, size, count, ring,
         DIM=dim, BLOCK_R=block_r, BLOCK_D=block_d, RING=ring > 0,
     )  # fmt: skip
 
 
 def chunk_means(means: Tensor, k: Tensor, first: Tensor, count: int, chunk: int) -> None:
-    """See ``rows.chunk_means``."""
+    """See ``kv_slots.chunk_means``."""
     layers, batch, heads, size, dim = k.shape
     places = min(means.shape[3], size // chunk)
     block_d = triton.next_power_of_2(dim)
@@ -180,8 +185,8 @@ def chunk_means(means: Tensor, k: Tensor, first: Tensor, count: int, chunk: int)
     )  # fmt: skip
 
 
-def _strides(rows: Tensor) -> tuple[int, ...]:
-    """All but the last dimension's, which is dense."""
-    if rows.stride(-1) != 1:
-        raise ValueError("the last dimension of rows must be dense; call .contiguous() first")
-    return rows.stride()[:-1]
+def _strides(kv: Tensor) -> tuple[int, ...]:
+    """All strides but that of the last dimension, which is dense."""
+    if kv.stride(-1) != 1:
+        raise ValueError("the last dimension of keys and values must be dense; call .contiguous() first")
+    return kv.stride()[:-1]

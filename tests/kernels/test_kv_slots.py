@@ -1,0 +1,168 @@
+"""KV slots, mean keys and chunk selection: definitions against naive code, kernels against definitions.
+
+The kernels run in Triton's interpreter where there is no GPU, which rounds bf16 wrongly: fp16 and fp32
+here, bf16 in ``scripts/checks/step_kernels_check.py``.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import step_cases
+import torch
+import triton_ops
+from triton_ops import DEVICE, runs_kernels
+
+from triforce_tree.kernels import step
+
+HALF, SINGLE = torch.float16, torch.float32
+
+
+@pytest.fixture
+def ops() -> SimpleNamespace:
+    """The Triton implementations of the step operators, by name."""
+    return triton_ops.step_kernels()
+
+
+@runs_kernels
+@pytest.mark.parametrize("shape", [(1, 2, 20, 1, 16), (3, 2, 40, 7, 24), (2, 3, 90, 70, 128)], ids=str)
+@pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=str)
+def test_append_kv(shape, dtype, ops) -> None:
+    step_cases.agree(step_cases.append(*shape, dtype, DEVICE), ops)
+
+
+@runs_kernels
+@pytest.mark.parametrize(
+    "shape", [(2, 1, 2, 20, 1, 16), (4, 3, 2, 60, 9, 24), (2, 2, 1, 300, 128, 128)], ids=str
+)
+def test_move_kv(shape, ops) -> None:
+    step_cases.agree(step_cases.move(*shape, HALF, DEVICE), ops)
+
+
+@runs_kernels
+@pytest.mark.parametrize(
+    ("shape", "ring"),
+    [((1, 2, 20, 1, 16), 20), ((3, 2, 40, 7, 24), 33), ((2, 3, 90, 70, 128), 90), ((2, 1, 9, 9, 16), 9)],
+    ids=str,
+)
+def test_append_to_ring(shape, ring, ops) -> None:
+    step_cases.agree(step_cases.append_to_ring(*shape, HALF, DEVICE, ring=ring), ops)
+
+
+@runs_kernels
+@pytest.mark.parametrize(
+    ("shape", "ring"),
+    [((2, 1, 2, 20, 1, 16), 7), ((4, 3, 2, 60, 9, 24), 60), ((2, 2, 1, 300, 128, 128), 257)],
+)
+def test_move_in_ring(shape, ring, ops) -> None:
+    step_cases.agree(step_cases.move_in_ring(*shape, HALF, DEVICE, ring=ring), ops)
+
+
+@runs_kernels
+def test_a_ring_of_the_wrong_size_raises(ops) -> None:
+    cache, new = torch.zeros(1, 1, 8, 4, device=DEVICE), torch.zeros(1, 1, 5, 4, device=DEVICE)
+    start, index = torch.zeros(1, dtype=torch.int64, device=DEVICE), torch.zeros(1, 5, dtype=torch.int64)
+    for implementation in (ops, step):
+        for ring in (4, 9):
+            with pytest.raises(ValueError, match=f"ring={ring} must be 5 .* to 8 "):
+                implementation.append_kv(cache, cache, new, new, start, ring)
+            with pytest.raises(ValueError, match=f"ring={ring} must be 5 .* to 8 "):
+                implementation.move_kv(cache[None], index.to(DEVICE), start, ring)
+
+
+@runs_kernels
+def test_moves_beyond_the_cache_do_nothing(ops) -> None:
+    """Sources and targets beyond the last slot are skipped."""
+    kv = torch.randn(2, 1, 2, 10, 8, device=DEVICE)
+    index, start = torch.tensor([[0, 3, -1, 1, 2]], device=DEVICE), torch.tensor([7], device=DEVICE)
+    step_cases.agree(step_cases.Problem("move_kv", (kv, index, start), (0,)), ops)
+
+
+def test_kv_slots_by_hand() -> None:
+    caches = [torch.zeros(2, 1, 6, 2) for _ in range(2)]
+    k = torch.arange(1.0, 13).view(2, 1, 3, 2)
+    step.append_kv(*caches, k, -k, torch.tensor([1, 4]))
+    assert caches[0][:, 0, :, 0].tolist() == [[0, 1, 3, 5, 0, 0], [0, 0, 0, 0, 7, 9]]
+    assert torch.equal(caches[1], -caches[0])
+    kv = torch.arange(10.0).view(1, 1, 1, 10, 1).repeat(1, 2, 1, 1, 1)
+    ring = [torch.zeros(1, 1, 4, 2) for _ in range(2)]
+    step.append_kv(*ring, k[:1], -k[:1], torch.tensor([10]), 4)
+    assert ring[0][0, 0, :, 0].tolist() == [5, 0, 1, 3]
+    around = torch.arange(5.0).view(1, 1, 1, 5, 1).clone()
+    step.move_kv(around, torch.tensor([[2, 0, 1]]), torch.tensor([7]), 4)
+    assert around.flatten().tolist() == [3, 0, 2, 1, 4]
+    step.move_kv(kv, torch.tensor([[0, 2, -1, 5], [1, 0, -1, -1]]), torch.tensor([3, 6]))
+    assert kv[0, :, 0, :, 0].tolist() == [[0, 1, 2, 3, 5, 5, 8, 7, 8, 9], [0, 1, 2, 3, 4, 5, 7, 6, 8, 9]]
+    means = torch.full((1, 2, 1, 3, 1), -1.0)
+    step.chunk_means(
+        means, torch.arange(10.0).view(1, 1, 1, 10, 1).repeat(1, 2, 1, 1, 1), torch.tensor([0, 1]), 2, 4
+    )
+    assert means.flatten(1).tolist() == [[1.5, 5.5, -1, -1, 5.5, -1]]
+
+
+@runs_kernels
+@pytest.mark.parametrize(
+    "shape", [(1, 2, 1, 16, 1, 16, 8), (2, 3, 2, 70, 5, 24, 6), (1, 3, 1, 300, 40, 128, 8)]
+)
+@pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=str)
+def test_chunk_means(shape, dtype, ops) -> None:
+    step_cases.agree(step_cases.means(*shape, dtype, DEVICE), ops)
+
+
+@runs_kernels
+@pytest.mark.parametrize(
+    "shape",
+    [(2, 3, 1, 70, 24, 8), (3, 2, 1, 150, 16, 33), (1, 1, 1, 64, 16, 64), (1, 2, 1, 5, 16, 1)],
+    ids=str,
+)
+@pytest.mark.parametrize("integers", [False, True], ids=["normal", "ties"])
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("held", [16384, 64], ids=["in registers", "in blocks"])
+def test_select_chunks(shape, integers, group, held, ops, monkeypatch) -> None:
+    from triforce_tree.kernels.step import select_kernels
+
+    monkeypatch.setattr(select_kernels, "_HELD", held)
+    batch, heads, _, *rest = shape
+    problem = step_cases.selection(batch, heads, group, *rest, HALF, DEVICE, integers=integers)
+    step_cases.agree(problem, ops)
+
+
+@runs_kernels
+@pytest.mark.parametrize("value", [0.0, -0.0, torch.inf, -torch.inf, torch.nan], ids=str)
+def test_selection_from_equal_or_non_finite_scores(value, ops) -> None:
+    """Scores that are equal, infinite or NaN: ties go to the lowest chunks."""
+    means = torch.zeros(1, 1, 90, 16, device=DEVICE)
+    means[0, 0, 40:, 0] = value
+    means[0, 0, 70, 0] = -1.0
+    q, limit = torch.ones(1, 1, 16, device=DEVICE), torch.tensor([80], device=DEVICE)
+    table = torch.full((1, 1, 60), -7, dtype=torch.int32, device=DEVICE)
+    step_cases.agree(step_cases.Problem("select_chunks", (q, means, limit, table, 60, 1.0), (3,)), ops)
+
+
+@pytest.mark.parametrize("group", [1, 4])
+def test_reference_selection_ranks_by_softmax(group) -> None:
+    """Against softmax probabilities over the candidates, maximised over the query group."""
+    torch.manual_seed(0)
+    q, means = torch.randn(2, 2 * group, 16), torch.randn(2, 2, 40, 16)
+    limit, table = torch.tensor([40, 25]), torch.zeros(2, 2, 9, dtype=torch.int32)
+    step.select_chunks(q, means, limit, table, 9, 0.25)
+    for b, h in [(0, 0), (0, 1), (1, 0), (1, 1)]:
+        keys = means[b, h, : limit[b]]
+        probs = torch.stack([(keys @ q[b, h * group + g] * 0.25).softmax(0) for g in range(group)]).amax(0)
+        probs[0] = torch.inf
+        assert table[b, h].tolist() == sorted(probs.topk(9).indices.tolist())
+
+
+@pytest.mark.parametrize("levels", [2, 5, 10**6], ids=["two scores", "five", "all different"])
+def test_selection_takes_the_lowest_of_equal_chunks(levels: int) -> None:
+    """Two sequences with different limits; chunk 0 is always selected."""
+    slots, limits = 6, torch.tensor([23, 9])
+    for _ in range(20):
+        scores = torch.randint(levels, (2, 3, 30)).float()
+        q = torch.ones(2, 3, 1)
+        table = torch.full((2, 3, slots + 2), -7, dtype=torch.int32)
+        step.select_chunks(q, scores[..., None], limits, table, slots, 1.0)
+        for b, limit in enumerate(limits.tolist()):
+            for head in range(3):
+                row = scores[b, head].tolist()
+                rest = sorted(range(1, limit), key=lambda chunk, row=row: (-row[chunk], chunk))
+                assert table[b, head].tolist() == [*sorted([0, *rest[: slots - 1]]), -7, -7]

@@ -1,0 +1,40 @@
+"""Triton kernels in tests: on a GPU, else in the interpreter; tests skip where neither is available."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from triforce_tree.kernels import step
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+# The interpreter of Triton 3.6 makes scalars of one-element arrays, which newer NumPy warns about, as it
+# does of infinities and NaN.
+runs_kernels = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")
+
+
+def require_triton() -> None:
+    """Skip the test, or the module that is being imported, where kernels cannot run."""
+    pytest.importorskip("triton", reason="the kernels need Triton; install triton to run their tests")
+    from triton import knobs
+
+    if not torch.cuda.is_available() and not knobs.runtime.interpret:
+        pytest.skip("Triton was loaded without TRITON_INTERPRET=1", allow_module_level=True)
+
+
+def step_kernels() -> SimpleNamespace:
+    """The Triton implementations of the step operators, by name."""
+    require_triton()
+    from triforce_tree.kernels.step import (
+        accept_kernels,
+        grow_kernels,
+        kv_slots_kernels,
+        place_kernels,
+        select_kernels,
+    )
+
+    modules = (kv_slots_kernels, select_kernels, accept_kernels, grow_kernels, place_kernels)
+    return SimpleNamespace(
+        **{name: getattr(m, name) for m in modules for name in step.__all__ if name in vars(m)}
+    )
