@@ -58,7 +58,7 @@ def test_the_cpu_attends_where_it_is_wanted_or_has_a_kernel(
     # A pass copies less by the CPU's share of the slots in host memory.
     share = memory["split"]["host_share"]
     resident = program.offloaded.host.resident_bytes
-    slot = program.target.layers * program.offloaded.host.row_bytes
+    slot = program.target.layers * program.offloaded.host.slot_bytes
     tokens = -(-resident // slot) + 1000
     on_host = tokens * slot - resident
     assert program.transferred_bytes(tokens) == pytest.approx((1 - share) * on_host, abs=1)

@@ -1,4 +1,4 @@
-"""Device memory that runs out during offloaded decoding, and interrupts: tokens stay right, memory is freed."""
+"""Device memory that runs out during offloaded decoding, and interrupts: right tokens, memory is freed."""
 
 import gc
 import logging
