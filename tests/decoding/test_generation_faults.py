@@ -170,7 +170,7 @@ def other_chunks_than_the_roots(patch: pytest.MonkeyPatch) -> None:
     attend = PagedRetrievalView.__call__
 
     def by_the_child(self: PagedRetrievalView, layer: int, q: Tensor, *rest: Any) -> Tensor:
-        if self.choosing:
+        if self.refreshing:
             select = step.select_chunks
             with pytest.MonkeyPatch.context() as inner:
                 inner.setattr(step, "select_chunks", lambda _, *more: select(q[:, :, 1], *more))

@@ -137,7 +137,7 @@ def test_level_1_sees_the_chosen_chunks_and_the_recent_rows(monkeypatch: pytest.
         if tree is program.stage("draft").tree:
             logits = program.full(tree.tokens[:, :1], root[:, None], picked)
             torch.testing.assert_close(result.scores[:, 0], logits[:, 0], atol=2e-5, rtol=1e-4)
-            seen.append(rows.choosing)
+            seen.append(rows.refreshing)
         return result
 
     monkeypatch.setattr(Verifier, "judge", checked)

@@ -1,4 +1,4 @@
-"""A retrieval policy of one's own decides what level 1 sees, and never what comes out."""
+"""A custom retrieval policy changes what the retrieval model sees, and never the tokens that are emitted."""
 
 from typing import Any
 
@@ -23,13 +23,13 @@ SMALL = {
 
 
 @pytest.mark.parametrize("offload", [None, True])
-def test_a_policy_of_ones_own_is_asked(offload: bool | None) -> None:
-    asked: list[int] = []
+def test_a_custom_policy_selects_the_chunks(offload: bool | None) -> None:
+    selected: list[int] = []
 
     def oldest(
         q: torch.Tensor, means: torch.Tensor, limit: torch.Tensor, table: torch.Tensor, slots: int, *_: Any
     ) -> None:
-        asked.append(slots)
+        selected.append(slots)
         table[..., :slots] = torch.arange(slots, dtype=torch.int32)
 
     target = tiny("llama-gqa")
@@ -43,10 +43,10 @@ def test_a_policy_of_ones_own_is_asked(offload: bool | None) -> None:
         out = engine.generate(prompt, max_new_tokens=20, do_sample=False)
         assert out.sequences[0, len(prompt) :].tolist() == expected
         rates.append(out.levels[-1].acceptance_rate)
-    assert asked
-    assert rates[0] > rates[1], "the chunks of greatest interest bring more than the oldest"
+    assert selected
+    assert rates[0] > rates[1], "the chunks of the highest scores are better than the oldest"
 
 
-def test_a_policy_is_a_function() -> None:
+def test_a_policy_must_be_a_function() -> None:
     with pytest.raises(ValueError, match="select_chunks='best' must be a function"):
         triforce_tree.load(tiny("llama"), select_chunks="best")

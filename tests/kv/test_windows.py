@@ -1,6 +1,6 @@
-"""The captured engine on models with sliding windows, and with layers of different heads.
+"""Decoding with models that have sliding windows, and layers of different heads.
 
-Rings are rounded up to a few slots, so that texts go round in them many times, and chunks of a prompt attend
+Rings are rounded up to a few slots, so that sequences wrap around many times, and chunks of a prompt attend
 in small blocks; memory holds NaN until it is written.
 """
 
@@ -43,12 +43,12 @@ def _small_rings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(target: PreTrainedModel, levels: int, new: int = 10, **options: object) -> DecodingProgram:
-    """Greedy text is transformers' own; the cycle."""
+    """Greedy tokens are those of transformers; returns the program."""
     draft = perturbed(target, 0.05)
     settings = {"budget": 16, "window": 200, **options}
     program = program_of(target, draft, levels, len(PROMPTS), max_seq_len=200, **settings)
-    texts, decoder = decoded(program, PROMPTS, [new] * len(PROMPTS))
-    assert texts == [reference(target, prompt, new) for prompt in PROMPTS], levels
+    tokens, decoder = decoded(program, PROMPTS, [new] * len(PROMPTS))
+    assert tokens == [reference(target, prompt, new) for prompt in PROMPTS], levels
     assert all(level.accepted for level in decoder.levels[1:]), levels
     return program
 
@@ -58,9 +58,9 @@ def test_families(family: str) -> None:
     target = tiny(family)
     for levels in (1,) if family in NO_DRAFTS else (1, 2, 3):
         program = check(target, levels)
-        kinds = program.target.kv_shapes
+        shapes = program.target.kv_shapes
         for group in program.store.groups:
-            assert {kinds[layer].window for layer in group.layers} == {group.shape.window}
+            assert {shapes[layer].window for layer in group.layers} == {group.shape.window}
             if group.shape.window is not None:
                 assert group.shape.window == WINDOWED[family]
                 assert group.ring == group.slots < program.store.rows
@@ -84,7 +84,7 @@ def test_windows_smaller_than_the_tree_is_deep(window: int, levels: int, tree: s
 def test_a_draft_with_windows_that_is_the_target_is_always_accepted(
     to_probs: ProbsFromLogits, window: int
 ) -> None:
-    """Level 0 sees what level 2 sees, tree nodes included."""
+    """The draft model sees what the target sees, tree nodes included."""
     target = tiny("gemma3", sliding_window=window)
     program = program_of(target, target, 2, 2, max_seq_len=120, tree="chain:4", window=200)
     new, decoder = decoded(program, [prompt_of(61), prompt_of(90)], [20, 15], to_probs)
@@ -94,7 +94,7 @@ def test_a_draft_with_windows_that_is_the_target_is_always_accepted(
 
 
 def test_a_draft_whose_window_is_narrower_than_its_cache() -> None:
-    """Drafting goes on when its cache is renewed, with positions counted inside it."""
+    """Drafting continues after its cache is recomputed, with positions counted inside it."""
     target = tiny("mistral-window")
     program = program_of(target, target, 2, 1, max_seq_len=200, window=16, tree="chain:3")
     new, decoder = decoded(program, [prompt_of(61)], [60])
@@ -105,8 +105,8 @@ def test_a_draft_whose_window_is_narrower_than_its_cache() -> None:
 
 
 @pytest.mark.parametrize("to_probs", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_level_1_is_as_good_as_level_2_where_its_budget_holds_the_text(to_probs: ProbsFromLogits) -> None:
-    """Layers with a window see all of it at level 1, the others all chunks: nothing is refused."""
+def test_a_retrieval_whose_budget_covers_the_sequence_is_always_accepted(to_probs: ProbsFromLogits) -> None:
+    """For the retrieval model layers with a window see all of it, and the others all chunks."""
     target = tiny("gemma3")
     program = program_of(target, perturbed(target, 0.05), 3, 3, **{**EVERYTHING, "window": 6})
     _, decoder = decoded(program, COVERED, [20] * 3, to_probs)
@@ -117,7 +117,7 @@ def test_level_1_is_as_good_as_level_2_where_its_budget_holds_the_text(to_probs:
 
 @pytest.mark.parametrize("levels", [1, 2, 3])
 def test_rings_draw_what_whole_stores_draw(levels: int) -> None:
-    """Sampled texts of the same seeds, bit for bit."""
+    """Sampled tokens of the same seeds."""
     target = tiny("gemma2")
     draft = perturbed(target, 0.05)
     drawn = []
@@ -133,27 +133,31 @@ def test_rings_draw_what_whole_stores_draw(levels: int) -> None:
 
 
 @pytest.mark.parametrize("levels", [1, 3])
-def test_rewinding_feeds_again_what_rings_have_lost(levels: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rewind_prefills_again_what_rings_have_overwritten(
+    levels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = tiny("gemma3")
     program = program_of(target, perturbed(target, 0.05), levels, 2, max_seq_len=240, budget=16)
     first, _ = decoded(program, PROMPTS, [30, 30])
-    fed: list[int] = []
-    feed = DecodingProgram.prefill
+    lengths: list[int] = []
+    prefill = DecodingProgram.prefill
 
-    def noted(self: DecodingProgram, prompts: list[list[int]], *rest: object) -> None:
-        fed.extend(map(len, prompts))
-        feed(self, prompts, *rest)
+    def recorded(self: DecodingProgram, prompts: list[list[int]], *rest: object) -> None:
+        lengths.extend(map(len, prompts))
+        prefill(self, prompts, *rest)
 
-    monkeypatch.setattr(DecodingProgram, "prefill", noted)
-    heads = [[*prompt, *new[:7]] for prompt, new in zip(PROMPTS, first, strict=True)]
-    assert decoded(program, heads, [23, 23], again=True)[0] == [new[7:] for new in first]
-    assert fed == [40, 177]
+    monkeypatch.setattr(DecodingProgram, "prefill", recorded)
+    beginnings = [[*prompt, *new[:7]] for prompt, new in zip(PROMPTS, first, strict=True)]
+    assert decoded(program, beginnings, [23, 23], again=True)[0] == [new[7:] for new in first]
+    assert lengths == [40, 177]
     assert decoded(program, PROMPTS, [30, 30], again=True)[0] == first
 
 
-def test_a_ring_that_is_too_small_for_the_passes_is_refused() -> None:
+def test_a_ring_with_too_few_scratch_slots_is_refused() -> None:
     target = HFModel(tiny("gemma3"))
     store = KVStore(target.kv_shapes, 1, 800, torch.device("cpu"), torch.float32, scratch=10)
     config = program_of(target.model, None, 1).config
-    with pytest.raises(ValueError, match="a store of 1 x 832 rows cannot hold 1 x "):
+    with pytest.raises(
+        ValueError, match=r"a store of 1 x 832 KV slots cannot hold 1 x .* make a larger store"
+    ):
         DecodingProgram(target, None, config, 1, 200, 1, store=store)

@@ -152,7 +152,7 @@ def test_bits_of_level_one_are_those_that_fit_or_are_given() -> None:
         assert made.device["low-bit weights"] == 0
     assert planned(LLAMA_2_13B, 48, LONG).config.retrieval_weight_bits == 16
     with pytest.raises(
-        ValueError, match="retrieval_weight_bits=16 lets level 1 use the target's own weights"
+        ValueError, match="retrieval_weight_bits=16 lets the retrieval model use the target's own weights"
     ):
         planned(STREAMED_13B, 24, LONG, {"retrieval_weight_bits": 16})
     with pytest.raises(DoesNotFitError, match=r"; leave out retrieval_weight_bits=8, or shorten"):

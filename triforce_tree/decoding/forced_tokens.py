@@ -79,9 +79,9 @@ def retrieval_logits(program: DecodingProgram, tokens: Sequence[int], step: int)
         ids[0, :count], depths[:count] = torch.tensor(part, device=device), tree.depths
         words[:, :count, : tree.words.shape[2]] = tree.words
         root = program.state.length + first
-        view.choosing = program.config.retrieval.chooses(number)
-        if view.choosing:
-            view.choose(root, program.state.length)
+        view.refreshing = program.config.retrieval.chooses(number)
+        if view.refreshing:
+            view.refresh(root, program.state.length)
         view.begin(root, words)
         logits.append(program.retrieval_model(ids, root[:, None] + depths, view)[0, :count].clone())
     return torch.cat(logits)
@@ -112,7 +112,7 @@ def commit(program: DecodingProgram, count: int) -> None:
     state.length += count
     if program.retrieval_view is not None:
         chunk = program.retrieval_view.store.page
-        program.retrieval_view.renew_means(before // chunk, count // chunk + 2)
+        program.retrieval_view.update_chunk_means(before // chunk, count // chunk + 2)
     program.committed([count])
 
 

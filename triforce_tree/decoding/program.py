@@ -259,7 +259,7 @@ class DecodingProgram:
                 for slots, old in zip(written, before, strict=True):
                     slots.copy_(old)
                 if length < self.max_seq_len - 1:
-                    self.renew_means()
+                    self.update_chunk_means()
         finally:
             self._kept.invalidate()
 
@@ -278,7 +278,7 @@ class DecodingProgram:
         with self.target.active():
             for b, prompt in enumerate(prompts):
                 prefill(self.target, self.store, b, list(prompt[:-1]), self._prefill_chunk, progress)
-        self.renew_means()
+        self.update_chunk_means()
         self.rewind(prompts)
 
     def _prefill_offloaded(
@@ -297,10 +297,12 @@ class DecodingProgram:
         """Keys and values on the device, of layers with a window at least."""
         return self.offloaded.rings if self.offloaded is not None else self.store
 
-    def renew_means(self) -> None:
+    def update_chunk_means(self) -> None:
         """Compute all chunk means anew: rows were written by others than the passes."""
         if self.retrieval_view is not None:
-            self.retrieval_view.renew_means(torch.zeros_like(self.state.length), self.retrieval_view.chunks)
+            self.retrieval_view.update_chunk_means(
+                torch.zeros_like(self.state.length), self.retrieval_view.chunks
+            )
 
     def serves(self, config: HierarchyConfig) -> bool:
         """Whether only ``self.config = config`` is needed to run these settings.

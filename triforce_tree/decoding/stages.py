@@ -89,9 +89,9 @@ class RetrievalVerifyStage:
 
     def _forward(self) -> None:
         self._root = self.state.end
-        self.view.choosing = self.choosing
+        self.view.refreshing = self.choosing
         if self.choosing:
-            self.view.choose(self._root, self.state.length)
+            self.view.refresh(self._root, self.state.length)
         self.verifier.forward(self.tree, self._root, self.view, self.tree.words)
 
     def _lengthen(self) -> None:
@@ -166,7 +166,7 @@ class ChainVerifyStage:
         _commit(self.state, self.view, self.verifier.judge(self.tree, self._root))
         if self.means is not None:
             chunk = self.means.store.page
-            self.means.renew_means(self._root // chunk, (self.state.max_draft_tokens + 1) // chunk + 2)
+            self.means.update_chunk_means(self._root // chunk, (self.state.max_draft_tokens + 1) // chunk + 2)
 
 
 class TreeVerifyStage:
@@ -233,4 +233,4 @@ class PlainStage:
         verdict = self.verifier.judge(self.tree, self._root)
         self.state.commit(verdict.emitted, verdict.counts)
         if self.means is not None:
-            self.means.renew_means(self._root // self.means.store.page, 2)
+            self.means.update_chunk_means(self._root // self.means.store.page, 2)

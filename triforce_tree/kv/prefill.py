@@ -12,15 +12,15 @@ from triforce_tree.models.attention import AttentionParams
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.runtime.stats import Progress
 
-# Fewest queries under a window at once.
+# Fewest queries of one attention call under a window.
 _BLOCK = 512
 
 
 class SequenceRows:
-    """One sequence of a :class:`KVStore` as a cache that prefill writes straight into.
+    """One sequence of a :class:`KVStore` as a cache that prefill writes into without a copy.
 
     Attributes:
-        length: positions that are there.
+        length: tokens that are in the cache.
     """
 
     def __init__(self, store: KVStore, sequence: int) -> None:
@@ -30,15 +30,15 @@ class SequenceRows:
     def positions(self, count: int) -> Tensor:
         return torch.arange(self.length, self.length + count, device=self.store.device)
 
-    def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, how: AttentionParams) -> Tensor:
+    def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
         # Layers that share another's keys may have been left with the last queries alone.
         index, count = layer.layer_idx, k.shape[2]
-        group = self.store.check(index, how.window)
+        group = self.store.check(index, params.window)
         start, stop, window = self.length, self.length + count, group.shape.window
-        mine = slice(self.sequence, self.sequence + 1)
-        cached = [t[mine] for t in self.store.layer(index)]
+        own = slice(self.sequence, self.sequence + 1)
+        cached = [t[own] for t in self.store.layer(index)]
         if group.ring:
-            # Before the chunk overwrites them, those of the window; of a long chunk only its end stays.
+            # Read the window's slots before the chunk overwrites them; of a long chunk only its end is kept.
             assert window is not None
             older = group.runs(max(0, start - window + 1), start)
             seen = [
@@ -47,47 +47,52 @@ class SequenceRows:
             ]
             kept = min(count, group.ring)
             for old, new in zip(cached, (k, v), strict=True):
-                for slots, places in group.runs(stop - kept, stop):
-                    old[:, :, slots] = new[:, :, count - kept :][:, :, places]
+                for slots, tokens in group.runs(stop - kept, stop):
+                    old[:, :, slots] = new[:, :, count - kept :][:, :, tokens]
         else:
             for old, new in zip(cached, (k, v), strict=True):
                 old[:, :, start:stop] = new
             seen = [old[:, :, :stop] for old in cached]
-        return _causal(q, seen[0], seen[1], replace(how, window=window))
+        return _causal(q, seen[0], seen[1], replace(params, window=window))
 
     def advance(self, count: int) -> None:
         self.length += count
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor, how: AttentionParams) -> Tensor:
-    """``causal_attention``, under a window block by block: a whole chunk would score what nobody sees."""
+def _causal(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
+    """``causal_attention``, under a window block by block: a whole chunk would score keys that are hidden."""
     count, before = q.shape[2], k.shape[2] - q.shape[2]
-    block = count if how.window is None else max(how.window, _BLOCK)
+    block = count if params.window is None else max(params.window, _BLOCK)
     parts = []
     for start in range(0, count, block):
         stop = min(start + block, count)
-        first = 0 if how.window is None else max(0, before + start - how.window + 1)
-        own, seen = q[:, :, start:stop], [t[:, :, first : before + stop] for t in (k, v)]
+        first = 0 if params.window is None else max(0, before + start - params.window + 1)
+        queries, seen = q[:, :, start:stop], [t[:, :, first : before + stop] for t in (k, v)]
         out = causal_attention(
-            own, *seen, scale=how.scale, window=how.window, softcap=how.softcap, sinks=how.sinks
+            queries,
+            *seen,
+            scale=params.scale,
+            window=params.window,
+            softcap=params.softcap,
+            sinks=params.sinks,
         )
         parts.append(out)
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
 def chunk_tokens(chunk: int | None, device: torch.device) -> int:
-    """``chunk``, or as many tokens at once as suit the device."""
+    """``chunk`` where it is given, else the default chunk of prefill for the device, in tokens."""
     return chunk or (4096 if device.type == "cuda" else 1024)
 
 
 def prefill(
     model: HFModel, store: KVStore, sequence: int, tokens: list[int], chunk: int, progress: Progress | None
 ) -> None:
-    """Compute the rows of ``tokens`` for one sequence; ``progress`` hears the tokens of each chunk."""
-    rows = SequenceRows(store, sequence)
+    """Store keys and values of ``tokens`` for one sequence; ``progress`` gets the tokens of each chunk."""
+    cache = SequenceRows(store, sequence)
     for start in range(0, len(tokens), chunk):
         part = tokens[start : start + chunk]
-        model.forward(part, rows, last_only=True)
+        model.forward(part, cache, last_only=True)
         if progress:
             progress(len(part))
     store.fed(sequence, len(tokens))

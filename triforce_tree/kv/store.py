@@ -1,7 +1,7 @@
-"""Keys and values on the device: KV slots of every layer, in groups of layers that keep alike.
+"""Keys and values on the device: KV slots of every layer, in groups of layers of the same shape and window.
 
-Slot r of a sequence holds position r. A layer with a window (``AttentionParams``) keeps no more than passes
-may still see, in a *ring*: position r is in slot ``r % ring``, and whatever is older is overwritten.
+Slot r of a sequence holds position r. A layer with a window (``AttentionParams``) keeps no more slots than
+forwards may still see, in a *ring*: position r is in slot ``r % ring``, and older positions are overwritten.
 """
 
 import copy
@@ -19,7 +19,7 @@ from triforce_tree.models.attention import KVShape
 RING_PAGE = 128
 """Slots of a page of a ring, and what its size is rounded up to: a whole number of any kernel's tiles."""
 
-# Elements between the beginnings of two groups are a multiple of this: copies want aligned addresses.
+# Groups begin at multiples of so many elements: copies are fastest at aligned addresses.
 _ALIGN = 128
 
 
@@ -29,11 +29,11 @@ class KVGroup:
 
     Attributes:
         layers: their indices in the model.
-        shape: heads; and the window, None where it hides nothing of any text that fits.
+        shape: heads; and the window, None where it hides nothing of any sequence that fits.
         kv: ``[layers, 2, B, H_kv, S, D]``.
         page: slots of the unit that tables refer to.
         ring: S where the slots are a ring, else 0.
-        table: int32 ``[B, pages]`` of a ring: where the pages of all positions are. It never changes.
+        table: int32 ``[B, pages]`` of a ring: the page of each run of positions. It never changes.
     """
 
     layers: tuple[int, ...]
@@ -50,7 +50,7 @@ class KVGroup:
 
     @property
     def pages_apart(self) -> int:
-        """Pages between two sequences; page p of sequence b is ``b * pages_apart + p``."""
+        """Pages from one sequence to the next; page p of sequence b is ``b * pages_apart + p``."""
         return self.shape.heads.kv * (self.slots // self.page)
 
     def paged(self, index: int) -> tuple[Tensor, Tensor]:
@@ -66,8 +66,8 @@ class KVGroup:
         )
 
     def runs(self, start: int, stop: int) -> list[tuple[slice, slice]]:
-        """Where positions ``start`` to ``stop``, at most S of them, are: runs of slots, and of the positions
-        counted from ``start``."""
+        """The slots of positions ``start`` to ``stop``, at most S of them: contiguous runs of slots, with the
+        positions of each counted from ``start``."""
         found: list[tuple[slice, slice]] = []
         while start < stop:
             slot = start % self.ring if self.ring else start
@@ -84,15 +84,15 @@ class KVStore:
     Args:
         layers: what each layer keeps; None for a layer whose keys and values are elsewhere.
         batch: B.
-        rows: positions of a sequence, rounded up to whole pages.
+        rows: KV slots of a sequence, rounded up to whole pages.
         page: slots of the unit that tables refer to, in layers without a window.
-        scratch: positions behind those that count that forwards may write, at most. With it, layers with a
-            window become rings where that takes less memory; None keeps every position of every layer.
-        least: elements that ``memory``, which everything lies at the front of, has at least.
+        scratch: most slots after the committed ones that forwards write. With it, layers with a window become
+            rings where that takes less memory; None keeps every position of every layer.
+        min_elements: least elements of ``memory``; the groups lie at its front.
 
     Attributes:
         groups: by their first layers.
-        rows: slots of layers without a window.
+        rows: KV slots of a sequence in layers without a window.
     """
 
     def __init__(
@@ -104,17 +104,17 @@ class KVStore:
         dtype: torch.dtype,
         page: int = 64,
         scratch: int | None = None,
-        least: int = 0,
+        min_elements: int = 0,
     ) -> None:
         self.batch, self.page, self.scratch = batch, page, scratch
         self.rows = -(-rows // page) * page
         self.device, self.dtype = device, dtype
-        # Positions behind it are those of tokens that nobody will read.
-        self._end = rows - (scratch or 0)
+        # Most committed tokens: later slots are scratch.
+        self._most_tokens = rows - (scratch or 0)
         members: dict[KVShape, list[int]] = {}
         for index, shape in enumerate(layers):
             if shape is not None:
-                shape = replace(shape, window=self._hiding(shape.window))
+                shape = replace(shape, window=self._effective_window(shape.window))
                 members.setdefault(shape, []).append(index)
         rings = [self._ring(shape) for shape in members]
         sizes = [
@@ -125,7 +125,7 @@ class KVStore:
         for size in sizes:
             starts.append(-(-end // _ALIGN) * _ALIGN)
             end = starts[-1] + math.prod(size)
-        self.memory = torch.empty(max(least, end), device=device, dtype=dtype)
+        self.memory = torch.empty(max(min_elements, end), device=device, dtype=dtype)
         self.groups: list[KVGroup] = []
         for (shape, indices), ring, size, start in zip(members.items(), rings, sizes, starts, strict=True):
             kv = self.memory[start : start + math.prod(size)].view(size)
@@ -140,35 +140,35 @@ class KVStore:
         self._lengths = [0] * batch
 
     def _ring(self, shape: KVShape) -> int:
-        """Slots of a ring; 0 where it would save nothing."""
+        """Slots of a ring; 0 where a ring would save no memory."""
         if shape.window is None or self.scratch is None:
             return 0
         ring = -(-(shape.window + self.scratch) // RING_PAGE) * RING_PAGE
         return ring if ring < self.rows else 0
 
     def check_room(self, batch: int, positions: int, scratch: int) -> None:
-        """Raise ValueError where ``positions`` of a text, ``scratch`` of them for passes, are too many."""
+        """Raise ValueError where ``positions`` of a sequence, ``scratch`` of them scratch, do not fit."""
         enough = self.scratch is None or self.scratch >= scratch
         if self.batch != batch or self.rows < positions or not enough:
             raise ValueError(
-                f"a store of {self.batch} x {self.rows} rows cannot hold {batch} x {positions}: "
-                f"{positions - scratch} tokens and {scratch} that passes write behind them"
+                f"a store of {self.batch} x {self.rows} KV slots cannot hold {batch} x {positions} "
+                f"({positions - scratch} tokens and {scratch} scratch slots after them); make a larger store"
             )
 
     def in_pages(self, page: int) -> "KVStore":
         """The same memory for tables of another unit, in layers without a window.
 
         Raises:
-            ValueError: their slots are no whole number of such pages.
+            ValueError: their slots are not a whole number of such pages.
         """
         if self.rows % page:
-            raise ValueError(f"a store of {self.rows} rows has no whole number of pages of {page}")
+            raise ValueError(f"{self.rows} KV slots are not a multiple of a page of {page}; use another page")
         other = copy.copy(self)
         other.page = page
         other.groups = [g if g.ring else replace(g, page=page) for g in self.groups]
         return other
 
-    def scratch_slots(self, slots: int) -> "KVStore":
+    def without_first(self, slots: int) -> "KVStore":
         """The same memory without the first ``slots`` of each layer; not for rings."""
         other = copy.copy(self)
         other.groups = [replace(g, kv=g.kv[..., slots:, :]) for g in self.groups]
@@ -187,70 +187,70 @@ class KVStore:
         [group] = self.groups
         return group.shape.heads
 
-    def _hiding(self, window: int | None) -> int | None:
-        """A window, or None where it hides nothing of any text."""
-        return None if window is None or window >= self._end else window
+    def _effective_window(self, window: int | None) -> int | None:
+        """A window, or None where it hides nothing of any sequence."""
+        return None if window is None or window >= self._most_tokens else window
 
     def check(self, layer: int, window: int | None) -> KVGroup:
         """The group of a layer that attends within ``window``.
 
         Raises:
-            RuntimeError: it was said to have another window.
+            RuntimeError: its KV slots were made for another window.
         """
         group = self.groups[self._places[layer][0]]
-        if group.shape.window != self._hiding(window):
+        if group.shape.window != self._effective_window(window):
             raise RuntimeError(
-                f"layer {layer} attends within a window of {window} positions, but its KV slots are those of "
-                f"a window of {group.shape.window}"
+                f"layer {layer} attends within a window of {window} positions, but its KV slots are for a "
+                f"window of {group.shape.window}"
             )
         return group
 
     def place(self, layer: int) -> tuple[int, int]:
-        """The number of a layer's group, and the layer's own in it."""
+        """The index of a layer's group, and the layer's index in it."""
         return self._places[layer]
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """K and V ``[B, H_kv, S, D]``."""
-        number, own = self._places[index]
+        number, place = self._places[index]
         kv = self.groups[number].kv
-        return kv[own, 0], kv[own, 1]
+        return kv[place, 0], kv[place, 1]
 
     def move(self, index: Tensor, start: Tensor) -> None:
-        """In all layers, position ``start[b] + index[b, i]`` becomes ``start[b] + i``; -1 moves nothing."""
+        """In all layers, move slot ``start[b] + index[b, i]`` to ``start[b] + i``; -1 moves nothing."""
         for group in self.groups:
             step.move_kv(group.kv.flatten(0, 1), index, start, group.ring)
 
     def fed(self, sequence: int, length: int) -> None:
-        """A sequence has been written from its beginning on, and has ``length`` positions."""
+        """A sequence was prefilled from its beginning, with ``length`` tokens."""
         self._lengths[sequence] = length
 
     def grown(self, counts: Sequence[int]) -> None:
-        """Sequences have become so many positions longer."""
-        # In place: it is one list for all that share the memory.
+        """So many tokens were appended to each sequence."""
+        # In place: all stores that share the memory share the list.
         self._lengths[:] = [length + count for length, count in zip(self._lengths, counts, strict=True)]
 
     def invalidate(self) -> None:
-        """Rings were written anywhere."""
+        """Any slots of the rings may have been overwritten."""
         self._lengths[:] = [self.rows] * self.batch
 
     def holds(self, lengths: Sequence[int]) -> bool:
-        """Whether forwards may go on behind the first ``lengths`` positions of what was written.
+        """Whether decoding can continue from these lengths, none beyond what was written.
 
-        Rings keep what is needed behind the last position, but not behind much earlier ones.
+        A ring keeps the slots that the last position sees, but not those that much earlier ones do.
         """
         for group in self.groups:
             if group.ring:
                 assert group.shape.window is not None
                 assert self.scratch is not None
                 spare = group.ring - group.shape.window - self.scratch
-                if any(own > new + spare for own, new in zip(self._lengths, lengths, strict=True)):
+                if any(written > new + spare for written, new in zip(self._lengths, lengths, strict=True)):
                     return False
         return True
 
 
 def _ring_table(batch: int, heads: int, ring: int, positions: int, device: torch.device) -> Tensor:
     """See ``KVGroup``."""
-    around, apart = ring // RING_PAGE, heads * (ring // RING_PAGE)
+    ring_pages = ring // RING_PAGE
     pages = torch.arange(-(-positions // RING_PAGE), dtype=torch.int32, device=device)
     sequences = torch.arange(batch, dtype=torch.int32, device=device)
-    return pages % around + apart * sequences[:, None]
+    return pages % ring_pages + heads * ring_pages * sequences[:, None]

@@ -1,8 +1,9 @@
-"""The contract of a KV view: what the attention layers of a forward store and attend to.
+"""The contract of a KV view: where attention layers store new keys and values, and what they attend to.
 
-A view is made for T new tokens a sequence, the nodes of a token tree. ``begin`` says where they stand, then
-each attention layer calls the view, and ``move`` keeps the accepted nodes. Views differ in which committed KV
-slots a layer sees: all of them, a window, the chunks that a retrieval policy chose, or slots in host memory.
+A view is made for T new tokens a sequence, the nodes of a token tree. ``begin`` sets their positions, each
+attention layer then calls the view, and ``move`` keeps the accepted nodes. Views differ in which committed KV
+slots a layer sees: all of them, a sliding window, the chunks that a retrieval policy selected, or slots in
+host memory.
 """
 
 from typing import Protocol
@@ -23,16 +24,16 @@ class KVView(Protocol):
     capturable: bool
     resizable: bool
 
-    def begin(self, before: Tensor, words: Tensor | None = None) -> None:
+    def begin(self, start: Tensor, mask_words: Tensor | None = None) -> None:
         """Before each forward.
 
         Args:
-            before: int64 ``[B]``, committed tokens of each sequence: the position of the first new one.
-            words: int64 ``[B, T, W]``; bit j of word w of row t: new token t sees new token ``64 w + j``.
-                None where the mask never changes.
+            start: int64 ``[B]``, committed tokens of each sequence: the position of the first new one.
+            mask_words: int64 ``[B, T, W]``; bit j of word w of query t: new token t sees new token
+                ``64 w + j``. None where the mask never changes.
         """
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, how: AttentionParams) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
         """Store the new tokens' keys and values of one layer, and attend.
 
         Args:
@@ -43,7 +44,7 @@ class KVView(Protocol):
         """
 
     def move(self, index: Tensor) -> None:
-        """Keep accepted nodes: new token ``index[b, i]`` takes the place of the i-th one; -1 moves nothing.
+        """Keep accepted nodes: new token ``index[b, i]`` is moved to the i-th new slot; -1 moves nothing.
 
         Args:
             index: int64 ``[B, R]``. What is not moved, the next forward overwrites.
@@ -51,18 +52,18 @@ class KVView(Protocol):
 
 
 class RetrievalView(KVView, Protocol):
-    """A view of level 1, which chooses the chunks that it shows.
+    """The view of the retrieval model, which selects the chunks that its layers see.
 
     Attributes:
-        choosing: whether the next forward chooses anew.
+        refreshing: whether the next forward selects chunks anew.
     """
 
-    choosing: bool
+    refreshing: bool
 
-    def choose(self, end: Tensor, committed: Tensor) -> None:
-        """Before ``begin`` of a forward that chooses by its root.
+    def refresh(self, root: Tensor, committed: Tensor) -> None:
+        """Before ``begin`` of a forward that selects chunks by its root's queries.
 
         Args:
-            end: int64 ``[B]``, position of the root.
-            committed: int64 ``[B]``, tokens whose keys may be chosen.
+            root: int64 ``[B]``, position of the root.
+            committed: int64 ``[B]``, tokens whose keys may be selected.
         """

@@ -37,7 +37,7 @@ _LOG = logging.getLogger(__name__)
 class Attend(Protocol):
     """What the attention layers of one forward do with their queries, keys and values."""
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, how: AttentionParams) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, /) -> Tensor:
         """Store the new rows of ``layer``, and attend.
 
         Args:

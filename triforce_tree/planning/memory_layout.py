@@ -6,7 +6,7 @@ from typing import Any
 
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.kv.offload.host_store import Offload
-from triforce_tree.kv.offload.offloaded_cache import LEAVING
+from triforce_tree.kv.offload.layout import piece_slots, round_up, window_slots
 from triforce_tree.planning import memory_map
 from triforce_tree.planning.memory_map import GIB, MIB, MOST_GAMMA, Machine, Sizes
 from triforce_tree.planning.pass_time import LEAST_GAMMA, FarRows, best_gamma, pass_rows
@@ -170,16 +170,15 @@ def offloaded(
     row, layers, batch = sizes.row, sizes.whole_layers, workload.batch
     chosen = config.retrieval
     unit = unit_rows(chosen.chunk if levels == 3 else 1)
-    max_seq_len = -(-workload.max_seq_len // unit) * unit
-    piece = max(unit, min(split.piece_bytes // row, max_seq_len) // unit * unit) * row
+    max_seq_len = round_up(workload.max_seq_len, unit)
+    piece = piece_slots(split.piece_bytes, row, max_seq_len, unit) * row
     means, slots, recent = 0, 0, 0
     if levels == 3:
         recent, slots = chosen.recent, (chosen.budget - chosen.recent) // chosen.chunk * chosen.chunk
         chunks = max_seq_len // chosen.chunk * layers * sizes.kv_heads * batch
         means = chunks * (sizes.head_dim * sizes.itemsize + 4)  # and where each of them is
-    leaving = -(-LEAVING // unit) * unit
-    rows = slots + recent + leaving + Extent.of(config, levels).scratch_slots
-    store = -(-rows // _PAGE) * _PAGE * layers * row * batch
+    rows = slots + window_slots(recent, unit, Extent.of(config, levels).scratch_slots)
+    store = round_up(rows, _PAGE) * layers * row * batch
     hidden = memory_map.hidden_states(sizes, workload.prompt)
     if split.last_resident:
         split = replace(split, states_on_host=hidden > store)

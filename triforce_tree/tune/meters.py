@@ -113,7 +113,7 @@ class Meter:
         prompt = self._tokens[:place]
         decoder = Decoder(program, to_probs, seed)
         # Of the text as it was read: captures and earlier generations wrote behind their places.
-        program.renew_means()
+        program.update_chunk_means()
         program.rewind([prompt])
         if program.device.type == "cuda":
             torch.cuda.synchronize(program.device)

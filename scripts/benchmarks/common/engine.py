@@ -122,7 +122,7 @@ class Bench:
             self._warm = set()
         for temperature in temperatures:
             self.program.prepare(ProbsFromLogits.at(temperature))
-        self._renew_means()
+        self._update_chunk_means()
 
     def _new_store(self, batch: int, rows: int) -> KVStore:
         """A full cache with room for later settings as well, in whole pages of any chunk."""
@@ -146,9 +146,9 @@ class Bench:
         self._fed = wanted
         return True
 
-    def _renew_means(self) -> None:
+    def _update_chunk_means(self) -> None:
         if self._fed:
-            self.program.renew_means()
+            self.program.update_chunk_means()
 
     @contextmanager
     def standing(self, prompts: Prompts, new: int) -> Iterator[None]:
@@ -163,7 +163,7 @@ class Bench:
         finally:
             for slots, old in zip(written, before, strict=True):
                 slots.copy_(old)
-            self._renew_means()
+            self._update_chunk_means()
 
     def decode(self, temperature: float, prompts: Prompts, new: int, rounds: int | None = None) -> Run:
         """Decode until the first text is complete; ``rounds`` = 0 is plain decoding.

@@ -1,4 +1,4 @@
-"""Weights in host memory as a user asks for them: ``load(..., offload_weights=)``, ``--offload-weights``."""
+"""Streamed weights by option: ``load(..., offload_weights=)`` and ``--offload-weights``."""
 
 import copy
 import gc
@@ -20,17 +20,11 @@ from triforce_tree.cli.entry import main
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.prompt_lookup import PromptLookup
-from triforce_tree.kv.offload import offloaded_cache
 from triforce_tree.kv.offload.host_store import Offload
 from triforce_tree.kv.offload.streamed_weights import StreamedWeights
 from triforce_tree.loading import checkpoints
 
 PROMPT, NEW = prompt_of(120), 30
-
-
-@pytest.fixture(autouse=True)
-def _few_rows_leave_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offloaded_cache, "LEAVING", 16)
 
 
 @cache
@@ -76,11 +70,11 @@ def test_an_engine_with_streamed_weights() -> None:
     assert short.memory is not None
     assert short.memory["levels"] == 2
     assert short.sequences.tolist() == [[*PROMPT[:2], *greedy(models()[0], PROMPT[:2], 3)]]
-    near = engine.with_options(offload_weights=True, budget=32)
-    assert near.generate(PROMPT, max_new_tokens=8, do_sample=False).new_tokens == 8
+    other = engine.with_options(offload_weights=True, budget=32)
+    assert other.generate(PROMPT, max_new_tokens=8, do_sample=False).new_tokens == 8
 
 
-def test_weights_move_where_they_do_not_fit(monkeypatch: pytest.MonkeyPatch, pair: TinyPair) -> None:
+def test_weights_are_offloaded_where_they_do_not_fit(monkeypatch: pytest.MonkeyPatch, pair: TinyPair) -> None:
     assert pair.load(profile=False, gpu_memory="2GiB").hierarchy.target.streamed is None
     monkeypatch.setattr(
         checkpoints, "weights_fit", lambda weights, max_seq_len: (weights, max_seq_len) == (0, 0)
@@ -92,13 +86,15 @@ def test_weights_move_where_they_do_not_fit(monkeypatch: pytest.MonkeyPatch, pai
         own = pair.load(profile=False, gpu_memory="2GiB", **options)
         assert (own.hierarchy.target.streamed is None) == bool(options)
         assert own.generate([5, 6, 7, 8] * 20, max_new_tokens=4, do_sample=False).new_tokens == 4
-    near = own.with_options(offload=False, gpu_memory=None)
-    assert near.generate([5, 6, 7, 8] * 20, max_new_tokens=4).memory is None
+    on_device = own.with_options(offload=False, gpu_memory=None)
+    assert on_device.generate([5, 6, 7, 8] * 20, max_new_tokens=4).memory is None
     given = engine_of(gpu_memory="2GiB")
-    assert given.hierarchy.target.streamed is None, "a model object is taken over by an explicit wish alone"
+    assert given.hierarchy.target.streamed is None, (
+        "a model object is changed only where offload_weights=True is given"
+    )
 
 
-def test_close_gives_everything_back() -> None:
+def test_close_frees_everything() -> None:
     engine = engine_of(offload_weights=True)
     weights = weights_of(engine)
     blocks = [weakref.ref(block) for block in (*weights._host, *weights._slots)]
@@ -112,7 +108,7 @@ def test_close_gives_everything_back() -> None:
     assert all(
         m.weight.numel() == 0 for layer in layers for m in layer.modules() if type(m) is torch.nn.Linear
     )
-    with pytest.raises(RuntimeError, match=r"given back by close\(\); load the model anew"):
+    with pytest.raises(RuntimeError, match=r"freed by close\(\); load the model anew"):
         engine.generate(PROMPT, max_new_tokens=4, do_sample=False)
     with pytest.raises(RuntimeError, match="load the model anew"):
         engine.hierarchy.target.model(torch.tensor([PROMPT]))
@@ -131,7 +127,7 @@ def test_the_command_streams_weights(capsys: pytest.CaptureFixture[str], pair: T
     assert result["memory"]["pass_weights_ms"] > 0
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_impossible_combinations_are_refused() -> None:
     with pytest.raises(
         ValueError, match=r"retrieval_weight_bits=16 .* use retrieval_weight_bits=8 or 4.* or levels=1 or 2"
     ):
@@ -150,7 +146,7 @@ def test_what_cannot_be_is_refused() -> None:
         HierarchyConfig(offload_weights=True, offload=False)
 
 
-def test_a_device_without_room_for_the_rest_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_too_small_for_the_rest_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("no more")
 

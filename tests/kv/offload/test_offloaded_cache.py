@@ -1,7 +1,7 @@
-"""The offloaded cycle off the GPU: the target's own text, bit for bit the same wherever its rows live.
+"""Decoding with an offloaded cache off the GPU: the target's own tokens, the same bits wherever slots are.
 
-Caches are far smaller than the texts, pieces smaller still, and memory holds NaN until it is written. There
-are no streams here: what waits for what is tested by ``test_races.py``.
+The device holds far less than the sequences, pieces are smaller still, and memory holds NaN until it is
+written. There are no streams here: the order of copies and computation is tested by ``test_races.py``.
 """
 
 import gc
@@ -28,7 +28,7 @@ from triforce_tree.verify.sampling import ProbsFromLogits
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 SAMPLED = ProbsFromLogits.at(0.8)
-# Three texts of up to 208 rows: the last layer's take 20 pieces, and the first layer keeps one of each text.
+# Three sequences of up to 208 slots: the last layer's take 20 pieces, and one of the first layer is resident.
 _LAST = 3 * 208 * PIECE // 32 + 3 * PIECE
 SPLITS = {
     "host": Offload(0, PIECE, 2),
@@ -38,14 +38,9 @@ SPLITS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _few_rows_leave_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offloaded_cache, "LEAVING", 16)
-
-
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("levels", [1, 2, 3])
-def test_greedy_text_is_the_targets_own(levels: int, split: str):
+def test_greedy_tokens_are_the_targets(levels: int, split: str):
     program = program_of(levels, 3, split=SPLITS[split])
     new, decoder = decoded(program, PROMPTS, NEW)
     assert new == references(PROMPTS, NEW)
@@ -71,12 +66,12 @@ def test_capped_scores_and_sinks_are_counted_once(family: str):
 @pytest.mark.parametrize(
     "options", [{"chunk": 8}, {"chunk": 3}, {"refresh": 1}, {"refresh": 2}, {"runner_ups": False}]
 )
-def test_settings_of_level_one(options: dict[str, object]):
+def test_settings_of_the_retrieval(options: dict[str, object]):
     program = program_of(3, 2, **options)
     assert decoded(program, PROMPTS[:2], NEW[:2])[0] == references(PROMPTS[:2], NEW[:2])
 
 
-def test_long_texts_leave_the_window_many_times():
+def test_long_sequences_are_evicted_many_times():
     program = program_of(3, 1, max_seq_len=400)
     assert decoded(program, PROMPTS[:1], [250])[0] == references(PROMPTS[:1], [250])
     assert program.offloaded is not None
@@ -89,29 +84,30 @@ def test_long_texts_leave_the_window_many_times():
         torch.testing.assert_close(means[layer, 0, :, : keys.shape[0]], keys.transpose(0, 1))
 
 
-def test_copies_are_the_chunks_they_stand_for():
+def test_gathered_chunks_are_copies_of_the_host_stores():
     program = program_of(3, 2, max_seq_len=400, budget=40)
     decoded(program, PROMPTS[:2], [150, 150])
     assert program.gathered_view is not None
     assert program.offloaded is not None
-    held, chunk, cached = program.gathered_view._held, program.gathered_view.chunk, program.offloaded
+    view, cache = program.gathered_view, program.offloaded
+    chunk = view.chunk
     for layer in range(2):
         for b in range(2):
-            rows = cached.host.read(layer, b, 0, cached.host.base[b])
+            kv = cache.host.read(layer, b, 0, cache.host.base[b])
             for head in range(2):
-                for slot, number in enumerate(held[layer, b, head].tolist()):
-                    own = cached.store.kv[layer, :, b, head, slot * chunk : (slot + 1) * chunk]
-                    source = rows[number * chunk : (number + 1) * chunk, :, head].transpose(0, 1)
-                    assert torch.equal(own, source)
+                for slot, number in enumerate(view._slot_chunks[layer, b, head].tolist()):
+                    gathered = cache.store.kv[layer, :, b, head, slot * chunk : (slot + 1) * chunk]
+                    source = kv[number * chunk : (number + 1) * chunk, :, head].transpose(0, 1)
+                    assert torch.equal(gathered, source)
 
 
-def test_where_rows_live_changes_no_bit():
-    (first, on_chip), *others = [logits_of(split) for split in SPLITS.values()]
+def test_where_slots_are_changes_no_bit():
+    (first, on_device), *others = [logits_of(split) for split in SPLITS.values()]
     for logits, _ in others:
         assert torch.equal(logits, first)
     for buffers in (3, 7):
         assert torch.equal(logits_of(Offload(0, PIECE, buffers))[0], first)
-    torch.testing.assert_close(first, on_chip, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(first, on_device, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -121,55 +117,55 @@ def test_where_rows_live_changes_no_bit():
 def test_a_resident_last_layer_needs_no_memory_for_prefill(
     levels: int, length: int, on_host: bool, where: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """Rows are computed in its memory; hidden states wait in level 1's, where that is large enough."""
-    made = []
+    """Keys and values are computed in its memory; hidden states in the retrieval's where they fit."""
+    used = []
     for name, kind in (("host", offloaded_cache.HostStates), ("reserved", offloaded_cache.ReservedStates)):
 
         def note(*args: object, name: str = name, kind: type = kind):
-            made.append(name)
+            used.append(name)
             return kind(*args)
 
         monkeypatch.setattr(offloaded_cache, kind.__name__, note)
-    rows = (length + 50) // 16 * 16
-    split = Offload(rows * PIECE // 32 + PIECE, PIECE, 2, states_on_host=on_host, last_resident=True)
-    program = program_of(levels, max_seq_len=rows, split=split)
-    own = program.offloaded
-    assert own is not None
-    assert own.host.resident_rows == [32, rows]
-    assert own.store.memory.numel() == own.store.kv.numel()
+    slots = (length + 50) // 16 * 16
+    split = Offload(slots * PIECE // 32 + PIECE, PIECE, 2, states_on_host=on_host, last_resident=True)
+    program = program_of(levels, max_seq_len=slots, split=split)
+    cache = program.offloaded
+    assert cache is not None
+    assert cache.host.resident_slots == [32, slots]
+    assert cache.store.memory.numel() == cache.store.kv.numel()
     prompt = prompt_of(length)
     assert decoded(program, [prompt], [20])[0] == references([prompt], [20])
-    assert (made or ["device"]) == [where]
+    assert (used or ["device"]) == [where]
 
 
 @pytest.mark.parametrize("levels", [1, 3])
-def test_rewinding_is_as_good_as_feeding_anew(levels: int):
+def test_rewinding_is_as_good_as_a_new_prefill(levels: int):
     program = program_of(levels, 2, max_seq_len=300)
     [first, second], _ = decoded(program, PROMPTS[:2], [50, 50])
     for kept in (0, 1, 40, 30):
-        heads = [[*PROMPTS[0], *first[:kept]], [*PROMPTS[1], *second[:kept]]]
-        new, _ = decoded(program, heads, [50 - kept, 50 - kept], again=True)
+        beginnings = [[*PROMPTS[0], *first[:kept]], [*PROMPTS[1], *second[:kept]]]
+        new, _ = decoded(program, beginnings, [50 - kept, 50 - kept], again=True)
         assert new == [first[kept:], second[kept:]]
     again = decoded(program, PROMPTS[:2], [30, 30], SAMPLED, seed=3, again=True)[0]
     fresh = program_of(levels, 2, max_seq_len=300)
     assert again == decoded(fresh, PROMPTS[:2], [30, 30], SAMPLED, seed=3)[0]
 
 
-def test_what_was_never_fed_cannot_be_stood_at():
+def test_a_rewind_beyond_the_cache_is_refused():
     program = program_of(1)
     decoded(program, PROMPTS[:1], [4])
-    with pytest.raises(ValueError, match="feed it first"):
+    with pytest.raises(ValueError, match="prefill it first"):
         program.rewind([PROMPTS[1]])
 
 
 def test_plain_sampling_draws_what_the_cache_on_the_device_draws():
     config = HierarchyConfig.from_options(**SMALL)
-    on_chip = DecodingProgram(HFModel(model("llama-gqa")), None, config, 2, 200, 1)
-    expected = decoded(on_chip, PROMPTS[:2], NEW[:2], SAMPLED, seed=5)[0]
+    on_device = DecodingProgram(HFModel(model("llama-gqa")), None, config, 2, 200, 1)
+    expected = decoded(on_device, PROMPTS[:2], NEW[:2], SAMPLED, seed=5)[0]
     assert decoded(program_of(1, 2), PROMPTS[:2], NEW[:2], SAMPLED, seed=5)[0] == expected
 
 
-def test_sampled_tokens_follow_the_targets_law():
+def test_sampled_tokens_follow_the_targets_distribution():
     prompt, batch, to_probs = PROMPTS[0], 10, SAMPLED
     draws, prompts = 50 * batch, [prompt] * batch
     program = program_of(3, batch)
@@ -204,18 +200,18 @@ def test_memory_that_is_short_is_refused_before_it_is_taken(monkeypatch: pytest.
     assert not taken
 
 
-def test_a_block_that_cannot_be_had_gives_the_others_back(monkeypatch: pytest.MonkeyPatch):
+def test_a_refused_block_frees_the_others(monkeypatch: pytest.MonkeyPatch):
     blocks: list[weakref.ref[Tensor]] = []
     take = HostMemory.take
 
-    def twice(self: HostMemory, shape, dtype) -> Tensor:
+    def second_fails(self: HostMemory, shape, dtype) -> Tensor:
         if len(blocks) == 1:
             raise HostMemoryError("no more")
         block = take(self, shape, dtype)
         blocks.append(weakref.ref(block))
         return block
 
-    monkeypatch.setattr(HostMemory, "take", twice)
+    monkeypatch.setattr(HostMemory, "take", second_fails)
     with pytest.raises(HostMemoryError, match="no more") as caught:
         program_of(1)
     del caught
@@ -225,10 +221,10 @@ def test_a_block_that_cannot_be_had_gives_the_others_back(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 @pytest.mark.parametrize("levels", [1, 3])
-def test_an_interrupted_prefill_gives_the_memory_back(levels: int, error: type[BaseException]):
+def test_an_interrupted_prefill_frees_the_memory(levels: int, error: type[BaseException]):
     program = program_of(levels)
     assert program.offloaded is not None
-    block = weakref.ref(program.offloaded.host.far[0][0])
+    block = weakref.ref(program.offloaded.host.on_host[0][0])
     forwards = [layer.forward for layer in model("llama-gqa").model.layers]
     left = 2
 
@@ -248,7 +244,7 @@ def test_an_interrupted_prefill_gives_the_memory_back(levels: int, error: type[B
     assert decoded(program_of(levels), PROMPTS[:1], NEW[:1])[0] == references(PROMPTS[:1], NEW[:1])
 
 
-def test_a_fault_in_a_copy_is_raised_and_the_next_text_is_right(monkeypatch: pytest.MonkeyPatch):
+def test_a_fault_in_a_copy_is_raised_and_the_next_generation_is_right(monkeypatch: pytest.MonkeyPatch):
     program = program_of(1)
     assert program.offloaded is not None
     ring = program.offloaded.host.ring
@@ -259,29 +255,29 @@ def test_a_fault_in_a_copy_is_raised_and_the_next_text_is_right(monkeypatch: pyt
         nonlocal left
         left -= 1
         if left == 0:
-            raise RuntimeError("the bus is gone")
+            raise RuntimeError("the copy failed")
         issue()
 
     monkeypatch.setattr(ring, "_issue", failing)
-    with pytest.raises(RuntimeError, match="the bus is gone"):
+    with pytest.raises(RuntimeError, match="the copy failed"):
         decoded(program, PROMPTS[:1], [10], again=True)
     monkeypatch.undo()
     assert decoded(program, PROMPTS[:1], [10], again=True)[0] == expected
 
 
 def test_progress_of_prefill_counts_every_token_once():
-    program, told = program_of(1), []
-    program.prefill(PROMPTS[1:2], told.append)
-    assert sum(told) == len(PROMPTS[1]) - 1
-    assert min(told) > 0
+    program, reported = program_of(1), []
+    program.prefill(PROMPTS[1:2], reported.append)
+    assert sum(reported) == len(PROMPTS[1]) - 1
+    assert min(reported) > 0
 
 
 def test_hundreds_of_passes_take_no_more_memory():
     program = program_of(1, max_seq_len=600)
     assert program.offloaded is not None
-    taken = program.offloaded.host.host_bytes
+    before = program.offloaded.host.host_bytes
     assert len(decoded(program, PROMPTS[:1], [400])[0][0]) == 400
-    assert program.offloaded.host.host_bytes == taken
+    assert program.offloaded.host.host_bytes == before
 
 
 def test_a_split_that_cannot_work_is_refused():

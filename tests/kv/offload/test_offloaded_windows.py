@@ -1,4 +1,4 @@
-"""Offloaded cycles of models with sliding windows: their windows stay in rings on the device."""
+"""Offloaded caches of models with sliding windows, which are kept in rings on the device."""
 
 import pytest
 import torch
@@ -11,7 +11,6 @@ from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.kernels.attention.plan import Heads
 from triforce_tree.kv import store as store_module
-from triforce_tree.kv.offload import offloaded_cache
 from triforce_tree.kv.offload.host_store import Offload
 from triforce_tree.models.attention import KVShape
 from triforce_tree.models.hf_model import HFModel
@@ -27,8 +26,7 @@ SPLITS = {
 
 
 @pytest.fixture(autouse=True)
-def _few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offloaded_cache, "LEAVING", 16)
+def _small_rings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "RING_PAGE", 8)
 
 
@@ -40,26 +38,26 @@ def test_families(family: str) -> None:
     for levels in (1,) if family in NO_DRAFTS else (1, 2, 3):
         program = program_of(levels, 2, family)
         assert decoded(program, PROMPTS[:2], NEW)[0] == references(PROMPTS[:2], NEW, family), levels
-        own, shapes = program.offloaded, program.target.kv_shapes
-        assert own is not None
-        assert own.host.layers == sum(shape.window is None for shape in shapes)
+        cache, shapes = program.offloaded, program.target.kv_shapes
+        assert cache is not None
+        assert cache.host.layers == sum(shape.window is None for shape in shapes)
         for layer, shape in enumerate(shapes):
             if shape.window is not None:
-                assert own.places[layer] is None
-                assert own.rings.layer(layer)[0].shape[2] < own.host.rows
+                assert cache.host_layers[layer] is None
+                assert cache.rings.layer(layer)[0].shape[2] < cache.host.slots
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_where_rows_live_changes_no_token(split: str) -> None:
+def test_where_slots_are_changes_no_token(split: str) -> None:
     program = program_of(3, 2, "gemma3", split=SPLITS[split])
     assert decoded(program, PROMPTS[:2], NEW)[0] == references(PROMPTS[:2], NEW, "gemma3")
 
 
 @pytest.mark.parametrize("family", ["gemma3", "qwen2-window"])
 def test_logits_are_those_of_a_cache_on_the_device(family: str) -> None:
-    far, near = logits_of(SPLITS["host"], family=family)
-    torch.testing.assert_close(far, near, rtol=1e-4, atol=1e-4)
-    assert torch.equal(far, logits_of(SPLITS["mixed"], family=family)[0])
+    offloaded, on_device = logits_of(SPLITS["host"], family=family)
+    torch.testing.assert_close(offloaded, on_device, rtol=1e-4, atol=1e-4)
+    assert torch.equal(offloaded, logits_of(SPLITS["mixed"], family=family)[0])
 
 
 @pytest.mark.parametrize("levels", [1, 3])
@@ -67,8 +65,8 @@ def test_rewinding(levels: int) -> None:
     program = program_of(levels, 2, "gemma3", max_seq_len=250)
     first, _ = decoded(program, PROMPTS[:2], [40, 40])
     for kept in (40, 0, 11):
-        heads = [[*prompt, *new[:kept]] for prompt, new in zip(PROMPTS, first, strict=False)]
-        rest = decoded(program, heads, [50 - kept] * 2, again=True)[0]
+        beginnings = [[*prompt, *new[:kept]] for prompt, new in zip(PROMPTS, first, strict=False)]
+        rest = decoded(program, beginnings, [50 - kept] * 2, again=True)[0]
         assert [new[: 40 - kept] for new in rest] == [new[kept:] for new in first]
 
 
@@ -81,15 +79,15 @@ def test_the_cpu_attends_to_layers_without_a_window_alone() -> None:
     assert program.offloaded.attention.bytes > 0
 
 
-def test_whole_layers_of_different_heads_are_refused() -> None:
+def test_layers_without_a_window_of_different_heads_are_refused() -> None:
     target = HFModel(tiny("llama-gqa"))
     target.kv_shapes = [KVShape(Heads(4, 2, 8)), KVShape(Heads(4, 4, 8))]
     config = HierarchyConfig.from_options(**SMALL)
-    with pytest.raises(ValueError, match=r"keys of 2 x 8 and 4 x 8 numbers.*leave offload out"):
+    with pytest.raises(ValueError, match=r"keys of 2 x 8 and 4 x 8 elements.*leave offload out"):
         DecodingProgram(target, None, config, 1, 200, 1, SPLITS["host"])
 
 
-def test_as_a_user_asks_for_it() -> None:
+def test_through_load_and_generate() -> None:
     target = tiny("gemma3")
     engine = load(target, perturbed(target, 0.05), profile=False, **{**SMALL, "offload": True})
     out = engine.generate(PROMPTS[1], max_new_tokens=14, do_sample=False)

@@ -1,4 +1,4 @@
-"""How much host memory may be taken, by whose limit, and what is said where it cannot be locked."""
+"""How much host memory is available, under which limit, and errors where it cannot be locked."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from triforce_tree.runtime import distributed
 
 @pytest.fixture
 def described(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """Puts other texts in the place of files that the system keeps."""
+    """Replaces what the system reports: its memory, and the contents of its files."""
 
     def describe(memory: tuple[float, float] | None = None, **files: str) -> None:
         paths = {
@@ -59,7 +59,7 @@ def test_a_control_groups_limit_comes_first(described) -> None:
     assert usable(100 * GIB) == (31 * GIB, "the control group's memory.max")
 
 
-def test_what_the_user_allows_is_kept_where_it_is_there(described) -> None:
+def test_the_users_limit_counts_where_so_much_is_available(described) -> None:
     described((64, 60))
     assert usable(50 * GIB) == (50 * GIB, "host_memory")
     # More than is left to the system by default, but not all.
@@ -67,7 +67,7 @@ def test_what_the_user_allows_is_kept_where_it_is_there(described) -> None:
     assert usable(64 * GIB) == (60 * GIB - SPARE, "the system's available memory")
 
 
-def test_plans_are_made_for_what_the_user_allows(described, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_keep_to_the_users_limits(described, monkeypatch: pytest.MonkeyPatch) -> None:
     described((64, 60))
     monkeypatch.setattr(machine, "bandwidths", lambda device: (25e9, 1e12))
     cpu = torch.device("cpu")
@@ -99,7 +99,7 @@ def test_plans_are_made_for_what_the_user_allows(described, monkeypatch: pytest.
         ),
     ],
 )
-def test_who_keeps_memory_from_being_locked(
+def test_memory_that_cannot_be_locked_names_the_limit(
     described, version: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     described(version=version)

@@ -1,7 +1,7 @@
-"""Weights in host memory: the same bits as a model that is whole, whatever the order and the interruptions.
+"""Weights in host memory: the same bits as a model on the device, in any order and after interruptions.
 
-Copies are held back until somebody waits for them, as on a device, and a slot that is to be filled holds NaN
-until then: who does not wait, or waits for another layer, is found out.
+Copies are deferred until their event is waited for, as on a device, and a slot that is to be filled holds NaN
+until then: a wait that is missing, or is for another layer, is detected.
 """
 
 import copy
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.tree_model import TreeDrafter
-from triforce_tree.kv.offload import offloaded_cache, pinned, streamed_weights
+from triforce_tree.kv.offload import pinned, streamed_weights
 from triforce_tree.kv.offload.host_store import Offload
 from triforce_tree.kv.offload.offloaded_cache import OffloadedCache
 from triforce_tree.kv.offload.offloaded_view import StreamedView
@@ -34,22 +34,22 @@ LAYERS, PIECE = 5, 32 * 128
 PROMPT, NEW = prompt_of(120), 30
 
 
-class HeldBack:
-    """A lane whose copies happen when they are waited for, one after the other."""
+class DeferredCopies:
+    """A copy stream whose copies run, in order, when their events are waited for."""
 
     stream = None
 
     def __init__(self, device: torch.device) -> None:
         self.pending: list[tuple[Tensor, Tensor]] = []
 
-    def copy(self, target: Tensor, source: Tensor) -> "HeldBack.CopyEvent":
-        # What the device was asked for has run by now, and nothing more may look at the slot.
+    def copy(self, target: Tensor, source: Tensor) -> "DeferredCopies.CopyEvent":
+        # All queued work has run by now, and nothing may read the slot before the copy.
         target.fill_(0xFF)
         self.pending.append((target, source))
         return self.CopyEvent(self, len(self.pending))
 
     class CopyEvent:
-        def __init__(self, stream: "HeldBack", until: int) -> None:
+        def __init__(self, stream: "DeferredCopies", until: int) -> None:
             self.stream, self.until = stream, until
 
         def wait(self) -> None:
@@ -61,9 +61,8 @@ class HeldBack:
 
 
 @pytest.fixture(autouse=True)
-def _copies_are_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streamed_weights, "CopyStream", HeldBack)
-    monkeypatch.setattr(offloaded_cache, "LEAVING", 16)
+def _copies_are_deferred(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streamed_weights, "CopyStream", DeferredCopies)
 
 
 @cache
@@ -97,33 +96,33 @@ def program_of(model: HFModel, levels: int, bits: int = 8, family: str = "llama-
     return DecodingProgram(model, draft, config, 1, 200, levels, Offload(0, PIECE, 2))
 
 
-def level_two(model: HFModel, width: int = 7) -> Tensor:
-    """Logits of the last tokens, from rows that were fed by layers and a pass over them."""
-    own = OffloadedCache(model, 1, 160, 0, 40, 0, 0, Offload(0, PIECE, 2))
+def target_logits(model: HFModel, width: int = 7) -> Tensor:
+    """Of the last tokens, from a layerwise prefill and one pass of the target."""
+    cache = OffloadedCache(model, 1, 160, 0, 40, 0, 0, Offload(0, PIECE, 2))
     step = StepModel(few_row_copy(model.model))
     with model.active():
-        own.prefill([PROMPT[: 1 - width]], 16)
-    rows = StreamedView(own, width, torch.ones(width, width, dtype=torch.bool).tril())
+        cache.prefill([PROMPT[: 1 - width]], 16)
+    view = StreamedView(cache, width, torch.ones(width, width, dtype=torch.bool).tril())
     start = torch.tensor([len(PROMPT) - width])
-    rows.begin(start)
-    return step(torch.tensor([PROMPT[-width:]]), start[:, None] + torch.arange(width), rows)
+    view.begin(start)
+    return step(torch.tensor([PROMPT[-width:]]), start[:, None] + torch.arange(width), view)
 
 
 @pytest.mark.parametrize("layers", [4, 5])
 @pytest.mark.parametrize("slots", [2, 3, 7])
 def test_logits_are_the_same_bits(slots: int, layers: int) -> None:
-    reference = level_two(HFModel(copy.deepcopy(whole(layers=layers))))
+    reference = target_logits(HFModel(copy.deepcopy(whole(layers=layers))))
     model = streamed(slots=slots, layers=layers)
     for _ in range(2):
-        assert torch.equal(level_two(model), reference)
+        assert torch.equal(target_logits(model), reference)
     ids = torch.tensor([PROMPT])
     with torch.no_grad():
-        # Outside our engine too.
+        # Outside our engine as well.
         assert torch.equal(model.model(ids).logits, whole(layers=layers)(ids).logits)
 
 
 @pytest.mark.parametrize(("levels", "bits"), [(1, 16), (2, 16), (3, 8), (3, 4)])
-def test_greedy_text_is_the_whole_models(levels: int, bits: int) -> None:
+def test_greedy_tokens_are_those_of_a_model_on_the_device(levels: int, bits: int) -> None:
     model = streamed()
     new, decoder = decoded(program_of(model, levels, bits), [PROMPT], [NEW])
     assert new == [expected()]
@@ -137,7 +136,7 @@ def test_families(family: str) -> None:
     assert new == [expected(family)]
 
 
-def test_a_prompt_brings_each_layer_once_and_a_pass_as_well() -> None:
+def test_a_prefill_copies_each_layer_once_and_so_does_a_pass() -> None:
     model = streamed()
     program, weights = program_of(model, 3), weights_of(model)
     assert len(PROMPT) > 5 * SMALL["prefill_chunk"]
@@ -148,21 +147,21 @@ def test_a_prompt_brings_each_layer_once_and_a_pass_as_well() -> None:
         assert weights.copied - before[1] == weights.bytes
     before = weights.copies, weights.copied
     _, decoder = decoded(program, [PROMPT], [NEW], again=True)
-    # The passes of level 1, of which there are more, bring nothing.
+    # The forwards of the retrieval model, of which there are more, copy nothing.
     assert weights.copies - before[0] == LAYERS * decoder.levels[-1].forwards
     assert decoder.levels[1].forwards > decoder.levels[-1].forwards
 
 
-def test_the_next_layer_comes_while_one_computes_and_the_first_behind_the_last() -> None:
+def test_the_next_layer_is_copied_while_one_computes_and_the_first_after_the_last() -> None:
     model = streamed(layers=4)
     weights = weights_of(model)
-    weights.ready(0)
-    assert weights._held == [0, 1]
+    weights.wait_for_layer(0)
+    assert weights._slot_layers == [0, 1]
     for layer in (0, 1, 2, 3):
-        weights.ready(layer)
-        assert set(weights._held) == {layer, (layer + 1) % 4}
+        weights.wait_for_layer(layer)
+        assert set(weights._slot_layers) == {layer, (layer + 1) % 4}
     before = weights.copies
-    weights.ready(0)
+    weights.wait_for_layer(0)
     assert weights.copies == before + 1
 
 
@@ -171,52 +170,52 @@ def test_the_next_layer_comes_while_one_computes_and_the_first_behind_the_last()
 def test_any_order_is_right(slots: int, order: tuple[int, ...]) -> None:
     model = streamed(slots=slots)
     for layer in order:
-        weights_of(model).ready(layer)
-        own, theirs = (m.model.layers[layer].state_dict() for m in (model.model, whole()))
-        assert all(torch.equal(own[name], theirs[name]) for name in theirs)
+        weights_of(model).wait_for_layer(layer)
+        own, reference = (m.model.layers[layer].state_dict() for m in (model.model, whole()))
+        assert all(torch.equal(own[name], reference[name]) for name in reference)
 
 
 @pytest.mark.parametrize("stop", range(LAYERS))
-def test_a_pass_that_broke_off_is_begun_anew(monkeypatch: pytest.MonkeyPatch, stop: int) -> None:
+def test_a_pass_after_an_interrupted_one_is_right(monkeypatch: pytest.MonkeyPatch, stop: int) -> None:
     model = streamed()
-    reference = level_two(model)
+    reference = target_logits(model)
     layer = model.model.model.layers[stop]
-    work = layer.mlp.forward
+    forward = layer.mlp.forward
 
-    def broken(hidden: Tensor) -> Tensor:
+    def interrupted(hidden: Tensor) -> Tensor:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(layer.mlp, "forward", broken)
+    monkeypatch.setattr(layer.mlp, "forward", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        level_two(model)
-    monkeypatch.setattr(layer.mlp, "forward", work)
-    assert torch.equal(level_two(model), reference)
+        target_logits(model)
+    monkeypatch.setattr(layer.mlp, "forward", forward)
+    assert torch.equal(target_logits(model), reference)
 
 
 def test_a_fault_in_a_copy_is_raised_and_the_next_pass_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
     model = streamed()
-    reference = level_two(model)
+    reference = target_logits(model)
     stream, left = weights_of(model)._copy_stream, 7
-    send = stream.copy
+    copy_once = stream.copy
 
     def failing(target: Tensor, source: Tensor) -> Any:
         nonlocal left
         left -= 1
         if left == 0:
             target.fill_(0xFF)
-            raise RuntimeError("the bus is gone")
-        return send(target, source)
+            raise RuntimeError("the copy failed")
+        return copy_once(target, source)
 
     monkeypatch.setattr(stream, "copy", failing)
-    with pytest.raises(RuntimeError, match="the bus is gone"):
-        level_two(model)
-    assert torch.equal(level_two(model), reference)
+    with pytest.raises(RuntimeError, match="the copy failed"):
+        target_logits(model)
+    assert torch.equal(target_logits(model), reference)
 
 
 def test_parameters_keep_their_places() -> None:
     model = streamed()
     before = {name: (id(p), p.data_ptr()) for name, p in model.model.named_parameters()}
-    level_two(model)
+    target_logits(model)
     assert {name: (id(p), p.data_ptr()) for name, p in model.model.named_parameters()} == before
     layers = model.model.model.layers
     assert layers[0].mlp.up_proj.weight.data_ptr() == layers[2].mlp.up_proj.weight.data_ptr()
@@ -224,7 +223,9 @@ def test_parameters_keep_their_places() -> None:
 
 
 @pytest.mark.parametrize("place", ["a block", "the device"])
-def test_a_fault_on_the_way_leaves_a_model_that_works(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+def test_a_fault_while_weights_move_leaves_a_model_that_works(
+    monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
     model, memories = copy.deepcopy(whole()), []
     take, left = HostMemory.take, 3
 
@@ -252,12 +253,12 @@ def test_a_fault_on_the_way_leaves_a_model_that_works(monkeypatch: pytest.Monkey
         assert torch.equal(model(ids).logits, whole()(ids).logits)
 
 
-def test_every_layer_is_told_and_ctrl_c_leaves_a_model_that_works() -> None:
-    model, told = copy.deepcopy(whole()), []
+def test_every_layer_is_reported_and_ctrl_c_leaves_a_model_that_works() -> None:
+    model, reported = copy.deepcopy(whole()), []
 
     def stop(size: int) -> None:
-        told.append(size)
-        if len(told) == 2:
+        reported.append(size)
+        if len(reported) == 2:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -265,14 +266,14 @@ def test_every_layer_is_told_and_ctrl_c_leaves_a_model_that_works() -> None:
     ids = torch.tensor([PROMPT])
     with torch.no_grad():
         assert torch.equal(model(ids).logits, whole()(ids).logits)
-    told.clear()
-    own = StreamedWeights(model, "cpu", progress=told.append)
-    assert len(told) == LAYERS
-    assert sum(told) == own.bytes
+    reported.clear()
+    own = StreamedWeights(model, "cpu", progress=reported.append)
+    assert len(reported) == LAYERS
+    assert sum(reported) == own.bytes
     own.close()
 
 
-def test_host_memory_that_is_short_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_host_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pinned, "available", lambda: (1 << 20, "the test"))
     with pytest.raises(
         HostMemoryError, match=r"streamed weights needs .* the test leaves 0.0 GiB; free host"
@@ -280,7 +281,7 @@ def test_host_memory_that_is_short_is_said(monkeypatch: pytest.MonkeyPatch) -> N
         streamed()
 
 
-def test_what_cannot_be_streamed_is_named() -> None:
+def test_models_that_cannot_be_streamed_are_refused() -> None:
     with pytest.raises(ValueError, match="slots=1 is too few"):
         streamed(slots=1)
     odd = copy.deepcopy(whole())
@@ -291,7 +292,7 @@ def test_what_cannot_be_streamed_is_named() -> None:
         StreamedWeights(odd, "cpu")
     shared = copy.deepcopy(whole())
     shared.model.layers[1].mlp.up_proj.weight = shared.model.layers[0].mlp.up_proj.weight
-    with pytest.raises(ValueError, match="shares weights of a decoder layer"):
+    with pytest.raises(ValueError, match=r"shares weights of a decoder layer.*\(offload_weights=False\)"):
         StreamedWeights(shared, "cpu")
     bare = copy.deepcopy(whole())
     bare.model.layers[2] = torch.nn.Identity()
@@ -299,29 +300,31 @@ def test_what_cannot_be_streamed_is_named() -> None:
         StreamedWeights(bare, "cpu")
 
 
-def test_a_pass_costs_its_weights_on_the_bus() -> None:
-    near, far = HFModel(whole()), streamed()
+def test_transferred_bytes_include_the_weights() -> None:
+    on_device, on_host = HFModel(whole()), streamed()
     for plain in (False, True):
-        whole_bytes, streamed_bytes = (program_of(m, 3).transferred_bytes(100, plain) for m in (near, far))
-        assert streamed_bytes - whole_bytes == weights_of(far).bytes
-    # 2 for keys and values, heads, their width, bytes of a number.
+        whole_bytes, streamed_bytes = (
+            program_of(m, 3).transferred_bytes(100, plain) for m in (on_device, on_host)
+        )
+        assert streamed_bytes - whole_bytes == weights_of(on_host).bytes
+    # Tokens, layers, keys and values, heads, their dimension, bytes of an element.
     assert whole_bytes == 100 * LAYERS * 2 * 2 * 8 * 4
 
 
 @pytest.mark.gpu
-def test_streams_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_real_copy_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     from triforce_tree.kv.offload.copy_stream import CopyStream
 
     monkeypatch.setattr(streamed_weights, "CopyStream", CopyStream)
-    near = tiny(
+    model = tiny(
         "llama-gqa", num_hidden_layers=LAYERS, hidden_size=1024, intermediate_size=4096, head_dim=64
     ).cuda()
     ids = torch.tensor([PROMPT], device="cuda")
     with torch.no_grad():
-        reference = near(ids).logits
-        weights = StreamedWeights(near, "cuda")
+        reference = model(ids).logits
+        weights = StreamedWeights(model, "cuda")
         for _ in range(20):
-            assert torch.equal(near(ids).logits, reference)
+            assert torch.equal(model(ids).logits, reference)
     with pytest.raises(RuntimeError, match="cannot be captured"):
         capture(weights, ids)
 
@@ -329,7 +332,7 @@ def test_streams_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def capture(weights: StreamedWeights, ids: Tensor) -> None:
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         ids.add_(0)
-        weights.ready(0)
+        weights.wait_for_layer(0)
 
 
 def test_more_weights_than_the_user_allows_are_refused_before_any_moves() -> None:

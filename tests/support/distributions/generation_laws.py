@@ -93,7 +93,7 @@ class Generations:
         with wrapped.active():
             prefill(wrapped, self.program.store, 0, self.prompt[:-1], 64, None)
         self.program.store.kv[:, :, 1:] = self.program.store.kv[:, :, :1]
-        self.program.renew_means()
+        self.program.update_chunk_means()
         if isinstance(self.program.drafter, TreeDrafter):
             _remember_windows(self.program.drafter)
 

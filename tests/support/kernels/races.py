@@ -1,9 +1,9 @@
-"""A data-race detector for CUDA streams that needs no GPU: memory accesses ordered by vector clocks.
+"""A data-race detector for CUDA streams, off the GPU, by vector clocks.
 
-Inside :func:`watched` copy streams execute sequentially, but every access of every operation is recorded with
-the vector clock of its stream. Two accesses to the same bytes from two streams, one of them a write, are a
-race unless an event, a stream wait, or a wait of the host orders them. Not detected: memory that is freed
-while a copy stream still uses it, and accesses inside captured graphs.
+Inside :func:`watched` copy streams have simulated streams. They run nothing in parallel, but record every
+access of every operation with the vector clock of its stream. Two accesses to the same bytes from two
+streams, one of them a write, are a race unless an event, a wait, or a synchronization of the host orders
+them. Not detected: memory that is freed while a copy stream still uses it, accesses inside captured graphs.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from triforce_tree.runtime.sequence_state import SequenceState
 
 
 class Access(NamedTuple):
-    """Bytes ``[start, stop)`` that the ``time``-th operation of a stream read or wrote."""
+    """Bytes ``[start, stop)`` that an operation of a stream, its ``time``-th, read or wrote."""
 
     start: int
     stop: int
@@ -32,7 +32,7 @@ class Access(NamedTuple):
     write: bool
     what: str
 
-    def meets(self, other: "Access") -> bool:
+    def overlaps(self, other: "Access") -> bool:
         return self.start < other.stop and other.start < self.stop
 
     def inside(self, other: "Access") -> bool:
@@ -40,24 +40,24 @@ class Access(NamedTuple):
 
 
 class Stream:
-    """The methods of torch.cuda.Stream that the package uses; number 0 is the compute stream."""
+    """What this package uses of torch.cuda.Stream; number 0 is the computation's."""
 
     def __init__(self, watch: "Watch") -> None:
         self.watch, self.number = watch, len(watch.clocks)
         watch.clocks.append({})
 
     def wait_stream(self, other: "Stream") -> None:
-        self.watch.learn(self.number, self.watch.clocks[other.number])
+        self.watch.order_after(self.number, self.watch.clocks[other.number])
 
     def wait_event(self, event: "Event") -> None:
-        self.watch.learn(self.number, event.clock)
+        self.watch.order_after(self.number, event.clock)
 
     def synchronize(self) -> None:
         self.watch.host_waits(self)
 
 
 class Event:
-    """The methods of torch.cuda.Event that the package uses."""
+    """What this package uses of torch.cuda.Event."""
 
     def __init__(self, watch: "Watch") -> None:
         self.watch, self.clock = watch, {}
@@ -73,8 +73,8 @@ class Watch(TorchDispatchMode):
     """Records what operations read and write.
 
     Attributes:
-        races: pairs of unordered accesses.
-        seen: number of accesses of every stream.
+        races: pairs of accesses that nothing orders.
+        seen: the number of accesses of every stream.
     """
 
     def __init__(self) -> None:
@@ -85,16 +85,17 @@ class Watch(TorchDispatchMode):
         self.seen: dict[int, int] = {}
         self._host: dict[int, int] = {}
         self._accesses: dict[int, list[Access]] = {}
-        # Kept alive, since freed memory could be reused by another tensor.
+        # Keeps freed memory from being reused for other tensors.
         self._kept: list[Any] = []
 
-    def learn(self, stream: int, clock: dict[int, int]) -> None:
+    def order_after(self, stream: int, clock: dict[int, int]) -> None:
+        """Later operations of the stream come after those that the clock counts."""
         own = self.clocks[stream]
         for other, time in clock.items():
             own[other] = max(own.get(other, 0), time)
 
     def host_waits(self, stream: Stream) -> None:
-        """Order all later operations after everything that the stream has run."""
+        """Everything that the host issues from now on comes after all that the stream has run."""
         for other, time in self.clocks[stream.number].items():
             self._host[other] = max(self._host.get(other, 0), time)
 
@@ -109,17 +110,17 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.triforce_tree.planned_attend.default:
-            # Dispatch modes do not see inside custom operators, and this one runs a whole forward.
+            # Dispatch modes do not see inside custom operators, and this one does all the work of a pass.
             with self:
                 return step_model._attend._init_fn(*args, **kwargs)
         if not func.is_view:
-            self._note(func, args, kwargs)
+            self._record(func, args, kwargs)
         return func(*args, **kwargs)
 
-    def _note(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    def _record(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
         stream = self.current[-1].number
         clock = self.clocks[stream]
-        self.learn(stream, self._host)
+        self.order_after(stream, self._host)
         clock[stream] = clock.get(stream, 0) + 1
         for number, argument in enumerate(func._schema.arguments):
             value = args[number] if number < len(args) else kwargs.get(argument.name)
@@ -141,9 +142,9 @@ class Watch(TorchDispatchMode):
         self.races += [
             (old, new)
             for old, known in zip(earlier, before, strict=True)
-            if not known and (old.write or write) and old.meets(new)
+            if not known and (old.write or write) and old.overlaps(new)
         ]
-        # What is ordered after this access is also ordered after the ones dropped here.
+        # What is ordered after this access is ordered after those as well.
         earlier[:] = [
             old
             for old, known in zip(earlier, before, strict=True)
@@ -153,32 +154,32 @@ class Watch(TorchDispatchMode):
 
 @contextmanager
 def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
-    """A context in which copy streams are simulated and all accesses are recorded."""
+    """Inside, copy streams have simulated streams whose accesses are recorded."""
     watch = Watch()
 
-    def with_stream(stream: copy_stream.CopyStream, device: torch.device) -> None:
-        stream.device, stream.stream = device, Stream(watch)
+    def with_stream(copies: copy_stream.CopyStream, device: torch.device) -> None:
+        copies.device, copies.stream = device, Stream(watch)
 
-    answer, report = HostAttention._answer, SequenceState.report
+    attend, report = HostAttention._attend, SequenceState.report
 
     def in_its_copy_stream(attention: HostAttention, *args: Any) -> None:
-        with attention._copy_stream.running():
-            answer(attention, *args)
+        with attention._copy_stream.as_current():
+            attend(attention, *args)
 
-    def waited_for(state: SequenceState) -> Tensor:
-        made = report(state)
+    def synchronized(state: SequenceState) -> Tensor:
+        result = report(state)
         watch.host_waits(watch.current[0])
-        return made
+        return result
 
     with monkeypatch.context() as patch, watch:
         patch.setattr(copy_stream.CopyStream, "__init__", with_stream)
-        patch.setattr(HostAttention, "_answer", in_its_copy_stream)
-        patch.setattr(SequenceState, "report", waited_for)
+        patch.setattr(HostAttention, "_attend", in_its_copy_stream)
+        patch.setattr(SequenceState, "report", synchronized)
         patch.setattr(torch.cuda, "Event", lambda: Event(watch))
         patch.setattr(torch.cuda, "stream", watch.inside)
         patch.setattr(torch.cuda, "current_stream", lambda _: watch.current[-1])
         patch.setattr(Tensor, "record_stream", lambda *_: None)
-        # A tensor subclass, which dispatch modes cannot see being made.
+        # Makes a tensor subclass, whose construction dispatch modes do not see.
         patch.setattr(
             prefill, "causal_lower_right", lambda t, s: torch.ones(t, s, dtype=torch.bool).tril(s - t)
         )

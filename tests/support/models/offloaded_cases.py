@@ -1,4 +1,4 @@
-"""Small cycles whose caches are offloaded, what they should write, and the logits of one forward."""
+"""Small programs with offloaded caches, the tokens that they should emit, and the logits of one forward."""
 
 from functools import cache
 
@@ -12,7 +12,7 @@ from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.tree_model import TreeDrafter
 from triforce_tree.kv.offload.host_store import Offload
-from triforce_tree.kv.offload.layerwise_prefill import fill_by_layers
+from triforce_tree.kv.offload.layerwise_prefill import prefill_by_layers
 from triforce_tree.kv.offload.offloaded_cache import OffloadedCache
 from triforce_tree.kv.offload.offloaded_view import StreamedView
 from triforce_tree.kv.prefill import SequenceRows
@@ -24,7 +24,7 @@ from triforce_tree.models.step_model import StepModel
 
 PROMPTS = [prompt_of(length) for length in (83, 150, 67)]
 NEW = [40, 30, 20]
-# 2 layers, 2 KV heads of 8: a row of a layer takes 128 bytes in fp32.
+# 2 KV heads of 8 dimensions: a KV slot of a layer takes 128 bytes in fp32, and a piece holds 32 of them.
 PIECE = 32 * 128
 
 model = cache(tiny)
@@ -62,39 +62,39 @@ def logits_of(split: Offload, width: int = 7, family: str = "llama-gqa") -> tupl
     """Of the last ``width`` tokens, from an offloaded cache, and from one on the device."""
     target, prompt = HFModel(model(family)), PROMPTS[1]
     step = StepModel(few_row_copy(target.model))
-    own = OffloadedCache(target, 1, 160, 0, 40, 0, 0, split)
+    cache = OffloadedCache(target, 1, 160, 0, 40, 0, 0, split)
     store = KVStore(target.kv_shapes, 1, 200, target.device, target.dtype)
     with target.active():
-        own.prefill([prompt[: len(prompt) + 1 - width]], 16)
-        fill_by_layers(target, prompt[:-width], 16, _Whole(store, target))
+        cache.prefill([prompt[: len(prompt) + 1 - width]], 16)
+        prefill_by_layers(target, prompt[:-width], 16, _StoreSink(store, target))
     mask = torch.ones(width, width, dtype=torch.bool).tril()
     start = torch.tensor([len(prompt) - width])
     tokens, positions = torch.tensor([prompt[-width:]]), start[:, None] + torch.arange(width)
-    made = []
-    for rows in (StreamedView(own, width, mask), TreeAttentionView(store, width, mask=mask)):
-        rows.begin(start)
-        made.append(step(tokens, positions, rows)[0])
-    return made[0], made[1]
+    logits = []
+    for view in (StreamedView(cache, width, mask), TreeAttentionView(store, width, mask=mask)):
+        view.begin(start)
+        logits.append(step(tokens, positions, view)[0])
+    return logits[0], logits[1]
 
 
-class _Whole:
-    """A prefill's rows, all into one store."""
+class _StoreSink:
+    """A layerwise prefill into a store on the device."""
 
     def __init__(self, store: KVStore, model: HFModel) -> None:
         self.store, self.heads = store, model.heads
-        self.places = [
+        self.host_layers = [
             None if shape.window is not None else layer for layer, shape in enumerate(model.kv_shapes)
         ]
 
-    def windowed(self) -> SequenceRows:
+    def rings(self) -> SequenceRows:
         return SequenceRows(self.store, 0)
 
-    def buffer(self, rows: int) -> Tensor:
-        return torch.empty((rows, 2, self.heads.kv, self.heads.dim))
+    def buffer(self, tokens: int) -> Tensor:
+        return torch.empty((tokens, 2, self.heads.kv, self.heads.dim))
 
-    def part(self, layer: int, start: int, rows: Tensor):
+    def chunk_done(self, layer: int, start: int, kv: Tensor):
         return lambda: None
 
-    def whole(self, layer: int, rows: Tensor) -> None:
-        for cached, new in zip(self.store.layer(layer), rows.permute(1, 2, 0, 3), strict=True):
-            cached[0, :, : rows.shape[0]] = new
+    def layer_done(self, layer: int, kv: Tensor) -> None:
+        for cached, new in zip(self.store.layer(layer), kv.permute(1, 2, 0, 3), strict=True):
+            cached[0, :, : kv.shape[0]] = new

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, StoppingCriteria
 
 from triforce_tree import Engine, load
 from triforce_tree.eval.text import pydoc_text
-from triforce_tree.kv.offload import offloaded_cache
+from triforce_tree.kv.offload import layout
 from triforce_tree.loading.inflate import inflate_pair
 from triforce_tree.models import tensor_parallel
 from triforce_tree.models.hf_model import HFModel
@@ -63,7 +63,7 @@ def keep_little_on_the_device() -> None:
         return made.with_resident(0) if made.levels == 1 else _small(made)
 
     memory_plan.plan = plan
-    offloaded_cache.LEAVING = 16
+    layout.EVICTED_TOGETHER = 16
 
 
 def _small(made: MemoryPlan) -> MemoryPlan:

@@ -1,4 +1,4 @@
-"""How fast bytes move: from host memory to the device, and out of the device's own memory."""
+"""Measured bandwidths: from host memory to the device, and of reading the device's memory."""
 
 import time
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from triforce_tree.kv.offload.copy_stream import CopyStream
 from triforce_tree.kv.offload.pinned import HostMemory
 
 _PROBE, _PIECE = 256 << 20, 64 << 20
-_TIMES = 3
+_REPEATS = 3
 
 
 @cache
@@ -22,26 +22,26 @@ def bandwidths(device: torch.device) -> tuple[float, float]:
     memory = HostMemory(locked=on_gpu)
     try:
         host = memory.take((size // piece, piece), torch.uint8)
-        near = torch.empty(piece, dtype=torch.uint8, device=device)
+        buffer = torch.empty(piece, dtype=torch.uint8, device=device)
         copy_stream = CopyStream(device)
 
         def stream(pieces: tuple[Tensor, ...] = tuple(host)) -> None:
-            for rows in pieces:
-                copy_stream.copy(near, rows)
+            for source in pieces:
+                copy_stream.copy(buffer, source)
             copy_stream.synchronize()
 
-        bus = size / _shortest(stream, device)
+        host_to_device = size / _shortest(stream, device)
         del host, stream
     finally:
         memory.release()
     data = torch.ones(size // 4, dtype=torch.float32, device=device)
-    return bus, size / _shortest(lambda: data.sum(), device)
+    return host_to_device, size / _shortest(lambda: data.sum(), device)
 
 
 def _shortest(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds, of some times."""
+    """Seconds of the fastest of several runs, after one of warm-up."""
     times = []
-    for _ in range(_TIMES + 1):
+    for _ in range(_REPEATS + 1):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         start = time.perf_counter()

@@ -1,6 +1,6 @@
-"""Copies between host and device beside the computation: a ring of buffers coming in, a lane going out.
+"""Copies between host and device that run beside the computation: copy streams, and a ring of device buffers.
 
-Off the GPU there are no streams, and every copy is done when it is asked for.
+Off the GPU there are no streams: every copy is done when it is issued.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class CopyStream:
-    """A stream of copies of its own.
+    """A CUDA stream for copies.
 
     Args:
         device: whose computation the copies run beside.
@@ -25,23 +25,23 @@ class CopyStream:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def copy(self, target: Tensor, source: Tensor) -> "CopyEvent":
-        """Copy once all that was asked of the device so far has run; the mark is set when it is done."""
+        """Copy after all work queued on the current stream so far; returns the event of its end."""
         if self.stream is None:
             target.copy_(source)
             return CopyEvent(None)
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with self.running():
+        with self.as_current():
             target.copy_(source, non_blocking=True)
             if source.is_cuda:
                 source.record_stream(self.stream)
-            return self.mark()
+            return self.record_event()
 
-    def running(self) -> AbstractContextManager[Any]:
-        """Inside, what the device is asked for runs in this lane."""
+    def as_current(self) -> AbstractContextManager[Any]:
+        """Inside, this is torch's current stream."""
         return torch.cuda.stream(self.stream) if self.stream is not None else nullcontext()
 
-    def mark(self) -> "CopyEvent":
-        """Set when all copies so far are done."""
+    def record_event(self) -> "CopyEvent":
+        """An event after all copies issued so far."""
         if self.stream is None:
             return CopyEvent(None)
         event = torch.cuda.Event()
@@ -49,11 +49,11 @@ class CopyStream:
         return CopyEvent(event)
 
     def call(self, function: int, argument: int) -> None:
-        """Run a C function on the host once all copies so far are done; those to come wait for it.
+        """Run a C function on the host after all copies issued so far; later copies wait for it.
 
         Args:
-            function: address of a ``void f(void *)`` that calls nothing of CUDA.
-            argument: address, good until it has run.
+            function: address of a ``void f(void *)`` that makes no CUDA calls.
+            argument: an address, valid until the function has run.
         """
         if self.stream is None:
             ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)(argument)
@@ -63,7 +63,7 @@ class CopyStream:
             raise RuntimeError(f"cuLaunchHostFunc failed with CUresult {failed}")
 
     def join(self, other: "CopyStream | None" = None) -> None:
-        """Let the computation, or another lane, wait for all copies so far."""
+        """Let the computation, or another copy stream, wait for all copies issued so far."""
         if self.stream is not None:
             waiting = other.stream if other is not None else torch.cuda.current_stream(self.device)
             assert waiting is not None
@@ -77,14 +77,14 @@ class CopyStream:
 
 @cache
 def _driver() -> ctypes.CDLL:
-    """CUDA's driver, for what torch has no call for."""
+    """The CUDA driver, for a call that torch does not offer."""
     driver = ctypes.CDLL("libcuda.so.1")
     driver.cuLaunchHostFunc.argtypes = [ctypes.c_void_p] * 3
     return driver
 
 
 class CopyEvent:
-    """A point in a lane."""
+    """A point in a copy stream; None where copies are done at once."""
 
     def __init__(self, event: Any) -> None:
         self._event = event
@@ -96,15 +96,18 @@ class CopyEvent:
 
 
 class BufferRing:
-    """Device buffers that a schedule of host rows passes through, in order.
+    """Device buffers through which a schedule of pieces in host memory is streamed, in order.
 
-    As many pieces as there are buffers are under way ahead of the computation, across layers and, once
-    the next schedule is given, across passes. What a buffer holds may be read between ``take`` and
-    ``give``; the next piece comes in when the device has got past ``give``.
+    As many pieces as there are buffers are prefetched, across layers and, once the next schedule is given,
+    across passes. A buffer may be read between ``acquire`` and ``release``; its next piece is copied when the
+    device has passed ``release``.
 
     Args:
         count: buffers.
-        shape: of one, ``[rows, 2, H_kv, D]``.
+        shape: of one, ``[slots, 2, H_kv, D]``.
+
+    Attributes:
+        bytes: copied to the device so far.
     """
 
     def __init__(self, count: int, shape: Sequence[int], device: torch.device, dtype: torch.dtype) -> None:
@@ -119,31 +122,31 @@ class BufferRing:
             # The computation may still be using what this memory held before.
             self.copy_stream.stream.wait_stream(torch.cuda.current_stream(device))
         self._schedule: Sequence[Tensor] = ()
-        self._issued = self._taken = 0
+        self._issued = self._released = 0
 
     def start(self, schedule: Sequence[Tensor]) -> None:
-        """Take up a schedule of pieces ``[n, 2, H_kv, D]`` in host memory.
+        """Begin a schedule of pieces ``[n, 2, H_kv, D]`` in host memory.
 
-        What came ahead is kept where the new schedule begins with the very same rows.
+        Prefetched pieces are kept where the new schedule begins with the very same memory.
         """
-        ahead = self._issued - self._taken
-        same = self._taken == 0 and all(
+        ahead = self._issued - self._released
+        same = self._released == 0 and all(
             a.data_ptr() == b.data_ptr() and a.shape == b.shape
             for a, b in zip(self._schedule[:ahead], schedule[:ahead], strict=False)
         )
         if not same or len(schedule) < ahead:
             self._issued = 0
             if self.copy_stream.stream is not None:
-                # A pass that broke off may still be reading what it took.
+                # A pass that was interrupted may still be reading the buffers.
                 self.copy_stream.stream.wait_stream(torch.cuda.current_stream(self.copy_stream.device))
-        self._taken = 0
+        self._released = 0
         self._schedule = schedule
         while self._issued < min(len(schedule), len(self.buffers)):
             self._issue()
 
-    def forget(self) -> None:
-        """Nothing that came ahead counts any more: the host rows have changed."""
-        self._schedule, self._issued, self._taken = (), 0, 0
+    def invalidate(self) -> None:
+        """Drop what was prefetched: the memory on the host has changed."""
+        self._schedule, self._issued, self._released = (), 0, 0
 
     def _issue(self) -> None:
         piece = self._schedule[self._issued]
@@ -152,29 +155,29 @@ class BufferRing:
         stream = self.copy_stream.stream
         if stream is not None:
             stream.wait_event(self._free[slot])
-        with self.copy_stream.running():
+        with self.copy_stream.as_current():
             target.copy_(piece, non_blocking=True)
         if stream is not None:
             self._ready[slot].record(stream)
         self.bytes += piece.nbytes
         self._issued += 1
 
-    def take(self) -> Tensor:
+    def acquire(self) -> Tensor:
         """The next piece of the schedule, on the device."""
-        slot = self._taken % len(self.buffers)
+        slot = self._released % len(self.buffers)
         if self._ready:
             self._ready[slot].wait()
-        return self.buffers[slot][: self._schedule[self._taken].shape[0]]
+        return self.buffers[slot][: self._schedule[self._released].shape[0]]
 
-    def give(self) -> None:
-        """The piece taken last has been read by all that was asked of the device so far."""
-        slot = self._taken % len(self.buffers)
+    def release(self) -> None:
+        """All reads of the piece acquired last have been queued on the current stream."""
+        slot = self._released % len(self.buffers)
         if self._free:
             self._free[slot].record()
-        self._taken += 1
+        self._released += 1
         if self._issued < len(self._schedule):
             self._issue()
 
     def close(self) -> None:
-        """Let go of the buffers and of all host rows."""
+        """Drop the references to the buffers and to host memory."""
         self.buffers, self._schedule = [], ()

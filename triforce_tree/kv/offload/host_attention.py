@@ -1,7 +1,7 @@
-"""Attention on the CPU to rows in host memory, which then need not cross the bus.
+"""Attention on the CPU to keys and values in host memory, which then need not be copied to the device.
 
-Queries go to the host, and a state comes back: T rows of output and their log-sum-exp, instead of the keys
-and values. ``kernels/cpu/host_rows.py`` computes it.
+Queries are copied to the host, and an attention state comes back: the output of T queries and their
+log-sum-exp, instead of keys and values. ``kernels/cpu/host_rows.py`` computes it.
 """
 
 import time
@@ -25,7 +25,7 @@ def check_host_attention(model: HFModel) -> None:
     """Raise ValueError where the CPU cannot attend for this model."""
     if model.has_softcap:
         raise ValueError(
-            f"{model.name} caps its attention scores, which attention on the CPU cannot; leave "
+            f"{model.name} caps its attention scores, which attention on the CPU cannot do; leave "
             "host_attention out"
         )
     if model.device.type == "cuda" and not host_rows.native(model.heads, model.dtype):
@@ -37,13 +37,13 @@ def check_host_attention(model: HFModel) -> None:
 
 
 def host_attends(model: HFModel, wanted: bool | str) -> bool:
-    """Whether the CPU attends to rows of this model in host memory.
+    """Whether the CPU attends to this model's keys and values in host memory.
 
     Args:
-        wanted: True, False, or "auto" for where it pays: with a kernel of our own, and without capped scores.
+        wanted: True, False, or "auto": where it is fast (our kernel runs) and possible (no capped scores).
 
     Raises:
-        ValueError: it is to, but cannot.
+        ValueError: it is wanted, but not possible.
     """
     if wanted == "auto":
         return not model.has_softcap and host_rows.native(model.heads, model.dtype)
@@ -52,112 +52,115 @@ def host_attends(model: HFModel, wanted: bool | str) -> bool:
     return bool(wanted)
 
 
-class _Exchange(NamedTuple):
+class _Buffers(NamedTuple):
     """Page-locked memory for the queries of one shape and their states, and the states on the device.
 
-    ``out`` and ``lse`` are views of ``words``, ``near_out`` and ``near_lse`` those of ``near``.
+    ``out`` and ``lse`` are views of ``state``, ``device_out`` and ``device_lse`` those of ``device_state``.
     """
 
     q: Tensor
-    words: Tensor
+    state: Tensor
     out: Tensor
     lse: Tensor
-    near: Tensor
-    near_out: Tensor
-    near_lse: Tensor
+    device_state: Tensor
+    device_out: Tensor
+    device_lse: Tensor
 
 
 class HostAttention:
-    """Attends on the host for queries on the device: ``ask``, then anything else, then ``states``.
+    """Attends on the host for queries on the device: ``submit``, then any other work, then ``states``.
 
-    One question at a time, answered in a lane beside the computation: whoever asks the device for a whole
-    pass ahead has asked the host for its part as well. Off the GPU each question is answered at once.
+    One request at a time, computed in order with a copy stream beside the computation: where the work of a
+    whole pass is queued on the device, the host's part is queued as well. Off the GPU each request is
+    computed at once.
 
     Args:
         heads: of the attention.
         device: where queries are and states go.
-        dtype: of queries, rows and outputs.
-        questions: of a pass, for each layer and text.
+        dtype: of queries, keys, values and outputs.
+        requests: of a pass, one for each layer and sequence.
 
     Attributes:
-        bytes, seconds: keys and values attended to so far, and the time of that.
+        bytes, seconds: of keys and values attended to so far, and the time it took.
     """
 
-    def __init__(self, heads: Heads, device: torch.device, dtype: torch.dtype, questions: int) -> None:
+    def __init__(self, heads: Heads, device: torch.device, dtype: torch.dtype, requests: int) -> None:
         self.heads, self.device, self.dtype = heads, device, dtype
         self.memory = HostMemory(locked=device.type == "cuda")
         self.bytes = 0
-        # A pass that broke off may have left its own behind.
-        self._kernel = host_rows.kernel(heads, dtype, 2 * questions)
+        # Twice as many: a pass that was interrupted may have left its own in the queue.
+        self._kernel = host_rows.kernel(heads, dtype, 2 * requests)
         self._torch_seconds = 0.0
         self._copy_stream = CopyStream(device)
-        self._shapes: dict[tuple[int, int], _Exchange] = {}
-        self._asked: _Exchange | None = None
+        self._by_shape: dict[tuple[int, int], _Buffers] = {}
+        self._submitted: _Buffers | None = None
 
     @property
     def seconds(self) -> float:
         return self._torch_seconds if self._kernel is None else self._kernel.seconds
 
-    def ask(self, q: Tensor, rows: Sequence[Tensor], scale: float) -> None:
-        """Let queries come to the host, behind what was asked of the device so far, and attend to rows.
+    def submit(self, q: Tensor, kv: Sequence[Tensor], scale: float) -> None:
+        """Copy queries to the host, after all work queued on the device so far, and attend there.
 
-        What is read and written here for one layer the device is done with when the next layer's queries
-        come: they are computed from these states.
+        The next layer's queries are computed from these states, so by the time they are submitted the device
+        no longer reads the memory that is used here.
 
         Args:
             q: ``[B, T, H_q, D]``.
-            rows: of each text, ``[n, 2, H_kv, D]``; there may be none.
+            kv: of each sequence, ``[n, 2, H_kv, D]`` in host memory; n may be 0.
             scale: of the scores.
         """
         batch, queries = q.shape[:2]
-        if (batch, queries) not in self._shapes:
-            self._shapes[batch, queries] = self._exchange(batch, queries)
-        asked = self._asked = self._shapes[batch, queries]
-        # By then rows that were on their way to the host are there: a pass begins behind them.
-        self._copy_stream.copy(asked.q, q)
-        for b, own in enumerate(rows):
-            self._answer(asked.q[b], own, scale, asked.out[b], asked.lse[b])
+        if (batch, queries) not in self._by_shape:
+            self._by_shape[batch, queries] = self._buffers(batch, queries)
+        buffers = self._submitted = self._by_shape[batch, queries]
+        # Copies of keys and values to the host are done by then: a pass begins after them.
+        self._copy_stream.copy(buffers.q, q)
+        for b, own in enumerate(kv):
+            self._attend(buffers.q[b], own, scale, buffers.out[b], buffers.lse[b])
             self.bytes += own.nbytes
-        with self._copy_stream.running():
-            exchange.fetch_words(asked.near, asked.words)
+        with self._copy_stream.as_current():
+            exchange.fetch_words(buffers.device_state, buffers.state)
 
-    def _answer(self, q: Tensor, rows: Tensor, scale: float, out: Tensor, lse: Tensor) -> None:
+    def _attend(self, q: Tensor, kv: Tensor, scale: float, out: Tensor, lse: Tensor) -> None:
         if self._kernel is not None:
-            self._copy_stream.call(*self._kernel.call(q, rows, scale, out, lse))
+            self._copy_stream.call(*self._kernel.call(q, kv, scale, out, lse))
             return
         start = time.perf_counter()
-        for target, made in zip((out, lse), host_rows.attend(q, rows, scale), strict=True):
-            target.copy_(made)
+        for target, result in zip((out, lse), host_rows.attend(q, kv, scale), strict=True):
+            target.copy_(result)
         self._torch_seconds += time.perf_counter() - start
 
     def states(self) -> State:
-        """What was asked for.
+        """The result of the last request.
 
         Returns:
-            on the device, until the next question: out ``[B, T, H_q, D]`` and lse ``[B, T, H_q]`` in fp32,
-            -inf for a text without rows.
+            on the device, until the next request: out ``[B, T, H_q, D]`` and lse ``[B, T, H_q]`` in fp32,
+            -inf for a sequence without keys.
         """
-        asked, self._asked = self._asked, None
-        assert asked is not None, "nothing was asked"
+        buffers, self._submitted = self._submitted, None
+        assert buffers is not None, "nothing was submitted"
         self._copy_stream.join()
-        return asked.near_out, asked.near_lse
+        return buffers.device_out, buffers.device_lse
 
-    def _exchange(self, batch: int, queries: int) -> _Exchange:
+    def _buffers(self, batch: int, queries: int) -> _Buffers:
         shape = (batch, queries, self.heads.query, self.heads.dim)
         count, size = prod(shape[:3]), prod(shape) * self.dtype.itemsize
-        # Whole words of 4 bytes, and the fp32 part at a multiple of 16.
+        # Counted in words of 4 bytes; the fp32 part begins at a multiple of 16 bytes.
         start = -(-size // 16) * 4
 
         def parts(words: Tensor) -> State:
             out = words[:start].view(self.dtype)[: prod(shape)].view(shape)
             return out, words[start:].view(torch.float32).view(shape[:3])
 
-        words = self.memory.take((start + count,), torch.int32)
-        near = torch.empty(start + count, dtype=torch.int32, device=self.device)
-        return _Exchange(self.memory.take(shape, self.dtype), words, *parts(words), near, *parts(near))
+        state = self.memory.take((start + count,), torch.int32)
+        on_device = torch.empty(start + count, dtype=torch.int32, device=self.device)
+        return _Buffers(
+            self.memory.take(shape, self.dtype), state, *parts(state), on_device, *parts(on_device)
+        )
 
     def close(self) -> None:
-        """Give the host memory back. A question that a pass left behind still reads rows: it ends first."""
+        """Free the host memory, after requests that an interrupted pass left in the queue."""
         self._copy_stream.synchronize()
-        self._shapes = {}
+        self._by_shape = {}
         self.memory.release()

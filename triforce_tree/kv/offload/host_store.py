@@ -1,4 +1,4 @@
-"""The settled rows of a cache that is larger than the device: host memory, and what fits beside it."""
+"""Committed keys and values of a cache larger than the device, split between device and host memory."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from triforce_tree.kernels.attention.plan import Heads
 from triforce_tree.kv.offload.copy_stream import BufferRing, CopyEvent, CopyStream
+from triforce_tree.kv.offload.layout import piece_slots, round_up
 from triforce_tree.kv.offload.pinned import HostMemory
 from triforce_tree.trees.device_shapes import unit_rows
 
@@ -17,16 +18,16 @@ class Offload:
     """How a cache is split between device and host.
 
     Args:
-        resident_bytes: of key and value rows that stay on the device.
-        piece_bytes: one copy to the device; rows of one layer and sequence.
-        buffers: pieces under way at once.
-        states_on_host: while a prompt is fed, its hidden states wait in host memory too.
-        last_resident: all rows of the last layer stay on the device, before any of the others'; while a
-            prompt is fed each layer's rows are computed in their memory, and hidden states wait in level 1's,
-            where that holds them. It needs ``resident_bytes`` of at least a layer's rows.
-        host_share: of each layer's rows in host memory, the last ones, that the CPU attends to where they are
-            (``host_attention``), in passes of several rows.
-        plain_host_share: the same in passes of one row, to which the CPU attends faster.
+        resident_bytes: of keys and values that stay on the device.
+        piece_bytes: of one copy to the device, of a layer and sequence.
+        buffers: pieces that are prefetched.
+        states_on_host: during prefill hidden states are kept in host memory as well.
+        last_resident: all KV slots of the last layer stay on the device, before any of the others'; during
+            prefill each layer's keys and values are computed in their memory, and hidden states are kept in
+            the retrieval cache's, where they fit. ``resident_bytes`` must then be at least those of a layer.
+        host_share: of each layer's slots in host memory, the last ones, that the CPU attends to where they
+            are (``host_attention``), in passes of several tokens.
+        plain_host_share: the same in passes of one token, where the CPU's attention is faster.
     """
 
     resident_bytes: int = 0
@@ -48,37 +49,48 @@ class Offload:
                 raise ValueError(f"{name}={getattr(self, name)!r} must lie between 0 and 1")
 
     def share(self, queries: int) -> float:
-        """Of the rows in host memory, what the CPU attends to in a pass of so many rows a text."""
+        """The share of the slots in host memory that the CPU attends to in a pass of ``queries`` tokens."""
         return self.host_share if queries > 1 else self.plain_host_share
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows ``[start, stop)`` of one sequence in one layer; ``rows`` ``[stop - start, 2, H_kv, D]``."""
+    """Slots ``[start, stop)`` of one sequence in one layer; ``kv`` ``[stop - start, 2, H_kv, D]``."""
 
     start: int
     stop: int
-    rows: Tensor
+    kv: Tensor
     resident: bool
 
 
 class HostStore:
-    """K and V rows ``[S, 2, H_kv, D]`` of every layer of B sequences, written in order and never changed.
+    """Keys and values ``[S, 2, H_kv, D]`` of every layer of B sequences, written in order and never changed.
 
-    A row's keys and values of all heads lie together, so that any run of rows is one copy. Rows are cut
-    into pieces at fixed places; the leading pieces of every layer stay on the device as far as
-    ``resident_bytes`` reach. Where a piece lives changes nothing in what is computed from it.
+    Keys and values of all heads of a slot are adjacent, so that any run of slots is one copy. A layer is cut
+    into pieces at fixed slots; its leading pieces stay on the device as far as ``resident_bytes`` allows.
+    Results do not depend on where a piece is kept.
 
     Args:
         layers, batch: how many; there may be no layers.
         heads: of the attention.
-        rows: S, most rows of a sequence.
-        unit: pieces begin at multiples of it (the retrieval cache's chunk), and of 16.
+        max_seq_len: most tokens of a sequence; S is this rounded up to whole units.
+        chunk: of the retrieval cache; pieces begin at multiples of it and of 16.
         settings: the split.
-        progress: called with the bytes of each block of host memory once it is there.
+        progress: called with the bytes of each block of host memory after it was allocated.
+
+    Attributes:
+        unit: slots that pieces are a multiple of.
+        slots: S.
+        slot_shape: ``(2, H_kv, D)``.
+        slot_bytes: of one slot of a layer.
+        piece: slots of a piece.
+        resident_slots: of each layer, those on the device, which come first.
+        on_device: ``[resident_slots, 2, H_kv, D]`` of each layer and sequence.
+        on_host: the other slots, likewise.
+        base: tokens of each sequence that are in the store.
 
     Raises:
-        HostMemoryError: host memory is short; nothing is kept.
+        HostMemoryError: host memory is short; nothing stays allocated.
     """
 
     def __init__(
@@ -86,122 +98,123 @@ class HostStore:
         layers: int,
         batch: int,
         heads: Heads,
-        rows: int,
+        max_seq_len: int,
         device: torch.device,
         dtype: torch.dtype,
-        unit: int,
+        chunk: int,
         settings: Offload,
         progress: Callable[[int], None] | None = None,
     ) -> None:
         self.layers, self.batch, self.heads, self.device = layers, batch, heads, device
-        self.unit = unit_rows(unit)
-        self.rows = -(-rows // self.unit) * self.unit
-        self.row_bytes = 2 * heads.kv * heads.dim * dtype.itemsize
-        self.piece = max(1, min(settings.piece_bytes // self.row_bytes, self.rows) // self.unit) * self.unit
+        self.unit = unit_rows(chunk)
+        self.slots = round_up(max_seq_len, self.unit)
+        self.slot_shape = (2, heads.kv, heads.dim)
+        self.slot_bytes = 2 * heads.kv * heads.dim * dtype.itemsize
+        self.piece = piece_slots(settings.piece_bytes, self.slot_bytes, self.slots, self.unit)
         self.last_resident = self._last_fits(settings)
-        self.resident_rows = self._resident(settings.resident_bytes)
+        self.resident_slots = self._resident(settings.resident_bytes)
         self.base = [0] * batch
-        shape = (2, heads.kv, heads.dim)
-        self.near = [
-            [torch.empty((near, *shape), device=device, dtype=dtype) for _ in range(batch)]
-            for near in self.resident_rows
+        self.on_device = [
+            [torch.empty((resident, *self.slot_shape), device=device, dtype=dtype) for _ in range(batch)]
+            for resident in self.resident_slots
         ]
         self.memory = HostMemory(locked=device.type == "cuda")
-        self.far: list[list[Tensor]] = []
+        self.on_host: list[list[Tensor]] = []
         try:
-            self.memory.check(batch * sum(self.rows - near for near in self.resident_rows) * self.row_bytes)
-            for near in self.resident_rows:
-                self.far.append([])
+            others = sum(self.slots - resident for resident in self.resident_slots)
+            self.memory.check(batch * others * self.slot_bytes)
+            for resident in self.resident_slots:
+                self.on_host.append([])
                 for _ in range(batch):
-                    block = self.memory.take((self.rows - near, *shape), dtype)
-                    self.far[-1].append(block)
+                    block = self.memory.take((self.slots - resident, *self.slot_shape), dtype)
+                    self.on_host[-1].append(block)
                     if progress:
                         progress(block.nbytes)
         except BaseException:
             self.close()
             raise
-        self.ring = BufferRing(settings.buffers, (self.piece, *shape), device, dtype)
-        self.out = CopyStream(device)
+        self.ring = BufferRing(settings.buffers, (self.piece, *self.slot_shape), device, dtype)
+        self.to_host = CopyStream(device)
         self._share = 0.0
         self._scheduled: tuple[float, list[int]] | None = None
         self._schedule: list[Tensor] = []
 
     def _last_fits(self, settings: Offload) -> bool:
-        enough = settings.resident_bytes >= self.rows * self.row_bytes * self.batch
+        enough = settings.resident_bytes >= self.slots * self.slot_bytes * self.batch
         return settings.last_resident and self.layers > 0 and enough
 
     def _resident(self, size: int) -> list[int]:
-        """Rows of each layer that stay on the device: whole pieces, the first layers one more."""
-        last = [self.rows] if self.last_resident else []
+        """Slots of each layer that stay on the device: whole pieces, the first layers one more."""
+        last = [self.slots] if self.last_resident else []
         layers = self.layers - len(last)
-        size -= sum(last) * self.row_bytes * self.batch
-        pieces = -(-self.rows // self.piece)
-        have = min(size // (self.piece * self.row_bytes * self.batch), pieces * layers)
-        shares = [have // layers + (layer < have % layers) for layer in range(layers)]
-        return [*(min(share * self.piece, self.rows) for share in shares), *last]
+        size -= sum(last) * self.slot_bytes * self.batch
+        pieces = -(-self.slots // self.piece)
+        resident = min(size // (self.piece * self.slot_bytes * self.batch), pieces * layers)
+        counts = [resident // layers + (layer < resident % layers) for layer in range(layers)]
+        return [*(min(count * self.piece, self.slots) for count in counts), *last]
 
     @property
     def host_bytes(self) -> int:
-        """Of host memory that is taken."""
+        """Of host memory that is allocated."""
         return self.memory.bytes
 
     @property
     def resident_bytes(self) -> int:
-        return sum(t.nbytes for layer in self.near for t in layer)
+        return sum(t.nbytes for layer in self.on_device for t in layer)
 
     def resident(self, layer: int, b: int, share: float = 0.0) -> Tensor:
         """The leading ones of :meth:`pieces` that are whole and on the device, ``[n, piece, 2, H_kv, D]``."""
-        count = min(self.resident_rows[layer], self._end(layer, b, share)) // self.piece
-        near: Tensor = self.near[layer][b][: count * self.piece]
-        return near.view(count, self.piece, *near.shape[1:])
+        count = min(self.resident_slots[layer], self._end(layer, b, share)) // self.piece
+        leading: Tensor = self.on_device[layer][b][: count * self.piece]
+        return leading.view(count, self.piece, *self.slot_shape)
 
     def pieces(self, layer: int, b: int, share: float = 0.0, first: int = 0) -> Iterator[Piece]:
-        """The rows before ``base[b]`` but those of :meth:`attended`, cut at multiples of ``piece``.
+        """The slots before ``base[b]`` without those of :meth:`cpu_part`, cut at multiples of ``piece``.
 
         Args:
-            first: the number of the piece to begin with.
+            first: index of the piece to begin with.
         """
-        near, end = self.resident_rows[layer], self._end(layer, b, share)
+        resident, end = self.resident_slots[layer], self._end(layer, b, share)
         for start in range(first * self.piece, end, self.piece):
             stop = min(start + self.piece, end)
-            if start < near:
-                yield Piece(start, stop, self.near[layer][b][start:stop], True)
+            if start < resident:
+                yield Piece(start, stop, self.on_device[layer][b][start:stop], True)
             else:
-                yield Piece(start, stop, self.far[layer][b][start - near : stop - near], False)
+                yield Piece(start, stop, self.on_host[layer][b][start - resident : stop - resident], False)
 
-    def attended(self, layer: int, b: int, share: float) -> Tensor:
-        """The last rows before ``base[b]``, in host memory: ``share`` of those there, to whole units."""
-        near = self.resident_rows[layer]
-        start, stop = (max(0, row - near) for row in (self._end(layer, b, share), self.base[b]))
-        return self.far[layer][b][start:stop]
+    def cpu_part(self, layer: int, b: int, share: float) -> Tensor:
+        """The last slots before ``base[b]``, in host memory: ``share`` of those there, in whole units."""
+        resident = self.resident_slots[layer]
+        start, stop = (max(0, slot - resident) for slot in (self._end(layer, b, share), self.base[b]))
+        return self.on_host[layer][b][start:stop]
 
     def _end(self, layer: int, b: int, share: float) -> int:
         """Where the pieces end."""
-        far = max(0, self.base[b] - self.resident_rows[layer])
-        return self.base[b] - round(share * far / self.unit) * self.unit
+        on_host = max(0, self.base[b] - self.resident_slots[layer])
+        return self.base[b] - round(share * on_host / self.unit) * self.unit
 
     def streamed_bytes(self, share: float = 0.0) -> int:
-        """What one pass copies to the device where the CPU attends to ``share`` of the rows."""
+        """What one pass copies to the device where the CPU attends to ``share`` of the slots."""
         ends = (
-            self._end(layer, b, share) - self.resident_rows[layer]
+            self._end(layer, b, share) - self.resident_slots[layer]
             for layer in range(self.layers)
             for b in range(self.batch)
         )
-        return sum(max(0, rows) * self.row_bytes for rows in ends)
+        return sum(max(0, slots) * self.slot_bytes for slots in ends)
 
     def prefetch(self, share: float | None = None) -> None:
-        """Let the first pieces of the next pass come, behind whatever was written before.
+        """Begin to copy the first pieces of the next pass, after all writes to the host so far.
 
         Args:
-            share: of the rows in host memory that this pass leaves there; None for that of the last pass,
-                which mostly begins with the same pieces.
+            share: of the slots in host memory, what the CPU attends to in this pass; None for that of the
+                last pass, which mostly begins with the same pieces.
         """
-        self.out.join(self.ring.copy_stream)
+        self.to_host.join(self.ring.copy_stream)
         self._share = self._share if share is None else share
         if self._scheduled != (self._share, self.base):
             self._scheduled = (self._share, list(self.base))
             self._schedule = [
-                piece.rows
+                piece.kv
                 for layer in range(self.layers)
                 for b in range(self.batch)
                 for piece in self.pieces(layer, b, self._share)
@@ -209,40 +222,41 @@ class HostStore:
             ]
         self.ring.start(self._schedule)
 
-    def write(self, layer: int, b: int, start: int, rows: Tensor) -> CopyEvent:
-        """Store device rows ``[n, 2, H_kv, D]`` from row ``start`` on.
+    def write(self, layer: int, b: int, start: int, kv: Tensor) -> CopyEvent:
+        """Store keys and values ``[n, 2, H_kv, D]`` on the device from slot ``start`` on.
 
         Returns:
-            set when ``rows`` may be overwritten.
+            the event after which ``kv`` may be overwritten.
         """
-        near = max(0, min(self.resident_rows[layer] - start, rows.shape[0]))
-        if near:
-            place = self.near[layer][b][start : start + near]
-            # The last layer's rows may have been computed where they belong.
-            if place.data_ptr() != rows.data_ptr():
-                place.copy_(rows[:near])
-        if near == rows.shape[0]:
+        size, first_on_host = kv.shape[0], self.resident_slots[layer]
+        resident = max(0, min(first_on_host - start, size))
+        if resident:
+            target = self.on_device[layer][b][start : start + resident]
+            # The last layer's may have been computed in place.
+            if target.data_ptr() != kv.data_ptr():
+                target.copy_(kv[:resident])
+        if resident == size:
             return CopyEvent(None)
-        first = start + near - self.resident_rows[layer]
-        return self.out.copy(self.far[layer][b][first : first + rows.shape[0] - near], rows[near:])
+        first = start + resident - first_on_host
+        return self.to_host.copy(self.on_host[layer][b][first : first + size - resident], kv[resident:])
 
     def read(self, layer: int, b: int, start: int, stop: int) -> Tensor:
-        """Rows ``[stop - start, 2, H_kv, D]``, on the device."""
-        self.out.join()
-        near = self.resident_rows[layer]
+        """Keys and values ``[stop - start, 2, H_kv, D]`` of slots ``[start, stop)``, on the device."""
+        self.to_host.join()
+        resident = self.resident_slots[layer]
         parts = []
-        if start < near:
-            parts.append(self.near[layer][b][start : min(stop, near)])
-        if stop > near:
-            far = self.far[layer][b][max(start, near) - near : stop - near]
-            parts.append(far.to(self.device, non_blocking=True))
+        if start < resident:
+            parts.append(self.on_device[layer][b][start : min(stop, resident)])
+        if stop > resident:
+            others = self.on_host[layer][b][max(start, resident) - resident : stop - resident]
+            parts.append(others.to(self.device, non_blocking=True))
         return torch.cat(parts)
 
     def close(self) -> None:
-        """Give all memory back; the store is of no use afterwards."""
+        """Free all memory; the store cannot be used afterwards."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         if hasattr(self, "ring"):
             self.ring.close()
-        self.near, self.far, self._schedule = [], [], []
+        self.on_device, self.on_host, self._schedule = [], [], []
         self.memory.release()

@@ -1,9 +1,10 @@
 """Prefill layer by layer: all of a prompt through one decoder layer, then through the next.
 
-Chunk by chunk through all layers, as prompts are usually fed, every chunk would read all earlier rows of
-every layer, and far from the device each of these readings crosses the bus. Layer by layer a layer's rows
-are read while they are all on the device, and cross the bus once, on their way out. It takes one layer's
-rows and one hidden state a token as memory, the latter on the host where the device has no room for it.
+Chunk by chunk through all layers, the usual order, every chunk would read all earlier keys and values of
+every layer, and with an offloaded cache each of these reads is a copy from the host. Layer by layer, keys and
+values are read while all of a layer's are on the device, and are copied once, to the host. This takes memory
+for one layer's keys and values and for one hidden state a token, the latter on the host where the device
+lacks it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,34 +25,35 @@ from triforce_tree.runtime.stats import Progress
 
 
 class Sink(Protocol):
-    """What keeps the rows of a prefill.
+    """Where the keys and values of a prefill are kept.
 
     Attributes:
-        places: of each layer of the model, the number that it goes by here; None for one with a window.
+        host_layers: of each layer of the model, the index that the sink knows it by; None for one with a
+            window.
     """
 
     @property
-    def places(self) -> Sequence[int | None]: ...
+    def host_layers(self) -> Sequence[int | None]: ...
 
-    def windowed(self) -> SequenceRows:
-        """What keeps the rows of layers with a window."""
+    def rings(self) -> SequenceRows:
+        """The cache of layers with a window."""
 
-    def buffer(self, rows: int) -> Tensor:
-        """Room for one layer's rows ``[rows, 2, H_kv, D]``, which every layer without a window overwrites."""
+    def buffer(self, tokens: int) -> Tensor:
+        """Memory ``[tokens, 2, H_kv, D]`` for one layer, which every layer without a window overwrites."""
 
-    def part(self, layer: int, start: int, rows: Tensor) -> Callable[[], None]:
-        """The buffer's rows from ``start`` on hold ``layer``'s.
+    def chunk_done(self, layer: int, start: int, kv: Tensor) -> Callable[[], None]:
+        """``kv``, the buffer from token ``start`` on, holds a chunk of ``layer``.
 
         Returns:
-            lets the computation wait until these rows may be overwritten.
+            lets the computation wait until ``kv`` may be overwritten.
         """
 
-    def whole(self, layer: int, rows: Tensor) -> None:
-        """All rows of ``layer`` are in the buffer; read at once what is wanted of them."""
+    def layer_done(self, layer: int, kv: Tensor) -> None:
+        """The buffer holds all of ``layer``; what is needed of it must be read at once."""
 
 
 class States(Protocol):
-    """The hidden states between two layers, ``[1, n, hidden]`` of each chunk."""
+    """The hidden states between two layers: ``[1, n, hidden]`` of each chunk of the prompt."""
 
     def put(self, chunk: int, hidden: Tensor) -> None: ...
 
@@ -59,7 +61,7 @@ class States(Protocol):
 
 
 class DeviceStates:
-    """On the device."""
+    """Hidden states on the device."""
 
     def __init__(self) -> None:
         self._hidden: dict[int, Tensor] = {}
@@ -72,7 +74,7 @@ class DeviceStates:
 
 
 class ReservedStates:
-    """On the device, in memory that has another use later.
+    """Hidden states on the device, in memory that has another use after the prefill.
 
     Args:
         memory: contiguous, of the hidden states' dtype.
@@ -85,19 +87,19 @@ class ReservedStates:
 
     def put(self, chunk: int, hidden: Tensor) -> None:
         self._shapes[chunk] = hidden.shape
-        self._place(chunk).copy_(hidden)
+        self._slice(chunk).copy_(hidden)
 
     def take(self, chunk: int) -> Tensor:
-        return self._place(chunk)
+        return self._slice(chunk)
 
-    def _place(self, chunk: int) -> Tensor:
+    def _slice(self, chunk: int) -> Tensor:
         shape = self._shapes[chunk]
         start = chunk * self._chunk * shape[-1]
         return self._memory[start : start + shape.numel()].view(shape)
 
 
 class HostStates:
-    """In host memory: while one chunk is at work the next one's come, and the last one's leave.
+    """Hidden states in host memory, copied beside the computation: the next chunk's in, the last one's out.
 
     Args:
         tokens: of the whole prompt.
@@ -108,91 +110,93 @@ class HostStates:
         self._tokens, self._chunk = tokens, chunk
         self._copy_stream, self._memory = CopyStream(device), HostMemory(locked=device.type == "cuda")
         self._host: Tensor | None = None
-        self._coming: tuple[int, Tensor, CopyEvent] | None = None
+        self._prefetched: tuple[int, Tensor, CopyEvent] | None = None
 
     def put(self, chunk: int, hidden: Tensor) -> None:
         if self._host is None:
             width = hidden.shape[-1]
             self._memory.check(self._tokens * width * hidden.element_size())
             self._host = self._memory.take((self._tokens, width), hidden.dtype)
-        # One lane for both ways: nothing comes back before it has left.
-        self._copy_stream.copy(self._rows(chunk), hidden[0])
+        # One copy stream for both directions: no chunk is read back before it was written.
+        self._copy_stream.copy(self._slice(chunk), hidden[0])
 
     def take(self, chunk: int) -> Tensor:
-        number, hidden, mark = self._coming or self._fetch(chunk)
-        assert number == chunk, "chunks follow each other"
-        mark.wait()
+        number, hidden, event = self._prefetched or self._fetch(chunk)
+        assert number == chunk, "chunks are taken in order"
+        event.wait()
         following = (chunk + 1) % -(-self._tokens // self._chunk)
-        self._coming = self._fetch(following) if following != chunk else None
+        self._prefetched = self._fetch(following) if following != chunk else None
         return hidden[None]
 
-    def _rows(self, chunk: int) -> Tensor:
+    def _slice(self, chunk: int) -> Tensor:
         assert self._host is not None
         return self._host[chunk * self._chunk : (chunk + 1) * self._chunk]
 
     def _fetch(self, chunk: int) -> tuple[int, Tensor, CopyEvent]:
-        rows = self._rows(chunk)
-        near = torch.empty(rows.shape, dtype=rows.dtype, device=self._copy_stream.device)
-        return chunk, near, self._copy_stream.copy(near, rows)
+        on_host = self._slice(chunk)
+        hidden = torch.empty(on_host.shape, dtype=on_host.dtype, device=self._copy_stream.device)
+        return chunk, hidden, self._copy_stream.copy(hidden, on_host)
 
     def close(self) -> None:
-        """Give the host memory back."""
+        """Free the host memory."""
         self._copy_stream.synchronize()
-        self._coming = self._host = None
+        self._prefetched = self._host = None
         self._memory.release()
 
 
-class _LayerRows:
-    """One layer's rows at a time, as a cache for the attention of a chunk.
+class _LayerKV:
+    """The KV cache of one layer at a time, for the attention of a chunk.
 
     Args:
-        buffer: of all rows, for layers without a window.
-        windowed: of the others.
+        buffer: of layers without a window.
+        rings: of the others.
     """
 
-    def __init__(self, buffer: Tensor | None, windowed: SequenceRows) -> None:
-        self.buffer, self.windowed, self.length = buffer, windowed, 0
+    def __init__(self, buffer: Tensor | None, rings: SequenceRows) -> None:
+        self.buffer, self.rings, self.length = buffer, rings, 0
 
     def positions(self, count: int) -> Tensor:
         return torch.arange(self.length, self.length + count)
 
-    def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, how: AttentionParams) -> Tensor:
-        if how.window is not None:
-            self.windowed.length = self.length
-            return self.windowed.attend(layer, q, k, v, how)
+    def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
+        if params.window is not None:
+            self.rings.length = self.length
+            return self.rings.attend(layer, q, k, v, params)
         assert self.buffer is not None
         stop = self.length + k.shape[2]
         seen = self.buffer[:stop].permute(1, 2, 0, 3)[:, None]  # [2, 1, H_kv, S, D]
-        for mine, new in zip(seen, (k, v), strict=True):
-            mine[:, :, self.length :] = new
-        return causal_attention(q, seen[0], seen[1], scale=how.scale, softcap=how.softcap, sinks=how.sinks)
+        for cached, new in zip(seen, (k, v), strict=True):
+            cached[:, :, self.length :] = new
+        return causal_attention(
+            q, seen[0], seen[1], scale=params.scale, softcap=params.softcap, sinks=params.sinks
+        )
 
     def advance(self, count: int) -> None: ...
 
 
 class _Calls:
-    """How the model calls its decoder layers for each chunk, and what it gives the first of them."""
+    """The arguments with which the model calls its layers for each chunk, and the first layer's input."""
 
     def __init__(self, layers: nn.ModuleList, states: States) -> None:
         self.layers, self.states = layers, states
         self._calls: list[list[tuple[tuple[Any, ...], dict[str, Any]]]] = []
 
     @contextmanager
-    def noted(self) -> Iterator[None]:
-        """Inside, layers compute nothing: they hand their input on, and their calls are noted."""
-        own = [layer.__dict__.get("forward") for layer in self.layers]
+    def recorded(self) -> Iterator[None]:
+        """Inside, layers compute nothing: they return their input, and their calls are recorded."""
+        forwards = [layer.__dict__.get("forward") for layer in self.layers]
         try:
             for index, layer in enumerate(self.layers):
-                layer.forward = self._note(index)
+                layer.forward = self._recorder(index)
             yield
         finally:
-            for layer, forward in zip(self.layers, own, strict=True):
+            for layer, forward in zip(self.layers, forwards, strict=True):
                 if forward is None:
                     layer.__dict__.pop("forward", None)
                 else:
                     layer.forward = forward
 
-    def _note(self, index: int) -> Callable[..., Tensor]:
+    def _recorder(self, index: int) -> Callable[..., Tensor]:
         def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             if index == 0:
                 self.states.put(len(self._calls), hidden_states)
@@ -203,14 +207,14 @@ class _Calls:
         return forward
 
     def run(self, index: int, chunk: int) -> None:
-        """Layer ``index`` on one chunk; its output takes the place of its input."""
+        """Layer ``index`` on one chunk; its output replaces its input in ``states``."""
         args, kwargs = self._calls[chunk][index]
         out = self.layers[index](self.states.take(chunk), *args, **kwargs)
         self.states.put(chunk, out if isinstance(out, Tensor) else out[0])
 
 
 @torch.no_grad()
-def fill_by_layers(
+def prefill_by_layers(
     model: HFModel,
     tokens: list[int],
     chunk: int,
@@ -218,42 +222,42 @@ def fill_by_layers(
     progress: Progress | None = None,
     states: States | None = None,
 ) -> None:
-    """Compute the rows of ``tokens`` in all layers, into ``sink``.
+    """Compute keys and values of ``tokens`` in all layers, into ``sink``.
 
     Args:
         model: inside its ``active()``.
         chunk: tokens at once.
-        progress: hears of tokens as if they were fed one after the other, layers counting alike.
-        states: where hidden states wait; by default on the device.
+        progress: called with numbers of tokens that add up to all; every layer counts alike.
+        states: where hidden states are kept; by default on the device.
     """
     if not tokens:
         return
-    whole = any(place is not None for place in sink.places)
+    whole = any(index is not None for index in sink.host_layers)
     buffer = sink.buffer(len(tokens)) if whole else None
-    rows = _LayerRows(buffer, sink.windowed())
+    cache = _LayerKV(buffer, sink.rings())
     calls = _Calls(decoder_layers(model.running), states or DeviceStates())
     starts = range(0, len(tokens), chunk)
-    with calls.noted(), model.streamed.paused() if model.streamed is not None else nullcontext():
+    with calls.recorded(), model.streamed.paused() if model.streamed is not None else nullcontext():
         for start in starts:
-            rows.length = start
+            cache.length = start
             part = tokens[start : start + chunk]
-            model.forward(part, rows, last_only=True, whole=False)
+            model.forward(part, cache, last_only=True, whole=False)
     free: list[Callable[[], None]] = []
-    told = done = 0
-    for layer, place in enumerate(sink.places):
-        # A layer with a window leaves the buffer alone: the next one that writes into it waits.
-        waiting, free = (free, []) if place is not None else ([], free)
+    reported = done = 0
+    for layer, index in enumerate(sink.host_layers):
+        # A layer with a window does not write to the buffer: the next one that does waits for the copies.
+        waiting, free = (free, []) if index is not None else ([], free)
         for number, start in enumerate(starts):
             if waiting:
                 waiting[number]()
-            rows.length = start
+            cache.length = start
             calls.run(layer, number)
             stop = min(start + chunk, len(tokens))
-            if place is not None and buffer is not None:
-                free.append(sink.part(place, start, buffer[start:stop]))
+            if index is not None and buffer is not None:
+                free.append(sink.chunk_done(index, start, buffer[start:stop]))
             done += stop - start
-            if progress and done // model.layers > told:
-                progress(done // model.layers - told)
-                told = done // model.layers
-        if place is not None and buffer is not None:
-            sink.whole(place, buffer)
+            if progress and done // model.layers > reported:
+                progress(done // model.layers - reported)
+                reported = done // model.layers
+        if index is not None and buffer is not None:
+            sink.layer_done(index, buffer)

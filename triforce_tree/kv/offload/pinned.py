@@ -1,4 +1,4 @@
-"""Host memory that the GPU reads and writes by itself: taken in blocks, checked first, given back whole."""
+"""Page-locked host memory for the GPU, in blocks, and how much of it can be had."""
 
 import mmap
 import weakref
@@ -18,12 +18,12 @@ _GIB = 1 << 30
 _RESOURCE = import_module("resource") if find_spec("resource") else None
 # cudaHostRegisterPortable | cudaHostRegisterMapped: kernels may read the pages too.
 _FLAGS = 3
-# Windows' mappings take no flags, and are the process's own without them.
+# Mappings on Windows have no flags; they are private without them.
 _ANONYMOUS = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
-# What nobody may take: this process itself still grows.
+# Bytes that are never allocated: the process itself still grows.
 SPARE = _GIB
-# What plans leave to the system: these bytes or this share of the memory, but no more than half of what is
-# available, so that small machines work too.
+# Plans leave these bytes or this share of the memory to the system, whichever is more, but at most half of
+# what is available, so that small machines work too.
 _LEFT_BYTES, _LEFT_SHARE = 4 * _GIB, 0.1
 # Memory controllers of control groups, version 2 and 1: folder, limit, usage, file pages among the usage.
 _CGROUPS = (
@@ -33,18 +33,18 @@ _CGROUPS = (
 
 
 class HostMemoryError(OSError):
-    """Host memory, or leave to lock it, is short; the message names value, limit and remedy."""
+    """Host memory is short, or cannot be locked; the message names value, limit and remedy."""
 
 
 class HostMemory:
     """Blocks of zeroed host memory, page-locked for CUDA where there is CUDA.
 
-    Blocks are anonymous mappings of their own, registered one by one: torch's pinned allocator rounds
-    sizes up to powers of two, and keeps what is freed.
+    Blocks are anonymous mappings, registered one by one: torch's pinned allocator rounds sizes up to powers
+    of two, and does not return freed memory to the system.
 
     Args:
         locked: whether to lock the pages.
-        what, remedy: for whom, and what would help where memory is short.
+        what, remedy: for errors: what the memory is used for, and what helps where it is short.
     """
 
     def __init__(
@@ -56,15 +56,15 @@ class HostMemory:
         self.locked, self.what, self.remedy = locked, what, remedy
         self.bytes = 0
         self._blocks: list[tuple[mmap.mmap, int]] = []
-        self._finalizer = weakref.finalize(self, _give_back, self._blocks)
-        # A process that ends gives its memory back anyway, and faster.
+        self._finalizer = weakref.finalize(self, _release, self._blocks)
+        # At exit the system frees the memory anyway, and faster.
         self._finalizer.atexit = False
 
     def check(self, size: int) -> None:
-        """Raise before anything is taken where ``size`` bytes are more than the machine can give.
+        """Check, before anything is allocated, that ``size`` bytes are available.
 
         Raises:
-            HostMemoryError: they are.
+            HostMemoryError: they are not.
         """
         limit, name = available()
         if size + SPARE > limit:
@@ -74,10 +74,10 @@ class HostMemory:
             )
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A zeroed tensor in a block of its own.
+        """Allocate a zeroed tensor in a block of its own.
 
         Raises:
-            HostMemoryError: the system refuses the memory, or to lock it. Earlier blocks stay.
+            HostMemoryError: the system refuses the memory, or to lock it. Earlier blocks stay allocated.
         """
         size = prod(shape) * dtype.itemsize
         if size == 0:
@@ -90,7 +90,7 @@ class HostMemory:
                 f"({error}) for {self.what}; raise the limit (ulimit -v), or {self.remedy}"
             ) from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            # Pages of 2 MiB are touched and locked several times as fast; some kernels have none.
+            # Pages of 2 MiB are touched and locked several times as fast; some Linux kernels have none.
             with suppress(OSError):
                 mapping.madvise(mmap.MADV_HUGEPAGE)
         tensor = torch.frombuffer(mapping, dtype=dtype).view(tuple(shape))
@@ -102,7 +102,7 @@ class HostMemory:
         return tensor
 
     def _lock(self, mapping: mmap.mmap, tensor: Tensor, size: int) -> None:
-        # The first touch, by all threads, page by page.
+        # Touch every page first, with all threads.
         tensor.view(-1).view(torch.uint8)[:: mmap.PAGESIZE].fill_(0)
         pointer = tensor.data_ptr()
         status = int(torch.cuda.cudart().cudaHostRegister(pointer, size, _FLAGS))
@@ -114,25 +114,25 @@ class HostMemory:
         self._blocks.append((mapping, pointer))
 
     def release(self) -> None:
-        """Unlock all blocks; each goes back to the system with the last tensor that looks at it."""
-        _give_back(self._blocks)
+        """Unlock all blocks; each is freed with the last tensor that is a view of it."""
+        _release(self._blocks)
         self.bytes = 0
 
 
-def _give_back(blocks: list[tuple[mmap.mmap, int]]) -> None:
+def _release(blocks: list[tuple[mmap.mmap, int]]) -> None:
     while blocks:
         _, pointer = blocks.pop()
         if pointer:
-            # A status is no use here: after a fault of the device nothing can be unlocked any more.
+            # The status is ignored: after a fault of the device nothing can be unlocked any more.
             torch.cuda.cudart().cudaHostUnregister(pointer)
 
 
 def _lock_limit() -> str:
-    """Whose limit on locked memory it is, and how to raise it."""
+    """What limits locked memory, and how to raise it."""
     if on_wsl():
         return (
-            "under WSL2 the NVIDIA driver limits page-locked memory to about half of the memory that the "
-            "virtual machine has: raise memory= in .wslconfig"
+            "under WSL2 the NVIDIA driver limits page-locked memory to about half of the virtual machine's "
+            "memory: raise memory= in .wslconfig"
         )
     if _RESOURCE is None:
         return "the system limits locked memory"
@@ -147,11 +147,11 @@ def on_wsl() -> bool:
 
 
 def usable(most: int | None = None) -> tuple[int, str]:
-    """Bytes of host memory that a plan may count on, and whose limit that is.
+    """Bytes of host memory that a plan may use, and the name of the limit.
 
     Args:
-        most: what the user allows; None leaves 4 GiB or a tenth of the memory to the system, whichever is
-            more, but at most half of what is available.
+        most: bytes that the user allows; None leaves 4 GiB or a tenth of the memory to the system, whichever
+            is more, but at most half of what is available.
     """
     size, name = available()
     if most is not None:
@@ -161,27 +161,27 @@ def usable(most: int | None = None) -> tuple[int, str]:
 
 
 def available() -> tuple[int, str]:
-    """Bytes of host memory that can still be had, and whose limit that is."""
+    """Bytes of host memory that can still be allocated, and the name of the limit."""
     free = psutil.virtual_memory().available, "the system's available memory"
-    return min([free, *((size, name) for size, name in _cgroup_rooms() if size is not None)])
+    return min([free, *((size, name) for size, name in _cgroup_available() if size is not None)])
 
 
 def _total() -> int:
-    """Bytes of memory of the machine, or of the control group that this process is in."""
+    """Bytes of memory of the machine, or of the control group of this process."""
     limits = [_number(f"{folder}/{limit}") for folder, limit, _, _ in _CGROUPS]
     return min([int(psutil.virtual_memory().total), *(size for size in limits if size is not None)])
 
 
-def _cgroup_rooms() -> list[tuple[int | None, str]]:
-    """Room below the memory limits of control groups, version 2 and 1; file pages can be dropped."""
-    rooms: list[tuple[int | None, str]] = []
+def _cgroup_available() -> list[tuple[int | None, str]]:
+    """Bytes left under the memory limits of control groups, version 2 and 1; file pages can be dropped."""
+    left: list[tuple[int | None, str]] = []
     for folder, limit, usage, inactive in _CGROUPS:
         most, used = _number(f"{folder}/{limit}"), _number(f"{folder}/{usage}")
         if most is None or used is None:
             continue
         stat = dict(line.split() for line in _lines(f"{folder}/memory.stat"))
-        rooms.append((most - used + int(stat.get(inactive, 0)), f"the control group's {limit}"))
-    return rooms
+        left.append((most - used + int(stat.get(inactive, 0)), f"the control group's {limit}"))
+    return left
 
 
 def _number(path: str) -> int | None:

@@ -1,10 +1,10 @@
-"""Weights of decoder layers in host memory, which come to the device layer by layer as they are needed.
+"""Weights of decoder layers in host memory, copied to the device layer by layer as they are needed.
 
     host     one page-locked block a layer: all its linear weights
-    device   n slots of one layer each; layer i's parameters are views of slot i % n, for good
+    device   n slots of one layer each; layer i's parameters are always views of slot i % n
 
-While layer i computes, layer i + 1's weights are on their way, and the first layers of the next pass come
-while nothing asks for weights. Norms, biases, embeddings and the head stay on the device.
+While layer i computes, layer i + 1's weights are copied, and the first layers' for the next pass are copied
+while no weights are in use. Norms, biases, embeddings and the head stay on the device.
 """
 
 from collections import Counter
@@ -22,37 +22,38 @@ from triforce_tree.kv.offload.pinned import HostMemory, HostMemoryError
 from triforce_tree.models.step_model import decoder_layers
 
 SLOTS = 2
-"""Layers on the device: one at work, one on its way."""
+"""Layers on the device: one that computes, one that is copied."""
 
-# Kernels want aligned pointers.
+# Bytes: kernels are fastest with aligned pointers.
 _ALIGNMENT = 256
 _REMEDY = "free host memory, or use a smaller model"
+_WHOLE = "keep the weights on the device (offload_weights=False)"
 _Place = tuple[int, tuple[int, ...], torch.dtype]
 
 
 class StreamedWeights:
     """The weights of a model's plain linear layers inside its decoder layers, on the host.
 
-    The model is taken over: its parameters are rebound, and its layers wait for their weights by a hook that
-    clones inherit. A clone whose layers hold other weights in their place waits for nothing. A model that
-    was cloned before knows nothing of this and must not be used any more.
+    The model is changed in place: its parameters are rebound, and a hook of each layer waits for its weights.
+    Clones made later inherit the hook; one whose layers have other weights waits for nothing. Clones made
+    before have no hook and must not be used any more.
 
     Args:
-        model: any transformers model whose decoder layers are alike, wherever it is.
+        model: any transformers model whose decoder layers are alike, on any device.
         device: where it computes from now on.
         slots: layers on the device at once.
-        progress: called with the bytes of each layer once they are in host memory.
-        most: bytes of host memory that they may take; None for what the machine has.
+        progress: called with the bytes of each layer after they were copied to host memory.
+        most: limit on the bytes of host memory that they take; None for what the machine has.
 
     Attributes:
         bytes: of the weights, all of them on the host.
         slot_bytes: of the slots, on the device.
-        copied, copies: bytes and layers that have been sent to the device so far.
+        copied, copies: bytes and layers that were copied to the device so far.
 
     Raises:
         ValueError: the layers differ, share weights, or have no plain linear layer.
-        HostMemoryError: host memory is short. What had moved by then is in ordinary host memory, so that a
-            model of the CPU works as before.
+        HostMemoryError: host memory is short. Weights that had been moved by then stay in ordinary host
+            memory, so that a model on the CPU still works.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class StreamedWeights:
         most: int | None = None,
     ) -> None:
         if slots < 2:
-            raise ValueError(f"slots={slots} is too few: one is computed with while another is filled; use 2")
+            raise ValueError(f"slots={slots} is too few: one is read while another is filled; use 2 or more")
         self.device = torch.device(device)
         self._weights = _linear_weights(model)
         self._places, size = _layout(self._weights)
@@ -79,7 +80,7 @@ class StreamedWeights:
         self._slots: list[Tensor] = []
         try:
             for weights in self._weights:
-                # One by one: what the model held of a layer is free again once it has been copied.
+                # One by one: the memory of a layer in the model is free again after its copy.
                 self._memory.check(size)
                 self._host.append(self._memory.take((size,), torch.uint8))
                 self._bind(weights, self._host[-1], copy=True)
@@ -98,10 +99,10 @@ class StreamedWeights:
         self._copy_stream = CopyStream(self.device)
         if self._copy_stream.stream is not None:
             for slot in self._slots:
-                # Dropped without close(), it is not given to others while a copy is under way.
+                # Where close() is never called, the memory is not reused while a copy runs.
                 slot.record_stream(self._copy_stream.stream)
-        self._held: list[int | None] = [None] * slots
-        self._marks = [CopyEvent(None)] * slots
+        self._slot_layers: list[int | None] = [None] * slots
+        self._events = [CopyEvent(None)] * slots
         self._current: int | None = None
         self._paused = self.closed = False
         self.bytes, self.slot_bytes = size * len(self._weights), size * slots
@@ -110,7 +111,7 @@ class StreamedWeights:
             module.register_forward_pre_hook(self._hook(layer))
 
     def _bind(self, weights: list[Tensor], block: Tensor, copy: bool = False) -> None:
-        """Let parameters look at their places in a block, which then holds what they held."""
+        """Make parameters views of their places in a block; with ``copy`` their values are copied there."""
         for weight, place in zip(weights, self._places, strict=True):
             view = _cut(block, place)
             if copy:
@@ -127,21 +128,21 @@ class StreamedWeights:
     def _hook(self, layer: int) -> Callable[[nn.Module, Any], None]:
         own = {id(weight) for weight in self._weights[layer]}
 
-        def arrive(module: nn.Module, _: Any) -> None:
+        def wait(module: nn.Module, _: Any) -> None:
             if not self._paused and any(id(weight) in own for weight in module.parameters()):
-                self.ready(layer)
+                self.wait_for_layer(layer)
 
-        # A function of its own: deep copies of the model share it.
-        return arrive
+        # A plain function: deep copies of the model share it.
+        return wait
 
-    def ready(self, layer: int) -> None:
-        """Let the computation wait until ``layer``'s weights are there, and those of the next layers come.
+    def wait_for_layer(self, layer: int) -> None:
+        """Let the computation wait for ``layer``'s weights, and begin to copy those of the next layers.
 
-        Layers follow each other, the first behind the last; any other order is right too, and slower. The
-        layer before must have been asked of the device by now: its slot is the next to be filled.
+        Fastest where layers come in order, the first after the last; any other order is correct as well. The
+        work of the layer before must be queued by now: its slot is the next to be filled.
 
         Raises:
-            RuntimeError: the memory was given back, or a CUDA graph is being captured, which would not wait.
+            RuntimeError: the memory was freed, or a CUDA graph is being captured, which would not wait.
         """
         self.check()
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -150,36 +151,36 @@ class StreamedWeights:
             return
         self._current = None
         slot = self._fetch(layer)
-        self._marks[slot].wait()
+        self._events[slot].wait()
         self._current = layer
-        taken = {slot}
+        used = {slot}
         for following in range(layer + 1, layer + len(self._slots)):
             following %= len(self._host)
-            if following % len(self._slots) in taken:
+            if following % len(self._slots) in used:
                 # The first layers may share a slot with the last ones.
                 break
-            taken.add(self._fetch(following))
+            used.add(self._fetch(following))
 
     def _fetch(self, layer: int) -> int:
-        """Let a layer come, unless it is here or on its way; returns its slot."""
+        """Copy a layer to its slot, unless it is there or being copied; returns the slot."""
         slot = layer % len(self._slots)
-        if self._held[slot] != layer:
-            self._held[slot] = None
-            self._marks[slot] = self._copy_stream.copy(self._slots[slot], self._host[layer])
-            self._held[slot] = layer
+        if self._slot_layers[slot] != layer:
+            self._slot_layers[slot] = None
+            self._events[slot] = self._copy_stream.copy(self._slots[slot], self._host[layer])
+            self._slot_layers[slot] = layer
             self.copied += self._host[layer].nbytes
             self.copies += 1
         return slot
 
     def bring(self, weight: Tensor) -> None:
-        """``ready`` for the layer that a parameter belongs to; nothing for one that is always there."""
+        """``wait_for_layer`` for the layer of a parameter; nothing for one that stays on the device."""
         layer = self._layer_of.get(id(weight))
         if layer is not None:
-            self.ready(layer)
+            self.wait_for_layer(layer)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, layers are called without computing, and wait for nothing."""
+        """Inside, layers are called without computing, and do not wait for their weights."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -187,12 +188,12 @@ class StreamedWeights:
             self._paused = before
 
     def check(self) -> None:
-        """Raise RuntimeError where the memory was given back."""
+        """Raise RuntimeError where the memory was freed."""
         if self.closed:
-            raise RuntimeError("the streamed weights were given back by close(); load the model anew")
+            raise RuntimeError("the streamed weights were freed by close(); load the model anew")
 
     def close(self) -> None:
-        """Give all memory back; the model is of no use afterwards."""
+        """Free all memory; the model cannot be used afterwards."""
         if self.closed:
             return
         self.closed = True
@@ -206,16 +207,16 @@ class StreamedWeights:
 
 
 def check_level_one(bits: int) -> None:
-    """Raise ValueError where level 1 would run on the weights that are streamed."""
+    """Raise ValueError where the retrieval model would run on the streamed weights."""
     if bits == 16:
         raise ValueError(
-            "retrieval_weight_bits=16 lets level 1 use the target's own weights, which are streamed from the "
-            "host; use retrieval_weight_bits=8 or 4, whose copy stays on the device, or levels=1 or 2"
+            "retrieval_weight_bits=16 lets the retrieval model use the target's own weights, which are "
+            "streamed; use retrieval_weight_bits=8 or 4, whose copy stays on the device, or levels=1 or 2"
         )
 
 
 def _linear_weights(model: PreTrainedModel) -> list[list[Tensor]]:
-    """Of each decoder layer, those that a copy of fewer bits holds in another form."""
+    """The weights of each decoder layer's plain linear layers, which are also those that a copy quantises."""
     layers = decoder_layers(model)
     found: list[dict[int, tuple[str, Tensor]]] = []
     for layer in layers:
@@ -223,23 +224,25 @@ def _linear_weights(model: PreTrainedModel) -> list[list[Tensor]]:
         found.append({id(weight): (name, weight) for name, weight in linears})
     name = type(model).__name__
     if not all(found):
-        raise ValueError(f"{name} has a decoder layer without a plain nn.Linear, so nothing can be streamed")
+        raise ValueError(
+            f"{name} has a decoder layer without a plain nn.Linear and cannot be streamed; {_WHOLE}"
+        )
     uses = Counter(id(w) for _, w in model.named_parameters(remove_duplicate=False))
     if any(uses[key] > 1 for own in found for key in own):
-        raise ValueError(f"{name} shares weights of a decoder layer, which cannot be streamed layer by layer")
+        raise ValueError(f"{name} shares weights of a decoder layer, which cannot be streamed; {_WHOLE}")
     kinds = [[(n, tuple(w.shape), w.dtype) for n, w in own.values()] for own in found]
     for number, kind in enumerate(kinds):
         if kind != kinds[0]:
             odd = next(iter(set(kind) ^ set(kinds[0])))
             raise ValueError(
                 f"{name}'s decoder layers 0 and {number} differ ({odd[0]} {list(odd[1])} {odd[2]} is in one "
-                "only); streaming weights needs layers that are alike"
+                f"only), and streamed weights need layers that are alike; {_WHOLE}"
             )
     return [[weight for _, weight in own.values()] for own in found]
 
 
 def _layout(weights: list[list[Tensor]]) -> tuple[list[_Place], int]:
-    """Where each of a layer's weights stands in its block, and the block's bytes."""
+    """Offset, shape and dtype of each of a layer's weights in its block, and the block's bytes."""
     places: list[_Place] = []
     end = 0
     for weight in weights[0]:

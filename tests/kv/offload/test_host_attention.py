@@ -1,4 +1,4 @@
-"""The CPU's share of an offloaded cache: states against the definition, and the target's own text."""
+"""The CPU's share of an offloaded cache: states against the definition, and the target's own tokens."""
 
 from dataclasses import replace
 
@@ -15,7 +15,6 @@ from triforce_tree.kernels.attention import planned
 from triforce_tree.kernels.attention.plan import Heads, plan_trees
 from triforce_tree.kernels.cpu import host_rows
 from triforce_tree.kernels.cpu.host_rows import attend
-from triforce_tree.kv.offload import offloaded_cache
 from triforce_tree.kv.offload.host_attention import HostAttention
 from triforce_tree.kv.offload.host_store import HostStore, Offload
 from triforce_tree.models.hf_model import HFModel
@@ -24,11 +23,6 @@ from triforce_tree.verify.sampling import ProbsFromLogits
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 HALF = Offload(0, PIECE, 2, host_share=0.5, plain_host_share=0.5)
-
-
-@pytest.fixture(autouse=True)
-def _few_rows_leave_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offloaded_cache, "LEAVING", 16)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -40,72 +34,72 @@ def test_states_are_those_of_the_definition(
     generator = torch.Generator().manual_seed(0)
     counts, scale = (48, 0, 83), 0.31
     q = torch.randn(3, queries, heads.query, heads.dim, generator=generator).to(dtype)
-    rows = [torch.randn(n, 2, heads.kv, heads.dim, generator=generator).to(dtype) for n in counts]
-    # Several calls of several blocks, and a rest of another size.
-    monkeypatch.setattr(host_rows, "BLOCK", 3 * rows[0][0].nbytes)
-    own = HostAttention(heads, torch.device("cpu"), dtype, len(counts))
+    kv = [torch.randn(n, 2, heads.kv, heads.dim, generator=generator).to(dtype) for n in counts]
+    # Several calls of several blocks, and a last one of another size.
+    monkeypatch.setattr(host_rows, "BLOCK", 3 * kv[0][0].nbytes)
+    attention = HostAttention(heads, torch.device("cpu"), dtype, len(counts))
     for _ in range(2):
-        own.ask(q, rows, scale)
-        out, lse = own.states()
+        attention.submit(q, kv, scale)
+        out, lse = attention.states()
         assert (out.dtype, lse.dtype) == (dtype, torch.float32)
         for b in (0, 2):
-            expected = definition(heads, q[b].float(), rows[b].float(), scale)
-            near = definition(heads, q[b], rows[b], scale)
-            for found, wanted, rough in zip((out[b], lse[b]), expected, near, strict=True):
-                allowed = 2 * float((rough.float() - wanted).abs().max()) + 2e-6
-                assert float((found.float() - wanted).abs().max()) <= allowed
+            exact = definition(heads, q[b].float(), kv[b].float(), scale)
+            rounded = definition(heads, q[b], kv[b], scale)
+            for found, expected, in_dtype in zip((out[b], lse[b]), exact, rounded, strict=True):
+                allowed = 2 * float((in_dtype.float() - expected).abs().max()) + 2e-6
+                assert float((found.float() - expected).abs().max()) <= allowed
         assert not out[1].any()
         assert (lse[1] == -torch.inf).all()
-    assert own.bytes == 2 * (rows[0].nbytes + rows[2].nbytes)
-    assert own.seconds > 0
-    own.close()
+    assert attention.bytes == 2 * (kv[0].nbytes + kv[2].nbytes)
+    assert attention.seconds > 0
+    attention.close()
 
 
-def definition(heads: Heads, q: Tensor, rows: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """What the device computes of the same rows."""
+def definition(heads: Heads, q: Tensor, kv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """What the device computes from the same keys and values."""
     count = q.shape[0]
     plan = plan_trees(
-        heads, [torch.ones(count, 0, dtype=torch.bool)], [rows.shape[0]], device=q.device, dtype=q.dtype
+        heads, [torch.ones(count, 0, dtype=torch.bool)], [kv.shape[0]], device=q.device, dtype=q.dtype
     )
-    k, v = (rows[:, i].transpose(0, 1)[None] for i in (0, 1))
+    k, v = (kv[:, i].transpose(0, 1)[None] for i in (0, 1))
     return planned.states(q, k, v, plan, scale=scale)
 
 
-def test_the_same_rows_give_the_same_bits() -> None:
-    q, rows = torch.randn(5, 4, 16), torch.randn(100, 2, 2, 16)
-    for a, b in zip(attend(q, rows), attend(q.clone(), rows.clone()), strict=True):
+def test_the_same_input_gives_the_same_bits() -> None:
+    q, kv = torch.randn(5, 4, 16), torch.randn(100, 2, 2, 16)
+    for a, b in zip(attend(q, kv), attend(q.clone(), kv.clone()), strict=True):
         assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-gqa"])
 @pytest.mark.parametrize("width", [1, 7])
 def test_the_share_changes_logits_by_rounding_alone(family: str, width: int) -> None:
-    made = {}
+    by_share = {}
     for share in (0.0, 0.5, 1.0):
         split = replace(HALF, host_share=share, plain_host_share=share)
-        logits, on_chip = logits_of(split, width, family)
-        torch.testing.assert_close(logits, on_chip, rtol=1e-4, atol=1e-4)
-        made[share] = logits
-    assert not torch.equal(made[0.0], made[0.5])
-    assert not torch.equal(made[0.5], made[1.0])
+        logits, on_device = logits_of(split, width, family)
+        torch.testing.assert_close(logits, on_device, rtol=1e-4, atol=1e-4)
+        by_share[share] = logits
+    assert not torch.equal(by_share[0.0], by_share[0.5])
+    assert not torch.equal(by_share[0.5], by_share[1.0])
 
 
-def test_where_the_other_rows_live_changes_no_bit() -> None:
+def test_where_the_other_slots_are_changes_no_bit() -> None:
     first, _ = logits_of(HALF)
     for buffers in (3, 7):
         assert torch.equal(logits_of(replace(HALF, buffers=buffers))[0], first)
-    # 144 rows, of which the CPU has the last 80: of those that are not resident in one or two pieces a layer.
-    split = {
-        near: replace(HALF, resident_bytes=2 * near * PIECE, host_share=80 / (144 - 32 * near))
-        for near in (0, 1, 2)
-    }
-    whole, *others = (logits_of(one)[0] for one in split.values())
+    # 144 slots, of which the CPU has the last 80; no, one or two pieces of a layer are resident.
+    splits = [
+        replace(HALF, resident_bytes=2 * pieces * PIECE, host_share=80 / (144 - 32 * pieces))
+        for pieces in (0, 1, 2)
+    ]
+    whole, *others = (logits_of(split)[0] for split in splits)
     assert all(torch.equal(whole, logits) for logits in others)
 
 
 @pytest.mark.parametrize("shares", [(1.0, 1.0), (0.5, 0.5), (0.3, 0.8), (0.5, 0.0), (0.0, 0.5)])
 @pytest.mark.parametrize("levels", [1, 2, 3])
-def test_greedy_text_is_the_targets_own(levels: int, shares: tuple[float, float]) -> None:
+def test_greedy_tokens_are_the_targets(levels: int, shares: tuple[float, float]) -> None:
     split = Offload(3 * PIECE, PIECE, 2, host_share=shares[0], plain_host_share=shares[1])
     program = program_of(levels, 3, split=split)
     assert decoded(program, PROMPTS, NEW)[0] == references(PROMPTS, NEW)
@@ -121,28 +115,28 @@ def test_families(family: str) -> None:
     assert decoded(program, PROMPTS[:1], NEW[:1])[0] == references(PROMPTS[:1], NEW[:1], family)
 
 
-def test_passes_of_both_kinds_follow_each_other() -> None:
-    """Their shares differ, and so do the pieces that they let come."""
+def test_plain_and_verifying_passes_alternate() -> None:
+    """Their shares differ, and so do the pieces that they prefetch."""
     split = Offload(0, PIECE, 3, host_share=0.3, plain_host_share=0.9)
     program = program_of(3, 2, split=split)
     program.prepare(ProbsFromLogits(greedy=True))
     program.prefill(PROMPTS[:2])
-    texts = [[], []]
+    new: list[list[int]] = [[], []]
     generator = torch.Generator().manual_seed(0)
     for stage in ("plain", "target", "target", "plain", "plain", "target"):
         if stage == "target":
             assert program.drafter is not None
-            whole = [[*p, *t] for p, t in zip(PROMPTS[:2], texts, strict=True)]
-            program.drafter.prepare(whole, resumed=True)
+            sequences = [[*prompt, *tokens] for prompt, tokens in zip(PROMPTS[:2], new, strict=True)]
+            program.drafter.prepare(sequences, resumed=True)
             program.run("draft", generator)
             program.run("retrieval_refresh", generator)
         program.run(stage, generator)
         report = program.state.report().tolist()
         program.committed([row[0] for row in report])
         program.state.gathered.zero_()
-        for text, (count, _, _, _, *tokens) in zip(texts, report, strict=True):
-            text += tokens[:count]
-    assert texts == references(PROMPTS[:2], [len(text) for text in texts])
+        for tokens, (count, _, _, _, *emitted) in zip(new, report, strict=True):
+            tokens += emitted[:count]
+    assert new == references(PROMPTS[:2], [len(tokens) for tokens in new])
 
 
 def test_sinks_are_counted_once() -> None:
@@ -162,35 +156,35 @@ def test_capped_scores_are_refused() -> None:
 
 def test_the_same_seed_and_split_give_the_same_draws() -> None:
     to_probs = ProbsFromLogits.at(0.8)
-    texts = [
+    drawn = [
         decoded(program_of(3, 2, split=HALF), PROMPTS[:2], NEW[:2], to_probs, seed=5)[0] for _ in range(2)
     ]
-    assert texts[0] == texts[1]
+    assert drawn[0] == drawn[1]
 
 
-def test_a_fault_is_raised_and_the_next_text_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_is_raised_and_the_next_generation_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
     program = program_of(3, split=HALF)
     expected, _ = decoded(program, PROMPTS[:1], [10])
     assert program.offloaded is not None
     attention = program.offloaded.attention
     assert attention is not None
-    work, left = attention._answer, 3
+    attend_once, left = attention._attend, 3
 
     def failing(*args: object) -> object:
         nonlocal left
         left -= 1
         if left == 0:
-            raise RuntimeError("a core is gone")
-        return work(*args)
+            raise RuntimeError("a core failed")
+        return attend_once(*args)
 
-    monkeypatch.setattr(attention, "_answer", failing)
-    with pytest.raises(RuntimeError, match="a core is gone"):
+    monkeypatch.setattr(attention, "_attend", failing)
+    with pytest.raises(RuntimeError, match="a core failed"):
         decoded(program, PROMPTS[:1], [10], again=True)
     monkeypatch.undo()
     assert decoded(program, PROMPTS[:1], [10], again=True)[0] == expected
 
 
-def test_rows_are_attended_to_or_stream_or_stay() -> None:
+def test_every_slot_is_attended_to_by_the_cpu_or_streamed_or_resident() -> None:
     store = HostStore(
         2, 2, Heads(4, 2, 8), 208, torch.device("cpu"), torch.float32, 4, Offload(3 * 2 * PIECE, PIECE, 2)
     )
@@ -200,25 +194,25 @@ def test_rows_are_attended_to_or_stream_or_stay() -> None:
         for layer in range(2):
             for b in range(2):
                 pieces = list(store.pieces(layer, b, share))
-                own = store.attended(layer, b, share)
+                on_cpu = store.cpu_part(layer, b, share)
                 assert [p.start for p in pieces[1:]] == [p.stop for p in pieces[:-1]]
-                assert sum(p.stop - p.start for p in pieces) + own.shape[0] == store.base[b]
-                assert own.shape[0] % store.unit == 0
-                far = max(0, store.base[b] - store.resident_rows[layer])
-                assert abs(own.shape[0] - share * far) <= store.unit / 2
-                streamed += sum(p.rows.nbytes for p in pieces if not p.resident)
+                assert sum(p.stop - p.start for p in pieces) + on_cpu.shape[0] == store.base[b]
+                assert on_cpu.shape[0] % store.unit == 0
+                on_host = max(0, store.base[b] - store.resident_slots[layer])
+                assert abs(on_cpu.shape[0] - share * on_host) <= store.unit / 2
+                streamed += sum(p.kv.nbytes for p in pieces if not p.resident)
         assert store.streamed_bytes(share) == streamed
         before = store.ring.bytes
         store.prefetch(share)
         for _ in store._schedule:
-            store.ring.take()
-            store.ring.give()
+            store.ring.acquire()
+            store.ring.release()
         assert store.ring.bytes - before <= streamed
-        assert sum(rows.nbytes for rows in store._schedule) == streamed
+        assert sum(kv.nbytes for kv in store._schedule) == streamed
     store.close()
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.5])
-def test_a_share_that_is_none_is_refused(share: float) -> None:
+def test_a_share_outside_zero_to_one_is_refused(share: float) -> None:
     with pytest.raises(ValueError, match=r"host_share=.* must lie between 0 and 1"):
         Offload(host_share=share)

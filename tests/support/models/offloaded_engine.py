@@ -1,0 +1,30 @@
+"""An engine whose cache is offloaded, and the greedy tokens that it should emit."""
+
+from functools import cache
+from typing import Any
+
+import torch
+from families import greedy, perturbed, prompt_of, tiny
+from program_cases import SMALL
+from transformers import PreTrainedModel
+
+from triforce_tree import load
+from triforce_tree.engine import Engine
+
+PROMPT, NEW = prompt_of(150), 40
+
+
+@cache
+def models() -> tuple[PreTrainedModel, PreTrainedModel]:
+    target = tiny("llama-gqa")
+    return target, perturbed(target, 0.05)
+
+
+@cache
+def expected() -> list[int]:
+    return greedy(models()[0], PROMPT, NEW, attention_mask=torch.ones(1, len(PROMPT)))
+
+
+def engine(**options: Any) -> Engine:
+    target, draft = models()
+    return load(target, draft, profile=False, **{**SMALL, "offload": True, **options})
