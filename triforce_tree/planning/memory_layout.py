@@ -10,7 +10,7 @@ from triforce_tree.kv.offload.offloaded_cache import LEAVING
 from triforce_tree.planning import memory_map
 from triforce_tree.planning.memory_map import GIB, MIB, MOST_GAMMA, Machine, Sizes
 from triforce_tree.planning.pass_time import LEAST_GAMMA, FarRows, best_gamma, pass_rows
-from triforce_tree.trees.device_shapes import Extent, unit_rows
+from triforce_tree.trees.device_shapes import PassLimits, unit_rows
 
 LEAST_BUDGET = 1024
 """The smallest budget that is chosen."""
@@ -178,7 +178,7 @@ def offloaded(
         chunks = max_seq_len // chosen.chunk * layers * sizes.kv_heads * batch
         means = chunks * (sizes.head_dim * sizes.itemsize + 4)  # and where each of them is
     leaving = -(-LEAVING // unit) * unit
-    rows = slots + recent + leaving + Extent.of(config, levels).scratch_slots
+    rows = slots + recent + leaving + PassLimits.of(config, levels).scratch_slots
     store = -(-rows // _PAGE) * _PAGE * layers * row * batch
     hidden = memory_map.hidden_states(sizes, workload.prompt)
     if split.last_resident:
@@ -238,7 +238,7 @@ def _far_rows(host: Mapping[str, int], machine: Machine) -> FarRows:
 def on_device(sizes: Sizes, machine: Machine, config: HierarchyConfig, workload: Workload) -> MemoryPlan:
     """The plan that keeps everything on the device."""
     levels = levels_of(config, workload.prompt)
-    max_seq_len = workload.max_seq_len + Extent.of(config, levels).scratch_slots
+    max_seq_len = workload.max_seq_len + PassLimits.of(config, levels).scratch_slots
     layer = max_seq_len * sizes.row * workload.batch
     rows = layer * sizes.whole_layers
     means = max_seq_len // config.retrieval.chunk * rows // max_seq_len // 2 if levels == 3 else 0

@@ -137,9 +137,9 @@ def test_passes_of_both_kinds_follow_each_other() -> None:
             program.run("draft", generator)
             program.run("retrieval_refresh", generator)
         program.run(stage, generator)
-        report = program.state.report().tolist()
+        report = program.state.pass_results().tolist()
         program.committed([row[0] for row in report])
-        program.state.gathered.zero_()
+        program.state.retrieval_emitted.zero_()
         for text, (count, _, _, _, *tokens) in zip(texts, report, strict=True):
             text += tokens[:count]
     assert texts == references(PROMPTS[:2], [len(text) for text in texts])

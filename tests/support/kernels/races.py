@@ -159,7 +159,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
     def with_stream(lane: copy_stream.CopyStream, device: torch.device) -> None:
         lane.device, lane.stream = device, Stream(watch)
 
-    answer, report = HostAttention._answer, SequenceState.report
+    answer, report = HostAttention._answer, SequenceState.pass_results
 
     def in_its_copy_stream(attention: HostAttention, *asked: Any) -> None:
         with attention._copy_stream.running():
@@ -173,7 +173,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
     with monkeypatch.context() as patch, watch:
         patch.setattr(copy_stream.CopyStream, "__init__", with_stream)
         patch.setattr(HostAttention, "_answer", in_its_copy_stream)
-        patch.setattr(SequenceState, "report", waited_for)
+        patch.setattr(SequenceState, "pass_results", waited_for)
         patch.setattr(torch.cuda, "Event", lambda: Event(watch))
         patch.setattr(torch.cuda, "stream", watch.inside)
         patch.setattr(torch.cuda, "current_stream", lambda _: watch.current[-1])
