@@ -14,9 +14,9 @@ from families import prompt_of
 from program_cases import decoded, program_of
 from sampled_cases import (
     BATCH,
-    PROGRAMS,
     FAULTY,
     PLAIN,
+    PROGRAMS,
     PROMPT,
     SMALL,
     SOUND,
