@@ -1,4 +1,7 @@
-"""A drafter of one's own: propose that each token is followed by what followed it the last time."""
+"""A drafter of your own: it proposes after each token the one that followed its last occurrence.
+
+The protocol that it implements is ``triforce_tree.drafters.base.Drafter``.
+"""
 
 from itertools import pairwise
 from pydoc_data.topics import topics
@@ -7,28 +10,34 @@ import triforce_tree
 
 
 class Bigrams:
-    """Deterministic given the text, so it reports no probabilities: honest by construction."""
+    """Proposals are a function of the committed tokens: deterministic, so no distributions are reported."""
 
-    name, tree, features = "bigrams", "chain:4", ()
-    deterministic, capturable = True, False  # it looks at the text on the host
+    name = "bigrams"  # in statistics
+    tree = "chain:4"  # a tree of at most 4 proposed tokens, one below the other
+    features = ()  # it reads no hidden states of the target
+    deterministic = True
+    capturable = False  # it reads tokens on the host, which a CUDA graph cannot
 
     def bind(self, state):
-        pass
+        """It needs no buffers."""
 
-    def start(self, texts):
-        self.followers = [dict(pairwise(text)) for text in texts]
-        self.seen = [len(text) for text in texts]
+    def start(self, sequences):
+        """New prompts: remember for each token the one that followed it last."""
+        self.followers = [dict(pairwise(sequence)) for sequence in sequences]
+        self.known = [len(sequence) for sequence in sequences]
 
-    def prepare(self, texts, resumed):
-        for b, text in enumerate(texts):
-            if text is not None:
-                self.followers[b].update(pairwise(text[self.seen[b] - 1 :]))
-                self.seen[b] = len(text)
+    def prepare(self, sequences, resumed):
+        """The sequences have grown: add the new pairs of tokens."""
+        for b, sequence in enumerate(sequences):
+            if sequence is not None:  # it has not ended
+                self.followers[b].update(pairwise(sequence[self.known[b] - 1 :]))
+                self.known[b] = len(sequence)
 
     def propose(self, state, tree, sampler):
+        """Write the newest token as the root and up to four tokens after it; -1 marks unused nodes."""
         tree.tokens.fill_(-1)
-        for b, token in enumerate(state.newest.tolist()):
-            chain = [token]
+        for b, newest in enumerate(state.newest.tolist()):
+            chain = [newest]
             while len(chain) < tree.nodes and chain[-1] in self.followers[b]:
                 chain.append(self.followers[b][chain[-1]])
             tree.tokens[b, : len(chain)] = tree.tokens.new_tensor(chain)

@@ -1,4 +1,4 @@
-"""Continue a long text with the embedded pair, and see what each level did."""
+"""Continue a long text with the embedded pair of models, and print the acceptance at each level."""
 
 from pydoc_data.topics import topics
 
@@ -12,4 +12,4 @@ out = engine.generate(text, max_new_tokens=128, temperature=0.8, top_k=0, seed=1
 print(out.text)
 for level in out.levels:
     print(level.name, level.forwards, level.acceptance_rate, level.mean_accepted_length)
-print(f"{1e3 * out.decode_seconds / out.new_tokens:.1f} ms a token")
+print(f"{1e3 * out.decode_seconds / out.new_tokens:.1f} ms per token")

@@ -1,4 +1,4 @@
-"""The same through transformers' own ``model.generate``: one more argument."""
+"""The same through transformers' own ``model.generate``, with one more argument."""
 
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -11,7 +11,7 @@ pair = Path(triforce_tree.__file__).parent / "pair"
 model = AutoModelForCausalLM.from_pretrained(pair / "target", dtype="float32")
 tokenizer = AutoTokenizer.from_pretrained(pair / "target")
 
-# What transformers does not hand on to a callable is given here.
+# Arguments that transformers does not pass on to ``custom_generate`` are given here.
 hierarchical = triforce_tree.custom_generate(
     draft=pair / "draft",
     tokenizer=tokenizer,

@@ -32,21 +32,21 @@ def rows_of_forwards(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, int]
 
 
 def uncut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TokenTree, "taken", property(lambda self: self.nodes))
+    monkeypatch.setattr(TokenTree, "used_nodes", property(lambda self: self.nodes))
 
 
-def test_taken_slots_of_a_batch() -> None:
+def test_used_nodes_of_a_batch() -> None:
     tree = TokenTree.of(DeviceTreeShape((2, 2)), 2, 9, torch.device("cpu"))
-    assert tree.taken == 1
+    assert tree.used_nodes == 1
     tree.tokens[0, 2] = 0
-    assert tree.taken == 3
+    assert tree.used_nodes == 3
     tree.tokens[1, 4] = 7
-    assert tree.taken == tree.nodes == 5
+    assert tree.used_nodes == tree.nodes == 5
     assert tree.first(5) is tree
     part = tree.first(3)
     assert part.nodes == 3
     assert part.depth == 2
-    assert [len(x[0]) for x in (part.tokens, part.parents, part.words, part.probs_rows)] == [3] * 4
+    assert [len(x[0]) for x in (part.tokens, part.parents, part.mask_words, part.probs_rows)] == [3] * 4
     assert part.depths.tolist() == [0, 1, 1]
     part.tokens[1, 1] = 5
     assert tree.tokens[1, 1] == 5
@@ -70,8 +70,8 @@ def test_the_text_is_that_of_whole_trees(
 def test_level_2_verifies_the_chain_alone(rows_of_forwards: list[tuple[object, int]]) -> None:
     program = program_of(model("llama-gqa"), draft_of("llama-gqa"), 3, gamma=9, rounds=1, runner_ups=False)
     decoder_rows: list[int] = []
-    report = program.state.report
-    program.state.report = lambda: decoder_rows.append(int(program.state.proposed[0])) or report()
+    report = program.state.pass_results
+    program.state.pass_results = lambda: decoder_rows.append(int(program.state.proposed[0])) or report()
     new, _ = decoded(program, PROMPTS[:1], NEW[:1])
     assert new == references()[:1]
     full = program.stage("target").view

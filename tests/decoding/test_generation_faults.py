@@ -157,12 +157,12 @@ def no_residual_at(level: str) -> Noisy:
 
 def chain_laws_late(patch: pytest.MonkeyPatch) -> None:
     """The laws of the chain's tokens are kept one place late."""
-    lengthen = SequenceState.lengthen
+    lengthen = SequenceState.append_drafted
 
     def late(self: SequenceState, emitted: Tensor, count: Tensor, probs: Tensor | None) -> None:
         lengthen(self, emitted, count, None if probs is None else probs.roll(1, 1))
 
-    patch.setattr(SequenceState, "lengthen", late)
+    patch.setattr(SequenceState, "append_drafted", late)
 
 
 def other_chunks_than_the_roots(patch: pytest.MonkeyPatch) -> None:

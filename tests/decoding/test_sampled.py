@@ -1,7 +1,7 @@
 """Seeded draws of the device cycle, by chi-square over batches of equal prompts.
 
 That random numbers are fresh, independent across a batch, and of the right distribution; what is decided
-by them is enumerated in ``test_generation_laws``.
+by them is enumerated in ``test_generation_distributions``.
 """
 
 from collections import Counter
@@ -14,15 +14,15 @@ from families import prompt_of
 from program_cases import decoded, program_of
 from sampled_cases import (
     BATCH,
-    CYCLES,
     FAULTY,
     PLAIN,
+    PROGRAMS,
     PROMPT,
     SMALL,
     SOUND,
     TOKENS,
     VOCABULARY,
-    exact_law,
+    exact_distribution,
     prepared,
     sampled,
     stranger,
@@ -41,7 +41,7 @@ def many(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-@pytest.mark.parametrize("name", CYCLES)
+@pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.usefixtures("many")
 def test_three_tokens_follow_the_targets_law(name: str) -> None:
     """By levels that are strangers to each other: else it would prove little."""
@@ -77,7 +77,9 @@ def test_a_budget_beyond_the_prompt_changes_no_law(monkeypatch: pytest.MonkeyPat
         texts, _ = decoded(program, [prompt] * BATCH, [TOKENS] * BATCH, with_warpers(PLAIN), again=True)
     except ValueError:
         refused = True
-    assert refused or chi_square_p(Counter(map(tuple, texts)), exact_law(PLAIN, tuple(prompt))) > SOUND
+    assert (
+        refused or chi_square_p(Counter(map(tuple, texts)), exact_distribution(PLAIN, tuple(prompt))) > SOUND
+    )
 
 
 @pytest.mark.usefixtures("many")

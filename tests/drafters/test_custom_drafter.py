@@ -1,4 +1,4 @@
-"""Drafters of a user's own through ``load``: the target's text, what they are told, and what is refused."""
+"""Custom drafters through ``load``: the target's own tokens, the drafter's inputs, and errors."""
 
 import runpy
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ levels_2_and_3 = pytest.mark.parametrize("levels", [2, 3])
 
 
 class Oracle(OwnDrafter):
-    """Knows the texts, and notes what it is told."""
+    """Proposes the expected tokens, and records its calls."""
 
     name, deterministic = "oracle", True
 
@@ -38,92 +38,92 @@ class Oracle(OwnDrafter):
     def bind(self, state: SequenceState) -> None:
         self.calls.append("bind")
 
-    def start(self, texts: Sequence[Sequence[int]]) -> None:
+    def start(self, sequences: Sequence[Sequence[int]]) -> None:
         self.calls.append("start")
-        self.started = [list(text) for text in texts]
+        self.started = [list(tokens) for tokens in sequences]
 
-    def prepare(self, texts: Sequence[Sequence[int] | None], resumed: bool) -> None:
+    def prepare(self, sequences: Sequence[Sequence[int] | None], resumed: bool) -> None:
         self.calls.append("prepare")
-        self.prepared.append(([None if text is None else list(text) for text in texts], resumed))
+        copies = [None if tokens is None else list(tokens) for tokens in sequences]
+        self.prepared.append((copies, resumed))
 
     def propose(self, state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:
         self.calls.append("propose")
         tree.tokens.fill_(-1)
         tree.tokens[:, 0] = state.newest
         for b in range(state.batch):
-            text, whole = state.text(b), [*PROMPTS[b], *EXPECTED[b]]
-            coming = whole[len(text) : len(text) + 4]
-            tree.tokens[b, 1 : 1 + len(coming)] = torch.tensor(coming, dtype=torch.int64)
+            length, whole = len(state.sequence(b)), [*PROMPTS[b], *EXPECTED[b]]
+            proposed = whole[length : length + 4]
+            tree.tokens[b, 1 : 1 + len(proposed)] = torch.tensor(proposed, dtype=torch.int64)
 
 
-def texts_of(engine: Engine, **options) -> list[list[int]]:
+def new_tokens(engine: Engine, **options) -> list[list[int]]:
     out = engine.generate(PROMPTS, max_new_tokens=NEW, **options)
-    return [row[-NEW:] for row in out.sequences.tolist()]
+    return [sequence[-NEW:] for sequence in out.sequences.tolist()]
 
 
 @levels_2_and_3
 @pytest.mark.parametrize("kind", [FixedSiblings, TableDraws, FixedThenDrawn])
 @pytest.mark.parametrize("rounds", [1, None])
-def test_greedy_batches_are_the_targets(levels: int, kind: type[OwnDrafter], rounds: int | None) -> None:
+def test_greedy_tokens_equal_the_targets(levels: int, kind: type[OwnDrafter], rounds: int | None) -> None:
     engine = triforce_tree.load(
         TARGET, drafter=kind("static:0;1;2;0.0;0.1;1.0", 64), levels=levels, rounds=rounds, **SMALL
     )
-    assert texts_of(engine, do_sample=False) == EXPECTED
+    assert new_tokens(engine, do_sample=False) == EXPECTED
 
 
 @levels_2_and_3
 @pytest.mark.parametrize("kind", [FixedSiblings, TableDraws])
-def test_a_seed_repeats_a_sampled_text(levels: int, kind: type[OwnDrafter]) -> None:
+def test_equal_seeds_sample_equal_tokens(levels: int, kind: type[OwnDrafter]) -> None:
     engine = triforce_tree.load(TARGET, drafter=kind("static:0;1;0.0", 64), levels=levels, **SMALL)
-    again, same, other = (texts_of(engine, do_sample=True, top_k=20, seed=seed) for seed in (1, 1, 2))
-    assert again == same != other
+    first, same, other = (new_tokens(engine, do_sample=True, top_k=20, seed=seed) for seed in (1, 1, 2))
+    assert first == same != other
 
 
 @levels_2_and_3
-def test_right_proposals_are_accepted(levels: int) -> None:
-    """And the drafter is told of every committed token, and of texts that have ended."""
+def test_correct_proposals_are_accepted(levels: int) -> None:
+    """The drafter also receives every committed token, in the documented order of calls."""
     drafter = Oracle()
     engine = triforce_tree.load(
         TARGET, drafter=drafter, levels=levels, rounds=1, **{**SMALL, **WHOLE, "gamma": 5}
     )
-    assert texts_of(engine, do_sample=False) == EXPECTED
+    assert new_tokens(engine, do_sample=False) == EXPECTED
     assert drafter.calls[:4] == ["bind", "start", "prepare", "propose"]
     assert drafter.started == PROMPTS
-    for texts, resumed in drafter.prepared:
+    for sequences, resumed in drafter.prepared:
         assert not resumed
-        for text, prompt, expected in zip(texts, PROMPTS, EXPECTED, strict=True):
-            assert text == [*prompt, *expected][: len(text)]
-    # Behind each text four tokens and the target's own, or in three levels these five and one more.
+        for tokens, prompt, expected in zip(sequences, PROMPTS, EXPECTED, strict=True):
+            assert tokens == [*prompt, *expected][: len(tokens)]
+    # Each pass commits four draft tokens and a bonus token; with three levels a second bonus token.
     step = 5 if levels == 2 else 6
     out = engine.generate(PROMPTS[0], max_new_tokens=NEW, do_sample=False)
     assert out.levels[0].name == "oracle"
     assert out.levels[-1].forwards == -(-NEW // step)
 
 
-def test_texts_that_have_ended_are_none() -> None:
+def test_sequences_that_have_ended_are_none() -> None:
     drafter = Oracle()
     engine = triforce_tree.load(TARGET, drafter=drafter, levels=2, rounds=1)
     stop = EXPECTED[1][0]
     out = engine.generate(PROMPTS, max_new_tokens=NEW, do_sample=False, eos_token_id=stop)
     assert out.finish_reason[1] == "eos"
     assert drafter.prepared[0][0] == PROMPTS
-    assert all(texts[1] is None for texts, _ in drafter.prepared[1:])
+    assert all(sequences[1] is None for sequences, _ in drafter.prepared[1:])
     assert len(drafter.prepared) > 1
 
 
-def test_a_drafter_is_told_when_tokens_came_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Passes of the target alone between its own."""
+def test_resumed_is_set_after_autoregressive_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     from triforce_tree.decoding.draft_length import DraftLengthController
 
     plan = iter([1, 0, 0, 1, 1, 0] * 20)
     monkeypatch.setattr(DraftLengthController, "rounds", lambda self: next(plan))
     drafter = Oracle()
-    assert texts_of(triforce_tree.load(TARGET, drafter=drafter, levels=2), do_sample=False) == EXPECTED
+    assert new_tokens(triforce_tree.load(TARGET, drafter=drafter, levels=2), do_sample=False) == EXPECTED
     assert [resumed for _, resumed in drafter.prepared[:4]] == [False, True, False, True]
 
 
 class Features(FixedSiblings):
-    """Keeps what it is given before the first proposal of each pass."""
+    """Copies the hidden states that are available at the first proposal of each pass."""
 
     features = (0, 1)
 
@@ -131,15 +131,15 @@ class Features(FixedSiblings):
         super().__init__("static:0;1;0.0", 64)
         self.seen: list[dict[int, tuple[int, int, dict[int, Tensor]]]] = []
 
-    def start(self, texts: Sequence[Sequence[int]]) -> None:
+    def start(self, sequences: Sequence[Sequence[int]]) -> None:
         self.seen = []
-        self.going: list[int] = []
+        self.active: list[int] = []
 
-    def prepare(self, texts: Sequence[Sequence[int] | None], resumed: bool) -> None:
-        self.going = [b for b, text in enumerate(texts) if text is not None]
+    def prepare(self, sequences: Sequence[Sequence[int] | None], resumed: bool) -> None:
+        self.active = [b for b, tokens in enumerate(sequences) if tokens is not None]
 
     def propose(self, state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:
-        if self.going:
+        if self.active:
             self.seen.append(
                 {
                     b: (
@@ -147,33 +147,33 @@ class Features(FixedSiblings):
                         int(state.feature_count[b]),
                         {layer: states[b].clone() for layer, states in state.features.items()},
                     )
-                    for b in self.going
+                    for b in self.active
                 }
             )
-        self.going = []
+        self.active = []
         super().propose(state, tree, sampler)
 
 
 @levels_2_and_3
-def test_features_are_the_models_hidden_states(levels: int) -> None:
-    """Of the tokens that the last verification accepted, the first of them its root."""
+def test_features_are_the_targets_hidden_states(levels: int) -> None:
+    """Those of the nodes that the last verification accepted, the root first."""
     target = perturbed(tiny("llama-gqa", num_hidden_layers=3), 0.0)
     drafter = Features()
     engine = triforce_tree.load(target, drafter=drafter, levels=levels, rounds=1, **SMALL)
     for _ in range(2):
-        # The second text begins without those of the first.
+        # The second generation starts without the features of the first.
         out = engine.generate(PROMPTS, max_new_tokens=NEW, do_sample=False)
         width = out.sequences.shape[1] - NEW
         counts = set()
         for b, prompt in enumerate(PROMPTS):
-            text = [*prompt, *out.sequences[b, width:].tolist()]
+            tokens = [*prompt, *out.sequences[b, width:].tolist()]
             with torch.no_grad():
-                hidden = target(torch.tensor([text]), output_hidden_states=True).hidden_states
+                hidden = target(torch.tensor([tokens]), output_hidden_states=True).hidden_states
             assert drafter.seen[0][b][1] == 0, "nothing was verified yet"
-            for row in drafter.seen[1:]:
-                if b not in row:
+            for seen in drafter.seen[1:]:
+                if b not in seen:
                     continue
-                end, count, states = row[b]
+                end, count, states = seen[b]
                 counts.add(count)
                 for layer in drafter.features:
                     expected = hidden[layer + 1][0, end - count : end]
@@ -182,6 +182,7 @@ def test_features_are_the_models_hidden_states(levels: int) -> None:
 
 
 def without(name: str) -> object:
+    """An object with all attributes and methods of a drafter but ``name``."""
     names = ("name", "tree", "deterministic", "capturable", "features", "bind", "start", "prepare", "propose")
     return type("Half", (), {other: None for other in names if other != name})()
 
@@ -189,7 +190,7 @@ def without(name: str) -> object:
 DRAFT = perturbed(TARGET, 0.1)
 
 
-def unchecked(tree: str) -> Oracle:
+def with_tree(tree: str) -> Oracle:
     drafter = Oracle()
     drafter.tree = tree
     return drafter
@@ -204,15 +205,15 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
     "tree": ({"drafter": Oracle(), "tree": "chain:3"}, "tree= is the drafter's own"),
     "no draft": ({"drafter": "model"}, "drafter='model' needs a draft; give one, or drafter='lookup'"),
     "large tree": (
-        {"drafter": unchecked("chain:129")},
-        "tree='chain:129' cannot be read: a tree has at most 1024 proposed tokens and 128 levels",
+        {"drafter": with_tree("chain:129")},
+        "tree='chain:129' cannot be read: a tree has at most 1024 proposed tokens and a depth of 128",
     ),
     "long lookup": ({"drafter": "lookup", "lookup": 129}, r"lookup=129 must be .*128"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_work_is_refused_at_load(name: str) -> None:
+def test_invalid_drafters_are_refused_at_load(name: str) -> None:
     options, message = REFUSED[name]
     with pytest.raises(ValueError, match=message) as error:
         triforce_tree.load(TARGET, **options)  # type: ignore[arg-type]
@@ -220,7 +221,7 @@ def test_what_cannot_work_is_refused_at_load(name: str) -> None:
 
 
 @pytest.mark.parametrize("layer", [-1, 2])
-def test_features_of_layers_that_are_not_there_are_refused(layer: int) -> None:
+def test_features_of_missing_layers_are_refused(layer: int) -> None:
     drafter = Features()
     drafter.features = (0, layer)
     with pytest.raises(
@@ -231,15 +232,15 @@ def test_features_of_layers_that_are_not_there_are_refused(layer: int) -> None:
 
 @levels_2_and_3
 @pytest.mark.parametrize("size", [40, 63, 64, 100])
-def test_trees_as_large_as_they_may_be(levels: int, size: int) -> None:
-    """Every node has a bit of its own: all proposals are right ones."""
+def test_chains_of_several_mask_words(levels: int, size: int) -> None:
+    """All proposals are correct, so every token is accepted only if every mask bit is right."""
 
     class Long(Oracle):
         def propose(self, state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:
-            text = state.text(0)
-            coming = whole[len(text) : len(text) + size]
+            tokens = state.sequence(0)
+            proposed = whole[len(tokens) : len(tokens) + size]
             tree.tokens.fill_(-1)
-            tree.tokens[0, : 1 + len(coming)] = torch.tensor([text[-1], *coming])
+            tree.tokens[0, : 1 + len(proposed)] = torch.tensor([tokens[-1], *proposed])
 
     prompt, new = PROMPTS[0], 104
     whole = [*prompt, *greedy(TARGET, prompt, new)]
@@ -253,15 +254,15 @@ def test_trees_as_large_as_they_may_be(levels: int, size: int) -> None:
     assert out.levels[-1].forwards == -(-new // (size + 1))
 
 
-def test_through_transformers_own_generate() -> None:
+def test_custom_drafters_through_transformers_generate() -> None:
     run = triforce_tree.custom_generate(drafter=FixedSiblings("static:0;1", 64), levels=2)
     ids = torch.tensor(PROMPTS[:1])
-    made = TARGET.generate(ids, custom_generate=run, do_sample=False, max_new_tokens=NEW)
-    assert made[0, ids.shape[1] :].tolist() == EXPECTED[0]
+    output = TARGET.generate(ids, custom_generate=run, do_sample=False, max_new_tokens=NEW)
+    assert output[0, ids.shape[1] :].tolist() == EXPECTED[0]
 
 
 def test_the_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """As it stands, but with a tiny target and a short text."""
+    """Unchanged, but with a tiny target and a short prompt."""
     load, prompt = triforce_tree.load, PROMPTS[0]
     monkeypatch.setattr(
         triforce_tree, "load", lambda **options: load(TARGET, tokenizer=characters(), **options)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from enumerated_noise import EnumeratedNoise
-from enumeration import NOISE, exact_law, summed, total_variation
+from enumeration import NOISE, exact_distribution, summed, total_variation
 from generation_cases import BOTH, Case
-from generation_laws import Generations
+from generation_distributions import Generations
 from own_drafters import FixedSiblings, FixedThenDrawn, TableDraws
 from torch import Tensor
 
@@ -24,9 +24,9 @@ from triforce_tree.verify.probs import Sampler
 
 @dataclass(frozen=True)
 class Proposal:
-    """A token tree; node 0 is the root, and siblings stand in the order of their draws.
+    """A token tree; node 0 is the root, and siblings are in the order of their draws.
 
-    ``probs``: the reported distribution ``[V]`` of each node's children; None where they are deterministic.
+    ``probs``: the reported distribution ``[V]`` of each node's children; None if they are deterministic.
     """
 
     tokens: list[int]
@@ -34,24 +34,24 @@ class Proposal:
     probs: list[Tensor | None]
 
     def children(self, node: int) -> list[int]:
-        return [i for i, above in enumerate(self.parents) if above == node and self.tokens[i] >= 0]
+        return [i for i, parent in enumerate(self.parents) if parent == node and self.tokens[i] >= 0]
 
-    def place(self, node: int) -> tuple[tuple[int, int], ...]:
+    def path(self, node: int) -> tuple[tuple[int, int], ...]:
         """Token and rank of every node from the root to this one."""
         if node == 0:
             return ()
-        above = self.parents[node]
-        return (*self.place(above), (self.tokens[node], self.children(above).index(node)))
+        parent = self.parents[node]
+        return (*self.path(parent), (self.tokens[node], self.children(parent).index(node)))
 
     def depth(self, node: int) -> int:
-        return len(self.place(node))
+        return len(self.path(node))
 
 
 Propose = Callable[[Generations], Sequence[Proposal]]
 
 
 def trees(generations: Generations) -> list[Proposal]:
-    """What level 0 proposes."""
+    """The proposals of level 0."""
     program = generations.program
     program.run("draft", torch.Generator())
     stage = program.stage("draft")
@@ -67,19 +67,20 @@ def proposal(tree: TokenTree, b: int) -> Proposal:
 
 
 def chains(generations: Generations) -> list[Proposal]:
-    """What level 1 gathers for level 2, runner-ups included."""
-    program, texts = generations.program, generations.program.state
+    """The chains of level 1, runner-ups included."""
+    program, state = generations.program, generations.program.state
     for round in range(program.config.rounds or 1):
         program.run("draft", torch.Generator())
         program.run("retrieval" if round else "retrieval_refresh", torch.Generator())
     proposals = []
     for b in range(program.batch):
-        count, root = int(texts.chain[b]), int(texts.length[b])
-        line = texts.tokens[b, root : root + count + 1].tolist()
-        beside = texts.runner_ups[b, :count].tolist() if program.runner_ups else []
-        probs = [row.clone() for row in texts.chain_probs[b, :count]]
-        parents = [-1, *range(count), *range(len(beside))]
-        proposals.append(Proposal([*line, *beside], parents, [*probs, None, *[None] * len(beside)]))
+        count, root = int(state.chain[b]), int(state.length[b])
+        chain = state.tokens[b, root : root + count + 1].tolist()
+        runner_ups = state.runner_ups[b, :count].tolist() if program.runner_ups else []
+        probs = [row.clone() for row in state.chain_probs[b, :count]]
+        parents = [-1, *range(count), *range(len(runner_ups))]
+        childless = [None] * (1 + len(runner_ups))
+        proposals.append(Proposal([*chain, *runner_ups], parents, [*probs, *childless]))
     return proposals
 
 
@@ -99,8 +100,8 @@ DRAFTERS: dict[str, tuple[Case, Propose]] = {
     "more siblings than tokens": drafting(2, 3, trees, tree="static:4"),
     "static": drafting(2, 3, trees, tree="static:1;0.1;1.0"),
     "sequoia": drafting(2, 3, trees, tree="sequoia:4x2"),
-    "live tree": drafting(2, 3, trees, tree="best-first:3,2"),
-    "live tree, deep": drafting(2, 2, trees, tree="best-first:2,2,2"),
+    "best-first": drafting(2, 3, trees, tree="best-first:3,2"),
+    "best-first, deep": drafting(2, 2, trees, tree="best-first:2,2,2"),
     "lookup": drafting(2, 3, trees, partial(PromptLookup, 3)),
     "fixed siblings": drafting(2, 3, trees, partial(FixedSiblings, "static:0;1;2;0.0;0.1", 3)),
     "drawn by a table": drafting(2, 3, trees, partial(TableDraws, "static:1;0.1;1.0", 3)),
@@ -113,7 +114,7 @@ DRAFTERS: dict[str, tuple[Case, Propose]] = {
         3, 3, chains, partial(TableDraws, "static:0;1", 3), runner_ups=True, gamma=1
     ),
     "level 1, chain": drafting(3, 3, chains, tree="chain:1", runner_ups=False, rounds=2),
-    "level 1, live tree": drafting(3, 2, chains, tree="best-first:2,2", runner_ups=False, rounds=2),
+    "level 1, best-first": drafting(3, 2, chains, tree="best-first:2,2", runner_ups=False, rounds=2),
     "level 1, runner-ups": drafting(3, 3, chains, **BOTH),
     "level 1, four tokens": drafting(3, 4, chains, tree="chain:1", runner_ups=False),
     "level 1, runner-ups, two rounds": drafting(3, 2, chains, tree="chain:2", runner_ups=True, rounds=2),
@@ -121,11 +122,11 @@ DRAFTERS: dict[str, tuple[Case, Propose]] = {
 
 
 def proposals(name: str, **how: Any) -> list[tuple[Proposal, float]]:
-    """All that a drafter may propose, with probabilities."""
-    return made_of(*DRAFTERS[name], **how)
+    """All proposals that a drafter can make, with their probabilities."""
+    return enumerate_proposals(*DRAFTERS[name], **how)
 
 
-def made_of(case: Case, propose: Propose, **how: Any) -> list[tuple[Proposal, float]]:
+def enumerate_proposals(case: Case, propose: Propose, **how: Any) -> list[tuple[Proposal, float]]:
     generations = case.generations(**how)
     generations.program.prepare(case.to_probs)
 
@@ -136,51 +137,51 @@ def made_of(case: Case, propose: Propose, **how: Any) -> list[tuple[Proposal, fl
     return list(generations.outcomes(run))
 
 
-def dishonesty(made: list[tuple[Proposal, float]]) -> float:
-    """The largest distance, at any place, of drawn siblings from the reported distribution.
+def dishonesty(proposals: list[tuple[Proposal, float]]) -> float:
+    """The largest distance, over all nodes, of drawn siblings from the reported distribution.
 
-    Given where a node stands and how many children it has, these are draws without replacement. So their
-    number does not depend on them either.
+    Given a node's path and its number of children, the children must be draws without replacement; this also
+    means that their number does not depend on the draws.
     """
     reported: dict[tuple[Any, ...], Tensor | None] = {}
 
     def families():
-        for tree, chance in made:
+        for tree, chance in proposals:
             for node in range(len(tree.tokens)):
                 drawn = tuple(tree.tokens[i] for i in tree.children(node))
                 if not drawn:
                     continue
-                place, probs = (tree.place(node), len(drawn)), tree.probs[node]
-                known = reported.setdefault(place, probs)
+                key, probs = (tree.path(node), len(drawn)), tree.probs[node]
+                known = reported.setdefault(key, probs)
                 assert (known is None) == (probs is None)
-                assert probs is None or torch.allclose(known, probs, atol=1e-6), "one place, one distribution"
-                yield (place, drawn), chance
+                assert probs is None or torch.allclose(known, probs, atol=1e-6), "one path, one distribution"
+                yield (key, drawn), chance
 
     masses, worst = summed(families()), 0.0
     assert masses
-    for place, probs in reported.items():
-        drawn = {key: mass for (where, key), mass in masses.items() if where == place}
+    for key, probs in reported.items():
+        drawn = {tokens: mass for (other, tokens), mass in masses.items() if other == key}
         total = sum(drawn.values())
-        share = {key: mass / total for key, mass in drawn.items()}
+        conditional = {tokens: mass / total for tokens, mass in drawn.items()}
         if probs is None:
-            worst = max(worst, float(len(share) > 1))
+            worst = max(worst, float(len(conditional) > 1))
             continue
-        expected = exact_law(lambda walk, p=probs, n=place[1]: walk.choose_distinct(p[None], [n])[0])
-        worst = max(worst, total_variation(share, expected))
+        expected = exact_distribution(lambda walk, p=probs, n=key[1]: walk.choose_distinct(p[None], [n])[0])
+        worst = max(worst, total_variation(conditional, expected))
     return worst
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_siblings_are_drawn_from_what_is_reported(name: str) -> None:
+def test_siblings_are_drawn_from_the_reported_distribution(name: str) -> None:
     made = proposals(name)
     assert sum(chance for _, chance in made) == pytest.approx(1.0)
-    # Shares of rare places are quotients of small numbers.
+    # Conditional probabilities at rare paths are quotients of small numbers.
     assert dishonesty(made) < 2 * NOISE
 
 
 @pytest.mark.parametrize("name", [name for name, (_, propose) in DRAFTERS.items() if propose is trees])
-def test_the_shape_of_a_tree_does_not_depend_on_the_draws_at_hand(name: str) -> None:
-    """Who gets children, and how many, is a function of what stands above."""
+def test_the_shape_of_a_tree_does_not_depend_on_the_draws_it_places(name: str) -> None:
+    """The numbers of children at one depth are a function of the nodes down to that depth."""
     shapes: dict[tuple[Any, ...], tuple[int, ...]] = {}
     for tree, _ in proposals(name):
         nodes = [i for i, token in enumerate(tree.tokens) if token >= 0]
@@ -192,7 +193,7 @@ def test_the_shape_of_a_tree_does_not_depend_on_the_draws_at_hand(name: str) -> 
 
 
 class WeakDrawsDropped(EnumeratedNoise):
-    """A count that looks at the draws."""
+    """Drops improbable draws, so that the number of children depends on the draws."""
 
     def expand_nodes(self, logits: Tensor, heat: Tensor | None, probs: Tensor, *rest: Any) -> Any:
         tokens, by_rank = super().expand_nodes(logits, heat, probs, *rest)
@@ -200,7 +201,7 @@ class WeakDrawsDropped(EnumeratedNoise):
 
 
 class BestDraws(EnumeratedNoise):
-    """The most probable tokens, reported as drawn."""
+    """Proposes the most probable tokens, reported as drawn."""
 
     def expand_nodes(self, logits: Tensor, heat: Tensor | None, probs: Tensor, *rest: Any) -> Any:
         super().expand_nodes(logits, heat, probs, *rest)
@@ -208,7 +209,7 @@ class BestDraws(EnumeratedNoise):
 
 
 class BestRunnerUps(EnumeratedNoise):
-    """Most probable runner-ups, reported as drawn."""
+    """Takes the most probable runner-ups, reported as drawn."""
 
     def second_choice(self, probs: Tensor, chosen: Tensor) -> Tensor:
         return probs.scatter(2, chosen[..., None], 0.0).argmax(-1)
@@ -218,14 +219,14 @@ class BestRunnerUps(EnumeratedNoise):
     ("name", "noise"),
     [
         ("siblings", WeakDrawsDropped),
-        ("live tree", BestDraws),
+        ("best-first", BestDraws),
         ("chain", BestDraws),
         ("level 1, runner-ups", BestRunnerUps),
         ("drawn by a table", BestDraws),
         ("level 1, lookup", BestRunnerUps),
     ],
 )
-def test_dishonest_drafters_are_found_out(name: str, noise: type[EnumeratedNoise]) -> None:
+def test_dishonest_drafters_are_detected(name: str, noise: type[EnumeratedNoise]) -> None:
     assert dishonesty(proposals(name, noise=noise)) > 0.01
 
 
@@ -237,8 +238,8 @@ class OtherTable(TableDraws):
         tree.probs.copy_(tree.probs.sqrt() / tree.probs.sqrt().sum(-1, keepdim=True).clamp_min(1e-9))
 
 
-def test_own_drafters_that_report_what_is_not_so_are_found_out() -> None:
-    """By what they propose, and by the text that comes of it."""
+def test_custom_drafters_that_report_wrong_distributions_are_detected() -> None:
+    """By their proposals, and by the distribution of the generated tokens."""
     case = Case(2, 3, 2, 1, drafter=partial(OtherTable, "static:0;1", 3))
-    assert dishonesty(made_of(case, trees)) > 0.01
+    assert dishonesty(enumerate_proposals(case, trees)) > 0.01
     assert case.distance(case.generations()) > 0.01

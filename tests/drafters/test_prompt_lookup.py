@@ -1,4 +1,4 @@
-"""Prompt lookup proposes what a plain search through the text finds, and changes no text."""
+"""Prompt lookup proposes what a naive search finds, and leaves the target's greedy tokens as they are."""
 
 import random
 
@@ -17,63 +17,65 @@ from triforce_tree.verify.probs import DeviceProbs, Sampler
 from triforce_tree.verify.sampling import ProbsFromLogits
 
 CPU = torch.device("cpu")
-MOST_TEXT, MOST_CHAIN = 30, 4
+MOST_COMMITTED, MOST_CHAIN = 30, 4
 
 
 def by_search(committed: list[int], chain: list[int], length: int, ngram: int) -> list[int]:
-    """What follows the latest earlier place of the longest suffix: committed tokens alone are searched."""
-    text = [*committed, *chain]
-    for n in range(min(ngram, len(text)), 0, -1):
-        for at in range(len(committed) - 1, n - 1, -1):
-            if committed[at - n : at] == text[-n:]:
-                return committed[at : at + length]
+    """What follows the last occurrence of the longest suffix; only committed tokens are searched."""
+    sequence = [*committed, *chain]
+    for n in range(min(ngram, len(sequence)), 0, -1):
+        for end in range(len(committed) - 1, n - 1, -1):
+            if committed[end - n : end] == sequence[-n:]:
+                return committed[end : end + length]
     return []
 
 
 def proposed(
-    drafter: PromptLookup, texts: list[tuple[list[int], list[int]]]
+    drafter: PromptLookup, sequences: list[tuple[list[int], list[int]]]
 ) -> tuple[list[int], list[list[int]]]:
-    """Roots and proposals behind (committed tokens, provisional chain) of each sequence."""
-    state = SequenceState(len(texts), MOST_TEXT + MOST_CHAIN + 8, MOST_CHAIN, 4, 0, CPU)
-    # What stands behind a text is left over from earlier passes, and no part of it.
+    """Roots and proposals after (committed tokens, provisional chain) of each sequence."""
+    batch = len(sequences)
+    state = SequenceState(batch, MOST_COMMITTED + MOST_CHAIN + 8, MOST_CHAIN, 4, 0, CPU)
+    # Tokens after the end of a sequence are left over from earlier passes.
     state.tokens.random_(3)
-    for b, (committed, chain) in enumerate(texts):
+    for b, (committed, chain) in enumerate(sequences):
         state.tokens[b, : len(committed) + len(chain)] = torch.tensor([*committed, *chain])
-    state.length.copy_(torch.tensor([len(committed) - 1 for committed, _ in texts]))
-    state.chain.copy_(torch.tensor([len(chain) for _, chain in texts]))
+    state.length.copy_(torch.tensor([len(committed) - 1 for committed, _ in sequences]))
+    state.chain.copy_(torch.tensor([len(chain) for _, chain in sequences]))
     to_probs = DeviceProbs(ProbsFromLogits(greedy=True), CPU, Noise)
-    tree = TokenTree.of(device_tree_shape(parse_shape(drafter.tree)), len(texts), 0, CPU)
+    tree = TokenTree.of(device_tree_shape(parse_shape(drafter.tree)), batch, 0, CPU)
     drafter.bind(state)
-    drafter.propose(state, tree, Sampler(to_probs, to_probs.noise(len(texts), 0, 0)))
-    rows = tree.tokens.tolist()
-    for row in rows:
-        there = [token >= 0 for token in row]
-        assert there == sorted(there, reverse=True), "a chain has no gaps"
-    return [row[0] for row in rows], [[token for token in row[1:] if token >= 0] for row in rows]
+    drafter.propose(state, tree, Sampler(to_probs, to_probs.noise(batch, 0, 0)))
+    trees = tree.tokens.tolist()
+    for tokens in trees:
+        used = [token >= 0 for token in tokens]
+        assert used == sorted(used, reverse=True), "a chain has no gaps"
+    chains = [[token for token in tokens[1:] if token >= 0] for tokens in trees]
+    return [tokens[0] for tokens in trees], chains
 
 
 @pytest.mark.parametrize("ngram", [1, 2, 3])
 @pytest.mark.parametrize("length", [1, 3, 8])
 @pytest.mark.parametrize("alphabet", [2, 4, 12])
-def test_a_search_through_the_text(length: int, ngram: int, alphabet: int) -> None:
+def test_proposals_equal_a_naive_search(length: int, ngram: int, alphabet: int) -> None:
     rng = random.Random(length + 10 * ngram + 100 * alphabet)
 
     def tokens(least: int, most: int) -> list[int]:
         return [rng.randrange(alphabet) for _ in range(rng.randint(least, most))]
 
-    # A ragged batch: texts of a single token, too, with and without a chain behind them.
-    texts = [([1], []), ([1], [1, 1]), ([1, 0], [1])]
-    texts += [(tokens(1, MOST_TEXT), tokens(0, MOST_CHAIN)) for _ in range(150)]
-    roots, chains = proposed(PromptLookup(length, ngram), texts)
-    assert roots == [[*committed, *chain][-1] for committed, chain in texts]
-    assert chains == [by_search(committed, chain, length, ngram) for committed, chain in texts]
+    # A ragged batch that includes sequences of a single token, with and without a chain.
+    sequences = [([1], []), ([1], [1, 1]), ([1, 0], [1])]
+    sequences += [(tokens(1, MOST_COMMITTED), tokens(0, MOST_CHAIN)) for _ in range(150)]
+    roots, chains = proposed(PromptLookup(length, ngram), sequences)
+    assert roots == [[*committed, *chain][-1] for committed, chain in sequences]
+    assert chains == [by_search(committed, chain, length, ngram) for committed, chain in sequences]
     lengths = {len(chain) for chain in chains}
     assert 0 in lengths
     assert max(lengths) >= min(length, 4)
     assert length == 1 or len(lengths) > 2
 
 
-def test_a_text_that_repeats_nothing_gets_no_proposal() -> None:
+def test_a_sequence_without_repetition_gets_no_proposal() -> None:
     assert proposed(PromptLookup(4), [([0, 1, 2], []), ([0, 1, 0], [])]) == ([2, 0], [[], [1, 0]])
 
 
@@ -84,7 +86,7 @@ PHRASE = [3, 9, 1, 4, 12, 7]
 
 @pytest.mark.parametrize("rounds", [1, 2, None])
 @pytest.mark.parametrize("levels", [2, 3])
-def test_greedy_text_is_the_targets(levels: int, rounds: int | None) -> None:
+def test_greedy_tokens_equal_the_targets(levels: int, rounds: int | None) -> None:
     engine = triforce_tree.load(TARGET, drafter="lookup", levels=levels, rounds=rounds, **SMALL)
     prompts = [(PHRASE * 9)[:length] for length in (50, 37, 41)]
     out = engine.generate(prompts, max_new_tokens=40, do_sample=False)
@@ -93,5 +95,5 @@ def test_greedy_text_is_the_targets(levels: int, rounds: int | None) -> None:
         assert row[width - 40 :] == greedy(TARGET, prompt, 40)
     assert out.levels[0].name == "lookup"
     if rounds is not None:
-        # A greedy text of so small a model soon repeats itself.
+        # The greedy output of so small a model soon repeats itself.
         assert out.levels[-1].accepted > 20

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from generation_cases import Case
-from generation_laws import Generations, stranger, target_law
+from generation_distributions import Generations, stranger, target_distribution
 
 from triforce_tree.decoding.loop import Decoder
 from triforce_tree.decoding.stop_criteria import Ending
@@ -50,7 +50,7 @@ def blocks(kind: str, ending: Ending) -> tuple[list[list[int]], str | None]:
 @cache
 def expected(count: int) -> list[int]:
     """The target's greedy continuation."""
-    [text] = target_law(generations("plain").target, GREEDY, PROMPT, count)
+    [text] = target_distribution(generations("plain").target, GREEDY, PROMPT, count)
     return list(text)
 
 
@@ -145,7 +145,7 @@ def test_level_1_gathers_what_its_rounds_bring_up_to_gamma(gamma: int, rounds: i
         ranked = sorted(
             (
                 (chance, token)
-                for (token,), chance in target_law(target, ProbsFromLogits(), context, 1).items()
+                for (token,), chance in target_distribution(target, ProbsFromLogits(), context, 1).items()
             ),
             reverse=True,
         )

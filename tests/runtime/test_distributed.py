@@ -1,6 +1,6 @@
-"""Several cards: what each rank holds, that all write the same text, and how they fail. CPU and gloo.
+"""Tensor parallelism: the shard of each rank, equal tokens on all ranks, and failures. CPU and gloo.
 
-Where there are two GPUs, the embedded pair's texts are those of two GPUs and of one.
+On a machine with two GPUs the embedded pair's tokens on two GPUs are compared with those on one.
 """
 
 import json
@@ -33,12 +33,12 @@ def start(job: str, folder: Path) -> list[Ended]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What two ranks found, one after the other."""
-    return findings("checks", tmp_path_factory.mktemp("ranks"))
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The results of all checks by rank."""
+    return results_of("checks", tmp_path_factory.mktemp("ranks"))
 
 
-def findings(job: str, folder: Path) -> list[dict[str, Any]]:
+def results_of(job: str, folder: Path) -> list[dict[str, Any]]:
     ranks = start(job, folder)
     assert [rank.code for rank in ranks] == [0, 0], ranks
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
@@ -53,84 +53,85 @@ def expected() -> list[int]:
 
 @pytest.mark.slow
 class TestTwoRanks:
-    def test_tell_each_other(self, found: list[dict[str, Any]]) -> None:
-        for words in (own["words"] for own in found):
-            assert words["told"] == {"rank": 0}
-            assert words["agreed"] is True
-            assert words["gathered"] == [0, 1]
-            assert words["least"] == [0, -1, 2**50]
-            assert words["same"] == [[0.0] * 3] * 2
-            assert words["sum"] == [3.0, 3.0]
-            assert words["refusal"].startswith("numbers of rank 1 differ from rank 0's")
+    def test_collective_operations(self, results: list[dict[str, Any]]) -> None:
+        for rank in (result["communication"] for result in results):
+            assert rank["object"] == {"rank": 0}
+            assert rank["flag"] is True
+            assert rank["gathered"] == [0, 1]
+            assert rank["minima"] == [0, -1, 2**50]
+            assert rank["tensor"] == [[0.0] * 3] * 2
+            assert rank["sum"] == [3.0, 3.0]
+            assert rank["refusal"].startswith("numbers of rank 1 differ from rank 0's")
 
-    @pytest.mark.parametrize("family", parallel_ranks.CUT)
-    def test_logits_are_the_whole_models(self, found: list[dict[str, Any]], family: str) -> None:
+    @pytest.mark.parametrize("family", parallel_ranks.SHARDED)
+    def test_logits_equal_the_unsharded_models(self, results: list[dict[str, Any]], family: str) -> None:
         whole = HFModel(tiny(family)).heads
-        for own in found:
-            off, *heads = own["logits"][family]
-            assert off < 1e-5
+        for result in results:
+            error, *heads = result["logits"][family]
+            assert error < 1e-5
             assert heads == [whole.query // 2, whole.kv // 2, whole.dim]
 
-    @pytest.mark.parametrize("way", parallel_ranks.WAYS)
-    def test_greedy_text_is_the_whole_targets_own(self, found: list[dict[str, Any]], way: str) -> None:
-        assert [own["texts"][way] for own in found] == [expected()] * 2
+    @pytest.mark.parametrize("setup", parallel_ranks.SETUPS)
+    def test_greedy_tokens_equal_the_unsharded_targets(
+        self, results: list[dict[str, Any]], setup: str
+    ) -> None:
+        assert [result["generations"][setup] for result in results] == [expected()] * 2
 
-    def test_sampled_texts_are_alike(self, found: list[dict[str, Any]]) -> None:
-        first, second = (own["texts"] for own in found)
+    def test_sampled_tokens_are_equal_on_all_ranks(self, results: list[dict[str, Any]]) -> None:
+        first, second = (result["generations"] for result in results)
         assert first == second
         assert first["offloaded, sampled"] != expected()
 
-    def test_sampled_text_is_one_processs(self, found: list[dict[str, Any]]) -> None:
-        own = parallel_ranks.engine()
-        alone = parallel_ranks.written(own, do_sample=True, top_k=0, seed=7)
-        assert [own["texts"]["on the device, sampled"] for own in found] == [alone] * 2
+    def test_sampled_tokens_equal_those_of_one_process(self, results: list[dict[str, Any]]) -> None:
+        alone = parallel_ranks.generated(parallel_ranks.engine(), do_sample=True, top_k=0, seed=7)
+        assert [result["generations"]["on the device, sampled"] for result in results] == [alone] * 2
         assert alone != expected()
 
-    def test_the_embedded_pairs_text_is_one_processs(self, tmp_path: Path) -> None:
+    def test_the_embedded_pairs_tokens_equal_those_of_one_process(self, tmp_path: Path) -> None:
         alone = parallel_ranks.pair()
-        assert findings("pair", tmp_path) == [alone] * 2
+        assert results_of("pair", tmp_path) == [alone] * 2
         assert alone["on the device"] == alone["offloaded"]
 
-    def test_a_compiled_layer_holds_the_sum_as_one_operator(self, found: list[dict[str, Any]]) -> None:
-        assert [own["graph"] for own in found] == [{"sums": 1, "off": 0.0}] * 2
+    def test_a_compiled_layer_has_one_all_reduce_operator(self, results: list[dict[str, Any]]) -> None:
+        assert [result["graph"] for result in results] == [{"all_reduces": 1, "error": 0.0}] * 2
 
-    def test_rank_0_decides(self, found: list[dict[str, Any]]) -> None:
-        first, second = (own["decisions"] for own in found)
+    def test_rank_0_decides(self, results: list[dict[str, Any]]) -> None:
+        first, second = (result["decisions"] for result in results)
         assert first == second
         assert first["stopped"] == 5
         assert first["plan"]["cpu_gbps"] > 0
-        assert first["other prompts"].startswith("prompts or settings of rank 1 differ from rank 0's")
+        assert first["different prompts"].startswith("prompts or settings of rank 1 differ from rank 0's")
         assert len(set(first["no seed"])) > 5
 
-    def test_a_fault_on_one_ends_both(self, tmp_path: Path) -> None:
-        # Ranks that waited for each other would do so for ten minutes, and be ended before.
+    def test_a_fault_on_one_rank_ends_both(self, tmp_path: Path) -> None:
+        # A deadlock would last ten minutes, and the test would fail before.
         ranks = start("fault", tmp_path)
         assert all(rank.code for rank in ranks)
         assert "this rank is broken" in ranks[1].err
         assert not list(tmp_path.iterdir())
 
-    def test_torchrun_writes_the_text_once(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_torchrun_prints_the_text_once(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         pair = tiny_pair.make(tmp_path)
         prompt = tmp_path / "prompt.txt"
         prompt.write_text(Path(pair.text).read_text(encoding="utf-8")[:1500], encoding="utf-8")
         small = ["--budget", "128", "--chunk", "8", "--recent", "32", "--window", "32", "--levels", "3"]
-        words = ["generate", str(prompt), *pair.options, *small, "--max-new-tokens", "12", "--json"]
+        command = ["generate", str(prompt), *pair.options, *small, "--max-new-tokens", "12", "--json"]
         torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
         done = subprocess.run(
-            [sys.executable, "-m", *torchrun, "-m", "triforce_tree", *words, "--offload"],
+            [sys.executable, "-m", *torchrun, "-m", "triforce_tree", *command, "--offload"],
             env=environment(), capture_output=True, text=True, timeout=PATIENCE, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
-        assert main(words) == 0
-        *alone, line = capsys.readouterr().out.splitlines()
-        *text, own = done.stdout.splitlines()
-        assert text == alone
-        assert json.loads(own)["text"] == json.loads(line)["text"]
+        assert main(command) == 0
+        *expected_text, expected_json = capsys.readouterr().out.splitlines()
+        *text, json_line = done.stdout.splitlines()
+        assert text == expected_text
+        assert json.loads(json_line)["text"] == json.loads(expected_json)["text"]
         assert done.stderr.count("memory map") == 1
         assert done.stderr.count("what each level did") == 1
 
 
-def test_ranks_hold_all_of_a_model_between_them() -> None:
+def test_the_shards_of_all_ranks_are_the_whole_model() -> None:
     whole, parts = tiny("qwen2"), [tiny("qwen2") for _ in range(2)]
     for rank, part in enumerate(parts):
         shard(part, Group(rank, 2, CPU))
@@ -139,18 +140,18 @@ def test_ranks_hold_all_of_a_model_between_them() -> None:
     for path, linear in whole.model.layers.named_modules():
         if type(linear) is not nn.Linear:
             continue
-        mine = [part.model.layers.get_submodule(path) for part in parts]
-        if isinstance(mine[0], RowParallel):
-            assert torch.equal(torch.cat([m.linear.weight for m in mine], 1), linear.weight)
-            assert all(m.linear.bias is None for m in mine)
+        shards = [part.model.layers.get_submodule(path) for part in parts]
+        if isinstance(shards[0], RowParallel):
+            assert torch.equal(torch.cat([m.linear.weight for m in shards], 1), linear.weight)
+            assert all(m.linear.bias is None for m in shards)
         else:
-            assert torch.equal(torch.cat([m.weight for m in mine]), linear.weight)
+            assert torch.equal(torch.cat([m.weight for m in shards]), linear.weight)
             if linear.bias is not None:
-                assert torch.equal(torch.cat([m.bias for m in mine]), linear.bias)
+                assert torch.equal(torch.cat([m.bias for m in shards]), linear.bias)
     assert torch.equal(parts[1].lm_head.weight, whole.lm_head.weight)
 
 
-def test_linears_inside_are_exchanged_over_the_same_weights() -> None:
+def test_few_row_copies_of_sharded_linears_share_their_weights() -> None:
     model = tiny("llama-gqa")
     shard(model, Group(1, 2, CPU))
     copied = few_row_copy(model).model.layers[0].self_attn.o_proj
@@ -169,7 +170,7 @@ def test_linears_inside_are_exchanged_over_the_same_weights() -> None:
         ("mixtral", 2, "its plan asks for 'moe_tp_experts' of model.layers.0.mlp.experts, a Mixtral"),
     ],
 )
-def test_what_cannot_be_cut_is_refused_whole(family: str, size: int, message: str) -> None:
+def test_a_model_that_cannot_be_sharded_is_refused_unchanged(family: str, size: int, message: str) -> None:
     model = tiny(family)
     before = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
     with pytest.raises(ValueError, match=message):
@@ -177,27 +178,27 @@ def test_what_cannot_be_cut_is_refused_whole(family: str, size: int, message: st
     assert {name: tuple(weight.shape) for name, weight in model.named_parameters()} == before
 
 
-def test_neurons_must_divide_too() -> None:
+def test_mlp_features_must_be_divisible() -> None:
     model = tiny("llama", num_attention_heads=6, num_key_value_heads=6, hidden_size=48, intermediate_size=64)
     with pytest.raises(ValueError, match=r"64 features of model.layers.0.mlp.gate_proj .* by 3 cards"):
         shard(model, Group(0, 3, CPU))
 
 
-def test_a_model_without_a_plan_is_refused() -> None:
+def test_a_model_without_a_tensor_parallel_plan_is_refused() -> None:
     model = tiny("llama")
     model._tp_plan = {"lm_head": "colwise_gather_output"}
     with pytest.raises(ValueError, match="LlamaForCausalLM has no tensor-parallel plan in transformers"):
         shard(model, Group(0, 2, CPU))
 
 
-def test_norms_over_several_heads_are_refused() -> None:
+def test_a_norm_over_several_heads_is_refused() -> None:
     model = tiny("qwen3")
     model.model.layers[0].self_attn.q_norm.weight = nn.Parameter(torch.ones(4, 8))
     with pytest.raises(ValueError, match=r"of model.layers.0.self_attn.q_norm, a Qwen3RMSNorm"):
         shard(model, Group(0, 2, CPU))
 
 
-def test_one_process_is_no_group() -> None:
+def test_a_single_process_joins_no_group() -> None:
     assert distributed.join() is None
     assert distributed.current() is None
     assert distributed.is_first_rank()
@@ -221,19 +222,19 @@ def test_other_commands_refuse_several_processes(
     assert "name a file with the prompt" in capsys.readouterr().err
 
 
-def test_memory_that_runs_out_on_one_card_ends_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_on_one_rank_ends_the_generation(monkeypatch: pytest.MonkeyPatch) -> None:
     hierarchy = parallel_ranks.engine(offload=True).hierarchy
     monkeypatch.setattr(distributed, "current", lambda: Group(1, 2, CPU))
     with pytest.raises(torch.OutOfMemoryError, match="memory ran out on rank 1 of 2, and several cards"):
         hierarchy.shrink()
 
 
-def test_more_processes_than_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ValueError, match="process 1 of this machine has no card of its own: torch sees 1"):
+    with pytest.raises(ValueError, match="process 1 of this machine has no GPU of its own: torch sees 1"):
         distributed.join("cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(ValueError, match=r"device='cuda:0', but under torchrun process 1 .* on 'cuda:1'"):
+    with pytest.raises(ValueError, match=r"device='cuda:0', but under torchrun process 1 .* uses 'cuda:1'"):
         distributed.join("cuda:0")

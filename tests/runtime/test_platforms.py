@@ -1,4 +1,4 @@
-"""Machines unlike those that this was made on: no POSIX, no CUDA in torch, an old driver, no Triton."""
+"""Other platforms: no POSIX, torch without CUDA, an old driver, no Triton."""
 
 import importlib.util
 import logging
@@ -23,7 +23,7 @@ from triforce_tree.loading.checkpoints import load_model
 from triforce_tree.runtime import devices
 from triforce_tree.runtime.devices import device_of
 
-# What Windows lacks, once the libraries below have made their own arrangements.
+# Removes what Windows lacks, after the libraries that have their own ports were imported.
 ELSEWHERE = """
 import os, sys
 import datasets, mmap, psutil, rich, torch
@@ -48,7 +48,7 @@ except SystemExit as end:
     assert not end.code
 import triforce_tree
 from triforce_tree.planning.machine import measured
-# Asking for memory would read /proc by psutil's way for Linux.
+# psutil for Linux reads /proc.
 from types import SimpleNamespace
 psutil.virtual_memory = lambda: SimpleNamespace(available=4 << 30, total=8 << 30)
 assert measured(torch.device("cpu"), 0).host < 4 << 30
@@ -70,7 +70,7 @@ def test_the_cpu_engine_needs_no_posix(
     assert len(expected[1]) > 1
 
 
-def test_mappings_without_flags_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_memory_without_mmap_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pinned, "_ANONYMOUS", {})
     monkeypatch.setattr(pinned, "_RESOURCE", None)
     monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
@@ -80,7 +80,7 @@ def test_mappings_without_flags_are_taken(monkeypatch: pytest.MonkeyPatch) -> No
     memory.release()
 
 
-def test_memory_is_bounded_on_every_system(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_available_memory_is_known_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pinned, "_lines", lambda path: [])
     size, name = pinned.available()
     assert 0 < size < 1 << 50
@@ -88,10 +88,10 @@ def test_memory_is_bounded_on_every_system(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.fixture
-def fresh() -> Iterator[None]:
-    devices._say_why_no_cuda.cache_clear()
+def no_warning_yet() -> Iterator[None]:
+    devices._warn_of_unused_gpu.cache_clear()
     yield
-    devices._say_why_no_cuda.cache_clear()
+    devices._warn_of_unused_gpu.cache_clear()
 
 
 def cuda(monkeypatch: pytest.MonkeyPatch, built: str | None, available: bool, warning: str = "") -> None:
@@ -109,9 +109,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch, built: str | None, available: bool, wa
 OLD = "CUDA initialization: The NVIDIA driver on your system is too old (found version 11040). Update\nit"
 
 
-def test_cuda_that_cannot_be_used_is_said_with_a_remedy(
-    monkeypatch: pytest.MonkeyPatch, pair: TinyPair
-) -> None:
+def test_errors_for_unusable_cuda_name_a_remedy(monkeypatch: pytest.MonkeyPatch, pair: TinyPair) -> None:
     cuda(monkeypatch, None, False)
     for load in (load_model, triforce_tree.load):
         with pytest.raises(ValueError, match=says("device='cuda'", "built without CUDA", "install", "cpu")):
@@ -130,7 +128,7 @@ def test_cuda_that_cannot_be_used_is_said_with_a_remedy(
             device_of(name)
     monkeypatch.setattr(devices, "find_spec", find)
     assert device_of() == torch.device("cuda")
-    with pytest.raises(ValueError, match=says("device='cuda:3'", "there are 1 of them")):
+    with pytest.raises(ValueError, match=says("device='cuda:3'", "sees 1 CUDA devices", "cuda:0")):
         device_of("cuda:3")
 
 
@@ -140,8 +138,8 @@ def test_other_devices_are_refused(name: Any) -> None:
         device_of(name)
 
 
-@pytest.mark.usefixtures("fresh")
-def test_an_idle_card_is_mentioned_once(
+@pytest.mark.usefixtures("no_warning_yet")
+def test_an_unused_gpu_is_warned_of_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     cuda(monkeypatch, None, False)
@@ -150,15 +148,15 @@ def test_an_idle_card_is_mentioned_once(
         for _ in range(2):
             assert device_of() == torch.device("cpu")
     [record] = caplog.records
-    assert "running on the CPU, though there is an NVIDIA card" in record.getMessage()
+    assert "running on the CPU, though there is an NVIDIA GPU" in record.getMessage()
     assert "built without CUDA" in record.getMessage()
 
 
-def test_a_model_stays_on_its_device_unchecked() -> None:
+def test_a_loaded_model_stays_on_its_device() -> None:
     assert triforce_tree.load(tiny("llama-gqa")).hierarchy.target.device.type == "cpu"
 
 
-def test_a_missing_package_ends_with_a_line(
+def test_a_missing_package_is_a_one_line_error(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "triforce_tree.cli.demo", None)

@@ -1,4 +1,4 @@
-"""The mask of a tree, from its definition."""
+"""The attention mask of a tree, compared with its definition."""
 
 import random
 
@@ -21,6 +21,6 @@ def test_a_node_sees_itself_and_its_ancestors(size: int) -> None:
             assert set(mask[node].nonzero().flatten().tolist()) == ancestors(parents, node)
 
 
-def test_a_forest_has_a_root_for_every_parent_of_minus_one() -> None:
+def test_every_node_with_parent_minus_one_is_a_root() -> None:
     expected = [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
     assert ancestor_mask([-1, 0, -1, 2]).int().tolist() == expected

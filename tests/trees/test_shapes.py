@@ -1,4 +1,4 @@
-"""Shapes of trees: Sequoia and best-first against brute force, reading of names."""
+"""Tree shapes: Sequoia and best-first against brute force, parsing of names."""
 
 import itertools
 from collections.abc import Iterator
@@ -29,24 +29,24 @@ ACCEPTANCE = [
 
 
 def forests(size: int, depth: int, width: int, rank: int = 0) -> Iterator[list[Ranks]]:
-    """All ways to hang ``size`` nodes below a node, from child ``rank`` on."""
+    """All ways to arrange ``size`` nodes below a node, from child ``rank`` on."""
     if size == 0:
         yield []
         return
     if depth == 0 or rank == width:
         return
-    for own in range(1, size + 1):
-        for below in forests(own - 1, depth - 1, width):
-            for rest in forests(size - own, depth, width, rank + 1):
-                yield [(rank,), *((rank, *place) for place in below), *rest]
+    for subtree in range(1, size + 1):
+        for below in forests(subtree - 1, depth - 1, width):
+            for rest in forests(size - subtree, depth, width, rank + 1):
+                yield [(rank,), *((rank, *path) for path in below), *rest]
 
 
-def expectation(places: list[Ranks], acceptance: list[float]) -> float:
-    """Every node adds the chance that its whole path is accepted."""
+def expectation(paths: list[Ranks], acceptance: list[float]) -> float:
+    """Expected accepted tokens: each node adds the probability that its whole path is accepted."""
     total = 0.0
-    for place in places:
+    for path in paths:
         chance = 1.0
-        for rank in place:
+        for rank in path:
             chance *= acceptance[rank]
         total += chance
     return total
@@ -57,78 +57,79 @@ def expectation(places: list[Ranks], acceptance: list[float]) -> float:
 def test_sequoia_is_the_best_of_all_trees(acceptance: list[float], size: int, depth: int) -> None:
     every = list(forests(size, depth, len(acceptance)))
     if not every:
-        assert sequoia(acceptance, size, depth).size < size, "as many as there is room for"
+        assert sequoia(acceptance, size, depth).size < size, "as many as the ranks and depths allow"
         return
-    best = max(expectation(places, acceptance) for places in every)
+    best = max(expectation(paths, acceptance) for paths in every)
     found = sequoia(acceptance, size, depth)
     assert found.size == size
     assert expected_acceptances(found, acceptance) == pytest.approx(best)
 
 
-def test_brute_force_knows_all_trees() -> None:
+def test_brute_force_finds_all_trees() -> None:
     """Ordered forests of n nodes are counted by the Catalan numbers."""
     assert [len(list(forests(n, n, n))) for n in range(1, 7)] == [1, 2, 5, 14, 42, 132]
 
 
-def test_sequoia_fills_what_depth_and_width_allow() -> None:
+def test_sequoia_is_limited_by_depth_and_width() -> None:
     assert sequoia([0.5, 0.2], size=50, depth=2).size == 6
 
 
 def placed(
     probs: torch.Tensor, values: list[float], width: int
 ) -> tuple[list[tuple[int, int]], torch.Tensor]:
-    """(frontier node, rank) of each new node, and their path probabilities; best tokens stand for draws."""
+    """(parent, rank) of each new node, and their path probabilities; "draws" are the most probable tokens."""
     count = len(values)
     draws, by_rank = draw_tokens(None, probs[None], width)
     nodes = count + width
     tokens, parents = torch.full((1, nodes), -1), torch.full((1, nodes), -1)
-    chances = torch.tensor([[*values, *[0.0] * width]])
-    words = torch.ones(1, nodes, 1, dtype=torch.int64)
+    path_probs = torch.tensor([[*values, *[0.0] * width]])
+    mask_words = torch.ones(1, nodes, 1, dtype=torch.int64)
     ids = torch.zeros(1, width, dtype=torch.int64)
     step.place_nodes(
-        tokens, parents, words, chances, ids, None, draws, by_rank, probs[None], None, 0, 0
+        tokens, parents, mask_words, path_probs, ids, None, draws, by_rank, probs[None], None, 0, 0
     )  # fmt: skip
     made = [(int(parents[0, i]), int(tokens[0, i])) for i in range(count, nodes) if tokens[0, i] >= 0]
-    there = tokens[0, count:] >= 0
-    return [(node, draws[0, node].tolist().index(token)) for node, token in made], chances[0, count:][there]
+    used = tokens[0, count:] >= 0
+    pairs = [(node, draws[0, node].tolist().index(token)) for node, token in made]
+    return pairs, path_probs[0, count:][used]
 
 
-def grown(shape: BestFirst, probs: torch.Tensor) -> list[Ranks]:
-    """The places that live growth reaches when every node has the same law."""
+def best_first_paths(shape: BestFirst, probs: torch.Tensor) -> list[Ranks]:
+    """The rank paths of a best-first tree if every node has the same distribution."""
     frontier: list[Ranks] = [()]
-    values, places = [1.0], []
+    values, paths = [1.0], []
     for width in shape.widths:
-        pairs, chances = placed(probs.repeat(len(frontier), 1), values, width)
-        frontier, values = [(*frontier[node], rank) for node, rank in pairs], chances.tolist()
-        places += frontier
-    return places
+        pairs, path_probs = placed(probs.repeat(len(frontier), 1), values, width)
+        frontier, values = [(*frontier[node], rank) for node, rank in pairs], path_probs.tolist()
+        paths += frontier
+    return paths
 
 
 @pytest.mark.parametrize("widths", [(3,), (2, 2), (3, 2, 1), (1, 3), (2, 3)])
 @pytest.mark.parametrize("acceptance", [a for a in ACCEPTANCE if sum(a) >= 0.9 or len(a) == 4])
-def test_best_first_is_optimal_when_acceptance_goes_by_rank(widths, acceptance) -> None:
+def test_best_first_is_optimal_if_acceptance_depends_on_rank(widths, acceptance) -> None:
     probs = torch.tensor([*acceptance, max(0.0, 1 - sum(acceptance)) / 2, 0.0])[: len(acceptance)]
     probs = probs[torch.randperm(len(probs))]
-    places = grown(BestFirst(widths), probs)
-    sizes = [sum(len(place) == depth for place in places) for depth in range(1, len(widths) + 1)]
+    paths = best_first_paths(BestFirst(widths), probs)
+    sizes = [sum(len(path) == depth for path in paths) for depth in range(1, len(widths) + 1)]
     assert all(size <= width for size, width in zip(sizes, widths, strict=True))
-    rivals = (
-        expectation(rival, acceptance)
-        for rival in forests(len(places), len(widths), len(acceptance))
-        if [sum(len(p) == d for p in rival) for d in range(1, len(widths) + 1)] == sizes
+    others = (
+        expectation(other, acceptance)
+        for other in forests(len(paths), len(widths), len(acceptance))
+        if [sum(len(p) == d for p in other) for d in range(1, len(widths) + 1)] == sizes
     )
-    assert expectation(places, acceptance) == pytest.approx(max(rivals))
+    assert expectation(paths, acceptance) == pytest.approx(max(others))
 
 
-def test_best_first_prefers_sure_paths() -> None:
-    """A law that is certain gets the children; an uncertain one on an unlikely path gets none."""
+def test_best_first_prefers_probable_paths() -> None:
+    """A node with a peaked distribution gets the children; a flat one on an improbable path gets none."""
     probs = torch.tensor([[0.5, 0.3, 0.2], [0.98, 0.01, 0.01]])
     assert placed(probs, [0.9, 0.1], 2)[0] == [(0, 0), (0, 1)]
     assert placed(probs, [0.3, 0.7], 2)[0] == [(0, 0), (1, 0)]
     assert len(placed(probs[:1], [1.0], 9)[0]) == 3, "never more than the vocabulary"
 
 
-def test_a_static_path_brings_prefixes_and_earlier_siblings() -> None:
+def test_a_static_path_implies_prefixes_and_earlier_siblings() -> None:
     shape = Static([[1, 2]])
     assert shape.counts == {(): 2, (1,): 3}
     assert shape.size == 5
@@ -159,7 +160,7 @@ BAD += ["static:", "static:a", "bush:3", "sequoia:4x0", "static:-1"]
 
 
 @pytest.mark.parametrize("text", BAD)
-def test_a_shape_that_cannot_be_read_is_named(text: str) -> None:
+def test_errors_name_the_shape(text: str) -> None:
     with pytest.raises(ValueError, match="tree="):
         parse_shape(text)
 
@@ -176,19 +177,19 @@ TOO_LARGE += ["static:" + ".".join(["0"] * 100_000), "static:" + ";".join(f"{n}.
 
 
 @pytest.mark.parametrize("text", TOO_LARGE, ids=lambda text: text[:30])
-def test_a_shape_that_is_too_large_names_the_limit(text: str) -> None:
-    with pytest.raises(ValueError, match=r"tree=.* at most 1024 proposed tokens and 128 levels") as error:
+def test_errors_of_too_large_shapes_name_the_limits(text: str) -> None:
+    with pytest.raises(ValueError, match=r"tree=.* at most 1024 proposed tokens and a depth of 128") as error:
         parse_shape(text)
     assert len(str(error.value)) < 300
 
 
 @pytest.mark.parametrize("tree", [5, None, ["chain:4"], {}])
-def test_what_is_no_shape_is_named(tree: object) -> None:
+def test_errors_name_the_object_that_is_no_shape(tree: object) -> None:
     with pytest.raises(ValueError, match="neither a name like chain:4 nor a tree shape"):
         parse_shape(tree)
 
 
-def test_the_largest_shapes_are_read() -> None:
+def test_the_largest_shapes_are_parsed() -> None:
     assert parse_shape("chain:128").size == 128
     assert parse_shape("static:1023").size == 1024
     assert parse_shape("sequoia:1024x12").size == 1024
@@ -203,12 +204,12 @@ def test_the_largest_shapes_are_read() -> None:
     ("acceptance", "size", "depth"),
     [([0.5], 0, 1), ([0.5], 1, 0), ([], 1, 1), ([-0.1], 1, 1), ([0.9, 0.2], 1, 1)],
 )
-def test_sequoia_refuses_what_is_no_profile(acceptance, size, depth) -> None:
-    with pytest.raises(ValueError, match=r"size|acceptance"):
+def test_sequoia_refuses_invalid_arguments(acceptance, size, depth) -> None:
+    with pytest.raises(ValueError, match=r"size|acceptance.*probabilities of sum at most 1"):
         sequoia(acceptance, size, depth)
 
 
-def test_expected_acceptances_adds_up_paths() -> None:
+def test_expected_acceptances_is_the_sum_over_paths() -> None:
     shape = Static([[0, 0], [1]])
     assert expected_acceptances(shape, [0.5, 0.2]) == pytest.approx(0.5 + 0.25 + 0.2)
     for a, b in itertools.pairwise([2, 4, 8, 16]):

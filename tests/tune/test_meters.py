@@ -7,7 +7,7 @@ from tune_cases import CONTEXT, FEW
 
 from triforce_tree import Engine
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.trees.device_shapes import Extent
+from triforce_tree.trees.device_shapes import PassLimits
 from triforce_tree.tune.meters import Meter, Sample
 from triforce_tree.tune.search import Space
 
@@ -18,7 +18,7 @@ CHANGES: list[dict[str, Any]] = [
 
 
 def meter_of(engine: Engine, ids: list[int]) -> Meter:
-    return Meter(engine.hierarchy, ids, 9, Extent.of(engine.hierarchy.config, 3))
+    return Meter(engine.hierarchy, ids, 9, PassLimits.of(engine.hierarchy.config, 3))
 
 
 def config_of(engine: Engine, **changes: Any) -> HierarchyConfig:
@@ -56,10 +56,10 @@ def test_prompt_lookup_is_timed_too(engine: Engine, ids: list[int]) -> None:
 def test_the_largest_shapes_of_a_search_fit(engine: Engine) -> None:
     space = Space(engine.hierarchy.config, CONTEXT, gpu=False, draft=True, grid=FEW)
     most = space.extent()
-    assert most == Extent(depth=5, nodes=32, max_draft_tokens=20)
+    assert most == PassLimits(depth=5, nodes=32, max_draft_tokens=20)
     for tree in (*FEW[0].values, "sequoia:24x5"):
         for levels in (2, 3):
-            own = Extent.of(config_of(engine, tree=tree, gamma=6), levels)
+            own = PassLimits.of(config_of(engine, tree=tree, gamma=6), levels)
             assert own.depth <= most.depth
             assert own.nodes <= most.nodes
             assert own.max_draft_tokens <= most.max_draft_tokens

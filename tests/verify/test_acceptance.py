@@ -1,4 +1,4 @@
-"""Which path is accepted. The distribution of what comes out stands in ``test_acceptance_laws``."""
+"""The accepted path; ``test_acceptance_distributions`` tests the distribution of emitted tokens."""
 
 import pytest
 import torch
@@ -21,13 +21,13 @@ FIXED = Tree([0, 1], [-1, 0], [-1, -1])
         ([6, 0, 7, 0, 0, 1], [0, 2, 5], 1),
         ([5, 8, 0, 0, 3, 0], [0, 1, 4], 3),
         ([5, 9, 0, 0, 0, 0], [0, 1, -1], 9),
-        ([7, 0, 0, 0, 0, 0], [0, -1, -1], 7),  # 7 stands deeper only
+        ([7, 0, 0, 0, 0, 0], [0, -1, -1], 7),  # 7 is no child of the root
     ],
 )
 def test_greedy_follows_the_targets_choice_as_far_as_it_was_proposed(best, path, following) -> None:
     tokens, parents = torch.tensor([TOKENS]), torch.tensor([PARENTS])
-    made, count, last = step.accept_greedy(tokens, parents, torch.tensor([best]), 2)
-    assert made.tolist() == [path]
+    accepted_path, count, last = step.accept_greedy(tokens, parents, torch.tensor([best]), 2)
+    assert accepted_path.tolist() == [path]
     assert (int(count), int(last)) == (sum(node >= 0 for node in path), following)
 
 
@@ -37,13 +37,13 @@ def test_greedy_without_a_proposal_takes_the_targets_choice() -> None:
     assert (path.tolist(), int(count), int(last)) == ([[0]], 1, 2)
 
 
-def test_sampling_accepts_for_sure_where_the_target_wants_a_token_more() -> None:
+def test_a_token_is_always_accepted_if_the_target_gives_it_more_probability() -> None:
     q = torch.tensor([[0.2, 0.8]])
     p = torch.tensor([[0.5, 0.5], [1.0, 0.0]])
     assert [a for a, _ in outcomes(lambda walk: accepted([0, 0], CHAIN, p, q, walk))] == [((0, 1), 0)]
 
 
-def test_sampling_accepts_by_the_ratio_and_else_draws_the_residual() -> None:
+def test_a_token_is_accepted_by_the_ratio_of_probabilities_or_the_residual_is_drawn() -> None:
     q = torch.tensor([[0.2, 0.8]])
     p = torch.tensor([[0.5, 0.5], [1.0, 0.0]])
     results = {
@@ -52,7 +52,7 @@ def test_sampling_accepts_by_the_ratio_and_else_draws_the_residual() -> None:
     assert results == {((0,), 0): 0.375, ((0, 1), 0): 0.625}
 
 
-def test_a_deterministic_child_is_accepted_with_the_targets_own_probability() -> None:
+def test_a_deterministic_child_is_accepted_with_the_targets_probability() -> None:
     p = torch.tensor([[0.25, 0.75, 0.0], [0.0, 0.0, 1.0]])
     results = dict(outcomes(lambda walk: accepted([0, 0], FIXED, p, p[:0], walk)))
     assert results == {((0,), 1): 0.75, ((0, 1), 2): 0.25}
@@ -61,7 +61,7 @@ def test_a_deterministic_child_is_accepted_with_the_targets_own_probability() ->
 @pytest.mark.parametrize(
     ("tree", "q"), [(CHAIN, [[1.0, 0.0]]), (FIXED, [[1.0, 0.0]])], ids=["drawn", "fixed"]
 )
-def test_a_child_the_target_never_says_is_never_accepted(tree: Tree, q: list[list[float]]) -> None:
+def test_a_child_of_target_probability_0_is_never_accepted(tree: Tree, q: list[list[float]]) -> None:
     p = torch.tensor([[0.0, 1.0], [1.0, 0.0]])
 
     def run(walk: EnumeratingRandom) -> tuple[tuple[int, ...], int]:

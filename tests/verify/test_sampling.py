@@ -1,9 +1,8 @@
-"""Logits to laws."""
+"""Logits to probabilities."""
 
 import pytest
 import torch
 from transformers import (
-    GenerationConfig,
     LogitsProcessorList,
     MinPLogitsWarper,
     NoBadWordsLogitsProcessor,
@@ -40,7 +39,7 @@ PROCESSORS = {
 
 @pytest.mark.parametrize("name", PROCESSORS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_laws_are_transformers_own_on_every_path(name: str, dtype: torch.dtype) -> None:
+def test_probs_equal_transformers_on_every_path(name: str, dtype: torch.dtype) -> None:
     logits = (3 * torch.randn(len(PATHS), 12)).to(dtype)
     processors = LogitsProcessorList(PROCESSORS[name])
     before = logits.clone()
@@ -49,14 +48,14 @@ def test_laws_are_transformers_own_on_every_path(name: str, dtype: torch.dtype) 
         expected = processors(torch.tensor([path]), logits[row : row + 1].float().clone()).softmax(-1)
         torch.testing.assert_close(probs[row], expected[0])
     assert probs.dtype == torch.float32
-    assert torch.equal(logits, before), "the model's logits are left alone"
+    assert torch.equal(logits, before), "the model's logits are not modified"
 
 
-def test_paths_are_asked_for_only_when_a_processor_needs_them() -> None:
-    def unwanted() -> list[list[int]]:
+def test_paths_are_called_only_if_a_processor_needs_them() -> None:
+    def paths() -> list[list[int]]:
         raise AssertionError("no processor needs the tokens")
 
-    ProbsFromLogits(LogitsProcessorList(PROCESSORS["top_p"]))(torch.randn(2, 5), unwanted)
+    ProbsFromLogits(LogitsProcessorList(PROCESSORS["top_p"]))(torch.randn(2, 5), paths)
 
 
 def test_nan_logits_are_refused_with_a_remedy() -> None:
@@ -64,7 +63,8 @@ def test_nan_logits_are_refused_with_a_remedy() -> None:
         ProbsFromLogits()(torch.tensor([[0.0, torch.nan]]), lambda: [[0]])
 
 
-def test_greedy_is_a_property_of_the_law() -> None:
-    assert ProbsFromLogits(greedy=True).greedy
-    assert not ProbsFromLogits().greedy
-    assert GenerationConfig().do_sample is not True
+def test_probs_at_a_temperature() -> None:
+    logits = torch.randn(2, 5)
+    torch.testing.assert_close(ProbsFromLogits.at(0.7)(logits, list), (logits / 0.7).softmax(-1))
+    assert not ProbsFromLogits.at(0.7).greedy
+    assert ProbsFromLogits.at(0).greedy

@@ -77,7 +77,7 @@ def retrieval_logits(program: DecodingProgram, tokens: Sequence[int], step: int)
         ids, depths = torch.zeros(1, nodes, **whole), torch.zeros(nodes, **whole)
         words = own[None].clone()
         ids[0, :count], depths[:count] = torch.tensor(part, device=device), tree.depths
-        words[:, :count, : tree.words.shape[2]] = tree.words
+        words[:, :count, : tree.mask_words.shape[2]] = tree.mask_words
         root = program.state.length + first
         view.refreshing = program.config.retrieval.chooses(number)
         if view.refreshing:

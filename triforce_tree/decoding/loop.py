@@ -12,7 +12,7 @@ from triforce_tree.decoding.stop_criteria import Ending, finish_reason
 from triforce_tree.runtime.distributed import broadcast_object
 from triforce_tree.runtime.stage_clock import StageClock
 from triforce_tree.runtime.stats import LevelStats, Progress
-from triforce_tree.trees.device_shapes import Extent
+from triforce_tree.trees.device_shapes import PassLimits
 from triforce_tree.verify.sampling import NAN_LOGITS, ProbsFromLogits
 
 
@@ -35,7 +35,7 @@ class Decoder:
         program.prepare(to_probs)
         self._generator = torch.Generator(program.device)
         self._generator.manual_seed(seed)
-        extent = Extent.of(program.config, program.levels)
+        extent = PassLimits.of(program.config, program.levels)
         self._depth, self._nodes = extent.depth, extent.nodes
         lowest = [program.drafter.name] if program.drafter is not None else []
         retrieval = ["retrieval"] if program.levels == 3 else []
@@ -114,9 +114,9 @@ class Decoder:
                     clock.mark(name)
             program.run("target", self._generator)
             clock.mark("target")
-        report: list[list[int]] = program.state.report().tolist()
+        report: list[list[int]] = program.state.pass_results().tolist()
         program.committed([count for count, *_ in report])
-        program.state.gathered.zero_()
+        program.state.retrieval_emitted.zero_()
         return report
 
     def _count(self, rounds: int, report: list[list[int]], emitted: int) -> None:

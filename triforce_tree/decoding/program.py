@@ -34,7 +34,7 @@ from triforce_tree.models.step_model import StepModel, step_model
 from triforce_tree.runtime.executor import executor
 from triforce_tree.runtime.sequence_state import SequenceState
 from triforce_tree.runtime.stats import Progress
-from triforce_tree.trees.device_shapes import Extent, device_tree_shape, least_prompt
+from triforce_tree.trees.device_shapes import PassLimits, device_tree_shape, least_prompt
 from triforce_tree.trees.shapes import parse_shape
 from triforce_tree.verify.noise import Noise, NoiseFactory
 from triforce_tree.verify.probs import DeviceProbs
@@ -101,7 +101,7 @@ class DecodingProgram:
         compiled = self.device.type == "cuda"
         if target.streamed is not None and levels == 3:
             check_level_one(config.retrieval_weight_bits)
-        extent = Extent.of(config, levels)
+        extent = PassLimits.of(config, levels)
         depth, nodes, scratch_slots = extent.depth, extent.nodes, extent.scratch_slots
         self.max_draft_tokens = extent.max_draft_tokens
         self.runner_ups = levels == 3 and (
@@ -338,9 +338,9 @@ class DecodingProgram:
             state.tokens[b, : len(prompt)] = torch.tensor(prompt, device=self.device)
         state.length.copy_(torch.tensor([len(p) - 1 for p in prompts], device=self.device))
         state.active.fill_(1)
-        state.broken.zero_()
+        state.has_nan.zero_()
         state.chain.zero_()
-        state.gathered.zero_()
+        state.retrieval_emitted.zero_()
         state.feature_count.zero_()
         if self.drafter is not None:
             self.drafter.start(prompts)

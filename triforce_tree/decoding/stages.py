@@ -92,7 +92,7 @@ class RetrievalVerifyStage:
         self.view.refreshing = self.choosing
         if self.choosing:
             self.view.refresh(self._root, self.state.length)
-        self.verifier.forward(self.tree, self._root, self.view, self.tree.words)
+        self.verifier.forward(self.tree, self._root, self.view, self.tree.mask_words)
 
     def _lengthen(self) -> None:
         path, count, emitted, p = self.verifier.judge(self.tree, self._root)
@@ -100,7 +100,7 @@ class RetrievalVerifyStage:
         probs = p.gather(1, path.clamp_min(0)[..., None].expand(-1, -1, p.shape[2]))
         if self.runner_ups:
             self.state.add_runner_ups(self._beside.second_choice(probs, emitted))
-        self.state.lengthen(emitted, count, None if self.verifier.to_probs.greedy else probs)
+        self.state.append_drafted(emitted, count, None if self.verifier.to_probs.greedy else probs)
 
 
 class ChainVerifyStage:
@@ -135,7 +135,7 @@ class ChainVerifyStage:
             tokens=torch.full((batch, count), -1, device=device),
             parents=torch.tensor(parents, device=device).expand(batch, -1),
             depths=torch.tensor(depths, device=device),
-            words=torch.zeros(batch, 0, dtype=torch.int64, device=device),
+            mask_words=torch.zeros(batch, 0, dtype=torch.int64, device=device),
             probs=state.chain_probs,
             probs_rows=torch.arange(count, device=device).expand(batch, -1),
             depth=max_draft_tokens,
@@ -183,7 +183,7 @@ class TreeVerifyStage:
 
     def _forward(self) -> None:
         self._root = self.state.length.clone()
-        self.verifier.forward(self.tree, self._root, self.view, self.tree.words)
+        self.verifier.forward(self.tree, self._root, self.view, self.tree.mask_words)
 
     def _commit(self) -> None:
         _commit(self.state, self.view, self.verifier.judge(self.tree, self._root))

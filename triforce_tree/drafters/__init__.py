@@ -1,1 +1,1 @@
-"""Who proposes token trees: the contract (``base``), the draft model, prompt lookup."""
+"""Drafters, which propose token trees: the protocol (``base``), the draft model, prompt lookup."""

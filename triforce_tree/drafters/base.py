@@ -1,10 +1,14 @@
-"""The contract of a drafter, and the token trees that drafters write.
+"""The protocol of a drafter, and the token tree that it writes.
 
-A drafter proposes one token tree a sequence. It keeps *honesty*: every proposed token was drawn, without
-replacement among its siblings, from the distribution that it reports at the parent; or the drafter is
-``deterministic`` and the tokens are a function of the context alone. Which nodes are proposed may depend on
-anything but the draws at hand. Whoever keeps this may draft for any level, and the output still follows the
-target's own distribution (``docs/losslessness.md``).
+A drafter proposes one token tree per sequence; the next level of the hierarchy verifies it. To add one, write
+a class with the attributes and methods of :class:`Drafter` (``examples/custom_drafter.py`` is a complete one)
+and pass an instance to ``triforce_tree.load(drafter=...)``. However poor its proposals are, the output
+follows the target's own distribution if the drafter is *honest* (``docs/losslessness.md``):
+
+* the children of a node are drawn, without replacement and in the order of their slots, from the distribution
+  that the drafter reports for that node (:meth:`Sampler.children` does this); or they are deterministic: a
+  function of the tokens before them alone, with no distribution reported;
+* how many children a node gets may depend on anything but the draws of these children.
 """
 
 from collections.abc import Sequence
@@ -23,68 +27,73 @@ from triforce_tree.verify.probs import Sampler
 
 @dataclass
 class TokenTree:
-    """Buffers of one token tree for each of B sequences; node 0 is the root, parents come before children.
+    """Buffers of one token tree for each of B sequences.
 
-    Each node has a slot of fixed depth; which node is whose child may change from tree to tree. A slot that
-    is not taken holds token -1.
+    Node 0 is the root, the newest token of the sequence. The N nodes are laid out by depth, parents before
+    children, siblings in the order of their draws. Token -1 marks a node that is not used. The buffers keep
+    their addresses and contents from call to call.
 
     Attributes:
-        tokens, parents: int64 ``[B, N]``; ``parents[:, 0]`` is -1.
-        depths: int64 ``[N]``.
-        words: int64 ``[B, N, L]``; bit j of a node's word l: node 64 l + j is the node or its ancestor.
+        tokens: int64 ``[B, N]``.
+        parents: int64 ``[B, N]``, the parent of each node, -1 for the root. Fixed for chains and static
+            shapes; best-first shapes choose them anew for each tree.
+        depths: int64 ``[N]``, 0 for the root.
+        mask_words: int64 ``[B, N, L]``, the tree attention mask in words of 64 bits: bit j of word l says
+            that node 64 l + j is the node itself or its ancestor.
         probs: fp32 ``[B, M, V]``, the distributions that children were drawn from.
-        probs_rows: int64 ``[B, N]``, the row of ``probs`` for a node's children; -1: deterministic ones.
-        depth: tokens of the longest path below the root.
+        probs_rows: int64 ``[B, N]``, the row of ``probs`` for the children of each node, -1 if these are
+            deterministic. Initially row n for node n, or -1 everywhere for a deterministic drafter.
+        depth: depth of the deepest node, the most tokens that can be accepted.
     """
 
     tokens: Tensor
     parents: Tensor
     depths: Tensor
-    words: Tensor
+    mask_words: Tensor
     probs: Tensor
     probs_rows: Tensor
     depth: int
 
     @classmethod
     def of(cls, shape: DeviceTreeShape, batch: int, vocabulary: int, device: torch.device) -> "TokenTree":
-        """An empty tree.
+        """A tree without tokens.
 
         Args:
-            shape: slots of each depth, and their parents where they never change.
+            shape: nodes of each depth, and their parents if they are fixed.
             batch: B.
-            vocabulary: V, of the distributions of the first M = N - widths[-1] nodes; 0 for a deterministic
-                drafter.
+            vocabulary: V; distributions are kept for the M = N - widths[-1] nodes above the last depth. 0 for
+                a deterministic drafter, which reports none.
         """
         depths = torch.tensor(shape.depths)
         count = len(depths)
         expanding = count - sum(shape.widths[-1:]) if vocabulary else 0
-        own = torch.arange(count) if vocabulary else torch.full((count,), -1)
-        made = cls(
+        rows = torch.arange(count) if vocabulary else torch.full((count,), -1)
+        tree = cls(
             tokens=torch.full((batch, count), -1, device=device),
             parents=torch.tensor(shape.parents, device=device).repeat(batch, 1),
             depths=depths.to(device),
-            words=torch.zeros(batch, count, -(-count // 64), dtype=torch.int64, device=device),
+            mask_words=torch.zeros(batch, count, -(-count // 64), dtype=torch.int64, device=device),
             probs=torch.zeros(batch, expanding, vocabulary, device=device),
-            probs_rows=own.to(device).repeat(batch, 1),
+            probs_rows=rows.to(device).repeat(batch, 1),
             depth=len(shape.widths),
         )
-        made.connect()
-        return made
+        tree.update_masks()
+        return tree
 
     @property
     def nodes(self) -> int:
-        """N, the root counted."""
+        """N, the root included."""
         return self.tokens.shape[1]
 
     @property
-    def taken(self) -> int:
-        """Nodes up to the last slot that any sequence has taken, at least 1. Waits for the device."""
-        # The root is there whatever its slot says.
+    def used_nodes(self) -> int:
+        """Nodes up to the last one that any sequence uses, at least 1. Waits for the device."""
+        # The root counts even if its token is -1.
         used = (self.tokens[:, 1:] >= 0).any(0).nonzero()
         return 2 + int(used[-1]) if len(used) else 1
 
     def first(self, count: int) -> "TokenTree":
-        """The tree of the first ``count`` slots, a view."""
+        """The tree of the first ``count`` nodes, a view."""
         if count == self.nodes:
             return self
         return replace(
@@ -92,49 +101,57 @@ class TokenTree:
             tokens=self.tokens[:, :count],
             parents=self.parents[:, :count],
             depths=self.depths[:count],
-            words=self.words[:, :count],
+            mask_words=self.mask_words[:, :count],
             probs_rows=self.probs_rows[:, :count],
         )
 
-    def connect(self) -> None:
-        """Bring ``words`` up to date after ``parents`` were written; fixed parents need none."""
-        own = pack_mask(torch.eye(self.nodes, dtype=torch.bool, device=self.words.device))
-        self.words.copy_(own)
-        parents = self.parents[..., None].expand_as(self.words)
+    def update_masks(self) -> None:
+        """Compute ``mask_words`` from ``parents``; needed only after ``parents`` were written."""
+        self_bits = pack_mask(torch.eye(self.nodes, dtype=torch.bool, device=self.mask_words.device))
+        self.mask_words.copy_(self_bits)
+        parents = self.parents[..., None].expand_as(self.mask_words)
         for _ in range(self.depth):
-            above = self.words.gather(1, parents.clamp_min(0))
-            self.words.copy_(torch.where(parents < 0, own, above | own))
+            parent_bits = self.mask_words.gather(1, parents.clamp_min(0))
+            self.mask_words.copy_(torch.where(parents < 0, self_bits, parent_bits | self_bits))
 
     def paths(self, state: SequenceState, root: Tensor, nodes: slice = slice(None)) -> list[Tensor | None]:
-        """The text up to each of these nodes of a batch of one, int64 ``[L]``; None where no token is.
+        """The tokens up to and including each of ``nodes``, int64 ``[L]``; None for a node that is not used.
 
-        Waits for the device: it is for logits processors that look at the text.
+        For a batch of one. Waits for the device: only logits processors that depend on the tokens need it.
 
         Args:
-            root: int64 ``[1]``, where node 0 stands in the text.
+            root: int64 ``[1]``, the position of node 0 in the sequence.
         """
-        before = state.tokens[0, : int(root[0]) + 1]
+        prefix = state.tokens[0, : int(root[0]) + 1]
         tokens, parents = self.tokens[0].tolist(), self.parents[0].tolist()
-        below: list[list[int]] = [[]]
+        paths: list[list[int]] = [[]]
         for node in range(1, len(tokens)):
-            below.append([*below[parents[node]], tokens[node]])
+            paths.append([*paths[parents[node]], tokens[node]])
         return [
-            torch.cat([before, before.new_tensor(path)]) if min(path, default=0) >= 0 else None
-            for path in below[nodes]
+            torch.cat([prefix, prefix.new_tensor(path)]) if min(path, default=0) >= 0 else None
+            for path in paths[nodes]
         ]
 
 
 class Drafter(Protocol):
-    """Proposes continuations of B texts.
+    """Proposes token trees for a batch of B sequences.
+
+    Calls come in this order: ``bind`` once; ``start`` for every new batch of prompts; then, until all
+    sequences have ended, ``prepare`` and at least one ``propose`` before each verification by the target.
+    With ``levels=2`` the target verifies each tree. With ``levels=3`` the retrieval model verifies each tree
+    and appends the tokens that it emits to a provisional chain, at whose end the next tree begins; after
+    several such rounds the target verifies the chain.
 
     Attributes:
         name: in statistics.
         tree: the shape of its trees, as :func:`triforce_tree.trees.shapes.parse_shape` reads it: ``chain:8``.
-        deterministic: whether the tokens are a function of the context alone; else ``tree.probs`` must hold
-            the distributions that they were drawn from.
-        capturable: whether ``propose`` may become part of a CUDA graph: torch operations on buffers of fixed
-            address that never wait for the device. False where it looks at the text on the host.
-        features: decoder layers of the target whose hidden states it reads from ``state.features``.
+        deterministic: whether proposed tokens are a function of the tokens before them alone. If False,
+            ``tree.probs`` must hold the distributions that they were drawn from.
+        capturable: whether ``propose`` can be captured as a CUDA graph: only torch operations, on tensors
+            that keep their addresses, and no wait for the device. False for a drafter that reads tokens on
+            the host.
+        features: decoder layers of the target whose hidden states it reads from ``state.features``; ``()``
+            for none.
     """
 
     name: str
@@ -144,24 +161,37 @@ class Drafter(Protocol):
     features: tuple[int, ...]
 
     def bind(self, state: SequenceState) -> None:
-        """Allocate what drafting for ``state.batch`` texts of up to ``state.capacity`` tokens takes.
+        """Allocate what drafting needs for ``state.batch`` sequences of at most ``state.capacity`` tokens.
 
-        Called before anything else, and again when the buffers are made anew.
+        Called first, and again whenever the engine allocates new buffers.
         """
 
-    def start(self, texts: Sequence[Sequence[int]]) -> None:
-        """New texts: ``texts[b]`` are all tokens of sequence b, the root of the next tree last."""
-
-    def prepare(self, texts: Sequence[Sequence[int] | None], resumed: bool) -> None:
-        """Called on the host before the proposals of each verification by the target.
+    def start(self, sequences: Sequence[Sequence[int]]) -> None:
+        """Begin new sequences; also called with made-up ones when stages are captured or timed.
 
         Args:
-            texts: all committed tokens of each sequence; None for one that has ended.
-            resumed: tokens were committed without a proposal of this drafter since the last call.
+            sequences: the token ids of each prompt; the last token is the root of the first tree.
+        """
+
+    def prepare(self, sequences: Sequence[Sequence[int] | None], resumed: bool) -> None:
+        """Catch up with newly committed tokens; called on the host before the proposals of each verification.
+
+        Args:
+            sequences: all committed tokens of each sequence, prompt included; None for one that has ended.
+            resumed: whether tokens were committed by autoregressive passes, without a proposal of this
+                drafter, since the last call.
         """
 
     def propose(self, state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:
-        """Write trees whose roots are the tokens at ``state.end`` into ``tree``.
+        """Write one tree per sequence into ``tree``; proposals for sequences that have ended are ignored.
 
-        ``tree.tokens[:, 0]`` must receive the roots. The texts may be provisional behind ``state.length``.
+        Every entry of ``tree.tokens`` must be written: the root ``tree.tokens[:, 0]`` with ``state.newest``,
+        nodes that are not used with -1. A drafter that is not deterministic calls :meth:`Sampler.children`
+        for each depth in turn. After a change of ``tree.parents`` call ``tree.update_masks()``.
+
+        Args:
+            state: the sequences. ``state.tokens`` up to position ``state.length`` are committed, those after
+                it up to position ``state.end`` are the provisional chain.
+            tree: buffers of the shape that the attribute :attr:`tree` names.
+            sampler: turns logits into distributions by the options of the request, and draws from them.
         """

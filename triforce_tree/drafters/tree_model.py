@@ -1,4 +1,4 @@
-"""The draft model as a drafter: it grows a token tree for every sequence at once."""
+"""The draft model as a drafter: it grows the token trees of all sequences together, one forward per depth."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -20,17 +20,18 @@ from triforce_tree.trees.device_shapes import device_tree_shape
 from triforce_tree.trees.shapes import Shape, parse_shape
 from triforce_tree.verify.probs import Sampler
 
-# Positions of a draft behind its window that learned positions must cover; deep trees take more.
+# Positions after its window that a draft with learned positions must have at least; deep trees take more.
 _BEYOND_WINDOW = 128
 
 
 class TreeDrafter:
-    """A draft model on a window of each text, and the trees it grows.
+    """A draft model that sees a window of each sequence, and the trees it grows.
 
-    Its rows hold the ``sinks`` first tokens and the newest ones, at positions counted inside the window
-    (StreamingLLM). When a window is full it is computed anew from its newer half, which Xiao et al.
-    (arXiv 2309.17453, table 1) found to be the best of the windowed caches: no key is ever rotated twice.
-    The newest tokens are fed again with each tree, so that nothing has to be rolled back or caught up with.
+    Its KV cache holds the ``sinks`` first tokens and the newest ones, at positions counted within the window
+    (StreamingLLM). When a window is full, the keys and values of its newer half are recomputed, which Xiao et
+    al. (arXiv 2309.17453, table 1) found to be the best of the windowed caches; no cached key is re-rotated.
+    The newest tokens are fed again with each tree, so accepted tokens, bonus tokens and rollbacks need no
+    passes of their own.
 
     Args:
         draft: the checked model.
@@ -47,107 +48,114 @@ class TreeDrafter:
         self.model = step_model(draft, compiled=draft.device.type == "cuda")
         self.shape = shape = device_tree_shape(parse_shape(config.tree))
         self.capturable = self.model.capturable
-        # The chain of level 1 and a tree behind it.
+        # The chain of level 1 and a tree after it.
         beyond = max(_BEYOND_WINDOW, config.gamma + len(shape.widths))
-        most = self.config.sinks + 2 * self.config.window + beyond
+        needed = self.config.sinks + 2 * self.config.window + beyond
         limit = draft.learned_positions
-        if limit is not None and most > limit:
+        if limit is not None and needed > limit:
             window = max(1, (limit - self.config.sinks - beyond) // 2)
             raise ValueError(
-                f"{draft.name} has {limit} learned positions, and its window needs {most}; set "
+                f"{draft.name} has {limit} learned positions, and its window needs {needed}; set "
                 f"window<={window}, or choose another draft"
             )
         self.depth = len(shape.widths)
         self.nodes = 1 + sum(shape.widths)
-        # What one verification and the one above it can bring is fed again each time.
-        self.again = self.depth + 2
+        # As many as one verification by level 1 (depth + 1) and one by level 2 (1 more) can add.
+        self.refeed_tokens = self.depth + 2
 
     def bind(self, state: SequenceState) -> None:
         batch, shape, device = state.batch, self.shape, self.model.device
-        self._reach = state.max_draft_tokens + self.depth + 2 + self.again + self.nodes
-        capacity = self.config.sinks + 2 * self.config.window + self._reach
+        self._scratch_slots = state.max_draft_tokens + self.depth + 2 + self.refeed_tokens + self.nodes
+        capacity = self.config.sinks + 2 * self.config.window + self._scratch_slots
         self.store = KVStore(self.draft.kv_shapes, batch, capacity, device, self.draft.dtype)
+        # Tokens between the sinks and the window, which the cache does not hold; the same on the host.
         self.dropped = torch.zeros(batch, dtype=torch.int64, device=device)
-        self._held = [0] * batch
+        self._dropped_on_host = [0] * batch
         starts = [0, *accumulate(shape.widths, initial=1)]
         self._frontiers = [slice(a, b) for a, b in pairwise(starts[:-1])]  # the nodes that get children
-        self.expanding = starts[self.depth]
 
         def buffer(*size: int, fill: int = 0, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.full(size, fill, dtype=dtype, device=device)
 
-        self._values = buffer(batch, self.nodes, fill=1, dtype=torch.float32)
+        self._path_probs = buffer(batch, self.nodes, fill=1, dtype=torch.float32)
         self._pairs = [
             None if shape.places is None else torch.tensor(shape.places[d], device=device).T.contiguous()
             for d in range(self.depth)
         ]
-        # Inputs of the forwards: the text's newest tokens, then each depth's nodes.
-        self._ids = [buffer(batch, width) for width in (self.again, *shape.widths)]
-        self._positions = buffer(batch, self.again - 1 + self.nodes)
+        # Inputs of the forwards: the newest tokens of the sequence, then the nodes of each depth.
+        refeed = self.refeed_tokens
+        self._ids = [buffer(batch, width) for width in (refeed, *shape.widths)]
+        self._positions = buffer(batch, refeed - 1 + self.nodes)
         depths = [0] + [d + 1 for d, width in enumerate(shape.widths) for _ in range(width)]
-        self._offsets = torch.tensor([*range(1 - self.again, 0), *depths], device=device)
-        self._ahead = torch.tensor([1 - self.again, *starts[1 : self.depth]], device=device)
-        self._at = buffer(self.depth, batch)
+        self._offsets = torch.tensor([*range(1 - refeed, 0), *depths], device=device)
+        # The first KV slot that each forward writes, and its distance from the root's.
+        self._first_slots = buffer(self.depth, batch)
+        self._first_offsets = torch.tensor([1 - refeed, *starts[1 : self.depth]], device=device)
         self._lengths = buffer(batch, dtype=torch.int32)
-        tail = torch.ones(self.again, self.again, dtype=torch.bool).tril()
-        self._rows = [TreeAttentionView(self.store, self.again, mask=tail)]
+        causal = torch.ones(refeed, refeed, dtype=torch.bool).tril()
+        self._views = [TreeAttentionView(self.store, refeed, mask=causal)]
         for width, nodes in zip(shape.widths, self._frontiers[1:], strict=False):
-            places = [*range(self.again - 1), *(self.again - 1 + d for d in depths[: nodes.stop])]
-            self._rows.append(TreeAttentionView(self.store, width, tail=len(places), depths=places))
-        for rows, at in zip(self._rows, self._at, strict=True):
-            rows.follow(at, self._lengths)
+            tail_depths = [*range(refeed - 1), *(refeed - 1 + d for d in depths[: nodes.stop])]
+            view = TreeAttentionView(self.store, width, tail=len(tail_depths), depths=tail_depths)
+            self._views.append(view)
+        for view, first_slot in zip(self._views, self._first_slots, strict=True):
+            view.follow(first_slot, self._lengths)
 
     def propose(self, state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:
-        end, before = state.end, self.again - 1
+        end, before = state.end, self.refeed_tokens - 1
         step.begin_tree(
-            self._ids[0], self._positions, tree.tokens, self._at, self._lengths,
-            state.tokens, end, self.dropped, self._offsets, self._ahead,
+            self._ids[0], self._positions, tree.tokens, self._first_slots, self._lengths,
+            state.tokens, end, self.dropped, self._offsets, self._first_offsets,
         )  # fmt: skip
         for d, nodes in enumerate(self._frontiers):
             columns = slice(before + nodes.start if d else 0, before + nodes.stop)
             logits = self.model(
-                self._ids[d], self._positions[:, columns], self._rows[d], last=nodes.stop - nodes.start
+                self._ids[d], self._positions[:, columns], self._views[d], last=nodes.stop - nodes.start
             )
             probs = tree.probs[:, nodes]
             paths = partial(tree.paths, state, end, nodes)
             draws, by_rank = sampler.children(logits, probs, self.shape.siblings(d), nodes, paths)
-            mask = self._rows[d + 1].mask if d + 1 < self.depth else None
+            mask = self._views[d + 1].mask if d + 1 < self.depth else None
             step.place_nodes(
-                tree.tokens, tree.parents, tree.words, self._values, self._ids[d + 1], mask,
+                tree.tokens, tree.parents, tree.mask_words, self._path_probs, self._ids[d + 1], mask,
                 draws, by_rank, probs, self._pairs[d], nodes.start, before,
             )  # fmt: skip
 
-    def start(self, texts: Sequence[Sequence[int]]) -> None:
+    def start(self, sequences: Sequence[Sequence[int]]) -> None:
         if (rope := self.draft.length_rope) is not None:
             rope.choose_for_window(self.store.rows)
-        self.prepare(texts, resumed=True)
+        self.prepare(sequences, resumed=True)
 
-    def prepare(self, texts: Sequence[Sequence[int] | None], resumed: bool) -> None:
-        """Compute windows anew that have no slots left for another pass, or that miss tokens."""
-        for b, text in enumerate(texts):
-            if text is not None and (resumed or len(text) - self._held[b] + self._reach > self.store.rows):
-                self._renew(b, text)
+    def prepare(self, sequences: Sequence[Sequence[int] | None], resumed: bool) -> None:
+        """Recompute windows that have no slots left for another pass, or that lack tokens."""
+        for b, sequence in enumerate(sequences):
+            if sequence is None:
+                continue
+            needed = len(sequence) - self._dropped_on_host[b] + self._scratch_slots
+            if resumed or needed > self.store.rows:
+                self._recompute_window(b, sequence)
 
-    def _renew(self, b: int, text: Sequence[int]) -> None:
-        # All but the newest tokens, which every tree feeds again. A text shorter than these counts as
-        # extended to the left by copies of its first token.
-        final = len(text) - self.again
+    def _recompute_window(self, b: int, sequence: Sequence[int]) -> None:
+        # All but the newest tokens, which every tree feeds again. A sequence shorter than these counts as
+        # padded on the left with copies of its first token.
+        final = len(sequence) - self.refeed_tokens
         sinks, window = self.config.sinks, self.config.window
         newest = min(window, max(0, final - sinks))
-        held = [*text[: max(0, min(sinks, final))], *text[max(0, final - newest) : max(0, final)]]
-        self.dropped[b] = self._held[b] = final - len(held)
+        held = [*sequence[: max(0, min(sinks, final))], *sequence[max(0, final - newest) : max(0, final)]]
+        self.dropped[b] = self._dropped_on_host[b] = final - len(held)
         if held:
-            self._feed(b, held)
+            self._prefill(b, held)
 
-    def _feed(self, b: int, tokens: list[int]) -> None:
+    def _prefill(self, b: int, tokens: list[int]) -> None:
+        """Write the keys and values of ``tokens`` into the first slots of sequence b."""
         ids = torch.tensor([tokens], device=self.model.device)
         positions = torch.arange(len(tokens), device=ids.device)[None]
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, how: AttentionParams) -> Tensor:
             from triforce_tree.kernels.attention.prefill import causal_attention
 
-            for mine, new in zip(self.store.layer(layer), (k, v), strict=True):
-                mine[b : b + 1, :, : len(tokens)] = new
+            for cached, new in zip(self.store.layer(layer), (k, v), strict=True):
+                cached[b : b + 1, :, : len(tokens)] = new
             out = causal_attention(
                 q, k, v, scale=how.scale, window=how.window, softcap=how.softcap, sinks=how.sinks
             )

@@ -222,7 +222,7 @@ def _first_tokens(
             # The same each time: level 1 chooses by its root, which no draw has changed.
             exact.setdefault("retrieval_refresh", root("retrieval_refresh"))
         each()
-    if program.state.broken:
+    if program.state.has_nan:
         raise ValueError(NAN_LOGITS)
     names = {"retrieval_refresh": "retrieval", "target": "target", "plain": "target"}
     return {names[stage]: (counts[stage], exact[stage]) for stage in verifying}

@@ -10,7 +10,7 @@ from triforce_tree.kv.offload.layout import piece_slots, round_up, window_slots
 from triforce_tree.planning import memory_map
 from triforce_tree.planning.memory_map import GIB, MIB, MOST_GAMMA, Machine, Sizes
 from triforce_tree.planning.pass_time import LEAST_GAMMA, FarRows, best_gamma, pass_rows
-from triforce_tree.trees.device_shapes import Extent, unit_rows
+from triforce_tree.trees.device_shapes import PassLimits, unit_rows
 
 LEAST_BUDGET = 1024
 """The smallest budget that is chosen."""
@@ -177,7 +177,7 @@ def offloaded(
         recent, slots = chosen.recent, (chosen.budget - chosen.recent) // chosen.chunk * chosen.chunk
         chunks = max_seq_len // chosen.chunk * layers * sizes.kv_heads * batch
         means = chunks * (sizes.head_dim * sizes.itemsize + 4)  # and where each of them is
-    rows = slots + window_slots(recent, unit, Extent.of(config, levels).scratch_slots)
+    rows = slots + window_slots(recent, unit, PassLimits.of(config, levels).scratch_slots)
     store = round_up(rows, _PAGE) * layers * row * batch
     hidden = memory_map.hidden_states(sizes, workload.prompt)
     if split.last_resident:
@@ -237,7 +237,7 @@ def _far_rows(host: Mapping[str, int], machine: Machine) -> FarRows:
 def on_device(sizes: Sizes, machine: Machine, config: HierarchyConfig, workload: Workload) -> MemoryPlan:
     """The plan that keeps everything on the device."""
     levels = levels_of(config, workload.prompt)
-    max_seq_len = workload.max_seq_len + Extent.of(config, levels).scratch_slots
+    max_seq_len = workload.max_seq_len + PassLimits.of(config, levels).scratch_slots
     layer = max_seq_len * sizes.row * workload.batch
     rows = layer * sizes.whole_layers
     means = max_seq_len // config.retrieval.chunk * rows // max_seq_len // 2 if levels == 3 else 0

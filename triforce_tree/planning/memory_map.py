@@ -11,7 +11,7 @@ from triforce_tree.kv.offload.offloaded_view import TOGETHER
 from triforce_tree.kv.store import RING_PAGE
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.tensor_parallel import shards_of
-from triforce_tree.trees.device_shapes import Extent
+from triforce_tree.trees.device_shapes import PassLimits
 
 MIB, GIB = 1 << 20, 1 << 30
 # Graphs, libraries' workspaces, and what the allocator rounds up.
@@ -204,7 +204,7 @@ def token(sizes: Sizes) -> int:
 
 def workspace(sizes: Sizes, config: HierarchyConfig, levels: int, batch: int) -> int:
     """Laws, noise, logits and activations of the passes, and what graphs keep of them."""
-    nodes = Extent.of(config, levels).nodes
+    nodes = PassLimits.of(config, levels).nodes
     rows = 2 * config.gamma + 1 if levels == 3 else nodes
     probs = (6 * rows + 8 * nodes) * sizes.vocabulary * 4
     return _WORKSPACE + batch * (probs + 2 * (rows + 2 * nodes) * token(sizes))
@@ -212,7 +212,7 @@ def workspace(sizes: Sizes, config: HierarchyConfig, levels: int, batch: int) ->
 
 def rings(sizes: Sizes, config: HierarchyConfig, levels: int, max_seq_len: int, batch: int) -> int:
     """Keys and values of layers with a window, for texts of ``max_seq_len`` tokens (``kv/store.py``)."""
-    scratch_slots = Extent.of(config, levels).scratch_slots
+    scratch_slots = PassLimits.of(config, levels).scratch_slots
     slots = [min(some.window, max_seq_len) + scratch_slots for some in sizes.windowed]
     kept = zip(sizes.windowed, slots, strict=True)
     return batch * sum(some.layers * some.row * -(-count // RING_PAGE) * RING_PAGE for some, count in kept)

@@ -8,7 +8,7 @@ from triforce_tree.config import HierarchyConfig
 from triforce_tree.kv.offload.host_store import Offload
 from triforce_tree.planning import memory_map
 from triforce_tree.planning.memory_map import MOST_GAMMA, HostRate, Machine, Sizes
-from triforce_tree.trees.device_shapes import Extent
+from triforce_tree.trees.device_shapes import PassLimits
 
 LEAST_GAMMA = 12
 """The smallest gamma that is chosen."""
@@ -67,7 +67,7 @@ class FarRows:
 def pass_rows(config: HierarchyConfig, levels: int, gamma: int | None = None) -> int:
     """Rows of a text in a pass of level 2."""
     if levels < 3:
-        return Extent.of(config, levels).nodes
+        return PassLimits.of(config, levels).nodes
     gamma = config.gamma if gamma is None else gamma
     return gamma + 1 + (gamma if config.runner_ups is not False else 0)
 
@@ -76,7 +76,7 @@ def best_gamma(
     sizes: Sizes, machine: Machine, config: HierarchyConfig, pass_seconds: Callable[[int], float]
 ) -> int:
     """Tokens to gather for most tokens a second, with rounds that cost level 1's bytes."""
-    depth = Extent.of(config, 3).depth
+    depth = PassLimits.of(config, 3).depth
     budget = config.retrieval.budget
     seen = budget * sizes.whole_layers * sizes.row + sizes.window_bytes(budget)
     weights = memory_map.low_bit(sizes, config, 3) or sizes.weights

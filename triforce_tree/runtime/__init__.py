@@ -1,1 +1,1 @@
-"""What every part stands on: the state of the sequences, the executor of stages, ranks, devices, files."""
+"""Used by all other folders: the state of the sequences, the executor of stages, ranks, devices, files."""

@@ -1,4 +1,4 @@
-"""Where models run, and why a card that is there cannot be used."""
+"""The device that models run on, and why a GPU that is present cannot be used."""
 
 import logging
 import shutil
@@ -13,14 +13,14 @@ _LOG = logging.getLogger(__name__)
 
 
 def device_of(name: str | torch.device | None = None) -> torch.device:
-    """A device that can be used; without a name CUDA where there is one, and else the CPU.
+    """A device that can be used; without a name CUDA if it is available, else the CPU.
 
     Raises:
-        ValueError: it is no CPU or CUDA device, is not there, or lacks what our kernels need.
+        ValueError: it is no CPU or CUDA device, is not present, or lacks what our kernels need.
     """
     if name is None:
         if not torch.cuda.is_available():
-            _say_why_no_cuda()
+            _warn_of_unused_gpu()
             return torch.device("cpu")
         name = "cuda"
     try:
@@ -34,26 +34,28 @@ def device_of(name: str | torch.device | None = None) -> torch.device:
             raise ValueError(f"device={str(name)!r}, but {reason}; or use device cpu")
         count = torch.cuda.device_count()
         if device.index is not None and device.index >= count:
-            raise ValueError(f"device={str(name)!r}, but there are {count} of them, counted from cuda:0")
+            raise ValueError(
+                f"device={str(name)!r}, but torch sees {count} CUDA devices; use cuda:0 to cuda:{count - 1}"
+            )
     return device
 
 
 def _why_no_cuda() -> str | None:
-    """What keeps CUDA from being used here, and what would help; None where nothing does."""
+    """The reason why CUDA cannot be used, with a remedy; None if it can."""
     built = torch.version.cuda or torch.version.hip
     if built is None:
         return f"torch {torch.__version__} is built without CUDA: install a build with it (pytorch.org)"
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         available = torch.cuda.is_available()
     if not available:
-        # Torch knows whether the driver is missing or too old.
-        words = " ".join(str(warning.message) for warning in said).split(". ")[0]
-        detail = f" ({' '.join(words.split())})" if words else ""
+        # Torch's warning says whether the driver is missing or too old.
+        message = " ".join(str(warning.message) for warning in caught).split(". ")[0]
+        detail = f" ({' '.join(message.split())})" if message else ""
         kind = "CUDA" if torch.version.cuda else "ROCm"
         return (
-            f"torch {torch.__version__}, made for {kind} {built}, finds no card with a driver that "
-            f"fits{detail}: update the driver, or install a torch for an older one"
+            f"torch {torch.__version__}, built for {kind} {built}, finds no GPU with a suitable "
+            f"driver{detail}: update the driver, or install a torch for an older one"
         )
     if find_spec("triton") is None:
         return "our kernels need triton, which is not installed: pip install triton (on Windows use WSL2)"
@@ -61,7 +63,7 @@ def _why_no_cuda() -> str | None:
 
 
 @cache
-def _say_why_no_cuda() -> None:
-    """Nobody with a card should have to find out why it is idle."""
+def _warn_of_unused_gpu() -> None:
+    """Say once why a machine with an NVIDIA GPU runs on its CPU."""
     if Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi"):
-        _LOG.warning("running on the CPU, though there is an NVIDIA card: %s", _why_no_cuda())
+        _LOG.warning("running on the CPU, though there is an NVIDIA GPU: %s", _why_no_cuda())

@@ -1,8 +1,8 @@
-"""Several cards, one process each, that write one text: who takes part, and what they tell each other.
+"""Tensor parallelism over processes of one device each: the process group and its communication.
 
-``torchrun`` starts the processes and says in the environment who they are. Each holds a share of the
-target's heads and neurons (``sharding.py``). Numbers that every card computes for itself may differ in the
-last bits, so whatever decides comes from rank 0: logits, seeds, measured times, stopping criteria.
+``torchrun`` starts the processes and sets their ranks in the environment. Each holds a share of the target's
+heads and neurons (``models/tensor_parallel.py``). Values that every rank computes may differ in their last
+bits, so all values that decisions depend on come from rank 0: logits, seeds, times, stopping criteria.
 """
 
 import gc
@@ -17,14 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Loading may take one process minutes longer than another; a process that dies is torchrun's to notice.
-_PATIENCE = timedelta(minutes=10)
+# Loading may take one process minutes longer than another; torchrun notices a process that dies.
+_TIMEOUT = timedelta(minutes=10)
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Group:
-    """The processes that decode together; all of them call the engine alike."""
+    """The processes that decode together; all of them make the same calls of the engine."""
 
     rank: int
     size: int
@@ -35,38 +35,38 @@ class Group:
 class _Joined:
     group: Group
     hosts: Any
-    """Gloo's own group: what hosts tell each other must not wait for the devices."""
-    begun: bool
-    """Whether torch.distributed was initialised here, and not by the program around."""
+    """A gloo group: communication between hosts must not wait for the devices."""
+    initialised: bool
+    """Whether torch.distributed was initialised here, and not by the calling program."""
 
 
 _joined: _Joined | None = None
 
 
 def world_size() -> int:
-    """Processes that torchrun started, 1 without it."""
+    """Number of processes that torchrun started, 1 without it."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def is_first_rank() -> bool:
-    """Whether this process is the one that prints."""
+    """Whether this process has rank 0, which alone prints."""
     return world_size() == 1 or int(os.environ.get("RANK", "0")) == 0
 
 
 def current() -> Group | None:
-    """The group that this process has joined."""
+    """The group that this process has joined; None if it decodes alone."""
     return _joined.group if _joined is not None else None
 
 
 def join(device: str | torch.device | None = None) -> Group | None:
-    """Meet the other processes that torchrun started; None where there are none.
+    """Join the group of the processes that torchrun started; None without torchrun.
 
     Args:
-        device: what kind of it; by default CUDA where there is one. Each process takes the card of its
+        device: its type; by default CUDA if it is available. Each process takes the device of its
             ``LOCAL_RANK``.
 
     Raises:
-        ValueError: there are fewer cards than processes, or ``device`` is another process's.
+        ValueError: there are fewer devices than processes, or ``device`` belongs to another process.
     """
     global _joined
     if world_size() == 1:
@@ -80,59 +80,59 @@ def join(device: str | torch.device | None = None) -> Group | None:
                 f"{str(_joined.group.device)!r}; use one of them for all models of a process"
             )
         return _joined.group
-    begun = not dist.is_initialized()
+    initialise = not dist.is_initialized()
     if own.type == "cuda":
         torch.cuda.set_device(own)
-    if begun and own.type == "cuda":
-        dist.init_process_group("nccl", timeout=_PATIENCE, device_id=own)
-    elif begun:
-        dist.init_process_group("gloo", timeout=_PATIENCE)
+    if initialise and own.type == "cuda":
+        dist.init_process_group("nccl", timeout=_TIMEOUT, device_id=own)
+    elif initialise:
+        dist.init_process_group("gloo", timeout=_TIMEOUT)
     needed = "nccl" if own.type == "cuda" else "gloo"
     if needed not in str(dist.get_backend_config()):
         raise ValueError(
             f"torch.distributed was initialised with {dist.get_backend_config()}, which has no {needed} for "
-            f"{str(own)!r}; leave initialising it to triforce_tree, or do it with {needed!r}"
+            f"{str(own)!r}; leave the initialisation to triforce_tree, or use {needed!r}"
         )
-    hosts = dist.new_group(backend="gloo", timeout=_PATIENCE)
-    _joined = _Joined(Group(dist.get_rank(), dist.get_world_size(), own), hosts, begun)
+    hosts = dist.new_group(backend="gloo", timeout=_TIMEOUT)
+    _joined = _Joined(Group(dist.get_rank(), dist.get_world_size(), own), hosts, initialise)
     return _joined.group
 
 
 def leave() -> None:
-    """Part from the others, at the end of a program; every process must, and none may be waiting."""
+    """Leave the group at the end of a program; every process must, with no communication under way."""
     global _joined
     if _joined is None:
         return
-    begun, _joined = _joined.begun, None
-    # A communicator does not end while captured graphs refer to it.
+    initialised, _joined = _joined.initialised, None
+    # A communicator is not destroyed while captured graphs refer to it.
     gc.collect()
-    if begun:
+    if initialised:
         dist.destroy_process_group()
 
 
 def broadcast_tensor(tensor: Tensor) -> Tensor:
-    """Rank 0's values of a contiguous tensor, in its own place; the tensor itself where nobody joined."""
+    """Overwrite a contiguous tensor with rank 0's values; without a group return it as it is."""
     if _joined is not None:
         dist.broadcast(tensor, 0)
     return tensor
 
 
 def broadcast_object(value: T) -> T:
-    """Rank 0's value of anything that the host decides by; it waits for hosts alone."""
+    """Rank 0's value of any object on the host; waits for the hosts alone."""
     if _joined is None:
         return value
-    held = [value]
-    dist.broadcast_object_list(held, 0, group=_joined.hosts)
-    return held[0]
+    values = [value]
+    dist.broadcast_object_list(values, 0, group=_joined.hosts)
+    return values[0]
 
 
 def all_true(flag: bool) -> bool:
-    """Rank 0's word on a question that is asked for every token: one small message, not ``told``'s two."""
+    """Rank 0's flag, in one small message where ``broadcast_object`` takes two: needed for every token."""
     if _joined is None:
         return flag
-    held = torch.tensor([flag])
-    dist.broadcast(held, 0, group=_joined.hosts)
-    return bool(held)
+    value = torch.tensor([flag])
+    dist.broadcast(value, 0, group=_joined.hosts)
+    return bool(value)
 
 
 def local_size() -> int:
@@ -141,42 +141,42 @@ def local_size() -> int:
 
 
 def all_reduce_min(values: Sequence[float]) -> list[float]:
-    """The smallest of each number over all processes; exact for whole numbers up to 2**53."""
+    """The minimum of each value over all processes; exact for integers up to 2**53."""
     if _joined is None:
         return list(values)
-    held = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(held, dist.ReduceOp.MIN, group=_joined.hosts)
-    found: list[float] = held.tolist()
-    return found
+    reduced = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(reduced, dist.ReduceOp.MIN, group=_joined.hosts)
+    minima: list[float] = reduced.tolist()
+    return minima
 
 
 def all_gather_object(value: T) -> list[T]:
     """Every rank's value, in the order of ranks."""
     if _joined is None:
         return [value]
-    found: list[Any] = [None] * _joined.group.size
-    dist.all_gather_object(found, value, group=_joined.hosts)
-    return found
+    gathered: list[Any] = [None] * _joined.group.size
+    dist.all_gather_object(gathered, value, group=_joined.hosts)
+    return gathered
 
 
 def check_alike(what: str, value: object) -> None:
-    """Raise on every process where ``value`` is not the same on all of them, rather than hang later.
+    """Check that ``value`` is the same on all processes; different values would make them hang later.
 
     Raises:
-        ValueError: naming ``what``.
+        ValueError: it differs; on every process, naming ``what``.
     """
-    found = all_gather_object(hashlib.sha256(repr(value).encode()).hexdigest())
-    others = [rank for rank, digest in enumerate(found) if digest != found[0]]
-    if others:
+    digests = all_gather_object(hashlib.sha256(repr(value).encode()).hexdigest())
+    different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if different:
         raise ValueError(
-            f"{what} of rank {others[0]} differ from rank 0's; under torchrun all processes write one text "
-            "together: give them the same, or start them without torchrun"
+            f"{what} of rank {different[0]} differ from rank 0's; under torchrun all processes generate the "
+            "same sequences together: give them the same, or start them without torchrun"
         )
 
 
 @torch.library.custom_op("triforce_tree::all_reduce", mutates_args=())
 def all_reduce(x: Tensor) -> Tensor:
-    """The sum over all processes; opaque to compilers, and possible inside a CUDA graph."""
+    """The sum over all processes; opaque to torch.compile, and capturable in a CUDA graph."""
     out = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(out)
     return out
@@ -194,12 +194,12 @@ def _own_device(wanted: torch.device) -> torch.device:
     count = torch.cuda.device_count()
     if local >= count:
         raise ValueError(
-            f"process {local} of this machine has no card of its own: torch sees {count}; start at most "
+            f"process {local} of this machine has no GPU of its own: torch sees {count}; start at most "
             f"--nproc-per-node {count}"
         )
     if wanted.index not in (None, local):
         raise ValueError(
-            f"device={str(wanted)!r}, but under torchrun process {local} of a machine works on "
-            f"'cuda:{local}'; leave the device out, or give 'cuda'"
+            f"device={str(wanted)!r}, but under torchrun process {local} of a machine uses 'cuda:{local}'; "
+            f"leave the device out, or use 'cuda'"
         )
     return torch.device("cuda", local)

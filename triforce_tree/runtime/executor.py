@@ -1,6 +1,6 @@
-"""The executor of a stage: CUDA graphs over fixed buffers where work can be captured, else direct calls.
+"""The executor of a stage: CUDA graphs over fixed buffers for steps that can be captured, else direct calls.
 
-Capture happens when a decoder is made, never in the middle of a text. Off the GPU all calls are direct.
+Capture happens when a decoder is made, never while it decodes. Without a GPU all calls are direct.
 """
 
 import gc
@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-# Before a capture everything must have been compiled, tuned and allocated once.
+# Everything must be compiled, tuned and allocated before a capture.
 _WARM_UPS = 2
 
 
 def free_memory() -> None:
-    """Give back what nobody uses: captured graphs and their buffers refer to each other, so they go only when
-    they are collected."""
+    """Free unused memory: captured graphs and their buffers form reference cycles, which only the garbage
+    collector frees."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -25,7 +25,7 @@ def free_memory() -> None:
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all captures: libraries keep a workspace for every stream they have seen, for good."""
+    """One stream for all captures: libraries keep a workspace for every stream that was ever used."""
     return torch.cuda.Stream(device)
 
 
@@ -34,8 +34,8 @@ class Step(NamedTuple):
 
     Attributes:
         run: zero-argument callable over fixed buffers.
-        capturable: it never waits for the device, allocates nothing that outlives it, and does the same work
-            each time.
+        capturable: whether it never waits for the device, allocates nothing that is used after it, and does
+            the same work each time.
     """
 
     run: Callable[[], None]
@@ -43,16 +43,17 @@ class Step(NamedTuple):
 
 
 def executor(steps: Sequence[Step], device: torch.device) -> Callable[[], None]:
-    """A zero-argument callable that runs ``steps`` in order: each run of capturable ones is one CUDA graph.
+    """A zero-argument callable that runs ``steps`` in order.
 
-    A capturable step must find what earlier steps left at the same addresses each time.
+    On a GPU consecutive capturable steps are one CUDA graph; all other steps are called directly.
+    The inputs that a capturable step reads from earlier steps must be at the same addresses each time.
     """
     if device.type != "cuda":
         return _sequence([step.run for step in steps])
     parts: list[Callable[[], None]] = []
     for capturable, group in groupby(steps, key=lambda step: step.capturable):
         run = _sequence([step.run for step in group])
-        # A pool of its own: what a graph leaves behind stays there until its next run.
+        # A pool of its own keeps a graph's outputs until its next run.
         parts.append(Captured(run, device, torch.cuda.graph_pool_handle()) if capturable else run)
     return _sequence(parts)
 
@@ -69,13 +70,12 @@ def _sequence(parts: Sequence[Callable[[], None]]) -> Callable[[], None]:
 
 
 class Captured:
-    """A zero-argument callable, as a CUDA graph where there is a GPU.
+    """A zero-argument callable, on a GPU captured as a CUDA graph.
 
     Args:
         run: reads and writes tensors at fixed addresses, and never waits for the device.
-        device: where.
-        pool: memory pool; graphs that run at different levels get pools of their own, so that what one
-            leaves behind stays there until its next run.
+        device: that it runs on.
+        pool: memory pool; a graph with a pool of its own keeps its outputs until its next run.
     """
 
     def __init__(self, run: Callable[[], None], device: torch.device, pool: Any = None) -> None:
@@ -90,10 +90,10 @@ class Captured:
                 run()
         torch.cuda.current_stream(device).wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
-        # Of this thread alone: where several cards work together, NCCL's watchdog asks after its events from
-        # another one, which would break a capture of the whole process.
-        captured = torch.cuda.graph(self._graph, pool=pool, stream=side, capture_error_mode="thread_local")
-        with torch.no_grad(), captured:
+        # thread_local: with several GPUs NCCL's watchdog queries events from its own thread, which would
+        # invalidate a capture in the global mode.
+        capture = torch.cuda.graph(self._graph, pool=pool, stream=side, capture_error_mode="thread_local")
+        with torch.no_grad(), capture:
             run()
 
     def __call__(self) -> None:

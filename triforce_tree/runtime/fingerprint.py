@@ -1,4 +1,4 @@
-"""Names of machines and models, under which measurements are stored."""
+"""Names of machines and models, the keys under which measurements are stored."""
 
 import os
 import platform
@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 
 def shape_of(model: PreTrainedModel) -> str:
-    """What a model's speed depends on: family, layers, width, heads, vocabulary and dtype."""
+    """What the speed of a model depends on: family, layers, width, heads, vocabulary and dtype."""
     config = model.config.get_text_config(decoder=True)
     heads = config.num_attention_heads
     parts = (
@@ -24,7 +24,7 @@ def shape_of(model: PreTrainedModel) -> str:
 
 
 def hardware(device: torch.device | None = None) -> str:
-    """The GPU, or without one the processor in words; without a device, the GPU where there is one."""
+    """The name of the GPU, or for a CPU its model and number of cores; without ``device``, the GPU if any."""
     if torch.cuda.is_available() if device is None else device.type == "cuda":
         return torch.cuda.get_device_name(device)
     model = platform.processor() or platform.machine()

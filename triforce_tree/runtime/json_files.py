@@ -1,4 +1,4 @@
-"""JSON that others wrote, read within bounds."""
+"""JSON files of unknown origin, read within limits of size and nesting."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ MOST_DEPTH = 32
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file holds.
+    """The contents of a JSON file.
 
     Raises:
         OSError: it cannot be read.
@@ -18,19 +18,19 @@ def read_json(path: Path) -> Any:
     if path.stat().st_size > MOST_BYTES:
         raise ValueError(f"it has {path.stat().st_size} bytes, at most {MOST_BYTES} are read")
     try:
-        held = json.loads(path.read_bytes())
+        contents = json.loads(path.read_bytes())
     except RecursionError:
-        held, deep = None, True
+        contents, deep = None, True
     else:
-        deep = _depth(held) > MOST_DEPTH
+        deep = _depth(contents) > MOST_DEPTH
     if deep:
         raise ValueError(f"it is nested deeper than {MOST_DEPTH} levels")
-    return held
+    return contents
 
 
-def _depth(held: Any) -> int:
-    """Levels of nesting, counted until there are too many."""
-    level, depth = [held], -1
+def _depth(contents: Any) -> int:
+    """Levels of nesting, at most ``MOST_DEPTH + 1``."""
+    level, depth = [contents], -1
     while level and depth <= MOST_DEPTH:
         level = [
             child

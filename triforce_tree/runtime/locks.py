@@ -1,7 +1,7 @@
-"""Who may use a model now: one thread at a time, and one generation at a time within a thread.
+"""Locks on models: one thread at a time, and one generation at a time within a thread.
 
-The lock belongs to the model object, so that all engines over it share it. An engine's target and draft are
-always locked in the same order, which rules out that two threads wait for each other.
+The lock belongs to the model object, so all engines over a model share it. An engine's target and draft are
+always locked in the same order, so that two threads cannot deadlock.
 """
 
 import threading
@@ -36,25 +36,25 @@ def _lock_of(model: nn.Module) -> _ModelLock:
 
 @contextmanager
 def held(model: nn.Module, other: nn.Module | None = None) -> Iterator[None]:
-    """Inside, no other thread is inside with one of these models; a thread may enter repeatedly."""
+    """Hold the locks of these models, waiting for other threads; a thread may enter repeatedly."""
     locks = sorted((_lock_of(m) for m in (model, other or model)), key=lambda lock: lock.number)
-    # Not in a loop: Ctrl-C cannot come between taking a lock and noting that it must be given back.
+    # Not in a loop: Ctrl-C cannot come between acquiring a lock and registering its release.
     with locks[0].lock, locks[1].lock:
         yield
 
 
 @contextmanager
 def generation(model: nn.Module, other: nn.Module | None = None) -> Iterator[None]:
-    """Inside, these models write one text; waits for other threads to finish theirs.
+    """Hold the locks of these models for one generation, waiting for the generations of other threads.
 
     Raises:
-        RuntimeError: this thread is inside already: a callback of a generation asked for another one.
+        RuntimeError: this thread holds them already: a callback of a generation started another one.
     """
     with held(model, other):
         locks = [_lock_of(m) for m in (model, other or model)]
         if any(lock.generating for lock in locks):
             raise RuntimeError(
-                "a generation with these models is under way, and one of its callbacks (streamer, stopping "
+                "a generation with these models is running, and one of its callbacks (streamer, stopping "
                 "criterion, logits processor, progress) called their engine; call it after the generation"
             )
         try:

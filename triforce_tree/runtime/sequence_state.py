@@ -1,34 +1,40 @@
-"""Where every text of a batch stands, in buffers that captured graphs read and write."""
+"""The sequences of a batch while they are decoded, in buffers that CUDA graphs read and write."""
 
 import torch
 from torch import Tensor
 
 
 class SequenceState:
-    """B texts and the chains that grow behind them.
+    """B sequences, and the chain of drafted tokens after each.
+
+    The committed tokens of a sequence are at positions 0 to ``length``; the last of them is the root, whose
+    keys and values are not cached yet. In ``levels=3`` the tokens that level 1 emits follow it as the chain,
+    until level 2 verifies them.
 
     Args:
-        batch, capacity: sequences, and tokens of the longest.
-        max_draft_tokens: most tokens of a chain; 0 where nothing but the text is written.
-        extra: tokens by which one verification may overshoot it.
-        vocabulary: width of the probs that are kept; 0 for greedy decoding, which needs none.
+        batch: B.
+        capacity: most tokens of a sequence, with all that passes write after its end.
+        max_draft_tokens: most tokens of a chain; 0 if there are no chains.
+        extra: most tokens that one verification may write beyond ``max_draft_tokens``.
+        vocabulary: V of the distributions that are kept for the chain; 0 if there are no chains.
+        device: of the buffers.
+        features: buffers for hidden states by decoder layer.
 
     Attributes:
-        tokens: int64 ``[B, capacity]``: settled ones, the root at ``length``, then the chain.
-        length: int64 ``[B]`` settled tokens that stand before the root.
-        chain: int64 ``[B]`` tokens gathered behind the root.
-        chain_probs: fp32 ``[B, max_draft_tokens + extra, V]``; row i is what the chain's
+        tokens: int64 ``[B, capacity]``.
+        length: int64 ``[B]``, committed tokens before the root: the root's position.
+        chain: int64 ``[B]``, drafted tokens after the root.
+        chain_probs: fp32 ``[B, max_draft_tokens + extra, V]``; row i is the distribution that the chain's
             token i was drawn from.
-        runner_ups: int64 ``[B, max_draft_tokens + extra]``, the runner-up beside each token of the
-            chain, -1 for none.
-        active: int64 ``[B]``, 0 for a text that has ended: it stays as it is.
-        fresh: int64 ``[B, F]``, tokens of the last verdict; the first ``count`` of them are new.
-        count, proposed, gathered: int64 ``[B]``: new tokens of the last pass, the chain it was offered,
-            and what level 1 had emitted for it.
+        runner_ups: int64 ``[B, max_draft_tokens + extra]``, the runner-up of each chain token, -1 if none.
+        active: int64 ``[B]``, 0 for a sequence that has ended; nothing is committed to it any more.
+        new_tokens: int64 ``[B, F]``, the first ``count`` of which the last pass committed.
+        count, proposed, retrieval_emitted: int64 ``[B]``: tokens that the last pass committed, draft tokens
+            that it verified, and tokens that level 1 had emitted for it.
         features: by decoder layer, ``[B, F, hidden_size]``: hidden states of the target from which the tokens
             of the last verification were predicted, the first ``feature_count`` ``[B]`` of each sequence. In
             levels=3 these are level 1's, until level 2 has verified the chain.
-        broken: bool ``[]``, set when logits held NaN.
+        has_nan: bool ``[]``, whether logits held NaN.
     """
 
     def __init__(
@@ -54,10 +60,10 @@ class SequenceState:
         self.chain_probs = torch.zeros(batch, max_draft_tokens + extra, vocabulary, device=device)
         self.runner_ups = zeros(batch, max_draft_tokens + extra)
         self.active = torch.ones_like(self.length)
-        self.fresh, self.count = zeros(batch, max(max_draft_tokens, extra) + 1), zeros(batch)
-        self.proposed, self.gathered = zeros(batch), zeros(batch)
+        self.new_tokens, self.count = zeros(batch, max(max_draft_tokens, extra) + 1), zeros(batch)
+        self.proposed, self.retrieval_emitted = zeros(batch), zeros(batch)
         self.features, self.feature_count = features or {}, zeros(batch)
-        self.broken = torch.zeros((), dtype=torch.bool, device=device)
+        self.has_nan = torch.zeros((), dtype=torch.bool, device=device)
 
     @property
     def device(self) -> torch.device:
@@ -65,83 +71,91 @@ class SequenceState:
 
     @property
     def newest(self) -> Tensor:
-        """int64 ``[B]``, the token at ``end``."""
+        """int64 ``[B]``, the token at position ``end``: the root of the next tree."""
         return self.tokens.gather(1, self.end[:, None])[:, 0]
 
-    def text(self, b: int) -> list[int]:
-        """Sequence b up to ``end``, on the host: waits for the device."""
+    def sequence(self, b: int) -> list[int]:
+        """The tokens of sequence b up to position ``end``, on the host; waits for the device."""
         tokens: list[int] = self.tokens[b, : int(self.end[b]) + 1].tolist()
         return tokens
 
     @property
     def end(self) -> Tensor:
-        """int64 ``[B]``, where the newest token of text and chain stands: the next tree's root."""
+        """int64 ``[B]``, the position of the newest token, chain included."""
         return self.length + self.chain
 
     def save(self) -> list[Tensor]:
-        """A copy of all that passes change and later ones read."""
+        """A copy of all buffers that passes change and later passes read."""
         return [tensor.clone() for tensor in self._state]
 
     def restore(self, saved: list[Tensor]) -> None:
-        """Stand where :meth:`save` was called; whether logits held NaN since then is not forgotten."""
-        for tensor, before in zip(self._state, saved, strict=True):
-            tensor.copy_(before)
+        """Return to the state that :meth:`save` copied; ``has_nan`` stays as it is."""
+        for tensor, value in zip(self._state, saved, strict=True):
+            tensor.copy_(value)
 
     @property
     def _state(self) -> list[Tensor]:
-        counts = [self.length, self.chain, self.active, self.gathered, self.feature_count]
+        counts = [self.length, self.chain, self.active, self.retrieval_emitted, self.feature_count]
         return [self.tokens, *counts, *self.features.values()]
 
-    def report(self) -> Tensor:
-        """What the host wants to know after a pass, int64 ``[B, F + 4]``: one copy, one wait."""
-        columns = [self.count, self.proposed, self.gathered, self.broken.expand(self.batch).long()]
-        return torch.cat([torch.stack(columns, 1), self.fresh], 1)
+    def pass_results(self) -> Tensor:
+        """What the host reads after a pass, in one tensor and so with one copy: int64 ``[B, F + 4]``.
 
-    def check(self, numbers: Tensor) -> None:
-        """Remember whether any are NaN; the host asks once a pass."""
-        self.broken |= torch.isnan(numbers).any()
+        ``count``, ``proposed``, ``retrieval_emitted``, ``has_nan``, then ``new_tokens``.
+        """
+        columns = [self.count, self.proposed, self.retrieval_emitted, self.has_nan.expand(self.batch).long()]
+        return torch.cat([torch.stack(columns, 1), self.new_tokens], 1)
+
+    def check_nan(self, numbers: Tensor) -> None:
+        """Set ``has_nan`` if any are NaN; the host reads it once per pass."""
+        self.has_nan |= torch.isnan(numbers).any()
 
     def keep_features(self, hidden: dict[int, Tensor], path: Tensor, count: Tensor) -> None:
-        """Keep hidden states ``[B, N, hidden_size]`` of accepted nodes ``[B, D + 1]`` for the drafter."""
+        """Keep the hidden states of accepted nodes for the drafter.
+
+        Args:
+            hidden: by decoder layer, ``[B, N, hidden_size]``.
+            path: int64 ``[B, D + 1]``, accepted nodes, the first ``count`` ``[B]`` of each row.
+        """
         for layer, kept in self.features.items():
             states = hidden[layer]
-            at = path.clamp_min(0)[..., None].expand(-1, -1, states.shape[2])
-            kept[:, : path.shape[1]] = states.gather(1, at)
+            nodes = path.clamp_min(0)[..., None].expand(-1, -1, states.shape[2])
+            kept[:, : path.shape[1]] = states.gather(1, nodes)
         if self.features:
             self.feature_count.copy_(count)
 
-    def lengthen(self, emitted: Tensor, count: Tensor, probs: Tensor | None) -> None:
-        """Add what level 1 emitted to the chain, as far as it fits.
+    def append_drafted(self, emitted: Tensor, count: Tensor, probs: Tensor | None) -> None:
+        """Append the tokens that level 1 emitted to the chain, as far as ``max_draft_tokens`` allows.
 
         Args:
-            emitted: int64 ``[B, D + 1]``; the first ``count`` ``[B]`` of each row were.
-            probs: fp32 ``[B, D + 1, V]`` that they were drawn from; None when greedy.
+            emitted: int64 ``[B, D + 1]``, the first ``count`` ``[B]`` of each row.
+            probs: fp32 ``[B, D + 1, V]``, the distributions that they were drawn from; None if greedy.
         """
-        places = self._write(self.end, emitted)
+        offsets = self._write(self.end, emitted)
         if probs is not None:
-            rows = self.chain[:, None] + places
+            rows = self.chain[:, None] + offsets
             self.chain_probs.scatter_(1, rows[..., None].expand_as(probs), probs)
-        self.gathered += count
+        self.retrieval_emitted += count
         self.chain.copy_((self.chain + count).clamp_max(self.max_draft_tokens))
 
     def add_runner_ups(self, runner_ups: Tensor) -> None:
-        """Runner-ups int64 ``[B, D + 1]`` of the tokens that ``lengthen`` adds next."""
+        """Keep the runner-ups int64 ``[B, D + 1]`` of the tokens that ``append_drafted`` appends next."""
         rows = self.chain[:, None] + torch.arange(runner_ups.shape[1], device=runner_ups.device)
         self.runner_ups.scatter_(1, rows, runner_ups)
 
     def commit(self, emitted: Tensor, count: Tensor) -> None:
-        """Level 2 has spoken: ``count`` tokens of ``emitted`` ``[B, D + 1]`` are text, the chain is over."""
+        """Commit the first ``count`` tokens of ``emitted`` ``[B, D + 1]``, and drop the chain."""
         count = count * self.active
         self._write(self.length, emitted)
-        self.fresh[:, : emitted.shape[1]] = emitted
+        self.new_tokens[:, : emitted.shape[1]] = emitted
         self.count.copy_(count)
         self.proposed.copy_(self.chain)
         self.length += count
         self.chain.zero_()
 
     def _write(self, root: Tensor, emitted: Tensor) -> Tensor:
-        """Tokens behind the root; rows past the emitted ones are rubbish that nothing reads."""
-        places = torch.arange(emitted.shape[1], device=emitted.device)
-        at = root[:, None] + 1 + places
-        self.tokens.scatter_(1, at.clamp_max(self.capacity - 1), emitted)
-        return places
+        """Write all columns of ``emitted`` after the root; those past ``count`` are never read."""
+        offsets = torch.arange(emitted.shape[1], device=emitted.device)
+        positions = root[:, None] + 1 + offsets
+        self.tokens.scatter_(1, positions.clamp_max(self.capacity - 1), emitted)
+        return offsets

@@ -6,7 +6,7 @@ import torch
 
 
 class StageClock:
-    """Seconds between marks, by CUDA events on a GPU and by the host's clock elsewhere.
+    """Seconds between marks, by CUDA events on a GPU, else by the host's clock.
 
     Args:
         device: that the stages run on.
@@ -23,7 +23,7 @@ class StageClock:
             torch.cuda.synchronize(self._device)
 
     def start(self) -> None:
-        """Forget earlier marks; the first stage begins now."""
+        """Drop earlier marks; the first stage begins now."""
         self._events, self._times = [], []
         self.mark("")
 
@@ -37,7 +37,7 @@ class StageClock:
             self._times.append((name, time.perf_counter()))
 
     def seconds(self) -> dict[str, float]:
-        """Seconds of each stage since ``start``, summed by name; the device must have been waited for."""
+        """Seconds of each stage since ``start``, summed by name; call it after waiting for the device."""
         total: dict[str, float] = {}
         for (_, before), (name, after) in zip(self._times, self._times[1:], strict=False):
             total[name] = total.get(name, 0.0) + after - before

@@ -1,21 +1,20 @@
-"""What each level did: counts, times and the two ratios the papers report."""
+"""Statistics by level: counts, times, acceptance rate and mean accepted length."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 Progress = Callable[[int], None]
-"""Called with the number of tokens, or bytes, that were just dealt with."""
+"""Called with the number of tokens, or bytes, that were just processed."""
 
 
 @dataclass
 class LevelStats:
     """Counts of one level since generation began.
 
-    ``proposed`` counts the depth of every tree put before the level, the most it could have accepted;
-    ``emitted`` counts what left it: accepted tokens and the one token that every verification adds; of the
-    target only those of the text, not what it verified behind the text's end.
-    ``seconds`` is host time in this level alone, without the levels below it.
+    ``proposed`` sums the depths of the trees that the level verified, the most it could have accepted.
+    ``emitted`` counts accepted tokens and the one token that every verification adds; for the target without
+    tokens after the end of a sequence. ``seconds`` is the time of this level alone, without the levels below.
     """
 
     name: str
@@ -31,7 +30,7 @@ class LevelStats:
 
     @property
     def mean_accepted_length(self) -> float | None:
-        """Tokens emitted per forward, the bonus token included."""
+        """Emitted tokens per forward, the bonus token included."""
         return self.emitted / self.forwards if self.forwards else None
 
     def as_dict(self) -> dict[str, Any]:
@@ -43,7 +42,7 @@ class LevelStats:
 
 
 def added(before: Sequence[LevelStats], now: Sequence[LevelStats]) -> list[LevelStats]:
-    """Sums of two runs, by level."""
+    """The sums of two runs, by level."""
     sums = {level.name: level for level in before}
     for level in now:
         if (other := sums.get(level.name)) is not None:

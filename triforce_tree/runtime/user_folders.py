@@ -1,20 +1,20 @@
-"""Where files of a user's own lie."""
+"""Folders for files that belong to the user, not to the package."""
 
 import os
 from pathlib import Path
 
 
 def user_cache(name: str) -> Path:
-    """The place ``name`` in the user's cache folder; it need not exist.
+    """The path of ``name`` in the user's cache folder; it need not exist.
 
-    The folder is the one that ``TRIFORCE_TREE_CACHE`` names, or else ``~/.cache/triforce-tree``, or the same
-    below ``XDG_CACHE_HOME``.
+    The cache folder is ``TRIFORCE_TREE_CACHE`` if it is set, else ``triforce-tree`` in ``XDG_CACHE_HOME`` or
+    ``~/.cache``.
 
     Args:
-        name: what is kept there: "profiles", "kernels", "stage_costs.json".
+        name: a file or folder: "profiles", "kernels", "stage_costs.json".
 
     Raises:
-        RuntimeError: none of these is set, and the user has no home folder.
+        RuntimeError: neither variable is set, and the user has no home folder.
     """
     if own := os.environ.get("TRIFORCE_TREE_CACHE"):
         return Path(own) / name

@@ -1,1 +1,1 @@
-"""Token trees as shapes: which nodes there are, and how they lie in fixed buffers."""
+"""Shapes of token trees: which nodes a tree has, and how they are laid out in fixed buffers."""

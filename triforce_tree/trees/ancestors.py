@@ -1,4 +1,4 @@
-"""The mask of a token tree."""
+"""The attention mask of a token tree."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def ancestor_mask(parents: Sequence[int]) -> Tensor:
-    """bool ``[N, N]``: row t marks t itself and its ancestors; a parent of -1 starts a new root."""
+    """bool ``[N, N]``: row t marks node t and its ancestors; a node with parent -1 is a root."""
     mask = np.zeros((len(parents), len(parents)), dtype=bool)
     for node, parent in enumerate(parents):
         if parent >= 0:

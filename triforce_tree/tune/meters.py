@@ -20,7 +20,7 @@ from triforce_tree.kv.prefill import chunk_tokens, prefill
 from triforce_tree.kv.store import KVStore
 from triforce_tree.runtime.executor import free_memory
 from triforce_tree.runtime.stats import LevelStats, Progress
-from triforce_tree.trees.device_shapes import Extent
+from triforce_tree.trees.device_shapes import PassLimits
 from triforce_tree.verify.sampling import ProbsFromLogits
 
 _WARM_UP_TOKENS = 8
@@ -59,7 +59,7 @@ class Meter:
         hierarchy: Hierarchy,
         tokens: Sequence[int],
         new: int,
-        most: Extent,
+        most: PassLimits,
         progress: Progress | None = None,
     ) -> None:
         self._hierarchy, self._tokens = hierarchy, list(tokens)

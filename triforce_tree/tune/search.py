@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.trees.device_shapes import Extent
+from triforce_tree.trees.device_shapes import PassLimits
 from triforce_tree.trees.shapes import chain_shape, parse_shape, sequoia
 
 Options = dict[str, Any]
@@ -146,7 +146,7 @@ class Space:
             return False
         return bool(options["levels"] != 3 or 2 * options["budget"] <= self.context)
 
-    def extent(self) -> Extent:
+    def extent(self) -> PassLimits:
         """The largest trees and chains that may be tried."""
         values = {c.name: c.values for c in self.grid}
         shapes = [parse_shape(self.start.tree)]
@@ -154,14 +154,14 @@ class Space:
             shapes += [parse_shape(tree) for tree in (*values.get("tree", ()), _LONG_ON_GPU["tree"])]
         else:
             shapes += [chain_shape(length) for length in values.get("lookup", ())]
-        found = [Extent.of(replace(self.start, tree=shape), 2) for shape in shapes]
+        found = [PassLimits.of(replace(self.start, tree=shape), 2) for shape in shapes]
         depth = max(extent.depth for extent in found)
         nodes = max(extent.nodes for extent in found)
         if self.draft:
             nodes = max(nodes, *(1 + tokens for tokens, _ in _FITTED))
             depth = max(depth, *(levels for _, levels in _FITTED))
         gamma = max(*values.get("gamma", ()), _LONG_ON_GPU["gamma"], self.start.gamma)
-        return Extent(depth, nodes, max(depth, gamma))
+        return PassLimits(depth, nodes, max(depth, gamma))
 
     def complete(self, options: Options) -> Options:
         """What reproduces a measurement of these options, whatever the defaults are."""

@@ -1,1 +1,1 @@
-"""Verification: distributions, random numbers, and the forward that accepts or refuses proposals."""
+"""Verification: distributions, random numbers, and the forward that accepts or rejects proposed tokens."""

@@ -1,4 +1,4 @@
-"""The random decisions of a cycle's stages, without the host."""
+"""The random decisions of the stages, made on the device."""
 
 from typing import Protocol
 
@@ -9,21 +9,21 @@ from triforce_tree.kernels import step
 
 
 class Noise:
-    """The random decisions of one stage, from numbers drawn anew before each of its runs.
+    """The random decisions of one stage, from numbers that are redrawn before each of its runs.
 
-    Stages decide through the methods alone, so that another class with these methods, handed to
+    Stages make random decisions only through these methods, so a class that overrides them, passed to
     :class:`~triforce_tree.decoding.program.DecodingProgram`, replaces the source of randomness.
 
     Args:
-        batch: sequences.
-        rows: distributions of each that tokens are drawn from in one run; 0 takes the most probable tokens.
-        vocabulary: tokens.
-        uniforms: nodes of each that may be accepted; 0 where nothing is verified.
-        device: where.
+        batch: B sequences.
+        rows: distributions per sequence that tokens are drawn from in one run; 0 for greedy decoding.
+        vocabulary: V tokens.
+        uniforms: most nodes of a verified tree; 0 if the stage verifies nothing.
+        device: of the buffers.
 
     Attributes:
         capturable: whether a stage with this noise may run as a CUDA graph.
-        exponential: fp32 ``[B, rows, V]``: Exp(1); the largest probability / race is a draw.
+        exponential: fp32 ``[B, rows, V]``, Exp(1): argmax(probs / exponential) is a draw from probs.
         uniform: fp32 ``[B, uniforms]`` in [0, 1).
     """
 
@@ -34,7 +34,7 @@ class Noise:
         self.uniform = torch.zeros(batch, uniforms, device=device)
 
     def draw(self, generator: torch.Generator) -> None:
-        """New numbers for the next run."""
+        """Redraw the numbers for the next run."""
         if self.exponential.numel():
             self.exponential.exponential_(generator=generator)
         if self.uniform.numel():
@@ -49,7 +49,7 @@ class Noise:
     def expand_nodes(
         self, logits: Tensor, temperature: Tensor | None, probs: Tensor, count: int, first: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """See ``kernels.step.expand_nodes``; the frontier reads the rows from ``first`` on."""
+        """See ``kernels.step.expand_nodes``; the frontier uses ``exponential[:, first:]``."""
         exponential = (
             self.exponential[:, first : first + probs.shape[1]] if self.exponential.numel() else None
         )

@@ -1,4 +1,4 @@
-"""Logits to distributions, and draws from them, over fixed buffers."""
+"""Logits to probabilities, and draws from them, with settings in buffers that CUDA graphs read."""
 
 from collections.abc import Callable, Hashable, Sequence
 
@@ -10,21 +10,21 @@ from triforce_tree.verify.noise import Noise, NoiseFactory
 from triforce_tree.verify.sampling import ProbsFromLogits
 
 Paths = Callable[[], Sequence[Tensor | None]]
-"""The text up to each of B * T nodes, int64 ``[L]``; None where there is no token."""
+"""Returns the tokens up to each of B * T nodes, int64 ``[L]``; None for a node that is not used."""
 
 
 class DeviceProbs:
-    """Logits to laws.
+    """Logits to probabilities on the device.
 
-    A leading temperature is read from a device buffer, so that one captured graph serves them all.
+    A leading temperature is read from a device buffer, so that one captured graph serves all temperatures.
 
     Args:
         to_probs: what to compute.
-        device: where logits live.
-        noise: makes the random numbers of the stages that draw from these laws.
+        device: of the logits.
+        noise: makes the random numbers of the stages that draw from these distributions.
 
     Attributes:
-        capturable: whether a CUDA graph can hold it: no processor looks at the text.
+        capturable: whether a CUDA graph can hold it: no logits processor depends on the tokens.
     """
 
     def __init__(self, to_probs: ProbsFromLogits, device: torch.device, noise: NoiseFactory) -> None:
@@ -36,38 +36,38 @@ class DeviceProbs:
         self.set(to_probs)
 
     def set(self, to_probs: ProbsFromLogits) -> None:
-        """Take over the temperature of a law with the same ``key``."""
+        """Use the settings of ``to_probs``, which has the same ``key``: only its temperature may differ."""
         self.temperature.fill_(_split(to_probs)[0])
         if self._bound is not None:
             self._bound = to_probs
 
     @staticmethod
     def key(to_probs: ProbsFromLogits) -> Hashable:
-        """Laws with equal keys differ in their temperature alone."""
+        """Distributions with equal keys differ in their temperature alone, and can share CUDA graphs."""
         rest = _split(to_probs)[1]
         if not to_probs.context_free:
-            # Such processors keep what nobody can compare, and nothing of them is built into a graph.
+            # Such processors hold state that cannot be compared; they run outside of graphs, so any will do.
             return to_probs.greedy, "text"
         settings = [sorted((name, _hashable(value)) for name, value in vars(p).items()) for p in rest]
         return to_probs.greedy, tuple((type(p), *values) for p, values in zip(rest, settings, strict=True))
 
     @staticmethod
     def kind(to_probs: ProbsFromLogits) -> str:
-        """What of a law decides about the time it takes: its processors by name."""
+        """The names of the logits processors, on which the time that a stage takes depends."""
         names = [type(processor).__name__ for processor in _split(to_probs)[1]]
         return " ".join(["greedy" if to_probs.greedy else "sampled", *names])
 
     def noise(self, batch: int, rows: int, vocabulary: int, uniforms: int = 0) -> Noise:
-        """For a stage that draws from these laws, see :class:`Noise`; greedy ones need no numbers."""
+        """The :class:`Noise` of a stage that draws from these distributions; greedy decoding needs none."""
         if self.greedy:
             rows = uniforms = 0
         return self._noise(batch, rows, vocabulary, uniforms, self._device)
 
     def scores(self, logits: Tensor, paths: Paths) -> Tensor:
-        """Processed logits, fp32, of ``[B, T, V]``.
+        """Processed logits, fp32 ``[B, T, V]``.
 
         Args:
-            paths: asked only where a processor looks at the text.
+            paths: called only if a processor depends on the tokens.
         """
         scores = logits.float()
         if self._bound is not None:
@@ -79,13 +79,14 @@ class DeviceProbs:
         return scores
 
     def unscaled(self, logits: Tensor, paths: Paths) -> tuple[Tensor, Tensor | None]:
-        """Numbers x and a temperature t (None for 1) whose softmax(x / t) are the laws: for fused kernels."""
+        """x and a temperature t (None for 1) such that the distributions are softmax(x / t): for kernels that
+        fuse both."""
         if self._rest or self._bound is not None:
             return self.scores(logits, paths), None
         return logits, None if self.greedy else self.temperature
 
     def __call__(self, logits: Tensor, paths: Paths) -> Tensor:
-        """Laws, fp32 ``[B, T, V]``."""
+        """Probabilities, fp32 ``[B, T, V]``."""
         return self.scores(logits, paths).softmax(-1)
 
 
@@ -96,7 +97,7 @@ def _hashable(value: object) -> Hashable:
 
 
 def _split(to_probs: ProbsFromLogits) -> tuple[float, list[object]]:
-    """(leading temperature, what follows); greedy choices do not depend on a temperature."""
+    """(leading temperature, the other processors); greedy choices do not depend on a temperature."""
     rest: list[object] = list(to_probs.processors)
     temperature = 1.0
     if rest and isinstance(rest[0], TemperatureLogitsWarper):
@@ -106,15 +107,15 @@ def _split(to_probs: ProbsFromLogits) -> tuple[float, list[object]]:
 
 
 class Sampler:
-    """What a drafter draws with: the processed distributions of a request, and random numbers.
+    """Draws the tokens that a drafter proposes, by the sampling options of the request.
 
     Args:
-        to_probs: logits to distributions, the same for all levels.
-        noise: the numbers of one stage.
+        to_probs: logits to probabilities, the same for all levels.
+        noise: the random numbers of the drafter's stage.
 
     Attributes:
-        greedy: the most probable tokens are taken, in order.
-        capturable: whether drawing may become part of a CUDA graph.
+        greedy: whether the most probable tokens are taken, in descending order, instead of drawn ones.
+        capturable: whether drawing can be captured as a CUDA graph.
     """
 
     def __init__(self, to_probs: DeviceProbs, noise: Noise) -> None:
@@ -124,23 +125,26 @@ class Sampler:
     def children(
         self, logits: Tensor, probs: Tensor, count: int, nodes: slice, paths: Paths
     ) -> tuple[Tensor, Tensor]:
-        """Candidates for the children of F nodes, drawn without replacement.
+        """Draw candidates for the children of F nodes, without replacement.
+
+        Which of them become children must not depend on the candidates, see ``drafters.base``.
 
         Args:
             logits: ``[B, F, V]`` of the draft model.
-            probs: fp32 ``[B, F, V]``, written: what they are drawn from.
-            count: K candidates a node.
-            nodes: which of the tree's nodes these are; each has random numbers of its own.
-            paths: the text up to each of them, asked where a logits processor needs it.
+            probs: fp32 ``[B, F, V]``, written: the distributions drawn from; a slice of ``tree.probs``.
+            count: K candidates per node.
+            nodes: the tree's nodes that these are; each has random numbers of its own.
+            paths: returns the tokens up to each of them, see ``TokenTree.paths``; called only if a logits
+                processor depends on the tokens.
 
         Returns:
-            int64 ``[B, F, K]``, in the order of the draws, -1 where there are no more; fp32 ``[B, F, K]``,
-            the K largest probabilities.
+            int64 ``[B, F, K]``, the candidates in the order of the draws, -1 if there are no more; fp32
+            ``[B, F, K]``, the K largest probabilities, whatever was drawn.
         """
         tokens, by_rank = self.noise.expand_nodes(
             *self.to_probs.unscaled(logits, paths), probs, count, nodes.start
         )
         if self.greedy and not self.to_probs.capturable:
-            # The next depth's paths must not hold tokens that a processor forbids.
+            # The paths of the next depth must not contain tokens that a processor forbids.
             tokens = tokens.masked_fill(by_rank <= 0, -1)
         return tokens, by_rank

@@ -1,7 +1,7 @@
-"""From logits to laws, and seeds.
+"""Logits to probabilities, and seeds.
 
-A *law* is a probability distribution over the vocabulary in fp32, after the user's logits processors
-(temperature, top-k, top-p, penalties).
+Probabilities over the vocabulary are fp32, after the user's logits processors (temperature, top-k, top-p,
+penalties).
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper
 from transformers.generation import logits_process as hf
 
-# Processors whose result does not depend on the tokens so far: one call serves all nodes of a tree.
+# Processors whose result does not depend on the preceding tokens: one call serves all nodes of a tree.
 _CONTEXT_FREE = tuple(
     getattr(hf, name)
     for name in (
@@ -39,12 +39,12 @@ Paths = Callable[[], Sequence[Sequence[int] | Tensor | None]]
 
 
 class ProbsFromLogits:
-    """The law of the next token: transformers' own logits processors, then softmax in fp32.
+    """Logits to the distribution of the next token: transformers' logits processors, then softmax in fp32.
 
     Args:
         processors: applied in order, each with the tokens of the node's own path.
-        greedy: take the most probable token; laws then only rank tokens.
-        padding: tokens that processors see before each path: they count from the width of a padded prompt.
+        greedy: take the most probable token; probabilities then only rank tokens.
+        padding: tokens that processors see before each path: in a padded batch they count from the padding.
     """
 
     def __init__(
@@ -62,30 +62,30 @@ class ProbsFromLogits:
 
     @classmethod
     def at(cls, temperature: float) -> "ProbsFromLogits":
-        """The law at a temperature, cut by nothing else; 0 is greedy."""
+        """The distribution at a temperature, without other processors; 0 is greedy."""
         if temperature == 0:
             return cls(greedy=True)
         return cls(LogitsProcessorList([TemperatureLogitsWarper(temperature)]))
 
     @property
     def context_free(self) -> bool:
-        """Whether one row of logits is all that the law of a node depends on."""
+        """Whether a node's distribution depends on its own logits alone, and not on the preceding tokens."""
         return not self._bound
 
     @property
     def processors(self) -> list[LogitsProcessor]:
-        """In the order they are applied."""
+        """In the order in which they are applied."""
         return self._ordered
 
     def scores(self, logits: Tensor, paths: Paths) -> Tensor:
         """Processed logits, fp32 ``[N, V]``.
 
         Args:
-            logits: ``[N, V]``, one row a node.
-            paths: gives the N token sequences that end at the nodes; called only when a processor
-                (a penalty, say) needs them, parents before children. A node without one keeps its logits; so
-                does one behind a token that a processor forbids: no text goes there, and a processor for a
-                grammar may know nothing of such a text.
+            logits: ``[N, V]``, one row per node, parents before children.
+            paths: returns the N token sequences that end at the nodes; called only if a processor (a penalty,
+                say) depends on them. A node without a sequence keeps its logits; so does a node below a token
+                that a processor forbids: it cannot be accepted, and a processor for a grammar may fail on
+                such a sequence.
 
         Raises:
             ValueError: logits hold NaN.
@@ -99,7 +99,7 @@ class ProbsFromLogits:
         padding = torch.tensor(self._padding, dtype=torch.int64, device=scores.device)
         sequences = paths()
         common = min((len(path) for path in sequences if path is not None), default=0)
-        # By the tokens behind the root: processed scores, or None behind a token that a processor forbids.
+        # By the tokens after the root: processed scores, or None below a token that a processor forbids.
         known: dict[tuple[int, ...], Tensor | None] = {}
         for path, row in zip(sequences, scores, strict=True):
             row = row[None].clone()
@@ -120,12 +120,12 @@ class ProbsFromLogits:
         return torch.cat(rows)
 
     def __call__(self, logits: Tensor, paths: Paths) -> Tensor:
-        """Laws, fp32 ``[N, V]``."""
+        """Probabilities, fp32 ``[N, V]``."""
         return self.scores(logits, paths).softmax(-1)
 
 
 class Stream(IntEnum):
-    """What a derived seed is for."""
+    """The purpose of a derived seed."""
 
     LEVEL = 0
     ROW = 1
@@ -133,14 +133,14 @@ class Stream(IntEnum):
 
 
 def derived(seed: int, stream: Stream, number: int) -> int:
-    """A seed of 63 bits for one of several generators, independent of those for any other arguments.
+    """A seed of 63 bits for one of several generators, independent of the seeds for any other arguments.
 
-    Sums such as ``seed + number`` would give the same draws for neighbours of both; this is a hash
-    (numpy's ``SeedSequence``).
+    It is a hash (numpy's ``SeedSequence``); sums such as ``seed + number`` would give seed 1, number 2 and
+    seed 2, number 1 the same draws.
 
     Args:
         seed: of 64 bits, signed or not.
-        stream, number: which generator of those that start from ``seed``.
+        stream, number: which of the generators derived from ``seed``.
     """
     sequence = np.random.SeedSequence(seed % 2**64, spawn_key=(stream, number))
     return int(sequence.generate_state(1, np.uint64)[0] >> 1)

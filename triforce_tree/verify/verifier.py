@@ -1,4 +1,4 @@
-"""A model that judges token trees over some KV slots: one forward, then acceptance."""
+"""Verification of token trees by a model over a KV view: one forward, then acceptance."""
 
 from collections.abc import Callable
 from functools import partial
@@ -17,13 +17,14 @@ from triforce_tree.verify.probs import DeviceProbs
 
 
 class Verdict(NamedTuple):
-    """On the trees of a batch.
+    """The result of verifying the trees of a batch.
 
     Attributes:
         path: int64 ``[B, D + 1]``, accepted nodes from the root on, -1 after the last.
-        counts: int64 ``[B]``, how many these are, and how many tokens are emitted.
-        emitted: int64 ``[B, D + 1]``: tokens of the accepted nodes but the root, and the one after them.
-        scores: fp32 ``[B, N, V]`` of all nodes that were judged, distributions where tokens are sampled.
+        counts: int64 ``[B]``, accepted nodes, root included; as many tokens are emitted.
+        emitted: int64 ``[B, D + 1]``, the accepted tokens without the root, then the token that the model
+            adds: the bonus token, or one drawn from the residual.
+        scores: fp32 ``[B, N, V]`` of all verified nodes: probabilities, or processed logits if greedy.
     """
 
     path: Tensor
@@ -33,17 +34,17 @@ class Verdict(NamedTuple):
 
 
 class Verifier:
-    """A model that judges trees over some KV slots: one forward, then acceptance.
+    """Verifies token trees with a model: one forward, then acceptance.
 
     Args:
-        model: which one.
-        to_probs: logits to distributions.
-        texts: what is judged.
-        nodes: of a tree.
+        model: the target, or the target over the retrieval view.
+        to_probs: logits to probabilities.
+        state: the sequences.
+        nodes: most nodes of a tree.
         vocabulary: V.
 
     Attributes:
-        verdict: the last one.
+        verdict: of the last verification.
     """
 
     def __init__(
@@ -56,38 +57,40 @@ class Verifier:
         self._logits: Tensor
 
     def steps(self, forward: Callable[[], None], judge: Callable[[], None], view: KVView) -> list[Step]:
-        """A stage that calls :meth:`forward` over ``view`` in its first part, :meth:`judge` in its second."""
+        """The steps of a stage that calls :meth:`forward` over ``view`` first, then :meth:`judge`."""
         capturable = self.model.capturable and view.capturable
-        # Logits of a direct forward are at another address each time.
-        alone = self.to_probs.capturable and self.noise.capturable
-        return [Step(forward, capturable), Step(judge, capturable and alone)]
+        # The logits of a forward that is not captured have another address each time.
+        judge_capturable = self.to_probs.capturable and self.noise.capturable
+        return [Step(forward, capturable), Step(judge, capturable and judge_capturable)]
 
-    def forward(self, tree: TokenTree, root: Tensor, view: KVView, words: Tensor | None) -> None:
-        """Logits of all nodes, or, where shapes may change, of all up to the last slot that is taken.
+    def forward(self, tree: TokenTree, root: Tensor, view: KVView, mask_words: Tensor | None) -> None:
+        """Compute the logits of all nodes, or, if the view is resizable, up to the last used node.
 
         Args:
-            tree: to verify; its root stands at ``root`` in each text.
-            words: masks where they change.
+            tree: to verify.
+            root: int64 ``[B]``, the position of its root in each sequence.
+            view: keys and values that the model attends to.
+            mask_words: the tree's masks if they change from tree to tree; None for the view's fixed mask.
         """
         if view.resizable:
-            tree = tree.first(tree.taken)
-            words = words[:, : tree.nodes] if words is not None else None
-        view.begin(root, words)
+            tree = tree.first(tree.used_nodes)
+            mask_words = mask_words[:, : tree.nodes] if mask_words is not None else None
+        view.begin(root, mask_words)
         self._logits = self.model(tree.tokens.clamp_min(0), root[:, None] + tree.depths, view)
 
     def judge(self, tree: TokenTree, root: Tensor) -> Verdict:
-        """Which nodes are accepted, and what follows them, by the logits of the last forward."""
+        """Accept nodes, and draw the token after them, by the logits of the last forward."""
         tree = tree.first(self._logits.shape[1])
         depth, paths = tree.depth, partial(tree.paths, self.state, root)
         if self.to_probs.greedy:
             p = self.to_probs.scores(self._logits, paths)
             top, best = p.max(-1)
-            # NaN counts as the largest of all, and spreads over a whole law.
-            self.state.check(top)
+            # max returns NaN if any logit is NaN; softmax makes the whole distribution NaN.
+            self.state.check_nan(top)
             path, count, last = step.accept_greedy(tree.tokens, tree.parents, best, depth)
         else:
             p = self.to_probs(self._logits, paths)
-            self.state.check(p[..., 0])
+            self.state.check_nan(p[..., 0])
             path, count, last = self.noise.accept_tree(
                 tree.tokens, tree.parents, p, tree.probs, tree.probs_rows, depth
             )

@@ -27,7 +27,7 @@ from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.step_model import StepModel
 from triforce_tree.runtime.executor import free_memory
 from triforce_tree.runtime.stats import LevelStats
-from triforce_tree.trees.device_shapes import Extent
+from triforce_tree.trees.device_shapes import PassLimits
 from triforce_tree.verify.sampling import ProbsFromLogits
 
 Prompts = Sequence[Sequence[int]]
@@ -106,7 +106,7 @@ class Bench:
         if old is not None and old.batch == batch and old.max_seq_len >= max_seq_len and old.serves(config):
             old.config = config
         else:
-            rows = max_seq_len + Extent.of(config, levels).scratch_slots
+            rows = max_seq_len + PassLimits.of(config, levels).scratch_slots
             kept = old.store if old is not None and old.batch == batch and old.store.rows >= rows else None
             self._program = old = None
             free_memory()
@@ -258,7 +258,7 @@ class Bench:
             program.run(name, generator)
             marks.add()
             if (at + 1) % len(one_pass) == 0:
-                program.state.gathered.zero_()
+                program.state.retrieval_emitted.zero_()
         found: dict[str, list[float]] = {}
         for name, ms in zip(names, marks.intervals(), strict=True):
             found.setdefault(name, []).append(ms)
@@ -288,7 +288,7 @@ def rounds_per_pass(program: DecodingProgram, levels: Sequence[LevelStats]) -> f
     """Trees that level 0 grew for each pass of level 2; 0 after plain decoding."""
     if program.drafter is None:
         return 0.0
-    depth = Extent.of(program.config, program.levels).depth
+    depth = PassLimits.of(program.config, program.levels).depth
     return levels[0].forwards / depth / levels[-1].forwards
 
 

@@ -295,8 +295,8 @@ class OffloadBench:
                 found.setdefault(name, []).append(1e3 * seconds)
                 if name == "retrieval_refresh" and program.gathered_view is not None:
                     exchanged.append(float(program.gathered_view.exchanged.float().mean()))
-            program.committed([row[0] for row in program.state.report().tolist()])
-            program.state.gathered.zero_()
+            program.committed([row[0] for row in program.state.pass_results().tolist()])
+            program.state.retrieval_emitted.zero_()
         result = {name: statistics.median(times) for name, times in found.items()}
         if exchanged:
             result["exchanged chunks a head"] = statistics.fmean(exchanged)

@@ -131,9 +131,9 @@ def test_plain_and_verifying_passes_alternate() -> None:
             program.run("draft", generator)
             program.run("retrieval_refresh", generator)
         program.run(stage, generator)
-        report = program.state.report().tolist()
+        report = program.state.pass_results().tolist()
         program.committed([row[0] for row in report])
-        program.state.gathered.zero_()
+        program.state.retrieval_emitted.zero_()
         for tokens, (count, _, _, _, *emitted) in zip(new, report, strict=True):
             tokens += emitted[:count]
     assert new == references(PROMPTS[:2], [len(tokens) for tokens in new])

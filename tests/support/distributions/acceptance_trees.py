@@ -1,4 +1,4 @@
-"""Small trees through the definition of acceptance, with every draw enumerated."""
+"""Acceptance of small trees by its definition, with every draw enumerated."""
 
 import zlib
 from collections.abc import Sequence
@@ -12,12 +12,12 @@ from torch import Tensor
 from triforce_tree.kernels.step.accept import accept_drawn
 
 DRAWN = None
-"""In place of a token: drawn from the row of q that its parent names, without replacement."""
+"""Stands for a token that is drawn, without replacement, from the row of q of its parent."""
 
 
 @dataclass(frozen=True)
 class Tree:
-    """``rows``: the row of q that each node's children are drawn from; -1: they are deterministic."""
+    """``rows``: the row of q that each node's children are drawn from; -1 if they are deterministic."""
 
     tokens: Sequence[int | None]
     parents: Sequence[int]
@@ -25,13 +25,13 @@ class Tree:
 
 
 def probs_of(path: Sequence[int], vocabulary: int = 3, seed: int = 1) -> Tensor:
-    """Probabilities ``[V]`` after these tokens, pseudo-random and always the same."""
+    """Pseudo-random probabilities ``[V]`` after these tokens, the same in every call."""
     generator = torch.Generator().manual_seed(zlib.crc32(repr((seed, tuple(path))).encode()))
     return (1.5 * torch.randn(vocabulary, generator=generator)).softmax(-1)
 
 
 def grown(tree: Tree, q: Tensor, walk: Walk) -> list[int]:
-    """Its tokens."""
+    """The tokens of the tree, with those drawn that are ``DRAWN``."""
     tokens = list(tree.tokens)
     for parent, row in enumerate(tree.rows):
         children = [i for i, above in enumerate(tree.parents) if above == parent]
@@ -45,7 +45,7 @@ def grown(tree: Tree, q: Tensor, walk: Walk) -> list[int]:
 def accepted(
     tokens: Sequence[int], tree: Tree, p: Tensor, q: Tensor, walk: Walk
 ) -> tuple[tuple[int, ...], int]:
-    """The accepted nodes, and the token after them; ``p`` ``[N, V]`` and ``q`` ``[M, V]``."""
+    """The accepted nodes, and the token after them; ``p`` is ``[N, V]`` and ``q`` ``[M, V]``."""
     path, count, following = accept_drawn(
         WalkDraws([walk]),
         torch.tensor([list(tokens)]),

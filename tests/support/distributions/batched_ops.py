@@ -1,4 +1,4 @@
-"""Batched stand-ins for ops whose references loop over sequences in Python, for batches of many texts."""
+"""Vectorised versions of ops whose definitions loop over sequences in Python, for large batches."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from triforce_tree.models.hf_model import HFModel
 
 
 def use_batched_ops(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention, row moves and acceptance of a whole batch at once, for statistics over many short texts."""
+    """Vectorised attention, moves of KV slots and acceptance, for statistics over many short sequences."""
     monkeypatch.setattr(step, "accept_tree", accept_tree)
     monkeypatch.setattr(step, "append_kv", append_kv)
     monkeypatch.setattr(step, "move_kv", move_kv)
@@ -22,40 +22,40 @@ def use_batched_ops(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def prefill_alike(program: DecodingProgram, prompt: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """``program.prefill`` of one prompt for the whole batch, computed once."""
-    one = program_module.prefill
+    """``program.prefill`` of one prompt for the whole batch, computed once and copied."""
+    prefill = program_module.prefill
 
-    def first_alone(model: HFModel, store, sequence: int, *rest) -> None:
+    def prefill_first(model: HFModel, store, sequence: int, *rest) -> None:
         if sequence == 0:
-            one(model, store, sequence, *rest)
+            prefill(model, store, sequence, *rest)
             store.kv[:, :, 1:] = store.kv[:, :, :1]
 
-    monkeypatch.setattr(program_module, "prefill", first_alone)
+    monkeypatch.setattr(program_module, "prefill", prefill_first)
     share_windows(monkeypatch)
     program.prefill([prompt] * program.batch)
 
 
 def share_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draft windows are computed for the first sequence and copied: for equal texts only."""
-    feed = TreeDrafter._feed
+    """Compute draft windows for the first sequence and copy them: for equal sequences only."""
+    prefill = TreeDrafter._prefill
 
-    def first_alone(self: TreeDrafter, b: int, tokens: list[int]) -> None:
+    def prefill_first(self: TreeDrafter, b: int, tokens: list[int]) -> None:
         if b == 0:
-            feed(self, b, tokens)
+            prefill(self, b, tokens)
             self.store.kv[:, :, 1:] = self.store.kv[:, :, :1]
 
-    monkeypatch.setattr(TreeDrafter, "_feed", first_alone)
+    monkeypatch.setattr(TreeDrafter, "_prefill", prefill_first)
 
 
 def append_kv(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tensor, ring: int = 0) -> None:
     """``step.append_kv`` where all rows fit."""
     assert not ring
     batch, heads, rows, dim = k.shape
-    at = start[:, None] + torch.arange(rows)
-    assert int(at.max()) < k_cache.shape[2]
-    at = at[:, None, :, None].expand(batch, heads, rows, dim)
-    k_cache.scatter_(2, at, k)
-    v_cache.scatter_(2, at, v)
+    slots = start[:, None] + torch.arange(rows)
+    assert int(slots.max()) < k_cache.shape[2]
+    slots = slots[:, None, :, None].expand(batch, heads, rows, dim)
+    k_cache.scatter_(2, slots, k)
+    v_cache.scatter_(2, slots, v)
 
 
 def move_kv(rows: Tensor, index: Tensor, start: Tensor, ring: int = 0) -> None:
@@ -81,7 +81,7 @@ def attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """``planned.run`` where all sequences have as many queries, and a tail of at most 64 rows."""
+    """``planned.run`` if all sequences have equally many queries, and a tail of at most 64 KV slots."""
     assert first is None
     assert softcap is None
     assert sinks is None
@@ -92,13 +92,13 @@ def attention(
     tail = int(plan.segments[2, 0])
     packed = q.view(batch, -1, kv, plan.heads.group, dim)  # [B, T, H_kv, G, D]
     scores = torch.einsum("btkgd,bksd->bkgts", packed, k) * scale
-    place = torch.arange(rows) - plan.lengths.long()[:, None]  # [B, S], 0 where the tail begins
-    words = plan.mask.view(batch, -1, 1)
-    bits = (words >> place.clamp(0, 63)[:, None]) & 1  # [B, T, S]
-    seen = (place < 0)[:, None] | ((place < tail)[:, None] & bits.bool())
-    weights = scores.masked_fill(~seen[:, None, None], -torch.inf).softmax(-1)
-    anyone = (place < tail)[:, None, :, None]
-    out = torch.einsum("bkgts,bksd->btkgd", weights, v.masked_fill(~anyone, 0.0))
+    offset = torch.arange(rows) - plan.lengths.long()[:, None]  # [B, S], 0 at the first slot of the tail
+    mask_words = plan.mask.view(batch, -1, 1)
+    bits = (mask_words >> offset.clamp(0, 63)[:, None]) & 1  # [B, T, S]
+    visible = (offset < 0)[:, None] | ((offset < tail)[:, None] & bits.bool())
+    weights = scores.masked_fill(~visible[:, None, None], -torch.inf).softmax(-1)
+    valid = (offset < tail)[:, None, :, None]
+    out = torch.einsum("bkgts,bksd->btkgd", weights, v.masked_fill(~valid, 0.0))
     return out.reshape(q.shape)
 
 
@@ -112,40 +112,41 @@ def accept_tree(
     exponential: Tensor,
     depth: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``step.accept_tree`` in one walk over all nodes: children follow their parents."""
+    """``step.accept_tree`` in one pass over all nodes, since children come after their parents."""
     batch, nodes = tokens.shape
     every = torch.arange(batch)
     node, count = torch.zeros_like(tokens[:, 0]), torch.ones_like(tokens[:, 0])
     path = torch.full((batch, depth + 1), -1)
     path[:, 0] = 0
-    # Children proposed deterministically have a draft law of ones, whose refused tokens become zeros.
+    # Deterministic children have draft probabilities of one, which become zero for rejected tokens.
     q = torch.cat([q, torch.ones_like(p[:, :1])] if q.shape[1] else [torch.ones_like(p[:, :1])], 1)
     q_rows = torch.where(q_rows == -1, q.shape[1] - 1, q_rows.clamp(0, q.shape[1] - 1))
-    to_probs, row = p[:, 0], q_rows[:, 0]
+    target, row = p[:, 0], q_rows[:, 0]
     draft = q[every, row]
     for child in range(1, nodes):
         x = tokens[:, child].clamp_min(0)[:, None]
         chance = draft.gather(1, x)[:, 0]
         judged = (parents[:, child] == node) & (tokens[:, child] >= 0) & (count <= depth) & (chance > 0)
-        taken = judged & (uniforms[:, child] < to_probs.gather(1, x)[:, 0] / chance)
-        refused, fixed = (judged & ~taken)[:, None], (row == q.shape[1] - 1)[:, None]
-        left = torch.where(fixed, to_probs.scatter(1, x, 0.0), (to_probs - draft).clamp_min(0))
-        to_probs = torch.where(refused, normalised(left, to_probs), to_probs)
+        accepted = judged & (uniforms[:, child] < target.gather(1, x)[:, 0] / chance)
+        rejected, fixed = (judged & ~accepted)[:, None], (row == q.shape[1] - 1)[:, None]
+        residual = torch.where(fixed, target.scatter(1, x, 0.0), (target - draft).clamp_min(0))
+        target = torch.where(rejected, normalised(residual, target), target)
         rest = without(draft, x)
-        draft = torch.where(refused, torch.where(fixed, rest, normalised(rest, rest)), draft)
-        to_probs = torch.where(taken[:, None], p[:, child], to_probs)
-        row = torch.where(taken, q_rows[:, child], row)
-        draft = torch.where(taken[:, None], q[every, row], draft)
-        path[every[taken], count[taken]] = child
-        node, count = torch.where(taken, child, node), count + taken
-    return path, count, torch.where(to_probs > 0, to_probs / exponential, 0.0).argmax(1)
+        draft = torch.where(rejected, torch.where(fixed, rest, normalised(rest, rest)), draft)
+        target = torch.where(accepted[:, None], p[:, child], target)
+        row = torch.where(accepted, q_rows[:, child], row)
+        draft = torch.where(accepted[:, None], q[every, row], draft)
+        path[every[accepted], count[accepted]] = child
+        node, count = torch.where(accepted, child, node), count + accepted
+    return path, count, torch.where(target > 0, target / exponential, 0.0).argmax(1)
 
 
 def without(probs: Tensor, tokens: Tensor) -> Tensor:
-    """Laws ``[B, V]`` in which tokens ``[B, 1]`` have no probability, not normalised."""
+    """``probs`` ``[B, V]`` with those of tokens ``[B, 1]`` set to 0, not normalised."""
     return probs.scatter(1, tokens, 0.0)
 
 
 def normalised(masses: Tensor, otherwise: Tensor) -> Tensor:
+    """``masses`` ``[B, V]`` divided by their sums; rows of ``otherwise`` for sums of 0."""
     total = masses.sum(1, keepdim=True)
     return torch.where(total > 0, masses / total, otherwise)

@@ -1,4 +1,4 @@
-"""Noise whose decisions are enumerated: the ops' own definitions, deciding as scripts say."""
+"""Noise whose decisions are enumerated: the definitions of the ops, with decisions from scripts."""
 
 import torch
 from enumeration import Walk
@@ -9,14 +9,14 @@ from triforce_tree.verify.noise import Noise, NoiseFactory
 
 
 class WalkDraws:
-    """The decisions of one op for a batch: each sequence follows a walk of its own."""
+    """The decisions of one op for a batch; each sequence follows its own walk."""
 
     def __init__(self, walks: list[Walk]) -> None:
         self.walks = walks
 
     def accept(self, chance: Tensor, *place: int) -> bool:
-        sure = min(1.0, float(chance)) if chance > 0 else 0.0
-        return self.walks[place[0]].branch([1 - sure, sure]) == 1
+        probability = min(1.0, float(chance)) if chance > 0 else 0.0
+        return self.walks[place[0]].branch([1 - probability, probability]) == 1
 
     def choose(self, weights: Tensor, *place: int) -> Tensor:
         if place:
@@ -40,7 +40,7 @@ class WalkDraws:
 
 
 class CraftedDraws(WalkDraws):
-    """Random numbers by which an op must decide as its walks do.
+    """Random numbers with which an op must make the decisions of the walks.
 
     Attributes:
         exponential: fp32 ``[B, rows, V]``, or ``[B, V]`` for ``accept_tree``.
@@ -49,7 +49,7 @@ class CraftedDraws(WalkDraws):
 
     def __init__(self, walks: list[Walk], exponential: Tensor, uniform: Tensor | None = None) -> None:
         super().__init__(walks)
-        # What is drawn comes before what is not, and never loses for being less probable.
+        # Drawn tokens get small numbers and all others huge ones, so probabilities do not change the order.
         self.exponential, self.uniform = torch.full_like(exponential, _LATE), uniform
 
     def accept(self, chance: Tensor, *place: int) -> bool:
@@ -74,12 +74,12 @@ _LATE, _BELOW_ONE = 1e30, 1 - 2**-24
 
 
 class EnumeratedNoise(Noise):
-    """Decides by the definitions of the ops, which ask the walks.
+    """Runs the definitions of the ops with the decisions of the walks.
 
     Args:
-        walks: one for each sequence; the list is read anew at every decision.
-        operators: also craft the random numbers by which the operators must decide alike, run these, and
-            compare. On a GPU the operators are the Triton kernels.
+        walks: one for each sequence; the list is read again at every decision.
+        operators: also run the operators, with random numbers crafted to give the same decisions, and compare
+            the results. On a GPU the operators are the Triton kernels.
     """
 
     capturable = False
@@ -142,7 +142,7 @@ class EnumeratedNoise(Noise):
 
 
 def _equal(decided: tuple[Tensor, ...], made: tuple[Tensor, ...]) -> None:
-    """The operators decide as the definitions do; probabilities may round otherwise."""
+    """Check that operators decide as the definitions do; probabilities may differ by rounding."""
     for a, b in zip(decided, made, strict=True):
         torch.testing.assert_close(b.cpu(), a, rtol=1e-5, atol=1e-7)
 
@@ -150,7 +150,7 @@ def _equal(decided: tuple[Tensor, ...], made: tuple[Tensor, ...]) -> None:
 def enumerated(
     walks: list[Walk], operators: bool = False, noise: type[EnumeratedNoise] = EnumeratedNoise
 ) -> NoiseFactory:
-    """A factory of :class:`EnumeratedNoise` over the same walks, for a whole cycle."""
+    """A factory of :class:`EnumeratedNoise` over the same walks, for all stages of a program."""
 
     def make(batch: int, rows: int, vocabulary: int, uniforms: int, device: torch.device) -> Noise:
         return noise(walks, operators, batch, rows, vocabulary, uniforms, device)

@@ -1,34 +1,34 @@
 """The exact distribution of a computation that draws: every outcome, with its probability.
 
 Each draw is a branching of a decision tree, and the computation is run once for every leaf of it. A
-:class:`Walk` is one run: it follows a script of choices and takes the first outcome wherever the script ends.
+:class:`Walk` is one run: it follows a script of choices, and takes the first outcome after its end.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
-import torch
+from scipy.stats import chisquare
 from torch import Tensor
 
 Result = TypeVar("Result")
-Law = dict[tuple[int, ...], float]
+Distribution = dict[tuple[int, ...], float]
 # At each branching: which of the possible outcomes is taken, and how many there are.
 Script = tuple[tuple[int, int], ...]
 
-# Outcomes less likely than this come from rounding in fp32; leaving one out costs its mass at most.
+# Outcomes less probable than this come from rounding in fp32; leaving one out changes a result by its mass.
 DUST = 1e-7
-# What rounding may leave between two distributions that are equal.
+# The distance that rounding may cause between equal distributions.
 NOISE = 1e-6
 
 
 class Walk:
-    """Takes the branches that ``script`` names, then first ones; notes what else was possible.
+    """Takes the branches that ``script`` names, then first ones; records the number of alternatives.
 
     Attributes:
-        trace: the script of this run, as far as it has come.
+        trace: the script of this run so far.
         probability: of all choices so far.
-        over: nothing that is still drawn has a part in the result; first outcomes are taken, and not noted.
+        over: whether later draws do not affect the result; then first outcomes are taken, and not recorded.
     """
 
     def __init__(self, script: Script = ()) -> None:
@@ -52,7 +52,7 @@ class Walk:
         return possible[choice]
 
     def alternatives(self) -> Iterator[Script]:
-        """Scripts of the runs that part from this one behind its own script."""
+        """Scripts of the runs that differ from this one after its own script."""
         for at in range(len(self.script), len(self.trace)):
             _, choices = self.trace[at]
             for other in range(1, choices):
@@ -63,8 +63,8 @@ class EnumeratingRandom(Walk):
     """A walk that draws from given probabilities."""
 
     def accept(self, probability: float) -> bool:
-        sure = min(1.0, probability)
-        return self.branch([1 - sure, sure]) == 1
+        probability = min(1.0, probability)
+        return self.branch([1 - probability, probability]) == 1
 
     def choose(self, weights: Tensor) -> int:
         return self.branch(weights.tolist())
@@ -84,7 +84,7 @@ class EnumeratingRandom(Walk):
 def outcomes(
     run: Callable[[EnumeratingRandom], Result], limit: int = 20_000
 ) -> Iterator[tuple[Result, float]]:
-    """(result, probability) of every way that ``run`` can go, at most ``limit`` of them."""
+    """(result, probability) of every run of ``run``, at most ``limit`` of them."""
     scripts: list[Script] = [()]
     for _ in range(limit):
         random = EnumeratingRandom(scripts.pop())
@@ -95,7 +95,7 @@ def outcomes(
     raise RuntimeError(f"more than {limit} outcomes; make the case smaller")
 
 
-def exact_law(run: Callable[[EnumeratingRandom], Sequence[int]]) -> Law:
+def exact_distribution(run: Callable[[EnumeratingRandom], Sequence[int]]) -> Distribution:
     """Probability of every result of ``run``."""
     return summed((tuple(result), chance) for result, chance in outcomes(run))
 
@@ -104,20 +104,20 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def summed(pairs: Iterable[tuple[Key, float]]) -> dict[Key, float]:
-    """Masses of equal keys put together."""
+    """The sum of the probabilities of equal keys."""
     probs: dict[Key, float] = defaultdict(float)
     for key, chance in pairs:
         probs[key] += chance
     return dict(probs)
 
 
-def total_variation(a: Law, b: Law) -> float:
-    """Half the L1 distance; missing mass counts."""
+def total_variation(a: Distribution, b: Distribution) -> float:
+    """Half the L1 distance; missing probability mass counts."""
     return sum(abs(a.get(key, 0.0) - b.get(key, 0.0)) for key in {*a, *b}) / 2
 
 
 def chi_square_p(counts: dict[Hashable, int], probs: dict[Hashable, float]) -> float:
-    """Chance of counts at least as far from ``probs``; rare outcomes share a bin."""
+    """The p-value of Pearson's chi-square test of ``counts`` against ``probs``; rare outcomes share a bin."""
     assert counts.keys() <= {key for key, chance in probs.items() if chance > 0}, "impossible outcomes"
     total = sum(counts.values())
     pairs = [(counts.get(key, 0), chance * total) for key, chance in probs.items() if chance > 0]
@@ -125,13 +125,11 @@ def chi_square_p(counts: dict[Hashable, int], probs: dict[Hashable, float]) -> f
     rare = [pair for pair in pairs if pair[1] < 5]
     if rare:
         bins.append((sum(seen for seen, _ in rare), sum(mean for _, mean in rare)))
-    x = sum((seen - mean) ** 2 / mean for seen, mean in bins)
-    half = torch.tensor([(len(bins) - 1) / 2, x / 2], dtype=torch.float64)
-    return float(torch.special.gammaincc(half[0], half[1]))
+    return float(chisquare(*zip(*bins, strict=True)).pvalue)
 
 
 def _without(probs: Tensor, token: int) -> Tensor | None:
-    """The distribution ``[V]`` of another outcome than ``token``; None where there is none."""
+    """The distribution ``[V]`` without ``token``, renormalised; None if nothing is left."""
     left = probs.clone()
     left[token] = 0
     total = left.sum()

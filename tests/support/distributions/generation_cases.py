@@ -1,4 +1,4 @@
-"""Generations that are small enough to enumerate, for the tests and for ``scripts/checks/check_laws.py``."""
+"""Generations that are small enough to enumerate, for tests and ``scripts/checks/check_distributions.py``."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from typing import Any
 
 from enumeration import total_variation
 from families import perturbed, prompt_of
-from generation_laws import Generations, stranger, target_law
+from generation_distributions import Generations, stranger, target_distribution
 from own_drafters import FixedSiblings, FixedThenDrawn, TableDraws
 from transformers import (
     LogitsProcessorList,
@@ -29,13 +29,14 @@ class Case:
         levels: 1, 2 or 3.
         vocabulary: tokens.
         tokens: new tokens.
-        passes: of level 2, see ``Generations.to_probs``.
+        passes: of level 2, see ``Generations.distribution``.
         options: of ``HierarchyConfig``.
         processors: of the logits.
         layers: of the target.
-        plan: rounds of drafting before each pass of level 2; empty for those that the options say.
+        plan: draft rounds before each pass of level 2; empty for those of the options.
         drafter: makes level 0; None for a model.
-        likeness: the draft is the target with weights off by so much of their size; None: a stranger.
+        likeness: relative perturbation of the target's weights that makes the draft; None for an unrelated
+            draft.
     """
 
     levels: int
@@ -55,11 +56,11 @@ class Case:
 
     @property
     def prompt(self) -> list[int]:
-        """Longer than every cache but the full one."""
+        """A prompt that is longer than every cache but the full one."""
         return prompt_of(41, self.vocabulary)
 
     def generations(self, device: str = "cpu", **how: Any) -> Generations:
-        """``how``: arguments of :class:`Generations` beside those of the case."""
+        """The case's :class:`Generations`; ``how``: its other arguments."""
         target = stranger(self.vocabulary, 0, self.layers)
         draft: Any
         if self.drafter is not None:
@@ -71,9 +72,10 @@ class Case:
         return Generations(target.to(device), draft, self.levels, self.prompt, **{**self.options, **how})
 
     def distance(self, generations: Generations) -> float:
-        """Total variation between what is generated and the target's own distribution."""
-        made = generations.to_probs(self.to_probs, self.tokens, self.passes, self.plan)
-        return total_variation(made, target_law(generations.target, self.to_probs, self.prompt, self.tokens))
+        """Total variation between the generated distribution and the target's own."""
+        made = generations.distribution(self.to_probs, self.tokens, self.passes, self.plan)
+        expected = target_distribution(generations.target, self.to_probs, self.prompt, self.tokens)
+        return total_variation(made, expected)
 
 
 def _chain(length: int) -> dict[str, Any]:
@@ -91,7 +93,7 @@ PROCESSORS: dict[str, tuple[Any, ...]] = {
     "top-p": (TOP_P,),
     "all": (HOT, TopKLogitsWarper(3), TopPLogitsWarper(0.9)),
 }
-LEAVES, BOTH = {"runner_ups": True}, {"tree": "chain:1", "runner_ups": True}
+BOTH = {"tree": "chain:1", "runner_ups": True}
 
 CASES: dict[str, Case] = {
     "plain": Case(1, 3, 2),
@@ -104,9 +106,9 @@ CASES: dict[str, Case] = {
     "static": Case(2, 3, 2, 1, _tree("static:0;1;0.0")),
     "static, deep": Case(2, 2, 4, 1, _tree("static:0;1;0.0;0.1;1.0;0.0.0")),
     "sequoia": Case(2, 3, 3, 1, _tree("sequoia:3x2")),
-    "live tree": Case(2, 3, 3, 1, _tree("best-first:2,2")),
-    "live tree, several passes": Case(2, 2, 3, None, _tree("best-first:2,2")),
-    "live tree, four tokens": Case(2, 4, 2, 1, _tree("best-first:2,1")),
+    "best-first": Case(2, 3, 3, 1, _tree("best-first:2,2")),
+    "best-first, several passes": Case(2, 2, 3, None, _tree("best-first:2,2")),
+    "best-first, four tokens": Case(2, 4, 2, 1, _tree("best-first:2,1")),
     # Level 1 between them.
     "hierarchy": Case(3, 3, 2, None, {**_chain(1), "refresh": 1}),
     "hierarchy, refresh 0": Case(3, 2, 3, 1, {**_chain(1), "refresh": 0, "rounds": 2}),
@@ -116,15 +118,15 @@ CASES: dict[str, Case] = {
     "hierarchy, four tokens": Case(3, 4, 2, 1, _chain(1)),
     "gamma 1": Case(3, 2, 2, None, {**_tree("static:0;1"), "gamma": 1}),
     "gamma 1, two layers": Case(3, 2, 2, None, {**_chain(2), "gamma": 1}, layers=2),
-    # With the runner-up beside every token of the chain.
+    # With a runner-up for every token of the chain.
     "runner-ups": Case(3, 3, 2, 1, {**BOTH}),
     "runner-ups, two layers, refresh 0": Case(3, 2, 2, None, {**BOTH, "refresh": 0, "gamma": 2}, layers=2),
     "runner-ups, two layers, refresh 2": Case(3, 2, 3, 1, {**BOTH, "refresh": 2, "rounds": 3}, layers=2),
     "runner-ups, chain": Case(3, 2, 2, None, {"tree": "chain:2", "runner_ups": True, "gamma": 2}, layers=2),
-    "runner-ups, live tree": Case(3, 2, 3, 1, {"tree": "best-first:2,2", "runner_ups": True, "gamma": 2}),
+    "runner-ups, best-first": Case(3, 2, 3, 1, {"tree": "best-first:2,2", "runner_ups": True, "gamma": 2}),
     "runner-ups, two rounds": Case(3, 2, 3, 1, {**BOTH, "refresh": 1, "rounds": 2}),
-    "gamma beyond the text": Case(3, 2, 2, 1, {**BOTH, "gamma": 4, "rounds": 2}),
-    # A draft that is often right, and a vocabulary of which few tokens are possible.
+    "gamma beyond the sequence": Case(3, 2, 2, 1, {**BOTH, "gamma": 4, "rounds": 2}),
+    # A draft that is often accepted, and a vocabulary of which few tokens have a probability above 0.
     "fifty tokens": Case(
         3,
         50,
@@ -134,7 +136,7 @@ CASES: dict[str, Case] = {
         (TemperatureLogitsWarper(1.3), TopKLogitsWarper(3)),
         likeness=0.1,
     ),
-    # Passes of level 2 alone between those with drafts.
+    # Autoregressive passes between those that verify drafts.
     "drafting off and on": Case(2, 2, 4, None, _chain(1), plan=(1, 0, 1, 0)),
     "hierarchy off and on": Case(3, 2, 3, None, {**BOTH, "gamma": 2}, plan=(0, 1, 0)),
     # Drafters without a model.
@@ -171,7 +173,7 @@ CASES: dict[str, Case] = {
         f"{name}, {how}": Case(levels, 4 if how == "all" else 3, 2, 1, options, processors)
         for how, processors in PROCESSORS.items()
         for name, levels, options in (
-            ("live tree", 2, _tree("best-first:2,1")),
+            ("best-first", 2, _tree("best-first:2,1")),
             ("hierarchy", 3, _tree("static:0;1")),
             ("runner-ups", 3, BOTH),
         )

@@ -1,8 +1,8 @@
-"""Batches of equal prompts through the device cycle, and how far their texts are from the target's law.
+"""Batches of equal prompts through a decoding program, and how far their tokens are from the target's probs.
 
-A thousand and more copies of one prompt are decoded side by side with draws of their own, and the joint law
-of their first three tokens is compared with the target's, computed from plain forwards. Draft and target are
-strangers, and the retrieval cache is a small part of the prompt.
+1,500 copies of one prompt are decoded in one batch with independent draws. The joint distribution of their
+first three tokens is compared with the target's, computed from plain forwards. Draft and target are
+unrelated, and the retrieval cache holds a small part of the prompt.
 """
 
 from collections import Counter
@@ -32,9 +32,9 @@ SOUND, FAULTY = 1e-4, 1e-6
 Warpers = tuple[object, ...]
 PLAIN: Warpers = (TemperatureLogitsWarper(1.0),)
 # levels, options
-CYCLES: dict[str, tuple[int, dict[str, object]]] = {
+PROGRAMS: dict[str, tuple[int, dict[str, object]]] = {
     "plain": (1, {}),
-    "live tree": (2, {"tree": "best-first:3,2"}),
+    "best-first": (2, {"tree": "best-first:3,2"}),
     "hierarchy, runner-ups": (3, {"tree": "best-first:3,2", "runner_ups": True}),
     "hierarchy, chain": (3, {"tree": "chain:1", "runner_ups": True}),
 }
@@ -67,8 +67,8 @@ def with_warpers(warpers: Warpers) -> ProbsFromLogits:
 
 @cache
 def prepared(name: str) -> DecodingProgram:
-    """A cycle that holds the prompt's rows, for all tests of its kind."""
-    levels, options = CYCLES[name]
+    """A program that holds the prompt's keys and values, for all tests of its kind."""
+    levels, options = PROGRAMS[name]
     program = program_of(target(), stranger(3), levels, BATCH, max_seq_len=64, **{**SMALL, **options})
     with pytest.MonkeyPatch.context() as patch:
         use_batched_ops(patch)
@@ -83,27 +83,31 @@ def _logits(prompt: tuple[int, ...]) -> list[Tensor]:
     result = []
     for n in range(TOKENS):
         more = torch.cartesian_prod(*[torch.arange(VOCABULARY)] * n).view(-1, n) if n else torch.empty(1, 0)
-        texts = torch.cat([torch.tensor(prompt).expand(VOCABULARY**n, -1), more.long()], 1)
-        result.append(target()(texts, use_cache=False).logits[:, -1])
+        sequences = torch.cat([torch.tensor(prompt).expand(VOCABULARY**n, -1), more.long()], 1)
+        result.append(target()(sequences, use_cache=False).logits[:, -1])
     return result
 
 
-def exact_law(warpers: Warpers, prompt: tuple[int, ...] = tuple(PROMPT)) -> dict[tuple[int, ...], float]:
-    """The target's joint law of the next ``TOKENS`` tokens."""
+def exact_distribution(
+    warpers: Warpers, prompt: tuple[int, ...] = tuple(PROMPT)
+) -> dict[tuple[int, ...], float]:
+    """The target's joint distribution of the next ``TOKENS`` tokens."""
     to_probs = with_warpers(warpers)
     joint = torch.ones(1, dtype=torch.float64)
     for logits in _logits(prompt):
         joint = (joint[:, None] * to_probs.scores(logits, list).double().softmax(-1)).flatten()
-    places = torch.cartesian_prod(*[torch.arange(VOCABULARY)] * TOKENS).tolist()
-    return {tuple(tokens): chance for tokens, chance in zip(places, joint.tolist(), strict=True) if chance}
+    continuations = torch.cartesian_prod(*[torch.arange(VOCABULARY)] * TOKENS).tolist()
+    return {
+        tuple(tokens): chance for tokens, chance in zip(continuations, joint.tolist(), strict=True) if chance
+    }
 
 
 def sampled(name: str, warpers: Warpers = PLAIN, seed: int = 0) -> tuple[float, list[LevelStats]]:
-    """p-value of one batch's joint law of ``TOKENS`` tokens, 0 if something impossible came; statistics."""
+    """The p-value of one batch's first ``TOKENS`` tokens, 0 if one has probability 0; statistics."""
     program = prepared(name)
-    texts, decoder = decoded(
+    sequences, decoder = decoded(
         program, [PROMPT] * BATCH, [TOKENS] * BATCH, with_warpers(warpers), seed, again=True
     )
-    counts = Counter(tuple(text) for text in texts)
-    exact = exact_law(warpers)
+    counts = Counter(tuple(sequence) for sequence in sequences)
+    exact = exact_distribution(warpers)
     return 0.0 if counts.keys() - exact.keys() else chi_square_p(counts, exact), decoder.levels

@@ -1,4 +1,4 @@
-"""A fault that checks must find: proposals are accepted unseen."""
+"""A fault that checks must find: proposals are accepted without verification."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from triforce_tree.kernels import step
 
 
 def accept_all_proposals(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first child of every node is accepted, as if it were the target's choice."""
+    """Accept the first child of every node, as if it were the target's choice."""
     monkeypatch.setattr(step, "accept_greedy", _accept_first_children)
 
 

@@ -160,7 +160,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
     def with_stream(copies: copy_stream.CopyStream, device: torch.device) -> None:
         copies.device, copies.stream = device, Stream(watch)
 
-    attend, report = HostAttention._attend, SequenceState.report
+    attend, report = HostAttention._attend, SequenceState.pass_results
 
     def in_its_copy_stream(attention: HostAttention, *args: Any) -> None:
         with attention._copy_stream.as_current():
@@ -174,7 +174,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
     with monkeypatch.context() as patch, watch:
         patch.setattr(copy_stream.CopyStream, "__init__", with_stream)
         patch.setattr(HostAttention, "_attend", in_its_copy_stream)
-        patch.setattr(SequenceState, "report", synchronized)
+        patch.setattr(SequenceState, "pass_results", synchronized)
         patch.setattr(torch.cuda, "Event", lambda: Event(watch))
         patch.setattr(torch.cuda, "stream", watch.inside)
         patch.setattr(torch.cuda, "current_stream", lambda _: watch.current[-1])

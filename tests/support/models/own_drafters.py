@@ -1,4 +1,4 @@
-"""Drafters of a user's own, by the contract of ``drafters.base.Drafter`` alone: no model is asked."""
+"""Custom drafters without a model, which use nothing but the protocol ``drafters.base.Drafter``."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -14,11 +14,11 @@ from triforce_tree.verify.probs import Sampler
 
 
 class OwnDrafter:
-    """What the drafters here share.
+    """The base of the drafters here: fills the tree depth by depth.
 
     Args:
         tree: a static shape.
-        vocabulary: tokens.
+        vocabulary: number of tokens.
     """
 
     name = "own"
@@ -33,14 +33,14 @@ class OwnDrafter:
         assert self.shape.places is not None
         starts = [0, *accumulate(self.shape.widths, initial=1)]
         self.frontiers = [slice(a, b) for a, b in pairwise(starts)]
-        # Any logits of the next token, by the one before it.
+        # Arbitrary logits of the next token, by the one before it.
         self.table = torch.randn(vocabulary, vocabulary, generator=torch.Generator().manual_seed(5))
 
     def bind(self, state: SequenceState) -> None: ...
 
-    def start(self, texts: Sequence[Sequence[int]]) -> None: ...
+    def start(self, sequences: Sequence[Sequence[int]]) -> None: ...
 
-    def prepare(self, texts: Sequence[Sequence[int] | None], resumed: bool) -> None: ...
+    def prepare(self, sequences: Sequence[Sequence[int] | None], resumed: bool) -> None: ...
 
     def propose(self, state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:
         tree.tokens[:, 0] = state.newest
@@ -51,25 +51,25 @@ class OwnDrafter:
         """Write the nodes at ``depth + 1``."""
         raise NotImplementedError
 
-    def fixed(self, depth: int, tree: TokenTree) -> None:
-        """Children that follow from the tokens above them; one of them may stand there twice."""
-        above, below = self.frontiers[depth : depth + 2]
-        tree.probs_rows[:, above] = -1
+    def write_fixed(self, depth: int, tree: TokenTree) -> None:
+        """Write children that are a function of their parent's token; two siblings may be equal."""
+        frontier, below = self.frontiers[depth : depth + 2]
+        tree.probs_rows[:, frontier] = -1
         for child, (slot, rank) in enumerate(self.shape.places[depth], below.start):
-            parent = tree.tokens[:, above.start + slot]
+            parent = tree.tokens[:, frontier.start + slot]
             tree.tokens[:, child] = (2 * parent + rank // 2 + rank) % self.vocabulary
 
-    def drawn(self, depth: int, state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:
-        """Children drawn by the table."""
-        above, below = self.frontiers[depth : depth + 2]
-        parents = tree.tokens[:, above]
-        tree.probs_rows[:, above] = torch.arange(above.start, above.stop)
-        paths = partial(tree.paths, state, state.end, above)
+    def write_drawn(self, depth: int, state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:
+        """Write children that are drawn by the table."""
+        frontier, below = self.frontiers[depth : depth + 2]
+        parents = tree.tokens[:, frontier]
+        tree.probs_rows[:, frontier] = torch.arange(frontier.start, frontier.stop)
+        paths = partial(tree.paths, state, state.end, frontier)
         draws, _ = sampler.children(
             self.table[parents.clamp_min(0)],
-            tree.probs[:, above],
+            tree.probs[:, frontier],
             self.shape.siblings(depth),
-            above,
+            frontier,
             paths,
         )
         for child, (slot, rank) in enumerate(self.shape.places[depth], below.start):
@@ -77,31 +77,31 @@ class OwnDrafter:
 
 
 class FixedSiblings(OwnDrafter):
-    """Several tokens behind one node, none of them drawn."""
+    """Deterministic children, several per node."""
 
     name = "fixed"
     deterministic = True
 
     def expand(self, depth: int, state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:
-        self.fixed(depth, tree)
+        self.write_fixed(depth, tree)
 
 
 class TableDraws(OwnDrafter):
-    """Reports distributions of its own and draws from them."""
+    """Draws from its table and reports these distributions."""
 
     name = "table"
 
     def expand(self, depth: int, state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:
-        self.drawn(depth, state, tree, sampler)
+        self.write_drawn(depth, state, tree, sampler)
 
 
 class FixedThenDrawn(OwnDrafter):
-    """Deterministic children of the root, and drawn ones below them."""
+    """Deterministic children of the root, and drawn nodes below them."""
 
     name = "mixed"
 
     def expand(self, depth: int, state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:
         if depth == 0:
-            self.fixed(depth, tree)
+            self.write_fixed(depth, tree)
         else:
-            self.drawn(depth, state, tree, sampler)
+            self.write_drawn(depth, state, tree, sampler)

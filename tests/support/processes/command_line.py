@@ -11,7 +11,7 @@ from triforce_tree.cli.entry import main
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
     try:
         code = main(argv)
-    except SystemExit as end:  # argparse ends so
+    except SystemExit as end:  # raised by argparse
         code = int(end.code or 0)
     captured = capsys.readouterr()
     return code, captured.out, captured.err

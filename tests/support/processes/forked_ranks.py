@@ -1,12 +1,11 @@
-"""Scripts as several ranks that know each other, as torchrun starts them: forks of this process.
+"""Runs scripts as the ranks of one process group, as torchrun would, in forks of this process.
 
     python tests/support/processes/forked_ranks.py < JOBS
 
-A job is a line of JSON: {"size": 2, "folder": "/tmp/x", "words": ["SCRIPT", "word"]}, or
-["-m", "MODULE", "word"]. What takes long to
-import is imported once for all; that starts no thread and asks for no GPU, neither of which would survive the
-fork. The folder receives what each rank wrote, as RANK.out and RANK.err, and their exit codes, as codes.json;
-then a line says "done".
+A job is a line of JSON: {"size": 2, "folder": "/tmp/x", "command": ["SCRIPT", "argument"]}, or
+["-m", "MODULE", "argument"] for a module. Slow imports are done once, before the forks; they start no thread
+and initialise no GPU, neither of which would survive a fork. The folder receives the output of each rank, as
+RANK.out and RANK.err, and the exit codes, as codes.json; then a line "done" is printed.
 """
 
 import gc
@@ -24,23 +23,23 @@ from triforce_tree import api  # noqa: F401
 from triforce_tree.loading import inflate  # noqa: F401 - and nearly all else of the package
 
 
-def run(rank: int, size: int, port: int, folder: Path, words: list[str]) -> int:
-    """The exit code of the script, in a process of its own."""
+def run(rank: int, size: int, port: int, folder: Path, command: list[str]) -> int:
+    """Run the script in this process as ``rank``, and return its exit code."""
     for name, number in (("out", 1), ("err", 2)):
         with (folder / f"{rank}.{name}").open("w") as file:
             os.dup2(file.fileno(), number)
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": size}
+    master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": size}
     ranks = {"RANK": rank, "LOCAL_RANK": rank}
-    os.environ.update({name: str(value) for name, value in {**place, **ranks}.items()})
-    module = words[0] == "-m"
-    sys.argv = words[1:] if module else words
-    sys.path[0] = str(Path(__file__).parents[3] if module else Path(words[0]).parent)
+    os.environ.update({name: str(value) for name, value in {**master, **ranks}.items()})
+    module = command[0] == "-m"
+    sys.argv = command[1:] if module else command
+    sys.path[0] = str(Path(__file__).parents[3] if module else Path(command[0]).parent)
     code = 0
     try:
         if module:
-            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+            runpy.run_module(command[1], run_name="__main__", alter_sys=True)
         else:
-            runpy.run_path(words[0], run_name="__main__")
+            runpy.run_path(command[0], run_name="__main__")
     except SystemExit as end:
         code = int(end.code or 0)
     except BaseException:
@@ -51,7 +50,7 @@ def run(rank: int, size: int, port: int, folder: Path, words: list[str]) -> int:
     return code
 
 
-def main(size: int, folder: Path, words: list[str]) -> None:
+def main(size: int, folder: Path, command: list[str]) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -61,7 +60,7 @@ def main(size: int, folder: Path, words: list[str]) -> None:
         if (process := os.fork()) == 0:
             code = 1
             try:
-                code = run(rank, size, port, folder, words)
+                code = run(rank, size, port, folder, command)
             finally:
                 os._exit(code)
         started.append(process)
@@ -72,6 +71,6 @@ def main(size: int, folder: Path, words: list[str]) -> None:
 if __name__ == "__main__":
     while line := sys.stdin.readline():
         job = json.loads(line)
-        main(job["size"], Path(job["folder"]), job["words"])
+        main(job["size"], Path(job["folder"]), job["command"])
         sys.stdout.write("done\n")
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""What each of several processes does in the tests of several ranks: one JSON file of findings a rank.
+"""The jobs of each process in the tests of tensor parallelism; each rank writes its results as one JSON file.
 
     WORLD_SIZE=2 RANK=0 ... python tests/support/processes/parallel_ranks.py JOB FOLDER
 
@@ -30,15 +30,15 @@ from triforce_tree.planning.memory_plan import MemoryPlan
 from triforce_tree.runtime import distributed, stage_clock
 
 RANK = int(os.environ.get("RANK", "0"))
-CUT = ("llama", "llama-gqa", "qwen2", "qwen3", "gemma2", "granite", "smollm3", "gpt-neox")
+SHARDED = ("llama", "llama-gqa", "qwen2", "qwen3", "gemma2", "granite", "smollm3", "gpt-neox")
 PROMPT, NEW = prompt_of(150), 24
 PIECE = 32 * 64
 # name -> options of the engine
-WAYS: dict[str, dict[str, Any]] = {
+SETUPS: dict[str, dict[str, Any]] = {
     "on the device": {},
     "offloaded": {"offload": True},
-    "offloaded alone": {"offload": True, "levels": 1},
-    "weights too": {"offload_weights": True, "retrieval_weight_bits": 8},
+    "offloaded, one level": {"offload": True, "levels": 1},
+    "offloaded weights": {"offload_weights": True, "retrieval_weight_bits": 8},
 }
 
 
@@ -52,61 +52,62 @@ def engine(**options: Any) -> Engine:
 
 
 def keep_little_on_the_device() -> None:
-    """Small pieces, of which few stay: what a pass streams is streamed here too."""
+    """Plan small pieces and keep few of them on the device, so that short sequences are streamed, too."""
     decide = memory_plan.plan
 
     def plan(*args: Any) -> MemoryPlan:
-        made = decide(*args)
-        if made.offload is None:
-            return made
-        assert made.offload is not None
-        return made.with_resident(0) if made.levels == 1 else _small(made)
+        decided = decide(*args)
+        if decided.offload is None:
+            return decided
+        return decided.with_resident(0) if decided.levels == 1 else _small(decided)
 
     memory_plan.plan = plan
     layout.EVICTED_TOGETHER = 16
 
 
-def _small(made: MemoryPlan) -> MemoryPlan:
-    assert made.offload is not None
-    split = replace(made.offload, resident_bytes=3 * PIECE, piece_bytes=PIECE, buffers=3)
-    return replace(made, offload=split, host={"full rows": 1})
+def _small(decided: MemoryPlan) -> MemoryPlan:
+    assert decided.offload is not None
+    split = replace(decided.offload, resident_bytes=3 * PIECE, piece_bytes=PIECE, buffers=3)
+    return replace(decided, offload=split, host={"full rows": 1})
 
 
-def written(own: Engine, **more: Any) -> list[int]:
-    out = own.generate(PROMPT, **{"max_new_tokens": NEW, "do_sample": False, **more})
+def generated(parallel: Engine, **more: Any) -> list[int]:
+    """The new tokens of one generation."""
+    out = parallel.generate(PROMPT, **{"max_new_tokens": NEW, "do_sample": False, **more})
     return out.sequences[0, len(PROMPT) :].tolist()
 
 
-def texts() -> dict[str, Any]:
-    """Greedy and sampled text of every way of decoding."""
-    found: dict[str, Any] = {}
-    for name, options in WAYS.items():
-        own = engine(**options)
-        found[name] = written(own)
-        if name not in ("offloaded alone", "weights too"):
-            found[f"{name}, sampled"] = written(own, do_sample=True, top_k=0, seed=7)
-    return found
+def generations() -> dict[str, Any]:
+    """Greedy and sampled tokens of every setup."""
+    result: dict[str, Any] = {}
+    for name, options in SETUPS.items():
+        parallel = engine(**options)
+        result[name] = generated(parallel)
+        if name in ("on the device", "offloaded"):
+            result[f"{name}, sampled"] = generated(parallel, do_sample=True, top_k=0, seed=7)
+    return result
 
 
 def logits() -> dict[str, Any]:
-    """How far each family's logits are off the whole model's, and the heads that are left."""
-    found: dict[str, Any] = {}
+    """For each family the relative error of the sharded model's logits, and the heads of one shard."""
+    result: dict[str, Any] = {}
     group = distributed.join("cpu")
     assert group is not None
     ids = torch.tensor([prompt_of(30)])
-    for family in CUT:
+    for family in SHARDED:
         model = tiny(family)
         with torch.no_grad():
-            whole = model(ids).logits
+            expected = model(ids).logits
+            # The second call must change nothing.
             tensor_parallel.shard(model, group)
             tensor_parallel.shard(model, group)
-            off = float((model(ids).logits - whole).abs().max() / whole.std())
-        found[family] = [off, *astuple(HFModel(model).heads)]
-    return found
+            error = float((model(ids).logits - expected).abs().max() / expected.std())
+        result[family] = [error, *astuple(HFModel(model).heads)]
+    return result
 
 
-def words() -> dict[str, Any]:
-    """What ranks tell each other."""
+def communication() -> dict[str, Any]:
+    """The results of the collective operations."""
     distributed.join("cpu")
     try:
         distributed.check_alike("numbers", RANK)
@@ -115,35 +116,37 @@ def words() -> dict[str, Any]:
         refusal = str(error)
     distributed.check_alike("numbers", 5)
     return {
-        "told": distributed.broadcast_object({"rank": RANK}),
-        "agreed": distributed.all_true(RANK == 0),
+        "object": distributed.broadcast_object({"rank": RANK}),
+        "flag": distributed.all_true(RANK == 0),
         "gathered": distributed.all_gather_object(RANK),
-        "least": distributed.all_reduce_min([RANK, -RANK, 2.0**50 + RANK]),
-        "same": distributed.broadcast_tensor(torch.full((2, 3), float(RANK), dtype=torch.bfloat16)).tolist(),
+        "minima": distributed.all_reduce_min([RANK, -RANK, 2.0**50 + RANK]),
+        "tensor": distributed.broadcast_tensor(
+            torch.full((2, 3), float(RANK), dtype=torch.bfloat16)
+        ).tolist(),
         "sum": tensor_parallel.all_reduce(torch.full((2,), RANK + 1.0)).tolist(),
         "refusal": refusal,
     }
 
 
 def decisions() -> dict[str, Any]:
-    """Ranks that would decide otherwise, each in its own way."""
-    found: dict[str, Any] = {}
-    own = engine()
+    """Decisions for which the ranks have different inputs: seeds, criteria, times, memory."""
+    result: dict[str, Any] = {}
+    parallel = engine()
     torch.manual_seed(RANK)
-    found["no seed"] = written(own, do_sample=True, top_k=0)
+    result["no seed"] = generated(parallel, do_sample=True, top_k=0)
 
     class OfThisRank(StoppingCriteria):
         def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
             ended = RANK == 0 and input_ids.shape[1] >= len(PROMPT) + 5
             return torch.full((1,), ended)
 
-    found["stopped"] = len(written(own, stopping_criteria=[OfThisRank()]))
+    result["stopped"] = len(generated(parallel, stopping_criteria=[OfThisRank()]))
     try:
-        own.generate(prompt_of(150 + RANK), max_new_tokens=4)
+        parallel.generate(prompt_of(150 + RANK), max_new_tokens=4)
     except ValueError as error:
-        found["other prompts"] = str(error)
+        result["different prompts"] = str(error)
 
-    # A clock that finds rounds dear on one rank and cheap on the other.
+    # A clock by which draft rounds are slow on one rank and fast on the other.
     names = {
         "draft": 1e-3 if RANK else 1.0,
         "retrieval_refresh": 1e-3 if RANK else 1.0,
@@ -151,55 +154,55 @@ def decisions() -> dict[str, Any]:
         "target": 0.1,
     }
     stage_clock.StageClock.seconds = lambda self: {**names, "plain": 0.1}
-    paced = engine(rounds=None)
-    out = paced.generate(PROMPT, max_new_tokens=NEW, do_sample=False)
-    found["passes"] = [level.forwards for level in out.levels or []]
+    adaptive = engine(rounds=None)
+    out = adaptive.generate(PROMPT, max_new_tokens=NEW, do_sample=False)
+    result["passes"] = [level.forwards for level in out.levels or []]
 
     available = machine.available
     machine.available = lambda: (available()[0] >> RANK, "a test")
     plan = engine(offload=True, host_attention=True).memory_plan(len(PROMPT), NEW)
     assert plan is not None
-    found["plan"] = plan.as_dict()
-    return found
+    result["plan"] = plan.as_dict()
+    return result
 
 
 def graph() -> dict[str, Any]:
-    """A compiled layer holds the sum as one operator, and computes the same."""
+    """The all-reduce operators in the graph of a compiled layer, and the error of its output."""
     group = distributed.join("cpu")
     assert group is not None
     model = tiny("llama-gqa")
     tensor_parallel.shard(model, group)
     mlp = model.model.layers[0].mlp
-    seen: list[str] = []
+    operators: list[str] = []
 
     def backend(module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        seen.extend(str(node.target) for node in module.graph.nodes if node.op == "call_function")
+        operators.extend(str(node.target) for node in module.graph.nodes if node.op == "call_function")
         return module.forward
 
     x = torch.randn(1, 3, 32, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        off = float((torch.compile(mlp, backend=backend, fullgraph=True)(x) - mlp(x)).abs().max())
-    return {"sums": sum("all_reduce" in name for name in seen), "off": off}
+        error = float((torch.compile(mlp, backend=backend, fullgraph=True)(x) - mlp(x)).abs().max())
+    return {"all_reduces": sum("all_reduce" in name for name in operators), "error": error}
 
 
 def pair() -> dict[str, list[int]]:
-    """Greedy text of the embedded pair in a shape that two can share; on GPUs where there are two of them."""
+    """Greedy tokens of the embedded pair, inflated to a shape that two ranks can share; on GPUs if two."""
     kind = "cuda" if torch.cuda.device_count() > 1 else "cpu"
     group = distributed.join(kind)
     device = group.device if group is not None else torch.device(kind)
     target, draft, tokenizer = inflate_pair("512x6x4/4x128x1152", device, torch.float32, "256x2x4/4x64x512")
     prompt = tokenizer(pydoc_text()[:4000])["input_ids"]
-    found = {}
+    result = {}
     for name in ("on the device", "offloaded"):
-        options = {**WAYS[name], "levels": 3, "budget": 512, "gamma": 8, "tree": "best-first:4,3"}
-        own = load(target, draft, tokenizer=tokenizer, profile=False, **options)
-        out = own.generate(prompt, max_new_tokens=NEW, do_sample=False)
-        found[name] = out.sequences[0, len(prompt) :].tolist()
-    return found
+        options = {**SETUPS[name], "levels": 3, "budget": 512, "gamma": 8, "tree": "best-first:4,3"}
+        parallel = load(target, draft, tokenizer=tokenizer, profile=False, **options)
+        out = parallel.generate(prompt, max_new_tokens=NEW, do_sample=False)
+        result[name] = out.sequences[0, len(prompt) :].tolist()
+    return result
 
 
 def fault() -> dict[str, Any]:
-    """Rank 1 fails in the middle of a text."""
+    """Rank 1 fails while it generates."""
 
     class Broken(StoppingCriteria):
         def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
@@ -207,14 +210,14 @@ def fault() -> dict[str, Any]:
                 raise RuntimeError("this rank is broken")
             return torch.full((1,), False)
 
-    return {"text": written(engine(), stopping_criteria=[Broken()])}
+    return {"tokens": generated(engine(), stopping_criteria=[Broken()])}
 
 
 def checks() -> dict[str, Any]:
-    """All that can share two processes."""
-    own = {job.__name__: job() for job in (words, logits, texts, graph)}
-    # Last, since it changes what modules hold.
-    return {**own, "decisions": decisions()}
+    """All jobs that can share two processes."""
+    results = {job.__name__: job() for job in (communication, logits, generations, graph)}
+    # Last, since it patches modules.
+    return {**results, "decisions": decisions()}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Several processes that know each other, as torchrun starts them."""
+"""Processes of one process group, as torchrun starts them."""
 
 import atexit
 import json
@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[3]
 FORKED = Path(__file__).with_name("forked_ranks.py")
-# Seconds that processes may take on a busy machine; those that wait for each other for ever are ended.
+# Seconds that processes may take on a busy machine; a deadlock is ended after these.
 PATIENCE = 240
 
 
 class Ended(NamedTuple):
-    """What one rank left behind."""
+    """Exit code and output of one rank."""
 
     code: int
     out: str
@@ -28,7 +28,7 @@ class Ended(NamedTuple):
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Of a process that finds the package and the tests' helpers, and keeps to one core."""
+    """The environment of a process that finds the package and ``tests/support``, and uses one core."""
     helpers = (str(folder) for folder in Path(__file__).parents[1].iterdir())
     return {
         **os.environ,
@@ -39,7 +39,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 class _Launcher:
-    """A process that has imported what takes seconds, and forks for each job; see ``forked_ranks``."""
+    """A process that has done the slow imports, and forks for each job; see ``forked_ranks``."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -53,17 +53,17 @@ class _Launcher:
         atexit.register(self.end)
 
     def run(self, job: dict[str, Any]) -> str:
-        """The answer, or nothing where the launcher has ended."""
+        """The answer, empty if the launcher has ended."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(json.dumps(job), file=self._process.stdin, flush=True)
         if not select.select([self._process.stdout], [], [], PATIENCE)[0]:
             self.end()
-            raise TimeoutError(f"{job['words']} did not end in {PATIENCE} seconds")
+            raise TimeoutError(f"{job['command']} did not end in {PATIENCE} seconds")
         return self._process.stdout.readline().strip()
 
     def end(self) -> None:
-        """With all that it started."""
+        """Kill it and all processes that it started."""
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -75,13 +75,13 @@ def _launcher() -> _Launcher:
     return _Launcher()
 
 
-def ranks_of(words: Sequence[str], size: int = 2) -> list[Ended]:
-    """Run as many processes of ``python words...`` to their end; none is left behind."""
+def ranks_of(command: Sequence[str], size: int = 2) -> list[Ended]:
+    """Run ``size`` processes of ``python command...`` to their end."""
     with tempfile.TemporaryDirectory() as folder:
-        answer = _launcher().run({"size": size, "folder": folder, "words": list(words)})
+        answer = _launcher().run({"size": size, "folder": folder, "command": list(command)})
         assert answer == "done", answer
-        wrote = Path(folder)
+        output = Path(folder)
         return [
-            Ended(code, (wrote / f"{rank}.out").read_text(), (wrote / f"{rank}.err").read_text())
-            for rank, code in enumerate(json.loads((wrote / "codes.json").read_text()))
+            Ended(code, (output / f"{rank}.out").read_text(), (output / f"{rank}.err").read_text())
+            for rank, code in enumerate(json.loads((output / "codes.json").read_text()))
         ]

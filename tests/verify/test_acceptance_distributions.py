@@ -1,26 +1,26 @@
-"""The distribution of one acceptance, by enumeration, for trees whose tokens were drawn as they say."""
+"""The distribution of the tokens that one acceptance emits, by enumeration, for honest trees."""
 
 import itertools
 
 import pytest
 import torch
 from acceptance_trees import DRAWN, Tree, accepted, grown, paths_of, probs_of
-from enumeration import NOISE, EnumeratingRandom, Walk, exact_law, outcomes, total_variation
+from enumeration import NOISE, EnumeratingRandom, Walk, exact_distribution, outcomes, total_variation
 
 from triforce_tree.kernels.step import accept
 
 
-def laws_of(rows: int, vocabulary: int = 3, seed: int = 0) -> torch.Tensor:
+def draft_probs(rows: int, vocabulary: int = 3, seed: int = 0) -> torch.Tensor:
     logits = torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed))
     return (1.5 * logits).softmax(-1)
 
 
 def distance(tree: Tree, length: int, q: torch.Tensor | None = None) -> float:
-    """From the target's distribution of the first ``length`` tokens after one acceptance.
+    """The distance of the first ``length`` tokens from the target's distribution.
 
-    Shorter outputs are continued by the target itself.
+    The tokens are those of one acceptance, continued by draws from the target.
     """
-    q = laws_of(2) if q is None else q
+    q = draft_probs(2) if q is None else q
 
     def run(walk: EnumeratingRandom) -> list[int]:
         tokens = grown(tree, q, walk)
@@ -37,10 +37,10 @@ def distance(tree: Tree, length: int, q: torch.Tensor | None = None) -> float:
         )
         for tokens in itertools.product(range(3), repeat=length)
     }
-    return total_variation(exact_law(run), expected)
+    return total_variation(exact_distribution(run), expected)
 
 
-# The tree, and how many tokens are looked at.
+# The tree, and the number of tokens that are compared.
 TREES = {
     "no proposal": (Tree([0], [-1], [-1]), 2),
     "chain": (Tree([0, DRAWN, DRAWN], [-1, 0, 1], [0, 1, -1]), 3),
@@ -71,17 +71,17 @@ def test_an_honest_tree_is_accepted_losslessly(name: str) -> None:
     assert distance(tree, length) < NOISE
 
 
-def test_a_draft_law_that_equals_the_targets_is_always_accepted() -> None:
+def test_draws_from_the_targets_own_distribution_are_always_accepted() -> None:
     tree, q = Tree([0, DRAWN], [-1, 0], [0, -1]), probs_of((0,))[None]
 
     def path(walk: Walk) -> tuple[int, ...]:
         return accepted(grown(tree, q, walk), tree, q.repeat(2, 1), q, walk)[0]
 
-    assert {made for made, _ in outcomes(path)} == {(0, 1)}
+    assert {nodes for nodes, _ in outcomes(path)} == {(0, 1)}
 
 
 def test_disjoint_supports_are_lossless() -> None:
-    """A draft that proposes only what the target never says: all residual."""
+    """A draft that proposes only tokens of target probability 0: every token is drawn from the residual."""
     p = torch.tensor([[0.0, 0.25, 0.75], [1.0, 0.0, 0.0]])
     q = torch.tensor([[1.0, 0.0, 0.0]])
     tree = Tree([1, DRAWN], [-1, 0], [0, -1])
@@ -90,14 +90,14 @@ def test_disjoint_supports_are_lossless() -> None:
 
 
 @pytest.mark.parametrize("fault", ["residual", "replacement"])
-def test_a_wrong_rule_of_refusal_is_found_out(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """p in place of norm(max(p - q, 0)); later siblings judged by the law with the earlier ones."""
+def test_a_wrong_residual_is_detected(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """p in place of norm(max(p - q, 0)); q that still has the rejected siblings."""
     tree, length = TREES["siblings"]
     rule = accept.refused
 
     def wrong(p: torch.Tensor, q: torch.Tensor, *rest) -> tuple[torch.Tensor, torch.Tensor]:
-        left, others = rule(p, q, *rest)
-        return (p, others) if fault == "residual" else (left, q)
+        residual, without_rejected = rule(p, q, *rest)
+        return (p, without_rejected) if fault == "residual" else (residual, q)
 
     monkeypatch.setattr(accept, "refused", wrong)
     assert distance(tree, length) > 0.01

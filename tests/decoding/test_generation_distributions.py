@@ -3,21 +3,21 @@
 import pytest
 from enumeration import NOISE, summed, total_variation
 from generation_cases import BOTH, CASES, Case
-from generation_laws import SMALL, Generations, stranger, target_law
+from generation_distributions import SMALL, Generations, stranger, target_distribution
 
 from triforce_tree.decoding.stop_criteria import Ending
 from triforce_tree.verify.sampling import ProbsFromLogits
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_generated_text_follows_the_targets_law(name: str) -> None:
+def test_generated_tokens_follow_the_targets_distribution(name: str) -> None:
     """By levels that are strangers to each other, behind a prompt that only the full cache holds."""
     case = CASES[name]
     assert len(case.prompt) > 2 * max(SMALL["budget"], SMALL["window"])
     assert case.distance(case.generations()) < NOISE
 
 
-@pytest.mark.parametrize("name", ["live tree, cold", "runner-ups"])
+@pytest.mark.parametrize("name", ["best-first, cold", "runner-ups"])
 def test_the_operators_decide_as_their_definitions(name: str) -> None:
     """Random numbers made for each outcome bring it about."""
     case = CASES[name]
@@ -28,7 +28,7 @@ GREEDY = ProbsFromLogits(greedy=True)
 GREEDY_CASES = {
     "plain": (1, {}),
     "chain": (2, {"tree": "chain:3", "runner_ups": False}),
-    "live tree": (2, {"tree": "best-first:3,2", "runner_ups": False}),
+    "best-first": (2, {"tree": "best-first:3,2", "runner_ups": False}),
     "static": (2, {"tree": "static:2;0.1;0.1.0", "runner_ups": False}),
     "hierarchy": (3, {"tree": "chain:2", "runner_ups": False, "rounds": 2}),
     "runner-ups": (3, {"tree": "best-first:2,2", "runner_ups": True, "gamma": 6, "rounds": 3}),
@@ -41,23 +41,23 @@ def test_greedy_output_is_the_targets_choice_alone(name: str) -> None:
     levels, options = GREEDY_CASES[name]
     case = Case(levels, 5, 12, options=options)
     generations = case.generations(batch=2)
-    made = generations.to_probs(GREEDY, 12)
+    made = generations.distribution(GREEDY, 12)
     assert generations.runs == 1
-    assert made == target_law(generations.target, GREEDY, case.prompt, 12)
+    assert made == target_distribution(generations.target, GREEDY, case.prompt, 12)
 
 
 @pytest.mark.parametrize("levels", [1, 2, 3])
-def test_stop_tokens_cut_the_law_and_nothing_else(levels: int) -> None:
+def test_stop_tokens_only_cut_the_distribution(levels: int) -> None:
     """The distribution is the target's cut there, though levels drafted beyond it."""
     case, stop = (
         Case(levels, 3, 2, options={"tree": "chain:1", "runner_ups": False, "gamma": 2}),
         frozenset({2}),
     )
     generations = case.generations()
-    whole = target_law(generations.target, case.to_probs, case.prompt, 2)
+    whole = target_distribution(generations.target, case.to_probs, case.prompt, 2)
     cut = summed((text[:1] if text[0] in stop else text, chance) for text, chance in whole.items())
     assert len(cut) < len(whole)
-    assert total_variation(generations.to_probs(case.to_probs, Ending(2, stop)), cut) < NOISE
+    assert total_variation(generations.distribution(case.to_probs, Ending(2, stop)), cut) < NOISE
 
 
 def test_a_draft_that_is_the_target_is_never_refused() -> None:
@@ -65,14 +65,14 @@ def test_a_draft_that_is_the_target_is_never_refused() -> None:
     prompt = Case(2, 3, 3).prompt
     target = stranger(3, 0)
     generations = Generations(target, target, 2, prompt, tree="chain:2", runner_ups=False, window=64)
-    made = generations.to_probs(ProbsFromLogits(), 3)
+    made = generations.distribution(ProbsFromLogits(), 3)
     assert generations.runs == 27
-    assert total_variation(made, target_law(target, ProbsFromLogits(), prompt, 3)) < NOISE
+    assert total_variation(made, target_distribution(target, ProbsFromLogits(), prompt, 3)) < NOISE
 
 
 def test_scripts_of_a_batch_do_not_meet() -> None:
     """Other neighbours in the batch, the same distribution."""
     case = Case(3, 2, 2, options=BOTH)
-    probs = [case.generations(batch=batch).to_probs(case.to_probs, case.tokens) for batch in (1, 7, 32)]
+    probs = [case.generations(batch=batch).distribution(case.to_probs, case.tokens) for batch in (1, 7, 32)]
     assert total_variation(probs[0], probs[1]) < NOISE
     assert total_variation(probs[0], probs[2]) < NOISE

@@ -1,6 +1,6 @@
-"""The exact distribution of what a whole cycle generates, with every draw enumerated.
+"""The exact distribution of the tokens that a decoding program generates, with every draw enumerated.
 
-The sequences of a batch follow different scripts side by side: a batch is as many runs of one generation.
+The sequences of a batch follow different scripts: a batch holds that many runs of one generation.
 """
 
 import copy
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 from enumerated_noise import EnumeratedNoise, enumerated
-from enumeration import Law, Script, Walk, summed
+from enumeration import Distribution, Script, Walk, summed
 from families import tiny
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -33,7 +33,7 @@ SMALL = {"gamma": 3, "rounds": 1, "budget": 8, "chunk": 2, "recent": 4, "sinks":
 
 
 def stranger(vocabulary: int, seed: int, layers: int = 1) -> PreTrainedModel:
-    """A tiny model; those of different seeds have nothing in common."""
+    """A tiny model; models of different seeds are unrelated."""
     return tiny(
         "llama",
         seed,
@@ -48,16 +48,16 @@ def stranger(vocabulary: int, seed: int, layers: int = 1) -> PreTrainedModel:
 
 
 class Generations:
-    """Every way that a cycle can continue one prompt.
+    """All continuations of one prompt that a decoding program can generate.
 
     Args:
         target: the model.
-        draft: another one, or any drafter; may be None for one level.
+        draft: another model, or any drafter; may be None for one level.
         levels: 1, 2 or 3.
         prompt: token ids.
-        batch: runs side by side.
+        batch: runs in parallel.
         operators, noise: see :class:`enumerated_noise.EnumeratedNoise`.
-        options: of :class:`HierarchyConfig`, instead of ``SMALL``.
+        options: of :class:`HierarchyConfig`, which override ``SMALL``.
 
     Attributes:
         runs: of the last enumeration.
@@ -95,34 +95,34 @@ class Generations:
         self.program.store.kv[:, :, 1:] = self.program.store.kv[:, :, :1]
         self.program.update_chunk_means()
         if isinstance(self.program.drafter, TreeDrafter):
-            _remember_windows(self.program.drafter)
+            _cache_windows(self.program.drafter)
 
-    def to_probs(
+    def distribution(
         self,
         to_probs: ProbsFromLogits,
         ending: Ending | int,
         passes: int | None = None,
         plan: Sequence[int] = (),
-    ) -> Law:
-        """Probability of each text that may follow the prompt.
+    ) -> Distribution:
+        """The probability of each continuation of the prompt.
 
         Args:
             to_probs: logits to probabilities.
-            ending: where texts end, in the first place after how many tokens.
-            passes: of level 2, after which the target itself continues texts that are still too short; None:
-                as many as the texts take.
-            plan: rounds of drafting before each pass, over and over; empty for those of the configuration.
+            ending: where sequences end; an int is the number of new tokens.
+            passes: of level 2, after which sequences that are still too short are continued by the target's
+                own distribution; None for as many as the sequences take.
+            plan: draft rounds before each pass, repeated; empty for those of the configuration.
         """
         ending = Ending(ending) if isinstance(ending, int) else ending
-        texts = summed(self.outcomes(lambda runs: self._generated(runs, to_probs, ending, passes, plan)))
-        return texts if passes is None else self._continued(texts, to_probs, ending.max_new_tokens)
+        probs = summed(self.outcomes(lambda runs: self._generate(runs, to_probs, ending, passes, plan)))
+        return probs if passes is None else self._extended(probs, to_probs, ending.max_new_tokens)
 
     def outcomes(self, run: Callable[[int], Sequence[Result]]) -> Iterator[tuple[Result, float]]:
-        """Result and probability of every way that ``run`` can go.
+        """Result and probability of every possible run of ``run``.
 
         Args:
-            run: does one run in each sequence of the batch, of which only the first so many matter, and
-                returns a result of each.
+            run: does one run in each sequence of the batch and returns the results; only its argument's many
+                first sequences are used.
         """
         scripts: list[Script] = [()]
         self.runs = 0
@@ -138,10 +138,10 @@ class Generations:
             self.runs += len(now)
             assert self.runs <= MOST_RUNS, f"more than {MOST_RUNS} runs; make the case smaller"
 
-    def _generated(
+    def _generate(
         self, runs: int, to_probs: ProbsFromLogits, ending: Ending, passes: int | None, plan: Sequence[int]
     ) -> list[tuple[int, ...]]:
-        """The new texts of as many runs."""
+        """The new tokens of each sequence, the first ``runs`` of which are used."""
         prompts = [self.prompt] * self.batch
         decoder = Decoder(self.program, to_probs, 0)
         if plan:
@@ -149,56 +149,59 @@ class Generations:
             decoder.controller.rounds = lambda: next(rounds)
         self.program.rewind(prompts)
         endings = [ending if b < runs else Ending(1) for b in range(self.batch)]
-        texts: list[list[int]] = [[] for _ in prompts]
+        new: list[list[int]] = [[] for _ in prompts]
         for blocks in islice(decoder.decode(prompts, endings), passes):
-            rows = zip(self.walks, texts, blocks, decoder.finish_reasons, strict=True)
-            for walk, text, block, reason in rows:
-                text += block
+            rows = zip(self.walks, new, blocks, decoder.finish_reasons, strict=True)
+            for walk, tokens, block, reason in rows:
+                tokens += block
                 walk.over = walk.over or reason is not None
-        return [tuple(text) for text in texts]
+        return [tuple(tokens) for tokens in new]
 
-    def _continued(self, texts: Law, to_probs: ProbsFromLogits, count: int) -> Law:
-        """Texts of ``count`` tokens: what is missing follows the target's own distribution."""
+    def _extended(self, probs: Distribution, to_probs: ProbsFromLogits, count: int) -> Distribution:
+        """Continuations of ``count`` tokens: missing tokens follow the target's own distribution."""
         return summed(
-            ((*text, *more), mass * chance)
-            for text, mass in texts.items()
-            for more, chance in target_law(
-                self.target, to_probs, [*self.prompt, *text], count - len(text)
+            ((*tokens, *more), mass * chance)
+            for tokens, mass in probs.items()
+            for more, chance in target_distribution(
+                self.target, to_probs, [*self.prompt, *tokens], count - len(tokens)
             ).items()
         )
 
 
-def _remember_windows(growth: TreeDrafter) -> None:
-    """Draft windows that were computed once are copied: all runs begin with the same one."""
-    feed, known = growth._feed, dict[tuple[int, ...], Tensor]()
+def _cache_windows(drafter: TreeDrafter) -> None:
+    """Copy draft windows that were computed before: all runs begin with the same one."""
+    prefill, known = drafter._prefill, dict[tuple[int, ...], Tensor]()
 
-    def remembered(b: int, tokens: list[int]) -> None:
-        rows = growth.store.kv[:, :, b, :, : len(tokens)]
+    def cached(b: int, tokens: list[int]) -> None:
+        slots = drafter.store.kv[:, :, b, :, : len(tokens)]
         key = tuple(tokens)
         if key in known:
-            rows.copy_(known[key])
+            slots.copy_(known[key])
         else:
-            feed(b, tokens)
-            known[key] = rows.clone()
+            prefill(b, tokens)
+            known[key] = slots.clone()
 
-    growth._feed = remembered
+    drafter._prefill = cached
 
 
 @torch.no_grad()
-def target_law(model: PreTrainedModel, to_probs: ProbsFromLogits, prompt: Sequence[int], count: int) -> Law:
+def target_distribution(
+    model: PreTrainedModel, to_probs: ProbsFromLogits, prompt: Sequence[int], count: int
+) -> Distribution:
     """The model's own distribution of the next ``count`` tokens, from plain forwards in float64."""
     exact = copy.deepcopy(model).cpu().double()
-    texts, joint = torch.tensor([list(prompt)]), torch.ones(1, dtype=torch.float64)
+    sequences, joint = torch.tensor([list(prompt)]), torch.ones(1, dtype=torch.float64)
     for _ in range(count):
-        scores = exact(texts, use_cache=False).logits[:, -1]
+        scores = exact(sequences, use_cache=False).logits[:, -1]
         for processor in to_probs.processors:
-            scores = processor(texts, scores)
+            scores = processor(sequences, scores)
         vocabulary = scores.shape[1]
-        chances = scores.softmax(-1)
+        probs = scores.softmax(-1)
         if to_probs.greedy:
-            chances = torch.nn.functional.one_hot(scores.argmax(-1), vocabulary).double()
-        more = torch.arange(vocabulary).repeat(len(texts))[:, None]
-        texts = torch.cat([texts.repeat_interleave(vocabulary, 0), more], 1)
-        joint = (joint[:, None] * chances).flatten()
-        texts, joint = texts[joint > 0], joint[joint > 0]
-    return {tuple(t[len(prompt) :]): chance for t, chance in zip(texts.tolist(), joint.tolist(), strict=True)}
+            probs = torch.nn.functional.one_hot(scores.argmax(-1), vocabulary).double()
+        more = torch.arange(vocabulary).repeat(len(sequences))[:, None]
+        sequences = torch.cat([sequences.repeat_interleave(vocabulary, 0), more], 1)
+        joint = (joint[:, None] * probs).flatten()
+        sequences, joint = sequences[joint > 0], joint[joint > 0]
+    new = (tuple(sequence[len(prompt) :]) for sequence in sequences.tolist())
+    return dict(zip(new, joint.tolist(), strict=True))

@@ -1,11 +1,12 @@
-"""Whole generations with every draw enumerated, on a device: their exact distribution against the target's.
+"""The exact distribution of whole generations, with every draw enumerated, against the target's, on a device.
 
-    python -m scripts.checks.check_laws [--device cuda|cpu] [--batch 128] [names ...]
+    python -m scripts.checks.check_distributions [--device cuda|cpu] [--batch 128] [names ...]
 
-The cases are those of ``tests/support/distributions/generation_cases.py``. On a GPU the kernels that draw and
-accept run too, with random numbers made for every outcome, and must decide as their definitions do. Prints a
-line for each case: runs, seconds, and the total variation between what is generated and the target's own
-distribution, computed in float64. Ends with status 1 where one is larger than ``--limit``.
+The cases are those of ``tests/support/distributions/generation_cases.py``. The operators that draw and accept
+(on a GPU the Triton kernels) run too, with random numbers crafted for each outcome, and must decide as their
+definitions do. Prints a line for each case: runs, seconds, and the total variation between the distribution
+of the generated tokens and the target's own, computed in float64. Exits with status 1 if one is larger than
+``--limit``.
 """
 
 import argparse
@@ -19,7 +20,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="cases; all of them by default")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--batch", type=int, default=128, help="runs side by side")
+    parser.add_argument("--batch", type=int, default=128, help="runs in parallel")
     parser.add_argument("--limit", type=float, default=1e-5, help="largest total variation")
     options = parser.parse_args()
     unknown = [name for name in options.names if name not in CASES]
