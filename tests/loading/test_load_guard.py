@@ -110,8 +110,8 @@ def test_boundaries_of_real_models_are_compared() -> None:
 def test_what_takes_too_long_is_named_and_not_passed_over() -> None:
     model = tiny("mistral", sliding_window=1 << 21, max_position_embeddings=1 << 23)
     report = compare_at_load(HFModel(model))
-    assert list(report.skipped) == [f"a text beyond {1 << 21} tokens"]
-    assert "numbers" in report.skipped[f"a text beyond {1 << 21} tokens"]
+    assert list(report.skipped) == [f"a sequence beyond {1 << 21} tokens"]
+    assert "elements" in report.skipped[f"a sequence beyond {1 << 21} tokens"]
     assert f"positions on both sides of {1 << 21}" in report.errors
 
 

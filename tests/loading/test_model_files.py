@@ -94,7 +94,7 @@ def test_an_index_stays_inside_the_folder(folder: Path, name: str) -> None:
 @pytest.mark.parametrize("name", ["../model.safetensors", "pytorch_model.bin", "x.index.json", 3])
 def test_neither_may_a_configuration_name_other_weights(folder: Path, name: object) -> None:
     settings(transformers_weights=name)(folder)
-    with pytest.raises(ValueError, match=says("config.json", "as a file of weights")) as error:
+    with pytest.raises(ValueError, match=says("config.json", "as a weight file")) as error:
         load_model(folder)
     one_line(error)
 

@@ -158,7 +158,7 @@ def test_a_choice_on_the_host_becomes_one_of_buffers(models, monkeypatch: pytest
     rope = LengthRope.of(target)
     assert not rope.waits_for_host
     held = shallow_copy(target)
-    rope.hold(held)
+    rope.attach(held)
     rotary, own = held.model.rotary_emb, copy.deepcopy(target.model.rotary_emb)
     hidden, address = torch.zeros(1), rotary.inv_freq.data_ptr()
     for long in (True, False, True):

@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 import triforce_tree
 from triforce_tree.loading.checkpoints import load_model
-from triforce_tree.models.few_row import why_not_exchanged
+from triforce_tree.models.few_row import why_not_replaceable
 
 SMALL: dict[str, Any] = {"budget": 16, "chunk": 4, "recent": 8, "window": 32, "tree": "chain:2", "gamma": 4}
 
@@ -76,11 +76,11 @@ def test_quantised_drafts_are_of_use() -> None:
 
 
 def test_other_layers_than_linear_ones_are_named() -> None:
-    assert why_not_exchanged(TARGET) is None
-    assert why_not_exchanged(marked(tiny("llama-gqa"))) == "LlamaForCausalLM is quantised"
-    assert why_not_exchanged(wrapped(tiny("llama-gqa"))) == "LlamaForCausalLM is quantised"
+    assert why_not_replaceable(TARGET) is None
+    assert why_not_replaceable(marked(tiny("llama-gqa"))) == "LlamaForCausalLM is quantised"
+    assert why_not_replaceable(wrapped(tiny("llama-gqa"))) == "LlamaForCausalLM is quantised"
     sizes = {"n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 16, "vocab_size": 20}
-    assert why_not_exchanged(GPT2LMHeadModel(GPT2Config(**sizes))) == (
+    assert why_not_replaceable(GPT2LMHeadModel(GPT2Config(**sizes))) == (
         "GPT2LMHeadModel has no nn.Linear inside a list of layers"
     )
 
@@ -88,5 +88,5 @@ def test_other_layers_than_linear_ones_are_named() -> None:
 def test_a_way_of_quantising_that_nobody_knows_is_refused(tmp_path: Path) -> None:
     TARGET.save_pretrained(tmp_path)
     settings(quantization_config={"quant_method": "abacus"})(tmp_path)
-    with pytest.raises(ValueError, match=says("quantised in a way", "abacus", "16 bits")):
+    with pytest.raises(ValueError, match=says("quantisation method that", "abacus", "16 bits")):
         load_model(tmp_path)

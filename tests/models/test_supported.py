@@ -53,8 +53,8 @@ def test_keys_and_values_of_different_widths(family: str, settings: dict, widths
     "family, reason",
     [
         ("FalconH1", r"recurrent state \(mamba layers\)"),
-        ("Nemotron", "do not hand the keywords of a forward on"),
-        ("StableLm", "do not hand the keywords of a forward on"),
+        ("Nemotron", "do not pass the keywords of a forward on"),
+        ("StableLm", "do not pass the keywords of a forward on"),
         ("DeepseekV32", "2048 tokens that an indexer chooses"),
         ("DeepseekV4", "512 tokens that an indexer chooses"),
         ("GlmMoeDsa", "2048 tokens that an indexer chooses"),

@@ -1,4 +1,4 @@
-"""Which models can be decoded with explicit caches, as far as their configuration and placement tell."""
+"""Refuses models that cannot be decoded with explicit KV caches, by their configuration and placement."""
 
 from typing import Any
 
@@ -8,15 +8,15 @@ _RECURRENT = {"linear_attention", "mamba", "mamba2", "recurrent", "conv"}
 
 
 class UnsupportedModelError(ValueError):
-    """The model's family cannot work with explicit caches; the message names it and says why."""
+    """The model cannot be decoded with explicit KV caches; the message has its class and the reason."""
 
 
 def refuse_unsupported(model: nn.Module) -> None:
-    """Look at a transformers model before its first forward.
+    """Check a transformers model before its first forward.
 
     Raises:
-        UnsupportedModelError: it is an encoder-decoder, keeps state beside keys and values, restricts
-            attention in a way that its attention function is not told, or is spread over devices.
+        UnsupportedModelError: it is an encoder-decoder, keeps state other than keys and values, restricts
+            attention by a mask that attention functions do not receive, or is spread over devices.
     """
     config: Any = model.config
     text = config.get_text_config(decoder=True)
@@ -41,14 +41,14 @@ def _architecture(model: nn.Module, config: Any, text: Any) -> str | None:
         )
     if getattr(text, "index_topk", None):
         return (
-            f"attends to {text.index_topk} tokens that an indexer chooses (sparse attention), and keeps the "
-            "indexer's keys beside those of attention; there is no cache for them"
+            f"attends to {text.index_topk} tokens that an indexer chooses (sparse attention); the indexer's "
+            "keys need a cache of their own, which is not supported"
         )
     return None
 
 
 def _chunks(text: Any) -> str | None:
-    """Attention within chunks lives in the mask alone, which transformers does not make for our attention."""
+    """Chunked attention exists in the mask only, which transformers does not make for our attention."""
     chunk = getattr(text, "attention_chunk_size", None)
     kinds = getattr(text, "layer_types", None)
     if chunk is None or (kinds and "chunked_attention" not in kinds):
@@ -63,7 +63,7 @@ def _chunks(text: Any) -> str | None:
 
 
 def _temperature(model: nn.Module, text: Any) -> str | None:
-    """Llama 4 counts positions by the cache's length here, which says nothing of the nodes of a tree."""
+    """Llama 4 takes the positions for this scale from the cache length, which is wrong for tree nodes."""
     scale = getattr(text, "floor_scale", None)
     limit = getattr(text, "max_position_embeddings", None)
     if scale is None or not getattr(text, "attn_temperature_tuning", False):
@@ -82,7 +82,7 @@ def _placement(model: nn.Module) -> str | None:
     if len(places) > 1 or "disk" in places:
         return (
             f"is spread over {', '.join(sorted(places))} (hf_device_map), but a level runs on one device; "
-            "load it without device_map, or onto one device"
+            "load it without device_map, or onto a single device"
         )
     if "meta" in devices:
         return "has weights without data (meta tensors); load it with its weights, and without device_map"

@@ -31,7 +31,7 @@ def bound_memory(device: torch.device, size: int) -> None:
     torch.cuda.set_per_process_memory_fraction(min(1.0, size / total), index)
 
 
-def device_room(device: torch.device, gpu_bytes: int | None) -> int | None:
+def available_device_bytes(device: torch.device, gpu_bytes: int | None) -> int | None:
     """Bytes of the device that an engine which is to be made can have; None where nothing bounds them.
 
     Of several cards the least.

@@ -82,18 +82,18 @@ class Sizes:
         small = 0
         if draft is not None:
             rows = config.streaming.sinks + 2 * config.streaming.window + 3 * MOST_GAMMA
-            cache = rows * sum(shape.numbers for shape in draft.kv_shapes) * draft.dtype.itemsize
+            cache = rows * sum(shape.elements for shape in draft.kv_shapes) * draft.dtype.itemsize
             small = tensor_bytes(draft.model) + cache
         mlp = (getattr(own, "intermediate_size", None) or 4 * own.hidden_size) // shards_of(target.model)
         size, far = target.dtype.itemsize, target.streamed
         whole = [shape for shape in target.kv_shapes if shape.window is None]
-        heads = max(whole or target.kv_shapes, key=lambda shape: shape.numbers).heads
+        heads = max(whole or target.kv_shapes, key=lambda shape: shape.elements).heads
         windowed = Counter(shape for shape in target.kv_shapes if shape.window is not None)
         return cls(
             tensor_bytes(target.model), small, target.layers, heads.query, heads.kv, heads.dim,
             own.hidden_size, mlp, target.vocab_size, size,
             *((far.bytes, far.slot_bytes) if far is not None else (0, 0)),
-            tuple(WindowedLayers(n, s.window or 0, s.numbers * size) for s, n in windowed.items()),
+            tuple(WindowedLayers(n, s.window or 0, s.elements * size) for s, n in windowed.items()),
         )  # fmt: skip
 
 
