@@ -138,10 +138,10 @@ def test_more_is_advised_only_where_there_is_more() -> None:
 def test_weights_that_do_not_fit_may_stay_on_the_host_where_that_has_room() -> None:
     said = refusal(LLAMA_2_13B, machine(24, 512))
     assert "weights 24.2 GiB" in said
-    assert said.endswith("; let the weights stay on the host too (offload_weights=True)")
+    assert said.endswith("; keep the weights on the host too (offload_weights=True)")
     assert planned_with_streamed_weights(64, LONG // 3).fits
     said = refusal(LLAMA_2_13B, machine(24, 64))
-    found = re.search(r"; let the weights stay .*, and shorten the prompt to at most (\d+) tokens$", said)
+    found = re.search(r"; keep the weights .*, and shorten the prompt to at most (\d+) tokens$", said)
     assert found, said
     assert planned_with_streamed_weights(64, int(found[1])).fits
     assert refusal(LLAMA_2_13B, machine(24, 16)).endswith(
@@ -164,8 +164,8 @@ def test_options_that_stand_in_the_way_are_named() -> None:
 
 def test_a_batch_may_be_too_many_texts() -> None:
     said = refusal(LLAMA_3_1_8B, machine(23, 40), batch=8, prompt=65_536)
-    assert said.startswith("a batch of 8 texts, the longest prompt of 65536 tokens, needs")
-    found = re.search(r"take at most (\d) of the 8 texts at once", said)
+    assert said.startswith("a batch of 8 sequences, the longest prompt of 65536 tokens, needs")
+    found = re.search(r"take at most (\d) of the 8 sequences at once", said)
     assert found, said
     config = HierarchyConfig.from_options(offload=True)
     assert plan(LLAMA_3_1_8B, machine(23, 40), config, (), int(found[1]), 65_536, 256).fits

@@ -238,7 +238,7 @@ def test_the_map_of_layers_with_windows(prompt: int) -> None:
     config = HierarchyConfig.from_options(offload=True, **options)
     sizes = Sizes.of(*models, config)
     assert sizes.windowed == (WindowedLayers(2, 100, 128),)
-    assert (sizes.whole_layers, sizes.row) == (1, 128)
+    assert (sizes.full_layers, sizes.row) == (1, 128)
     machine = Machine(GIB, GIB, H200_BUS, 4.4e12)
     made = plan(sizes, machine, config, options, 2, prompt, 84).with_resident(20_000)
     drafter = TreeDrafter(models[1], made.config)

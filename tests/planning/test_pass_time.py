@@ -25,7 +25,7 @@ def test_cpu_and_bus_end_at_once() -> None:
     far = FarRows(60 * GIB, 0, 50e9, RATE)
     for queries in (1, 13, 49):
         share = far.share(queries)
-        on_bus, on_cpu = (1 - share) * far.rows / 50e9, share * far.rows / (0.95 * RATE.at(queries))
+        on_bus, on_cpu = (1 - share) * far.kv_bytes / 50e9, share * far.kv_bytes / (0.95 * RATE.at(queries))
         assert on_cpu <= on_bus
         assert (1 - share - 1 / 32) / 50e9 < (share + 1 / 32) / (0.95 * RATE.at(queries))
         assert far.seconds(queries) == pytest.approx(on_bus)

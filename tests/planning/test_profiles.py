@@ -68,14 +68,14 @@ def written(**values: Any) -> str:
 
 BROKEN = {
     "no JSON": ("{", "corrupt"),
-    "no profile": ("[]", "no profile"),
+    "not a profile": ("[]", "is not a profile"),
     "version": ('{"version": 99}', "version 99"),
     "field": ('{"version": 2, "entries": [], "speed": 3}', "unknown field 'speed'"),
     "missing": ('{"version": 2, "entries": []}', "cannot be used"),
-    "entries": ('{"version": 2, "entries": [3]}', "an entry is 3"),
+    "entries": ('{"version": 2, "entries": [3]}', "entry=3 must be an object"),
     "entry": ('{"version": 2, "entries": [{"temprature": 1}]}', "unknown field 'temprature'"),
-    "no list": ('{"version": 2, "entries": 3}', "entries are a int"),
-    "no object": ("3", "no profile"),
+    "no list": ('{"version": 2, "entries": 3}', "entries must be a list, not int"),
+    "no object": ("3", "is not a profile"),
     "deep": ("[" * 100_000, "nested deeper than 32"),
     "deep object": ('{"version": 2, "a": ' + '{"a":' * 500 + "1" + "}" * 501, "nested deeper than 32"),
     "no UTF-8": ('"\udcff"', "corrupt"),
