@@ -78,13 +78,13 @@ def compare_at_load(model: HFModel) -> GuardReport:
     return _Guard(model).run()
 
 
-def relative_error(ours: Tensor, own: Tensor) -> float:
+def relative_error(ours: Tensor, reference: Tensor) -> float:
     """Relative difference of logits ``[T, V]``: the median over the tokens.
 
     In 16 bits a near tie between experts may be resolved differently, which changes single tokens.
     """
-    size = (own - own.mean(-1, keepdim=True)).norm(dim=-1)
-    return float(((ours - own).norm(dim=-1) / size).median())
+    size = (reference - reference.mean(-1, keepdim=True)).norm(dim=-1)
+    return float(((ours - reference).norm(dim=-1) / size).median())
 
 
 class _Guard:
@@ -304,16 +304,16 @@ class _GuardCache(SequenceRows):
 def named_lengths(model: nn.Module) -> set[int]:
     """Lengths in a model's configuration below its maximum: windows, chunks, original rotary lengths."""
     config: Any = model.config
-    text = config.get_text_config(decoder=True)
-    most = getattr(text, "max_position_embeddings", None) or float("inf")
+    text_config = config.get_text_config(decoder=True)
+    most = getattr(text_config, "max_position_embeddings", None) or float("inf")
     found: set[int] = set()
 
-    def look(settings: dict[str, Any]) -> None:
+    def collect(settings: dict[str, Any]) -> None:
         for name, value in settings.items():
             if isinstance(value, dict):
-                look(value)
+                collect(value)
             elif type(value) is int and _LENGTH.search(name) and _LEAST_LENGTH <= value < most:
                 found.add(value)
 
-    look(text.to_dict())
+    collect(text_config.to_dict())
     return found

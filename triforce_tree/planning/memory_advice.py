@@ -151,7 +151,7 @@ class _Advice:
                 yield f"keep the weights on the host too (offload_weights=True), and {advice}"
 
     def _streamed(self) -> Sizes | None:
-        """The same models with their layers' weights, taken as dense, on the host; None if they already are."""
+        """The same models with the weights of their (dense) layers on the host; None if they already are."""
         sizes = self.sizes
         attention = 2 * (sizes.heads + sizes.kv_heads) * sizes.head_dim
         layer = sizes.hidden * (attention + 3 * sizes.mlp) * sizes.itemsize

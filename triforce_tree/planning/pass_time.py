@@ -42,7 +42,7 @@ class FarRows:
     cpu: HostRate | None = None
 
     def share(self, queries: int) -> float:
-        """The CPU's share of the keys and values for so many queries, so that it ends no later than the bus."""
+        """The CPU's share of the keys and values for so many queries; it ends no later than the bus."""
         if self.cpu is None or not self.kv_bytes:
             return 0.0
         cpu = self._cpu_rate(queries)
