@@ -6,11 +6,12 @@ from typing import Any
 
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.kv.offload.host_store import Offload
+from triforce_tree.kv.offload.layout import Layout
 from triforce_tree.kv.offload.offloaded_cache import LEAVING
 from triforce_tree.planning import memory_map
 from triforce_tree.planning.memory_map import GIB, MIB, MOST_GAMMA, Machine, Sizes
 from triforce_tree.planning.pass_time import LEAST_GAMMA, FarRows, best_gamma, pass_tokens
-from triforce_tree.trees.device_shapes import Extent, unit_rows
+from triforce_tree.trees.device_shapes import Extent
 
 LEAST_BUDGET = 1024
 """The smallest budget that is chosen."""
@@ -167,22 +168,22 @@ def offloaded(
         config = with_options(config, gamma=MOST_GAMMA)
     slot_bytes, layers, batch = sizes.row, sizes.full_layers, workload.batch
     retrieval = config.retrieval
-    unit = unit_rows(retrieval.chunk if levels == 3 else 1)
-    max_seq_len = -(-workload.max_seq_len // unit) * unit
-    piece = max(unit, min(split.piece_bytes // slot_bytes, max_seq_len) // unit * unit) * slot_bytes
+    chunk = retrieval.chunk if levels == 3 else 1
+    layout = Layout.of(workload.max_seq_len, chunk, slot_bytes, split.piece_bytes)
+    max_seq_len, piece = layout.slots, layout.piece * slot_bytes
     means, slots, recent = 0, 0, 0
     if levels == 3:
         recent = retrieval.recent
         slots = (retrieval.budget - recent) // retrieval.chunk * retrieval.chunk
         chunks = max_seq_len // retrieval.chunk * layers * sizes.kv_heads * batch
         means = chunks * (sizes.head_dim * sizes.itemsize + 4)  # with the slot of each chunk, int32
-    leaving = -(-LEAVING // unit) * unit
+    leaving = layout.rounded_up(LEAVING)
     store_slots = slots + recent + leaving + Extent.of(config, levels).scratch_slots
     store = -(-store_slots // _PAGE) * _PAGE * layers * slot_bytes * batch
     hidden = memory_map.hidden_states(sizes, workload.prompt)
     if split.last_resident:
         split = replace(split, states_on_host=hidden > store)
-    recent_slots = (recent + unit) * batch
+    recent_slots = (recent + layout.unit) * batch
     device = {
         "weights": sizes.weights - sizes.streamed,
         "weight slots": sizes.slots,

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from triforce_tree.kernels.attention.plan import Heads
 from triforce_tree.kv.offload.copy_stream import BufferRing, CopyEvent, CopyStream
+from triforce_tree.kv.offload.layout import Layout
 from triforce_tree.kv.offload.pinned import HostMemory
-from triforce_tree.trees.device_shapes import unit_rows
 
 
 @dataclass(frozen=True)
@@ -94,10 +94,9 @@ class HostStore:
         progress: Callable[[int], None] | None = None,
     ) -> None:
         self.layers, self.batch, self.heads, self.device = layers, batch, heads, device
-        self.unit = unit_rows(unit)
-        self.rows = -(-rows // self.unit) * self.unit
         self.row_bytes = 2 * heads.kv * heads.dim * dtype.itemsize
-        self.piece = max(1, min(settings.piece_bytes // self.row_bytes, self.rows) // self.unit) * self.unit
+        layout = Layout.of(rows, unit, self.row_bytes, settings.piece_bytes)
+        self.unit, self.rows, self.piece = layout.unit, layout.slots, layout.piece
         self.last_resident = self._last_fits(settings)
         self.resident_rows = self._resident(settings.resident_bytes)
         self.base = [0] * batch
