@@ -226,7 +226,7 @@ CONFIGURATIONS: dict[str, tuple[Change, str]] = {
     "encoder-decoder": (text("config.json", '{"model_type": "t5"}'), "is a t5 model"),
     "hidden size": (settings(hidden_size=33), "not a multiple of the number of attention heads"),
     "text": (settings(hidden_size="32"), "hidden_size='32'"),
-    "not whole": (settings(hidden_size=32.0), "hidden_size=32.0"),
+    "not an integer": (settings(hidden_size=32.0), "hidden_size=32.0"),
     "NaN": (settings(vocab_size=float("nan")), "vocab_size=nan"),
     "no heads": (settings(num_attention_heads=0), "num_attention_heads=0"),
     "negative heads": (settings(num_attention_heads=-4), "num_attention_heads=-4"),

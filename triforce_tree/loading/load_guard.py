@@ -1,4 +1,4 @@
-"""Compares our forward of a model with transformers' own at load, to find unknown features that we ignore.
+"""Compares our forward of a model with transformers' own at load, so that unsupported features are found.
 
 A wrong rotation, or a window or softcap that is ignored, changes no shape and raises nothing: the output
 merely differs, often only beyond a length that no small test reaches. So random tokens go through our path
