@@ -1,4 +1,4 @@
-"""What ``load`` takes for a model or a tokenizer, and what it says of anything else."""
+"""Models and tokenizers that ``load`` accepts, and its errors for anything else."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ def test_a_tokenizer_may_be_a_folder(pair: TinyPair, tmp_path: Path) -> None:
     assert triforce_tree.load(MODEL, tokenizer=tmp_path / "alone").tokenizer is not None
 
 
-def test_what_is_no_tokenizer_is_said_at_once(tmp_path: Path) -> None:
+def test_an_invalid_tokenizer_is_refused_at_load(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="the tokenizer is of type Linear"):
         triforce_tree.load(MODEL, tokenizer=torch.nn.Linear(2, 2))
     with pytest.raises(FileNotFoundError, match="holds no tokenizer"):

@@ -1,4 +1,4 @@
-"""Inflated models are the small model's function, and dense, random and full-size where that is free."""
+"""Inflated models compute the small model's function, and their free entries are dense and random."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import triforce_tree
 from triforce_tree.loading.checkpoints import PAIR, load_model
 from triforce_tree.loading.inflate import SHAPES, Shape, inflate, inflate_pair
 
-# Of the logits' standard deviation, in fp32: sums over more terms, in another order.
+# Relative to the logits' standard deviation, in fp32: sums over more terms, in another order.
 TOLERANCE = 1e-4
 
 # The tiny Llamas have 32 hidden, 2 layers, 4 heads of 8, MLP 64: (family, shape).
@@ -33,9 +33,9 @@ CASES = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _device_contexts_know_the_true_empty() -> None:
-    """torch lists the functions that obey ``with torch.device(...)`` once, which must not be while one of
-    them is poisoned: 7B models would then be made in memory instead of on "meta"."""
+def _device_contexts_list_the_real_empty() -> None:
+    """torch lists once which functions follow ``with torch.device(...)``. If ``torch.empty`` were replaced at
+    that time, 7B models would be made in memory instead of on "meta"."""
     with torch.device("meta"):
         assert torch.empty(1).is_meta
 
@@ -45,7 +45,7 @@ def logits(model: PreTrainedModel, ids: list[int]) -> Tensor:
     return model(torch.tensor([ids])).logits[0].float()
 
 
-def off(ours: Tensor, exact: Tensor) -> float:
+def relative_error(ours: Tensor, exact: Tensor) -> float:
     return float((ours - exact).abs().max() / exact.std())
 
 
@@ -56,32 +56,32 @@ def target() -> PreTrainedModel:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.usefixtures("poisoned_empty")
-def test_the_same_function_in_another_shape(case: str) -> None:
-    """NaN in every entry that was never written, and in frequencies that were lost on the way."""
+def test_an_inflated_model_computes_the_same_function(case: str) -> None:
+    """``torch.empty`` gives NaN here, so entries and frequencies that are never written would show."""
     family, shape = CASES[case]
     small = tiny(family)
     big = inflate(small, shape)
     assert Shape.of(big.config) == Shape.parse(shape)
     ids = prompt_of(50)
-    assert off(logits(big, ids), logits(small, ids)) < TOLERANCE
+    assert relative_error(logits(big, ids), logits(small, ids)) < TOLERANCE
     assert greedy(big, ids, 40) == greedy(small, ids, 40)
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_tied_and_untied(tied: bool) -> None:
+def test_tied_and_untied_embeddings(tied: bool) -> None:
     small = tiny("llama", tie_word_embeddings=True)
     big = inflate(small, Shape(96, 5, 6, 6, 8, 100, tied=tied))
     embedding, head = big.model.embed_tokens.weight, big.lm_head.weight
     assert (embedding.data_ptr() == head.data_ptr()) is tied
-    assert off(logits(big, prompt_of(50)), logits(small, prompt_of(50))) < TOLERANCE
+    assert relative_error(logits(big, prompt_of(50)), logits(small, prompt_of(50))) < TOLERANCE
     assert big.num_parameters() == Shape.of(big.config).parameters(big.config.vocab_size)
 
 
-def test_zero_only_where_it_must_be() -> None:
-    """Dense and finite; random wherever the docstring's table says free; nothing shared or expanded."""
+def test_entries_are_zero_only_where_they_must_be() -> None:
+    """Contiguous and finite; nonzero wherever the docstring's table says free; no shared storage."""
     small = tiny("llama")
     big = inflate(small, "96x5x12/4x8x100")
-    real = {1, 3}  # the layers in the middle of each half of the depth
+    copied = {1, 3}  # the layers in the middle of each half of the depth
     for name, weight in big.named_parameters():
         assert weight.is_contiguous()
         assert weight.isfinite().all()
@@ -91,7 +91,7 @@ def test_zero_only_where_it_must_be() -> None:
             assert zeros == pytest.approx(1 - 32 / 96)
         elif not writes:
             assert zeros == 0, name
-        elif int(name.split(".")[2]) not in real:
+        elif int(name.split(".")[2]) not in copied:
             assert zeros == 1, name
         else:
             used = 32 / 96 * (4 / 12 if "o_proj" in name else 64 / 100)
@@ -105,28 +105,28 @@ def test_keys_and_values_are_full_size_and_random() -> None:
     out = inflate(tiny("llama"), "96x5x12/4x8x100")(torch.tensor([prompt_of(30)]), use_cache=True)
     assert len(out.past_key_values.layers) == 5
     for layer in out.past_key_values.layers:
-        for rows in (layer.keys, layer.values):
-            assert rows.shape == (1, 4, 30, 8)
-            assert (rows.abs().amax(-1) > 0).all()
+        for tensor in (layer.keys, layer.values):
+            assert tensor.shape == (1, 4, 30, 8)
+            assert (tensor.abs().amax(-1) > 0).all()
 
 
-def test_seeds_decide_the_free_entries_alone() -> None:
+def test_the_seed_changes_only_the_free_entries() -> None:
     small, shape = tiny("llama"), "96x5x12/4x8x100"
     first, again, other = (inflate(small, shape, seed=seed) for seed in (0, 0, 1))
     states = [model.state_dict() for model in (first, again, other)]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
     assert not torch.equal(states[0]["lm_head.weight"], states[2]["lm_head.weight"])
-    assert off(logits(other, prompt_of(20)), logits(first, prompt_of(20))) < TOLERANCE
+    assert relative_error(logits(other, prompt_of(20)), logits(first, prompt_of(20))) < TOLERANCE
 
 
-def test_the_small_model_stays_as_it_is() -> None:
+def test_the_small_model_is_unchanged() -> None:
     small, untouched = tiny("llama"), tiny("llama")
     inflate(small, "96x5x12/4x8x100")
     assert all(torch.equal(a, b) for a, b in zip(small.parameters(), untouched.parameters(), strict=True))
     assert small.config.to_dict() == untouched.config.to_dict()
 
 
-def test_a_saved_model_is_the_same(tmp_path: Path) -> None:
+def test_a_saved_model_loads_with_the_same_logits(tmp_path: Path) -> None:
     small = tiny("llama-gqa")
     big = inflate(small, "96x5x12/4x8x100")
     big.save_pretrained(tmp_path)
@@ -135,15 +135,15 @@ def test_a_saved_model_is_the_same(tmp_path: Path) -> None:
     assert Shape.parse(loaded.config.inflated_from) == Shape.of(small.config)
 
 
-def test_the_embedded_target(target: PreTrainedModel) -> None:
-    """Head by head as in llama-3.1-8b: groups of four, of which one query head each is the target's."""
+def test_the_embedded_target_can_be_inflated(target: PreTrainedModel) -> None:
+    """Heads as in llama-3.1-8b: groups of four, with one query head each from the target."""
     big = inflate(target, "512x8x16/4x128x1280")
     ids = prompt_of(200, target.config.vocab_size)
-    assert off(logits(big, ids), logits(target, ids)) < TOLERANCE
+    assert relative_error(logits(big, ids), logits(target, ids)) < TOLERANCE
     assert greedy(big, ids, 24) == greedy(target, ids, 24)
 
 
-def test_bf16_is_little_worse_than_the_targets_own(target: PreTrainedModel) -> None:
+def test_the_error_in_bf16_is_close_to_the_targets_own(target: PreTrainedModel) -> None:
     exact = load_model(PAIR / "target", "cpu", torch.bfloat16)
     big = inflate(exact, "512x6x4/4x128x1152")
     assert big.dtype == torch.bfloat16
@@ -153,8 +153,8 @@ def test_bf16_is_little_worse_than_the_targets_own(target: PreTrainedModel) -> N
     assert ours < 1.5 * own
 
 
-def test_pair() -> None:
-    """In its own shapes but for a little: a full-size one would take minutes here."""
+def test_inflated_pair() -> None:
+    """Inflated by a little only: a full-size pair would take minutes."""
     target, draft, tokenizer = inflate_pair(
         "512x6x4/4x128x1152", "cpu", torch.float32, draft_shape="256x3x4/4x64x512"
     )
@@ -165,18 +165,18 @@ def test_pair() -> None:
     assert out.text == expected.text
 
 
-def test_levels_behave_alike_under_grouped_queries() -> None:
-    """What level 1 sees of the context, and so what is accepted, is what it is for the small model."""
+def test_acceptance_is_the_same_under_grouped_queries() -> None:
+    """The retrieval model selects the same chunks as for the small model, so the same tokens are accepted."""
     small = tiny("llama")
     big = inflate(small, "80x5x16/4x8x100")
-    draft, seen = tiny("llama", seed=1), []
+    draft, results = tiny("llama", seed=1), []
     options = {"levels": 3, "budget": 16, "chunk": 4, "recent": 8, "gamma": 4}
     for model in (small, big):
         out = triforce_tree.load(model, draft, **options).generate(
             prompt_of(150), max_new_tokens=40, do_sample=False
         )
-        seen.append((out.sequences.tolist(), [(s.forwards, s.proposed, s.accepted) for s in out.levels]))
-    assert seen[0] == seen[1]
+        results.append((out.sequences.tolist(), [(s.forwards, s.proposed, s.accepted) for s in out.levels]))
+    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize(
@@ -196,19 +196,19 @@ def test_levels_behave_alike_under_grouped_queries() -> None:
         ("mistral", "96x5x6/6x8x100", ["MistralForCausalLM"]),
     ],
 )
-def test_what_does_not_fit(family: str, shape: str, words: list[str]) -> None:
+def test_shapes_that_do_not_fit_are_refused(family: str, shape: str, words: list[str]) -> None:
     with pytest.raises(ValueError) as error:  # noqa: PT011 - the words are the match
         inflate(tiny(family), shape)
     assert not [word for word in words if word not in str(error.value)], str(error.value)
 
 
-def test_biases_are_refused_by_name() -> None:
+def test_biases_are_refused() -> None:
     with pytest.raises(ValueError, match="attention_bias"):
         inflate(tiny("llama", attention_bias=True), "96x5x6/6x8x100")
 
 
-def test_named_shapes_cost_what_the_originals_do() -> None:
-    """6.74, 8.03 and 13.0 G weights with the originals' vocabularies; spelling and parsing agree."""
+def test_named_shapes_have_the_originals_sizes() -> None:
+    """6.74, 8.03 and 13.0 G weights with the originals' vocabularies; ``str`` and ``parse`` are inverse."""
     counts = {"llama-2-7b": 6_738_415_616, "llama-3.1-8b": 8_030_261_248, "llama-2-13b": 13_015_864_320}
     vocabularies = {"llama-2-7b": 32_000, "llama-3.1-8b": 128_256, "llama-2-13b": 32_000}
     for name, count in counts.items():
@@ -221,7 +221,7 @@ def test_named_shapes_cost_what_the_originals_do() -> None:
 
 
 def inflate_config(shape: Shape) -> LlamaForCausalLM:
-    """A model of the shape that transformers itself makes."""
+    """A model of the shape, made by transformers."""
     config = tiny("llama").config
     config.update(
         {

@@ -1,4 +1,4 @@
-"""A forward that is not the model's own is found out at load, whatever made it so."""
+"""A forward that differs from the model's own is found at load."""
 
 import copy
 from collections.abc import Callable
@@ -19,15 +19,15 @@ from triforce_tree.models.attention import AttentionParams
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.length_rope import LengthRope
 
-WINDOW = 100  # longer than the text that every model is compared on
+WINDOW = 100  # longer than the first comparison, which all models get
 
 
-def sinks_alone() -> PreTrainedModel:
+def sinks_without_window() -> PreTrainedModel:
     return tiny("gpt-oss", layer_types=["full_attention"] * 2)
 
 
 def changed(**parts: Any) -> Callable[[pytest.MonkeyPatch], None]:
-    """What a layer asks of its attention, with some of it lost on the way."""
+    """A fault: some of the attention parameters of each layer are changed."""
 
     def make(*args: Any) -> AttentionParams:
         how = AttentionParams(*args)
@@ -36,7 +36,7 @@ def changed(**parts: Any) -> Callable[[pytest.MonkeyPatch], None]:
     return lambda patch: patch.setattr(hf_model, "AttentionParams", make)
 
 
-def lost(_: Any) -> None:
+def dropped(_: Any) -> None:
     return None
 
 
@@ -46,23 +46,23 @@ def chosen_by_each_forward(patch: pytest.MonkeyPatch) -> None:
 
 FAULTS: dict[str, tuple[Callable[[], PreTrainedModel], Callable[[pytest.MonkeyPatch], None]]] = {
     "scale": (lambda: tiny("llama-gqa"), changed(scale=lambda scale: 1.1 * scale)),
-    "short window": (lambda: tiny("mistral-window"), changed(window=lost)),
-    "window": (lambda: tiny("mistral", sliding_window=WINDOW), changed(window=lost)),
+    "short window": (lambda: tiny("mistral-window"), changed(window=dropped)),
+    "window": (lambda: tiny("mistral", sliding_window=WINDOW), changed(window=dropped)),
     "window off by one": (
         lambda: tiny("mistral", sliding_window=WINDOW),
         changed(window=lambda window: window + 1),
     ),
     "window of some layers": (
         lambda: tiny("gemma3", sliding_window=WINDOW, num_hidden_layers=6, layer_types=None),
-        changed(window=lost),
+        changed(window=dropped),
     ),
-    "softcap": (lambda: tiny("gemma2", sliding_window=WINDOW), changed(softcap=lost)),
-    "sinks": (sinks_alone, changed(sinks=lost)),
+    "softcap": (lambda: tiny("gemma2", sliding_window=WINDOW), changed(softcap=dropped)),
+    "sinks": (sinks_without_window, changed(sinks=dropped)),
     "longrope": (lambda: tiny("phi3-longrope"), chosen_by_each_forward),
     "longrope's scale": (lambda: tiny("phimoe"), chosen_by_each_forward),
     "chunks": (
         lambda: tiny("llama4", attention_chunk_size=WINDOW),
-        lambda patch: patch.setattr(supported, "_chunks", lost),
+        lambda patch: patch.setattr(supported, "_chunks", dropped),
     ),
     "temperature": (
         lambda: tiny("llama4", floor_scale=WINDOW, attn_scale=0.5),
@@ -72,9 +72,9 @@ FAULTS: dict[str, tuple[Callable[[], PreTrainedModel], Callable[[pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_is_wrong_is_found_at_load(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    make, break_it = FAULTS[fault]
-    break_it(monkeypatch)
+def test_a_fault_is_found_at_load(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, inject = FAULTS[fault]
+    inject(monkeypatch)
     model = make()
     name = type(model).__name__
     with pytest.raises(UnsupportedModelError, match=rf"^{name} would not be decoded.*differ by [\d.]+"):
@@ -83,7 +83,7 @@ def test_what_is_wrong_is_found_at_load(fault: str, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault not in ("chunks", "temperature")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_right_passes(fault: str, dtype: torch.dtype) -> None:
+def test_models_without_fault_pass(fault: str, dtype: torch.dtype) -> None:
     model = FAULTS[fault][0]().to(dtype)
     report = triforce_tree.load(model).hierarchy.guard
     assert report.errors
@@ -91,7 +91,7 @@ def test_what_is_right_passes(fault: str, dtype: torch.dtype) -> None:
     assert max(report.errors.values()) < (1e-5 if dtype == torch.float32 else 0.05)
 
 
-def test_boundaries_of_real_models_are_compared() -> None:
+def test_lengths_of_real_models_are_compared() -> None:
     rope = dict(FAMILIES_BY_LENGTH["phi3-longrope"][2]["rope_parameters"])
     rope["original_max_position_embeddings"] = 4096
     model = tiny(
@@ -107,15 +107,15 @@ def test_boundaries_of_real_models_are_compared() -> None:
     assert any("beyond 4096" in what for what in report.errors)
 
 
-def test_what_takes_too_long_is_named_and_not_passed_over() -> None:
+def test_a_comparison_that_takes_too_long_is_reported_as_skipped() -> None:
     model = tiny("mistral", sliding_window=1 << 21, max_position_embeddings=1 << 23)
     report = compare_at_load(HFModel(model))
-    assert list(report.skipped) == [f"a text beyond {1 << 21} tokens"]
-    assert "numbers" in report.skipped[f"a text beyond {1 << 21} tokens"]
+    assert list(report.skipped) == [f"a sequence beyond {1 << 21} tokens"]
+    assert "elements" in report.skipped[f"a sequence beyond {1 << 21} tokens"]
     assert f"positions on both sides of {1 << 21}" in report.errors
 
 
-def test_few_layers_stand_for_all() -> None:
+def test_one_layer_of_each_kind_computes() -> None:
     types = ["sliding_attention"] * 5 + ["full_attention"]
     model = tiny("gemma3", sliding_window=WINDOW, num_hidden_layers=12, layer_types=types * 2)
     called: list[int] = []
@@ -128,12 +128,12 @@ def test_few_layers_stand_for_all() -> None:
     assert all("forward" not in vars(layer) for layer in model.model.layers)
 
 
-def test_layers_without_rotation_are_a_kind_of_their_own() -> None:
+def test_layers_without_rotary_embedding_are_a_separate_kind() -> None:
     model = tiny("smollm3", num_hidden_layers=6, no_rope_layers=[1, 1, 1, 0, 1, 1])
     assert compare_at_load(HFModel(model)).layers == (0, 1, 3)
 
 
-def test_model_and_random_state_stay_as_they_are() -> None:
+def test_model_and_random_state_are_unchanged() -> None:
     model = CAPPED["gemma2"]()
     model.train()
     state = torch.get_rng_state()
@@ -143,17 +143,17 @@ def test_model_and_random_state_stay_as_they_are() -> None:
     assert model.config._attn_implementation == "eager"
 
 
-def test_streamed_weights_come_for_the_layers_that_compute() -> None:
+def test_only_layers_that_compute_copy_streamed_weights() -> None:
     model = tiny("llama-gqa", num_hidden_layers=12)
-    own = copy.deepcopy(model)
-    streamed = StreamedWeights(own, "cpu")
-    checked = HFModel(own, streamed)
+    clone = copy.deepcopy(model)
+    streamed = StreamedWeights(clone, "cpu")
+    checked = HFModel(clone, streamed)
     before = streamed.copies
     report = compare_at_load(checked)
     assert report.errors
     assert not report.skipped
     assert streamed.copies - before < 24, "two passes over all layers would be more"
-    out = triforce_tree.Engine(own, config=None, streamed=streamed).generate(
+    out = triforce_tree.Engine(clone, config=None, streamed=streamed).generate(
         prompt_of(20), max_new_tokens=6, do_sample=False
     )
     expected = model.generate(torch.tensor([prompt_of(20)]), max_new_tokens=6, do_sample=False)
@@ -161,7 +161,7 @@ def test_streamed_weights_come_for_the_layers_that_compute() -> None:
     streamed.close()
 
 
-def test_nan_is_left_to_generation() -> None:
+def test_nan_logits_are_not_compared() -> None:
     model = tiny("llama")
     with torch.no_grad():
         model.lm_head.weight.fill_(torch.nan)

@@ -1,4 +1,4 @@
-"""Model folders that others made: what is wrong with them is said in a line, and nothing of them runs."""
+"""Model folders of unknown origin: errors are one line, and no code of theirs runs."""
 
 import json
 import os
@@ -21,8 +21,8 @@ from triforce_tree.loading import checkpoints
 from triforce_tree.loading.checkpoints import load_model, load_tokenizer
 from triforce_tree.loading.model_files import INDEX, WEIGHTS
 
-# Bytes that a process may hold beside those of a test before, in ``ru_maxrss``' KiB.
-SOME = 64 << 10
+# Most KiB by which a test may raise the peak memory of the process (``ru_maxrss``).
+MOST_GROWTH = 64 << 10
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def text(name: str, content: str) -> Change:
 
 
 def in_shards(folder: Path) -> dict[str, Any]:
-    """The folder's weights in several files; returns their index."""
+    """Split the folder's weights into several files; returns their index."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     (folder / WEIGHTS).unlink()
     model.save_pretrained(folder, max_shard_size="60KB")
@@ -52,8 +52,8 @@ def one_line(error: pytest.ExceptionInfo[Exception]) -> str:
     return message
 
 
-class Bomb:
-    """Unpickling it leaves a file behind."""
+class Malicious:
+    """Unpickling it creates a folder."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -62,9 +62,9 @@ class Bomb:
         return os.mkdir, (str(self.marker),)
 
 
-def test_an_index_may_name_safetensors_alone(folder: Path, tmp_path: Path) -> None:
+def test_an_index_may_name_safetensors_only(folder: Path, tmp_path: Path) -> None:
     index, marker = in_shards(folder), tmp_path / "ran"
-    (folder / "weights.bin").write_bytes(pickle.dumps(Bomb(marker)))
+    (folder / "weights.bin").write_bytes(pickle.dumps(Malicious(marker)))
     first = next(iter(index["weight_map"]))
     for name in ("weights.bin", 7, None, ["model.safetensors"]):
         index["weight_map"][first] = name
@@ -80,7 +80,7 @@ OUTSIDE += ["..\\other.safetensors", "./other.safetensors", "\0.safetensors"]
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
-def test_an_index_stays_inside_the_folder(folder: Path, name: str) -> None:
+def test_an_index_may_not_name_files_outside_the_folder(folder: Path, name: str) -> None:
     index = in_shards(folder)
     first = next(iter(index["weight_map"]))
     shutil.copy(folder / index["weight_map"][first], folder.parent / "other.safetensors")
@@ -92,9 +92,9 @@ def test_an_index_stays_inside_the_folder(folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["../model.safetensors", "pytorch_model.bin", "x.index.json", 3])
-def test_neither_may_a_configuration_name_other_weights(folder: Path, name: object) -> None:
+def test_a_configuration_may_not_name_other_weights(folder: Path, name: object) -> None:
     settings(transformers_weights=name)(folder)
-    with pytest.raises(ValueError, match=says("config.json", "as a file of weights")) as error:
+    with pytest.raises(ValueError, match=says("config.json", "as a weight file")) as error:
         load_model(folder)
     one_line(error)
 
@@ -110,7 +110,7 @@ INDICES = {
 
 
 @pytest.mark.parametrize("case", INDICES)
-def test_a_broken_index_is_named(folder: Path, case: str) -> None:
+def test_a_broken_index_is_refused(folder: Path, case: str) -> None:
     (folder / WEIGHTS).unlink()
     (folder / INDEX).write_text(INDICES[case])
     with pytest.raises((ValueError, OSError), match="index") as error:
@@ -119,7 +119,7 @@ def test_a_broken_index_is_named(folder: Path, case: str) -> None:
 
 
 def test_shards_that_are_links_load(folder: Path) -> None:
-    """As in a snapshot of the hub, whose files lie elsewhere."""
+    """As in a hub snapshot, whose files are links."""
     expected = load_model(folder).state_dict()
     in_shards(folder)
     blobs = folder.parent / "blobs"
@@ -144,7 +144,7 @@ def hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return snapshot
 
 
-def test_a_hub_id_is_checked_as_a_folder_is(hub: Path) -> None:
+def test_a_hub_id_is_checked_like_a_folder(hub: Path) -> None:
     in_shards(hub)
     assert load_tokenizer("somebody/model") is not None
     assert load_model("somebody/model").num_parameters() == load_model(hub).num_parameters()
@@ -156,7 +156,7 @@ def test_a_hub_id_is_checked_as_a_folder_is(hub: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["models/lama", "a/b/c", "a model", "lama"])
-def test_a_mistyped_path_says_so(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistyped_path_is_reported(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(FileNotFoundError, match=says("no such folder", name, "owner/name")) as error:
         triforce_tree.load(name)
@@ -170,7 +170,7 @@ EVIL = (
 
 @pytest.fixture
 def marker(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What exists once evil.py, which lies in the folder, has run; whoever is asked says yes."""
+    """A path that exists once the folder's evil.py has run; every prompt for input is answered with yes."""
     marker = folder.parent / "ran"
     (folder / "evil.py").write_text(EVIL.format(str(marker)))
     monkeypatch.setattr("builtins.input", lambda *_: "y")
@@ -180,7 +180,7 @@ def marker(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 MAP = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model", "AutoTokenizer": ["evil.Tok", None]}
 
 
-def test_code_beside_a_model_is_not_run(folder: Path, marker: Path) -> None:
+def test_code_in_a_models_folder_is_not_run(folder: Path, marker: Path) -> None:
     settings(auto_map=MAP, model_type="evil")(folder)
     with pytest.raises(ValueError, match=says("'evil'", "auto_map", "not run", "load it yourself")) as error:
         triforce_tree.load(folder)
@@ -188,7 +188,7 @@ def test_code_beside_a_model_is_not_run(folder: Path, marker: Path) -> None:
     assert not marker.exists()
 
 
-def test_a_family_that_transformers_has_needs_no_code(folder: Path, marker: Path) -> None:
+def test_a_known_family_loads_without_its_code(folder: Path, marker: Path) -> None:
     settings(auto_map=MAP)(folder)
     path = folder / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"auto_map": MAP}))
@@ -198,7 +198,7 @@ def test_a_family_that_transformers_has_needs_no_code(folder: Path, marker: Path
     assert not marker.exists()
 
 
-def test_code_beside_a_tokenizer_is_not_run(folder: Path, marker: Path) -> None:
+def test_code_of_a_tokenizer_is_not_run(folder: Path, marker: Path) -> None:
     (folder / "tokenizer.json").unlink()
     text("tokenizer_config.json", json.dumps({"tokenizer_class": "Tok", "auto_map": MAP}))(folder)
     with pytest.raises(ValueError, match=says("tokenizer", "auto_map", "not run", "tokenizer=")) as error:
@@ -208,7 +208,7 @@ def test_code_beside_a_tokenizer_is_not_run(folder: Path, marker: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["attn_implementation", "_attn_implementation", "experts_implementation"])
-def test_kernels_that_a_configuration_names_are_not_fetched(folder: Path, name: str) -> None:
+def test_kernels_named_by_a_configuration_are_not_downloaded(folder: Path, name: str) -> None:
     settings(**{name: "somebody/kernels"})(folder)
     assert load_model(folder).config._attn_implementation in ("sdpa", "eager")
 
@@ -226,7 +226,7 @@ CONFIGURATIONS: dict[str, tuple[Change, str]] = {
     "encoder-decoder": (text("config.json", '{"model_type": "t5"}'), "is a t5 model"),
     "hidden size": (settings(hidden_size=33), "not a multiple of the number of attention heads"),
     "text": (settings(hidden_size="32"), "hidden_size='32'"),
-    "not whole": (settings(hidden_size=32.0), "hidden_size=32.0"),
+    "not an integer": (settings(hidden_size=32.0), "hidden_size=32.0"),
     "NaN": (settings(vocab_size=float("nan")), "vocab_size=nan"),
     "no heads": (settings(num_attention_heads=0), "num_attention_heads=0"),
     "negative heads": (settings(num_attention_heads=-4), "num_attention_heads=-4"),
@@ -255,18 +255,18 @@ CONFIGURATIONS: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize("case", CONFIGURATIONS)
-def test_what_cannot_be_used_is_said_in_a_line(folder: Path, case: str) -> None:
-    change, needed = CONFIGURATIONS[case]
+def test_an_unusable_folder_is_refused_in_one_line(folder: Path, case: str) -> None:
+    change, expected = CONFIGURATIONS[case]
     change(folder)
-    before = most_memory()
+    before = peak_memory()
     with pytest.raises((ValueError, OSError)) as error:
         triforce_tree.load(folder, device="cpu")
-    assert needed in one_line(error)
-    assert most_memory() - before < SOME
+    assert expected in one_line(error)
+    assert peak_memory() - before < MOST_GROWTH
 
 
-def most_memory() -> int:
-    """KiB that this process has held at most."""
+def peak_memory() -> int:
+    """Peak memory of this process in KiB."""
     if sys.platform == "win32":
         return 0
     import resource
@@ -274,7 +274,7 @@ def most_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def test_layers_that_a_family_counts_by_another_name(tmp_path: Path) -> None:
+def test_sizes_under_a_familys_own_names_are_checked(tmp_path: Path) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     sizes = {"n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 16, "vocab_size": 20}
@@ -287,7 +287,7 @@ def test_layers_that_a_family_counts_by_another_name(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(before)
 
 
-def test_a_directory_in_place_of_a_file(folder: Path) -> None:
+def test_a_directory_in_place_of_a_file_is_refused(folder: Path) -> None:
     for name, error in (("generation_config.json", IsADirectoryError), ("config.json", FileNotFoundError)):
         (folder / name).unlink()
         (folder / name).mkdir()
@@ -296,7 +296,7 @@ def test_a_directory_in_place_of_a_file(folder: Path) -> None:
         (folder / name).rmdir()
 
 
-def test_a_folder_without_a_tokenizer_takes_ids(folder: Path) -> None:
+def test_a_folder_without_a_tokenizer_takes_token_ids(folder: Path) -> None:
     for path in folder.glob("tokenizer*"):
         path.unlink()
     assert load_tokenizer(folder) is None
@@ -304,7 +304,7 @@ def test_a_folder_without_a_tokenizer_takes_ids(folder: Path) -> None:
     assert out.text is None
 
 
-def test_a_missing_package_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def without(*_: object, **__: object) -> None:
         raise ImportError("abacus is needed: `pip install abacus`")
 
@@ -313,8 +313,8 @@ def test_a_missing_package_is_named(folder: Path, monkeypatch: pytest.MonkeyPatc
         load_model(folder)
 
 
-def test_a_checkpoint_of_another_family_is_read_by_its_own_names(tmp_path: Path) -> None:
-    """Checkpoints whose names transformers rewrites while it loads them are no mismatch."""
+def test_a_checkpoint_whose_names_are_converted_loads(tmp_path: Path) -> None:
+    """Weight names that transformers converts while it loads them are not a mismatch."""
     model = tiny("mixtral")
     model.save_pretrained(tmp_path)
     ids = torch.tensor([prompt_of(9)])

@@ -14,7 +14,7 @@ PROMPT_TOKENS = 3000
 
 @pytest.fixture(scope="module")
 def engine() -> triforce_tree.Engine:
-    """What a user gets who names no model, on the CPU in fp32."""
+    """The default engine, without a model given, on the CPU in fp32."""
     return triforce_tree.load(device="cpu")
 
 
@@ -25,7 +25,7 @@ def prompt(engine: triforce_tree.Engine) -> list[int]:
 
 
 @pytest.mark.parametrize("which", ["target", "draft"])
-def test_ordinary_folders(which: str) -> None:
+def test_the_pair_loads_with_transformers_alone(which: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(PAIR / which)
     model = AutoModelForCausalLM.from_pretrained(PAIR / which, use_safetensors=True)
     assert model.dtype == torch.bfloat16
@@ -38,13 +38,13 @@ def test_ordinary_folders(which: str) -> None:
     assert model.config.head_dim == head
 
 
-def test_the_target_is_mha_and_reaches_128k() -> None:
+def test_the_target_has_full_heads_and_128k_positions() -> None:
     config = AutoModelForCausalLM.from_pretrained(PAIR / "target").config
     assert config.num_key_value_heads == config.num_attention_heads
     assert config.max_position_embeddings >= 128 * 1024 - 8
 
 
-def test_size_and_card() -> None:
+def test_package_size_and_model_card() -> None:
     files = [path for path in PAIR.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     assert sum(path.stat().st_size for path in files) <= 40e6
     assert not [path for path in files if path.suffix in (".bin", ".pt", ".pkl")]
@@ -54,7 +54,9 @@ def test_size_and_card() -> None:
 
 
 @pytest.mark.slow
-def test_three_levels_give_the_targets_own_text(engine: triforce_tree.Engine, prompt: list[int]) -> None:
+def test_three_levels_equal_the_targets_greedy_output(
+    engine: triforce_tree.Engine, prompt: list[int]
+) -> None:
     """fp32, greedy, token for token; with real models most of what is drafted is accepted."""
     options = {"max_new_tokens": 96, "do_sample": False}
     expected = engine.hierarchy.target.model.generate(torch.tensor([prompt]), **options)

@@ -1,8 +1,8 @@
-"""Every family's greedy output equals transformers' own, token for token, at every level count.
+"""Every family's greedy output equals transformers' own, token for token, with one, two and three levels.
 
-The caches are far smaller than the texts: chunks are selected and dropped again, streaming rows
-leave, windows slide. Drafts are perturbed copies of their targets, so that proposals are accepted
-and refused.
+The caches are far smaller than the sequences: chunks are selected and dropped again, the draft's window and
+sliding windows move. Drafts are perturbed copies of their targets, so that some proposals are accepted and
+some rejected.
 """
 
 from functools import cache
@@ -45,7 +45,7 @@ def accepted_per_level(
     new_tokens: int,
     **options,
 ) -> list[int]:
-    """Check greedy equality; accepted tokens of every level."""
+    """Check greedy equality; returns the accepted tokens of every level."""
     engine = triforce_tree.load(target, draft, **{**SMALL_SETTINGS, **options})
     out = engine.generate(prompt, max_new_tokens=new_tokens, do_sample=False)
     assert out.sequences[0, len(prompt) :].tolist() == expected(target, tuple(prompt), new_tokens)
@@ -53,7 +53,7 @@ def accepted_per_level(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_output_is_the_targets_own(family: str) -> None:
+def test_greedy_output_equals_the_targets(family: str) -> None:
     target = target_of(family)
     draft = perturbed(target, 0.05)
     assert len(set(expected(target, tuple(prompt_of(37)), 32))) > 3, "an output that varies"
@@ -69,7 +69,7 @@ def test_greedy_output_is_the_targets_own(family: str) -> None:
     "prompt_tokens, family", [(1, "llama-gqa"), (2, "llama-gqa"), (37, "llama"), (203, "llama-gqa")]
 )
 def test_long_greedy_outputs(family: str, prompt_tokens: int) -> None:
-    """100 new tokens: several times the budget, whatever the prompt's length."""
+    """100 new tokens: several times the budget, for prompts of any length."""
     target = target_of(family)
     for levels in (1, 2, 3):
         accepted = accepted_per_level(
@@ -102,16 +102,16 @@ def test_prompt_lookup_needs_no_draft(levels: int) -> None:
     accepted_per_level(target, None, prompt, 80, levels=levels, lookup=5)
 
 
-@pytest.mark.parametrize("kind", ["a stranger", "the target itself"])
-def test_any_draft_will_do(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["unrelated", "the target itself"])
+def test_any_model_can_draft(kind: str) -> None:
     target = tiny("llama")
-    draft = tiny("qwen2", seed=5) if kind == "a stranger" else target
+    draft = tiny("qwen2", seed=5) if kind == "unrelated" else target
     accepted_per_level(target, draft, prompt_of(50), 50, levels=3)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_tree_forward_gives_every_paths_own_logits(family: str) -> None:
-    """One forward over a tree against plain forwards over each of its paths, twice in a row."""
+def test_a_tree_forward_equals_a_forward_of_each_path(family: str) -> None:
+    """One forward over a tree against separate forwards over each of its paths, twice in a row."""
     model = tiny(family)
     target = HFModel(model)
     program = DecodingProgram(target, None, HierarchyConfig(prefill_chunk=16), 1, 64, 1)
@@ -120,17 +120,17 @@ def test_a_tree_forward_gives_every_paths_own_logits(family: str) -> None:
     depths = [0]
     for parent in parents[1:]:
         depths.append(depths[parent] + 1)
-    rows = program.full_view(len(parents), ancestor_mask(parents), depths)
+    view = program.full_view(len(parents), ancestor_mask(parents), depths)
     with target.active():
         program.prefill([tokens])
         for path in ([0, 1, 3, 7], [0, 2]):
             nodes = [tokens[-1], *prompt_of(9)]
             root = torch.tensor([len(tokens) - 1])
-            rows.begin(root)
-            logits = program.full(torch.tensor([nodes]), root[:, None] + torch.tensor(depths), rows)[0]
+            view.begin(root)
+            logits = program.full(torch.tensor([nodes]), root[:, None] + torch.tensor(depths), view)[0]
             expected = torch.stack([next_logits(model, tokens, nodes, parents, node) for node in range(10)])
             torch.testing.assert_close(logits, expected, atol=2e-5, rtol=2e-5)
-            rows.move(torch.tensor([path]))
+            view.move(torch.tensor([path]))
             tokens = [*tokens, *(nodes[node] for node in path[1:]), 5]
 
 
@@ -138,21 +138,21 @@ def test_a_tree_forward_gives_every_paths_own_logits(family: str) -> None:
 def next_logits(
     model: PreTrainedModel, tokens: list[int], nodes: list[int], parents: list[int], node: int
 ) -> torch.Tensor:
-    """``[V]``, from the model under its own attention and without any cache."""
-    ours = model.config._attn_implementation
+    """``[V]``, by the model with eager attention and no cache."""
+    before = model.config._attn_implementation
     model.set_attn_implementation("eager")
-    below = []
+    branch = []
     while node:
-        below.append(nodes[node])
+        branch.append(nodes[node])
         node = parents[node]
-    path = [*tokens, *below[::-1]]
+    path = [*tokens, *branch[::-1]]
     logits = model(torch.tensor([path]), use_cache=False).logits[0, -1]
-    model.set_attn_implementation(ours)
+    model.set_attn_implementation(before)
     return logits
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_the_models_attention_is_as_it_was(attention: str) -> None:
+def test_the_models_attention_setting_is_unchanged(attention: str) -> None:
     target, draft = tiny("llama"), tiny("llama", seed=1)
     for model in (target, draft):
         model.set_attn_implementation(attention)
@@ -166,7 +166,7 @@ def test_the_models_attention_is_as_it_was(attention: str) -> None:
     assert not draft.training
 
 
-def test_the_models_attention_is_restored_after_an_error() -> None:
+def test_the_models_attention_setting_is_unchanged_after_an_error() -> None:
     target = tiny("llama")
     engine = triforce_tree.load(target, levels=2, **SMALL_SETTINGS)
     with torch.no_grad():
@@ -176,13 +176,13 @@ def test_the_models_attention_is_restored_after_an_error() -> None:
     assert target.config._attn_implementation == "sdpa"
 
 
-NAMES = {
+REASONS = {
     "FalconForCausalLM": "attention interface",
     "BloomForCausalLM": "attention interface",
     "T5ForConditionalGeneration": "encoder-decoder",
     "MambaForCausalLM": "attention|recurrent|state",
 }
-OWN = {
+SETTINGS = {
     "FalconForCausalLM": {"alibi": False, "new_decoder_architecture": False},
     "T5ForConditionalGeneration": {
         "d_model": 32,
@@ -194,8 +194,8 @@ OWN = {
 }
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_families_that_cannot_work_say_so(name: str) -> None:
+@pytest.mark.parametrize("name", REASONS)
+def test_unsupported_families_are_refused_with_the_reason(name: str) -> None:
     settings = {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
@@ -203,8 +203,8 @@ def test_families_that_cannot_work_say_so(name: str) -> None:
         "num_attention_heads": 4,
     }
     config = name.split("For")[0] + "Config"
-    model = build(config, name, **{**settings, **OWN.get(name, {})})
-    with pytest.raises(UnsupportedModelError, match=rf"{name}.*({NAMES[name]})"):
+    model = build(config, name, **{**settings, **SETTINGS.get(name, {})})
+    with pytest.raises(UnsupportedModelError, match=rf"{name}.*({REASONS[name]})"):
         triforce_tree.load(model)
 
 
@@ -220,7 +220,7 @@ def gpt2() -> PreTrainedModel:
     )
 
 
-def test_learned_positions_serve_as_target_and_as_draft() -> None:
+def test_models_with_learned_positions_work_as_target_and_as_draft() -> None:
     target = gpt2()
     accepted_per_level(target, tiny("llama"), prompt_of(70), 40, levels=3)
     assert accepted_per_level(target, perturbed(target, 0.05), prompt_of(70), 40, levels=2)[-1] > 0
@@ -230,14 +230,14 @@ def test_learned_positions_serve_as_target_and_as_draft() -> None:
 
 
 @pytest.mark.parametrize("levels", [1, 2, 3])
-def test_a_text_may_fill_all_learned_positions(levels: int) -> None:
-    """Trees and chains behind its last token have no position of their own, and are not needed."""
+def test_a_sequence_may_use_all_learned_positions(levels: int) -> None:
+    """Tree nodes beyond the last position share it; their results are not needed."""
     target, prompt = gpt2(), prompt_of(500)
     accepted_per_level(target, perturbed(target, 0.05), prompt, 12, levels=levels)
 
 
 @pytest.mark.parametrize("family", FAMILIES_BEYOND)
-def test_texts_beyond_every_length_that_a_family_names(family: str) -> None:
+def test_sequences_beyond_every_length_that_a_family_names(family: str) -> None:
     target = target_of(family)
     draft = None if family in NO_DRAFTS else perturbed(target, 0.05)
     prompt = prompt_of(150)

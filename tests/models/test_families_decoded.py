@@ -1,6 +1,6 @@
-"""The device cycle decodes models of all families, and leaves the user's model as it was.
+"""The decoding program decodes models of all families, and does not change the user's model.
 
-Those with windows are in ``test_cycle_windows.py``.
+Families with windows are in ``tests/kv/test_windows.py``.
 """
 
 import pytest
@@ -46,7 +46,7 @@ def test_families(family: str) -> None:
         assert all(level.accepted for level in decoder.levels[1:]), levels
 
 
-def test_the_users_model_is_untouched() -> None:
+def test_the_users_model_is_unchanged() -> None:
     target, draft = tiny("llama-gqa"), tiny("llama-gqa", seed=1)
     target.train()
     before = [m.config._attn_implementation for m in (target, draft)]

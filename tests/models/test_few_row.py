@@ -1,4 +1,4 @@
-"""Copies of a model with other linear layers: what they share, what they give, what stays."""
+"""Copies of a model with other linear layers: shared tensors, results, and the unchanged original."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def test_the_copy_shares_every_tensor(model: PreTrainedModel) -> None:
     assert clone.config is not model.config
 
 
-def test_the_original_stays(model: PreTrainedModel) -> None:
+def test_the_original_is_unchanged(model: PreTrainedModel) -> None:
     before, types = logits(model), [type(module) for module in model.modules()]
     for bits in (4, 8):
         low_bit_copy(model, bits)
@@ -50,7 +50,7 @@ def test_the_original_stays(model: PreTrainedModel) -> None:
     assert torch.equal(logits(model), before)
 
 
-def test_only_the_layers_are_exchanged(model: PreTrainedModel) -> None:
+def test_only_linears_of_decoder_layers_are_replaced(model: PreTrainedModel) -> None:
     clone = low_bit_copy(model, 8)
     kinds = {name: type(module) for name, module in clone.named_modules()}
     assert kinds["lm_head"] is nn.Linear
@@ -93,7 +93,7 @@ def test_extra_bytes(model: PreTrainedModel) -> None:
     assert words < extra_bytes(clone) < 1.1 * words
 
 
-def test_tied_layers_are_made_once() -> None:
+def test_tied_layers_are_replaced_once() -> None:
     class Tied(PreTrainedModel):
         config_class = LlamaConfig
 
@@ -124,7 +124,7 @@ def test_compiled(model: PreTrainedModel) -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("bits", [16, 8, 4])
 def test_through_the_kernel(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, in the interpreter: compiled whole, nothing but the operator's rounding between."""
+    """The GPU path in Triton's interpreter: one compiled graph, equal up to the operator's rounding."""
     pytest.importorskip("triton", reason="the kernels need Triton; install triton to run their tests")
     linear = nn.Linear(200, 70, dtype=torch.float16)
     layer = FewRowLinear(linear) if bits == 16 else LowBitLinear(linear, bits)

@@ -1,4 +1,4 @@
-"""Linears of one input in one launch: the pass over a traced graph, and the kernel it leads to."""
+"""Linears of the same input fused into one launch: the pass over a traced graph, and the fused kernel."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from triforce_tree.models.few_row import FewRowLinear, LowBitLinear, low_bit_cop
 from triforce_tree.models.fused_linears import fuse_linears, fused
 from triforce_tree.models.step_model import StepModel, decoder_layers
 
-# The interpreter of Triton 3.6 makes scalars of one-element arrays, which newer NumPy warns about.
+# Triton 3.6's interpreter converts one-element arrays to scalars, which newer NumPy warns about.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 ROUNDING = {"rtol": 2e-3, "atol": 2e-3}
@@ -29,12 +29,12 @@ ROUNDING = {"rtol": 2e-3, "atol": 2e-3}
 
 @pytest.fixture(autouse=True)
 def _forget_compiled() -> None:
-    """Every test compiles the same functions for other modules."""
+    """Every test compiles the same functions for different modules."""
     torch.compiler.reset()
 
 
 class Layer(nn.Module):
-    """As in a decoder layer: three linears of one input, two of another, one alone."""
+    """As in a decoder layer: three linears of one input, two of another, and a single one."""
 
     def __init__(self, bits: int, bias: bool = True) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def operators(module: fx.GraphModule) -> Counter[str]:
 
 
 def compiled(layer: Callable[..., Any]) -> tuple[Callable[..., Any], list[Counter[str]]]:
-    """The layer behind the pass, run as it stands, and the operators before and after the pass."""
+    """The layer with the pass applied and run uncompiled, and the operators before and after the pass."""
     seen: list[Counter[str]] = []
 
     def backend(graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
@@ -77,7 +77,7 @@ def compiled(layer: Callable[..., Any]) -> tuple[Callable[..., Any], list[Counte
 @pytest.mark.usefixtures("through_kernels", "poisoned_empty")
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("bits", [16, 8, 4])
-def test_three_and_two_become_one_each(bits: int, bias: bool) -> None:
+def test_linears_of_one_input_are_fused(bits: int, bias: bool) -> None:
     layer, x = Layer(bits, bias), torch.randn(1, 5, 136, dtype=torch.float16)
     fast, seen = compiled(layer)
     with torch.no_grad():
@@ -88,7 +88,7 @@ def test_three_and_two_become_one_each(bits: int, bias: bool) -> None:
 
 
 @pytest.mark.usefixtures("through_kernels")
-def test_under_the_default_compiler() -> None:
+def test_fusion_under_the_default_compiler() -> None:
     layer, x = Layer(8), torch.randn(2, 3, 136, dtype=torch.float16)
     with torch.no_grad():
         made = torch.compile(layer, backend=fused, fullgraph=True, dynamic=False)(x)
@@ -96,8 +96,8 @@ def test_under_the_default_compiler() -> None:
 
 
 @pytest.mark.usefixtures("through_kernels")
-def test_what_differs_stays_apart() -> None:
-    """Bits, bias or its absence, and the input itself."""
+def test_different_linears_are_not_fused() -> None:
+    """They differ in bits, bias, or input."""
     layer, x = Layer(16), torch.randn(1, 4, 136, dtype=torch.float16)
     layer.k = LowBitLinear(nn.Linear(136, 40, dtype=torch.float16), 8)
     layer.v = FewRowLinear(nn.Linear(136, 33, bias=False, dtype=torch.float16))
@@ -108,7 +108,7 @@ def test_what_differs_stays_apart() -> None:
     assert seen == [Counter(few_row_linear=6)] * 2
 
 
-def test_without_the_kernel_nothing_changes() -> None:
+def test_graphs_without_the_kernel_are_unchanged() -> None:
     layer, x = Layer(16), torch.randn(1, 5, 136, dtype=torch.float16)
     fast, seen = compiled(layer)
     with torch.no_grad():
@@ -117,7 +117,7 @@ def test_without_the_kernel_nothing_changes() -> None:
 
 
 @pytest.mark.usefixtures("through_kernels")
-def test_more_than_a_launch_takes() -> None:
+def test_more_linears_than_one_launch_takes() -> None:
     class Wide(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -146,7 +146,7 @@ def test_more_than_a_launch_takes() -> None:
     ids=["llama", "qwen2", "qwen3", "phi3"],
 )
 def test_decoder_layers(family: type[PreTrainedConfig], expected: Counter[str]) -> None:
-    """Of a family with biases, one with normed heads, and one that is born fused."""
+    """Among them a family with biases, one with normed heads, and one whose linears are fused already."""
     config = family(
         vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, pad_token_id=0,

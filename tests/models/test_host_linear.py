@@ -1,4 +1,4 @@
-"""Few rows through a linear layer: torch's own result, other people's layers untouched, all put back."""
+"""Few rows through oneDNN: torch's result, other libraries' layers unchanged, everything restored."""
 
 import pytest
 import torch
@@ -16,14 +16,14 @@ class Doubled(nn.Linear):
 
 
 def forwards(model: nn.Module) -> dict[str, object]:
-    """The layers that carry a ``forward`` of their own, beside their class's."""
+    """The instance attributes ``forward`` that replace their class's, by module name."""
     return {name: vars(m)["forward"] for name, m in model.named_modules() if "forward" in vars(m)}
 
 
 @needs_onednn
 @pytest.mark.parametrize("rows", [1, 2, 7, 32, 64, 65, 300])
 @pytest.mark.parametrize("bias", [False, True])
-def test_the_result_is_torchs_own(rows: int, bias: bool) -> None:
+def test_the_result_equals_torchs(rows: int, bias: bool) -> None:
     model = nn.Sequential(nn.Linear(48, 96, bias=bias), nn.SiLU(), nn.Linear(96, 40, bias=bias))
     x = torch.randn(1, rows, 48)
     with torch.no_grad():
@@ -35,7 +35,7 @@ def test_the_result_is_torchs_own(rows: int, bias: bool) -> None:
 
 
 @needs_onednn
-def test_other_peoples_layers_are_left_alone() -> None:
+def test_layers_of_other_libraries_are_unchanged() -> None:
     hooked = nn.Linear(8, 8)
     own = lambda x: x + 1  # noqa: E731 - what accelerate's hooks look like
     hooked.forward = own
@@ -54,8 +54,8 @@ def test_everything_is_restored_after_an_error() -> None:
 
 
 @needs_onednn
-def test_nested_use_ends_with_the_outer_one() -> None:
-    """Two hierarchy levels may share one model."""
+def test_the_outer_of_two_nested_contexts_restores() -> None:
+    """Two levels may share one model."""
     model = nn.Sequential(nn.Linear(8, 8))
     with few_row_linears(model):
         with few_row_linears(model):

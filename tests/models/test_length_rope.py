@@ -1,4 +1,4 @@
-"""Texts whose rotary frequencies depend on their length: one set for all of a text, as transformers' own."""
+"""Rotary frequencies that depend on the length: one set per sequence, the same as transformers chooses."""
 
 import copy
 import inspect
@@ -39,7 +39,7 @@ def models() -> dict[str, tuple[PreTrainedModel, PreTrainedModel]]:
     return {family: (target, perturbed(target, 0.05)) for family, target in targets.items()}
 
 
-def written(target: PreTrainedModel, draft: PreTrainedModel | None, prompt: list[int], new: int, **options):
+def generated(target: PreTrainedModel, draft: PreTrainedModel | None, prompt: list[int], new: int, **options):
     engine = triforce_tree.load(target, draft, profile=False, **{**SMALL_SETTINGS, **options})
     out = engine.generate(prompt, max_new_tokens=new, do_sample=False)
     engine.close()
@@ -47,57 +47,57 @@ def written(target: PreTrainedModel, draft: PreTrainedModel | None, prompt: list
 
 
 @pytest.mark.parametrize("family, path", CASES)
-def test_a_text_of_either_length_is_the_targets_own(family: str, path: str, models) -> None:
+def test_short_and_long_sequences_equal_the_targets_own(family: str, path: str, models) -> None:
     target, draft = models[family]
     if path == "streamed weights":
         target, draft = copy.deepcopy(target), copy.deepcopy(draft)
-    # Beyond the original length in several chunks, right behind it, and as far below as possible.
+    # Beyond the original length in several chunks, one token beyond it, and the longest that stays below.
     lengths = (150, ORIGINAL + 1, ORIGINAL - NEW + 1) if family == "phi3-longrope" else (150, 51)
     for length in lengths:
         prompt = prompt_of(length)
-        assert written(target, draft, prompt, NEW, **PATHS[path]) == greedy(models[family][0], prompt, NEW)
+        assert generated(target, draft, prompt, NEW, **PATHS[path]) == greedy(models[family][0], prompt, NEW)
         if path == "streamed weights":
             target, draft = copy.deepcopy(models[family][0]), copy.deepcopy(models[family][1])
 
 
-def test_without_one_choice_the_text_is_another(models, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_one_choice_the_output_differs(models, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LengthRope, "of", classmethod(lambda cls, model: None))
     monkeypatch.setattr(assembly, "compare_at_load", lambda target: load_guard.GuardReport(()))
     for family in LONGROPE:
         target, _ = models[family]
-        assert written(target, None, prompt_of(150), NEW) != greedy(target, prompt_of(150), NEW), family
+        assert generated(target, None, prompt_of(150), NEW) != greedy(target, prompt_of(150), NEW), family
 
 
-@pytest.mark.parametrize("prompt, new, room", [(ORIGINAL, 2, 1), (40, 26, 25), (1, 100, 64)])
-def test_a_text_that_would_cross_the_original_length_is_refused(models, prompt, new, room) -> None:
+@pytest.mark.parametrize("prompt, new, most_new", [(ORIGINAL, 2, 1), (40, 26, 25), (1, 100, 64)])
+def test_a_sequence_that_would_cross_the_original_length_is_refused(models, prompt, new, most_new) -> None:
     target, draft = models["phi3-longrope"]
     engine = triforce_tree.load(target, draft, **SMALL_SETTINGS)
     message = (
         rf"{prompt} prompt tokens \+ {new} new ones exceed {ORIGINAL}.*Phi3ForCausalLM.*longrope.*"
-        rf"max_new_tokens<={room}, or give a prompt of more than {ORIGINAL} tokens"
+        rf"max_new_tokens<={most_new}, or give a prompt of more than {ORIGINAL} tokens"
     )
     with pytest.raises(ValueError, match=message):
         engine.generate(prompt_of(prompt), max_new_tokens=new)
-    expected = greedy(target, prompt_of(prompt), room)
-    assert written(target, draft, prompt_of(prompt), room) == expected
+    expected = greedy(target, prompt_of(prompt), most_new)
+    assert generated(target, draft, prompt_of(prompt), most_new) == expected
 
 
-def test_a_batch_on_both_sides_goes_one_by_one(models) -> None:
+def test_a_batch_that_needs_both_sets_is_generated_one_by_one(models) -> None:
     target, draft = models["phi3-longrope"]
     prompts = [prompt_of(90), prompt_of(45)]
     expected = [greedy(target, prompt, NEW) for prompt in prompts]
     engine = triforce_tree.load(target, draft, **{**SMALL_SETTINGS, "levels": 2})
     ids = torch.zeros(2, 90, dtype=torch.int64)
     mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        ids[row, 90 - len(prompt) :], mask[row, 90 - len(prompt) :] = torch.tensor(prompt), 1
+    for i, prompt in enumerate(prompts):
+        ids[i, 90 - len(prompt) :], mask[i, 90 - len(prompt) :] = torch.tensor(prompt), 1
     out = engine.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False)
-    assert [row[90:].tolist() for row in out.sequences] == (expected)
+    assert [sequence[90:].tolist() for sequence in out.sequences] == expected
     with pytest.raises(ValueError, match=r"90 tokens lie on both sides of 64.*one by one"):
         program_of(target, draft, 2, 2).prefill(prompts)
 
 
-def test_one_cycle_serves_long_and_short_texts_in_turn(models) -> None:
+def test_one_program_decodes_long_and_short_sequences_in_turn(models) -> None:
     target, draft = models["phi4-mini"]
     program = program_of(target, draft, 3)
     for length in (90, 45, 100):
@@ -106,22 +106,22 @@ def test_one_cycle_serves_long_and_short_texts_in_turn(models) -> None:
 
 def test_the_target_may_be_its_own_draft(models) -> None:
     target, _ = models["phi3-longrope"]
-    for window in (6, 100):  # the draft's own positions stay short, and become long
+    for window in (6, 100):  # the draft's positions need the short set, and the long one
         for prompt in (prompt_of(50), prompt_of(150)):
-            assert written(target, target, prompt, NEW, window=window) == greedy(target, prompt, NEW)
+            assert generated(target, target, prompt, NEW, window=window) == greedy(target, prompt, NEW)
 
 
-def test_the_models_own_rotary_module_is_as_it_was(models) -> None:
+def test_the_models_rotary_module_is_unchanged(models) -> None:
     target, draft = models["phi3-longrope"]
-    written(target, draft, prompt_of(150), NEW)
+    generated(target, draft, prompt_of(150), NEW)
     rotary = target.model.rotary_emb
     assert not rotary._forward_hooks
     assert not rotary._forward_pre_hooks
-    places = torch.arange(3)[None]
-    assert rotary(torch.zeros(1), places)[0].shape[1] == 3
+    positions = torch.arange(3)[None]
+    assert rotary(torch.zeros(1), positions)[0].shape[1] == 3
 
 
-def test_drafts_with_either_kind_are_of_use(models) -> None:
+def test_drafts_of_either_kind_are_accepted(models) -> None:
     for family in ("phi3-longrope", "llama-dynamic"):
         target, draft = models[family]
         engine = triforce_tree.load(
@@ -131,14 +131,14 @@ def test_drafts_with_either_kind_are_of_use(models) -> None:
         assert out.levels[1].accepted > 3, family
 
 
-def test_who_asks_the_host_is_known(models) -> None:
+def test_rotary_modules_that_wait_for_the_host_are_found(models) -> None:
     waits = {family: HFModel(target).length_rope.waits_for_host for family, (target, _) in models.items()}
     assert [family for family in waits if waits[family]] == ["phimoe"]
     assert HFModel(tiny("llama")).length_rope is None
 
 
 def choose_on_the_host(target: PreTrainedModel, patch: pytest.MonkeyPatch, scaling: float = 1.0) -> None:
-    """Let longrope choose as in transformers 5.17, whichever is installed; long tables times ``scaling``."""
+    """Make longrope choose on the host as in transformers 5.17; scale the long tables by ``scaling``."""
     rotary = target.model.rotary_emb
     plain = inspect.unwrap(type(rotary).forward)
     inverse, _ = ROPE_INIT_FUNCTIONS["longrope"](rotary.config, "cpu", seq_len=ORIGINAL + 1)
@@ -152,33 +152,33 @@ def choose_on_the_host(target: PreTrainedModel, patch: pytest.MonkeyPatch, scali
     patch.setattr(type(rotary), "forward", forward)
 
 
-def test_a_choice_on_the_host_becomes_one_of_buffers(models, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_choice_on_the_host_is_replaced_by_buffers(models, monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = models["phi3-longrope"]
     choose_on_the_host(target, monkeypatch)
     rope = LengthRope.of(target)
     assert not rope.waits_for_host
-    held = shallow_copy(target)
-    rope.hold(held)
-    rotary, own = held.model.rotary_emb, copy.deepcopy(target.model.rotary_emb)
+    attached = shallow_copy(target)
+    rope.attach(attached)
+    rotary, original = attached.model.rotary_emb, copy.deepcopy(target.model.rotary_emb)
     hidden, address = torch.zeros(1), rotary.inv_freq.data_ptr()
     for long in (True, False, True):
         rope.choose(long)
         start = ORIGINAL if long else 0
-        places = torch.arange(start, start + 3)[None]
-        for ours, theirs in zip(rotary(hidden, places), own(hidden, places), strict=True):
+        positions = torch.arange(start, start + 3)[None]
+        for ours, theirs in zip(rotary(hidden, positions), original(hidden, positions), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
         assert rotary.inv_freq.data_ptr() == address
     for length in (150, 51):
-        text = written(target, draft, prompt_of(length), NEW, **PATHS["hierarchy"])
-        assert text == greedy(target, prompt_of(length), NEW)
+        tokens = generated(target, draft, prompt_of(length), NEW, **PATHS["hierarchy"])
+        assert tokens == greedy(target, prompt_of(length), NEW)
 
 
-def test_tables_that_frequencies_do_not_give_stay_the_familys(
+def test_a_choice_that_buffers_cannot_replace_stays_on_the_host(
     models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, draft = models["phi3-longrope"]
     choose_on_the_host(target, monkeypatch, scaling=1.2)
     assert LengthRope.of(target).waits_for_host
     for length in (150, 51):
-        text = written(target, draft, prompt_of(length), NEW)
-        assert text == greedy(target, prompt_of(length), NEW)
+        tokens = generated(target, draft, prompt_of(length), NEW)
+        assert tokens == greedy(target, prompt_of(length), NEW)

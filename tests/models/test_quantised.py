@@ -1,4 +1,4 @@
-"""Quantised models decode exactly, with the layers of their own library."""
+"""Quantised models decode exactly, with the layers of the quantisation library."""
 
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,13 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 import triforce_tree
 from triforce_tree.loading.checkpoints import load_model
-from triforce_tree.models.few_row import why_not_exchanged
+from triforce_tree.models.few_row import why_not_replaceable
 
 SMALL: dict[str, Any] = {"budget": 16, "chunk": 4, "recent": 8, "window": 32, "tree": "chain:2", "gamma": 4}
 
 
 class Int8Linear(nn.Module):
-    """A layer of 8 bits with a scale a row, as libraries for quantising have them."""
+    """A linear layer of 8 bits with a scale per row, as in quantisation libraries."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Int8Linear(nn.Module):
 
 
 class Wrapped(Tensor):
-    """A tensor of a library's own, as some keep quantised weights inside nn.Linear."""
+    """A tensor subclass, which some libraries use for quantised weights inside nn.Linear."""
 
 
 def quantised(model: PreTrainedModel) -> PreTrainedModel:
@@ -67,7 +67,7 @@ def test_quantised_targets_decode_exactly(change: Any, options: dict[str, Any]) 
     assert out.sequences[0, 60:].tolist() == greedy(target, prompt, 8)
 
 
-def test_quantised_drafts_are_of_use() -> None:
+def test_quantised_drafts_are_accepted() -> None:
     engine = triforce_tree.load(TARGET, quantised(tiny("llama-gqa")), **SMALL, levels=2)
     prompt = prompt_of(60)
     out = engine.generate(prompt, max_new_tokens=16, do_sample=False)
@@ -75,18 +75,18 @@ def test_quantised_drafts_are_of_use() -> None:
     assert out.levels[1].accepted > 0
 
 
-def test_other_layers_than_linear_ones_are_named() -> None:
-    assert why_not_exchanged(TARGET) is None
-    assert why_not_exchanged(marked(tiny("llama-gqa"))) == "LlamaForCausalLM is quantised"
-    assert why_not_exchanged(wrapped(tiny("llama-gqa"))) == "LlamaForCausalLM is quantised"
+def test_the_reason_why_linears_cannot_be_replaced() -> None:
+    assert why_not_replaceable(TARGET) is None
+    assert why_not_replaceable(marked(tiny("llama-gqa"))) == "LlamaForCausalLM is quantised"
+    assert why_not_replaceable(wrapped(tiny("llama-gqa"))) == "LlamaForCausalLM is quantised"
     sizes = {"n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 16, "vocab_size": 20}
-    assert why_not_exchanged(GPT2LMHeadModel(GPT2Config(**sizes))) == (
+    assert why_not_replaceable(GPT2LMHeadModel(GPT2Config(**sizes))) == (
         "GPT2LMHeadModel has no nn.Linear inside a list of layers"
     )
 
 
-def test_a_way_of_quantising_that_nobody_knows_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_quantisation_method_is_refused(tmp_path: Path) -> None:
     TARGET.save_pretrained(tmp_path)
     settings(quantization_config={"quant_method": "abacus"})(tmp_path)
-    with pytest.raises(ValueError, match=says("quantised in a way", "abacus", "16 bits")):
+    with pytest.raises(ValueError, match=says("quantisation method that", "abacus", "16 bits")):
         load_model(tmp_path)

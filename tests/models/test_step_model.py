@@ -1,4 +1,4 @@
-"""A step model's compiled layers: what happens where compiling fails, and where something else does."""
+"""The compiled layers of a StepModel: failures of compilation, and other failures."""
 
 import logging
 from typing import Any
@@ -24,7 +24,7 @@ def tiny() -> LlamaForCausalLM:
 
 
 class Attention:
-    """Attends to nothing but the new rows; fails in one call if it is told to."""
+    """Attends to the new tokens only; raises ``error`` in call number ``failing``."""
 
     def __init__(self, failing: int | None = None, error: type[Exception] = RuntimeError) -> None:
         self.layers: list[int] = []
@@ -33,13 +33,13 @@ class Attention:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *how: Any) -> Tensor:
         self.layers.append(layer)
         if len(self.layers) - 1 == self.failing:
-            raise self.error("the bus is gone")
+            raise self.error("the device is lost")
         return v.transpose(1, 2).clone(memory_format=torch.contiguous_format)
 
 
 @pytest.fixture
 def compile_as(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Lets ``torch.compile`` give back what a function makes of the layer's forward."""
+    """Replaces ``torch.compile`` by a function of the layer's forward."""
 
     def put(make: Any) -> None:
         monkeypatch.setattr(step_model.torch, "compile", lambda forward, **how: make(forward))
@@ -54,7 +54,7 @@ def broken(forward: Any) -> Any:
     return run
 
 
-def test_layers_that_cannot_be_compiled_run_as_they_are(
+def test_layers_that_cannot_be_compiled_run_uncompiled(
     compile_as: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain, attention = Attention(), Attention()
@@ -65,26 +65,26 @@ def test_layers_that_cannot_be_compiled_run_as_they_are(
         assert torch.equal(step(TOKENS, TOKENS, attention), expected)
         assert torch.equal(step(TOKENS, TOKENS, attention), expected)
     assert attention.layers == [0, 1] * 2
-    # Once for each layer, and never again.
+    # One warning per layer.
     assert len([r for r in caplog.records if "no compiler" in r.getMessage()]) == 2
 
 
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("error", [RuntimeError, torch.OutOfMemoryError])
-def test_a_fault_of_the_attention_is_raised_and_no_layer_runs_twice(
+def test_an_error_in_attention_is_raised_and_no_layer_runs_twice(
     compile_as: Any, caplog: pytest.LogCaptureFixture, failing: int, error: type[Exception]
 ) -> None:
     compile_as(lambda forward: forward)
     step, attention = StepModel(tiny(), compiled=True), Attention(failing, error)
     expected = step(TOKENS, TOKENS, Attention())
-    with caplog.at_level(logging.WARNING), pytest.raises(error, match="the bus is gone"):
+    with caplog.at_level(logging.WARNING), pytest.raises(error, match="the device is lost"):
         step(TOKENS, TOKENS, attention)
     assert attention.layers == [0, 1][: failing + 1]
     assert not caplog.records
     assert torch.equal(step(TOKENS, TOKENS, attention), expected)
 
 
-def test_memory_that_runs_out_before_the_attention_is_no_failure_to_compile(
+def test_out_of_memory_before_attention_is_not_a_compilation_failure(
     compile_as: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     short = True

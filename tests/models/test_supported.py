@@ -1,4 +1,4 @@
-"""Models that would be decoded wrongly, or not at all, are refused at load with the reason."""
+"""Models that cannot be decoded correctly are refused at load with the reason."""
 
 from typing import Any
 
@@ -41,7 +41,7 @@ _EXPERTS = {
         ("MiMoV2Flash", {}, (192, 128)),
     ],
 )
-def test_keys_and_values_of_different_widths(family: str, settings: dict, widths: tuple[int, int]) -> None:
+def test_values_narrower_than_keys_are_refused(family: str, settings: dict, widths: tuple[int, int]) -> None:
     model = small(f"{family}Config", f"{family}ForCausalLM", **settings)
     with pytest.raises(
         UnsupportedModelError, match=rf"{family}ForCausalLM has keys of {widths[0]} and values of {widths[1]}"
@@ -53,14 +53,14 @@ def test_keys_and_values_of_different_widths(family: str, settings: dict, widths
     "family, reason",
     [
         ("FalconH1", r"recurrent state \(mamba layers\)"),
-        ("Nemotron", "do not hand the keywords of a forward on"),
-        ("StableLm", "do not hand the keywords of a forward on"),
+        ("Nemotron", "do not pass the keywords of a forward on"),
+        ("StableLm", "do not pass the keywords of a forward on"),
         ("DeepseekV32", "2048 tokens that an indexer chooses"),
         ("DeepseekV4", "512 tokens that an indexer chooses"),
         ("GlmMoeDsa", "2048 tokens that an indexer chooses"),
     ],
 )
-def test_the_reason_names_what_it_is(family: str, reason: str) -> None:
+def test_unsupported_architectures_are_refused_with_the_reason(family: str, reason: str) -> None:
     model = small(f"{family}Config", f"{family}ForCausalLM")
     with pytest.raises(UnsupportedModelError, match=rf"{family}ForCausalLM.*{reason}"):
         HFModel(model)
@@ -73,22 +73,22 @@ def test_the_reason_names_what_it_is(family: str, reason: str) -> None:
         ({"attention_chunk_size": 2048, "floor_scale": 512}, "queries from position 511 on.*2048 positions"),
     ],
 )
-def test_llama_4_beyond_its_chunk_or_its_scale(settings: dict[str, Any], reason: str) -> None:
+def test_llama_4_beyond_its_chunk_or_scale_is_refused(settings: dict[str, Any], reason: str) -> None:
     with pytest.raises(UnsupportedModelError, match=rf"Llama4ForCausalLM.*{reason}"):
         triforce_tree.load(tiny("llama4", **settings))
 
 
 @pytest.mark.parametrize("family", ["llama4", "gemma4"])
-def test_a_draft_whose_keys_cannot_be_rotated_again(family: str) -> None:
-    """A window is computed anew, so that no key has to be."""
-    same, prompt = tiny(family), prompt_of(60)
+def test_drafts_with_unusual_rotary_embeddings(family: str) -> None:
+    """The draft's window is recomputed when full, so no key is rotated twice."""
+    draft, prompt = tiny(family), prompt_of(60)
     small = {"levels": 2, "rounds": 1, "tree": "chain:3"}
-    out = triforce_tree.load(same, same, window=100, **small).generate(
+    out = triforce_tree.load(draft, draft, window=100, **small).generate(
         prompt, max_new_tokens=24, do_sample=False
     )
     assert out.levels[-1].accepted >= 15, "the draft is the target"
     target = tiny("llama")
-    out = triforce_tree.load(target, same, window=6, **small).generate(
+    out = triforce_tree.load(target, draft, window=6, **small).generate(
         prompt, max_new_tokens=24, do_sample=False
     )
     assert out.sequences[0, 60:].tolist() == greedy(target, prompt, 24)
@@ -102,20 +102,20 @@ def test_a_draft_whose_keys_cannot_be_rotated_again(family: str) -> None:
         ({"": "disk"}, r"spread over disk \(hf_device_map\)"),
     ],
 )
-def test_a_model_that_accelerate_spread(places: dict[str, Any], reason: str) -> None:
+def test_a_model_that_accelerate_spread_over_devices_is_refused(places: dict[str, Any], reason: str) -> None:
     model = tiny("llama")
     model.hf_device_map = places
     with pytest.raises(UnsupportedModelError, match=rf"LlamaForCausalLM is {reason}.*without device_map"):
         triforce_tree.load(model)
 
 
-def test_one_device_is_no_spread() -> None:
+def test_a_device_map_of_one_device_is_accepted() -> None:
     model = tiny("llama")
     model.hf_device_map = {"": "cpu"}
     assert HFModel(model).layers == 2
 
 
-def test_weights_without_data_or_elsewhere() -> None:
+def test_weights_without_data_are_refused() -> None:
     with torch.device("meta"):
         empty = build("LlamaConfig", "LlamaForCausalLM", vocab_size=64, hidden_size=32, num_hidden_layers=1)
     with pytest.raises(UnsupportedModelError, match=r"LlamaForCausalLM has weights without data"):
@@ -126,7 +126,7 @@ def test_weights_without_data_or_elsewhere() -> None:
         HFModel(part)
 
 
-def test_a_window_as_large_as_all_positions_is_none() -> None:
+def test_a_window_as_large_as_all_positions_is_ignored() -> None:
     for window, narrow in ((2047, True), (2048, False), (4096, False)):
         model = tiny("mistral", sliding_window=window)
         assert HFModel(model).has_windows is narrow
@@ -144,16 +144,16 @@ def test_experts_on_a_gpu(arch: str, expected: str, before: str) -> None:
         model.set_experts_implementation(before)
         step_model._capturable_experts(model, gpu)
         assert model.config._experts_implementation == expected
-        # torch's kernel of grouped products takes bf16 alone.
+        # torch's kernel of grouped products supports bf16 only.
         single = tiny("mixtral")
         step_model._capturable_experts(single, gpu)
         assert single.config._experts_implementation == "batched_mm"
-        # A model without experts refuses to be asked.
+        # Models without experts raise if asked for an implementation.
         step_model._capturable_experts(tiny("llama-gqa"), gpu)
 
 
 @pytest.mark.parametrize("captures, expected", [(True, "grouped_mm"), (False, "batched_mm")])
-def test_experts_are_multiplied_in_a_form_that_can_be_captured(
+def test_experts_use_an_implementation_that_can_be_captured(
     captures: bool, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step_model, "_grouped_products_capture", lambda device: captures)

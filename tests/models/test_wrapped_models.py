@@ -1,4 +1,4 @@
-"""Models that other libraries have wrapped or hooked, and modes of torch around a call."""
+"""Models that other libraries have wrapped or hooked, and torch modes around a call."""
 
 import threading
 from functools import partial
@@ -19,7 +19,7 @@ NEW = 10
 DRAFT = perturbed(TARGET, 0.1)
 
 
-def text(engine: Engine) -> list[int]:
+def decoded(engine: Engine) -> list[int]:
     return new(engine.generate(PROMPT, max_new_tokens=NEW, do_sample=False))
 
 
@@ -31,17 +31,17 @@ def test_compiled_models_run_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None
     def never(*args: object) -> None:
         raise AssertionError("was compiled")
 
-    whole = torch.compile(tiny("llama-gqa"), backend=never)
-    assert text(small(whole, torch.compile(DRAFT, backend=never))) == EXPECTED[:NEW]
+    compiled = torch.compile(tiny("llama-gqa"), backend=never)
+    assert decoded(small(compiled, torch.compile(DRAFT, backend=never))) == EXPECTED[:NEW]
     method, inner, in_place = (tiny("llama-gqa") for _ in range(3))
     method.forward = torch.compile(method.forward, backend=never)
     inner.model = torch.compile(inner.model, backend=never)
     in_place.compile(backend=never)
     for model in (method, inner, in_place):
-        assert text(small(model)) == EXPECTED[:NEW]
+        assert decoded(small(model)) == EXPECTED[:NEW]
 
 
-def test_peft_models_are_refused_with_what_to_do() -> None:
+def test_peft_models_are_refused_with_the_remedy() -> None:
     class PeftModel(nn.Module): ...
 
     class PeftModelForCausalLM(PeftModel): ...
@@ -54,12 +54,12 @@ def test_peft_models_are_refused_with_what_to_do() -> None:
 
 
 @pytest.mark.parametrize("odd", [nn.Linear(2, 2), 5, ["path"]])
-def test_what_is_no_model_is_said_to_be_none(odd: object) -> None:
+def test_an_object_that_is_not_a_model_is_refused(odd: object) -> None:
     with pytest.raises(TypeError, match=r"the target is of type \w+; give a transformers model, a hub id"):
         small(odd)
 
 
-def test_hooks_of_accelerate_stay_at_work() -> None:
+def test_hooks_of_accelerate_run() -> None:
     seen: list[str] = []
 
     class Note(ModelHook):
@@ -71,58 +71,58 @@ def test_hooks_of_accelerate_stay_at_work() -> None:
     for layer in model.model.layers:
         add_hook_to_module(layer, Note())
         add_hook_to_module(layer.self_attn, Note())
-    assert text(small(model)) == EXPECTED[:NEW]
+    assert decoded(small(model)) == EXPECTED[:NEW]
     assert {"LlamaDecoderLayer", "LlamaAttention"} <= set(seen)
 
 
-def test_what_is_done_to_a_model_after_load_counts() -> None:
+def test_changes_to_a_model_after_load_take_effect() -> None:
     model = tiny("llama-gqa")
     engine = small(model)
     model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: out * 0)
     hooked = greedy(model, PROMPT, NEW)
-    assert text(engine) == hooked != EXPECTED[:NEW]
+    assert decoded(engine) == hooked != EXPECTED[:NEW]
     model.lm_head = nn.Linear(32, 64, bias=False)
-    assert text(engine) == greedy(model, PROMPT, NEW) != hooked
+    assert decoded(engine) == greedy(model, PROMPT, NEW) != hooked
 
 
-def test_a_forward_past_our_attention_is_an_error_not_another_text() -> None:
+def test_a_layer_that_bypasses_our_attention_is_an_error() -> None:
     model = tiny("llama-gqa")
     engine = small(model)
     attention = model.model.layers[1].self_attn
     attention.forward = lambda *args, before=attention.forward, **kwargs: before(*args, **kwargs)
     with pytest.raises(RuntimeError, match="1 of 2 layers of LlamaForCausalLM did not attend through"):
-        text(engine)
+        decoded(engine)
     with pytest.raises(ValueError, match="1 of its 2 layers"):
         small(model)
 
 
-def test_a_copy_shares_tensors_and_nothing_else() -> None:
+def test_a_shallow_copy_shares_only_tensors() -> None:
     model = tiny("llama-gqa")
     model.model.layers[0].extra = partial(model.model.norm.forward)
-    own = shallow_copy(model)
-    for mine, theirs in zip(own.modules(), model.modules(), strict=True):
-        assert type(mine) is type(theirs)
-        assert mine is not theirs
-    assert all(a is b for a, b in zip(own.parameters(), model.parameters(), strict=True))
-    assert all(a is b for a, b in zip(own.buffers(), model.buffers(), strict=True))
-    assert own.config is own.model.config is own.model.layers[0].self_attn.config
-    assert own.config is not model.config
-    assert own.model.layers[0].extra.func.__self__ is own.model.norm
-    own.lm_head.weight = nn.Parameter(torch.zeros(64, 32))
-    own.model.layers[1].mlp = nn.Identity()
-    own.train()
+    shallow = shallow_copy(model)
+    for copied, original in zip(shallow.modules(), model.modules(), strict=True):
+        assert type(copied) is type(original)
+        assert copied is not original
+    assert all(a is b for a, b in zip(shallow.parameters(), model.parameters(), strict=True))
+    assert all(a is b for a, b in zip(shallow.buffers(), model.buffers(), strict=True))
+    assert shallow.config is shallow.model.config is shallow.model.layers[0].self_attn.config
+    assert shallow.config is not model.config
+    assert shallow.model.layers[0].extra.func.__self__ is shallow.model.norm
+    shallow.lm_head.weight = nn.Parameter(torch.zeros(64, 32))
+    shallow.model.layers[1].mlp = nn.Identity()
+    shallow.train()
     assert greedy(model, PROMPT, NEW) == EXPECTED[:NEW]
     assert not model.training
 
 
-def test_modes_of_torch_around_a_call() -> None:
+def test_torch_modes_around_a_call() -> None:
     with torch.inference_mode():
         engine = small(TARGET, DRAFT)
-        assert text(engine) == EXPECTED[:NEW]
-    # Buffers of the first call serve the next one, which writes to them.
-    assert text(engine) == EXPECTED[:NEW]
+        assert decoded(engine) == EXPECTED[:NEW]
+    # The next call writes to buffers of the first one.
+    assert decoded(engine) == EXPECTED[:NEW]
     with torch.autocast("cpu", torch.bfloat16):
-        assert text(small(TARGET, DRAFT)) == EXPECTED[:NEW]
+        assert decoded(small(TARGET, DRAFT)) == EXPECTED[:NEW]
         assert torch.is_autocast_enabled("cpu")
     with torch.enable_grad():
         out = engine.generate(PROMPT, max_new_tokens=NEW, do_sample=False)
@@ -130,7 +130,7 @@ def test_modes_of_torch_around_a_call() -> None:
     assert new(out) == EXPECTED[:NEW]
 
 
-def test_tokenizers_may_be_named(tmp_path: Path) -> None:
+def test_a_tokenizer_may_be_a_folder(tmp_path: Path) -> None:
     characters().save_pretrained(tmp_path)
     for source in (tmp_path, str(tmp_path)):
         out = small(TARGET, tokenizer=source).generate(text_of(PROMPT), max_new_tokens=NEW, do_sample=False)
@@ -142,7 +142,7 @@ def test_tokenizers_may_be_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("odd", ["./nowhere", 5, {"a": 1}])
-def test_a_tokenizer_that_is_none_fails_early(odd: object) -> None:
+def test_an_invalid_tokenizer_fails_at_load(odd: object) -> None:
     with pytest.raises(
         (OSError, TypeError), match=r"^(no such folder: './nowhere'|the tokenizer is of type)[^\n]*$"
     ):
@@ -151,12 +151,13 @@ def test_a_tokenizer_that_is_none_fails_early(odd: object) -> None:
 
 def test_a_draft_may_be_shared_by_engines_in_threads() -> None:
     engines = [small(TARGET, DRAFT), small(tiny("llama-gqa"), DRAFT)]
-    texts: dict[int, list[int]] = {}
+    outputs: dict[int, list[int]] = {}
     threads = [
-        threading.Thread(target=lambda n=n: texts.update({n: text(engines[n])})) for n in range(len(engines))
+        threading.Thread(target=lambda n=n: outputs.update({n: decoded(engines[n])}))
+        for n in range(len(engines))
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert texts == dict.fromkeys(range(2), EXPECTED[:NEW])
+    assert outputs == dict.fromkeys(range(2), EXPECTED[:NEW])

@@ -1,4 +1,4 @@
-"""How fast the CPU attends to rows of its memory, as it is measured before memory is planned."""
+"""The measured rate of attention on the CPU."""
 
 from types import SimpleNamespace
 
@@ -10,7 +10,7 @@ from triforce_tree.planning import machine
 from triforce_tree.planning.machine import host_rate
 
 
-def test_the_cpu_is_measured_once() -> None:
+def test_the_cpus_rate_is_measured_once() -> None:
     heads = Heads(4, 2, 8)
     rate = host_rate(heads, torch.float32, torch.device("cpu"))
     assert [queries for queries, _ in rate.points] == [1, 16, 48, 96]
@@ -18,14 +18,14 @@ def test_the_cpu_is_measured_once() -> None:
     assert host_rate(heads, torch.float32, torch.device("cpu")) is rate
 
 
-def test_a_slow_cpu_is_measured_as_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that goes by the bytes that it attends to, at 0.1 GB/s."""
+def test_a_slow_cpu_is_measured_in_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a simulated clock: attention at 0.1 GB/s."""
     seconds = [0.0]
 
-    def answer(_: torch.Tensor, rows: torch.Tensor) -> None:
-        seconds[0] += rows.nbytes / 1e8
+    def attention(_: torch.Tensor, kv: torch.Tensor) -> None:
+        seconds[0] += kv.nbytes / 1e8
 
-    monkeypatch.setattr(machine, "kernel", lambda *_: answer)
+    monkeypatch.setattr(machine, "kernel", lambda *_: attention)
     monkeypatch.setattr(machine, "time", SimpleNamespace(perf_counter=lambda: seconds[0]))
     rate = host_rate(Heads(6, 3, 8), torch.float32, torch.device("cpu"))
     assert [bytes_a_second for _, bytes_a_second in rate.points] == pytest.approx([1e8] * 4)

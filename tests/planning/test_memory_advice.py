@@ -1,4 +1,4 @@
-"""What is done where host memory is short, and what a refusal advises, on described machines."""
+"""Plans with little host memory, and the advice of errors, on simulated machines."""
 
 import re
 from dataclasses import replace
@@ -10,7 +10,7 @@ from triforce_tree.config import HierarchyConfig
 from triforce_tree.planning.memory_map import GIB, Machine, Sizes
 from triforce_tree.planning.memory_plan import DoesNotFitError, MemoryPlan, plan
 
-# Beside a desktop: 23 of 24 GiB of the card are free, and the bus is PCIe 4.
+# With a desktop running 23 of 24 GiB are free; PCIe 4.
 RTX_4090 = Machine(23 * GIB, 0, 25e9, 1e12, limit="NVIDIA GeForce RTX 4090")
 LLAMA_3_2_1B = int(2.6e9)
 
@@ -23,7 +23,7 @@ def on_4090(
 
 
 def test_a_7b_at_120k_runs_with_64_gb_of_host_memory() -> None:
-    """59.6 GiB, of which 6 are left to the system; all rows together take 60."""
+    """59.6 GiB, of which 6 are reserved for the system; the full KV cache takes 60."""
     made = on_4090(LLAMA_2_7B, 53.6)
     assert made.fits
     assert made.levels == 3
@@ -31,7 +31,7 @@ def test_a_7b_at_120k_runs_with_64_gb_of_host_memory() -> None:
     assert made.host_bytes <= 53.6 * GIB
     assert made.device["resident rows"] + made.host["full rows"] >= 32 * LLAMA_2_7B.row * (LONG + 256)
     assert made.pass_seconds == pytest.approx(made.host["full rows"] / 25e9)
-    # With room for the text that follows, too.
+    # With more new tokens too.
     assert on_4090(LLAMA_2_7B, 53.6, new=1024).levels == 3
 
 
@@ -41,7 +41,7 @@ def test_an_8b_at_120k_keeps_fine_chunks() -> None:
     assert 0.5 < made.pass_seconds < 0.7
 
 
-def test_less_host_memory_means_a_coarser_or_smaller_level_1_and_none_in_the_end() -> None:
+def test_less_host_memory_means_a_coarser_then_smaller_retrieval_cache_then_none() -> None:
     plans = [on_4090(LLAMA_2_7B, host) for host in (64, 58, 56, 55, 54.2, 53.6, 53.1, 52.2)]
     assert all(made.fits for made in plans)
     host = [made.host_bytes for made in plans]
@@ -52,36 +52,36 @@ def test_less_host_memory_means_a_coarser_or_smaller_level_1_and_none_in_the_end
     assert [made.levels for made in plans] == [3] * 7 + [2]
 
 
-def test_options_of_level_1_keep_it() -> None:
+def test_given_retrieval_options_keep_three_levels() -> None:
     assert on_4090(LLAMA_2_7B, 52.2).levels == 2
     for name, value in (("budget", 1024), ("chunk", 64), ("gamma", 20), ("levels", 3)):
         with pytest.raises(DoesNotFitError):
             on_4090(LLAMA_2_7B, 52.2, given={name: value})
 
 
-def test_a_resident_last_layer_makes_up_for_its_computation() -> None:
+def test_a_resident_last_layer_saves_prefill_memory() -> None:
     made = on_4090(LLAMA_2_7B, 53.6)
     assert made.offload is not None
     assert made.offload.last_resident
     assert made.offload.resident_bytes >= made.layer_bytes
-    # Neither a layer's rows nor hidden states are laid out for besides.
+    # No extra memory is planned for a layer's keys and values, or for hidden states.
     assert made.device["prefill"] < 0.4 * GIB
     assert "hidden states of prefill" not in made.host
-    # Where level 1's memory does not hold them, they wait on the host.
+    # If the retrieval cache is too small for the hidden states, they are kept on the host.
     small = on_4090(LLAMA_2_7B, 55, given={"budget": 1024, "chunk": 64})
     assert small.offload is not None
     assert small.offload.states_on_host == ("hidden states of prefill" in small.host)
 
 
-def test_a_shrinking_plan_never_asks_the_host_for_more_than_it_has() -> None:
+def test_a_smaller_plan_never_exceeds_host_memory() -> None:
     made: MemoryPlan | None = on_4090(LLAMA_2_7B, 53.6)
-    said = []
+    changes = []
     while made is not None:
         assert made.host_bytes <= made.machine.host
         step = made.smaller()
         made = step[0] if step else None
-        said += [step[1].split()[0]] if step else []
-    assert list(dict.fromkeys(said)) == ["ring", "budget"]
+        changes += [step[1].split()[0]] if step else []
+    assert list(dict.fromkeys(changes)) == ["ring", "budget"]
 
 
 def refusal(
@@ -102,14 +102,14 @@ def machine(device: float, host: float, most_device: float = 0, most_host: float
     )  # fmt: skip
 
 
-def test_a_shortage_of_host_memory_names_what_is_needed_for_what() -> None:
-    said = refusal(LLAMA_2_7B, machine(23, 32))
+def test_the_error_lists_the_uses_of_host_memory() -> None:
+    message = refusal(LLAMA_2_7B, machine(23, 32))
     found = re.match(
         r"a prompt of 122880 tokens needs at least 5\d\.\d GiB of host memory \(full rows 5\d\.\d GiB.*\), "
         r"but the machine leaves 32\.0 GiB; shorten the prompt to at most (\d+) tokens$",
-        said,
+        message,
     )
-    assert found, said
+    assert found, message
     longest = int(found[1])
     assert on_4090(LLAMA_2_7B, 32, longest).fits
     with pytest.raises(DoesNotFitError):
@@ -117,32 +117,34 @@ def test_a_shortage_of_host_memory_names_what_is_needed_for_what() -> None:
     assert "weights 23.6 GiB" in refusal(STREAMED_13B, machine(24, 90))
 
 
-def test_more_is_advised_only_where_there_is_more() -> None:
+def test_more_memory_is_advised_only_if_the_machine_has_it() -> None:
     short = machine(8, 512, most_device=23)
-    said = refusal(LLAMA_2_7B, short)
-    found = re.search(r'gpu_memory has 8.0 GiB; allow more of the device \(gpu_memory="(\d+)GiB"\), or', said)
-    assert found, said
+    message = refusal(LLAMA_2_7B, short)
+    found = re.search(
+        r'gpu_memory has 8.0 GiB; allow more of the device \(gpu_memory="(\d+)GiB"\), or', message
+    )
+    assert found, message
     config = HierarchyConfig.from_options(offload=True)
     enough = int(found[1]) * GIB
     assert plan(LLAMA_2_7B, replace(short, device=enough), config, (), 1, LONG, 256).fits
     with pytest.raises(DoesNotFitError):
         plan(LLAMA_2_7B, replace(short, device=enough - GIB), config, (), 1, LONG, 256)
     assert "gpu_memory" not in refusal(LLAMA_2_7B, machine(8, 512))
-    said = refusal(LLAMA_2_7B, machine(23, 32, most_host=60))
-    assert 'host_memory leaves 32.0 GiB; allow more host memory (host_memory="53GiB"), or shorten' in said
+    message = refusal(LLAMA_2_7B, machine(23, 32, most_host=60))
+    assert 'host_memory leaves 32.0 GiB; allow more host memory (host_memory="53GiB"), or shorten' in message
     assert "host_memory=" not in refusal(LLAMA_2_7B, machine(23, 32, most_host=48))
     two = replace(machine(23, 32, most_host=60), ranks=2)
     assert 'host_memory="106GiB"' in refusal(LLAMA_2_7B, two)
 
 
-def test_weights_that_do_not_fit_may_stay_on_the_host_where_that_has_room() -> None:
-    said = refusal(LLAMA_2_13B, machine(24, 512))
-    assert "weights 24.2 GiB" in said
-    assert said.endswith("; let the weights stay on the host too (offload_weights=True)")
+def test_weights_on_the_host_are_advised_if_they_fit_there() -> None:
+    message = refusal(LLAMA_2_13B, machine(24, 512))
+    assert "weights 24.2 GiB" in message
+    assert message.endswith("; keep the weights on the host too (offload_weights=True)")
     assert planned_with_streamed_weights(64, LONG // 3).fits
-    said = refusal(LLAMA_2_13B, machine(24, 64))
-    found = re.search(r"; let the weights stay .*, and shorten the prompt to at most (\d+) tokens$", said)
-    assert found, said
+    message = refusal(LLAMA_2_13B, machine(24, 64))
+    found = re.search(r"; keep the weights .*, and shorten the prompt to at most (\d+) tokens$", message)
+    assert found, message
     assert planned_with_streamed_weights(64, int(found[1])).fits
     assert refusal(LLAMA_2_13B, machine(24, 16)).endswith(
         "use a smaller model, or a machine with more memory"
@@ -154,18 +156,18 @@ def planned_with_streamed_weights(host: int, prompt: int) -> MemoryPlan:
     return plan(STREAMED_13B, machine(24, host), config, (), 1, prompt, 256)
 
 
-def test_options_that_stand_in_the_way_are_named() -> None:
-    said = refusal(LLAMA_2_7B, machine(23, 53.6), {"budget": 4096, "chunk": 8})
-    assert "; leave out budget=4096 and chunk=8, or shorten the prompt to at most" in said
+def test_given_options_that_prevent_a_plan_are_named() -> None:
+    message = refusal(LLAMA_2_7B, machine(23, 53.6), {"budget": 4096, "chunk": 8})
+    assert "; leave out budget=4096 and chunk=8, or shorten the prompt to at most" in message
     assert "; leave out chunk=8, or" in refusal(LLAMA_2_7B, machine(23, 54.5), {"chunk": 8})
-    said = refusal(LLAMA_2_7B, machine(23, 52.2), {"levels": 3})
-    assert said.endswith("or set levels=2")
+    message = refusal(LLAMA_2_7B, machine(23, 52.2), {"levels": 3})
+    assert message.endswith("or set levels=2")
 
 
-def test_a_batch_may_be_too_many_texts() -> None:
-    said = refusal(LLAMA_3_1_8B, machine(23, 40), batch=8, prompt=65_536)
-    assert said.startswith("a batch of 8 texts, the longest prompt of 65536 tokens, needs")
-    found = re.search(r"take at most (\d) of the 8 texts at once", said)
-    assert found, said
+def test_fewer_sequences_are_advised_for_a_batch() -> None:
+    message = refusal(LLAMA_3_1_8B, machine(23, 40), batch=8, prompt=65_536)
+    assert message.startswith("a batch of 8 sequences, the longest prompt of 65536 tokens, needs")
+    found = re.search(r"take at most (\d) of the 8 sequences at once", message)
+    assert found, message
     config = HierarchyConfig.from_options(offload=True)
     assert plan(LLAMA_3_1_8B, machine(23, 40), config, (), int(found[1]), 65_536, 256).fits

@@ -1,4 +1,4 @@
-"""The plan of the memory as a function of sizes: models of 7, 8 and 13 billion weights under several caps."""
+"""Memory plans for models of 7, 8 and 13 billion weights with several amounts of device memory."""
 
 import pytest
 from families import perturbed, tiny
@@ -45,22 +45,22 @@ FITTING = [
 
 
 @pytest.mark.parametrize(("sizes", "cap", "context"), FITTING)
-def test_every_byte_has_its_place(sizes: Sizes, cap: float, context: int) -> None:
+def test_the_uses_add_up_to_the_device_memory(sizes: Sizes, cap: float, context: int) -> None:
     made = planned(sizes, cap, context)
     assert sum(made.device.values()) == int(cap * GIB)
     assert made.device["free"] >= 0.01 * cap * GIB
     assert made.peak <= cap * GIB
     assert made.offload is not None
-    # Whole rows of both places are those of the text, to a unit.
-    whole = sizes.layers * sizes.row * (context + 256)
+    # Both parts together are the full KV cache, up to rounding to a unit.
+    full = sizes.layers * sizes.row * (context + 256)
     split = made.device["resident rows"] + made.host["full rows"]
-    assert whole <= split <= whole + 64 * sizes.layers * sizes.row
+    assert full <= split <= full + 64 * sizes.layers * sizes.row
     assert made.offload.resident_bytes == made.device["resident rows"]
-    # No more than one piece is left over.
+    # Less than one piece is left unused.
     assert made.device["free"] <= 0.02 * cap * GIB + made.offload.piece_bytes or made.host["full rows"] == 0
 
 
-def test_a_7b_at_128k_on_24_gib_keeps_fine_chunks_and_gathers_many_tokens() -> None:
+def test_a_7b_at_128k_on_24_gib_gets_fine_chunks_and_a_large_gamma() -> None:
     made = planned(LLAMA_2_7B, 24, LONG)
     assert made.levels == 3
     assert (made.config.retrieval.budget, made.config.retrieval.chunk) == (4096, 8)
@@ -70,7 +70,7 @@ def test_a_7b_at_128k_on_24_gib_keeps_fine_chunks_and_gathers_many_tokens() -> N
     assert made.pass_seconds == pytest.approx(made.host["full rows"] / H200_BUS)
 
 
-def test_more_memory_means_more_resident_rows_and_shorter_chains() -> None:
+def test_more_memory_means_more_resident_slots_and_a_smaller_gamma() -> None:
     plans = [planned(LLAMA_2_7B, cap, LONG) for cap in (24, 48, 64, 80, 96)]
     resident = [made.device["resident rows"] for made in plans]
     assert resident == sorted(resident)
@@ -80,7 +80,7 @@ def test_more_memory_means_more_resident_rows_and_shorter_chains() -> None:
     assert gammas[-1] < gammas[0]
 
 
-def test_what_is_given_stays() -> None:
+def test_given_options_are_not_changed() -> None:
     given = {"budget": 2048, "chunk": 32, "gamma": 20, "tree": "chain:4", "prefill_chunk": 512}
     made = planned(LLAMA_2_7B, 24, LONG, given)
     own = made.config.as_options()
@@ -90,7 +90,7 @@ def test_what_is_given_stays() -> None:
     assert odd.config.retrieval.chunk == 21
 
 
-def test_where_memory_is_short_hidden_states_wait_on_the_host_and_chunks_grow_coarser() -> None:
+def test_little_memory_puts_hidden_states_on_the_host_and_makes_chunks_coarser() -> None:
     roomy, short = planned(LLAMA_3_1_8B, 48, LONGER), planned(LLAMA_3_1_8B, 22, LONGER)
     assert roomy.offload is not None
     assert short.offload is not None
@@ -101,15 +101,15 @@ def test_where_memory_is_short_hidden_states_wait_on_the_host_and_chunks_grow_co
     assert planned(LLAMA_2_7B, 17, LONG).offload is not None
 
 
-def test_other_tensors_and_batches_take_from_the_resident_rows() -> None:
+def test_other_tensors_and_batches_reduce_the_resident_slots() -> None:
     alone = planned(LLAMA_2_7B, 48, LONG)
-    beside = planned(LLAMA_2_7B, 48, LONG, others=8 * GIB)
-    assert 7 * GIB < alone.device["resident rows"] - beside.device["resident rows"] < 9 * GIB
+    with_others = planned(LLAMA_2_7B, 48, LONG, others=8 * GIB)
+    assert 7 * GIB < alone.device["resident rows"] - with_others.device["resident rows"] < 9 * GIB
     two = planned(LLAMA_2_7B, 48, LONG // 2, batch=2)
     assert two.host["full rows"] == pytest.approx(alone.host["full rows"], rel=0.3)
 
 
-def test_auto_stays_on_the_device_where_everything_fits() -> None:
+def test_auto_stays_on_the_device_if_everything_fits() -> None:
     machine = Machine(80 * GIB, 512 * GIB, H200_BUS, 4.4e12)
     config = HierarchyConfig.from_options(offload="auto")
     small = plan(LLAMA_3_1_8B, machine, config, (), 1, LONG, 256)
@@ -128,23 +128,23 @@ def test_streamed_weights_take_slots_and_a_copy_of_few_bits() -> None:
     assert made.device["weight slots"] == STREAMED_13B.slots
     assert made.device["low-bit weights"] == STREAMED_13B.streamed // 2
     assert made.host["weights"] == STREAMED_13B.streamed
-    # The host's room counts what is locked already; a progress bar counts what is still to come.
+    # machine.host includes what is locked already; a progress bar counts only what is still to be locked.
     assert made.coming_bytes == made.host["full rows"]
     crossing = made.host["full rows"] + made.host["weights"]
     assert made.pass_seconds == pytest.approx(crossing / H200_BUS)
     assert made.weight_seconds == pytest.approx(STREAMED_13B.streamed / H200_BUS)
-    told = made.as_dict()
-    assert told["pass_weights_gib"] == pytest.approx(23.6, abs=0.1)
-    assert told["pass_weights_ms"] == pytest.approx(461, abs=1)
-    assert told["options"]["retrieval_weight_bits"] == 8
+    plan_json = made.as_dict()
+    assert plan_json["pass_weights_gib"] == pytest.approx(23.6, abs=0.1)
+    assert plan_json["pass_weights_ms"] == pytest.approx(461, abs=1)
+    assert plan_json["options"]["retrieval_weight_bits"] == 8
     assert made.with_resident(0).host["weights"] == made.host["weights"]
 
 
-def test_bits_of_level_one_are_those_that_fit_or_are_given() -> None:
+def test_retrieval_weight_bits_are_the_most_that_fit_or_those_given() -> None:
     assert planned(STREAMED_13B, 16, LONG).config.retrieval_weight_bits == 4
     four = planned(STREAMED_13B, 24, LONG, {"retrieval_weight_bits": 4})
     assert four.config.retrieval_weight_bits == 4
-    # A byte more for every 64 weights: their scales.
+    # Scales take two bytes per 128 weights.
     assert four.device["low-bit weights"] == STREAMED_13B.streamed // 4 + STREAMED_13B.streamed // 128
     for levels in (1, 2):
         made = planned(STREAMED_13B, 24, LONG, {"levels": levels})
@@ -159,11 +159,11 @@ def test_bits_of_level_one_are_those_that_fit_or_are_given() -> None:
         planned(STREAMED_13B, 16, LONG, {"retrieval_weight_bits": 8})
 
 
-def test_auto_streams_weights_that_do_not_fit_and_keeps_the_cycle_for_it() -> None:
+def test_auto_streams_weights_that_do_not_fit() -> None:
     assert weights_fit(LLAMA_2_7B.weights, 24 * GIB)
     assert weights_fit(LLAMA_2_13B.weights, 32 * GIB)
     assert not weights_fit(LLAMA_2_13B.weights, 24 * GIB)
-    # Neither is a device that holds the weights and nothing else of any use.
+    # A device that holds the weights only is not enough.
     assert not weights_fit(LLAMA_2_13B.weights, LLAMA_2_13B.weights)
     machine = Machine(80 * GIB, 512 * GIB, H200_BUS, 4.4e12)
     config = HierarchyConfig.from_options(offload="auto")
@@ -172,39 +172,39 @@ def test_auto_streams_weights_that_do_not_fit_and_keeps_the_cycle_for_it() -> No
     assert made.host["full rows"] == 0
 
 
-def test_a_streamed_plan_gives_up_bits_before_the_budget() -> None:
+def test_smaller_plans_with_streamed_weights_reduce_bits_before_the_budget() -> None:
     made: MemoryPlan | None = planned(STREAMED_13B, 24, LONG)
-    said = []
+    changes = []
     while made is not None:
         step = made.smaller()
         made = step[0] if step else None
-        said += [step[1].split()[0]] if step else []
-    assert list(dict.fromkeys(said)) == ["resident", "ring", "retrieval_weight_bits", "budget"]
+        changes += [step[1].split()[0]] if step else []
+    assert list(dict.fromkeys(changes)) == ["resident", "ring", "retrieval_weight_bits", "budget"]
 
 
-def test_a_plan_shrinks_step_by_step_and_ends() -> None:
+def test_smaller_plans_shrink_step_by_step_and_end() -> None:
     made: MemoryPlan | None = planned(LLAMA_2_7B, 48, LONG)
-    said = []
+    changes = []
     peaks = []
     while made is not None:
         assert made.offload is not None
         peaks.append((made.offload.resident_bytes, made.offload.buffers, made.config.retrieval.budget))
         step = made.smaller()
         made = step[0] if step else None
-        said += [step[1].split()[0]] if step else []
-    assert list(dict.fromkeys(said)) == ["resident", "ring", "budget"]
+        changes += [step[1].split()[0]] if step else []
+    assert list(dict.fromkeys(changes)) == ["resident", "ring", "budget"]
     assert peaks == sorted(peaks, reverse=True)
-    assert len(said) < 40
+    assert len(changes) < 40
 
 
-def test_json_names_the_map() -> None:
+def test_a_plan_as_json() -> None:
     made = planned(LLAMA_2_7B, 24, LONG).as_dict()
     assert made["offloaded"] is True
     assert sum(made["device_gib"].values()) == pytest.approx(24)
     assert made["options"]["budget"] == 4096
 
 
-def test_the_map_is_what_a_cycle_takes() -> None:
+def test_planned_bytes_are_those_that_a_program_allocates() -> None:
     target = tiny("llama-gqa")
     models = HFModel(target), HFModel(perturbed(target, 0.1))
     options = {"budget": 64, "chunk": 4, "recent": 16, "gamma": 8, "levels": 3}
@@ -216,21 +216,21 @@ def test_the_map_is_what_a_cycle_takes() -> None:
     made = plan(sizes, machine, config, options, 2, 300, 84).with_resident(40_000)
     drafter = TreeDrafter(models[1], made.config)
     program = DecodingProgram(models[0], drafter, made.config, 2, 384, 3, made.offload)
-    own = program.offloaded
-    assert own is not None
-    assert own.means is not None
-    assert own.store.kv.nbytes == made.device["level 1: chunks and window"]
-    place = own.means[..., 0].numel() * 4
-    assert own.means.nbytes + place == made.device["chunk means"]
-    assert sum(buffer.nbytes for buffer in own.host.ring.buffers) == made.device["ring"]
-    assert own.host.resident_bytes <= made.device["resident rows"]
-    whole = made.device["resident rows"] + made.host["full rows"]
-    assert own.host.resident_bytes + own.host.host_bytes == whole
+    cache = program.offloaded
+    assert cache is not None
+    assert cache.means is not None
+    assert cache.store.kv.nbytes == made.device["level 1: chunks and window"]
+    chunk_slots = cache.means[..., 0].numel() * 4
+    assert cache.means.nbytes + chunk_slots == made.device["chunk means"]
+    assert sum(buffer.nbytes for buffer in cache.host.ring.buffers) == made.device["ring"]
+    assert cache.host.resident_bytes <= made.device["resident rows"]
+    full = made.device["resident rows"] + made.host["full rows"]
+    assert cache.host.resident_bytes + cache.host.host_bytes == full
     program.close()
 
 
 @pytest.mark.parametrize("prompt", [60, 300])
-def test_the_map_of_layers_with_windows(prompt: int) -> None:
+def test_planned_bytes_of_layers_with_windows(prompt: int) -> None:
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     target = tiny("gemma3", num_hidden_layers=3, layer_types=kinds, sliding_window=100)
     models = HFModel(target), HFModel(perturbed(target, 0.1))
@@ -238,20 +238,20 @@ def test_the_map_of_layers_with_windows(prompt: int) -> None:
     config = HierarchyConfig.from_options(offload=True, **options)
     sizes = Sizes.of(*models, config)
     assert sizes.windowed == (WindowedLayers(2, 100, 128),)
-    assert (sizes.whole_layers, sizes.row) == (1, 128)
+    assert (sizes.full_layers, sizes.row) == (1, 128)
     machine = Machine(GIB, GIB, H200_BUS, 4.4e12)
     made = plan(sizes, machine, config, options, 2, prompt, 84).with_resident(20_000)
     drafter = TreeDrafter(models[1], made.config)
     program = DecodingProgram(models[0], drafter, made.config, 2, prompt + 84, 2, made.offload)
-    own = program.offloaded
-    assert own is not None
-    assert own.store.kv.nbytes == made.device["level 1: chunks and window"]
-    whole = made.device["resident rows"] + made.host["full rows"]
-    assert own.host.resident_bytes + own.host.host_bytes == whole
-    ringed = sum(group.kv.nbytes for group in own.rings.groups)
-    # Without a ring slots come by pages of another size.
-    slack = sum(len(group.layers) * 128 * 64 * 2 for group in own.rings.groups if not group.ring)
-    assert 0 <= made.device["layers with windows"] - ringed + slack <= 2 * slack
+    cache = program.offloaded
+    assert cache is not None
+    assert cache.store.kv.nbytes == made.device["level 1: chunks and window"]
+    full = made.device["resident rows"] + made.host["full rows"]
+    assert cache.host.resident_bytes + cache.host.host_bytes == full
+    allocated = sum(group.kv.nbytes for group in cache.rings.groups)
+    # Layers that need no ring are rounded to pages of another size.
+    slack = sum(len(group.layers) * 128 * 64 * 2 for group in cache.rings.groups if not group.ring)
+    assert 0 <= made.device["layers with windows"] - allocated + slack <= 2 * slack
     program.close()
 
 
@@ -266,7 +266,7 @@ def test_the_map_of_layers_with_windows(prompt: int) -> None:
         (1 << 20, 1 << 20),
     ],
 )
-def test_sizes_of_memory(text: str | int, size: int, name: str) -> None:
+def test_memory_sizes_are_parsed(text: str | int, size: int, name: str) -> None:
     assert bytes_of(text) == size
     config = HierarchyConfig.from_options(**{name: text})
     assert getattr(config, name.replace("memory", "bytes")) == size
@@ -287,12 +287,12 @@ def test_sizes_of_memory(text: str | int, size: int, name: str) -> None:
     ],
 )
 @pytest.mark.parametrize("name", ["gpu_memory", "host_memory"])
-def test_what_is_no_size(text: str | int, remedy: str, name: str) -> None:
+def test_invalid_memory_sizes_are_refused(text: str | int, remedy: str, name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}=.*{remedy}"):
         HierarchyConfig.from_options(**{name: text})
 
 
-def test_options_that_contradict_each_other() -> None:
+def test_contradictory_options_are_refused() -> None:
     with pytest.raises(ValueError, match="offload='yes' must be"):
         HierarchyConfig(offload="yes")
     with pytest.raises(ValueError, match="offload=False asks for none"):

@@ -1,4 +1,4 @@
-"""What the CPU should attend to of a pass, and what comes of it in the plan of the memory."""
+"""The CPU's share of attention in a full-target pass, and its effect on the memory plan."""
 
 from dataclasses import replace
 
@@ -14,26 +14,29 @@ LONG, H200_BUS = 122_880, 55e9
 RATE = HostRate(((1, 60e9), (16, 40e9), (48, 20e9)))
 
 
-def test_the_rate_of_the_cpu_is_interpolated_in_time() -> None:
+def test_the_cpus_rate_is_interpolated_in_time_per_byte() -> None:
     assert [RATE.at(queries) for queries in (1, 16, 48)] == [60e9, 40e9, pytest.approx(20e9)]
     assert 1 / RATE.at(32) == pytest.approx((1 / 40e9 + 1 / 20e9) / 2)
-    # Twice the rows are twice the arithmetic, once reading counts no more.
+    # Twice the queries are twice the arithmetic, which bounds the rate beyond the last point.
     assert RATE.at(96) == pytest.approx(10e9)
 
 
-def test_cpu_and_bus_end_at_once() -> None:
-    far = FarRows(60 * GIB, 0, 50e9, RATE)
+def test_cpu_and_bus_end_at_the_same_time() -> None:
+    on_host = FarRows(60 * GIB, 0, 50e9, RATE)
     for queries in (1, 13, 49):
-        share = far.share(queries)
-        on_bus, on_cpu = (1 - share) * far.rows / 50e9, share * far.rows / (0.95 * RATE.at(queries))
+        share = on_host.share(queries)
+        on_bus, on_cpu = (
+            (1 - share) * on_host.kv_bytes / 50e9,
+            share * on_host.kv_bytes / (0.95 * RATE.at(queries)),
+        )
         assert on_cpu <= on_bus
         assert (1 - share - 1 / 32) / 50e9 < (share + 1 / 32) / (0.95 * RATE.at(queries))
-        assert far.seconds(queries) == pytest.approx(on_bus)
-    assert far.share(1) > far.share(13) > far.share(49) > 0.2
-    # What crosses the bus in any case leaves more to the CPU.
-    beside = FarRows(60 * GIB, 20 * GIB, 50e9, RATE)
-    share = beside.share(13)
-    assert share >= far.share(13) + 3 / 32
+        assert on_host.seconds(queries) == pytest.approx(on_bus)
+    assert on_host.share(1) > on_host.share(13) > on_host.share(49) > 0.2
+    # Bytes that always cross the bus leave a larger share to the CPU.
+    with_others = FarRows(60 * GIB, 20 * GIB, 50e9, RATE)
+    share = with_others.share(13)
+    assert share >= on_host.share(13) + 3 / 32
     assert ((1 - share) * 60 + 20) / 50e9 >= share * 60 / (0.95 * RATE.at(13))
     assert FarRows(GIB, 100 * GIB, 50e9, RATE).share(13) == 1
     assert FarRows(0, GIB, 50e9, RATE).share(13) == 0
@@ -42,7 +45,7 @@ def test_cpu_and_bus_end_at_once() -> None:
     assert FarRows(60 * GIB, 0, 50e9, few_cores).seconds(13) == 60 * GIB / 50e9
 
 
-def test_the_plan_lets_the_cpu_attend() -> None:
+def test_the_plan_gives_the_cpu_a_share() -> None:
     machine = Machine(24 * GIB, 512 * GIB, H200_BUS, 4.4e12, host_attention=RATE)
     config = HierarchyConfig.from_options(offload=True, host_attention=True)
     alone = plan(LLAMA_2_7B, replace(machine, host_attention=None), config, (), 1, LONG, 256)
@@ -69,7 +72,7 @@ def test_the_plan_lets_the_cpu_attend() -> None:
     assert single.pass_seconds == pytest.approx(single.host["full rows"] / (0.95 * 60e9 + H200_BUS), rel=0.06)
 
 
-def test_attention_on_the_cpu_needs_rows_in_its_memory() -> None:
+def test_attention_on_the_cpu_needs_an_offloaded_cache() -> None:
     for options in ({}, {"offload": False}):
         with pytest.raises(
             ValueError, match=r"host_attention=True .* nothing is offloaded; give offload=True"

@@ -1,4 +1,4 @@
-"""Profiles: what the disk keeps, which entry a prompt gets, and who wins where options and profiles meet."""
+"""Profiles: reading and writing, the entry chosen for a prompt, and precedence of given options."""
 
 import json
 import math
@@ -37,7 +37,7 @@ def profile_of(engine: Engine, path: Path, *entries: Entry) -> Profile:
     return made
 
 
-def test_profiles_survive_the_disk(engine: Engine, tmp_path: Path) -> None:
+def test_a_written_profile_reads_the_same(engine: Engine, tmp_path: Path) -> None:
     made = profile_of(
         engine,
         tmp_path / "p.json",
@@ -49,7 +49,7 @@ def test_profiles_survive_the_disk(engine: Engine, tmp_path: Path) -> None:
     assert [e.ms_per_token for e in newer.entries] == [0.5, 1.0]
 
 
-def test_the_nearest_entry_is_taken_and_a_far_one_is_not() -> None:
+def test_the_nearest_entry_is_used_unless_its_context_is_too_different() -> None:
     entries = (entry(context=8000), entry(context=32_000), entry(context=32_000, temperature=1.0))
     made = Profile("", "", None, entries)
     assert made.nearest(9000, 1.0) == entries[0]
@@ -59,8 +59,8 @@ def test_the_nearest_entry_is_taken_and_a_far_one_is_not() -> None:
     assert made.nearest(130_000, 0.0) is None
 
 
-def written(**values: Any) -> str:
-    """A profile of one entry, in which some values are others."""
+def profile_json(**values: Any) -> str:
+    """The JSON of a profile of one entry with the values given."""
     given = {"context": 9, "temperature": 0, "options": {}}
     given |= {"ms_per_token": 1, "plain_ms_per_token": 1} | values
     return json.dumps({"version": 2, "entries": [given], "hardware": "", "target": "", "draft": None})
@@ -68,61 +68,61 @@ def written(**values: Any) -> str:
 
 BROKEN = {
     "no JSON": ("{", "corrupt"),
-    "no profile": ("[]", "no profile"),
+    "not a profile": ("[]", "is not a profile"),
     "version": ('{"version": 99}', "version 99"),
     "field": ('{"version": 2, "entries": [], "speed": 3}', "unknown field 'speed'"),
     "missing": ('{"version": 2, "entries": []}', "cannot be used"),
-    "entries": ('{"version": 2, "entries": [3]}', "an entry is 3"),
+    "entries": ('{"version": 2, "entries": [3]}', "entry=3 must be an object"),
     "entry": ('{"version": 2, "entries": [{"temprature": 1}]}', "unknown field 'temprature'"),
-    "no list": ('{"version": 2, "entries": 3}', "entries are a int"),
-    "no object": ("3", "no profile"),
+    "no list": ('{"version": 2, "entries": 3}', "entries must be a list, not int"),
+    "no object": ("3", "is not a profile"),
     "deep": ("[" * 100_000, "nested deeper than 32"),
     "deep object": ('{"version": 2, "a": ' + '{"a":' * 500 + "1" + "}" * 501, "nested deeper than 32"),
     "no UTF-8": ('"\udcff"', "corrupt"),
-    "option": (written(options={"gama": 1}), "unknown option 'gama'"),
-    "huge option": (written(options={"gamma": 10**9}), "gamma=1000000000 must be"),
-    "tree": (written(options={"tree": "static:99999"}), "a tree has at most 1024"),
-    "tree of a number": (written(options={"tree": 9}), "tree=9 is neither"),
-    "nested option": (written(options={"streaming": {"window": 3}}), "unknown option 'streaming'"),
-    "options": (written(options=[1]), "options=[1] must be an object"),
-    "context": (written(context=math.nan), "context=nan must be an integer"),
-    "context of text": (written(context="8192"), "context='8192' must be an integer"),
-    "no context": (written(context=0), "context=0 must be"),
-    "temperature": (written(temperature=-1), "temperature=-1 must be"),
-    "infinite": (written(temperature=math.inf), "temperature=inf must be"),
-    "time": (written(ms_per_token=-3.0), "ms_per_token=-3.0 must be"),
-    "no time": (written(plain_ms_per_token=0), "plain_ms_per_token=0 must be"),
-    "acceptance": (written(acceptance={"a": [0.5, "x"]}), "acceptance.a='x' must be"),
+    "option": (profile_json(options={"gama": 1}), "unknown option 'gama'"),
+    "huge option": (profile_json(options={"gamma": 10**9}), "gamma=1000000000 must be"),
+    "tree": (profile_json(options={"tree": "static:99999"}), "a tree has at most 1024"),
+    "tree of a number": (profile_json(options={"tree": 9}), "tree=9 is neither"),
+    "nested option": (profile_json(options={"streaming": {"window": 3}}), "unknown option 'streaming'"),
+    "options": (profile_json(options=[1]), "options=[1] must be an object"),
+    "context": (profile_json(context=math.nan), "context=nan must be an integer"),
+    "context of text": (profile_json(context="8192"), "context='8192' must be an integer"),
+    "no context": (profile_json(context=0), "context=0 must be"),
+    "temperature": (profile_json(temperature=-1), "temperature=-1 must be"),
+    "infinite": (profile_json(temperature=math.inf), "temperature=inf must be"),
+    "time": (profile_json(ms_per_token=-3.0), "ms_per_token=-3.0 must be"),
+    "no time": (profile_json(plain_ms_per_token=0), "plain_ms_per_token=0 must be"),
+    "acceptance": (profile_json(acceptance={"a": [0.5, "x"]}), "acceptance.a='x' must be"),
     "estimates": (
-        written(draft_length={"tokens_per_round": math.nan, "acceptance": 1}),
+        profile_json(draft_length={"tokens_per_round": math.nan, "acceptance": 1}),
         "draft_length.tokens_per_round=nan must be",
     ),
     "half of the estimates": (
-        written(draft_length={"tokens_per_round": 1}),
+        profile_json(draft_length={"tokens_per_round": 1}),
         "draft_length has ['tokens_per_round']",
     ),
     "impossible estimates": (
-        written(draft_length={"tokens_per_round": 0.5, "acceptance": 1}),
+        profile_json(draft_length={"tokens_per_round": 0.5, "acceptance": 1}),
         "must have an acceptance of at most 1 and tokens_per_round of at least 1",
     ),
-    "step": (written(step_ms=[1]), "step_ms=[1] must be an object"),
+    "step": (profile_json(step_ms=[1]), "step_ms=[1] must be an object"),
 }
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_broken_profile_is_named_with_a_remedy(pair: TinyPair, tmp_path: Path, case: str) -> None:
-    content, needed = BROKEN[case]
+def test_a_broken_profile_is_refused_with_a_remedy(pair: TinyPair, tmp_path: Path, case: str) -> None:
+    content, expected = BROKEN[case]
     path = tmp_path / "broken.json"
     path.write_text(content, encoding="utf-8", errors="surrogateescape")
     with pytest.raises(ValueError, match="delete it, measure again") as error:
         pair.load(profile=path)
     assert str(path) in str(error.value)
-    assert needed in str(error.value)
+    assert expected in str(error.value)
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 800
 
 
-def test_folders_follow_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert profiles.folder() is None
     monkeypatch.delenv("TRIFORCE_TREE_PROFILES")
     monkeypatch.setenv("TRIFORCE_TREE_CACHE", "/mine")
@@ -147,7 +147,7 @@ def test_load_finds_the_profile_of_its_models(
         tuned = pair.load(recent=32, window=64)
     assert str(path) in caplog.text
     assert tuned.profile is not None
-    # `recent` was given, so what must fit it is left aside.
+    # `recent` was given, so the options that depend on it are ignored.
     out = tuned.generate(ids, max_new_tokens=5, do_sample=False)
     assert out.profile == str(path)
     config = tuned.hierarchy.config
@@ -157,7 +157,7 @@ def test_load_finds_the_profile_of_its_models(
     assert load(pair.target, device="cpu").profile is None  # no draft: another pair
 
 
-def test_options_come_before_the_profile(
+def test_given_options_override_the_profile(
     engine: Engine, pair: TinyPair, tmp_path: Path, ids: list[int]
 ) -> None:
     path = tmp_path / "p.json"
@@ -175,7 +175,7 @@ def test_options_come_before_the_profile(
     assert tuned.hierarchy.config.tree == HierarchyConfig().tree
 
 
-def test_a_profile_plans_the_first_passes(
+def test_a_profile_with_initial_draft_lengths(
     engine: Engine, pair: TinyPair, tmp_path: Path, ids: list[int]
 ) -> None:
     fast = entry(draft_length={"acceptance": 0.5, "tokens_per_round": 1.5})
@@ -192,9 +192,9 @@ def test_a_profile_plans_the_first_passes(
 @pytest.mark.parametrize("captured", [True, False])
 def test_profiles_of_releases_with_two_engines_are_read(tmp_path: Path, captured: bool) -> None:
     path = tmp_path / "old.json"
-    path.write_text(written(captured=captured))
+    path.write_text(profile_json(captured=captured))
     [old] = profiles.read(path).entries
-    path.write_text(written())
+    path.write_text(profile_json())
     assert profiles.read(path).entries == (old,)
 
 

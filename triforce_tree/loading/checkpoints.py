@@ -1,4 +1,4 @@
-"""Models and tokenizers from folders, hub ids or objects; safetensors only."""
+"""Loads models and tokenizers from folders, hub ids or objects; safetensors only."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,14 +16,14 @@ from triforce_tree.config import HierarchyConfig
 from triforce_tree.kv.offload.streamed_weights import StreamedWeights
 from triforce_tree.loading.model_files import checked, configuration, folder_of, in_one_line, needs_code
 from triforce_tree.models.tensor_parallel import shard
-from triforce_tree.planning.machine import device_room
+from triforce_tree.planning.machine import available_device_bytes
 from triforce_tree.planning.memory_map import tensor_bytes, weights_fit
 from triforce_tree.runtime.devices import device_of
 from triforce_tree.runtime.distributed import Group, local_size
 
 PAIR = Path(__file__).parents[1] / "pair"
-# One of these lies wherever there is a tokenizer.
-_TOKENIZERS = (
+# A folder with a tokenizer has at least one of these files.
+_TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
@@ -35,15 +35,15 @@ _TOKENIZERS = (
 
 
 def unwrapped(source: Any, name: str = "model") -> PreTrainedModel | str | Path:
-    """A model or where it lies, as it was given; of a model under ``torch.compile`` the model inside it.
+    """A model, folder or hub id as it was given; for a model under ``torch.compile`` the model inside it.
 
-    PEFT is asked by name, as it need not be installed.
+    PEFT models are recognised by class name, as peft need not be installed.
 
     Args:
-        name: what to call it in errors.
+        name: what to call the model in errors.
 
     Raises:
-        TypeError: it is none of these, or its adapters are not part of its weights.
+        TypeError: it is none of these, or a PEFT model whose adapter is not merged.
     """
     source = getattr(source, "_orig_mod", source)
     kind = type(source).__name__
@@ -66,13 +66,13 @@ def load_model(
     Raises:
         TypeError: see :func:`unwrapped`.
         OSError: files are missing, corrupt, or hold a pickle instead of safetensors.
-        ValueError: the folder holds something else than a causal LM, or its weights exceed the device.
+        ValueError: the folder does not hold a causal LM, or its weights do not fit on the device.
     """
     source = unwrapped(source)
     if isinstance(source, PreTrainedModel):
         return source
     device = device_of(device)
-    return _placed(_read(source, device, dtype), source, device)
+    return _moved(_read(source, device, dtype), source, device)
 
 
 def load_target(
@@ -83,17 +83,17 @@ def load_target(
     group: Group | None = None,
     pinned: Callable[[int], None] | None = None,
 ) -> tuple[PreTrainedModel, StreamedWeights | None]:
-    """A causal LM, and the weights of its layers where they are to stay in host memory.
+    """A causal LM, and its streamed weights if its layers' weights are kept in host memory.
 
     Args:
-        source: a model object is returned as it is, or with ``offload_weights=True`` taken over.
-        config: says whether weights may stay on the host, and how much of the device there is.
-        group: ranks that share the model, which is cut in place before its weights go anywhere.
-        pinned: called with bytes of host memory as weights that stay there take them.
+        source: a model object is returned as it is; with ``offload_weights=True`` its weights are moved.
+        config: whether weights may stay on the host, and how much device memory may be used.
+        group: ranks that share the model, which is sharded in place before its weights are moved.
+        pinned: called with the bytes of each block of host memory as weights are copied there.
 
     Raises:
         OSError: as :func:`load_model`; host memory is short (:class:`HostMemoryError`).
-        ValueError: as :func:`load_model`; the layers' weights cannot be streamed; the model cannot be cut.
+        ValueError: as :func:`load_model`; the weights cannot be streamed; the model cannot be sharded.
     """
     device = group.device if group is not None else device_of(device)
     model = source if isinstance(source, PreTrainedModel) else _read(source, device, dtype)
@@ -102,26 +102,26 @@ def load_target(
     if config.streams is not True:
         if isinstance(source, PreTrainedModel):
             return source, None
-        room = None if config.streams is False else device_room(device, config.gpu_bytes)
-        if room is None or weights_fit(tensor_bytes(model), room):
-            return _placed(model, source, device), None
+        free = None if config.streams is False else available_device_bytes(device, config.gpu_bytes)
+        if free is None or weights_fit(tensor_bytes(model), free):
+            return _moved(model, source, device), None
     try:
         most = config.host_bytes // local_size() if config.host_bytes is not None else None
         return model, StreamedWeights(model, device, progress=pinned, most=most)
     except torch.OutOfMemoryError as error:
         raise ValueError(
-            f"{device} has no room for embeddings, head and two layers of this {type(model).__name__}: free "
-            "device memory, allow more of it, or use a smaller model"
+            f"embeddings, head and two layers of this {type(model).__name__} do not fit on {device}; free "
+            "device memory, allow more of it (gpu_memory), or use a smaller model"
         ) from error
 
 
 def _read(source: str | Path, device: torch.device, dtype: torch.dtype | str | None) -> PreTrainedModel:
-    """A model in host memory, in the dtype that it gets on the device."""
+    """A model in host memory, in the dtype that it will have on the device."""
     checkpoint = checked(source)
     if dtype is None:
         dtype = torch.float32 if device.type == "cpu" else "auto"
     try:
-        # Typed as a model; with the loading info it is a pair.
+        # from_pretrained is typed to return a model; with output_loading_info it returns a pair.
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             checkpoint.folder,
             config=checkpoint.config,
@@ -134,9 +134,10 @@ def _read(source: str | Path, device: torch.device, dtype: torch.dtype | str | N
         raise
     except ImportError as error:
         raise ValueError(
-            f"the model in {str(source)!r} needs a package that is not installed ({in_one_line(error)})"
+            f"the model in {str(source)!r} needs a package that is not installed ({in_one_line(error)}); "
+            "install it, or give another model"
         ) from error
-    except Exception as error:  # foreign code on foreign files
+    except Exception as error:  # third-party code on files of unknown origin
         why = checkpoint.mismatch() or in_one_line(error)
         raise ValueError(
             f"the model in {str(source)!r} cannot be loaded ({why}); copy or download it again"
@@ -149,39 +150,39 @@ def _read(source: str | Path, device: torch.device, dtype: torch.dtype | str | N
         )
     method = getattr(model.config, "quantization_config", None)
     if method is not None and not getattr(model, "is_quantized", False):
-        # transformers would take packed weights for the weights themselves.
+        # transformers would read the packed weights as plain ones.
         raise ValueError(
-            f"{str(source)!r} is quantised in a way that this release of transformers does not read "
+            f"{str(source)!r} uses a quantisation method that this release of transformers does not support "
             f"({method}); give a checkpoint of 16 bits"
         )
-    ours: PreTrainedModel = model.eval()
-    return ours
+    ready: PreTrainedModel = model.eval()
+    return ready
 
 
-def _placed(model: Any, source: Any, device: torch.device) -> PreTrainedModel:
+def _moved(model: Any, source: Any, device: torch.device) -> PreTrainedModel:
     if getattr(model, "is_quantized", False) and model.device.type == device.type:
-        # Some quantised models refuse to be moved, be it to where they are.
+        # Some quantised models refuse ``to`` even for the device that they are on.
         return cast(PreTrainedModel, model)
     try:
-        placed: PreTrainedModel = model.to(device)
+        moved: PreTrainedModel = model.to(device)
     except torch.OutOfMemoryError as error:
         size = tensor_bytes(model)
         raise ValueError(
             f"the weights of {str(source)!r} take {size / 2**30:.1f} GiB, more than {device} has left: free "
-            "device memory, allow more of it, use a smaller model or fewer bits (dtype), or let a target's "
-            "weights stay on the host (offload_weights=True)"
+            "device memory, allow more of it, use a smaller model or fewer bits (dtype), or keep a target's "
+            "weights on the host (offload_weights=True)"
         ) from error
-    return placed
+    return moved
 
 
 def tokenizer_of(
     given: PreTrainedTokenizerBase | str | Path | None, target: PreTrainedModel | str | Path | None = None
 ) -> PreTrainedTokenizerBase | None:
-    """A tokenizer from what was given for one, or the one beside the target.
+    """The tokenizer that was given (object, hub id or folder), or the one in the target's folder.
 
     Raises:
-        TypeError: it is neither a tokenizer nor a path.
-        OSError, ValueError: as :func:`load_tokenizer`; there is none where one was named.
+        TypeError: ``given`` is neither a tokenizer nor a path.
+        OSError, ValueError: as :func:`load_tokenizer`; the path given holds no tokenizer.
     """
     if given is None:
         return load_tokenizer(target) if isinstance(target, str | Path) else None
@@ -197,26 +198,26 @@ def tokenizer_of(
 
 
 def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase | None:
-    """The tokenizer beside a model, or None where there is none (token ids then serve).
+    """The tokenizer in a model's folder, or None if there is none (inputs are then token ids).
 
     Raises:
         OSError: there is no such folder.
-        ValueError: there are files of a tokenizer, but they are corrupt or need code of their own.
+        ValueError: there are tokenizer files, but they are corrupt or need Python code of their own.
     """
     folder = folder_of(source)
     if (folder / "config.json").exists():
-        # transformers reads it for the tokenizer too.
+        # transformers reads config.json for the tokenizer too.
         configuration(source)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # foreign code on foreign files
-        if not any((folder / name).exists() for name in _TOKENIZERS):
+    except Exception as error:  # third-party code on files of unknown origin
+        if not any((folder / name).exists() for name in _TOKENIZER_FILES):
             return None
         why = in_one_line(error)
         if needs_code(folder / "tokenizer_config.json"):
             why = "it needs Python code of its own (auto_map), which is not run"
         raise ValueError(
-            f"the tokenizer in {str(source)!r} cannot be loaded ({why}); mend it, or give another with "
+            f"the tokenizer in {str(source)!r} cannot be loaded ({why}); repair it, or give another with "
             "load(..., tokenizer=...)"
         ) from error
     return tokenizer

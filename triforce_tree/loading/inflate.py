@@ -2,7 +2,7 @@
 
 Speed at real size can then be measured with real acceptance and no download: an inflated model reads
 every byte and does every operation of its shape, its caches are full-size, and its logits are the small
-model's. It knows no more than the small model does; call it "inflated" wherever its figures stand. Its
+model's. Its quality is that of the small model, so its figures are always labelled "inflated". Its
 vocabulary and positions are the small model's too: with the embedded pair's 4,096 tokens, ``llama-2-7b``
 has 6.51 G weights instead of 6.74, ``llama-3.1-8b`` 7.01 instead of 8.03.
 
@@ -11,9 +11,9 @@ of squares is then d/D of what it was, so RMSNorm gives
 
     x / sqrt(d/D mean(x²) + ε') · w'  =  x / sqrt(mean(x²) + ε) · w    for ε' = ε d/D, w' = w sqrt(d/D).
 
-Small layers sit at even distances in the depth. All other layers add zero to the stream. "Free" entries
-below multiply exact zeros, or feed products that do; they are random, since some kernels run faster on
-zeros (power, not arithmetic). Rows are outputs, columns inputs:
+The small model's layers are spread evenly over the depth. All other layers add zero to the stream. "Free"
+entries below multiply exact zeros, or feed products that do; they are random, since some kernels run faster
+on zeros (power, not arithmetic). Rows are outputs, columns inputs:
 
     tensor         from the small model               zero, and must be         free
     embed_tokens   columns < d                        columns >= d              -
@@ -26,11 +26,11 @@ zeros (power, not arithmetic). Rows are outputs, columns inputs:
     added layers   -                                  o, down                   all else
 
 About three tenths of the weights of ``llama-2-7b`` are zeros (o and down), and D - d of the D inputs of
-q, k, v, gate and up; decoding, which waits for memory, does not notice.
+q, k, v, gate and up; the speed of decoding, which is bound by memory, does not depend on them.
 
-Under grouped-query attention each small KV head takes KV heads of its own. The queries of such a group
-that carry no small head are copies of one that does, without effect on the output: a retrieval cache
-chooses by the whole group, and random queries would blur what the small model looks for.
+Under grouped-query attention each small KV head gets KV heads of its own. The query heads of such a group
+that have no small head are copies of one that has, without effect on the output: a retrieval cache
+selects chunks by the whole group, and random queries would disturb the selection.
 
 Rounding: all but the norm weights are copied bit for bit. sqrt(d/D) is no power of two, so a norm weight
 in bf16 is rounded once more. The embedded target's logits in bf16 are 0.77% (of their standard deviation,
@@ -65,7 +65,7 @@ _NORM_SPREAD = 0.1  # of free norm weights, relative to their mean
 
 @dataclass(frozen=True)
 class Shape:
-    """What decides the bytes and FLOPs of a Llama; vocabulary and positions stay the small model's.
+    """The sizes that decide the bytes and FLOPs of a Llama, without vocabulary and positions.
 
     Args:
         hidden, layers, heads, kv_heads, head_dim, mlp: counts, as in a LlamaConfig.
@@ -82,7 +82,7 @@ class Shape:
 
     def __post_init__(self) -> None:
         if min(astuple(self)[:6]) < 1:
-            raise ValueError(f"shape {self} has a zero or a negative number in it; all must be positive")
+            raise ValueError(f"shape {self} has a size below 1; all sizes must be positive")
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}; choose one that is"
@@ -93,14 +93,14 @@ class Shape:
         return f"{hidden}x{layers}x{heads}/{kv_heads}x{head_dim}x{mlp}{'-tied' if tied else ''}"
 
     def parameters(self, vocab_size: int) -> int:
-        """How many weights such a model has."""
+        """Number of parameters of such a model."""
         attention = 2 * (self.heads + self.kv_heads) * self.head_dim * self.hidden
         layer = attention + 3 * self.mlp * self.hidden + 2 * self.hidden
         return self.layers * layer + (1 if self.tied else 2) * vocab_size * self.hidden + self.hidden
 
     @classmethod
     def parse(cls, text: str) -> "Shape":
-        """A name out of :data:`SHAPES`, or numbers: ``1024x12x8/4x128x4096``, ``-tied`` at the end if so.
+        """A name in :data:`SHAPES`, or sizes such as ``1024x12x8/4x128x4096``, followed by ``-tied`` if tied.
 
         Raises:
             ValueError: neither a known name nor six numbers.
@@ -146,7 +146,7 @@ def inflate(
     dtype: torch.dtype | None = None,
     seed: int = 0,
 ) -> LlamaForCausalLM:
-    """The model's function in another shape, built in place on the device.
+    """A model of another shape that computes the same function, built in place on the device.
 
     Peak memory is the new model and one small matrix.
 
@@ -154,13 +154,13 @@ def inflate(
         model: a LlamaForCausalLM; it is only read.
         shape: no smaller than the model's in any respect, of the same head_dim.
         device, dtype: of the new model; the model's own by default.
-        seed: of the free entries. A seed gives the same ones on the same kind of device.
+        seed: of the free entries; they are reproducible on the same kind of device.
 
     Returns:
         A model whose config names the shape it was inflated from (``inflated_from``).
 
     Raises:
-        ValueError: the model is no plain Llama, or does not fit into the shape.
+        ValueError: the model is not a plain Llama, or does not fit into the shape.
     """
     shape = Shape.parse(shape) if isinstance(shape, str) else shape
     small = _plain_llama(model)
@@ -174,7 +174,7 @@ def inflate(
     big.to_empty(device=device)
     big.tie_weights()
     with torch.device(device):
-        # Its frequencies are no weights, and are lost on the way over "meta".
+        # Its frequencies are not in the state dict, and to_empty() does not keep them.
         big.model.rotary_emb = LlamaRotaryEmbedding(config=config)
     _fill(big, small.config.hidden_size, torch.Generator(device).manual_seed(seed))
     _copy(small, big, heads)
@@ -195,7 +195,7 @@ def inflate_pair(
     Args:
         shape: the target's, of head_dim 128.
         device, dtype: as :func:`triforce_tree.loading.checkpoints.load_model` chooses them.
-        draft_shape: of head_dim 64.
+        draft_shape: the draft's, of head_dim 64.
         seed: of the free entries.
 
     Raises:
@@ -215,13 +215,13 @@ def _plain_llama(model: PreTrainedModel) -> LlamaForCausalLM:
     for setting in ("attention_bias", "mlp_bias", "quantization_config"):
         if getattr(model.config, setting, None):
             raise ValueError(
-                f"{name} with {setting} cannot be inflated; give a Llama of plain matrices without biases"
+                f"{name} with {setting} cannot be inflated; give an unquantised Llama without biases"
             )
     return model
 
 
 def _fit(small: Shape, big: Shape) -> "_Heads":
-    """Where the small heads go; raises where something does not fit."""
+    """The places of the small model's heads; raises ValueError if it does not fit into the shape."""
     if small.head_dim != big.head_dim:
         raise ValueError(
             f"head_dim={big.head_dim} of the shape differs from the model's {small.head_dim}, on which its "
@@ -234,13 +234,13 @@ def _fit(small: Shape, big: Shape) -> "_Heads":
                 f"{getattr(small, field)}; choose a shape with at least as many, or a smaller model"
             )
     if big.hidden % big.heads:
-        # transformers neither saves nor loads such a configuration, though head_dim is given.
+        # transformers neither saves nor loads such a configuration, even with head_dim given.
         raise ValueError(
             f"hidden={big.hidden} of the shape is not a multiple of heads={big.heads}; choose one that is"
         )
     if big.tied and not small.tied:
         raise ValueError(
-            "the shape ties lm_head to the embedding, and the model has one of each; leave out -tied"
+            "the shape ties lm_head to the embedding, but the model's are separate; leave out -tied"
         )
     heads = _Heads.place(small, big)
     if len(heads.kv) > big.kv_heads:
@@ -253,10 +253,10 @@ def _fit(small: Shape, big: Shape) -> "_Heads":
 
 @dataclass(frozen=True)
 class _Heads:
-    """Which small head each of the first heads of the new model holds; the heads behind them are random.
+    """Which small head each of the first heads of the new model holds; the heads after them are random.
 
-    ``kv[i]`` is the small KV head of KV head i; ``query[i]`` the small query head of query head i, and
-    ``copies`` are those i whose small head has its output elsewhere already.
+    ``kv[i]`` is the small KV head of KV head i, and ``query[i]`` the small query head of query head i;
+    ``copies`` are the query heads whose output is zeroed, as another one has the same small head.
     """
 
     kv: list[int]
@@ -265,23 +265,23 @@ class _Heads:
 
     @classmethod
     def place(cls, small: Shape, big: Shape) -> "_Heads":
-        group, room = small.heads // small.kv_heads, big.heads // big.kv_heads
-        # A group that is too large for one KV head is dealt to several copies of it.
-        shares = -(-group // room)
+        group, big_group = small.heads // small.kv_heads, big.heads // big.kv_heads
+        # A group that is too large for one KV head is distributed over several copies of it.
+        shares = -(-group // big_group)
         kv: list[int] = []
         query: list[int] = []
         copies: list[int] = []
         for head in range(small.kv_heads):
             members = range(head * group, (head + 1) * group)
-            for first in range(0, shares * room, room):
-                mine = members[first : first + room]
+            for first in range(0, shares * big_group, big_group):
+                share = members[first : first + big_group]
                 kv.append(head)
-                copies += range(len(query) + len(mine), len(query) + room)
-                query += [*mine, *[mine[0]] * (room - len(mine))]
+                copies += range(len(query) + len(share), len(query) + big_group)
+                query += [*share, *[share[0]] * (big_group - len(share))]
         return cls(kv, query, copies)
 
     def spread(self, name: str, weight: Tensor, head_dim: int) -> Tensor:
-        """A small projection with its heads where the new model has them."""
+        """A small projection with its heads at their places in the new model."""
         if name.endswith("o_proj.weight"):
             columns: Tensor = weight.unflatten(1, (-1, head_dim))[:, self.query]
             columns[:, self.copies] = 0.0
@@ -304,34 +304,34 @@ def _config(small: LlamaConfig, shape: Shape) -> LlamaConfig:
 
 
 def _fill(big: LlamaForCausalLM, small_hidden: int, generator: torch.Generator) -> None:
-    """Every entry: zero where it writes into the stream, random elsewhere."""
+    """Fill all weights: zeros in those that write into the residual stream, random values elsewhere."""
     spread = big.config.initializer_range
-    # RMSNorm makes the d entries that are not zero sqrt(D/d) larger than usual.
-    usual = math.sqrt(small_hidden / big.config.hidden_size)
+    # Of a vector whose other entries are zero, RMSNorm makes the d entries sqrt(D/d) larger than usual.
+    norm_mean = math.sqrt(small_hidden / big.config.hidden_size)
     for name, weight in big.named_parameters():
         if name.endswith(("embed_tokens.weight", "o_proj.weight", "down_proj.weight")):
             weight.zero_()
         elif weight.dim() == 1:
-            weight.normal_(usual, _NORM_SPREAD * usual, generator=generator)
+            weight.normal_(norm_mean, _NORM_SPREAD * norm_mean, generator=generator)
         else:
             weight.normal_(0.0, spread, generator=generator)
 
 
 def _copy(small: LlamaForCausalLM, big: LlamaForCausalLM, heads: _Heads) -> None:
-    """The small model's weights into their places; see the table above."""
-    config, places = small.config, big.state_dict()
+    """Copy the small model's weights to their places; see the table above."""
+    config, targets = small.config, big.state_dict()
     for name, weight in small.state_dict().items():
         if ".self_attn." in name:
             weight = heads.spread(name, weight, Shape.of(config).head_dim)
         elif weight.dim() == 1:
             # In double precision, so that the product is rounded once.
             weight = weight.double() * math.sqrt(config.hidden_size / big.config.hidden_size)
-        place = places[_moved(name, config.num_hidden_layers, big.config.num_hidden_layers)]
-        place[tuple(map(slice, weight.shape))].copy_(weight)
+        target = targets[_renumbered(name, config.num_hidden_layers, big.config.num_hidden_layers)]
+        target[tuple(map(slice, weight.shape))].copy_(weight)
 
 
-def _moved(name: str, small_layers: int, big_layers: int) -> str:
-    """The name with its layer in the middle of one of as many equal parts of the depth as there are."""
+def _renumbered(name: str, small_layers: int, big_layers: int) -> str:
+    """A weight's name in the new model: layer i goes to the middle of the i-th equal part of the depth."""
 
     def middle(found: re.Match[str]) -> str:
         return f".layers.{(2 * int(found[1]) + 1) * big_layers // (2 * small_layers)}."

@@ -1,6 +1,6 @@
-"""A few layers of a model, one of each kind, which compute while the others hand their input on.
+"""Runs a model with a few of its layers, one of each kind; the others pass their input through.
 
-The model's own forward runs as ever, masks, rotary tables and layer types included.
+Everything else of the model's own forward runs unchanged: masks, rotary tables, layer types.
 """
 
 import re
@@ -21,61 +21,61 @@ class LayerSlice:
     """The first layer of each kind, and at least two layers.
 
     Args:
-        model: a checked model; one whose layers share keys and values, or have no list, is taken whole.
+        model: a checked model; all layers are taken if they share keys and values, or form no ``ModuleList``.
 
     Attributes:
-        layers: their numbers.
-        shares_rows: some layers attend to the keys and values of others.
-        parameters: of these layers and the head, how many.
+        layers: indices of the layers taken.
+        shares_kv: some layers attend to the keys and values of others.
+        parameters: number of parameters of these layers and the head.
     """
 
     def __init__(self, model: HFModel) -> None:
         self._model = model
-        self.shares_rows = any(
+        self.shares_kv = any(
             getattr(call.module, "is_kv_shared_layer", False) for call in model.calls.values()
         )
         self._stack = _stack(model)
         self.layers = tuple(self._representatives(model))
-        own = [self._stack[i] for i in self.layers] if self._stack is not None else [model.model]
+        modules = [self._stack[i] for i in self.layers] if self._stack is not None else [model.model]
         self.parameters = model.vocab_size * model.model.config.get_text_config(decoder=True).hidden_size
-        self.parameters += sum(p.numel() for module in own for p in module.parameters())
+        self.parameters += sum(p.numel() for module in modules for p in module.parameters())
 
     @contextmanager
     def alone(self, copy: PreTrainedModel) -> Iterator[None]:
-        """Inside, the other layers of a copy of the model hand their input on; the copy stays so.
+        """Inside, the other layers of a copy of the model pass their input through.
 
         Args:
-            copy: from ``shallow_copy``, made for this.
+            copy: from ``shallow_copy``; it is changed for good.
         """
         skipped = [i for i in range(self._model.layers) if i not in self.layers]
         if self._stack is None or not skipped:
             yield
             return
-        form: list[Any] = []
+        outputs: list[Any] = []
         stack: Any = decoder_layers(copy)
-        stack[0].register_forward_hook(lambda _, args, out: form.append(out))
+        stack[0].register_forward_hook(lambda _, args, out: outputs.append(out))
         for i in skipped:
-            stack[i].forward = _hand_on(form)
+            stack[i].forward = _pass_through(outputs)
         streamed = self._model.streamed
         if streamed is None:
             yield
             return
         for i in self.layers:
-            stack[i].register_forward_pre_hook(_arrival(streamed))
-        # Weights come for the layers that compute, and for no others.
+            stack[i].register_forward_pre_hook(_weight_copy(streamed))
+        # Only the weights of the layers that compute are copied.
         with streamed.paused():
             yield
 
     def _representatives(self, model: HFModel) -> list[int]:
-        """The first layer of each kind, and at least two: an error of one shows in the next one's rows."""
+        """The first layer of each kind, and at least two: a wrong output shows in the next layer's input."""
         every = list(range(model.layers))
-        if self._stack is None or self.shares_rows:
+        if self._stack is None or self.shares_kv:
             return every
         kinds = getattr(model.model.config.get_text_config(decoder=True), "layer_types", None)
         first: dict[object, int] = {}
         for index in every:
             call = model.calls[index]
-            own = {
+            settings = {
                 name: value
                 for name, value in vars(call.module).items()
                 if isinstance(value, bool | int | float | str) and not re.search("idx|index|layer_id", name)
@@ -83,7 +83,7 @@ class LayerSlice:
             parts = tuple(type(module).__name__ for module in self._stack[index].modules())
             how = (call.how.window, call.how.softcap, call.how.scale, call.how.sinks is None)
             first.setdefault(
-                (kinds and kinds[index], how, parts, tuple(own.items()), call.kv_heads, call.dim), index
+                (kinds and kinds[index], how, parts, tuple(settings.items()), call.kv_heads, call.dim), index
             )
         chosen = set(sorted(first.values())[:_MOST_KINDS])
         return sorted(chosen | set(every[:2]))
@@ -96,19 +96,19 @@ def _stack(model: HFModel) -> nn.ModuleList | None:
         return None
 
 
-def _arrival(streamed: Streamed) -> Callable[[nn.Module, Any], None]:
-    def arrive(layer: nn.Module, _: Any) -> None:
+def _weight_copy(streamed: Streamed) -> Callable[[nn.Module, Any], None]:
+    def copy_weights(layer: nn.Module, _: Any) -> None:
         for weight in layer.parameters():
             streamed.bring(weight)
 
-    return arrive
+    return copy_weights
 
 
-def _hand_on(form: list[Any]) -> Callable[..., Any]:
-    """A layer's forward that computes nothing; its output has the form of the first layer's."""
+def _pass_through(outputs: list[Any]) -> Callable[..., Any]:
+    """A layer's forward that returns its input, in the structure of the first layer's last output."""
 
     def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        out = form[-1]
+        out = outputs[-1]
         return (hidden_states, *[None] * (len(out) - 1)) if isinstance(out, tuple) else hidden_states
 
     return forward

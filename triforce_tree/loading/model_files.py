@@ -1,7 +1,7 @@
-"""Files of models that others made: found, and checked before anything of them is loaded.
+"""Finds the files of a model, and checks them before anything is loaded, as their origin is unknown.
 
-Nothing in them is executed: weights are safetensors alone, and the Python code that may lie beside a model
-(``auto_map``) or be named by it (attention kernels of the hub) is not run.
+Nothing in them is executed: weights are read from safetensors only, and Python code in the model's folder
+(``auto_map``) or named by its configuration (attention kernels of the hub) is not run.
 """
 
 import re
@@ -25,23 +25,23 @@ from transformers import (
 from triforce_tree.runtime.json_files import read_json
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-# Of a hub repository all but its weights: small files, and no Python.
-_SMALL = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
-# Sizes of a model, and more than any has: classes of configurations count to some of them.
+# All files of a hub repository but weights and Python code.
+_SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
+# Upper limits of a model's sizes: some configuration classes loop over them when they are made.
 _MOST = dict.fromkeys(("vocab_size", "hidden_size", "max_position_embeddings"), 2**31 - 1)
 _MOST |= dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_hidden_layers"), 2**16)
-# Packed weights of 2 bits hold 16 values in an element of the checkpoint.
+# Most weights per element of a checkpoint: packed weights of 2 bits in int32.
 _PACKED = 16
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A causal LM on disk, complete and within bounds.
+    """A causal LM on disk, complete and of plausible sizes.
 
     Attributes:
         folder: where its files are.
-        config: what they say of it.
-        shapes: of every tensor, by the files' headers.
+        config: the model's configuration.
+        shapes: of every tensor, from the headers of the weight files.
     """
 
     folder: Path
@@ -49,16 +49,16 @@ class Checkpoint:
     shapes: dict[str, list[int]]
 
     def mismatch(self) -> str:
-        """The first weight whose shape is another than ``config`` makes it, in words; may be empty."""
+        """Describes the first weight whose shape differs from that by ``config``; empty if none does."""
         for name, weight in _skeleton(self.config).state_dict().items():
-            held, made = self.shapes.get(name), list(weight.shape)
-            if held not in (None, made):
-                return f"{name} is {held} in the checkpoint and {made} by config.json"
+            stored, expected = self.shapes.get(name), list(weight.shape)
+            if stored not in (None, expected):
+                return f"{name} is {stored} in the checkpoint and {expected} by config.json"
         return ""
 
 
 def folder_of(source: str | Path) -> Path:
-    """The folder of a model; of one on the hub the cached snapshot, whose weights may still be missing.
+    """The folder of a model; for a hub id the cached snapshot, whose weights may not be downloaded yet.
 
     Raises:
         FileNotFoundError: there is no such folder, and no such model on the hub.
@@ -70,7 +70,7 @@ def folder_of(source: str | Path) -> Path:
         raise FileNotFoundError(f"{str(source)!r} is a file, not a folder with a model in it")
     if isinstance(source, Path) or str(source).startswith((".", "/", "~")):
         raise FileNotFoundError(f"no such folder: {str(source)!r}; give a folder with a model in it")
-    return _snapshot(source, _SMALL)
+    return _snapshot(source, _SMALL_FILES)
 
 
 def _snapshot(source: str, patterns: Iterable[str], revision: str | None = None) -> Path:
@@ -78,7 +78,7 @@ def _snapshot(source: str, patterns: Iterable[str], revision: str | None = None)
         return Path(snapshot_download(source, revision=revision, allow_patterns=list(patterns)))
     except (OSError, ValueError) as error:
         raise FileNotFoundError(
-            f"no such folder: {source!r}, and it cannot be had from the Hugging Face hub "
+            f"no such folder: {source!r}, and it cannot be downloaded from the Hugging Face hub "
             f"({in_one_line(error)}); give a folder with a model in it, or a hub id like owner/name"
         ) from error
 
@@ -87,8 +87,8 @@ def configuration(source: str | Path) -> tuple[Path, PreTrainedConfig]:
     """A model's folder and its configuration.
 
     Raises:
-        OSError: there is none.
-        ValueError: it cannot be used, or needs code of its own.
+        OSError: there is no configuration.
+        ValueError: it cannot be used, or needs Python code of its own.
     """
     folder = folder_of(source)
     if not (folder / "config.json").is_file():
@@ -96,19 +96,19 @@ def configuration(source: str | Path) -> tuple[Path, PreTrainedConfig]:
     _check_settings(_object(folder / "config.json"), source)
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # foreign code on foreign values
+    except Exception as error:  # third-party code on values of unknown origin
         raise _unusable(source, error) from error
-    # No file that transformers writes holds them, and a name like owner/kernel is code from the hub.
+    # transformers never writes them to a file, and a name like owner/kernel loads code from the hub.
     config._attn_implementation = config._experts_implementation = None
     return folder, config
 
 
 def checked(source: str | Path) -> Checkpoint:
-    """The files of a causal LM, none of which has been loaded.
+    """The checked files of a causal LM; no weights are loaded.
 
     Raises:
         OSError: files are missing, corrupt, or hold a pickle instead of safetensors.
-        ValueError: the configuration cannot be used, is not of a causal LM, or needs code of its own.
+        ValueError: the configuration cannot be used, is not of a causal LM, or needs Python code of its own.
     """
     folder, config = configuration(source)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -125,7 +125,7 @@ def checked(source: str | Path) -> Checkpoint:
     _check_generation(folder)
     names = _weight_names(folder, config)
     if folder != Path(source):
-        # A snapshot is named after its commit, so the weights come from the state that was checked.
+        # A snapshot is named after its commit, so the weights come from the revision that was checked.
         _snapshot(str(source), names, folder.name)
     checkpoint = Checkpoint(folder, config, _shapes(folder, names))
     _check_bytes(checkpoint, source)
@@ -133,13 +133,13 @@ def checked(source: str | Path) -> Checkpoint:
 
 
 def in_one_line(error: Exception, most: int = 240) -> str:
-    """What a library's error says, without its line breaks and not at any length."""
+    """A library's error message without line breaks, cut to ``most`` characters."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:most]}{'...' * (len(text) > most)}" if text else repr(error)
 
 
 def needs_code(path: Path) -> bool:
-    """Whether a configuration names Python code that lies beside it."""
+    """Whether a configuration names Python code of its own (``auto_map``)."""
     try:
         return bool(_object(path).get("auto_map"))
     except (OSError, ValueError):
@@ -148,19 +148,19 @@ def needs_code(path: Path) -> bool:
 
 def _object(path: Path) -> dict[str, Any]:
     try:
-        held = read_json(path)
-        if not isinstance(held, dict):
-            raise ValueError(f"it holds a {type(held).__name__}, not an object")
+        content = read_json(path)
+        if not isinstance(content, dict):
+            raise ValueError(f"it holds a {type(content).__name__}, not an object")
     except ValueError as error:
         raise ValueError(f"{str(path)!r} is corrupt ({error}); copy or download it again") from error
-    return held
+    return content
 
 
-def _check_settings(held: dict[str, Any], source: str | Path) -> None:
-    """Refuse what would run code, and sizes that no model has."""
-    kind = held.get("model_type")
+def _check_settings(content: dict[str, Any], source: str | Path) -> None:
+    """Refuse settings that would run code, and implausible sizes."""
+    kind = content.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
-        if held.get("auto_map"):
+        if content.get("auto_map"):
             raise ValueError(
                 f"{str(source)!r} (model_type {kind!r}) needs Python code of its own (auto_map), which is "
                 "not run; use a model of a family that transformers has itself, or load it yourself and "
@@ -171,43 +171,43 @@ def _check_settings(held: dict[str, Any], source: str | Path) -> None:
             "update transformers, or give another model"
         )
     known = CONFIG_MAPPING[kind].attribute_map
-    for part in _parts(held):
+    for part in _parts(content):
         for size, most in _MOST.items():
             for name in sorted({size, known.get(size, size)}):
                 _check_size(name, part.get(name), most, source)
 
 
 def _check_size(name: str, given: Any, most: int, source: str | Path) -> None:
-    # Some families have one for each layer.
+    # Some families have one value per layer.
     for value in given if isinstance(given, list) else [given]:
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        if value is not None and not (whole and 1 <= value <= most):
+        is_integer = isinstance(value, int) and not isinstance(value, bool)
+        if value is not None and not (is_integer and 1 <= value <= most):
             raise ValueError(
-                f"{name}={value!r} in config.json of {str(source)!r} must be a whole number from 1 to "
+                f"{name}={value!r} in config.json of {str(source)!r} must be an integer from 1 to "
                 f"{most}; copy or download the file again"
             )
 
 
-def _parts(held: dict[str, Any]) -> list[dict[str, Any]]:
-    """A configuration, and those of its parts."""
-    return [held, *(value for value in held.values() if isinstance(value, dict))]
+def _parts(content: dict[str, Any]) -> list[dict[str, Any]]:
+    """A configuration and its sub-configurations."""
+    return [content, *(value for value in content.values() if isinstance(value, dict))]
 
 
 def _check_generation(folder: Path) -> None:
-    """transformers leaves a generation_config.json that it cannot read aside without a word."""
+    """Refuse a generation_config.json that cannot be read; transformers would silently ignore it."""
     path = folder / "generation_config.json"
     if path.exists():
-        held = _object(path)
+        content = _object(path)
         try:
-            GenerationConfig.from_dict(held)
-        except Exception as error:  # foreign code on foreign values
+            GenerationConfig.from_dict(content)
+        except Exception as error:  # third-party code on values of unknown origin
             raise ValueError(
-                f"{str(path)!r} cannot be used ({in_one_line(error)}); mend or delete it"
+                f"{str(path)!r} cannot be used ({in_one_line(error)}); repair or delete it"
             ) from error
 
 
 def _weight_names(folder: Path, config: PreTrainedConfig) -> list[str]:
-    """Files of weights that transformers will load, by their names in the folder; they may be missing yet."""
+    """Names of the weight files that transformers will load; they need not exist yet."""
     main = getattr(config, "transformers_weights", None)
     if main is None:
         main = INDEX if (folder / INDEX).exists() and not (folder / WEIGHTS).exists() else WEIGHTS
@@ -223,25 +223,25 @@ def _weight_names(folder: Path, config: PreTrainedConfig) -> list[str]:
 
 
 def _inside(name: Any, where: Path) -> str:
-    """A file of weights as it is named in ``where``, which must not lead out of the folder.
+    """Check that ``name``, a weight file named in ``where``, is a safetensors file inside the folder.
 
-    Names alone count: snapshots of the hub are links to files that lie elsewhere.
+    Only the name is checked: hub snapshots consist of links to files outside the folder.
     """
     if not isinstance(name, str) or not name.endswith(".safetensors"):
         raise ValueError(
-            f"{str(where)!r} names {name!r} as a file of weights; only .safetensors are loaded (a pickle may "
-            "run code): save the model with save_pretrained"
+            f"{str(where)!r} names {name!r} as a weight file; only .safetensors are loaded (a pickle may run "
+            "code): save the model with save_pretrained"
         )
     if any(part in ("", ".", "..") for part in re.split(r"[/\\]", name)) or re.search(r"[:\0]", name):
         raise ValueError(
-            f"{str(where)!r} names {name!r} as a file of weights, which is not inside the folder; download "
-            "the model again"
+            f"{str(where)!r} names {name!r} as a weight file, which is not inside the folder; download the "
+            "model again"
         )
     return name
 
 
 def _lacks(folder: Path, name: str) -> str:
-    """That a file of weights is not there, and what is instead."""
+    """Error text for a missing weight file: what is missing, and what the folder holds instead."""
     pickles = sorted(p.name for p in (*folder.glob("*.bin"), *folder.glob("*.pt")))
     if name != WEIGHTS:
         return f"lacks {name}, which its index names; copy or download it again"
@@ -250,7 +250,7 @@ def _lacks(folder: Path, name: str) -> str:
 
 
 def _shapes(folder: Path, names: Iterable[str]) -> dict[str, list[int]]:
-    """Shape of every tensor in files of weights, from their headers."""
+    """Shape of every tensor in the weight files, from their headers."""
     shapes: dict[str, list[int]] = {}
     for name in names:
         path = folder / name
@@ -268,17 +268,17 @@ def _shapes(folder: Path, names: Iterable[str]) -> dict[str, list[int]]:
 
 
 def _skeleton(config: PreTrainedConfig) -> torch.nn.Module:
-    """The model without memory for its weights."""
+    """The model on the meta device, without memory for its weights."""
     with torch.device("meta"):
         model: torch.nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     return model
 
 
 def _check_bytes(checkpoint: Checkpoint, source: str | Path) -> None:
-    """Refuse a configuration that wants far more layers or memory than the checkpoint fills."""
+    """Refuse a configuration of far more layers or weights than the checkpoint holds."""
     config, shapes = checkpoint.config, checkpoint.shapes
     layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", 0)
-    there = sum(torch.Size(shape).numel() for shape in shapes.values())
+    stored = sum(torch.Size(shape).numel() for shape in shapes.values())
     again = "copy or download both again"
     if layers > len(shapes):
         raise ValueError(
@@ -287,12 +287,12 @@ def _check_bytes(checkpoint: Checkpoint, source: str | Path) -> None:
         )
     try:
         model = _skeleton(config)
-    except Exception as error:  # foreign code on foreign values
+    except Exception as error:  # third-party code on values of unknown origin
         raise _unusable(source, error) from error
-    wanted = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
-    if wanted > _PACKED * there:
+    described = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
+    if described > _PACKED * stored:
         raise ValueError(
-            f"config.json of {str(source)!r} describes {wanted} weights, its checkpoint holds {there}; "
+            f"config.json of {str(source)!r} describes {described} weights, its checkpoint holds {stored}; "
             f"{again}"
         )
 

@@ -1,1 +1,1 @@
-"""A transformers causal LM as forwards over explicit KV caches, and the linear layers made for few rows."""
+"""Forwards of transformers causal LMs over explicit KV caches, and linear layers for few rows."""

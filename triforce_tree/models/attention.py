@@ -1,4 +1,4 @@
-"""What the layers of a model ask of attention, and the shape of the keys and values that they keep."""
+"""The parameters of a layer's attention, the KV cache that a forward uses, and the shape of its entries."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -27,34 +27,34 @@ class AttentionParams:
 
 
 class KVCache(Protocol):
-    """Where the new keys and values of one forward go, and what its queries attend to."""
+    """The cache of one forward: stores the new keys and values, and computes attention over them."""
 
     def positions(self, count: int) -> Tensor:
-        """int64 ``[count]``: the positions of the next so many tokens."""
+        """int64 ``[count]``: the positions of the next ``count`` tokens."""
 
     def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, how: AttentionParams) -> Tensor:
-        """Store the new keys and values of one layer, and attend to everything the queries may see.
+        """Store the new keys and values of one layer, and attend to everything that the queries may see.
 
         Args:
             layer: the attention module; ``layer.layer_idx`` numbers it.
-            q, k, v: ``[B, H_q, T, D]`` and ``[B, H_kv, T, D]`` as the model hands them over.
+            q, k, v: ``[B, H_q, T, D]`` and ``[B, H_kv, T, D]`` as the model passes them.
 
         Returns:
             ``[B, H_q, T, D]``.
         """
 
     def advance(self, count: int) -> None:
-        """The forward is over: its ``count`` tokens are there."""
+        """Called at the end of a forward: its ``count`` tokens are in the cache."""
 
 
 @dataclass(frozen=True)
 class KVShape:
-    """Keys and values of one layer: the heads of its attention, and its window (``AttentionParams``)."""
+    """Shape of one layer's keys and values: the attention heads, and the window (see ``AttentionParams``)."""
 
     heads: Heads
     window: int | None = None
 
     @property
-    def numbers(self) -> int:
-        """Elements that one token takes."""
+    def elements(self) -> int:
+        """Elements of one token's keys and values."""
         return 2 * self.heads.kv * self.heads.dim

@@ -1,7 +1,7 @@
-"""Linear layers made for the few rows of a tree forward, and copies of a model that use them.
+"""Linear layers for inputs of few rows (the tokens of a tree), and copies of a model that use them.
 
-A copy shares every parameter and buffer with its original, which stays as it was. Only the plain linear
-layers inside the decoder's layers are exchanged: embeddings, norms and the head are the original's own.
+A copy shares every parameter and buffer with its original, which is not changed. Only the plain linear layers
+inside the decoder layers are replaced: embeddings, norms and the head are the original's.
 """
 
 import copy
@@ -18,12 +18,13 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 class FewRowLinear(nn.Module):
-    """An ``nn.Linear`` whose few rows go through our kernel; it shares the weight and the bias.
+    """An ``nn.Linear`` that runs few rows through our kernel; it shares the weight and the bias.
 
-    More than ``MOST_PLAIN_ROWS`` rows, other dtypes than bf16 and fp16, and the CPU run torch's own product.
+    More than ``MOST_PLAIN_ROWS`` rows, dtypes other than bf16 and fp16, and tensors on the CPU use torch's
+    own product.
 
     Args:
-        linear: the layer to stand for.
+        linear: the layer to replace.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -36,7 +37,7 @@ class FewRowLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in_features]`` to ``[..., out_features]`` in x's dtype."""
         if _fits(x, MOST_PLAIN_ROWS) and self.weight.dtype == x.dtype:
-            # At the first use, so that machines without Triton can import the package.
+            # Imported at the first use, so that machines without Triton can import the package.
             from triforce_tree.kernels.linear.launch import linear
 
             return linear(x, self.weight, self.bias, self.counters)
@@ -49,11 +50,11 @@ class FewRowLinear(nn.Module):
 class LowBitLinear(nn.Module):
     """An ``nn.Linear`` with weights of 8 bits (a scale per row) or 4 (one per 128 columns of a row).
 
-    On the GPU up to ``MOST_ROWS`` rows are multiplied from the packed weights; more rows, and every call
-    elsewhere, by a dequantised copy that lives for the call.
+    On a GPU up to ``MOST_ROWS`` rows are multiplied by the packed weights directly; more rows, and every call
+    on other devices, by a dequantised copy that exists for the call only.
 
     Args:
-        linear: the layer to approximate; its bias is shared, its weight not kept.
+        linear: the layer to quantise; its bias is shared, its weight is not kept.
         bits: 8 or 4.
     """
 
@@ -83,57 +84,56 @@ class LowBitLinear(nn.Module):
 
 
 def with_linears(model: PreTrainedModel, make: Callable[[nn.Linear], nn.Module]) -> PreTrainedModel:
-    """A copy of a model's structure over the same parameters and buffers, with other linear layers.
+    """A copy of a model over the same parameters and buffers, with other linear layers.
 
     Args:
         model: any transformers model; it is not changed.
-        make: what takes the place of each plain ``nn.Linear`` inside a list of layers.
+        make: returns the replacement of a plain ``nn.Linear`` inside a list of layers.
 
     Returns:
-        A model of the same class. Its configuration is a copy, so that attention implementations can
+        A model of the same class. Its configuration is a copy, so that its attention implementation may
         differ.
 
     Raises:
-        ValueError: see :func:`why_not_exchanged`.
+        ValueError: see :func:`why_not_replaceable`.
     """
-    if reason := why_not_exchanged(model):
-        raise ValueError(f"no linear layers can be exchanged: {reason}")
+    if reason := why_not_replaceable(model):
+        raise ValueError(f"the linear layers cannot be replaced: {reason}")
     shared = [*model.parameters(), *model.buffers()]
     clone = copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
-    places = _places(clone)
-    made: dict[nn.Linear, nn.Module] = {}
-    for parent, name, child in places:
-        if child not in made:
-            made[child] = make(child)
-        setattr(parent, name, made[child])
+    replaced: dict[nn.Linear, nn.Module] = {}
+    for parent, name, linear in _layer_linears(clone):
+        if linear not in replaced:
+            replaced[linear] = make(linear)
+        setattr(parent, name, replaced[linear])
     return clone
 
 
-def why_not_exchanged(model: PreTrainedModel) -> str | None:
-    """What keeps a model's linear layers from being exchanged; None where nothing does."""
+def why_not_replaceable(model: PreTrainedModel) -> str | None:
+    """The reason why a model's linear layers cannot be replaced; None if they can."""
     name = type(model).__name__
-    places = _places(model)
-    # Some libraries have layers of their own, others tensors of their own inside nn.Linear.
+    linears = [linear for *_, linear in _layer_linears(model)]
+    # Some quantisation libraries have their own layer classes, others their own tensor classes in nn.Linear.
     plain = all(
-        type(linear.weight.data) is Tensor and linear.weight.is_floating_point() for *_, linear in places
+        type(linear.weight.data) is Tensor and linear.weight.is_floating_point() for linear in linears
     )
     if getattr(model, "is_quantized", False) or not plain:
         return f"{name} is quantised"
-    return None if places else f"{name} has no nn.Linear inside a list of layers"
+    return None if linears else f"{name} has no nn.Linear inside a list of layers"
 
 
 def few_row_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy over the same weights whose layers multiply few rows by our kernel; the results are the same."""
+    """A copy over the same weights whose linear layers run few rows through our kernel."""
     return with_linears(model, FewRowLinear)
 
 
 def low_bit_copy(
     model: PreTrainedModel, bits: int, before: Callable[[Tensor], None] | None = None
 ) -> PreTrainedModel:
-    """A copy with layers of 8 or 4 bits, for drafting: close to the model, in far fewer bytes.
+    """A copy with linear layers of 8 or 4 bits, for drafting: close to the model in far fewer bytes.
 
     Args:
-        before: called with each weight before it is read, layer after layer: it may have to come first.
+        before: called with each weight before it is read, layer by layer; copies streamed weights in.
     """
 
     def make(linear: nn.Linear) -> nn.Module:
@@ -145,7 +145,7 @@ def low_bit_copy(
 
 
 def extra_bytes(model: nn.Module) -> int:
-    """Memory that a copy's exchanged layers hold beside what they share with the original, in bytes."""
+    """Bytes that a copy's replaced layers hold in addition to what they share with the original."""
     owned = [
         tensor
         for module in model.modules()
@@ -155,8 +155,8 @@ def extra_bytes(model: nn.Module) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in {id(t): t for t in owned}.values())
 
 
-def _places(model: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
-    """The plain linear layers inside the members of lists, as decoder layers are: parent, name, layer."""
+def _layer_linears(model: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
+    """(parent, name, linear) of the plain linear layers inside a ``ModuleList`` (of decoder layers)."""
     members = [member for each in model.modules() if isinstance(each, nn.ModuleList) for member in each]
     parents = {id(parent): parent for member in members for parent in member.modules()}
     return [

@@ -1,7 +1,7 @@
-"""Few-row linear layers of one input in one launch, as a pass over a traced graph.
+"""Fuses few-row linear layers of the same input into one launch, as a pass over a traced graph.
 
-A launch costs microseconds beside the bytes it reads. Queries, keys and values, or gate and up, multiply the
-same input, which a traced graph shows for every family of models alike.
+A launch costs microseconds in addition to the bytes that it reads. Queries, keys and values, or gate and up,
+have the same input; the traced graph shows that for every model family.
 """
 
 import operator
@@ -15,61 +15,61 @@ from torch import Tensor, fx
 from triforce_tree.kernels.device import describe
 from triforce_tree.kernels.linear.configs import MOST_FUSED
 
-# By its name: the operator exists only where Triton does.
-_ONE = "triforce_tree.few_row_linear.default"
+# Given by name: the operator is registered only where Triton is installed.
+_SINGLE = "triforce_tree.few_row_linear.default"
 
 
 def fused(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
-    """A backend of ``torch.compile``: the default one, behind ``fuse_linears``.
+    """A backend of ``torch.compile``: the default one, applied after ``fuse_linears``.
 
-    On a Hopper GPU torch's own kernels let our linears launch early (``TORCHINDUCTOR_ENABLE_PDL=0`` forbids
-    it): a 7B's layers take 3 to 5% less time. That is right beside ours, which wait before they read what a
-    kernel wrote and let none behind them start before.
+    On a Hopper GPU torch's kernels use programmatic dependent launch (``TORCHINDUCTOR_ENABLE_PDL=0`` turns it
+    off): the layers of a 7B model take 3 to 5% less time. This is safe next to our kernels, which wait until
+    the kernel before them has finished writing, and never trigger the launch of the next one early.
     """
     # Imported when something is compiled: it takes seconds.
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
 
-    early = (
+    dependent_launch = (
         "TORCHINDUCTOR_ENABLE_PDL" not in os.environ
         and hasattr(config.triton, "enable_pdl")
         and torch.cuda.is_available()
         and describe("cuda").dependent_launch
     )
-    patches = {"triton.enable_pdl": True} if early else None
+    patches = {"triton.enable_pdl": True} if dependent_launch else None
     compiled: Any = compile_fx(fuse_linears(graph), list(inputs), config_patches=patches)
     run: Callable[..., Any] = compiled
     return run
 
 
 def fuse_linears(module: fx.GraphModule) -> fx.GraphModule:
-    """Few-row linears of one input, alike but for their outputs, become one operator, in place.
+    """Replace, in place, few-row linears that differ in their output features only by one operator.
 
     Args:
-        module: a graph as ``torch.compile`` hands it to a backend.
+        module: a graph as ``torch.compile`` passes it to a backend.
 
     Returns:
         The same module.
     """
     graph = module.graph
-    place = {node: at for at, node in enumerate(graph.nodes)}
+    order = {node: at for at, node in enumerate(graph.nodes)}
     groups: dict[Any, list[fx.Node]] = {}
     for node in graph.nodes:
-        if str(node.target) == _ONE and (key := _alike(node)) is not None:
+        if str(node.target) == _SINGLE and (key := _fusion_key(node)) is not None:
             groups.setdefault(key, []).append(node)
     for group in groups.values():
-        # A weight that the graph itself makes could come behind the first of the linears.
-        ready = [node for node in group if all(place[a] < place[group[0]] for a in node.all_input_nodes)]
-        for first in range(0, len(ready), MOST_FUSED):
-            if len(nodes := ready[first : first + MOST_FUSED]) > 1:
+        # A weight that is computed inside the graph may come after the first of the linears.
+        ready = [node for node in group if all(order[a] < order[group[0]] for a in node.all_input_nodes)]
+        for start in range(0, len(ready), MOST_FUSED):
+            if len(nodes := ready[start : start + MOST_FUSED]) > 1:
                 _replace(graph, nodes)
     graph.lint()
     module.recompile()
     return module
 
 
-def _alike(node: fx.Node) -> Any:
-    """What linears of one launch have in common; None where the graph does not say it."""
+def _fusion_key(node: fx.Node) -> Any:
+    """The arguments that linears of one launch must have in common; None if the graph lacks the shapes."""
     if len(node.args) != 7 or node.kwargs:
         return None
     x, words, scales, bias, _, bits, config = node.args
@@ -80,7 +80,7 @@ def _alike(node: fx.Node) -> Any:
 
 
 def _replace(graph: fx.Graph, nodes: list[fx.Node]) -> None:
-    """One operator in place of several; its output is cut into theirs."""
+    """Replace ``nodes`` by one operator, whose output is split into theirs."""
     x, _, _, _, _, bits, config = nodes[0].args
     words, scales, biases, counters = (
         [node.args[at] for node in nodes if node.args[at] is not None] for at in range(1, 5)
@@ -88,9 +88,9 @@ def _replace(graph: fx.Graph, nodes: list[fx.Node]) -> None:
     outs = [word.meta["example_value"].shape[0] for word in words]  # type: ignore[union-attr]
     with graph.inserting_before(nodes[0]):
         arguments = (x, words, scales, biases, counters, bits, config)
-        both = graph.call_function(torch.ops.triforce_tree.few_row_linears.default, arguments)
-        parts = graph.call_function(torch.split, (both, outs, -1))
-        cut = [graph.call_function(operator.getitem, (parts, at)) for at in range(len(nodes))]
-    for node, part in zip(nodes, cut, strict=True):
+        out = graph.call_function(torch.ops.triforce_tree.few_row_linears.default, arguments)
+        parts = graph.call_function(torch.split, (out, outs, -1))
+        splits = [graph.call_function(operator.getitem, (parts, at)) for at in range(len(nodes))]
+    for node, part in zip(nodes, splits, strict=True):
         node.replace_all_uses_with(part)
         graph.erase_node(node)

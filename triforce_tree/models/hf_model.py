@@ -1,7 +1,7 @@
-"""Any transformers causal LM as a function of tokens and a cache.
+"""Forwards of any transformers causal LM over an explicit KV cache.
 
-No model code is ours: transformers' attention interface calls :func:`_attention` in every layer, which
-hands queries, keys and values to the cache named in the forward's own keyword.
+There is no model code here: transformers' attention interface calls :func:`_attention` in every layer, which
+passes queries, keys and values on to the cache that travels through the forward as a keyword.
 """
 
 from collections.abc import Iterator
@@ -28,10 +28,10 @@ ATTENTION = "triforce_tree"
 
 
 @dataclass(frozen=True)
-class _Run:
-    """What one forward's attention layers need; travels as a keyword through the model.
+class _ForwardContext:
+    """What the attention layers of one forward need; passed through the model as a keyword.
 
-    ``called`` collects the indices of the layers whose attention came to us.
+    ``called`` collects the indices of the layers that called our attention function.
     """
 
     cache: KVCache
@@ -39,11 +39,11 @@ class _Run:
 
 
 class Streamed(Protocol):
-    """Weights of the decoder layers that are in host memory, and come when their layer is called.
+    """Weights of decoder layers that are kept in host memory, and copied to the device for each layer's call.
 
     Attributes:
-        bytes: of these weights; ``slot_bytes``: of the device's memory that they come to.
-        copied: bytes that have come so far.
+        bytes: size of these weights; ``slot_bytes``: of the device memory that they are copied into.
+        copied: bytes copied so far.
     """
 
     bytes: int
@@ -51,20 +51,20 @@ class Streamed(Protocol):
     copied: int
 
     def bring(self, weight: Tensor) -> None:
-        """Before a parameter is read outside its layer's call."""
+        """Copy a parameter to the device; called before it is read outside its layer's call."""
 
     def paused(self) -> AbstractContextManager[None]:
-        """Inside, layers are called without computing."""
+        """A context in which calling a layer copies no weights, as it does not compute."""
 
     def check(self) -> None:
-        """Raise RuntimeError where the weights were given back."""
+        """Raise RuntimeError if the weights have been released."""
 
     def close(self) -> None:
-        """Give their memory back."""
+        """Release the weights' memory."""
 
 
 class PassThrough(Cache):
-    """A transformers cache that hands new keys and values on to the attention function, which stores them."""
+    """A transformers cache that returns new keys and values to the attention function, which stores them."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -78,12 +78,12 @@ class PassThrough(Cache):
         return 0
 
 
-class _NoRunError(RuntimeError):
-    """The attention function was called without the keyword that names its cache."""
+class _NoContextError(RuntimeError):
+    """The attention function was called without the keyword that carries the cache."""
 
 
-def narrowing(module: torch.nn.Module, window: int | None) -> int | None:
-    """``window``, or None where it is as large as all positions that the model has."""
+def effective_window(module: torch.nn.Module, window: int | None) -> int | None:
+    """``window``, or None if it is at least as large as the model's maximum number of positions."""
     config: Any = getattr(module, "config", None)
     limit = getattr(config, "max_position_embeddings", None)
     return None if window is None or (limit is not None and window >= limit) else window
@@ -99,16 +99,16 @@ def _attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    triforce: _Run | None = None,
+    triforce: _ForwardContext | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     if triforce is None:
-        raise _NoRunError(
+        raise _NoContextError(
             f"attention implementation {ATTENTION!r} was called outside triforce_tree; restore the "
             "model with model.set_attn_implementation('sdpa')"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    how = AttentionParams(scale, narrowing(module, sliding_window), softcap, s_aux)
+    how = AttentionParams(scale, effective_window(module, sliding_window), softcap, s_aux)
     triforce.called.add(module.layer_idx)  # type: ignore[arg-type]
     out = triforce.cache.attend(module, query, key, value, how)
     return out.transpose(1, 2), None
@@ -118,8 +118,8 @@ AttentionInterface.register(ATTENTION, _attention)
 
 
 @contextmanager
-def own_arithmetic(device: torch.device) -> Iterator[None]:
-    """Inside, models compute in their own dtype, without gradients, on tensors that later calls may write."""
+def plain_torch_modes(device: torch.device) -> Iterator[None]:
+    """Inside, autocast, gradients and inference mode are off; later calls cannot write inference tensors."""
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
@@ -133,9 +133,9 @@ class HFModel:
     """A loaded causal LM, checked once for what hierarchical decoding needs.
 
     Args:
-        model: any ``transformers`` causal LM with attention layers of the common interface. It is never
-            changed: forwards run on a :func:`shallow_copy` with our attention, made by :meth:`active`.
-        streamed: its layers' weights, where they are in host memory.
+        model: any ``transformers`` causal LM whose layers use the attention interface. It is never changed:
+            forwards run on a :func:`shallow_copy` with our attention, made by :meth:`active`.
+        streamed: the weights of its layers, if they are kept in host memory.
 
     Raises:
         UnsupportedModelError: the family ignores the attention interface or keeps other state.
@@ -153,10 +153,10 @@ class HFModel:
             self.length_rope = LengthRope.of(model)
         except ValueError as error:
             raise UnsupportedModelError(str(error)) from error
-        except Exception as error:  # any failure of foreign code means: of no known form
+        except Exception as error:  # third-party code: any failure means an unknown kind
             raise UnsupportedModelError(
-                f"{self.name} has a rotary embedding of no known form, whose frequencies depend on the "
-                f"text's length ({type(error).__name__}: {error})"
+                f"{self.name} has a rotary embedding of an unknown kind whose frequencies depend on the "
+                f"sequence length ({type(error).__name__}: {error})"
             ) from error
         self._running: PreTrainedModel | None = None
         self._probe()
@@ -171,16 +171,16 @@ class HFModel:
 
     @property
     def learned_positions(self) -> int | None:
-        """Entries of its table of position embeddings; None for rotary ones, which any position has."""
+        """Size of the position embedding table; None for rotary embeddings, which are defined everywhere."""
         rotary = any(name.endswith("inv_freq") for name, _ in self.model.named_buffers())
         return None if rotary else self.max_positions
 
     @property
     def running(self) -> PreTrainedModel:
-        """The modules that compute inside :meth:`active`; they share all tensors with ``model``.
+        """The copy of ``model`` that computes inside :meth:`active`; it shares all tensors with it.
 
         Raises:
-            RuntimeError: outside of it.
+            RuntimeError: called outside :meth:`active`.
         """
         if self._running is None:
             raise RuntimeError(f"{self.name} was called outside HFModel.active()")
@@ -188,13 +188,13 @@ class HFModel:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Forwards are possible inside, for one thread at a time.
+        """Inside, forwards may run, in one thread at a time.
 
-        They compute in the model's own dtype whatever ``torch.autocast`` is around, and outside
-        ``torch.inference_mode``, whose tensors could not be written to by a later call without it.
+        They compute in the model's own dtype even under ``torch.autocast``, and outside
+        ``torch.inference_mode``, as a later call could not write to inference tensors.
 
         Raises:
-            RuntimeError: streamed weights were given back.
+            RuntimeError: the streamed weights have been released.
         """
         with held(self.model):
             if self.streamed is not None:
@@ -202,17 +202,17 @@ class HFModel:
             if self._running is not None:
                 yield
                 return
-            own = shallow_copy(self.model)
-            own.set_attn_implementation(ATTENTION)
-            own.eval()
+            running = shallow_copy(self.model)
+            running.set_attn_implementation(ATTENTION)
+            running.eval()
             if self.length_rope is not None:
-                self.length_rope.hold(own)
+                self.length_rope.attach(running)
             with ExitStack() as stack:
-                stack.enter_context(own_arithmetic(self.device))
+                stack.enter_context(plain_torch_modes(self.device))
                 stack.enter_context(explained(self.device))
-                stack.enter_context(few_row_linears(own))
+                stack.enter_context(few_row_linears(running))
                 try:
-                    self._running = own
+                    self._running = running
                     yield
                 finally:
                     self._running = None
@@ -225,29 +225,29 @@ class HFModel:
 
         Args:
             tokens: T ids.
-            last_only: compute the last row's logits alone (prefill).
-            whole: every layer must attend; False where layers are called without computing.
+            last_only: compute only the last token's logits (prefill).
+            whole: check that every layer has attended; False if some layers are skipped.
 
         Returns:
             ``[T, V]`` or ``[1, V]`` in the model's dtype, rank 0's on every rank.
 
         Raises:
-            RuntimeError: a layer attended past our attention function, so its rows are not in the cache.
+            RuntimeError: a layer bypassed our attention function, so the cache lacks its keys and values.
         """
         ids = torch.tensor([tokens], device=self.device)
-        run = _Run(cache)
+        context = _ForwardContext(cache)
         out = self.running(
             input_ids=ids,
             position_ids=cache.positions(len(tokens)).to(self.device)[None],
             past_key_values=PassThrough(),
             use_cache=True,
             logits_to_keep=1 if last_only else 0,
-            triforce=run,
+            triforce=context,
         )
-        if whole and len(run.called) != self.layers:
+        if whole and len(context.called) != self.layers:
             raise RuntimeError(
-                f"{self.layers - len(run.called)} of {self.layers} layers of {self.name} did not attend "
-                "through transformers' attention interface; was a forward of theirs replaced after load?"
+                f"{self.layers - len(context.called)} of {self.layers} layers of {self.name} did not attend "
+                "through transformers' attention interface; load the model again if a forward was replaced"
             )
         cache.advance(len(tokens))
         logits: Tensor = out.logits[0, -1:] if last_only else out.logits[0]
@@ -259,9 +259,9 @@ class HFModel:
         try:
             with self.active():
                 self.forward([1], recorder, whole=False)
-        except _NoRunError:
-            problem = "its decoder layers do not hand the keywords of a forward on to it"
-        except Exception as error:  # any failure of foreign code means: cannot work, and why
+        except _NoContextError:
+            problem = "its decoder layers do not pass the keywords of a forward on to it"
+        except Exception as error:  # third-party code: any failure means unsupported
             problem = f"{type(error).__name__}: {error}"
         if problem is None and len(recorder.keys) != self.layers:
             problem = (
@@ -275,12 +275,12 @@ class HFModel:
         for index, (keys, values) in recorder.widths.items():
             if keys != values:
                 raise UnsupportedModelError(
-                    f"{self.name} has keys of {keys} and values of {values} numbers a head (layer {index}; "
-                    "multi-head latent attention does so), but caches and kernels need one width"
+                    f"{self.name} has keys of {keys} and values of {values} elements per head (layer "
+                    f"{index}; as in multi-head latent attention), but caches and kernels need one width"
                 )
         self.calls = {
             i: LayerCall(recorder.modules[i], how, *_heads_and_dim(recorder.keys[i]), recorder.query_heads[i])
-            for i, how in sorted(recorder.variants.items())
+            for i, how in sorted(recorder.params.items())
         }
         self.kv_shapes = [
             KVShape(Heads(call.query_heads, call.kv_heads, call.dim), call.how.window)
@@ -288,10 +288,10 @@ class HFModel:
         ]
         self.has_windows = any(shape.window is not None for shape in self.kv_shapes)
         self.has_softcap = any(call.how.softcap for call in self.calls.values())
-        # Of layers that see whole texts, where there are any: those are what memory and time go to.
+        # Of the full-attention layers, if there are any: they take most of the memory and time.
         self.heads = min(self.kv_shapes, key=lambda shape: shape.window is not None).heads
 
 
 def _heads_and_dim(keys: Tensor) -> tuple[int, int]:
-    """Of keys ``[B, H_kv, T, D]``."""
+    """H_kv and D of keys ``[B, H_kv, T, D]``."""
     return keys.shape[1], keys.shape[3]

@@ -1,7 +1,7 @@
-"""Linear layers of a few fp32 rows on the CPU, through oneDNN.
+"""Linear layers for few fp32 rows on the CPU, through oneDNN.
 
-A tree forward multiplies 2 to 64 rows by each weight matrix. torch's default GEMM is made for more rows;
-oneDNN takes 0.6 to 0.7 of its time there (AVX-512, 8 to 32 rows).
+A tree forward multiplies 2 to 64 rows by each weight matrix. torch's default GEMM is optimised for more rows;
+oneDNN takes 0.6 to 0.7 of its time (AVX-512, 8 to 32 rows).
 """
 
 from collections.abc import Iterator
@@ -20,19 +20,19 @@ _MOST_ROWS = 64
 def few_row_linears(model: nn.Module) -> Iterator[None]:
     """Inside, plain fp32 ``nn.Linear`` layers on the CPU run few rows through oneDNN.
 
-    Layers that somebody else has hooked (a ``forward`` of their own) are left alone.
+    Layers whose ``forward`` another library has replaced are left alone.
     """
-    ours = use_few_row_linears(model)
+    replaced = use_few_row_linears(model)
     try:
         yield
     finally:
-        for layer in ours:
+        for layer in replaced:
             vars(layer).pop("forward", None)
 
 
 def use_few_row_linears(model: nn.Module) -> list[nn.Linear]:
-    """Let plain fp32 ``nn.Linear`` layers on the CPU run few rows through oneDNN from now on; which ones."""
-    ours = [
+    """Let plain fp32 ``nn.Linear`` layers on the CPU run few rows through oneDNN for good; returns them."""
+    replaced = [
         layer
         for layer in model.modules()
         if ONEDNN
@@ -41,9 +41,9 @@ def use_few_row_linears(model: nn.Module) -> list[nn.Linear]:
         and layer.weight.device.type == "cpu"
         and layer.weight.dtype == torch.float32
     ]
-    for layer in ours:
+    for layer in replaced:
         layer.forward = partial(_linear, layer)  # type: ignore[method-assign]
-    return ours
+    return replaced
 
 
 def _linear(layer: nn.Linear, x: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""Rotary embeddings whose frequencies depend on the length of the text: longrope and dynamic NTK.
+"""Rotary embeddings whose frequencies depend on the sequence length: longrope and dynamic NTK.
 
-transformers chooses them anew in every forward, by the largest position among its tokens. A prompt that is
-fed in chunks, or a token tree that reaches beyond the original length, would mix both sets in one text.
-Here the choice is made once for a text, and every forward of it follows.
+transformers chooses the frequencies in every forward, by the largest position among its tokens. A prompt that
+is prefilled in chunks, or a token tree that reaches beyond the original length, would mix both sets within
+one sequence. Here the choice is made once for a sequence, and all its forwards use it.
 """
 
 import inspect
@@ -22,22 +22,22 @@ _NO_LIMIT = 2**62
 
 
 class LengthRope:
-    """The frequencies of a model whose rotary embedding has two sets of them, or more.
+    """Fixes the rotary frequencies of a model that has two or more sets of them.
 
-    The family's own module goes on to choose: it is shown one more position than the forward has, beyond the
-    original length for the set of long texts, and positions cut at the original length for that of short
-    ones. Where it would choose on the host (longrope in transformers 5.17, dynamic NTK), copies run its
-    forward without the choice, on frequency buffers that :meth:`choose` writes. All state is in tensors of
-    fixed address, so a CUDA graph follows a later choice.
+    The family's own module still makes the choice. It receives one position more than the forward has: one
+    beyond the original length selects the long set; for the short set all positions are clamped to the
+    original length. Where the module chooses on the host (longrope in transformers 5.17, dynamic NTK), copies
+    of the model run its forward without the choice, on frequency buffers that :meth:`choose` writes. All
+    state is in tensors of fixed address, so a captured CUDA graph uses a later choice too.
 
     Args:
-        model: a transformers causal LM that :meth:`of` has found such a module in.
+        model: a transformers causal LM in which :meth:`of` has found such a module.
         names: of its rotary modules.
-        original: tokens up to which texts are short.
+        original: the original length: the most tokens of a sequence that uses the short set.
         kind: ``longrope`` or ``dynamic``.
 
     Attributes:
-        waits_for_host: the family's forward itself asks the host, which no CUDA graph can hold.
+        waits_for_host: the family's forward reads a tensor's value on the host, so it cannot be captured.
     """
 
     def __init__(self, model: PreTrainedModel, names: Sequence[str], original: int, kind: str) -> None:
@@ -46,7 +46,7 @@ class LengthRope:
         self._limit = torch.zeros((), dtype=torch.int64, device=device)
         self._beyond = torch.zeros(1, 1, dtype=torch.int64, device=device)
         self._names = names
-        # By module and buffer: the frequencies in use [D], and those of short and long texts [2, D].
+        # By module and buffer: the frequencies in use [D], and the short and the long set [2, D].
         self._frequencies: dict[tuple[str, str], tuple[Tensor, Tensor]] = {}
         self.choose(False)
         self.waits_for_host = self._waits(model)
@@ -55,7 +55,7 @@ class LengthRope:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "LengthRope | None":
-        """That of ``model``; None where its frequencies are fixed.
+        """The instance for ``model``; None if its frequencies do not depend on the length.
 
         Raises:
             ValueError: its layers have different original lengths, or both kinds.
@@ -64,13 +64,17 @@ class LengthRope:
         names = []
         for name, module in model.named_modules():
             kinds = getattr(module, "rope_type", None)
-            own = kinds if isinstance(kinds, dict) else {None: kinds}
+            by_layer_type = kinds if isinstance(kinds, dict) else {None: kinds}
             if not any(buffer.endswith("inv_freq") for buffer, _ in module.named_buffers(recurse=False)):
                 continue
-            here = {(kind, _original(module, layers)) for layers, kind in own.items() if kind in _KINDS}
-            if here:
+            of_module = {
+                (kind, _original(module, layer_type))
+                for layer_type, kind in by_layer_type.items()
+                if kind in _KINDS
+            }
+            if of_module:
                 names.append(name)
-                found |= here
+                found |= of_module
         if not found:
             return None
         if len(found) > 1:
@@ -82,16 +86,16 @@ class LengthRope:
         return cls(model, names, original, kind)
 
     def check(self, prompt: int, new: int) -> None:
-        """Refuse a text of ``prompt`` tokens and ``new`` further ones that has no one set of frequencies.
+        """Refuse a sequence of ``prompt`` tokens and ``new`` further ones that needs more than one set.
 
         Raises:
-            ValueError: the text would change them on its way, or a dynamic embedding would.
+            ValueError: the sequence grows beyond the original length, or is longer and the kind is dynamic.
         """
-        # The last new token is never fed.
+        # The last new token is never fed to the model.
         if prompt + new <= self.original + 1 or (prompt > self.original and self.kind == "longrope"):
             return
-        room = max(0, self.original + 1 - prompt)
-        remedy = f"set max_new_tokens<={room}" if room else f"give at most {self.original} tokens"
+        most_new = max(0, self.original + 1 - prompt)
+        remedy = f"set max_new_tokens<={most_new}" if most_new else f"give at most {self.original} tokens"
         if self.kind == "longrope":
             remedy += f", or give a prompt of more than {self.original} tokens"
         raise ValueError(
@@ -100,10 +104,10 @@ class LengthRope:
         )
 
     def choose_for_texts(self, prompts: Sequence[int]) -> None:
-        """The frequencies for texts of these many tokens, new ones to come.
+        """Choose the set for a batch of prompts, given their lengths in tokens.
 
         Raises:
-            ValueError: some are long and some are not.
+            ValueError: some need the long set and some the short one.
         """
         if self.mixed(prompts):
             raise ValueError(
@@ -113,34 +117,34 @@ class LengthRope:
         self.choose(self.kind == "longrope" and max(prompts) > self.original)
 
     def mixed(self, prompts: Sequence[int]) -> bool:
-        """Whether texts of so many tokens have different frequencies."""
+        """Whether prompts of these lengths need different sets."""
         return self.kind == "longrope" and min(prompts) <= self.original < max(prompts)
 
     def choose(self, long: bool) -> None:
-        """The frequencies of all forwards from now on."""
+        """Use the long or the short set in all forwards from now on."""
         self._limit.fill_(_NO_LIMIT if long else self.original - 1)
         self._beyond.fill_(self.original if long else 0)
-        for used, both in self._frequencies.values():
-            used.copy_(both[int(long)])
+        for used, sets in self._frequencies.values():
+            used.copy_(sets[int(long)])
 
     def choose_for_window(self, positions: int) -> None:
-        """The same for a draft, which never sees more positions than its window has."""
+        """Choose for a draft model, whose positions never exceed those of its window."""
         self.choose(self.kind == "longrope" and positions > self.original)
 
-    def hold(self, copy: nn.Module) -> None:
-        """Let the rotary modules of a copy of the model follow the choice, for good."""
+    def attach(self, copy: nn.Module) -> None:
+        """Make the rotary modules of a copy of the model use the chosen set, permanently."""
         for name in self._names:
-            self._attach(copy.get_submodule(name))
+            self._add_hooks(copy.get_submodule(name))
         for (name, buffer), (used, _) in self._frequencies.items():
             module = copy.get_submodule(name)
             module.forward = MethodType(inspect.unwrap(type(module).forward), module)
             setattr(module, buffer, used)
 
-    def _attach(self, module: nn.Module) -> None:
+    def _add_hooks(self, module: nn.Module) -> None:
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
             if "position_ids" in kwargs:
-                return args, {**kwargs, "position_ids": self._shown(kwargs["position_ids"])}
-            return (args[0], self._shown(args[1]), *args[2:]), kwargs
+                return args, {**kwargs, "position_ids": self._selecting(kwargs["position_ids"])}
+            return (args[0], self._selecting(args[1]), *args[2:]), kwargs
 
         def after(_: nn.Module, args: Any, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             return tuple(table[..., :-1, :] for table in tables)
@@ -148,18 +152,18 @@ class LengthRope:
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(after)
 
-    def _shown(self, positions: Tensor) -> Tensor:
-        """``[B, T]`` to ``[B, T + 1]``."""
+    def _selecting(self, positions: Tensor) -> Tensor:
+        """Positions ``[B, T]`` with one more that selects the set, ``[B, T + 1]``."""
         beyond = self._beyond.expand(len(positions), 1)
         return torch.cat([torch.minimum(positions, self._limit), beyond], dim=1)
 
-    def _held(self, model: PreTrainedModel) -> PreTrainedModel:
+    def _attached_copy(self, model: PreTrainedModel) -> PreTrainedModel:
         copy = shallow_copy(model)
-        self.hold(copy)
+        self.attach(copy)
         return copy
 
     def _waits(self, model: PreTrainedModel) -> bool:
-        copy = self._held(model)
+        copy = self._attached_copy(model)
         self._tables(copy)  # the first call may compute frequencies
         counter = _HostReads()  # type: ignore[no-untyped-call]
         with counter:
@@ -167,13 +171,13 @@ class LengthRope:
         return counter.count > 0
 
     def _take_over(self, model: PreTrainedModel) -> bool:
-        """Whether copies can run without the family's choice; they do from then on.
+        """Make copies run without the family's choice from now on, if they can; returns whether they do.
 
-        They can where its cosines and sines are the same without it, and nothing else asks the host.
+        They can if its cosines and sines are the same without it, and nothing else waits for the host.
         """
         if any("forward" in vars(model.get_submodule(name)) for name in self._names):
             return False  # another library has replaced it
-        copy = self._held(model)
+        copy = self._attached_copy(model)
         tables, frequencies = [], []
         for long in (False, True):
             self.choose(long)
@@ -187,32 +191,33 @@ class LengthRope:
                 }
             )
         for key, short in frequencies[0].items():
-            both = torch.stack([short, frequencies[1][key]])
-            self._frequencies[key] = both[0].clone(), both
-        copy = self._held(model)
-        same = True
+            sets = torch.stack([short, frequencies[1][key]])
+            self._frequencies[key] = sets[0].clone(), sets
+        copy = self._attached_copy(model)
+        equal = True
         for long in (True, False):
             self.choose(long)
-            same = same and all(map(torch.equal, self._tables(copy), tables[long]))
-        if not same or self._waits(model):
+            equal = equal and all(map(torch.equal, self._tables(copy), tables[long]))
+        if not equal or self._waits(model):
             self._frequencies = {}
             return False
         return True
 
     def _tables(self, copy: PreTrainedModel) -> list[Tensor]:
-        """Cosines and sines of position 1, of every rotary module and layer type."""
+        """Cosines and sines at position 1, of every rotary module and layer type."""
         position = torch.ones(1, 1, dtype=torch.int64, device=self._beyond.device)
         hidden = torch.zeros(1, 1, 1, device=position.device)
         tables: list[Tensor] = []
         for module in map(copy.get_submodule, self._names):
             kinds = getattr(module, "rope_type", None)
-            for layers in kinds if isinstance(kinds, dict) else (None,):
-                tables += module(hidden, position, **({} if layers is None else {"layer_type": layers}))
+            for layer_type in kinds if isinstance(kinds, dict) else (None,):
+                keywords = {} if layer_type is None else {"layer_type": layer_type}
+                tables += module(hidden, position, **keywords)
         return tables
 
 
 class _HostReads(TorchDispatchMode):
-    """Counts tensors whose value the host asks for."""
+    """Counts the tensor values that are read on the host (``Tensor.item``)."""
 
     count = 0
 
@@ -222,7 +227,7 @@ class _HostReads(TorchDispatchMode):
 
 
 def _original(module: nn.Module, layer_type: str | None) -> int:
-    """Tokens up to which a rotary module has the frequencies that it began with."""
+    """The most tokens for which a rotary module uses its initial frequencies."""
     config: Any = module.config
     parameters = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
     if (parameters.get("rope_type") or parameters.get("type")) == "longrope":

@@ -1,4 +1,4 @@
-"""A cache that keeps nothing and notes how each layer of a model attends."""
+"""A KV cache that stores nothing and records how each layer of a model calls attention."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ from triforce_tree.models.attention import AttentionParams
 
 @dataclass(frozen=True)
 class LayerCall:
-    """How one layer calls attention: its module, what it asks for, the shapes of its keys and queries."""
+    """How one layer calls attention: its module, the parameters, the shapes of its keys and queries."""
 
     module: torch.nn.Module
     how: AttentionParams
@@ -21,12 +21,12 @@ class LayerCall:
 
 
 class Recorder:
-    """A cache of nothing, which notes the keys each layer handed over."""
+    """A ``KVCache`` that records the arguments of each layer's call; all dictionaries are by layer index."""
 
     def __init__(self) -> None:
         self.keys: dict[int, Tensor] = {}
         self.modules: dict[int, Any] = {}
-        self.variants: dict[int, AttentionParams] = {}
+        self.params: dict[int, AttentionParams] = {}
         self.widths: dict[int, tuple[int, int]] = {}
         self.query_heads: dict[int, int] = {}
 
@@ -35,7 +35,7 @@ class Recorder:
 
     def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, how: AttentionParams) -> Tensor:
         self.keys[layer.layer_idx], self.modules[layer.layer_idx] = k, layer
-        self.variants[layer.layer_idx], self.query_heads[layer.layer_idx] = how, q.shape[1]
+        self.params[layer.layer_idx], self.query_heads[layer.layer_idx] = how, q.shape[1]
         self.widths[layer.layer_idx] = k.shape[-1], v.shape[-1]
         return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
 

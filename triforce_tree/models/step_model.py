@@ -1,7 +1,7 @@
-"""A transformers causal LM as a function of tensors alone, so that a CUDA graph can hold it.
+"""Forwards of a transformers causal LM over fixed buffers, which a CUDA graph can capture.
 
-The model is a structural clone that shares its weights with the user's: its attention setting, its linear
-layers and its compiled layers are its own, and the user's object is never touched.
+The model is a clone that shares its weights with the user's model. The attention setting, replaced linear
+layers and compiled layers belong to the clone; the user's object is never changed.
 """
 
 import logging
@@ -17,28 +17,28 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from triforce_tree.kernels.device import describe
 from triforce_tree.models.attention import AttentionParams
-from triforce_tree.models.few_row import few_row_copy, why_not_exchanged
+from triforce_tree.models.few_row import few_row_copy, why_not_replaceable
 from triforce_tree.models.fused_linears import fused
-from triforce_tree.models.hf_model import HFModel, PassThrough, narrowing
+from triforce_tree.models.hf_model import HFModel, PassThrough, effective_window
 from triforce_tree.models.host_linear import use_few_row_linears
 from triforce_tree.models.length_rope import LengthRope
 from triforce_tree.models.model_copy import shallow_copy
 from triforce_tree.runtime.distributed import broadcast_tensor
 
-ATTENTION = "triforce_tree_cycle"
+ATTENTION = "triforce_tree_step"
 MOST_ROWS = 128
-"""Rows a sequence of the forwards that are compiled and captured."""
+"""Most tokens per sequence of a forward that is compiled and captured."""
 
-# All models of a family share one compiled function, with a version for each count of rows and sequences.
+# All models of a family share one compiled function, with a version for each number of tokens and sequences.
 _COMPILED_SHAPES = 256
 _LOG = logging.getLogger(__name__)
 
 
 class Attend(Protocol):
-    """What the attention layers of one forward do with their queries, keys and values."""
+    """The attention function of one forward."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, /) -> Tensor:
-        """Store the new rows of ``layer``, and attend.
+        """Store the new keys and values of ``layer``, and compute its attention.
 
         Args:
             q, k, v: ``[B, H_q, T, D]`` and ``[B, H_kv, T, D]``, rotated.
@@ -49,7 +49,7 @@ class Attend(Protocol):
 
 
 class _Running(threading.local):
-    """The forward under way. Layers run in order, so a count names them, and compiled layers stay alike."""
+    """The current forward. Layers run in order: a counter gives the index, so compiled layers share code."""
 
     attend: Attend | None = None
     layer = 0
@@ -72,7 +72,7 @@ def _attend_now(
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float, sinks: Tensor | None
 ) -> Tensor:
-    """An operator takes numbers alone: 0 stands for no window, and for no softcap."""
+    """As an operator takes plain numbers only, 0 means no window and no softcap."""
     return _attend_now(q, k, v, scale, window, softcap, sinks)
 
 
@@ -80,8 +80,8 @@ def _attend(
 def _(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float, sinks: Tensor | None
 ) -> Tensor:
-    batch, heads, rows, dim = q.shape
-    return q.new_empty(batch, rows, heads, dim)
+    batch, heads, tokens, dim = q.shape
+    return q.new_empty(batch, tokens, heads, dim)
 
 
 def _attention(
@@ -97,8 +97,8 @@ def _attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    window = narrowing(module, sliding_window) or 0
-    # The operator is for the compiler; a call through it takes longer than a small attention itself.
+    window = effective_window(module, sliding_window) or 0
+    # Only the compiler needs the operator; calling it takes longer than a small attention.
     attend = torch.ops.triforce_tree.planned_attend if torch.compiler.is_compiling() else _attend_now
     return attend(query, key, value, scale, window, softcap or 0.0, s_aux), None
 
@@ -107,19 +107,19 @@ AttentionInterface.register(ATTENTION, _attention)
 
 
 class StepModel:
-    """Logits of T tokens a sequence.
+    """Logits of T tokens per sequence, by a clone of a model.
 
     Args:
-        clone: a model whose weights may be shared but whose modules are this object's own.
-        compiled: fuse each decoder layer's small operations with ``torch.compile``; where that fails the
-            layers run as they are, and a warning says why.
-        lengths: the choice of rotary frequencies, where they depend on the text's length.
+        clone: a model whose weights may be shared, but whose modules are used by this object only.
+        compiled: fuse each decoder layer's small operations with ``torch.compile``; if that fails, the layers
+            run uncompiled, and a warning gives the reason.
+        length_rope: the choice of rotary frequencies, if they depend on the sequence length.
         features: decoder layers whose outputs are kept in ``hidden`` after each call.
-        positions: how many the model has learned; None where any may be asked for. Passes reach beyond the
-            most tokens of a text; what they compute there is never read, but it must have a position.
+        max_positions: size of a learned position table, to which positions are clamped; None for no limit.
+            Passes reach beyond the longest sequence; those results are never read, but need some position.
 
     Attributes:
-        capturable: whether a CUDA graph can hold a call.
+        capturable: whether a CUDA graph can capture a call.
         hidden: by decoder layer, ``[B, T, hidden_size]``.
     """
 
@@ -127,20 +127,20 @@ class StepModel:
         self,
         clone: PreTrainedModel,
         compiled: bool = False,
-        lengths: LengthRope | None = None,
+        length_rope: LengthRope | None = None,
         features: Sequence[int] = (),
-        positions: int | None = None,
+        max_positions: int | None = None,
     ) -> None:
-        self.model, self._positions = clone.eval(), positions
-        self.capturable = lengths is None or not lengths.waits_for_host
+        self.model, self._max_positions = clone.eval(), max_positions
+        self.capturable = length_rope is None or not length_rope.waits_for_host
         self.hidden: dict[int, Tensor] = {}
         self.model.set_attn_implementation(ATTENTION)
         _capturable_experts(self.model, next(self.model.parameters()).device)
-        if lengths is not None:
-            lengths.hold(self.model)
-        self._limit: Callable[[], AbstractContextManager[Any]] = nullcontext
+        if length_rope is not None:
+            length_rope.attach(self.model)
+        self._recompile_limit: Callable[[], AbstractContextManager[Any]] = nullcontext
         if compiled:
-            self._limit = partial(torch._dynamo.config.patch, recompile_limit=_COMPILED_SHAPES)
+            self._recompile_limit = partial(torch._dynamo.config.patch, recompile_limit=_COMPILED_SHAPES)
             for layer in decoder_layers(clone):
                 layer.forward = _compiled(layer.forward)
         for index in sorted({*features}):
@@ -156,16 +156,16 @@ class StepModel:
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor, positions: Tensor, attend: Attend, last: int = 0) -> Tensor:
-        """Logits ``[B, T, V]`` of int64 ``[B, T]``; with ``last`` = n those of the last n tokens alone.
+        """Logits ``[B, T, V]`` of int64 ``[B, T]``; with ``last`` = n only those of the last n tokens.
 
-        On several cards they are rank 0's on every rank, so that all choose alike.
+        With several ranks every rank gets rank 0's, so that all make the same choices.
         """
-        if self._positions is not None:
-            positions = positions.clamp_max(self._positions - 1)
+        if self._max_positions is not None:
+            positions = positions.clamp_max(self._max_positions - 1)
         _running.attend, _running.layer = attend, 0
         try:
-            # Once for all layers: for each of them it would take a quarter of the host's time.
-            with self._limit():
+            # Set once for all layers: once per layer would take a quarter of the host time.
+            with self._recompile_limit():
                 out = self.model(
                     input_ids=tokens,
                     position_ids=positions,
@@ -180,28 +180,28 @@ class StepModel:
 
 
 def step_model(model: HFModel, compiled: bool, features: Sequence[int] = ()) -> StepModel:
-    """A model's forwards over fixed buffers, with linear layers for few rows where these can be exchanged.
+    """A model's forwards over fixed buffers, with few-row linear layers where they can be replaced.
 
     Args:
         compiled: see :class:`StepModel`.
         features: decoder layers whose outputs are kept.
     """
     on_gpu = model.device.type == "cuda"
-    exchanged = on_gpu and why_not_exchanged(model.model) is None
-    clone = few_row_copy(model.model) if exchanged else shallow_copy(model.model)
+    replaced = on_gpu and why_not_replaceable(model.model) is None
+    clone = few_row_copy(model.model) if replaced else shallow_copy(model.model)
     if not on_gpu:
         use_few_row_linears(clone)
-    # Layers of other libraries, and weights that come from the host layer by layer, may wait for the device.
-    made = StepModel(clone, compiled and exchanged, model.length_rope, features, model.learned_positions)
-    made.capturable = made.capturable and exchanged and model.streamed is None
-    return made
+    step = StepModel(clone, compiled and replaced, model.length_rope, features, model.learned_positions)
+    # Layers of other libraries, and streamed weights, may make the host wait for the device.
+    step.capturable = step.capturable and replaced and model.streamed is None
+    return step
 
 
 def _capturable_experts(clone: PreTrainedModel, device: torch.device) -> None:
-    """Let the experts of a clone be multiplied without the host, where their present form waits for it.
+    """Give a clone an experts implementation that never waits for the host, unless it has one.
 
-    Grouped products read the groups' sizes on the host but for bf16 on some architectures, and experts one by
-    one (eager) do so everywhere; batched ones gather each row's experts, and never do.
+    Grouped products read the group sizes on the host, except for bf16 on some architectures; the eager loop
+    over experts does so everywhere. Batched products gather each token's experts and never do.
     """
     if not clone._can_set_experts_implementation():
         return
@@ -214,13 +214,13 @@ def _capturable_experts(clone: PreTrainedModel, device: torch.device) -> None:
 
 
 def _grouped_products_capture(device: torch.device) -> bool:
-    """Whether a CUDA graph can hold torch's grouped product of bf16 matrices on this device."""
-    # torch has a kernel for these two, and elsewhere copies the groups' sizes to the host.
+    """Whether a CUDA graph can capture torch's grouped product of bf16 matrices on this device."""
+    # torch has a kernel for these two architectures; on others it copies the group sizes to the host.
     return device.type != "cuda" or describe(device).capability[0] in (9, 10)
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The stack of decoder layers, found by its length.
+    """The ``ModuleList`` of decoder layers, found by its length.
 
     Raises:
         ValueError: there is none.
@@ -233,13 +233,13 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """``forward`` under torch.compile, or itself once compiling has failed."""
+    """``forward`` under torch.compile, or ``forward`` itself once compilation has failed."""
     fast = torch.compile(forward, backend=fused, fullgraph=True, dynamic=False)
     failed = False
 
     def run(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         nonlocal failed
-        # Many rows gain little, and every count of them would be compiled anew.
+        # Longer inputs gain little, and each length would be compiled separately.
         if not failed and hidden.shape[1] <= MOST_ROWS:
             layer = _running.layer
             try:
@@ -248,7 +248,7 @@ def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
                 raise
             except Exception as error:
                 if _running.layer != layer:
-                    # The layer ran as far as its attention, so this is no failure to compile it.
+                    # The layer has reached its attention, so this is not a compilation failure.
                     raise
                 failed = True
                 _LOG.warning("torch.compile failed, decoder layers run uncompiled: %s", error)

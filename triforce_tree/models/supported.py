@@ -1,4 +1,4 @@
-"""Which models can be decoded with explicit caches, as far as their configuration and placement tell."""
+"""Refuses models that cannot be decoded with explicit KV caches, by their configuration and placement."""
 
 from typing import Any
 
@@ -8,29 +8,32 @@ _RECURRENT = {"linear_attention", "mamba", "mamba2", "recurrent", "conv"}
 
 
 class UnsupportedModelError(ValueError):
-    """The model's family cannot work with explicit caches; the message names it and says why."""
+    """The model cannot be decoded with explicit KV caches; the message has its class and the reason."""
 
 
 def refuse_unsupported(model: nn.Module) -> None:
-    """Look at a transformers model before its first forward.
+    """Check a transformers model before its first forward.
 
     Raises:
-        UnsupportedModelError: it is an encoder-decoder, keeps state beside keys and values, restricts
-            attention in a way that its attention function is not told, or is spread over devices.
+        UnsupportedModelError: it is an encoder-decoder, keeps state other than keys and values, restricts
+            attention by a mask that attention functions do not receive, or is spread over devices.
     """
     config: Any = model.config
-    text = config.get_text_config(decoder=True)
+    text_config = config.get_text_config(decoder=True)
     reason = (
-        _architecture(model, config, text) or _chunks(text) or _temperature(model, text) or _placement(model)
+        _architecture(model, config, text_config)
+        or _chunks(text_config)
+        or _temperature(model, text_config)
+        or _placement(model)
     )
     if reason:
         raise UnsupportedModelError(f"{type(model).__name__} {reason}")
 
 
-def _architecture(model: nn.Module, config: Any, text: Any) -> str | None:
+def _architecture(model: nn.Module, config: Any, text_config: Any) -> str | None:
     if getattr(config, "is_encoder_decoder", False):
         return "is an encoder-decoder model; hierarchical decoding needs a causal LM"
-    recurrent = sorted(set(getattr(text, "layer_types", None) or []) & _RECURRENT)
+    recurrent = sorted(set(getattr(text_config, "layer_types", None) or []) & _RECURRENT)
     named = {name.rpartition(".")[2] for name, _ in model.named_modules()}
     if not recurrent and "mamba" in named:
         recurrent = ["mamba"]
@@ -39,21 +42,21 @@ def _architecture(model: nn.Module, config: Any, text: Any) -> str | None:
             f"keeps recurrent state ({', '.join(recurrent)} layers), which cannot be rolled back to a node "
             "of a token tree"
         )
-    if getattr(text, "index_topk", None):
+    if getattr(text_config, "index_topk", None):
         return (
-            f"attends to {text.index_topk} tokens that an indexer chooses (sparse attention), and keeps the "
-            "indexer's keys beside those of attention; there is no cache for them"
+            f"attends to {text_config.index_topk} tokens that an indexer chooses (sparse attention); the "
+            "indexer's keys need a cache of their own, which is not supported"
         )
     return None
 
 
-def _chunks(text: Any) -> str | None:
-    """Attention within chunks lives in the mask alone, which transformers does not make for our attention."""
-    chunk = getattr(text, "attention_chunk_size", None)
-    kinds = getattr(text, "layer_types", None)
+def _chunks(text_config: Any) -> str | None:
+    """Chunked attention exists in the mask only, which transformers does not make for our attention."""
+    chunk = getattr(text_config, "attention_chunk_size", None)
+    kinds = getattr(text_config, "layer_types", None)
     if chunk is None or (kinds and "chunked_attention" not in kinds):
         return None
-    limit = getattr(text, "max_position_embeddings", None)
+    limit = getattr(text_config, "max_position_embeddings", None)
     if limit is not None and chunk >= limit:
         return None
     return (
@@ -62,11 +65,11 @@ def _chunks(text: Any) -> str | None:
     )
 
 
-def _temperature(model: nn.Module, text: Any) -> str | None:
-    """Llama 4 counts positions by the cache's length here, which says nothing of the nodes of a tree."""
-    scale = getattr(text, "floor_scale", None)
-    limit = getattr(text, "max_position_embeddings", None)
-    if scale is None or not getattr(text, "attn_temperature_tuning", False):
+def _temperature(model: nn.Module, text_config: Any) -> str | None:
+    """Llama 4 takes the positions for this scale from the cache length, which is wrong for tree nodes."""
+    scale = getattr(text_config, "floor_scale", None)
+    limit = getattr(text_config, "max_position_embeddings", None)
+    if scale is None or not getattr(text_config, "attn_temperature_tuning", False):
         return None
     if limit is not None and limit < scale:
         return None
@@ -82,7 +85,7 @@ def _placement(model: nn.Module) -> str | None:
     if len(places) > 1 or "disk" in places:
         return (
             f"is spread over {', '.join(sorted(places))} (hf_device_map), but a level runs on one device; "
-            "load it without device_map, or onto one device"
+            "load it without device_map, or onto a single device"
         )
     if "meta" in devices:
         return "has weights without data (meta tensors); load it with its weights, and without device_map"

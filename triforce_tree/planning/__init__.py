@@ -1,1 +1,1 @@
-"""What fits: memory of device and host, the machine's bandwidths, measured settings on disk."""
+"""Plans device and host memory, measures the machine's bandwidths, and stores measured settings on disk."""

@@ -1,4 +1,4 @@
-"""What this machine has: memory that can be had now, and how fast bytes move."""
+"""Measures this machine: memory that is available now, bandwidths, and the CPU's speed of attention."""
 
 import time
 from dataclasses import replace
@@ -16,14 +16,15 @@ from triforce_tree.planning.memory_map import HostRate, Machine
 from triforce_tree.runtime import distributed
 
 _PIECE = 64 << 20
-# Query rows that attention on the CPU is measured at, from plain decoding to long chains; seconds for each.
+# Numbers of queries at which attention on the CPU is measured, from autoregressive decoding to long chains;
+# seconds for each.
 _QUERIES, _SECONDS = (1, 16, 48, 96), 0.06
-# Bytes that it goes through: more than the largest caches of processors hold.
-_ATTENDED = 512 << 20
+# Bytes of keys and values that are read: more than the largest processor caches hold.
+_KV_BYTES = 512 << 20
 
 
 def bound_memory(device: torch.device, size: int) -> None:
-    """Let torch's allocator take at most ``size`` bytes of a GPU; off the GPU nothing happens."""
+    """Limit torch's allocator to ``size`` bytes of a GPU; on other devices nothing happens."""
     if device.type != "cuda":
         return
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -31,16 +32,13 @@ def bound_memory(device: torch.device, size: int) -> None:
     torch.cuda.set_per_process_memory_fraction(min(1.0, size / total), index)
 
 
-def device_room(device: torch.device, gpu_bytes: int | None) -> int | None:
-    """Bytes of the device that an engine which is to be made can have; None where nothing bounds them.
-
-    Of several cards the least.
-    """
-    rooms = [gpu_bytes] if gpu_bytes is not None else []
+def available_device_bytes(device: torch.device, gpu_bytes: int | None) -> int | None:
+    """Bytes of the device that a new engine may use, the least of all ranks; None if there is no limit."""
+    limits = [gpu_bytes] if gpu_bytes is not None else []
     if device.type == "cuda":
         torch.cuda.empty_cache()
-        rooms.append(torch.cuda.mem_get_info(device)[0])
-    return int(distributed.all_reduce_min([min(rooms)])[0]) if rooms else None
+        limits.append(torch.cuda.mem_get_info(device)[0])
+    return int(distributed.all_reduce_min([min(limits)])[0]) if limits else None
 
 
 def measured(
@@ -50,18 +48,18 @@ def measured(
     on_host: int = 0,
     host_bytes: int | None = None,
 ) -> Machine:
-    """Memory and bandwidths, the latter measured once a process; of several cards the least of each.
+    """Memory and bandwidths, the latter measured once per process; the least of all ranks.
 
     Args:
-        own: bytes of the engine's tensors that are on the device already; ``on_host``: page-locked ones.
-        gpu_bytes: the engine's share of the device; None for all that is free.
-        host_bytes: the engine's share of host memory, of all ranks together; None for all but what is left
-            to the system.
+        own: bytes of the engine's tensors that are already on the device; ``on_host``: in page-locked memory.
+        gpu_bytes: device memory that the engine may use; None for all that is free.
+        host_bytes: host memory that all ranks together may use; None for all but what is reserved for the
+            system.
     """
     # The ranks of one machine share its memory.
     ranks = distributed.local_size()
     most = max(0, available()[0] - SPARE) // ranks + on_host
-    # What is there already counts towards what the user allows.
+    # Memory that the engine has already taken counts towards the user's limit.
     allowed = None if host_bytes is None else max(0, host_bytes - ranks * on_host)
     size, name = usable(allowed)
     bus, read = bandwidths(device)
@@ -74,10 +72,10 @@ def measured(
 
 
 def _least(machine: Machine) -> Machine:
-    """What every rank has, so that all plan alike."""
+    """The least of all ranks, so that all make the same plan."""
     sizes = (machine.device, machine.host, -machine.others, machine.most_device, machine.most_host)
-    bus, read, *least = distributed.all_reduce_min((machine.bus, machine.read, *sizes))
-    device, host, others, most_device, most_host = map(int, least)
+    bus, read, *least_sizes = distributed.all_reduce_min((machine.bus, machine.read, *sizes))
+    device, host, others, most_device, most_host = map(int, least_sizes)
     return replace(
         machine, device=device, host=host, bus=bus, read=read, others=-others,
         most_device=most_device, most_host=most_host,
@@ -85,9 +83,9 @@ def _least(machine: Machine) -> Machine:
 
 
 def _device(device: torch.device, own: int, host: int) -> tuple[int, str, int]:
-    """Bytes that the engine can have of this rank's device, its name, and bytes that others have of them."""
+    """(bytes of this rank's device that the engine may use, its name, bytes of them in use by others)."""
     if device.type != "cuda":
-        # There is one memory, and cache and rows "on the device" lie in it as well.
+        # Device and host share one memory.
         return host + own, "the host", 0
     torch.cuda.empty_cache()
     allocated = torch.cuda.memory_allocated(device)
@@ -96,15 +94,14 @@ def _device(device: torch.device, own: int, host: int) -> tuple[int, str, int]:
 
 
 def host_rate(heads: Heads, dtype: torch.dtype, device: torch.device) -> HostRate:
-    """How fast the CPU attends to rows of its memory while the bus copies.
+    """How fast the CPU attends to keys and values in host memory while others are copied to the device.
 
-    Measured once for each of these and the number of torch's threads.
-
-    On several cards all ranks measure at once, each its own heads, and have the least of it.
+    Measured once for each combination of these arguments and the number of torch's threads. With several
+    ranks all measure at the same time, each with its own heads, and get the least result.
 
     Args:
         heads, dtype: of the attention.
-        device: that rows are copied to meanwhile; off the GPU nothing is, and less memory does.
+        device: the copies' destination; without a GPU nothing is copied, and less memory is read.
 
     Raises:
         HostMemoryError: host memory is short.
@@ -115,37 +112,37 @@ def host_rate(heads: Heads, dtype: torch.dtype, device: torch.device) -> HostRat
 @cache
 def _host_rate(heads: Heads, dtype: torch.dtype, device: torch.device, threads: int) -> HostRate:
     on_gpu = device.type == "cuda"
-    size, piece = (_ATTENDED, _PIECE) if on_gpu else (_ATTENDED >> 4, _PIECE >> 4)
+    size, piece = (_KV_BYTES, _PIECE) if on_gpu else (_KV_BYTES >> 4, _PIECE >> 4)
     shape = (2, heads.kv, heads.dim)
-    row = prod(shape) * dtype.itemsize
+    slot_bytes = prod(shape) * dtype.itemsize
     memory = HostMemory(locked=on_gpu, what="measuring attention on the CPU")
     memory.check(size)
-    answer, stream, speeds = kernel(heads, dtype) or attend, CopyStream(device), []
+    attention, stream, rates = kernel(heads, dtype) or attend, CopyStream(device), []
     try:
-        # Written, or all of it would be one page of zeros.
-        rows = memory.take((size // row, *shape), dtype).fill_(0.5)
-        near = torch.empty((piece // row, *shape), dtype=dtype, device=device)
+        # Filled, as untouched memory is one shared page of zeros.
+        kv = memory.take((size // slot_bytes, *shape), dtype).fill_(0.5)
+        on_device = torch.empty((piece // slot_bytes, *shape), dtype=dtype, device=device)
         for queries in _QUERIES:
             q = torch.full((queries, heads.query, heads.dim), 0.5, dtype=dtype)
-            part = rows[: -(-len(rows) // 16)]
-            answer(q, part)
+            probe = kv[: -(-len(kv) // 16)]
+            attention(q, probe)
             start = time.perf_counter()
-            answer(q, part)
-            # All of them would take a slow processor seconds, long after the copies.
-            served = _SECONDS / 2 / (time.perf_counter() - start)
-            some = rows[: max(1, min(len(rows), int(len(part) * served)))]
-            answer(q, some)
-            copies = int(2 * _SECONDS * bandwidths(device)[0] / near.nbytes) if on_gpu else 0
+            attention(q, probe)
+            # A slow processor would take seconds for all of it, long after the copies have ended.
+            repeats = _SECONDS / 2 / (time.perf_counter() - start)
+            part = kv[: max(1, min(len(kv), int(len(probe) * repeats)))]
+            attention(q, part)
+            copies = int(2 * _SECONDS * bandwidths(device)[0] / on_device.nbytes) if on_gpu else 0
             for _ in range(copies):
-                stream.copy(near, rows[: len(near)])
-            start, seconds, count = time.perf_counter(), 0.0, 0
+                stream.copy(on_device, kv[: len(on_device)])
+            start, seconds, read = time.perf_counter(), 0.0, 0
             while seconds < _SECONDS:
-                answer(q, some)
-                count += some.nbytes
+                attention(q, part)
+                read += part.nbytes
                 seconds = time.perf_counter() - start
             stream.synchronize()
-            speeds.append(count / seconds)
-        del rows
+            rates.append(read / seconds)
+        del kv
     finally:
         memory.release()
-    return HostRate(tuple(zip(_QUERIES, distributed.all_reduce_min(speeds), strict=True)))
+    return HostRate(tuple(zip(_QUERIES, distributed.all_reduce_min(rates), strict=True)))

@@ -1,4 +1,4 @@
-"""What may be chosen where a cache is offloaded, from what accepts most to what needs least memory."""
+"""The choices of settings for an offloaded cache, from highest acceptance to least memory."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import replace
@@ -18,63 +18,63 @@ from triforce_tree.planning.memory_layout import (
 from triforce_tree.planning.memory_map import MIB, Machine, Sizes
 
 _MOST_BUDGET = 4096
-# A pass over the bus dwarfs a round of levels 0 and 1, so that larger trees pay.
+# A full-target pass over the bus takes far longer than a round of drafting, so larger trees pay off.
 _TREE = "best-first:8,6,4"
-# The coarsest serve as the last resort.
+# Chunk sizes, and one for the last resort.
 _CHUNKS, _COARSEST = (8, 16, 32, 64), 128
-# Whoever gives one of these wants a level 1.
-_OF_LEVEL_ONE = frozenset(
+# If one of these is given, the retrieval model is not dropped.
+_RETRIEVAL_OPTIONS = frozenset(
     ("levels", "budget", "chunk", "recent", "refresh", "retrieval_weight_bits", "gamma")
 )
-_FEED, _SMALL_FEED, _LEAST_FEED = 4096, 1024, 512
+_PREFILL_CHUNK, _SMALL_PREFILL_CHUNK, _LEAST_PREFILL_CHUNK = 4096, 1024, 512
 
 
 def first_fitting(
     sizes: Sizes, machine: Machine, config: HierarchyConfig, given: Collection[str], workload: Workload
 ) -> tuple[MemoryPlan | None, list[MemoryPlan]]:
-    """The first choice that fits device and host, and all that were tried.
+    """The plan of the first choice that fits device and host, or None; and all plans that were tried.
 
     Args:
         config: ``offloads`` True or "auto".
-        given: names of options that stay as they are.
+        given: names of options that must not be changed.
 
     Raises:
-        ValueError: level 1 was given the weights that are streamed.
+        ValueError: the retrieval model would run on streamed weights.
     """
     tried: list[MemoryPlan] = []
     if "tree" not in given:
         config = with_options(config, tree=_TREE)
     for choice, split in _choices(config, given, workload.prompt, bool(sizes.streamed)):
-        made = offloaded(sizes, machine, choice, split, given, workload)
-        tried.append(made)
-        if made.fits:
-            return made, tried
+        plan = offloaded(sizes, machine, choice, split, given, workload)
+        tried.append(plan)
+        if plan.fits:
+            return plan, tried
     return None, tried
 
 
 def _choices(
     config: HierarchyConfig, given: Collection[str], prompt: int, streamed: bool
 ) -> Iterator[tuple[HierarchyConfig, Offload]]:
-    own = config.retrieval
-    budgets, chunks, coarsest = [own.budget], [own.chunk], own.chunk
+    retrieval = config.retrieval
+    budgets, chunks, coarsest = [retrieval.budget], [retrieval.chunk], retrieval.chunk
     if "budget" not in given:
         most = min(_MOST_BUDGET, max(LEAST_BUDGET, prompt // 16 // 512 * 512))
-        most = max(most, own.recent + own.chunk)
-        least = max(LEAST_BUDGET, own.recent + 64)
-        # Three quarters of a half: level 1's memory may then still hold the hidden states of a prompt.
+        most = max(most, retrieval.recent + retrieval.chunk)
+        least = max(LEAST_BUDGET, retrieval.recent + 64)
+        # With 3/8 of the largest, the retrieval cache may still hold the hidden states of a prompt.
         budgets = [most, *(b for b in (most // 2, most * 3 // 8, most // 4) if b >= least)]
     if "chunk" not in given:
-        # A chunk's mean is one row's keys, so that coarse chunks take less of them, and choose worse.
+        # Coarse chunks need fewer key means, but are a worse selection.
         chunks, coarsest = list(_CHUNKS), _COARSEST
     if not any(budget % chunk == 0 for budget, chunk in product(budgets, chunks)):
-        budgets, chunks, coarsest = [own.budget], [own.chunk], own.chunk
+        budgets, chunks, coarsest = [retrieval.budget], [retrieval.chunk], retrieval.chunk
     for budget in budgets:
         yield from _of_budget(config, given, prompt, streamed, budget, chunks)
     if coarsest not in chunks:
         yield from _of_budget(config, given, prompt, streamed, budgets[-1], [coarsest])
-    wants_level_one = not _OF_LEVEL_ONE.isdisjoint(given) or levels_of(config, prompt, budgets[-1]) < 3
-    if config.levels == "auto" and not wants_level_one:
-        # Without level 1 there are neither copies nor means, but every tree waits for a pass over the bus.
+    fixed = not _RETRIEVAL_OPTIONS.isdisjoint(given) or levels_of(config, prompt, budgets[-1]) < 3
+    if config.levels == "auto" and not fixed:
+        # Two levels need neither a retrieval cache nor key means, but each tree needs a full-target pass.
         fewer = with_options(config, levels=2)
         yield from _of_budget(fewer, given, prompt, streamed, budgets[-1], chunks[:1])
 
@@ -91,9 +91,9 @@ def _of_budget(
     if streamed and levels_of(config, prompt, budget) == 3:
         bits = bits if "retrieval_weight_bits" in given else (8, 4)
         check_level_one(bits[0])
-    for retrieval_weight_bits, (split, feed, count) in product(bits, _ways()):
+    for retrieval_weight_bits, (split, prefill_chunk, count) in product(bits, _splits()):
         if "prefill_chunk" not in given:
-            config = with_options(config, prefill_chunk=feed)
+            config = with_options(config, prefill_chunk=prefill_chunk)
         for chunk in chunks[:count]:
             if budget % chunk == 0 and chunk <= config.retrieval.recent:
                 yield (
@@ -104,11 +104,11 @@ def _of_budget(
                 )
 
 
-def _ways() -> Iterator[tuple[Offload, int, int]]:
-    """How rows and hidden states are kept, tokens that are fed at once, and how many of the chunks to try."""
-    near, far = Offload(), Offload(states_on_host=True)
-    small = replace(far, piece_bytes=32 * MIB, buffers=2)
-    yield near, _FEED, 2
-    yield far, _FEED, 2
-    yield small, _SMALL_FEED, len(_CHUNKS)
-    yield replace(small, last_resident=True), _LEAST_FEED, len(_CHUNKS)
+def _splits() -> Iterator[tuple[Offload, int, int]]:
+    """(split of the cache and hidden states, prefill chunk, how many of the chunk sizes to try)."""
+    states_on_host = Offload(states_on_host=True)
+    small = replace(states_on_host, piece_bytes=32 * MIB, buffers=2)
+    yield Offload(), _PREFILL_CHUNK, 2
+    yield states_on_host, _PREFILL_CHUNK, 2
+    yield small, _SMALL_PREFILL_CHUNK, len(_CHUNKS)
+    yield replace(small, last_resident=True), _LEAST_PREFILL_CHUNK, len(_CHUNKS)

@@ -1,18 +1,18 @@
-"""Where everything lives when a full cache is larger than the device: a function of sizes.
+"""Plans device and host memory when the full KV cache is larger than the device, from sizes alone.
 
-    device   weights | draft | level 1's chunks and window | chunk means | ring | resident rows | work | free
-    host     the other rows of the full cache, in page-locked memory
+    device   weights | draft | retrieval cache | chunk means | ring | resident rows | workspace | free
+    host     the other KV slots of the full cache, in page-locked memory
 
-Layers with a sliding window keep it on the device; "rows" are those of the other layers.
+"Rows" are the KV slots of the full-attention layers; layers with a sliding window keep theirs on the device.
 
-Where the weights are streamed (``kv/offload/streamed_weights.py``), the device holds embeddings, head and
-norms of them, slots for a few layers, and level 1's copy in 8 bits, or 4 where 8 do
-not fit; the host holds the rest.
+If the weights are streamed (``kv/offload/streamed_weights.py``), the device holds embeddings, head and norms,
+slots for a few layers, and the retrieval model's copy in 8 bits, or in 4 if 8 do not fit; the host holds the
+rest.
 
-What is not given is chosen: level 1's budget and chunk as large and fine as fits both memories, gamma by
-expected tokens a second, and every byte that is left keeps rows on the device, since each of them need
-neither cross the bus nor lie in host memory. Where the CPU is to attend, it gets the share of the other rows
-that lets it end with the bus.
+Options that are not given are chosen: budget and chunk as large and as fine as fit both memories, gamma by
+expected tokens per second. All device memory that is left keeps KV slots resident, which then neither cross
+the bus nor take host memory. If the CPU attends, it gets the share of the KV slots on the host with which it
+ends no later than the bus.
 """
 
 from collections.abc import Collection
@@ -27,7 +27,7 @@ __all__ = ["DoesNotFitError", "MemoryPlan", "plan"]
 
 
 class DoesNotFitError(ValueError):
-    """No choice of what may be chosen fits; the message says by how much, and what would help."""
+    """No choice of settings fits; the message has what is needed and available, and what would help."""
 
 
 def plan(
@@ -39,22 +39,22 @@ def plan(
     prompt: int,
     new: int,
 ) -> MemoryPlan:
-    """Decide for ``batch`` texts of ``prompt`` tokens, the longest, and ``new`` ones.
+    """The plan for ``batch`` sequences of at most ``prompt`` tokens and ``new`` further ones.
 
     Args:
         config: ``offloads`` True or "auto".
-        given: names of options that stay as they are.
+        given: names of options that must not be changed.
 
     Raises:
         DoesNotFitError: device or host memory is short.
-        ValueError: level 1 was given the weights that are streamed.
+        ValueError: the retrieval model would run on streamed weights.
     """
     workload = Workload(batch, prompt, new)
     if config.offloads == "auto" and not sizes.streamed:
-        whole = on_device(sizes, machine, config, workload)
-        if whole.fits_device:
-            return whole
-    made, tried = first_fitting(sizes, machine, config, given, workload)
-    if made is None:
+        resident = on_device(sizes, machine, config, workload)
+        if resident.fits_device:
+            return resident
+    chosen, tried = first_fitting(sizes, machine, config, given, workload)
+    if chosen is None:
         raise DoesNotFitError(refusal(tried, sizes, machine, config, given, workload))
-    return made
+    return chosen

@@ -1,4 +1,4 @@
-"""How long a pass of level 2 takes, what of it the CPU should do, and how many tokens to gather for it."""
+"""The time of a full-target pass over an offloaded cache, the CPU's share of it, and the gamma to use."""
 
 import math
 from collections.abc import Callable
@@ -13,59 +13,59 @@ from triforce_tree.trees.device_shapes import PassLimits
 LEAST_GAMMA = 12
 """The smallest gamma that is chosen."""
 
-# Acceptance a token that gamma, which is only the most that a pass may gather, is chosen for.
+# The acceptance per token that gamma is chosen for; gamma is only the most tokens drafted for a pass.
 _ACCEPTANCE = 0.97
-# Seconds of a round that are not bytes: the draft's forwards, and small kernels.
+# Seconds of a round that do not depend on bytes: the draft model's forwards, and small kernels.
 _ROUND_SECONDS = 2e-3
-# Of the bandwidth that a round of level 1 reaches on its bytes.
-_ROUND_SHARE = 0.7
-# Of what the CPU reaches: it waits for the queries of each layer.
-_BUSY = 0.95
-# Shares are so many 32nds. Speeds are measured anew in each process, but shares decide about bits.
-_STEPS = 32
+# Share of the device's bandwidth that a round of the retrieval model reaches.
+_ROUND_BANDWIDTH = 0.7
+# Share of its measured rate that the CPU reaches in a pass, as it waits for the queries of each layer.
+_CPU_UTILISATION = 0.95
+# Shares are multiples of 1/32: measured rates vary by process, and the split changes the output's bits.
+_SHARE_STEPS = 32
 
 
 @dataclass(frozen=True)
 class FarRows:
-    """What of a pass is in host memory.
+    """The host memory that a full-target pass reads.
 
     Attributes:
-        rows: bytes of keys and values.
-        others: bytes that cross the bus in any case.
-        bus: bytes a second.
-        cpu: None where the CPU attends to nothing.
+        kv_bytes: of keys and values.
+        other_bytes: of other data, which always crosses the bus.
+        bus: bytes per second.
+        cpu: None if the CPU does not attend.
     """
 
-    rows: int
-    others: int
+    kv_bytes: int
+    other_bytes: int
     bus: float
     cpu: HostRate | None = None
 
     def share(self, queries: int) -> float:
-        """Of the rows, the CPU's, so that it ends with the bus or before, in a pass of so many query rows."""
-        if self.cpu is None or not self.rows:
+        """The CPU's share of the keys and values for so many queries; it ends no later than the bus."""
+        if self.cpu is None or not self.kv_bytes:
             return 0.0
-        cpu = self._cpu(queries)
-        share = min(1.0, (1 + self.others / self.rows) * cpu / (cpu + self.bus))
-        return math.floor(_STEPS * share) / _STEPS
+        cpu = self._cpu_rate(queries)
+        share = min(1.0, (1 + self.other_bytes / self.kv_bytes) * cpu / (cpu + self.bus))
+        return math.floor(_SHARE_STEPS * share) / _SHARE_STEPS
 
-    def split(self, rows: Offload, queries: int) -> Offload:
-        """This split with the CPU's shares, where a pass of level 2 has so many query rows."""
-        return replace(rows, host_share=self.share(queries), plain_host_share=self.share(1))
+    def split(self, offload: Offload, queries: int) -> Offload:
+        """``offload`` with the CPU's shares for full-target passes of so many queries per sequence."""
+        return replace(offload, host_share=self.share(queries), plain_host_share=self.share(1))
 
     def seconds(self, queries: int) -> float:
-        """Of such a pass, as far as these bytes decide it."""
+        """The time of a pass of so many queries, as far as it is bound by bus and CPU."""
         share = self.share(queries)
-        on_bus = ((1 - share) * self.rows + self.others) / self.bus
-        return max(on_bus, share * self.rows / self._cpu(queries)) if share else on_bus
+        on_bus = ((1 - share) * self.kv_bytes + self.other_bytes) / self.bus
+        return max(on_bus, share * self.kv_bytes / self._cpu_rate(queries)) if share else on_bus
 
-    def _cpu(self, queries: int) -> float:
+    def _cpu_rate(self, queries: int) -> float:
         assert self.cpu is not None
-        return _BUSY * self.cpu.at(queries)
+        return _CPU_UTILISATION * self.cpu.at(queries)
 
 
-def pass_rows(config: HierarchyConfig, levels: int, gamma: int | None = None) -> int:
-    """Rows of a text in a pass of level 2."""
+def pass_tokens(config: HierarchyConfig, levels: int, gamma: int | None = None) -> int:
+    """Tokens per sequence in a full-target pass: the root, the draft and its runner-ups."""
     if levels < 3:
         return PassLimits.of(config, levels).nodes
     gamma = config.gamma if gamma is None else gamma
@@ -75,15 +75,19 @@ def pass_rows(config: HierarchyConfig, levels: int, gamma: int | None = None) ->
 def best_gamma(
     sizes: Sizes, machine: Machine, config: HierarchyConfig, pass_seconds: Callable[[int], float]
 ) -> int:
-    """Tokens to gather for most tokens a second, with rounds that cost level 1's bytes."""
+    """The gamma of most expected tokens per second; a round reads the retrieval model's weights and cache.
+
+    Args:
+        pass_seconds: the time of a full-target pass by gamma.
+    """
     depth = PassLimits.of(config, 3).depth
     budget = config.retrieval.budget
-    seen = budget * sizes.whole_layers * sizes.row + sizes.window_bytes(budget)
+    kv_bytes = budget * sizes.full_layers * sizes.row + sizes.window_bytes(budget)
     weights = memory_map.low_bit(sizes, config, 3) or sizes.weights
-    a_round = _ROUND_SECONDS + (weights + seen) / (_ROUND_SHARE * machine.read)
+    round_seconds = _ROUND_SECONDS + (weights + kv_bytes) / (_ROUND_BANDWIDTH * machine.read)
 
-    def rate(gamma: int) -> float:
+    def tokens_per_second(gamma: int) -> float:
         expected = (1 - _ACCEPTANCE ** (gamma + 1)) / (1 - _ACCEPTANCE)
-        return expected / (math.ceil(gamma / (1 + depth / 2)) * a_round + pass_seconds(gamma))
+        return expected / (math.ceil(gamma / (1 + depth / 2)) * round_seconds + pass_seconds(gamma))
 
-    return max(range(LEAST_GAMMA, MOST_GAMMA + 1, 4), key=rate)
+    return max(range(LEAST_GAMMA, MOST_GAMMA + 1, 4), key=tokens_per_second)

@@ -1,8 +1,8 @@
-"""Measured settings on disk: what ``triforce-tree tune`` found best for one machine and one pair of models.
+"""Measured settings on disk: the best that ``triforce-tree tune`` found for a machine and pair of models.
 
 A profile is a JSON file of entries, one for each context length and temperature that was measured. It changes
-how fast a text comes, never which text. Files lie in ``profiles`` in the user's cache folder
-(``folders.user_cache``); ``TRIFORCE_TREE_PROFILES`` names another folder, and none at all where it is empty.
+the speed, never the distribution of the output. The files are in ``profiles`` in the user's cache folder
+(``user_folders.user_cache``); ``TRIFORCE_TREE_PROFILES`` names another folder, or none if it is empty.
 """
 
 import json
@@ -23,10 +23,10 @@ from triforce_tree.runtime.json_files import read_json
 from triforce_tree.runtime.user_folders import user_cache
 
 VERSION = 2
-# An entry serves prompts of up to this many times, and down to this part of, the context it was measured at.
-NEAR = 4.0
-# Settings that must fit each other: where one of them is given, a profile's others are left aside.
-_TOGETHER = frozenset({"budget", "chunk", "recent"})
+# An entry is used for prompts of at most this many times its context, and at least that fraction of it.
+_MOST_RATIO = 4.0
+# Settings that depend on each other: if one of them is given, the profile's others are ignored.
+_DEPENDENT = frozenset({"budget", "chunk", "recent"})
 _ESTIMATES = {"acceptance", "tokens_per_round"}
 _LOG = logging.getLogger(__name__)
 Source = str | Path | bool | None
@@ -37,13 +37,13 @@ class Entry:
     """The best settings for one context length and temperature.
 
     Attributes:
-        options: as :func:`triforce_tree.load` takes them; ``levels`` is 1 where drafting gains nothing.
-        ms_per_token, plain_ms_per_token: decode time under these options, and of the target alone.
-        step_ms: one forward of each level under them.
-        tokens_per_pass: what one pass of each verifying level brought.
-        acceptance: chance by sibling rank that a proposal is taken, for each pair of levels.
-        draft_length: acceptance and tokens_per_round, by which a text's first draft lengths are chosen.
-        repeated_8grams: of the texts that were timed; looping text flatters every drafter.
+        options: as :func:`triforce_tree.load` takes them; ``levels`` is 1 if drafting gains nothing.
+        ms_per_token, plain_ms_per_token: decode time with these options, and of the target alone.
+        step_ms: time of one forward of each level with these options.
+        tokens_per_pass: mean tokens gained by one pass of each verifying level.
+        acceptance: probability by sibling rank that a proposed token is accepted, for each pair of levels.
+        draft_length: acceptance and tokens_per_round, with which the draft-length controller starts.
+        repeated_8grams: share in the outputs that were timed; repetitive text favours every drafter.
     """
 
     context: int
@@ -89,13 +89,13 @@ class Entry:
         return self.plain_ms_per_token / self.ms_per_token
 
     def options_for(self, given: Collection[str]) -> dict[str, Any]:
-        """Options without those that were ``given`` and what must fit them."""
-        aside = {*given, *(_TOGETHER if _TOGETHER & set(given) else ())}
-        left = {name: value for name, value in self.options.items() if name not in aside}
-        if left.get("levels") == 3:
-            # Not for prompts that a nearly full budget would hold.
-            left["levels"] = "auto"
-        return left
+        """The options without those that were ``given``, and those that depend on them."""
+        ignored = {*given, *(_DEPENDENT if _DEPENDENT & set(given) else ())}
+        options = {name: value for name, value in self.options.items() if name not in ignored}
+        if options.get("levels") == 3:
+            # A prompt that is not much longer than the budget gains nothing from three levels.
+            options["levels"] = "auto"
+        return options
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Profile:
     Attributes:
         hardware, target, draft: as :func:`hardware` and :func:`shape_of` name them.
         made: command, versions and date of the last measurement.
-        path: where it was read from; not part of the file.
+        path: the file it was read from; not stored.
     """
 
     hardware: str
@@ -116,30 +116,30 @@ class Profile:
     path: Path | None = None
 
     def nearest(self, context: int, temperature: float) -> Entry | None:
-        """The entry of the nearest context length, of its temperatures the nearest; None if all are far."""
+        """The entry of the nearest context length, then temperature; None if no context is near enough."""
 
-        def apart(entry: Entry) -> float:
+        def ratio(entry: Entry) -> float:
             return max(entry.context / context, context / entry.context)
 
-        near = [entry for entry in self.entries if apart(entry) <= NEAR]
-        return min(near, key=lambda e: (apart(e), abs(e.temperature - temperature)), default=None)
+        candidates = [entry for entry in self.entries if ratio(entry) <= _MOST_RATIO]
+        return min(candidates, key=lambda e: (ratio(e), abs(e.temperature - temperature)), default=None)
 
     def with_entry(self, entry: Entry) -> "Profile":
-        """This profile with one more entry, in place of an older one of its context and temperature."""
+        """This profile with one more entry, which replaces an entry of the same context and temperature."""
         others = [e for e in self.entries if (e.context, e.temperature) != (entry.context, entry.temperature)]
         entries = tuple(sorted([*others, entry], key=lambda e: (e.context, e.temperature)))
         return Profile(self.hardware, self.target, self.draft, entries, self.made, self.path)
 
     def write(self) -> None:
-        """Replace the file at ``path`` at once, so that a reader never finds half of it."""
+        """Write the file at ``path`` atomically, so that a reader never sees a part of it."""
         path = self.path
         assert path is not None, "a profile that is written has a path"
-        own = asdict(self)
-        del own["path"]
-        text = json.dumps({"version": VERSION, **own}, indent=2, ensure_ascii=False)
-        draft = path.with_name(path.name + ".new")
-        draft.write_text(text + "\n", encoding="utf-8")
-        draft.replace(path)
+        content = asdict(self)
+        del content["path"]
+        text = json.dumps({"version": VERSION, **content}, indent=2, ensure_ascii=False)
+        temporary = path.with_name(path.name + ".new")
+        temporary.write_text(text + "\n", encoding="utf-8")
+        temporary.replace(path)
 
 
 def _check_number(name: str, value: object) -> None:
@@ -148,11 +148,11 @@ def _check_number(name: str, value: object) -> None:
 
 
 def read(path: str | Path) -> Profile:
-    """A profile from its file.
+    """Read a profile.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is no profile, or one of another version.
+        ValueError: it is not a profile, or has another version.
     """
     path = Path(path)
     remedy = (
@@ -163,7 +163,7 @@ def read(path: str | Path) -> Profile:
     except ValueError as error:
         raise ValueError(f"profile {str(path)!r} is corrupt ({error}); {remedy}") from error
     if not isinstance(held, dict) or "version" not in held:
-        raise ValueError(f"{str(path)!r} is no profile; {remedy}")
+        raise ValueError(f"{str(path)!r} is not a profile; {remedy}")
     version = held.pop("version")
     if version != VERSION:
         raise ValueError(
@@ -172,23 +172,23 @@ def read(path: str | Path) -> Profile:
     try:
         entries = held.pop("entries")
         if not isinstance(entries, list):
-            raise ValueError(f"entries are a {type(entries).__name__}, not a list")
-        made = tuple(Entry(**_known(Entry, _without_engine(entry))) for entry in entries)
-        return Profile(**_known(Profile, held), entries=made, path=path)
+            raise ValueError(f"entries must be a list, not {type(entries).__name__}")
+        read_entries = tuple(Entry(**_known(Entry, _without_engine(entry))) for entry in entries)
+        return Profile(**_known(Profile, held), entries=read_entries, path=path)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         why = repr(error) if isinstance(error, KeyError) else str(error)
         raise ValueError(f"profile {str(path)!r} cannot be used ({why[:300]}); {remedy}") from error
 
 
 def _without_engine(entry: Any) -> Any:
-    """An entry without which of two engines it was measured on, as releases that had two wrote it."""
+    """An entry without the field "captured" of releases that had two engines."""
     return {k: v for k, v in entry.items() if k != "captured"} if isinstance(entry, dict) else entry
 
 
 def _known(kind: type[Entry] | type[Profile], values: Any) -> dict[str, Any]:
-    """``values``, which must be an object that holds nothing but fields of ``kind``."""
+    """``values``, after checking that it is an object with no other keys than the fields of ``kind``."""
     if not isinstance(values, dict):
-        raise ValueError(f"an {kind.__name__.lower()} is {values!r}")
+        raise ValueError(f"{kind.__name__.lower()}={values!r} must be an object")
     names = {f.name for f in fields(kind)} - {"path"}
     if unknown := sorted(values.keys() - names):
         raise ValueError(f"unknown field {unknown[0]!r}; known: {', '.join(sorted(names))}")
@@ -196,10 +196,10 @@ def _known(kind: type[Entry] | type[Profile], values: Any) -> dict[str, Any]:
 
 
 def find(source: Source, target: PreTrainedModel, draft: PreTrainedModel | None) -> Profile | None:
-    """The profile to use.
+    """The profile to use, or None.
 
     Args:
-        source: a path, False for none, None for the one of this machine and these models if it was written.
+        source: a path; False for none; None or True for the file of this machine and these models, if any.
         target, draft: the models.
 
     Raises:
@@ -208,32 +208,32 @@ def find(source: Source, target: PreTrainedModel, draft: PreTrainedModel | None)
     if source is False:
         return None
     if source is None or source is True:
-        place = default_path(target, draft)
-        if place is None or not place.is_file():
+        path = default_path(target, draft)
+        if path is None or not path.is_file():
             return None
-        source = place
+        source = path
     profile = read(source)
-    own = Profile(hardware(target.device), shape_of(target), shape_of(draft) if draft else None, ())
+    current = Profile(hardware(target.device), shape_of(target), shape_of(draft) if draft else None, ())
     for name in ("hardware", "target", "draft"):
-        theirs, ours = getattr(profile, name), getattr(own, name)
-        if theirs != ours:
-            _LOG.warning("profile %s was measured with %s %s, this is %s", source, name, theirs, ours)
+        measured, actual = getattr(profile, name), getattr(current, name)
+        if measured != actual:
+            _LOG.warning("profile %s was measured with %s %s, this is %s", source, name, measured, actual)
     _LOG.info("settings of profile %s: %d measured", source, len(profile.entries))
     return profile
 
 
 def default_path(target: PreTrainedModel, draft: PreTrainedModel | None) -> Path | None:
-    """Where the profile of this machine and these models lies; None where profiles are switched off."""
-    place = folder()
-    if place is None:
+    """The path of the profile of this machine and these models; None if profiles are switched off."""
+    profiles = folder()
+    if profiles is None:
         return None
     parts = [hardware(target.device), shape_of(target), shape_of(draft) if draft is not None else "no-draft"]
-    return place / ("_".join(re.sub(r"[^A-Za-z0-9.]+", "-", part).strip("-") for part in parts) + ".json")
+    return profiles / ("_".join(re.sub(r"[^A-Za-z0-9.]+", "-", part).strip("-") for part in parts) + ".json")
 
 
 def folder() -> Path | None:
-    """Where profiles lie; None where the environment says that there are none."""
-    own = os.environ.get("TRIFORCE_TREE_PROFILES")
-    if own is not None:
-        return Path(own) if own else None
+    """The folder of profiles; None if the environment switches them off."""
+    setting = os.environ.get("TRIFORCE_TREE_PROFILES")
+    if setting is not None:
+        return Path(setting) if setting else None
     return user_cache("profiles")

@@ -1,4 +1,4 @@
-"""A small target with its greedy text, and ways to call ``generate`` on it."""
+"""A small target with its greedy output, and helpers to call ``generate`` on it."""
 
 import string
 from functools import cache
@@ -30,7 +30,7 @@ CHARACTERS = string.ascii_letters + string.digits + " ."
 
 @cache
 def small_engine() -> Engine:
-    """Three levels with a draft that is often right; only read."""
+    """Three levels with a draft that is often accepted; tests must not change it."""
     return triforce_tree.load(TARGET, perturbed(TARGET, 0.1), tokenizer=characters(), levels=3, **SMALL)
 
 

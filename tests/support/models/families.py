@@ -40,7 +40,7 @@ _LLAMA3 = {
     "rope_theta": 10_000.0,
 }
 
-# name -> (configuration class, model class, own settings)
+# name -> (configuration class, model class, settings)
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", {"num_key_value_heads": 4}),
     "llama-gqa": ("LlamaConfig", "LlamaForCausalLM", {}),
@@ -58,7 +58,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "head_dim": 8,
             "query_pre_attn_scalar": 8,
             "sliding_window": 12,
-            # Some releases of transformers choose sdpa, and their own text then goes without the cap.
+            # Some releases of transformers choose sdpa, which ignores the softcap.
             "attn_implementation": "eager",
         },
     ),
@@ -84,7 +84,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
 }
 
-# Short and long frequencies, which part at 64 tokens; two of a head of 8 where half of it is rotated.
+# Short and long frequencies, for up to 64 tokens and beyond; a head of 8 has four, half rotated two.
 _LONGROPE: dict[str, Any] = {
     "rope_type": "longrope",
     "original_max_position_embeddings": 64,
@@ -95,7 +95,7 @@ _LONGROPE: dict[str, Any] = {
 _HALF = {"partial_rotary_factor": 0.5, "short_factor": [1.0, 1.1], "long_factor": [2.0, 6.0]}
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
-# Families whose rotary frequencies depend on the length of the text.
+# Families whose rotary frequencies depend on the sequence length.
 FAMILIES_BY_LENGTH: dict[str, tuple[str, str, dict[str, Any]]] = {
     "phi3-longrope": (
         "Phi3Config",
@@ -142,7 +142,7 @@ _MINISTRAL_3 = {
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
 }
-# Families with windows of 40 tokens, or lengths that change something else.
+# Families with windows of 40 tokens, or with a length beyond which something else changes.
 FAMILIES_BEYOND: dict[str, tuple[str, str, dict[str, Any]]] = {
     "ministral": ("MinistralConfig", "MinistralForCausalLM", _HEAD | _WINDOW),
     "ministral3": (
@@ -194,7 +194,7 @@ FAMILIES_BEYOND: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
 }
-# Their rotary embeddings are of a form of their own, so they do not draft.
+# Not used as drafts in the common tests: their rotary embeddings differ from the other families'.
 NO_DRAFTS = {"llama4", "gemma4"}
 
 
@@ -205,12 +205,12 @@ def tiny(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
 
 
 def small(config_name: str, model_name: str, **settings: Any) -> PreTrainedModel:
-    """A random model of any transformers class, as small as those of the families."""
+    """A random model of any transformers class, of the same small sizes as the families."""
     return build(config_name, model_name, **{**_COMMON, **settings})
 
 
 def build(config_name: str, model_name: str, seed: int = 0, **settings: Any) -> PreTrainedModel:
-    """A random model of any transformers class, with the settings given and no others."""
+    """A random model of any transformers class, with only the settings given."""
     config = getattr(hf, config_name)(**settings)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -219,7 +219,7 @@ def build(config_name: str, model_name: str, seed: int = 0, **settings: Any) -> 
 
 
 _FULL = {"layer_types": ["full_attention"] * 2}
-# Softcapped scores, and sinks, without the windows that these families have elsewhere.
+# Softcapped scores, and attention sinks, without the windows that these families usually have.
 CAPPED: dict[str, Callable[[], PreTrainedModel]] = {
     "gemma2": lambda: tiny("gemma2", **_FULL),
     "gpt-oss": lambda: build(
@@ -233,7 +233,7 @@ CAPPED: dict[str, Callable[[], PreTrainedModel]] = {
 
 
 def perturbed(model: PreTrainedModel, noise: float, seed: int = 1) -> PreTrainedModel:
-    """A copy whose weights are off by ``noise`` of their size: a draft that is often right."""
+    """A copy with noise of relative size ``noise`` on its weights: a draft that is often accepted."""
     other = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -243,7 +243,7 @@ def perturbed(model: PreTrainedModel, noise: float, seed: int = 1) -> PreTrained
 
 
 def greedy(model: PreTrainedModel, prompt: list[int], new_tokens: int, **kwargs: Any) -> list[int]:
-    """The new tokens of transformers' own greedy decoding."""
+    """The new tokens of greedy decoding by transformers."""
     out = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=new_tokens, **kwargs)
     return out[0, len(prompt) :].tolist()
 
@@ -254,7 +254,7 @@ def prompt_of(length: int, vocab_size: int = VOCABULARY) -> list[int]:
     return torch.randint(vocab_size, (length,), generator=generator).tolist()
 
 
-# Settings that reach all three levels behind a short prompt.
+# Settings with which a short prompt uses all three levels.
 SMALL_SETTINGS = {
     "gamma": 3,
     "tree": "best-first:3,2,1",
@@ -264,6 +264,6 @@ SMALL_SETTINGS = {
     "sinks": 2,
     "window": 6,
     "prefill_chunk": 16,
-    # However dear drafting is on a small model.
+    # Fixed, as the controller would turn drafting off on a small model.
     "rounds": 2,
 }

@@ -1,4 +1,4 @@
-"""Sizes of usual models, for plans of the memory."""
+"""Sizes of common models, for memory plans."""
 
 from dataclasses import replace
 

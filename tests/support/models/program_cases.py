@@ -1,4 +1,4 @@
-"""Small device cycles, and three texts whose greedy continuations are known."""
+"""Small decoding programs, and three prompts whose greedy continuations are known."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -31,7 +31,7 @@ SMALL = {
 }
 PROMPTS = [prompt_of(length) for length in (61, 43, 90)]
 NEW = [22, 17, 12]
-# Caches that hold every text of up to 127 tokens: chunk 0, one more and the recent window, and the draft's.
+# Caches that hold all of up to 127 tokens: chunk 0, one more chunk and the recent window; the draft's too.
 EVERYTHING = {"budget": 96, "chunk": 32, "recent": 32, "window": 200}
 COVERED = [prompt_of(length) for length in (98, 101, 100)]
 
@@ -46,10 +46,10 @@ def program_of(
     max_seq_len: int = 150,
     **options: object,
 ) -> DecodingProgram:
-    """A cycle whose caches are far smaller than its texts."""
+    """A program whose caches are far smaller than its sequences."""
     config = HierarchyConfig.from_options(**{**SMALL, **options})
-    small = None if draft is None or levels == 1 else TreeDrafter(HFModel(draft), config)
-    return DecodingProgram(HFModel(target), small, config, batch, max_seq_len, levels)
+    drafter = None if draft is None or levels == 1 else TreeDrafter(HFModel(draft), config)
+    return DecodingProgram(HFModel(target), drafter, config, batch, max_seq_len, levels)
 
 
 def decoded(
@@ -60,7 +60,7 @@ def decoded(
     seed: int = 0,
     again: bool = False,
 ) -> tuple[list[list[int]], Decoder]:
-    """Every text's new tokens, and the decoder; ``again``: the prompts' rows are in the cache."""
+    """Every sequence's new tokens, and the decoder; ``again``: the prompts are in the cache already."""
     decoder = Decoder(program, to_probs, seed)
     if again:
         program.rewind(prompts)
@@ -69,8 +69,8 @@ def decoded(
     new: list[list[int]] = [[] for _ in prompts]
     ends = [Ending(ending) if isinstance(ending, int) else ending for ending in endings]
     for blocks in decoder.decode(prompts, ends):
-        for text, block in zip(new, blocks, strict=True):
-            text += block
+        for tokens, block in zip(new, blocks, strict=True):
+            tokens += block
     return new, decoder
 
 
@@ -95,12 +95,12 @@ def references(family: str = "llama-gqa", new: list[int] = NEW) -> list[list[int
 def exact(
     levels: int, family: str = "llama-gqa", draft: PreTrainedModel | None = None, **options: object
 ) -> Decoder:
-    """Check greedy equality of the batch; the decoder, for its statistics."""
+    """Check greedy equality of the batch; returns the decoder, for its statistics."""
     program = program_of(model(family), draft or draft_of(family), levels, len(PROMPTS), **options)
     new, decoder = decoded(program, PROMPTS, NEW)
     assert new == references(family)
     assert decoder.finish_reasons == ["length"] * len(PROMPTS)
-    # Without fixed rounds the controller may rightly fall back to plain decoding.
+    # Without fixed rounds the controller may correctly fall back to autoregressive decoding.
     for level in decoder.levels[1:] if program.config.rounds is not None else ():
         assert 0 < level.accepted < level.proposed, level
     return decoder

@@ -1,4 +1,4 @@
-"""A tiny random target, a draft that resembles it, and a tokenizer, as ordinary model folders."""
+"""A tiny random target, a perturbed copy as its draft, and a tokenizer, as ordinary model folders."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ from triforce_tree import Engine, load
 from triforce_tree.eval.text import pydoc_text, token_ids
 
 VOCABULARY = 384
-# A hierarchy for prompts of a few hundred tokens.
+# Settings for prompts of a few hundred tokens.
 SMALL: dict[str, Any] = {
     "budget": 64, "recent": 32, "chunk": 8, "gamma": 4, "tree": "best-first:3,2", "window": 64,
 }  # fmt: skip
@@ -67,6 +67,6 @@ def make(folder: Path) -> TinyPair:
 
 
 def prompt(engine: Engine, length: int) -> list[int]:
-    """The first tokens of the text that the tokenizer knows."""
+    """The first tokens of the text that the tokenizer was trained on."""
     assert engine.tokenizer is not None
     return token_ids(engine.tokenizer, pydoc_text()[:4000])[:length]

@@ -1,4 +1,4 @@
-"""A plan of little to tune: one context, two trees, three gammas."""
+"""A small tuning plan: one context, two trees, three gammas."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ FEW = (
 
 
 def plan(**values: Any) -> Plan:
-    """Few tokens behind two places of one prompt, greedy and sampled."""
+    """A few new tokens at two places of one prompt, greedy and sampled."""
     given: dict[str, Any] = {
         "contexts": [CONTEXT], "temperatures": [0.0, 0.6], "new_tokens": 6, "places": 2, "grid": FEW,
     }  # fmt: skip
