@@ -255,3 +255,51 @@ def test_chains_without_refusals_teach_nothing_wrong() -> None:
 
 def test_equal_observations_give_equal_choices() -> None:
     assert simulated(controller(), 0.7, 700, 5) == simulated(controller(), 0.7, 700, 5)
+
+
+def loss_of_short_requests(cost: tuple[float, float], count: int, resumed: bool) -> float:
+    """Plain passes that requests of 60 tokens with a useless draft lose, for each token."""
+    control, seconds = controller(cost=cost), 0.0
+    for request in range(count):
+        seconds += 60 / simulated(control, 0.05, 60, request, per_token=0.2)[0]
+        learnt, control = control.learnt((1.0, 1.0, 1.0)), controller(cost=cost)
+        if resumed:
+            control.resume(learnt)
+    return seconds / (60 * count) - 1
+
+
+@pytest.mark.parametrize("cost", COSTS[:5], ids=str)
+def test_short_requests_share_one_loss_budget(cost: tuple[float, float]) -> None:
+    resumed, fresh = (loss_of_short_requests(cost, 30, resumed) for resumed in (True, False))
+    assert resumed <= START_BUDGET / (30 * 60) + REFILL + 1e-9
+    assert fresh > 4 * resumed, "a budget for each request is lost each time"
+
+
+def test_a_draft_that_becomes_useful_is_used_by_later_requests() -> None:
+    control = controller()
+    simulated(control, 0.0, 400)
+    assert control.acceptance > 0.5, "drafting pauses, and will be tried with new estimates"
+    learnt = control.learnt((1.0, 1.0, 1.0))
+    assert learnt.acceptance < 0.5
+    for request in range(10):
+        control = controller()
+        control.resume(learnt)
+        speed, _ = simulated(control, 0.95, 100, request)
+        learnt = control.learnt((1.0, 1.0, 1.0))
+    assert learnt.acceptance > 0.85
+    assert speed > 1.8
+
+
+def test_resumed_estimates_are_nearer_than_a_profiles() -> None:
+    """A profile's are those of other texts; they begin the trials after a pause."""
+    source = controller()
+    source.expect(0.6, 2.0)
+    learnt = source.learnt((1.0, 2.0, 3.0))
+    assert learnt.cost_factors == (1.0, 2.0, 3.0)
+    resumed = controller()
+    resumed.resume(learnt)
+    resumed.expect(0.9, 3.0)
+    assert (resumed.acceptance, resumed.tokens_per_round) == pytest.approx((0.6, 2.0))
+    simulated(resumed, 0.0, 200)
+    assert resumed.rounds() == 0
+    assert resumed.acceptance == pytest.approx(0.9)
