@@ -224,7 +224,7 @@ def test_other_commands_refuse_several_processes(
 def test_memory_that_runs_out_on_one_card_ends_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     hierarchy = parallel_ranks.engine(offload=True).hierarchy
     monkeypatch.setattr(distributed, "current", lambda: Group(1, 2, CPU))
-    with pytest.raises(torch.OutOfMemoryError, match="memory ran out on rank 1 of 2, and several cards"):
+    with pytest.raises(torch.OutOfMemoryError, match="memory ran out on rank 1 of 2, and several ranks"):
         hierarchy.shrink()
 
 
