@@ -24,7 +24,7 @@ from dataclasses import dataclass
 START_BUDGET = 6.0
 """Plain passes that drafting may lose before it has gained anything."""
 REFILL = 0.008
-"""Share of the time of plain decoding that the loss budget grows by."""
+"""Share of the time of plain decoding by which the loss budget grows."""
 # Gains are credited up to this many plain passes: where acceptance falls, the loss is bounded by them.
 _MOST_BUDGET = 64.0
 # Share of the budget that the first pass of a trial may lose: what one pass shows may be chance.
@@ -36,7 +36,7 @@ _KEPT = 0.98
 # Expected estimates weigh as many as these judged tokens and rounds; in later trials this share of them.
 _PRIOR_TOKENS, _PRIOR_ROUNDS, _LATER = 3.0, 2.0, 0.5
 _PRIOR_ACCEPTANCE = 0.9
-# Drafting pauses where it does not pay at an acceptance of this many standard errors above the estimate.
+# Drafting pauses where it would not pay at an acceptance this many standard errors above the estimate.
 _STANDARD_ERRORS = 1.0
 # Weight of a newly measured time, which is clamped to this many times the mean, and to its inverse.
 _NEW, _OUTLIER = 0.15, 2.0
@@ -185,7 +185,7 @@ class DraftLengthController:
         return self._rate(rounds, self.acceptance)
 
     def observe(
-        self, rounds: int, sequences: int = 1, gathered: int = 0, accepted: int = 0, refused: int = 0
+        self, rounds: int, sequences: int = 1, gathered: int = 0, accepted: int = 0, rejected: int = 0
     ) -> None:
         """Update the estimates after a pass. Counts are sums over the sequences that were still running.
 
@@ -194,8 +194,8 @@ class DraftLengthController:
             sequences: at least 1.
             gathered: draft tokens that its rounds added (3 levels).
             accepted: draft tokens that the target accepted.
-            refused: sequences in which it rejected one. A rejection ends the chain, so
-                accepted / (accepted + refused) estimates the acceptance.
+            rejected: sequences in which it rejected one. A rejection ends the chain, so
+                accepted / (accepted + rejected) estimates the acceptance.
         """
         if self.fixed is None:
             self._charge(rounds, 1 + accepted / sequences)
@@ -203,7 +203,7 @@ class DraftLengthController:
             return
         self._passes += 1
         self._accepted = _KEPT * self._accepted + accepted
-        self._judged = _KEPT * self._judged + accepted + refused
+        self._judged = _KEPT * self._judged + accepted + rejected
         self._gathered = _KEPT * self._gathered + gathered / sequences
         self._drafted = _KEPT * self._drafted + rounds
         if self.fixed is None and not self._promising():

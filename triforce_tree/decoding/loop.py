@@ -93,8 +93,7 @@ class Decoder:
                 self.program.learnt[self._kind] = self.controller.learnt(self._cost_factors)
 
     def _set_costs(self, tokens: int) -> StageSeconds | None:
-        """Give the controller the costs at this context length; those of the table, which are returned, times
-        what measured ones exceeded them by."""
+        """Set the controller's costs at this context length; return the table's, before the cost factors."""
         if self._costs is None:
             return None
         expected = self._costs.at(tokens)
@@ -187,8 +186,8 @@ class Decoder:
                 retrieval.emitted += gathered
                 retrieval.seconds += seconds.get("retrieval_refresh", 0.0) + seconds.get("retrieval", 0.0)
         if running:
-            refused = sum(row[0] <= row[1] for row in running) if rounds else 0
-            self.controller.observe(rounds, len(running), gathered, count - len(running), refused)
+            rejected = sum(row[0] <= row[1] for row in running) if rounds else 0
+            self.controller.observe(rounds, len(running), gathered, count - len(running), rejected)
         if self._learns and expected is not None:
             # Rank 0's times, on all ranks: those that chose different rounds would wait forever.
             seconds = broadcast_object(seconds)
