@@ -39,7 +39,7 @@ def test_a_window_that_hides_nothing_is_none(window: int, levels: int) -> None:
 
 
 def test_a_plan_for_windows_alone_keeps_its_buffers() -> None:
-    """Plan and program agree about the levels; else each request would plan and capture anew."""
+    """Plan and program agree about the levels; else each request would plan and capture again."""
     engine = load(model("mistral-window"), draft_of("mistral-window"), **AUTO, offload=True)
     assert names(engine) == ["draft", "target"]
     assert engine.hierarchy.memory is not None

@@ -21,13 +21,13 @@ SETTINGS = {"machine": "abacus", "levels": 3}
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
+def path(tmp_path: Path) -> Path:
     return tmp_path / "deep" / "stage_costs.json"
 
 
 @pytest.fixture
 def measurements(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Any]]:
-    """One more element for each set of stages that is measured; an empty cache folder."""
+    """Grows by an element for each measurement of stages; the cache folder is empty."""
     done: list[Any] = []
 
     def counted(*args: Any) -> StageCosts:
@@ -41,35 +41,35 @@ def measurements(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[li
     cost_table._table_at.cache_clear()
 
 
-def test_the_file_keeps_costs_by_their_settings(place: Path) -> None:
-    table = CostTable(place)
+def test_the_file_keeps_costs_by_their_settings(path: Path) -> None:
+    table = CostTable(path)
     assert table.find(SETTINGS) is None
     assert table.add(SETTINGS, COSTS) == COSTS
-    assert CostTable(place).find(dict(reversed(SETTINGS.items()))) == COSTS
-    assert CostTable(place).find(SETTINGS | {"levels": 2}) is None
-    [entry] = json.loads(place.read_text())["entries"].values()
+    assert CostTable(path).find(dict(reversed(SETTINGS.items()))) == COSTS
+    assert CostTable(path).find(SETTINGS | {"levels": 2}) is None
+    [entry] = json.loads(path.read_text())["entries"].values()
     assert entry["settings"] == SETTINGS
-    assert list(place.parent.iterdir()) == [place], "no temporary file is left"
+    assert list(path.parent.iterdir()) == [path], "no temporary file is left"
 
 
-def test_writers_at_the_same_time_agree(place: Path) -> None:
-    """Each keeps what others have written, and goes by the first one's costs."""
+def test_concurrent_writers_agree(path: Path) -> None:
+    """Each keeps what others have written, and uses the costs that were written first."""
     other = StageCosts((7,), 1.0, (1.0,), (1.0,))
-    tables = [CostTable(place), CostTable(place), CostTable(place)]
+    tables = [CostTable(path), CostTable(path), CostTable(path)]
     assert all(table.find(SETTINGS) is None for table in tables)
     assert tables[0].add(SETTINGS, COSTS) == COSTS
     assert tables[1].add(SETTINGS | {"levels": 2}, other) == other
     assert tables[2].add(SETTINGS, other) == COSTS
-    fresh = CostTable(place)
+    fresh = CostTable(path)
     assert (fresh.find(SETTINGS), fresh.find(SETTINGS | {"levels": 2})) == (COSTS, other)
 
 
-def test_the_oldest_entries_leave(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_entries_are_dropped(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cost_table, "MOST_ENTRIES", 3)
-    table = CostTable(place)
+    table = CostTable(path)
     for levels in range(5):
         table.add({"levels": levels}, COSTS)
-    assert [CostTable(place).find({"levels": n}) is None for n in range(5)] == [
+    assert [CostTable(path).find({"levels": n}) is None for n in range(5)] == [
         True,
         True,
         False,
@@ -89,18 +89,18 @@ def test_the_oldest_entries_leave(place: Path, monkeypatch: pytest.MonkeyPatch) 
     }.values(),
 )
 def test_a_damaged_file_is_replaced(
-    place: Path, content: str | bytes, needed: str, caplog: pytest.LogCaptureFixture
+    path: Path, content: str | bytes, needed: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    place.parent.mkdir()
-    place.write_bytes(content if isinstance(content, bytes) else content.encode())
-    table = CostTable(place)
+    path.parent.mkdir()
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    table = CostTable(path)
     assert table.find(SETTINGS) is None
     assert table.find({}) is None
     [record] = caplog.records
     assert needed in record.getMessage()
-    assert str(place) in record.getMessage()
+    assert str(path) in record.getMessage()
     table.add(SETTINGS, COSTS)
-    assert CostTable(place).find(SETTINGS) == COSTS
+    assert CostTable(path).find(SETTINGS) == COSTS
     assert len(caplog.records) == 1
 
 
@@ -115,17 +115,17 @@ def test_a_damaged_file_is_replaced(
     ],
     ids=str,
 )
-def test_a_damaged_entry_is_measured_anew(place: Path, change: dict[str, Any]) -> None:
-    CostTable(place).add(SETTINGS, COSTS)
-    held = json.loads(place.read_text())
+def test_a_damaged_entry_is_measured_again(path: Path, change: dict[str, Any]) -> None:
+    CostTable(path).add(SETTINGS, COSTS)
+    held = json.loads(path.read_text())
     [key] = held["entries"]
     for entry in (held["entries"][key] | change, 3, {}):
-        place.write_text(json.dumps({"version": 1, "entries": {key: entry}}))
-        assert CostTable(place).find(SETTINGS) is None
-        CostTable(place).add(SETTINGS, COSTS)
-        assert CostTable(place).find(SETTINGS) == COSTS
-    place.write_text('{"version": 1, "entries": 5}')
-    assert CostTable(place).find(SETTINGS) is None
+        path.write_text(json.dumps({"version": 1, "entries": {key: entry}}))
+        assert CostTable(path).find(SETTINGS) is None
+        CostTable(path).add(SETTINGS, COSTS)
+        assert CostTable(path).find(SETTINGS) == COSTS
+    path.write_text('{"version": 1, "entries": 5}')
+    assert CostTable(path).find(SETTINGS) is None
 
 
 def test_without_a_folder_costs_are_kept_in_memory(
@@ -154,29 +154,29 @@ def test_without_a_folder_costs_are_kept_in_memory(
 def test_engines_measure_once(
     pair: TinyPair, measurements: list[Any], ids: list[int], tmp_path: Path
 ) -> None:
-    def written(own: Engine, **options: Any) -> list[int]:
+    def generated(own: Engine, **options: Any) -> list[int]:
         out = own.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None, **options)
         return out.sequences[0, len(ids) :].tolist()
 
     options = {"budget": 64, "recent": 32, "gamma": 4, "tree": "best-first:3,2", "window": 64}
     first = pair.load(levels=3, **options)
-    text = written(first)
+    expected = generated(first)
     assert len(measurements) == 1
-    assert written(first) == text
+    assert generated(first) == expected
     assert (tmp_path / "stage_costs.json").is_file()
-    # Another process finds the file.
+    # As another process, which finds the file.
     cost_table._table_at.cache_clear()
-    assert written(pair.load(levels=3, **options), seed=3) == text
+    assert generated(pair.load(levels=3, **options), seed=3) == expected
     assert len(measurements) == 1
-    # Other settings cost something else; one level and fixed rounds choose nothing.
-    assert written(pair.load(levels=2, **options)) == text
+    # Other settings are measured for themselves; one level and fixed rounds need no costs.
+    assert generated(pair.load(levels=2, **options)) == expected
     assert len(measurements) == 2
     for more in ({"levels": 1}, {"levels": 3, "rounds": 2}, {"levels": 2, "rounds": 1}):
-        assert written(pair.load(**options, **more)) == text
+        assert generated(pair.load(**options, **more)) == expected
     assert len(measurements) == 2
     (tmp_path / "stage_costs.json").unlink()
     cost_table._table_at.cache_clear()
-    assert written(pair.load(levels=3, **options)) == text
+    assert generated(pair.load(levels=3, **options)) == expected
     assert len(measurements) == 3
 
 

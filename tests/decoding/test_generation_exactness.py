@@ -1,4 +1,4 @@
-"""What a cycle generates follows the target's own distribution exactly: every draw is enumerated."""
+"""Generated sequences follow the target's own distribution exactly: every draw is enumerated."""
 
 import pytest
 from enumeration import NOISE, summed, total_variation
@@ -10,8 +10,8 @@ from triforce_tree.verify.sampling import ProbsFromLogits
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_generated_text_follows_the_targets_law(name: str) -> None:
-    """By levels that are strangers to each other, behind a prompt that only the full cache holds."""
+def test_generated_sequences_follow_the_targets_distribution(name: str) -> None:
+    """With unrelated models at the levels, after a prompt that only the full cache holds."""
     case = CASES[name]
     assert len(case.prompt) > 2 * max(SMALL["budget"], SMALL["window"])
     assert case.distance(case.generations()) < NOISE
@@ -19,7 +19,7 @@ def test_generated_text_follows_the_targets_law(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["live tree, cold", "runner-ups"])
 def test_the_operators_decide_as_their_definitions(name: str) -> None:
-    """Random numbers made for each outcome bring it about."""
+    """With random numbers that are constructed to give each outcome."""
     case = CASES[name]
     assert case.distance(case.generations(operators=True)) < NOISE
 
@@ -37,7 +37,7 @@ GREEDY_CASES = {
 
 @pytest.mark.parametrize("name", GREEDY_CASES)
 def test_greedy_output_is_the_targets_choice_alone(name: str) -> None:
-    """One way to go: nothing is drawn."""
+    """There is one outcome: nothing is drawn."""
     levels, options = GREEDY_CASES[name]
     case = Case(levels, 5, 12, options=options)
     generations = case.generations(batch=2)
@@ -47,7 +47,7 @@ def test_greedy_output_is_the_targets_choice_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("levels", [1, 2, 3])
-def test_stop_tokens_cut_the_law_and_nothing_else(levels: int) -> None:
+def test_stop_tokens_cut_sequences_and_change_nothing_else(levels: int) -> None:
     """The distribution is the target's cut there, though levels drafted beyond it."""
     case, stop = (
         Case(levels, 3, 2, options={"tree": "chain:1", "runner_ups": False, "gamma": 2}),
@@ -55,12 +55,12 @@ def test_stop_tokens_cut_the_law_and_nothing_else(levels: int) -> None:
     )
     generations = case.generations()
     whole = target_law(generations.target, case.to_probs, case.prompt, 2)
-    cut = summed((text[:1] if text[0] in stop else text, chance) for text, chance in whole.items())
+    cut = summed((new[:1] if new[0] in stop else new, chance) for new, chance in whole.items())
     assert len(cut) < len(whole)
     assert total_variation(generations.to_probs(case.to_probs, Ending(2, stop)), cut) < NOISE
 
 
-def test_a_draft_that_is_the_target_is_never_refused() -> None:
+def test_a_draft_that_is_the_target_is_never_rejected() -> None:
     """Where its window holds the prompt, only the drafted tokens themselves are drawn, and the bonus."""
     prompt = Case(2, 3, 3).prompt
     target = stranger(3, 0)
@@ -70,8 +70,8 @@ def test_a_draft_that_is_the_target_is_never_refused() -> None:
     assert total_variation(made, target_law(target, ProbsFromLogits(), prompt, 3)) < NOISE
 
 
-def test_scripts_of_a_batch_do_not_meet() -> None:
-    """Other neighbours in the batch, the same distribution."""
+def test_sequences_of_a_batch_are_independent() -> None:
+    """The same distribution in batches of any size."""
     case = Case(3, 2, 2, options=BOTH)
     probs = [case.generations(batch=batch).to_probs(case.to_probs, case.tokens) for batch in (1, 7, 32)]
     assert total_variation(probs[0], probs[1]) < NOISE
