@@ -114,7 +114,8 @@ class HierarchyConfig:
     whether level 2 also checks one runner-up token at every depth of the chain; None does where more
     rows cost little, which is not on a CPU. ``lookup`` is the number of tokens that prompt lookup proposes
     when there is no draft model. ``levels`` 3 is the whole hierarchy, 2 the draft under the full target, 1
-    ordinary decoding; "auto" takes 3 where the prompt is at least twice the retrieval budget and 2 below.
+    ordinary decoding; "auto" takes 3 where the prompt is at least twice the retrieval budget, and some layer
+    of the target sees more of it than a sliding window, else 2.
 
     Level 1 may run on a copy of the weights in ``retrieval_weight_bits`` 8 or 4, which
     changes what is proposed and never what comes out. ``prefill_chunk`` tokens of a prompt are fed at once;

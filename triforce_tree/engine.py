@@ -112,8 +112,7 @@ class Engine:
         """
         with self.hierarchy.generation():
             self.hierarchy.config = self._config
-            self.hierarchy.settle_memory([prompt_tokens], new_tokens, self._given)
-            return self.hierarchy.memory
+            return self.hierarchy.plan_memory([prompt_tokens], new_tokens, self._given)
 
     def _settle(self, temperature: float, prompts: list[list[int]], new_tokens: int) -> Entry | None:
         """Decide where rows live; take up what the profile advises, where it holds; else our own settings."""

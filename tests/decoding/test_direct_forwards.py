@@ -1,4 +1,4 @@
-"""Off the GPU no graph fixes the shape of a forward: slots that are not taken cost no rows."""
+"""Off the GPU no graph fixes the shape of a forward: empty slots of a tree are left out of it."""
 
 import pytest
 import torch
@@ -18,20 +18,20 @@ pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 
 @pytest.fixture
-def rows_of_forwards(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, int]]:
-    """(what a forward attends to, tokens of each sequence) of every forward, as they come."""
+def tokens_of_forwards(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, int]]:
+    """(the view, tokens of each sequence) of every forward, in their order."""
     seen: list[tuple[object, int]] = []
     call = StepModel.__call__
 
-    def noted(self: StepModel, tokens: torch.Tensor, positions: torch.Tensor, attend, last: int = 0):
-        seen.append((attend, tokens.shape[1]))
-        return call(self, tokens, positions, attend, last)
+    def recorded(self: StepModel, tokens: torch.Tensor, positions: torch.Tensor, view, last: int = 0):
+        seen.append((view, tokens.shape[1]))
+        return call(self, tokens, positions, view, last)
 
-    monkeypatch.setattr(StepModel, "__call__", noted)
+    monkeypatch.setattr(StepModel, "__call__", recorded)
     return seen
 
 
-def uncut(monkeypatch: pytest.MonkeyPatch) -> None:
+def forward_whole_trees(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TokenTree, "used_nodes", property(lambda self: self.nodes))
 
 
@@ -54,36 +54,36 @@ def test_used_nodes_of_a_batch() -> None:
 
 @pytest.mark.parametrize("to_probs", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("levels, runner_ups", [(2, None), (3, True), (3, False)])
-def test_the_text_is_that_of_whole_trees(
+def test_output_is_that_of_whole_trees(
     levels: int, runner_ups: bool | None, to_probs: ProbsFromLogits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chains that end long before gamma."""
     options = {"gamma": 9, "rounds": 1, "runner_ups": runner_ups}
     program = program_of(model("llama-gqa"), draft_of("llama-gqa"), levels, 3, **options)
     cut, _ = decoded(program, PROMPTS, NEW, to_probs)
-    uncut(monkeypatch)
+    forward_whole_trees(monkeypatch)
     whole, _ = decoded(program, PROMPTS, NEW, to_probs)
     assert cut == whole
     assert not to_probs.greedy or cut == references()
 
 
-def test_level_2_verifies_the_chain_alone(rows_of_forwards: list[tuple[object, int]]) -> None:
+def test_level_2_verifies_only_the_tokens_of_the_chain(tokens_of_forwards: list[tuple[object, int]]) -> None:
     program = program_of(model("llama-gqa"), draft_of("llama-gqa"), 3, gamma=9, rounds=1, runner_ups=False)
-    decoder_rows: list[int] = []
+    proposed: list[int] = []
     report = program.state.pass_results
-    program.state.pass_results = lambda: decoder_rows.append(int(program.state.proposed[0])) or report()
+    program.state.pass_results = lambda: proposed.append(int(program.state.proposed[0])) or report()
     new, _ = decoded(program, PROMPTS[:1], NEW[:1])
     assert new == references()[:1]
     full = program.stage("target").view
-    assert [rows for attend, rows in rows_of_forwards if attend is full] == [n + 1 for n in decoder_rows]
-    assert 1 < max(decoder_rows) < 9
+    assert [count for view, count in tokens_of_forwards if view is full] == [n + 1 for n in proposed]
+    assert 1 < max(proposed) < 9
 
 
 @pytest.mark.parametrize("levels", [2, 3])
-def test_a_lookup_that_finds_nothing_costs_one_row(
-    levels: int, rows_of_forwards: list[tuple[object, int]]
+def test_a_lookup_that_finds_nothing_forwards_the_root_alone(
+    levels: int, tokens_of_forwards: list[tuple[object, int]]
 ) -> None:
-    """Every token of the prompt is another, so that only new tokens can be found again."""
+    """No token of the prompt occurs twice, so that only new tokens can be found again."""
     target = HFModel(model("llama-gqa"))
     config = HierarchyConfig.from_options(
         levels=levels, lookup=5, tree="chain:5", gamma=4, rounds=1, budget=24, chunk=4, recent=8
@@ -92,7 +92,7 @@ def test_a_lookup_that_finds_nothing_costs_one_row(
     vocabulary = sorted({*prompt_of(60)})
     decoded(program, [vocabulary], [3])
     judged = program.stage("target" if levels == 2 else "retrieval_refresh").view
-    assert next(rows for attend, rows in rows_of_forwards if attend is judged) == 1
-    rows_of_forwards.clear()
+    assert next(count for view, count in tokens_of_forwards if view is judged) == 1
+    tokens_of_forwards.clear()
     decoded(program, [[*vocabulary, *vocabulary[:7]]], [3])
-    assert next(rows for attend, rows in rows_of_forwards if attend is judged) == 6
+    assert next(count for view, count in tokens_of_forwards if view is judged) == 6

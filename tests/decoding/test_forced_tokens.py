@@ -20,7 +20,7 @@ PROMPT = prompt_of(90)
 
 
 class Nothing:
-    """A drafter that proposes no token, so that each forward of level 1 adds one."""
+    """A drafter that proposes no token, so that each forward of level 1 appends one."""
 
     name = "nothing"
     tree = "chain:1"
@@ -29,9 +29,9 @@ class Nothing:
 
     def bind(self, state: SequenceState) -> None: ...
 
-    def start(self, texts: Sequence[Sequence[int]]) -> None: ...
+    def start(self, sequences: Sequence[Sequence[int]]) -> None: ...
 
-    def prepare(self, texts: Sequence[Sequence[int] | None], resumed: bool) -> None: ...
+    def prepare(self, sequences: Sequence[Sequence[int] | None], resumed: bool) -> None: ...
 
     def propose(self, state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:
         tree.tokens[:, 0] = state.newest
@@ -43,8 +43,8 @@ def one_by_one(refresh: int) -> DecodingProgram:
     return DecodingProgram(HFModel(model("llama-gqa")), Nothing(), config, 1, 150, 3)
 
 
-def gathered(program: DecodingProgram, rounds: int) -> tuple[list[int], torch.Tensor]:
-    """What level 1 wrote in so many rounds, and its logits at these places."""
+def draft_chain(program: DecodingProgram, rounds: int) -> tuple[list[int], torch.Tensor]:
+    """The chain that level 1 accepts in so many rounds, and its logits of each token."""
     generator, logits = torch.Generator(), []
     for number in range(rounds):
         name = "retrieval_refresh" if program.config.retrieval.chooses(number) else "retrieval"
@@ -57,18 +57,18 @@ def gathered(program: DecodingProgram, rounds: int) -> tuple[list[int], torch.Te
 
 
 @pytest.mark.parametrize("refresh", [0, 1, 2])
-def test_level_1_chooses_and_sees_what_it_does_while_decoding(refresh: int) -> None:
+def test_level_1_retrieves_and_sees_what_it_does_while_decoding(refresh: int) -> None:
     program = one_by_one(refresh)
     program.prepare(GREEDY)
     program.prefill([PROMPT])
-    chain, expected = gathered(program, 6)
+    chain, expected = draft_chain(program, 6)
     assert len(chain) == 7
     program.rewind([PROMPT])
     forced_tokens.offer(program, PROMPT, chain[1:6])
     ours = forced_tokens.retrieval_logits(program, chain[:6], 1)
     torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
     if refresh == 1:
-        # The choice matters: chunks chosen by the first root alone give other logits.
+        # Refreshing matters: chunks retrieved for the first root alone give other logits.
         once = one_by_one(0)
         once.prepare(GREEDY)
         once.prefill([PROMPT])
@@ -80,7 +80,7 @@ def test_forwards_of_several_tokens_are_those_of_trees() -> None:
     program = program_of(target, target, 3, gamma=9, refresh=0, window=200, budget=40)
     program.prepare(GREEDY)
     program.prefill([PROMPT])
-    chain, expected = gathered(program, 4)
+    chain, expected = draft_chain(program, 4)
     assert len(chain) > 6
     for step in (1, 3, 9):
         program.rewind([PROMPT])
@@ -97,27 +97,27 @@ def test_committed_tokens_are_those_of_a_longer_prompt() -> None:
         program.prepare(GREEDY)
         program.prefill([prompt])
     forced, fresh = programs
-    text = list(PROMPT)
+    sequence = list(PROMPT)
     for part in (more[:6], more[6:10]):
-        forced_tokens.offer(forced, text, part)
+        forced_tokens.offer(forced, sequence, part)
         forced_tokens.draft_probs(forced, len(part), torch.Generator())
-        forced_tokens.retrieval_logits(forced, [text[-1], *part], 3)
-        forced_tokens.target_logits(forced, [text[-1], *part][: len(part)])
+        forced_tokens.retrieval_logits(forced, [sequence[-1], *part], 3)
+        forced_tokens.target_logits(forced, [sequence[-1], *part][: len(part)])
         forced_tokens.commit(forced, len(part))
-        text += part
+        sequence += part
     for program in programs:
-        forced_tokens.offer(program, text, more[10:])
+        forced_tokens.offer(program, sequence, more[10:])
     generator = torch.Generator()
     for level in (
         lambda program: forced_tokens.draft_probs(program, 2, generator),
-        lambda program: forced_tokens.retrieval_logits(program, [text[-1], *more[10:]], 3),
-        lambda program: forced_tokens.target_logits(program, [text[-1], *more[10:]]),
+        lambda program: forced_tokens.retrieval_logits(program, [sequence[-1], *more[10:]], 3),
+        lambda program: forced_tokens.target_logits(program, [sequence[-1], *more[10:]]),
     ):
         torch.testing.assert_close(level(forced), level(fresh), atol=2e-5, rtol=1e-3)
 
 
 @torch.no_grad()
-def test_a_window_of_the_whole_text_gives_the_drafts_own_probs() -> None:
+def test_a_window_of_the_whole_sequence_gives_the_drafts_own_probs() -> None:
     draft, coming = draft_of("llama-gqa"), prompt_of(4)
     program = program_of(model("llama-gqa"), draft, 3, window=200)
     program.prepare(GREEDY)

@@ -1,4 +1,4 @@
-"""What a cycle generates follows the target's own distribution exactly: every draw is enumerated."""
+"""Generated sequences follow the target's own distribution exactly: every draw is enumerated."""
 
 import pytest
 from enumeration import NOISE, summed, total_variation
@@ -19,7 +19,7 @@ def test_generated_tokens_follow_the_targets_distribution(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["best-first, cold", "runner-ups"])
 def test_the_operators_decide_as_their_definitions(name: str) -> None:
-    """Random numbers made for each outcome bring it about."""
+    """With random numbers that are constructed to give each outcome."""
     case = CASES[name]
     assert case.distance(case.generations(operators=True)) < NOISE
 
@@ -37,7 +37,7 @@ GREEDY_CASES = {
 
 @pytest.mark.parametrize("name", GREEDY_CASES)
 def test_greedy_output_is_the_targets_choice_alone(name: str) -> None:
-    """One way to go: nothing is drawn."""
+    """There is one outcome: nothing is drawn."""
     levels, options = GREEDY_CASES[name]
     case = Case(levels, 5, 12, options=options)
     generations = case.generations(batch=2)
@@ -60,7 +60,7 @@ def test_stop_tokens_only_cut_the_distribution(levels: int) -> None:
     assert total_variation(generations.distribution(case.to_probs, Ending(2, stop)), cut) < NOISE
 
 
-def test_a_draft_that_is_the_target_is_never_refused() -> None:
+def test_a_draft_that_is_the_target_is_never_rejected() -> None:
     """Where its window holds the prompt, only the drafted tokens themselves are drawn, and the bonus."""
     prompt = Case(2, 3, 3).prompt
     target = stranger(3, 0)
@@ -70,8 +70,8 @@ def test_a_draft_that_is_the_target_is_never_refused() -> None:
     assert total_variation(made, target_distribution(target, ProbsFromLogits(), prompt, 3)) < NOISE
 
 
-def test_scripts_of_a_batch_do_not_meet() -> None:
-    """Other neighbours in the batch, the same distribution."""
+def test_sequences_of_a_batch_are_independent() -> None:
+    """The same distribution in batches of any size."""
     case = Case(3, 2, 2, options=BOTH)
     probs = [case.generations(batch=batch).distribution(case.to_probs, case.tokens) for batch in (1, 7, 32)]
     assert total_variation(probs[0], probs[1]) < NOISE

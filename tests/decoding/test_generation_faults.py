@@ -1,4 +1,4 @@
-"""Faults planted into a cycle change the distribution of its text, and the enumeration finds every one."""
+"""Faults planted into decoding change the output distribution, and the enumeration finds every one."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ from triforce_tree.kv.tree_attention_view import PagedRetrievalView
 from triforce_tree.runtime.sequence_state import SequenceState
 
 FOUND = 100 * NOISE
-TREE_LAWS = 2  # the most laws of a draft's tree here; a chain of gamma = 3 has more
+TREE_PROBS = 2  # most distributions that a draft's tree reports here; a chain of gamma = 3 has more
 CASES = {
     "chain": Case(2, 3, 2, 1, {"tree": "chain:1", "runner_ups": False}),
     "longer chain": Case(2, 3, 3, 1, {"tree": "chain:2", "runner_ups": False}),
@@ -38,19 +38,19 @@ def judged(change: Callable[..., tuple[Any, ...]], level: str = "all") -> Noisy:
 
     class Faulty(EnumeratedNoise):
         def accept_tree(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-            here = "chain" if args[3].shape[1] > TREE_LAWS else "trees"
+            here = "chain" if args[3].shape[1] > TREE_PROBS else "trees"
             return super().accept_tree(*(change(*args) if level in ("all", here) else args))
 
     return Faulty
 
 
-def rows_of_q(tokens, parents, p, q, q_rows, depth):
-    """Children are judged by the draft law of the node before theirs."""
+def shifted_q(tokens, parents, p, q, q_rows, depth):
+    """Children are judged by the draft distribution of the node before their parent."""
     return tokens, parents, p, q, (q_rows - 1).clamp_min(0), depth
 
 
-def rows_of_p(tokens, parents, p, q, q_rows, depth):
-    """Every node has the target's law of the one before it."""
+def shifted_p(tokens, parents, p, q, q_rows, depth):
+    """Every node has the target distribution of the one before it."""
     return tokens, parents, p.roll(1, 1), q, q_rows, depth
 
 
@@ -59,7 +59,7 @@ def decided(draws: type[CraftedDraws], level: str = "all") -> Noisy:
 
     class Faulty(EnumeratedNoise):
         def accept_tree(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-            here = "chain" if args[3].shape[1] > TREE_LAWS else "trees"
+            here = "chain" if args[3].shape[1] > TREE_PROBS else "trees"
             self.draws = draws if level in ("all", here) else CraftedDraws
             return super().accept_tree(*args)
 
@@ -67,7 +67,7 @@ def decided(draws: type[CraftedDraws], level: str = "all") -> Noisy:
 
 
 class FirstAlways(CraftedDraws):
-    """The first child is accepted whatever the laws say."""
+    """The first child is accepted whatever its probability."""
 
     def __init__(self, walks: list[Walk], *rest: Any) -> None:
         super().__init__(walks, *rest)
@@ -103,7 +103,7 @@ class BestRunnerUp(EnumeratedNoise):
 
 
 class RunnerUpOfTheNext(EnumeratedNoise):
-    """Runner-ups are drawn from the law of the place after theirs."""
+    """Runner-ups are drawn from the distribution of the next position."""
 
     def second_choice(self, probs: Tensor, chosen: Tensor) -> Tensor:
         return super().second_choice(probs.roll(-1, 1), chosen)
@@ -126,7 +126,7 @@ class BestDraws(EnumeratedNoise):
 
 
 def sound(patch: pytest.MonkeyPatch) -> None:
-    """The fault is the noise's alone."""
+    """The fault is in the noise alone."""
 
 
 def refusal(change: Callable[..., tuple[Tensor, Tensor]]) -> Callable[[pytest.MonkeyPatch], None]:
@@ -146,7 +146,7 @@ def no_residual_at(level: str) -> Noisy:
 
     class Faulty(EnumeratedNoise):
         def accept_tree(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-            here = "chain" if args[3].shape[1] > TREE_LAWS else "trees"
+            here = "chain" if args[3].shape[1] > TREE_PROBS else "trees"
             with pytest.MonkeyPatch.context() as patch:
                 if here == level:
                     no_residual(patch)
@@ -155,8 +155,8 @@ def no_residual_at(level: str) -> Noisy:
     return Faulty
 
 
-def chain_laws_late(patch: pytest.MonkeyPatch) -> None:
-    """The laws of the chain's tokens are kept one place late."""
+def chain_probs_late(patch: pytest.MonkeyPatch) -> None:
+    """The distributions of the chain's tokens are stored one position late."""
     lengthen = SequenceState.append_drafted
 
     def late(self: SequenceState, emitted: Tensor, count: Tensor, probs: Tensor | None) -> None:
@@ -165,8 +165,8 @@ def chain_laws_late(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SequenceState, "append_drafted", late)
 
 
-def other_chunks_than_the_roots(patch: pytest.MonkeyPatch) -> None:
-    """Level 1's law depends on the children that it judges, by way of what their queries select."""
+def chunks_of_the_children(patch: pytest.MonkeyPatch) -> None:
+    """Level 1's distribution depends on the children that it judges: their queries retrieve the chunks."""
     attend = PagedRetrievalView.__call__
 
     def by_the_child(self: PagedRetrievalView, layer: int, q: Tensor, *rest: Any) -> Tensor:
@@ -194,17 +194,17 @@ FAULTS: dict[str, Fault] = {
     "one uniform, chain": ("longer chain", decided(OneUniform), sound),
     "one uniform, siblings": ("siblings", decided(OneUniform), sound),
     "one uniform at level 2": ("two rounds", decided(OneUniform, "chain"), sound),
-    "rows of q at level 2": ("two rounds", judged(rows_of_q, "chain"), sound),
-    "rows of p at level 1": ("runner-ups", judged(rows_of_p, "trees"), sound),
-    "rows of p, siblings": ("siblings", judged(rows_of_p), sound),
+    "shifted q at level 2": ("two rounds", judged(shifted_q, "chain"), sound),
+    "shifted p at level 1": ("runner-ups", judged(shifted_p, "trees"), sound),
+    "shifted p, siblings": ("siblings", judged(shifted_p), sound),
     "with replacement": ("siblings", EnumeratedNoise, with_replacement),
     "best runner-up": ("runner-ups, four tokens", BestRunnerUp, sound),
     "runner-up of the next": ("runner-ups, four tokens", RunnerUpOfTheNext, sound),
     "weak draws dropped": ("siblings", WeakDrawsDropped, sound),
     "weak draws dropped, hierarchy": ("hierarchy", WeakDrawsDropped, sound),
     "best draws": ("live tree", BestDraws, sound),
-    "chain laws late": ("two rounds", EnumeratedNoise, chain_laws_late),
-    "other chunks": ("hierarchy, four tokens", EnumeratedNoise, other_chunks_than_the_roots),
+    "chain distributions late": ("two rounds", EnumeratedNoise, chain_probs_late),
+    "other chunks": ("hierarchy, four tokens", EnumeratedNoise, chunks_of_the_children),
 }
 
 

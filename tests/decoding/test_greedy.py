@@ -1,7 +1,7 @@
-"""Greedy text of the device-resident cycle, off the GPU, is the target's own for all trees and levels.
+"""Greedy output, off the GPU, is the target's own for all trees and levels.
 
-A batch of three texts of different lengths, caches far smaller than the texts, memory that holds NaN until
-it is written.
+A batch of three prompts of different lengths, caches much smaller than the sequences, memory that holds NaN
+until it is written.
 """
 
 import pytest
@@ -29,7 +29,7 @@ def test_one_level() -> None:
 @pytest.mark.parametrize("gamma, rounds", [(1, 4), (9, 3), (9, 7), (3, None)])
 @pytest.mark.parametrize("runner_ups", [True, False])
 def test_every_gamma_and_count_of_rounds(gamma: int, rounds: int | None, runner_ups: bool) -> None:
-    """Chains that end before gamma, at it, and in rounds that no longer add to them."""
+    """Chains that end before gamma, at it, and in rounds that cannot extend them."""
     exact(3, gamma=gamma, rounds=rounds, runner_ups=runner_ups)
 
 
@@ -46,22 +46,22 @@ def test_the_smallest_retrieval_caches(options: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_a_middle_level_of_few_bits(bits: int) -> None:
+def test_a_retrieval_level_of_few_bits(bits: int) -> None:
     exact(3, retrieval_weight_bits=bits)
 
 
 @pytest.mark.parametrize("levels", [2, 3])
-def test_a_stranger_as_draft(levels: int) -> None:
-    """It is hardly ever right, so nearly every tree is refused whole."""
-    stranger = tiny("qwen2", seed=5, num_hidden_layers=1)
-    program = program_of(model("llama-gqa"), stranger, levels, len(PROMPTS))
+def test_an_unrelated_draft(levels: int) -> None:
+    """Nearly every tree is rejected whole."""
+    unrelated = tiny("qwen2", seed=5, num_hidden_layers=1)
+    program = program_of(model("llama-gqa"), unrelated, levels, len(PROMPTS))
     assert decoded(program, PROMPTS, NEW)[0] == references()
 
 
 @pytest.mark.parametrize("levels", [2, 3])
 @pytest.mark.parametrize("length", [1, 2, 4, 6, 20])
 def test_short_prompts(levels: int, length: int) -> None:
-    """Shorter than what a draft is fed again, or than the retrieval budget: exact, or refused in words."""
+    """Shorter than what a draft is fed again, or than the retrieval budget: exact, or refused clearly."""
     target = model("llama-gqa")
     program = program_of(target, draft_of("llama-gqa"), levels)
     refusal = ""
@@ -73,15 +73,15 @@ def test_short_prompts(levels: int, length: int) -> None:
 
 
 @pytest.mark.parametrize("levels", [1, 2, 3])
-def test_a_batch_gives_each_text_what_it_gets_alone(levels: int) -> None:
+def test_a_batch_gives_each_sequence_what_it_gets_alone(levels: int) -> None:
     together, _ = decoded(program_of(model("llama-gqa"), draft_of("llama-gqa"), levels, 3), PROMPTS, NEW)
     one = program_of(model("llama-gqa"), draft_of("llama-gqa"), levels)
-    for prompt, new, text in zip(PROMPTS, NEW, together, strict=True):
-        assert decoded(one, [prompt], [new])[0] == [text]
+    for prompt, new, tokens in zip(PROMPTS, NEW, together, strict=True):
+        assert decoded(one, [prompt], [new])[0] == [tokens]
 
 
 @pytest.mark.parametrize("levels", [2, 3])
-def test_texts_that_outgrow_the_drafts_window_many_times(levels: int) -> None:
+def test_sequences_many_times_longer_than_the_drafts_window(levels: int) -> None:
     """110 tokens over windows of 6 to 12."""
     target, prompts = model("llama-gqa"), [prompt_of(44), prompt_of(59)]
     program = program_of(target, target, levels, 2, max_seq_len=250)

@@ -1,4 +1,4 @@
-"""Levels of the device cycle do what they are for: what level 1 sees, and how much of it level 2 accepts."""
+"""What level 1 sees, and how many of its tokens level 2 accepts."""
 
 import pytest
 import torch
@@ -31,10 +31,10 @@ pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 @pytest.mark.parametrize("to_probs", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_a_draft_that_is_the_target_is_always_accepted(to_probs: ProbsFromLogits) -> None:
-    """As long as its window covers the text; sampled, but for rounding."""
+    """As long as its window covers the sequence; sampled, up to rounding."""
     target = model("llama-gqa")
     program = program_of(target, target, 2, 3, tree="chain:3", window=200)
-    # As many as whole passes bring.
+    # Whole passes: no token is cut off.
     new, decoder = decoded(program, PROMPTS, [32, 24, 16], to_probs)
     assert not to_probs.greedy or new == references(new=[32, 24, 16])
     assert decoder.levels[-1].acceptance_rate == 1.0
@@ -72,18 +72,20 @@ def test_more_retrieved_chunks_are_more_like_the_whole_context() -> None:
     assert rates[0] + 0.1 < rates[1] < rates[2] - 0.1
 
 
-def test_the_chosen_chunks_are_those_that_the_root_attends_to_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Per sequence, layer and KV head, from the full cache's own keys, in the retrieval of a text."""
+def test_retrieved_chunks_are_those_that_the_root_attends_to_most(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Per sequence, layer and KV head, from the full cache's own keys, in one refresh of the retrieval."""
     choices: list[tuple[torch.Tensor, torch.Tensor, float]] = []
     select = step.select_chunks
 
-    def noted(q: torch.Tensor, means: torch.Tensor, limit: torch.Tensor, *rest: object) -> None:
+    def recorded(q: torch.Tensor, means: torch.Tensor, limit: torch.Tensor, *rest: object) -> None:
         choices.append((q.clone(), limit.clone(), float(rest[2])))
         select(q, means, limit, *rest)
 
     program = program_of(model("llama-gqa"), draft_of("llama-gqa"), 3, 3)
     decoded(program, PROMPTS, NEW)
-    monkeypatch.setattr(step, "select_chunks", noted)
+    monkeypatch.setattr(step, "select_chunks", recorded)
     program.state.active.fill_(1)
     generator = torch.Generator()
     for stage in ("draft", "retrieval_refresh"):
@@ -108,10 +110,10 @@ def test_the_chosen_chunks_are_those_that_the_root_attends_to_most(monkeypatch: 
 
 
 @torch.no_grad()
-def test_level_1_sees_the_chosen_chunks_and_the_recent_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The root's logits in every round, against rows picked one by one from the full cache."""
+def test_level_1_sees_the_retrieved_chunks_and_the_recent_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The root's logits in every round, against KV slots picked one by one from the full cache."""
     program = program_of(model("llama-gqa"), draft_of("llama-gqa"), 3, 3, gamma=9, rounds=4, refresh=2)
-    rows, seen = program.retrieval_view, []
+    view, seen = program.retrieval_view, []
     apart = program.store.groups[0].pages_apart
 
     def picked(
@@ -120,9 +122,9 @@ def test_level_1_sees_the_chosen_chunks_and_the_recent_rows(monkeypatch: pytest.
         keys, values = program.store.layer(layer)
         out = torch.empty(3, 1, 4, 8)
         for b in range(3):
-            at, first = int(rows.at[b]), 4 * int(rows.boundary[b])
+            at, first = int(view.at[b]), 4 * int(view.boundary[b])
             for head in range(4):
-                pages = rows.retrieved[0].table[layer, b, head // 2, : rows.slots] - b * apart
+                pages = view.retrieved[0].table[layer, b, head // 2, : view.slots] - b * apart
                 places = [4 * page + i for page in pages.tolist() for i in range(4)] + [*range(first, at)]
                 assert len(set(places)) == len(places)
                 theirs = torch.cat([keys[b, head // 2, places], k[b, head // 2]])
@@ -137,7 +139,7 @@ def test_level_1_sees_the_chosen_chunks_and_the_recent_rows(monkeypatch: pytest.
         if tree is program.stage("draft").tree:
             logits = program.full(tree.tokens[:, :1], root[:, None], picked)
             torch.testing.assert_close(result.scores[:, 0], logits[:, 0], atol=2e-5, rtol=1e-4)
-            seen.append(rows.refreshing)
+            seen.append(view.refreshing)
         return result
 
     monkeypatch.setattr(Verifier, "judge", checked)
@@ -157,26 +159,26 @@ def test_plain_passes_between_leave_no_trace(levels: int) -> None:
     decoder.controller.rounds = lambda: next(wanted)
     new: list[list[int]] = [[] for _ in prompts]
     for blocks in decoder.decode(prompts, [Ending(24)] * 3):
-        for text, block in zip(new, blocks, strict=True):
-            text += block
+        for tokens, block in zip(new, blocks, strict=True):
+            tokens += block
     assert new == [reference(target, prompt, 24) for prompt in prompts]
     assert decoder.levels[1].acceptance_rate == 1.0
     assert decoder.levels[-1].accepted == decoder.levels[-1].proposed > 0
 
 
 @torch.no_grad()
-def test_the_full_cache_holds_the_targets_own_rows() -> None:
-    """After many passes of three levels: rows of a settled text are those of a fresh prefill."""
+def test_the_full_cache_holds_the_targets_own_keys_and_values() -> None:
+    """After many passes of three levels the committed KV slots are those of a prefill."""
     target = model("llama-gqa")
     program = program_of(target, draft_of("llama-gqa"), 3, 3)
     new, _ = decoded(program, PROMPTS, NEW)
-    texts = [[*prompt, *text] for prompt, text in zip(PROMPTS, new, strict=True)]
+    sequences = [[*prompt, *tokens] for prompt, tokens in zip(PROMPTS, new, strict=True)]
     fresh = program_of(target, draft_of("llama-gqa"), 3, 3)
-    fresh.prefill(texts)
-    for b, text in enumerate(texts):
-        rows = len(text) - 1
-        got, expected = (c.store.kv[:, :, b, :, :rows] for c in (program, fresh))
+    fresh.prefill(sequences)
+    for b, sequence in enumerate(sequences):
+        slots = len(sequence) - 1
+        got, expected = (c.store.kv[:, :, b, :, :slots] for c in (program, fresh))
         torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-4)
-        chunks = (rows - 8) // 4
+        chunks = (slots - 8) // 4
         got, expected = (c.retrieval_view.retrieved[0].means[:, b, :, :chunks] for c in (program, fresh))
         torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-4)

@@ -1,4 +1,4 @@
-"""What decoding refuses in words, and requests that were hard to serve and are carried out."""
+"""What decoding refuses with a message, and unusual requests that it serves."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def test_nan_logits_are_refused(levels: int, to_probs: ProbsFromLogits) -> None:
         decoded(program, PROMPTS, NEW, to_probs)
     with torch.no_grad():
         target.lm_head.weight[5] = weight
-    assert decoded(program, PROMPTS, NEW)[0] == references(), "and it is fit for use again"
+    assert decoded(program, PROMPTS, NEW)[0] == references(), "the program can be used again"
 
 
 @pytest.mark.parametrize("levels", [2, 3])
@@ -93,7 +93,7 @@ def test_prompt_lookup_proposes_and_is_verified(levels: int) -> None:
 @pytest.mark.parametrize(
     "option", [{"repetition_penalty": 1.7}, {"no_repeat_ngram_size": 2}, {"min_new_tokens": 12}], ids=str
 )
-def test_processors_that_look_at_the_text(levels: int, option: dict[str, object]) -> None:
+def test_processors_that_depend_on_the_text(levels: int, option: dict[str, object]) -> None:
     """Each node of a tree is judged after its own path."""
     prompt = prompt_of(61)
     more = {**option, "eos_token_id": 5, "pad_token_id": 0}
@@ -103,9 +103,9 @@ def test_processors_that_look_at_the_text(levels: int, option: dict[str, object]
         assert new_tokens(engine_of(draft=draft, levels=levels), prompt, 20, **more) == expected
 
 
-def test_such_processors_serve_rows_of_a_batch_one_by_one() -> None:
+def test_such_processors_serve_sequences_of_a_batch_one_by_one() -> None:
     prompts = [prompt_of(61), prompt_of(43)]
     out = engine_of(levels=3).generate(prompts, max_new_tokens=8, do_sample=False, repetition_penalty=1.7)
-    for row, prompt in enumerate(prompts):
+    for b, prompt in enumerate(prompts):
         expected = greedy(model("llama-gqa"), prompt, 8, repetition_penalty=1.7)
-        assert out.sequences[row, -8:].tolist() == expected
+        assert out.sequences[b, -8:].tolist() == expected

@@ -1,4 +1,4 @@
-"""One device cycle for many texts, laws and seeds: nothing of the last text is left for the next."""
+"""One program for many prompts, kinds of sampling and seeds: no request affects a later one."""
 
 import pytest
 from families import prompt_of
@@ -30,7 +30,7 @@ def test_rewinding_gives_the_same_tokens_again(levels: int, to_probs: ProbsFromL
 
 
 def test_a_chain_longer_than_the_recent_window_is_the_same_after_rewinding() -> None:
-    """Chunks of the chain itself become candidates; what their places held before must not matter."""
+    """Chunks of the chain itself can be retrieved; what their slots held before must not matter."""
     program = program_of(
         model("llama-gqa"), draft_of("llama-gqa"), 3, 3, gamma=12, rounds=8, budget=6, recent=1, chunk=1
     )
@@ -40,7 +40,7 @@ def test_a_chain_longer_than_the_recent_window_is_the_same_after_rewinding() -> 
 
 
 @pytest.mark.parametrize("levels", [1, 2, 3])
-def test_laws_take_turns_on_one_cycle(levels: int) -> None:
+def test_kinds_of_sampling_take_turns_on_one_program(levels: int) -> None:
     program = program_of(model("llama-gqa"), draft_of("llama-gqa"), levels, 3)
     other = program_of(model("llama-gqa"), draft_of("llama-gqa"), levels, 3)
     hot = ProbsFromLogits.at(1.7)
@@ -54,13 +54,13 @@ def test_laws_take_turns_on_one_cycle(levels: int) -> None:
 
 
 @pytest.mark.parametrize("levels", [1, 2, 3])
-def test_shorter_texts_after_longer_ones(levels: int) -> None:
+def test_shorter_sequences_after_longer_ones(levels: int) -> None:
     program = program_of(model("llama-gqa"), draft_of("llama-gqa"), levels, 3)
     decoded(program, [prompt_of(120)] * 3, [30] * 3)
     assert decoded(program, PROMPTS, NEW)[0] == references()
 
 
-def test_laws_with_equal_keys_differ_in_their_temperature_alone() -> None:
+def test_equal_keys_differ_in_their_temperature_alone() -> None:
     def key(*processors: object) -> object:
         return DeviceProbs.key(ProbsFromLogits(LogitsProcessorList(processors)))
 
@@ -83,11 +83,11 @@ def test_same_seed_same_tokens(levels: int) -> None:
     assert len({tuple(tokens) for tokens in alike}) == 3, "sequences of a batch draw apart"
 
 
-def test_a_cycle_is_prepared_once_for_each_kind_of_law() -> None:
+def test_a_program_is_prepared_once_for_each_kind_of_sampling() -> None:
     program: DecodingProgram = program_of(model("llama-gqa"), draft_of("llama-gqa"), 3, 1)
     for temperature in (0.5, 0.8, 0.5):
         to_probs = ProbsFromLogits.at(temperature)
         program.prepare(to_probs)
-        assert float(program._program.to_probs.temperature) == pytest.approx(temperature)
+        assert float(program._current.to_probs.temperature) == pytest.approx(temperature)
     program.prepare(GREEDY)
-    assert len(program._programs) == 2
+    assert len(program._prepared) == 2

@@ -1,7 +1,7 @@
-"""Seeded draws of the device cycle, by chi-square over batches of equal prompts.
+"""Seeded draws, by chi-square over batches of equal prompts.
 
-That random numbers are fresh, independent across a batch, and of the right distribution; what is decided
-by them is enumerated in ``test_generation_distributions``.
+Random numbers are new for every draw, independent across a batch, and of the right distribution; what they
+decide is enumerated in ``test_generation_distributions``.
 """
 
 from collections import Counter
@@ -43,8 +43,8 @@ def many(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.usefixtures("many")
-def test_three_tokens_follow_the_targets_law(name: str) -> None:
-    """By levels that are strangers to each other: else it would prove little."""
+def test_three_tokens_follow_the_targets_distribution(name: str) -> None:
+    """With unrelated models at the levels: else it would prove little."""
     chance, levels = sampled(name)
     assert chance > SOUND
     for level in levels[1:]:
@@ -52,8 +52,8 @@ def test_three_tokens_follow_the_targets_law(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["plain", "hierarchy, chain"])
-def test_noise_that_is_drawn_once_is_found_out(name: str, many: pytest.MonkeyPatch) -> None:
-    """Random numbers that serve every pass: what the enumeration, which has none, cannot see."""
+def test_noise_that_is_drawn_once_is_detected(name: str, many: pytest.MonkeyPatch) -> None:
+    """The same random numbers in every pass: the enumeration, which uses none, cannot detect it."""
     draw, drawn = Noise.draw, set()
 
     def once(self: Noise, generator: torch.Generator) -> None:
@@ -66,20 +66,18 @@ def test_noise_that_is_drawn_once_is_found_out(name: str, many: pytest.MonkeyPat
 
 
 @pytest.mark.usefixtures("many")
-def test_a_budget_beyond_the_prompt_changes_no_law(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What level 1 sees holds no row twice, and none of the nodes that it judges; or it is refused."""
+def test_a_budget_beyond_the_prompt_keeps_the_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Level 1 sees no KV slot twice, and none of the nodes that it judges; or the request is refused."""
     prompt = prompt_of(9, VOCABULARY)
     options = {**SMALL, "budget": 16, "tree": "chain:2", "runner_ups": False}
     refused = False
     try:
         program = program_of(target(), stranger(3), 3, BATCH, max_seq_len=64, **options)
         prefill_alike(program, prompt, monkeypatch)
-        texts, _ = decoded(program, [prompt] * BATCH, [TOKENS] * BATCH, with_warpers(PLAIN), again=True)
+        new, _ = decoded(program, [prompt] * BATCH, [TOKENS] * BATCH, with_warpers(PLAIN), again=True)
     except ValueError:
         refused = True
-    assert (
-        refused or chi_square_p(Counter(map(tuple, texts)), exact_distribution(PLAIN, tuple(prompt))) > SOUND
-    )
+    assert refused or chi_square_p(Counter(map(tuple, new)), exact_distribution(PLAIN, tuple(prompt))) > SOUND
 
 
 @pytest.mark.usefixtures("many")
@@ -90,10 +88,10 @@ def test_a_runner_up_is_another_token_than_the_chains() -> None:
     generator = torch.Generator().manual_seed(0)
     for stage in ("draft", "retrieval_refresh", "draft", "retrieval"):
         program.run(stage, generator)
-    texts = program.state
-    places = torch.arange(texts.max_draft_tokens)
-    chain = texts.tokens.gather(1, texts.length[:, None] + 1 + places)
-    runner_ups, there = texts.runner_ups[:, : texts.max_draft_tokens], places < texts.chain[:, None]
+    state = program.state
+    offsets = torch.arange(state.max_draft_tokens)
+    chain = state.tokens.gather(1, state.length[:, None] + 1 + offsets)
+    runner_ups, there = state.runner_ups[:, : state.max_draft_tokens], offsets < state.chain[:, None]
     assert (runner_ups != chain)[there].all()
     assert (runner_ups >= 0)[there].all(), "all five tokens are possible"
-    assert texts.chain.unique().numel() > 1
+    assert state.chain.unique().numel() > 1

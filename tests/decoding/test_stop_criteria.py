@@ -1,4 +1,4 @@
-"""How texts of the device cycle end, each by itself within the batch, and what is counted by then."""
+"""How the sequences of a batch end, each on its own, and what the statistics count."""
 
 from collections.abc import Callable
 
@@ -28,24 +28,24 @@ pytestmark = pytest.mark.usefixtures("poisoned_empty")
 def test_an_end_token_cuts_the_block_that_holds_it(levels: int) -> None:
     target = model("llama-gqa")
     program = program_of(target, target, levels, 3, **EVERYTHING, tree="chain:3")
-    texts = [reference(target, prompt, 20) for prompt in COVERED]
-    stops = [text[place] for text, place in zip(texts, (11, 1, 7), strict=True)]
+    expected = [reference(target, prompt, 20) for prompt in COVERED]
+    stops = [tokens[place] for tokens, place in zip(expected, (11, 1, 7), strict=True)]
     endings = [Ending(20, frozenset({stop})) for stop in stops]
     new, decoder = decoded(program, COVERED, endings)
-    assert new == [text[: text.index(stop) + 1] for text, stop in zip(texts, stops, strict=True)]
+    assert new == [tokens[: tokens.index(stop) + 1] for tokens, stop in zip(expected, stops, strict=True)]
     assert decoder.finish_reasons == ["eos"] * 3
     target_level = decoder.levels[-1]
     assert target_level.emitted == sum(map(len, new))
     if levels > 1:
-        assert target_level.accepted + target_level.forwards > target_level.emitted, "it stood inside a block"
+        assert target_level.accepted + target_level.forwards > target_level.emitted, "it is inside a block"
 
 
-def test_stop_criteria_hear_every_token_of_their_own_text() -> None:
-    heard: list[list[list[int]]] = [[], [], []]
+def test_stop_criteria_are_called_for_every_token_of_their_own_sequence() -> None:
+    calls: list[list[list[int]]] = [[], [], []]
 
     def stop(b: int) -> Callable[[list[int]], bool]:
         def ask(tokens: list[int]) -> bool:
-            heard[b].append(list(tokens))
+            calls[b].append(list(tokens))
             return len(tokens) == len(PROMPTS[b]) + 5 + b
 
         return ask
@@ -53,13 +53,13 @@ def test_stop_criteria_hear_every_token_of_their_own_text() -> None:
     program = program_of(model("llama-gqa"), draft_of("llama-gqa"), 3, 3)
     new, decoder = decoded(program, PROMPTS, [Ending(n, stop=stop(b)) for b, n in enumerate(NEW)])
     assert decoder.finish_reasons == ["stop"] * 3
-    for b, text in enumerate(references()):
-        assert new[b] == text[: 5 + b]
-        assert heard[b] == [[*PROMPTS[b], *text[: n + 1]] for n in range(5 + b)]
+    for b, tokens in enumerate(references()):
+        assert new[b] == tokens[: 5 + b]
+        assert calls[b] == [[*PROMPTS[b], *tokens[: n + 1]] for n in range(5 + b)]
 
 
 @pytest.mark.parametrize("levels", [1, 2, 3])
-def test_texts_that_have_ended_stay_as_they_are(levels: int) -> None:
+def test_sequences_that_have_ended_do_not_change(levels: int) -> None:
     program = program_of(model("llama-gqa"), draft_of("llama-gqa"), levels, 3)
     decoder = Decoder(program, GREEDY, 0)
     decoder.prefill(PROMPTS)
@@ -67,8 +67,8 @@ def test_texts_that_have_ended_stay_as_they_are(levels: int) -> None:
     frozen = None
     passes = 0
     for blocks in decoder.decode(PROMPTS, [Ending(40), Ending(3), Ending(40)]):
-        for text, block in zip(new, blocks, strict=True):
-            text += block
+        for tokens, block in zip(new, blocks, strict=True):
+            tokens += block
         if decoder.finish_reasons[1] is None:
             continue
         length = int(program.state.length[1])
@@ -87,15 +87,15 @@ def test_texts_that_have_ended_stay_as_they_are(levels: int) -> None:
 
 @pytest.mark.parametrize("levels", [1, 2, 3])
 @pytest.mark.parametrize("tree", ["chain:1", "best-first:4,3,2"])
-def test_texts_may_fill_the_room_exactly(levels: int, tree: str) -> None:
-    """The last ends far earlier than the others, whose passes go on beside it."""
+def test_sequences_may_fill_the_buffers_exactly(levels: int, tree: str) -> None:
+    """The last one ends long before the others, whose passes continue."""
     target = model("llama-gqa")
     program = program_of(target, target, levels, 3, max_seq_len=90, window=200, tree=tree, rounds=3)
     prompts = [PROMPTS[0][:60], PROMPTS[1], PROMPTS[2][:89]]
-    texts, _ = decoded(program, prompts, [30, 47, 1])
-    assert [len(p) + len(t) for p, t in zip(prompts, texts, strict=True)] == [90, 90, 90]
-    for prompt, text in zip(prompts, texts, strict=True):
-        assert text == reference(target, prompt, len(text))
+    new, _ = decoded(program, prompts, [30, 47, 1])
+    assert [len(p) + len(t) for p, t in zip(prompts, new, strict=True)] == [90, 90, 90]
+    for prompt, tokens in zip(prompts, new, strict=True):
+        assert tokens == reference(target, prompt, len(tokens))
 
 
 @pytest.mark.parametrize("levels", [1, 2, 3])
@@ -103,10 +103,10 @@ def test_statistics_add_up(levels: int) -> None:
     program = program_of(model("llama-gqa"), draft_of("llama-gqa"), levels, 3)
     new, decoder = decoded(program, PROMPTS, NEW)
     target = decoder.levels[-1]
-    grown = sum(int(end) + 1 - len(p) for end, p in zip(program.state.length, PROMPTS, strict=True))
-    assert grown == target.accepted + target.forwards
-    assert target.emitted == sum(map(len, new)), "what was verified behind the end counts no more"
-    assert 0 <= grown - target.emitted <= 3 * 5
+    committed = sum(int(end) + 1 - len(p) for end, p in zip(program.state.length, PROMPTS, strict=True))
+    assert committed == target.accepted + target.forwards
+    assert target.emitted == sum(map(len, new)), "tokens after the end do not count"
+    assert 0 <= committed - target.emitted <= 3 * 5
     names = ["draft", "target"] if levels == 2 else ["draft", "retrieval", "target"]
     assert [level.name for level in decoder.levels] == (["target"] if levels == 1 else names)
     for level in decoder.levels:
@@ -123,8 +123,8 @@ def test_statistics_add_up(levels: int) -> None:
 
 
 def test_prefill_reports_every_token_fed() -> None:
-    heard: list[int] = []
+    fed: list[int] = []
     decoder = Decoder(program_of(model("llama-gqa"), draft_of("llama-gqa"), 3, 3), GREEDY, 0)
-    decoder.prefill(PROMPTS, heard.append)
-    assert sum(heard) == sum(len(prompt) - 1 for prompt in PROMPTS)
-    assert max(heard) == 16
+    decoder.prefill(PROMPTS, fed.append)
+    assert sum(fed) == sum(len(prompt) - 1 for prompt in PROMPTS)
+    assert max(fed) == 16

@@ -1,4 +1,4 @@
-"""What outlives one generation: models, drafter, memory plan, and the buffers of the last texts."""
+"""What outlives one generation: models, drafter, memory plan, and the buffers of the last one."""
 
 import copy
 import logging
@@ -29,13 +29,13 @@ from triforce_tree.trees.device_shapes import least_prompt
 from triforce_tree.trees.shapes import chain_shape, parse_shape
 from triforce_tree.verify.sampling import ProbsFromLogits
 
-# Captured buffers are made for texts of a multiple of this many tokens, so that the next text fits too.
+# Buffers are made for sequences of a multiple of this many tokens, so that they serve longer ones too.
 _MAX_SEQ_LEN_STEP = 1024
 _LOG = logging.getLogger(__name__)
 
 
 class Hierarchy:
-    """The parts that outlive one generation.
+    """The three levels' models under one configuration, and the buffers of the last generation.
 
     Args:
         target: level 2, and level 1 on its retrieval cache.
@@ -44,11 +44,11 @@ class Hierarchy:
 
     Attributes:
         guard: what of the target was compared with transformers' own forward.
-        memory: where KV slots live, as :meth:`settle_memory` decided; None where nothing may be offloaded.
+        memory: where KV slots are kept, as :meth:`settle_memory` decided; None where nothing is offloaded.
 
     Raises:
         ValueError: the vocabularies differ; a drafter's tree is no tree shape, or it reads features of layers
-            that are not there.
+            that the target does not have.
         UnsupportedModelError: the target's logits are not transformers' own.
     """
 
@@ -62,9 +62,9 @@ class Hierarchy:
         self.memory: MemoryPlan | None = None
         self._planned: tuple[object, MemoryPlan] | None = None
         self._program: tuple[object, DecodingProgram] | None = None
-        # Of all configurations of these models: host memory holds one full cache at a time.
+        # Shared by all configurations of these models: host memory holds one full cache at a time.
         self._offloaded: list[DecodingProgram] = []
-        # The buffers that a drafter of the user's is bound to, which siblings with other settings share.
+        # The program whose state a user's drafter is bound to, shared by all configurations as well.
         self._bound: list[weakref.ref[DecodingProgram]] = []
         self.guard = compare_at_load(target)
         if self.draft is not None and self.draft.vocab_size != target.vocab_size:
@@ -76,7 +76,7 @@ class Hierarchy:
 
     @property
     def config(self) -> HierarchyConfig:
-        """The settings; ``tree`` is that of the drafter, where it is no model."""
+        """The settings; ``tree`` is the drafter's own unless the drafter is a model."""
         return self._config
 
     @config.setter
@@ -87,7 +87,7 @@ class Hierarchy:
         self._config = config
 
     def drafter(self) -> Drafter:
-        """Level 0 under the present settings, with buffers of its own."""
+        """Level 0 under the current settings; a draft model's has new buffers."""
         if self.draft is not None:
             return TreeDrafter(self.draft, self.config)
         return PromptLookup(self.config.lookup) if self._drafter is None else self._drafter
@@ -100,29 +100,43 @@ class Hierarchy:
         return other
 
     def generation(self) -> AbstractContextManager[None]:
-        """Inside, the models write one text, for this thread alone (``locks.generation``)."""
+        """Inside, this thread alone generates with these models (``locks.generation``)."""
         return generation(self.target.model, self.draft.model if self.draft is not None else None)
 
     @contextmanager
     def active(self) -> Iterator[None]:
         """Both models can compute inside, for one thread at a time."""
         with ExitStack() as stack:
-            # Both locks at once, and so in their order.
+            # Both locks in one call, which takes them in a fixed order.
             stack.enter_context(held(self.target.model, self.draft.model if self.draft is not None else None))
             for model in (self.target, self.draft):
                 if model is not None:
                     stack.enter_context(model.active())
             yield
 
-    def levels(self, prompt_tokens: int) -> int:
-        """How many levels a prompt of this length gets."""
+    def levels(self, prompt_tokens: int, max_seq_len: int | None = None) -> int:
+        """How many levels a prompt of this length gets.
+
+        Args:
+            max_seq_len: most tokens of a sequence in the buffers; by default those of the prompt.
+        """
         if isinstance(self.config.levels, int):
             return self.config.levels
+        if not self._retrieves(max_seq_len or prompt_tokens):
+            return 2
         return 3 if prompt_tokens >= 2 * self.config.retrieval.budget else 2
+
+    def _retrieves(self, max_seq_len: int) -> bool:
+        """Whether level 1 reads less than level 2 of such sequences: some layer sees more than a window.
+
+        Level 1 shows layers with a sliding window all of it, and retrieves chunks for the others alone.
+        """
+        windows = [shape.window for shape in self.target.kv_shapes]
+        return any(window is None or window >= max_seq_len for window in windows)
 
     @property
     def offloads(self) -> bool:
-        """Whether the full cache is to live in host memory."""
+        """Whether the full cache is kept in host memory."""
         return self.memory is not None and self.memory.offload is not None
 
     def together(self, to_probs: ProbsFromLogits, prompts: Sequence[Sequence[int]]) -> bool:
@@ -133,75 +147,98 @@ class Hierarchy:
         )
 
     def settle_memory(self, lengths: Sequence[int], new_tokens: int, given: Collection[str] = ()) -> None:
-        """Decide where the rows of texts of these lengths live, and take up the settings that fit there.
+        """Take up the plan of :meth:`plan_memory` with its settings.
+
+        Raises:
+            DoesNotFitError: memory is short.
+            ValueError: what would have to be offloaded cannot be.
+        """
+        self.memory = None
+        self.memory = self.plan_memory(lengths, new_tokens, given)
+        if self.memory is not None and self.memory.offload is not None:
+            self.config = self.memory.config
+
+    def plan_memory(
+        self, lengths: Sequence[int], new_tokens: int, given: Collection[str] = ()
+    ) -> MemoryPlan | None:
+        """Decide where the KV slots of these prompts are kept; None where nothing may be offloaded.
+
+        Where the last plan does not serve them, the buffers of the last generation are released first: free
+        memory is measured.
 
         Args:
+            lengths: tokens of each prompt.
             given: names of options that stay as they are.
 
         Raises:
             DoesNotFitError: memory is short.
-            ValueError: what cannot be offloaded would have to be.
+            ValueError: what would have to be offloaded cannot be.
         """
-        self.memory, base = None, self.config
-        if not base.offloads:
-            return
-        longest = max(lengths)
-        key = (base, len(lengths), frozenset(given))
-        plan = self._kept_plan(key, longest + new_tokens, lengths)
+        if not self.config.offloads:
+            return None
+        key = (self.config, len(lengths), frozenset(given))
+        plan = self._kept_plan(key, lengths, new_tokens)
         if plan is None:
             self.release()
-            plan = self._new_plan(given, len(lengths), longest, new_tokens)
-        self.memory, self._planned = plan, (key, plan)
+            plan = self._new_plan(given, len(lengths), max(lengths), new_tokens)
+        self._planned = (key, plan)
         if plan.offload is None:
-            return
-        self.config = plan.config
+            return plan
         one_shape(self.target)
-        if min(lengths) < least_prompt(self.config, self.levels(min(lengths)), self.offloads):
-            # So short a text has a small cache.
-            self.memory, self.config = None, base
+        levels = self._levels_under(plan, lengths, new_tokens)
+        # The cache of a shorter prompt is small, and stays on the device.
+        return plan if min(lengths) >= least_prompt(plan.config, levels, offloaded=True) else None
 
     def _new_plan(self, given: Collection[str], batch: int, prompt: int, new_tokens: int) -> MemoryPlan:
-        target, base = self.target, self.config
+        target, config = self.target, self.config
+        max_seq_len = self._rounded(prompt + new_tokens)
+        if config.levels == "auto" and not self._retrieves(max_seq_len):
+            config = replace(config, levels=2)
         weights = sum(memory_map.device_bytes(m) for m in (target, self.draft) if m is not None)
-        far = target.streamed.bytes if target.streamed is not None else 0
-        machine = measured(target.device, weights, base.gpu_bytes, far, base.host_bytes)
-        sizes = Sizes.of(target, self.draft, base)
+        streamed = target.streamed.bytes if target.streamed is not None else 0
+        machine = measured(target.device, weights, config.gpu_bytes, streamed, config.host_bytes)
+        sizes = Sizes.of(target, self.draft, config)
 
         def planned() -> MemoryPlan:
-            # With room for the next text too; without, where that is too much.
-            new = self._rounded(prompt + new_tokens) - prompt
+            # Of the rounded length, so that the buffers serve longer sequences too; else of the exact one.
             try:
-                return memory_plan.plan(sizes, machine, base, given, batch, prompt, new)
+                return memory_plan.plan(sizes, machine, config, given, batch, prompt, max_seq_len - prompt)
             except memory_plan.DoesNotFitError:
-                return memory_plan.plan(sizes, machine, base, given, batch, prompt, new_tokens)
+                return memory_plan.plan(sizes, machine, config, given, batch, prompt, new_tokens)
 
         plan = planned()
-        if host_attends(target, base.host_attention) and plan.offload is not None:
-            # Measured where there is something to attend to: it takes a second.
+        if host_attends(target, config.host_attention) and plan.offload is not None:
+            # Measured only where something is offloaded: it takes a second.
             machine = replace(machine, host_attention=host_rate(target.heads, target.dtype, target.device))
             plan = planned()
         return plan
 
-    def _kept_plan(self, key: object, max_seq_len: int, lengths: Sequence[int]) -> MemoryPlan | None:
-        """The last plan, where its cycle serves these texts too."""
+    def _kept_plan(self, key: object, lengths: Sequence[int], new_tokens: int) -> MemoryPlan | None:
+        """The last plan, where its program serves these prompts too."""
         if self._planned is None or self._program is None or self._program[1].closed:
             return None
         before, plan = self._planned
-        with_plan = self.with_config(plan.config)
-        fits = max_seq_len <= self._program[1].max_seq_len <= 2 * self._rounded(max_seq_len)
-        fits = fits and with_plan.levels(min(lengths)) == plan.levels
+        held = self._program[1].max_seq_len
+        max_seq_len = max(lengths) + new_tokens
+        fits = max_seq_len <= held <= 2 * self._rounded(max_seq_len)
+        fits = fits and self._levels_under(plan, lengths, new_tokens) == plan.levels
         return plan if before == key and fits else None
 
+    def _levels_under(self, plan: MemoryPlan, lengths: Sequence[int], new_tokens: int) -> int:
+        """How many levels prompts of these lengths get under the plan's settings."""
+        max_seq_len = self._rounded(max(lengths) + new_tokens)
+        return self.with_config(plan.config).levels(min(lengths), max_seq_len)
+
     def shrink(self) -> bool:
-        """After device memory ran out: give some of the plan up; False where nothing is left to give.
+        """After device memory ran out: reduce the plan; False where it cannot be reduced further.
 
         Raises:
-            torch.OutOfMemoryError: one of several cards ran out; the others know nothing of it.
+            torch.OutOfMemoryError: one of several ranks ran out, which the others do not notice.
         """
         if (group := distributed.current()) is not None:
             raise torch.OutOfMemoryError(
-                f"memory ran out on rank {group.rank} of {group.size}, and several cards cannot give some up "
-                "in the middle of a text; plan for less (gpu_memory), or shorten the prompt"
+                f"memory ran out on rank {group.rank} of {group.size}, and several ranks cannot reduce their "
+                "plan while they decode; set a smaller gpu_memory, or shorten the prompt"
             )
         smaller = self.memory.smaller() if self.memory is not None else None
         self.release()
@@ -214,7 +251,7 @@ class Hierarchy:
         return True
 
     def release(self) -> None:
-        """Give the buffers of the last texts back, and every offloaded cache of these models."""
+        """Free the buffers of the last generation, and every offloaded cache of these models."""
         for program in self._offloaded:
             program.close()
         self._offloaded.clear()
@@ -227,16 +264,16 @@ class Hierarchy:
         new_tokens: int,
         pinned: Callable[[int], None] | None = None,
     ) -> DecodingProgram:
-        """Buffers and graphs for these prompts: the last ones where they serve, else new ones.
+        """A program for these prompts: the last one where it serves, else a new one.
 
         Args:
             pinned: called with bytes of host memory as they are taken.
         """
-        batch, longest = len(prompts), max(len(p) for p in prompts)
-        levels = self.levels(min(len(p) for p in prompts))
+        batch, max_seq_len = len(prompts), max(len(p) for p in prompts) + new_tokens
+        rounded = self._rounded(max_seq_len)
+        levels = self.levels(min(len(p) for p in prompts), rounded)
         split = self.memory.offload if self.memory is not None else None
         wanted = (self.config, batch, levels, split)
-        max_seq_len = longest + new_tokens
         if self._program is not None:
             kept, program = self._program
             if (
@@ -246,7 +283,7 @@ class Hierarchy:
                 and self._binds(program)
             ):
                 return program
-            # Its memory is needed for the next one.
+            # The new program needs its memory.
             program.close()
             self._program = None
             del program
@@ -254,7 +291,6 @@ class Hierarchy:
                 free_memory()
         if split is not None:
             self.release()
-        rounded = self._rounded(max_seq_len)
         if split is not None and self.memory is not None:
             rounded = max(max_seq_len, self.memory.workload.max_seq_len)
         drafter = self.drafter() if levels > 1 else None
@@ -266,17 +302,17 @@ class Hierarchy:
         return program
 
     def _binds(self, program: DecodingProgram) -> bool:
-        """Whether the drafter writes into this cycle's buffers; a user's object serves one at a time."""
+        """Whether the drafter writes into this program's state; a user's drafter serves one at a time."""
         return self._drafter is None or program.drafter is None or self._bound[0]() is program
 
     def _rounded(self, max_seq_len: int) -> int:
-        """Room for a little more than asked for, as far as the model has positions."""
+        """``max_seq_len`` rounded up for longer sequences to come, as far as the model has positions."""
         rounded = -(-max_seq_len // _MAX_SEQ_LEN_STEP) * _MAX_SEQ_LEN_STEP
         return max(max_seq_len, min(rounded, self.target.max_positions or rounded))
 
 
 def _check_drafter(drafter: Drafter, layers: int) -> None:
-    """Raise ValueError where a drafter's tree or features are beyond what the target can serve."""
+    """Raise ValueError where a drafter's tree is no tree shape, or it reads layers that are not there."""
     parse_shape(drafter.tree)
     for layer in drafter.features:
         if not 0 <= layer < layers:

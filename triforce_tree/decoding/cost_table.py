@@ -1,8 +1,8 @@
-"""The stages' costs on disk: ``stage_costs.json`` in the user's cache folder.
+"""The table of stage costs on disk: ``stage_costs.json`` in the user's cache folder.
 
-Each set of settings is measured once. With a given seed choices follow from the table alone, so that equal
-seeds give equal tokens on one machine as long as the file is there. A file that cannot be read or written is
-no error: the costs are then measured by each process.
+Each set of settings is measured once. With a given seed draft lengths follow from the table alone, so that
+equal seeds give equal tokens on one machine as long as the file exists. A file that cannot be read or written
+is no error: each process then measures the costs itself.
 """
 
 import hashlib
@@ -25,15 +25,15 @@ from triforce_tree.verify.sampling import ProbsFromLogits
 
 VERSION = 1
 MOST_ENTRIES = 1000
-"""Older ones than the newest so many are dropped."""
+"""Of the file; the oldest ones beyond are dropped."""
 _LOG = logging.getLogger(__name__)
 
 
 class CostTable:
-    """Costs by settings: those of this process, and those of a file that processes share.
+    """Costs by settings, in this process and in a file that processes share.
 
     Args:
-        path: of the file, which need not exist; None for a table of this process alone.
+        path: of the file, which need not exist; None for a table in memory.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -42,14 +42,14 @@ class CostTable:
         self._warned = False
 
     def find(self, settings: Mapping[str, Any]) -> StageCosts | None:
-        """What was measured under these settings; None where nothing was."""
+        """The costs measured under these settings; None if there are none."""
         key = _key(settings)
         if key not in self._known and (held := _costs(self._entries().get(key))) is not None:
             self._known[key] = held
         return self._known.get(key)
 
     def add(self, settings: Mapping[str, Any], costs: StageCosts) -> StageCosts:
-        """Keep ``costs``, unless another process has written its own meanwhile.
+        """Add ``costs``, unless another process has written its own in the meantime.
 
         Returns:
             what the table now holds.
@@ -87,7 +87,7 @@ class CostTable:
         return entries if isinstance(entries, dict) else {}
 
     def _write(self, entries: dict[str, Any]) -> None:
-        """Replace the file at once, so that no reader finds half of it."""
+        """Replace the file atomically, so that no reader finds half of it."""
         path = self.path
         if path is None:
             return
@@ -116,7 +116,7 @@ class CostTable:
 
 
 def user_table() -> CostTable:
-    """The table in the user's cache folder; one object for each place."""
+    """The table in the user's cache folder; one object per path."""
     try:
         return _table_at(user_cache("stage_costs.json"))
     except RuntimeError:  # no home folder
@@ -126,9 +126,9 @@ def user_table() -> CostTable:
 def stage_costs(
     program: DecodingProgram, to_probs: ProbsFromLogits, table: CostTable | None = None
 ) -> StageCosts:
-    """The costs of a prepared cycle's stages: from the table, or measured now. Of several ranks rank 0's.
+    """The costs of a program's prepared stages, from the table or measured now; rank 0's on all ranks.
 
-    Where they are measured, texts must be fed or rewound afterwards.
+    Where they are measured, sequences must be fed or rewound afterwards.
 
     Args:
         program: a ``DecodingProgram`` after ``prepare(to_probs)``.
@@ -142,7 +142,7 @@ def stage_costs(
     settings = settings_of(program, DeviceProbs.kind(to_probs), transferred)
     found = distributed.broadcast_object(table.find(settings))
     if found is None and not to_probs.context_free:
-        # Processors that look at the text must not be shown a made-up one: measured without them.
+        # Processors that depend on the text must not see a made-up one: measured without them.
         found = stage_costs(program, _prepared(program, ProbsFromLogits(greedy=to_probs.greedy)), table)
         program.prepare(to_probs)
     if found is None:
@@ -168,7 +168,7 @@ def _key(settings: Mapping[str, Any]) -> str:
 
 
 def _costs(entry: Any) -> StageCosts | None:
-    """An entry of the file; None where it is none."""
+    """The costs of an entry of the file; None if it is damaged."""
     if not isinstance(entry, dict):
         return None
     try:

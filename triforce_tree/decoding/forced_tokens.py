@@ -1,8 +1,8 @@
-"""Logits of each level for given tokens instead of drawn ones: for measurements and checks.
+"""Logits of each level for given tokens instead of drawn ones, for measurements and checks.
 
-Everything runs through the models, KV slots and kernels that decoding uses. A pass is :func:`offer`, then the
-levels in their order, since each overwrites the KV slots of the one below, then :func:`commit`. A drafter
-misses what was committed in passes without :func:`draft_probs`.
+They are computed by the models, views and kernels that decoding uses. A pass is :func:`offer`, then the
+levels from 0 to 2, since each overwrites the KV slots of the one below, then :func:`commit`. A drafter does
+not see tokens that were committed in passes without :func:`draft_probs`.
 """
 
 from collections.abc import Sequence
@@ -20,11 +20,11 @@ from triforce_tree.trees.device_shapes import DeviceTreeShape
 
 
 def offer(program: DecodingProgram, text: Sequence[int], coming: Sequence[int]) -> None:
-    """Write ``coming`` behind a text, of which they are no part yet.
+    """Write the next tokens after a sequence, without committing them.
 
     Args:
-        program: fed with a single text, all of whose tokens are ``text``.
-        coming: at most as many as level 1 may gather.
+        program: fed with one sequence, all of whose tokens are ``text``.
+        coming: the next tokens; at most as many as a draft chain holds.
     """
     state, stop = program.state, len(text) + len(coming)
     state.tokens[0, len(text) : stop] = torch.tensor(list(coming), dtype=torch.int64, device=program.device)
@@ -33,10 +33,10 @@ def offer(program: DecodingProgram, text: Sequence[int], coming: Sequence[int]) 
 
 
 def draft_probs(program: DecodingProgram, count: int, generator: torch.Generator) -> Tensor | None:
-    """What the drafter draws the next token from, behind the root and each of the tokens offered.
+    """The drafter's distributions of the next token, after the root and after each of the tokens offered.
 
     Returns:
-        fp32 ``[count, V]``, the root's and those of the first ``count - 1`` tokens; None for a deterministic
+        fp32 ``[count, V]``, after the root and the first ``count - 1`` tokens; None for a deterministic
         drafter.
     """
     stage, state = program.stage("draft"), program.state
@@ -53,29 +53,29 @@ def draft_probs(program: DecodingProgram, count: int, generator: torch.Generator
 
 
 def retrieval_logits(program: DecodingProgram, tokens: Sequence[int], step: int) -> Tensor:
-    """``[T, V]`` of level 1 over a chain of T tokens, the first of which is the root.
+    """Level 1's logits ``[T, V]`` over a chain of T tokens, the first of which is the root.
 
-    Each forward feeds a new root and the tokens below it, and sees what earlier ones fed through their KV
-    slots of level 1. Chunks are chosen when, and by the query that, they are while decoding.
+    Each forward feeds a new root and the tokens after it, and sees earlier ones through the KV slots that
+    level 1 wrote for them. Chunks are refreshed in the same forwards, by the same queries as while decoding.
 
     Args:
-        program: of three levels, fed with a single text, which ends with ``tokens[0]``.
+        program: of three levels, fed with one sequence, which ends with ``tokens[0]``.
         step: tokens of one forward; at most the nodes of the drafter's trees.
     """
     view = program.retrieval_view or program.gathered_view
-    assert view is not None, "a cycle of three levels has a level 1"
+    assert view is not None, "a program of three levels has a retrieval view"
     nodes, device = view.mask.shape[0], program.device
     step = min(step, nodes)
-    own = pack_mask(torch.eye(nodes, dtype=torch.bool, device=device))
+    own_bits = pack_mask(torch.eye(nodes, dtype=torch.bool, device=device))
     logits: list[Tensor] = []
-    whole: dict[str, Any] = {"dtype": torch.int64, "device": device}
+    integers: dict[str, Any] = {"dtype": torch.int64, "device": device}
     for number, first in enumerate(range(0, len(tokens), step)):
         part = list(tokens[first : first + step])
         count = len(part)
         tree = _chain(program, count)
-        # The other nodes of a tree are there too, as in every forward of level 1; nobody sees them.
-        ids, depths = torch.zeros(1, nodes, **whole), torch.zeros(nodes, **whole)
-        words = own[None].clone()
+        # As many nodes as in every forward of level 1; the spare ones are visible to no other.
+        ids, depths = torch.zeros(1, nodes, **integers), torch.zeros(nodes, **integers)
+        words = own_bits[None].clone()
         ids[0, :count], depths[:count] = torch.tensor(part, device=device), tree.depths
         words[:, :count, : tree.mask_words.shape[2]] = tree.mask_words
         root = program.state.length + first
@@ -88,12 +88,12 @@ def retrieval_logits(program: DecodingProgram, tokens: Sequence[int], step: int)
 
 
 def target_logits(program: DecodingProgram, tokens: Sequence[int]) -> Tensor:
-    """``[T, V]`` of a pass of level 2 over a chain of T tokens, the first of which is the root.
+    """Level 2's logits ``[T, V]`` over a chain of T tokens, the first of which is the root.
 
-    The text stays as it is; KV slots behind the root are overwritten, as by any pass.
+    Nothing is committed; KV slots after the root are overwritten, as in any pass.
 
     Args:
-        program: fed with a single text, which ends with ``tokens[0]``.
+        program: fed with one sequence, which ends with ``tokens[0]``.
     """
     count = len(tokens)
     tree = _chain(program, count)
@@ -106,7 +106,7 @@ def target_logits(program: DecodingProgram, tokens: Sequence[int]) -> Tensor:
 
 
 def commit(program: DecodingProgram, count: int) -> None:
-    """The first ``count`` tokens of the last :func:`target_logits` are text, and the next one is the root."""
+    """Commit the first ``count`` tokens of the last :func:`target_logits`; the next one becomes the root."""
     state = program.state
     before = state.length.clone()
     state.length += count

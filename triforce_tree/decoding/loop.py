@@ -1,4 +1,4 @@
-"""The loop around captured cycles: one wait a pass, then endings, statistics and the next draft length."""
+"""The decoding loop: the stages of a pass, one wait for the device, endings, statistics, draft length."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -6,32 +6,33 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from triforce_tree.decoding.cost_table import stage_costs
-from triforce_tree.decoding.draft_length import DraftLengthController
+from triforce_tree.decoding.draft_length import CostFactors, DraftLengthController, StageSeconds
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.stop_criteria import Ending, finish_reason
 from triforce_tree.runtime.distributed import broadcast_object
 from triforce_tree.runtime.stage_clock import StageClock
 from triforce_tree.runtime.stats import LevelStats, Progress
 from triforce_tree.trees.device_shapes import PassLimits
+from triforce_tree.verify.probs import DeviceProbs
 from triforce_tree.verify.sampling import NAN_LOGITS, ProbsFromLogits
 
 
 class Decoder:
-    """Decodes a batch of texts with one :class:`DecodingProgram`.
+    """Decodes a batch of sequences with one :class:`DecodingProgram`.
 
     Args:
         program: made for this batch size; one decoder uses it at a time.
-        to_probs: logits to law.
+        to_probs: logits to probabilities.
         seed: of all draws, 0 to 2**63 - 1.
-        repeatable: same seed, same tokens: draft lengths follow from the table of stage costs alone, and not
-            from times measured while decoding, which differ from run to run.
+        repeatable: same seed, same tokens: draft lengths follow from the table of stage costs alone. Else
+            they also follow from times measured while decoding, and from what earlier decoders that were not
+            repeatable left in ``program.learnt``.
     """
 
     def __init__(
         self, program: DecodingProgram, to_probs: ProbsFromLogits, seed: int, repeatable: bool = False
     ) -> None:
         self.program = program
-        self._repeatable = repeatable
         program.prepare(to_probs)
         self._generator = torch.Generator(program.device)
         self._generator.manual_seed(seed)
@@ -44,6 +45,13 @@ class Decoder:
             program.levels, extent.depth, program.max_draft_tokens, program.config.rounds
         )
         self._costs = stage_costs(program, to_probs) if self.controller.fixed is None else None
+        self._cost_factors: CostFactors = (1.0, 1.0, 1.0)
+        self._learns = self._costs is not None and not repeatable
+        # What costs or acceptance depend on, of all that may change while a program lives.
+        self._kind = (DeviceProbs.key(to_probs), program.config.retrieval.refresh)
+        if self._learns and (learnt := program.learnt.get(self._kind)) is not None:
+            self.controller.resume(learnt)
+            self._cost_factors = learnt.cost_factors
         self.prefill_seconds = self.decode_seconds = 0.0
         self.finish_reasons: list[str | None] = []
         self._clock = StageClock(program.device)
@@ -58,45 +66,70 @@ class Decoder:
     def decode(
         self, prompts: Sequence[Sequence[int]], endings: Sequence[Ending]
     ) -> Iterator[list[list[int]]]:
-        """Yield each text's new tokens as passes of level 2 settle them; nothing for one that has ended.
+        """Yield each sequence's new tokens as passes of level 2 commit them; none for one that has ended.
 
         Raises:
             ValueError: the model returned NaN.
         """
-        program, texts = self.program, [list(p) for p in prompts]
-        before = [len(text) for text in texts]
-        if self._costs is not None:
-            self.controller.costs = self._costs.at(max(before))
-        self.finish_reasons = [None] * len(texts)
-        plain_before = False
-        while None in self.finish_reasons:
-            start = time.perf_counter()
-            if self._costs is not None and self._repeatable:
-                self.controller.costs = self._costs.at(max(map(len, texts)))
-            rounds = self.controller.rounds()
-            if rounds:
-                self._prepare(texts, resumed=plain_before)
-            report = self._pass(rounds)
-            plain_before = rounds == 0
-            fresh: list[list[int]] = []
-            ended = False
-            for b, (count, _, _, broken, *tokens) in enumerate(report):
-                if broken:
-                    raise ValueError(NAN_LOGITS)
-                fresh.append([])
-                for token in tokens[:count] if self.finish_reasons[b] is None else []:
-                    fresh[b].append(token)
-                    texts[b].append(token)
-                    reason = finish_reason(texts[b], token, len(texts[b]) - before[b], endings[b])
-                    if reason:
-                        self.finish_reasons[b], ended = reason, True
-                        break
-            self._count(rounds, report, sum(map(len, fresh)))
-            if ended:
-                still = [reason is None for reason in self.finish_reasons]
-                program.state.active.copy_(torch.tensor(still, device=program.device))
-            self.decode_seconds += time.perf_counter() - start
-            yield fresh
+        # The caller may append to the prompts meanwhile.
+        sequences, lengths = [list(prompt) for prompt in prompts], [len(prompt) for prompt in prompts]
+        self.finish_reasons = [None] * len(sequences)
+        after_plain = False
+        try:
+            while None in self.finish_reasons:
+                start = time.perf_counter()
+                expected = self._set_costs(max(map(len, sequences)))
+                rounds = self.controller.rounds()
+                if rounds:
+                    self._prepare(sequences, resumed=after_plain)
+                report = self._pass(rounds)
+                after_plain = rounds == 0
+                new = self._append(report, sequences, lengths, endings)
+                self._count(rounds, report, sum(map(len, new)), expected)
+                self.decode_seconds += time.perf_counter() - start
+                yield new
+        finally:
+            if self._learns:
+                self.program.learnt[self._kind] = self.controller.learnt(self._cost_factors)
+
+    def _set_costs(self, tokens: int) -> StageSeconds | None:
+        """Set the controller's costs at this context length; return the table's, before the cost factors."""
+        if self._costs is None:
+            return None
+        expected = self._costs.at(tokens)
+        self.controller.costs = expected.scaled(self._cost_factors)
+        return expected
+
+    def _append(
+        self,
+        report: list[list[int]],
+        sequences: list[list[int]],
+        lengths: Sequence[int],
+        endings: Sequence[Ending],
+    ) -> list[list[int]]:
+        """Append the tokens of a pass to the running sequences, each up to its end; return the new tokens.
+
+        Args:
+            lengths: of the prompts.
+        """
+        new: list[list[int]] = []
+        ended = False
+        for b, (count, _, _, broken, *tokens) in enumerate(report):
+            if broken:
+                raise ValueError(NAN_LOGITS)
+            new.append([])
+            for token in tokens[:count] if self.finish_reasons[b] is None else []:
+                new[b].append(token)
+                sequences[b].append(token)
+                emitted = len(sequences[b]) - lengths[b]
+                reason = finish_reason(sequences[b], token, emitted, endings[b])
+                if reason:
+                    self.finish_reasons[b], ended = reason, True
+                    break
+        if ended:
+            running = [reason is None for reason in self.finish_reasons]
+            self.program.state.active.copy_(torch.tensor(running, device=self.program.device))
+        return new
 
     def _pass(self, rounds: int) -> list[list[int]]:
         program, clock = self.program, self._clock
@@ -119,48 +152,55 @@ class Decoder:
         program.state.retrieval_emitted.zero_()
         return report
 
-    def _count(self, rounds: int, report: list[list[int]], emitted: int) -> None:
-        """Statistics of the sequences that were still running, and what the controller learns of them.
+    def _count(
+        self, rounds: int, report: list[list[int]], emitted: int, expected: StageSeconds | None
+    ) -> None:
+        """Add up the statistics of the sequences that were still running, and let the controller learn.
 
-        ``emitted``: new tokens up to the end of each text; the report also counts those behind it.
+        Args:
+            emitted: new tokens up to the end of each sequence; the report also counts later ones.
+            expected: the table's costs of this pass.
         """
-        # One clock for all ranks: whoever chose other rounds would wait for the others for ever.
-        seconds = broadcast_object(self._clock.seconds())
-        alive = [row for row in report if row[0] > 0]
-        count, proposed, gathered = (sum(row[i] for row in alive) for i in range(3))
+        seconds = self._clock.seconds()
+        running = [row for row in report if row[0] > 0]
+        count, proposed, gathered = (sum(row[i] for row in running) for i in range(3))
         target = self.levels[-1]
-        target.forwards += len(alive)
+        target.forwards += len(running)
         target.proposed += proposed
-        target.accepted += count - len(alive)
+        target.accepted += count - len(running)
         target.emitted += emitted
         target.seconds += seconds.get("target", 0.0) + seconds.get("plain", 0.0)
-        if rounds and alive:
+        if rounds and running:
             draft = self.levels[0]
             drafter = self.program.drafter
             assert drafter is not None
-            # One that reports no distributions proposes a whole tree at once.
-            draft.forwards += rounds * (1 if drafter.deterministic else self._depth) * len(alive)
-            draft.emitted += rounds * (self._nodes - 1) * len(alive)
+            # A deterministic drafter proposes a whole tree in one forward.
+            draft.forwards += rounds * (1 if drafter.deterministic else self._depth) * len(running)
+            draft.emitted += rounds * (self._nodes - 1) * len(running)
             draft.seconds += seconds.get("draft", 0.0)
             if self.program.levels == 3:
                 retrieval = self.levels[1]
-                retrieval.forwards += rounds * len(alive)
-                retrieval.proposed += rounds * self._depth * len(alive)
-                retrieval.accepted += gathered - rounds * len(alive)
+                retrieval.forwards += rounds * len(running)
+                retrieval.proposed += rounds * self._depth * len(running)
+                retrieval.accepted += gathered - rounds * len(running)
                 retrieval.emitted += gathered
                 retrieval.seconds += seconds.get("retrieval_refresh", 0.0) + seconds.get("retrieval", 0.0)
-        if alive:
-            refused = sum(row[0] <= row[1] for row in alive) if rounds else 0
-            self.controller.observe(rounds, len(alive), gathered, count - len(alive), refused)
-        if not self._repeatable:
-            final = seconds["target" if rounds else "plain"]
-            self.controller.refine(rounds, sum(seconds.values()) - final, final)
+        if running:
+            rejected = sum(row[0] <= row[1] for row in running) if rounds else 0
+            self.controller.observe(rounds, len(running), gathered, count - len(running), rejected)
+        if self._learns and expected is not None:
+            # Rank 0's times, on all ranks: those that chose different rounds would wait forever.
+            seconds = broadcast_object(seconds)
+            last = seconds["target" if rounds else "plain"]
+            self.controller.refine(rounds, sum(seconds.values()) - last, last)
+            assert self.controller.costs is not None
+            self._cost_factors = self.controller.costs.relative_to(expected)
 
-    def _prepare(self, texts: list[list[int]], resumed: bool) -> None:
+    def _prepare(self, sequences: list[list[int]], resumed: bool) -> None:
         """Let the drafter catch up with what was committed."""
         if self.program.drafter is not None:
-            going = [
-                text if reason is None else None
-                for text, reason in zip(texts, self.finish_reasons, strict=True)
+            running = [
+                sequence if reason is None else None
+                for sequence, reason in zip(sequences, self.finish_reasons, strict=True)
             ]
-            self.program.drafter.prepare(going, resumed)
+            self.program.drafter.prepare(running, resumed)

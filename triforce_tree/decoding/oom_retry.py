@@ -1,4 +1,4 @@
-"""Decoding that outlives a shortage of device memory: give some back, read the text anew, go on."""
+"""Retries after the device ran out of memory: shrink the plan, prefill again, continue decoding."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -13,12 +13,15 @@ from triforce_tree.runtime.stats import LevelStats, Progress, added
 
 
 class OomRetryDecoder:
-    """A :class:`Decoder`, made anew with less memory as often as there is not enough.
+    """A :class:`Decoder` that is replaced by one with less memory whenever there is not enough.
 
     Args:
-        make: a decoder over the cycle that fits what is allowed now, of the number of earlier ones: draws
-            must be new ones each time.
-        shrink: gives memory up; False where nothing is left to give.
+        make: makes a decoder within the current memory plan, from the number of earlier ones: each must draw
+            new random numbers.
+        shrink: reduces the memory plan; False where it cannot be reduced further.
+
+    Raises:
+        torch.OutOfMemoryError: there is not enough memory, and the plan cannot be reduced further.
     """
 
     def __init__(self, make: Callable[[int], Decoder], shrink: Callable[[], bool]) -> None:
@@ -29,7 +32,7 @@ class OomRetryDecoder:
         self.finish_reasons: list[str | None] = []
         self._decoder: Decoder | None = None
         self._progress: Progress | None = None
-        self._with_memory(lambda: None)
+        self._retried(lambda: None)
 
     @property
     def controller(self) -> DraftLengthController:
@@ -58,47 +61,47 @@ class OomRetryDecoder:
     def prefill(self, prompts: Sequence[Sequence[int]], progress: Progress | None = None) -> None:
         """Feed the prompts to every level."""
         self._progress = progress
-        self._with_memory(lambda: self._feed(prompts))
+        self._retried(lambda: self._feed(prompts))
 
     def decode(
         self, prompts: Sequence[Sequence[int]], endings: Sequence[Ending]
     ) -> Iterator[list[list[int]]]:
-        """Yield each text's new tokens, as ``Decoder.decode`` does."""
-        texts, new = [list(p) for p in prompts], [0] * len(prompts)
-        reasons: list[str | None] = [None] * len(texts)
+        """Yield each sequence's new tokens, as ``Decoder.decode`` does."""
+        sequences, emitted = [list(p) for p in prompts], [0] * len(prompts)
+        reasons: list[str | None] = [None] * len(sequences)
         self.finish_reasons = reasons
         while None in reasons:
-            # A text that has ended stays in the batch; what is written behind it counts no more.
+            # A sequence that has ended stays in the batch; its later tokens are dropped below.
             rest = [
                 replace(ending, max_new_tokens=max(1, ending.max_new_tokens - count))
-                for ending, count in zip(endings, new, strict=True)
+                for ending, count in zip(endings, emitted, strict=True)
             ]
-            shortage: torch.OutOfMemoryError | None = None
+            out_of_memory: torch.OutOfMemoryError | None = None
             try:
                 assert self._decoder is not None
-                for fresh in self._decoder.decode(texts, rest):
-                    for b, tokens in enumerate(fresh):
+                for new in self._decoder.decode(sequences, rest):
+                    for b, tokens in enumerate(new):
                         if reasons[b] is not None:
-                            fresh[b] = []
+                            new[b] = []
                             continue
-                        new[b] += len(tokens)
-                        texts[b] += tokens
+                        emitted[b] += len(tokens)
+                        sequences[b] += tokens
                         reasons[b] = self._decoder.finish_reasons[b]
-                    yield fresh
+                    yield new
                     if None not in reasons:
                         return
             except torch.OutOfMemoryError as error:
-                shortage = error
-            if shortage is not None:
-                self._give_up(shortage)
-                self._with_memory(lambda: self._feed(texts))
+                out_of_memory = error
+            if out_of_memory is not None:
+                self._shrink_plan(out_of_memory)
+                self._retried(lambda: self._feed(sequences))
 
-    def _feed(self, texts: Sequence[Sequence[int]]) -> None:
+    def _feed(self, sequences: Sequence[Sequence[int]]) -> None:
         assert self._decoder is not None
-        self._decoder.prefill(texts, self._progress)
+        self._decoder.prefill(sequences, self._progress)
 
-    def _with_memory(self, work: Callable[[], None]) -> None:
-        """A decoder, made where there is none, and ``work`` with it."""
+    def _retried(self, work: Callable[[], None]) -> None:
+        """Make a decoder if there is none, and do ``work`` with it; retry both with less memory."""
         while True:
             try:
                 if self._decoder is None:
@@ -107,17 +110,17 @@ class OomRetryDecoder:
                 work()
                 return
             except torch.OutOfMemoryError as error:
-                shortage = error
-            self._give_up(shortage)
+                out_of_memory = error
+            self._shrink_plan(out_of_memory)
 
-    def _give_up(self, shortage: torch.OutOfMemoryError) -> None:
-        """Let go of the decoder and of some memory; raise where there is none to let go of."""
+    def _shrink_plan(self, error: torch.OutOfMemoryError) -> None:
+        """Drop the decoder and reduce the memory plan; raise ``error`` where it cannot be reduced."""
         if self._decoder is not None:
             self._levels = self.levels
             self._seconds = [self.prefill_seconds, self.decode_seconds]
         self._decoder = None
-        # Its frames hold tensors, and graphs refer to their buffers in circles.
-        shortage.__traceback__ = None
+        # The traceback's frames hold tensors; graphs and their buffers are freed by the collector alone.
+        error.__traceback__ = None
         if not self._shrink():
-            raise shortage
+            raise error
         free_memory()

@@ -1,41 +1,35 @@
-"""Buffers, models and captured stages for one batch size, room and configuration."""
+"""The stages of decoding for one batch size, context length and configuration, over buffers made once."""
 
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from triforce_tree.config import HierarchyConfig
+from triforce_tree.decoding.draft_length import LearntDraftLength
+from triforce_tree.decoding.full_cache import FullCache
 from triforce_tree.decoding.stages import (
     ChainVerifyStage,
     DraftStage,
-    FullView,
     PlainStage,
     RetrievalVerifyStage,
     Stage,
     TreeVerifyStage,
 )
 from triforce_tree.drafters.base import Drafter
-from triforce_tree.kv.offload.gathered_retrieval import GatheredRetrievalView
 from triforce_tree.kv.offload.host_store import Offload
-from triforce_tree.kv.offload.offloaded_cache import OffloadedCache
-from triforce_tree.kv.offload.offloaded_view import StreamedView
 from triforce_tree.kv.offload.streamed_weights import check_level_one
-from triforce_tree.kv.prefill import chunk_tokens, prefill
 from triforce_tree.kv.store import KVStore
-from triforce_tree.kv.tree_attention_view import PagedRetrievalView, TreeAttentionView
 from triforce_tree.models.few_row import low_bit_copy
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.step_model import StepModel, step_model
 from triforce_tree.runtime.executor import executor
 from triforce_tree.runtime.sequence_state import SequenceState
 from triforce_tree.runtime.stats import Progress
-from triforce_tree.trees.device_shapes import PassLimits, device_tree_shape, least_prompt
-from triforce_tree.trees.shapes import parse_shape
+from triforce_tree.trees.device_shapes import PassLimits, least_prompt
 from triforce_tree.verify.noise import Noise, NoiseFactory
 from triforce_tree.verify.probs import DeviceProbs
 from triforce_tree.verify.sampling import ProbsFromLogits
@@ -43,28 +37,38 @@ from triforce_tree.verify.verifier import Verdict, Verifier
 
 
 @dataclass(frozen=True)
-class _Program:
-    """The stages of a cycle for one kind of law."""
+class _PreparedStages:
+    """The stages for one kind of sampling, and what runs each of them."""
 
     to_probs: DeviceProbs
     stages: dict[str, Stage]
-    graphs: dict[str, Callable[[], None]]
+    runs: dict[str, Callable[[], None]]
 
 
 class DecodingProgram:
-    """Everything that decoding needs on the device, made once and used for many texts.
+    """Everything that decoding needs on the device, made once and used for many requests.
 
     Args:
-        target: level 2, and level 1.
+        target: the model of levels 1 and 2.
         drafter: level 0; may be None for one level.
         config: what each level does; its ``tree`` is the drafter's.
         batch: sequences.
-        max_seq_len: most tokens of a text, new ones included.
+        max_seq_len: most tokens of a sequence, new ones included.
         levels: 1, 2 or 3.
         offload: how to split the full cache between device and host; None keeps it on the device.
         progress: called with bytes of host memory as they are taken.
-        store: a full cache on the device to work on, with whatever rows are in it; by default a new one.
+        store: KV slots on the device to work on, with whatever they hold; by default new ones.
         noise: makes the random numbers of every stage.
+
+    Attributes:
+        state: tokens, lengths and draft chains of the batch.
+        full: the target, as levels 2 and plain decoding run it.
+        retrieval_model: the target as level 1 runs it; only with three levels.
+        full_view, offloaded, retrieval_view, gathered_view: see :class:`FullCache`.
+        max_draft_tokens: most tokens that are proposed to level 2 in a line.
+        runner_ups: whether level 2 also verifies one runner-up beside each token of the chain.
+        capture_seconds: spent on making stages and capturing them.
+        learnt: what draft-length controllers learnt, by kind of sampling (see ``Decoder``).
 
     Raises:
         ValueError: several levels without a drafter; a store that is too small, or cannot be paged by chunks;
@@ -85,74 +89,51 @@ class DecodingProgram:
         store: KVStore | None = None,
         noise: NoiseFactory = Noise,
     ) -> None:
-        self.target, self.config, self.batch, self.max_seq_len, self.levels = (
-            target,
-            config,
-            batch,
-            max_seq_len,
-            levels,
-        )
+        self.target, self.config, self.levels = target, config, levels
+        self.batch, self.max_seq_len = batch, max_seq_len
         if levels > 1 and drafter is None:
             raise ValueError(f"levels={levels} needs a drafter; give one, or levels=1")
         self.drafter = drafter if levels > 1 else None
         self.device, self._noise = target.device, noise
-        self._prefill_chunk = chunk_tokens(config.prefill_chunk, self.device)
-        self._programs: dict[Hashable, _Program] = {}
+        self._prepared: dict[Hashable, _PreparedStages] = {}
+        self.learnt: dict[Hashable, LearntDraftLength] = {}
         compiled = self.device.type == "cuda"
         if target.streamed is not None and levels == 3:
             check_level_one(config.retrieval_weight_bits)
         extent = PassLimits.of(config, levels)
-        depth, nodes, scratch_slots = extent.depth, extent.nodes, extent.scratch_slots
         self.max_draft_tokens = extent.max_draft_tokens
         self.runner_ups = levels == 3 and (
             config.runner_ups is not False if compiled else bool(config.runner_ups)
         )
-        page = config.retrieval.chunk if levels == 3 else 64
-        self.offloaded: OffloadedCache | None = None
-        self.full_view: FullView
-        if offload is not None:
-            chosen = config.retrieval
-            recent, slots = (chosen.recent, (chosen.budget - chosen.recent) // page * page)
-            if levels < 3:
-                recent = slots = page = 0
-            self.offloaded = OffloadedCache(
-                target, batch, max_seq_len, recent, scratch_slots, slots, page, offload, progress
-            )
-            self.full_view = partial(StreamedView, self.offloaded)
-        else:
-            if store is None:
-                rows = max(max_seq_len + scratch_slots, config.retrieval.budget if levels == 3 else 0)
-                store = KVStore(target.kv_shapes, batch, rows, self.device, target.dtype, page, scratch_slots)
-            store.check_room(batch, max_seq_len + scratch_slots, scratch_slots)
-            self.store = own = store.in_pages(page)
-            self.full_view = lambda queries, mask, depths: TreeAttentionView(
-                own, queries, mask=mask, depths=depths
-            )
-        max_draft_tokens, extra, vocabulary = (
-            (self.max_draft_tokens, depth + 1, target.vocab_size) if levels == 3 else (0, depth, 0)
-        )
+        self._cache = FullCache(target, config, batch, max_seq_len, levels, offload, progress, store)
+        self.offloaded, self.full_view = self._cache.offloaded, self._cache.view
+        self.retrieval_view, self.gathered_view = self._cache.retrieval_view, self._cache.gathered_view
         features = self.drafter.features if self.drafter is not None else ()
-        self.state = SequenceState(
-            batch, max_seq_len + scratch_slots, max_draft_tokens, max(1, extra), vocabulary, self.device,
-            {layer: self._feature_buffer(max(self.max_draft_tokens, depth) + 1) for layer in features},
-        )  # fmt: skip
+        self.state = self._new_state(extent, features)
         self.full = step_model(target, compiled, features)
         if self.drafter is not None:
             self.drafter.bind(self.state)
-        self.retrieval_view: PagedRetrievalView | None = None
-        self.gathered_view: GatheredRetrievalView | None = None
         if levels == 3:
-            depths = device_tree_shape(parse_shape(config.tree)).depths
-            if self.offloaded is not None:
-                self.gathered_view = GatheredRetrievalView(self.offloaded, nodes, config.retrieval, depths)
-            else:
-                self.retrieval_view = PagedRetrievalView(
-                    self.store, nodes, config.retrieval, self.max_draft_tokens + 1, depths
-                )
             self.retrieval_model = (
                 self.full if config.retrieval_weight_bits == 16 else self._low_bit_model(compiled, features)
             )
         self.capture_seconds = 0.0
+
+    def _new_state(self, extent: PassLimits, features: Sequence[int]) -> SequenceState:
+        chain, extra, vocabulary = 0, extent.depth, 0
+        if self.levels == 3:
+            chain, extra, vocabulary = extent.max_draft_tokens, extent.depth + 1, self.target.vocab_size
+        hidden = self.target.model.config.get_text_config(decoder=True).hidden_size
+        verified = max(extent.max_draft_tokens, extent.depth) + 1
+
+        def buffer() -> Tensor:
+            shape = (self.batch, verified, hidden)
+            return torch.zeros(shape, device=self.device, dtype=self.target.dtype)
+
+        return SequenceState(
+            self.batch, self.max_seq_len + extent.scratch_slots, chain, max(1, extra), vocabulary,
+            self.device, {layer: buffer() for layer in features},
+        )  # fmt: skip
 
     def _low_bit_model(self, compiled: bool, features: Sequence[int]) -> StepModel:
         target = self.target
@@ -160,24 +141,26 @@ class DecodingProgram:
         clone = low_bit_copy(target.model, self.config.retrieval_weight_bits, bring)
         return StepModel(clone, compiled, target.length_rope, features, target.learned_positions)
 
-    def _feature_buffer(self, nodes: int) -> Tensor:
-        hidden = self.target.model.config.get_text_config(decoder=True).hidden_size
-        return torch.zeros(self.batch, nodes, hidden, device=self.device, dtype=self.target.dtype)
+    @property
+    def store(self) -> KVStore:
+        """KV slots of a full cache on the device."""
+        assert self._cache.store is not None, "the full cache is offloaded"
+        return self._cache.store
 
     def prepare(self, to_probs: ProbsFromLogits) -> None:
-        """Make stages and graphs for this kind of law, or take those that are there, and set it.
+        """Select the stages for this kind of sampling, after making and capturing them where there are none.
 
-        Texts must be fed or rewound after this: a capture's trial runs use their buffers.
+        Sequences must be fed or rewound after this: the trial runs of a capture use their buffers.
         """
         key = DeviceProbs.key(to_probs)
-        if key not in self._programs:
+        if key not in self._prepared:
             start = time.perf_counter()
             own = DeviceProbs(to_probs, self.device, self._noise)
             stages = self._stages(own)
-            self._programs[key] = _Program(own, stages, self._captured(stages, own))
+            self._prepared[key] = _PreparedStages(own, stages, self._captured(stages, own))
             self.capture_seconds += time.perf_counter() - start
-        self._program = self._programs[key]
-        self._program.to_probs.set(to_probs)
+        self._current = self._prepared[key]
+        self._current.to_probs.set(to_probs)
 
     def _stages(self, to_probs: DeviceProbs) -> dict[str, Stage]:
         state, vocabulary = self.state, self.target.vocab_size
@@ -186,11 +169,11 @@ class DecodingProgram:
             draft = DraftStage(self.drafter, to_probs, state, vocabulary)
             stages["draft"] = draft
             nodes = draft.tree.nodes
-            seen = self.retrieval_view or self.gathered_view
-            if seen is not None:
+            view = self.retrieval_view or self.gathered_view
+            if view is not None:
                 verifier = Verifier(self.retrieval_model, to_probs, state, nodes, vocabulary)
                 for name, choosing in (("retrieval_refresh", True), ("retrieval", False)):
-                    stages[name] = RetrievalVerifyStage(draft, verifier, seen, self.runner_ups, choosing)
+                    stages[name] = RetrievalVerifyStage(draft, verifier, view, self.runner_ups, choosing)
                 stages["target"] = ChainVerifyStage(
                     self.full,
                     self.full_view,
@@ -210,30 +193,25 @@ class DecodingProgram:
         return stages
 
     def _captured(self, stages: dict[str, Stage], to_probs: DeviceProbs) -> dict[str, Callable[[], None]]:
-        """What runs each stage; on a GPU captured on texts of a made-up length."""
+        """What runs each stage; on a GPU captured on made-up sequences of the greatest length."""
         if self.device.type != "cuda":
             return {name: executor(stage.steps(), self.device) for name, stage in stages.items()}
-        result: dict[str, Callable[[], None]] = {}
+        runs: dict[str, Callable[[], None]] = {}
         with self.trial(self.max_seq_len - 1) as begin:
             for name, stage in stages.items():
                 begin()
-                result[name] = executor(stage.steps(), self.device)
+                runs[name] = executor(stage.steps(), self.device)
                 if self.offloaded is not None and name in ("target", "plain") and to_probs.capturable:
-                    # These are called directly; every kernel is compiled here, not in the middle of a text.
-                    result[name]()
-        return result
-
-    @property
-    def stage_names(self) -> Collection[str]:
-        """Of the prepared stages."""
-        return self._program.stages.keys()
+                    # These are called directly: one run compiles their kernels now, not while decoding.
+                    runs[name]()
+        return runs
 
     @contextmanager
     def trial(self, length: int) -> Iterator[Callable[[], None]]:
-        """Inside, stages may be run behind made-up texts of ``length`` tokens, up to three times in a row.
+        """Inside, stages may be run after made-up sequences of ``length`` tokens, up to three times in a row.
 
-        What is yielded puts the texts back to that length. Rows of the full cache are as before afterwards;
-        texts must be fed or rewound.
+        Yields a function that sets the sequences back to that length. The full cache's KV slots are as before
+        afterwards; sequences must be fed or rewound.
         """
 
         def begin() -> None:
@@ -242,127 +220,35 @@ class DecodingProgram:
 
         if self.drafter is not None:
             self.drafter.start([[0] * (length + 1)] * self.batch)
-        try:
-            if self.offloaded is not None:
-                with self.offloaded.trial(length):
-                    yield begin
-                return
-            written = [
-                group.kv[..., length : length + self.state.capacity - self.max_seq_len + 1, :]
-                for group in self.store.groups
-                if not group.ring
-            ]
-            before = [slots.clone() for slots in written]
-            try:
-                yield begin
-            finally:
-                for slots, old in zip(written, before, strict=True):
-                    slots.copy_(old)
-                if length < self.max_seq_len - 1:
-                    self.update_chunk_means()
-        finally:
-            self._kept.invalidate()
+        with self._cache.trial(length):
+            yield begin
 
     def prefill(self, prompts: Sequence[Sequence[int]], progress: Progress | None = None) -> None:
         """Feed all but each prompt's last token, the first root, to every level.
 
-        Where an offloaded cache is interrupted in this, its memory is given back and the cycle closed.
+        Where an offloaded cache is interrupted in this, its memory is given back and the program closed.
 
         Raises:
-            ValueError: a prompt is too short for the levels, or too long for the room.
+            ValueError: a prompt is too short for the levels, or too long for the buffers.
         """
         self._check(prompts)
-        if self.offloaded is not None:
-            self._prefill_offloaded(self.offloaded, prompts, progress)
-            return
-        with self.target.active():
-            for b, prompt in enumerate(prompts):
-                prefill(self.target, self.store, b, list(prompt[:-1]), self._prefill_chunk, progress)
-        self.update_chunk_means()
-        self.rewind(prompts)
-
-    def _prefill_offloaded(
-        self, cache: OffloadedCache, prompts: Sequence[Sequence[int]], progress: Progress | None
-    ) -> None:
         try:
-            with self.target.active():
-                cache.prefill(prompts, self._prefill_chunk, progress)
-            self.rewind(prompts)
+            self._cache.prefill(prompts, progress)
+            self._start(prompts)
         except BaseException:
             self.close()
             raise
 
-    @property
-    def _kept(self) -> KVStore:
-        """Keys and values on the device, of layers with a window at least."""
-        return self.offloaded.rings if self.offloaded is not None else self.store
-
-    def update_chunk_means(self) -> None:
-        """Compute all chunk means anew: rows were written by others than the passes."""
-        if self.retrieval_view is not None:
-            self.retrieval_view.update_chunk_means(
-                torch.zeros_like(self.state.length), self.retrieval_view.chunks
-            )
-
-    def serves(self, config: HierarchyConfig) -> bool:
-        """Whether only ``self.config = config`` is needed to run these settings.
-
-        They may differ in what is read afresh in every pass; all else is built into buffers and graphs.
-        """
-
-        def built_in(settings: HierarchyConfig) -> HierarchyConfig:
-            return replace(settings, rounds=None, retrieval=replace(settings.retrieval, refresh=0))
-
-        return built_in(self.config) == built_in(config)
-
-    def close(self) -> None:
-        """Give an offloaded cache's host memory back; the cycle is of no use afterwards."""
-        if self.offloaded is not None:
-            self.offloaded.close()
-
-    @property
-    def closed(self) -> bool:
-        return self.offloaded is not None and self.offloaded.closed
-
     def rewind(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Stand at the end of these prompts, or beginnings of texts, whose rows are in the cache.
+        """Continue from these prompts, whose keys and values the cache holds: beginnings of its sequences.
 
-        Where layers keep a window alone, and it is that of a later place, the prompts are fed again.
+        Where layers with a window have overwritten what is needed there, the prompts are fed again.
         """
         self._check(prompts)
-        if not self._kept.holds([len(p) - 1 for p in prompts]):
+        if self._cache.holds([len(p) - 1 for p in prompts]):
+            self._start(prompts)
+        else:
             self.prefill(prompts)
-            return
-        state = self.state
-        for b, prompt in enumerate(prompts):
-            state.tokens[b, : len(prompt)] = torch.tensor(prompt, device=self.device)
-        state.length.copy_(torch.tensor([len(p) - 1 for p in prompts], device=self.device))
-        state.active.fill_(1)
-        state.has_nan.zero_()
-        state.chain.zero_()
-        state.retrieval_emitted.zero_()
-        state.feature_count.zero_()
-        if self.drafter is not None:
-            self.drafter.start(prompts)
-        if self.offloaded is not None:
-            self.offloaded.set_lengths([len(p) - 1 for p in prompts])
-        if self.gathered_view is not None:
-            self.gathered_view.fill()
-
-    def transferred_bytes(self, tokens: int, plain: bool = False) -> int:
-        """What a pass of level 2 behind so many tokens copies to the device: keys and values, and weights.
-
-        Args:
-            plain: of the autoregressive pass.
-        """
-        weights = self.target.streamed.bytes if self.target.streamed is not None else 0
-        if self.offloaded is None:
-            return weights
-        heads = self.target.heads
-        slot = 2 * self.target.layers * heads.kv * heads.dim * self.target.dtype.itemsize
-        share = self.offloaded.share(1 if plain or self.levels == 1 else self.max_draft_tokens + 1)
-        far = max(0, self.batch * tokens * slot - self.offloaded.host.resident_bytes)
-        return int((1 - share) * far) + weights
 
     def _check(self, prompts: Sequence[Sequence[int]]) -> None:
         least = least_prompt(self.config, self.levels, self.offloaded is not None)
@@ -375,24 +261,75 @@ class DecodingProgram:
         if self.target.length_rope is not None:
             self.target.length_rope.choose_for_texts([len(p) for p in prompts])
 
+    def _start(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Set every level to the end of prompts whose keys and values are in the cache."""
+        state, lengths = self.state, [len(p) - 1 for p in prompts]
+        for b, prompt in enumerate(prompts):
+            state.tokens[b, : len(prompt)] = torch.tensor(prompt, device=self.device)
+        state.length.copy_(torch.tensor(lengths, device=self.device))
+        state.active.fill_(1)
+        state.has_nan.zero_()
+        state.chain.zero_()
+        state.retrieval_emitted.zero_()
+        state.feature_count.zero_()
+        if self.drafter is not None:
+            self.drafter.start(prompts)
+        self._cache.set_lengths(lengths)
+
     def committed(self, counts: Sequence[int]) -> None:
-        """The last pass of level 2 made each text so many tokens longer."""
-        self._kept.grown(counts)
-        if self.offloaded is not None:
-            self.offloaded.committed(counts)
+        """The last pass of level 2 made each sequence so many tokens longer."""
+        self._cache.committed(counts)
+
+    def update_chunk_means(self) -> None:
+        """Compute all chunk means again, after something other than the passes has written KV slots."""
+        self._cache.update_chunk_means()
+
+    def transferred_bytes(self, tokens: int, plain: bool = False) -> int:
+        """Keys, values and weights that a pass of level 2 after so many tokens copies to the device.
+
+        Args:
+            plain: of the autoregressive pass.
+        """
+        weights = self.target.streamed.bytes if self.target.streamed is not None else 0
+        queries = 1 if plain or self.levels == 1 else self.max_draft_tokens + 1
+        return self._cache.transferred_bytes(tokens, queries) + weights
+
+    def serves(self, config: HierarchyConfig) -> bool:
+        """Whether setting ``self.config = config`` is all that these settings need.
+
+        They may differ in what every pass reads anew; all else is built into buffers and graphs.
+        """
+
+        def built_in(settings: HierarchyConfig) -> HierarchyConfig:
+            return replace(settings, rounds=None, retrieval=replace(settings.retrieval, refresh=0))
+
+        return built_in(self.config) == built_in(config)
+
+    def close(self) -> None:
+        """Give an offloaded cache's host memory back; the program cannot be used afterwards."""
+        self._cache.close()
+
+    @property
+    def closed(self) -> bool:
+        return self._cache.closed
+
+    @property
+    def stage_names(self) -> Collection[str]:
+        """Of the prepared stages."""
+        return self._current.stages.keys()
 
     def stage(self, name: str) -> Stage:
-        """One of the stages for the law that was prepared."""
-        return self._program.stages[name]
+        """One of the prepared stages."""
+        return self._current.stages[name]
 
     def verdict(self, name: str) -> Verdict:
-        """The last one of a verifying stage."""
+        """The last verdict of a verifying stage."""
         stage = self.stage(name)
         assert isinstance(stage, RetrievalVerifyStage | ChainVerifyStage | TreeVerifyStage | PlainStage)
         return stage.verifier.verdict
 
     def run(self, name: str, generator: torch.Generator) -> None:
-        """One stage, with fresh random numbers."""
-        for noise in self._program.stages[name].noise:
+        """Run one stage with fresh random numbers."""
+        for noise in self._current.stages[name].noise:
             noise.draw(generator)
-        self._program.graphs[name]()
+        self._current.runs[name]()

@@ -1,6 +1,6 @@
-"""What each stage of a cycle costs: seconds measured on made-up texts, and what they depend on.
+"""Stage costs: seconds of each stage, measured on made-up sequences, and the settings they depend on.
 
-The draft-length controller chooses by these. They are measured once for a machine, a pair of models and the
+The draft-length controller chooses by them. They are measured once for a machine, a pair of models and the
 settings below, and kept in the user's cache folder (``cost_table.py``).
 """
 
@@ -24,13 +24,13 @@ from triforce_tree.runtime.stage_clock import StageClock
 from triforce_tree.trees.device_shapes import device_tree_shape
 from triforce_tree.trees.shapes import parse_shape
 
-# At most so many samples of a stage, fewer once they took so many seconds. The first one warms up.
+# Most samples of a stage, and seconds after which no more are taken. The first one is the warm-up.
 _SAMPLES, _ENOUGH = 6, 0.1
-# Runs of a sample on a GPU, where the host then runs ahead of the device as it does while decoding.
+# Runs of a sample on a GPU, so that the host runs ahead of the device as it does while decoding.
 _RUNS = 3
-# Full stages are measured at the longest context, and at one of this many tokens or a quarter of the longest.
+# The target's stages are measured at the longest context, and at this many tokens or a quarter of it.
 _SHORT = 1024
-# Context lengths between which the costs of an offloaded cache are stored.
+# Number of context lengths for which the costs of an offloaded cache are stored.
 _OFFLOADED_LENGTHS = 5
 
 
@@ -41,10 +41,11 @@ class StageCosts:
     Attributes:
         lengths: tokens of context, ascending.
         draft_round: a round of drafting, with the retrieval level's verification where there is one.
-        verification, plain: the target's stages at each of the lengths; a longer context never costs less.
+        verification, plain: the target's stages at each of the lengths, not decreasing.
 
     Raises:
-        ValueError: lengths that do not ascend or match the seconds, or seconds that are not above 0.
+        ValueError: lengths that are not ascending, or not as many as the seconds; seconds that decrease, or
+            are not above 0.
     """
 
     lengths: tuple[int, ...]
@@ -55,22 +56,27 @@ class StageCosts:
     def __post_init__(self) -> None:
         count = len(self.lengths)
         if not count or not len(self.verification) == len(self.plain) == count:
-            raise ValueError(f"{count} lengths, {len(self.verification)} and {len(self.plain)} seconds")
+            raise ValueError(
+                f"{count} lengths, but {len(self.verification)} and {len(self.plain)} seconds; give as many"
+            )
         if list(self.lengths) != sorted(set(self.lengths)):
-            raise ValueError(f"lengths={self.lengths} do not ascend")
+            raise ValueError(f"lengths={self.lengths} are not ascending; sort them")
         for seconds in zip(self.verification, self.plain, strict=True):
             StageSeconds(self.draft_round, *seconds)
         if list(self.verification) != sorted(self.verification) or list(self.plain) != sorted(self.plain):
-            raise ValueError("a longer context costs less")
+            raise ValueError(
+                f"verification={self.verification} or plain={self.plain} costs less at a longer context; "
+                "give seconds that do not decrease"
+            )
 
     def at(self, tokens: int) -> StageSeconds:
-        """Behind ``tokens`` of context: between two lengths, and beyond the last one, on a straight line."""
-        verification = _on_line(tokens, self.lengths, self.verification)
-        return StageSeconds(self.draft_round, verification, _on_line(tokens, self.lengths, self.plain))
+        """After ``tokens`` of context: interpolated between two lengths, extrapolated beyond the last one."""
+        verification = _interpolated(tokens, self.lengths, self.verification)
+        return StageSeconds(self.draft_round, verification, _interpolated(tokens, self.lengths, self.plain))
 
 
 class MeasuredStages(Protocol):
-    """Stages that can be run on made-up texts: a prepared ``DecodingProgram``."""
+    """Stages that can be run on made-up sequences: a prepared ``DecodingProgram``."""
 
     device: torch.device
 
@@ -88,17 +94,17 @@ def measure(
     refresh: int = 1,
     transferred: Callable[[int, bool], int] | None = None,
 ) -> StageCosts:
-    """Run each stage a few times; below a second on a GPU where a stage takes milliseconds.
+    """Run each stage a few times; this takes less than a second on a GPU where a stage takes milliseconds.
 
-    All ranks of a group measure together. Random numbers are the measurement's own. Texts must be fed or
-    rewound afterwards.
+    All ranks of a group measure together. Random numbers come from a generator of the measurement's own.
+    Sequences must be fed or rewound afterwards.
 
     Args:
         stages: after their graphs were captured.
         longest: most tokens of context.
-        refresh: every so many rounds the retrieval level chooses its chunks anew, 0 for the first one alone.
-        transferred: bytes that cross the bus in the target's stage behind so many tokens, and in the
-            autoregressive one where the flag is True, for a cache in host memory; trial runs transfer next to
+        refresh: rounds from one refresh of the retrieved chunks to the next; 0: only the first one refreshes.
+        transferred: bytes that the target's stage copies to the device after so many tokens of context, or
+            the autoregressive one where the flag is True, for a cache in host memory; trial runs copy next to
             nothing. None where the cache is on the device.
     """
     clock = StageClock(stages.device)
@@ -110,30 +116,30 @@ def measure(
         for name in ("draft", "retrieval_refresh", "retrieval", "target", "plain"):
             if name in stages.stage_names and (name != "retrieval" or refresh != 1):
                 seconds[name] = _seconds_of(stages, name, begin, clock, generator)
-    choose = seconds.get("retrieval_refresh", 0.0)
-    retrieval = seconds.get("retrieval", choose)
-    # Of n rounds one chooses.
-    verified = retrieval if refresh == 0 else (choose + (refresh - 1) * retrieval) / refresh
-    # Without a draft no round is ever made.
-    a_round = seconds.get("draft", seconds["plain"]) + verified
+    refreshing = seconds.get("retrieval_refresh", 0.0)
+    retrieval = seconds.get("retrieval", refreshing)
+    # One of ``refresh`` rounds refreshes.
+    verified = retrieval if refresh == 0 else (refreshing + (refresh - 1) * retrieval) / refresh
+    # Without a drafter there are no rounds, and this is not used.
+    draft_round = seconds.get("draft", seconds["plain"]) + verified
     full = seconds.get("target", seconds["plain"])
     if transferred is not None:
         bus = bandwidths(stages.device)[0]
         lengths = [max(1, longest * n // _OFFLOADED_LENGTHS) for n in range(1, _OFFLOADED_LENGTHS + 1)]
         verification = [max(full, transferred(length, False) / bus) for length in lengths]
         plain = [max(seconds["plain"], transferred(length, True) / bus) for length in lengths]
-        return _rounded(lengths, a_round, verification, plain)
+        return _rounded(lengths, draft_round, verification, plain)
     short = max(1, min(_SHORT, longest // 4))
     if short == longest:
-        return _rounded([longest], a_round, [full], [seconds["plain"]])
+        return _rounded([longest], draft_round, [full], [seconds["plain"]])
     with stages.trial(short) as begin:
-        near = {
+        at_short = {
             name: _seconds_of(stages, name, begin, clock, generator)
             for name in ("target", "plain")
             if name in seconds
         }
-    verification = [near.get("target", near["plain"]), full]
-    return _rounded([short, longest], a_round, verification, [near["plain"], seconds["plain"]])
+    verification = [at_short.get("target", at_short["plain"]), full]
+    return _rounded([short, longest], draft_round, verification, [at_short["plain"], seconds["plain"]])
 
 
 def settings_of(
@@ -160,12 +166,12 @@ def settings_of(
         "sampling": sampling,
         "levels": program.levels,
         "batch": program.batch,
-        # Lengths are interpolated, but graphs and split sizes are made for the longest.
+        # Costs are interpolated between lengths, but graphs and split sizes are made for the longest.
         "context": 1 << (program.max_seq_len - 1).bit_length(),
         "cache on": "device" if transferred is None else "host",
     }
     if transferred is not None:
-        # Free memory, and so the split, differs a little from run to run.
+        # Rounded: free memory, and so the split, differs a little from run to run.
         settings["transferred"] = [
             f"{transferred(program.max_seq_len, plain):.0e}" for plain in (False, True)
         ]
@@ -191,7 +197,7 @@ def _seconds_of(
 ) -> float:
     runs = _RUNS if stages.device.type == "cuda" else 1
     samples: list[float] = []
-    # Ranks take equally many, or one would wait for the others for ever.
+    # All ranks take the same number of samples, or one would wait for the others forever.
     while len(samples) < _SAMPLES and distributed.broadcast_object(sum(samples) < _ENOUGH):
         begin()
         clock.start()
@@ -204,9 +210,9 @@ def _seconds_of(
 
 
 def _rounded(
-    lengths: Sequence[int], a_round: float, verification: Sequence[float], plain: Sequence[float]
+    lengths: Sequence[int], draft_round: float, verification: Sequence[float], plain: Sequence[float]
 ) -> StageCosts:
-    """Two significant digits, so that costs which are measured again seldom change a choice."""
+    """Rounded to two significant digits, so that measuring again seldom changes a draft length."""
 
     def rounded(seconds: float) -> float:
         return float(f"{seconds:.1e}")
@@ -214,10 +220,10 @@ def _rounded(
     def ascending(seconds: Sequence[float]) -> tuple[float, ...]:
         return tuple(rounded(max(seconds[: i + 1])) for i in range(len(seconds)))
 
-    return StageCosts(tuple(lengths), rounded(a_round), ascending(verification), ascending(plain))
+    return StageCosts(tuple(lengths), rounded(draft_round), ascending(verification), ascending(plain))
 
 
-def _on_line(tokens: int, lengths: Sequence[int], seconds: Sequence[float]) -> float:
+def _interpolated(tokens: int, lengths: Sequence[int], seconds: Sequence[float]) -> float:
     if len(lengths) == 1 or tokens <= lengths[0]:
         return seconds[0]
     right = next((i for i, length in enumerate(lengths) if length >= tokens), len(lengths) - 1)
@@ -234,5 +240,5 @@ def _drafter(drafter: Drafter | None) -> str | None:
 
 
 def _bytes(model: PreTrainedModel) -> int:
-    """Of the parameters: quantised or sharded models share their shape's name."""
+    """Of the parameters, which tell quantised and sharded models of one shape apart."""
     return sum(p.numel() * p.element_size() for p in model.parameters())

@@ -1,9 +1,9 @@
 """The stages of decoding: work over fixed buffers, as steps that an executor captures or calls.
 
-* :class:`DraftStage`, :class:`RetrievalVerifyStage`: the drafter proposes trees, level 1 verifies them, the
-  chains grow. Repeated.
-* :class:`ChainVerifyStage`: level 2 verifies chain and runner-ups, and commits them.
-* :class:`TreeVerifyStage`: level 2 verifies the drafter's tree, without a level between (``levels=2``).
+* :class:`DraftStage`, :class:`RetrievalVerifyStage`: the drafter proposes trees, level 1 verifies them and
+  appends what it accepts to the draft chains. Repeated for each round.
+* :class:`ChainVerifyStage`: level 2 verifies the chain and its runner-ups, and commits what it accepts.
+* :class:`TreeVerifyStage`: level 2 verifies the drafter's tree itself (``levels=2``).
 * :class:`PlainStage`: level 2 alone: autoregressive decoding.
 """
 
@@ -28,11 +28,11 @@ from triforce_tree.verify.probs import DeviceProbs, Sampler
 from triforce_tree.verify.verifier import Verdict, Verifier
 
 FullView = Callable[[int, Tensor | None, Sequence[int] | None], KVView]
-"""Makes the view of T new tokens on the full cache, of T, a mask that never changes, and depths."""
+"""Makes a view of the full cache for T new tokens, from T, a fixed mask, and the depths of the tokens."""
 
 
 class Stage(Protocol):
-    """One part of a pass; ``noise`` holds the random numbers it reads."""
+    """One part of a pass; ``noise`` holds the random numbers that it reads."""
 
     noise: list[Noise]
 
@@ -40,7 +40,7 @@ class Stage(Protocol):
 
 
 class DraftStage:
-    """The drafter proposes a tree behind every text; ``tree`` is the last one."""
+    """The drafter proposes a tree for each sequence; ``tree`` holds the last ones."""
 
     def __init__(
         self, drafter: Drafter, to_probs: DeviceProbs, state: SequenceState, vocabulary: int
@@ -59,14 +59,14 @@ class DraftStage:
 
 
 class RetrievalVerifyStage:
-    """Level 1 verifies the drafter's trees: the chains grow by 1 to depth + 1 tokens.
+    """Level 1 verifies the drafter's trees and appends 1 to depth + 1 tokens to the draft chains.
 
     Args:
-        draft: made the trees.
-        verifier: level 1's weights.
-        view: its retrieval view of the full cache, or copies from it.
-        runner_ups: keep the runner-up of every token that joins the chain.
-        choosing: whether this pass chooses its chunks anew.
+        draft: the stage that proposes the trees.
+        verifier: level 1's forward and acceptance.
+        view: its retrieval view of the full cache, or of chunks copied from it.
+        runner_ups: keep the runner-up of every token that is appended.
+        choosing: whether each forward refreshes the retrieved chunks.
     """
 
     def __init__(
@@ -80,8 +80,8 @@ class RetrievalVerifyStage:
         self.tree, self.state, self.verifier, self.view = draft.tree, draft.state, verifier, view
         self.runner_ups, self.choosing = runner_ups, choosing
         drawn = self.tree.depth + 1 if runner_ups else 0
-        self._beside = verifier.to_probs.noise(self.state.batch, drawn, verifier.vocabulary)
-        self.noise = [verifier.noise, self._beside]
+        self._runner_up_noise = verifier.to_probs.noise(self.state.batch, drawn, verifier.vocabulary)
+        self.noise = [verifier.noise, self._runner_up_noise]
         self._root: Tensor
 
     def steps(self) -> list[Step]:
@@ -99,17 +99,17 @@ class RetrievalVerifyStage:
         self.view.move(path)
         probs = p.gather(1, path.clamp_min(0)[..., None].expand(-1, -1, p.shape[2]))
         if self.runner_ups:
-            self.state.add_runner_ups(self._beside.second_choice(probs, emitted))
+            self.state.add_runner_ups(self._runner_up_noise.second_choice(probs, emitted))
         self.state.append_drafted(emitted, count, None if self.verifier.to_probs.greedy else probs)
 
 
 class ChainVerifyStage:
-    """Level 2 verifies what level 1 gathered, and the text grows.
+    """Level 2 verifies the draft chains, and commits what it accepts.
 
     Args:
         model: the target.
         full: makes views of the full cache.
-        means: whose chunk means follow the text; None where the cache keeps them itself.
+        means: the view whose chunk means are updated after each commit; None where the cache does so itself.
         runner_ups: verify the runner-ups too.
     """
 
@@ -130,7 +130,7 @@ class ChainVerifyStage:
             list(range(1, max_draft_tokens + 1)) if runner_ups else []
         )
         batch, count = state.batch, len(parents)
-        # Its shape never changes, so the mask is that of the plan: only distributions and tokens vary.
+        # Its shape is fixed, and so is the view's mask: only distributions and tokens vary.
         self.tree = TokenTree(
             tokens=torch.full((batch, count), -1, device=device),
             parents=torch.tensor(parents, device=device).expand(batch, -1),
@@ -143,7 +143,7 @@ class ChainVerifyStage:
         self.view = full(count, ancestor_mask(parents), depths)
         self.verifier = Verifier(model, to_probs, state, count, vocabulary)
         self.noise = [self.verifier.noise]
-        self._places = torch.arange(max_draft_tokens + 1, device=device)
+        self._offsets = torch.arange(max_draft_tokens + 1, device=device)
         self._root: Tensor
 
     def steps(self) -> list[Step]:
@@ -152,13 +152,13 @@ class ChainVerifyStage:
     def _forward(self) -> None:
         state, max_draft_tokens = self.state, self.state.max_draft_tokens
         self._root = state.length.clone()
-        line = state.tokens.gather(1, self._root[:, None] + self._places)
+        tokens = state.tokens.gather(1, self._root[:, None] + self._offsets)
         chain = state.chain[:, None]
-        self.tree.tokens[:, : max_draft_tokens + 1] = torch.where(self._places <= chain, line, -1)
+        self.tree.tokens[:, : max_draft_tokens + 1] = torch.where(self._offsets <= chain, tokens, -1)
         if self.runner_ups:
             runner_ups = state.runner_ups[:, :max_draft_tokens]
             self.tree.tokens[:, max_draft_tokens + 1 :] = torch.where(
-                self._places[:-1] < chain, runner_ups, -1
+                self._offsets[:-1] < chain, runner_ups, -1
             )
         self.verifier.forward(self.tree, self._root, self.view, None)
 
@@ -170,7 +170,7 @@ class ChainVerifyStage:
 
 
 class TreeVerifyStage:
-    """Level 2 verifies the drafter's trees."""
+    """Level 2 verifies the drafter's trees, and commits what it accepts."""
 
     def __init__(self, draft: DraftStage, verifier: Verifier, full: FullView) -> None:
         self.tree, self.state, self.verifier = draft.tree, draft.state, verifier
@@ -191,7 +191,7 @@ class TreeVerifyStage:
 
 
 def _commit(state: SequenceState, view: KVView, verdict: Verdict) -> None:
-    """What level 2 accepted becomes text, and its rows those of the full cache."""
+    """Commit the tokens that level 2 accepted, and their KV slots, in sequences that are still running."""
     view.move(torch.where(state.active[:, None] > 0, verdict.path, -1))
     state.commit(verdict.emitted, verdict.counts)
 
@@ -201,7 +201,8 @@ class PlainStage:
 
     Args:
         full: makes views of the full cache.
-        means: whose chunk means follow the text; None where nobody asks, or the cache keeps them itself.
+        means: the view whose chunk means are updated after each commit; None where there are none, or the
+            cache does so itself.
     """
 
     def __init__(
@@ -229,7 +230,7 @@ class PlainStage:
         self.verifier.forward(self.tree, self._root, self.view, None)
 
     def _commit(self) -> None:
-        # The root stays where it is: no row moves.
+        # The root is in its place already: no KV slot moves.
         verdict = self.verifier.judge(self.tree, self._root)
         self.state.commit(verdict.emitted, verdict.counts)
         if self.means is not None:

@@ -1,4 +1,4 @@
-"""When a text ends."""
+"""When a sequence ends."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,12 +8,12 @@ Stop = Callable[[list[int]], bool]
 
 @dataclass(frozen=True)
 class Ending:
-    """When a text ends.
+    """When a sequence ends.
 
     Attributes:
         max_new_tokens: tokens to emit at most.
-        stop_tokens: ids that end the text (and belong to it).
-        stop: further criteria on all tokens so far, asked after every single token; may be None.
+        stop_tokens: ids that end the sequence, of which they are the last token.
+        stop: further criteria, called after every token with all tokens so far; may be None.
     """
 
     max_new_tokens: int
@@ -22,7 +22,7 @@ class Ending:
 
 
 def finish_reason(tokens: list[int], token: int, emitted: int, ending: Ending) -> str | None:
-    """Why a text ends with ``token``, its ``emitted``-th new one; None when it goes on."""
+    """Why a sequence ends with ``token``, its ``emitted``-th new one; None where it does not."""
     if token in ending.stop_tokens:
         return "eos"
     if ending.stop is not None and ending.stop(tokens):

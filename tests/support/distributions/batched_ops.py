@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from triforce_tree.decoding import program as program_module
+from triforce_tree.decoding import full_cache
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.tree_model import TreeDrafter
 from triforce_tree.kernels import step
@@ -22,15 +22,15 @@ def use_batched_ops(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def prefill_alike(program: DecodingProgram, prompt: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """``program.prefill`` of one prompt for the whole batch, computed once and copied."""
-    prefill = program_module.prefill
+    """``program.prefill`` of one prompt for the whole batch, computed once."""
+    one = full_cache.prefill
 
     def prefill_first(model: HFModel, store, sequence: int, *rest) -> None:
         if sequence == 0:
-            prefill(model, store, sequence, *rest)
+            one(model, store, sequence, *rest)
             store.kv[:, :, 1:] = store.kv[:, :, :1]
 
-    monkeypatch.setattr(program_module, "prefill", prefill_first)
+    monkeypatch.setattr(full_cache, "prefill", prefill_first)
     share_windows(monkeypatch)
     program.prefill([prompt] * program.batch)
 

@@ -70,7 +70,7 @@ def test_one_level_never_drafts() -> None:
     assert DraftLengthController(1, 0, 0, 5).rounds() == 0
 
 
-def test_costs_are_asked_for_where_they_are_needed() -> None:
+def test_missing_costs_are_reported_where_they_are_needed() -> None:
     with pytest.raises(ValueError, match=r"costs=None.*set costs, or fix the rounds"):
         DraftLengthController(3, DEPTH, MOST).rounds()
     with pytest.raises(ValueError, match=r"plain=0\.0 seconds must be above 0"):
@@ -114,14 +114,14 @@ def test_expected_estimates_decide_about_the_first_pass() -> None:
 
 @pytest.mark.parametrize("levels", [2, 3])
 @pytest.mark.parametrize("cost", COSTS, ids=str)
-def test_refused_drafts_cost_less_than_2_percent(levels: int, cost: tuple[float, float]) -> None:
+def test_rejected_drafts_cost_less_than_2_percent(levels: int, cost: tuple[float, float]) -> None:
     for tokens in (512, 4000):
         speed, chosen = simulated(controller(levels, cost), 0.0, tokens, per_token=0.2)
         assert speed >= 0.98
         assert 1 / speed - 1 <= START_BUDGET / tokens + REFILL + 1e-9
     if sum(cost) > 1.3:
         assert chosen.count(0) / len(chosen) > 0.99
-        assert sum(map(bool, chosen[:64])) <= 10, "hopeless drafts end early"
+        assert sum(map(bool, chosen[:64])) <= 10, "useless drafts end early"
 
 
 @pytest.mark.parametrize("acceptance", [0.2, 0.5, 0.8])
@@ -162,8 +162,8 @@ def expected(levels: int, acceptance: float, rounds: int, per_token: float = 0.6
     ids=str,
 )
 def test_as_fast_as_the_best_fixed_choice(levels: int, cost: tuple[float, float], acceptance: float) -> None:
-    """Over 2,000 tokens, in the mean of some texts; chosen rounds count by the tokens that they yield in the
-    mean, so that only the choices are judged."""
+    """Over 2,000 tokens, in the mean of some sequences; passes count by the tokens that their rounds yield in
+    the mean, so that only the choices are judged."""
 
     def seconds(rounds: int) -> float:
         return rounds * cost[0] + cost[1] if rounds else 1.0
@@ -179,7 +179,7 @@ def test_as_fast_as_the_best_fixed_choice(levels: int, cost: tuple[float, float]
 
 
 def test_an_unlucky_start_does_not_end_a_draft_that_pays() -> None:
-    """Everything is refused at first; then nearly everything is accepted."""
+    """Everything is rejected at first; then nearly everything is accepted."""
     for levels in (2, 3):
         speed, chosen = simulated(controller(levels), lambda made: 0.95 if made > 40 else 0.0, 2000)
         assert 0 in chosen
@@ -187,7 +187,7 @@ def test_an_unlucky_start_does_not_end_a_draft_that_pays() -> None:
         assert speed > 1.8
 
 
-def test_drafting_ends_when_it_no_longer_pays_and_comes_back() -> None:
+def test_drafting_pauses_when_it_no_longer_pays_and_resumes() -> None:
     turns = controller(cost=(0.5, 1.2))
     _, chosen = simulated(turns, lambda made: 0.0 if 1000 <= made < 3000 else 0.95, 6000)
     zeros = [i for i, rounds in enumerate(chosen) if rounds == 0]
@@ -216,7 +216,7 @@ def test_costly_verification_is_tried_once_enough_was_decoded() -> None:
     assert mean(chosen[-50:]) > 4
 
 
-def test_a_batch_counts_by_the_sequence() -> None:
+def test_a_batch_counts_per_sequence() -> None:
     one, many = controller(), controller()
     for accepted in (5, 0, 3, 7, 2):
         one.observe(3, 1, 8, accepted, 1)
@@ -243,7 +243,7 @@ def test_costs_follow_measured_times_and_no_outlier() -> None:
     assert bare.costs is None
 
 
-def test_chains_without_refusals_teach_nothing_wrong() -> None:
+def test_passes_without_proposed_tokens_leave_the_acceptance() -> None:
     """No token proposed and none accepted: the acceptance stays."""
     control = controller()
     before = control.acceptance
@@ -255,3 +255,51 @@ def test_chains_without_refusals_teach_nothing_wrong() -> None:
 
 def test_equal_observations_give_equal_choices() -> None:
     assert simulated(controller(), 0.7, 700, 5) == simulated(controller(), 0.7, 700, 5)
+
+
+def loss_of_short_requests(cost: tuple[float, float], count: int, resumed: bool) -> float:
+    """Plain passes that requests of 60 tokens with a useless draft lose, for each token."""
+    control, seconds = controller(cost=cost), 0.0
+    for request in range(count):
+        seconds += 60 / simulated(control, 0.05, 60, request, per_token=0.2)[0]
+        learnt, control = control.learnt((1.0, 1.0, 1.0)), controller(cost=cost)
+        if resumed:
+            control.resume(learnt)
+    return seconds / (60 * count) - 1
+
+
+@pytest.mark.parametrize("cost", COSTS[:5], ids=str)
+def test_short_requests_share_one_loss_budget(cost: tuple[float, float]) -> None:
+    resumed, fresh = (loss_of_short_requests(cost, 30, resumed) for resumed in (True, False))
+    assert resumed <= START_BUDGET / (30 * 60) + REFILL + 1e-9
+    assert fresh > 4 * resumed, "a budget for each request is lost each time"
+
+
+def test_a_draft_that_becomes_useful_is_used_by_later_requests() -> None:
+    control = controller()
+    simulated(control, 0.0, 400)
+    assert control.acceptance > 0.5, "drafting pauses, and will be tried with new estimates"
+    learnt = control.learnt((1.0, 1.0, 1.0))
+    assert learnt.acceptance < 0.5
+    for request in range(10):
+        control = controller()
+        control.resume(learnt)
+        speed, _ = simulated(control, 0.95, 100, request)
+        learnt = control.learnt((1.0, 1.0, 1.0))
+    assert learnt.acceptance > 0.85
+    assert speed > 1.8
+
+
+def test_resumed_estimates_take_precedence_over_a_profiles() -> None:
+    """A profile's are those of other requests; later trials begin from them."""
+    source = controller()
+    source.expect(0.6, 2.0)
+    learnt = source.learnt((1.0, 2.0, 3.0))
+    assert learnt.cost_factors == (1.0, 2.0, 3.0)
+    resumed = controller()
+    resumed.resume(learnt)
+    resumed.expect(0.9, 3.0)
+    assert (resumed.acceptance, resumed.tokens_per_round) == pytest.approx((0.6, 2.0))
+    simulated(resumed, 0.0, 200)
+    assert resumed.rounds() == 0
+    assert resumed.acceptance == pytest.approx(0.9)

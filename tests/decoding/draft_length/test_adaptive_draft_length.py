@@ -1,0 +1,161 @@
+"""Draft lengths while decoding: from the table of costs, measured times, and what earlier requests learnt."""
+
+from dataclasses import replace
+
+import pytest
+from program_cases import GREEDY, NEW, PROMPTS, SAMPLED, draft_of, model, program_of, references
+
+from triforce_tree.decoding import loop
+from triforce_tree.decoding.loop import Decoder
+from triforce_tree.decoding.program import DecodingProgram
+from triforce_tree.decoding.stage_costs import StageCosts
+from triforce_tree.decoding.stop_criteria import Ending
+from triforce_tree.runtime.stage_clock import StageClock
+
+SECONDS = {"draft": 0.2, "retrieval_refresh": 0.0, "retrieval": 0.0, "target": 1.2, "plain": 1.0}
+TABLE = StageCosts((100,), 0.2, (1.2,), (1.0,))
+
+
+def set_clock(monkeypatch: pytest.MonkeyPatch, **changed: float) -> None:
+    """Each stage takes ``SECONDS``, or those given."""
+    taken = SECONDS | changed
+
+    def seconds(self: StageClock) -> dict[str, float]:
+        names = [name for name, _ in self._times[1:]]
+        return {name: taken[name] * names.count(name) for name in names}
+
+    monkeypatch.setattr(StageClock, "seconds", seconds)
+
+
+def decoded(
+    program: DecodingProgram, repeatable: bool, prompt: int = 0, new: int = 60
+) -> tuple[list[int], list[int], Decoder]:
+    """The rounds of each pass, the new tokens, and the decoder."""
+    decoder = Decoder(program, SAMPLED, 5, repeatable)
+    decoder.prefill(PROMPTS[prompt : prompt + 1])
+    choose, rounds = decoder.controller.rounds, []
+
+    def recorded() -> int:
+        rounds.append(choose())
+        return rounds[-1]
+
+    decoder.controller.rounds = recorded
+    blocks = decoder.decode(PROMPTS[prompt : prompt + 1], [Ending(new)])
+    return rounds, [token for [block] in blocks for token in block], decoder
+
+
+def adaptive(levels: int = 3, **options: object) -> DecodingProgram:
+    return program_of(
+        model("llama-gqa"), draft_of("llama-gqa"), levels, 1, **{"gamma": 8, "rounds": None, **options}
+    )
+
+
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known costs, which the clock confirms."""
+    monkeypatch.setattr(loop, "stage_costs", lambda *_: TABLE)
+    set_clock(monkeypatch)
+
+
+@pytest.mark.parametrize("levels", [2, 3])
+def test_a_seed_chooses_by_the_table_alone(levels: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = adaptive(levels)
+    # Costs at which the two levels draft at first and then pause.
+    draft = 0.2 if levels == 3 else 1.4
+    monkeypatch.setattr(loop, "stage_costs", lambda *_: StageCosts((100,), draft, (1.2,), (1.0,)))
+    seen = []
+    for measured, repeatable in ((draft, True), (draft, False), (20.0, True), (20.0, False)):
+        set_clock(monkeypatch, draft=measured)
+        seen.append(decoded(program, repeatable)[:2])
+    assert len(set(seen[0][0])) > 1
+    assert seen[0] == seen[1], "with and without a seed, from equal costs and observations"
+    assert seen[0] == seen[2], "with a seed measured times do not count"
+    assert sum(seen[3][0]) < sum(seen[2][0]), "without one they do"
+
+
+@pytest.mark.usefixtures("table")
+@pytest.mark.parametrize("levels", [2, 3])
+def test_a_request_starts_from_what_the_last_one_learnt(levels: int) -> None:
+    program = adaptive(levels)
+    fresh = Decoder(program, SAMPLED, 0).controller
+    first = decoded(program, repeatable=False)[2].controller
+    assert first.acceptance != fresh.acceptance
+    second = Decoder(program, SAMPLED, 0).controller
+    assert second.acceptance == pytest.approx(first.acceptance)
+    assert second.tokens_per_round == pytest.approx(first.tokens_per_round)
+    assert second._budget == first._budget != fresh._budget
+    # Greedy decoding accepts other tokens, and each pass of another refresh costs something else.
+    assert Decoder(program, GREEDY, 0).controller.acceptance == fresh.acceptance
+    program.config = replace(program.config, retrieval=replace(program.config.retrieval, refresh=3))
+    assert Decoder(program, SAMPLED, 0).controller.acceptance == fresh.acceptance
+
+
+@pytest.mark.usefixtures("table")
+def test_a_seeded_request_is_independent_of_earlier_ones() -> None:
+    program = adaptive()
+    before = decoded(program, repeatable=True)[:2]
+    assert not program.learnt, "nor does it leave anything to later ones"
+    for prompt in (0, 1, 2):
+        decoded(program, repeatable=False, prompt=prompt)
+    fresh, learnt = (Decoder(program, SAMPLED, 0, repeatable) for repeatable in (True, False))
+    assert fresh.controller.acceptance != learnt.controller.acceptance
+    assert decoded(program, repeatable=True)[:2] == before
+
+
+@pytest.mark.usefixtures("table")
+def test_an_interrupted_request_leaves_what_it_learnt() -> None:
+    program = adaptive()
+    decoder = Decoder(program, SAMPLED, 0)
+    decoder.prefill(PROMPTS[:1])
+    blocks = decoder.decode(PROMPTS[:1], [Ending(60)])
+    for _ in range(3):
+        next(blocks)
+    blocks.close()
+    assert Decoder(program, SAMPLED, 0).controller.acceptance == pytest.approx(decoder.controller.acceptance)
+
+
+def test_measured_costs_follow_the_context_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A time measured at one length corrects the table's costs at all others, also in later requests."""
+    costs = StageCosts((50, 150), 0.2, (1.0, 3.0), (0.8, 2.4))
+    monkeypatch.setattr(loop, "stage_costs", lambda *_: costs)
+    # A draft that is always accepted: no pass is a plain one.
+    program = program_of(model("llama-gqa"), model("llama-gqa"), 2, window=200, rounds=None)
+    set_clock(monkeypatch, target=2 * costs.at(110).verification)
+    rounds, _, decoder = decoded(program, repeatable=False, prompt=2, new=40)
+    assert set(rounds) == {1}
+    first = decoder.controller.costs
+    assert first is not None
+    assert first.verification > 1.5 * costs.at(110).verification
+    assert costs.at(120).plain < first.plain < costs.at(130).plain, "the table's, at the length reached"
+    later = Decoder(program, SAMPLED, 0)
+    later.prefill([PROMPTS[0][:20]])
+    next(later.decode([PROMPTS[0][:20]], [Ending(4)]))
+    assert later.controller.costs is not None
+    assert later.controller.costs.verification > 1.4 * costs.at(20).verification
+
+
+def test_ranks_share_times_only_where_draft_lengths_follow_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message between ranks for every pass would be wasted with fixed rounds, one level, or a seed."""
+    monkeypatch.setattr(loop, "stage_costs", lambda *_: TABLE)
+    sent: list[object] = []
+    monkeypatch.setattr(loop, "broadcast_object", lambda value: sent.append(value) or value)
+    for own, repeatable in ((adaptive(), True), (adaptive(rounds=2), False), (adaptive(1), False)):
+        assert decoded(own, repeatable)[0]
+        assert not sent
+    rounds = decoded(adaptive(), repeatable=False)[0]
+    assert len(sent) == len(rounds) > 0
+
+
+def test_two_levels_fall_back_to_plain_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A random draft whose trees cost more than a pass."""
+    monkeypatch.setattr(loop, "stage_costs", lambda *_: StageCosts((100,), 1.5, (1.5,), (1.0,)))
+    program = program_of(model("llama-gqa"), model("llama"), 2, 3, rounds=None)
+    new: list[list[int]] = [[] for _ in PROMPTS]
+    decoder = Decoder(program, GREEDY, 0, repeatable=True)
+    decoder.prefill(PROMPTS)
+    for blocks in decoder.decode(PROMPTS, [Ending(count) for count in NEW]):
+        for tokens, block in zip(new, blocks, strict=True):
+            tokens += block
+    assert new == references()
+    draft, target = decoder.levels
+    assert 0 < draft.forwards / program.drafter.depth < 0.5 * target.forwards

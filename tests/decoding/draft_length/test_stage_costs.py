@@ -1,0 +1,131 @@
+"""What the stages cost: measured at two context lengths, and interpolated between them."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from program_cases import GREEDY, NEW, PROMPTS, draft_of, model, program_of, references
+
+from triforce_tree.decoding.cost_table import CostTable, stage_costs
+from triforce_tree.decoding.draft_length import StageSeconds
+from triforce_tree.decoding.loop import Decoder
+from triforce_tree.decoding.stage_costs import StageCosts, measure
+from triforce_tree.decoding.stop_criteria import Ending
+
+COSTS = StageCosts((100, 500), 0.002, (0.01, 0.03), (0.008, 0.02))
+
+
+def test_costs_are_interpolated_between_lengths() -> None:
+    assert COSTS.at(100) == StageSeconds(0.002, 0.01, 0.008)
+    assert vars(COSTS.at(300)) == pytest.approx({"draft_round": 0.002, "verification": 0.02, "plain": 0.014})
+    assert COSTS.at(1) == COSTS.at(100), "a pass costs its weights, however short the context"
+    assert vars(COSTS.at(900)) == pytest.approx({"draft_round": 0.002, "verification": 0.05, "plain": 0.032})
+    alone = StageCosts((64,), 1.0, (2.0,), (1.5,))
+    assert alone.at(1) == alone.at(1000) == StageSeconds(1.0, 2.0, 1.5)
+    bent = StageCosts((10, 20, 40), 1.0, (1.0, 1.0, 3.0), (1.0, 1.0, 1.0))
+    assert [bent.at(n).verification for n in (15, 20, 30, 50)] == pytest.approx([1.0, 1.0, 2.0, 4.0])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"lengths": ()},
+        {"lengths": (500, 100)},
+        {"verification": (0.01,)},
+        {"plain": (0.02, 0.01)},
+        {"plain": (0.0, 0.01)},
+        {"draft_round": float("nan")},
+    ],
+    ids=str,
+)
+def test_impossible_costs_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"lengths|costs less|seconds"):
+        StageCosts(**(vars(COSTS) | wrong))
+
+
+class SlowStages:
+    """Stages that take known times on a simulated clock; the first run of each takes longer."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **seconds: Callable[[int], float]) -> None:
+        self._seconds, self.now, self.length = seconds, 0.0, 0
+        self.runs: list[tuple[str, int]] = []
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+
+    @property
+    def stage_names(self) -> list[str]:
+        return list(self._seconds)
+
+    @contextmanager
+    def trial(self, length: int) -> Iterator[Callable[[], None]]:
+        yield lambda: setattr(self, "length", length)
+        self.length = 0
+
+    def run(self, name: str, generator: torch.Generator) -> None:
+        first = (name, self.length) not in self.runs
+        self.now += self._seconds[name](self.length) * (5 if first else 1)
+        self.runs.append((name, self.length))
+        self.length = -1  # passes lengthen the sequences: the next run must set them back
+
+
+def test_stages_are_measured_at_two_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    stages = SlowStages(
+        monkeypatch, draft=lambda n: 1e-3, retrieval_refresh=lambda n: 4e-3, retrieval=lambda n: 2e-3,
+        target=lambda n: 1e-3 + n * 1e-6, plain=lambda n: 1e-3 + n * 0.5e-6,
+    )  # fmt: skip
+    found = measure(stages, 8000)
+    assert found.lengths == (1024, 8000)
+    assert found.draft_round == pytest.approx(5e-3)
+    assert found.verification == pytest.approx((2e-3, 9e-3), rel=0.02)
+    assert found.plain == pytest.approx((1.5e-3, 5e-3), rel=0.02)
+    assert "retrieval" not in dict(stages.runs), "every round refreshes"
+    assert len(stages.runs) <= 36
+    assert all(float(f"{s:.1e}") == s for s in (found.draft_round, *found.verification, *found.plain))
+    # Every fourth round refreshes; only the first one does.
+    assert measure(stages, 8000, refresh=4).draft_round == pytest.approx(1e-3 + (4e-3 + 3 * 2e-3) / 4)
+    assert measure(stages, 8000, refresh=0).draft_round == pytest.approx(3e-3)
+    assert measure(stages, 3).lengths == (1, 3)
+    assert measure(stages, 1).lengths == (1,)
+
+
+def test_slow_stages_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    stages = SlowStages(
+        monkeypatch, draft=lambda n: 0.1, target=lambda n: 1.0, plain=lambda n: 2.0 - n * 1e-4
+    )
+    found = measure(stages, 1000)
+    assert len(stages.runs) == 5
+    assert found.plain[0] == found.plain[1], "a longer context costs no less, whatever was measured"
+
+
+def test_an_offloaded_cache_costs_its_bytes_on_the_bus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trial runs transfer next to nothing."""
+    monkeypatch.setattr("triforce_tree.decoding.stage_costs.bandwidths", lambda device: (1e9, 1e12))
+    stages = SlowStages(monkeypatch, draft=lambda n: 1e-3, target=lambda n: 3e-3, plain=lambda n: 2e-3)
+    found = measure(stages, 1000, 1, lambda tokens, plain: tokens * (5000 if plain else 10_000))
+    assert found.lengths == (200, 400, 600, 800, 1000)
+    assert found.verification == pytest.approx((3e-3, 4e-3, 6e-3, 8e-3, 10e-3))
+    assert found.plain == pytest.approx((2e-3, 2e-3, 3e-3, 4e-3, 5e-3))
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("levels", [2, 3])
+def test_measuring_leaves_the_cache_as_it_was(levels: int) -> None:
+    """Prompts that are in the cache need only be rewound."""
+    program = program_of(model("llama-gqa"), draft_of("llama-gqa"), levels, 3, rounds=None)
+    begun = Decoder(program, GREEDY, 0)
+    begun.prefill(PROMPTS)
+    before = [program.store.kv[:, :, b, :, : len(prompt) - 1].clone() for b, prompt in enumerate(PROMPTS)]
+    found = stage_costs(program, GREEDY, CostTable(None))
+    assert found.lengths == (37, 149)
+    for b, slots in enumerate(before):
+        assert torch.equal(program.store.kv[:, :, b, :, : slots.shape[-2]], slots)
+    program.rewind(PROMPTS)
+    new: list[list[int]] = [[] for _ in PROMPTS]
+    for blocks in begun.decode(PROMPTS, [Ending(count) for count in NEW]):
+        for tokens, block in zip(new, blocks, strict=True):
+            tokens += block
+    assert new == references()

@@ -1,0 +1,61 @@
+"""How many levels a prompt gets, which buffers serve it, and memory plans that change nothing."""
+
+import pytest
+from families import perturbed, prompt_of, tiny
+from program_cases import SMALL, draft_of, model, reference
+
+from triforce_tree import Engine, load
+
+AUTO = {**SMALL, "levels": "auto", "profile": False}
+# Twice the budget.
+PROMPT = prompt_of(48)
+
+
+def names(engine: Engine, new: int = 3) -> list[str]:
+    out = engine.generate(PROMPT, max_new_tokens=new, do_sample=False, eos_token_id=None)
+    assert out.sequences[0, 48:].tolist() == reference(engine.hierarchy.target.model, PROMPT, new)
+    return [level.name for level in out.levels]
+
+
+@pytest.mark.parametrize("family", ["llama-gqa", "gemma3"])
+def test_auto_takes_three_levels_where_some_layer_sees_the_whole_prompt(family: str) -> None:
+    assert names(load(model(family), draft_of(family), **AUTO)) == ["draft", "retrieval", "target"]
+
+
+@pytest.mark.parametrize("draft", [True, False])
+def test_auto_takes_two_levels_where_all_layers_have_a_sliding_window(draft: bool) -> None:
+    """Level 1 would read as much as level 2."""
+    target = model("mistral-window")
+    engine = load(target, draft_of("mistral-window") if draft else None, **AUTO)
+    assert names(engine) == ["draft" if draft else "lookup", "target"]
+    assert names(engine.with_options(levels=3))[1:] == ["retrieval", "target"], "unless it is asked for"
+
+
+@pytest.mark.parametrize("window, levels", [(1024, 3), (1023, 2)])
+def test_a_window_that_hides_nothing_is_none(window: int, levels: int) -> None:
+    """Buffers are made for 1024 tokens."""
+    target = tiny("mistral-window", sliding_window=window)
+    assert len(names(load(target, perturbed(target, 0.05), **AUTO))) == levels
+
+
+def test_a_plan_for_windows_alone_keeps_its_buffers() -> None:
+    """Plan and program agree about the levels; else each request would plan and capture again."""
+    engine = load(model("mistral-window"), draft_of("mistral-window"), **AUTO, offload=True)
+    assert names(engine) == ["draft", "target"]
+    assert engine.hierarchy.memory is not None
+    assert engine.hierarchy.memory.levels == 2
+    held = engine.hierarchy._program
+    assert names(engine, 5) == ["draft", "target"]
+    assert engine.hierarchy._program is held
+
+
+def test_planning_takes_nothing_up() -> None:
+    engine = load(model("llama-gqa"), draft_of("llama-gqa"), profile=False, offload=True)
+    before = engine.hierarchy.config
+    plan = engine.memory_plan(600, 20)
+    assert plan is not None
+    assert plan.offload is not None
+    assert plan.config != before
+    assert engine.hierarchy.config == before
+    assert engine.hierarchy.memory is None
+    assert not engine.hierarchy.offloads

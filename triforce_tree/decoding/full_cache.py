@@ -1,0 +1,212 @@
+"""The target's KV cache of a batch, on the device or split with the host, and each level's views of it."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from triforce_tree.config import HierarchyConfig
+from triforce_tree.decoding.stages import FullView
+from triforce_tree.kv.offload.gathered_retrieval import GatheredRetrievalView
+from triforce_tree.kv.offload.host_store import Offload
+from triforce_tree.kv.offload.offloaded_cache import OffloadedCache
+from triforce_tree.kv.offload.offloaded_view import StreamedView
+from triforce_tree.kv.prefill import chunk_tokens, prefill
+from triforce_tree.kv.store import KVStore
+from triforce_tree.kv.tree_attention_view import PagedRetrievalView, TreeAttentionView
+from triforce_tree.models.hf_model import HFModel
+from triforce_tree.runtime.stats import Progress
+from triforce_tree.trees.device_shapes import PassLimits, device_tree_shape
+from triforce_tree.trees.shapes import parse_shape
+
+
+class FullCache:
+    """Keys and values of every committed token, and scratch slots after them that passes overwrite.
+
+    Args:
+        target: whose keys and values these are.
+        config: the retrieval settings, the shape of the draft's trees, and the chunks of a prefill.
+        batch: sequences.
+        max_seq_len: most tokens of a sequence, new ones included.
+        levels: 1, 2 or 3; with 3 there is a retrieval view.
+        offload: how to split the cache between device and host; None keeps it on the device.
+        pinned: called with bytes of host memory as they are taken.
+        store: KV slots on the device to work on, with whatever they hold; by default new ones.
+
+    Attributes:
+        store: the slots on the device; None where the cache is offloaded.
+        offloaded: None where the cache is on the device.
+        view: makes views for the target's forwards.
+        retrieval_view: level 1's view of slots on the device; None otherwise.
+        gathered_view: level 1's view of an offloaded cache; None otherwise.
+
+    Raises:
+        ValueError: a store that is too small, or cannot be paged by chunks.
+        HostMemoryError: host memory is short.
+    """
+
+    def __init__(
+        self,
+        target: HFModel,
+        config: HierarchyConfig,
+        batch: int,
+        max_seq_len: int,
+        levels: int,
+        offload: Offload | None = None,
+        pinned: Callable[[int], None] | None = None,
+        store: KVStore | None = None,
+    ) -> None:
+        self._target, self._batch, self._max_seq_len = target, batch, max_seq_len
+        self._prefill_chunk = chunk_tokens(config.prefill_chunk, target.device)
+        self._extent = PassLimits.of(config, levels)
+        self.store: KVStore | None = None
+        self.offloaded: OffloadedCache | None = None
+        self.retrieval_view: PagedRetrievalView | None = None
+        self.gathered_view: GatheredRetrievalView | None = None
+        self.view: FullView
+        if offload is not None:
+            self._offload(config, levels, offload, pinned)
+        else:
+            self._keep_on_device(config, levels, store)
+
+    def _offload(
+        self,
+        config: HierarchyConfig,
+        levels: int,
+        offload: Offload,
+        pinned: Callable[[int], None] | None,
+    ) -> None:
+        retrieval, extent = config.retrieval, self._extent
+        recent = slots = page = 0
+        if levels == 3:
+            recent, page = retrieval.recent, retrieval.chunk
+            slots = (retrieval.budget - recent) // page * page
+        self.offloaded = OffloadedCache(
+            self._target, self._batch, self._max_seq_len, recent, extent.scratch_slots, slots, page, offload,
+            pinned,
+        )  # fmt: skip
+        self.view = partial(StreamedView, self.offloaded)
+        if levels == 3:
+            self.gathered_view = GatheredRetrievalView(
+                self.offloaded, extent.nodes, retrieval, _tree_depths(config)
+            )
+
+    def _keep_on_device(self, config: HierarchyConfig, levels: int, store: KVStore | None) -> None:
+        target, retrieval, extent = self._target, config.retrieval, self._extent
+        page = retrieval.chunk if levels == 3 else 64
+        scratch = extent.scratch_slots
+        positions = self._max_seq_len + scratch
+        if store is None:
+            slots = max(positions, retrieval.budget if levels == 3 else 0)
+            store = KVStore(target.kv_shapes, self._batch, slots, target.device, target.dtype, page, scratch)
+        store.check_room(self._batch, positions, scratch)
+        self.store = own = store.in_pages(page)
+
+        def view(queries: int, mask: Tensor | None, depths: Sequence[int] | None) -> TreeAttentionView:
+            return TreeAttentionView(own, queries, mask=mask, depths=depths)
+
+        self.view = view
+        if levels == 3:
+            self.retrieval_view = PagedRetrievalView(
+                own, extent.nodes, retrieval, extent.max_draft_tokens + 1, _tree_depths(config)
+            )
+
+    @property
+    def _on_device(self) -> KVStore:
+        """Slots on the device: all of them, or those of an offloaded cache's layers with a window."""
+        if self.offloaded is not None:
+            return self.offloaded.rings
+        assert self.store is not None
+        return self.store
+
+    def prefill(self, prompts: Sequence[Sequence[int]], progress: Progress | None = None) -> None:
+        """Compute keys and values of all but each prompt's last token."""
+        with self._target.active():
+            if self.offloaded is not None:
+                self.offloaded.prefill(prompts, self._prefill_chunk, progress)
+                return
+            assert self.store is not None
+            for b, prompt in enumerate(prompts):
+                prefill(self._target, self.store, b, list(prompt[:-1]), self._prefill_chunk, progress)
+        self.update_chunk_means()
+
+    def holds(self, lengths: Sequence[int]) -> bool:
+        """Whether decoding may continue after the first ``lengths`` tokens of what was written.
+
+        Layers with a window may have overwritten what is needed there.
+        """
+        return self._on_device.holds(lengths)
+
+    def set_lengths(self, lengths: Sequence[int]) -> None:
+        """Continue after so many tokens of each sequence, which the cache holds."""
+        if self.offloaded is not None:
+            self.offloaded.set_lengths(lengths)
+        if self.gathered_view is not None:
+            self.gathered_view.fill()
+
+    def committed(self, counts: Sequence[int]) -> None:
+        """The last pass of the target made each sequence so many tokens longer."""
+        self._on_device.grown(counts)
+        if self.offloaded is not None:
+            self.offloaded.committed(counts)
+
+    def update_chunk_means(self) -> None:
+        """Compute all chunk means again, after something other than the passes has written KV slots."""
+        if self.retrieval_view is not None:
+            first = torch.zeros(self._batch, dtype=torch.int64, device=self._target.device)
+            self.retrieval_view.update_chunk_means(first, self.retrieval_view.chunks)
+
+    @contextmanager
+    def trial(self, length: int) -> Iterator[None]:
+        """Inside, passes may write after made-up sequences of ``length`` tokens; what they write is undone.
+
+        Afterwards the sequences must be fed again, or :meth:`set_lengths` called.
+        """
+        try:
+            if self.offloaded is not None:
+                with self.offloaded.trial(length):
+                    yield
+                return
+            assert self.store is not None
+            stop = length + self._extent.scratch_slots + 1
+            written = [group.kv[..., length:stop, :] for group in self.store.groups if not group.ring]
+            before = [slots.clone() for slots in written]
+            try:
+                yield
+            finally:
+                for slots, old in zip(written, before, strict=True):
+                    slots.copy_(old)
+                if length < self._max_seq_len - 1:
+                    self.update_chunk_means()
+        finally:
+            self._on_device.invalidate()
+
+    def transferred_bytes(self, tokens: int, queries: int) -> int:
+        """Keys and values that a pass of the target over ``queries`` tokens copies to the device.
+
+        Args:
+            tokens: committed tokens of each sequence.
+            queries: new tokens of a sequence.
+        """
+        if self.offloaded is None:
+            return 0
+        target = self._target
+        slot = 2 * target.layers * target.heads.kv * target.heads.dim * target.dtype.itemsize
+        on_host = max(0, self._batch * tokens * slot - self.offloaded.host.resident_bytes)
+        return int((1 - self.offloaded.share(queries)) * on_host)
+
+    def close(self) -> None:
+        """Give an offloaded cache's host memory back; the cache cannot be used afterwards."""
+        if self.offloaded is not None:
+            self.offloaded.close()
+
+    @property
+    def closed(self) -> bool:
+        return self.offloaded is not None and self.offloaded.closed
+
+
+def _tree_depths(config: HierarchyConfig) -> list[int]:
+    """Of each node of the draft's trees."""
+    return device_tree_shape(parse_shape(config.tree)).depths
