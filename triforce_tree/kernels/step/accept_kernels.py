@@ -29,22 +29,13 @@ _NO_NODE = tl.constexpr(2**63 - 1)
 
 @triton.jit
 def _scan_vocab(
-    p_ptr,
-    q_ptr,
-    noise_ptr,
-    rejected_ptr,
-    rejected_count,
-    deterministic,
-    vocab,
-    coef,
-    emit,
-    BLOCK: tl.constexpr,
+    p_ptr, q_ptr, noise_ptr, rejected_ptr, rejections, fixed, vocab, coef, emit, BLOCK: tl.constexpr
 ):
     """One pass over the vocabulary: the sum of (p - coef q)+, the sum of q without the rejected tokens, and
     the argmax of (p - coef q)+ / exponential.
 
-    Where proposals were ``deterministic`` there is no q, and the residual is p without the rejected tokens.
-    Noise is read where ``emit``, ``q`` where a token was rejected; NaN counts as 0.
+    Where proposals were deterministic (``fixed``) there is no q, and the residual is p without the rejected
+    tokens. Noise is read where ``emit``, ``q`` where a token was rejected; NaN counts as 0.
     """
     residual_sum = tl.zeros([BLOCK], tl.float32)
     q_sum = tl.zeros([BLOCK], tl.float32)
@@ -55,18 +46,14 @@ def _scan_vocab(
         inside = token < vocab
         p = tl.load(p_ptr + token, mask=inside, other=0.0)
         # Blocks on both sides: Triton's interpreter makes no mask of a block and a scalar.
-        q = tl.load(
-            q_ptr + token,
-            mask=inside & (token * 0 + tl.where(deterministic, 0, rejected_count) > 0),
-            other=0.0,
-        )
+        q = tl.load(q_ptr + token, mask=inside & (token * 0 + tl.where(fixed, 0, rejections) > 0), other=0.0)
         exponential = tl.load(noise_ptr + token, mask=inside & (token * 0 + emit > 0), other=1.0)
         residual = p - coef * q
         residual = tl.where(residual > 0.0, residual, 0.0)
-        for at in range(rejected_count):
+        for at in range(rejections):
             rejected = token == tl.load(rejected_ptr + at)
             q = tl.where(rejected, 0.0, q)
-            residual = tl.where(rejected & (token * 0 + deterministic.to(tl.int32) > 0), 0.0, residual)
+            residual = tl.where(rejected & (token * 0 + fixed.to(tl.int32) > 0), 0.0, residual)
         residual_sum += residual
         q_sum += q
         weight = tl.where(residual > 0.0, tl.div_rn(residual, exponential), 0.0)
@@ -144,13 +131,13 @@ def _judge_kernel(
     rejected_ptr += sequence * nodes + tl.sum((valid & (parent < own_node)).to(tl.int32), 0)
     p_ptr += own_node.to(tl.int64) * p_n
     row = tl.max(tl.where(candidates, q_row, -1), 0)
-    deterministic = row < 0
-    q_ptr += tl.where(deterministic, 0, row) * q_m
+    fixed = row < 0
+    q_ptr += tl.where(fixed, 0, row) * q_m
     noise_ptr += sequence * noise_b
     outcome = tl.full([], -1, tl.int64)
     coef = tl.full([], 0.0, tl.float32)  # A
     residual, q_left = coef + 1.0, coef + 1.0  # S, T
-    rejected_count = tl.full([], 0, tl.int32)
+    rejections = tl.full([], 0, tl.int32)
     while reached:
         accept_prob = p_here - coef * q_here
         accept_prob = tl.div_rn(
@@ -168,29 +155,18 @@ def _judge_kernel(
             exhausted = tl.max(candidates.to(tl.int32), 0) == 0
             next_coef = coef
             if first_child != _NO_NODE:
-                next_coef = tl.where(deterministic, coef, coef + residual / q_left)
-                tl.store(rejected_ptr + rejected_count, rejected.to(tl.int32))
-                rejected_count += 1
+                next_coef = tl.where(fixed, coef, coef + residual / q_left)
+                tl.store(rejected_ptr + rejections, rejected.to(tl.int32))
+                rejections += 1
             # The list is written by one thread and read by all.
             tl.debug_barrier()
             mass, q_mass, best_token = _scan_vocab(
-                p_ptr,
-                q_ptr,
-                noise_ptr,
-                rejected_ptr,
-                rejected_count,
-                deterministic,
-                vocab,
-                next_coef,
-                exhausted,
-                BLOCK_V,
+                p_ptr, q_ptr, noise_ptr, rejected_ptr, rejections, fixed, vocab, next_coef, exhausted, BLOCK_V
             )
             # An empty residual leaves p unchanged, and the next iteration continues with it.
             coef, residual = tl.where(mass > 0.0, next_coef, coef), tl.where(mass > 0.0, mass, residual)
-            q_left = tl.where(deterministic, q_left, q_mass)
-            rejected_count = tl.where(
-                deterministic & ~(mass > 0.0) & ~no_child, rejected_count - 1, rejected_count
-            )
+            q_left = tl.where(fixed, q_left, q_mass)
+            rejections = tl.where(fixed & ~(mass > 0.0) & ~no_child, rejections - 1, rejections)
             if no_child | (exhausted & (mass > 0.0)):
                 outcome = -1 - best_token.to(tl.int64)
                 reached = own_node < 0
