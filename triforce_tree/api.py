@@ -2,7 +2,7 @@
 
 import sys
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.drafters.base import Drafter
 from triforce_tree.engine import Engine
+from triforce_tree.generation.drafter_choice import Model, check_drafter_options, own_drafter
 from triforce_tree.generation.inputs import Inputs
 from triforce_tree.generation.keywords import checked_seed, checked_stop_strings, refuse_dropped
 from triforce_tree.generation.output import GenerateOutput
@@ -27,9 +28,6 @@ from triforce_tree.planning import profiles
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.devices import device_of
 
-Model = PreTrainedModel | str | Path
-DRAFTERS = ("model", "lookup")
-_CONTRACT = ("name", "tree", "deterministic", "capturable", "features", "bind", "start", "prepare", "propose")
 Tokenizer = PreTrainedTokenizerBase | str | Path
 
 
@@ -79,13 +77,12 @@ def load(
         OSError: a model folder without its files, or not in safetensors; too little host memory.
     """
     config = HierarchyConfig.from_options(**options)
-    own = _own_drafter(drafter, draft, options)
+    own = own_drafter(drafter, draft)
     if target is None:
         target = PAIR / "target"
         if draft is None and drafter in (None, "model"):
             draft = PAIR / "draft"
-    if drafter == "model" and draft is None:
-        raise ValueError("drafter='model' needs a draft; give one, or drafter='lookup'")
+    check_drafter_options(drafter, draft, options)
     target = unwrapped(target, "target")
     draft = None if draft is None else unwrapped(draft, "draft")
     tokenizer = tokenizer_of(tokenizer, target)
@@ -100,35 +97,6 @@ def load(
     small = None if draft is None else load_model(draft, loaded.device, dtype)
     measured = profiles.find(profile, loaded, small)
     return Engine(loaded, own or small, tokenizer, config, measured, options, streamed)
-
-
-def _own_drafter(
-    drafter: Drafter | str | None, draft: Model | None, options: Collection[str]
-) -> Drafter | None:
-    """The object that was given; None where a name was, or nothing.
-
-    Raises:
-        ValueError: an unknown name, or two drafters.
-    """
-    if isinstance(drafter, str) and drafter not in DRAFTERS:
-        raise ValueError(
-            f"drafter={drafter!r} is not known; use {', '.join(DRAFTERS)} or an object of your own"
-        )
-    if drafter is None or drafter == "model":
-        return None
-    if draft is not None:
-        raise ValueError(f"drafter={drafter!r} does without a draft model, and one was given; leave one out")
-    if isinstance(drafter, str):
-        return None
-    missing = [name for name in _CONTRACT if not hasattr(drafter, name)]
-    if missing:
-        raise ValueError(
-            f"{type(drafter).__name__} is no drafter: it has no {', '.join(missing)} "
-            "(triforce_tree.drafters.base.Drafter says what each is)"
-        )
-    if "tree" in options:
-        raise ValueError("tree= is the drafter's own (drafter.tree); leave it out")
-    return drafter
 
 
 def generate(
@@ -166,7 +134,8 @@ def custom_generate(
     engines: dict[int, Engine] = {}
     making = threading.Lock()
     config = HierarchyConfig.from_options(**options)
-    own = _own_drafter(drafter, draft, options)
+    own = own_drafter(drafter, draft)
+    check_drafter_options(drafter, draft, options)
     source = None if draft is None else unwrapped(draft, "draft")
     own_tokenizer, strings, own_seed = (
         tokenizer_of(tokenizer),

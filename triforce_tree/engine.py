@@ -24,6 +24,7 @@ from triforce_tree.decoding.loop import Decoder
 from triforce_tree.decoding.oom_retry import OomRetryDecoder
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.base import Drafter
+from triforce_tree.generation.drafter_choice import refuse_tree
 from triforce_tree.generation.inputs import Ids, Inputs
 from triforce_tree.generation.keywords import checked_seed
 from triforce_tree.generation.output import GenerateOutput, appended, by_row, joined
@@ -76,11 +77,14 @@ class Engine:
         self.hierarchy = Hierarchy(HFModel(target, streamed), level_0, self._config)
 
     def with_options(self, **options: Any) -> "Engine":
-        """The same models under other settings (those of :func:`load`).
+        """An engine over the same models with other options (those of :func:`load`).
 
         Raises:
-            ValueError: an unknown or impossible setting, or another ``offload_weights``.
+            ValueError: an unknown or impossible option, another ``offload_weights``, or ``tree`` without a
+                draft model.
         """
+        if "tree" in options and self.hierarchy.draft is None:
+            refuse_tree(options["tree"], self.hierarchy.drafter())
         weights = self._config.offload_weights
         if options.get("offload_weights", weights) != weights:
             raise ValueError(
@@ -345,4 +349,4 @@ class Engine:
 
 
 class _OneByOneError(Exception):
-    """These rows cannot be decoded as one batch; never leaves this module."""
+    """These sequences cannot be decoded as one batch; caught in :meth:`Engine.generate`."""

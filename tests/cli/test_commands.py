@@ -113,6 +113,10 @@ BAD = {
     "budget": (["generate", "PROMPT", "--budget", "1001"], "budget=1001"),
     "tree": (["generate", "PROMPT", "--tree", "oak"], "tree='oak'"),
     "levels": (["generate", "PROMPT", "--levels", "4"], "'4' is none of"),
+    "tree of prompt lookup": (
+        ["generate", "PROMPT", "--target", "TARGET", "--drafter", "lookup", "--tree", "chain:3"],
+        "set lookup=N",
+    ),
     "positions": (["generate", "PROMPT", "--max-new-tokens", "5000"], "4096 positions"),
     "device": (["generate", "PROMPT", "--device", "abacus"], "device='abacus'"),
     "no model": (["generate", "PROMPT", "--target", "./nowhere"], "'./nowhere'"),
@@ -142,7 +146,7 @@ def test_bad_input_ends_with_one_line_and_code_2(
     capsys: pytest.CaptureFixture[str], pair: TinyPair, prompt: str, case: str
 ) -> None:
     argv, needed = BAD[case]
-    argv = [prompt if word == "PROMPT" else word for word in argv]
+    argv = [{"PROMPT": prompt, "TARGET": pair.target}.get(word, word) for word in argv]
     given = argv[1:] if argv else []
     more = [] if not argv or "--target" in given else pair.options[:4]
     code, out, err = run(capsys, *argv, *more)

@@ -187,7 +187,7 @@ def test_acceptance_by_rank(generator: torch.Generator) -> None:
     assert float(many.sum()) == pytest.approx(1, abs=1e-4)
 
 
-def test_comparison_says_where_texts_part(engine: Engine, ids: list[int]) -> None:
+def test_a_comparison_reports_the_first_difference(engine: Engine, ids: list[int]) -> None:
     a = engine.generate(ids[:60], do_sample=False, max_new_tokens=10)
     b = engine.with_options(levels=1).generate(ids[:60], do_sample=False, max_new_tokens=10)
     same = Comparison(a, b, greedy=True)
@@ -196,14 +196,14 @@ def test_comparison_says_where_texts_part(engine: Engine, ids: list[int]) -> Non
     assert "identical" in same.verdict()
     b.sequences = b.sequences.clone()
     b.sequences[0, 63] += 1
-    parted = compared(engine, ids[:60], a, b, greedy=True)
-    assert parted.first_difference == 3
-    assert parted.failed
-    assert parted.parting is not None
-    assert parted.parting.gap > 100 * parted.parting.noise > 0
-    assert "texts part at token 3: FAILED, 32 bits leave no room for a tie (gap " in parted.verdict()
-    told = summary(a, parted)
-    assert (told["identical"], told["first_difference"], told["tie"], told["failed"]) == (
+    differing = compared(engine, ids[:60], a, b, greedy=True)
+    assert differing.first_difference == 3
+    assert differing.failed
+    assert differing.difference is not None
+    assert differing.difference.gap > 100 * differing.difference.noise > 0
+    assert "texts differ from token 3 on: FAILED, there are no ties in 32 bits (gap " in differing.verdict()
+    made = summary(a, differing)
+    assert (made["identical"], made["first_difference"], made["tie"], made["failed"]) == (
         False,
         3,
         False,

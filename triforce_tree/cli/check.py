@@ -27,13 +27,13 @@ def run(args: argparse.Namespace) -> int:
     engine = options.engine_of(args)
     assert engine.tokenizer is not None
     ids = text.token_ids(engine.tokenizer, next(iter(texts)))
-    results: list[check.Forward | check.Greedy | check.Law] = []
+    results: list[check.Forward | check.Greedy | check.Sampling] = []
     acceptance: dict[str, Any] | None = None
     with Interrupt() as interrupt:
         forwards = _forwards(args, engine, ids, interrupt)
         results += [*forwards, *_greedy(args, engine, ids, interrupt)]
         if args.draws and not interrupt.requested:
-            results += _probs(args, engine, ids, interrupt)
+            results += _sampling(args, engine, ids, interrupt)
         if args.acceptance and not interrupt.requested:
             acceptance = _acceptance(args, engine, ids, interrupt)
     passed = all(result.passed for result in results)
@@ -71,14 +71,14 @@ def _forwards(
     rows = [
         (
             str(r.prompt_tokens),
-            str(r.rows),
+            str(r.positions),
             f"{r.error:.1e}",
             f"{r.limit:.0e}",
             "ok" if r.passed else "FAILED",
         )
         for r in done
     ]
-    columns = ("prompt", "rows compared", "relative error", "limit", "")
+    columns = ("prompt", "positions", "relative error", "limit", "")
     screen().print(plain_table("logits behind a prompt against transformers' own forward", columns, rows))
     return done
 
@@ -121,9 +121,11 @@ def _levels(args: argparse.Namespace) -> list[int]:
     return [2, 3] if args.levels == "auto" else [args.levels]
 
 
-def _probs(args: argparse.Namespace, engine: Engine, ids: Sequence[int], stop: Interrupt) -> list[check.Law]:
+def _sampling(
+    args: argparse.Namespace, engine: Engine, ids: Sequence[int], stop: Interrupt
+) -> list[check.Sampling]:
     contexts = check.uncertain_contexts(engine, _cut(ids, args.context, 1), args.contexts)
-    done: list[check.Law] = []
+    done: list[check.Sampling] = []
     with bar("draws") as progress:
         ways = _levels(args)
         task = progress.add_task("sampling, level by level", total=args.draws * len(contexts) * len(ways))
@@ -144,11 +146,14 @@ def _probs(args: argparse.Namespace, engine: Engine, ids: Sequence[int], stop: I
             str(r.bins),
             f"{r.chi_square:.1f}",
             f"{r.p_value:.4f}",
+            f"{r.shift:+.3f}",
+            f"{r.shift_p_value:.4f}",
+            str(r.refused_emitted),
             "ok" if r.passed else "FAILED",
         )
         for r in done
     ]
-    columns = ("levels", "level", "draws", "bins", "chi-square", "p-value", "")
+    columns = ("levels", "level", "draws", "bins", "chi-square", "p", "shift", "p", "refused emitted", "")
     title = f"sampled tokens against the exact law, T={args.temperature:g}"
     screen().print(plain_table(title, columns, rows))
     return done

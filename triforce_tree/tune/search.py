@@ -124,7 +124,9 @@ class Space:
         On a GPU also settings for long contexts, where there is room for them.
         """
         own = self.start.as_options()
-        options = {"levels": own["levels"]} | {c.name: own[c.name] for c in GRID}
+        options = {"levels": own["levels"]}
+        # Only a draft model takes the option ``tree``.
+        options |= {c.name: own[c.name] for c in GRID if self.draft or c.name != "tree"}
         if options["runner_ups"] is None:
             options["runner_ups"] = self.gpu
         if 2 * options["budget"] > self.context:
