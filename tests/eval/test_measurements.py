@@ -48,7 +48,7 @@ def test_several_documents_give_one_prompt_each(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("context, count", [(10**6, 1), (500, 2)])
-def test_too_little_text_is_said(engine: Engine, context: int, count: int) -> None:
+def test_too_little_text_is_reported(engine: Engine, context: int, count: int) -> None:
     assert engine.tokenizer is not None
     one = ["word " * 100] if context > 1000 else ["word " * 600, "x"]
     with pytest.raises(ValueError, match=f"{context} tokens"):
@@ -167,7 +167,7 @@ def test_overlap_of_a_level_with_itself_is_one(engine: Engine, ids: list[int]) -
     assert 0.2 < overlap.overlap(target, draft) < 0.999
 
 
-def test_teacher_forced_laws_are_the_models_own(engine: Engine, ids: list[int]) -> None:
+def test_teacher_forced_distributions_are_the_models_own(engine: Engine, ids: list[int]) -> None:
     steps = list(overlap.teacher_forced(engine, ids[:250], 180))
     model: Any = engine.hierarchy.target.model
     with torch.no_grad():

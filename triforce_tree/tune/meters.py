@@ -1,7 +1,7 @@
-"""One generation under given settings, timed; the text before it is read once for all of them.
+"""Times generations under given settings; the text is prefilled once for all of them.
 
-The target's KV slots of the text are kept, every generation decodes from some place in it, and what it
-overwrote is put back.
+The target's KV slots of the text are kept. Every generation starts at some position of it, and the slots that
+it overwrites are restored.
 """
 
 import math
@@ -31,9 +31,9 @@ class Sample:
     """One timed generation.
 
     Attributes:
-        draft_length: final acceptance and draft tokens a round; empty for the target alone.
-        alone_ms: a token of the target alone, just before and after, where the machine may be doing other
-            things as well, which is on a CPU.
+        draft_length: final acceptance and draft tokens per round; empty for the target alone.
+        alone_ms: time per token of the target alone, just before and after, on a CPU, whose load by other
+            programs may change.
     """
 
     ms_per_token: float
@@ -44,14 +44,14 @@ class Sample:
 
 
 class Meter:
-    """Times generations; buffers and graphs are made anew for each setting that is built into them.
+    """Times generations; buffers and graphs are made anew where a setting is built into them.
 
     Args:
         hierarchy: models.
-        tokens: the text, which is read at once.
-        new: most tokens that will be asked for.
-        most: the largest trees and chains that will be.
-        progress: of reading.
+        tokens: the text, which is prefilled here.
+        new: most new tokens of a generation.
+        most: the largest trees and chains.
+        progress: of prefill.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Meter:
         with self._hierarchy.active():
             program = self._open(config)
             try:
-                with self._standing(program, place, new):
+                with self._restoring(program, place, new):
                     if to_probs.greedy not in self._warm:
                         self._decode(program, to_probs, place, _WARM_UP_TOKENS, seed)
                         self._warm.add(to_probs.greedy)
@@ -146,20 +146,20 @@ class Meter:
         return self._program
 
     @contextmanager
-    def _standing(self, program: DecodingProgram, place: int, new: int) -> Iterator[None]:
-        """Inside, KV slots of the text from its token ``place`` on may be overwritten."""
+    def _restoring(self, program: DecodingProgram, place: int, new: int) -> Iterator[None]:
+        """KV slots of the text from its token ``place`` on are restored on exit."""
         written = max(new, _WARM_UP_TOKENS) + self._beyond + int(program.state.capacity) - program.max_seq_len
         stop = min(len(self._tokens), place + written)
-        rows = [group.kv[:, :, :, :, place - 1 : stop] for group in self._store.groups]
-        before = [part.clone() for part in rows]
+        slots = [group.kv[:, :, :, :, place - 1 : stop] for group in self._store.groups]
+        before = [part.clone() for part in slots]
         try:
             yield
         finally:
-            for part, old in zip(rows, before, strict=True):
+            for part, old in zip(slots, before, strict=True):
                 part.copy_(old)
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._program = self._alone = None
         del self._store
         free_memory()
