@@ -83,9 +83,9 @@ class RetrievalConfig:
                 f"select_chunks={self.select_chunks!r} must be a function, or None for the default"
             )
         if self.budget % self.chunk:
-            near = max(self.chunk, self.budget // self.chunk * self.chunk)
+            multiple = max(self.chunk, self.budget // self.chunk * self.chunk)
             raise ValueError(
-                f"budget={self.budget} is not a multiple of chunk={self.chunk}; use budget={near}"
+                f"budget={self.budget} is not a multiple of chunk={self.chunk}; use budget={multiple}"
             )
         if self.recent < self.chunk:
             raise ValueError(

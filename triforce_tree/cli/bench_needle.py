@@ -29,6 +29,8 @@ def run(args: argparse.Namespace) -> int:
     }
     if args.profile != NONE:
         settings["profile"] = args.profile
+    if args.tokenizer is not None:
+        settings["tokenizer"] = args.tokenizer
     records = Records(args.out, settings)
     engine = options.engine_of(args)
     assert engine.tokenizer is not None

@@ -41,6 +41,8 @@ def run(args: argparse.Namespace) -> int:
     settings["options"] = {name: getattr(args, name) for name in ENGINE_OPTIONS if name != "levels"}
     if args.profile != NONE:
         settings["profile"] = args.profile
+    if args.tokenizer is not None:
+        settings["tokenizer"] = args.tokenizer
     records = Records(args.out, settings)
     engine = options.engine_of(args)
     assert engine.tokenizer is not None

@@ -75,27 +75,27 @@ def _profile(args: argparse.Namespace, engine: Engine) -> Profile:
     """The profile on disk, or an empty one."""
     target, drafter = engine.hierarchy.target.model, engine.hierarchy.draft
     draft = drafter.model if drafter is not None else None
-    place = Path(args.out) if args.out else profiles.default_path(target, draft)
-    if place is None:
+    path = Path(args.out) if args.out else profiles.default_path(target, draft)
+    if path is None:
         raise ValueError("TRIFORCE_TREE_PROFILES is empty, which means no folder for profiles; give --out")
     if not args.out:
-        place.parent.mkdir(parents=True, exist_ok=True)
-    own = Profile(
+        path.parent.mkdir(parents=True, exist_ok=True)
+    empty = Profile(
         fingerprint.hardware(target.device),
         fingerprint.shape_of(target),
         fingerprint.shape_of(draft) if draft is not None else None,
         (),
-        path=place,
+        path=path,
     )
-    if not place.is_file():
-        return own
-    there = profiles.read(place)
-    same = (there.hardware, there.target, there.draft) == (own.hardware, own.target, own.draft)
+    if not path.is_file():
+        return empty
+    found = profiles.read(path)
+    same = (found.hardware, found.target, found.draft) == (empty.hardware, empty.target, empty.draft)
     if not same:
         raise ValueError(
-            f"{str(place)!r} is a profile of another machine or pair; give another --out, or delete it"
+            f"{str(path)!r} is a profile of another machine or pair; give another --out, or delete it"
         )
-    return there
+    return found
 
 
 def _records(args: argparse.Namespace, profile: Profile, source: str) -> Records:
@@ -115,6 +115,8 @@ def _records(args: argparse.Namespace, profile: Profile, source: str) -> Records
         "seed": args.seed,
         "options": {name: getattr(args, name) for name in ENGINE_OPTIONS if name in args.given},
     }
+    if args.tokenizer is not None:
+        settings["tokenizer"] = args.tokenizer
     return Records(path, settings)
 
 

@@ -66,7 +66,7 @@ class Forward:
 
 @dataclass(frozen=True)
 class Greedy:
-    """One prompt decoded both ways.
+    """Greedy decoding of one prompt, compared with transformers' own.
 
     ``ties``: positions where the tokens differ and the target's two best logits are closer together than
     ``noise`` (:func:`triforce_tree.eval.ties.forward_noise`). After each the comparison continues from the
@@ -275,9 +275,9 @@ def _first_tokens(
             if tokens.probs is None:
                 tokens.probs = root(stage)
             if stage != "plain":
-                verifying_stage = program.stage(stage)
-                assert isinstance(verifying_stage, RetrievalVerifyStage | ChainVerifyStage | TreeVerifyStage)
-                tree = verifying_stage.tree
+                judged = program.stage(stage)
+                assert isinstance(judged, RetrievalVerifyStage | ChainVerifyStage | TreeVerifyStage)
+                tree = judged.tree
                 tokens.refused_emitted += _emits_refused(tree, verdict)
                 if tokens.draft is None:
                     tokens.draft = _root_draft(tree, len(tokens.probs))
@@ -293,9 +293,7 @@ def _root_draft(tree: TokenTree, vocabulary: int) -> Tensor:
     row = int(tree.probs_rows[0, 0])
     if row >= 0:
         return tree.probs[0, row].clone()
-    draft = torch.zeros(vocabulary, device=tree.tokens.device)
-    draft[_children(tree, 0)] = 1.0
-    return draft
+    return torch.zeros(vocabulary, device=tree.tokens.device).index_fill(0, _children(tree, 0), 1.0)
 
 
 def _emits_refused(tree: TokenTree, verdict: Verdict) -> bool:

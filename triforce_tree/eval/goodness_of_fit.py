@@ -37,10 +37,10 @@ def chi_square_p(statistic: float, freedom: int) -> float:
 
 
 def shift(counts: Counter[int], probs: Tensor, draft: Tensor) -> tuple[float, float]:
-    """How far draws lean towards the draft, and the variance that they would have by ``probs``.
+    """The shift of draws towards the draft, and its variance if they follow ``probs``.
 
     Each draw x is weighted by min(1, q(x) / p(x)), the probability with which a verifier accepts it from the
-    draft: a wrong residual, or too many acceptances, emit more tokens of large weight.
+    draft: a wrong residual, or an acceptance that is too likely, emits more tokens of large weight.
 
     Args:
         counts: of the draws.
@@ -60,10 +60,10 @@ def shift(counts: Counter[int], probs: Tensor, draft: Tensor) -> tuple[float, fl
 
 
 def shift_p(parts: Sequence[tuple[float, float]]) -> float:
-    """At most this likely is a sum of shifts at least this large, in either direction, by ``probs``.
+    """An upper bound of the two-sided p-value of a sum of shifts.
 
-    Bennett's inequality: it holds for any number of draws and for weights that are rarely other than 1, where
-    a normal approximation would not.
+    Bennett's inequality: unlike a normal approximation it holds for any number of draws, also where nearly all
+    weights are equal.
     """
     total, variance = (sum(column) for column in zip(*parts, strict=True))
     if variance < 1e-12:

@@ -88,14 +88,14 @@ class _AcceptanceSums:
     def __init__(self, positions: int, ranks: int) -> None:
         self.accepted, self._refused = torch.zeros(ranks), torch.ones(positions)
 
-    def accept(self, chance: Tensor, *place: int) -> bool:
-        at, node = place
-        chance = chance.cpu().clamp(max=1)
-        self.accepted[node - 1] += self._refused[at] * chance
-        self._refused[at] *= 1 - chance
+    def accept(self, probability: Tensor, *position: int) -> bool:
+        at, node = position
+        probability = probability.cpu().clamp(max=1)
+        self.accepted[node - 1] += self._refused[at] * probability
+        self._refused[at] *= 1 - probability
         return False
 
-    def choose(self, weights: Tensor, *place: int) -> Tensor:
+    def choose(self, weights: Tensor, *position: int) -> Tensor:
         return torch.zeros((), dtype=torch.int64)
 
     def choose_distinct(self, probs: Tensor, count: int) -> Tensor:

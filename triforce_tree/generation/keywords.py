@@ -48,8 +48,8 @@ def generation_options(
         if name in known:
             kept[name] = supported(name, value)
         elif value is not None and not (value is False and name in _SWITCHES):
-            near = difflib.get_close_matches(name, known, 1, 0.8)
-            hint = f"did you mean {near[0]}?" if near else _REMEDIES.get(name, REMEDY)
+            similar = difflib.get_close_matches(name, known, 1, 0.8)
+            hint = f"did you mean {similar[0]}?" if similar else _REMEDIES.get(name, REMEDY)
             raise ValueError(f"{name} is no option that triforce_tree supports; {hint}")
     if config is not None:
         for name, value in config.to_diff_dict().items():
