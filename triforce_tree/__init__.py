@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> Any:
-        # torch and transformers take seconds to import, and the command line's help needs neither.
+        # Lazily: torch and transformers take seconds to import, and ``--help`` needs neither.
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(import_module(_HOMES[name]), name)

@@ -2,7 +2,7 @@
 
 import sys
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.drafters.base import Drafter
 from triforce_tree.engine import Engine
+from triforce_tree.generation.drafter_choice import Model, check_drafter_options, own_drafter
 from triforce_tree.generation.inputs import Inputs
 from triforce_tree.generation.keywords import checked_seed, checked_stop_strings, refuse_dropped
 from triforce_tree.generation.output import GenerateOutput
@@ -27,9 +28,6 @@ from triforce_tree.planning import profiles
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.devices import device_of
 
-Model = PreTrainedModel | str | Path
-DRAFTERS = ("model", "lookup")
-_CONTRACT = ("name", "tree", "deterministic", "capturable", "features", "bind", "start", "prepare", "propose")
 Tokenizer = PreTrainedTokenizerBase | str | Path
 
 
@@ -47,29 +45,29 @@ def load(
 ) -> Engine:
     """Make an engine.
 
-    Under torchrun the processes share the target: each takes the card of its ``LOCAL_RANK`` and a share of
-    the heads and neurons, and all of them must call the engine alike. They get the same output.
+    Under torchrun the processes share the target: each takes the GPU of its ``LOCAL_RANK`` and a share of
+    the heads and neurons. All of them must call the engine with the same arguments, and get the same output.
 
     Args:
         target: a transformers model (a compiled one runs uncompiled), a hub id or a folder; by default the
-            embedded pair's target. A model is left as it is, but for ``offload_weights=True``, which takes it
-            over: its layers' weights move to page-locked host memory, all else to ``device``; and but for
-            torchrun, where it is cut in place.
+            embedded pair's target. A model is not changed, but for
+            ``offload_weights=True``, which moves its layers' weights to page-locked host memory and all else
+            to ``device``, and torchrun, under which it is sharded in place.
         draft: likewise; by default the embedded draft for the embedded target, and prompt lookup for
             any other.
-        drafter: who proposes token trees: ``"model"``, the draft; ``"lookup"``, prompt lookup; or an object
-            of your own (:class:`~triforce_tree.drafters.base.Drafter`), whose ``tree`` replaces that option.
+        drafter: what proposes token trees: ``"model"``, the draft; ``"lookup"``, prompt lookup; or an object
+            of your own (:class:`~triforce_tree.drafters.base.Drafter`). Only the draft model takes ``tree``.
             By default the draft where there is one, and else prompt lookup.
-        tokenizer: an object, a hub id or a folder; by default the one beside the target.
+        tokenizer: an object, a hub id or a folder; by default the one in the target's folder.
         device: for models named by id or folder; by default CUDA where there is one.
         dtype: likewise; by default the checkpoint's own on CUDA and float32 on the CPU.
         profile: a file that ``triforce-tree tune`` wrote, or False for none; by default the one for this
             machine and models of this shape, if there is one. Each generation takes the settings that were
-            measured nearest to its prompt's length and temperature; ``options`` come before them.
-        pinned: called with bytes of host memory as weights that stay there take them.
+            measured nearest to its prompt's length and temperature; ``options`` take precedence.
+        pinned: called with the bytes of host memory that offloaded weights allocate, as they do.
         options: levels, gamma, tree, runner_ups, lookup, retrieval_weight_bits, rounds, prefill_chunk,
             offload, gpu_memory, host_memory, offload_weights, host_attention (:class:`HierarchyConfig`),
-            budget, chunk, recent, refresh (:class:`RetrievalConfig`), sinks, window
+            budget, chunk, recent, refresh, select_chunks (:class:`RetrievalConfig`), sinks, window
             (:class:`StreamingConfig`).
 
     Raises:
@@ -79,22 +77,21 @@ def load(
         OSError: a model folder without its files, or not in safetensors; too little host memory.
     """
     config = HierarchyConfig.from_options(**options)
-    own = _own_drafter(drafter, draft, options)
+    own = own_drafter(drafter, draft)
     if target is None:
         target = PAIR / "target"
         if draft is None and drafter in (None, "model"):
             draft = PAIR / "draft"
-    if drafter == "model" and draft is None:
-        raise ValueError("drafter='model' needs a draft; give one, or drafter='lookup'")
+    check_drafter_options(drafter, draft, options)
     target = unwrapped(target, "target")
     draft = None if draft is None else unwrapped(draft, "draft")
     tokenizer = tokenizer_of(tokenizer, target)
     if isinstance(target, PreTrainedModel) and config.streams is not True:
-        # It stays where it is.
+        # It is not moved.
         device = device_of(target.device) if target.device.type == "cuda" else target.device
     group = distributed.join(device)
     if profile is None and (group is not None or own is not None):
-        # It was measured on one card, with a draft or prompt lookup.
+        # Profiles are measured on one GPU, with a draft model or prompt lookup.
         profile = False
     loaded, streamed = load_target(target, config, device, dtype, group, pinned)
     small = None if draft is None else load_model(draft, loaded.device, dtype)
@@ -102,39 +99,10 @@ def load(
     return Engine(loaded, own or small, tokenizer, config, measured, options, streamed)
 
 
-def _own_drafter(
-    drafter: Drafter | str | None, draft: Model | None, options: Collection[str]
-) -> Drafter | None:
-    """The object that was given; None where a name was, or nothing.
-
-    Raises:
-        ValueError: an unknown name, or two drafters.
-    """
-    if isinstance(drafter, str) and drafter not in DRAFTERS:
-        raise ValueError(
-            f"drafter={drafter!r} is not known; use {', '.join(DRAFTERS)} or an object of your own"
-        )
-    if drafter is None or drafter == "model":
-        return None
-    if draft is not None:
-        raise ValueError(f"drafter={drafter!r} does without a draft model, and one was given; leave one out")
-    if isinstance(drafter, str):
-        return None
-    missing = [name for name in _CONTRACT if not hasattr(drafter, name)]
-    if missing:
-        raise ValueError(
-            f"{type(drafter).__name__} is no drafter: it has no {', '.join(missing)} "
-            "(triforce_tree.drafters.base.Drafter says what each is)"
-        )
-    if "tree" in options:
-        raise ValueError("tree= is the drafter's own (drafter.tree); leave it out")
-    return drafter
-
-
 def generate(
     inputs: Inputs | None = None, target: Model | None = None, draft: Model | None = None, **kwargs: Any
 ) -> GenerateOutput:
-    """``load`` and ``generate`` in one call; keywords go to whichever of the two knows them.
+    """``load`` and ``generate`` in one call; each keyword goes to the one that takes it.
 
     Raises:
         ValueError, OSError: as these two do.
@@ -161,12 +129,13 @@ def custom_generate(
     them on to a callable. ``drafter``, ``profile`` and ``options`` are those of :func:`load`.
 
     Raises:
-        ValueError: an option, a tokenizer or a draft that cannot serve.
+        ValueError: an option, a tokenizer or a draft that cannot be used.
     """
     engines: dict[int, Engine] = {}
     making = threading.Lock()
     config = HierarchyConfig.from_options(**options)
-    own = _own_drafter(drafter, draft, options)
+    own = own_drafter(drafter, draft)
+    check_drafter_options(drafter, draft, options)
     source = None if draft is None else unwrapped(draft, "draft")
     own_tokenizer, strings, own_seed = (
         tokenizer_of(tokenizer),
@@ -179,7 +148,7 @@ def custom_generate(
     def run(model: PreTrainedModel, input_ids: Tensor, **kwargs: Any) -> Any:
         if input_ids.shape[0] != 1:
             raise ValueError(
-                f"custom_generate serves one sequence, got {input_ids.shape[0]} rows (num_beams and "
+                f"custom_generate takes one sequence, not {input_ids.shape[0]} rows (num_beams and "
                 "num_return_sequences expand them); use triforce_tree.load(model).generate for batches"
             )
         refuse_dropped(sys._getframe(1))

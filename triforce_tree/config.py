@@ -1,4 +1,4 @@
-"""Settings of the hierarchy: small frozen records, checked when they are made."""
+"""Settings of the hierarchy: frozen dataclasses, checked when they are made."""
 
 import re
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from typing import Any
 
 from triforce_tree.trees.shapes import MOST_DEPTH, Shape, parse_shape
 
-# Tokens of a cache or a window, and tokens that one pass may propose.
+# Most tokens of a cache or a window, and most tokens that one pass may propose.
 MOST_TOKENS, MOST_PROPOSED = 2**20, 1024
 
 
@@ -18,7 +18,7 @@ def _within(name: str, value: object, least: int, most: int = MOST_TOKENS) -> No
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _UNITS |= {f"{name}i": 1 << (10 * power) for power, name in enumerate("KMGT", 1)}
-# Nothing works with less: the unit was forgotten.
+# A smaller number lacks its unit.
 _LEAST_SIZE = 1 << 20
 
 
@@ -26,7 +26,7 @@ def bytes_of(size: int | str) -> int:
     """``24GiB``, ``24 GB``, ``24G`` or a plain number, in bytes.
 
     Raises:
-        ValueError: it is no size, or less than 1 MiB: a number without its unit.
+        ValueError: no size, or less than 1 MiB (a number without its unit).
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?\s*", str(size), re.IGNORECASE)
     number = 0 if isinstance(size, bool) or found is None else float(found[1])
@@ -43,7 +43,7 @@ def bytes_of(size: int | str) -> int:
 class StreamingConfig:
     """The draft model's cache: ``sinks`` first tokens and a window of recent ones (StreamingLLM).
 
-    Rows leave in blocks: the window holds between ``window`` and ``2 * window`` tokens.
+    Tokens leave the window in blocks: it holds between ``window`` and ``2 * window`` tokens.
     """
 
     sinks: int = 4
@@ -56,16 +56,16 @@ class StreamingConfig:
 
 @dataclass(frozen=True)
 class RetrievalConfig:
-    """The middle level's cache, in tokens (TriForce, section 4.1).
+    """The retrieval cache of level 1, in tokens (TriForce, section 4.1).
 
-    ``budget`` counts the forced first chunk, the retrieved chunks and the forced ``recent`` window,
-    which may grow by half with newer tokens before it moves on. ``refresh`` = n lets every n-th forward
-    of level 1 choose its chunks by the query of its root, the first one after each level-2 pass
-    included; 0 the first one alone.
+    ``budget`` counts the first chunk and the ``recent`` window, which are always included, and the retrieved
+    chunks; the window may exceed ``recent`` by half before its start moves. With ``refresh`` = n every n-th
+    forward of level 1, counted from the first one after each level-2 pass, selects its chunks by the query of
+    its root; with 0 only that first one does.
 
     ``select_chunks`` is the retrieval policy, on every device and for an offloaded cache: a function with the
     arguments of ``triforce_tree.kernels.step.select_chunks``, the default: for each KV head chunk 0 and the
-    chunks of greatest interest to the root's query.
+    chunks whose mean keys score highest with the root's query.
     """
 
     budget: int = 1536
@@ -83,9 +83,9 @@ class RetrievalConfig:
                 f"select_chunks={self.select_chunks!r} must be a function, or None for the default"
             )
         if self.budget % self.chunk:
-            near = max(self.chunk, self.budget // self.chunk * self.chunk)
+            multiple = max(self.chunk, self.budget // self.chunk * self.chunk)
             raise ValueError(
-                f"budget={self.budget} is not a multiple of chunk={self.chunk}; use budget={near}"
+                f"budget={self.budget} is not a multiple of chunk={self.chunk}; use budget={multiple}"
             )
         if self.recent < self.chunk:
             raise ValueError(
@@ -95,12 +95,12 @@ class RetrievalConfig:
         least = self.chunk + self.recent
         if self.budget < least:
             raise ValueError(
-                f"budget={self.budget} is smaller than the forced rows: one chunk of sinks "
-                f"({self.chunk}) + recent={self.recent}; use budget>={least} or a smaller recent"
+                f"budget={self.budget} is smaller than what is always included, one chunk of "
+                f"sinks ({self.chunk}) + recent={self.recent}; use budget>={least} or a smaller recent"
             )
 
     def chooses(self, forward: int) -> bool:
-        """Whether this forward of level 1 chooses chunks, counted from 0 after each level-2 pass."""
+        """Whether this forward of level 1, counted from 0 after each level-2 pass, selects chunks."""
         return forward == 0 or (self.refresh > 0 and forward % self.refresh == 0)
 
 
@@ -108,30 +108,30 @@ class RetrievalConfig:
 class HierarchyConfig:
     """What each level does in one step.
 
-    ``gamma`` is γ2, the most tokens that level 1 gathers before one level-2 pass, in ``rounds`` forwards
-    (None: as many as running acceptance and measured times suggest); ``tree`` the shape of the
-    token trees that the draft grows (see :func:`triforce_tree.trees.shapes.parse_shape`); ``runner_ups`` says
-    whether level 2 also checks one runner-up token at every depth of the chain; None does where more
-    rows cost little, which is not on a CPU. ``lookup`` is the number of tokens that prompt lookup proposes
-    when there is no draft model. ``levels`` 3 is the whole hierarchy, 2 the draft under the full target, 1
-    ordinary decoding; "auto" takes 3 where the prompt is at least twice the retrieval budget, and some layer
-    of the target sees more of it than a sliding window, else 2.
+    ``gamma`` is γ2, the most tokens that level 1 proposes to one level-2 pass, in ``rounds`` forwards
+    (None: chosen from measured acceptance and stage times); ``tree`` the shape of the draft model's token
+    trees (see :func:`triforce_tree.trees.shapes.parse_shape`); ``runner_ups`` says whether level 2 also
+    verifies one runner-up token at every depth of the chain (None: on a GPU, where more tokens in a forward
+    cost little). ``lookup`` is the number of tokens that prompt lookup proposes when there is no draft model.
+    ``levels`` 3 is the whole hierarchy, 2 the draft under the full target, 1 autoregressive decoding; "auto"
+    takes 3 where the prompt is at least twice the retrieval budget and some layer of the target sees more of it
+    than a sliding window, else 2.
 
-    Level 1 may run on a copy of the weights in ``retrieval_weight_bits`` 8 or 4, which
-    changes what is proposed and never what comes out. ``prefill_chunk`` tokens of a prompt are fed at once;
-    None: 1024, on a GPU 4096.
+    Level 1 may run on a copy of the weights in ``retrieval_weight_bits`` 8 or 4, which changes what is
+    proposed, but not the distribution of the output. ``prefill_chunk`` tokens of a prompt are prefilled in
+    one forward; None: 1024, on a GPU 4096.
 
     ``offload`` True keeps the full cache in host memory, as far as ``gpu_memory`` (bytes, or "24GiB": the
     most that the whole engine takes of the device) does not hold it; "auto" does so where the device cannot
     hold all of it, False never; None is "auto" where ``gpu_memory`` or ``host_memory`` is given, and else
-    False. ``host_memory`` is the most of host memory that page-locked rows and weights take, of all processes
-    of this machine together; None leaves 4 GiB or a tenth of it to the system, whichever is more.
-    ``offload_weights`` True keeps the weights of the target's layers there too, and streams them past each
-    pass of level 2; "auto" does so, where a cache may be offloaded, with models named by id or folder whose
-    weights alone exceed the device, or ``gpu_memory``; False never. True alone means ``offload`` True.
-    ``host_attention`` True lets the CPU attend to a share of the rows in host memory, beside the bus that
-    carries the others; "auto" does so where something is offloaded and there is a kernel of our own for this
-    processor and model; False never.
+    False. ``host_memory`` is the most of host memory for page-locked KV slots and weights, in all processes
+    of this machine; None leaves 4 GiB or a tenth of it to the system, whichever is more. ``offload_weights``
+    True keeps the weights of the target's layers there too, and copies them to the device in each pass of
+    level 2; "auto" does so, where a cache may be offloaded, with models named by id or folder whose weights
+    alone exceed the device, or ``gpu_memory``; False never. True alone means ``offload`` True.
+    ``host_attention`` True lets the CPU attend to a share of the KV slots in host memory while the others are
+    copied; "auto" does so where something is offloaded and the package has a kernel for this processor and
+    model; False never.
     """
 
     levels: int | str = "auto"
@@ -183,14 +183,14 @@ class HierarchyConfig:
             raise ValueError(f"offload_weights={self.offload_weights!r} must be True, False or 'auto'")
         if self.offload_weights is True and self.offload is False:
             raise ValueError(
-                "offload_weights=True streams weights beside an offloaded cache, and offload=False asks for "
-                "none; leave one of them out"
+                "offload_weights=True needs an offloaded cache, and offload=False asks for none; leave one "
+                "of them out"
             )
         if not isinstance(self.host_attention, bool) and self.host_attention != "auto":
             raise ValueError(f"host_attention={self.host_attention!r} must be True, False or 'auto'")
         if self.host_attention is True and not self.offloads:
             raise ValueError(
-                "host_attention=True attends to rows in host memory, but nothing is offloaded; give "
+                "host_attention=True needs KV slots in host memory, but nothing is offloaded; give "
                 "offload=True or gpu_memory, or leave it out"
             )
 
@@ -209,23 +209,27 @@ class HierarchyConfig:
 
     @property
     def gpu_bytes(self) -> int | None:
-        """Most device memory; None for all there is."""
+        """Device memory limit; None for all of it."""
         return None if self.gpu_memory is None else bytes_of(self.gpu_memory)
 
     @property
     def host_bytes(self) -> int | None:
-        """Most host memory; None for all but what is left to the system."""
+        """Host memory limit; None for all but what is left to the system."""
         return None if self.host_memory is None else bytes_of(self.host_memory)
 
     def as_options(self) -> dict[str, Any]:
-        """The flat set of options that ``from_options`` takes."""
+        """All options as one flat dict, as ``from_options`` takes them."""
         own = {f.name: getattr(self, f.name) for f in fields(self)}
         streaming, retrieval = own.pop("streaming"), own.pop("retrieval")
         return {**own, **vars(streaming), **vars(retrieval)}
 
     @classmethod
     def from_options(cls, **options: Any) -> "HierarchyConfig":
-        """One flat set of options, as the command line and :func:`triforce_tree.load` take them."""
+        """A configuration from options as the command line and :func:`triforce_tree.load` take them.
+
+        Raises:
+            ValueError: an unknown or impossible option.
+        """
         parts: dict[str, dict[str, Any]] = {"streaming": {}, "retrieval": {}, "own": {}}
         groups = {"streaming": StreamingConfig, "retrieval": RetrievalConfig, "own": cls}
         owners = {

@@ -1,4 +1,4 @@
-"""An engine: a target, its draft and their settings, and one generation after the other."""
+"""The engine: a target, its drafter and their settings, behind ``generate``."""
 
 import copy
 from collections.abc import Callable, Collection, Iterator
@@ -24,6 +24,7 @@ from triforce_tree.decoding.loop import Decoder
 from triforce_tree.decoding.oom_retry import OomRetryDecoder
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.base import Drafter
+from triforce_tree.generation.drafter_choice import refuse_tree
 from triforce_tree.generation.inputs import Ids, Inputs
 from triforce_tree.generation.keywords import checked_seed
 from triforce_tree.generation.output import GenerateOutput, appended, by_row, joined
@@ -42,13 +43,12 @@ class Engine:
 
     Args:
         target: a transformers causal LM.
-        draft: another one, or any :class:`~triforce_tree.drafters.base.Drafter`; without, prompt lookup
-            proposes.
+        draft: another one, or any :class:`~triforce_tree.drafters.base.Drafter`; None for prompt lookup.
         tokenizer: for text prompts and ``stop_strings``.
-        config: what each level does.
-        profile: measured settings, taken up for the prompts that they were measured for.
-        given: options that no profile changes.
-        streamed: the target's layers' weights, where they are in host memory.
+        config: settings of all levels.
+        profile: measured settings, used for prompts like those that they were measured with.
+        given: names of options that a profile must not change.
+        streamed: the weights of the target's layers, where they are in host memory.
 
     Raises:
         ValueError: models that cannot work together; ``offload_weights=True`` without ``streamed``.
@@ -70,17 +70,19 @@ class Engine:
         self._config = config or HierarchyConfig()
         if self._config.offload_weights is True and streamed is None:
             raise ValueError(
-                "offload_weights=True moves weights when they are loaded: use triforce_tree.load"
+                "offload_weights=True takes effect when weights are loaded; use triforce_tree.load"
             )
         level_0 = HFModel(draft) if isinstance(draft, PreTrainedModel) else draft
         self.hierarchy = Hierarchy(HFModel(target, streamed), level_0, self._config)
 
     def with_options(self, **options: Any) -> "Engine":
-        """The same models under other settings (those of :func:`load`).
+        """An engine over the same models with other options (those of :func:`load`).
 
         Raises:
-            ValueError: an unknown or impossible setting, or another ``offload_weights``.
+            ValueError: an unknown or impossible option, another ``offload_weights``, ``tree`` without a draft.
         """
+        if "tree" in options and self.hierarchy.draft is None:
+            refuse_tree(options["tree"], self.hierarchy.drafter())
         weights = self._config.offload_weights
         if options.get("offload_weights", weights) != weights:
             raise ValueError(
@@ -94,9 +96,9 @@ class Engine:
         return other
 
     def close(self) -> None:
-        """Give the memory of the last texts back, and that of weights in host memory.
+        """Free the buffers of the last generation, and weights in host memory.
 
-        Without such weights the next generation takes memory anew; with them the engine is of no use any
+        Without such weights the next generation allocates anew; with them the engine cannot generate any
         more, and raises RuntimeError.
         """
         with self.hierarchy.generation():
@@ -105,7 +107,7 @@ class Engine:
                 self.hierarchy.target.streamed.close()
 
     def memory_plan(self, prompt_tokens: int, new_tokens: int) -> MemoryPlan | None:
-        """Where a generation of one such prompt would keep its rows; None unless they may be offloaded.
+        """Where a generation of such a prompt would keep its KV slots; None unless they may be offloaded.
 
         Raises:
             ValueError: memory is short, or what would have to be offloaded cannot be.
@@ -114,33 +116,33 @@ class Engine:
             self.hierarchy.config = self._config
             return self.hierarchy.plan_memory([prompt_tokens], new_tokens, self._given)
 
-    def _settle(self, temperature: float, prompts: list[list[int]], new_tokens: int) -> Entry | None:
-        """Decide where rows live; take up what the profile advises, where it holds; else our own settings."""
+    def _choose_settings(self, temperature: float, prompts: list[list[int]], new_tokens: int) -> Entry | None:
+        """Plan the memory; apply the profile's entry for these prompts, if there is one, and return it."""
         self.hierarchy.config = self._config
         self.hierarchy.settle_memory([len(p) for p in prompts], new_tokens, self._given)
-        # Profiles are measured with the cache on the device.
+        # Profiles are measured with the full cache on the device.
         if self.profile is None or self.hierarchy.offloads:
             return None
         longest = max(len(prompt) for prompt in prompts)
         entry = self.profile.nearest(longest, temperature)
         if entry is None:
             return None
-        advised = entry.options_for(self._given)
-        self.hierarchy.config = HierarchyConfig.from_options(**{**self._config.as_options(), **advised})
+        measured = entry.options_for(self._given)
+        self.hierarchy.config = HierarchyConfig.from_options(**{**self._config.as_options(), **measured})
         return entry
 
     @contextmanager
     def program(
         self, prompts: list[list[int]], new_tokens: int, to_probs: ProbsFromLogits | None, temperature: float
     ) -> Iterator[DecodingProgram]:
-        """What :meth:`generate` would run for these prompts, for as long as the context lasts.
+        """A context with the buffers and stages that :meth:`generate` would run for these prompts.
 
         Args:
-            to_probs: what stages are prepared for; None for none, where only forwards are wanted.
-            temperature: which a profile's settings depend on.
+            to_probs: logits to distributions, for the stages; None where only forwards are run.
+            temperature: by which a profile's entry is chosen.
 
         Yields:
-            buffers, models and stages; the prompts are not read yet.
+            buffers, models and stages; the prompts are not prefilled yet.
 
         Raises:
             ValueError: a prompt is too long, or memory is short.
@@ -148,7 +150,7 @@ class Engine:
         for prompt in prompts:
             self.check_length(len(prompt), new_tokens)
         with self.hierarchy.generation():
-            self._settle(temperature, prompts, new_tokens)
+            self._choose_settings(temperature, prompts, new_tokens)
             with self.hierarchy.active():
                 program = self.hierarchy.program(prompts, new_tokens)
                 if to_probs is not None:
@@ -172,22 +174,22 @@ class Engine:
         pinned: Callable[[int], None] | None = None,
         **kwargs: Any,
     ) -> GenerateOutput:
-        """Continue a text, by exactly the target's own law.
+        """Continue a prompt, by exactly the target's own distribution.
 
         Threads may call engines over the same models at the same time; their generations wait for each
-        other. The models themselves are never changed, so that transformers' own generate may run beside.
+        other. The models themselves are not changed: transformers' own generate may run at the same time.
 
         Args:
             inputs: text, token ids ``[L]`` or ``[B, L]`` (tensor, array, list; rows of a list may differ in
-                length), a list of texts, or what a tokenizer returns. Rows of a batch run together, or one by
-                one where a logits processor looks at the text.
+                length), a list of texts, or what a tokenizer returns. Sequences of a batch run together, or
+                one by one where a logits processor reads the tokens so far.
             input_ids: token ids by transformers' own keyword, instead.
-            attention_mask: of the ids' shape; tokens under 0 are padding, on whichever side, and left out.
+            attention_mask: of the ids' shape; tokens with mask 0 are padding, on either side, and left out.
             generation_config, logits_processor, stopping_criteria, prefix_allowed_tokens_fn, stop_strings,
                 streamer: as in transformers; ``stop_strings`` needs a tokenizer.
-            seed: of all draws; by default taken from torch's global generator. Each row has draws of its own.
+            seed: of all draws, independent for each sequence; by default from torch's global generator.
             progress: called after each chunk of the prompt with the number of tokens in it.
-            pinned: called with bytes of host memory as an offloaded cache takes them.
+            pinned: called with the bytes of host memory that an offloaded cache allocates, as it does.
             kwargs: options of ``GenerationConfig``: max_new_tokens, temperature, top_k, top_p,
                 do_sample, eos_token_id, ...; one that is not supported raises.
 
@@ -225,7 +227,7 @@ class Engine:
         try:
             return continued(slice(0, count), seed)
         except _OneByOneError:
-            # The first row draws as it would alone.
+            # The first sequence draws as it would alone.
             outputs = [
                 continued(slice(n, n + 1), derived(seed, Stream.ROW, n) if n and seed is not None else seed)
                 for n in range(count)
@@ -239,7 +241,7 @@ class Engine:
         seed: int | None,
         pinned: Callable[[int], None] | None = None,
     ) -> Callable[..., GenerateOutput]:
-        """The callable that transformers' ``generate`` runs after it has prepared everything.
+        """The ``custom_generate`` callable, which transformers' ``generate`` runs after its preparation.
 
         Args:
             streamer, progress, seed, pinned: as for :meth:`generate`.
@@ -253,7 +255,7 @@ class Engine:
             generation_config: GenerationConfig,
             **model_inputs: Any,
         ) -> GenerateOutput:
-            # attention_mask is no parameter by name: transformers would hand it over twice.
+            # attention_mask is in model_inputs: as a named parameter it would be passed twice.
             job = Job.read(
                 self.hierarchy.target.vocab_size,
                 input_ids,
@@ -281,7 +283,7 @@ class Engine:
         alike = (prompts, new_tokens, to_probs.greedy, seed is None, self._config)
         distributed.check_alike("prompts or settings", alike)
         chosen = distributed.broadcast_object(int(torch.randint(2**62, ())) if seed is None else seed)
-        entry = self._settle(job.temperature, prompts, new_tokens)
+        entry = self._choose_settings(job.temperature, prompts, new_tokens)
         if not self.hierarchy.together(to_probs, prompts):
             raise _OneByOneError
         new: list[list[int]] = [[] for _ in prompts]
@@ -298,14 +300,14 @@ class Engine:
                 self.hierarchy.shrink,
             )
             estimates = entry.draft_length if entry is not None and "tree" not in self._given else {}
-            # Of as many levels: two of them estimate something else than three.
+            # Only with as many levels: the estimates of two and of three are of different quantities.
             if entry is not None and estimates and entry.options["levels"] == decoder.controller.levels:
                 decoder.controller.expect(**estimates)
             decoder.prefill(prompts, progress)
             steps = decoder.decode(prompts, endings)
             for fresh in steps:
-                for row, tokens in zip(new, fresh, strict=True):
-                    row += tokens
+                for sequence, tokens in zip(new, fresh, strict=True):
+                    sequence += tokens
                 if streamer is not None:
                     streamer.put(torch.tensor(fresh[0]))
         if streamer is not None:
@@ -318,7 +320,7 @@ class Engine:
         return out
 
     def check_length(self, prompt: int, new: int) -> None:
-        """Raise ValueError where a prompt and its new tokens exceed the model's positions, or change them."""
+        """Raise ValueError where prompt and new tokens exceed the positions that the model can take."""
         limit = self.hierarchy.target.max_positions
         if limit is not None and prompt + new > limit:
             remedy = f" or set max_new_tokens<={limit - prompt}" if prompt < limit else ""
@@ -344,4 +346,4 @@ class Engine:
 
 
 class _OneByOneError(Exception):
-    """These rows cannot be decoded as one batch; never leaves this module."""
+    """These sequences cannot be decoded as one batch; caught in :meth:`Engine.generate`."""

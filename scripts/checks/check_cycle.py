@@ -24,7 +24,8 @@ from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.loop import Decoder
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.stop_criteria import Ending
-from triforce_tree.eval.check import chi_square, p_value, uncertain_contexts
+from triforce_tree.eval.check import uncertain_contexts
+from triforce_tree.eval.goodness_of_fit import chi_square, chi_square_p
 from triforce_tree.eval.text import pydoc_text, token_ids
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.verify.sampling import ProbsFromLogits
@@ -129,7 +130,7 @@ class Checks:
 
     def _judge(self, name: str, counts: Counter[int], probs: Tensor) -> None:
         statistic, freedom = chi_square(counts, probs)
-        p = p_value(statistic, freedom)
+        p = chi_square_p(statistic, freedom)
         self.add(name, p > _LEAST_P, draws=sum(counts.values()), bins=freedom + 1, p=round(p, 5))
 
 

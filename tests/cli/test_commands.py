@@ -113,6 +113,10 @@ BAD = {
     "budget": (["generate", "PROMPT", "--budget", "1001"], "budget=1001"),
     "tree": (["generate", "PROMPT", "--tree", "oak"], "tree='oak'"),
     "levels": (["generate", "PROMPT", "--levels", "4"], "'4' is none of"),
+    "tree of prompt lookup": (
+        ["generate", "PROMPT", "--target", "TARGET", "--drafter", "lookup", "--tree", "chain:3"],
+        "set lookup=N",
+    ),
     "positions": (["generate", "PROMPT", "--max-new-tokens", "5000"], "4096 positions"),
     "device": (["generate", "PROMPT", "--device", "abacus"], "device='abacus'"),
     "no model": (["generate", "PROMPT", "--target", "./nowhere"], "'./nowhere'"),
@@ -122,8 +126,8 @@ BAD = {
     "huge gamma": (["generate", "PROMPT", "--gamma", "1000000000"], "at most 1024"),
     "rows as text": (["bench", "text", "--file", "some.jsonl"], "--dataset some.jsonl"),
     "no data": (["bench", "text", "--dataset", "/nowhere/some.jsonl"], "no such file: '/nowhere/some.jsonl'"),
-    "picture": (["bench", "needle", "--plot", "map.xyz"], "'map.xyz' names no kind of picture"),
-    "no picture": (["bench", "needle", "--plot", "map"], "'map' names no kind of picture"),
+    "picture": (["bench", "needle", "--plot", "map.xyz"], "'map.xyz' names no image format"),
+    "no picture": (["bench", "needle", "--plot", "map"], "'map' names no image format"),
     "unknown option": (["generate", "PROMPT", "--speed", "9"], "--speed"),
     "unknown method": (["bench", "text", "--methods", "magic"], "magic"),
     "long context": (["bench", "text", "--context", "99999999"], "99999999 tokens"),
@@ -131,7 +135,7 @@ BAD = {
     "not a file": (["bench", "text", "--out", "/dev/full"], "/dev/full"),
     "short needle": (["bench", "needle", "--lengths", "9"], "length=9"),
     "depth": (["bench", "needle", "--depths", "2"], "between 0"),
-    "greedy law": (["check", "--temperature", "0"], "temperature=0.0"),
+    "greedy check": (["check", "--temperature", "0"], "temperature=0.0"),
     "demo prompt": (["demo", "--prompt-tokens", "99999999"], "99999999"),
     "no command": ([], "command"),
 }
@@ -142,7 +146,7 @@ def test_bad_input_ends_with_one_line_and_code_2(
     capsys: pytest.CaptureFixture[str], pair: TinyPair, prompt: str, case: str
 ) -> None:
     argv, needed = BAD[case]
-    argv = [prompt if word == "PROMPT" else word for word in argv]
+    argv = [{"PROMPT": prompt, "TARGET": pair.target}.get(word, word) for word in argv]
     given = argv[1:] if argv else []
     more = [] if not argv or "--target" in given else pair.options[:4]
     code, out, err = run(capsys, *argv, *more)

@@ -38,7 +38,9 @@ def test_a_text_that_is_not_the_targets_ends_with_code_1(
     result = json.loads(out.splitlines()[-1])
     assert (result["identical"], result["tie"], result["failed"]) == (False, False, True)
     said = " ".join(err.split())
-    place = f"texts part at token {result['first_difference']}: FAILED, 32 bits leave no room for a tie (gap"
+    place = (
+        f"texts differ from token {result['first_difference']} on: FAILED, there are no ties in 32 bits (gap"
+    )
     assert place in said
 
 
@@ -58,15 +60,15 @@ def test_a_tie_of_16_bits_is_told_from_a_failure() -> None:
         return out
 
     tie = compared(engine, prompt, instead(token), instead(twin), greedy=True)
-    assert tie.parting is not None
-    assert tie.parting.gap == 0 < tie.parting.noise
+    assert tie.difference is not None
+    assert tie.difference.gap == 0 < tie.difference.noise
     assert not tie.failed
-    assert "texts part at token 3: a tie (gap 0, noise " in tie.verdict()
+    assert "texts differ from token 3 on: a tie (gap 0, noise " in tie.verdict()
     assert summary(first, tie)["tie"] is True
     for ours, theirs in ((token, other), (other, token)):
         failure = compared(engine, prompt, instead(ours), instead(theirs), greedy=True)
         assert failure.failed
-        assert "texts part at token 3: FAILED, no tie (gap " in failure.verdict()
+        assert "texts differ from token 3 on: FAILED, no tie (gap " in failure.verdict()
 
 
 def test_texts_that_cannot_be_judged_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,10 +79,10 @@ def test_texts_that_cannot_be_judged_say_so(monkeypatch: pytest.MonkeyPatch) -> 
     def short(*args: object) -> None:
         raise torch.OutOfMemoryError("no more")
 
-    monkeypatch.setattr("triforce_tree.eval.compare.parting", short)
+    monkeypatch.setattr("triforce_tree.eval.compare.first_difference", short)
     result = compared(engine, [1, 2, 3], *outputs, greedy=True)
     assert not result.failed
-    assert "texts part at token 1; too little memory to tell a tie from a failure" in result.verdict()
+    assert "texts differ from token 1 on; too little memory to tell a tie from a failure" in result.verdict()
 
 
 def test_text_that_stdout_cannot_spell(monkeypatch: pytest.MonkeyPatch) -> None:

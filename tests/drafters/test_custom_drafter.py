@@ -201,8 +201,8 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
     "missing": ({"drafter": without("propose")}, "Half is no drafter: it has no propose"),
     "a number": ({"drafter": 5}, "int is no drafter: it has no name, tree"),
     "two drafters": ({"drafter": Oracle(), "draft": DRAFT}, "one was given; leave one out"),
-    "lookup and a draft": ({"drafter": "lookup", "draft": DRAFT}, "drafter='lookup' does without a draft"),
-    "tree": ({"drafter": Oracle(), "tree": "chain:3"}, "tree= is the drafter's own"),
+    "lookup and a draft": ({"drafter": "lookup", "draft": DRAFT}, "drafter='lookup' uses no draft model"),
+    "tree": ({"drafter": Oracle(), "tree": "chain:3"}, "has a tree of its own; change drafter.tree"),
     "no draft": ({"drafter": "model"}, "drafter='model' needs a draft; give one, or drafter='lookup'"),
     "large tree": (
         {"drafter": with_tree("chain:129")},

@@ -1,4 +1,4 @@
-"""The proof must pass on a right engine and fail on a wrong one."""
+"""`check` passes on a correct engine and finds planted faults; its statistics are right."""
 
 import copy
 from collections import Counter
@@ -13,7 +13,7 @@ from tiny_pair import TinyPair, prompt
 from triforce_tree import Engine
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding import assembly
-from triforce_tree.eval import check
+from triforce_tree.eval import check, goodness_of_fit
 from triforce_tree.models.length_rope import LengthRope
 from triforce_tree.verify.noise import Noise
 from triforce_tree.verify.sampling import ProbsFromLogits
@@ -37,7 +37,7 @@ def test_greedy_is_the_targets_own(engine: Engine, levels: int) -> None:
 def test_logits_are_those_of_one_forward(engine: Engine, length: int) -> None:
     result = check.forward(engine.with_options(prefill_chunk=64), prompt(engine, length))
     assert result.passed
-    assert result.rows == min(length, 16)
+    assert result.positions == min(length, 16)
     assert 0 < result.error < 1e-5
 
 
@@ -51,7 +51,7 @@ def test_a_wrong_rotation_is_found_in_the_logits(monkeypatch: pytest.MonkeyPatch
     assert result.error > 0.1
 
 
-LAWS = [
+LEVELS = [
     ({}, 2, ["target"]),
     ({}, 3, ["retrieval", "target"]),
     ({"runner_ups": True, "retrieval_weight_bits": 8}, 3, ["retrieval", "target"]),
@@ -59,8 +59,8 @@ LAWS = [
 ]
 
 
-@pytest.mark.parametrize("options, levels, names", LAWS, ids=["2", "3", "3, low bits", "1"])
-def test_sampling_laws_pass(engine: Engine, options: dict[str, Any], levels: int, names: list[str]) -> None:
+@pytest.mark.parametrize("options, levels, names", LEVELS, ids=["2", "3", "3, low bits", "1"])
+def test_sampled_tokens_pass(engine: Engine, options: dict[str, Any], levels: int, names: list[str]) -> None:
     contexts = [prompt(engine, 41), prompt(engine, 150)]
     results = check.sampling_checks(engine.with_options(**options), contexts, 50, levels)
     assert [(r.level, r.levels) for r in results] == [(name, levels) for name in names]
@@ -69,40 +69,75 @@ def test_sampling_laws_pass(engine: Engine, options: dict[str, Any], levels: int
 
 
 @pytest.mark.parametrize("levels", [2, 3])
-def test_sampling_laws_pass_without_a_draft(pair: TinyPair, levels: int) -> None:
+def test_sampled_tokens_pass_with_prompt_lookup(pair: TinyPair, levels: int) -> None:
     alone = Engine(
         pair.load().hierarchy.target.model, config=HierarchyConfig.from_options(budget=64, recent=32)
     )
     text = prompt(pair.load(), 60)
-    # A text that says its beginning again, so that there is something to propose.
+    # A text that repeats its beginning, so that there is something to propose.
     results = check.sampling_checks(alone, [[*text, *text[:20]]], 60, levels)
     assert len(results) == levels - 1
     assert all(r.passed for r in results)
 
 
-def test_the_residual_of_the_public_code_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A draft that is sure of the target's favourite: refusals are many.
+def sharp_pair(factor: float, **options: Any) -> Engine:
+    """A target and a draft that is surer than it of the same tokens: refusals are many."""
     target = tiny("llama-gqa")
     draft = copy.deepcopy(target)
     with torch.no_grad():
-        draft.get_output_embeddings().weight *= 6
-    options = {"tree": "chain:1", "window": 100}
-    both = Engine(target, draft, config=HierarchyConfig.from_options(**options))
+        draft.get_output_embeddings().weight *= factor
+    return Engine(target, draft, config=HierarchyConfig.from_options(window=100, **options))
 
-    # After a refusal it samples from p itself, instead of what p has left over q.
+
+def test_a_wrong_residual_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = sharp_pair(6, tree="chain:1")
+    residual_is_the_target(monkeypatch)
+    [result] = check.sampling_checks(both, [prompt_of(61)], 200, 2, temperature=0.5)
+    assert result.p_value < check.SIGNIFICANCE
+    assert result.shift_p_value < check.SIGNIFICANCE
+
+
+def residual_is_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault: after a refusal the next token is drawn from p itself instead of norm(max(p - q, 0))."""
     sound = Noise.accept_tree
 
-    def public(self: Noise, tokens: Any, parents: Any, p: torch.Tensor, *rest: Any) -> Any:
+    def wrong(self: Noise, tokens: Any, parents: Any, p: torch.Tensor, *rest: Any) -> Any:
         path, count, _ = sound(self, tokens, parents, p, *rest)
         node = path.gather(1, count[:, None] - 1)[..., None].expand(-1, 1, p.shape[2])
         return path, count, (p.gather(1, node)[:, 0] / self.exponential[:, 0]).argmax(-1)
 
-    monkeypatch.setattr(Noise, "accept_tree", public)
-    [result] = check.sampling_checks(both, [prompt_of(61)], 200, 2, temperature=0.5)
-    assert not result.passed
+    monkeypatch.setattr(Noise, "accept_tree", wrong)
 
 
-def test_nan_logits_are_said_to_be_what_they_are(engine: Engine) -> None:
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("levels", [2, 3])
+def test_a_wrong_residual_is_found_with_few_draws(
+    monkeypatch: pytest.MonkeyPatch, levels: int, seed: int
+) -> None:
+    """Too few for a chi-square over all tokens."""
+    both = sharp_pair(2, tree="best-first:3,2", budget=40, chunk=4, recent=8)
+    residual_is_the_target(monkeypatch)
+    results = check.sampling_checks(both, [prompt_of(61)], 40, levels, temperature=0.5, seed=seed)
+    assert all(r.p_value > check.SIGNIFICANCE for r in results)
+    assert any(r.refused_emitted for r in results)
+    assert not all(r.passed for r in results)
+
+
+def test_an_acceptance_that_is_too_likely_is_found_by_the_shift(monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = Noise.accept_tree
+
+    def eager(self: Noise, *arguments: Any) -> Any:
+        self.uniform *= 0.5
+        return sound(self, *arguments)
+
+    monkeypatch.setattr(Noise, "accept_tree", eager)
+    both = sharp_pair(3, tree="chain:1")
+    [result] = check.sampling_checks(both, [prompt_of(61)], 100, 2, temperature=0.5)
+    assert result.shift > 0
+    assert result.shift_p_value < check.SIGNIFICANCE
+
+
+def test_nan_logits_are_reported(engine: Engine) -> None:
     target = copy.deepcopy(engine.hierarchy.target.model)
     draft = engine.hierarchy.draft
     assert draft is not None
@@ -124,40 +159,69 @@ def test_it_runs_on_the_buffers_that_generation_uses(engine: Engine) -> None:
 
 
 def test_chi_square_merges_rare_tokens() -> None:
-    to_probs = torch.tensor([0.5, 0.3, 0.1, 0.05, 0.03, 0.02])
-    exact = Counter({token: round(200 * float(p)) for token, p in enumerate(to_probs)})
-    statistic, freedom = check.chi_square(exact, to_probs)
+    probs = torch.tensor([0.5, 0.3, 0.1, 0.05, 0.03, 0.02])
+    exact = Counter({token: round(200 * float(p)) for token, p in enumerate(probs)})
+    statistic, freedom = goodness_of_fit.chi_square(exact, probs)
     assert statistic == pytest.approx(0, abs=1e-6)
     assert freedom == 4  # the two rarest share a bin
     shifted = Counter({0: 60, 1: 100, 2: 20, 3: 10, 4: 6, 5: 4})
     expected = stats.chisquare([10, 10, 20, 100, 60], [10, 10, 20, 60, 100])
-    statistic, freedom = check.chi_square(shifted, to_probs)
+    statistic, freedom = goodness_of_fit.chi_square(shifted, probs)
     assert statistic == pytest.approx(expected.statistic, rel=1e-5)
-    assert check.p_value(statistic, freedom) == pytest.approx(expected.pvalue, rel=1e-3)
+    assert goodness_of_fit.chi_square_p(statistic, freedom) == pytest.approx(expected.pvalue, rel=1e-3)
 
 
 @pytest.mark.parametrize("statistic, freedom", [(3.8, 1), (18.3, 10), (0.0, 3), (300.0, 90)])
-def test_p_value(statistic: float, freedom: int) -> None:
-    assert check.p_value(statistic, freedom) == pytest.approx(stats.chi2.sf(statistic, freedom), rel=1e-6)
+def test_chi_square_p(statistic: float, freedom: int) -> None:
+    assert goodness_of_fit.chi_square_p(statistic, freedom) == pytest.approx(
+        stats.chi2.sf(statistic, freedom), rel=1e-6
+    )
 
 
 def test_nothing_to_test_is_no_failure() -> None:
-    assert check.p_value(9.0, 0) == 1.0
+    assert goodness_of_fit.chi_square_p(9.0, 0) == 1.0
 
 
 def test_p_values_of_true_draws_are_spread_evenly() -> None:
     generator = torch.Generator().manual_seed(3)
-    to_probs = torch.softmax(2 * torch.randn(50, generator=generator), 0)
-    values = []
+    probs, draft = torch.softmax(2 * torch.randn(2, 50, generator=generator), 1)
+    chi_squares, shifts = [], []
     for _ in range(300):
-        draws = torch.multinomial(to_probs, 200, replacement=True, generator=generator).tolist()
-        values.append(check.p_value(*check.chi_square(Counter(draws), to_probs)))
-    assert stats.kstest(values, "uniform").pvalue > 1e-3
+        draws = Counter(torch.multinomial(probs, 200, replacement=True, generator=generator).tolist())
+        chi_squares.append(goodness_of_fit.chi_square_p(*goodness_of_fit.chi_square(draws, probs)))
+        shifts.append(goodness_of_fit.shift_p([goodness_of_fit.shift(draws, probs, draft)]))
+    assert stats.kstest(chi_squares, "uniform").pvalue > 1e-3
+    # A bound: at least as large as a p-value.
+    assert stats.kstest(shifts, "uniform", alternative="greater").pvalue > 1e-3
 
 
-def test_no_law_depends_on_the_draws_it_judges(engine: Engine) -> None:
-    # Level 1 may choose its chunks by whatever it likes, but not by the tokens of the tree at hand:
-    # the law at the root would know what was drawn from there, and the drafter be dishonest.
+@pytest.mark.parametrize("mass", [1e-5, 1e-3, 0.05, 0.5])
+@pytest.mark.parametrize("draws", [40, 1600])
+def test_the_shift_is_bounded_also_where_a_normal_approximation_fails(mass: float, draws: int) -> None:
+    """Exact tails of the binomial: the draft never proposes the token of this mass."""
+    probs, draft = torch.tensor([1 - mass, mass]), torch.tensor([1.0, 0.0])
+    for count in {1, 2, int(draws * mass) + 5, min(draws, int(2 * draws * mass) + 9)}:
+        part = goodness_of_fit.shift(Counter({0: draws - count, 1: count}), probs, draft)
+        assert part[0] == pytest.approx((1 - count / draws - (1 - mass)) * draws, abs=1e-4)
+        assert part[1] == pytest.approx(draws * mass * (1 - mass), rel=1e-4)
+        below, above = stats.binom.cdf(count, draws, mass), stats.binom.sf(count - 1, draws, mass)
+        assert goodness_of_fit.shift_p([part]) >= (above if count > draws * mass else below) * (1 - 1e-6)
+    assert goodness_of_fit.shift_p([(0.0, 0.0)]) == 1.0
+
+
+def test_the_shift_of_several_distributions_adds_up() -> None:
+    probs, draft = torch.tensor([0.5, 0.5]), torch.tensor([0.9, 0.1])
+    part = goodness_of_fit.shift(Counter({0: 70, 1: 30}), probs, draft)
+    # Weights 1 and 0.2 by a mean of 0.6.
+    assert part == pytest.approx((70 * 0.4 - 30 * 0.4, 100 * 0.16))
+    alone, both = goodness_of_fit.shift_p([part]), goodness_of_fit.shift_p([part, part])
+    assert check.SIGNIFICANCE < alone < 0.1
+    assert both == pytest.approx(alone**2 / 2)
+
+
+def test_the_retrieval_levels_distribution_does_not_depend_on_the_tree_it_verifies(engine: Engine) -> None:
+    # Level 1 may select its chunks by anything but the tokens of the tree: else its distribution at the root
+    # would depend on what was drawn from it, and it would be no honest drafter.
     tokens = prompt(engine, 300)
     sharp = sharpened(engine).with_options(levels=3, budget=48, recent=16, chunk=8)
     generator = torch.Generator().manual_seed(0)
@@ -176,7 +240,7 @@ def test_no_law_depends_on_the_draws_it_judges(engine: Engine) -> None:
 
 
 def sharpened(engine: Engine) -> Engine:
-    """The same models with attention that looks at few tokens, so that selection matters."""
+    """The same models with attention to few tokens, so that the selection matters."""
     target = copy.deepcopy(engine.hierarchy.target.model)
     with torch.no_grad():
         for name, weight in target.named_parameters():

@@ -48,7 +48,7 @@ def test_several_documents_give_one_prompt_each(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("context, count", [(10**6, 1), (500, 2)])
-def test_too_little_text_is_said(engine: Engine, context: int, count: int) -> None:
+def test_too_little_text_is_reported(engine: Engine, context: int, count: int) -> None:
     assert engine.tokenizer is not None
     one = ["word " * 100] if context > 1000 else ["word " * 600, "x"]
     with pytest.raises(ValueError, match=f"{context} tokens"):
@@ -167,7 +167,7 @@ def test_overlap_of_a_level_with_itself_is_one(engine: Engine, ids: list[int]) -
     assert 0.2 < overlap.overlap(target, draft) < 0.999
 
 
-def test_teacher_forced_laws_are_the_models_own(engine: Engine, ids: list[int]) -> None:
+def test_teacher_forced_distributions_are_the_models_own(engine: Engine, ids: list[int]) -> None:
     steps = list(overlap.teacher_forced(engine, ids[:250], 180))
     model: Any = engine.hierarchy.target.model
     with torch.no_grad():
@@ -187,7 +187,7 @@ def test_acceptance_by_rank(generator: torch.Generator) -> None:
     assert float(many.sum()) == pytest.approx(1, abs=1e-4)
 
 
-def test_comparison_says_where_texts_part(engine: Engine, ids: list[int]) -> None:
+def test_a_comparison_reports_the_first_difference(engine: Engine, ids: list[int]) -> None:
     a = engine.generate(ids[:60], do_sample=False, max_new_tokens=10)
     b = engine.with_options(levels=1).generate(ids[:60], do_sample=False, max_new_tokens=10)
     same = Comparison(a, b, greedy=True)
@@ -196,14 +196,14 @@ def test_comparison_says_where_texts_part(engine: Engine, ids: list[int]) -> Non
     assert "identical" in same.verdict()
     b.sequences = b.sequences.clone()
     b.sequences[0, 63] += 1
-    parted = compared(engine, ids[:60], a, b, greedy=True)
-    assert parted.first_difference == 3
-    assert parted.failed
-    assert parted.parting is not None
-    assert parted.parting.gap > 100 * parted.parting.noise > 0
-    assert "texts part at token 3: FAILED, 32 bits leave no room for a tie (gap " in parted.verdict()
-    told = summary(a, parted)
-    assert (told["identical"], told["first_difference"], told["tie"], told["failed"]) == (
+    differing = compared(engine, ids[:60], a, b, greedy=True)
+    assert differing.first_difference == 3
+    assert differing.failed
+    assert differing.difference is not None
+    assert differing.difference.gap > 100 * differing.difference.noise > 0
+    assert "texts differ from token 3 on: FAILED, there are no ties in 32 bits (gap " in differing.verdict()
+    made = summary(a, differing)
+    assert (made["identical"], made["first_difference"], made["tie"], made["failed"]) == (
         False,
         3,
         False,

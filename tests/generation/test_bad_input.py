@@ -7,6 +7,7 @@ import pytest
 import torch
 from families import VOCABULARY, prompt_of, tiny
 from messages import says
+from own_drafters import FixedSiblings
 from transformers import PreTrainedModel
 
 import triforce_tree
@@ -126,6 +127,35 @@ BAD_OPTIONS = [
 def test_settings(options: dict, words: tuple[str, ...]) -> None:
     with pytest.raises(ValueError, match=says(*words)):
         triforce_tree.load(TARGET, **options)
+
+
+LOOKUP_TREE = says("tree='chain:3'", "prompt lookup proposes chains", "set lookup=N", "draft model")
+OWN_TREE = says("tree='chain:3'", "drafter 'fixed' has a tree of its own", "change drafter.tree")
+
+
+@pytest.mark.parametrize("drafter", [None, "lookup"])
+def test_tree_is_refused_where_prompt_lookup_proposes(drafter: str | None) -> None:
+    with pytest.raises(ValueError, match=LOOKUP_TREE):
+        triforce_tree.load(TARGET, drafter=drafter, tree="chain:3")
+    with pytest.raises(ValueError, match=LOOKUP_TREE):
+        triforce_tree.custom_generate(drafter=drafter, tree="chain:3")
+    with pytest.raises(ValueError, match=LOOKUP_TREE):
+        triforce_tree.load(TARGET, drafter=drafter, lookup=3).with_options(tree="chain:3")
+
+
+def test_tree_is_refused_where_the_users_own_drafter_proposes() -> None:
+    own = FixedSiblings("static:0;1", VOCABULARY)
+    with pytest.raises(ValueError, match=OWN_TREE):
+        triforce_tree.load(TARGET, drafter=own, tree="chain:3")
+    with pytest.raises(ValueError, match=OWN_TREE):
+        triforce_tree.custom_generate(drafter=own, tree="chain:3")
+    with pytest.raises(ValueError, match=OWN_TREE):
+        triforce_tree.load(TARGET, drafter=own).with_options(levels=2, tree="chain:3")
+
+
+def test_the_draft_model_must_be_there_where_it_is_named() -> None:
+    with pytest.raises(ValueError, match=says("drafter='model' needs a draft", "drafter='lookup'")):
+        triforce_tree.custom_generate(drafter="model")
 
 
 def test_flat_options_and_records_are_the_same_settings() -> None:

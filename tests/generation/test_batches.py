@@ -4,7 +4,17 @@ from itertools import pairwise
 
 import pytest
 import torch
-from api_cases import EXPECTED, PROMPT, SMALL, TARGET, Collect, characters, small_engine, text_of
+from api_cases import (
+    EXPECTED,
+    PROMPT,
+    SMALL,
+    SMALL_LOOKUP,
+    TARGET,
+    Collect,
+    characters,
+    small_engine,
+    text_of,
+)
 from families import perturbed, prompt_of
 from transformers import MaxLengthCriteria, StoppingCriteriaList
 
@@ -122,7 +132,7 @@ def test_custom_generate_counts_from_the_padded_width() -> None:
     """As transformers does: processors see the padding."""
     ids, mask = (whole[1:] for whole in PADDED["left"])
     stop = alone(OTHER, 1)[0]
-    run = triforce_tree.custom_generate(levels=2, **SMALL)
+    run = triforce_tree.custom_generate(levels=2, **SMALL_LOOKUP)
     options = {"eos_token_id": stop, "min_new_tokens": 4, "max_new_tokens": 12, "do_sample": False}
     ours = TARGET.generate(ids, attention_mask=mask, custom_generate=run, pad_token_id=0, **options)
     assert ours.tolist() == TARGET.generate(ids, attention_mask=mask, pad_token_id=0, **options).tolist()

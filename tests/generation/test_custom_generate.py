@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from api_cases import EXPECTED, PROMPT, SMALL, TARGET, Collect, characters, text_of
+from api_cases import EXPECTED, PROMPT, SMALL, SMALL_LOOKUP, TARGET, Collect, characters, text_of
 from families import greedy, perturbed
 
 import triforce_tree
@@ -64,7 +64,7 @@ def test_custom_generate_needs_a_tokenizer_for_stop_strings() -> None:
 def test_custom_generate_leaves_padding_out() -> None:
     padded = torch.tensor([[0, 0, 0, *PROMPT]])
     mask = torch.tensor([[0, 0, 0, *[1] * len(PROMPT)]])
-    run = triforce_tree.custom_generate(levels=3, **SMALL)
+    run = triforce_tree.custom_generate(levels=3, **SMALL_LOOKUP)
     out = TARGET.generate(
         padded, attention_mask=mask, custom_generate=run, do_sample=False, max_new_tokens=15
     )
@@ -72,6 +72,6 @@ def test_custom_generate_leaves_padding_out() -> None:
 
 
 def test_inputs_beside_token_ids_are_refused_by_name() -> None:
-    run = triforce_tree.custom_generate(levels=2, **SMALL)
+    run = triforce_tree.custom_generate(levels=2, **SMALL_LOOKUP)
     with pytest.raises(ValueError, match="inputs_embeds"):
         TARGET.generate(inputs_embeds=torch.randn(1, 5, 32), custom_generate=run, max_new_tokens=3)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from api_cases import EXPECTED, PROMPT, SMALL, TARGET, Collect, small_engine
+from api_cases import EXPECTED, PROMPT, SMALL_LOOKUP, TARGET, Collect, small_engine
 from transformers import CompileConfig, DynamicCache, GenerationConfig, GenerationMixin
 
 import triforce_tree
@@ -123,7 +123,7 @@ def test_other_keywords_are_refused_by_name(engine: Engine, name: str) -> None:
 
 
 def hooked(**kwargs: Any) -> list[int]:
-    run = triforce_tree.custom_generate(levels=2, **SMALL)
+    run = triforce_tree.custom_generate(levels=2, **SMALL_LOOKUP)
     out = TARGET.generate(IDS, custom_generate=run, max_new_tokens=5, do_sample=False, **kwargs)
     tokens: list[int] = out[0, len(PROMPT) :].tolist()
     return tokens
@@ -162,7 +162,7 @@ def test_what_asks_for_nothing_is_fine_through_transformers() -> None:
 
 
 def test_a_wrapper_around_the_hook_hides_nothing() -> None:
-    run = triforce_tree.custom_generate(levels=2, **SMALL)
+    run = triforce_tree.custom_generate(levels=2, **SMALL_LOOKUP)
 
     def wrapped(model: Any, input_ids: torch.Tensor, **kwargs: Any) -> Any:
         return run(model, input_ids, **kwargs)

@@ -168,7 +168,7 @@ def test_the_models_attention_setting_is_unchanged(attention: str) -> None:
 
 def test_the_models_attention_setting_is_unchanged_after_an_error() -> None:
     target = tiny("llama")
-    engine = triforce_tree.load(target, levels=2, **SMALL_SETTINGS)
+    engine = triforce_tree.load(target, tiny("llama"), levels=2, **SMALL_SETTINGS)
     with torch.no_grad():
         target.lm_head.weight.fill_(torch.nan)
     with pytest.raises(ValueError, match="NaN"):

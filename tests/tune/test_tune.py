@@ -1,4 +1,4 @@
-"""The command ``tune``: measuring, going on, and the profile that ``generate`` finds."""
+"""The command ``tune``: measuring, continuing, and the profile that ``generate`` finds."""
 
 import json
 from pathlib import Path
@@ -33,7 +33,7 @@ def test_tune_then_generate(capsys: pytest.CaptureFixture[str], pair: TinyPair, 
     code, result, err = command(capsys, *argv, "--seconds", "0.01")
     assert code == 0
     assert result["complete"] is False
-    assert "goes on from here" in err
+    assert "continues from here" in err
     assert len(result["entries"]) == 1
     measured = Path(result["profile"]).with_suffix(".measured.jsonl")
     before = measured.read_text()

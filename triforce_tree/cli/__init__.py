@@ -1,1 +1,1 @@
-"""The command line; each command has ``add(subparsers)`` and ``run(args)``."""
+"""The command line: ``arguments`` describes the commands, and each has a module with ``run(args)``."""

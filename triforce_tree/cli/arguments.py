@@ -1,7 +1,7 @@
 """What the command line accepts: commands, their options, and the text of ``--help``.
 
-Nothing here imports torch or transformers, so that help, the version and a misspelt option answer at
-once. A command names the module whose ``run(args)`` carries it out.
+Nothing here imports torch or transformers, which take seconds, so that ``--help``, ``--version`` and a
+misspelt option answer at once. Each command names the module whose ``run(args)`` executes it.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from triforce_tree.cli.groups import (
 )
 from triforce_tree.cli.parsing import HelpFormatter, Parser, depth, positive
 
-# The names in bench.baselines.METHODS.
+# The names in eval.baselines.METHODS.
 METHODS = (
     "triforce-3-level",
     "triforce-2-level",
@@ -53,20 +53,20 @@ def _generate(subparsers: Any) -> None:
         subparsers,
         "generate",
         "triforce_tree.cli.generate",
-        "Continue a text, by exactly the target's own law; new text to stdout.",
+        "Continue a text, by exactly the target's own distribution; the new text goes to stdout.",
     )
-    parser.add_argument("prompt", nargs="?", default="-", help="text file with the prompt; - is stdin")
-    parser.add_argument("--max-new-tokens", type=positive, default=256, help="tokens to write at most")
+    parser.add_argument("prompt", nargs="?", default="-", help="text file with the prompt; - for stdin")
+    parser.add_argument("--max-new-tokens", type=positive, default=256, help="most tokens to generate")
     parser.add_argument(
         "--compare",
         action="store_true",
-        help="then decode the same prompt with the target alone; exit code 1 where greedy texts differ "
-        "and no tie of 16-bit logits explains it",
+        help="then decode the same prompt with the target alone; exit code 1 if greedy texts differ and no "
+        "tie between 16-bit logits explains it",
     )
     add_sampling(parser)
     add_models(parser)
     add_hierarchy(parser, AUTO)
-    parser.set_defaults(on_several_cards=True)
+    parser.set_defaults(on_several_gpus=True)
 
 
 def _bench_text(subparsers: Any) -> None:
@@ -74,12 +74,12 @@ def _bench_text(subparsers: Any) -> None:
         subparsers,
         "text",
         "triforce_tree.cli.bench_text",
-        "Time every way of decoding on prompts cut from real text; prefill is kept apart. Medians over "
-        "prompts, speed-up against the fastest of transformers' static, dynamic and assisted decoding.",
+        "Time decoding methods on prompts cut from real text, without prefill. Medians over prompts; "
+        "speed-up against the fastest of transformers' static, dynamic and assisted decoding.",
     )
     parser.add_argument("--context", type=positive, default=8192, help="tokens of each prompt")
-    parser.add_argument("--new-tokens", type=positive, default=128, help="tokens to write")
-    parser.add_argument("--prompts", type=positive, default=3, help="different prompts")
+    parser.add_argument("--new-tokens", type=positive, default=128, help="tokens to generate")
+    parser.add_argument("--prompts", type=positive, default=3, help="number of different prompts")
     parser.add_argument(
         "--temperatures", type=float, nargs="+", default=[0.0, 0.8], metavar="T", help="0 is greedy"
     )
@@ -88,7 +88,7 @@ def _bench_text(subparsers: Any) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="of all draws")
     parser.add_argument(
-        "--out", help="JSON-lines file for every single measurement; a run that was cut short goes on there"
+        "--out", help="JSON-lines file for the measurements; an interrupted run continues with the same file"
     )
     add_text_source(parser)
     add_models(parser)
@@ -100,7 +100,8 @@ def _bench_needle(subparsers: Any) -> None:
         subparsers,
         "needle",
         "triforce_tree.cli.bench_needle",
-        "Plant a six-digit number at some depth of a long text and ask for it at the end (greedy, exact).",
+        "Plant a six-digit number at some depth of a long text and ask for it at the end (greedy decoding, "
+        "exact match).",
     )
     parser.add_argument(
         "--lengths",
@@ -108,7 +109,7 @@ def _bench_needle(subparsers: Any) -> None:
         nargs="+",
         default=[2048, 4096, 8192],
         metavar="N",
-        help="tokens of a prompt",
+        help="tokens of each prompt",
     )
     parser.add_argument(
         "--depths",
@@ -116,7 +117,7 @@ def _bench_needle(subparsers: Any) -> None:
         nargs="+",
         default=[0.0, 0.25, 0.5, 0.75, 1.0],
         metavar="D",
-        help="where the fact stands: 0 the start, 1 the end",
+        help="positions of the number: 0 is the start, 1 the end",
     )
     parser.add_argument("--trials", type=positive, default=2, help="needles for each length and depth")
     parser.add_argument(
@@ -124,11 +125,13 @@ def _bench_needle(subparsers: Any) -> None:
         nargs="+",
         choices=("hierarchy", "target"),
         default=["hierarchy"],
-        help="the engine with its draft and retrieval levels, and/or the target alone",
+        help="decode with all levels, with the target alone, or with both",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of names, numbers and places")
-    parser.add_argument("--out", help="JSON-lines file for every answer; a run cut short goes on there")
-    parser.add_argument("--plot", help="picture of a heat map, such as map.png (pip install matplotlib)")
+    parser.add_argument("--seed", type=int, default=0, help="of names, numbers and positions")
+    parser.add_argument(
+        "--out", help="JSON-lines file for the answers; an interrupted run continues with the same file"
+    )
+    parser.add_argument("--plot", help="image file for a heat map, such as map.png (pip install matplotlib)")
     add_text_source(parser)
     add_models(parser)
     add_hierarchy(parser)
@@ -139,8 +142,9 @@ def _check(subparsers: Any) -> None:
         subparsers,
         "check",
         "triforce_tree.cli.check",
-        "Prove that the output is the target's own: greedy tokens equal to transformers' decoding of the "
-        "same model, sampled tokens by the exact law at every level. Exit code 1 if not.",
+        "Test that the output is the target's own: logits and greedy tokens against transformers' decoding "
+        "of the same model, sampled tokens against the exact distribution at every level. Exit code 1 if "
+        "not.",
     )
     parser.add_argument(
         "--lengths",
@@ -149,20 +153,24 @@ def _check(subparsers: Any) -> None:
         metavar="N",
         help="tokens of the prompts; without it 1, 67, 1021 and twice the budget + 455",
     )
-    parser.add_argument("--new-tokens", type=positive, default=128, help="tokens to compare")
     parser.add_argument(
-        "--draws", type=int, default=400, help="sampled tokens for each prompt and level; 0 for no such test"
+        "--new-tokens", type=positive, default=128, help="greedy tokens to compare for each prompt"
+    )
+    parser.add_argument(
+        "--draws", type=int, default=400, help="sampled tokens for each prompt and level; 0 skips the test"
     )
     parser.add_argument("--contexts", type=positive, default=4, help="prompts of the sampling test")
     parser.add_argument(
-        "--context", type=positive, help="tokens of each at most; without it twice the budget + 455"
+        "--context",
+        type=positive,
+        help="most tokens of each of these prompts; without it twice the budget + 455",
     )
     parser.add_argument("--temperature", type=float, default=1.0, help="of the sampling test")
     parser.add_argument("--seed", type=int, default=0, help="of all draws")
     parser.add_argument(
         "--acceptance",
         action="store_true",
-        help="also measure acceptance by sibling rank, and name the tree shapes that fit it",
+        help="also measure acceptance by sibling rank, and print the best tree shape for it",
     )
     add_text_source(parser)
     add_models(parser)
@@ -175,8 +183,8 @@ def _tune(subparsers: Any) -> None:
         "tune",
         "triforce_tree.cli.tune",
         "Measure which settings are fastest on this machine, with these models and this kind of text, and "
-        "write them into a profile that load and generate pick up. Options of the hierarchy that are given "
-        "stay as they are.",
+        "write them into a profile that load and generate use. Options of the hierarchy that are given are "
+        "not varied.",
     )
     parser.add_argument(
         "--context", type=positive, nargs="+", default=[8192], metavar="N", help="tokens of the prompts"
@@ -186,24 +194,25 @@ def _tune(subparsers: Any) -> None:
         "--temperature", type=float, nargs="+", default=[0.0, 0.6], metavar="T", help="0 is greedy"
     )
     parser.add_argument(
-        "--prompts", type=positive, default=3, help="generations of each setting, behind different places"
+        "--prompts",
+        type=positive,
+        default=3,
+        help="generations for each setting, at different positions of the text",
     )
     parser.add_argument(
         "--seconds",
         type=float,
         default=900.0,
-        help="begin nothing new after this time; the same command goes on",
+        help="start no measurement after this time; the same command continues",
     )
     parser.add_argument("--seed", type=int, default=0, help="of all draws")
     parser.add_argument(
         "--out",
-        help="the profile; without it, the one that load looks for. Measurements go into a file beside it, "
-        "where a run that was cut short goes on",
+        help="the profile; without it, the one that load looks for. Measurements go into a file in the same "
+        "folder, from which an interrupted run continues",
     )
-    parser.add_argument("--fresh", action="store_true", help="forget earlier measurements of this profile")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="show what would be tried, and measure nothing"
-    )
+    parser.add_argument("--fresh", action="store_true", help="discard earlier measurements of this profile")
+    parser.add_argument("--dry-run", action="store_true", help="show what would be tried, without measuring")
     add_text_source(parser)
     add_models(parser)
     add_hierarchy(parser, profile=None)
@@ -214,17 +223,17 @@ def _demo(subparsers: Any) -> None:
         subparsers,
         "demo",
         "triforce_tree.cli.demo",
-        "Continue a long piece of Python's own help text with the embedded pair, and compare with ordinary "
-        "decoding. Ends with one line of JSON, asked for or not.",
+        "Continue a long part of Python's own help text with the embedded pair, and compare with "
+        "autoregressive decoding. Always ends with one line of JSON.",
     )
     parser.add_argument("--prompt-tokens", type=positive, default=8192, help="tokens of the prompt")
     parser.add_argument(
         "--start",
         type=positive,
         default=105_000,
-        help="token of the topics that the prompt begins with",
+        help="token of the help text at which the prompt begins",
     )
-    parser.add_argument("--new-tokens", type=positive, default=192, help="tokens to write")
+    parser.add_argument("--new-tokens", type=positive, default=192, help="tokens to generate")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the most probable token")
     parser.add_argument("--seed", type=int, default=0, help="of all draws")
     add_models(parser)

@@ -1,4 +1,4 @@
-"""``triforce-tree bench needle``: is a fact found, wherever it stands in a long text?"""
+"""``triforce-tree bench needle``: retrieval accuracy by prompt length and depth of the fact."""
 
 import argparse
 import importlib.util
@@ -29,11 +29,13 @@ def run(args: argparse.Namespace) -> int:
     }
     if args.profile != NONE:
         settings["profile"] = args.profile
+    if args.tokenizer is not None:
+        settings["tokenizer"] = args.tokenizer
     records = Records(args.out, settings)
     engine = options.engine_of(args)
     assert engine.tokenizer is not None
     haystack = needle.Haystack(next(iter(texts)), engine.tokenizer, max(args.lengths))
-    haystack.needle(min(args.lengths), 0, 0)  # too short a length is said before the first run
+    haystack.needle(min(args.lengths), 0, 0)  # raises for too short a length, before anything is measured
     total = len(args.lengths) * len(args.depths) * args.trials * len(args.through)
     progress = bar("needles")
     task = progress.add_task("asking", total=total)
@@ -62,24 +64,26 @@ def run(args: argparse.Namespace) -> int:
         needle.heat_map(records.all, args.through[0], args.lengths, args.depths, Path(args.plot))
     if args.json:
         cells = {
-            way: {
+            levels: {
                 str(n): {
-                    f"{d:g}": needle.accuracy(records.all, through=way, length=n, depth=d)
+                    f"{d:g}": needle.accuracy(records.all, through=levels, length=n, depth=d)
                     for d in args.depths
                 }
                 for n in args.lengths
             }
-            for way in args.through
+            for levels in args.through
         }
         json_line({**header(args.seed), "interrupted": interrupt.requested, "accuracy": cells})
     return 130 if interrupt.requested else 0
 
 
 def _show(args: argparse.Namespace, records: Records) -> None:
-    for way in args.through:
+    for levels in args.through:
         rows = []
         for depth in args.depths:
-            cells = [needle.accuracy(records.all, through=way, length=n, depth=depth) for n in args.lengths]
+            cells = [
+                needle.accuracy(records.all, through=levels, length=n, depth=depth) for n in args.lengths
+            ]
             rows.append((f"{100 * depth:.0f} %", *("" if c is None else f"{c:.2f}" for c in cells)))
         columns = ("depth", *(f"{n:,}" for n in args.lengths))
-        screen().print(plain_table(f"needle accuracy over prompt tokens, {way}", columns, rows))
+        screen().print(plain_table(f"needle accuracy by prompt tokens, {levels}", columns, rows))

@@ -1,4 +1,4 @@
-"""``triforce-tree bench text``: speed on real text, against what transformers offers."""
+"""``triforce-tree bench text``: speed on real text, compared with transformers' own decoding."""
 
 import argparse
 from collections.abc import Iterable, Sequence
@@ -14,14 +14,14 @@ from triforce_tree.eval.results import Record, Records, header
 
 
 def documents(args: argparse.Namespace) -> tuple[str, Iterable[str]]:
-    """What the text is called, and its documents."""
+    """The name of the text, and its documents."""
     if args.dataset:
         name = f"{args.dataset}/{args.split}/{args.column}"
         return name, text.dataset_texts(args.dataset, args.split, args.column)
     if args.file:
         if Path(args.file).suffix.lower() in text.ROWS:
             raise ValueError(
-                f"--file {args.file}: its ending says that it holds rows of data, not a text; use --dataset "
+                f"--file {args.file}: its suffix is that of a data set, not of a text; use --dataset "
                 f"{args.file} --column NAME"
             )
         return args.file, [text.read_text(args.file)]
@@ -41,6 +41,8 @@ def run(args: argparse.Namespace) -> int:
     settings["options"] = {name: getattr(args, name) for name in ENGINE_OPTIONS if name != "levels"}
     if args.profile != NONE:
         settings["profile"] = args.profile
+    if args.tokenizer is not None:
+        settings["tokenizer"] = args.tokenizer
     records = Records(args.out, settings)
     engine = options.engine_of(args)
     assert engine.tokenizer is not None
@@ -71,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     rows = speed.rows(records, args.context, args.new_tokens)
     screen().print(speed_table(rows))
     if interrupt.requested:
-        left = "; the same command goes on from here" if args.out else ""
+        left = "; the same command continues from here" if args.out else ""
         screen().print(f"ended by Ctrl-C after {len(records.all)} measurements{left}")
     if args.json:
         json_line({**header(args.seed), "interrupted": interrupt.requested, "rows": rows})

@@ -1,4 +1,4 @@
-"""``triforce-tree check``: prove on the user's own pair that nothing is lost."""
+"""``triforce-tree check``: test on the user's own pair that the output is the target's."""
 
 import argparse
 from collections.abc import Sequence
@@ -18,8 +18,10 @@ RANKS = 8
 
 def run(args: argparse.Namespace) -> int:
     if not 0 < args.temperature < float("inf"):
-        raise ValueError(f"temperature={args.temperature} must be above 0: greedy output is tested anyway")
-    # Only a prompt well above the budget makes the retrieval cache choose.
+        raise ValueError(
+            f"temperature={args.temperature} must be above 0; greedy output is tested in any case"
+        )
+    # Only in a prompt well above the budget does the retrieval cache leave chunks out.
     long = 2 * args.budget + 455
     args.lengths = args.lengths or [1, 67, 1021, long]
     args.context = args.context or long
@@ -27,18 +29,20 @@ def run(args: argparse.Namespace) -> int:
     engine = options.engine_of(args)
     assert engine.tokenizer is not None
     ids = text.token_ids(engine.tokenizer, next(iter(texts)))
-    results: list[check.Forward | check.Greedy | check.Law] = []
+    results: list[check.Forward | check.Greedy | check.Sampling] = []
     acceptance: dict[str, Any] | None = None
     with Interrupt() as interrupt:
         forwards = _forwards(args, engine, ids, interrupt)
         results += [*forwards, *_greedy(args, engine, ids, interrupt)]
         if args.draws and not interrupt.requested:
-            results += _probs(args, engine, ids, interrupt)
+            results += _sampling(args, engine, ids, interrupt)
         if args.acceptance and not interrupt.requested:
             acceptance = _acceptance(args, engine, ids, interrupt)
     passed = all(result.passed for result in results)
     if not interrupt.requested:
-        screen().print("passed: nothing is lost" if passed else "FAILED: the output is not the target's own")
+        screen().print(
+            f"{'passed: the output is' if passed else 'FAILED: the output is not'} the target's own"
+        )
     if args.json:
         result: dict[str, Any] = {"passed": passed, "interrupted": interrupt.requested}
         result |= {"forwards": check.as_dicts(forwards), "acceptance": acceptance}
@@ -50,8 +54,8 @@ def run(args: argparse.Namespace) -> int:
 def _cut(ids: Sequence[int], length: int, number: int) -> list[int]:
     if length > len(ids):
         raise ValueError(
-            f"the text has {len(ids)} tokens, a prompt of {length} is wanted; give a longer text or shorter "
-            "prompts"
+            f"the text has {len(ids)} tokens, fewer than the prompt of {length}; give a longer text or "
+            "shorter prompts"
         )
     start = number * 7919 % (len(ids) - length + 1)
     return list(ids[start : start + length])
@@ -71,15 +75,17 @@ def _forwards(
     rows = [
         (
             str(r.prompt_tokens),
-            str(r.rows),
+            str(r.positions),
             f"{r.error:.1e}",
             f"{r.limit:.0e}",
             "ok" if r.passed else "FAILED",
         )
         for r in done
     ]
-    columns = ("prompt", "rows compared", "relative error", "limit", "")
-    screen().print(plain_table("logits behind a prompt against transformers' own forward", columns, rows))
+    columns = ("prompt", "positions", "relative error", "limit", "")
+    screen().print(
+        plain_table("logits of a prompt's last tokens against transformers' own forward", columns, rows)
+    )
     return done
 
 
@@ -87,12 +93,12 @@ def _greedy(
     args: argparse.Namespace, engine: Engine, ids: Sequence[int], stop: Interrupt
 ) -> list[check.Greedy]:
     prompts = [_cut(ids, length, number) for number, length in enumerate(args.lengths)]
-    ways = _levels(args)
+    hierarchies = _levels(args)
     done: list[check.Greedy] = []
     with bar("prompts") as progress:
-        task = progress.add_task("greedy against transformers", total=len(prompts) * len(ways))
+        task = progress.add_task("greedy against transformers", total=len(prompts) * len(hierarchies))
         for prompt in prompts:
-            for levels in ways:
+            for levels in hierarchies:
                 result = check.greedy(engine, prompt, args.new_tokens, levels, StoppingCriteriaList([stop]))
                 if stop.requested:
                     break
@@ -117,22 +123,26 @@ def _greedy(
 
 
 def _levels(args: argparse.Namespace) -> list[int]:
-    """Of the hierarchies to check: all that ``auto`` may choose."""
+    """The numbers of levels to check: all that ``auto`` may choose."""
     return [2, 3] if args.levels == "auto" else [args.levels]
 
 
-def _probs(args: argparse.Namespace, engine: Engine, ids: Sequence[int], stop: Interrupt) -> list[check.Law]:
+def _sampling(
+    args: argparse.Namespace, engine: Engine, ids: Sequence[int], stop: Interrupt
+) -> list[check.Sampling]:
     contexts = check.uncertain_contexts(engine, _cut(ids, args.context, 1), args.contexts)
-    done: list[check.Law] = []
+    done: list[check.Sampling] = []
     with bar("draws") as progress:
-        ways = _levels(args)
-        task = progress.add_task("sampling, level by level", total=args.draws * len(contexts) * len(ways))
+        hierarchies = _levels(args)
+        task = progress.add_task(
+            "sampling, level by level", total=args.draws * len(contexts) * len(hierarchies)
+        )
 
         def each() -> None:
             stop.check()
             progress.advance(task)
 
-        for levels in ways:
+        for levels in hierarchies:
             done += check.sampling_checks(
                 engine, contexts, args.draws, levels, args.temperature, args.seed, each
             )
@@ -144,12 +154,15 @@ def _probs(args: argparse.Namespace, engine: Engine, ids: Sequence[int], stop: I
             str(r.bins),
             f"{r.chi_square:.1f}",
             f"{r.p_value:.4f}",
+            f"{r.shift:+.3f}",
+            f"{r.shift_p_value:.4f}",
+            str(r.refused_emitted),
             "ok" if r.passed else "FAILED",
         )
         for r in done
     ]
-    columns = ("levels", "level", "draws", "bins", "chi-square", "p-value", "")
-    title = f"sampled tokens against the exact law, T={args.temperature:g}"
+    columns = ("levels", "level", "draws", "bins", "chi-square", "p", "shift", "p", "refused emitted", "")
+    title = f"sampled tokens against the exact distribution, T={args.temperature:g}"
     screen().print(plain_table(title, columns, rows))
     return done
 
@@ -164,13 +177,13 @@ def _acceptance(
         stop.check()
         steps.append(step)
     result: dict[str, Any] = {}
-    for way, is_greedy in (("greedy", True), (f"T={args.temperature:g}", False)):
+    for mode, is_greedy in (("greedy", True), (f"T={args.temperature:g}", False)):
         vectors = overlap.acceptance_by_rank(steps, RANKS, is_greedy, args.seed)
-        result[way] = vectors
+        result[mode] = vectors
         rows = [(name, *(f"{x:.3f}" for x in vector)) for name, vector in vectors.items()]
         columns = ("from -> to", *(f"rank {r}" for r in range(1, RANKS + 1)))
-        screen().print(plain_table(f"acceptance by sibling rank, {way}", columns, rows))
+        screen().print(plain_table(f"acceptance by sibling rank, {mode}", columns, rows))
         first = vectors.get("draft -> retrieval")
         if first and sum(first) > 0:
-            screen().print(f"  the best 15 tokens in 3 levels: --tree '{sequoia(first, 15, 3).name}'")
+            screen().print(f"  the best tree of 15 tokens and depth 3: --tree '{sequoia(first, 15, 3).name}'")
     return result

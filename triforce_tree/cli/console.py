@@ -1,4 +1,4 @@
-"""What a person sees (stderr), what a reader of the text sees (stdout), and the JSON line for programs."""
+"""Terminal output: progress and tables on stderr, text on stdout, and the JSON line for programs."""
 
 import copy
 import json
@@ -25,19 +25,19 @@ from triforce_tree.planning.memory_plan import MemoryPlan
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.stats import LevelStats
 
-LOG_WIDTH = 120  # of tables that go into a file
+LOG_WIDTH = 120  # of tables where stderr is no terminal
 _SHORT = 24
 
 
 def screen() -> Console:
-    """The terminal behind stderr, so that stdout holds nothing but results; of several ranks the first's."""
+    """The console on stderr, so that stdout holds nothing but results; quiet on all ranks but the first."""
     width = None if sys.stderr.isatty() else LOG_WIDTH
     return Console(stderr=True, highlight=False, width=width, quiet=not distributed.is_first_rank())
 
 
 @contextmanager
-def one_voice() -> Iterator[None]:
-    """Inside, stdout is the first rank's alone."""
+def first_rank_stdout() -> Iterator[None]:
+    """Inside, only the first rank writes to stdout."""
     if distributed.is_first_rank():
         yield
         return
@@ -46,7 +46,7 @@ def one_voice() -> Iterator[None]:
 
 
 def bar(unit: str) -> Progress:
-    """A progress bar on stderr; off a terminal it leaves one line, when it is done."""
+    """A progress bar on stderr; where that is no terminal, one line at the end."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -58,7 +58,7 @@ def bar(unit: str) -> Progress:
 
 
 class Interrupt(StoppingCriteria):
-    """Ctrl-C as a wish: the first press ends the generation after the pass at hand, a second one at once.
+    """Ctrl-C: the first press ends the generation after the current pass, a second one at once.
 
     A context manager around the work, and a stopping criterion inside it.
     """
@@ -77,7 +77,7 @@ class Interrupt(StoppingCriteria):
         return torch.full((input_ids.shape[0],), self.requested, device=input_ids.device)
 
     def check(self) -> None:
-        """Raise where there is nothing yet that would be worth keeping."""
+        """Raise KeyboardInterrupt if Ctrl-C was pressed: there is nothing yet to keep."""
         if self.requested:
             raise KeyboardInterrupt
 
@@ -87,9 +87,9 @@ class Interrupt(StoppingCriteria):
 
 
 class PrefillBar:
-    """A ``progress`` callback for :meth:`triforce_tree.Engine.generate`: a bar, and a place to stop."""
+    """A ``progress`` callback for :meth:`triforce_tree.Engine.generate`: a bar, and a check for Ctrl-C."""
 
-    def __init__(self, total: int, interrupt: Interrupt, what: str = "reading the prompt") -> None:
+    def __init__(self, total: int, interrupt: Interrupt, what: str = "prefill") -> None:
         self._interrupt = interrupt
         self._left = total
         self._bar = bar("tokens")
@@ -104,25 +104,25 @@ class PrefillBar:
 
     def __call__(self, tokens: int) -> None:
         self._interrupt.check()
-        self._bar.start()  # only now: bad input has had its say
+        self._bar.start()  # only now: errors in the input come first, and need no bar
         self._bar.advance(self._task, tokens)
         self._left -= tokens
         if self._left <= 0:
-            # Text follows on stdout; the two must not share lines of one terminal.
+            # Text follows on stdout, and must not share a terminal line with the bar.
             self._bar.stop()
 
 
 class PinningBar:
-    """A ``pinned`` callback: host memory, as it is taken.
+    """A ``pinned`` callback: a progress bar of host memory as it is allocated.
 
     Args:
-        total: bytes that will be; None where nobody knows beforehand.
+        total: bytes to come; None if unknown.
         interrupt: of a generation, which may end here.
-        what: is done with it.
+        what: the description.
     """
 
     def __init__(
-        self, total: int | None, interrupt: Interrupt | None = None, what: str = "taking host memory"
+        self, total: int | None, interrupt: Interrupt | None = None, what: str = "allocating host memory"
     ) -> None:
         self._interrupt = interrupt
         self._left = math.inf if total is None else total
@@ -148,20 +148,20 @@ class PinningBar:
 
 
 class TextOut(TextStreamer):
-    """The new text, on stdout as it comes."""
+    """Streams the new text to stdout."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        # What stdout cannot spell becomes "?", rather than the end of the run.
+        # A character that stdout cannot encode becomes "?" instead of an error.
         encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
         sys.stdout.write(text.encode(encoding, "replace").decode(encoding) + "\n" * stream_end)
         sys.stdout.flush()
 
 
 def levels_table(levels: Sequence[LevelStats]) -> Table:
-    """What each level did, the lowest first."""
+    """A table of the statistics of each level, level 0 first."""
     columns = ("level", "passes", "proposed", "accepted", "rate", "emitted", "per pass", "seconds")
     return plain_table(
         "what each level did",
@@ -183,18 +183,22 @@ def levels_table(levels: Sequence[LevelStats]) -> Table:
 
 
 def memory_table(plan: MemoryPlan) -> Table:
-    """Where everything will live, and what was chosen for it."""
+    """The memory map of a plan, and the settings chosen for it."""
     rows = [(f"device: {name}", f"{size / GIB:.2f}") for name, size in plan.device.items() if size]
     rows += [(f"host: {name}", f"{size / GIB:.2f}") for name, size in plan.host.items() if size]
     own = plan.config
     facts = "nothing is offloaded"
     if plan.offload is not None:
-        facts = f"bus {plan.machine.bus / 1e9:.1f} GB/s, a pass of level 2 {1e3 * plan.pass_seconds:.0f} ms"
+        facts = (
+            f"bus {plan.machine.bus / 1e9:.1f} GB/s, {1e3 * plan.pass_seconds:.0f} ms for a pass of level 2"
+        )
         if plan.weight_seconds:
-            facts += f", {1e3 * plan.weight_seconds:.0f} of them for weights"
+            facts += f" ({1e3 * plan.weight_seconds:.0f} for weights)"
         if plan.cpu is not None:
             share = 100 * plan.offload.host_share
-            facts += f", the CPU attends to {share:.0f} % of the rows on the host ({plan.cpu / 1e9:.1f} GB/s)"
+            facts += (
+                f", the CPU attends to {share:.0f} % of the KV slots on the host ({plan.cpu / 1e9:.1f} GB/s)"
+            )
     if plan.levels == 3:
         facts += f", budget {own.retrieval.budget}, chunk {own.retrieval.chunk}, gamma {own.gamma}"
         if own.retrieval_weight_bits != 16:
@@ -205,7 +209,7 @@ def memory_table(plan: MemoryPlan) -> Table:
 
 
 class _FittingTable(Table):
-    """Leaves its last columns out where the terminal is too narrow for their words."""
+    """Omits its last columns where the terminal is too narrow for them."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         shown = copy.copy(self)
@@ -233,7 +237,7 @@ def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
         collapse_padding=True,
     )
     for index, name in enumerate(columns):
-        # Long text is wrapped where there is little room, figures are not.
+        # Long cells may be wrapped, figures not.
         longest = max(len(cells[index]) for cells in (columns, *rows))
         least = longest if longest <= _SHORT else None
         table.add_column(name, justify="right" if index else "left", min_width=least)

@@ -1,7 +1,7 @@
-"""``triforce-tree demo``: the main job, once, on what every installation has.
+"""``triforce-tree demo``: three levels against the target alone, on what every installation has.
 
-A long prompt of real English is continued by the embedded pair through the three levels, then by the
-target alone, in the same process.
+A long prompt of real English is continued by the embedded pair with three levels, then by the target alone,
+in the same process.
 """
 
 import argparse

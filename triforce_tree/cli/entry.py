@@ -23,14 +23,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(args)
     except KeyboardInterrupt:
-        # CPython notes when Ctrl-C meets code in a string, as dataclasses have it, and would then end
-        # `python -m` by the signal, not with our code; running another string clears the note.
+        # Where Ctrl-C interrupts code in a string, as dataclasses run it, CPython sets a flag and later ends
+        # `python -m` by the signal, not with our exit code; running another string clears the flag.
         exec("")
         if args.json and os.environ.get("RANK", "0") == "0":
             print(json.dumps({"interrupted": True}), flush=True)
         return _failed("interrupted", 130)
     except BrokenPipeError:
-        # The reader of our stdout has gone; what is left in its buffer must not raise again at exit.
+        # The reader of stdout has closed it; what is left in the buffer must not raise again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (ValueError, OSError, ImportError) as error:
@@ -40,14 +40,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_closed_streams() -> None:
-    """In place of what the shell has closed (<&-, >&-), which the next file that opens would be taken for."""
+    """Open /dev/null for each stream that the shell closed (<&-, >&-): the next file would take its place."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
 
 
 def _run(args: argparse.Namespace) -> int:
-    # Imported here, where Ctrl-C is answered: these take seconds.
+    # Imported here, inside the handling of Ctrl-C: these take seconds.
     import torch
     from transformers.utils import logging
 
@@ -55,13 +55,13 @@ def _run(args: argparse.Namespace) -> int:
     from triforce_tree.kernels.device import KernelError
     from triforce_tree.runtime import distributed
 
-    # Progress and notices of the libraries below would run into our own.
+    # Progress bars and notices of these libraries would mix with our own.
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    if distributed.world_size() > 1 and not args.on_several_cards:
+    if distributed.world_size() > 1 and not args.on_several_gpus:
         raise ValueError("this command runs in one process, without torchrun; only generate takes several")
     try:
-        with console.one_voice():
+        with console.first_rank_stdout():
             code = int(import_module(args.module).run(args))
         distributed.leave()
         return code
@@ -86,8 +86,8 @@ def _message(error: Exception) -> str:
 
 
 def _failed(message: str, code: int) -> int:
-    # torchrun says who of several speaks.
+    # Set by torchrun.
     rank = os.environ.get("RANK")
-    # In one piece: others may write at the same time.
+    # In one write: other ranks may write at the same time.
     sys.stderr.write(f"triforce-tree{f', rank {rank}' if rank else ''}: {message}\n")
     return code

@@ -40,14 +40,14 @@ def run(args: argparse.Namespace) -> int:
         show.print(levels_table(out.levels or []))
         ms = ms_per_token(out)
         show.print(
-            f"{len(prompt)} prompt tokens in {out.prefill_seconds:.1f} s, {out.new_tokens} new ones"
+            f"prefill of {len(prompt)} tokens in {out.prefill_seconds:.1f} s, {out.new_tokens} new tokens"
             + (f" at {ms:.1f} ms each" if ms else "")
             + f"; ended by {'Ctrl-C' if interrupt.requested else out.finish_reason}"
         )
         if out.capture_seconds and engine.hierarchy.target.device.type == "cuda":
-            show.print(f"graphs compiled and captured in {out.capture_seconds:.1f} s, before the text")
+            show.print(f"CUDA graphs compiled and captured in {out.capture_seconds:.1f} s, before prefill")
         if out.profile:
-            show.print(f"settings of the profile {out.profile}")
+            show.print(f"settings from the profile {out.profile}")
         comparison = None
         if args.compare and not interrupt.requested:
             baseline = generate(engine.with_options(levels=1), prompt, interrupt, show=False, **more)
@@ -65,12 +65,12 @@ def run(args: argparse.Namespace) -> int:
 def generate(
     engine: Engine, prompt: list[int], interrupt: Interrupt, *, show: bool, **more: Any
 ) -> GenerateOutput:
-    """One generation with progress bars, its text shown or not, and Ctrl-C at work."""
+    """One generation with progress bars and Ctrl-C handling, its text shown or not."""
     assert engine.tokenizer is not None
     plan = engine.memory_plan(len(prompt), more["max_new_tokens"])
     if plan is not None:
         screen().print(memory_table(plan))
-    what = "reading the prompt" if show else "the same, target alone"
+    what = "prefill" if show else "prefill, target alone"
     with (
         PrefillBar(len(prompt) - 1, interrupt, what) as progress,
         PinningBar(plan.coming_bytes if plan is not None else 0, interrupt) as pinned,
@@ -89,9 +89,9 @@ def _prompt(path: str) -> str:
     if path != "-":
         return read_text(path)
     if distributed.world_size() > 1:
-        raise ValueError("torchrun hands stdin to none of its processes; name a file with the prompt")
+        raise ValueError("under torchrun the processes have no stdin; name a file with the prompt")
     if sys.stdin.isatty():
-        screen().print("type the prompt; Ctrl-D on an empty line ends it")
+        screen().print("type the prompt; end it with Ctrl-D on an empty line")
     text = sys.stdin.read()
     if not text.strip():
         raise ValueError("the prompt on stdin is empty; pipe a text in, or name a file")

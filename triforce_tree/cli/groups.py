@@ -47,7 +47,7 @@ def add_parser(subparsers: Any, name: str, module: str, summary: str) -> argpars
 def add_models(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("models")
     group.add_argument(
-        "--target", help="folder or hub id of the model to decode; without it, the embedded pair's target"
+        "--target", help="folder or hub id of the target model; without it, the embedded pair's target"
     )
     group.add_argument(
         "--draft",
@@ -57,51 +57,60 @@ def add_models(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--drafter",
         choices=DRAFTERS,
-        help="who proposes tokens: the draft model or prompt lookup; by default the draft where there is one",
+        help="what proposes tokens: the draft model or prompt lookup; by default the draft model if there "
+        "is one",
     )
-    group.add_argument("--device", help="cpu, cuda, cuda:1 ...; without it, CUDA where there is one")
+    group.add_argument("--tokenizer", help="folder or hub id of the tokenizer; without it, the target's own")
+    group.add_argument("--device", help="cpu, cuda, cuda:1 ...; without it, CUDA if available")
     group.add_argument(
         "--dtype", choices=DTYPES, help="without it, float32 on the CPU and the checkpoint's own elsewhere"
     )
 
 
 def add_hierarchy(parser: argparse.ArgumentParser, profile: str | None = NONE) -> None:
-    """Options of the engine; ``profile``: default of ``--profile``, None for no such option."""
+    """Options of the engine; ``profile``: default of ``--profile``, None to leave out that option."""
     group = parser.add_argument_group("hierarchy")
     options: dict[str, tuple[Any, str]] = {
         "levels": (
             levels,
-            "3 is the whole hierarchy, 2 the draft under the target, 1 ordinary decoding, auto takes 3 for "
-            "prompts of at least twice the budget",
+            "3 is the whole hierarchy, 2 the draft under the target, 1 autoregressive decoding, auto takes "
+            "3 for prompts of at least twice the budget, else 2",
         ),
-        "gamma": (int, "tokens that the middle level gathers for one pass of the target"),
+        "gamma": (int, "most tokens that the retrieval level proposes to one pass of the target"),
         "tree": (
             str,
             "shape of the draft's token trees: chain:4, best-first:6,5,4 (widths by depth), sequoia:16x4 "
             "(size x depth), static:0;0.0;1 (rank paths)",
         ),
-        "lookup": (int, "tokens that prompt lookup proposes, where it drafts"),
+        "lookup": (int, "tokens that prompt lookup proposes, without a draft model"),
         "rounds": (
             positive,
-            "draft rounds before each pass of the target; by default as many as acceptance and stage times "
-            "suggest",
+            "draft rounds before each pass of the target; by default chosen from measured acceptance and "
+            "stage times",
         ),
-        "runner_ups": (None, "let the target verify one runner-up beside each token that it is offered"),
-        "budget": (int, "tokens in the middle level's retrieval cache"),
+        "runner_ups": (
+            None,
+            "let the target also verify a runner-up to each proposed token; by default on a GPU",
+        ),
+        "budget": (int, "tokens in the retrieval cache"),
         "chunk": (int, "tokens of one retrieved chunk"),
         "recent": (int, "newest tokens that the retrieval cache always holds"),
         "refresh": (
             int,
-            "every how many passes the middle level chooses its chunks anew; 0: once a pass of the target",
+            "retrieval-level passes from one selection of chunks to the next; 0: once for each pass of the "
+            "target",
         ),
         "retrieval_weight_bits": (
             int,
-            "bits of the middle level's weights, 16, 8 or 4: fewer draft faster and never change the output "
-            "(on a GPU)",
+            "bits of the retrieval level's weights, 16, 8 or 4: fewer are faster and do not change the "
+            "distribution of the output (on a GPU)",
         ),
         "sinks": (int, "first tokens that the draft's cache keeps"),
         "window": (int, "newest tokens that the draft's cache keeps"),
-        "prefill_chunk": (positive, "tokens of a prompt that are fed at once"),
+        "prefill_chunk": (
+            positive,
+            "prompt tokens in one forward of prefill; by default 1024, on a GPU 4096",
+        ),
     }
     for name in ENGINE_OPTIONS:
         kind, text = options[name]
@@ -118,8 +127,8 @@ def add_hierarchy(parser: argparse.ArgumentParser, profile: str | None = NONE) -
             "--profile",
             default=profile,
             metavar="PATH",
-            help="file of settings that triforce-tree tune has measured, auto for the one of this machine "
-            "and these models, or none; options that are given come first",
+            help="settings that triforce-tree tune has measured: a file, auto for that of this machine and "
+            "these models, or none; options that are given take precedence",
         )
 
 
@@ -127,52 +136,60 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("memory")
     group.add_argument(
         "--offload",
+        "--no-offload",
         action=GivenSwitch,
-        help="keep keys and values in host memory, as far as the device does not hold them; settings that "
-        "are not given are chosen for it, and the plan is shown",
+        help="keep keys and values in host memory, as far as the device does not hold them; options that "
+        "are not given are chosen for it, and the memory map is shown",
     )
     group.add_argument(
         "--gpu-memory",
         action=Given,
         metavar="SIZE",
-        help="most device memory to take, as in 24GiB; without --offload, a cache that does not fit into it "
-        "is offloaded, and so are weights",
+        help="device memory limit, as in 24GiB; without --offload, a cache that does not fit into it is "
+        "offloaded, and so are weights",
     )
     group.add_argument(
         "--host-memory",
         action=Given,
         metavar="SIZE",
-        help="most host memory to take for the cache and weights that are offloaded, as in 48GiB; without "
-        "it, 4 GiB or a tenth of the memory is left to the system, whichever is more",
+        help="host memory limit for the cache and weights that are offloaded, as in 48GiB; without it, 4 "
+        "GiB or a tenth of the memory is left to the system, whichever is more",
     )
     group.add_argument(
         "--offload-weights",
+        "--no-offload-weights",
         action=GivenSwitch,
-        help="keep the weights of the target's layers in host memory too and stream them past each pass of "
-        "level 2, even if they fit; with --offload or --gpu-memory, weights that do not fit are in any case",
+        help="keep the weights of the target's layers in host memory too and copy them in each pass of "
+        "level 2, even if they fit; with --offload or --gpu-memory, weights that do not fit are, unless "
+        "--no-offload-weights",
     )
     group.add_argument(
         "--host-attention",
         "--no-host-attention",
         action=GivenSwitch,
-        help="let the CPU attend to a share of the keys and values in host memory, beside the bus that "
-        "carries the others, on torch's threads (OMP_NUM_THREADS); without either, it does where there is a "
-        "kernel of our own for this processor",
+        help="let the CPU attend to a share of the keys and values in host memory while the others are "
+        "copied, on torch's threads (OMP_NUM_THREADS); by default where the package has a kernel for this "
+        "processor",
     )
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
     group.add_argument("--temperature", type=float, default=0.0, help="0 takes the most probable token")
-    group.add_argument("--top-p", type=float, default=1.0, help="keep the best tokens up to this mass")
+    group.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="sample from the most probable tokens up to this probability mass",
+    )
     group.add_argument(
         "--top-k",
         type=int,
         default=0,
-        help="keep this many tokens; 0 keeps all (transformers' own default is 50)",
+        help="sample from this many tokens; 0 for all (transformers' own default is 50)",
     )
     group.add_argument(
-        "--seed", type=int, help="of all draws; without it, a new one each time, reported by --json"
+        "--seed", type=int, help="of all draws; without it, a random one, which --json reports"
     )
 
 
@@ -182,8 +199,8 @@ def add_text_source(parser: argparse.ArgumentParser) -> None:
     source.add_argument("--file", help="a text file")
     source.add_argument(
         "--dataset",
-        help="name of a Hugging Face data set, for example emozilla/pg19-test, or a .jsonl, .json, .csv or "
-        ".parquet file",
+        help="Hugging Face data set, for example emozilla/pg19-test, or a .jsonl, .json, .csv or .parquet "
+        "file",
     )
     group.add_argument("--split", default="test", help="of the data set")
     group.add_argument("--column", default="text", help="of the data set")

@@ -1,4 +1,4 @@
-"""What options that several commands share turn into."""
+"""From parsed options that several commands share to engines and arguments of ``generate``."""
 
 import argparse
 import secrets
@@ -18,23 +18,27 @@ from triforce_tree.runtime.devices import device_of
 
 
 def engine_of(args: argparse.Namespace) -> Engine:
-    """Load what the options name."""
+    """The engine that the options describe."""
     options = {name: getattr(args, name) for name in (*ENGINE_OPTIONS, *MEMORY_OPTIONS) if name in args.given}
     if args.device is not None:
         device_of(args.device)
-    # Each process has its own card from here on.
+    # From here on each process has a GPU of its own.
     distributed.join(args.device)
     if args.gpu_memory is not None and torch.cuda.is_available():
-        # Of the whole process.
+        # The limit is for the whole process.
         bound_memory(torch.device(args.device or "cuda"), bytes_of(args.gpu_memory))
     profile = {AUTO: None, NONE: False}.get(args.profile, args.profile)
-    models = {"drafter": args.drafter, "device": args.device, "dtype": args.dtype, "profile": profile}
-    with PinningBar(None, what="weights into host memory") as pinned:
+    models = {
+        "drafter": args.drafter,
+        "tokenizer": args.tokenizer,
+        "device": args.device,
+        "dtype": args.dtype,
+        "profile": profile,
+    }
+    with PinningBar(None, what="weights to host memory") as pinned:
         engine = load(args.target, args.draft, **models, pinned=pinned, **options)
     if engine.tokenizer is None:
-        raise ValueError(
-            f"no tokenizer lies beside the target {args.target!r}; save one there with save_pretrained"
-        )
+        raise ValueError(f"the target {args.target!r} has no tokenizer in its folder; give --tokenizer")
     return engine
 
 

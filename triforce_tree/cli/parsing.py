@@ -1,18 +1,18 @@
-"""How the command line reads words: one-line errors, help with defaults, kinds of values; without torch."""
+"""The argument parser: one-line errors, help with defaults, types of values; without torch."""
 
 import argparse
 from typing import Any, NoReturn
 
 
 class Parser(argparse.ArgumentParser):
-    """One line for a bad option, instead of the whole usage."""
+    """Reports a bad option in one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
 class Given(argparse.Action):
-    """Stores a value, and that it was given: what was not may come from a profile."""
+    """Stores a value, and that it was given: options that were not may come from a profile."""
 
     def __call__(
         self,
@@ -26,7 +26,7 @@ class Given(argparse.Action):
 
 
 class GivenSwitch(Given):
-    """Stores True, or False for the name that begins with ``--no-``, and that it was given."""
+    """Stores True, or False for the flag that begins with ``--no-``, and that it was given."""
 
     def __init__(self, option_strings: list[str], dest: str, **kwargs: Any) -> None:
         super().__init__(option_strings, dest, nargs=0, **kwargs)
@@ -42,7 +42,7 @@ class GivenSwitch(Given):
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults where there is one to show."""
+    """Shows defaults other than None and False."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default is None or action.default is False:

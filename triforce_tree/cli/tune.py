@@ -59,11 +59,11 @@ def run(args: argparse.Namespace) -> int:
     _show(entries)
     show = screen()
     if entries:
-        show.print(f"profile: {profile.path}; load() and triforce-tree generate take its settings up")
+        show.print(f"profile: {profile.path}; load() and triforce-tree generate use its settings")
     if not tuner.complete:
         why = "Ctrl-C" if interrupt.requested else f"--seconds {args.seconds:g}"
         fresh = len(records.all) - before
-        show.print(f"ended by {why} after {fresh} new measurements; the same command goes on from here")
+        show.print(f"ended by {why} after {fresh} new measurements; the same command continues from here")
     if args.json:
         result: dict[str, Any] = {**header(args.seed), "profile": str(profile.path)}
         result |= {"complete": tuner.complete, "interrupted": interrupt.requested}
@@ -72,30 +72,30 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _profile(args: argparse.Namespace, engine: Engine) -> Profile:
-    """The profile that is there already, or an empty one."""
+    """The profile on disk, or an empty one."""
     target, drafter = engine.hierarchy.target.model, engine.hierarchy.draft
     draft = drafter.model if drafter is not None else None
-    place = Path(args.out) if args.out else profiles.default_path(target, draft)
-    if place is None:
-        raise ValueError("TRIFORCE_TREE_PROFILES is empty, so there is no folder for profiles; give --out")
+    path = Path(args.out) if args.out else profiles.default_path(target, draft)
+    if path is None:
+        raise ValueError("TRIFORCE_TREE_PROFILES is empty, which means no folder for profiles; give --out")
     if not args.out:
-        place.parent.mkdir(parents=True, exist_ok=True)
-    own = Profile(
+        path.parent.mkdir(parents=True, exist_ok=True)
+    empty = Profile(
         fingerprint.hardware(target.device),
         fingerprint.shape_of(target),
         fingerprint.shape_of(draft) if draft is not None else None,
         (),
-        path=place,
+        path=path,
     )
-    if not place.is_file():
-        return own
-    there = profiles.read(place)
-    same = (there.hardware, there.target, there.draft) == (own.hardware, own.target, own.draft)
+    if not path.is_file():
+        return empty
+    found = profiles.read(path)
+    same = (found.hardware, found.target, found.draft) == (empty.hardware, empty.target, empty.draft)
     if not same:
         raise ValueError(
-            f"{str(place)!r} is a profile of another machine or pair; give another --out, or delete it"
+            f"{str(path)!r} is a profile of another machine or pair; give another --out, or delete it"
         )
-    return there
+    return found
 
 
 def _records(args: argparse.Namespace, profile: Profile, source: str) -> Records:
@@ -115,11 +115,13 @@ def _records(args: argparse.Namespace, profile: Profile, source: str) -> Records
         "seed": args.seed,
         "options": {name: getattr(args, name) for name in ENGINE_OPTIONS if name in args.given},
     }
+    if args.tokenizer is not None:
+        settings["tokenizer"] = args.tokenizer
     return Records(path, settings)
 
 
 def _watch(progress: Bar, seconds: float, interrupt: Interrupt) -> Watch:
-    """The bar shows time; its text, what is measured and what came of it."""
+    """A progress bar of the time, with what is measured and the last result."""
     start = time.perf_counter()
     task = progress.add_task("tuning", total=seconds)
     now = "tuning"
@@ -144,7 +146,7 @@ def _watch(progress: Bar, seconds: float, interrupt: Interrupt) -> Watch:
             nonlocal had
             interrupt.check()
             had += count
-            show(f"{now}: reading, {100 * had / max(1, tokens):.0f} %")
+            show(f"{now}: prefill, {100 * had / max(1, tokens):.0f} %")
 
         return read
 
@@ -152,7 +154,7 @@ def _watch(progress: Bar, seconds: float, interrupt: Interrupt) -> Watch:
 
 
 def _dry_run(args: argparse.Namespace, tuner: Tuner) -> int:
-    """What would be tried, and where the search would begin."""
+    """Print what would be tried, and where the search would begin."""
     spaces = [tuner.space(context) for context in tuner.plan.contexts]
     for space in spaces:
         starts = space.starts()
@@ -162,7 +164,7 @@ def _dry_run(args: argparse.Namespace, tuner: Tuner) -> int:
             (c.name, str(starts[0][c.name]), " ".join(str(v) for v in c.values)) for c in space.coordinates()
         ]
         if space.draft and "tree" not in space.fixed:
-            rows.append(("tree", "", "static trees that fit the measured acceptance"))
+            rows.append(("tree", "", "static trees for the measured acceptance"))
         title = f"{space.context:,} tokens, T={' '.join(f'{t:g}' for t in tuner.plan.temperatures)}"
         screen().print(plain_table(title, ("option", "begins at", "tried"), rows))
     if args.json:

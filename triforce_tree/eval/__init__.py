@@ -1,1 +1,1 @@
-"""Measurements and proofs: speed on real text, needle accuracy, overlap of the levels' distributions."""
+"""Measurements and checks: speed on real text, needle accuracy, overlap of the levels' distributions."""

@@ -1,4 +1,4 @@
-"""The ways of decoding that are compared: ours, and what transformers offers, in the same process."""
+"""Decoding methods to compare: ours and those of transformers, in the same process."""
 
 import time
 from collections.abc import Callable
@@ -17,8 +17,8 @@ from triforce_tree.runtime.stats import Progress
 class Sample:
     """One measured generation.
 
-    ``decode_seconds`` brought the last ``timed_tokens`` of ``tokens``; prefill lies outside it.
-    ``acceptance``: rates of our levels by name, or the tokens of each pass of an assisted baseline.
+    ``decode_seconds``: for the last ``timed_tokens`` of ``tokens``, without prefill. ``acceptance``: rates of
+    our levels by name, or the tokens per pass of an assisted baseline.
     """
 
     prefill_seconds: float
@@ -30,7 +30,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Job:
-    """What every method is asked for; laws are the same, so speeds compare."""
+    """One generation, the same for every method, from the same distribution."""
 
     prompt: list[int]
     temperature: float
@@ -40,7 +40,7 @@ class Job:
     progress: Progress | None = None
 
     def sampling(self, engine: Engine) -> dict[str, Any]:
-        """Options of ``generate``: no cut of the law but the temperature's, and no early end."""
+        """Options of ``generate``: temperature alone, and no early end."""
         options: dict[str, Any] = {"max_new_tokens": self.new_tokens, "do_sample": self.temperature > 0}
         if self.temperature > 0:
             options |= {"temperature": self.temperature, "top_k": 0, "top_p": 1.0}
@@ -54,7 +54,7 @@ Method = Callable[[Engine, Job], Sample]
 
 
 class Stamps(StoppingCriteria):
-    """Notes when each pass of a generation was over, and how long the text was then."""
+    """Records the time after each pass of a generation, and the number of tokens then."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -90,11 +90,11 @@ def ours(levels: int) -> Method:
 
 
 def transformers_generate(assisted: bool = False, **options: Any) -> Method:
-    """transformers' own ``generate``; the first pass, which reads the prompt, is not timed.
+    """transformers' own ``generate``; the first pass, which is prefill, is not timed.
 
     Args:
         assisted: with our draft as ``assistant_model``.
-        options: handed on.
+        options: further options of ``generate``.
     """
 
     def run(engine: Engine, job: Job) -> Sample:
@@ -140,11 +140,11 @@ METHODS: dict[str, Method] = {
     "transformers-assistant": transformers_generate(assisted=True),
     "transformers-prompt-lookup": transformers_generate(prompt_lookup_num_tokens=10),
 }
-# Prompt lookup stands beside: where a greedy model falls into a loop, it copies the loop.
+# Without prompt lookup: where a greedy model falls into a loop, it copies the loop.
 BASELINES = frozenset({"transformers-static", "transformers-dynamic", "transformers-assistant"})
 
 
 def usable_methods(engine: Engine) -> list[str]:
-    """Those that need no draft model, or all."""
+    """All methods, or without a draft model those that need none."""
     has_draft = engine.hierarchy.draft is not None
     return [name for name in METHODS if has_draft or name != "transformers-assistant"]

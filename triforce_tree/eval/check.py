@@ -1,14 +1,20 @@
-"""Is the output really the target's own? The proof, run on any pair of models.
+"""Whether the output follows the target's own distribution, tested on any pair of models.
 
-The logits behind a prompt, fed as generation feeds it, must be those of transformers' own forward. Greedy
+Logits after a prompt, prefilled as generation does it, must equal those of transformers' own forward. Greedy
 decoding must give the target's own tokens. Sampling is tested level by level: after one prefilled context
 many independent first tokens are drawn, each by a pass that starts from the same state, and compared with the
-exact distribution by a chi-square test. All of it runs the stages that generation runs, under its settings.
+exact distribution. All of it runs the stages that generation runs, under its settings.
+
+Three tests of the first tokens: a chi-square over all tokens, which finds any large error; the shift towards
+the draft, which is the direction of a wrong residual and of too many acceptances; and refused tokens that are
+emitted all the same, to which a correct residual gives no probability. With the embedded pair and a planted
+residual that is p itself, a quarter of the default draws suffices; the chi-square alone often needs more than
+all of them. An error in passes that accept nearly everything (levels that overlap by 0.99) may stay unseen.
 """
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -16,30 +22,40 @@ from torch import Tensor
 from transformers import StoppingCriteriaList
 
 from triforce_tree.decoding.program import DecodingProgram
+from triforce_tree.decoding.stages import ChainVerifyStage, RetrievalVerifyStage, TreeVerifyStage
+from triforce_tree.drafters.base import TokenTree
 from triforce_tree.engine import Engine
-from triforce_tree.eval.ties import NOISE_ROWS, as_ids, chain_logits, common, forward_noise, last_logits
+from triforce_tree.eval.goodness_of_fit import chi_square, chi_square_p, shift, shift_p
+from triforce_tree.eval.ties import (
+    NOISE_POSITIONS,
+    as_ids,
+    chain_logits,
+    common_prefix,
+    forward_noise,
+    last_logits,
+)
 from triforce_tree.loading.load_guard import relative_error
 from triforce_tree.verify.sampling import NAN_LOGITS, ProbsFromLogits
+from triforce_tree.verify.verifier import Verdict
 
-# A right implementation falls below it once in ten thousand runs; a wrong residual lies far below.
+# A correct implementation has a smaller p-value once in ten thousand tests.
 SIGNIFICANCE = 1e-4
-LEAST_EXPECTED = 5.0  # of a bin, the usual rule for chi-square
-MOST_FAILURES = 3  # enough to know
-# A share of the logits' size: rounding in all layers of a model stays below, a wrong forward is far above.
+MOST_FAILURES = 3  # greedy decoding is compared no further
+# Relative to the logits' size: rounding in all layers of a model stays below, a wrong forward is far above.
 ROUNDING = {torch.float32: 5e-3, torch.float64: 5e-3}
 ROUNDING_16 = 0.2
-PLACES = 512  # where contexts of the sampling test may end
+LAST_POSITIONS = 512  # where contexts of the sampling test may end
 
 
 @dataclass(frozen=True)
 class Forward:
-    """Logits of the last ``rows`` tokens of a prompt, from our forwards and from transformers' own.
+    """Logits of the last ``positions`` tokens of a prompt, from our forwards and from transformers' own.
 
-    ``error`` is their difference as a share of the logits' size, and must stay below ``limit``.
+    ``error`` is their difference relative to the logits' size, and may be ``limit`` at most.
     """
 
     prompt_tokens: int
-    rows: int
+    positions: int
     error: float
     limit: float
 
@@ -50,11 +66,11 @@ class Forward:
 
 @dataclass(frozen=True)
 class Greedy:
-    """One prompt decoded both ways.
+    """Greedy decoding of one prompt, compared with transformers' own.
 
-    ``ties``: places where the texts parted and the target's two best logits lay closer together than
-    ``noise`` (:func:`triforce_tree.eval.ties.forward_noise`). After each the comparison went on from the
-    target's own text. ``failures``: places with no such excuse.
+    ``ties``: positions where the tokens differ and the target's two best logits are closer together than
+    ``noise`` (:func:`triforce_tree.eval.ties.forward_noise`). After each the comparison continues from the
+    target's own tokens. ``failures``: positions where they differ by more.
     """
 
     prompt_tokens: int
@@ -71,8 +87,13 @@ class Greedy:
 
 
 @dataclass(frozen=True)
-class Law:
-    """First tokens of one level, in a hierarchy of so many ``levels``, against its exact law."""
+class Sampling:
+    """First tokens of one level, with ``levels`` levels, against its exact distribution.
+
+    ``shift``: towards the draft (:func:`triforce_tree.eval.goodness_of_fit.shift`), the mean over draws;
+    ``shift_p_value``: a bound of its p-value. ``refused_emitted``: passes that emitted a token which they had
+    refused at the same position.
+    """
 
     level: str
     levels: int
@@ -81,25 +102,45 @@ class Law:
     bins: int
     chi_square: float
     p_value: float
+    shift: float
+    shift_p_value: float
+    refused_emitted: int
 
     @property
     def passed(self) -> bool:
-        return self.p_value >= SIGNIFICANCE
+        return min(self.p_value, self.shift_p_value) >= SIGNIFICANCE and not self.refused_emitted
+
+
+@dataclass
+class _FirstTokens:
+    """What the passes of one level emitted first after one context.
+
+    Attributes:
+        probs: the exact distribution, fp32 ``[V]``.
+        draft: the distribution that proposals were drawn from, likewise; None without a drafter.
+        counts: of first tokens.
+        refused_emitted: as in :class:`Sampling`.
+    """
+
+    probs: Tensor | None = None
+    draft: Tensor | None = None
+    counts: Counter[int] = field(default_factory=Counter)
+    refused_emitted: int = 0
 
 
 def forward(engine: Engine, prompt: Sequence[int]) -> Forward:
-    """Feed a prompt in chunks, and its last tokens as a chain to verify, and compare with one forward of
+    """Prefill a prompt in chunks, verify its last tokens as a chain, and compare with one forward of
     transformers'.
 
-    Ties cannot excuse a difference here, as they may in texts.
+    Logits are compared, so that no tie between two tokens can hide a difference.
     """
     model = engine.hierarchy.target.model
-    rows = min(NOISE_ROWS, len(prompt))
-    own = _tail_logits(model, prompt, rows)
-    start = len(prompt) - rows + 1
+    positions = min(NOISE_POSITIONS, len(prompt))
+    own = _last_position_logits(model, prompt, positions)
+    start = len(prompt) - positions + 1
     ours = chain_logits(engine, prompt[:start], prompt[start:]).float()
     limit = ROUNDING.get(model.dtype, ROUNDING_16)
-    return Forward(len(prompt), rows, relative_error(ours, own), limit)
+    return Forward(len(prompt), positions, relative_error(ours, own), limit)
 
 
 def greedy(
@@ -122,7 +163,7 @@ def greedy(
             so_far, do_sample=False, max_new_tokens=len(expected) - at, stopping_criteria=stop, seed=0
         )
         ours = out.sequences[0, len(so_far) :].tolist()
-        same = common(ours, expected[at:])
+        same = common_prefix(ours, expected[at:])
         at += same
         if at == len(expected) or same == len(ours):
             break
@@ -147,15 +188,15 @@ def sampling_checks(
     temperature: float = 1.0,
     seed: int = 0,
     each: Callable[[], None] = lambda: None,
-) -> list[Law]:
-    """Chi-square of each verifying level's first tokens, over several contexts together.
+) -> list[Sampling]:
+    """Test each verifying level's first tokens, over several contexts together.
 
     Args:
         engine: models and settings.
-        contexts: prompts; each contributes its own bins.
+        contexts: prompts; each contributes bins of its own.
         draws: first tokens for each context and level.
         levels: of the hierarchy, as :func:`triforce_tree.load` takes them.
-        temperature: of the law.
+        temperature: of the distributions.
         seed: of all draws.
         each: called after every draw; may raise to end the test.
 
@@ -165,24 +206,35 @@ def sampling_checks(
     to_probs, runner = ProbsFromLogits.at(temperature), engine.with_options(levels=levels)
     generator = torch.Generator(engine.hierarchy.target.device)
     generator.manual_seed(seed)
-    totals: dict[str, list[tuple[float, int]]] = {}
+    found: dict[str, list[_FirstTokens]] = {}
     for prompt in contexts:
         with runner.program([list(prompt)], 1, to_probs, temperature) as program:
             program.prefill([prompt])
-            for name, (count, expected) in _first_tokens(program, prompt, draws, generator, each).items():
-                totals.setdefault(name, []).append(chi_square(count, expected))
-    return [
-        Law(
-            name,
-            levels,
-            draws,
-            len(parts),
-            sum(free + 1 for _, free in parts),
-            sum(x for x, _ in parts),
-            p_value(sum(x for x, _ in parts), sum(free for _, free in parts)),
-        )
-        for name, parts in totals.items()
-    ]
+            for level, tokens in _first_tokens(program, prompt, draws, generator, each).items():
+                found.setdefault(level, []).append(tokens)
+    return [_tested(level, levels, draws, parts) for level, parts in found.items()]
+
+
+def _tested(level: str, levels: int, draws: int, parts: Sequence[_FirstTokens]) -> Sampling:
+    statistics, shifts = [], [(0.0, 0.0)]
+    for part in parts:
+        assert part.probs is not None
+        statistics.append(chi_square(part.counts, part.probs))
+        if part.draft is not None:
+            shifts.append(shift(part.counts, part.probs, part.draft))
+    statistic, freedom = sum(x for x, _ in statistics), sum(free for _, free in statistics)
+    return Sampling(
+        level,
+        levels,
+        draws,
+        len(parts),
+        freedom + len(parts),
+        statistic,
+        chi_square_p(statistic, freedom),
+        sum(total for total, _ in shifts) / (draws * len(parts)),
+        shift_p(shifts),
+        sum(part.refused_emitted for part in parts),
+    )
 
 
 def _first_tokens(
@@ -191,10 +243,10 @@ def _first_tokens(
     draws: int,
     generator: torch.Generator,
     each: Callable[[], None],
-) -> dict[str, tuple[Counter[int], Tensor]]:
-    """First tokens of each verifying level behind a prompt that was fed, and their exact law ``[V]``.
+) -> dict[str, _FirstTokens]:
+    """First tokens of each verifying level after a prompt that was prefilled, by level.
 
-    Each pass starts from the same state; KV slots that it writes behind the prompt count for none.
+    Each pass starts from the same state; KV slots that it writes after the prompt are not committed.
     """
     if program.drafter is not None:
         program.drafter.prepare([prompt], resumed=False)
@@ -212,66 +264,67 @@ def _first_tokens(
     run("plain")
     verifying = {1: ["plain"], 2: ["target"], 3: ["retrieval_refresh", "target"]}[program.levels]
     stages = ["draft", *verifying] if program.drafter is not None else verifying
-    counts: dict[str, Counter[int]] = {stage: Counter() for stage in verifying}
-    exact = {verifying[-1]: root("plain")}
+    found = {stage: _FirstTokens() for stage in verifying}
+    found[verifying[-1]].probs = root("plain")
     for _ in range(draws):
         run(*stages)
-        for stage in verifying:
-            counts[stage][int(program.verdict(stage).emitted[0, 0])] += 1
-        if "retrieval_refresh" in stages:
-            # The same each time: level 1 chooses by its root, which no draw has changed.
-            exact.setdefault("retrieval_refresh", root("retrieval_refresh"))
+        for stage, tokens in found.items():
+            verdict = program.verdict(stage)
+            tokens.counts[int(verdict.emitted[0, 0])] += 1
+            # The same in every pass: level 1 selects its chunks by the root, which no draw has changed.
+            if tokens.probs is None:
+                tokens.probs = root(stage)
+            if stage != "plain":
+                judged = program.stage(stage)
+                assert isinstance(judged, RetrievalVerifyStage | ChainVerifyStage | TreeVerifyStage)
+                tree = judged.tree
+                tokens.refused_emitted += _emits_refused(tree, verdict)
+                if tokens.draft is None:
+                    tokens.draft = _root_draft(tree, len(tokens.probs))
         each()
     if program.state.has_nan:
         raise ValueError(NAN_LOGITS)
-    names = {"retrieval_refresh": "retrieval", "target": "target", "plain": "target"}
-    return {names[stage]: (counts[stage], exact[stage]) for stage in verifying}
+    levels = {"retrieval_refresh": "retrieval", "target": "target", "plain": "target"}
+    return {levels[stage]: tokens for stage, tokens in found.items()}
+
+
+def _root_draft(tree: TokenTree, vocabulary: int) -> Tensor:
+    """The distribution ``[V]`` that the root's children were drawn from; 1 at each deterministic child."""
+    row = int(tree.probs_rows[0, 0])
+    if row >= 0:
+        return tree.probs[0, row].clone()
+    return torch.zeros(vocabulary, device=tree.tokens.device).index_fill(0, _children(tree, 0), 1.0)
+
+
+def _emits_refused(tree: TokenTree, verdict: Verdict) -> bool:
+    """Whether the token after the accepted path is one of the children that were refused there."""
+    last = int(verdict.counts[0]) - 1
+    return bool((_children(tree, int(verdict.path[0, last])) == verdict.emitted[0, last]).any())
+
+
+def _children(tree: TokenTree, node: int) -> Tensor:
+    """Tokens of a node's children, int64 ``[n]``."""
+    return tree.tokens[0, (tree.parents[0] == node) & (tree.tokens[0] >= 0)]
 
 
 def uncertain_contexts(engine: Engine, tokens: Sequence[int], count: int) -> list[list[int]]:
-    """The ``count`` beginnings of a text after which the target is least sure of what follows.
+    """The ``count`` prefixes of a text after which the target's next-token entropy is largest.
 
-    A test of laws that are all but certain would find nothing wrong. Only the text's last places, at most
-    half of it, are looked at.
+    A test of distributions that are almost deterministic would find nothing wrong. Only the text's last
+    positions, at most half of it, are considered.
     """
     model = engine.hierarchy.target.model
-    places = min(PLACES, max(count, len(tokens) // 2))
+    positions = min(LAST_POSITIONS, max(count, len(tokens) // 2))
     with torch.no_grad():
-        logits = model(as_ids(model, tokens), logits_to_keep=places).logits[0].float()
+        logits = model(as_ids(model, tokens), logits_to_keep=positions).logits[0].float()
     probs = logits.softmax(-1)
     entropy = -(probs * probs.clamp_min(1e-30).log()).sum(-1)
     first = len(tokens) - len(entropy)
     best = entropy.topk(min(count, len(entropy))).indices.tolist()
-    return [list(tokens[: first + place + 1]) for place in sorted(best)]
+    return [list(tokens[: first + position + 1]) for position in sorted(best)]
 
 
-def chi_square(counts: Counter[int], probs: Tensor) -> tuple[float, int]:
-    """(statistic, degrees of freedom) of draws against a probs ``[V]``; rare tokens share bins."""
-    draws = sum(counts.values())
-    probabilities, tokens = (probs.double() / probs.double().sum()).cpu().sort()
-    left = (1 - probabilities.cumsum(0)) * draws
-    statistic, bins = 0.0, 0
-    expected = observed = 0.0
-    # Rare tokens come first and fill bins together; what is left must be enough for one more bin.
-    for token, probability, rest in zip(tokens.tolist(), probabilities.tolist(), left.tolist(), strict=True):
-        expected += draws * probability
-        observed += counts[token]
-        if expected >= LEAST_EXPECTED and (rest >= LEAST_EXPECTED or rest < 1e-6):
-            statistic += (observed - expected) ** 2 / expected
-            bins += 1
-            expected = observed = 0.0
-    return statistic, max(0, bins - 1)
-
-
-def p_value(statistic: float, freedom: int) -> float:
-    """Chance of a chi-square at least this large under the probs; 1 where there is nothing to test."""
-    if freedom == 0:
-        return 1.0
-    half = torch.tensor([freedom / 2, statistic / 2], dtype=torch.float64)
-    return float(torch.special.gammaincc(half[0], half[1]))
-
-
-def as_dicts(results: Sequence[Forward | Greedy | Law]) -> list[dict[str, Any]]:
+def as_dicts(results: Sequence[Forward | Greedy | Sampling]) -> list[dict[str, Any]]:
     return [{**asdict(r), "passed": r.passed} for r in results]
 
 
@@ -290,8 +343,8 @@ def _own_decoding(
     return tokens
 
 
-def _tail_logits(model: Any, tokens: Sequence[int], rows: int) -> Tensor:
-    """fp32 ``[rows, V]`` of the last tokens, by one forward of transformers' over all."""
+def _last_position_logits(model: Any, tokens: Sequence[int], positions: int) -> Tensor:
+    """fp32 ``[positions, V]`` of the last tokens, by one forward of transformers' over all of them."""
     with torch.no_grad():
-        logits: Tensor = model(as_ids(model, tokens), use_cache=False, logits_to_keep=rows).logits
-    return logits[0, -rows:].float()
+        logits: Tensor = model(as_ids(model, tokens), use_cache=False, logits_to_keep=positions).logits
+    return logits[0, -positions:].float()

@@ -1,4 +1,4 @@
-"""The hierarchy and the target's own decoding, one after the other on the same prompt."""
+"""Compares a generation by the hierarchy with one by the target alone, of the same prompt."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,18 +7,18 @@ from typing import Any
 import torch
 
 from triforce_tree.engine import Engine
-from triforce_tree.eval.ties import Parting, common, parting
+from triforce_tree.eval.ties import Difference, common_prefix, first_difference
 from triforce_tree.generation.output import GenerateOutput
 
 
 def token_count(out: GenerateOutput) -> int:
-    """New tokens of a single row."""
+    """New tokens of a single sequence."""
     assert not isinstance(out.new_tokens, list), "one prompt was continued"
     return out.new_tokens or 0
 
 
 def ms_per_token(out: GenerateOutput) -> float | None:
-    """Decode time of one token, prefill apart; None where no token came."""
+    """Decode time of one token, without prefill; None where there is no new token."""
     count = token_count(out)
     return 1e3 * (out.decode_seconds or 0.0) / count if count else None
 
@@ -32,14 +32,15 @@ class Comparison:
     """Two generations of one prompt.
 
     Attributes:
-        greedy: their tokens must agree, but for ties.
-        parting: where they do not, judged; None where they agree, and where memory was short for judging.
+        ours: by the hierarchy; ``baseline``: by the target alone.
+        greedy: their tokens must agree, except at ties.
+        difference: the first one, judged; None where they agree, and where memory was short for judging.
     """
 
     ours: GenerateOutput
     baseline: GenerateOutput
     greedy: bool
-    parting: Parting | None = None
+    difference: Difference | None = None
 
     @property
     def speedup(self) -> float | None:
@@ -48,40 +49,44 @@ class Comparison:
 
     @property
     def identical(self) -> bool | None:
-        """None when sampling: equal laws, other draws."""
+        """None when sampling: the distribution is the same, the draws are not."""
         return new_ids(self.ours) == new_ids(self.baseline) if self.greedy else None
 
     @property
     def first_difference(self) -> int | None:
-        """The new token, counted from 0, where the two texts part."""
-        return None if self.identical in (True, None) else common(new_ids(self.ours), new_ids(self.baseline))
+        """The first new token, counted from 0, that differs."""
+        return (
+            None
+            if self.identical in (True, None)
+            else common_prefix(new_ids(self.ours), new_ids(self.baseline))
+        )
 
     @property
     def failed(self) -> bool:
         """Greedy texts differ, and no tie explains it; False where that could not be judged."""
-        return self.parting is not None and not self.parting.tie
+        return self.difference is not None and not self.difference.tie
 
     def verdict(self) -> str:
         if self.identical is None:
-            tokens = "sampled: both follow the same law, by other draws"
+            tokens = "sampled: the same distribution, other draws"
         elif self.identical:
             tokens = "tokens identical"
         else:
-            tokens = self._difference()
+            tokens = self._difference_verdict()
         ours, baseline = ms_per_token(self.ours), ms_per_token(self.baseline)
         if ours is None or baseline is None or self.speedup is None:
             return tokens
         return f"{self.speedup:.2f}x: {ours:.1f} ms a token, target alone {baseline:.1f} ms; {tokens}"
 
-    def _difference(self) -> str:
-        text = f"texts part at token {self.first_difference}"
-        where = self.parting
-        if where is None:
+    def _difference_verdict(self) -> str:
+        text = f"texts differ from token {self.first_difference} on"
+        found = self.difference
+        if found is None:
             return f"{text}; too little memory to tell a tie from a failure"
-        numbers = f"gap {where.gap:.2g}, noise {where.noise:.2g}"
-        if where.tie:
+        numbers = f"gap {found.gap:.2g}, noise {found.noise:.2g}"
+        if found.tie:
             return f"{text}: a tie ({numbers})"
-        why = "32 bits leave no room for a tie" if where.exact else "no tie"
+        why = "there are no ties in 32 bits" if found.exact else "no tie"
         return f"{text}: FAILED, {why} ({numbers})"
 
 
@@ -92,16 +97,16 @@ def compared(
 
     Args:
         ours: by the hierarchy; ``baseline``: by the target alone.
-        greedy: the most probable token was taken in both.
+        greedy: both took the most probable token at each position.
     """
     result = Comparison(ours, baseline, greedy)
     if result.identical is not False:
         return result
     try:
-        where = parting(engine, prompt, new_ids(ours), new_ids(baseline))
+        difference = first_difference(engine, prompt, new_ids(ours), new_ids(baseline))
     except torch.OutOfMemoryError:
-        where = None
-    return Comparison(ours, baseline, greedy, where)
+        difference = None
+    return Comparison(ours, baseline, greedy, difference)
 
 
 def summary(out: GenerateOutput, comparison: Comparison | None = None) -> dict[str, Any]:
@@ -118,13 +123,13 @@ def summary(out: GenerateOutput, comparison: Comparison | None = None) -> dict[s
         "levels": [level.as_dict() for level in out.levels or []],
     }
     if comparison is not None:
-        where = comparison.parting
+        found = comparison.difference
         result |= {
             "identical": comparison.identical,
             "first_difference": comparison.first_difference,
-            "tie": where.tie if where else None,
-            "gap": where.gap if where else None,
-            "noise": where.noise if where else None,
+            "tie": found.tie if found else None,
+            "gap": found.gap if found else None,
+            "noise": found.noise if found else None,
             "failed": comparison.failed,
             "speedup": comparison.speedup,
             "baseline_ms_per_token": ms_per_token(comparison.baseline),

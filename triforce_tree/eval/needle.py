@@ -30,9 +30,9 @@ class Haystack:
     """Prompts of any length from one text.
 
     Args:
-        text: what surrounds the fact.
+        text: what surrounds the needle.
         tokenizer: of the model under test.
-        longest: prompt that will be asked for, in tokens.
+        longest: most tokens of a prompt.
     """
 
     def __init__(self, text: str, tokenizer: PreTrainedTokenizerBase, longest: int) -> None:
@@ -40,24 +40,25 @@ class Haystack:
         self.ids = token_ids(tokenizer, text)
         if not self.ids:
             raise ValueError("the text around the needle is empty; give another")
-        # A short text is repeated: the fact stands in it once all the same.
+        # A short text is repeated; the needle is still in it once.
         self.ids *= 1 + (2 * longest) // len(self.ids)
 
     def needle(self, length: int, depth: float, trial: int, seed: int = 0) -> Needle:
-        """A prompt of ``length`` tokens with its fact at ``depth`` (0 the start, 1 the end)."""
+        """A prompt of ``length`` tokens with its needle at ``depth`` (0 the start, 1 the end)."""
         draw = random.Random(f"{seed}/{length}/{depth}/{trial}")
         name = draw.choice(planted.names())
         number = "".join(draw.choices("0123456789", k=planted.DIGITS))
         fact = token_ids(self.tokenizer, planted.fact(name, number))
         question = token_ids(self.tokenizer, planted.question(name))
-        room = length - len(fact) - len(question)
-        if room < 1:
+        hay_tokens = length - len(fact) - len(question)
+        if hay_tokens < 1:
             raise ValueError(
-                f"a needle prompt needs more than {length - room} tokens, length={length}; use a longer one"
+                f"a needle prompt needs more than {length - hay_tokens} tokens, but length={length}; use a "
+                "longer one"
             )
-        start = draw.randrange(len(self.ids) - room)
-        hay = self.ids[start : start + room]
-        at = round(depth * room)
+        start = draw.randrange(len(self.ids) - hay_tokens)
+        hay = self.ids[start : start + hay_tokens]
+        at = round(depth * hay_tokens)
         return Needle([*hay[:at], *fact, *hay[at:], *question], number)
 
 
@@ -87,34 +88,34 @@ def measure(
     done: Callable[[Record], None] = lambda record: None,
     wanted: Callable[[], bool] = lambda: True,
 ) -> None:
-    """Ask every needle that ``records`` lacks.
+    """Measure the needles that ``records`` lacks.
 
     Args:
         engine: our models and settings.
         haystack: where prompts come from.
         lengths: of prompts, in tokens.
-        depths: where the facts stand, 0 ... 1.
+        depths: of the needles, 0 ... 1.
         trials: needles for each length and depth.
         records: gets every answer.
-        through: "hierarchy" (the engine as it is) and/or "target" (the target alone).
-        seed: of names, numbers and places.
-        stop: ends a generation early; its answer is dropped.
-        progress: gives a prefill callback for a key and a number of tokens.
+        through: "hierarchy" (the engine as it is), "target" (the target alone), or both.
+        seed: of names, numbers and positions.
+        stop: ends a generation early; its answer is discarded.
+        progress: makes a prefill callback for a key and a number of tokens.
         done: called with every record.
-        wanted: asked before each needle whether to go on.
+        wanted: whether to continue, called before each needle.
     """
     engines = {"hierarchy": engine, "target": engine.with_options(levels=1)}
     for length in lengths:
         for depth in depths:
             for trial in range(trials):
-                for way in through:
+                for decoder in through:
                     if not wanted():
                         return
-                    key = {"through": way, "length": length, "depth": depth, "trial": trial}
+                    key = {"through": decoder, "length": length, "depth": depth, "trial": trial}
                     record = records.find(**key)
                     if record is None:
                         needle = haystack.needle(length, depth, trial, seed)
-                        hit = found(engines[way], needle, stop, progress(key, len(needle.prompt)))
+                        hit = found(engines[decoder], needle, stop, progress(key, len(needle.prompt)))
                         if not wanted():
                             return
                         record = {**key, "found": hit}
@@ -129,25 +130,25 @@ def accuracy(records: Sequence[Record], **key: object) -> float | None:
 
 
 def check_picture(path: str | Path) -> None:
-    """Raise ValueError where a path names no kind of picture that matplotlib writes."""
+    """Raise ValueError for a suffix that is no image format of matplotlib."""
     if Path(path).suffix.lower() not in _PICTURES:
-        raise ValueError(f"{str(path)!r} names no kind of picture; use {', '.join(_PICTURES)}")
+        raise ValueError(f"{str(path)!r} names no image format; use a suffix of {', '.join(_PICTURES)}")
 
 
 def heat_map(
-    records: Sequence[Record], way: str, lengths: Sequence[int], depths: Sequence[float], path: Path
+    records: Sequence[Record], through: str, lengths: Sequence[int], depths: Sequence[float], path: Path
 ) -> None:
-    """Accuracy over length and depth as a picture."""
+    """Write an image of the accuracy by length and depth."""
     from matplotlib.figure import Figure
 
-    cells = [[accuracy(records, through=way, length=n, depth=d) for n in lengths] for d in depths]
+    cells = [[accuracy(records, through=through, length=n, depth=d) for n in lengths] for d in depths]
     figure = Figure(figsize=(2 + len(lengths), 1.5 + 0.5 * len(depths)), layout="constrained")
     axes = figure.add_subplot()
     values = [[float("nan") if c is None else c for c in row] for row in cells]
     image = axes.imshow(values, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
     axes.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths])
     axes.set_yticks(range(len(depths)), [f"{100 * d:.0f} %" for d in depths])
-    axes.set(xlabel="prompt, tokens", ylabel="depth of the fact", title=f"needle accuracy, {way}")
+    axes.set(xlabel="prompt, tokens", ylabel="depth of the needle", title=f"needle accuracy, {through}")
     for y, row in enumerate(cells):
         for x, value in enumerate(row):
             axes.text(x, y, "" if value is None else f"{value:.2f}", ha="center", va="center")

@@ -1,7 +1,7 @@
-"""How well each level stands in for the next: overlap of distributions, acceptance by sibling rank.
+"""How close each level is to the next: overlap of distributions, acceptance by sibling rank.
 
-Everything is measured through the levels and KV slots that generation uses, on given text: every pass feeds
-the next tokens of that text to all levels, then commits them.
+Everything is measured through the levels and KV slots that generation uses, on a given text
+(teacher forcing): every pass feeds the next tokens of that text to all levels, then commits them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,14 +17,14 @@ from triforce_tree.kernels.step.draws import NoiseDraws
 from triforce_tree.runtime.stats import Progress
 from triforce_tree.verify.sampling import ProbsFromLogits
 
-# Tokens that one forward of level 1 settles, about what the trees of the embedded draft bring it: level 1
-# chooses by the root of a forward, so how far the root is behind matters.
+# Tokens in one forward of level 1, about as many as it accepts from the embedded draft's trees: chunks are
+# selected by the root of a forward, so the distance to the root matters.
 LEVEL_1_STEP = 3
 
 
 @dataclass(frozen=True)
-class Laws:
-    """Laws of the next token, fp32 ``[T, V]`` each, at T places of a text; ``tokens``: what came there.
+class LevelProbs:
+    """Distributions of the next token, fp32 ``[T, V]`` each, at T positions of a text, and its ``tokens``.
 
     ``draft`` is None where the drafter is deterministic.
     """
@@ -42,15 +42,15 @@ def teacher_forced(
     temperature: float = 1.0,
     progress: Progress | None = None,
     seed: int = 0,
-) -> Iterator[Laws]:
-    """Laws of all three levels over ``tokens[prompt_tokens:]``, one pass at a time.
+) -> Iterator[LevelProbs]:
+    """Distributions of all three levels over ``tokens[prompt_tokens:]``, one pass at a time.
 
     Args:
-        engine: models and settings; there are three levels whatever its ``levels`` says.
+        engine: models and settings; with three levels, whatever its ``levels`` is.
         tokens: a text of more than ``prompt_tokens`` tokens.
-        prompt_tokens: how many are read before the first pass.
-        temperature: of the laws; above 0.
-        progress: of reading.
+        prompt_tokens: how many are prefilled before the first pass.
+        temperature: of the distributions; above 0.
+        progress: of prefill.
         seed: of the drafter's draws, which its trees below the root depend on.
     """
     text, to_probs = list(tokens), ProbsFromLogits.at(temperature)
@@ -66,36 +66,36 @@ def teacher_forced(
             draft = forced_tokens.draft_probs(program, len(chain), generator)
             retrieval = to_probs(forced_tokens.retrieval_logits(program, chain, LEVEL_1_STEP), list)
             target = to_probs(forced_tokens.target_logits(program, chain), list)
-            yield Laws(draft, retrieval, target, text[at:stop])
+            yield LevelProbs(draft, retrieval, target, text[at:stop])
             forced_tokens.commit(program, stop - at)
             at = stop
 
 
 def overlap(p: Tensor, q: Tensor) -> float:
-    """Mean of the sum of min(p, q): the chance that a draw from q is accepted under p. ``[T, V]`` each."""
+    """Mean sum of min(p, q), ``[T, V]`` each: the probability that a draw from q is accepted under p."""
     return float(torch.minimum(p, q).sum(-1).mean())
 
 
 def greedy_ranks(p: Tensor, q: Tensor, ranks: int) -> Tensor:
-    """Share of places ``[ranks]`` where p's most probable token is the r-th of q."""
+    """Share of positions ``[ranks]`` where p's most probable token is the r-th of q."""
     best = p.argmax(-1, keepdim=True)
     return (q.topk(ranks, dim=-1).indices == best).float().mean(0)
 
 
-class _Chances:
-    """Decisions that add up the chances of acceptance by sibling rank, and refuse every sibling."""
+class _AcceptanceSums:
+    """Draws that add up the probabilities of acceptance by sibling rank, and refuse every sibling."""
 
-    def __init__(self, places: int, ranks: int) -> None:
-        self.accepted, self._refused = torch.zeros(ranks), torch.ones(places)
+    def __init__(self, positions: int, ranks: int) -> None:
+        self.accepted, self._refused = torch.zeros(ranks), torch.ones(positions)
 
-    def accept(self, chance: Tensor, *place: int) -> bool:
-        at, node = place
-        chance = chance.cpu().clamp(max=1)
-        self.accepted[node - 1] += self._refused[at] * chance
-        self._refused[at] *= 1 - chance
+    def accept(self, probability: Tensor, *position: int) -> bool:
+        at, node = position
+        probability = probability.cpu().clamp(max=1)
+        self.accepted[node - 1] += self._refused[at] * probability
+        self._refused[at] *= 1 - probability
         return False
 
-    def choose(self, weights: Tensor, *place: int) -> Tensor:
+    def choose(self, weights: Tensor, *position: int) -> Tensor:
         return torch.zeros((), dtype=torch.int64)
 
     def choose_distinct(self, probs: Tensor, count: int) -> Tensor:
@@ -103,10 +103,10 @@ class _Chances:
 
 
 def sampling_ranks(p: Tensor, q: Tensor, ranks: int, generator: torch.Generator) -> Tensor:
-    """Chance ``[ranks]`` that the accepted sibling is the r-th, siblings drawn from q without replacement.
+    """Probability ``[ranks]`` that the r-th of siblings drawn from q without replacement is accepted.
 
-    The siblings are drawn, the acceptances are not: their probabilities are added up, which leaves less
-    noise than counting would.
+    The siblings are drawn; of the acceptances the probabilities are summed, which has a smaller variance
+    than counting.
     """
     count = min(ranks, q.shape[-1])
     exponential = torch.empty_like(q).exponential_(generator=generator)
@@ -114,13 +114,13 @@ def sampling_ranks(p: Tensor, q: Tensor, ranks: int, generator: torch.Generator)
     tokens = torch.nn.functional.pad(drawn, (1, 0))
     parents = torch.zeros_like(tokens)
     parents[:, 0] = -1
-    chances = _Chances(len(p), ranks)
-    accept_drawn(chances, tokens, parents, p[:, None], q[:, None], torch.zeros_like(tokens), depth=1)
-    return chances.accepted / len(p)
+    sums = _AcceptanceSums(len(p), ranks)
+    accept_drawn(sums, tokens, parents, p[:, None], q[:, None], torch.zeros_like(tokens), depth=1)
+    return sums.accepted / len(p)
 
 
 def acceptance_by_rank(
-    steps: Sequence[Laws], ranks: int, greedy: bool, seed: int = 0
+    steps: Sequence[LevelProbs], ranks: int, greedy: bool, seed: int = 0
 ) -> dict[str, list[float]]:
     """Sequoia's acceptance vectors, for a draft's tree under level 1 and for level 1's under level 2."""
     generator = torch.Generator(steps[0].target.device)

@@ -1,4 +1,4 @@
-"""Results on disk: one JSON line a measurement, so that a run that was cut short goes on where it ended."""
+"""Results on disk: one JSON line for each measurement, from which an interrupted run continues."""
 
 import json
 import platform
@@ -17,14 +17,14 @@ import transformers
 import triforce_tree
 from triforce_tree.runtime.fingerprint import hardware as hardware
 
-# Results are small; less room than this means that the next write may fail after hours of work.
+# Results are small; with less than this free, a write may fail after hours of work.
 LEAST_FREE_BYTES = 8 * 2**20
 
 Record = dict[str, Any]
 
 
 def check_writable(path: str | Path) -> Path:
-    """Find out before a long run whether its results could be written.
+    """Check before a long run that its results can be written.
 
     Raises:
         OSError: the folder is missing, the file cannot be written, or the disk is full.
@@ -54,11 +54,11 @@ def check_writable(path: str | Path) -> Path:
 class Records:
     """Measurements of one run, in a JSON-lines file or in memory.
 
-    The first line holds the settings; a file made with other settings is not continued.
+    The first line holds the settings; a file with other settings is refused.
 
     Args:
         path: the file; None keeps the records in memory only.
-        settings: what must agree for old records to be comparable with new ones.
+        settings: must be the same for old and new records to be comparable.
 
     Raises:
         ValueError: the file belongs to other settings or is no results file.
@@ -77,7 +77,7 @@ class Records:
             self._append(self.path, {"settings": self.settings})
 
     def find(self, **key: Any) -> Record | None:
-        """The record with these values, if it was measured already."""
+        """The record with these values, or None."""
         return next((r for r in self.all if all(r.get(k) == v for k, v in key.items())), None)
 
     def add(self, record: Record) -> None:
@@ -101,7 +101,7 @@ class Records:
                     f"{self.settings.get(name)!r}; give another path, or delete the file to start again"
                 )
         if cut_off:
-            # The run was killed while it wrote: that measurement is made anew.
+            # The run was killed while writing: that measurement is repeated.
             with path.open("r+b") as file:
                 file.truncate(len(whole.encode()) + 1)
         self.all = rest
@@ -113,7 +113,7 @@ class Records:
 
 
 def header(seed: int) -> Record:
-    """Where, with what and from which state of the code a result comes."""
+    """Command, commit, machine and versions of a result."""
     return {
         "command": " ".join([_program(), *sys.argv[1:]]),
         "commit": commit(),
@@ -136,7 +136,7 @@ def _program() -> str:
 
 
 def commit() -> str | None:
-    """The commit of the source tree this package runs from, "+" where it was changed since."""
+    """The commit of the source tree that this package runs from, with "+" if files were changed since."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
@@ -154,7 +154,7 @@ def commit() -> str | None:
 
 
 def repeated_share(tokens: Sequence[int], n: int = 8) -> float:
-    """Share of a text's n-grams that stood earlier in the same text: 0 for fresh text, near 1 in a loop."""
+    """Share of a text's n-grams that occur earlier in it: 0 without repetition, near 1 in a loop."""
     seen: set[tuple[int, ...]] = set()
     repeated = 0
     for start in range(len(tokens) - n + 1):
@@ -171,7 +171,7 @@ def speed_rows(
 
     Args:
         records: one measurement each.
-        is_baseline: whether a method counts when the fastest baseline is looked for.
+        is_baseline: whether a method is one of the baselines, the fastest of which is compared with.
         context, new_tokens: of the run.
     """
     groups: dict[tuple[float, str], list[Record]] = {}
@@ -183,7 +183,7 @@ def speed_rows(
     }
     rows = []
     for (temperature, method), group in groups.items():
-        rivals = [ms for (t, m), ms in speed.items() if t == temperature and is_baseline(m)]
+        baselines = [ms for (t, m), ms in speed.items() if t == temperature and is_baseline(m)]
         ms = speed[temperature, method]
         names = sorted({name for r in group for name in r["acceptance"]})
         acceptance = {
@@ -197,7 +197,7 @@ def speed_rows(
                 "context": context,
                 "new_tokens": new_tokens,
                 "ms_per_token": round(ms, 3),
-                "speedup_vs_best_baseline": round(min(rivals) / ms, 3) if rivals else None,
+                "speedup_vs_best_baseline": round(min(baselines) / ms, 3) if baselines else None,
                 "acceptance": {name: round(value, 4) for name, value in acceptance.items()},
                 "repeated_8grams": round(statistics.median(r["repeated_8grams"] for r in group), 4),
             }

@@ -1,4 +1,4 @@
-"""Speed of every method on the same prompts, measured in turns so that a busy machine is fair to all."""
+"""Speed of every method on the same prompts, in turns, so that load on the machine affects all alike."""
 
 from collections.abc import Callable, Sequence
 
@@ -12,7 +12,7 @@ WARM_UP_PROMPT, WARM_UP_TOKENS = 64, 8
 
 
 def settings(context: int, new_tokens: int, seed: int, source: str, target: str, draft: str) -> Record:
-    """What must agree between a results file and the run that continues it."""
+    """Settings that must be the same in a results file and the run that continues it."""
     return {
         "benchmark": "text",
         "context": context,
@@ -25,7 +25,7 @@ def settings(context: int, new_tokens: int, seed: int, source: str, target: str,
 
 
 def check_methods(engine: Engine, methods: Sequence[str]) -> None:
-    """Raise for names that are unknown or cannot run, before anything else does."""
+    """Raise ValueError for methods that are unknown or cannot run with these models."""
     for name in methods:
         if name not in METHODS:
             raise ValueError(f"unknown method {name!r}; known: {', '.join(METHODS)}")
@@ -55,9 +55,9 @@ def measure(
         new_tokens: tokens of each generation.
         records: gets every measurement as it is made.
         seed: of all draws.
-        stop: ends a generation early; its measurement is then dropped.
+        stop: ends a generation early; its measurement is discarded.
         done: called with every record, old ones included.
-        wanted: asked before each generation whether to go on.
+        wanted: whether to continue, called before each generation.
     """
     warm: set[tuple[str, float]] = set()
     for number, prompt in enumerate(prompts):

@@ -10,12 +10,12 @@ from triforce_tree.generation.inputs import encoded
 from triforce_tree.loading.model_files import in_one_line
 
 PYDOC = "pydoc"
-# Files of rows, and how the datasets library calls their formats.
+# Suffixes of data set files, and the datasets library's names of their formats.
 ROWS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
 def pydoc_text() -> str:
-    """The help topics that come with every CPython: half a megabyte of English prose and examples."""
+    """CPython's own help topics: half a megabyte of English prose and examples."""
     from pydoc_data.topics import topics
 
     return "\n\n".join(topics[name] for name in sorted(topics))
@@ -43,7 +43,7 @@ def dataset_texts(name: str, split: str = "test", column: str = "text") -> Itera
     """Documents of a Hugging Face data set, streamed.
 
     Args:
-        name: on the hub, or a folder, or a single file of rows (:data:`ROWS`), which has any split.
+        name: on the hub, or a folder, or a single file (:data:`ROWS`), for which ``split`` has no effect.
         split, column: of the data set.
 
     Raises:
@@ -61,7 +61,7 @@ def dataset_texts(name: str, split: str = "test", column: str = "text") -> Itera
 def _rows(name: str, split: str) -> Iterator[dict[str, Any]]:
     import datasets
 
-    # It would say twice what is wrong.
+    # It would report errors a second time.
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     path = Path(name)
     kind = ROWS.get(path.suffix.lower())
@@ -70,7 +70,7 @@ def _rows(name: str, split: str) -> Iterator[dict[str, Any]]:
     of_file = {"path": kind, "data_files": {split: str(path)}} if kind and path.is_file() else {"path": name}
     try:
         yield from datasets.load_dataset(**of_file, split=split, streaming=True)
-    except Exception as error:  # foreign code on foreign files
+    except Exception as error:  # of any class: the library parses files of others
         raise ValueError(f"data set {name!r} cannot be read ({in_one_line(error)})") from error
 
 
@@ -82,10 +82,9 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 def prompts(
     documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, context: int, count: int
 ) -> list[list[int]]:
-    """``count`` prompts of ``context`` tokens each: one a document, or spread over a single one.
+    """``count`` prompts of ``context`` tokens each: one of each document, or evenly spaced in a single one.
 
-    A lone document is cut at evenly spaced places; they overlap where it is shorter than all prompts
-    together.
+    Prompts overlap where a single document is shorter than all of them together.
 
     Raises:
         ValueError: there is not enough text.

@@ -1,7 +1,7 @@
-"""Two greedy texts of one model part: a tie between logits, or a failure?
+"""Where two greedy texts of one model differ: a tie between logits, or a failure.
 
-A forward of many rows rounds otherwise than one of a single row. Where the two best logits lie closer
-together than that difference, either token is the argmax of a right computation.
+A forward over many positions rounds otherwise than one over a single position. Where the two best logits are
+closer together than that difference, either token is the argmax of a correct computation.
 """
 
 from collections.abc import Sequence
@@ -15,18 +15,18 @@ from triforce_tree.decoding.forced_tokens import target_logits
 from triforce_tree.engine import Engine
 from triforce_tree.models.length_rope import LengthRope
 
-NOISE_ROWS = 16
-_CHUNK = 2048  # tokens of a prompt that the model's own forward reads at once
+NOISE_POSITIONS = 16
+_CHUNK = 2048  # tokens of a prompt in one forward of the model's own
 
 
 @dataclass(frozen=True)
-class Parting:
-    """Where two texts part.
+class Difference:
+    """Where two texts differ for the first time.
 
     Attributes:
         gap: between the best logit and the lower one of the two tokens.
-        noise: largest difference of a logit between a forward of many rows and one of a single row.
-        exact: the arithmetic leaves no room for ties (32 bits or more).
+        noise: largest difference of a logit between a forward over many positions and one over a single one.
+        exact: the dtype has 32 bits or more, and no two logits tie.
     """
 
     gap: float
@@ -38,46 +38,46 @@ class Parting:
         return not self.exact and self.gap < self.noise
 
 
-def parting(
+def first_difference(
     engine: Engine, prompt: Sequence[int], ours: Sequence[int], theirs: Sequence[int]
-) -> Parting | None:
-    """Judge where two greedy continuations of a prompt part; None where neither says another token.
+) -> Difference | None:
+    """Judge the first difference of two greedy continuations of a prompt; None where there is none.
 
-    It takes a few forwards of the model over the prompt, and memory for a cache of it.
+    It takes a few forwards of the model over the prompt, and memory for a KV cache of it.
     """
-    at = common(ours, theirs)
+    at = common_prefix(ours, theirs)
     if at == min(len(ours), len(theirs)):
         return None
     target = engine.hierarchy.target
     tokens = [*prompt, *ours[:at]]
     logits = last_logits(target.model, tokens)
     gap = float(logits.max() - torch.minimum(logits[ours[at]], logits[theirs[at]]))
-    return Parting(gap, forward_noise(engine, [*tokens, theirs[at]]), target.dtype.itemsize >= 4)
+    return Difference(gap, forward_noise(engine, [*tokens, theirs[at]]), target.dtype.itemsize >= 4)
 
 
-def common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the beginning that two texts share."""
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """Length of the prefix that two texts share."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def forward_noise(engine: Engine, tokens: Sequence[int]) -> float:
-    """Largest difference of a logit between a forward of many rows and the model's own of one row each.
+    """Largest difference of a logit between one forward over many positions and the model's own one by one.
 
-    Measured on the last rows of ``tokens``, at most ``NOISE_ROWS``; 0 for a single token.
+    Measured on the last positions of ``tokens``, at most ``NOISE_POSITIONS``; 0 for a single token.
     """
     model = engine.hierarchy.target.model
-    rows = min(NOISE_ROWS, len(tokens) - 1)
-    if rows == 0:
+    positions = min(NOISE_POSITIONS, len(tokens) - 1)
+    if positions == 0:
         return 0.0
-    start = len(tokens) - rows
+    start = len(tokens) - positions
     many = chain_logits(engine, tokens[:start], tokens[start:-1]).float()
     with torch.no_grad():
-        cache = _read(model, tokens[: start - 1])
+        cache = _prefilled(model, tokens[: start - 1])
         worst = 0.0
-        for row, place in enumerate(range(start - 1, len(tokens) - 1)):
-            out = model(as_ids(model, tokens[place : place + 1]), past_key_values=cache, use_cache=True)
+        for i, at in enumerate(range(start - 1, len(tokens) - 1)):
+            out = model(as_ids(model, tokens[at : at + 1]), past_key_values=cache, use_cache=True)
             cache = out.past_key_values
-            worst = max(worst, float((out.logits[0, -1].float() - many[row]).abs().max()))
+            worst = max(worst, float((out.logits[0, -1].float() - many[i]).abs().max()))
     return worst
 
 
@@ -91,21 +91,21 @@ def chain_logits(engine: Engine, prompt: Sequence[int], more: Sequence[int]) -> 
 def last_logits(model: Any, tokens: Sequence[int]) -> Tensor:
     """fp32 ``[V]`` after the last token, by the model's own forward of it alone."""
     with torch.no_grad():
-        cache = _read(model, tokens[:-1])
+        cache = _prefilled(model, tokens[:-1])
         out = model(as_ids(model, tokens[-1:]), past_key_values=cache, use_cache=True, logits_to_keep=1)
     logits: Tensor = out.logits
     return logits[0, -1].float()
 
 
 def as_ids(model: Any, tokens: Sequence[int]) -> Tensor:
-    """int64 ``[1, L]`` where the model is."""
+    """int64 ``[1, L]`` on the model's device."""
     return torch.tensor([list(tokens)], device=model.device)
 
 
-def _read(model: Any, tokens: Sequence[int]) -> Any:
-    """transformers' cache of these tokens; None for none."""
+def _prefilled(model: Any, tokens: Sequence[int]) -> Any:
+    """transformers' KV cache of these tokens; None for none."""
     cache = None
-    # Where frequencies depend on the length, transformers chooses them by the tokens of each forward.
+    # Where rotary frequencies depend on the length, transformers chooses them by the tokens of each forward.
     chunk = _CHUNK if LengthRope.of(model) is None else max(1, len(tokens))
     for start in range(0, len(tokens), chunk):
         ids = as_ids(model, tokens[start : start + chunk])

@@ -1,4 +1,4 @@
-"""What a user gives to be continued, as rows of token ids."""
+"""Prompts in any form that users have them in, as padded token ids."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,16 +14,16 @@ Ids = Sequence[int] | Sequence[Sequence[int]] | np.ndarray[Any, Any] | Tensor
 Inputs = str | Sequence[str] | Ids | Mapping[str, Any]
 
 _FORMS = "give text, a list of texts, token ids [L] or [B, L], or a tokenizer's output"
-# More characters a token than any text has, but for long runs of one character.
+# More characters than a token of any text has, except in long runs of one character.
 _MANY_CHARACTERS = 16
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """The rows to continue.
+    """A batch of prompts.
 
     Attributes:
-        ids: int64 ``[B, W]``, padding included, which the output begins with.
+        ids: int64 ``[B, W]``, padding included; the output begins with them.
         mask: int64 ``[B, W]``, 0 where a token is padding.
     """
 
@@ -31,7 +31,7 @@ class Prompts:
     mask: Tensor
 
     def left_padded(self) -> "Prompts":
-        """The same rows with all of their padding on the left."""
+        """The same prompts with all padding on the left."""
         order = self.mask.argsort(dim=1, stable=True)
         return Prompts(self.ids.gather(1, order), self.mask.gather(1, order))
 
@@ -46,21 +46,21 @@ def prompts_of(
     padding: int,
     inferred: int | None = None,
 ) -> Prompts:
-    """Read a prompt, or several, in any of the forms that transformers users have them in.
+    """Read one prompt or several.
 
     Args:
         inputs: text or texts; token ids, ``[L]``, ``[B, L]`` or rows of different lengths; or what a
             tokenizer returns for any of these.
         input_ids: token ids by transformers' own keyword, instead.
-        attention_mask: of the ids' shape; tokens under 0 are padding.
+        attention_mask: of the ids' shape; tokens with mask 0 are padding.
         tokenizer: for text.
-        vocabulary: how many ids there are.
-        positions: most tokens that the model takes; None for any number.
+        vocabulary: number of token ids.
+        positions: most tokens that the model takes; None for no limit.
         padding: fills rows of different lengths, on the left.
-        inferred: a token that is padding in tensors ``[B, L]`` without a mask, as transformers has it.
+        inferred: the token that transformers takes for padding in tensors ``[B, L]`` without a mask.
 
     Raises:
-        ValueError: anything else; an empty row; an id outside the vocabulary; a text that is too long.
+        ValueError: another form; an empty prompt; an id outside the vocabulary; a text that is too long.
     """
     if inputs is not None and input_ids is not None:
         raise ValueError("the prompt was given twice, as inputs and as input_ids; leave one of them out")
@@ -93,7 +93,7 @@ def prompts_of(
 
 
 def real_rows(ids: Tensor, mask: Tensor | None) -> list[list[int]]:
-    """Rows of int64 ``[B, W]`` without what the mask of that shape hides."""
+    """The tokens of int64 ``[B, W]`` whose mask is not 0, by row."""
     if mask is None:
         whole: list[list[int]] = ids.tolist()
         return whole
@@ -104,8 +104,8 @@ def encoded(tokenizer: PreTrainedTokenizerBase, text: str, positions: int | None
     """Token ids of a text, without the warning that it exceeds the model.
 
     Raises:
-        ValueError: its beginning alone has more tokens than ``positions``; reading all of a text takes
-            seconds for each megabyte.
+        ValueError: its beginning alone has more tokens than ``positions``. Tokenizing all of a text takes
+            seconds a megabyte, so a text that is much too long is not tokenized to its end.
     """
     if positions is not None and len(text) > _MANY_CHARACTERS * positions:
         start: Any = tokenizer(text[: 3 * _MANY_CHARACTERS * positions // 8], verbose=False)["input_ids"]
@@ -148,7 +148,7 @@ _CHAT = "turn messages into ids with tokenizer.apply_chat_template(messages, add
 
 
 def _texts(given: Any) -> list[str] | None:
-    """The prompts where they are text, None where they are something else."""
+    """The prompts if they are text, else None."""
     if isinstance(given, str):
         return [given]
     if isinstance(given, (bytes, bytearray)):
@@ -166,7 +166,7 @@ def _texts(given: Any) -> list[str] | None:
 
 
 def _rows(given: Any, what: str) -> list[Any]:
-    """One or several rows, each a list or a tensor of one dimension."""
+    """One row or several, each a list or a tensor of one dimension."""
     if isinstance(given, (Tensor, np.ndarray)):
         if given.ndim not in (1, 2):
             raise ValueError(f"{what} has shape {list(given.shape)}; give [L], or [B, L] for a batch")
@@ -180,7 +180,7 @@ def _rows(given: Any, what: str) -> list[Any]:
 
 
 def _whole(row: Any, what: str) -> list[int]:
-    """The numbers of one row."""
+    """One row as integers."""
     if isinstance(row, (Tensor, np.ndarray)):
         kind = str(row.dtype).removeprefix("torch.")
         if row.ndim != 1 or not kind.startswith(("int", "uint")):
@@ -197,7 +197,7 @@ def _whole(row: Any, what: str) -> list[int]:
 
 
 def _mask(rows: list[list[int]], attention_mask: Any) -> list[list[int]]:
-    """1 for a token and 0 for padding, in rows as long as these."""
+    """The mask, 1 for a token and 0 for padding, in rows of the same lengths."""
     mask = [
         row.tolist() if hasattr(row, "tolist") else list(row) for row in _rows(attention_mask, "the mask")
     ]

@@ -1,4 +1,4 @@
-"""Arguments of ``generate``, ours and transformers' own, that are no options of GenerationConfig."""
+"""Arguments of ``generate`` and of transformers' own ``generate`` that are no GenerationConfig options."""
 
 import difflib
 import inspect
@@ -16,24 +16,24 @@ _REMEDIES = {
     "assistant_model": "give load(target, draft) a draft model",
     "tokenizer": "give it to load(..., tokenizer=...)",
 }
-# Keywords of transformers' generate that are no options of GenerationConfig, and ask for nothing as False.
+# Keywords of transformers' generate that are no options of GenerationConfig; False has no effect.
 _SWITCHES = frozenset({"synced_gpus", "trust_remote_code"})
 
 
 def generation_options(
     options: Mapping[str, Any], config: GenerationConfig | Mapping[str, Any] | None
 ) -> tuple[GenerationConfig | None, dict[str, Any]]:
-    """What to hand on to transformers' generate of a configuration, and of keywords that are its options.
+    """The configuration, and the keywords that are its options, for transformers' generate.
 
     Args:
-        options: keywords; None asks for nothing.
-        config: a GenerationConfig; a dict of options counts as keywords, of less weight than ``options``.
+        options: keywords; one that is None is dropped.
+        config: a GenerationConfig, or a dict of options; ``options`` take precedence over the dict.
 
     Returns:
-        The configuration, if one was given as such, and keywords.
+        The configuration, if a GenerationConfig was given, and keywords.
 
     Raises:
-        ValueError: naming what is no option of GenerationConfig, or has no sensible value.
+        ValueError: naming what is no option of GenerationConfig, or has an invalid value.
     """
     if isinstance(config, Mapping):
         options, config = {**config, **options}, None
@@ -48,8 +48,8 @@ def generation_options(
         if name in known:
             kept[name] = supported(name, value)
         elif value is not None and not (value is False and name in _SWITCHES):
-            near = difflib.get_close_matches(name, known, 1, 0.8)
-            hint = f"did you mean {near[0]}?" if near else _REMEDIES.get(name, REMEDY)
+            similar = difflib.get_close_matches(name, known, 1, 0.8)
+            hint = f"did you mean {similar[0]}?" if similar else _REMEDIES.get(name, REMEDY)
             raise ValueError(f"{name} is no option that triforce_tree supports; {hint}")
     if config is not None:
         for name, value in config.to_diff_dict().items():
@@ -69,10 +69,10 @@ _DROPPED = (
 
 
 def refuse_dropped(frame: FrameType | None) -> None:
-    """Raise for arguments of the transformers' ``generate`` around that it does not hand on to us.
+    """Raise for arguments of the calling transformers' ``generate`` that it does not pass on.
 
     Args:
-        frame: of the code inside that call.
+        frame: a stack frame inside that call.
 
     Raises:
         ValueError: naming the argument.
@@ -114,7 +114,7 @@ def as_list(name: str, given: Any) -> list[Any]:
 
 
 def pad_token(*sources: Mapping[str, Any]) -> int:
-    """The id that transformers fills rows with: the first source's pad token, or its first end token."""
+    """The padding token as in transformers: the sources' first pad token, or else their first EOS token."""
     for name in ("pad_token_id", "eos_token_id"):
         for source in sources:
             if (value := source.get(name)) is not None:
@@ -123,7 +123,7 @@ def pad_token(*sources: Mapping[str, Any]) -> int:
 
 
 def inferred_padding(*sources: Mapping[str, Any]) -> int | None:
-    """The id that transformers takes for padding where there is no mask: a pad token that ends no text."""
+    """The token that transformers takes for padding without a mask: a pad token that is no EOS token."""
     found = {
         name: next((v for s in sources if (v := s.get(name)) is not None), None)
         for name in ("pad_token_id", "eos_token_id")

@@ -1,4 +1,4 @@
-"""What transformers prepared for us: logits processors, stopping criteria, and options we refuse."""
+"""Generation options of transformers: those that are carried out, and those that are refused."""
 
 import numbers
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ from triforce_tree.decoding.stop_criteria import Ending, Stop
 from triforce_tree.runtime.distributed import all_true
 from triforce_tree.verify.sampling import ProbsFromLogits
 
-# Options of GenerationConfig that this package carries out. Everything else that differs from its
-# default is refused by name: an option that is silently ignored is worse than one that is missing.
+# Options of GenerationConfig that this package carries out. Any other that differs from its default is
+# refused by name, not ignored.
 HONOURED = frozenset(
     """
     max_new_tokens max_length min_length min_new_tokens max_time stop_strings
@@ -25,9 +25,9 @@ HONOURED = frozenset(
     renormalize_logits remove_invalid_values
     pad_token_id bos_token_id eos_token_id return_dict_in_generate use_cache
     transformers_version
-    """.split()  # noqa: SIM905 - a name a line would fill the page
+    """.split()  # noqa: SIM905 - a list would take a line for each name
 )
-# What transformers fills in for options nobody set; these values ask for nothing.
+# Defaults that transformers fills in; with these values the options have no effect.
 _NEUTRAL = {
     "num_beams": 1,
     "num_return_sequences": 1,
@@ -42,10 +42,10 @@ _NEUTRAL = {
     "assistant_lookbehind": 10,
     "target_lookbehind": 10,
 }
-# Processors that keep state of their own from call to call, or run a model: they need one call a token.
+# Processors that keep state between calls, or run a model: they must be called once for each token.
 _REFUSED_PROCESSORS = ("SynthIDTextWatermarkLogitsProcessor", "ClassifierFreeGuidance")
 
-# Of these a fraction is a mistake, and so is anything but a number of these.
+# Options whose values must be integers, and those that must be numbers.
 _WHOLE = {"max_new_tokens", "max_length", "min_length", "min_new_tokens", "top_k", "no_repeat_ngram_size"}
 _REAL = {
     "temperature", "top_p", "min_p", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff",
@@ -55,7 +55,7 @@ REMEDY = "leave it out, or use the model's own generate()"
 
 
 def _checked(name: str, value: Any) -> Any:
-    """A number, where the option is one."""
+    """The value, as an integer where the option takes one."""
     is_bool = isinstance(value, bool)
     if name in _WHOLE and value is not None:
         if is_bool or not hasattr(value, "__index__") or getattr(value, "ndim", 0) > 0:
@@ -67,13 +67,15 @@ def _checked(name: str, value: Any) -> Any:
 
 
 def supported(name: str, value: Any) -> Any:
-    """The value of an option of GenerationConfig that is carried out, or that asks for nothing.
+    """The value of a GenerationConfig option that is carried out, or has no effect with this value.
 
     Raises:
-        ValueError: it is neither, or no number where one is wanted.
+        ValueError: it is neither, or no number where one is needed.
     """
     if name == "use_cache" and value is False:
-        raise ValueError("use_cache=False is not supported by triforce_tree: caches are its business")
+        raise ValueError(
+            "use_cache=False is not supported by triforce_tree, which has KV caches of its own; leave it out"
+        )
     if name in HONOURED or name.startswith("_"):
         return _checked(name, value)
     if value not in (None, False, _NEUTRAL.get(name)):
@@ -92,13 +94,12 @@ def refuse_unsupported(config: GenerationConfig, processors: LogitsProcessorList
     for processor in processors:
         if any(name in type(processor).__name__ for name in _REFUSED_PROCESSORS):
             raise ValueError(
-                f"{type(processor).__name__} keeps state between tokens, so it cannot judge the nodes "
-                "of a token tree"
+                f"{type(processor).__name__} keeps state between tokens, and cannot process the nodes of "
+                "a token tree; leave it out"
             )
 
 
-# What transformers' generate prepares for a model's own forward: caches are our business, and no logits are
-# returned.
+# What transformers' generate prepares for a model's own forward, and what this package does by itself.
 _PREPARED = frozenset(
     {
         "position_ids",
@@ -112,17 +113,17 @@ _PREPARED = frozenset(
 
 
 def refuse_model_inputs(inputs: dict[str, Any], input_ids: Tensor, attention_mask: Tensor | None) -> None:
-    """Raise for what the model would take beside token ids (embeddings, images), rather than drop it.
+    """Raise for model inputs other than token ids (embeddings, images), which would be ignored.
 
     Args:
         inputs: prepared by transformers' generate for the model's forward.
-        input_ids, attention_mask: int64 ``[B, W]``; the mask may be None where nothing is padding.
+        input_ids, attention_mask: int64 ``[B, W]``; the mask may be None without padding.
 
     Raises:
         ValueError: naming the input.
     """
     for name, value in inputs.items():
-        # Multimodal classes get an empty dict for images that are not there.
+        # Multimodal classes get an empty dict where there are no images.
         asks = value is not None and not (isinstance(value, dict) and not value)
         if asks and name not in _PREPARED:
             raise ValueError(
@@ -130,10 +131,10 @@ def refuse_model_inputs(inputs: dict[str, Any], input_ids: Tensor, attention_mas
                 "out, or use the model's own generate()"
             )
     cache = inputs.get("past_key_values")
-    # transformers itself hands over an empty one.
+    # transformers itself passes an empty one.
     if cache is not None and (not hasattr(cache, "get_seq_length") or cache.get_seq_length() > 0):
         raise ValueError(
-            "past_key_values holds tokens, and triforce_tree keeps caches of its own; leave it out and give "
+            "past_key_values holds tokens, and triforce_tree has KV caches of its own; leave it out and give "
             "the whole text as input_ids"
         )
     positions = inputs.get("position_ids")
@@ -148,7 +149,7 @@ def refuse_model_inputs(inputs: dict[str, Any], input_ids: Tensor, attention_mas
 
 
 def check_sampling_options(kwargs: dict[str, Any]) -> None:
-    """Read ``temperature=0`` as greedy, any other temperature as a wish to sample.
+    """Turn ``temperature=0`` into greedy decoding, and any other temperature into sampling.
 
     Raises:
         ValueError: temperature is negative, NaN or infinite.
@@ -171,7 +172,7 @@ def check_sampling_options(kwargs: dict[str, Any]) -> None:
 def probs_from_options(
     config: GenerationConfig, processors: LogitsProcessorList, padding: Sequence[int] = ()
 ) -> ProbsFromLogits:
-    """What transformers makes of a row of logits; ``padding`` stands before the text."""
+    """Logits to distributions as in transformers; processors see ``padding`` before the tokens."""
     return ProbsFromLogits(processors, greedy=not config.do_sample, padding=padding)
 
 
@@ -182,13 +183,13 @@ def ending_of(
     device: torch.device,
     padding: Sequence[int] = (),
 ) -> Ending:
-    """transformers' stopping criteria, asked after every single token of an accepted block.
+    """transformers' stopping criteria, evaluated after every token of an accepted block.
 
     Args:
-        prompt_tokens: width of the prompt, padding included, from which ``max_length`` counts.
-        padding: stands before the text where criteria are to see it.
+        prompt_tokens: width of the prompt, padding included, as ``max_length`` counts it.
+        padding: comes before the tokens in what criteria see.
     """
-    # One that the user gives stands in the place of transformers' own.
+    # A criterion of the user replaces transformers' own of the same class.
     lengths = [c.max_length for c in criteria if type(c) is hf_stop.MaxLengthCriteria]
     ends = [c.eos_token_id for c in criteria if type(c) is hf_stop.EosTokenCriteria]
     stop_tokens = frozenset(token for tensor in ends for token in tensor.flatten().tolist())

@@ -1,4 +1,4 @@
-"""What a generation returns: transformers' own output, and what it took."""
+"""The output of a generation: transformers' own, with statistics."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,18 +13,18 @@ from triforce_tree.runtime.stats import LevelStats, added
 
 @dataclass
 class GenerateOutput(GenerateDecoderOnlyOutput):
-    """transformers' output (``.sequences`` int64 ``[B, W + N]``) and what it took.
+    """transformers' output (``.sequences`` int64 ``[B, W + N]``) with statistics.
 
-    ``sequences`` is the prompt as it was given, ``[B, W]`` with its padding, and N columns of new tokens:
-    those of a row, then the pad token where others have more.
+    ``sequences`` is the prompt as it was given, ``[B, W]`` with its padding, and N columns of new tokens; a
+    sequence with fewer than N is filled with the pad token.
 
-    ``finish_reason``: "eos", "stop" or "length". ``new_tokens``: how many. ``text``: the new text, where a
-    tokenizer is at hand. Of these three a batch of several rows has lists, with one entry a row.
+    ``finish_reason``: "eos", "stop" or "length". ``new_tokens``: their number. ``text``: the new text, if the
+    engine has a tokenizer. For a batch of several sequences these three are lists with one entry each.
 
-    ``levels``: statistics of each level over all rows, level 0 first. ``prefill_seconds`` and
-    ``decode_seconds``: host time. ``capture_seconds``: what compiling and capturing CUDA graphs took, once
-    for all texts that fit them. ``profile``: the file whose settings were used; None for the engine's own.
-    ``memory``: the map of the memory, where rows may be offloaded.
+    ``levels``: statistics of each level over all sequences, level 0 first. ``prefill_seconds`` and
+    ``decode_seconds``: host time. ``capture_seconds``: compiling and capturing CUDA graphs, once for all
+    prompts that fit them. ``profile``: the file whose settings were used; None for the engine's own.
+    ``memory``: the memory map, where KV slots may be offloaded.
     """
 
     levels: list[LevelStats] | None = None
@@ -39,12 +39,12 @@ class GenerateOutput(GenerateDecoderOnlyOutput):
 
 
 def by_row(values: Sequence[Any]) -> Any:
-    """The value of a single row, or a list of those of several."""
+    """The value of a single sequence, or a list of those of several."""
     return values[0] if len(values) == 1 else list(values)
 
 
 def appended(ids: Tensor, new: Sequence[Sequence[int]], padding: int) -> torch.LongTensor:
-    """int64 ``[B, W + N]``: ids ``[B, W]``, then each row's new tokens, padded to N."""
+    """int64 ``[B, W + N]``: ids ``[B, W]``, then each sequence's new tokens, padded to N."""
     rows = [ids.new_tensor(list(tokens)) for tokens in new]
     columns = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=padding)
     # transformers annotates its outputs with the legacy class.
@@ -52,7 +52,7 @@ def appended(ids: Tensor, new: Sequence[Sequence[int]], padding: int) -> torch.L
 
 
 def joined(outputs: Sequence[GenerateOutput], ids: Tensor, padding: int) -> GenerateOutput:
-    """One output for the rows of ids ``[B, W]``, which were decoded one after the other."""
+    """One output for the sequences of ids ``[B, W]``, which were decoded one by one."""
     last = outputs[-1]
     new = [o.sequences[0, o.sequences.shape[1] - cast(int, o.new_tokens) :].tolist() for o in outputs]
     last.sequences = appended(ids, new, padding)

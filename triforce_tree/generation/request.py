@@ -1,4 +1,4 @@
-"""One call of ``generate``, read and checked: before transformers has prepared it, and after."""
+"""One call of ``generate``, checked before and after transformers' own preparation."""
 
 import copy
 from collections.abc import Mapping
@@ -35,13 +35,13 @@ from triforce_tree.verify.sampling import ProbsFromLogits
 
 @dataclass(frozen=True)
 class Request:
-    """What a user asked for.
+    """The arguments of :meth:`Engine.generate`.
 
     Attributes:
-        prompts: rows to continue.
-        config, options: for transformers' generate; ``options`` come first.
+        prompts: to continue.
+        config, options: for transformers' generate; ``options`` take precedence.
         processors, criteria: the user's own, and stop strings.
-        pad_token: fills rows that end before others.
+        pad_token: fills sequences that end before others.
     """
 
     prompts: Prompts
@@ -87,7 +87,7 @@ class Request:
                 raise ValueError("stop_strings needs a tokenizer: load(..., tokenizer=...)")
             criteria.append(StopStringCriteria(tokenizer, strings))
         if config is not None and config.stop_strings:
-            # transformers would ask for the tokenizer again.
+            # Else transformers would ask for the tokenizer too.
             config = copy.deepcopy(config)
             config.stop_strings = None
         processors = LogitsProcessorList(as_list("logits_processor", logits_processor))
@@ -100,9 +100,9 @@ class Job:
 
     Attributes:
         input_ids: int64 ``[B, W]``, padding included.
-        prompts: their rows without padding.
-        to_probs: logits to law.
-        endings: of each row.
+        prompts: the same without padding.
+        to_probs: logits to distributions.
+        endings: of each sequence.
         config: all options.
     """
 
@@ -122,10 +122,10 @@ class Job:
         config: GenerationConfig,
         model_inputs: Mapping[str, Any],
     ) -> "Job":
-        """Check what transformers' generate hands to a ``custom_generate`` callable.
+        """Check what transformers' generate passes to a ``custom_generate`` callable.
 
         Raises:
-            ValueError: an option or an input that would be ignored; an empty row.
+            ValueError: an option or an input that would be ignored; an empty prompt.
         """
         inputs = dict(model_inputs)
         mask = inputs.pop("attention_mask", None)
@@ -134,11 +134,11 @@ class Job:
         prompts = real_rows(input_ids, mask)
         check_rows(prompts, vocabulary)
         width = input_ids.shape[1]
-        # Processors and criteria count from the padded width, and see the padding, as in transformers.
+        # Processors and criteria see the padding and count it, as in transformers.
         padding: list[list[int]] = [[] for _ in prompts]
         if mask is not None:
             padding = [row[hidden].tolist() for row, hidden in zip(input_ids, mask == 0, strict=True)]
-        # Where processors look at the text, rows of a batch come here one by one.
+        # Where processors read the tokens so far, sequences of a batch come here one by one.
         to_probs = probs_from_options(config, processors, padding[0])
         endings = [ending_of(config, criteria, width, input_ids.device, own) for own in padding]
         return cls(input_ids, prompts, to_probs, endings, config)
@@ -149,7 +149,7 @@ class Job:
 
     @property
     def new_tokens(self) -> int:
-        """Most that each row may get."""
+        """Most new tokens of each sequence."""
         return self.endings[0].max_new_tokens
 
     @property

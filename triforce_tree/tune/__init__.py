@@ -1,1 +1,1 @@
-"""Measured settings for a machine, a pair of models and a kind of text: the way to a profile."""
+"""Measures the fastest settings for a machine, a pair of models and a kind of text: a profile."""

@@ -1,7 +1,7 @@
-"""One generation under given settings, timed; the text before it is read once for all of them.
+"""Times generations under given settings; the text is prefilled once for all of them.
 
-The target's KV slots of the text are kept, every generation decodes from some place in it, and what it
-overwrote is put back.
+The target's KV slots of the text are kept. Every generation starts at some position of it, and the slots that
+it overwrites are restored.
 """
 
 import math
@@ -31,9 +31,9 @@ class Sample:
     """One timed generation.
 
     Attributes:
-        draft_length: final acceptance and draft tokens a round; empty for the target alone.
-        alone_ms: a token of the target alone, just before and after, where the machine may be doing other
-            things as well, which is on a CPU.
+        draft_length: final acceptance and draft tokens per round; empty for the target alone.
+        alone_ms: time per token of the target alone, just before and after, on a CPU, whose load by other
+            programs may change.
     """
 
     ms_per_token: float
@@ -44,14 +44,14 @@ class Sample:
 
 
 class Meter:
-    """Times generations; buffers and graphs are made anew for each setting that is built into them.
+    """Times generations; buffers and graphs are made anew where a setting is built into them.
 
     Args:
         hierarchy: models.
-        tokens: the text, which is read at once.
-        new: most tokens that will be asked for.
-        most: the largest trees and chains that will be.
-        progress: of reading.
+        tokens: the text, which is prefilled here.
+        new: most new tokens of a generation.
+        most: the largest trees and chains.
+        progress: of prefill.
     """
 
     def __init__(
@@ -67,37 +67,37 @@ class Meter:
         self._program: DecodingProgram | None = None
         self._alone: DecodingProgram | None = None
         self._warm: set[bool] = set()
-        # The last pass may bring more than was asked for, and counts whole.
+        # The last pass may emit more tokens than were asked for, and all of them are counted.
         self._beyond = most.max_draft_tokens + most.depth + 2
         self._max_seq_len = len(tokens) + new + self._beyond
         target, config = hierarchy.target, hierarchy.config
         page = math.lcm(64, config.retrieval.chunk)
-        rows = -(-(self._max_seq_len + most.scratch_slots) // page) * page
+        slots = -(-(self._max_seq_len + most.scratch_slots) // page) * page
         chunk = chunk_tokens(config.prefill_chunk, target.device)
         with hierarchy.active():
-            self._store = KVStore(target.kv_shapes, 1, rows, target.device, target.dtype)
+            self._store = KVStore(target.kv_shapes, 1, slots, target.device, target.dtype)
             prefill(target, self._store, 0, self._tokens[:-1], chunk, progress)
 
-    def run(self, config: HierarchyConfig, place: int, temperature: float, new: int, seed: int) -> Sample:
-        """Decode at least ``new`` tokens behind the first ``place`` tokens of the text."""
+    def run(self, config: HierarchyConfig, position: int, temperature: float, new: int, seed: int) -> Sample:
+        """Decode at least ``new`` tokens after the first ``position`` tokens of the text."""
         to_probs = ProbsFromLogits.at(temperature)
         with self._hierarchy.active():
             program = self._open(config)
             try:
-                with self._standing(program, place, new):
+                with self._restoring(program, position, new):
                     if to_probs.greedy not in self._warm:
-                        self._decode(program, to_probs, place, _WARM_UP_TOKENS, seed)
+                        self._decode(program, to_probs, position, _WARM_UP_TOKENS, seed)
                         self._warm.add(to_probs.greedy)
-                    before = self._alone_ms(place)
-                    sample = self._decode(program, to_probs, place, new, seed)
-                    after = self._alone_ms(place)
+                    before = self._alone_ms(position)
+                    sample = self._decode(program, to_probs, position, new, seed)
+                    after = self._alone_ms(position)
             except torch.OutOfMemoryError:
                 self._program = None
                 raise
         return sample if before is None or after is None else replace(sample, alone_ms=(before + after) / 2)
 
-    def _alone_ms(self, place: int) -> float | None:
-        """Milliseconds a token of the target alone; None on a device that nobody shares."""
+    def _alone_ms(self, position: int) -> float | None:
+        """Milliseconds per token of the target alone; None on a GPU, which no other program shares."""
         if not self._shared:
             return None
         if self._alone is None:
@@ -105,14 +105,16 @@ class Meter:
             self._alone = DecodingProgram(
                 self._hierarchy.target, None, plain, 1, self._max_seq_len, 1, store=self._store
             )
-        return self._decode(self._alone, ProbsFromLogits(greedy=True), place, _WARM_UP_TOKENS, 0).ms_per_token
+        return self._decode(
+            self._alone, ProbsFromLogits(greedy=True), position, _WARM_UP_TOKENS, 0
+        ).ms_per_token
 
     def _decode(
-        self, program: DecodingProgram, to_probs: ProbsFromLogits, place: int, new: int, seed: int
+        self, program: DecodingProgram, to_probs: ProbsFromLogits, position: int, new: int, seed: int
     ) -> Sample:
-        prompt = self._tokens[:place]
+        prompt = self._tokens[:position]
         decoder = Decoder(program, to_probs, seed)
-        # Of the text as it was read: captures and earlier generations wrote behind their places.
+        # As prefill left them: captures and earlier generations wrote after their positions.
         program.update_chunk_means()
         program.rewind([prompt])
         if program.device.type == "cuda":
@@ -146,20 +148,20 @@ class Meter:
         return self._program
 
     @contextmanager
-    def _standing(self, program: DecodingProgram, place: int, new: int) -> Iterator[None]:
-        """Inside, KV slots of the text from its token ``place`` on may be overwritten."""
+    def _restoring(self, program: DecodingProgram, position: int, new: int) -> Iterator[None]:
+        """KV slots of the text from its token ``position`` on are restored on exit."""
         written = max(new, _WARM_UP_TOKENS) + self._beyond + int(program.state.capacity) - program.max_seq_len
-        stop = min(len(self._tokens), place + written)
-        rows = [group.kv[:, :, :, :, place - 1 : stop] for group in self._store.groups]
-        before = [part.clone() for part in rows]
+        stop = min(len(self._tokens), position + written)
+        slots = [group.kv[:, :, :, :, position - 1 : stop] for group in self._store.groups]
+        before = [part.clone() for part in slots]
         try:
             yield
         finally:
-            for part, old in zip(rows, before, strict=True):
+            for part, old in zip(slots, before, strict=True):
                 part.copy_(old)
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._program = self._alone = None
         del self._store
         free_memory()

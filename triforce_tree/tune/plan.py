@@ -1,4 +1,4 @@
-"""What a search for settings is to measure, and who hears of it."""
+"""What a search for settings measures, and its callbacks."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from triforce_tree.eval.results import Record
 from triforce_tree.runtime.stats import Progress
 from triforce_tree.tune.search import GRID, Coordinate
 
-# Tokens between the places of a text that generations begin at.
+# Tokens between the positions of a text at which generations begin.
 _APART = 2048
 
 
@@ -18,11 +18,11 @@ class Plan:
     Attributes:
         contexts, temperatures: an entry for each pair of them.
         new_tokens: of each generation.
-        places: generations of each setting, behind different places near the end of a context.
-        seconds: when to begin nothing new; None for never.
+        places: generations for each setting, at different positions near the end of a context.
+        seconds: after which no measurement is started; None for no limit.
         seed: of all draws.
-        fixed: options that stay as the engine has them.
-        grid: what to try.
+        fixed: options that are not varied.
+        grid: values to try.
     """
 
     contexts: Sequence[int]
@@ -35,17 +35,18 @@ class Plan:
     grid: Sequence[Coordinate] = field(default=GRID)
 
     def starts(self, context: int) -> list[int]:
-        """Where generations begin."""
+        """Positions at which generations begin."""
         apart = min(_APART, context // (4 * self.places))
         return [context - number * apart for number in range(self.places)]
 
 
 @dataclass
 class Watch:
-    """What the search tells while it runs, and who may end it.
+    """Callbacks of the search.
 
-    ``says``: what is being measured. ``measured``: hears of each new measurement. ``reading``: gives a
-    progress callback for so many tokens. ``wanted``: asked before each generation.
+    ``says``: called with what is being measured. ``measured``: called with each new measurement. ``reading``:
+    makes a progress callback for the prefill of so many tokens. ``wanted``: whether to continue, called
+    before each generation.
     """
 
     says: Callable[[str], None] = lambda text: None

@@ -1,8 +1,8 @@
-"""Coordinate descent over settings: what is tried, in which order, and when a step counts as one.
+"""Coordinate descent over settings: which values are tried, in which order, and when one is better.
 
-Three levels and two are searched apart, since most settings mean something to one of them alone.
+Three levels and two are searched separately, since most settings apply to only one of them.
 
-Nothing here measures; a judge does, which gives milliseconds a token.
+Nothing is measured here: a judge returns milliseconds per token.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,37 +15,37 @@ from triforce_tree.trees.shapes import chain_shape, parse_shape, sequoia
 
 Options = dict[str, Any]
 Judge = Callable[[Options, Options | None], float]
-"""Milliseconds a token of the first options, given up early where clearly worse than the second ones."""
+"""Milliseconds per token of the first options; may stop early if clearly worse than the second ones."""
 
-# A step must gain this much: less is noise.
+# A smaller gain is noise.
 LEAST_GAIN = 0.02
-# A start this many times slower than the best one is not followed.
-_FAR = 1.5
-# From here on a GPU spends its time on reading the cache, and large trees and budgets and a cheap level 1
-# pay (docs/benchmarks.md).
+# A starting point this many times slower than the best one is not searched from.
+_MUCH_SLOWER = 1.5
+# In longer contexts a GPU spends its time on reading the cache, and large trees, large budgets and a cheap
+# level 1 are faster (docs/benchmarks.md).
 _LONG = 32_768
 _LONG_ON_GPU: Options = {
     "levels": 3, "gamma": 20, "tree": "best-first:10,9,7,5", "retrieval_weight_bits": 8, "budget": 8192,
     "chunk": 32, "runner_ups": False,
 }  # fmt: skip
-# Times through all coordinates; the second one asks again what depends on later ones.
+# Passes over all coordinates; the second one repeats those that depend on later ones.
 _SWEEPS = 2
-# Settings that are not searched, and the numbers of levels that they mean something to.
+# Settings that are not searched, and the numbers of levels that they apply to.
 _CARRIED = {"recent": (3,), "sinks": (2, 3), "window": (2, 3)}
 # (tokens, depth) of the trees that are fitted to a measured acceptance vector.
 _FITTED = ((15, 3), (24, 5))
 
 
 class OutOfTime(Exception):
-    """The judge may measure no more."""
+    """The time limit is reached."""
 
 
 @dataclass(frozen=True)
 class Coordinate:
     """One option and the values it may take.
 
-    ``ordered`` values are climbed from the present one while they gain; others are all tried. ``levels``:
-    the hierarchies that the option means something to.
+    ``ordered`` values are tried upwards or else downwards from the current one while they gain; others are
+    all tried. ``levels``: the numbers of levels that the option applies to.
     """
 
     name: str
@@ -70,7 +70,7 @@ GRID = (
     Coordinate("retrieval_weight_bits", (16, 8, 4), ordered=False),
     Coordinate("gamma", (4, 6, 8, 12, 16, 24)),
     Coordinate("budget", (512, 1024, 1536, 2048, 3072, 4096, 6144, 8192)),
-    # From choosing in every pass to choosing once; 0 chooses once for each pass of level 2.
+    # Selection of chunks in every pass of level 1, in every other, ...; with 0 once for each pass of level 2.
     Coordinate("refresh", (1, 2, 4, 0)),
     Coordinate("chunk", (8, 16, 32)),
     Coordinate("runner_ups", (True, False), ordered=False),
@@ -79,13 +79,13 @@ GRID = (
 
 @dataclass(frozen=True)
 class Space:
-    """The grid for one context length: what of it applies, and where the search begins.
+    """The grid for one context length: the coordinates that apply, and where the search begins.
 
     Args:
         start: the engine's own configuration.
         context: tokens of the prompts.
-        gpu, draft: whether there is one.
-        fixed: names that the user has settled.
+        gpu, draft: whether there is a GPU, and a draft model.
+        fixed: options that the user has given.
         grid: all coordinates.
     """
 
@@ -97,19 +97,19 @@ class Space:
     grid: Sequence[Coordinate] = field(default=GRID)
 
     @property
-    def _meaningless(self) -> str:
+    def _inapplicable(self) -> str:
         return "lookup" if self.draft else "tree"
 
     def coordinates(self, acceptance: Sequence[float] = ()) -> list[Coordinate]:
-        """What applies here; with measured ``acceptance`` by sibling rank the trees that fit it, too."""
-        left_out = {self._meaningless}
+        """The coordinates that apply; ``acceptance`` by sibling rank adds the best trees for it."""
+        left_out = {self._inapplicable}
         if not self.gpu:
             left_out.add("retrieval_weight_bits")
         result = [c for c in self.grid if c.name not in self.fixed | left_out]
         if sum(acceptance) > 0:
             # Rounded shares may add up to a little more than one.
-            to_probs = [share / max(1.0, sum(acceptance)) for share in acceptance]
-            fitted = [sequoia(to_probs, *size).name for size in _FITTED]
+            shares = [share / max(1.0, sum(acceptance)) for share in acceptance]
+            fitted = [sequoia(shares, *size).name for size in _FITTED]
             result = [replace(c, values=(*c.values, *fitted)) if c.name == "tree" else c for c in result]
         return [
             replace(c, values=tuple(b for b in c.values if 2 * b <= self.context))
@@ -119,12 +119,14 @@ class Space:
         ]
 
     def starts(self) -> list[Options]:
-        """The engine's own settings, by number of levels, with a budget that leaves something to choose.
+        """The engine's own settings, by number of levels, with a budget smaller than the context.
 
-        On a GPU also settings for long contexts, where there is room for them.
+        On a GPU also settings for long contexts, where the context is long enough.
         """
         own = self.start.as_options()
-        options = {"levels": own["levels"]} | {c.name: own[c.name] for c in GRID}
+        options = {"levels": own["levels"]}
+        # Only a draft model takes the option ``tree``.
+        options |= {c.name: own[c.name] for c in GRID if self.draft or c.name != "tree"}
         if options["runner_ups"] is None:
             options["runner_ups"] = self.gpu
         if 2 * options["budget"] > self.context:
@@ -139,7 +141,7 @@ class Space:
         return [o for o in found if self.allows(o)]
 
     def allows(self, options: Options) -> bool:
-        """Whether these options make a configuration, and one that the context has room for."""
+        """Whether these options are valid, with a budget of at most half the context."""
         try:
             self.config(options)
         except ValueError:
@@ -147,7 +149,7 @@ class Space:
         return bool(options["levels"] != 3 or 2 * options["budget"] <= self.context)
 
     def extent(self) -> PassLimits:
-        """The largest trees and chains that may be tried."""
+        """The largest trees and chains that are tried."""
         values = {c.name: c.values for c in self.grid}
         shapes = [parse_shape(self.start.tree)]
         if self.draft:
@@ -164,11 +166,11 @@ class Space:
         return PassLimits(depth, nodes, max(depth, gamma))
 
     def complete(self, options: Options) -> Options:
-        """What reproduces a measurement of these options, whatever the defaults are."""
+        """All options that reproduce a measurement, whatever the defaults are."""
         own = self.start.as_options()
         carried = {name: own[name] for name, levels in _CARRIED.items() if options["levels"] in levels}
         found = relevant(options) | carried
-        found.pop(self._meaningless, None)
+        found.pop(self._inapplicable, None)
         return found
 
     def config(self, options: Options) -> HierarchyConfig:
@@ -176,10 +178,10 @@ class Space:
 
 
 def relevant(options: Options) -> Options:
-    """Options that mean something under their own number of levels, so that equal settings look equal."""
+    """The options that apply with their number of levels, so that equal settings compare equal."""
     level = options["levels"]
-    meant = {"levels", *(c.name for c in GRID if level in c.levels)}
-    return {name: value for name, value in options.items() if name in meant}
+    applicable = {"levels", *(c.name for c in GRID if level in c.levels)}
+    return {name: value for name, value in options.items() if name in applicable}
 
 
 def search(
@@ -188,12 +190,12 @@ def search(
     coordinates: Sequence[Coordinate],
     allows: Callable[[Options], bool],
 ) -> tuple[list[Options], bool]:
-    """The best options for each number of levels, the fastest first, and whether the search came to its end.
+    """The best options for each number of levels, the fastest first, and whether the search was completed.
 
-    Of several starts with as many levels the fastest one is followed.
+    Of several starting points with as many levels only the fastest one is searched from.
 
     Raises:
-        OutOfTime: before even the first start was judged.
+        OutOfTime: before the first starting point was measured.
     """
     found = [(judge(starts[0], None), starts[0])]
     try:
@@ -206,7 +208,7 @@ def search(
     found.sort(key=lambda pair: pair[0])
     nearest = found[0][0]
     for number, (ms, start) in enumerate(found):
-        if ms <= _FAR * nearest:
+        if ms <= _MUCH_SLOWER * nearest:
             best, best_ms, done = descend(judge, start, ms, coordinates, allows)
             found[number] = (best_ms, best)
             finished &= done
@@ -221,7 +223,7 @@ def descend(
     coordinates: Sequence[Coordinate],
     allows: Callable[[Options], bool],
 ) -> tuple[Options, float, bool]:
-    """The best options found with as many levels as ``start`` has, their time, and whether time sufficed."""
+    """The best options with as many levels as ``start``, their time, and whether the search was completed."""
     best, best_ms = start, start_ms
 
     def improves(value: Any, name: str) -> bool:
@@ -254,13 +256,13 @@ def descend(
 
 
 def _climb(coordinate: Coordinate, value: Any, improves: Callable[[Any, str], bool]) -> None:
-    """Go along the values, up or else down, as long as each step gains."""
+    """Try the values upwards, or else downwards, as long as each gains."""
     values = coordinate.values
     at = values.index(value) if value in values else sum(v < value for v in values)
-    for way in (range(at if value not in values else at + 1, len(values)), range(at - 1, -1, -1)):
+    for direction in (range(at if value not in values else at + 1, len(values)), range(at - 1, -1, -1)):
         moved = False
-        for place in way:
-            if not improves(values[place], coordinate.name):
+        for index in direction:
+            if not improves(values[index], coordinate.name):
                 break
             moved = True
         if moved:

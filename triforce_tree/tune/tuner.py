@@ -1,7 +1,7 @@
 """From measurements to profile entries, one for each context length and temperature.
 
-A measurement is one generation behind one place of the text. All of them go into a results file as they are
-made; what stands there is not measured again, so a search that was cut short goes on.
+A measurement is one generation from one position of the text. Each is written to a results file as it is made
+and is not repeated, so that an interrupted search continues.
 """
 
 import statistics
@@ -18,11 +18,11 @@ from triforce_tree.tune.meters import Meter
 from triforce_tree.tune.plan import Plan, Watch
 from triforce_tree.tune.search import Options, OutOfTime, Space, relevant, search
 
-# A setting this many times slower than the best one behind one place of the text is not tried at others.
+# A setting this many times slower than the best one at one position of the text is not tried at others.
 _CLEARLY_WORSE = 1.15
-# Drafting must be at least this much faster than the target alone to be worth it.
+# Drafting must be at least this much faster than the target alone to be chosen.
 LEAST_SPEEDUP = 1.05
-# Speeds of the target alone that differ by less are no sign that the machine is busier than before.
+# Speeds of the target alone that differ by less do not show a change of the machine's load.
 _USUAL = 0.1
 # Acceptance by sibling rank hardly depends on the context's length.
 _ACCEPTANCE_CONTEXT, _RANKS = 8192, 8
@@ -31,14 +31,14 @@ _Cell = tuple[int, float]
 
 
 class Tuner:
-    """Finds entries.
+    """Finds profile entries.
 
     Args:
         engine: models, and the settings to begin from.
         tokens: a text at least as long as the longest context.
         plan: what to measure.
-        records: what has been measured, and where measurements go.
-        watch: whom to tell.
+        records: earlier measurements, and where new ones are added.
+        watch: callbacks.
 
     Raises:
         ValueError: the engine keeps its full cache in host memory.
@@ -58,7 +58,7 @@ class Tuner:
                 f"offload_weights={config.offload_weights!r}; leave them out, or choose shorter contexts"
             )
         self.complete = True
-        """Whether every search came to its end."""
+        """Whether every search was completed."""
         self._meter: Meter | None = None
         self._reading: int | None = None
 
@@ -73,10 +73,10 @@ class Tuner:
         )
 
     def entries(self, found: Callable[[Entry], None]) -> list[Entry]:
-        """All entries that time allows, each handed to ``found`` at once.
+        """All entries that time allows, each passed to ``found`` when it is made.
 
-        Where time is short, plain decoding and the settings to begin from are measured for the first one.
-        What one entry does not need of its share goes to those that had too little.
+        However short the time is, the first entry has measurements of the target alone and of the first
+        settings. Time that one entry does not need goes to those that had too little.
         """
         begun = time.perf_counter()
         done: dict[_Cell, Entry] = {}
@@ -95,7 +95,7 @@ class Tuner:
                         self._end = now + (begun + self.plan.seconds - now) / (len(waiting) - number)
                     self._must = not done
                     try:
-                        # The same start as before, so that what was measured serves again.
+                        # The same starting points as before, so that their measurements are used again.
                         entry, best, finished = self._entry(*cell, starts.setdefault(cell, best))
                     except OutOfTime:
                         unfinished.append(cell)
@@ -115,14 +115,14 @@ class Tuner:
     def _entry(
         self, context: int, temperature: float, starts: list[Options] | None
     ) -> tuple[Entry, list[Options], bool]:
-        """The entry, the best options for each number of levels, and whether the search came to its end."""
+        """The entry, the best options for each number of levels, and whether the search was completed."""
         space = self.space(context)
         self._cell: Record = {"context": context, "temperature": temperature}
         plain: Options = {"levels": 1}
         plain_ms = self._judge(plain)
         found = starts or space.starts()
         self._judge(found[0])
-        # From here on there is something to choose from, and time counts.
+        # There are two settings to choose from now; from here on the time limit applies.
         self._must, finished = False, False
         acceptance: dict[str, list[float]] = {}
         try:
@@ -166,7 +166,7 @@ class Tuner:
         )
 
     def _judge(self, options: Options, against: Options | None = None) -> float:
-        """Median milliseconds a token; infinite where memory is short, or clearly worse than ``against``."""
+        """Median milliseconds per token; infinite if memory is short, or clearly worse than ``against``."""
         times: list[float] = []
         for number in range(self.plan.places):
             if times and self._must and self._late():
@@ -175,13 +175,13 @@ class Tuner:
             if record is None:
                 return float("inf")
             times.append(record["ms_per_token"])
-            rival = (self._recorded(against, number) or {}) if against is not None else {}
-            if times[-1] > _CLEARLY_WORSE * rival.get("ms_per_token", float("inf")):
+            other = (self._recorded(against, number) or {}) if against is not None else {}
+            if times[-1] > _CLEARLY_WORSE * other.get("ms_per_token", float("inf")):
                 return float("inf")
         return statistics.median(times)
 
     def _sample(self, options: Options, number: int) -> Record | None:
-        """One measurement, made or found; None where memory is short."""
+        """One measurement, made now or earlier; None if memory is short."""
         record = self._recorded(options, number)
         if record is None:
             if not self.watch.wanted() or (self._late() and not self._must):
@@ -208,7 +208,7 @@ class Tuner:
             return {"error": str(error)[:200]}
         levels = [level for level in sample.levels if level.forwards]
         return {
-            "ms_per_token": sample.ms_per_token * self._quieter(sample.alone_ms),
+            "ms_per_token": sample.ms_per_token * self._load_correction(sample.alone_ms),
             "alone_ms": sample.alone_ms,
             "step_ms": {level.name: 1e3 * level.seconds / level.forwards for level in levels},
             "tokens_per_pass": {level.name: level.mean_accepted_length for level in levels if level.proposed},
@@ -216,8 +216,8 @@ class Tuner:
             "repeated_8grams": repeated_share(sample.tokens),
         }
 
-    def _quieter(self, alone_ms: float | None) -> float:
-        """What a time would have been under the load of this context's first measurement, as a factor."""
+    def _load_correction(self, alone_ms: float | None) -> float:
+        """The factor from a measured time to that under the load of this context's first measurement."""
         context = self._cell["context"]
         first = next((r for r in self.records.all if r.get("alone_ms") and r["context"] == context), None)
         if first is None or alone_ms is None:
@@ -226,7 +226,7 @@ class Tuner:
         return 1.0 if abs(factor - 1) < _USUAL else factor
 
     def _reader(self, context: int) -> Meter:
-        """The meter for this context; another one is closed first, since each holds the whole text."""
+        """The meter for this context; any other is closed first, since each holds the whole text."""
         if self._meter is None or self._reading != context:
             self._close()
             tokens, progress = self.tokens[:context], self.watch.reading(context - 1)
@@ -241,7 +241,7 @@ class Tuner:
         self._meter = self._reading = None
 
     def _acceptance(self) -> dict[str, list[float]]:
-        """Acceptance by sibling rank; nothing where there is no draft, or nothing to fit to it."""
+        """Acceptance by sibling rank; empty without a draft model, or where ``tree`` is not varied."""
         temperature, draft = self._cell["temperature"], self.hierarchy.draft
         if draft is None or "tree" in self.plan.fixed:
             return {}

@@ -22,6 +22,8 @@ SMALL = {
     "sinks": 2,
     "window": 6,
 }
+# For prompt lookup, whose trees are its own.
+SMALL_LOOKUP = {name: value for name, value in SMALL.items() if name != "tree"}
 PROMPT = prompt_of(41)
 TARGET = tiny("llama-gqa")
 EXPECTED = greedy(TARGET, PROMPT, 40)

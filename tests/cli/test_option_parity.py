@@ -1,0 +1,105 @@
+"""Every option exists in Python and on the command line, under one name and with one default."""
+
+import argparse
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tiny_pair import TinyPair
+
+import triforce_tree
+from triforce_tree.cli import arguments, groups, options
+from triforce_tree.config import HierarchyConfig
+from triforce_tree.generation import drafter_choice
+
+# Functions.
+PYTHON_ONLY = {"select_chunks", "pinned"}
+# Of `generate` itself, and of the command line.
+NOT_OF_LOAD = {
+    "prompt", "max_new_tokens", "compare", "temperature", "top_p", "top_k", "seed", "json", "traceback",
+    "help",
+}  # fmt: skip
+# The words of the command line for None, and for what None means there.
+WORDS = {"profile": (groups.AUTO, None)}
+
+
+def actions(*command: str) -> Iterator[argparse.Action]:
+    """Of one command's parser."""
+    parser: argparse.ArgumentParser = arguments.parser()
+    for name in command:
+        [subparsers] = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+        parser = subparsers.choices[name]
+    return iter(parser._actions)
+
+
+def python_options() -> dict[str, object]:
+    """Options of ``load`` with their defaults."""
+    own = inspect.signature(triforce_tree.load).parameters.values()
+    named = {p.name: p.default for p in own if p.kind is not inspect.Parameter.VAR_KEYWORD}
+    assert not named.keys() & HierarchyConfig().as_options().keys()
+    return named | HierarchyConfig().as_options()
+
+
+def test_generate_has_every_option_of_load() -> None:
+    flags = {a.dest: a.option_strings for a in actions("generate") if a.dest not in NOT_OF_LOAD}
+    assert flags.keys() == python_options().keys() - PYTHON_ONLY
+    for name, strings in flags.items():
+        flag = name.replace("_", "-")
+        assert strings in ([f"--{flag}"], [f"--{flag}", f"--no-{flag}"])
+
+
+def test_their_defaults_are_the_same() -> None:
+    args, defaults = arguments.parser().parse_args(["generate"]), python_options()
+    assert args.given == frozenset()
+    for name in defaults.keys() - PYTHON_ONLY:
+        own = getattr(args, name)
+        shown, meant = WORDS.get(name, (own, own))
+        assert own == shown
+        # An option of memory that is not given is not handed to load.
+        assert meant == defaults[name] or (meant is None and name in groups.MEMORY_OPTIONS), name
+
+
+@pytest.mark.parametrize(
+    "command", [["generate"], ["bench", "text"], ["bench", "needle"], ["check"], ["tune"], ["demo"]]
+)
+def test_every_command_has_the_options_of_the_hierarchy(command: list[str]) -> None:
+    assert {a.dest for a in actions(*command)} >= set(groups.ENGINE_OPTIONS) | {
+        "target",
+        "draft",
+        "tokenizer",
+    }
+    assert set(groups.ENGINE_OPTIONS) | set(groups.MEMORY_OPTIONS) == (
+        HierarchyConfig().as_options().keys() - PYTHON_ONLY
+    )
+
+
+def test_the_names_of_drafters_are_the_same() -> None:
+    assert groups.DRAFTERS == drafter_choice.DRAFTERS
+
+
+GIVEN = {
+    "levels": ("2", 2), "gamma": ("5", 5), "tree": ("chain:3", "chain:3"), "lookup": ("3", 3),
+    "rounds": ("2", 2), "runner_ups": (None, True), "budget": ("64", 64), "chunk": ("16", 16),
+    "recent": ("32", 32), "refresh": ("0", 0), "retrieval_weight_bits": ("8", 8), "sinks": ("2", 2),
+    "window": ("64", 64), "prefill_chunk": ("128", 128),
+}  # fmt: skip
+
+
+def test_options_reach_the_engine(pair: TinyPair) -> None:
+    words = ["generate", *pair.options, "--tokenizer", pair.draft, "--profile", "none"]
+    for name, (word, _) in GIVEN.items():
+        words += [f"--{name.replace('_', '-')}"] + ([word] if word else [])
+    engine = options.engine_of(arguments.parser().parse_args(words))
+    assert GIVEN.keys() == set(groups.ENGINE_OPTIONS)
+    found = engine.hierarchy.config.as_options()
+    assert {name: found[name] for name in GIVEN} == {name: value for name, (_, value) in GIVEN.items()}
+    assert engine.tokenizer is not None
+    assert Path(engine.tokenizer.name_or_path) == Path(pair.draft)
+
+
+@pytest.mark.parametrize("name", ["offload", "offload_weights", "host_attention", "runner_ups"])
+def test_switches_can_be_turned_off(name: str) -> None:
+    args = arguments.parser().parse_args(["generate", f"--no-{name.replace('_', '-')}"])
+    assert getattr(args, name) is False
+    assert args.given == {name}

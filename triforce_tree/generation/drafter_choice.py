@@ -1,0 +1,62 @@
+"""Which drafter ``load`` was asked for, and options that this drafter would ignore."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from transformers import PreTrainedModel
+
+from triforce_tree.drafters.base import Drafter
+from triforce_tree.drafters.prompt_lookup import PromptLookup
+
+Model = PreTrainedModel | str | Path
+DRAFTERS = ("model", "lookup")
+_CONTRACT = ("name", "tree", "deterministic", "capturable", "features", "bind", "start", "prepare", "propose")
+
+
+def own_drafter(drafter: Drafter | str | None, draft: Model | None) -> Drafter | None:
+    """The user's own drafter; None where a name was given, or nothing.
+
+    Raises:
+        ValueError: an unknown name, two drafters, or an object that is no drafter.
+    """
+    if isinstance(drafter, str) and drafter not in DRAFTERS:
+        raise ValueError(
+            f"drafter={drafter!r} is not known; use {', '.join(DRAFTERS)} or an object of your own"
+        )
+    if drafter is None or drafter == "model":
+        return None
+    if draft is not None:
+        raise ValueError(f"drafter={drafter!r} uses no draft model, and one was given; leave one out")
+    if isinstance(drafter, str):
+        return None
+    missing = [name for name in _CONTRACT if not hasattr(drafter, name)]
+    if missing:
+        raise ValueError(
+            f"{type(drafter).__name__} is no drafter: it has no {', '.join(missing)} "
+            "(triforce_tree.drafters.base.Drafter describes each)"
+        )
+    return drafter
+
+
+def check_drafter_options(
+    drafter: Drafter | str | None, draft: Model | None, options: Mapping[str, Any]
+) -> None:
+    """Raise ValueError where a draft model is asked for, or its trees are shaped, and there is none."""
+    if draft is None and drafter == "model":
+        raise ValueError("drafter='model' needs a draft; give one, or drafter='lookup'")
+    if draft is None and "tree" in options:
+        refuse_tree(options["tree"], drafter)
+
+
+def refuse_tree(tree: object, drafter: Drafter | str | None) -> NoReturn:
+    """Raise ValueError for the option ``tree``, which would be ignored without a draft model."""
+    if drafter is None or isinstance(drafter, str | PromptLookup):
+        raise ValueError(
+            f"tree={tree!r} shapes a draft model's trees, but prompt lookup proposes chains; set lookup=N "
+            "instead, or give a draft model"
+        )
+    raise ValueError(
+        f"tree={tree!r} shapes a draft model's trees, but drafter {drafter.name!r} has a tree of its own; "
+        "change drafter.tree instead"
+    )
