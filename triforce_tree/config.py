@@ -114,8 +114,8 @@ class HierarchyConfig:
     verifies one runner-up token at every depth of the chain (None: on a GPU, where more tokens in a forward
     cost little). ``lookup`` is the number of tokens that prompt lookup proposes when there is no draft model.
     ``levels`` 3 is the whole hierarchy, 2 the draft under the full target, 1 autoregressive decoding; "auto"
-    takes 3 where the prompt is at least twice the retrieval budget and some layer of the target sees more of it
-    than a sliding window, else 2.
+    takes 3 where the prompt is at least twice the retrieval budget and some layer of the target sees
+    more of it than a sliding window, else 2.
 
     Level 1 may run on a copy of the weights in ``retrieval_weight_bits`` 8 or 4, which changes what is
     proposed, but not the distribution of the output. ``prefill_chunk`` tokens of a prompt are prefilled in

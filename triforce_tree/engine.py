@@ -79,7 +79,7 @@ class Engine:
         """An engine over the same models with other options (those of :func:`load`).
 
         Raises:
-            ValueError: an unknown or impossible option, another ``offload_weights``, ``tree`` without a draft.
+            ValueError: impossible options, another ``offload_weights``, or ``tree`` without a draft.
         """
         if "tree" in options and self.hierarchy.draft is None:
             refuse_tree(options["tree"], self.hierarchy.drafter())

@@ -30,7 +30,7 @@ def test_help_shows_defaults(capsys: pytest.CaptureFixture[str], command: list[s
     assert "None" not in out
 
 
-def test_help_waits_for_no_library() -> None:
+def test_help_imports_no_large_library() -> None:
     program = (
         "import sys; from triforce_tree.cli.entry import main\n"
         "try: main(['demo', '--help'])\n"
@@ -181,7 +181,7 @@ def test_a_full_disk_is_noticed_before_the_run(
     assert not (tmp_path / "r.jsonl").exists()
 
 
-def test_ctrl_c_while_writing_keeps_the_text(
+def test_ctrl_c_while_decoding_keeps_the_text(
     capsys: pytest.CaptureFixture[str], pair: TinyPair, prompt: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put = console.TextOut.put
@@ -207,7 +207,7 @@ def test_ctrl_c_while_writing_keeps_the_text(
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_ctrl_c_while_reading_the_prompt(
+def test_ctrl_c_during_prefill(
     capsys: pytest.CaptureFixture[str], pair: TinyPair, prompt: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     advance = console.PrefillBar.__call__
@@ -241,7 +241,7 @@ def test_demo(capsys: pytest.CaptureFixture[str], pair: TinyPair) -> None:
     assert len(result["levels"]) == 3
 
 
-def test_bench_text_goes_on_where_it_ended(
+def test_bench_text_continues_an_interrupted_run(
     capsys: pytest.CaptureFixture[str], pair: TinyPair, tmp_path: Path
 ) -> None:
     out_file = tmp_path / "r.jsonl"
@@ -310,7 +310,7 @@ def test_check_passes_and_names_trees(capsys: pytest.CaptureFixture[str], pair: 
 def test_check_fails_with_code_1(
     capsys: pytest.CaptureFixture[str], pair: TinyPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Every proposal is accepted, which is what a careless verification would do.
+    # A fault: every proposal is accepted.
     accept_all_proposals(monkeypatch)
     code, out, err = run(
         capsys,

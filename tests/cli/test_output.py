@@ -1,4 +1,4 @@
-"""What commands print where texts differ, where stdout cannot spell them, and where they are cut short."""
+"""What commands print where texts differ, where stdout cannot encode them, and after Ctrl-C."""
 
 import io
 import json
@@ -38,13 +38,13 @@ def test_a_text_that_is_not_the_targets_ends_with_code_1(
     result = json.loads(out.splitlines()[-1])
     assert (result["identical"], result["tie"], result["failed"]) == (False, False, True)
     said = " ".join(err.split())
-    place = (
+    verdict = (
         f"texts differ from token {result['first_difference']} on: FAILED, there are no ties in 32 bits (gap"
     )
-    assert place in said
+    assert verdict in said
 
 
-def test_a_tie_of_16_bits_is_told_from_a_failure() -> None:
+def test_a_tie_of_16_bits_is_distinguished_from_a_failure() -> None:
     model = tiny("llama-gqa").to(torch.bfloat16)
     prompt = prompt_of(60)
     engine = triforce_tree.load(model, levels=2)
@@ -71,7 +71,7 @@ def test_a_tie_of_16_bits_is_told_from_a_failure() -> None:
         assert "texts differ from token 3 on: FAILED, no tie (gap " in failure.verdict()
 
 
-def test_texts_that_cannot_be_judged_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_too_short_to_judge_a_difference_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = triforce_tree.load(tiny("llama-gqa"), levels=1)
     outputs = [engine.generate([1, 2, 3], max_new_tokens=4, do_sample=False) for _ in range(2)]
     outputs[0].sequences[0, 4] += 1
@@ -85,7 +85,7 @@ def test_texts_that_cannot_be_judged_say_so(monkeypatch: pytest.MonkeyPatch) -> 
     assert "texts differ from token 1 on; too little memory to tell a tie from a failure" in result.verdict()
 
 
-def test_text_that_stdout_cannot_spell(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_that_stdout_cannot_encode(monkeypatch: pytest.MonkeyPatch) -> None:
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
     console.TextOut(None).on_finalized_text("smile 😀 é\udc80", stream_end=True)  # type: ignore[arg-type]
@@ -111,7 +111,7 @@ def test_ctrl_c_at_the_start_ends_with_json_where_it_was_asked_for(
 
 
 @pytest.mark.parametrize("narrow", [["--top-k", "5"], ["--top-p", "0.9"]])
-def test_narrowing_a_greedy_text_is_remarked(
+def test_top_k_and_top_p_without_effect_are_reported(
     capsys: pytest.CaptureFixture[str], pair: TinyPair, prompt: str, narrow: list[str]
 ) -> None:
     words = ["generate", prompt, *pair.options, "--max-new-tokens", "3"]

@@ -41,7 +41,7 @@ def test_a_closed_stdin_is_an_empty_one(
 @pytest.mark.parametrize(
     ("streams", "said"), [(">&-", "stdout is closed"), (">&- 2>&-", ""), ("<&- >&-", "stdout")]
 )
-def test_a_closed_stdout_is_said(streams: str, said: str) -> None:
+def test_a_closed_stdout_is_reported(streams: str, said: str) -> None:
     command = f"{sys.executable} -m triforce_tree demo {streams}"
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
     assert done.returncode == 2
@@ -65,7 +65,7 @@ def test_memory_of_the_cpu_that_runs_out_ends_with_a_line(
 def test_a_file_of_rows_is_a_data_set(
     capsys: pytest.CaptureFixture[str], pair: TinyPair, tmp_path: Path
 ) -> None:
-    """Read here, without the hub; a broken one and a missing column are named."""
+    """Read without the hub; a broken file and a missing column are errors in one line."""
     rows, text = tmp_path / "rows.jsonl", Path(pair.text).read_text(encoding="utf-8")
     rows.write_text("".join(json.dumps({"body": text[n : n + 3000]}) + "\n" for n in (0, 3000)))
     argv = ["bench", "text", *pair.options, "--dataset", str(rows), "--context", "90", "--new-tokens", "4"]

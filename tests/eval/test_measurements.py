@@ -1,4 +1,4 @@
-"""Prompts, results on disk, baselines and overlap: the measuring tools themselves."""
+"""Prompts, results on disk, baselines, needles and overlaps."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ def ids(engine: Engine, pair: tiny_pair.TinyPair) -> list[int]:
     return text.token_ids(engine.tokenizer, text.read_text(pair.text))
 
 
-def test_one_document_is_cut_at_spread_places(engine: Engine, ids: list[int]) -> None:
+def test_one_document_is_cut_at_spread_positions(engine: Engine, ids: list[int]) -> None:
     assert engine.tokenizer is not None
     source = text.pydoc_text()[:60_000]
     cut = text.prompts([source], engine.tokenizer, 100, 3)
@@ -64,7 +64,7 @@ def test_every_method_writes_the_same_greedy_tokens(engine: Engine, ids: list[in
         assert sample.tokens == expected, name
         assert sample.decode_seconds > 0
         assert sample.prefill_seconds > 0
-        # Whatever the first pass brought is not among the timed tokens of a baseline.
+        # The tokens of the first pass, prefill, are not timed.
         assert sample.timed_tokens == 24 if name.startswith("triforce") else sample.timed_tokens < 24
 
 
@@ -122,7 +122,7 @@ def test_speed_is_a_median_against_the_fastest_baseline() -> None:
     rows = {row["method"]: row for row in speed.rows(records, 16, 100)}
     assert rows["triforce-3-level"]["ms_per_token"] == 10
     assert rows["triforce-3-level"]["acceptance"] == {"target": 1.0}
-    # Prompt lookup is shown beside, but is no baseline.
+    # Prompt lookup is in the table, but is no baseline.
     assert rows["triforce-3-level"]["speedup_vs_best_baseline"] == 3
     assert rows[slow]["speedup_vs_best_baseline"] == 0.75
 

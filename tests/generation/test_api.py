@@ -1,4 +1,4 @@
-"""``generate`` takes and returns what transformers users expect, whatever the form of the prompt."""
+"""``generate`` takes every form of prompt and returns what transformers users expect."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def test_a_streamer_sees_the_prompt_and_every_token_once(engine: Engine, capsys)
     engine.generate(PROMPT, max_new_tokens=20, do_sample=False, streamer=streamer)
     assert streamer.parts[0] == PROMPT
     assert [t for part in streamer.parts[1:] for t in part] == EXPECTED[:20]
-    assert len(streamer.parts) > 3, "as blocks are settled"
+    assert len(streamer.parts) > 3, "one part for each accepted block"
     assert streamer.ended == 1
     engine.generate(
         PROMPT,
@@ -59,7 +59,7 @@ def test_a_streamer_sees_the_prompt_and_every_token_once(engine: Engine, capsys)
     assert capsys.readouterr().out.strip() == text_of(EXPECTED[:5]).strip()
 
 
-def test_a_streamer_follows_one_row(engine: Engine) -> None:
+def test_a_streamer_needs_a_single_sequence(engine: Engine) -> None:
     with pytest.raises(ValueError, match=r"streamer.*2"):
         engine.generate(torch.tensor([PROMPT] * 2), streamer=Collect(), max_new_tokens=3)
 

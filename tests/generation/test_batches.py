@@ -1,4 +1,4 @@
-"""Batches come back as transformers returns them, and their rows are independent draws."""
+"""Batches are returned as by transformers, and their sequences are independent draws."""
 
 from itertools import pairwise
 
@@ -51,7 +51,7 @@ def test_a_left_padded_batch_is_transformers_own(engine: Engine) -> None:
     out = engine.generate(ids, attention_mask=mask, **options)
     expected = TARGET.generate(ids, attention_mask=mask, **options)
     assert out.sequences.tolist() == expected.tolist()
-    assert 7 in expected[:, WIDTH:], "one row ends before the other"
+    assert 7 in expected[:, WIDTH:], "one sequence ends before the other"
     rows = [row[: row.index(stop) + 1] if stop in row else row for row in expected[:, WIDTH:].tolist()]
     assert out.new_tokens == [len(row) for row in rows]
     assert out.finish_reason == ["eos" if row[-1] == stop else "length" for row in rows]
@@ -67,14 +67,14 @@ def test_right_padding_is_left_out_and_stays_where_it_is(engine: Engine, caplog)
     assert not caplog.records, "transformers' warning of wrong results would be wrong itself"
 
 
-def test_padding_without_a_mask_is_told_as_transformers_does(engine: Engine) -> None:
+def test_padding_without_a_mask_is_inferred_as_transformers_does(engine: Engine) -> None:
     ids = PADDED["left"][0]
     for pad, end in ((0, None), (0, 63), (0, 0), (None, None)):
         options = {"pad_token_id": pad, "eos_token_id": end, "max_new_tokens": 6, "do_sample": False}
         expected = TARGET.generate(ids, **options)
         assert engine.generate(ids, **options).sequences.tolist() == expected.tolist()
         assert engine.generate(ids.numpy(), **options).sequences.tolist() == expected.tolist()
-    # A list needs no padding, so all of it is text.
+    # A list needs no padding, so all of its tokens count.
     rows = ids.tolist()
     out = engine.generate(rows, pad_token_id=0, max_new_tokens=6, do_sample=False)
     assert out.sequences[0, WIDTH:].tolist() == EXPECTED[:6]
@@ -82,7 +82,7 @@ def test_padding_without_a_mask_is_told_as_transformers_does(engine: Engine) -> 
 
 
 @pytest.mark.parametrize("side", PADDED)
-def test_a_single_padded_row_keeps_its_width(engine: Engine, side: str) -> None:
+def test_a_single_padded_sequence_keeps_its_width(engine: Engine, side: str) -> None:
     ids, mask = (whole[1:] for whole in PADDED[side])
     out = engine.generate(ids, attention_mask=mask, max_new_tokens=9, do_sample=False)
     assert out.sequences.tolist() == [[*ids[0].tolist(), *alone(OTHER, 9)]]
@@ -108,11 +108,11 @@ def test_what_counts_tokens_counts_padding_as_transformers_does(engine: Engine, 
     assert engine.generate(ids, **options).sequences.tolist() == TARGET.generate(ids, **options).tolist()
 
 
-def test_prefix_functions_hear_which_row_it_is() -> None:
-    heard: dict[int, list[int]] = {}
+def test_prefix_functions_get_the_index_of_their_sequence() -> None:
+    calls: dict[int, list[int]] = {}
 
     def allowed(row: int, sent: torch.Tensor) -> list[int]:
-        heard.setdefault(row, sent.tolist()[:5])
+        calls.setdefault(row, sent.tolist()[:5])
         return [row + 3]
 
     ids, mask = PADDED["left"]
@@ -120,10 +120,10 @@ def test_prefix_functions_hear_which_row_it_is() -> None:
         ids, attention_mask=mask, max_new_tokens=4, do_sample=False, prefix_allowed_tokens_fn=allowed
     )
     assert out.sequences[:, WIDTH:].tolist() == [[3] * 4, [4] * 4]
-    assert heard == {0: PROMPT[:5], 1: ids[1, :5].tolist()}
+    assert calls == {0: PROMPT[:5], 1: ids[1, :5].tolist()}
 
 
-def test_a_streamer_follows_one_row(engine: Engine) -> None:
+def test_a_streamer_needs_a_single_sequence(engine: Engine) -> None:
     with pytest.raises(ValueError, match=r"streamer.*2"):
         engine.generate(torch.tensor([PROMPT] * 2), streamer=Collect(), max_new_tokens=3)
 
@@ -146,7 +146,7 @@ def rows_of(engine: Engine, seed: int) -> list[list[int]]:
     return rows
 
 
-def test_rows_draw_apart_for_every_seed(engine: Engine) -> None:
+def test_sequences_of_a_batch_are_independent_draws_for_every_seed(engine: Engine) -> None:
     batches = [rows_of(engine, seed) for seed in range(-2, 6)]
     for before, after in pairwise(batches):
         assert before[1:] != after[:-1]
@@ -155,8 +155,8 @@ def test_rows_draw_apart_for_every_seed(engine: Engine) -> None:
     assert rows_of(engine, 3) == batches[5]
 
 
-def test_the_first_of_rows_that_go_one_by_one_draws_as_it_would_alone() -> None:
-    """They do where a processor looks at the text."""
+def test_one_by_one_the_first_sequence_draws_as_it_would_alone() -> None:
+    """A processor that reads the tokens so far makes them one by one."""
     options = {**SAMPLED, "repetition_penalty": 1.2, "seed": 4}
     single = small_engine().generate(PROMPT, **options)
     rows = small_engine().generate([PROMPT] * 3, **options).sequences[:, WIDTH:].tolist()

@@ -1,6 +1,6 @@
-"""Greedy texts in 16 bits part from the target's own at near ties, and nowhere else.
+"""Greedy texts in 16 bits differ from the target's own at near ties only.
 
-A forward of many rows and one of a single row differ there in the last bits.
+A forward over many positions and one over a single position differ there in the last bits.
 """
 
 import pytest
@@ -31,12 +31,12 @@ def engine_of(family: str) -> Engine:
 
 @pytest.mark.parametrize("family", ["llama-gqa", "qwen3", "gemma2"])
 @pytest.mark.parametrize("levels", [2, 3])
-def test_texts_part_at_near_ties_alone(family: str, levels: int) -> None:
+def test_texts_differ_at_near_ties_only(family: str, levels: int) -> None:
     result = check.greedy(engine_of(family), prompt_of(47), NEW_TOKENS, levels)
     assert result.compared == NEW_TOKENS
     assert result.failures == 0, f"a gap of {result.widest_gap}, noise {result.noise}"
     assert result.ties < NEW_TOKENS / 4
-    assert result.noise < 1.0, "noise that excuses anything would prove nothing"
+    assert result.noise < 1.0, "larger noise would count any difference as a tie"
 
 
 def test_a_wrong_choice_is_no_tie(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,7 +45,7 @@ def test_a_wrong_choice_is_no_tie(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check.greedy(engine, prompt_of(47), NEW_TOKENS, levels=3).failures > 0
 
 
-def test_sampled_texts_run_to_their_end() -> None:
+def test_sampled_texts_have_all_their_tokens() -> None:
     engine = engine_of("llama-gqa").with_options(levels=3)
     for seed in range(3):
         out = engine.generate(prompt_of(60), max_new_tokens=40, temperature=1.0, top_p=0.9, seed=seed)

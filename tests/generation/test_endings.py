@@ -1,4 +1,4 @@
-"""Where a text ends, also inside an accepted block, whatever drafted it; what each level counts."""
+"""Where a text ends, also inside an accepted block, with any drafter; the statistics of each level."""
 
 from functools import cache
 from typing import Any
@@ -13,7 +13,7 @@ from triforce_tree.verify.sampling import ProbsFromLogits
 
 GREEDY, VOCABULARY = ProbsFromLogits(greedy=True), 5
 PROMPT = Case(1, VOCABULARY, 1).prompt
-# Caches that hold all of a text; a draft with the target's weights is then right every time.
+# Caches that hold all of a text: a draft with the target's weights is then always right.
 EVERYTHING = {"window": 64, "budget": 40, "chunk": 20, "recent": 20}
 # levels, whether the draft is the target, options
 KINDS: dict[str, tuple[int, bool, dict[str, Any]]] = {
@@ -67,7 +67,7 @@ def test_exactly_as_many_tokens_as_asked_for(kind: str, count: int) -> None:
 
 
 @kinds
-def test_an_end_token_inside_a_block_ends_the_text_and_belongs_to_it(kind: str) -> None:
+def test_an_eos_token_inside_a_block_ends_the_text_and_is_part_of_it(kind: str) -> None:
     text = expected(12)
     for stop in sorted(set(text)):
         result, reason = blocks(kind, Ending(12, frozenset({stop})))
@@ -91,7 +91,7 @@ def test_criteria_are_asked_after_every_single_token(kind: str, length: int) -> 
     assert reason == "stop"
 
 
-def test_blocks_come_as_they_are_settled() -> None:
+def test_blocks_come_as_they_are_committed() -> None:
     assert [len(block) for block in blocks("perfect", Ending(12))[0]] == [5, 5, 2]
     assert [len(block) for block in blocks("plain", Ending(3))[0]] == [1, 1, 1]
 
@@ -108,7 +108,7 @@ def test_counts_of_each_level() -> None:
     out = flat([block for [block] in decoder.decode([PROMPT], [Ending(11)])])
     draft, retrieval, target = decoder.levels
     assert [level.name for level in decoder.levels] == ["draft", "retrieval", "target"]
-    assert target.forwards == 1, "ten drafted by level 1, one bonus"
+    assert target.forwards == 1, "ten tokens of level 1 and a bonus token"
     assert retrieval.forwards == 2
     assert (retrieval.proposed, retrieval.accepted, retrieval.emitted) == (8, 8, 10)
     assert (target.proposed, target.accepted, target.emitted) == (10, 10, 11)
@@ -136,17 +136,15 @@ def test_level_1_gathers_what_its_rounds_bring_up_to_gamma(gamma: int, rounds: i
     for done in range(rounds):
         for stage in ("draft", "retrieval" if done else "retrieval_refresh"):
             program.run(stage, decoder._generator)
-    texts, count = program.state, min(gamma, 4 * rounds)
-    assert int(texts.chain) == count
-    chain = texts.tokens[0, len(PROMPT) : len(PROMPT) + count].tolist()
+    state, count = program.state, min(gamma, 4 * rounds)
+    assert int(state.chain) == count
+    chain = state.tokens[0, len(PROMPT) : len(PROMPT) + count].tolist()
     assert chain == expected(12)[:count]
-    for place in range(count):
-        context = [*PROMPT, *chain[:place]]
+    for at in range(count):
+        context = [*PROMPT, *chain[:at]]
+        following = target_distribution(target, ProbsFromLogits(), context, 1)
         ranked = sorted(
-            (
-                (chance, token)
-                for (token,), chance in target_distribution(target, ProbsFromLogits(), context, 1).items()
-            ),
+            ((probability, token) for (token,), probability in following.items()),
             reverse=True,
         )
-        assert [chain[place], int(texts.runner_ups[0, place])] == [token for _, token in ranked[:2]]
+        assert [chain[at], int(state.runner_ups[0, at])] == [token for _, token in ranked[:2]]

@@ -1,4 +1,4 @@
-"""Calls as transformers users write them work, or fail in one line that says what to write."""
+"""Calls as transformers users write them work, or fail in one line with the remedy."""
 
 import re
 from typing import Any
@@ -60,7 +60,7 @@ SINGLE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("case", SINGLE)
-def test_one_row(engine: Engine, case: str) -> None:
+def test_one_sequence(engine: Engine, case: str) -> None:
     out = engine.generate(**{**GREEDY, **SINGLE[case]})
     assert new(out) == EXPECTED[:NEW]
     assert out.text == text_of(EXPECTED[:NEW])
@@ -77,7 +77,7 @@ BATCHES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("case", BATCHES)
-def test_several_rows(engine: Engine, case: str) -> None:
+def test_several_sequences(engine: Engine, case: str) -> None:
     out = engine.generate(BATCHES[case], **GREEDY)
     rows = out.sequences.tolist()
     assert [row[-NEW:] for row in rows] == [EXPECTED[:NEW], greedy(TARGET, OTHER, NEW)]
@@ -86,7 +86,7 @@ def test_several_rows(engine: Engine, case: str) -> None:
     assert out.text == [text_of(row[-NEW:]) for row in rows]
 
 
-def test_padding_of_rows_of_different_lengths_is_the_pad_token(engine: Engine) -> None:
+def test_prompts_of_different_lengths_are_padded_with_the_pad_token(engine: Engine) -> None:
     out = engine.generate([PROMPT, OTHER], pad_token_id=9, **GREEDY)
     assert out.sequences[1, : len(PROMPT) - len(OTHER)].tolist() == [9] * (len(PROMPT) - len(OTHER))
 
@@ -173,7 +173,7 @@ def test_a_prompt_that_is_too_long_by_itself(engine: Engine) -> None:
         engine.generate([1] * limit, max_new_tokens=3)
 
 
-def test_of_a_very_long_text_only_the_beginning_is_read(
+def test_only_the_beginning_of_a_very_long_text_is_tokenized(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[int] = []
@@ -192,7 +192,7 @@ def test_of_a_very_long_text_only_the_beginning_is_read(
     assert sum(read) <= inputs._MANY_CHARACTERS * limit
 
 
-def test_a_long_text_of_few_tokens_is_read_to_its_end() -> None:
+def test_a_long_text_of_few_tokens_is_tokenized_to_its_end() -> None:
     def runs(text: str, **_: Any) -> dict[str, list[int]]:
         return {"input_ids": [len(text)]}
 

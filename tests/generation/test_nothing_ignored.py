@@ -1,4 +1,4 @@
-"""Whatever transformers' ``generate`` takes is carried out, asks for nothing, or is refused by name."""
+"""Every argument of transformers' ``generate`` is carried out, has no effect there, or is refused by name."""
 
 import inspect
 from typing import Any
@@ -14,7 +14,7 @@ from triforce_tree.engine import Engine as OwnEngine
 from triforce_tree.generation import options
 
 IDS = torch.tensor([PROMPT])
-# Every option that is not carried out, with a value that asks for something.
+# Every option that is not carried out, with a value that would have an effect.
 REFUSED_OPTIONS: dict[str, Any] = {
     "assistant_confidence_threshold": 0.7,
     "assistant_early_exit": 1,
@@ -69,7 +69,7 @@ REFUSED_PARAMETERS: dict[str, Any] = {
     "negative_prompt_attention_mask": torch.ones_like(IDS),
     "synced_gpus": True,
 }
-# Keywords that it takes beside.
+# Further keywords of it.
 REFUSED_KEYWORDS: dict[str, Any] = {
     "past_key_values": DynamicCache(),
     "position_ids": torch.arange(len(PROMPT))[None],

@@ -36,7 +36,7 @@ def test_end_tokens(engine: Engine) -> None:
     assert ours(engine, max_new_tokens=40, do_sample=False, **kwargs) == greedy(TARGET, PROMPT, 40, **kwargs)
 
 
-def test_a_users_own_length_and_end_criteria_stand_in_the_place_of_transformers(engine: Engine) -> None:
+def test_a_users_own_length_and_eos_criteria_replace_those_of_transformers(engine: Engine) -> None:
     stop = EXPECTED[11]
     own = StoppingCriteriaList([EosTokenCriteria(stop), MaxLengthCriteria(len(PROMPT) + 30)])
     options = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": EXPECTED[0]}
@@ -129,10 +129,10 @@ def test_without_a_seed_torchs_own_decides(engine: Engine) -> None:
     assert after(1) == after(1) != after(2)
     torch.manual_seed(1)
     first, second = (ours(engine, max_new_tokens=20, temperature=2.0) for _ in range(2))
-    assert first != second, "every call draws anew"
+    assert first != second, "every call has new draws"
 
 
-def test_temperature_says_whether_to_sample(engine: Engine) -> None:
+def test_temperature_decides_whether_to_sample(engine: Engine) -> None:
     assert ours(engine, temperature=0, max_new_tokens=10) == EXPECTED[:10]
     assert ours(engine, temperature=0.0, max_new_tokens=10) == EXPECTED[:10]
     assert ours(engine, temperature=3.0, seed=1, max_new_tokens=10) != EXPECTED[:10]
@@ -140,7 +140,7 @@ def test_temperature_says_whether_to_sample(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("narrow", [{"top_k": 1}, {"top_p": 1e-6}])
-def test_a_law_of_one_token_is_greedy(engine: Engine, narrow: dict) -> None:
+def test_a_distribution_of_one_token_is_greedy(engine: Engine, narrow: dict) -> None:
     assert ours(engine, do_sample=True, seed=3, max_new_tokens=15, **narrow) == EXPECTED[:15]
 
 

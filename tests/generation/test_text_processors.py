@@ -1,4 +1,4 @@
-"""Logits processors that look at the text: the text is the one that ``model.generate`` gives with them."""
+"""Logits processors that read the tokens so far: the output is that of ``model.generate`` with them."""
 
 from functools import cache, partial
 from typing import Any
@@ -25,7 +25,7 @@ SMALL = {"gamma": 3, "tree": "best-first:3,2", "budget": 24, "chunk": 4, "recent
 
 
 class EvenAfterOdd(LogitsProcessor):
-    """One of a user's own: an even token may not follow an even one, and long texts prefer low tokens."""
+    """A user's own: an even token may not follow an even one, and long texts prefer low tokens."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         places = torch.arange(scores.shape[1])
@@ -78,11 +78,11 @@ def expected(prompt: list[int], **options: Any) -> list[int]:
     return out[0].tolist()
 
 
-WAYS = [(1, "alone"), *((levels, draft) for levels in (2, 3) for draft in ("draft", "lookup", "own"))]
-ways = pytest.mark.parametrize(("levels", "draft"), WAYS)
+HIERARCHIES = [(1, "alone"), *((levels, draft) for levels in (2, 3) for draft in ("draft", "lookup", "own"))]
+hierarchies = pytest.mark.parametrize(("levels", "draft"), HIERARCHIES)
 
 
-@ways
+@hierarchies
 @pytest.mark.parametrize("name", OPTIONS)
 def test_greedy_text_is_that_of_transformers(name: str, levels: int, draft: str) -> None:
     options, prompt = OPTIONS[name], prompt_of(41, VOCABULARY)
@@ -93,7 +93,7 @@ def test_greedy_text_is_that_of_transformers(name: str, levels: int, draft: str)
     assert made.sequences[0].tolist() == right
 
 
-@ways
+@hierarchies
 @pytest.mark.parametrize("length", range(1, 10))
 def test_short_prompts(length: int, levels: int, draft: str) -> None:
     prompt, options = prompt_of(length, VOCABULARY), OPTIONS["several"]
@@ -101,9 +101,9 @@ def test_short_prompts(length: int, levels: int, draft: str) -> None:
     assert made.sequences[0].tolist() == expected(prompt, **options)
 
 
-@ways
+@hierarchies
 @pytest.mark.parametrize("name", ["several", "prefix_allowed_tokens_fn"])
-def test_rows_of_a_batch_are_those_alone(name: str, levels: int, draft: str) -> None:
+def test_sequences_of_a_batch_are_those_alone(name: str, levels: int, draft: str) -> None:
     options, prompts = OPTIONS[name], [prompt_of(length, VOCABULARY) for length in (30, 30, 30)]
     prompts[1][0] += 1
     prompts[2] = prompts[2][::-1]
@@ -111,7 +111,7 @@ def test_rows_of_a_batch_are_those_alone(name: str, levels: int, draft: str) -> 
     assert made.sequences.tolist() == [expected(prompt, **options) for prompt in prompts]
 
 
-# Each with its own trees: of a draft model, by lookup, and through level 1.
+# Trees of a draft model, of prompt lookup, and through level 1.
 BOUND = (RepetitionPenaltyLogitsProcessor(1.8), Drift())
 SAMPLED = {
     "plain": Case(1, 3, 3, processors=BOUND),
@@ -130,17 +130,17 @@ def test_sampled_text_follows_the_processed_distribution(name: str) -> None:
     assert case.distance(case.generations(batch=1)) < NOISE
 
 
-@ways
+@hierarchies
 def test_a_grammar_is_not_asked_about_what_it_forbids(levels: int, draft: str) -> None:
-    """Proposals may break the rules; a function that knows lawful texts alone must not be shown them."""
+    """Proposals may break a grammar; its function must not be called with a text that does."""
     prompt = prompt_of(41, VOCABULARY)
 
-    def lawful(row: int, sent: torch.Tensor) -> list[int]:
+    def allowed(row: int, sent: torch.Tensor) -> list[int]:
         new = sent.tolist()[len(prompt) :]
         assert all(token in (n + 1, n + 2) for n, token in enumerate(new)), new
         return [len(new) + 1, len(new) + 2]
 
-    options = {"prefix_allowed_tokens_fn": lawful}
+    options = {"prefix_allowed_tokens_fn": allowed}
     made = engine(levels, draft).generate(prompt, do_sample=False, max_new_tokens=NEW, **options)
     assert made.sequences[0].tolist() == expected(prompt, **options)
     drawn = engine(levels, draft).generate(prompt, do_sample=True, max_new_tokens=NEW, seed=0, **options)

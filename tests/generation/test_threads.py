@@ -31,7 +31,7 @@ def is_as_it_was(model: Any = TARGET) -> bool:
 
 
 @pytest.mark.parametrize("case", ["one engine", "siblings", "engines", "draft and target"])
-def test_threads_get_the_texts_they_asked_for(case: str) -> None:
+def test_threads_get_their_own_texts(case: str) -> None:
     engines = {
         "one engine": lambda own: [own] * 3,
         "siblings": lambda own: [own, own.with_options(levels=1), own.with_options(levels=2)],
@@ -60,8 +60,8 @@ def test_threads_get_the_texts_they_asked_for(case: str) -> None:
     assert is_as_it_was(DRAFT)
 
 
-def test_transformers_own_generate_runs_beside() -> None:
-    """It never sees our attention: at every moment of ours, the user's model decodes as it always did."""
+def test_transformers_own_generate_runs_at_the_same_time() -> None:
+    """During our generation the user's model has its own attention and decodes as before."""
     engine = fresh()
     theirs: list[list[int]] = []
 
@@ -139,7 +139,7 @@ CALLBACKS: dict[str, Callable[[Callable[[], None]], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("what", ["generate", "close", "memory_plan"])
 @pytest.mark.parametrize("name", CALLBACKS)
-def test_an_engine_called_from_its_own_callback_says_so(name: str, what: str) -> None:
+def test_an_engine_called_from_its_own_callback_raises(name: str, what: str) -> None:
     engine = fresh()
     inner = {
         "generate": lambda: engine.with_options(levels=1).generate(PROMPT, max_new_tokens=2),

@@ -1,4 +1,4 @@
-"""A meter decodes the target's text behind any place of a prompt that is fed once."""
+"""A meter decodes the target's own tokens after any position of a text that is prefilled once."""
 
 from typing import Any
 
@@ -25,9 +25,9 @@ def config_of(engine: Engine, **changes: Any) -> HierarchyConfig:
     return engine.with_options(**changes).hierarchy.config
 
 
-def test_a_meter_decodes_behind_any_place_of_one_text(engine: Engine, ids: list[int]) -> None:
+def test_a_meter_decodes_after_any_position_of_one_text(engine: Engine, ids: list[int]) -> None:
     meter = meter_of(engine, ids)
-    rows = meter._store.kv[:, :, :, :, : CONTEXT - 1].clone()
+    slots = meter._store.kv[:, :, :, :, : CONTEXT - 1].clone()
     for place, change in zip(PLACES, CHANGES, strict=True):
         sample = meter.run(config_of(engine, **change), place, 0.0, 9, 0)
         assert isinstance(sample, Sample)
@@ -36,7 +36,7 @@ def test_a_meter_decodes_behind_any_place_of_one_text(engine: Engine, ids: list[
         assert sample.alone_ms > 0
         expected = engine.generate(ids[:place], max_new_tokens=9, do_sample=False, eos_token_id=None)
         assert sample.tokens[:9] == expected.sequences[0, place:].tolist()
-        assert meter._store.kv[:, :, :, :, : CONTEXT - 1].equal(rows)
+        assert meter._store.kv[:, :, :, :, : CONTEXT - 1].equal(slots)
     sampled = meter.run(config_of(engine, levels=3), CONTEXT - 60, 0.7, 9, 1)
     assert len(sampled.tokens) >= 9
     assert sampled.draft_length.keys() == {"acceptance", "tokens_per_round"}

@@ -1,4 +1,4 @@
-"""The search for the fastest settings, on landscapes that are known, and the space that it searches."""
+"""The search for the fastest settings, with known times, and the space that it searches."""
 
 from dataclasses import replace
 from typing import Any
@@ -10,7 +10,7 @@ from triforce_tree.config import HierarchyConfig
 from triforce_tree.tune.search import OutOfTime, Space, relevant, search
 
 
-def test_descent_finds_the_best_of_a_known_landscape() -> None:
+def test_descent_finds_the_fastest_of_known_settings() -> None:
     asked = []
 
     def judge(options: dict[str, Any], against: dict[str, Any] | None) -> float:
@@ -22,17 +22,17 @@ def test_descent_finds_the_best_of_a_known_landscape() -> None:
     best = {"levels": 3, "tree": "chain:2", "gamma": 2}
     assert search(judge, [start], FEW, lambda options: True) == ([best], True)
     assert search(judge, [start], FEW, lambda options: False) == ([start], True)
-    # gamma means nothing to two levels.
+    # gamma does not apply to two levels.
     found, finished = search(judge, [start, two], FEW, lambda options: True)
     assert finished
     assert found == [best, two | {"tree": "chain:2"}]
     slow = two | {"tree": "best-first:3,2", "gamma": 60}
     assert search(judge, [best, slow], FEW, lambda options: True)[0] == [best, slow]
-    # Of equally many levels the fastest start is followed alone.
+    # With as many levels only the fastest starting point is searched from.
     assert search(judge, [slow | {"levels": 3}, best, two], FEW, lambda options: False)[0] == [best, two]
 
 
-def test_a_search_that_is_cut_short_keeps_its_best() -> None:
+def test_an_interrupted_search_keeps_its_best() -> None:
     def judge(options: dict[str, Any], against: dict[str, Any] | None) -> float:
         if options["gamma"] == 2:
             raise OutOfTime
@@ -46,7 +46,7 @@ def test_a_search_that_is_cut_short_keeps_its_best() -> None:
         search(judge, [never], FEW[1:], lambda options: True)
 
 
-def test_less_than_noise_is_no_gain() -> None:
+def test_a_gain_within_noise_is_ignored() -> None:
     start = {"levels": 3, "gamma": 4}
     found, _ = search(lambda o, _: 10 - 0.01 * o["gamma"], [start], FEW[1:], lambda options: True)
     assert found == [start]
@@ -67,6 +67,7 @@ def test_the_space_fits_machine_pair_and_context() -> None:
     assert sum(tree.startswith("static:") for tree in trees) == 2
     assert long.coordinates([0.6667, 0.1667, 0.1667])  # rounded shares
     host = Space(HierarchyConfig(), 2048, gpu=False, draft=False, fixed=frozenset({"gamma"}))
+    assert all("tree" not in start for start in host.starts())
     assert {c.name for c in host.coordinates()}.isdisjoint({"tree", "retrieval_weight_bits", "gamma"})
     carried = replace(long, start=HierarchyConfig.from_options(window=9)).complete(
         {"levels": 2, "tree": "chain:2", "gamma": 3, "lookup": 8}

@@ -1,4 +1,4 @@
-"""The tuner: which settings it chooses, and what becomes of its time and its measurements."""
+"""The tuner: the settings that it chooses, its time limit and its measurements."""
 
 import time
 from pathlib import Path
@@ -17,7 +17,7 @@ from triforce_tree.tune.plan import Watch
 from triforce_tree.tune.tuner import Tuner
 
 
-def test_entries_say_what_was_measured(engine: Engine, ids: list[int], tmp_path: Path) -> None:
+def test_entries_hold_what_was_measured(engine: Engine, ids: list[int], tmp_path: Path) -> None:
     records = Records(tmp_path / "m.jsonl", {})
     tuner = Tuner(engine, ids, plan(places=1), records)
     found: list[Entry] = []
@@ -78,10 +78,10 @@ def test_a_cache_in_host_memory_is_refused(engine: Engine, ids: list[int]) -> No
         Tuner(engine.with_options(offload=True), ids, plan(), Records(None, {}))
 
 
-def test_time_that_one_entry_leaves_goes_to_the_others(
+def test_time_that_one_entry_does_not_need_goes_to_the_others(
     engine: Engine, ids: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first search has too little time in its share, and comes to its end after the second one."""
+    """The first search has too little time in its share, and is completed after the second one."""
     now = 0.0
     monkeypatch.setattr(time, "perf_counter", lambda: now)
     monkeypatch.setattr(Tuner, "_acceptance", lambda self: {})
@@ -117,24 +117,24 @@ def test_without_time_the_first_cell_has_its_two_measurements(engine: Engine, id
     assert len(records.all) == 2
 
 
-def test_low_memory_is_a_result_and_no_end(
+def test_short_memory_is_a_result_and_does_not_end_the_search(
     engine: Engine, ids: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Meter.run
 
     def short_of_memory(self: Meter, config: HierarchyConfig, *more: Any) -> Sample:
         if config.levels == 3:
-            raise torch.OutOfMemoryError("no room")
+            raise torch.OutOfMemoryError("no memory left")
         return run(self, config, *more)
 
     monkeypatch.setattr(Meter, "run", short_of_memory)
     records = Records(None, {})
     [found] = Tuner(engine, ids, plan(temperatures=[0.0]), records).entries(lambda each: None)
     assert found.options["levels"] in (1, 2)
-    assert any("no room" in r.get("error", "") for r in records.all)
+    assert any("no memory left" in r.get("error", "") for r in records.all)
 
 
-def test_a_busier_machine_is_no_slower_setting(
+def test_a_change_of_load_is_corrected_for(
     engine: Engine, ids: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loads = iter([1.0, 1.05, 2.0])

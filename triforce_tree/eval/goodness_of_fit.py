@@ -62,8 +62,8 @@ def shift(counts: Counter[int], probs: Tensor, draft: Tensor) -> tuple[float, fl
 def shift_p(parts: Sequence[tuple[float, float]]) -> float:
     """An upper bound of the two-sided p-value of a sum of shifts.
 
-    Bennett's inequality: unlike a normal approximation it holds for any number of draws, also where nearly all
-    weights are equal.
+    Bennett's inequality: unlike a normal approximation it holds for any number of draws, also where nearly
+    all weights are equal.
     """
     total, variance = (sum(column) for column in zip(*parts, strict=True))
     if variance < 1e-12:
