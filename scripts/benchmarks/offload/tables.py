@@ -38,8 +38,8 @@ ATTENDED: Columns = {
 }  # fmt: skip
 LEVELS: Columns = {
     "model, context, cap": "{model}, {context:,}, {gpu_memory_cap_gib:g} GiB{attention}",
-    "T": "{temperature:g}", "rounds a pass": "{rounds_per_pass:.1f}", "grow, ms": "?{stages[grow]:.2f}",
-    "choose, ms": "?{stages[choose]:.2f}", "level 2, ms": "?{stages[full]:.2f}",
+    "T": "{temperature:g}", "rounds a pass": "{rounds_per_pass:.1f}", "grow, ms": "?{stages[draft]:.2f}",
+    "choose, ms": "?{stages[retrieval_refresh]:.2f}", "level 2, ms": "?{stages[target]:.2f}",
     "of it on the bus": "?{on_bus:pct}", "retrieval accepts": "?{acceptance[retrieval]:.2f}",
     "target accepts": "?{acceptance[target]:.2f}", "greedy tokens compared": "?{exact[compared]}",
     "partings": "?{exact[partings]}",
@@ -73,8 +73,8 @@ _RESIDENT_NOTE = (
     "together. {hardware}, bus {bus[in]:.1f} GB/s, torch {versions[torch]}, {date}. "
 )
 VIEWS: Columns = {
-    "chosen chunks of level 1": "{level_1}", "a pass that chooses anew, ms": "{stage_ms[choose]:.2f}",
-    "one that does not, ms": "{stage_ms[middle]:.2f}",
+    "chosen chunks of level 1": "{level_1}", "a pass that chooses anew, ms": "{stage_ms[retrieval_refresh]:.2f}",
+    "one that does not, ms": "{stage_ms[retrieval]:.2f}",
 }  # fmt: skip
 _VIEW_NOTE = (
     "{shapes[0]} inflated, {rows[0][context]:,} tokens, budget {options[budget]:,}, chunk {options[chunk]}, "

@@ -68,8 +68,8 @@ ABLATIONS: Columns = {
     "changed": lambda row: setting(row["setting"]), "ms/token": "{ms_per_token:.2f}",
     "speed-up": "?{speedup:.2f}x", "tokens a pass": "{tokens_per_pass:.2f}",
     "retrieval accepts": "?{acceptance[retrieval]:.2f}", "target accepts": "?{acceptance[target]:.2f}",
-    "rounds": "{rounds_per_pass:.2f}", "level 0, ms a pass": "?{spent[grow]:.2f}",
-    "level 1": "{spent[middle]:.2f}", "level 2": "?{spent[full]:.2f}",
+    "rounds": "{rounds_per_pass:.2f}", "level 0, ms a pass": "?{spent[draft]:.2f}",
+    "level 1": "{spent[retrieval]:.2f}", "level 2": "?{spent[target]:.2f}",
 }  # fmt: skip
 
 
