@@ -70,8 +70,8 @@ def test_streamed_weights_are_counted_on_the_bus(
 def test_attention_on_the_cpu_stands_beside_both_baselines(
     script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bits, session = script("checks.offload_bits"), script("benchmarks.offload.session")
-    for module in (bits, session):
+    bits, run = script("checks.offload_bits"), script("benchmarks.offload.run")
+    for module in (bits, run):
         monkeypatch.setattr(module, "host_rate", lambda *_: HostRate(((1, 20e9), (48, 10e9))))
     assert bits.main(["--tiny", "--part", "attention"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -116,20 +116,3 @@ def test_a_projection_stretches_each_time_by_what_it_waits_for(script: Any) -> N
     # A second on the bus becomes two; what is beside it takes four times as long.
     assert made["ms_per_token"] == pytest.approx((2000 + 4 * 100) / 20)
     assert made["baseline_ms_per_token"] == pytest.approx(2000 + 4 * 10)
-
-
-def test_many_resident_pieces(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    measure, tables = script("benchmarks.offload.resident"), script("benchmarks.offload.tables")
-    file = tmp_path / tables.RESIDENT
-    monkeypatch.setattr(measure, "_PASSES", 2)
-    measure.main(["--tiny", "--out", str(file)])
-    result = json.loads(file.read_text())
-    assert result["same_bits"]
-    assert [(row["share"], row["together"]) for row in result["rows"]] == [
-        (share, together) for share in measure.SHARES for together in (1, 8)
-    ]
-    assert all(row["plain_ms"] > 0 and row["verify_ms"] > 0 for row in result["rows"])
-    assert result["rows"][0]["bus_ms"] > result["rows"][-1]["bus_ms"]
-    lines = tables.resident(result).splitlines()
-    assert [line[:7] for line in lines[2:5]] == ["| 50 % ", "| 80 % ", "| 95 % "]
-    assert "up to 8 pieces together" in lines[-1]

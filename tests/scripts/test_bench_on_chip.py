@@ -35,7 +35,7 @@ def book(script: Any, folder: Path, **options: Any) -> Any:
         "seed": 0,
         "engine": "e",
     }
-    rows = script("benchmarks.on_chip.rows").rows
+    rows = script("benchmarks.on_chip.run").rows
     return script("benchmarks.common.results").ResultsFile(
         folder / "test.json", "7b", settings, rows, ["linear"]
     )
@@ -105,7 +105,7 @@ def test_settings_from_the_command_line(script: Any) -> None:
     command = script("benchmarks.on_chip.run")
     words = ["--part", "ablations-7b", "--only", "tree", "--set", "gamma=8", "rounds=none", "tree=chain:4"]
     args = command.parser().parse_args(words)
-    [(name, plan)] = command.plans(args)
+    [(name, plan)] = script("benchmarks.common.session").plans(args, command.PARTS)
     assert name == "ablations-7b"
     assert [plan.options[k] for k in ("gamma", "rounds", "tree")] == [8, None, "chain:4"]
     assert {k for change in plan.ablations for k in change} == {"tree"}
@@ -114,12 +114,12 @@ def test_settings_from_the_command_line(script: Any) -> None:
         config = HierarchyConfig.from_options(**(command.DEFAULTS | change))
         shape = device_tree_shape(parse_shape(config.tree))
         assert shape.widths, change
-    for part in command.PARTS.values():
-        assert part.full.tiny().shape not in ("llama-2-7b", "llama-3.1-8b")
+    for plan in command.PARTS.values():
+        assert plan.tiny().shape not in ("llama-2-7b", "llama-3.1-8b")
 
 
 def test_no_step_begins_that_would_not_end(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    deadline = script("benchmarks.common.deadline")
+    deadline = script("benchmarks.common.session")
     now = [0.0]
     monkeypatch.setattr(deadline.time, "perf_counter", lambda: now[0])
     done = []

@@ -34,15 +34,14 @@ _C_COMMENT = re.compile(rb"/\*.*?\*/|//[^\n]*", re.DOTALL)
 
 @cache
 def digest(area: str) -> str:
-    """Of an area's code as it stands in this tree.
+    """Of an area's code as it is in this tree.
 
     Raises:
         ValueError: a pattern of the area matches no file any more.
     """
     begin: set[Path] = set()
     for pattern in AREAS[area]:
-        matching = set((ROOT / PACKAGE).glob(pattern))
-        if not matching:
+        if not (matching := set((ROOT / PACKAGE).glob(pattern))):
             raise ValueError(
                 f"area {area!r}: no file matches {pattern!r}; mend AREAS in {Path(__file__).name}"
             )
@@ -57,11 +56,7 @@ def digests(areas: Iterable[str]) -> dict[str, str]:
 
 
 def state(code: Mapping[str, str] | None) -> str | None:
-    """What is to be said of figures that were measured on this code; None where it is today's.
-
-    Args:
-        code: digest by area; None where they were not kept yet.
-    """
+    """What a caption says of figures measured on this code, digests by area; None where it is today's."""
     if code is None:
         return "no digest of the code under it was kept"
     # An area that is no longer known has changed as well.
@@ -70,7 +65,7 @@ def state(code: Mapping[str, str] | None) -> str | None:
 
 
 def mark(runs: Mapping[str, Mapping[str, Any]]) -> str:
-    """`` (measured at commit X; code under it has changed since)`` behind a caption, or nothing.
+    """`` (measured at commit X; code under it has changed since)`` for the end of a caption, or nothing.
 
     Args:
         runs: headers with ``commit`` and ``code``, by the name of the part; "" where there is one run.
@@ -79,12 +74,12 @@ def mark(runs: Mapping[str, Mapping[str, Any]]) -> str:
     for name, run in runs.items():
         if (what := state(run["code"])) is not None:
             found.setdefault(what, {}).setdefault(run["commit"], []).append(name)
-    told = []
+    said = []
     for what, commits in found.items():
         one = len(commits) == len(found) == 1
         places = [commit if one else f"{commit} ({', '.join(names)})" for commit, names in commits.items()]
-        told.append(f"measured at commit{'s' * (len(places) > 1)} {', '.join(places)}; {what}")
-    return f" ({'; '.join(told)})" if told else ""
+        said.append(f"measured at commit{'s' * (len(places) > 1)} {', '.join(places)}; {what}")
+    return f" ({'; '.join(said)})" if said else ""
 
 
 def _reached(begin: set[Path]) -> set[Path]:
