@@ -10,13 +10,41 @@ from collections.abc import Sequence
 
 from scripts.benchmarks.attention import tables as attention
 from scripts.benchmarks.common.code_digest import ROOT, mark
-from scripts.benchmarks.common.markdown import Record, Table, not_measured
+from scripts.benchmarks.common.markdown import (
+    Columns,
+    Record,
+    Table,
+    cell,
+    file_note,
+    not_measured,
+    rows_of,
+    table,
+)
 from scripts.benchmarks.cpu import tables as cpu
 from scripts.benchmarks.linear import tables as linear
 from scripts.benchmarks.offload import tables as offload
 from scripts.benchmarks.on_chip import tables as on_chip
 
 RESULTS = ROOT / "docs" / "results"
+# The table on README's first screen: (part, batch, context) in the order of the lines; then parts offloaded.
+_FRONT = (("7b", 1, 122_880), ("8b", 1, 122_880), ("batch", 6, 19_456))
+_OFFLOADED = {
+    "7b": "cache on the host",
+    "host-attention": "the same with attention on the CPU",
+    "13b": "weights and cache on the host",
+}
+FRONT: Columns = {
+    "model": "{shape}", "prompt": "{where}", "T": "{temperature:g}", "ms/token": "**{ms_per_token:.1f}**",
+    # With attention on the CPU, ordinary decoding with it too.
+    "ordinary decoding, same kernels": "{plain_ms:,.1f}", "speed-up": "**{gain:.1f}x**",
+    "repeated 8-grams": "{repeated_8grams:pct}",
+}  # fmt: skip
+_FRONT_NOTE = (
+    "One {hardware}, bf16, 256 new tokens, real texts, medians over prompts, decode only. "
+    '"Inflated": all layers of these models in shape and bytes, with the function of the embedded pair. '
+    "Details, other baselines and files: [docs/benchmarks.md](docs/benchmarks.md), "
+    "[docs/offloading.md](docs/offloading.md). "
+)
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end table -->)", re.DOTALL)
 
 
@@ -27,7 +55,30 @@ def held(file: str) -> Record | None:
 
 
 def front(content: Record) -> str | None:
-    return on_chip.front(content, held(offload.FILE) or {"rows": [], "parts": {}}, offload.FILE)
+    """What three levels bring on one GPU, from two results files."""
+    rows, other = [], held(offload.FILE) or {"rows": [], "parts": {}}
+    for part, batch, context in _FRONT:
+        where = f"{batch} x {context:,} tokens" if batch > 1 else f"{context:,} tokens"
+        found = [r for r in rows_of(content, part) if (r["batch"], r["context"]) == (batch, context)]
+        rows += [r | {"where": where} for r in sorted(found, key=lambda r: r["temperature"])]
+    for part, what in _OFFLOADED.items():
+        for r in rows_of(other, part):
+            where = f"{r['context']:,} tokens, {what}, {r['gpu_memory_cap_gib']:g} GiB of GPU"
+            rows.append(r | {"where": where})
+    if not rows:
+        return None
+    for r in rows:
+        r["plain_ms"] = r.get("attended_baseline_ms_per_token", r["baseline_ms_per_token"])
+        r["gain"] = r.get("speedup_to_fastest_baseline", r["speedup"])
+    notes = [
+        file_note(file, {part: held["parts"][part] for part in parts if part in held["parts"]}).rstrip()
+        for file, held, parts in (
+            (on_chip.FILE, content, on_chip.HEADLINES),
+            (offload.FILE, other, _OFFLOADED),
+        )
+    ]
+    note = cell(_FRONT_NOTE, content["parts"]["7b"]) + " ".join(notes)
+    return table(FRONT, rows, left=2) + f"\n{note}\n"
 
 
 TABLES = {

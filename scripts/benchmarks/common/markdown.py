@@ -46,8 +46,9 @@ def grid(headings: Sequence[str], lines: Sequence[Sequence[str]], left: int = 1)
 
 
 def table(columns: Columns, rows: Sequence[Record], left: int = 1) -> str:
-    """A line for each row."""
-    return grid(list(columns), [[cell(template, row) for template in columns.values()] for row in rows], left)
+    """A line for each row. Two headings may be the same but for spaces at the end."""
+    lines = [[cell(template, row) for template in columns.values()] for row in rows]
+    return grid([heading.strip() for heading in columns], lines, left)
 
 
 def listing(columns: Columns, rows: Rows, caption: Caption | None = None) -> Callable[[Record], str | None]:

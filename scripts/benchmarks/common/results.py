@@ -1,5 +1,4 @@
-"""Results files: where they come from, the statistics they keep, and single measurements that a run goes on
-from.
+"""Results files: where they come from, the statistics they keep, and measurements to resume from.
 
 A file in docs/results holds rows: medians, their 20th and 80th percentile and counts. The measurements that
 rows are made of lie beside it, one JSON line each in FILE.PART.jsonl, which git ignores.
@@ -159,6 +158,7 @@ def _row(
     part: str, header: Record, cell: list[Record], samples: list[Record], against: Sequence[str]
 ) -> Record:
     first, times = cell[0], [s["ms_per_token"] for s in cell]
+    fifths = statistics.quantiles(times, n=5, method="inclusive") if len(times) > 1 else times
     beside = {m: b for m in METHODS if (b := _baseline(samples, m, first)) is not None}
     known = {m: beside[m]["ms_per_token"] for m in against if m in beside}
     best = min(known, key=lambda method: known[method], default=None)
@@ -169,8 +169,8 @@ def _row(
         **{k: first[k] for k in CELL},
         "prompts": len(cell),
         "ms_per_token": rounded(ms),
-        "ms_per_token_p20": rounded(percentile(times, 0.2)),
-        "ms_per_token_p80": rounded(percentile(times, 0.8)),
+        "ms_per_token_p20": rounded(fifths[0]),
+        "ms_per_token_p80": rounded(fifths[-1]),
         "baseline": best,
         "baseline_ms_per_token": known[best] if best else None,
         "speedup": rounded(known[best] / ms) if best else None,
@@ -214,14 +214,6 @@ def _summary(name: str, values: Sequence[Any]) -> Any:
     if not isinstance(known[0], int | float):
         return known[0]
     return rounded(max(known) if name.startswith(("peak", "capture")) else statistics.median(known))
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """Between the two nearest values, in proportion."""
-    ordered, at = sorted(values), share * (len(values) - 1)
-    low = int(at)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (at - low) * (ordered[high] - ordered[low])
 
 
 def rounded(value: float | None) -> float | None:

@@ -21,8 +21,8 @@ from scripts.benchmarks.common.command import TINY_SHAPES, device_of, parser, re
 from scripts.benchmarks.common.engine import Prompts, Run
 from scripts.benchmarks.common.results import STREAMED, Record, ResultsFile, settings_of
 from scripts.benchmarks.common.session import Deadline, measure_part, print_rows
-from scripts.benchmarks.offload.rows import rows as rows_of_one
 from scripts.benchmarks.offload.run import PARTS, OffloadSession
+from scripts.benchmarks.offload.run import rows as rows_of_one
 from scripts.benchmarks.offload.tables import PARALLEL
 from triforce_tree.runtime import distributed
 

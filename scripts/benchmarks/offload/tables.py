@@ -15,7 +15,6 @@ from scripts.benchmarks.common.markdown import (
     made_on,
     origin,
     rows_of,
-    table,
 )
 
 FILE, PARALLEL = "offload_h200.json", "offload_parallel_h200.json"
@@ -66,8 +65,7 @@ PARALLEL_SPEED: Columns = {
     "tokens a pass": "{tokens_per_pass:.1f}", "repeated 8-grams": "{repeated_8grams:pct}",
     "greedy tokens compared": "?{exact[compared]}", "partings": "?{exact[partings]}",
 }  # fmt: skip
-# Two headings are the same but for a space.
-RESIDENT_PASSES = {
+RESIDENT_PASSES: Columns = {
     "of the rows on the device": "{share:pct}", "on the bus, ms": "{bus_ms:.0f}",
     "one row: a piece a call": "{alone[plain_ms]:.0f}", "pieces together": "**{plain_ms:.0f}**",
     "a chain: a piece a call": "{alone[verify_ms]:.0f}", "pieces together ": "**{verify_ms:.0f}**",
@@ -159,29 +157,34 @@ def memory(content: Record) -> str | None:
     return grid(heads, lines)
 
 
-def prefill(content: Record) -> str | None:
+def _prefill_rows(content: Record) -> list[Record]:
     """Prefill of the same prompts, with the cache on the device and offloaded."""
     together = rows_of(content, "prefill")
-    rows = together or [r for r in rows_of(content, *_HEADLINES) if "on_chip_prefill_seconds" in r]
-    if not rows:
-        return None
-    near = "" if together else f"On the device: `docs/results/{rows[0]['on_chip_prefill_file']}`. "
-    return table(PREFILL, rows) + f"\n{near}Offloaded: " + _origin(content, rows)
+    return together or [r for r in rows_of(content, *_HEADLINES) if "on_chip_prefill_seconds" in r]
+
+
+def _prefill_note(content: Record, rows: list[Record]) -> str:
+    file = rows[0].get("on_chip_prefill_file")
+    return (
+        (f"On the device: `docs/results/{file}`. " if file else "") + "Offloaded: " + _origin(content, rows)
+    )
 
 
 def _projections(content: Record) -> list[Record]:
     return [r for r in _rows(content) if "projection" in r and r["gpu_memory_cap_gib"] <= 24]
 
 
-def resident(content: Record) -> str:
+def _resident_rows(content: Record) -> list[Record]:
     """Passes with pieces on the device one by one, and together."""
     rows: dict[float, Record] = {}
     for row in sorted(content["rows"], key=lambda row: row["together"]):
         rows[row["share"]] = row | {"alone": rows.get(row["share"])}
-    lines = [[cell(template, row) for template in RESIDENT_PASSES.values()] for row in rows.values()]
-    note = cell(_RESIDENT_NOTE, {**content, "most": max(row["together"] for row in content["rows"])})
-    heads = [heading.strip() for heading in RESIDENT_PASSES]
-    return grid(heads, lines) + f"\n{note}{_script('bench_resident.py')}" + file_note(RESIDENT, {"": content})
+    return list(rows.values())
+
+
+def _resident_note(content: Record, rows: list[Record]) -> str:
+    note = cell(_RESIDENT_NOTE, {**content, "most": max(row["together"] for row in rows)})
+    return note + _script("bench_resident.py") + file_note(RESIDENT, {"": content})
 
 
 def _script(name: str) -> str:
@@ -197,7 +200,7 @@ def _in(name: str) -> Rows:
     return lambda content: list(content[name])
 
 
-levels = listing(LEVELS, _rows)
+levels, prefill = listing(LEVELS, _rows), listing(PREFILL, _prefill_rows, _prefill_note)
 _OFFLOAD = {
     "headline": ("7b", headline),
     "memory": ("7b", memory),
@@ -207,6 +210,7 @@ _OFFLOAD = {
 }
 COMMAND = "python -m scripts.benchmarks offload --part"
 PARALLEL_COMMAND = "torchrun --nproc-per-node 2 -m scripts.benchmarks parallel"
+resident = listing(RESIDENT_PASSES, _resident_rows, _resident_note)
 parallel = listing(PARALLEL_SPEED, _in("rows"), partial(origin, file=PARALLEL, measured=_links))
 view_or_copy = listing(VIEWS, _in("rows"), _view_note)
 tuned = listing(TUNING, _in("entries"), lambda c, _: f"{c['target']}. {made_on(c, TUNED)}")

@@ -1,19 +1,8 @@
-"""Tables of README.md and docs/benchmarks.md from docs/results/on_chip_h200.json."""
+"""Tables of docs/benchmarks.md from docs/results/on_chip_h200.json."""
 
 from functools import partial
 
-from scripts.benchmarks.common.markdown import (
-    Columns,
-    Record,
-    Rows,
-    Table,
-    cell,
-    file_note,
-    listing,
-    origin,
-    rows_of,
-    table,
-)
+from scripts.benchmarks.common.markdown import Columns, Record, Rows, Table, listing, origin, rows_of
 from scripts.benchmarks.common.results import PLAIN
 
 FILE = "on_chip_h200.json"
@@ -69,12 +58,6 @@ ABLATIONS: Columns = {
     "retrieval accepts": "?{acceptance[retrieval]:.2f}", "target accepts": "?{acceptance[target]:.2f}",
     "rounds": "{rounds_per_pass:.2f}", "level 0, ms a pass": "?{spent[draft]:.2f}",
     "level 1": "{spent[retrieval]:.2f}", "level 2": "?{spent[target]:.2f}",
-}  # fmt: skip
-FRONT: Columns = {
-    "model": "{shape}", "prompt": "{where}", "T": "{temperature:g}", "ms/token": "**{ms_per_token:.1f}**",
-    # With attention on the CPU, ordinary decoding with it too.
-    "ordinary decoding, same kernels": "{plain_ms:,.1f}", "speed-up": "**{gain:.1f}x**",
-    "repeated 8-grams": "{repeated_8grams:pct}",
 }  # fmt: skip
 
 
@@ -154,41 +137,3 @@ _MAKERS = {
 }
 COMMAND = "python -m scripts.benchmarks on_chip --part"
 TABLES = {f"on_chip_{name}": Table(FILE, make, f"{COMMAND} {part}") for name, (part, make) in _MAKERS.items()}
-
-# The table on README's first screen: (part, batch, context) in the order of the lines; then parts offloaded.
-_FRONT = (("7b", 1, 122_880), ("8b", 1, 122_880), ("batch", 6, 19_456))
-_OFFLOADED = {
-    "7b": "cache on the host",
-    "host-attention": "the same with attention on the CPU",
-    "13b": "weights and cache on the host",
-}
-_FRONT_NOTE = (
-    "One {hardware}, bf16, 256 new tokens, real texts, medians over prompts, decode only. "
-    '"Inflated": all layers of these models in shape and bytes, with the function of the embedded pair. '
-    "Details, other baselines and files: [docs/benchmarks.md](docs/benchmarks.md), "
-    "[docs/offloading.md](docs/offloading.md). "
-)
-
-
-def front(content: Record, offload: Record, offload_file: str) -> str | None:
-    """What three levels bring on one GPU, from two results files."""
-    rows = []
-    for part, batch, context in _FRONT:
-        where = f"{batch} x {context:,} tokens" if batch > 1 else f"{context:,} tokens"
-        found = [r for r in rows_of(content, part) if (r["batch"], r["context"]) == (batch, context)]
-        rows += [r | {"where": where} for r in sorted(found, key=lambda r: r["temperature"])]
-    for part, what in _OFFLOADED.items():
-        for r in rows_of(offload, part):
-            where = f"{r['context']:,} tokens, {what}, {r['gpu_memory_cap_gib']:g} GiB of GPU"
-            rows.append(r | {"where": where})
-    if not rows:
-        return None
-    for r in rows:
-        r["plain_ms"] = r.get("attended_baseline_ms_per_token", r["baseline_ms_per_token"])
-        r["gain"] = r.get("speedup_to_fastest_baseline", r["speedup"])
-    notes = [
-        file_note(file, {part: held["parts"][part] for part in parts if part in held["parts"]}).rstrip()
-        for file, held, parts in ((FILE, content, HEADLINES), (offload_file, offload, _OFFLOADED))
-    ]
-    note = cell(_FRONT_NOTE, content["parts"]["7b"]) + " ".join(notes)
-    return table(FRONT, rows, left=2) + f"\n{note}\n"
