@@ -118,6 +118,24 @@ def test_settings_from_the_command_line(script: Any) -> None:
         assert plan.tiny().shape not in ("llama-2-7b", "llama-3.1-8b")
 
 
+def test_parts_list_each_measurement_once(script: Any) -> None:
+    parts = script("benchmarks.on_chip.run").PARTS
+    for name, plan in parts.items():
+        keys = [key for step in plan.steps() for key in step.keys]
+        assert len({json.dumps(key) for key in keys}) == len(keys), name
+    first = [key for step in parts["7b"].steps() for key in step.keys if key["prompt"] == "prompt 1"]
+    assert [(key["method"], key["temperature"]) for key in first] == [
+        ("triforce", 0.0), ("triforce", 0.6), ("triforce", 1.0), ("transformers-static", 0.0)
+    ]  # fmt: skip
+    for step in parts["lengths"].steps():
+        for key in step.keys:
+            assert key["start"] == key["context"] <= step.context
+            assert key["setting"].get("budget", 8192) <= key["context"] / 4
+    assert {key["start"] for step in parts["ablations-7b"].steps() for key in step.keys} == {
+        122_880 - 2048 * i for i in range(4)
+    }
+
+
 def test_no_step_begins_that_would_not_end(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     deadline = script("benchmarks.common.session")
     now = [0.0]
