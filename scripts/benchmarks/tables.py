@@ -16,9 +16,9 @@ from scripts.benchmarks.common.markdown import (
     Table,
     cell,
     file_note,
+    listing,
     not_measured,
     rows_of,
-    table,
 )
 from scripts.benchmarks.cpu import tables as cpu
 from scripts.benchmarks.linear import tables as linear
@@ -45,6 +45,7 @@ _FRONT_NOTE = (
     "Details, other baselines and files: [docs/benchmarks.md](docs/benchmarks.md), "
     "[docs/offloading.md](docs/offloading.md). "
 )
+NOTHING: Record = {"rows": [], "parts": {}}
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end table -->)", re.DOTALL)
 
 
@@ -54,33 +55,33 @@ def held(file: str) -> Record | None:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
-def front(content: Record) -> str | None:
+def front_rows(content: Record) -> list[Record]:
     """What three levels bring on one GPU, from two results files."""
-    rows, other = [], held(offload.FILE) or {"rows": [], "parts": {}}
+    rows = []
     for part, batch, context in _FRONT:
         where = f"{batch} x {context:,} tokens" if batch > 1 else f"{context:,} tokens"
         found = [r for r in rows_of(content, part) if (r["batch"], r["context"]) == (batch, context)]
         rows += [r | {"where": where} for r in sorted(found, key=lambda r: r["temperature"])]
     for part, what in _OFFLOADED.items():
-        for r in rows_of(other, part):
+        for r in rows_of(held(offload.FILE) or NOTHING, part):
             where = f"{r['context']:,} tokens, {what}, {r['gpu_memory_cap_gib']:g} GiB of GPU"
             rows.append(r | {"where": where})
-    if not rows:
-        return None
     for r in rows:
         r["plain_ms"] = r.get("attended_baseline_ms_per_token", r["baseline_ms_per_token"])
         r["gain"] = r.get("speedup_to_fastest_baseline", r["speedup"])
-    notes = [
-        file_note(file, {part: held["parts"][part] for part in parts if part in held["parts"]}).rstrip()
-        for file, held, parts in (
-            (on_chip.FILE, content, on_chip.HEADLINES),
-            (offload.FILE, other, _OFFLOADED),
-        )
-    ]
-    note = cell(_FRONT_NOTE, content["parts"]["7b"]) + " ".join(notes)
-    return table(FRONT, rows, left=2) + f"\n{note}\n"
+    return rows
 
 
+def front_note(content: Record, rows: list[Record]) -> str:
+    note = cell(_FRONT_NOTE, content["parts"]["7b"])
+    files = {on_chip.FILE: (content, on_chip.HEADLINES)}
+    files |= {offload.FILE: (held(offload.FILE) or NOTHING, tuple(_OFFLOADED))}
+    for file, (found, names) in files.items():
+        note += file_note(file, {name: found["parts"][name] for name in names if name in found["parts"]})
+    return note.replace(".\n", ". ", 1)
+
+
+front = listing(FRONT, front_rows, front_note, left=2)
 TABLES = {
     "front": Table(on_chip.FILE, front, f"{on_chip.COMMAND} 7b"),
     **on_chip.TABLES, **offload.TABLES, **attention.TABLES, **linear.TABLES, **cpu.TABLES,

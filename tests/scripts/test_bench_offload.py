@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from triforce_tree.planning.memory_map import HostRate
 
@@ -118,3 +119,25 @@ def test_a_projection_stretches_each_time_by_what_it_waits_for(script: Any) -> N
     # A second on the bus becomes two; what is beside it takes four times as long.
     assert made["ms_per_token"] == pytest.approx((2000 + 4 * 100) / 20)
     assert made["baseline_ms_per_token"] == pytest.approx(2000 + 4 * 10)
+
+
+def test_out_of_memory_takes_a_smaller_plan_and_goes_on(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, tables = script("benchmarks.offload.run"), script("benchmarks.offload.tables")
+    feed, fed = run.Bench.feed, []
+
+    def feed_short_of_memory(bench: Any, prompts: Any) -> bool:
+        fed.append(bench.offloaded.host.resident_bytes)
+        if len(fed) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return bool(feed(bench, prompts))
+
+    monkeypatch.setattr(run.Bench, "feed", feed_short_of_memory)
+    run.main(["--tiny", "--out", str(tmp_path), "--temperatures", "0", "--prompts", "1", "--part", "7b"])
+    result = json.loads((tmp_path / tables.FILE).read_text())
+    assert [row["part"] for row in result["rows"]] == ["7b"]
+    assert len(fed) == 2
+    assert fed[1] < fed[0]
+    [note] = result["parts"]["7b"]["notes"]
+    assert note.startswith("out of memory: ")

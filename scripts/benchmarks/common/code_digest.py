@@ -8,7 +8,7 @@ without their comments. Nothing of the package is imported, git is not asked, an
 import ast
 import hashlib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -95,11 +95,9 @@ def _reached(begin: set[Path]) -> set[Path]:
 
 @cache
 def _imports(path: Path) -> tuple[Path, ...]:
-    return tuple(_imported(ast.parse(path.read_bytes()))) if path.suffix == ".py" else ()
-
-
-def _imported(tree: ast.Module) -> Iterator[Path]:
-    for node in ast.walk(tree):
+    """What a Python file imports of the package."""
+    found: list[Path] = []
+    for node in ast.walk(ast.parse(path.read_bytes())) if path.suffix == ".py" else ():
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
             node.body = []
         names: list[str] = []
@@ -108,11 +106,11 @@ def _imported(tree: ast.Module) -> Iterator[Path]:
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
             # What is imported from a package may be a module of it.
             names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-        for name in names:
-            # The package's own names are brought together for users; no module of it depends on them.
-            if name.startswith(f"{PACKAGE}."):
-                place = ROOT.joinpath(*name.split("."))
-                yield from (p for p in (place.with_suffix(".py"), place / "__init__.py") if p.is_file())
+        # The package itself gathers names for users; no module of it depends on them.
+        for name in (name for name in names if name.startswith(f"{PACKAGE}.")):
+            place = ROOT.joinpath(*name.split("."))
+            found += [p for p in (place.with_suffix(".py"), place / "__init__.py") if p.is_file()]
+    return tuple(found)
 
 
 @cache
@@ -127,12 +125,12 @@ def code_alone(name: str, source: bytes) -> bytes:
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            node.body = [part for part in node.body if not _stands_alone(part)]
+            # A string alone is a docstring, or describes the attribute before it.
+            node.body = [part for part in node.body if not _is_string(part)]
     return _written(tree).encode()
 
 
-def _stands_alone(node: ast.stmt) -> bool:
-    """A string that is a docstring, or one behind an attribute."""
+def _is_string(node: ast.stmt) -> bool:
     value = node.value if isinstance(node, ast.Expr) else None
     return isinstance(value, ast.Constant) and isinstance(value.value, str)
 

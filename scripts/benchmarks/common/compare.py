@@ -58,6 +58,7 @@ def _gap(bench: Bench, heads: Prompts, b: int, ours: int) -> dict[str, float]:
     return {"gap": float(single[-1].max() - single[-1, ours]), "noise": noise}
 
 
+@torch.no_grad()
 def last_logits(bench: Bench, texts: Prompts, width: int) -> Tensor:
     """``[B, width, V]`` in fp32 at the last ``width`` tokens of each text, in one forward.
 

@@ -51,14 +51,15 @@ def table(columns: Columns, rows: Sequence[Record], left: int = 1) -> str:
     return grid([heading.strip() for heading in columns], lines, left)
 
 
-def listing(columns: Columns, rows: Rows, caption: Caption | None = None) -> Callable[[Record], str | None]:
+def listing(
+    columns: Columns, rows: Rows, caption: Caption | None = None, left: int = 1
+) -> Callable[[Record], str | None]:
     """Makes a table of a results file's content; None where it has no such rows."""
 
     def make(content: Record) -> str | None:
-        found = rows(content)
-        if not found:
+        if not (found := rows(content)):
             return None
-        return table(columns, found) + (f"\n{caption(content, found)}" if caption else "")
+        return table(columns, found, left) + (f"\n{caption(content, found)}" if caption else "")
 
     return make
 
