@@ -17,14 +17,13 @@ from scripts.benchmarks.registry import BENCHMARKS
 def main(words: list[str]) -> int:
     if not words or words[0] in ("list", "-h", "--help"):
         print(__doc__)
-        width = max(map(len, BENCHMARKS))
-        for name, benchmark in BENCHMARKS.items():
-            print(f"{name:{width}}  {benchmark.about}")
+        for name, (_, about) in BENCHMARKS.items():
+            print(f"{name:{max(map(len, BENCHMARKS))}}  {about}")
         return 0
     if words[0] not in BENCHMARKS:
         print(f"unknown benchmark {words[0]!r}; known: {', '.join(BENCHMARKS)}", file=sys.stderr)
         return 2
-    module = importlib.import_module(f"scripts.{BENCHMARKS[words[0]].module}")
+    module = importlib.import_module(f"scripts.{BENCHMARKS[words[0]][0]}")
     return int(module.main(words[1:]) or 0)
 
 

@@ -1,4 +1,4 @@
-"""Pictures of docs/benchmarks.md and docs/kernel.md from the results files; needs matplotlib."""
+"""Plots of docs/benchmarks.md and docs/kernel.md from the results files; needs matplotlib."""
 
 import json
 from collections.abc import Callable
@@ -17,13 +17,13 @@ import matplotlib.pyplot as plt
 
 
 def draw(folder: Path) -> list[Path]:
-    """Pictures of what has been measured; the paths written."""
+    """Plots of what has been measured; the paths written."""
     made = []
-    for name, (file, make) in PICTURES.items():
-        if not (folder / file).exists():
-            continue
-        figure = make(json.loads((folder / file).read_text(encoding="utf-8")))
-        if figure is not None:
+    for name, (file, rows, size, plot) in PLOTS.items():
+        found = rows(json.loads((folder / file).read_text("utf-8"))) if (folder / file).exists() else []
+        if found:
+            figure, axis = plt.subplots(figsize=(size[0], size[1] + size[2] * len(found)))
+            plot(axis, found)
             figure.tight_layout()
             figure.savefig(folder / f"{name}.png", dpi=120)
             plt.close(figure)
@@ -31,97 +31,74 @@ def draw(folder: Path) -> list[Path]:
     return made
 
 
-def lengths(content: Record) -> Any:
+def lengths(axis: Any, rows: list[Record]) -> None:
     """Speed-up over the length of the prompt."""
-    found = sorted(rows_of(content, "lengths"), key=lambda r: r["context"])
-    if not found:
-        return None
-    figure, axis = plt.subplots(figsize=(7, 4))
-    for temperature in sorted({r["temperature"] for r in found}):
-        mine = [r for r in found if r["temperature"] == temperature and r["speedup"]]
+    for temperature in sorted({r["temperature"] for r in rows}):
+        mine = [r for r in rows if r["temperature"] == temperature and r["speedup"]]
         places, gains = [r["context"] for r in mine], [r["speedup"] for r in mine]
         axis.plot(places, gains, "o-", label=f"T={temperature:g}")
     axis.set_xscale("log", base=2)
-    ticks = sorted({r["context"] for r in found})
+    ticks = sorted({r["context"] for r in rows})
     axis.set_xticks(ticks, [f"{n / 1024:g}K" for n in ticks], fontsize=7)
     axis.axhline(1, color="grey", linewidth=0.8)
     axis.set_ylim(bottom=0)
-    axis.set_xlabel("prompt, tokens")
-    axis.set_ylabel("speed-up over plain decoding")
-    axis.set_title(f"{found[0]['shape']}, batch 1")
+    axis.set(xlabel="prompt, tokens", ylabel="speed-up over plain decoding")
+    axis.set_title(f"{rows[0]['shape']}, batch 1")
     axis.legend()
-    return figure
 
 
-def levels(content: Record) -> Any:
+def levels(axis: Any, rows: list[Record]) -> None:
     """A bar a pass: time in each level, its roof in the darker part of it."""
-    found = rows_of(content, *HEADLINES)
-    if not found:
-        return None
-    figure, axis = plt.subplots(figsize=(9, 0.5 * len(found) + 2))
-    for at, row in enumerate(found):
+    for at, row in enumerate(rows):
         left = 0.0
-        for index, name in enumerate(STAGES):
-            stage = row["stages"].get(name)
-            if stage is None:
-                continue
+        for index, name in ((i, n) for i, n in enumerate(STAGES) if n in row["stages"]):
+            stage = row["stages"][name]
             took, roof = stage["runs"] * stage["ms"], stage["runs"] * stage["roof_ms"]
             label = STAGES[name] if at == 0 else None
             axis.barh(at, took, 0.7, left=left, color=f"C{index}", alpha=0.45, label=label)
             axis.barh(at, roof, 0.7, left=left, color=f"C{index}")
             left += took
-        if (rest := row["pass_ms"] - left) > 0:
-            axis.barh(at, rest, 0.7, left=left, color="lightgrey")
-    names = [f"{r['shape']}\n{r['batch']} x {r['context']:,}, T={r['temperature']:g}" for r in found]
-    axis.set_yticks(range(len(found)), names, fontsize=7)
+        axis.barh(at, max(0.0, row["pass_ms"] - left), 0.7, left=left, color="lightgrey")
+    names = [f"{r['shape']}\n{r['batch']} x {r['context']:,}, T={r['temperature']:g}" for r in rows]
+    axis.set_yticks(range(len(rows)), names, fontsize=7)
     axis.invert_yaxis()
     axis.set_xlabel("ms of a pass; full colour: the roof of each part; grey: the host")
     axis.legend(fontsize=7)
-    return figure
 
 
-def ablations(content: Record) -> Any:
+def ablations(axis: Any, rows: list[Record]) -> None:
     """Speed-up of each change of one setting."""
-    parts = [rows for p in ("ablations-7b", "ablations-8b") if (rows := rows_of(content, p))]
-    if not parts:
-        return None
-    size = (6 * len(parts), 0.28 * max(map(len, parts)) + 1.5)
-    figure, axes = plt.subplots(1, len(parts), figsize=size, squeeze=False)
-    for axis, rows in zip(axes[0], parts, strict=True):
-        colours = ["C1" if not r["setting"] else "C0" for r in rows]
-        axis.barh(range(len(rows)), [r["speedup"] or 0.0 for r in rows], color=colours)
-        axis.set_yticks(range(len(rows)), [setting(r["setting"]) for r in rows], fontsize=7)
-        axis.invert_yaxis()
-        axis.set_xlabel("speed-up over plain decoding")
-        axis.set_title(rows[0]["shape"], fontsize=9)
-    return figure
+    colours = ["C1" if not r["setting"] else "C0" for r in rows]
+    axis.barh(range(len(rows)), [r["speedup"] or 0.0 for r in rows], color=colours)
+    axis.set_yticks(range(len(rows)), [setting(r["setting"]) for r in rows], fontsize=7)
+    axis.invert_yaxis()
+    axis.set_xlabel("speed-up over plain decoding")
+    axis.set_title(rows[0]["shape"], fontsize=9)
 
 
-def tree_attention(content: Record) -> Any:
+def tree_attention(axis: Any, rows: list[Record]) -> None:
     """Percent of the roof, ours beside the peers."""
-    rows = content["rows"]
     names = ["ours", *(name for name in attention.SHORT if any(name in row["peers"] for row in rows))]
-    figure, axis = plt.subplots(figsize=(11, 4.5))
     width = 0.8 / len(names)
     for index, name in enumerate(names):
         took = [row["ours_us"] if name == "ours" else row["peers"].get(name) for row in rows]
         known = [at for at, us in enumerate(took) if us is not None]
         heights = [100 * rows[at]["roof_us"] / took[at] for at in known]
         axis.bar([at + index * width for at in known], heights, width, label=name)
-    labels = [
-        f"{r['hq']}/{r['hkv']}\nL={r['l']}\nT={r['t']}" + (f" x{r['batch']}" if r["batch"] > 1 else "")
-        for r in rows
-    ]
+    batches = [f" x{r['batch']}" if r["batch"] > 1 else "" for r in rows]
+    labels = [f"{r['hq']}/{r['hkv']}\nL={r['l']}\nT={r['t']}{b}" for r, b in zip(rows, batches, strict=True)]
     axis.set_xticks([i + 0.4 - width / 2 for i in range(len(rows))], labels, fontsize=8)
     axis.set_ylabel("percent of the roof")
     axis.set_title("Tree attention, one layer, bf16, head_dim 128, one H200")
     axis.legend(fontsize=7)
-    return figure
 
 
-PICTURES: dict[str, tuple[str, Callable[[Record], Any]]] = {
-    "on_chip_lengths": (FILE, lengths),
-    "on_chip_levels": (FILE, levels),
-    "on_chip_ablations": (FILE, ablations),
-    "tree_attention_h200": (attention.FILE, tree_attention),
-}
+# Name -> results file, its rows, inches (width, height, height for each row), plot.
+PLOTS: dict[str, tuple[str, Callable[[Record], list[Record]], tuple[float, float, float], Any]] = {
+    "on_chip_lengths": (
+        FILE, lambda c: sorted(rows_of(c, "lengths"), key=lambda r: r["context"]), (7, 4, 0), lengths
+    ),
+    "on_chip_levels": (FILE, lambda c: rows_of(c, *HEADLINES), (9, 2, 0.5), levels),
+    "on_chip_ablations": (FILE, lambda c: rows_of(c, "ablations-7b"), (6, 1.5, 0.28), ablations),
+    "tree_attention_h200": (attention.FILE, lambda c: c["rows"], (11, 4.5, 0), tree_attention),
+}  # fmt: skip

@@ -1,29 +1,19 @@
 """All benchmarks by name."""
 
-from typing import NamedTuple
-
-
-class Benchmark(NamedTuple):
-    """A module below ``scripts`` with ``main(words)``, and what it measures."""
-
-    module: str
-    about: str
-
-
-_LISTED = {
-    "tables": ("tables", "no benchmark: writes the tables of README.md and docs/"),
-    "on_chip": ("on_chip.run", "decoding on one GPU, 122,880 tokens: docs/benchmarks.md"),
-    "offload": ("offload.run", "decoding with the cache in host memory: docs/offloading.md"),
-    "parallel": ("offload.parallel", "the same on several cards, under torchrun"),
-    "resident": ("offload.resident", "level 2's passes when much of the cache is on the GPU"),
-    "view_or_copy": ("offload.view_or_copy", "level 1 on a view of the cache, or on copies"),
-    "tree_attention": ("attention.run", "tree attention beside its peers; --check: the gate alone"),
-    "tiles": ("attention.tiles", "what the tiles of other GPUs cost on this one"),
-    "linear": ("linear.run", "few-row linear layers: check, tune, compare; --quick: check"),
-    "host_attention": ("cpu.host_attention", "attention on the CPU, alone and beside the bus"),
-    "cpu": ("cpu.speed", "the embedded pair on a CPU beside transformers: README.md"),
-}
-BENCHMARKS = {name: Benchmark(f"benchmarks.{module}", about) for name, (module, about) in _LISTED.items()} | {
-    "pair": Benchmark("train_pair.evaluate", "what the embedded pair can do: needles, loss, overlaps"),
-    "kernels_by_arch": Benchmark("checks.kernels_by_arch", "compiles every kernel for GPUs not at hand"),
+# Name -> module below ``scripts`` with ``main(words)``, and what it measures.
+BENCHMARKS = {
+    "tables": ("benchmarks.tables", "no benchmark: writes the tables of README.md and docs/"),
+    "on_chip": ("benchmarks.on_chip.run", "decoding on one GPU, 122,880 tokens: docs/benchmarks.md"),
+    "offload": ("benchmarks.offload.run", "decoding with the cache in host memory: docs/offloading.md"),
+    "parallel": ("benchmarks.offload.parallel", "the same on several cards, under torchrun"),
+    "tree_attention": (
+        "benchmarks.attention.run",
+        "tree attention beside its peers; --check: the gate",
+    ),
+    "tiles": ("benchmarks.attention.tiles", "what the tiles of other GPUs cost on this one"),
+    "linear": ("benchmarks.linear.run", "few-row linear layers: check, tune, compare; --quick: check"),
+    "host_attention": ("benchmarks.cpu.host_attention", "attention on the CPU, alone and beside the bus"),
+    "cpu": ("benchmarks.cpu.speed", "the embedded pair on a CPU beside transformers: README.md"),
+    "pair": ("train_pair.evaluate", "what the embedded pair can do: needles, loss, overlaps"),
+    "kernels_by_arch": ("checks.kernels_by_arch", "compiles every kernel for GPUs not at hand"),
 }

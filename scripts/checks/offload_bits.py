@@ -17,10 +17,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from scripts.benchmarks.common.command import device_of, dtype_of, parser, shapes_of
+from scripts.benchmarks.common.compare import last_logits
+from scripts.benchmarks.common.engine import Bench
 from scripts.benchmarks.common.texts import Library
-from scripts.benchmarks.offload.engine import LastRows, OffloadBench, bus_gbps, peak_gib
+from scripts.benchmarks.common.timing import bus_gbps, timed
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.eval.results import hardware
 from triforce_tree.kv.offload.host_store import Offload
@@ -32,6 +35,8 @@ from triforce_tree.runtime.executor import free_memory
 _START = time.perf_counter()
 # One level: plain decoding alone.
 _PLAIN = HierarchyConfig.from_options(levels=1, offload=True)
+# Last tokens whose logits are compared between caches.
+_COMPARED = 9
 
 
 def say(name: str, **facts: Any) -> None:
@@ -50,10 +55,20 @@ class Subject:
             bus_gbps=self.bus,
             threads=torch.get_num_threads(),
         )
-        self.bench = OffloadBench(*shapes_of(shape, args.tiny), device, dtype_of(device), None, args.seed)
+        self.bench = Bench(*shapes_of(shape, args.tiny), device, dtype_of(device), args.seed)
         self.prompt = Library(self.bench.tokenizer, context).prompt(0, context).tokens
         self.split = Offload(0, 1 << 18 if args.tiny else 64 << 20, 3)
-        say("models", peak_gib=peak_gib(device))
+        say("models", peak_gib=self.bench.peak_gib())
+
+    def logits(self, tokens: int, chunk: int, split: Offload | None) -> Tensor:
+        """``[T, V]`` at the last of the first ``tokens``; without a split the cache is on the device."""
+        prompt, options = self.prompt[:tokens], {"offload": split is not None, "prefill_chunk": chunk}
+        config = HierarchyConfig.from_options(levels=1, **options)
+        self.bench.open(config, 1, tokens + 64, (), split)
+        self.bench.feed([prompt[: 1 - _COMPARED]])
+        logits = last_logits(self.bench, [prompt], _COMPARED)[0]
+        self.bench.close()
+        return logits
 
     def close(self) -> None:
         self.bench.close()
@@ -68,17 +83,14 @@ def weights(args: argparse.Namespace, device: torch.device) -> bool:
     found = []
     for streamed in (False, True):
         if streamed:
-            bench.timed("stream", bench.stream)
-            say("streamed", seconds=bench.seconds["stream"], gib=bench.weights_on_host / GIB)
-        rows = LastRows(bench, own.prompt, context // 3)
-        logits = [rows.offloaded(own.split) for _ in range(2)]
-        del rows
-        bench.open(_PLAIN, context + new, own.split)
-        bench.feed(own.prompt)
-        bench.decode(0.0, own.prompt, 2)
-        run = bench.decode(0.0, own.prompt, new)
-        say("plain", streamed=streamed, prefill=bench.seconds["prefill"], **run.as_dict())
-        found.append((logits, run.tokens))
+            _, seconds = timed(device, bench.stream)
+            say("streamed", seconds=seconds, gib=bench.weights_on_host / GIB)
+        logits = [own.logits(context, context // 3, own.split) for _ in range(2)]
+        bench.open(_PLAIN, 1, context + new, offload=own.split)
+        bench.feed([own.prompt])
+        run = bench.decode(0.0, [own.prompt], new)
+        say("plain", streamed=streamed, prefill=bench.prefill_seconds, **run.as_dict())
+        found.append((logits, run.texts))
         bench.close()
     [[first, *others], tokens], [streamed_logits, streamed_tokens] = found
     identical = all(torch.equal(first, logits) for logits in (*others, *streamed_logits))
@@ -96,30 +108,29 @@ def attention(args: argparse.Namespace, device: torch.device) -> bool:
     bench, target = own.bench, own.bench.target
     rate = host_rate(target.heads, target.dtype, device)
     say("rate", cpu_gbps={queries: bytes_a_second / 1e9 for queries, bytes_a_second in rate.points})
-    rows = LastRows(bench, own.prompt[: context // 4], context // 8)
-    alone, on_chip = rows.offloaded(own.split), rows.on_chip()
+    size = context // 4, context // 8
+    alone, on_chip = own.logits(*size, own.split), own.logits(*size, None)
     noise, spread = float((alone - on_chip).abs().max()), float(alone.std())
     right = True
     for share in (0.5, 1.0):
-        first, again = (rows.offloaded(replace(own.split, host_share=share)) for _ in range(2))
+        first, again = (own.logits(*size, replace(own.split, host_share=share)) for _ in range(2))
         off, same = float((first - alone).abs().max()), torch.equal(first, again)
         say("logits", share=share, off=off, off_on_chip=noise, spread=spread, repeated=same)
         right &= off <= max(4 * noise, 0.05 * spread) and same
-    del rows
 
     share = FarRows(1, 0, 1e9 * own.bus["in"], rate).share(1) or 0.5
-    bench.open(_PLAIN, context + 2 * new, replace(own.split, plain_host_share=share))
-    bench.feed(own.prompt)
-    say("prefill", seconds=bench.seconds)
+    bench.open(_PLAIN, 1, context + 2 * new, offload=replace(own.split, plain_host_share=share))
+    bench.feed([own.prompt])
+    say("prefill", seconds=bench.prefill_seconds)
     runs = []
     for name in ("streamed", "attended", "streamed"):
         with bench.streaming_alone() if name == "streamed" else nullcontext():
-            bench.decode(0.0, own.prompt, 2)
-            runs.append(bench.decode(0.0, own.prompt, new))
+            bench.decode(0.0, [own.prompt], 2)
+            runs.append(bench.decode(0.0, [own.prompt], new))
         say(name, share=0.0 if name == "streamed" else share, **runs[-1].as_dict())
     streamed, attended, _ = runs
     gain = streamed.ms_per_token / attended.ms_per_token
-    say("sum", gain=gain, expected=1 / (1 - share), same_tokens=streamed.tokens == attended.tokens)
+    say("sum", gain=gain, expected=1 / (1 - share), same_tokens=streamed.texts == attended.texts)
     own.close()
     return right
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from triforce_tree.planning.memory_map import HostRate
 
@@ -18,10 +19,11 @@ COLUMNS = {
 
 
 def test_parts_are_measured_once_and_fill_the_tables(
-    script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["--tiny", "--out", str(tmp_path), "--prompts", "1", "--part", "resident", "prefill"]
-    measure, tables = script("benchmarks.offload.run").main, script("benchmarks.offload.tables")
+    run, tables = script("benchmarks.offload.run"), script("benchmarks.offload.tables")
+    measure = run.main
     measure(words)
     capsys.readouterr()
     file = tmp_path / tables.FILE
@@ -36,6 +38,7 @@ def test_parts_are_measured_once_and_fill_the_tables(
         feeding["prefill_seconds"] / feeding["on_chip_prefill_seconds"], rel=1e-2
     )
     kept = (tmp_path / "offload_h200.resident.jsonl").read_text()
+    monkeypatch.setattr(run, "Bench", None)  # what lacks nothing loads no models
     measure(words)
     assert (tmp_path / "offload_h200.resident.jsonl").read_text() == kept, "nothing is measured twice"
     assert json.loads(file.read_text())["rows"] == first["rows"]
@@ -70,8 +73,8 @@ def test_streamed_weights_are_counted_on_the_bus(
 def test_attention_on_the_cpu_stands_beside_both_baselines(
     script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bits, session = script("checks.offload_bits"), script("benchmarks.offload.session")
-    for module in (bits, session):
+    bits, run = script("checks.offload_bits"), script("benchmarks.offload.run")
+    for module in (bits, run):
         monkeypatch.setattr(module, "host_rate", lambda *_: HostRate(((1, 20e9), (48, 10e9))))
     assert bits.main(["--tiny", "--part", "attention"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -112,24 +115,29 @@ def test_a_projection_stretches_each_time_by_what_it_waits_for(script: Any) -> N
     row = {"streamed_gib": 50e9 / 2**30, "tokens_per_pass": 20.0}
     row |= {"pass_ms": 1100.0, "baseline_ms_per_token": 1010.0}
     card = {"name": "half the bus, a quarter of the memory", "bus_gbps": 25.0, "read_gbps": 1000.0}
-    made = script("benchmarks.offload.rows").projection(row, 50.0, 4000.0, card)
+    made = script("benchmarks.offload.run").projection(row, 50.0, 4000.0, card)
     # A second on the bus becomes two; what is beside it takes four times as long.
     assert made["ms_per_token"] == pytest.approx((2000 + 4 * 100) / 20)
     assert made["baseline_ms_per_token"] == pytest.approx(2000 + 4 * 10)
 
 
-def test_many_resident_pieces(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    measure, tables = script("benchmarks.offload.resident"), script("benchmarks.offload.tables")
-    file = tmp_path / tables.RESIDENT
-    monkeypatch.setattr(measure, "_PASSES", 2)
-    measure.main(["--tiny", "--out", str(file)])
-    result = json.loads(file.read_text())
-    assert result["same_bits"]
-    assert [(row["share"], row["together"]) for row in result["rows"]] == [
-        (share, together) for share in measure.SHARES for together in (1, 8)
-    ]
-    assert all(row["plain_ms"] > 0 and row["verify_ms"] > 0 for row in result["rows"])
-    assert result["rows"][0]["bus_ms"] > result["rows"][-1]["bus_ms"]
-    lines = tables.resident(result).splitlines()
-    assert [line[:7] for line in lines[2:5]] == ["| 50 % ", "| 80 % ", "| 95 % "]
-    assert "up to 8 pieces together" in lines[-1]
+def test_out_of_memory_takes_a_smaller_plan_and_goes_on(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, tables = script("benchmarks.offload.run"), script("benchmarks.offload.tables")
+    feed, fed = run.Bench.feed, []
+
+    def feed_short_of_memory(bench: Any, prompts: Any) -> bool:
+        fed.append(bench.offloaded.host.resident_bytes)
+        if len(fed) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return bool(feed(bench, prompts))
+
+    monkeypatch.setattr(run.Bench, "feed", feed_short_of_memory)
+    run.main(["--tiny", "--out", str(tmp_path), "--temperatures", "0", "--prompts", "1", "--part", "7b"])
+    result = json.loads((tmp_path / tables.FILE).read_text())
+    assert [row["part"] for row in result["rows"]] == ["7b"]
+    assert len(fed) == 2
+    assert fed[1] < fed[0]
+    [note] = result["parts"]["7b"]["notes"]
+    assert note.startswith("out of memory: ")

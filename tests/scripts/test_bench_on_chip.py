@@ -35,7 +35,7 @@ def book(script: Any, folder: Path, **options: Any) -> Any:
         "seed": 0,
         "engine": "e",
     }
-    rows = script("benchmarks.on_chip.rows").rows
+    rows = script("benchmarks.on_chip.run").rows
     return script("benchmarks.common.results").ResultsFile(
         folder / "test.json", "7b", settings, rows, ["linear"]
     )
@@ -105,7 +105,7 @@ def test_settings_from_the_command_line(script: Any) -> None:
     command = script("benchmarks.on_chip.run")
     words = ["--part", "ablations-7b", "--only", "tree", "--set", "gamma=8", "rounds=none", "tree=chain:4"]
     args = command.parser().parse_args(words)
-    [(name, plan)] = command.plans(args)
+    [(name, plan)] = script("benchmarks.common.session").plans(args, command.PARTS)
     assert name == "ablations-7b"
     assert [plan.options[k] for k in ("gamma", "rounds", "tree")] == [8, None, "chain:4"]
     assert {k for change in plan.ablations for k in change} == {"tree"}
@@ -114,12 +114,30 @@ def test_settings_from_the_command_line(script: Any) -> None:
         config = HierarchyConfig.from_options(**(command.DEFAULTS | change))
         shape = device_tree_shape(parse_shape(config.tree))
         assert shape.widths, change
-    for part in command.PARTS.values():
-        assert part.full.tiny().shape not in ("llama-2-7b", "llama-3.1-8b")
+    for plan in command.PARTS.values():
+        assert plan.tiny().shape not in ("llama-2-7b", "llama-3.1-8b")
+
+
+def test_parts_list_each_measurement_once(script: Any) -> None:
+    parts = script("benchmarks.on_chip.run").PARTS
+    for name, plan in parts.items():
+        keys = [key for step in plan.steps() for key in step.keys]
+        assert len({json.dumps(key) for key in keys}) == len(keys), name
+    first = [key for step in parts["7b"].steps() for key in step.keys if key["prompt"] == "prompt 1"]
+    assert [(key["method"], key["temperature"]) for key in first] == [
+        ("triforce", 0.0), ("triforce", 0.6), ("triforce", 1.0), ("transformers-static", 0.0)
+    ]  # fmt: skip
+    for step in parts["lengths"].steps():
+        for key in step.keys:
+            assert key["start"] == key["context"] <= step.context
+            assert key["setting"].get("budget", 8192) <= key["context"] / 4
+    assert {key["start"] for step in parts["ablations-7b"].steps() for key in step.keys} == {
+        122_880 - 2048 * i for i in range(4)
+    }
 
 
 def test_no_step_begins_that_would_not_end(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    deadline = script("benchmarks.common.deadline")
+    deadline = script("benchmarks.common.session")
     now = [0.0]
     monkeypatch.setattr(deadline.time, "perf_counter", lambda: now[0])
     done = []

@@ -8,7 +8,7 @@ without their comments. Nothing of the package is imported, git is not asked, an
 import ast
 import hashlib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,15 +34,14 @@ _C_COMMENT = re.compile(rb"/\*.*?\*/|//[^\n]*", re.DOTALL)
 
 @cache
 def digest(area: str) -> str:
-    """Of an area's code as it stands in this tree.
+    """Of an area's code as it is in this tree.
 
     Raises:
         ValueError: a pattern of the area matches no file any more.
     """
     begin: set[Path] = set()
     for pattern in AREAS[area]:
-        matching = set((ROOT / PACKAGE).glob(pattern))
-        if not matching:
+        if not (matching := set((ROOT / PACKAGE).glob(pattern))):
             raise ValueError(
                 f"area {area!r}: no file matches {pattern!r}; mend AREAS in {Path(__file__).name}"
             )
@@ -57,11 +56,7 @@ def digests(areas: Iterable[str]) -> dict[str, str]:
 
 
 def state(code: Mapping[str, str] | None) -> str | None:
-    """What is to be said of figures that were measured on this code; None where it is today's.
-
-    Args:
-        code: digest by area; None where they were not kept yet.
-    """
+    """What a caption says of figures measured on this code, digests by area; None where it is today's."""
     if code is None:
         return "no digest of the code under it was kept"
     # An area that is no longer known has changed as well.
@@ -70,7 +65,7 @@ def state(code: Mapping[str, str] | None) -> str | None:
 
 
 def mark(runs: Mapping[str, Mapping[str, Any]]) -> str:
-    """`` (measured at commit X; code under it has changed since)`` behind a caption, or nothing.
+    """`` (measured at commit X; code under it has changed since)`` for the end of a caption, or nothing.
 
     Args:
         runs: headers with ``commit`` and ``code``, by the name of the part; "" where there is one run.
@@ -79,12 +74,12 @@ def mark(runs: Mapping[str, Mapping[str, Any]]) -> str:
     for name, run in runs.items():
         if (what := state(run["code"])) is not None:
             found.setdefault(what, {}).setdefault(run["commit"], []).append(name)
-    told = []
+    said = []
     for what, commits in found.items():
         one = len(commits) == len(found) == 1
         places = [commit if one else f"{commit} ({', '.join(names)})" for commit, names in commits.items()]
-        told.append(f"measured at commit{'s' * (len(places) > 1)} {', '.join(places)}; {what}")
-    return f" ({'; '.join(told)})" if told else ""
+        said.append(f"measured at commit{'s' * (len(places) > 1)} {', '.join(places)}; {what}")
+    return f" ({'; '.join(said)})" if said else ""
 
 
 def _reached(begin: set[Path]) -> set[Path]:
@@ -100,11 +95,9 @@ def _reached(begin: set[Path]) -> set[Path]:
 
 @cache
 def _imports(path: Path) -> tuple[Path, ...]:
-    return tuple(_imported(ast.parse(path.read_bytes()))) if path.suffix == ".py" else ()
-
-
-def _imported(tree: ast.Module) -> Iterator[Path]:
-    for node in ast.walk(tree):
+    """What a Python file imports of the package."""
+    found: list[Path] = []
+    for node in ast.walk(ast.parse(path.read_bytes())) if path.suffix == ".py" else ():
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
             node.body = []
         names: list[str] = []
@@ -113,11 +106,11 @@ def _imported(tree: ast.Module) -> Iterator[Path]:
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
             # What is imported from a package may be a module of it.
             names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-        for name in names:
-            # The package's own names are brought together for users; no module of it depends on them.
-            if name.startswith(f"{PACKAGE}."):
-                place = ROOT.joinpath(*name.split("."))
-                yield from (p for p in (place.with_suffix(".py"), place / "__init__.py") if p.is_file())
+        # The package itself gathers names for users; no module of it depends on them.
+        for name in (name for name in names if name.startswith(f"{PACKAGE}.")):
+            place = ROOT.joinpath(*name.split("."))
+            found += [p for p in (place.with_suffix(".py"), place / "__init__.py") if p.is_file()]
+    return tuple(found)
 
 
 @cache
@@ -132,12 +125,12 @@ def code_alone(name: str, source: bytes) -> bytes:
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            node.body = [part for part in node.body if not _stands_alone(part)]
+            # A string alone is a docstring, or describes the attribute before it.
+            node.body = [part for part in node.body if not _is_string(part)]
     return _written(tree).encode()
 
 
-def _stands_alone(node: ast.stmt) -> bool:
-    """A string that is a docstring, or one behind an attribute."""
+def _is_string(node: ast.stmt) -> bool:
     value = node.value if isinstance(node, ast.Expr) else None
     return isinstance(value, ast.Constant) and isinstance(value.value, str)
 

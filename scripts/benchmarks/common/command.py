@@ -17,11 +17,7 @@ TINY_SHAPES = {
     "llama-2-13b": "512x7x4/4x128x1152",
 }
 TINY_DRAFT = "256x2x4/4x64x512"
-# A hierarchy for long contexts, as the plan of the memory chooses it, and what is changed for tiny models.
-LONG_OPTIONS: Record = {
-    "levels": 3, "gamma": 40, "tree": "best-first:8,6,4", "budget": 4096, "chunk": 8, "recent": 256,
-    "refresh": 1,
-}  # fmt: skip
+# What is changed in a hierarchy for tiny models.
 TINY_OPTIONS: Record = {
     "gamma": 6, "tree": "best-first:3,2", "budget": 128, "recent": 32, "window": 64,
 }  # fmt: skip
@@ -44,9 +40,7 @@ def parser(name: str, doc: str | None, tiny: bool = True) -> argparse.ArgumentPa
     )
     made.add_argument("--seed", type=int, default=0, help="of all draws, and of the weights without effect")
     if tiny:
-        made.add_argument(
-            "--tiny", "--smoke", action="store_true", help="the same code, tiny, on any machine"
-        )
+        made.add_argument("--tiny", action="store_true", help="the same code, tiny, on any machine")
     return made
 
 

@@ -10,6 +10,9 @@ from scripts.benchmarks.common.code_digest import mark
 Record = dict[str, Any]
 # Heading -> "{ms_per_token:.2f}" over a row, or a function of the row. A leading "?" lets a figure be absent.
 Columns = Mapping[str, str | Callable[[Record], str]]
+# The rows that a table shows of a results file's content, and the caption below them.
+Rows = Callable[[Record], list[Record]]
+Caption = Callable[[Record, list[Record]], str]
 
 
 class _Cells(Formatter):
@@ -43,8 +46,22 @@ def grid(headings: Sequence[str], lines: Sequence[Sequence[str]], left: int = 1)
 
 
 def table(columns: Columns, rows: Sequence[Record], left: int = 1) -> str:
-    """A line for each row."""
-    return grid(list(columns), [[cell(template, row) for template in columns.values()] for row in rows], left)
+    """A line for each row. Two headings may be the same but for spaces at the end."""
+    lines = [[cell(template, row) for template in columns.values()] for row in rows]
+    return grid([heading.strip() for heading in columns], lines, left)
+
+
+def listing(
+    columns: Columns, rows: Rows, caption: Caption | None = None, left: int = 1
+) -> Callable[[Record], str | None]:
+    """Makes a table of a results file's content; None where it has no such rows."""
+
+    def make(content: Record) -> str | None:
+        if not (found := rows(content)):
+            return None
+        return table(columns, found, left) + (f"\n{caption(content, found)}" if caption else "")
+
+    return make
 
 
 def rows_of(content: Record, *parts: str) -> list[Record]:

@@ -1,5 +1,4 @@
-"""Results files: where they come from, the statistics they keep, and single measurements that a run goes on
-from.
+"""Results files: where they come from, the statistics they keep, and measurements to resume from.
 
 A file in docs/results holds rows: medians, their 20th and 80th percentile and counts. The measurements that
 rows are made of lie beside it, one JSON line each in FILE.PART.jsonl, which git ignores.
@@ -18,9 +17,15 @@ from triforce_tree.eval import results
 Record = dict[str, Any]
 
 RESULTS = ROOT / "docs" / "results"
-OURS = "triforce"
-# What a row is about; a measurement has a prompt and a method besides.
+# Methods: our engine, ours without drafts, transformers' static cache, and ours without drafts where the
+# cache is in host memory: all of it streamed, or with attention on the CPU.
+OURS, PLAIN, STATIC = "triforce", "autoregressive", "transformers-static"
+STREAMED, ATTENDED = "streamed autoregressive", "autoregressive with attention on the CPU"
+METHODS = (PLAIN, STATIC, STREAMED, ATTENDED)
+# What a row is about; the key of a measurement holds the rest as well.
 CELL = ("batch", "context", "new_tokens", "temperature", "setting")
+_KEYS = ("method", "prompt", "start", "sources", "exact")
+_PLANNED = ("memory_plan", "options")
 
 
 def header(seed: int, *areas: str) -> Record:
@@ -134,60 +139,81 @@ def having(samples: Iterable[Record], **key: Any) -> list[Record]:
     return [s for s in samples if all(s.get(k) == v for k, v in key.items())]
 
 
-def cells(samples: Iterable[Record]) -> list[list[Record]]:
-    """Our engine's measurements; those that differ in nothing but the prompt stand together."""
+def rows_of_samples(part: str, header: Record, samples: list[Record], against: Sequence[str]) -> list[Record]:
+    """A row for each cell that our engine was measured in.
+
+    It holds medians over prompts of every figure, the largest peak, and the baselines at the same place.
+
+    Args:
+        against: the baselines whose fastest the speed-up refers to.
+    """
+    header["sources"] = list(dict.fromkeys(source for s in samples for source in s["sources"]))
     found: dict[str, list[Record]] = {}
     for sample in having(samples, method=OURS):
         found.setdefault(json.dumps([sample[k] for k in CELL]), []).append(sample)
-    return list(found.values())
+    return [_row(part, header, cell, samples, against) for cell in found.values()]
 
 
-def head(part: str, shape: str, cell: Sequence[Record], baseline: str | None, plain: float | None) -> Record:
-    """What every row begins with: its place, and our median time beside that of the baseline.
-
-    Args:
-        part: of the results file.
-        shape: what the pair is inflated to.
-        cell: our measurements.
-        baseline: its name; None where there is none.
-        plain: the baseline's milliseconds a token.
-    """
+def _row(
+    part: str, header: Record, cell: list[Record], samples: list[Record], against: Sequence[str]
+) -> Record:
     first, times = cell[0], [s["ms_per_token"] for s in cell]
+    fifths = statistics.quantiles(times, n=5, method="inclusive") if len(times) > 1 else times
+    beside = {m: b for m in METHODS if (b := _baseline(samples, m, first)) is not None}
+    known = {m: beside[m]["ms_per_token"] for m in against if m in beside}
+    best = min(known, key=lambda method: known[method], default=None)
     ms = statistics.median(times)
-    return {
+    row: Record = {
         "part": part,
-        "shape": f"{shape} inflated",
+        "shape": f"{header['settings']['shape']} inflated",
         **{k: first[k] for k in CELL},
         "prompts": len(cell),
         "ms_per_token": rounded(ms),
-        "ms_per_token_p20": rounded(percentile(times, 0.2)),
-        "ms_per_token_p80": rounded(percentile(times, 0.8)),
-        "baseline": baseline,
-        "baseline_ms_per_token": rounded(plain),
-        "speedup": None if plain is None else rounded(plain / ms),
-        "roof_ms": rounded(first["roof_ms"]),
+        "ms_per_token_p20": rounded(fifths[0]),
+        "ms_per_token_p80": rounded(fifths[-1]),
+        "baseline": best,
+        "baseline_ms_per_token": known[best] if best else None,
+        "speedup": rounded(known[best] / ms) if best else None,
+        "baselines": beside,
     }
+    figures = {name: _summary(name, [s.get(name) for s in cell]) for name in first}
+    row |= {k: v for k, v in figures.items() if v is not None and k not in (*row, *_KEYS)}
+    place = {k: first[k] for k in ("batch", "context", "temperature", "setting")}
+    checked = [s["exact"] for m in METHODS for s in having(samples, method=m, **place) if "exact" in s]
+    if checked:
+        row["exact"] = {k: sum(e[k] for e in checked) for k, v in checked[0].items() if isinstance(v, int)}
+    return row
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """Between the two nearest values, in proportion."""
-    ordered, at = sorted(values), share * (len(values) - 1)
-    low = int(at)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (at - low) * (ordered[high] - ordered[low])
+def _baseline(samples: list[Record], method: str, place: Record) -> Record | None:
+    """A baseline's medians at the same place; other baselines than ours count at every temperature."""
+    found = [
+        s for s in having(samples, method=method, batch=place["batch"], context=place["context"])
+        if s["setting"].get("cap_gib") == place["setting"].get("cap_gib")
+    ]  # fmt: skip
+    same = having(found, temperature=place["temperature"])
+    chosen = same or (found if method != PLAIN else [])
+    if not chosen:
+        return None
+    figures = ("ms_per_token", "pcie_gbps", "cpu_gbps", "pcie_gbps_by_rank")
+    medians = {k: _summary(k, [s[k] for s in chosen]) for k in figures if chosen[0].get(k) is not None}
+    one = chosen[0]
+    return {**medians, "tokens": one["new_tokens"], "prompts": len(chosen), "temperature": one["temperature"]}
 
 
-def medians(cell: Sequence[Record], keys: Iterable[str]) -> Record:
-    return {k: rounded(statistics.median(s[k] for s in cell)) for k in keys}
-
-
-def medians_by_name(cell: Sequence[Record], key: str) -> Record:
-    """Of a figure that each level has, or not: its median over the measurements that have it."""
-    names = dict.fromkeys(name for s in cell for name, value in s[key].items() if value is not None)
-    return {
-        name: rounded(statistics.median(s[key][name] for s in cell if s[key].get(name) is not None))
-        for name in names
-    }
+def _summary(name: str, values: Sequence[Any]) -> Any:
+    """Medians of numbers, member by member of lists and dictionaries; the largest peak; else the first."""
+    known = [v for v in values if v is not None]
+    if not known or name in _PLANNED:
+        return known[0] if known else None
+    if isinstance(known[0], dict):
+        members = {k: [v[k] for v in known if v.get(k) is not None] for v in known for k in v}
+        return {k: _summary(k, found) for k, found in members.items() if found}
+    if isinstance(known[0], list):
+        return [_summary(name, member) for member in zip(*known, strict=True)]
+    if not isinstance(known[0], int | float):
+        return known[0]
+    return rounded(max(known) if name.startswith(("peak", "capture")) else statistics.median(known))
 
 
 def rounded(value: float | None) -> float | None:

@@ -1,8 +1,8 @@
 """Long real texts that are found on any machine with the usual packages.
 
 None of them is in the corpus of the embedded pair (``scripts/train_pair/sources.toml``): Python's help
-topics, which were held out of it, and docstrings and source code of packages that it does not hold. A source
-that is not installed, or too short, is left out, by its size alone.
+topics, which were held out of it, and docstrings and source code of packages that are not in it. A source
+that is not installed, or too short, is left out.
 """
 
 import ast
@@ -56,7 +56,7 @@ class Prompt:
 
 
 class Library:
-    """The sources that are here.
+    """The sources that are on this machine.
 
     Args:
         tokenizer: of the models.
@@ -82,18 +82,18 @@ class Library:
             self._read(self._waiting.pop(0))
         if not self._texts:
             raise ValueError(f"no text of {self._context} tokens was found; give a shorter context")
-        name, ids = self._texts[number % len(self._texts)]
-        part = number // len(self._texts)
+        part, at = divmod(number, len(self._texts))
+        name, ids = self._texts[at]
         return Prompt(f"{name}, part {part + 1}" if part else name, cut(ids, part * context, context))
 
     def _read(self, source: Source) -> None:
-        whole, size = [], 0
+        found, size = [], 0
         for piece in pieces(source):
-            whole.append(piece)
+            found.append(piece)
             size += len(piece)
             if size > _CHARACTERS * self._context:
                 break
-        ids = text.token_ids(self._tokenizer, "\n\n".join(whole))
+        ids = text.token_ids(self._tokenizer, "\n\n".join(found))
         if len(ids) < self._context:
             self.left_out.append(f"{source.name}: {len(ids)} tokens")
         else:
@@ -138,11 +138,8 @@ def docstrings(code: str) -> str:
         doc = ast.get_docstring(node)
         if doc is None or len(doc) < _LEAST_DOC:
             continue
-        head = f"class {node.name}" if isinstance(node, ast.ClassDef) else f"{node.name}({_arguments(node)})"
+        is_class = isinstance(node, ast.ClassDef)
+        head = f"class {node.name}" if is_class else f"{node.name}({ast.unparse(node.args)})"
         indented = "\n".join(f"   {line}".rstrip() for line in doc.splitlines())
         parts.append(f"{head}\n\n{indented}")
     return "\n\n".join(part for part in parts if part)
-
-
-def _arguments(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
-    return ast.unparse(node.args)

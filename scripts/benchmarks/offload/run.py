@@ -2,87 +2,290 @@
 
 A part goes into docs/results/offload_h200.json, one measurement after the other; what was made with other
 settings or another engine is not continued. Models, prompts and clocks are those of ``on_chip``. The cap is
-that of torch's allocator, and holds for weights, graphs and prefill as well. The baseline is plain decoding
-of this engine, whose cache is streamed too. Whether the bits are right on a machine says
-``scripts.checks.offload_bits``.
+that of torch's allocator, and holds for weights, graphs and prefill as well. The baseline is autoregressive
+decoding of this engine, whose cache is streamed too. ``scripts.checks.offload_bits`` checks the bits.
 """
 
-import json
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from scripts.benchmarks.common.command import device_of, parts_parser, results_folder
-from scripts.benchmarks.common.deadline import Deadline
-from scripts.benchmarks.common.results import ResultsFile, settings_of
-from scripts.benchmarks.offload.rows import FED, FILE, ON_CHIP, rows
-from scripts.benchmarks.offload.session import Plan, Session
+import torch
+
+from scripts.benchmarks.common.command import dtype_of, parts_parser
+from scripts.benchmarks.common.engine import Bench, Prompts, Run
+from scripts.benchmarks.common.results import (
+    ATTENDED,
+    STREAMED,
+    Record,
+    ResultsFile,
+    having,
+    rounded,
+    rows_of_samples,
+)
+from scripts.benchmarks.common.roofs import weight_bytes
+from scripts.benchmarks.common.session import Plan, Session, Step, measure_parts
+from scripts.benchmarks.common.texts import SOURCES, Source
+from scripts.benchmarks.common.timing import bus_gbps, read_bandwidth
+from scripts.benchmarks.offload.tables import FILE
+from triforce_tree.config import HierarchyConfig
+from triforce_tree.kv.offload.host_attention import host_attends
+from triforce_tree.kv.offload.pinned import usable
+from triforce_tree.planning import memory_plan
+from triforce_tree.planning.machine import host_rate
+from triforce_tree.planning.memory_map import GIB, Machine, Sizes
 from triforce_tree.planning.memory_plan import DoesNotFitError, MemoryPlan
 
-
-def headline(session: Session, deadline: Deadline) -> None:
-    """Every temperature beside streamed plain decoding, on one prompt after the other."""
-    plan = session.plan
-    for cap in plan.caps:
-        memory: MemoryPlan | None = None
-        for number in deadline.steps(range(plan.prompts)):
-            if not session.lacking(cap, number):
-                continue
-            try:
-                memory = session.open(cap, session.memory(cap)) if memory is None else memory
-            except DoesNotFitError as error:
-                session.say(str(error))
-                session.file.note(f"cap {cap:g} GiB: {error}")
-                break
-            memory = session.measure(cap, memory, number)
-
-
-def prefills(session: Session, deadline: Deadline) -> None:
-    """The same prompts' prefill with the cache on the device, then offloaded."""
-    plan, bench = session.plan, session.bench
-    [cap] = plan.caps
-    config = session.memory(cap).config
-    shorter = max(plan.context // 16, 2 * config.retrieval.budget + 64)
-    for method in (ON_CHIP, FED):
-        opened = False
-        for number in deadline.steps(range(plan.prompts)):
-            base = session.sample(method, number, 0.0, cap)
-            if session.file.find(method=method, prompt=base["prompt"]) is not None:
-                continue
-            prompt = session.library.prompt(number, plan.context)
-            if not opened and method == ON_CHIP:
-                bench.open(config, plan.context + plan.new_tokens, None, ())
-            elif not opened:
-                session.open(cap, session.memory(cap))
-            opened = True
-            bench.feed(prompt.tokens[:shorter])
-            bench.feed(prompt.tokens)
-            seconds = bench.seconds["prefill"]
-            session.say(f"{method}, {base['prompt']}: {seconds:.2f} s")
-            session.file.add(base | {"sources": [prompt.name], "prefill_seconds": seconds})
+_PACKAGES = tuple(p for source in SOURCES for p in source.packages if not source.code)
+ON_CHIP, FED = "prefill on chip", "prefill offloaded"
+RTX_4090 = {"name": "RTX 4090", "bus_gbps": 25.0, "read_gbps": 1000.0}
+# Of a memory plan.
+_PLANNED = ("split", "device_gib", "host_gib", "pass_weights_gib")
+_ONE_TEXT = (
+    Source("docstrings of all packages", _PACKAGES),
+    Source("source code of transformers", ("transformers",), code=True),
+)
 
 
 @dataclass(frozen=True)
-class Part:
-    """One part: its settings at full size, and the loop."""
+class Offloaded(Plan):
+    """Settings of one part; options that it leaves open are chosen by the memory plan.
 
-    full: Plan
-    loop: Callable[[Session, Deadline], None] = headline
+    Attributes:
+        caps: GiB of device memory, one after the other.
+        resident: share of the cache that stays on the device; None for all that fits under the cap.
+        one_text: prompts are cut from all sources together, since none is long enough.
+        prefills: time the prefill of the same prompts with the cache on the device and offloaded, no more.
+        weights_on_host: the target's weights are streamed too.
+    """
+
+    prompts: int = 3
+    temperatures: tuple[float, ...] = (0.0, 0.6)
+    plain_tokens: int = 6
+    caps: tuple[float, ...] = (24.0,)
+    resident: float | None = None
+    one_text: bool = False
+    prefills: bool = False
+    weights_on_host: bool = False
+
+    def steps(self) -> Iterator[Step]:
+        [(batch, context)] = self.cells
+        methods = [[{"method": method}] for method in (ON_CHIP, FED)] if self.prefills else [[]]
+        for cap in self.caps:
+            for keys in methods:
+                for number in range(self.prompts):
+                    yield self.step(number, batch, context, {"cap_gib": cap}, *keys)
+
+    def tiny(self, **more: Any) -> "Offloaded":
+        small = {"cells": ((1, self.cells[0][1] // 256),), "caps": tuple(cap / 24 for cap in self.caps)}
+        small |= {"prompts": min(2, self.prompts), "new_tokens": 24, "resident": 0.5}
+        made = super().tiny(**small | more)
+        return replace(made, options=made.options | {"chunk": 8})
+
+    def as_dict(self) -> Record:
+        more = {name: getattr(self, name) for name in ("resident", "new_tokens", "weights_on_host")}
+        return super().as_dict() | more
 
 
-_LONG = 122_880
+class OffloadSession(Session):
+    """One cap after the other; a smaller memory plan where the memory does not suffice."""
+
+    def __init__(self, plan: Plan, file: ResultsFile, device: torch.device, seed: int) -> None:
+        # By cap; and the cap under which a program is open, with whether its cache is on the device.
+        self.memories: dict[float, MemoryPlan] = {}
+        self.opened: tuple[float, bool] | None = None
+        super().__init__(plan, file, device, seed)
+
+    @property
+    def sources(self) -> Sequence[Source]:
+        return _ONE_TEXT if self.plan.one_text else SOURCES
+
+    def machine(self) -> Record:
+        bus, read = bus_gbps(self.device), read_bandwidth(self.device)
+        self.say(f"bus {bus}, read {read / 1e12:.2f} TB/s")
+        return {"bus_gbps": bus, "read_gbps": read / 1e9}
+
+    def new_bench(self) -> Bench:
+        plan = self.plan
+        cap = None if plan.prefills or self.device.type != "cuda" else max(plan.caps)
+        dtype = dtype_of(self.device)
+        return Bench(plan.shape, plan.draft_shape, self.device, dtype, self.seed, cap, plan.weights_on_host)
+
+    def plan_memory(self, cap: float) -> MemoryPlan:
+        """The plan for this cap, with the split that the part asks for."""
+        plan, bench = self.plan, self.bench
+        # The bus alone compares between machines; what a CPU adds is measured in parts of its own.
+        options = {"levels": 3, "offload": True, "gpu_memory": int(cap * GIB), "host_attention": False}
+        config = HierarchyConfig.from_options(**options | plan.options)
+        host, header = usable()[0] + bench.weights_on_host, self.file.mine
+        machine = Machine(int(cap * GIB), host, 1e9 * header["bus_gbps"]["in"], 1e9 * header["read_gbps"])
+        if host_attends(bench.target, config.host_attention):
+            rate = host_rate(bench.target.heads, bench.target.dtype, self.device)
+            points = [(n, round(r / 1e9, 1)) for n, r in rate.points]
+            self.say(f"the CPU with {torch.get_num_threads()} threads: {points} GB/s")
+            machine = replace(machine, host_attention=rate)
+        sizes = Sizes.of(bench.target, bench.draft, config)
+        [(batch, context)] = plan.cells
+        made = memory_plan.plan(sizes, machine, config, plan.options, batch, context, plan.new_tokens)
+        if plan.resident is not None and made.offload is not None:
+            whole = (context + plan.new_tokens) * sizes.layers * sizes.row
+            made = made.with_resident(int(plan.resident * whole))
+        return made
+
+    def open(self, cap: float, on_chip: bool) -> MemoryPlan:
+        """The program under a cap, unless it is open; with the cache on the device there is no cap."""
+        if cap not in self.memories:
+            self.memories[cap] = self.plan_memory(cap)
+        memory = self.memories[cap]
+        if self.opened == (cap, on_chip):
+            return memory
+        [(batch, context)] = self.plan.cells
+        size = batch, context + self.plan.new_tokens
+        self.opened = None
+        if on_chip:
+            self.bench.open(memory.config, *size, ())
+        else:
+            assert memory.offload is not None
+            self.bench.cap(cap)
+            self.bench.open(memory.config, *size, self.plan.temperatures, memory.offload)
+            host = self.bench.offloaded.host
+            sizes = (host.resident_bytes / GIB, host.host_bytes / GIB, self.bench.peak_gib())
+            said = "GiB resident {:.2f}, on the host {:.2f}, peak {:.2f}".format(*sizes)
+            self.say(f"cap {cap:g} GiB: {memory.as_dict()['options']}, {said}")
+        self.opened = cap, on_chip
+        return memory
+
+    def smaller(self, cap: float, why: str) -> None:
+        """Take the next smaller memory plan."""
+        self.opened = None
+        self.bench.close()
+        less = self.memories[cap].smaller()
+        if less is None:
+            raise torch.OutOfMemoryError(why)
+        self.memories[cap] = less[0]
+        self.note(f"out of memory: {less[1]}")
+
+    def measure(self, step: Step) -> None:
+        cap, method = step.setting["cap_gib"], step.keys[0]["method"]
+        while True:
+            try:
+                memory = self.open(cap, method == ON_CHIP)
+                if method in (ON_CHIP, FED):
+                    self._prefill(step, memory)
+                else:
+                    self._decode(step)
+                return
+            except DoesNotFitError as error:
+                self.note(f"cap {cap:g} GiB: {error}")
+                return
+            except torch.OutOfMemoryError as error:
+                if method == ON_CHIP:
+                    raise
+                # The error holds what it ran out of memory with, so it must be gone before the next attempt.
+                why = str(error)
+            self.smaller(cap, why)
+
+    def _prefill(self, step: Step, memory: MemoryPlan) -> None:
+        """A beginning first, by which everything is compiled."""
+        self.feed(step, max(step.context // 16, 2 * memory.config.retrieval.budget + 64))
+        _, sources = self.feed(step)
+        self.file.add(step.keys[0] | {"sources": sources, "prefill_seconds": self.bench.prefill_seconds})
+
+    def _decode(self, step: Step) -> None:
+        """Every temperature; along the greedy text without drafts, with the CPU's share and without."""
+        prompts, sources = self.feed(step)
+        for key in self.lacking(step):
+            text = self.ours(key, prompts, sources).texts[0][: self.plan.plain_tokens]
+            if key["temperature"] == 0:
+                if self.bench.offloaded.share(1):
+                    self.plain(key, prompts, [text], ATTENDED)
+                with self.bench.streaming_alone():
+                    self.plain(key, prompts, [text], STREAMED)
+
+    def figures(self, prompts: Prompts, stages: dict[str, float], run: Run) -> Record:
+        bench, header = self.bench, self.file.mine
+        host, streamed = bench.offloaded.host, bench.pass_bytes
+        read = weight_bytes(bench.target.model) + host.resident_bytes
+        assert self.opened is not None
+        planned = self.memories[self.opened[0]].as_dict()
+        return {
+            "stages": stages,
+            "roof_ms": 1e3 * max(streamed / 1e9 / header["bus_gbps"]["in"], read / 1e9 / header["read_gbps"]),
+            "streamed_gib": streamed / GIB,
+            "resident_gib": host.resident_bytes / GIB,
+            "host_gib": host.host_bytes / GIB,
+            "weights_on_host_gib": bench.weights_on_host / GIB,
+            "host_share": bench.offloaded.share(2),
+            "peak_gpu_gib": bench.peak_gib(),
+            "options": planned["options"],
+            "memory_plan": {name: planned[name] for name in _PLANNED if name in planned},
+        }
+
+
+_LONG = ((1, 122_880),)
 _WITH_THE_CPU = {"host_attention": True}
-PARTS: dict[str, Part] = {
-    "7b": Part(Plan("llama-2-7b", _LONG)),
-    "8b": Part(Plan("llama-3.1-8b", _LONG)),
-    "8b-512k": Part(Plan("llama-3.1-8b", 524_288, prompts=1, one_text=True, new_tokens=128)),
+PARTS = {
+    "7b": Offloaded("llama-2-7b", _LONG),
+    "8b": Offloaded("llama-3.1-8b", _LONG),
+    "8b-512k": Offloaded("llama-3.1-8b", ((1, 524_288),), prompts=1, one_text=True, new_tokens=128),
     # 24 GiB of weights and 75 of cache are what a host of 128 GiB can lock.
-    "13b": Part(Plan("llama-2-13b", 98_304, prompts=1, weights_on_host=True)),
-    "resident": Part(Plan("llama-2-7b", _LONG, caps=(80.0,), resident=0.75)),
-    "caps": Part(Plan("llama-2-7b", _LONG, caps=(16.0, 48.0), prompts=1)),
-    "host-attention": Part(Plan("llama-2-7b", _LONG, prompts=2, options=_WITH_THE_CPU)),
-    "host-attention-8b": Part(Plan("llama-3.1-8b", _LONG, prompts=2, options=_WITH_THE_CPU)),
-    "prefill": Part(Plan("llama-2-7b", _LONG, prompts=2, on_chip=True), prefills),
+    "13b": Offloaded("llama-2-13b", ((1, 98_304),), prompts=1, weights_on_host=True),
+    "resident": Offloaded("llama-2-7b", _LONG, caps=(80.0,), resident=0.75),
+    "caps": Offloaded("llama-2-7b", _LONG, caps=(16.0, 48.0), prompts=1),
+    "host-attention": Offloaded("llama-2-7b", _LONG, prompts=2, options=_WITH_THE_CPU),
+    "host-attention-8b": Offloaded("llama-3.1-8b", _LONG, prompts=2, options=_WITH_THE_CPU),
+    "prefill": Offloaded("llama-2-7b", _LONG, prompts=2, prefills=True),
 }
+
+
+def rows(part: str, header: Record, samples: list[Record]) -> list[Record]:
+    """Medians over prompts, one row for every cell that our engine was measured in."""
+    bus = {k: rounded(v) for k, v in header["bus_gbps"].items()}
+    found = []
+    for row in rows_of_samples(part, header, samples, (STREAMED,)):
+        beside, cap = row["baselines"], row["setting"].get("cap_gib")
+        more: Record = {"gpu_memory_cap_gib": cap, "bus_gbps": bus}
+        if STREAMED in beside:
+            more["baseline_pcie_gbps"] = beside[STREAMED]["pcie_gbps"]
+        if (own := beside.get(ATTENDED)) and row["host_share"]:
+            # The speed-up is that to streamed decoding; this one is to the faster of both.
+            fastest = min(own["ms_per_token"], row["baseline_ms_per_token"] or own["ms_per_token"])
+            more["attended_baseline_ms_per_token"] = own["ms_per_token"]
+            more["attended_baseline_cpu_gbps"] = own["cpu_gbps"]
+            more["speedup_to_fastest_baseline"] = rounded(fastest / row["ms_per_token"])
+        # On another machine the CPU differs as well, and that was not measured.
+        if row["baseline"] and not row["host_share"]:
+            more["projection"] = projection(row, header["bus_gbps"]["in"], header["read_gbps"], RTX_4090)
+        found.append(row | more)
+    return found + _prefill_rows(part, header["settings"], samples)
+
+
+def _prefill_rows(part: str, settings: Record, samples: list[Record]) -> list[Record]:
+    """Seconds of prefill of the same prompts, with the cache on the device and offloaded."""
+    seconds = {m: [s["prefill_seconds"] for s in having(samples, method=m)] for m in (ON_CHIP, FED)}
+    if not all(seconds.values()):
+        return []
+    on_chip, offloaded = (statistics.median(seconds[m]) for m in (ON_CHIP, FED))
+    figures = {"on_chip_prefill_seconds": on_chip, "prefill_seconds": offloaded}
+    figures["prefill_ratio"] = offloaded / on_chip
+    place = {"part": part, "shape": f"{settings['shape']} inflated", "context": samples[0]["context"]}
+    return [{**place, **{k: rounded(v) for k, v in figures.items()}}]
+
+
+def projection(row: Record, bus_gbps: float, read_gbps: float, card: Record) -> Record:
+    """Times on another card, by the cost model of the measurements; a projection, not a measurement.
+
+    Bytes that cross the bus take their time on that card's bus; all other time, be it bytes, arithmetic or
+    launches, is stretched by the ratio of memory bandwidths.
+    """
+    slower = read_gbps / card["read_gbps"]
+    megabytes = row["streamed_gib"] * 2**30 / 1e6
+    here, there = megabytes / bus_gbps, megabytes / card["bus_gbps"]
+    ours = (there + slower * max(0.0, row["pass_ms"] - here)) / row["tokens_per_pass"]
+    plain = there + slower * max(0.0, row["baseline_ms_per_token"] - here)
+    figures = {"ms_per_token": ours, "baseline_ms_per_token": plain, "speedup": plain / ours}
+    return {"card": card["name"], **{k: rounded(v) for k, v in figures.items()}}
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -90,28 +293,4 @@ def main(words: Sequence[str] | None = None) -> None:
     made.add_argument(
         "--caps", type=float, nargs="+", help="GiB of device memory; by default as the part has it"
     )
-    args = made.parse_args(words)
-    device = device_of(made, args.tiny)
-    for name in PARTS if "all" in args.part else args.part:
-        full = PARTS[name].full
-        plan = full.tiny() if args.tiny else full
-        plan = replace(
-            plan,
-            options=plan.options | dict(args.set),
-            prompts=args.prompts or plan.prompts,
-            caps=tuple(args.caps or plan.caps),
-            temperatures=tuple(args.temperatures or plan.temperatures),
-        )
-        deadline = Deadline(args.seconds)
-        settings = settings_of(plan.as_dict(), args.seed, args.tiny)
-        file = ResultsFile(
-            results_folder(args.out, args.tiny) / FILE, name, settings, rows, ["engine"], args.fresh
-        )
-        session = Session(plan, file, device, args.seed)
-        try:
-            PARTS[name].loop(session, deadline)
-        finally:
-            file.write()
-            session.bench.close()
-        for row in file.rows:
-            print(json.dumps({k: v for k, v in row.items() if k != "memory_plan"}))
+    measure_parts(made, words, PARTS, OffloadSession, rows, FILE)

@@ -1,31 +1,32 @@
 """Tables of docs/offloading.md and docs/benchmarks.md from the results of the offloaded cache."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from scripts.benchmarks.common.markdown import (
     Columns,
     Record,
+    Rows,
     Table,
     cell,
     file_note,
     grid,
+    listing,
     made_on,
     origin,
     rows_of,
-    table,
 )
 
 FILE, PARALLEL = "offload_h200.json", "offload_parallel_h200.json"
 RESIDENT, VIEW_OR_COPY, TUNED = "resident_h200.json", "view_or_copy_h200.json", "tune_h200.json"
-COMMAND = "python -m scripts.benchmarks offload --part"
 _STREAMED = ("7b", "8b", "8b-512k", "13b", "resident", "caps")
 _HEADLINES = (*_STREAMED, "host-attention", "host-attention-8b")
 # Of the card that times are projected to: other ones than those that were measured.
 _TILES = "tiles chosen for sm_89 (101,376 bytes of shared memory)"
 
 HEADLINE: Columns = {
-    "model": lambda row: row["shape"] + _remarks(row), "prompts": "{prompts} x {context:,}",
-    "cap, GiB": "{gpu_memory_cap_gib:g}", "host memory, GiB": lambda row: f"{_host_gib(row):.1f}",
+    "model": "{shape}{remarks}", "prompts": "{prompts} x {context:,}",
+    "cap, GiB": "{gpu_memory_cap_gib:g}", "host memory, GiB": "{locked_gib:.1f}",
     "rows on the card": "{near:pct}", "T": "{temperature:g}", "**ms/token**": "**{ms_per_token:.1f}**",
     "streamed plain decoding": "?{baseline_ms_per_token:.0f}",
     "its share of the bus": "?{baseline_pcie_gbps:.1f} of {bus_gbps[in]:.1f} GB/s",
@@ -38,8 +39,8 @@ ATTENDED: Columns = {
 }  # fmt: skip
 LEVELS: Columns = {
     "model, context, cap": "{model}, {context:,}, {gpu_memory_cap_gib:g} GiB{attention}",
-    "T": "{temperature:g}", "rounds a pass": "{rounds_per_pass:.1f}", "grow, ms": "?{stages[grow]:.2f}",
-    "choose, ms": "?{stages[choose]:.2f}", "level 2, ms": "?{stages[full]:.2f}",
+    "T": "{temperature:g}", "rounds a pass": "{rounds_per_pass:.1f}", "grow, ms": "?{stages[draft]:.2f}",
+    "choose, ms": "?{stages[retrieval_refresh]:.2f}", "level 2, ms": "?{stages[target]:.2f}",
     "of it on the bus": "?{on_bus:pct}", "retrieval accepts": "?{acceptance[retrieval]:.2f}",
     "target accepts": "?{acceptance[target]:.2f}", "greedy tokens compared": "?{exact[compared]}",
     "partings": "?{exact[partings]}",
@@ -64,21 +65,23 @@ PARALLEL_SPEED: Columns = {
     "tokens a pass": "{tokens_per_pass:.1f}", "repeated 8-grams": "{repeated_8grams:pct}",
     "greedy tokens compared": "?{exact[compared]}", "partings": "?{exact[partings]}",
 }  # fmt: skip
-RESIDENT_PASSES = (
-    "of the rows on the device", "on the bus, ms", "one row: a piece a call", "pieces together",
-    "a chain: a piece a call", "pieces together",
-)  # fmt: skip
+RESIDENT_PASSES: Columns = {
+    "of the rows on the device": "{share:pct}", "on the bus, ms": "{bus_ms:.0f}",
+    "one row: a piece a call": "{alone[plain_ms]:.0f}", "pieces together": "**{plain_ms:.0f}**",
+    "a chain: a piece a call": "{alone[verify_ms]:.0f}", "pieces together ": "**{verify_ms:.0f}**",
+}  # fmt: skip
 _RESIDENT_NOTE = (
     "llama-2-7b inflated, {context:,} tokens, milliseconds a pass, medians of {passes}; up to {most} pieces "
     "together. {hardware}, bus {bus[in]:.1f} GB/s, torch {versions[torch]}, {date}. "
 )
 VIEWS: Columns = {
-    "chosen chunks of level 1": "{level_1}", "a pass that chooses anew, ms": "{stage_ms[choose]:.2f}",
-    "one that does not, ms": "{stage_ms[middle]:.2f}",
-}  # fmt: skip
+    "chosen chunks of level 1": "{level_1}",
+    "a pass that chooses anew, ms": "{stage_ms[retrieval_refresh]:.2f}",
+    "one that does not, ms": "{stage_ms[retrieval]:.2f}",
+}
 _VIEW_NOTE = (
     "{shapes[0]} inflated, {rows[0][context]:,} tokens, budget {options[budget]:,}, chunk {options[chunk]}, "
-    "{options[retrieval_weight_bits]} bits; in the order of the runs."
+    "{options[retrieval_weight_bits]} bits; in the order of the runs. "
 )
 _OPTIONS = ("levels", "gamma", "tree", "budget", "chunk", "refresh", "runner_ups", "retrieval_weight_bits")
 TUNING: Columns = {
@@ -88,14 +91,20 @@ TUNING: Columns = {
 }  # fmt: skip
 
 
-def _rows(content: Record, *parts: str) -> list[Record]:
+def _rows(content: Record, parts: Sequence[str] = _HEADLINES) -> list[Record]:
     """Rows of speeds, with what several tables say of them."""
     found = []
-    for row in rows_of(content, *parts):
-        if "ms_per_token" not in row:
-            continue
-        more = {"model": row["shape"].split()[0], "attention": _attention(row)}
+    for row in (row for row in rows_of(content, *parts) if "ms_per_token" in row):
+        attention = ", with attention on the CPU" if row.get("host_share") else ""
+        weights = row.get("weights_on_host_gib") or 0.0
+        more = {"model": row["shape"].split()[0], "attention": attention}
         more["near"] = row["resident_gib"] / (row["resident_gib"] + row["host_gib"])
+        # What was page-locked: keys and values, weights, hidden states during prefill.
+        states = row["memory_plan"]["host_gib"].get("hidden states of prefill", 0.0)
+        more["locked_gib"] = row["host_gib"] + weights + states
+        # The embedded pair knows 131,072 positions; beyond them its times count, and its texts do not.
+        lifted = ", position limit lifted" if row["context"] > 131_072 else ""
+        more["remarks"] = lifted + (", weights on the host" if weights else "") + attention
         if row["stages"].get("target"):
             bus = row["streamed_gib"] * 2**30 / 1e6 / row["bus_gbps"]["in"]
             more["on_bus"] = bus / row["stages"]["target"]
@@ -103,132 +112,112 @@ def _rows(content: Record, *parts: str) -> list[Record]:
     return found
 
 
-def headline(content: Record) -> str | None:
-    """Every shape, context and cap beside streamed plain decoding."""
-    rows = _rows(content, *_HEADLINES)
-    if not rows:
-        return None
-    attended = ATTENDED if any("attended_baseline_ms_per_token" in row for row in rows) else {}
-    return table({**HEADLINE, **attended}, rows) + "\n" + origin(content, rows, FILE, _bus)
-
-
-def memory(content: Record) -> str | None:
-    """Where the bytes were, and the allocator's own peak."""
-    rows = list(
-        {(r["shape"], r["context"], r["gpu_memory_cap_gib"]): r for r in _rows(content, *_STREAMED)}.values()
-    )
-    if not rows:
-        return None
-    lines = []
-    for use in dict.fromkeys(use for r in rows for use in r["memory_plan"]["device_gib"]):
-        sizes = [r["memory_plan"]["device_gib"].get(use, 0.0) for r in rows]
-        if max(sizes) >= 0.005:
-            lines.append([use, *(f"{size:.2f}" for size in sizes)])
-    lines.append(["**measured peak**", *(f"**{r['peak_gpu_gib']:.2f}**" for r in rows)])
-    lines.append(["rows on the host", *(f"{r['host_gib']:.1f}" for r in rows)])
-    weights = [r.get("weights_on_host_gib", 0.0) for r in rows]
-    if any(weights):
-        lines.append(["weights on the host", *(f"{size:.1f}" for size in weights)])
-    lines.append(["**host memory**", *(f"**{_host_gib(r):.1f}**" for r in rows)])
-    return grid(
-        ["GiB", *(f"{r['model']}, {r['context']:,}, cap {r['gpu_memory_cap_gib']:g}" for r in rows)], lines
-    )
-
-
-def levels(content: Record) -> str | None:
-    """What a pass consists of, and what each level accepts."""
-    rows = _rows(content, *_HEADLINES)
-    return table(LEVELS, rows) if rows else None
-
-
-def prefill(content: Record) -> str | None:
-    """Feeding the same prompts, with the cache on the device and offloaded."""
-    together = rows_of(content, "prefill")
-    rows = together or [r for r in rows_of(content, *_HEADLINES) if "on_chip_prefill_seconds" in r]
-    if not rows:
-        return None
-    near = "" if together else f"On the device: `docs/results/{rows[0]['on_chip_prefill_file']}`. "
-    return table(PREFILL, rows) + f"\n{near}Offloaded: " + origin(content, rows, FILE, _bus)
-
-
-def projections(content: Record) -> str | None:
-    """The same on a smaller card, by the cost model; not measured."""
-    rows = [r for r in _rows(content, *_HEADLINES) if "projection" in r and r["gpu_memory_cap_gib"] <= 24]
-    return table(PROJECTIONS, rows) if rows else None
-
-
-def parallel(content: Record) -> str:
-    """Speed, and what each card's link did while level 2's passes streamed."""
-    rows = content["rows"]
-    return table(PARALLEL_SPEED, rows) + "\n" + origin(content, rows, PARALLEL, _links)
-
-
-def resident(content: Record) -> str:
-    """Passes with pieces on the device one by one, and together."""
-    rows = []
-    for share in dict.fromkeys(row["share"] for row in content["rows"]):
-        here = sorted((r for r in content["rows"] if r["share"] == share), key=lambda r: r["together"])
-        rows.append(here[1] | {"alone": here[0]})
-    lines = [
-        [f"{100 * r['share']:.0f} %", f"{r['bus_ms']:.0f}"]
-        + [
-            text
-            for key in ("plain_ms", "verify_ms")
-            for text in (f"{r['alone'][key]:.0f}", f"**{r[key]:.0f}**")
-        ]
-        for r in rows
-    ]
-    note = cell(_RESIDENT_NOTE, {**content, "most": max(row["together"] for row in rows)})
-    return grid(RESIDENT_PASSES, lines) + "\n" + note + file_note(RESIDENT, {"": content})
-
-
-def view_or_copy(content: Record) -> str:
-    """Milliseconds of level 1's passes over a view of the cache, and over copies."""
-    note = cell(_VIEW_NOTE, content)
-    return table(VIEWS, content["rows"]) + f"\n{note} {made_on(content, VIEW_OR_COPY)}"
-
-
-def tuned(content: Record) -> str:
-    """What a search for settings came to."""
-    return table(TUNING, content["entries"]) + f"\n{content['target']}. {made_on(content, TUNED)}"
-
-
-_MAKERS = {"headline": "7b", "memory": "7b", "levels": "7b", "prefill": "prefill", "projections": "7b"}
-TABLES = {
-    **{
-        f"offload_{name}": Table(FILE, globals()[name], f"{COMMAND} {part}") for name, part in _MAKERS.items()
-    },
-    "resident": Table(RESIDENT, resident, "python -m scripts.benchmarks resident"),
-    "parallel_speed": Table(PARALLEL, parallel, "torchrun --nproc-per-node 2 -m scripts.benchmarks parallel"),
-    "view_or_copy": Table(VIEW_OR_COPY, view_or_copy, "python -m scripts.benchmarks view_or_copy"),
-    "tuned": Table(TUNED, tuned, "triforce-tree tune --json"),
-}
-
-
-def _host_gib(row: Record) -> float:
-    """What was page-locked: rows, weights, hidden states while the prompt was fed."""
-    fed = row["memory_plan"]["host_gib"].get("hidden states of prefill", 0.0)
-    return float(row["host_gib"] + row.get("weights_on_host_gib", 0.0) + fed)
-
-
-def _remarks(row: Record) -> str:
-    """The embedded pair knows 131,072 positions; beyond them texts are of no use, times are."""
-    lifted = ", position limit lifted" if row["context"] > 131_072 else ""
-    return lifted + (", weights on the host" if row.get("weights_on_host_gib") else "") + _attention(row)
-
-
-def _attention(row: Record) -> str:
-    return ", with attention on the CPU" if row.get("host_share") else ""
-
-
 def _bus(part: Record) -> str:
     bus = part["bus_gbps"]
     return f"bus {bus['in']:.1f} GB/s in and {bus['out']:.1f} out, measured in the same run"
+
+
+def _rates(rates: Sequence[float]) -> str:
+    return " + ".join(f"{rate:.1f}" for rate in rates)
 
 
 def _links(part: Record) -> str:
     return f"links alone, all at once: {_rates(part['bus_gbps_by_rank'])} GB/s"
 
 
-def _rates(rates: Sequence[float]) -> str:
-    return " + ".join(f"{rate:.1f}" for rate in rates)
+_origin = partial(origin, file=FILE, measured=_bus)
+
+
+def headline(content: Record) -> str | None:
+    """Every shape, context and cap beside streamed plain decoding."""
+    attended = any("attended_baseline_ms_per_token" in row for row in _rows(content))
+    return listing({**HEADLINE, **(ATTENDED if attended else {})}, _rows, _origin)(content)
+
+
+def memory(content: Record) -> str | None:
+    """Where the bytes were, and the allocator's own peak."""
+    rows = {
+        (r["shape"], r["context"], r["gpu_memory_cap_gib"]): r for r in _rows(content, _STREAMED)
+    }.values()
+    if not rows:
+        return None
+    heads = ["GiB", *(f"{r['model']}, {r['context']:,}, cap {r['gpu_memory_cap_gib']:g}" for r in rows)]
+    lines = []
+    for use in dict.fromkeys(use for r in rows for use in r["memory_plan"]["device_gib"]):
+        sizes = [r["memory_plan"]["device_gib"].get(use, 0.0) for r in rows]
+        if max(sizes) >= 0.005:
+            lines.append([use, *(f"{size:.2f}" for size in sizes)])
+    weights = any(r.get("weights_on_host_gib") for r in rows)
+    for name, template in (
+        ("**measured peak**", "**{peak_gpu_gib:.2f}**"), ("rows on the host", "{host_gib:.1f}"),
+        *([("weights on the host", "{weights_on_host_gib:.1f}")] if weights else []),
+        ("**host memory**", "**{locked_gib:.1f}**"),
+    ):  # fmt: skip
+        lines.append([name, *(cell(template, {"weights_on_host_gib": 0.0} | r) for r in rows)])
+    return grid(heads, lines)
+
+
+def _prefill_rows(content: Record) -> list[Record]:
+    """Prefill of the same prompts, with the cache on the device and offloaded."""
+    together = rows_of(content, "prefill")
+    return together or [r for r in rows_of(content, *_HEADLINES) if "on_chip_prefill_seconds" in r]
+
+
+def _prefill_note(content: Record, rows: list[Record]) -> str:
+    file = rows[0].get("on_chip_prefill_file")
+    return (
+        (f"On the device: `docs/results/{file}`. " if file else "") + "Offloaded: " + _origin(content, rows)
+    )
+
+
+def _projections(content: Record) -> list[Record]:
+    return [r for r in _rows(content) if "projection" in r and r["gpu_memory_cap_gib"] <= 24]
+
+
+def _resident_rows(content: Record) -> list[Record]:
+    """Passes with pieces on the device one by one, and together."""
+    rows: dict[float, Record] = {}
+    for row in sorted(content["rows"], key=lambda row: row["together"]):
+        rows[row["share"]] = row | {"alone": rows.get(row["share"])}
+    return list(rows.values())
+
+
+def _resident_note(content: Record, rows: list[Record]) -> str:
+    note = cell(_RESIDENT_NOTE, {**content, "most": max(row["together"] for row in rows)})
+    return note + _script("bench_resident.py") + file_note(RESIDENT, {"": content})
+
+
+def _script(name: str) -> str:
+    """Of an experiment whose question is decided: where its script is, which is not kept."""
+    return f"Script: `scripts/{name}` at commit 8f6c0df275dc. "
+
+
+def _view_note(content: Record, rows: list[Record]) -> str:
+    return cell(_VIEW_NOTE, content) + _script("view_or_copy.py") + made_on(content, VIEW_OR_COPY)
+
+
+def _in(name: str) -> Rows:
+    return lambda content: list(content[name])
+
+
+levels, prefill = listing(LEVELS, _rows), listing(PREFILL, _prefill_rows, _prefill_note)
+_OFFLOAD = {
+    "headline": ("7b", headline),
+    "memory": ("7b", memory),
+    "levels": ("7b", levels),
+    "prefill": ("prefill", prefill),
+    "projections": ("7b", listing(PROJECTIONS, _projections)),
+}
+COMMAND = "python -m scripts.benchmarks offload --part"
+PARALLEL_COMMAND = "torchrun --nproc-per-node 2 -m scripts.benchmarks parallel"
+resident = listing(RESIDENT_PASSES, _resident_rows, _resident_note)
+parallel = listing(PARALLEL_SPEED, _in("rows"), partial(origin, file=PARALLEL, measured=_links))
+view_or_copy = listing(VIEWS, _in("rows"), _view_note)
+tuned = listing(TUNING, _in("entries"), lambda c, _: f"{c['target']}. {made_on(c, TUNED)}")
+TABLES = {
+    **{f"offload_{name}": Table(FILE, make, f"{COMMAND} {part}") for name, (part, make) in _OFFLOAD.items()},
+    "resident": Table(RESIDENT, resident, "git log docs/results/" + RESIDENT),
+    "parallel_speed": Table(PARALLEL, parallel, PARALLEL_COMMAND),
+    "view_or_copy": Table(VIEW_OR_COPY, view_or_copy, "git log docs/results/" + VIEW_OR_COPY),
+    "tuned": Table(TUNED, tuned, "triforce-tree tune --json"),
+}

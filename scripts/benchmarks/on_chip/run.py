@@ -1,34 +1,34 @@
 """Speed of the inflated pair on one GPU: docs/results/on_chip_h200.json, one part at a time.
 
-Prompts are real texts (``common/texts.py``), models the embedded pair inflated to real size. Each prompt is
-read once; all temperatures, plain decoding and transformers' static cache then decode behind it, in the same
-process, from captured graphs that were made before. Times are of decoding alone, texts have no early end. A
-call measures what the part lacks until its time is over, and writes after each prompt; a file that was made
-with other settings or another engine is not continued.
+Prompts are real texts (``common/texts.py``), models the embedded pair inflated to real size. All
+temperatures, autoregressive decoding and transformers' static cache decode after the same prefill, in the
+same process, from graphs that were captured before. Times are of decoding alone, and no text ends early. A
+file that was made with other settings or another engine is not continued.
 """
 
 import argparse
-import json
-import time
-from collections.abc import Callable, Iterator, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
-from scripts.benchmarks.common.command import (
-    TINY_DRAFT,
-    TINY_OPTIONS,
-    TINY_SHAPES,
-    device_of,
-    parts_parser,
-    results_folder,
-)
-from scripts.benchmarks.common.deadline import Deadline
-from scripts.benchmarks.common.results import RESULTS, ResultsFile, settings_of
-from scripts.benchmarks.on_chip.rows import FILE, STATIC, rows
-from scripts.benchmarks.on_chip.session import Session
+import torch
+
+from scripts.benchmarks.common.command import dtype_of, parts_parser
+from scripts.benchmarks.common.engine import Bench, Prompts, Run
+from scripts.benchmarks.common.results import PLAIN, STATIC, Record, rows_of_samples
+from scripts.benchmarks.common.roofs import roofs_ms
+from scripts.benchmarks.common.session import Plan, Session, Step, measure_parts
+from scripts.benchmarks.common.timing import read_bandwidth
+from scripts.benchmarks.on_chip.tables import FILE
+from scripts.benchmarks.on_chip.transformers_static import static_decoding
+from triforce_tree.config import HierarchyConfig
+from triforce_tree.eval.results import repeated_share
 
 LLAMA_2_7B, LLAMA_3_1_8B = "llama-2-7b", "llama-3.1-8b"
-DEFAULTS: dict[str, Any] = {
+DEFAULTS: Record = {
     "levels": 3, "gamma": 20, "tree": "best-first:10,9,7,5", "budget": 8192, "chunk": 32, "recent": 256,
     "refresh": 1, "runner_ups": False, "retrieval_weight_bits": 8, "rounds": None,
 }  # fmt: skip
@@ -38,234 +38,207 @@ _CHANGES: dict[str, tuple[Any, ...]] = {
     "retrieval_weight_bits": (16, 4), "budget": (1024, 2048, 4096), "chunk": (8, 16, 64),
     "runner_ups": (True,), "levels": (2,),
 }  # fmt: skip
-ABLATIONS: tuple[dict[str, Any], ...] = (
+ABLATIONS: tuple[Record, ...] = (
     {}, *({name: value} for name, values in _CHANGES.items() for value in values)
 )  # fmt: skip
-# Seconds to keep for compiling and timing transformers' static cache.
-_STATIC_SECONDS = 120.0
-# Tokens between the places of one text that ablations start from.
+# Tokens between the places of one text that ablations decode from.
 _APART = 2048
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Settings of one part.
-
-    Attributes:
-        shape, draft_shape: what the pair is inflated to.
-        cells: (batch, context) pairs.
-        new_tokens: of each text; ``plain_tokens`` those of plain decoding where nothing is compared.
-        temperatures, prompts: how many of what; prompts are sets of prompts where the batch is larger.
-        options: of the hierarchy.
-        ablations: changes of them, one at a time.
-        outputs: lengths at which the time of one long decoding is read off.
-        static_tokens: of transformers' static cache; 0 leaves it out.
-    """
-
-    shape: str
-    cells: tuple[tuple[int, int], ...]
-    draft_shape: str = "llama-68m"
-    new_tokens: int = 256
-    plain_tokens: int = 64
-    temperatures: tuple[float, ...] = (0.0, 0.6, 1.0)
-    prompts: int = 5
-    options: dict[str, Any] = field(default_factory=lambda: dict(DEFAULTS))
-    ablations: tuple[dict[str, Any], ...] = ()
-    outputs: tuple[int, ...] = ()
-    static_tokens: int = 0
-
-    def changed(self, args: argparse.Namespace) -> "Plan":
-        """With what a user asks for; None leaves a setting as it is."""
-        ablations = tuple(a for a in self.ablations if args.only is None or not a or set(a) & set(args.only))
-        return replace(
-            self,
-            options=self.options | dict(args.set),
-            prompts=args.prompts or self.prompts,
-            new_tokens=args.new_tokens or self.new_tokens,
-            temperatures=tuple(args.temperatures or self.temperatures),
-            ablations=ablations,
-            static_tokens=0 if args.no_static else self.static_tokens,
-        )
-
-    def tiny(self) -> "Plan":
-        """In seconds on a CPU; of the ablations the first of each setting that fits short prompts."""
-        smaller = tuple((min(batch, 3), max(384, context // 256)) for batch, context in self.cells)
-        first = {next(iter(change), ""): change for change in reversed(self.ablations)}
-        first.pop("budget", None)
-        return replace(
-            self,
-            shape=TINY_SHAPES[self.shape],
-            draft_shape=TINY_DRAFT,
-            cells=tuple(dict.fromkeys(smaller))[-2:],
-            new_tokens=24 if self.outputs else 12,
-            plain_tokens=4,
-            temperatures=self.temperatures[:2],
-            prompts=2 if self.prompts > 3 else 1,
-            options=self.options | TINY_OPTIONS,
-            ablations=tuple(reversed(first.values())),
-            outputs=(12, 24) if self.outputs else (),
-            static_tokens=min(4, self.static_tokens),
-        )
-
-    def as_dict(self) -> dict[str, Any]:
-        """What must agree for measurements to stand side by side."""
-        return {"shape": self.shape, "draft_shape": self.draft_shape, "options": self.options}
-
-
-def headline(session: Session, plan: Plan, deadline: Deadline) -> None:
-    """Every temperature beside plain decoding and transformers, on one prompt after the other."""
+def headline(plan: "OnChip") -> Iterator[Step]:
+    """Every temperature, on one prompt after the other; then transformers on the first one."""
     for batch, context in plan.cells:
-        found = session.file.find(method=STATIC, batch=batch, context=context)
-        static = bool(plan.static_tokens) and found is None
-        opened = False
-        for number in deadline.steps(range(plan.prompts), _STATIC_SECONDS * static):
-            wanted = [t for t in plan.temperatures if session.wanted(number, batch, context, t)]
-            if not wanted:
-                continue
-            if not opened:
-                session.open({}, batch, context + plan.new_tokens, plan.temperatures)
-                opened = True
-            texts = session.feed(number, batch, context)
-            for temperature in wanted:
-                ours = session.ours(texts, plan.new_tokens, temperature, {})
-                session.plain(texts, plan.plain_tokens, temperature, ours if temperature == 0 else None)
-        if static and deadline.left() > 0.75 * _STATIC_SECONDS:
-            if not opened:
-                session.open({}, batch, context + plan.new_tokens, plan.temperatures[:1])
-            session.static(session.feed(0, batch, context), plan.static_tokens)
+        for number in range(plan.prompts):
+            yield plan.step(number, batch, context, {})
+        if plan.static_tokens:
+            yield plan.step(0, batch, context, {}, {"method": STATIC, "new_tokens": plan.static_tokens})
 
 
-def ablations(session: Session, plan: Plan, deadline: Deadline) -> None:
+def ablations(plan: "OnChip") -> Iterator[Step]:
     """One setting after the other, from several places of the same text."""
     [(batch, context)] = plan.cells
-    temperature = plan.temperatures[0]
-    max_seq_len = context + plan.new_tokens
-    for change in deadline.steps(plan.ablations):
-        starts = [context - min(_APART, context // 16) * i for i in range(plan.prompts)]
-        starts = [s for s in starts if session.wanted(0, batch, context, temperature, change, s)]
-        if not starts:
-            continue
-        try:
-            session.open(change, batch, max_seq_len, [temperature])
-            texts = session.feed(0, batch, context)
-            for start in starts:
-                with session.shortened(texts, start, plan.new_tokens) as shorter:
-                    session.ours(shorter, plan.new_tokens, temperature, change)
-                    if not change:
-                        session.plain(shorter, plan.plain_tokens, temperature, None)
-        except (ValueError, RuntimeError) as error:
-            session.failed(f"{change}: {error}")
+    starts = [context - min(_APART, context // 16) * i for i in range(plan.prompts)]
+    keys = [{"start": start, "temperature": plan.temperatures[0]} for start in starts]
+    for change in plan.ablations:
+        yield plan.step(0, batch, context, change, *keys)
 
 
-def lengths(session: Session, plan: Plan, deadline: Deadline) -> None:
+def lengths(plan: "OnChip") -> Iterator[Step]:
     """Contexts that are beginnings of one text; the budget is at most a quarter of them."""
     groups: dict[int, list[int]] = {}
     for _, context in sorted(plan.cells, reverse=True):
         quarter = 1 << ((context // 4).bit_length() - 1)
         groups.setdefault(min(plan.options["budget"], quarter), []).append(context)
-    for budget, number in deadline.steps([(budget, n) for budget in groups for n in range(plan.prompts)]):
+    for budget, contexts in groups.items():
         change = {} if budget == plan.options["budget"] else {"budget": budget}
-        places = [(context, t) for context in groups[budget] for t in plan.temperatures]
-        wanted = [(context, t) for context, t in places if session.wanted(number, 1, context, t, change)]
-        if not wanted:
-            continue
-        longest = max(groups[budget])
-        session.open(change, 1, longest + plan.new_tokens, plan.temperatures)
-        texts = session.feed(number, 1, longest)
-        for context, temperature in wanted:
-            with session.shortened(texts, context, plan.new_tokens, own_context=True) as shorter:
-                session.ours(shorter, plan.new_tokens, temperature, change)
-                session.plain(shorter, plan.plain_tokens, temperature, None)
-
-
-def outputs(session: Session, plan: Plan, deadline: Deadline) -> None:
-    """One long decoding, whose time is read off at several lengths."""
-    [(batch, context)] = plan.cells
-    longest = max(plan.outputs)
-    for number in deadline.steps(range(plan.prompts)):
-        wanted = [
-            t for t in plan.temperatures if session.wanted(number, batch, context, t, new_tokens=longest)
-        ]
-        if not wanted:
-            continue
-        session.open({}, batch, context + longest, plan.temperatures)
-        texts = session.feed(number, batch, context)
-        for temperature in wanted:
-            session.ours(texts, longest, temperature, {}, read_at=plan.outputs)
-            session.plain(texts, plan.plain_tokens, temperature, None)
+        places = [(n, t) for n in contexts for t in plan.temperatures]
+        keys = [{"start": n, "context": n, "temperature": t} for n, t in places]
+        for number in range(plan.prompts):
+            yield plan.step(number, 1, max(contexts), change, *keys)
 
 
 @dataclass(frozen=True)
-class Part:
-    """One part: its settings at full size, and the loop."""
+class OnChip(Plan):
+    """Settings of one part.
 
-    full: Plan
-    loop: Callable[[Session, Plan, Deadline], None]
+    Attributes:
+        kind: lists the steps.
+        ablations: changes of the options, one at a time.
+        outputs: lengths at which the time of one long decoding is read off.
+        static_tokens: of transformers' static cache; 0 leaves it out.
+    """
+
+    options: Record = field(default_factory=lambda: dict(DEFAULTS))
+    kind: Callable[["OnChip"], Iterator[Step]] = headline
+    ablations: tuple[Record, ...] = ()
+    outputs: tuple[int, ...] = ()
+    static_tokens: int = 0
+
+    def steps(self) -> Iterable[Step]:
+        return self.kind(self)
+
+    def changed(self, args: argparse.Namespace) -> "OnChip":
+        only = args.only
+        kept = tuple(a for a in self.ablations if only is None or not a or set(a) & set(only))
+        static = 0 if args.no_static else self.static_tokens
+        made = super().changed(args)
+        new = max(self.outputs, default=made.new_tokens)
+        return replace(made, new_tokens=new, ablations=kept, static_tokens=static)
+
+    def tiny(self, **more: Any) -> "OnChip":
+        """Of the ablations the first of each setting that fits short prompts."""
+        smaller = tuple((min(batch, 3), max(384, context // 256)) for batch, context in self.cells)
+        first = {next(iter(change), ""): change for change in reversed(self.ablations)}
+        first.pop("budget", None)
+        return super().tiny(
+            cells=tuple(dict.fromkeys(smaller))[-2:],
+            new_tokens=24 if self.outputs else 12,
+            temperatures=self.temperatures[:2],
+            prompts=2 if self.prompts > 3 else 1,
+            ablations=tuple(reversed(first.values())),
+            outputs=(12, 24) if self.outputs else (),
+            static_tokens=min(4, self.static_tokens),
+        )
 
 
 _LONG = ((1, 122_880),)
 _LENGTHS = tuple((1, n) for n in (4096, 8192, 16_384, 32_768, 65_536, 122_880))
-_ABLATION: dict[str, Any] = {
-    "cells": _LONG, "temperatures": (0.0,), "prompts": 4, "plain_tokens": 32, "ablations": ABLATIONS
+_ABLATION: Record = {
+    "kind": ablations, "temperatures": (0.0,), "prompts": 4, "plain_tokens": 32, "ablations": ABLATIONS
 }  # fmt: skip
 # Four query heads of the 8B share a KV head, so 16 nodes fill one tile of 64.
 _8B = DEFAULTS | {"gamma": 15, "tree": "best-first:4,4,4,3"}
-# Nodes of all texts add up, and so do their budgets.
+# Nodes of all sequences add up, and so do their budgets.
 _BATCH = DEFAULTS | {"gamma": 15, "tree": "chain:4", "budget": 2048, "refresh": 0}
-PARTS: dict[str, Part] = {
-    "7b": Part(Plan(LLAMA_2_7B, _LONG, static_tokens=64), headline),
-    "8b": Part(Plan(LLAMA_3_1_8B, _LONG, static_tokens=16, options=_8B), headline),
-    "batch": Part(
-        Plan(
-            LLAMA_2_7B, ((6, 19_456), (2, 57_344), (10, 12_288)), temperatures=(0.0, 0.6), prompts=2,
-            plain_tokens=32, options=_BATCH,
-        ),
-        headline,
+_TWO = (0.0, 0.6)
+PARTS = {
+    "7b": OnChip(LLAMA_2_7B, _LONG, static_tokens=64),
+    "8b": OnChip(LLAMA_3_1_8B, _LONG, static_tokens=16, options=_8B),
+    "batch": OnChip(
+        LLAMA_2_7B, ((6, 19_456), (2, 57_344), (10, 12_288)), temperatures=_TWO, prompts=2,
+        plain_tokens=32, options=_BATCH,
     ),
-    "ablations-7b": Part(Plan(LLAMA_2_7B, **_ABLATION), ablations),
-    "ablations-8b": Part(Plan(LLAMA_3_1_8B, **_ABLATION), ablations),
-    "lengths": Part(
-        Plan(LLAMA_2_7B, _LENGTHS, temperatures=(0.0, 0.6), prompts=2, plain_tokens=16), lengths
-    ),
-    "outputs": Part(
-        Plan(LLAMA_2_7B, _LONG, temperatures=(0.0, 0.6), prompts=3, outputs=(256, 512, 1024, 2048)), outputs
+    "ablations-7b": OnChip(LLAMA_2_7B, _LONG, **_ABLATION),
+    "ablations-8b": OnChip(LLAMA_3_1_8B, _LONG, **_ABLATION),
+    "lengths": OnChip(LLAMA_2_7B, _LENGTHS, kind=lengths, temperatures=_TWO, prompts=2, plain_tokens=16),
+    "outputs": OnChip(
+        LLAMA_2_7B, _LONG, temperatures=_TWO, prompts=3, new_tokens=2048, outputs=(256, 512, 1024, 2048)
     ),
 }  # fmt: skip
+
+
+class OnChipSession(Session):
+    """One program after the other, whose cache is on the device."""
+
+    def machine(self) -> Record:
+        return {"read_bandwidth": read_bandwidth(self.device)}
+
+    def new_bench(self) -> Bench:
+        plan = self.plan
+        return Bench(plan.shape, plan.draft_shape, self.device, dtype_of(self.device), self.seed)
+
+    def measure(self, step: Step) -> None:
+        plan = self.plan
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        config = HierarchyConfig.from_options(**(plan.options | step.setting))
+        try:
+            self.bench.open(config, step.batch, step.context + plan.new_tokens, plan.temperatures)
+            prompts, sources = self.feed(step)
+            for key in self.lacking(step):
+                tokens = [prompt[: key["start"]] for prompt in prompts]
+                shorter = self.bench.shortened(tokens, key["new_tokens"])
+                with shorter if key["start"] < step.context else nullcontext():
+                    self._cell(key, tokens, sources)
+        except (ValueError, RuntimeError) as error:
+            if not step.setting:
+                raise
+            self.note(f"{step.setting}: {error}")
+
+    def _cell(self, key: Record, prompts: Prompts, sources: list[str]) -> None:
+        plan = self.plan
+        if key["method"] == STATIC:
+            self._static(key, prompts, sources)
+            return
+        run = self.ours(key, prompts, sources)
+        if plan.kind is not ablations or not key["setting"]:
+            compared = plan.kind is headline and not plan.outputs and key["temperature"] == 0
+            self.plain(key, prompts, run.texts if compared else None)
+
+    def figures(self, prompts: Prompts, stages: dict[str, float], run: Run) -> Record:
+        program, rounds = self.bench.program, max(1, round(run.rounds))
+        new = int(run.stamps[-1][1])
+        bandwidth = self.file.mine["read_bandwidth"]
+        roofs = roofs_ms(program, [len(prompt) + new // 2 for prompt in prompts], bandwidth)
+        refresh = program.config.retrieval.refresh
+        refreshed = -(-rounds // refresh) if refresh else 1
+        runs = {"draft": run.rounds, "retrieval_refresh": float(refreshed), "target": 1.0}
+        runs["retrieval"] = run.rounds - refreshed
+        on_gpu = self.device.type == "cuda"
+        return {
+            "roof_ms": roofs["plain"],
+            "stages": {n: {"ms": ms, "roof_ms": roofs[n], "runs": runs[n]} for n, ms in stages.items()},
+            "capture_seconds": program.capture_seconds,
+            "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0,
+        }
+
+    def add(self, sample: Record, run: Run) -> None:
+        """Of one long decoding, a measurement at each length."""
+        if sample["method"] == PLAIN or not self.plan.outputs:
+            super().add(sample, run)
+            return
+        for new in self.plan.outputs:
+            seconds, had = next(s for s in run.stamps if s[1] >= min(new, run.stamps[-1][1]))
+            repeated = statistics.fmean(repeated_share(text[:new]) for text in run.texts)
+            read = {"new_tokens": new, "ms_per_token": 1e3 * seconds / had, "repeated_8grams": repeated}
+            super().add(sample | read, run)
+
+    def _static(self, key: Record, prompts: Prompts, sources: list[str]) -> None:
+        """transformers' static cache in our memory; a failure is noted and ends nothing."""
+        bench, new, compiled = self.bench, key["new_tokens"], self.device.type == "cuda"
+        try:
+            found = static_decoding(bench.target, bench.program.store, prompts, new, compiled)
+        except Exception as error:  # foreign code on a borrowed cache; our figures do not depend on it
+            self.note(f"{STATIC}: {type(error).__name__}: {error}")
+            return
+        plain = bench.decode(0.0, prompts, new, rounds=0)
+        both = zip(chain(*found.pop("tokens")), chain(*plain.texts), strict=True)
+        found["same_tokens"] = statistics.fmean(a == b for a, b in both)
+        super().add(key | found | {"sources": sources}, plain)
+
+
+def rows(part: str, header: Record, samples: list[Record]) -> list[Record]:
+    """Beside the faster of two baselines."""
+    return rows_of_samples(part, header, samples, (PLAIN, STATIC))
 
 
 def parser() -> argparse.ArgumentParser:
     made = parts_parser("benchmarks on_chip", __doc__, list(PARTS), seconds=540)
     made.add_argument("--new-tokens", type=int, help="tokens of each text")
     made.add_argument("--only", nargs="*", help="of the ablations these settings alone")
-    made.add_argument(
-        "--no-static", "--no-rival", action="store_true", help="leave out transformers' static cache"
-    )
+    made.add_argument("--no-static", action="store_true", help="leave out transformers' static cache")
     return made
 
 
-def plans(args: argparse.Namespace) -> Iterator[tuple[str, Plan]]:
-    for name in PARTS if "all" in args.part else args.part:
-        full = PARTS[name].full
-        yield name, (full.tiny() if args.tiny else full).changed(args)
-
-
 def main(words: Sequence[str] | None = None) -> None:
-    made = parser()
-    args = made.parse_args(words)
-    device = device_of(made, args.tiny)
-    path = results_folder(args.out, args.tiny) / FILE
-    end = time.perf_counter() + args.seconds
-    done = {}
-    for name, plan in plans(args):
-        settings = settings_of(plan.as_dict(), args.seed, args.tiny)
-        begin = None if args.tiny else RESULTS / FILE
-        file = ResultsFile(path, name, settings, rows, ["engine"], args.fresh, begin)
-        deadline = Deadline(end - time.perf_counter())
-        longest = max(context for _, context in plan.cells)
-        session = Session(plan.shape, plan.draft_shape, plan.options, file, device, args.seed, longest)
-        PARTS[name].loop(session, plan, deadline)
-        file.write()
-        session.bench.close()
-        shown = ("batch", "context", "temperature", "setting", "ms_per_token", "speedup")
-        done[name] = [{k: row[k] for k in shown} for row in file.rows]
-    print(json.dumps(done))
+    measure_parts(parser(), words, PARTS, OnChipSession, rows, FILE)

@@ -2,10 +2,10 @@
 
 from functools import partial
 
-from scripts.benchmarks.common.markdown import Columns, Record, Table, cell, file_note, origin, rows_of, table
+from scripts.benchmarks.common.markdown import Columns, Record, Rows, Table, listing, origin, rows_of
+from scripts.benchmarks.common.results import PLAIN
 
 FILE = "on_chip_h200.json"
-COMMAND = "python -m scripts.benchmarks on_chip --part"
 HEADLINES = ("7b", "8b", "batch")
 # Speed-ups that TriForce (arXiv 2404.11912) reports for Llama-2-7B on an A100, by batch,
 # context and temperature.
@@ -16,24 +16,12 @@ STAGES = {
     "retrieval": "1: further passes",
     "target": "2: target on the full cache",
 }
-
-
-def _plain(row: Record) -> str:
-    plain = row["baselines"].get("autoregressive")
-    share = {"share": row["roof_ms"] / plain["ms_per_token"]} if plain else {}
-    return cell("?{ms_per_token:.2f} ({share:pct})", {**(plain or {}), **share})
-
-
-def _published(row: Record) -> str:
-    paper = TRIFORCE.get((row["batch"], row["context"], row["temperature"]))
-    return f"{paper:.2f}x" if paper and "llama-2-7b" in row["shape"] else ""
-
-
 HEADLINE: Columns = {
     "model": "{shape}", "prompts": "{prompts} x {batch} x {context:,}", "T": "{temperature:g}",
-    "**ms/token**": "**{ms_per_token:.2f}**", "our plain decoding (of its roof)": _plain,
+    "**ms/token**": "**{ms_per_token:.2f}**",
+    "our plain decoding (of its roof)": "?{plain[ms_per_token]:.2f} ({plain[share]:pct})",
     "transformers static": "?{baselines[transformers-static][ms_per_token]:.1f}",
-    "**speed-up**": "?**{speedup:.2f}x**", "TriForce, A100": _published,
+    "**speed-up**": "?**{speedup:.2f}x**", "TriForce, A100": "?{published:.2f}x",
     "repeated 8-grams": "{repeated_8grams:pct}",
 }  # fmt: skip
 LEVELS: Columns = {
@@ -65,11 +53,11 @@ OUTPUTS: Columns = {
     "speed-up": "?{speedup:.2f}x", "repeated 8-grams": "{repeated_8grams:pct}",
 }  # fmt: skip
 ABLATIONS: Columns = {
-    "changed": lambda row: setting(row["setting"]), "ms/token": "{ms_per_token:.2f}",
+    "changed": "{changed}", "ms/token": "{ms_per_token:.2f}",
     "speed-up": "?{speedup:.2f}x", "tokens a pass": "{tokens_per_pass:.2f}",
     "retrieval accepts": "?{acceptance[retrieval]:.2f}", "target accepts": "?{acceptance[target]:.2f}",
-    "rounds": "{rounds_per_pass:.2f}", "level 0, ms a pass": "?{spent[grow]:.2f}",
-    "level 1": "{spent[middle]:.2f}", "level 2": "?{spent[full]:.2f}",
+    "rounds": "{rounds_per_pass:.2f}", "level 0, ms a pass": "?{spent[draft]:.2f}",
+    "level 1": "{spent[retrieval]:.2f}", "level 2": "?{spent[target]:.2f}",
 }  # fmt: skip
 
 
@@ -77,65 +65,57 @@ def setting(change: Record) -> str:
     return ", ".join(f"{k}={v}" for k, v in change.items()) or "nothing"
 
 
-def _rows(content: Record, *parts: str) -> list[Record]:
-    """With the options of each row, and the milliseconds of a pass that each stage takes."""
-    found = []
-    for row in rows_of(content, *parts):
-        spent = {name: stage["runs"] * stage["ms"] for name, stage in row["stages"].items()}
-        spent["retrieval"] = spent.pop("retrieval_refresh", 0.0) + spent.pop("retrieval", 0.0)
-        options = content["parts"][row["part"]]["settings"]["options"] | row["setting"]
-        found.append(row | {"spent": spent, "options": options})
-    return found
+def _rows(*parts: str, order: tuple[str, ...] = ()) -> Rows:
+    """Rows of these parts, with what several tables say of them; sorted where ``order`` says by what."""
+
+    def find(content: Record) -> list[Record]:
+        found = []
+        for row in rows_of(content, *parts):
+            spent = {name: stage["runs"] * stage["ms"] for name, stage in row["stages"].items()}
+            spent["retrieval"] = spent.pop("retrieval_refresh", 0.0) + spent.pop("retrieval", 0.0)
+            more = {"spent": spent, "changed": setting(row["setting"])}
+            more["options"] = content["parts"][row["part"]]["settings"]["options"] | row["setting"]
+            if plain := row["baselines"].get(PLAIN):
+                more["plain"] = plain | {"share": row["roof_ms"] / plain["ms_per_token"]}
+            if "llama-2-7b" in row["shape"]:
+                more["published"] = TRIFORCE.get((row["batch"], row["context"], row["temperature"]))
+            found.append(row | more)
+        return sorted(found, key=lambda row: [row[key] for key in order])
+
+    return find
 
 
-def _simple(
-    content: Record, columns: Columns, parts: tuple[str, ...], order: tuple[str, ...] = (), told: bool = True
-) -> str | None:
-    """A line a row, sorted where ``order`` says by what; with ``told`` where they come from."""
-    rows = _rows(content, *parts)
-    if not rows:
-        return None
-    rows.sort(key=lambda row: [row[key] for key in order])
-    return table(columns, rows) + ("\n" + _origin(content, rows) if told else "")
-
-
-def _origin(content: Record, rows: list[Record]) -> str:
-    return origin(content, rows, FILE, _bandwidth, noted="Not measured in")
-
-
-def _bandwidth(part: Record) -> str:
-    return f"read bandwidth {part['read_bandwidth'] / 1e12:.2f} TB/s measured in the same run"
-
-
-def levels(content: Record) -> str | None:
+def _levels(content: Record) -> list[Record]:
     """What each stage of a pass takes, beside its own roof."""
     lines: list[Record] = []
     for row in rows_of(content, *HEADLINES):
         where = f"{row['shape']}, {row['batch']} x {row['context']:,}, T={row['temperature']:g}"
         for name in (name for name in STAGES if name in row["stages"]):
             stage = row["stages"][name]
-            shares = {"of_roof": stage["roof_ms"] / stage["ms"]}
-            shares["share"] = stage["runs"] * stage["ms"] / row["pass_ms"]
+            share = stage["runs"] * stage["ms"] / row["pass_ms"]
+            shares = {"of_roof": stage["roof_ms"] / stage["ms"], "share": share}
             lines.append({"where": where, "level": STAGES[name], **stage, **shares})
             where = ""
         lines.append({"where": "", "level": "a pass, the host's part included", "ms": row["pass_ms"]})
-    return table(LEVELS, lines) if lines else None
+    return lines
 
 
-def costs(content: Record) -> str | None:
-    """What is paid once: reading the prompts, capturing, memory."""
-    found = {(r["shape"], r["batch"], r["context"]): r for r in _rows(content, *HEADLINES)}
-    return table(COSTS, list(found.values())) if found else None
+def _costs(content: Record) -> list[Record]:
+    """What is paid once: prefill, capture, memory."""
+    rows = _rows(*HEADLINES)(content)
+    return list({(r["shape"], r["batch"], r["context"]): r for r in rows}.values())
 
 
-def ablations(content: Record, part: str) -> str | None:
-    """One setting changed at a time."""
-    rows = _rows(content, part)
-    if not rows:
-        return None
-    options = content["parts"][part]["settings"]["options"].items()
-    default = ", ".join(f"{k}={v}" for k, v in options if v is not None)
-    return table(ABLATIONS, rows) + f"\nDefault: {default}. " + _origin(content, rows)
+def _bandwidth(part: Record) -> str:
+    return f"read bandwidth {part['read_bandwidth'] / 1e12:.2f} TB/s measured in the same run"
+
+
+_origin = partial(origin, file=FILE, measured=_bandwidth, noted="Not measured in")
+
+
+def _ablations_note(content: Record, rows: list[Record]) -> str:
+    options = content["parts"][rows[0]["part"]]["settings"]["options"].items()
+    return f"Default: {', '.join(f'{k}={v}' for k, v in options if v is not None)}. " + _origin(content, rows)
 
 
 def texts(content: Record) -> str | None:
@@ -145,65 +125,15 @@ def texts(content: Record) -> str | None:
 
 
 _MAKERS = {
-    "headline": ("7b", partial(_simple, columns=HEADLINE, parts=HEADLINES)),
-    "levels": ("7b", levels),
-    "acceptance": ("7b", partial(_simple, columns=ACCEPTANCE, parts=HEADLINES, told=False)),
-    "costs": ("7b", costs),
-    "lengths": (
-        "lengths",
-        partial(_simple, columns=LENGTHS, parts=("lengths",), order=("context", "temperature")),
-    ),
-    "outputs": (
-        "outputs",
-        partial(_simple, columns=OUTPUTS, parts=("outputs",), order=("temperature", "new_tokens")),
-    ),
-    "ablations_7b": ("ablations-7b", partial(ablations, part="ablations-7b")),
-    "ablations_8b": ("ablations-8b", partial(ablations, part="ablations-8b")),
+    "headline": ("7b", listing(HEADLINE, _rows(*HEADLINES), _origin)),
+    "levels": ("7b", listing(LEVELS, _levels)),
+    "acceptance": ("7b", listing(ACCEPTANCE, _rows(*HEADLINES))),
+    "costs": ("7b", listing(COSTS, _costs)),
+    "lengths": ("lengths", listing(LENGTHS, _rows("lengths", order=("context", "temperature")), _origin)),
+    "outputs": ("outputs", listing(OUTPUTS, _rows("outputs", order=("temperature", "new_tokens")), _origin)),
+    "ablations_7b": ("ablations-7b", listing(ABLATIONS, _rows("ablations-7b"), _ablations_note)),
+    "ablations_8b": ("ablations-8b", listing(ABLATIONS, _rows("ablations-8b"), _ablations_note)),
     "texts": ("7b", texts),
 }
+COMMAND = "python -m scripts.benchmarks on_chip --part"
 TABLES = {f"on_chip_{name}": Table(FILE, make, f"{COMMAND} {part}") for name, (part, make) in _MAKERS.items()}
-
-
-# The table on README's first screen: (results file's part, batch, context) in the order of the lines.
-_FRONT = (("7b", 1, 122_880), ("8b", 1, 122_880), ("batch", 6, 19_456))
-_OFFLOADED = {
-    "7b": "cache on the host",
-    "host-attention": "the same with attention on the CPU",
-    "13b": "weights and cache on the host",
-}
-FRONT: Columns = {
-    "model": "{shape}", "prompt": "{where}", "T": "{temperature:g}", "ms/token": "**{ms_per_token:.1f}**",
-    # With attention on the CPU, ordinary decoding with it too.
-    "ordinary decoding, same kernels": "{plain_ms:,.1f}", "speed-up": "**{gain:.1f}x**",
-    "repeated 8-grams": "{repeated_8grams:pct}",
-}  # fmt: skip
-_FRONT_NOTE = (
-    "One {hardware}, bf16, 256 new tokens, real texts, medians over prompts, decode only. "
-    '"Inflated": all layers of these models in shape and bytes, with the function of the embedded pair. '
-    "Details, other baselines and files: [docs/benchmarks.md](docs/benchmarks.md), "
-    "[docs/offloading.md](docs/offloading.md). "
-)
-
-
-def front(content: Record, offload: Record, offload_file: str) -> str | None:
-    """What three levels bring on one GPU, from two results files."""
-    rows = []
-    for part, batch, context in _FRONT:
-        where = f"{batch} x {context:,} tokens" if batch > 1 else f"{context:,} tokens"
-        found = [r for r in rows_of(content, part) if (r["batch"], r["context"]) == (batch, context)]
-        rows += [r | {"where": where} for r in sorted(found, key=lambda r: r["temperature"])]
-    for part, what in _OFFLOADED.items():
-        for r in rows_of(offload, part):
-            where = f"{r['context']:,} tokens, {what}, {r['gpu_memory_cap_gib']:g} GiB of GPU"
-            rows.append(r | {"where": where})
-    if not rows:
-        return None
-    for r in rows:
-        r["plain_ms"] = r.get("attended_baseline_ms_per_token", r["baseline_ms_per_token"])
-        r["gain"] = r.get("speedup_to_fastest_baseline", r["speedup"])
-    notes = [
-        file_note(file, {part: held["parts"][part] for part in parts if part in held["parts"]}).rstrip()
-        for file, held, parts in ((FILE, content, HEADLINES), (offload_file, offload, _OFFLOADED))
-    ]
-    note = cell(_FRONT_NOTE, content["parts"]["7b"]) + " ".join(notes)
-    return table(FRONT, rows, left=2) + f"\n{note}\n"

@@ -1,7 +1,7 @@
 """transformers' own fastest decoding on the keys and values that our engine has computed.
 
-Its static cache is made to *be* our store, since a second full cache would not fit beside the first, and a
-second prefill would prove nothing: decoding reads the same bytes from the same place.
+Its static cache is made of our store's memory, since a second full cache would not fit beside the first:
+decoding reads the same bytes from the same place.
 """
 
 import statistics
@@ -28,45 +28,43 @@ def alias(store: KVStore, target: HFModel) -> StaticCache:
     for index, layer in enumerate(layers):
         # Through DLPack each tensor has a storage of its own: views of one storage that are written to
         # would make torch.compile copy or refuse.
-        keys, values = map(from_dlpack, store.layer(index))
-        layer.keys, layer.values = keys, values
-        layer.dtype, layer.device = keys.dtype, keys.device
-        layer.cumulative_length = torch.zeros((), dtype=torch.int64, device=keys.device)
+        layer.keys, layer.values = map(from_dlpack, store.layer(index))
+        layer.dtype, layer.device = layer.keys.dtype, layer.keys.device
+        layer.cumulative_length = torch.zeros((), dtype=torch.int64, device=layer.device)
         layer.is_initialized = True
-        for tensor in (keys, values, layer.cumulative_length):
+        for tensor in (layer.keys, layer.values, layer.cumulative_length):
             torch._dynamo.mark_static_address(tensor)
     return cache
-
-
-def _set_lengths(cache: StaticCache, store: KVStore, place: int) -> None:
-    """The next token goes to row ``place``; rows behind it, which the mask hides, must be finite."""
-    layers: list[Any] = cache.layers
-    for layer in layers:
-        layer.cumulative_length.fill_(place)
-    for group in store.groups:
-        group.kv[..., place:, :] = 0
 
 
 @torch.no_grad()
 def static_decoding(
     target: HFModel, store: KVStore, prompts: Sequence[Sequence[int]], new: int, compiled: bool
 ) -> dict[str, Any]:
-    """Greedy decoding behind prompts of one length whose rows are in the store.
+    """Greedy decoding after prompts of one length whose keys and values are in the store.
 
     Args:
         target: the model, with its own attention (SDPA).
-        store: rows of all but each prompt's last token; those behind are overwritten.
+        store: holds all but each prompt's last token; the slots after them are overwritten.
         new: tokens of each text.
         compiled: by ``torch.compile(mode="reduce-overhead")``.
 
     Returns:
         median milliseconds a token, seconds of compiling and warming up, and the tokens.
     """
-    place, device = len(prompts[0]) - 1, store.device
+    length, device = len(prompts[0]) - 1, store.device
     cache = alias(store, target)
     model: Any = target.model
     forward = torch.compile(model.forward, mode="reduce-overhead", dynamic=False) if compiled else model
     roots = torch.tensor([[p[-1]] for p in prompts], device=device)
+
+    def rewind() -> None:
+        """The next token goes to slot ``length``; slots after it, which the mask hides, must be finite."""
+        layers: list[Any] = cache.layers
+        for layer in layers:
+            layer.cumulative_length.fill_(length)
+        for group in store.groups:
+            group.kv[..., length:, :] = 0
 
     def step(tokens: Tensor) -> Tensor:
         if compiled:
@@ -77,15 +75,15 @@ def static_decoding(
 
     start = time.perf_counter()
     for _ in range(_WARM_UPS if compiled else 1):
-        _set_lengths(cache, store, place)
+        rewind()
         step(roots).tolist()
     warm_up = time.perf_counter() - start
-    _set_lengths(cache, store, place)
+    rewind()
     tokens, times, out = roots, [], []
     for _ in range(new):
         start = time.perf_counter()
         tokens = step(tokens)
-        # generate() asks after each token whether the text has ended, so it waits for it too.
+        # generate() looks after each token whether the text has ended, so it waits for it too.
         out.append(tokens[:, 0].tolist())
         times.append(time.perf_counter() - start)
     texts = [list(text) for text in zip(*out, strict=True)]

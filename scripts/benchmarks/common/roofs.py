@@ -1,0 +1,50 @@
+"""The least time that stages of decoding can take on this device."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from triforce_tree.decoding.program import DecodingProgram
+from triforce_tree.drafters.tree_model import TreeDrafter
+from triforce_tree.kv.store import KVStore
+
+
+def weight_bytes(model: PreTrainedModel) -> int:
+    """What one forward reads of a model: all but an input embedding that is not the head as well."""
+    embedding: Any = model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
+    read = {id(t): t for t in [*model.parameters(), *model.buffers()]}
+    if head.weight is not embedding.weight:
+        read.pop(id(embedding.weight), None)
+    return sum(t.numel() * t.element_size() for t in read.values())
+
+
+def roofs_ms(program: DecodingProgram, lengths: Sequence[int], bandwidth: float) -> dict[str, float]:
+    """The least milliseconds a run of each stage can take: the bytes it must read over the bandwidth.
+
+    Args:
+        lengths: tokens of each sequence.
+        bandwidth: bytes a second, measured in the same run.
+    """
+    slot = _slot_bytes(program.store)
+    full = weight_bytes(program.full.model) + sum(lengths) * slot
+    needed = {"plain": full, "target": full}
+    drafter = program.drafter
+    if isinstance(drafter, TreeDrafter):
+        window = program.batch * (drafter.config.sinks + drafter.config.window) * _slot_bytes(drafter.store)
+        needed["draft"] = drafter.depth * (weight_bytes(drafter.model.model) + window)
+    if program.retrieval_view is not None:
+        config = program.retrieval_view.config
+        seen = sum(min(config.budget, length) for length in lengths) * slot
+        needed["retrieval"] = weight_bytes(program.retrieval_model.model) + seen
+        # Chunks are chosen by the means of their keys: half a slot a chunk.
+        means = sum(length // config.chunk for length in lengths) * slot // 2
+        needed["retrieval_refresh"] = needed["retrieval"] + means
+    return {name: 1e3 * size / bandwidth for name, size in needed.items()}
+
+
+def _slot_bytes(store: KVStore) -> int:
+    """K and V of one token in all layers."""
+    heads = [group.shape.heads for group in store.groups for _ in group.layers]
+    return sum(2 * h.kv * h.dim * store.dtype.itemsize for h in heads)

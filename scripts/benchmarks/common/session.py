@@ -1,0 +1,262 @@
+"""How a benchmark of decoding runs: a part's plan lists steps, a session measures those that its file lacks.
+
+A benchmark declares plans, rows and what it measures beside the common figures. A call begins no step that
+would not end within its time; the next call goes on from the measurements that are on disk.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Self
+
+import torch
+
+from scripts.benchmarks.common.command import TINY_DRAFT, TINY_OPTIONS, TINY_SHAPES, device_of, results_folder
+from scripts.benchmarks.common.compare import replay
+from scripts.benchmarks.common.engine import Bench, Prompts, Run
+from scripts.benchmarks.common.results import OURS, PLAIN, RESULTS, Record, ResultsFile, settings_of
+from scripts.benchmarks.common.texts import SOURCES, Library, Source
+from triforce_tree.eval.results import repeated_share
+from triforce_tree.runtime.executor import free_memory
+
+# Passes in which the stages are timed one by one.
+_PROFILED = 6
+
+
+@dataclass(frozen=True)
+class Step:
+    """A prompt, or a set of them, in the cache of one program, and the keys of what is measured there.
+
+    Attributes:
+        number: of the prompt or set.
+        context: tokens of each prompt that are fed.
+        setting: what differs from the plan.
+        keys: of measurements; ``start`` is how many tokens of the prompts they use.
+    """
+
+    number: int
+    batch: int
+    context: int
+    setting: Record
+    keys: tuple[Record, ...]
+
+
+@dataclass(frozen=True)
+class Plan(ABC):
+    """Settings of one part.
+
+    Attributes:
+        shape, draft_shape: what the pair is inflated to.
+        cells: (batch, context) pairs.
+        prompts: how many; sets of prompts where the batch is larger.
+        new_tokens: of each text; ``plain_tokens`` those of autoregressive decoding.
+        options: of the hierarchy.
+    """
+
+    shape: str
+    cells: tuple[tuple[int, int], ...]
+    draft_shape: str = "llama-68m"
+    prompts: int = 5
+    temperatures: tuple[float, ...] = (0.0, 0.6, 1.0)
+    new_tokens: int = 256
+    plain_tokens: int = 64
+    options: Record = field(default_factory=dict)
+
+    def changed(self, args: argparse.Namespace) -> Self:
+        """With what a user asks for; None leaves a setting as it is."""
+        names = ("prompts", "temperatures", "new_tokens", "caps")
+        asked = {name: value for name in names if (value := getattr(args, name, None)) is not None}
+        asked = {name: tuple(value) if isinstance(value, list) else value for name, value in asked.items()}
+        return replace(self, options=self.options | dict(args.set), **asked)
+
+    def tiny(self, **more: Any) -> Self:
+        """The same in seconds on a CPU."""
+        smaller = {"shape": TINY_SHAPES[self.shape], "draft_shape": TINY_DRAFT, "plain_tokens": 4}
+        return replace(self, **{**smaller, "options": self.options | TINY_OPTIONS, **more})
+
+    def as_dict(self) -> Record:
+        """What must agree for measurements to stand side by side."""
+        return {name: asdict(self)[name] for name in ("shape", "draft_shape", "options")}
+
+    def step(self, number: int, batch: int, context: int, setting: Record, *keys: Record) -> Step:
+        """A step whose keys differ from the usual one by ``keys``; without any, one for each temperature."""
+        usual = {
+            "method": OURS, "prompt": f"prompt {number + 1}", "start": context, "batch": batch,
+            "context": context, "new_tokens": self.new_tokens, "temperature": 0.0, "setting": setting,
+        }  # fmt: skip
+        changes = keys or tuple({"temperature": t} for t in self.temperatures)
+        return Step(number, batch, context, setting, tuple(usual | change for change in changes))
+
+    @abstractmethod
+    def steps(self) -> Iterable[Step]:
+        """All that the part measures."""
+
+
+class Deadline:
+    """Time that is left, and what the longest step so far took."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.perf_counter() + seconds
+        self._longest = 0.0
+
+    def steps(self, items: Sequence[Any]) -> Iterator[Any]:
+        """The items, until the next one would probably not end in time."""
+        for number, item in enumerate(items):
+            left = self._end - time.perf_counter()
+            if left < self._longest:
+                print(f"{left:.0f} s are left: {len(items) - number} steps wait for the next call",
+                      file=sys.stderr)  # fmt: skip
+                return
+            start = time.perf_counter()
+            yield item
+            # The first one also compiles and warms up.
+            share = 1.1 if number else 0.4
+            self._longest = max(self._longest, share * (time.perf_counter() - start))
+
+
+class Session(ABC):
+    """A bench, and the results file that its measurements go into.
+
+    Args:
+        plan: of the part.
+        file: what is measured already, and where measurements go.
+        device, seed: see ``Bench``.
+    """
+
+    areas = ("engine",)
+    sources: Sequence[Source] = SOURCES
+
+    def __init__(self, plan: Any, file: ResultsFile, device: torch.device, seed: int) -> None:
+        self._start = time.perf_counter()
+        self.plan, self.file, self.device, self.seed = plan, file, device, seed
+        file.mine |= self.machine()
+        free_memory()
+        self.say(f"{plan.shape}: inflating ...")
+        self.bench: Bench = self.new_bench()
+        self.library = Library(self.bench.tokenizer, max(n for _, n in plan.cells), self.sources)
+
+    @abstractmethod
+    def machine(self) -> Record:
+        """What is measured of the machine, for the part's header."""
+
+    @abstractmethod
+    def new_bench(self) -> Bench: ...
+
+    @abstractmethod
+    def figures(self, prompts: Prompts, stages: dict[str, float], run: Run) -> Record:
+        """What the benchmark adds to a measurement of our engine."""
+
+    def say(self, text: str) -> None:
+        print(f"[{time.perf_counter() - self._start:6.1f} s] {text}", file=sys.stderr, flush=True)
+
+    def note(self, text: str) -> None:
+        """Something that could not be measured as planned: said here and in the file."""
+        self.say(text)
+        self.file.note(text[:500])
+
+    def lacking(self, step: Step) -> list[Record]:
+        """The step's measurements that are still to be made."""
+        return [key for key in step.keys if self.file.find(**key) is None]
+
+    @abstractmethod
+    def measure(self, step: Step) -> None:
+        """What the step lacks."""
+
+    def feed(self, step: Step, tokens: int | None = None) -> tuple[list[list[int]], list[str]]:
+        """The step's prompts, in the full cache, and where they come from; of each the first ``tokens``."""
+        left_out = len(self.library.left_out)
+        numbers = range(step.number * step.batch, (step.number + 1) * step.batch)
+        prompts = [self.library.prompt(number, step.context) for number in numbers]
+        for text in self.library.left_out[left_out:]:
+            self.say(f"left out, too short: {text}")
+        fed = [prompt.tokens[:tokens] for prompt in prompts]
+        if self.bench.feed(fed):
+            where = f"{step.batch} x {len(fed[0])} tokens, {prompts[0].name}"
+            self.say(f"prefill {self.bench.prefill_seconds:.2f} s, {where}")
+        return fed, [prompt.name for prompt in prompts]
+
+    def ours(self, key: Record, prompts: Prompts, sources: list[str]) -> Run:
+        """Our engine, and the times of its stages."""
+        bench, temperature, new = self.bench, key["temperature"], key["new_tokens"]
+        run = bench.decode(temperature, prompts, new)
+        passes = max(1, min(_PROFILED, new // (bench.program.max_draft_tokens + 1)))
+        stages = bench.stage_ms(temperature, prompts, max(1, round(run.rounds)), passes)
+        sample = key | run.as_dict() | {"sources": sources, "prefill_seconds": bench.prefill_seconds}
+        sample["repeated_8grams"] = statistics.fmean(map(repeated_share, run.texts))
+        self.add(sample | self.figures(prompts, stages, run), run)
+        return run
+
+    def add(self, sample: Record, run: Run) -> None:
+        """A measurement made from this run."""
+        self.file.add(sample)
+        names = ("start", "temperature", "setting", "method", "ms_per_token", "tokens_per_pass", "exact")
+        said = [f"{name} {sample[name]}" for name in names if sample.get(name) is not None]
+        self.say(f"{sample['prompt']}, {', '.join(said)}")
+
+    def plain(self, key: Record, prompts: Prompts, texts: Prompts | None, method: str = PLAIN) -> None:
+        """Autoregressive decoding in the same program: along ``texts``, or a few tokens of its own."""
+        exact: Record = {}
+        if texts is not None:
+            run, exact["exact"] = replay(self.bench, prompts, texts)
+        else:
+            run = self.bench.decode(key["temperature"], prompts, self.plan.plain_tokens, rounds=0)
+        new = max(map(len, texts)) if texts is not None else self.plan.plain_tokens
+        figures = {name: run.as_dict()[name] for name in ("ms_per_token", "pcie_gbps", "cpu_gbps")}
+        self.add(key | figures | exact | {"method": method, "new_tokens": new, "sources": []}, run)
+
+
+def plans(args: argparse.Namespace, parts: Mapping[str, Plan]) -> Iterator[tuple[str, Plan]]:
+    """The parts that are asked for."""
+    for name in parts if "all" in args.part else args.part:
+        yield name, (parts[name].tiny() if args.tiny else parts[name]).changed(args)
+
+
+def measure_parts(
+    made: argparse.ArgumentParser,
+    words: Sequence[str] | None,
+    parts: Mapping[str, Plan],
+    session: type[Session],
+    rows: Callable[[str, Record, list[Record]], list[Record]],
+    name: str,
+) -> None:
+    """Measure what the parts lack in the results file ``name``, and print the rows."""
+    args = made.parse_args(words)
+    device = device_of(made, args.tiny)
+    path = results_folder(args.out, args.tiny) / name
+    begin = None if args.tiny else RESULTS / name
+    end = time.perf_counter() + args.seconds
+    for part, plan in plans(args, parts):
+        settings = settings_of(plan.as_dict(), args.seed, args.tiny)
+        file = ResultsFile(path, part, settings, rows, session.areas, args.fresh, begin)
+        deadline = Deadline(end - time.perf_counter())
+        measure_part(plan, file, deadline, lambda p=plan, f=file: session(p, f, device, args.seed))
+        print_rows(file)
+
+
+def measure_part(
+    plan: Plan, file: ResultsFile, deadline: Deadline, new_session: Callable[[], Session]
+) -> None:
+    """Measure what the part lacks; without any models where that is nothing."""
+    steps = [step for step in plan.steps() if any(file.find(**key) is None for key in step.keys)]
+    if not steps:
+        return
+    own = new_session()
+    try:
+        for step in deadline.steps(steps):
+            own.measure(step)
+    finally:
+        own.file.write()
+        own.bench.close()
+        # Nothing else holds the models: the next part's would not fit beside them.
+        del own.bench
+        free_memory()
+
+
+def print_rows(file: ResultsFile) -> None:
+    for row in file.rows:
+        print(json.dumps({name: value for name, value in row.items() if name != "memory_plan"}))
