@@ -18,7 +18,6 @@ _LISTED = {
     "resident": ("offload.resident", "level 2's passes when much of the cache is on the GPU"),
     "view_or_copy": ("offload.view_or_copy", "level 1 on a view of the cache, or on copies"),
     "tree_attention": ("attention.run", "tree attention beside its peers; --check: the gate alone"),
-    "tiles": ("attention.tiles", "what the tiles of other GPUs cost on this one"),
     "linear": ("linear.run", "few-row linear layers: check, tune, compare; --quick: check"),
     "host_attention": ("cpu.host_attention", "attention on the CPU, alone and beside the bus"),
     "cpu": ("cpu.speed", "the embedded pair on a CPU beside transformers: README.md"),
