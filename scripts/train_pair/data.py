@@ -128,8 +128,8 @@ class Stream:
             weight: loss weight of an answer's digits; a fact's own digits weigh nothing.
         """
         groups = self.rng.choice(len(self.sizes), rows, p=self.weights)
-        room = np.maximum(1, self.sizes[groups] - length - 1)
-        offsets = self.starts[groups] + (self.rng.random(rows) * room).astype(np.int64)
+        space = np.maximum(1, self.sizes[groups] - length - 1)
+        offsets = self.starts[groups] + (self.rng.random(rows) * space).astype(np.int64)
         index: list[np.ndarray] = []
         values: list[int] = []
         weights: list[float] = []

@@ -45,7 +45,7 @@ Attend = Callable[[Tensor, Sequence[Tensor]], State]
 ``[H_kv, R, D]`` and lse ``[H_kv, R]`` of all their rows, in fp32."""
 
 _TIMES = 3
-# What makes torch do without the newest instructions of a processor.
+# Environment variables that keep torch from the newest instructions of a processor.
 _HOLDS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
 
 
@@ -93,41 +93,27 @@ def torch_threads(count: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Size:
-    """What is measured.
+    """What is measured."""
 
-    Args:
-        rows: of a piece.
-        queries: T, query rows of a sequence.
-        pool: bytes of all pieces.
-        call: bytes that one call attends to.
-        block: bytes that one thread attends to at once.
-        seconds: of a measurement beside the bus.
-    """
-
-    rows: int = 8192
-    queries: tuple[int, ...] = (1, 16, 49, 97)
-    pool: int = 3 << 30
-    call: int = 512 << 20
-    block: int = 8 << 20
-    seconds: float = 0.4
+    rows: int = 8192  # KV slots of a piece
+    queries: tuple[int, ...] = (1, 16, 49, 97)  # T
+    pool: int = 3 << 30  # bytes of all pieces
+    call: int = 512 << 20  # bytes that one call attends to
+    block: int = 8 << 20  # bytes that one thread attends to at once
+    seconds: float = 0.4  # of a measurement beside the bus
 
 
-# Without a GPU there are few cores as well, whose caches less memory exceeds.
+# Without a GPU there are few cores as well: less memory exceeds their caches.
 FEW_CORES = Size(pool=1 << 30, call=128 << 20)
 TINY = Size(128, (1, 3), pool=16 << 20, call=4 << 20, block=1 << 19, seconds=0.02)
 
 
 class Pool:
-    """Host memory that goes round as pieces ``[rows, 2, H_kv, D]`` in bf16, of any number of heads.
-
-    Args:
-        device: whose bus the memory is locked for.
-        seed: of the values.
-    """
+    """Host memory, page-locked for a GPU, as pieces ``[rows, 2, H_kv, D]`` in bf16 of any number of heads."""
 
     def __init__(self, size: Size, device: torch.device, seed: int) -> None:
         self.size = size
-        self.memory = HostMemory(locked=device.type == "cuda")
+        self.memory = HostMemory(locked=device.type == "cuda")  # keeps the memory
         self.memory.check(size.pool)
         largest = size.rows * 2 * SHAPES[0].kv * SHAPES[0].dim
         self.values = self.memory.take((size.pool // 2 // largest, largest), torch.bfloat16)
@@ -138,7 +124,7 @@ class Pool:
         return list(self.values.view(-1, self.size.rows, 2, heads.kv, heads.dim))
 
     def calls(self, heads: Heads) -> Iterator[list[Tensor]]:
-        """The pieces that one call attends to, for ever."""
+        """Endlessly the pieces of one call."""
         pieces = self.pieces(heads)
         around = cycle(pieces)
         while True:
@@ -150,11 +136,11 @@ class Pool:
 
 
 class Streaming:
-    """Inside, a thread sends pieces to the device one after the other; afterwards ``gbps`` tells how fast."""
+    """A context in which a thread copies pieces to the device in turn; ``gbps`` is set at its end."""
 
     def __init__(self, pieces: Sequence[Tensor], device: torch.device) -> None:
-        self._pieces, self._lane = pieces, CopyStream(device)
-        self._near = torch.empty_like(pieces[0], device=device)
+        self._pieces, self._copies = pieces, CopyStream(device)
+        self._target = torch.empty_like(pieces[0], device=device)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self.gbps = 0.0
@@ -163,16 +149,16 @@ class Streaming:
         start, count, around = time.perf_counter(), 0, cycle(self._pieces)
         while not self._stop.is_set():
             for piece in islice(around, 8):
-                self._lane.copy(self._near, piece)
+                self._copies.copy(self._target, piece)
             count += 8
             self._wait()
-        self.gbps = count * self._near.nbytes / 1e9 / (time.perf_counter() - start)
+        self.gbps = count * self._target.nbytes / 1e9 / (time.perf_counter() - start)
 
     def _wait(self) -> None:
-        """On the host, but not by keeping a core busy, which the attention has a use for."""
-        if self._lane.stream is not None:
+        """For the copies, without keeping a core busy that attention could use."""
+        if self._copies.stream is not None:
             event = torch.cuda.Event(blocking=True)
-            event.record(self._lane.stream)
+            event.record(self._copies.stream)
             event.synchronize()
 
     def __enter__(self) -> "Streaming":
@@ -211,7 +197,7 @@ def beside(
 
 
 class Checked:
-    """What T queries should see in one piece, and how far plain torch in bf16 is from it.
+    """The exact result of T queries over one piece, and the error of plain torch in bf16.
 
     Args:
         q: fp32 ``[1, H_q, T, D]``, of values that bf16 holds.
@@ -224,8 +210,8 @@ class Checked:
         mask, scale = torch.ones(q.shape[2], 0, dtype=torch.bool), q.shape[-1] ** -0.5
         out, lse = tree_attention(q, k.float(), v.float(), mask, scale=scale)
         self.state = self._packed(out), self._packed(lse[..., None])[..., 0]
-        near, near_lse = tree_attention(q.bfloat16(), k, v, mask, scale=scale)
-        self.limit = self.errors((self._packed(near).float(), self._packed(near_lse[..., None])[..., 0]))
+        half, half_lse = tree_attention(q.bfloat16(), k, v, mask, scale=scale)
+        self.limit = self.errors((self._packed(half).float(), self._packed(half_lse[..., None])[..., 0]))
 
     def _packed(self, x: Tensor) -> Tensor:
         return x.reshape(self.rows.shape[2], -1, x.shape[-1])
