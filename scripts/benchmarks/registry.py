@@ -10,7 +10,6 @@ BENCHMARKS = {
         "benchmarks.attention.run",
         "tree attention beside its peers; --check: the gate",
     ),
-    "tiles": ("benchmarks.attention.tiles", "what the tiles of other GPUs cost on this one"),
     "linear": ("benchmarks.linear.run", "few-row linear layers: check, tune, compare; --quick: check"),
     "host_attention": ("benchmarks.cpu.host_attention", "attention on the CPU, alone and beside the bus"),
     "cpu": ("benchmarks.cpu.speed", "the embedded pair on a CPU beside transformers: README.md"),

@@ -1,15 +1,13 @@
-"""Check the captured cycle where it runs: greedy tokens, exact laws, seeds, and memory over many passes.
+"""Check the decoding program where it runs: greedy tokens, distributions, seeds, and memory over many passes.
 
     python -m scripts.checks.check_cycle --device cuda
     python -m scripts.checks.check_cycle --device cpu --batch 64 --repeats 8 --tokens 400
 
-Uses the embedded pair. The laws are tested by a batch of equal prompts, each of which draws for itself:
+Uses the embedded pair. Distributions are tested by a batch of equal prompts, each with its own draws:
 chi-square of the first new token, and of the second one after the likeliest first ones. Exit code 1 where
 anything fails; the last line is JSON.
 """
 
-import argparse
-import json
 import sys
 from collections import Counter
 from typing import Any
@@ -18,7 +16,7 @@ import torch
 from torch import Tensor
 
 from scripts.benchmarks.common.engine import drafter_of
-from scripts.checks.verdicts import Verdicts
+from scripts.checks.report import Report, parser
 from triforce_tree import load
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.loop import Decoder
@@ -45,8 +43,8 @@ class Checks:
         self.target: HFModel = engine.hierarchy.target
         self.draft: HFModel = engine.hierarchy.draft
         self.text = token_ids(engine.tokenizer, pydoc_text())
-        self.verdicts = Verdicts()
-        self.add = self.verdicts.add
+        self.report = Report()
+        self.add = self.report.add
 
     def program(self, levels: int, batch: int, max_seq_len: int, **options: Any) -> DecodingProgram:
         settings: dict[str, Any] = {"gamma": 8, "tree": "best-first:6,4,3", "budget": 512, "recent": 128}
@@ -65,19 +63,19 @@ class Checks:
             decoder.prefill(prompts)
             tokens = decoded(decoder, prompts, new_tokens)
             expected = expected or tokens
-            parted = sum(a != b for a, b in zip(tokens, expected, strict=True))
-            self.add(f"greedy, {levels} levels", parted == 0, texts=len(prompts), parted=parted)
+            differing = sum(a != b for a, b in zip(tokens, expected, strict=True))
+            self.add(f"greedy, {levels} levels", differing == 0, sequences=len(prompts), differing=differing)
             plain = Decoder(program, to_probs, 0)
             plain.controller.fixed = 0
             program.rewind(prompts)
             same = decoded(plain, prompts, new_tokens) == expected
-            self.add(f"greedy, plain passes in a cycle of {levels} levels", same)
+            self.add(f"greedy, plain decoding by a program of {levels} levels", same)
 
     def probs(self, length: int, batch: int, repeats: int, temperature: float) -> None:
         """First and second new tokens of many equal prompts."""
         [prompt] = uncertain_contexts(self.engine, self.text[:length], 1)
         to_probs = ProbsFromLogits.at(temperature)
-        first_law = self._probs_of(prompt, to_probs)
+        first_probs = self._probs_of(prompt, to_probs)
         for levels, options in (
             (1, {}),
             (2, {}),
@@ -96,31 +94,31 @@ class Checks:
                 else:
                     decoder.prefill(prompts)
                 pairs += [(row[0], row[1]) for row in decoded(decoder, prompts, 2)]
-            name = f"law, {levels} levels {options or ''}, temperature {temperature}"
-            self._judge(f"{name}, first token", Counter(a for a, _ in pairs), first_law)
-            for token in first_law.topk(2).indices.tolist():
+            name = f"distribution, {levels} levels {options or ''}, temperature {temperature}"
+            self._judge(f"{name}, first token", Counter(a for a, _ in pairs), first_probs)
+            for token in first_probs.topk(2).indices.tolist():
                 after = Counter(b for a, b in pairs if a == token)
                 self._judge(f"{name}, after {token}", after, self._probs_of([*prompt, token], to_probs))
 
     def endurance(self, length: int, new_tokens: int) -> None:
-        """Memory and repeatability over a long text."""
+        """Memory and repeatability over many tokens."""
         program = self.program(3, 1, length + new_tokens)
         prompt = self.text[:length]
         to_probs = ProbsFromLogits.at(1.0)
-        texts, memory, passes = [], [], 0
+        sequences, memory, passes = [], [], 0
         for _ in range(2):
             decoder = Decoder(program, to_probs, 7)
             decoder.prefill([prompt])
-            text: list[int] = []
+            tokens: list[int] = []
             for fresh in decoder.decode([prompt], [Ending(new_tokens)]):
-                text += fresh[0]
+                tokens += fresh[0]
                 passes += 1
                 if passes % 100 == 0 and torch.cuda.is_available():
                     memory.append(torch.cuda.memory_allocated())
-            texts.append(text)
-        self.add("same seed, same tokens", texts[0] == texts[1], tokens=len(texts[0]))
+            sequences.append(tokens)
+        self.add("same seed, same tokens", sequences[0] == sequences[1], tokens=len(sequences[0]))
         growth = max(memory) - memory[0] if memory else 0
-        self.add("memory stays", growth < 1 << 20, passes=passes, drafter_bytes=growth)
+        self.add("memory stays", growth < 1 << 20, passes=passes, bytes=growth)
 
     def _probs_of(self, prompt: list[int], to_probs: ProbsFromLogits) -> Tensor:
         with torch.no_grad():
@@ -135,34 +133,30 @@ class Checks:
 
 
 def decoded(decoder: Decoder, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
-    texts: list[list[int]] = [[] for _ in prompts]
+    made: list[list[int]] = [[] for _ in prompts]
     for fresh in decoder.decode(prompts, [Ending(new_tokens)] * len(prompts)):
-        for text, tokens in zip(texts, fresh, strict=True):
-            text += tokens
-    return texts
+        for sequence, tokens in zip(made, fresh, strict=True):
+            sequence += tokens
+    return made
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
-    parser.add_argument("--batch", type=int, default=256, help="equal prompts that draw at once")
-    parser.add_argument("--repeats", type=int, default=8, help="times that batch")
-    parser.add_argument("--tokens", type=int, default=20_000, help="of the endurance test")
-    parser.add_argument("--out", help="JSON file for the results")
-    args = parser.parse_args()
+def main() -> int:
+    made = parser(__doc__)
+    made.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="of torch")
+    made.add_argument(
+        "--dtype", default="float32", choices=("float32", "bfloat16", "float16"), help="of models"
+    )
+    made.add_argument("--batch", type=int, default=256, help="equal prompts that draw at once")
+    made.add_argument("--repeats", type=int, default=8, help="times that batch")
+    made.add_argument("--tokens", type=int, default=20_000, help="of the endurance test")
+    args = made.parse_args()
     checks = Checks(args.device, getattr(torch, args.dtype))
     checks.greedy([700, 1500, 3001], 200)
     for temperature in (0.7, 1.0):
         checks.probs(900, args.batch, args.repeats, temperature)
     checks.endurance(4000, args.tokens)
-    found = checks.verdicts
-    if args.out:
-        result = {"device": args.device, "dtype": args.dtype, "failed": found.failed, "checks": found.rows}
-        with open(args.out, "w", encoding="utf-8") as file:
-            json.dump(result, file, indent=1)
-    sys.exit(found.tell())
+    return checks.report.finish(device=args.device, dtype=args.dtype, rows=checks.report.rows)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

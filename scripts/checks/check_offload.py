@@ -4,12 +4,11 @@
     python -m scripts.checks.check_offload --dtype bfloat16    # with attention on the CPU
     python -m scripts.checks.check_offload --tiny              # on a CPU, without what only a GPU can show
 
-Every text is compared with the one of the ordinary cycle, whose cache is on the device, in fp32; in 16 bits,
-where other sums may round to other tokens, with the first one of the same split. Exit code 1 where anything
-fails; the last line is JSON.
+All output is compared with that of the program whose cache is on the device, in fp32; in 16 bits, where other
+orders of sums may round to other tokens, with the first output of the same split. Weights streamed from the
+host must give the same bits in every dtype. Exit code 1 where anything fails; the last line is JSON.
 """
 
-import argparse
 import gc
 import logging
 import sys
@@ -25,8 +24,8 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging as transformers_logging
 
 from scripts.benchmarks.common.command import TINY_DRAFT, TINY_SHAPES
-from scripts.checks.verdicts import Verdicts
-from triforce_tree import Engine
+from scripts.checks.report import Report, need_gpu, parser
+from triforce_tree import Engine, load
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.eval.text import pydoc_text, token_ids
 from triforce_tree.kv.offload.copy_stream import BufferRing
@@ -40,14 +39,14 @@ _OPTIONS: dict[str, Any] = {"levels": 3, "gamma": 8, "tree": "best-first:4,3", "
 _TINY: dict[str, Any] = _OPTIONS | {"budget": 128, "recent": 32, "window": 64}
 _SHAPES = ("2048x8x16/16x128x5632", "llama-68m")
 _TINY_SHAPES = (TINY_SHAPES["llama-2-7b"], TINY_DRAFT)
-# Of the cache's rows, those that are in host memory.
-_AWAY = 0.7
+# Of the KV slots, the share that is in host memory.
+_ON_HOST = 0.7
 # What a plan leaves free, and a little more.
 _SPARE = 193 * MIB
-# A pass that keeps memory shows after a thousand of them, however little it keeps.
+# After a thousand passes even a small leak is above this growth.
 _PASSES, _TINY_PASSES, _GROWTH = 1000, 100, 4 * MIB
-# How often the memory is looked at meanwhile: a look collects garbage, which takes longer than a pass.
-_LOOKS = 50
+# How often memory is read meanwhile: that collects garbage, which takes longer than a pass.
+_READINGS = 50
 
 
 class Checks:
@@ -66,10 +65,12 @@ class Checks:
         roomy = self.whole.with_options(offload=True, gpu_memory=1 << 50)
         plan = roomy.memory_plan(len(self.prompt), self.passes)
         assert plan is not None, "offload=True always makes a plan"
-        self.memory = plan.peak + _SPARE - int(_AWAY * plan.device["resident rows"])
+        self.memory = plan.peak + _SPARE - int(_ON_HOST * plan.device["resident rows"])
         self.offloaded = self.whole.with_options(offload=True, gpu_memory=self.memory)
-        self.verdicts = Verdicts()
-        self.add = self.verdicts.add
+        self.report = Report()
+        self.add = self.report.add
+        self.inflated = shapes[0], device, dtype, shapes[1], seed
+        self.options, self.calls = options, 5 if tiny else 40
 
     def text(self, engine: Engine, new: int, **hooks: Any) -> list[int]:
         out = engine.generate(self.prompt, max_new_tokens=new, temperature=0, **hooks)
@@ -81,7 +82,7 @@ class Checks:
         self.add(name, self.text(self.offloaded, new, **hooks) == self.expected[:new])
 
     def begin(self, new: int) -> None:
-        """What is to come out; then the ordinary cycle's memory is free again."""
+        """The expected tokens; then the memory of the program without offloading is free again."""
         self.expected = self.text(self.whole, new)
         self.whole.hierarchy.release()
         bound_memory(self.device, self.memory)
@@ -89,7 +90,7 @@ class Checks:
             self.expected = self.text(self.offloaded, 64)
 
     def last_layer_resident(self) -> None:
-        """Prompts are fed in the memory of the last layer's rows, which all stay on the device."""
+        """All KV of the last layer stays on the device, and prefill works in its memory."""
         decide, hierarchy = memory_plan.plan, self.offloaded.hierarchy
 
         def plan(*args: Any) -> memory_plan.MemoryPlan:
@@ -106,7 +107,7 @@ class Checks:
         hierarchy.release()
 
     def interrupted(self) -> None:
-        """Ctrl-C while memory is taken, and while the prompt is read: all of it is given back."""
+        """Ctrl-C while memory is allocated, and during prefill: all of it is given back."""
         for what, at in (("pinned", 2), ("progress", 3)):
             self.offloaded.hierarchy.release()
             before = self._held()
@@ -128,7 +129,7 @@ class Checks:
         def failing(ring: BufferRing) -> None:
             nonlocal calls
             calls += 1
-            if calls == 40:
+            if calls == self.calls:
                 raise RuntimeError("the bus is gone")
             issue(ring)
 
@@ -142,12 +143,12 @@ class Checks:
         self.same_text("the text after the fault")
 
     def short_of_memory(self) -> None:
-        """Somebody takes device memory, before the graphs are captured and in the middle of a text."""
+        """Another program takes device memory, before the graphs are captured and while decoding."""
         plan = self.offloaded.memory_plan(len(self.prompt), self.passes)
         assert plan is not None
         kept = plan.device["resident rows"] // 2
         moments = [("capture", "pinned", 1), ("decoding", "streamer", 3)]
-        # In 16 bits nothing is allocated any more once the graphs are there.
+        # In 16 bits nothing is allocated any more once the graphs are captured.
         for name, hook, at in moments[: 1 if self.same_bits_only else 2]:
             self.offloaded.hierarchy.release()
             hog = _Hog(self.device, at, kept)
@@ -159,7 +160,7 @@ class Checks:
                 log.removeHandler(hog)
             same = len(made) == 64 if self.same_bits_only else made == self.expected[:64]
             self.add(f"the text when memory runs out in {name}", same)
-            self.add("it is said", bool(hog.lines), lines=hog.lines, kept=kept)
+            self.add("a warning is logged", bool(hog.lines), lines=hog.lines, kept=kept)
             del hog
             free_memory()
 
@@ -172,32 +173,47 @@ class Checks:
             def put(_, value: Tensor) -> None:
                 nonlocal passes
                 passes += 1
-                if passes % (self.passes // _LOOKS) == 0:
+                if passes % (self.passes // _READINGS) == 0:
                     held.append(self._held())
 
             def end(_) -> None: ...
 
         single = self.offloaded.with_options(levels=1)
         tokens = self.text(single, self.passes, streamer=Watching())
-        settled = held[len(held) // 10 :]
-        growth = [max(h[i] for h in settled) - settled[0][i] for i in (0, 1)]
+        later = held[len(held) // 10 :]
+        growth = [max(h[i] for h in later) - later[0][i] for i in (0, 1)]
         passed = passes >= self.passes and growth[0] <= 0 and growth[1] < _GROWTH
         self.add("memory stays", passed, passes=passes, device_growth=growth[0], host_growth=growth[1])
         same = len(tokens) == self.passes if self.same_bits_only else tokens == self.expected
         self.add("the long text", same, tokens=len(tokens))
 
+    def streamed_weights(self) -> None:
+        """Weights in host memory: the bits of the whole model; in fp32 the same tokens as well."""
+        ids = torch.tensor([self.prompt[:512]], device=self.device)
+        target, draft, _ = inflate_pair(*self.inflated)
+        target.generation_config.eos_token_id = None
+        with torch.inference_mode():
+            whole = target(ids).logits
+        engine = load(target, draft, profile=False, offload_weights=True, **self.options)
+        with torch.inference_mode():
+            same = torch.equal(whole, engine.hierarchy.target.model(ids).logits)
+        self.add("streamed weights give the same bits", same and engine.hierarchy.target.streamed is not None)
+        expected = self.text(engine if self.same_bits_only else self.whole, 16)
+        self.add("the text with streamed weights", self.text(engine, 16) == expected)
+        engine.close()
+
     def _held(self) -> tuple[int, int]:
         """Bytes on the device and on the host."""
         gc.collect()
-        near = torch.cuda.memory_allocated(self.device) if self.on_gpu else 0
+        allocated = torch.cuda.memory_allocated(self.device) if self.on_gpu else 0
         pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return near, pages * 4096
+        return allocated, pages * 4096
 
 
 class _Hog(logging.Handler):
-    """Takes all device memory when it is called for the n-th time, and keeps a part once that is noticed.
+    """Takes all device memory at its n-th call, and frees most of it when the shortage is logged.
 
-    A hook of a generation, and the handler of the log that hears of the shortage.
+    A hook of a generation, and a handler of the log.
     """
 
     def __init__(self, device: torch.device, at: int, kept: int) -> None:
@@ -239,22 +255,21 @@ def _raising_at(call: int) -> Callable[[int], None]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--tiny", action="store_true", help="on a CPU: no shortage of device memory")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    if not args.tiny and not torch.cuda.is_available():
-        parser.error("there is no GPU here; --tiny checks on the CPU what can be checked there")
-    if args.tiny and args.dtype != "float32":
-        parser.error("--tiny is for float32: on a CPU oneDNN keeps 120 MB for what it multiplies in 16 bits")
-    transformers_logging.disable_progress_bar()
-    checks = Checks(
-        torch.device("cpu") if args.tiny else torch.device("cuda", torch.cuda.current_device()),
-        getattr(torch, args.dtype),
-        args.tiny,
-        args.seed,
+    made = parser(__doc__)
+    made.add_argument("--tiny", action="store_true", help="on a CPU: no shortage of device memory")
+    made.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of models"
     )
+    made.add_argument("--seed", type=int, default=0, help="of the weights without effect")
+    args = made.parse_args()
+    if not args.tiny:
+        need_gpu(made)
+    elif args.dtype != "float32":
+        made.error("--tiny is for float32: on a CPU oneDNN keeps 120 MB for what it multiplies in 16 bits")
+    transformers_logging.disable_progress_bar()
+    device = torch.device("cpu") if args.tiny else torch.device("cuda", torch.cuda.current_device())
+    checks = Checks(device, getattr(torch, args.dtype), args.tiny, args.seed)
+    checks.streamed_weights()
     checks.begin(checks.passes)
     checks.same_text("the text")
     checks.add("it is offloaded", bool(checks.split), split=checks.split)
@@ -264,7 +279,7 @@ def main() -> int:
     if checks.on_gpu:
         checks.short_of_memory()
     checks.enduring()
-    return checks.verdicts.tell(rows=checks.verdicts.rows)
+    return checks.report.finish(rows=checks.report.rows)
 
 
 if __name__ == "__main__":

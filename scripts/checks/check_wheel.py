@@ -70,6 +70,7 @@ def check_links() -> None:
         link = ROOT / name
         need(link.is_symlink(), f"{name} must be a link to triforce_tree/{name}, not a folder")
         need(link.resolve() == PACKAGE / name, f"{name} points to {os.readlink(link)}")
+        need(link.is_dir(), f"{name} is a link to triforce_tree/{name}, which does not exist; mend the link")
     need(
         not (PACKAGE / "kernels/__init__.py").exists(),
         "triforce_tree/kernels/__init__.py must not exist: `import kernels` in the repository's "

@@ -6,26 +6,36 @@
 
 Needs no GPU; run without TRITON_INTERPRET. A run that was cut short goes on where it ended. Exit code 1 where
 a kernel does not assemble, wants more shared memory than the GPU has, or spills more than ``MAY_SPILL`` says.
+
+Kernels are compiled through the very calls that launch them: a driver that names the described GPU as the
+target replaces Triton's, and each launch ends after the compiler. So signature, specialisation and options
+are those of the product, and what a kernel uses is what the assembler says.
 """
 
-import argparse
-import json
+import contextlib
+import io
 import multiprocessing
 import os
+import re
 import sys
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 from rich.console import Console
 from rich.progress import track
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
 from scripts.benchmarks.common.results import header, write
-from scripts.checks.kernel_variants import digest
+from scripts.checks.kernel_variants import digest, variants
+from scripts.checks.report import last_line, parser
 from triforce_tree.eval.results import Records
-from triforce_tree.kernels.device import KNOWN
+from triforce_tree.kernels.device import KNOWN, Device, told
 
 Row = dict[str, Any]
 SPARED = 64
@@ -38,21 +48,101 @@ MAY_SPILL: dict[str, dict[str, int]] = {
     # 64 rows and more of packed weights; unaligned rows; gfx1100 as above.
     "linear_kernel": {"sm_80": 288, "sm_100": 256, "sm_120": 208, "gfx1100": 576},
 }  # fmt: skip
+_SPILLS = re.compile(r"(\d+) bytes spill stores")
+_AMD_SPILLS = re.compile(r"\.vgpr_spill_count:\s*(\d+)")
+_REGISTERS = re.compile(r"Used (\d+) registers|\.vgpr_count:\s*(\d+)")
+
+
+class _Driver:
+    """As much of Triton's driver as compiling asks for."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+
+    def get_current_target(self) -> GPUTarget:
+        if self.device.arch.startswith("sm_"):
+            return GPUTarget("cuda", int(self.device.arch.removeprefix("sm_")), 32)
+        return GPUTarget("hip", self.device.arch, 64 if self.device.arch.startswith("gfx9") else 32)
+
+    def get_current_device(self) -> str:
+        # Triton keeps what it compiled by device.
+        return self.device.arch
+
+    def get_current_stream(self, device: object) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def compiled(device: Device, call: Callable[[], object]) -> list[Row]:
+    """The kernels that a call launches, compiled for a GPU and not run; those compiled before are left out.
+
+    Args:
+        call: launches kernels on CPU tensors, whose values do not matter.
+
+    Returns:
+        For each kernel its name, and either ``error``, the compiler's or assembler's last line, or the shared
+        memory of a block, registers and spilled bytes of a thread, and whether the assembler serialised the
+        products of tensor cores, which only its remarks tell.
+    """
+    found: list[Row] = []
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        output = io.StringIO()
+        known = set(map(id, self.device_caches[device.arch][0].values()))
+        try:
+            with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+                made = run(self, *args, grid=grid, warmup=True, **options)
+        except Exception as error:  # whatever the compiler raises is the result
+            found.append({"kernel": self.__name__, "error": _error_line(f"{output.getvalue()}\n{error}")})
+            return None
+        if id(made) not in known:
+            found.append({"kernel": self.__name__, **_usage(made, output.getvalue())})
+        # No metadata: the launch would hold it to the limit, and take a smaller tile.
+        return None
+
+    before = driver._active, knobs.compilation.always_compile, knobs.nvidia.dump_ptxas_log
+    JITFunction.run = compile_only
+    driver.set_active(_Driver(device))
+    knobs.compilation.always_compile = knobs.nvidia.dump_ptxas_log = True
+    try:
+        with told(device):
+            call()
+    finally:
+        JITFunction.run = run
+        driver._active, knobs.compilation.always_compile, knobs.nvidia.dump_ptxas_log = before
+    return found
+
+
+def _usage(made: Any, log: str) -> Row:
+    if "amdgcn" in made.asm:
+        log = made.asm["amdgcn"]
+        spills = 4 * int(_AMD_SPILLS.search(log)[1])  # type: ignore[index]
+    else:
+        spills = int(_SPILLS.search(log)[1])  # type: ignore[index]
+    row = {"shared_bytes": made.metadata.shared, "spill_bytes": spills}
+    if registers := _REGISTERS.search(log):
+        row["registers"] = int(registers[1] or registers[2])
+    return row | ({"serialized": True} if "serialized" in log else {})
+
+
+def _error_line(log: str) -> str:
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    wrong = [line for line in lines if "error" in line.lower() or "requires" in line or "failed" in line]
+    return (wrong or lines or ["no message"])[0][:300]
 
 
 def compile_share(task: tuple[str, int, int, int]) -> list[Row]:
     """Rows of one architecture's variants ``first``, ``first + every``, ... of the share ``share``."""
-    from scripts.checks.compile_ahead import compiled
-    from scripts.checks.kernel_variants import variants
-
     arch, every, share, shares = task
-    device = KNOWN[arch]
-    rows = []
-    for variant in list(variants(device))[::every][share::shares]:
-        for made in compiled(device, variant.call):
-            row = asdict(made) | {"variant": variant.name, "arch": arch, "limit_bytes": device.shared_bytes}
-            rows.append({name: value for name, value in row.items() if value is not None})
-    return rows
+    place = {"arch": arch, "limit_bytes": KNOWN[arch].shared_bytes}
+    return [
+        row | place | {"variant": variant.name}
+        for variant in list(variants(KNOWN[arch]))[::every][share::shares]
+        for row in compiled(KNOWN[arch], variant.call)
+    ]
 
 
 def faults(rows: list[Row]) -> Iterator[str]:
@@ -98,18 +188,20 @@ def rows_of(kernels: list[Row]) -> Iterator[Row]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--arch", nargs="*", default=[*KNOWN], choices=[*KNOWN], help="GPUs; by default all")
-    parser.add_argument("--every", type=int, default=1, metavar="N", help="take every Nth variant only")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
-    parser.add_argument("--out", type=Path, help="results file; beside it .part holds what is done so far")
-    args = parser.parse_args(arguments)
+    made = parser(__doc__)
+    made.add_argument("--arch", nargs="*", default=[*KNOWN], choices=[*KNOWN], help="GPUs")
+    made.add_argument("--every", type=int, default=1, metavar="N", help="take every Nth variant only")
+    made.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
+    made.add_argument("--out", type=Path, help="results file; beside it .part holds what is done so far")
+    args = made.parse_args(arguments)
     if "TRITON_INTERPRET" in os.environ:
-        parser.error("TRITON_INTERPRET is set, and the interpreter compiles nothing; unset it")
+        made.error("TRITON_INTERPRET is set, and the interpreter compiles nothing; unset it")
 
     part = args.out.with_suffix(".part") if args.out else None
-    done = Records(part, {"triton": triton.__version__, "every": args.every})
-    shares = max(1, 24 // args.every)
+    done, shares = (
+        Records(part, {"triton": triton.__version__, "every": args.every}),
+        max(1, 24 // args.every),
+    )
     tasks = [
         (arch, args.every, share, shares)
         for arch in args.arch
@@ -131,8 +223,8 @@ def main(arguments: list[str] | None = None) -> int:
         part.unlink()
     for line in wrong:
         print(line)
-    print(json.dumps({"kernels": len(rows), "triton": triton.__version__, "faults": len(wrong)}))
-    return 1 if wrong else 0
+    last_line({"kernels": len(rows), "triton": triton.__version__, "faults": len(wrong)})
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":

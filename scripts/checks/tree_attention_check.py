@@ -6,18 +6,16 @@ Cases and their fp64 definitions are those of ``tests/support/kernels/kernels_ca
 """
 
 import argparse
-import json
 import random
-import subprocess
 import sys
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
 from kernels_cases import ERROR_LIMIT, Case, build, random_nodes, random_tree, run_case
 from torch import Tensor
 
+from scripts.checks.report import Report, in_shards, last_line, need_gpu, parser
 from triforce_tree.kernels.attention import merge, reference
 from triforce_tree.kernels.attention.configs import KernelConfig, choose
 from triforce_tree.kernels.attention.dispatch import tree_attention
@@ -29,8 +27,9 @@ SIZES = (1, 2, 7, 16, 63, 64, 65, 128, 257, 1024)
 # Replays of one graph, each with one of so many trees.
 REPLAYS, VARIANTS = 10_000, 40
 LAYOUTS = ("heads", "rows", 1, 16, 64, 128, 256, ("view", 8), ("view", 64), ("cache", 8), ("cache", 64))
+GROUPED, DTYPES = Heads(8, 2, 128), (torch.bfloat16, torch.float16, torch.float32)
 
-# A way of the kernel that the table of configurations may choose, though it does not today.
+# A configuration that the table may choose, though it does not today.
 OTHER = KernelConfig(128, 64, 8, 2, 2, max_registers=128)
 
 
@@ -38,88 +37,67 @@ def cases() -> list[Case]:
     """The whole list, deterministic."""
     made = []
     for index, (size, step) in enumerate(product(SIZES, range(7))):
-        heads = Heads(8, 2, 128)
-        block = choose(size * heads.group, 128, 2, describe("cuda")).block_n
+        block = choose(size * GROUPED.group, 128, 2, describe("cuda")).block_n
         length = (0, 1, block - 1, block, block + 1, 4097, 122880)[step]
-        made.append(Case(heads, ((length, size),), order=("depth", "breadth")[index % 2]))
+        made.append(Case(GROUPED, ((length, size),), order=("depth", "breadth")[index % 2]))
     for layout, (query, kv), size in product(LAYOUTS, [(8, 8), (8, 2), (8, 1), (6, 2), (5, 1)], (16, 65)):
         made.append(Case(Heads(query, kv, 128), ((4097, size),), layout=layout))
-    for dim, dtype, size in product(
-        (64, 96, 128, 256), (torch.bfloat16, torch.float16, torch.float32), (1, 16, 70)
-    ):
+    for dim, dtype, size in product((64, 96, 128, 256), DTYPES, (1, 16, 70)):
         made.append(Case(Heads(8, 2, dim), ((1000, size),), dtype))
     single = {"dtype": torch.float32, "window": 300, "softcap": 30.0, "sinks": True}
     for length, layout in [(122880, "heads"), (4097, "rows"), (4097, 16), (1500, ("view", 8))]:
-        made.append(Case(Heads(8, 2, 128), ((length, 16),), torch.float32, layout))
-        made.append(Case(Heads(8, 2, 128), ((length, 33), (70, 5)), layout=layout, **single))
-    for window, softcap, sinks, layout, size in product(
-        (None, 128, 3), (None, 30.0), (False, True), ("heads", 16, 128), (7, 65)
-    ):
-        made.append(
-            Case(Heads(8, 2, 64), ((1500, size),), layout=layout, window=window, softcap=softcap, sinks=sinks)
-        )
+        made.append(Case(GROUPED, ((length, 16),), torch.float32, layout))
+        made.append(Case(GROUPED, ((length, 33), (70, 5)), layout=layout, **single))
+    options = product((None, 128, 3), (None, 30.0), (False, True), ("heads", 16, 128), (7, 65))
+    for window, cap, sinks, layout, size in options:
+        how = {"layout": layout, "window": window, "softcap": cap, "sinks": sinks}
+        made.append(Case(Heads(8, 2, 64), ((1500, size),), **how))
     ragged = ((0, 5), (300, 7), (4097, 33), (63, 64), (20000, 1), (1, 128))
     for layout, split, window in product(LAYOUTS, ("flatten", NODE), (None, 100)):
-        made.append(Case(Heads(8, 2, 128), ragged, layout=layout, split=split, window=window))
+        made.append(Case(GROUPED, ragged, layout=layout, split=split, window=window))
     for size, length in product((1, 16, 65), (0, 1, 63, 65, 4097, 20001)):
-        made.append(Case(Heads(8, 2, 128), ((length, size),), config=OTHER))
+        made.append(Case(GROUPED, ((length, size),), config=OTHER))
     made.append(Case(Heads(32, 8, 128), ((19000, 16),) * 6))
     made.append(Case(Heads(4, 4, 128), ((700, 3),) * 70, layout=16))
     return made
 
 
 def gate(workers: int, every: int) -> dict[str, Any]:
-    """All cases, spread over processes because most of the time is compilation; and the replays."""
-    command = [sys.executable, "-m", "scripts.checks.tree_attention_check"]
-    command += ["--workers", str(workers), "--every", str(every), "--shard"]
-    running = [
-        subprocess.Popen([*command, str(i)], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
-        for i in range(workers)
-    ]
-    rows: list[dict] = []
-    for index, process in enumerate(running):
-        out = process.communicate()[0].strip().splitlines()
-        if process.returncode or not out:
-            rows.append({"case": f"shard {index}", "ok": False, "error": "the process died"})
-        else:
-            rows += json.loads(out[-1])
-    judged = [row for row in rows if "error_ratio" in row]
-    single = [row["error_ratio"] for row in judged if " float32 " in row["case"]]
-    half = [row["error_ratio"] for row in judged if " float32 " not in row["case"]]
-    return {
-        "cases": len(rows),
-        "failed": [row for row in rows if not row["ok"]],
-        "worst_error_ratio": max(half, default=None),
-        "worst_error_ratio_fp32": max(single, default=None),
-        "replays": replays(),
+    """All cases, spread over processes; and the replays."""
+    report = Report()
+    shards = ["scripts.checks.tree_attention_check", "--workers", str(workers), "--every", str(every)]
+    in_shards(report, shards, workers)
+    judged = [row for row in report.rows if "error_ratio" in row]
+    worst = {
+        single: max(
+            (row["error_ratio"] for row in judged if (" float32 " in row["check"]) == single), default=None
+        )
+        for single in (False, True)
     }
+    return {
+        "cases": len(report.rows), "failed": report.failed, "worst_error_ratio": worst[False],
+        "worst_error_ratio_fp32": worst[True], "replays": replays(),
+    }  # fmt: skip
 
 
 def check(shard: int, shards: int, every: int = 1) -> list[dict]:
-    """Run a share of every Nth case; each row has name, error ratio and whether it passed."""
-    rows = []
+    """A share of every Nth case and of the other checks."""
+    report = Report()
+
+    def judge(case: Case, seed: int) -> dict[str, Any]:
+        ratio = run_case(case, "cuda", seed=seed)
+        return {"passed": ratio <= ERROR_LIMIT, "error_ratio": round(ratio, 3)}
+
     for index, case in enumerate(cases()):
-        if index % every or index // every % shards != shard:
-            continue
-        try:
-            ratio = run_case(case, "cuda", seed=index)
-            ok = ratio <= ERROR_LIMIT
-            rows.append({"case": str(case), "error_ratio": round(ratio, 3), "ok": ok})
-        except Exception as error:
-            rows.append({"case": str(case), "ok": False, "error": repr(error)[:300]})
-    extra = [tree_shaped_kv, merged, dispatched, compiled]
-    for index, one in enumerate(extra):
-        if index % shards == shard:
-            try:
-                one()
-                rows.append({"case": one.__name__, "ok": True})
-            except Exception as error:
-                rows.append({"case": one.__name__, "ok": False, "error": repr(error)[:500]})
-    return rows
+        if index % every == 0 and index // every % shards == shard:
+            report.attempt(str(case), lambda case=case, seed=index: judge(case, seed))
+    for one in (tree_shaped_kv, merged, dispatched, compiled)[shard::shards]:
+        report.attempt(one.__name__, one)
+    return report.rows
 
 
 def tree_shaped_kv() -> None:
-    heads = Heads(8, 2, 128)
+    heads = GROUPED
     for seed, (levels, sizes) in enumerate(
         [((1, 64), (1000, 40)), ((1, 4, 16, 300), (4000, 500, 100, 30)), ((3, 9), (64, 65))]
     ):
@@ -127,11 +105,11 @@ def tree_shaped_kv() -> None:
         queries = levels[-1]
         q = torch.randn(queries, heads.query, heads.dim, dtype=torch.bfloat16, device="cuda")
         k, v = (torch.randn(1, heads.kv, rows, 128, dtype=q.dtype, device="cuda") for _ in range(2))
-        sees = torch.zeros(queries, rows, dtype=torch.bool)
+        visible = torch.zeros(queries, rows, dtype=torch.bool)
         for start, size, first, count in nodes:
-            sees[first : first + count, start : start + size] = True
+            visible[first : first + count, start : start + size] = True
         packed = q.transpose(0, 1)[None]
-        exact = reference.tree_attention(packed.double(), k.double(), v.double(), sees.cuda(), scale=0.09)
+        exact = reference.tree_attention(packed.double(), k.double(), v.double(), visible.cuda(), scale=0.09)
         for split, chunk in [("flatten", None), (NODE, None), (NODE, 256)]:
             plan = plan_nodes(heads, nodes, queries, device="cuda", split=split, chunk=chunk)
             out, lse = run(q, k, v, plan, scale=0.09)
@@ -140,7 +118,7 @@ def tree_shaped_kv() -> None:
 
 
 def merged() -> None:
-    """Attention over a union of row sets, with parts that are empty."""
+    """Attention over a union of sets of KV slots, some of them empty."""
     torch.manual_seed(0)
     outs, lses = torch.randn(5, 64, 32, 128, device="cuda"), torch.randn(5, 64, 32, device="cuda")
     lses[0, 3:9], lses[:, 1] = -torch.inf, -torch.inf
@@ -217,18 +195,17 @@ def _set(plan: Plan, words: Tensor, length: Tensor) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--every", type=int, default=1, metavar="N", help="check every Nth case only")
-    parser.add_argument("--workers", type=int, default=14, help="processes")
-    parser.add_argument("--shard", type=int, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("there is no GPU here; the tests run these kernels in Triton's interpreter")
+    made = parser(__doc__)
+    made.add_argument("--every", type=int, default=1, metavar="N", help="check every Nth case only")
+    made.add_argument("--workers", type=int, default=14, help="processes")
+    made.add_argument("--shard", type=int, help=argparse.SUPPRESS)
+    args = made.parse_args()
+    need_gpu(made)
     if args.shard is not None:
-        print(json.dumps(check(args.shard, args.workers, args.every)))
+        last_line(check(args.shard, args.workers, args.every))
         return 0
     found = gate(args.workers, args.every)
-    print(json.dumps(found))
+    last_line(found)
     return int(bool(found["failed"] or found["replays"]["different_elements"]))
 
 

@@ -6,7 +6,6 @@ some of the text, so that a batch costs one gather and one scatter.
 """
 
 import argparse
-import multiprocessing
 from pathlib import Path
 
 import numpy as np
@@ -22,37 +21,21 @@ SLOT = 64  # tokens reserved for one fact or question
 GROUP_WEIGHTS = {"docs": 1.0, "docstrings": 1.0, "api": 0.7, "code": 0.8}
 
 
-def _encode(job: tuple[str, str, int]) -> np.ndarray:
-    path, text, end = job
-    tokenizer = Tokenizer.from_file(path)
-    out: list[int] = []
-    for document in text.split(SEPARATOR):
-        if document.strip():
-            out += tokenizer.encode(document).ids
-            out.append(end)
-    return np.asarray(out, dtype=np.uint16)
-
-
-def tokenise(tokenizer: Path, corpus: Path, out: Path, processes: int) -> None:
+def tokenise(tokenizer: Path, corpus: Path, out: Path) -> None:
     """Writes ``<group>.npy`` for every ``<group>*.txt``; parts of a group join in name order."""
-    end = Tokenizer.from_file(str(tokenizer)).token_to_id(END)
+    encoder = Tokenizer.from_file(str(tokenizer))
+    end = encoder.token_to_id(END)
     out.mkdir(parents=True, exist_ok=True)
-    jobs, groups = [], []
+    groups: dict[str, list[np.ndarray]] = {}
     for file in sorted(corpus.glob("*.txt")):
-        text = file.read_text("utf-8")
-        at = 0
-        while at < len(text):
-            stop = text.find(SEPARATOR, at + 1_500_000)
-            stop = len(text) if stop < 0 else stop + 1
-            jobs.append((str(tokenizer), text[at:stop], end))
-            groups.append(file.stem.split("-")[0])
-            at = stop
-    with multiprocessing.get_context("fork").Pool(processes) as pool:
-        parts = pool.map(_encode, jobs, chunksize=1)
-    for group in sorted(set(groups)):
-        tokens = np.concatenate([p for p, g in zip(parts, groups, strict=True) if g == group])
-        np.save(out / f"{group}.npy", tokens)
-        print(f"{group}: {len(tokens) / 1e6:.2f} M tokens", flush=True)
+        documents = [text for text in file.read_text("utf-8").split(SEPARATOR) if text.strip()]
+        for at in range(0, len(documents), 1000):
+            parts = groups.setdefault(file.stem.split("-")[0], [])
+            for encoded in encoder.encode_batch(documents[at : at + 1000]):
+                parts.append(np.asarray([*encoded.ids, end], dtype=np.uint16))
+    for group, parts in groups.items():
+        np.save(out / f"{group}.npy", np.concatenate(parts))
+        print(f"{group}: {sum(map(len, parts)) / 1e6:.2f} M tokens", flush=True)
 
 
 class Facts:
@@ -145,8 +128,8 @@ class Stream:
             weight: loss weight of an answer's digits; a fact's own digits weigh nothing.
         """
         groups = self.rng.choice(len(self.sizes), rows, p=self.weights)
-        room = np.maximum(1, self.sizes[groups] - length - 1)
-        offsets = self.starts[groups] + (self.rng.random(rows) * room).astype(np.int64)
+        space = np.maximum(1, self.sizes[groups] - length - 1)
+        offsets = self.starts[groups] + (self.rng.random(rows) * space).astype(np.int64)
         index: list[np.ndarray] = []
         values: list[int] = []
         weights: list[float] = []
@@ -179,9 +162,8 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, required=True, help="tokenizer.json")
     parser.add_argument("--corpus", type=Path, required=True, help="folder with <group>*.txt")
     parser.add_argument("--out", type=Path, required=True, help="folder for <group>.npy")
-    parser.add_argument("--processes", type=int, default=2)
     args = parser.parse_args()
-    tokenise(args.tokenizer, args.corpus, args.out, args.processes)
+    tokenise(args.tokenizer, args.corpus, args.out)
 
 
 if __name__ == "__main__":

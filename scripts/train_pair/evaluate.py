@@ -31,7 +31,7 @@ DRAFT_CONTEXT = 16_384
 
 
 def windows(ids: Sequence[int], length: int, count: int) -> Iterator[list[int]]:
-    """``count`` windows that start at even distances; the text is read as a ring."""
+    """``count`` windows that start at even distances; the text wraps around."""
     if length > len(ids):
         raise SystemExit(
             f"the text has {len(ids)} tokens, {length} are wanted; give a longer one with --file"
@@ -55,7 +55,7 @@ def loss(model: Any, ids: Sequence[int], length: int, count: int) -> float:
 def overlaps(
     engine: triforce_tree.Engine, ids: Sequence[int], length: int, budget: int, new: int, count: int
 ) -> tuple[float, float | None]:
-    """(retrieval, draft) against the full target, over ``new`` tokens behind ``count`` prompts."""
+    """(retrieval, draft) against the full target, over ``new`` tokens after ``count`` prompts."""
     engine = engine.with_options(budget=budget)
     retrieval, draft = [], []
     for window in windows(ids, length + new, count):
@@ -81,7 +81,7 @@ def main(words: Sequence[str] | None = None) -> None:
         "--retrieval", nargs="*", default=["16384/1024"], metavar="CONTEXT/BUDGET", help="overlaps to measure"
     )
     add("--prompts", type=int, default=8, help="prompts for each overlap")
-    add("--new-tokens", type=int, default=128, help="tokens behind each of them")
+    add("--new-tokens", type=int, default=128, help="tokens after each of them")
     add("--windows", type=int, default=7, help="of 16,384 tokens for the loss; 0 for no loss")
     add("--file", help="another held-out text")
     add("--seed", type=int, default=0, help="of the needles")

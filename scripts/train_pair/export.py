@@ -1,35 +1,26 @@
-"""Turns the checkpoints of train.py into ordinary Hugging Face folders.
-
-Writes ``<out>/target`` and ``<out>/draft``: ``config.json``, ``generation_config.json``,
-``model.safetensors`` (bf16) and the tokenizer files.
-"""
+"""Turns the checkpoints of train.py into the pair's model folders: ``<out>/target`` and ``<out>/draft``."""
 
 import argparse
-import json
 import shutil
 from pathlib import Path
 
-from safetensors.torch import load_file, save_file
+import torch
+from tokenizers import Tokenizer
+from transformers import GenerationConfig, LlamaForCausalLM
 
-from scripts.train_pair.model import Shape
+from scripts.train_pair.corpus.tokenizer import END
 
 
-def export(name: str, checkpoint: Path, tokenizer: Path, out: Path) -> None:
-    """Writes one model's folder; the tied output matrix is not stored twice."""
-    folder = out / name
-    folder.mkdir(parents=True, exist_ok=True)
-    weights = {}
-    for file in sorted(checkpoint.glob(f"{name}-*.safetensors")):
-        weights.update(load_file(file))
-    if not weights:
-        raise FileNotFoundError(f"no {name}-*.safetensors in {checkpoint}; run train.py first")
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    shape = Shape(**json.loads((checkpoint / f"{name}.json").read_text())["shape"])
-    special = json.loads((tokenizer / "tokenizer_config.json").read_text())["eos_token"]
-    end = json.loads((tokenizer / "tokenizer.json").read_text())["model"]["vocab"][special]
-    (folder / "config.json").write_text(json.dumps(shape.hf_config(end), indent=2) + "\n")
-    generation = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
-    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+def export(checkpoint: Path, tokenizer: Path, folder: Path) -> None:
+    """Weights in bf16 with the ids of the end-of-text token, and the tokenizer's files."""
+    if not checkpoint.is_dir():
+        raise FileNotFoundError(f"no model folder {checkpoint}; run train.py first")
+    end = Tokenizer.from_file(str(tokenizer / "tokenizer.json")).token_to_id(END)
+    ends = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
+    model = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
+    model.config.update(ends)
+    model.generation_config = GenerationConfig(**ends)
+    model.save_pretrained(folder)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tokenizer / file, folder / file)
 
@@ -40,10 +31,10 @@ def main() -> None:
     )
     parser.add_argument("--checkpoint", type=Path, required=True, help="--out of train.py")
     parser.add_argument("--tokenizer", type=Path, required=True, help="--out of tokenizer.py")
-    parser.add_argument("--out", type=Path, default=Path("triforce_tree/pair"))
+    parser.add_argument("--out", type=Path, default=Path("triforce_tree/pair"), help="folder of both models")
     args = parser.parse_args()
     for name in ("target", "draft"):
-        export(name, args.checkpoint, args.tokenizer, args.out)
+        export(args.checkpoint / name, args.tokenizer, args.out / name)
 
 
 if __name__ == "__main__":

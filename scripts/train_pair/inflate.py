@@ -20,16 +20,15 @@ from triforce_tree.loading.inflate import SHAPES, Shape, inflate
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt")
 
 
-def need_room(out: Path, size: int) -> None:
+def need_space(out: Path, size: int) -> None:
     """Before minutes of work."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise SystemExit(f"{str(out)!r} exists and is not an empty folder; give another --out")
     there = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
     if (free := shutil.disk_usage(there).free) < size:
         raise SystemExit(
-            f"{free / 1e9:.1f} GB are free at {str(out)!r}, the model takes {size / 1e9:.1f} GB; free some "
-            "space, give another --out, or do without a folder: triforce_tree.loading.inflate builds it in "
-            "memory"
+            f"{free / 1e9:.1f} GB are free at {str(out)!r}, the model takes {size / 1e9:.1f} GB; give "
+            "another --out, or inflate in memory: triforce_tree.loading.inflate"
         )
 
 
@@ -52,7 +51,7 @@ def main() -> None:
         small = load_model(source, args.device, getattr(torch, args.dtype))
         count = shape.parameters(small.config.vocab_size)
         size = count * small.dtype.itemsize
-        need_room(args.out, size)
+        need_space(args.out, size)
         print(f"{shape}: {count / 1e9:.3f} G weights, {size / 1e9:.2f} GB, on {small.device} ...", flush=True)
         inflate(small, shape, seed=args.seed).save_pretrained(args.out, max_shard_size=args.shard)
         for pattern in TOKENIZER_FILES:

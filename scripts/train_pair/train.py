@@ -1,26 +1,32 @@
 """Trains the embedded pair: target by staged context, then draft by distillation.
 
 Start with ``torchrun --nproc_per_node N -m scripts.train_pair.train ...``; one process per GPU (or CPU, with
-``--toy``). ``export.py`` writes what comes out as model folders, ``evaluate.py`` measures them. Both
-trainings are budgets of seconds, so a run ends on time on any machine. ``--resume`` continues from the last
-checkpoint in ``--out`` (weights and clock; optimiser state is warmed anew).
+``--toy``). ``export.py`` writes the results as model folders, ``evaluate.py`` measures them. Both trainings
+are budgets of seconds, so a run ends on time on any machine; compilation is not part of them. ``--resume``
+goes on from the last checkpoint in ``--out`` (weights and clock; optimiser state is warmed anew).
 """
 
 import argparse
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from tokenizers import Tokenizer
 from torch import Tensor
+from transformers import LlamaForCausalLM
 
 from scripts.train_pair.data import Facts, Stream
-from scripts.train_pair.distill import SEGMENT, SINKS, StreamingForward, cut, probs
-from scripts.train_pair.model import CHUNK, DRAFT, TARGET, Llama
+from scripts.train_pair.distill import SEGMENT, SINKS, StreamingForward, compare, cut
+from scripts.train_pair.model import SHAPES, TOY_SHAPES, hidden_states, new_model, nll
 from scripts.train_pair.optim import PairOptimizer
-from scripts.train_pair.run import Run, fastest_backend, same_everywhere
+from scripts.train_pair.run import Run
+
+# From the share of the budget that is spent: the loss, and figures for the log, "length" among them.
+Losses = Callable[[float], tuple[Tensor, dict[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -48,111 +54,83 @@ def rate(progress: float, step: int, hold: float) -> float:
     return warm * min(1.0, max(0.01, (1 - progress) / (1 - hold)))
 
 
-def train_target(run: Run, target: Llama, stream: Stream) -> None:
-    args = run.args
-    spent = run.load("target", target)
-    same_everywhere(target)
-    if spent >= args.target_seconds:
+def fit(
+    run: Run, name: str, model: LlamaForCausalLM, losses: Losses, seconds: float, hold: float,
+    compiles: list[float],
+) -> None:  # fmt: skip
+    """Trains a model for its seconds; ``compiles``: at what progress there is something new to compile."""
+    args, spent = run.args, run.load(name, model)
+    if spent >= seconds:
         return
-    stages = TOY_STAGES if args.toy else STAGES
-    optimizer = PairOptimizer(target, args.muon_rate, args.adam_rate, args.decay)
-    # Compilation is not part of the budget.
-    x, y, _ = stream.batch(args.tokens // stages[0].length, stages[0].length, 0.0, 1.0)
-    target.backend = fastest_backend(run, target, stages[0].length, len(x))
-    target.losses(x, y, run.dtype).mean().backward()
+    optimizer = PairOptimizer(model, args.muon_rate, args.adam_rate, args.decay)
+    for progress in compiles:
+        losses(progress)[0].backward()
     optimizer.reduce(0.0, read=True)
     optimizer.flat.zero_()
-    begin, clock, step, current, tokens = time.monotonic() - spent, spent, 0, stages[0], 0
-    saved = seen = time.monotonic()
-    while clock < args.target_seconds:
-        progress = clock / args.target_seconds
-        ends = [sum(s.share for s in stages[: i + 1]) for i in range(len(stages))]
-        stage = next((s for s, e in zip(stages, ends, strict=True) if progress < e), stages[-1])
-        rows = max(1, args.tokens // stage.length)
-        if stage is not current:
-            target.backend = fastest_backend(run, target, stage.length, rows)
-            current, seen = stage, time.monotonic()
-            tokens = 0
-        x, y, w = stream.batch(rows, stage.length, stage.planted, stage.weight)
-        loss = (target.losses(x, y, run.dtype) * w).sum() / w.sum()
+    begin, clock, step, saved = time.monotonic() - spent, spent, 0, time.monotonic()
+    while clock < seconds:
+        progress = clock / seconds
+        loss, figures = losses(progress)
         loss.backward()
-        tokens += rows * stage.length * run.world
-        slow = stage.length > 65536 or step % 8 == 0
+        slow = figures["length"] > 65536 or step % 8 == 0
         now = optimizer.reduce(time.monotonic() - begin, read=slow)
         clock = now if slow else clock
-        optimizer.step(rate(progress, step, args.hold))
+        optimizer.step(rate(progress, step, hold))
         if step % args.log_every == 0:
-            run.log(
-                what="target",
-                step=step,
-                length=stage.length,
-                loss=round(loss.item(), 4),
-                progress=round(progress, 3),
-                mtok_s=round(tokens / (time.monotonic() - seen) / 1e6, 2),
-            )
+            values = {"loss": loss.item(), "progress": progress, **figures}
+            run.log(what=name, step=step, **{key: round(float(value), 4) for key, value in values.items()})
         step += 1
         if time.monotonic() - saved > args.save_every:
-            run.save("target", target, clock)
+            run.save(name, model, clock)
             saved = time.monotonic()
-    run.save("target", target, args.target_seconds)
-    run.log(what="target", steps=step)
+    run.save(name, model, seconds)
+    run.log(what=name, steps=step)
 
 
-def distil(run: Run, target: Llama, draft: Llama, stream: Stream) -> None:
-    """Cross-entropy against the target's full-context law, then also overlap itself."""
-    args = run.args
-    spent = run.load("draft", draft)
-    same_everywhere(draft)
-    if spent >= args.draft_seconds:
-        return
-    length = args.teacher_length
+def train_target(run: Run, target: LlamaForCausalLM, stream: Stream) -> None:
+    args, stages = run.args, TOY_STAGES if run.args.toy else STAGES
+    ends = [sum(s.share for s in stages[: i + 1]) for i in range(len(stages))]
+    compiled = torch.compile(nll, dynamic=False) if run.device.type == "cuda" else nll
+
+    def losses(progress: float) -> tuple[Tensor, dict[str, Any]]:
+        stage = next((s for s, e in zip(stages, ends, strict=True) if progress < e), stages[-1])
+        rows = max(1, args.tokens // stage.length)
+        x, y, w = stream.batch(rows, stage.length, stage.planted, stage.weight)
+        with run.precision():
+            hidden = hidden_states(target, x).flatten(0, 1)
+            made = compiled(hidden, target.lm_head.weight, y.flatten())
+        return (made * w.flatten()).sum() / w.sum(), {"length": stage.length}
+
+    fit(run, "target", target, losses, args.target_seconds, args.hold, [0.0, *ends[:-1]])
+
+
+def distil(run: Run, target: LlamaForCausalLM, draft: LlamaForCausalLM, stream: Stream) -> None:
+    """Cross-entropy against the target's full-context distribution, then also overlap itself."""
+    args, length = run.args, run.args.teacher_length
     rows = max(1, args.tokens // length)
     segments = max(2, args.tokens // rows // (SINKS + SEGMENT))
-    target.backend = fastest_backend(run, target, length, rows)
     streaming = StreamingForward(draft, run.device)
-    compiled = torch.compile(probs, dynamic=False) if run.device.type == "cuda" else probs
-    optimizer = PairOptimizer(draft, args.muon_rate, args.adam_rate, args.decay)
+    compiled = torch.compile(compare, dynamic=False) if run.device.type == "cuda" else compare
     weight = torch.ones(rows, segments, SEGMENT, device=run.device)
     weight[:, 1:, :128] = 0.0  # a cold window does not occur: prefill feeds a whole one
     weight = weight.flatten()
 
-    def losses(progress: float) -> tuple[Tensor, Tensor]:
+    def losses(progress: float) -> tuple[Tensor, dict[str, Any]]:
         tokens = stream.batch(rows, length, 0.15, 1.0)[0]
-        with torch.no_grad():
-            hidden = target.hidden_states(tokens, run.dtype).unflatten(0, (rows, length))
-        starts = torch.randint(SINKS, length - SEGMENT + 1, (rows, segments), device=run.device)
-        starts[:, 0] = SINKS  # one segment a document has no gap behind its sinks
-        inputs, teacher = cut(tokens, hidden, starts)
-        student = streaming(inputs, run.dtype)
-        student, teacher = student.flatten(0, 1), teacher.flatten(0, 1)
-        entropy, overlap = compiled(student, *draft.head, teacher, *target.head)
+        with run.precision():
+            with torch.no_grad():
+                hidden = hidden_states(target, tokens)
+            starts = torch.randint(SINKS, length - SEGMENT + 1, (rows, segments), device=run.device)
+            starts[:, 0] = SINKS  # one segment a document has no gap after its sinks
+            inputs, teacher = cut(tokens, hidden, starts)
+            student = streaming(inputs).flatten(0, 1)
+            heads = draft.lm_head.weight, target.lm_head.weight
+            entropy, overlap = compiled(student, heads[0], teacher.flatten(0, 1), heads[1])
         direct = args.overlap_weight * min(1.0, max(0.0, 2 * progress - 0.5))
         loss = ((entropy + direct * (1 - overlap)) * weight).sum() / weight.sum()
-        return loss, (overlap.detach() * weight).sum() / weight.sum()
+        return loss, {"length": length, "overlap": (overlap.detach() * weight).sum() / weight.sum()}
 
-    losses(0.0)[0].backward()  # compilation is not part of the budget
-    optimizer.reduce(0.0, read=True)
-    optimizer.flat.zero_()
-    begin, clock, step = time.monotonic() - spent, spent, 0
-    while clock < args.draft_seconds:
-        progress = clock / args.draft_seconds
-        loss, overlap = losses(progress)
-        loss.backward()
-        slow = step % 8 == 0
-        now = optimizer.reduce(time.monotonic() - begin, read=slow)
-        clock = now if slow else clock
-        optimizer.step(rate(progress, step, 0.3))
-        if step % args.log_every == 0:
-            run.log(
-                what="draft",
-                step=step,
-                loss=round(loss.item(), 4),
-                overlap=round(overlap.item(), 4),
-                progress=round(progress, 3),
-            )
-        step += 1
-    run.save("draft", draft, args.draft_seconds)
-    run.log(what="draft", steps=step)
+    fit(run, "draft", draft, losses, args.draft_seconds, 0.3, [0.0])
 
 
 def main() -> None:
@@ -165,7 +143,7 @@ def main() -> None:
     add("--out", type=Path, required=True, help="checkpoints and log")
     add("--target-seconds", type=float, default=400.0, help="budget of the target's training")
     add("--draft-seconds", type=float, default=110.0, help="budget of the distillation")
-    add("--tokens", type=int, default=CHUNK, help="tokens per process and step")
+    add("--tokens", type=int, default=65536, help="tokens per process and step")
     add("--teacher-length", type=int, default=16384, help="tokens of context of the target while it teaches")
     add("--muon-rate", type=float, default=0.015, help="learning rate of the matrices")
     add("--adam-rate", type=float, default=3e-3, help="learning rate of everything else")
@@ -183,22 +161,10 @@ def main() -> None:
     torch.manual_seed(args.seed)
     facts = Facts(Tokenizer.from_file(str(args.tokenizer)))
     stream = Stream(args.data, facts, run.device, args.seed * 1000 + run.rank, args.python_weight)
-    shapes = (TARGET, DRAFT)
-    if args.toy:
-        shapes = (
-            replace(TARGET, hidden=64, layers=2, heads=1, head_dim=64, mlp=128),
-            replace(DRAFT, hidden=32, layers=1, heads=1, head_dim=32, mlp=64),
-        )
-    target, draft = (Llama(shape).to(run.device) for shape in shapes)
-    if run.device.type == "cuda":
-        target.compile_pieces()
-        draft.compile_pieces()
-    run.log(
-        what="start",
-        corpus_mtok=round(len(stream.tokens) / 1e6, 1),
-        world=run.world,
-        parameters=[sum(p.numel() for p in m.parameters()) for m in (target, draft)],
-    )
+    target, draft = (new_model(shape, run.device) for shape in (TOY_SHAPES if args.toy else SHAPES))
+    sizes = [sum(p.numel() for p in m.parameters()) for m in (target, draft)]
+    corpus = round(len(stream.tokens) / 1e6, 1)
+    run.log(what="start", corpus_mtok=corpus, world=run.world, parameters=sizes)
     train_target(run, target, stream)
     distil(run, target, draft, stream)
     run.log(what="done")

@@ -1,4 +1,4 @@
-"""The benchmark `host_attention`: every way of attention on the CPU against its definition, tables."""
+"""The benchmark `host_attention`: each implementation on the CPU against the definition, tables."""
 
 import json
 from pathlib import Path
@@ -12,42 +12,39 @@ from triforce_tree.kernels.attention.plan import Heads
 
 @pytest.mark.parametrize("heads", [Heads(6, 6, 32), Heads(6, 2, 32)], ids=["mha", "gqa"])
 @pytest.mark.parametrize("queries", [1, 5])
-def test_every_way_over_pieces_is_attention_to_all_their_rows(
+def test_every_implementation_over_pieces_is_attention_to_all_their_rows(
     script: Any, heads: Heads, queries: int
 ) -> None:
-    measure, ways = script("benchmarks.cpu.host_attention"), script("benchmarks.cpu.ways")
+    measure = script("benchmarks.cpu.host_attention")
     q = measure.random_queries(heads, queries, 0)
     rows = torch.randn(96, 2, heads.kv, heads.dim, generator=torch.Generator().manual_seed(1)).bfloat16()
-    checked = measure.Checked(q, rows)
-    packed = q.bfloat16().reshape(heads.kv, -1, heads.dim)
-    before = torch.get_num_threads()
-    for kind in ways.SPREADS:
-        with kind(2, 8) as spread:
-            assert torch.get_num_threads() == (1 if kind is ways.Workers else 2)
-            for name in kind.ways:
-                errors = checked.errors(spread.attend(ways.WAYS[name], packed, rows.split(48)))
-                assert checked.holds(errors), (name, spread.name, errors, checked.limit)
-                if name == "fp32 products":
-                    assert max(errors) < 1e-5
+    checked, before = measure.Checked(q, rows), torch.get_num_threads()
+    for name, make in measure.WAYS.items():
+        with measure.torch_threads(2):
+            assert torch.get_num_threads() == 2
+            errors = checked.errors(make(2, 8)(measure.pack(q, heads), rows.split(48)))
+        assert checked.holds(errors), (name, errors, checked.limit)
         assert torch.get_num_threads() == before
 
 
-def test_a_small_run_measures_every_way_and_fills_the_tables(
+def test_a_small_run_measures_every_implementation_and_fills_the_tables(
     script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    measure, ways = script("benchmarks.cpu.host_attention"), script("benchmarks.cpu.ways")
-    tables = script("benchmarks.cpu.tables")
-    scaled = ways.WAYS["fp32 products"]
-    monkeypatch.setitem(ways.WAYS, "fp32 products", lambda q, rows: scaled(1.1 * q, rows))
+    measure, tables = script("benchmarks.cpu.host_attention"), script("benchmarks.cpu.tables")
+    wrong = ("flash", "of scaled queries")
+    flash = measure.WAYS["flash", "one call a piece"]
+    monkeypatch.setitem(
+        measure.WAYS, wrong, lambda *how: lambda q, pieces: flash(*how)((1.5 * q).bfloat16(), pieces)
+    )
     file = tmp_path / tables.FILE
     measure.main(["--tiny", "--out", str(file)])
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["what"] == "done"
     result = json.loads(file.read_text())
     counts = {row["threads"] for row in result["rows"]}
-    assert len(result["rows"]) == 2 * 2 * len(counts) * sum(len(kind.ways) for kind in ways.SPREADS)
+    assert len(result["rows"]) == 2 * 2 * len(counts) * len(measure.WAYS)
     for row in result["rows"]:
-        # A way that is wrong is not timed.
-        assert (row["gbps"] is None) == (row["way"] == "fp32 products"), row
+        # A wrong implementation is not timed.
+        assert (row["gbps"] is None) == ((row["way"], row["spread"]) == wrong), row
     both = result["together"]
     assert [(row["shape"], row["t"]) for row in both["attention"]] == [
         (shape, t) for shape in ("32/32 x 128", "32/8 x 128") for t in (1, 3)
@@ -59,9 +56,9 @@ def test_a_small_run_measures_every_way_and_fills_the_tables(
     for row in both["attention"]:
         row |= {"cpu_gbps": 30.0, "bus_gbps": 40.0, "cpu_alone_gbps": 50.0}
     both |= {"bus_gbps": 50.0, "reading": {"cpu_gbps": 60.0, "bus_gbps": 45.0}}
-    columns = "| heads | T | threads | flash, one call a piece | flash, blocks of each thread's own | "
+    columns = "| heads | T | threads | flash, one call a piece | "
     made = {name: tables.TABLES[f"host_{name}"].make(result) for name in ("ways", "together")}
-    assert made["ways"].startswith(columns + "bf16 products, ")
+    assert made["ways"].startswith(columns)
     assert made["together"].splitlines()[2].endswith("| 50.0 | 30.0 | 40.0 | **1.40x** | 3.00x |")
     assert "The bus alone: 50.0 GB/s; beside plain reading at 60.0 GB/s: 45.0 GB/s." in made["together"]
     # One table has AVX2, the other one all that is newer.

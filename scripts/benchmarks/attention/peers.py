@@ -1,8 +1,7 @@
 """Peers of the tree-attention benchmark, each at the best its own options allow.
 
-Every peer computes the same function on the same KV and is checked against ours before it is timed;
-a peer that is not installed, cannot run a cell, or gives another result is reported as the reason
-instead of a time.
+Every peer computes the same function on the same KV and is compared with ours before it is timed. Where one
+is not installed, cannot run a cell or gives another result, the reason is reported instead of a time.
 """
 
 import subprocess
@@ -20,8 +19,9 @@ from triforce_tree.kernels.attention.plan import plan_trees
 
 PAGE = 64
 KV = list[tuple[Tensor, Tensor]]
-# From a cell, its queries and one KV pair, a peer makes a call that returns the output.
-Peer = Callable[[Cell, Tensor, Tensor, Tensor], Callable[[], Tensor]]
+Calls = list[Callable[[], Tensor]]
+# From a cell, its queries and copies of its KV, a peer makes a call for each copy that returns the output.
+Peer = Callable[[Cell, Tensor, KV], Calls]
 
 
 def dense_mask(cell: Cell) -> Tensor:
@@ -31,61 +31,62 @@ def dense_mask(cell: Cell) -> Tensor:
     return mask
 
 
-def sdpa(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
+def sdpa(cell: Cell, q: Tensor, kv: KV) -> Calls:
     """torch's own attention with a dense mask: what most tree decoders use."""
-    mask = _shared(cell, "sdpa", lambda: dense_mask(cell)[None, None])
+    mask, grouped = dense_mask(cell)[None, None], cell.query_heads != cell.kv_heads
     packed = q.view(cell.batch, cell.size, cell.query_heads, cell.dim).transpose(1, 2)
 
-    def call() -> Tensor:
-        grouped = cell.query_heads != cell.kv_heads
-        return F.scaled_dot_product_attention(packed, k, v, attn_mask=mask, enable_gqa=grouped)
+    def call(k: Tensor, v: Tensor) -> Tensor:
+        made = F.scaled_dot_product_attention(packed, k, v, attn_mask=mask, enable_gqa=grouped)
+        return made.transpose(1, 2).reshape(q.shape)
 
-    return lambda: call().transpose(1, 2).reshape(q.shape)
+    return [lambda k=k, v=v: call(k, v) for k, v in kv]
 
 
-def flex(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
+def flex(cell: Cell, q: Tensor, kv: KV) -> Calls:
     """FlexAttention, max-autotune, a mask on the last blocks only, BLOCK_M set to compile."""
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+    _one_sequence(cell)
+    mask, length, size, block = tree_mask(cell.size), cell.length, cell.size, 128
+
+    def visible(b, h, row, column):
+        inside = (column - length).clamp(0, size - 1)
+        return (column < length) | mask[row.clamp(0, size - 1), inside]
+
+    full, every, rows = length // block, -(-cell.rows // block), -(-size // block)
+    columns = torch.arange(every, dtype=torch.int32, device="cuda")
+    order = columns.roll(-full).expand(1, 1, rows, every).contiguous()
+    counts = torch.full((1, 1, rows), every - full, dtype=torch.int32, device="cuda")
+    blocks = BlockMask.from_kv_blocks(
+        counts, order, torch.full_like(counts, full), columns.expand(1, 1, rows, every).contiguous(),
+        BLOCK_SIZE=(block, block), mask_mod=visible, seq_lengths=(size, cell.rows),
+    )  # fmt: skip
+    torch._dynamo.reset()
+    compiled = torch.compile(flex_attention, mode="max-autotune-no-cudagraphs", dynamic=False)
+    packed = q.transpose(0, 1)[None].contiguous()
+    options = {
+        "block_mask": blocks,
+        "enable_gqa": cell.query_heads != cell.kv_heads,
+        "kernel_options": {"BLOCK_M": min(64, max(16, size * cell.heads.group))} if size < 128 else None,
+    }
+    return [lambda k=k, v=v: compiled(packed, k, v, **options)[0].transpose(0, 1) for k, v in kv]
+
+
+def _one_sequence(cell: Cell) -> None:
     if cell.batch > 1:
         raise NotImplementedError("one sequence only")
 
-    def prepare() -> tuple:
-        mask, length, size, block = tree_mask(cell.size), cell.length, cell.size, 128
 
-        def seen(b, h, row, column):
-            inside = (column - length).clamp(0, size - 1)
-            return (column < length) | mask[row.clamp(0, size - 1), inside]
-
-        full, every = length // block, -(-cell.rows // block)
-        rows = -(-size // block)
-        columns = torch.arange(every, dtype=torch.int32, device="cuda")
-        order = columns.roll(-full).expand(1, 1, rows, every).contiguous()
-        counts = torch.full((1, 1, rows), every - full, dtype=torch.int32, device="cuda")
-        blocks = BlockMask.from_kv_blocks(
-            counts, order, torch.full_like(counts, full), columns.expand(1, 1, rows, every).contiguous(),
-            BLOCK_SIZE=(block, block), mask_mod=seen, seq_lengths=(size, cell.rows),
-        )  # fmt: skip
-        torch._dynamo.reset()
-        compiled = torch.compile(flex_attention, mode="max-autotune-no-cudagraphs", dynamic=False)
-        return blocks, compiled
-
-    blocks, compiled = _shared(cell, "flex", prepare)
-    packed = q.transpose(0, 1)[None].contiguous()
-    options = {"BLOCK_M": min(64, max(16, cell.size * cell.heads.group))} if cell.size < 128 else None
-    grouped = cell.query_heads != cell.kv_heads
-
-    def call() -> Tensor:
-        return compiled(packed, k, v, block_mask=blocks, enable_gqa=grouped, kernel_options=options)
-
-    return lambda: call()[0].transpose(0, 1)
-
-
-def _paged(cell: Cell, k: Tensor) -> Tensor:
+def _paged(cell: Cell, kv: KV) -> KV:
     """``[B, H_kv, S, D]`` into pages ``[pages, page, H_kv, D]``, each sequence padded."""
     pages = -(-cell.rows // PAGE)
-    padded = F.pad(k, (0, 0, 0, pages * PAGE - cell.rows)).transpose(1, 2)
-    return padded.reshape(cell.batch * pages, PAGE, cell.kv_heads, cell.dim).contiguous()
+
+    def one(x: Tensor) -> Tensor:
+        padded = F.pad(x, (0, 0, 0, pages * PAGE - cell.rows)).transpose(1, 2)
+        return padded.reshape(cell.batch * pages, PAGE, cell.kv_heads, cell.dim).contiguous()
+
+    return [(one(k), one(v)) for k, v in kv]
 
 
 def _ints(*values: int) -> Tensor:
@@ -97,98 +98,78 @@ def _space(filled: bool = False) -> Tensor:
     return (torch.zeros if filled else torch.empty)(256 * 2**20, dtype=torch.uint8, device="cuda")
 
 
-def _heads(cell: Cell) -> tuple[int, int, int, int]:
-    return cell.query_heads, cell.kv_heads, cell.dim, PAGE
-
-
-def _prefill_wrapper(cell: Cell, rows: int, first_page: int, mask: Tensor | None):
+def _wrapper(cell: Cell, rows: int, first_page: int = 0, mask: Tensor | None = None, decode: bool = False):
+    """FlashInfer's wrapper of decoding or prefill, planned for ``rows`` KV rows from a page on."""
     import flashinfer
 
-    if cell.batch > 1:
-        raise NotImplementedError("one sequence only")
-    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(_space(), "NHD", backend="fa2")
+    _one_sequence(cell)
     pages = -(-rows // PAGE)
     used = torch.arange(first_page, first_page + pages, dtype=torch.int32, device="cuda")
-    wrapper.plan(
-        _ints(0, cell.size), _ints(0, pages), used, _ints(rows - (pages - 1) * PAGE), *_heads(cell),
-        custom_mask=None if mask is None else mask.flatten(),
-        q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16,
-    )  # fmt: skip
-    return wrapper
+    table = (_ints(0, pages), used, _ints(rows - (pages - 1) * PAGE))
+    heads = (cell.query_heads, cell.kv_heads, cell.dim, PAGE)
+    dtypes = {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
+    if decode:
+        made = flashinfer.BatchDecodeWithPagedKVCacheWrapper(_space(), "NHD", use_tensor_cores=True)
+        made.plan(*table, *heads, **dtypes)
+    else:
+        made = flashinfer.BatchPrefillWithPagedKVCacheWrapper(_space(), "NHD", backend="fa2")
+        flat = None if mask is None else mask.flatten()
+        made.plan(_ints(0, cell.size), *table, *heads, custom_mask=flat, **dtypes)
+    return made
 
 
-def flashinfer_full_mask(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
+def flashinfer_full_mask(cell: Cell, q: Tensor, kv: KV) -> Calls:
     """FlashInfer fa2, paged, the tree as one custom mask over all rows."""
-    pages = _paged(cell, k), _paged(cell, v)
-    wrapper = _shared(cell, "full", lambda: _prefill_wrapper(cell, cell.rows, 0, dense_mask(cell)))
-    return lambda: wrapper.run(q, pages)
+    wrapper = _wrapper(cell, cell.rows, mask=dense_mask(cell))
+    return [lambda pages=pages: wrapper.run(q, pages) for pages in _paged(cell, kv)]
 
 
-def flashinfer_cascade(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
+def flashinfer_cascade(cell: Cell, q: Tensor, kv: KV) -> Calls:
     """FlashInfer fa2 by hand: prefix without a mask, T x T tree with one, merge_state in place."""
     import flashinfer
 
     if cell.length % PAGE:
         raise NotImplementedError("the tree must begin on a page")
-    pages = _paged(cell, k), _paged(cell, v)
+    prefix = _wrapper(cell, cell.length)
+    tree = _wrapper(cell, cell.size, cell.length // PAGE, tree_mask(cell.size))
 
-    def prepare() -> tuple:
-        tree = _prefill_wrapper(cell, cell.size, cell.length // PAGE, tree_mask(cell.size))
-        return _prefill_wrapper(cell, cell.length, 0, None), tree
-
-    prefix, tree = _shared(cell, "cascade", prepare)
-
-    def call() -> Tensor:
+    def call(pages: tuple[Tensor, Tensor]) -> Tensor:
         out, lse = prefix.run(q, pages, return_lse=True)
         other, other_lse = tree.run(q, pages, return_lse=True)
         flashinfer.merge_state_in_place(out, lse, other, other_lse)
         return out
 
-    return call
+    return [lambda pages=pages: call(pages) for pages in _paged(cell, kv)]
 
 
-def flashinfer_decode(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
+def flashinfer_decode(cell: Cell, q: Tensor, kv: KV) -> Calls:
     """FlashInfer's decode kernel: one query only."""
-    import flashinfer
-
-    if cell.size > 1 or cell.batch > 1:
+    if cell.size > 1:
         raise NotImplementedError("one query only")
-    pages = _paged(cell, k), _paged(cell, v)
-
-    def prepare():
-        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(_space(), "NHD", use_tensor_cores=True)
-        count = -(-cell.rows // PAGE)
-        used = torch.arange(count, dtype=torch.int32, device="cuda")
-        kinds = {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
-        wrapper.plan(_ints(0, count), used, _ints(cell.rows - (count - 1) * PAGE), *_heads(cell), **kinds)
-        return wrapper
-
-    wrapper = _shared(cell, "decode", prepare)
-    return lambda: wrapper.run(q, pages)
+    wrapper = _wrapper(cell, cell.rows, decode=True)
+    return [lambda pages=pages: wrapper.run(q, pages) for pages in _paged(cell, kv)]
 
 
-def flashinfer_xqa(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
+def flashinfer_xqa(cell: Cell, q: Tensor, kv: KV) -> Calls:
     """FlashInfer XQA: draft-block bit mask, lengths on the device, one build per tree size."""
     from flashinfer.decode import xqa_batch_decode_with_kv_cache
 
-    pages = _paged(cell, k), _paged(cell, v)
-
-    def prepare() -> tuple:
-        halves = 2 * -(-cell.size // 32)
-        bits = torch.zeros(cell.size, halves * 16, dtype=torch.int32, device="cuda")
-        bits[:, : cell.size] = tree_mask(cell.size).int()
-        packed = (bits.view(cell.size, halves, 16) << torch.arange(16, device="cuda")).sum(-1)
-        mask = packed.int().to(torch.int16).view(torch.uint16)[None].expand(cell.batch, -1, -1).contiguous()
-        count = pages[0].shape[0] // cell.batch
-        tables = torch.arange(cell.batch * count, dtype=torch.int32, device="cuda")
-        lengths = torch.full((cell.batch,), cell.rows, dtype=torch.int32, device="cuda")
-        return mask, tables.view(cell.batch, count), lengths.view(torch.uint32), _space(filled=True)
-
-    mask, tables, lengths, space = _shared(cell, "xqa", prepare)
-    return lambda: xqa_batch_decode_with_kv_cache(
-        q, pages, space, tables, lengths, cell.rows, bmm1_scale=cell.dim**-0.5, bmm2_scale=1.0,
-        kv_layout="NHD", q_len_per_req=cell.size, mask=mask if cell.size > 1 else None,
-    )  # fmt: skip
+    paged = _paged(cell, kv)
+    halves = 2 * -(-cell.size // 32)
+    bits = torch.zeros(cell.size, halves * 16, dtype=torch.int32, device="cuda")
+    bits[:, : cell.size] = tree_mask(cell.size).int()
+    packed = (bits.view(cell.size, halves, 16) << torch.arange(16, device="cuda")).sum(-1)
+    mask = packed.int().to(torch.int16).view(torch.uint16)[None].expand(cell.batch, -1, -1).contiguous()
+    tables = torch.arange(paged[0][0].shape[0], dtype=torch.int32, device="cuda").view(cell.batch, -1)
+    lengths = torch.full((cell.batch,), cell.rows, dtype=torch.int32, device="cuda").view(torch.uint32)
+    space = _space(filled=True)
+    return [
+        lambda pages=pages: xqa_batch_decode_with_kv_cache(
+            q, pages, space, tables, lengths, cell.rows, bmm1_scale=cell.dim**-0.5, bmm2_scale=1.0,
+            kv_layout="NHD", q_len_per_req=cell.size, mask=mask if cell.size > 1 else None,
+        )
+        for pages in paged
+    ]  # fmt: skip
 
 
 PEERS: dict[str, Peer] = {
@@ -200,16 +181,6 @@ PEERS: dict[str, Peer] = {
     "FlashInfer XQA": flashinfer_xqa,
 }
 
-_made: dict[tuple[Cell, str], object] = {}
-
-
-def _shared(cell: Cell, name: str, make: Callable[[], object]):
-    """What a peer prepares once per cell (plans, compiled code), not once per KV copy."""
-    key = (cell, name)
-    if key not in _made:
-        _made[key] = make()
-    return _made[key]
-
 
 def peers(cell: Cell, kv: KV, names: list[str]) -> dict[str, float | str]:
     """Microseconds of each peer on this cell, or why it has none."""
@@ -219,9 +190,9 @@ def peers(cell: Cell, kv: KV, names: list[str]) -> dict[str, float | str]:
     ours, _ = run(q, *kv[0], plan, scale=cell.dim**-0.5)
     found: dict[str, float | str] = {}
     for name in names:
-        calls: list = []
+        calls: Calls = []
         try:
-            calls = [PEERS[name](cell, q, k, v) for k, v in kv]
+            calls = PEERS[name](cell, q, kv)
             difference = (calls[0]().reshape(q.shape).float() - ours.float()).norm() / ours.float().norm()
             if not difference < 2e-2:
                 found[name] = f"another result: relative difference {difference.item():.3g}"
@@ -233,7 +204,6 @@ def peers(cell: Cell, kv: KV, names: list[str]) -> dict[str, float | str]:
             found[name] = f"cannot run: {type(error).__name__}: {str(error)[:120]}"
         finally:
             del calls
-            _made.clear()
             torch.cuda.empty_cache()
     return found
 

@@ -8,13 +8,9 @@ FILE, ARCHIVE = "tree_attention_h200.json", "tree_attention_archive_h200.json"
 FITS, TILES = "kernels_by_arch.json", "tiles_h200.json"
 COMMAND = "python -m scripts.benchmarks tree_attention --out docs/results"
 SHORT = {
-    "SDPA dense mask": "SDPA",
-    "FlexAttention": "Flex",
-    "FlashInfer fa2 full mask": "FI full mask",
-    "FlashInfer fa2 cascade": "FI cascade",
-    "FlashInfer XQA": "FI XQA",
-    "FlashInfer decode": "FI decode",
-}
+    "SDPA dense mask": "SDPA", "FlexAttention": "Flex", "FlashInfer fa2 full mask": "FI full mask",
+    "FlashInfer fa2 cascade": "FI cascade", "FlashInfer XQA": "FI XQA", "FlashInfer decode": "FI decode",
+}  # fmt: skip
 # The aims, in microseconds: (query heads, KV heads, prefix, tree) of one sequence.
 AIMS = {
     (32, 32, 122880, 16): 470, (32, 32, 122880, 64): 480, (32, 8, 122880, 1): 122, (32, 8, 122880, 16): 127,
@@ -62,14 +58,11 @@ def cells(content: Record) -> str:
     names = [name for name in SHORT if any(name in row["peers"] for row in rows)]
     peers: Columns = {SHORT[name]: lambda row, name=name: _us(row["peers"].get(name)) for name in names}
     slower = sum(min(row["peers"].values(), default=row["ours_us"]) < row["ours_us"] for row in rows)
-    ahead = (
-        f"In {slower} of {len(rows)} cells a peer is faster. "
-        if slower
-        else "Ours is ahead of every peer measured in every cell. "
-    )
-    told = {**content, "teraflops": content["ceilings"]["matmul_rate"] / 1e12}
-    told["ours"] = f", FlashInfer {content['flashinfer']}" if content.get("flashinfer") else ""
-    return table({**CELLS, **peers}, rows) + "\n" + cell(_NOTE, told) + ahead + file_note(FILE, {"": content})
+    ahead = f"In {slower} of {len(rows)} cells a peer is faster. "
+    facts = {**content, "teraflops": content["ceilings"]["matmul_rate"] / 1e12}
+    facts["ours"] = f", FlashInfer {content['flashinfer']}" if content.get("flashinfer") else ""
+    note = cell(_NOTE, facts) + (ahead if slower else "Ours is ahead of every peer measured in every cell. ")
+    return table({**CELLS, **peers}, rows) + "\n" + note + file_note(FILE, {"": content})
 
 
 def aims(content: Record) -> str:
@@ -115,24 +108,27 @@ def gate(content: Record) -> str:
 def splits(content: Record) -> str:
     """Microseconds of tree-shaped KV, and in brackets milliseconds of the host's plan."""
     names = list(dict.fromkeys(name for row in content["splits"] for name in row["us"]))
-    lines = []
-    for row in content["splits"]:
-        line = [row["tree"], _us(row["roof_us"])]
-        for name in names:
-            took, plan = row["us"].get(name), row["plan_ms"].get(name)
-            line.append(_us(took) + (f" ({plan:,.1f})" if plan is not None else ""))
-        lines.append(line)
+
+    def took(row: Record, name: str) -> str:
+        plan = row["plan_ms"].get(name)
+        return _us(row["us"].get(name)) + (f" ({plan:,.1f})" if plan is not None else "")
+
+    lines = [
+        [row["tree"], _us(row["roof_us"]), *(took(row, name) for name in names)] for row in content["splits"]
+    ]
     return grid(["tree", "roof (KV once)", *names], lines)
 
 
 def costs(content: Record) -> str:
     """What a plan cost the host, and the bytes it counted beside those of the hardware."""
     plan = content["plan"]
-    lines = [
-        ["plan a tree of 64, host", f"{plan['plan_us']:.0f} µs"],
-        ["update of mask and lengths from host tensors", f"{plan['update_from_host_us']:.0f} µs"],
-        ["update from device tensors", f"{plan['update_from_device_us']:.0f} µs"],
-    ]
+    names = (
+        "plan a tree of 64, host",
+        "update of mask and lengths from host tensors",
+        "update from device tensors",
+    )
+    keys = ("plan_us", "update_from_host_us", "update_from_device_us")
+    lines = [[name, f"{plan[key]:.0f} µs"] for name, key in zip(names, keys, strict=True)]
     for row in content["counters"]:
         sizes = (row["counted_kv_and_queries"], row["dram_bytes_read"], row["l2_bytes"])
         megabytes = " / ".join(f"{size / 1e6:.1f}" for size in sizes)
@@ -178,5 +174,5 @@ TABLES = {
     },
     **{f"tree_attention_{make.__name__}": Table(ARCHIVE, make, _ARCHIVED) for make in (splits, costs)},
     "kernels_by_arch": Table(FITS, fits, "python -m scripts.checks.kernels_by_arch"),
-    "tiles": Table(TILES, tiles, "python -m scripts.benchmarks tiles"),
+    "tiles": Table(TILES, tiles, "git show ccf3726a5483:scripts/bench_tiles.py"),
 }

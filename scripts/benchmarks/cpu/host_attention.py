@@ -5,11 +5,11 @@
     python -m scripts.benchmarks host_attention --tiny        # the same code on a few MiB; writes nothing
 
 The results are docs/results/host_attention_h200.json: GB of keys and values a second, by T query rows, heads,
-threads and way; what plain reading of the same memory reaches; what the bus takes from it to the device; and
-both at once. Those of other processors, without a bus, lie beside it. Pieces are 8,192 rows of one layer as
-the offloaded cache keeps them. 3 GiB of them go round, so that no cache of the processor holds what comes
-next; their values are the same, their memory is not. A way is timed only where its errors against fp32 are at
-most twice those of plain torch in bf16.
+threads and implementation; what plain reading of the same memory reaches; what the bus takes from it to the
+device; and both at once. Those of other processors, without a bus, lie beside it. Pieces are 8,192 KV slots
+of one layer as the offloaded cache keeps them. 3 GiB of them are used in turn, so that no cache of the
+processor holds the next one; their values are the same, their memory is not. An implementation is timed only
+where its errors against fp32 are at most twice those of plain torch in bf16.
 """
 
 import json
@@ -18,8 +18,10 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import cycle, islice, product
+from functools import partial
+from itertools import cycle, islice
 from typing import Any
 
 import torch
@@ -29,56 +31,89 @@ from scripts.benchmarks.common.command import parser
 from scripts.benchmarks.common.results import RESULTS, Record, header, rounded, write
 from scripts.benchmarks.cpu.machine import cores, processor
 from scripts.benchmarks.cpu.tables import FILE
-from scripts.benchmarks.cpu.ways import SPREADS, WAYS, Spread, State, Way, Workers
 from triforce_tree.eval.results import check_writable
 from triforce_tree.kernels.attention.plan import Heads
 from triforce_tree.kernels.attention.reference import tree_attention
+from triforce_tree.kernels.cpu.cpu_attention import CpuAttention, instructions, supports
+from triforce_tree.kernels.cpu.host_rows import State, flash, merged
 from triforce_tree.kv.offload.copy_stream import CopyStream
 from triforce_tree.kv.offload.pinned import HostMemory
 
 SHAPES = (Heads(32, 32, 128), Heads(32, 8, 128))
+Attend = Callable[[Tensor, Sequence[Tensor]], State]
+"""From queries ``[H_kv, R, D]`` in bf16, R = T x query heads a KV head, and pieces ``[n, 2, H_kv, D]`` to out
+``[H_kv, R, D]`` and lse ``[H_kv, R]`` of all their rows, in fp32."""
+
 _TIMES = 3
-# What makes torch do without the newest instructions of a processor.
+# Environment variables that keep torch from the newest instructions of a processor.
 _HOLDS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
+
+
+def torch_flash(threads: int, block: int) -> Attend:
+    """Torch's flash attention, one call a piece, which takes ``block`` rows of it for one thread."""
+    return lambda q, pieces: merged([flash(q, piece, piece.shape[0] // block) for piece in pieces])
+
+
+def our_kernel(way: str, threads: int, block: int) -> Attend:
+    """Our kernel with some of the processor's instructions; it takes all heads of a query in a row."""
+    kernel = CpuAttention(threads, way=way)
+
+    def attend(q: Tensor, pieces: Sequence[Tensor]) -> State:
+        states = (kernel(q.transpose(0, 1).contiguous(), piece) for piece in pieces)
+        return merged([(out.transpose(0, 1).float(), lse.T) for out, lse in states])
+
+    return attend
+
+
+# By the names in a results file: "way" and "spread".
+WAYS: dict[tuple[str, str], Callable[[int, int], Attend]] = {
+    ("flash", "one call a piece"): torch_flash,
+    **{
+        ("our kernel", f"on {way}"): partial(our_kernel, way)
+        for way in (instructions() if supports(128, torch.bfloat16) else ())
+    },
+}
+
+
+def read(pieces: Sequence[Tensor]) -> None:
+    """Plain reading: the sum of the words."""
+    for piece in pieces:
+        piece.view(-1).view(torch.int64).sum()
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)
 class Size:
-    """What is measured.
+    """What is measured."""
 
-    Args:
-        rows: of a piece.
-        queries: T, query rows of a sequence.
-        pool: bytes of all pieces.
-        call: bytes that one call attends to.
-        block: bytes that one thread attends to at once.
-        seconds: of a measurement beside the bus.
-    """
-
-    rows: int = 8192
-    queries: tuple[int, ...] = (1, 16, 49, 97)
-    pool: int = 3 << 30
-    call: int = 512 << 20
-    block: int = 8 << 20
-    seconds: float = 0.4
+    rows: int = 8192  # KV slots of a piece
+    queries: tuple[int, ...] = (1, 16, 49, 97)  # T
+    pool: int = 3 << 30  # bytes of all pieces
+    call: int = 512 << 20  # bytes that one call attends to
+    block: int = 8 << 20  # bytes that one thread attends to at once
+    seconds: float = 0.4  # of a measurement beside the bus
 
 
-# Without a GPU there are few cores as well, whose caches less memory exceeds.
+# Without a GPU there are few cores as well: less memory exceeds their caches.
 FEW_CORES = Size(pool=1 << 30, call=128 << 20)
 TINY = Size(128, (1, 3), pool=16 << 20, call=4 << 20, block=1 << 19, seconds=0.02)
 
 
 class Pool:
-    """Host memory that goes round as pieces ``[rows, 2, H_kv, D]`` in bf16, of any number of heads.
-
-    Args:
-        device: whose bus the memory is locked for.
-        seed: of the values.
-    """
+    """Host memory, page-locked for a GPU, as pieces ``[rows, 2, H_kv, D]`` in bf16 of any number of heads."""
 
     def __init__(self, size: Size, device: torch.device, seed: int) -> None:
         self.size = size
-        self.memory = HostMemory(locked=device.type == "cuda")
+        self.memory = HostMemory(locked=device.type == "cuda")  # keeps the memory
         self.memory.check(size.pool)
         largest = size.rows * 2 * SHAPES[0].kv * SHAPES[0].dim
         self.values = self.memory.take((size.pool // 2 // largest, largest), torch.bfloat16)
@@ -89,7 +124,7 @@ class Pool:
         return list(self.values.view(-1, self.size.rows, 2, heads.kv, heads.dim))
 
     def calls(self, heads: Heads) -> Iterator[list[Tensor]]:
-        """The pieces that one call attends to, for ever."""
+        """Endlessly the pieces of one call."""
         pieces = self.pieces(heads)
         around = cycle(pieces)
         while True:
@@ -101,11 +136,11 @@ class Pool:
 
 
 class Streaming:
-    """Inside, a thread sends pieces to the device one after the other; afterwards ``gbps`` tells how fast."""
+    """A context in which a thread copies pieces to the device in turn; ``gbps`` is set at its end."""
 
     def __init__(self, pieces: Sequence[Tensor], device: torch.device) -> None:
-        self._pieces, self._lane = pieces, CopyStream(device)
-        self._near = torch.empty_like(pieces[0], device=device)
+        self._pieces, self._copies = pieces, CopyStream(device)
+        self._target = torch.empty_like(pieces[0], device=device)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self.gbps = 0.0
@@ -114,16 +149,16 @@ class Streaming:
         start, count, around = time.perf_counter(), 0, cycle(self._pieces)
         while not self._stop.is_set():
             for piece in islice(around, 8):
-                self._lane.copy(self._near, piece)
+                self._copies.copy(self._target, piece)
             count += 8
             self._wait()
-        self.gbps = count * self._near.nbytes / 1e9 / (time.perf_counter() - start)
+        self.gbps = count * self._target.nbytes / 1e9 / (time.perf_counter() - start)
 
     def _wait(self) -> None:
-        """On the host, but not by keeping a core busy, which the attention has a use for."""
-        if self._lane.stream is not None:
+        """For the copies, without keeping a core busy that attention could use."""
+        if self._copies.stream is not None:
             event = torch.cuda.Event(blocking=True)
-            event.record(self._lane.stream)
+            event.record(self._copies.stream)
             event.synchronize()
 
     def __enter__(self) -> "Streaming":
@@ -162,7 +197,7 @@ def beside(
 
 
 class Checked:
-    """What T queries should see in one piece, and how far plain torch in bf16 is from it.
+    """The exact result of T queries over one piece, and the error of plain torch in bf16.
 
     Args:
         q: fp32 ``[1, H_q, T, D]``, of values that bf16 holds.
@@ -175,8 +210,8 @@ class Checked:
         mask, scale = torch.ones(q.shape[2], 0, dtype=torch.bool), q.shape[-1] ** -0.5
         out, lse = tree_attention(q, k.float(), v.float(), mask, scale=scale)
         self.state = self._packed(out), self._packed(lse[..., None])[..., 0]
-        near, near_lse = tree_attention(q.bfloat16(), k, v, mask, scale=scale)
-        self.limit = self.errors((self._packed(near).float(), self._packed(near_lse[..., None])[..., 0]))
+        half, half_lse = tree_attention(q.bfloat16(), k, v, mask, scale=scale)
+        self.limit = self.errors((self._packed(half).float(), self._packed(half_lse[..., None])[..., 0]))
 
     def _packed(self, x: Tensor) -> Tensor:
         return x.reshape(self.rows.shape[2], -1, x.shape[-1])
@@ -192,35 +227,33 @@ class Checked:
 
 
 def attention(pool: Pool, threads: Sequence[int], seed: int) -> list[Record]:
-    """Every shape, T, number of threads and way."""
+    """Every shape, T, number of threads and implementation."""
     found = []
     for heads in SHAPES:
         calls, block = pool.calls(heads), pool.block(heads)
         for queries in pool.size.queries:
             q = random_queries(heads, queries, seed)
-            checked = Checked(q, pool.pieces(heads)[0])
-            packed = q.bfloat16().reshape(heads.kv, -1, heads.dim)
-            for count, kind in product(threads, SPREADS):
-                with kind(count, block) as spread:
-                    for name in kind.ways:
-                        work = attends(spread, WAYS[name], packed)
+            checked, packed = Checked(q, pool.pieces(heads)[0]), pack(q, heads)
+            for count in threads:
+                for (way, spread), make in WAYS.items():
+                    with torch_threads(count):
+                        work = partial(make(count, block), packed)
                         errors = checked.errors(work([checked.rows]))
-                        gbps = median_gbps(work, calls) if checked.holds(errors) else None
-                        row = {"shape": label(heads), "t": queries, "threads": count, "way": name}
-                        row |= {"spread": spread.name, "gbps": rounded(gbps) if gbps else None}
-                        found.append(row)
-                        ratio = max(e / limit for e, limit in zip(errors, checked.limit, strict=True))
-                        say(**row, error_ratio=rounded(ratio))
+                        gbps = rounded(median_gbps(work, calls)) if checked.holds(errors) else None
+                    row = {"shape": label(heads), "t": queries, "threads": count, "way": way}
+                    found.append(row | {"spread": spread, "gbps": gbps})
+                    ratio = max(e / limit for e, limit in zip(errors, checked.limit, strict=True))
+                    say(**found[-1], error_ratio=rounded(ratio))
     return found
 
 
 def reading(pool: Pool, threads: Sequence[int]) -> list[Record]:
-    """Plain reading of the same memory: the sum of its words."""
-    found, heads = [], SHAPES[0]
-    for count, kind in product(threads, SPREADS):
-        with kind(count, pool.block(heads)) as spread:
-            gbps = median_gbps(spread.read, pool.calls(heads))
-        found.append({"threads": count, "spread": spread.name, "gbps": rounded(gbps)})
+    """Plain reading of the same memory."""
+    found = []
+    for count in threads:
+        with torch_threads(count):
+            gbps = median_gbps(read, pool.calls(SHAPES[0]))
+        found.append({"threads": count, "gbps": rounded(gbps)})
         say(what="reading", **found[-1])
     return found
 
@@ -232,30 +265,28 @@ def together(pool: Pool, device: torch.device, threads: int, rows: Sequence[Reco
     with alone:
         time.sleep(size.seconds)
     found: Record = {"device": str(device), "bus_gbps": rounded(alone.gbps)}
-    with Workers(threads, pool.block(SHAPES[0])) as spread:
+    with torch_threads(threads):
         bus = Streaming(pieces, device)
-        found["reading"] = beside(spread.read, pool.calls(SHAPES[0]), bus, size.seconds)
-    found["attention"] = []
-    for heads in SHAPES:
-        for queries in pool.size.queries:
-            place = {"shape": label(heads), "t": queries, "threads": threads}
-            timed = [r for r in rows if r["gbps"] and all(r[k] == v for k, v in place.items())]
-            best = max(timed, key=lambda row: row["gbps"], default=None)
-            if best is None:
-                continue
-            kind = next(kind for kind in SPREADS if kind.name == best["spread"])
-            packed = random_queries(heads, queries, seed).bfloat16().reshape(heads.kv, -1, heads.dim)
-            with kind(threads, pool.block(heads)) as spread:
-                work = attends(spread, WAYS[best["way"]], packed)
+        found["reading"] = beside(read, pool.calls(SHAPES[0]), bus, size.seconds)
+        found["attention"] = []
+        for heads in SHAPES:
+            for queries in size.queries:
+                place = {"shape": label(heads), "t": queries, "threads": threads}
+                timed = [row for row in rows if row["gbps"] and place.items() <= row.items()]
+                if not timed:
+                    continue
+                best = max(timed, key=lambda row: row["gbps"])
+                attend = WAYS[best["way"], best["spread"]](threads, pool.block(heads))
+                work = partial(attend, pack(random_queries(heads, queries, seed), heads))
                 both = beside(work, pool.calls(heads), Streaming(pieces, device), size.seconds)
-            row = {**place, "way": best["way"], "spread": best["spread"], "cpu_alone_gbps": best["gbps"]}
-            found["attention"].append(row | both)
-            say(what="beside the bus", **found["attention"][-1])
+                row = {**place, "way": best["way"], "spread": best["spread"], "cpu_alone_gbps": best["gbps"]}
+                found["attention"].append(row | both)
+                say(what="beside the bus", **found["attention"][-1])
     return found
 
 
-def attends(spread: Spread, way: Way, q: Tensor) -> Callable[[list[Tensor]], State]:
-    return lambda pieces: spread.attend(way, q, pieces)
+def pack(q: Tensor, heads: Heads) -> Tensor:
+    return q.bfloat16().reshape(heads.kv, -1, heads.dim)
 
 
 def random_queries(heads: Heads, count: int, seed: int) -> Tensor:
@@ -288,7 +319,7 @@ def main(words: Sequence[str] | None = None) -> None:
     say(**result)
     pool = Pool(size, device, args.seed)
     say(what="memory", seconds=rounded(time.perf_counter() - start))
-    # Half first, so that what is last measured, with all of them, stands beside the bus.
+    # Half first: the last measurement, with all of them, is compared with the one beside the bus.
     threads = sorted({max(1, cores() // 2), cores()})
     result["reading"] = reading(pool, threads)
     result["rows"] = attention(pool, threads, args.seed)

@@ -17,7 +17,7 @@ def cores() -> int:
 
 
 def processor() -> dict[str, Any]:
-    """Facts about the processor, from /proc and /sys; None where the system does not tell."""
+    """Facts about the processor, from /proc and /sys; None where they are missing."""
     info = _text("/proc/cpuinfo")
     flags = set(_first(r"^flags\s*:\s*(.*)$", info, "").split())
     size = _first(r"^MemTotal:\s*(\d+) kB$", _text("/proc/meminfo"), None)

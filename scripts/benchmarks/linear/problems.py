@@ -1,21 +1,17 @@
-"""Few-row linear layers to time and to check on a GPU: shapes, random weights, errors, candidates."""
+"""Few-row linear layers to time and to check on a GPU: shapes, random weights, errors."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from scripts.benchmarks.common.timing import graph_us
-from triforce_tree.kernels.device import describe
 from triforce_tree.kernels.linear import launch, reference
-from triforce_tree.kernels.linear.configs import LinearConfig as C
-from triforce_tree.kernels.linear.configs import choose, row_block
+from triforce_tree.kernels.linear.configs import LinearConfig
 
 BITS = (16, 8, 4)
 ROTATION = 256 * 2**20
-PROCESSORS = 132
-SHARED_MEMORY = 227 * 1024
 
 
 @dataclass(frozen=True)
@@ -82,7 +78,9 @@ class Weights:
         top = self.shape.ins**-0.5 / 2 ** (self.bits - 1)
         return torch.rand(size, device="cuda").add_(0.5).mul_(top).to(kind)
 
-    def call(self, x: Tensor, copy: int = 0, bias: list[Tensor] | None = None, config: C | None = None):
+    def call(
+        self, x: Tensor, copy: int = 0, bias: list[Tensor] | None = None, config: LinearConfig | None = None
+    ):
         words, scales = self.words[copy], self.scales[copy]
         if len(words) > 1:
             return launch.linears(x, words, scales, bias or [], self.counters, self.bits, config)
@@ -109,11 +107,6 @@ class Weights:
         return gold, 2 * (near.double() - gold).abs().max().item() + 1e-6
 
 
-def wrong(made: Tensor, gold: Tensor, allowed: float) -> str | None:
-    error = (made.double() - gold).abs().max().item()
-    return None if error <= allowed else f"error {error:.3g} above {allowed:.3g}"
-
-
 def gate(part: int, parts: int) -> Iterator[tuple[str, str | None]]:
     """A share of the problems, each with what is wrong with it: default configurations, poisoned memory."""
     shapes = list(dict.fromkeys(shape for layer in LAYERS.values() for shape in layer))
@@ -126,12 +119,13 @@ def gate(part: int, parts: int) -> Iterator[tuple[str, str | None]]:
         for rows in (1, 7, 16, 17, 32, 64, 96, 128):
             name = f"{bits} bits {shape} {str(dtype)[6:]} M={rows}"
             try:
-                yield name, _one(weights, rows, bias)
+                yield name, _wrong(weights, rows, bias)
             except Exception as error:
                 yield name, repr(error)[:300]
 
 
-def _one(weights: Weights, rows: int, bias: list[Tensor] | None) -> str | None:
+def _wrong(weights: Weights, rows: int, bias: list[Tensor] | None) -> str | None:
+    """What is wrong with the result for so many rows; None if nothing is."""
     shape = weights.shape
     x = torch.randn(rows, shape.ins, dtype=weights.dtype, device="cuda")
     gold, allowed = weights.exact(x, bias)
@@ -139,85 +133,17 @@ def _one(weights: Weights, rows: int, bias: list[Tensor] | None) -> str | None:
         poison = torch.full((size,), torch.nan, dtype=torch.float32, device="cuda")
         del poison
     made = weights.call(x, 0, bias)
-    said = wrong(made, gold, allowed)
     again = [weights.call(x, 0, bias) for _ in range(8)]
-    if said is None and not all(torch.equal(made, other) for other in again):
-        said = "a second call gave other bits"
-    if said is None and any(counters.any() for counters in weights.counters):
-        said = "counters are not zero after the call"
-    return said
+    error = (made.double() - gold).abs().max().item()
+    if not error <= allowed:
+        return f"error {error:.3g} above {allowed:.3g}"
+    if not all(torch.equal(made, other) for other in again):
+        return "a second call gave other bits"
+    if any(counters.any() for counters in weights.counters):
+        return "counters are not zero after the call"
+    return None
 
 
 def time_us(calls: list[Callable[[], object]]) -> float:
     """Median microseconds of one call; a few of them alone would be too short to time."""
     return graph_us(calls, -(-48 // len(calls)), 5.0, (5, 40))
-
-
-# (block_n, width, warps, tma) by bits and rows of the tile.
-_TILES: dict[int, dict[int, list[tuple[int, int, int, bool]]]] = {
-    16: {
-        16: [(64, 128, 4, False), (64, 128, 4, True), (64, 64, 4, True), (128, 128, 4, True),
-             (128, 64, 4, True), (32, 256, 4, True), (32, 128, 4, False), (64, 256, 4, True)],
-        32: [(64, 128, 4, False), (64, 128, 4, True), (64, 64, 4, True), (128, 64, 4, True),
-             (128, 128, 4, True), (32, 128, 4, True)],
-        64: [(64, 128, 4, True), (64, 64, 4, True), (128, 64, 4, True), (128, 64, 8, True)],
-        128: [(64, 64, 4, True), (64, 128, 4, True), (128, 64, 8, True)],
-    },
-    8: {
-        16: [(64, 128, 4, False), (64, 128, 4, True), (64, 64, 4, True), (128, 64, 4, True),
-             (32, 128, 4, True), (32, 128, 4, False)],
-        32: [(64, 128, 4, False), (64, 128, 4, True), (64, 64, 4, True), (128, 64, 4, True)],
-        64: [(64, 64, 4, True), (64, 128, 4, True), (128, 64, 4, True)],
-        128: [(64, 64, 4, True), (64, 64, 8, True)],
-    },
-    4: {
-        16: [(64, 128, 4, False), (64, 128, 4, True), (64, 64, 4, False), (128, 64, 4, True),
-             (32, 128, 4, False)],
-        32: [(64, 64, 4, False), (64, 64, 4, True), (64, 128, 4, False)],
-        64: [(64, 64, 4, True), (64, 64, 4, False)],
-        128: [(64, 64, 8, True)],
-    },
-}  # fmt: skip
-
-
-def depth(bits: int, rows: int, block_n: int, width: int, resident: int) -> int:
-    """Stages of the pipeline with which so many programs fill a processor's shared memory."""
-    w, x = block_n * width * 2, (16 // bits) * row_block(rows) * width * 2
-    # A packed tile leaves for registers at once, one stage before its x.
-    spare = w if bits < 16 else 0
-    return (SHARED_MEMORY // resident - 1536 + spare) // (w + x)
-
-
-def chosen(bits: int, rows: int, outs: int, ins: int) -> C:
-    """What the engine would take on this GPU."""
-    return choose(bits, rows, outs, ins, describe("cuda"))
-
-
-def candidates(bits: int, rows: int, shape: Shape) -> list[C]:
-    """Tiles with splits that put nearly equal counts of programs on every processor.
-
-    Processors that run one program more than others make them wait, so the shared memory of a program
-    decides how many fit, and the splits follow. With room for one program more, the next kernel's come early.
-    """
-    found = {chosen(bits, rows, shape.out, shape.ins): None}
-    for block_n, width, warps, tma in _TILES[bits][row_block(rows)]:
-        tiles = sum(-(-outs // block_n) for outs in shape.outs)
-        steps = -(-shape.ins * bits // (16 * width))
-        if shape.ins < 1024:
-            stages = min(steps + 1, depth(bits, rows, block_n, width, 2))
-            few = [s for s in (1, 2, 3) if s <= steps and tiles * s <= 2 * PROCESSORS]
-            found |= {C(block_n, width, splits, warps, stages, tma, 1): None for splits in few}
-            continue
-        for resident, room in ((1, 0), (1, 1), (2, 0), (3, 0), (4, 0)):
-            stages = min(10, steps + 1, depth(bits, rows, block_n, width, resident + room))
-            splits = max(1, min(16, steps // 2, PROCESSORS * resident // tiles))
-            share = tiles * splits / (PROCESSORS * resident)
-            if stages >= 2 and (share >= 0.8 or (splits in (1, steps // 2) and share >= 0.6)):
-                found[C(block_n, width, splits, warps, stages, tma, 1)] = None
-    return list(found)
-
-
-def variant(bits: int, rows: int, shape: Shape, config: C) -> tuple:
-    """What the compiler sees of a problem."""
-    plain = replace(config, splits=min(config.splits, 2), prefetch=0)
-    return bits, row_block(rows), len(shape.outs) > 1, plain

@@ -7,8 +7,8 @@ COMMAND = f"python -m scripts.benchmarks linear --out docs/results/{FILE}"
 # What a layer of a 7B model multiplies, q+k+v and gate+up joined, as (outputs, inputs).
 _SHAPES = [((4096, 4096, 4096), 4096), ((4096,), 4096), ((11008, 11008), 4096), ((4096,), 11008)]
 _ROWS = (1, 16, 32, 64)
-_EARLY = "fused, small kernels between, early, prefetch 1"
-_WAYS = ("fused", "fused, small kernels between", _EARLY, "one by one")
+EARLY = "fused, small kernels between, early, prefetch 1"
+_WAYS = ("fused", "fused, small kernels between", EARLY, "one by one")
 _COLUMNS = (
     "bits", "rows", "**fused**", "+ 4 small kernels", "these early", "one by one", "cuBLAS, bf16", "gemlite",
     "roof", "% of roof",

@@ -25,6 +25,7 @@ from scripts.train_pair.corpus.readers import READERS
 LIST = tomllib.loads(Path(__file__).with_name("sources.toml").read_text("utf-8"))
 WORD = re.compile(r"[a-z0-9_]+")
 SHINGLE = 10  # words
+ROOTS = ("docs", "wheels", "rust", "stdlib", "site")
 
 
 def topics_text(path: Path) -> list[str]:
@@ -46,57 +47,62 @@ class Source:
     cap: float
     excluded: tuple[str, ...] = ()
 
+    def paths(self, roots: dict[str, str], seed: int) -> list[Path]:
+        """Files in folder order; folders shuffled so that a cap takes a fair sample."""
+        banned, folders = (*LIST["excluded"], *self.excluded), {}
+        for file in sorted(set(glob.glob(self.pattern.format(**roots), recursive=True))):
+            if not any(part in file for part in banned):
+                folders.setdefault(str(Path(file).parent), []).append(Path(file))
+        names = sorted(folders)
+        random.Random(seed).shuffle(names)
+        return [file for name in names for file in folders[name]]
+
 
 def sources() -> Iterator[Source]:
     """Those of ``sources.toml``, an entry with several names as one for each."""
     for entry in LIST["sources"]:
-        names, title, pattern = entry.pop("names", [""]), entry.pop("title"), entry.pop("pattern")
-        excluded = tuple(entry.pop("excluded", ()))
-        for name in names:
-            named = {"name": title.replace("{name}", name), "pattern": pattern.replace("{name}", name)}
-            yield Source(**named, **entry, excluded=excluded)
+        common = {key: value for key, value in entry.items() if key not in ("names", "title")}
+        common["excluded"] = tuple(entry.get("excluded", ()))
+        for named in entry.get("names", [""]):
+            name, _, cap = named.partition(":")
+            own = {"name": entry["title"], "pattern": entry["pattern"]}
+            own = {key: text.replace("{name}", name) for key, text in own.items()}
+            yield Source(**common | own | ({"cap": float(cap)} if cap else {}))
 
 
-class HeldOut:
-    """Shingles of the held-out text as 64-bit hashes."""
+def words_of(text: str) -> list[str]:
+    return WORD.findall(text.lower())
 
-    def __init__(self, texts: list[str]) -> None:
-        self.shingles: set[int] = set()
-        self.short: set[int] = set()
-        for text in texts:
-            words = WORD.findall(text.lower())
-            self.shingles.update(self._hashes(words))
-            for paragraph in text.split("\n\n"):
-                self.short.add(hash(tuple(WORD.findall(paragraph.lower()))))
 
-    @staticmethod
-    def _hashes(words: list[str]) -> Iterator[int]:
-        return (hash(tuple(words[i : i + SHINGLE])) for i in range(len(words) - SHINGLE + 1))
-
-    def holds(self, words: list[str]) -> bool:
-        if len(words) < SHINGLE:
-            return len(words) > 3 and hash(tuple(words)) in self.short
-        return not self.shingles.isdisjoint(self._hashes(words))
+def shingles(words: list[str]) -> Iterator[int]:
+    """64-bit hashes of all runs of ``SHINGLE`` words."""
+    return (hash(tuple(words[i : i + SHINGLE])) for i in range(len(words) - SHINGLE + 1))
 
 
 class Filter:
-    """Decontamination and deduplication; keeps counts for the model card."""
+    """Decontamination against held-out texts and deduplication; keeps counts for the model card."""
 
-    def __init__(self, held_out: HeldOut) -> None:
-        self.held_out = held_out
+    def __init__(self, held_out: list[str]) -> None:
+        self.held_out = {shingle for text in held_out for shingle in shingles(words_of(text))}
+        self.short = {hash(tuple(words_of(p))) for text in held_out for p in text.split("\n\n")}
         self.seen: set[int] = set()
-        self.contaminated = 0
-        self.repeated = 0
+        self.contaminated = self.repeated = 0
+
+    def holds(self, words: list[str]) -> bool:
+        """Whether the held-out text has a shingle of these words, or all of them as a short paragraph."""
+        if len(words) < SHINGLE:
+            return len(words) > 3 and hash(tuple(words)) in self.short
+        return not self.held_out.isdisjoint(shingles(words))
 
     def __call__(self, text: str) -> str:
         kept: list[str] = []
-        before, after = 0, 0
+        before = after = 0
         for paragraph in text.replace(SEPARATOR, "\n").split("\n\n"):
-            words = WORD.findall(paragraph.lower())
+            words = words_of(paragraph)
             if not words:
                 continue
             before += len(paragraph)
-            if self.held_out.holds(words):
+            if self.holds(words):
                 self.contaminated += 1
                 continue
             if len(words) >= 6:
@@ -111,19 +117,6 @@ class Filter:
         return "\n\n".join(kept) if after > 0.35 * before and after > 300 else ""
 
 
-def paths_of(source: Source, roots: dict[str, str], seed: int) -> list[Path]:
-    """Files of a source in folder order; folders shuffled so that a cap takes a fair sample."""
-    files = sorted(set(glob.glob(source.pattern.format(**roots), recursive=True)))
-    banned = (*LIST["excluded"], *source.excluded)
-    files = [f for f in files if not any(part in f for part in banned)]
-    folders: dict[str, list[str]] = {}
-    for file in files:
-        folders.setdefault(str(Path(file).parent), []).append(file)
-    names = sorted(folders)
-    random.Random(seed).shuffle(names)
-    return [Path(f) for name in names for f in folders[name]]
-
-
 def english(text: str) -> bool:
     """Mostly ASCII, with blanks: no minified data, no translations."""
     sample = text[:4000]
@@ -132,9 +125,8 @@ def english(text: str) -> bool:
 
 
 def gather(args: argparse.Namespace) -> None:
-    roots = {name: getattr(args, name) for name in ("docs", "wheels", "rust", "stdlib", "site")}
-    held_out = HeldOut([t for path in args.held_out for t in topics_text(path)])
-    keep = Filter(held_out)
+    roots = {name: getattr(args, name) for name in ROOTS}
+    keep = Filter([text for path in args.held_out for text in topics_text(path)])
     args.out.mkdir(parents=True, exist_ok=True)
     manifest, listed = [], list(sources())
     with ExitStack() as files:
@@ -144,7 +136,7 @@ def gather(args: argparse.Namespace) -> None:
         }
         for source in listed:
             size = documents = 0
-            for path in paths_of(source, roots, args.seed):
+            for path in source.paths(roots, args.seed):
                 try:
                     text = READERS[source.reader](path)
                 except (OSError, RecursionError, ValueError) as error:
@@ -175,7 +167,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    for root in ("docs", "wheels", "rust", "stdlib", "site"):
+    for root in ROOTS:
         parser.add_argument(f"--{root}", default="/nonexistent", help=f"what {{{root}}} stands for")
     parser.add_argument(
         "--held-out", type=Path, nargs="+", required=True, help="pydoc_data/topics.py of every Python at hand"

@@ -1,6 +1,6 @@
 """The main part of HTML pages as plain text, in the layout of ``layout.py``.
 
-Literals stand in double quotes, emphasis between asterisks, nested blocks are indented by three spaces.
+Literals are in double quotes, emphasis between asterisks, nested blocks are indented by three spaces.
 """
 
 import gzip
@@ -17,11 +17,11 @@ SKIPPED = {
     "script", "style", "head", "nav", "footer", "aside", "svg", "form", "button", "header", "noscript",
     "iframe", "input", "select", "math", "template",
 }  # fmt: skip
-SKIPPED_CLASSES = (
+SKIPPED_CLASSES = {
     "sphinxsidebar", "related", "footer", "headerlink", "sidebar", "navigation", "breadcrumb",
     "toctree-wrapper", "rustdoc-breadcrumbs", "src", "nav", "lineno", "linenos", "copybtn", "navheader",
     "navfooter", "toc", "bottomnav", "topnav",
-)  # fmt: skip
+}  # fmt: skip
 LITERAL = {"code", "tt", "kbd", "samp", "var"}
 BLOCKS = {
     "p", "div", "section", "article", "main", "ul", "ol", "dl", "dt", "dd", "li", "pre", "table",
@@ -35,8 +35,7 @@ BREAKS = re.compile(r"\s*\n\s*")
 def _skip(node: "etree._Element") -> bool:
     if not isinstance(node.tag, str) or node.tag in SKIPPED:
         return True
-    classes = node.get("class")
-    if classes and any(name in SKIPPED_CLASSES for name in classes.split()):
+    if not SKIPPED_CLASSES.isdisjoint((node.get("class") or "").split()):
         return True
     return node.get("role") in ("navigation", "search") or node.get("id") in ("sidebar", "toc")
 

@@ -66,36 +66,32 @@ def source_code(path: Path) -> str:
 
 TAGS = re.compile(r"<[^>]+>")
 SPLIT = re.compile(r"</?(?:p|ul|ol|note|important|dl|dt|dd|br)\s*/?>")
+MARKS = ((r"</?(?:code|tt)>", '"'), (r"</?(?:b|strong)>", "**"), (r"</?(?:i|em)>", "*"))
 
 
-def _fragment(markup: str, indent: str = "") -> str:
+def _fragment(markup: str | None, indent: str = "") -> str:
     """Cheap rendering of the short HTML of service models: no tree is built."""
-    markup = re.sub(r"</?(?:code|tt)>", '"', markup)
-    markup = re.sub(r"</?(?:i|em)>", "*", re.sub(r"</?(?:b|strong)>", "**", markup))
+    markup = markup or ""
+    for pattern, mark in MARKS:
+        markup = re.sub(pattern, mark, markup)
     out = []
     for part in SPLIT.split(markup):
+        listed = "<li>" in part
         for item in part.split("<li>"):
-            text = html.unescape(TAGS.sub("", item))
-            text = " ".join(text.split())
+            text = " ".join(html.unescape(TAGS.sub("", item)).split())
             if len(text) > 1:
-                out.append(
-                    wrap(
-                        text,
-                        indent + ("  " if "<li>" in part else ""),
-                        indent + "* " if "<li>" in part else None,
-                    )
-                )
+                out.append(wrap(text, indent + "  ", indent + "* ") if listed else wrap(text, indent))
     return "\n\n".join(out)
 
 
 def service_model(path: Path) -> str:
     """Prose of a botocore service model (``service-2.json`` or its gzip)."""
     model = json.loads(unpacked(path))
-    parts = [_fragment(model.get("documentation") or "")]
+    parts = [_fragment(model.get("documentation"))]
     for name, operation in model.get("operations", {}).items():
-        parts += [name, _fragment(operation.get("documentation") or "", "   ")]
+        parts += [name, _fragment(operation.get("documentation"), "   ")]
     for name, shape in model.get("shapes", {}).items():
-        body = [_fragment(shape.get("documentation") or "", "   ")]
+        body = [_fragment(shape.get("documentation"), "   ")]
         for member, spec in (shape.get("members") or {}).items():
             if isinstance(spec, dict) and spec.get("documentation"):
                 body.append(f"   {member}\n" + _fragment(spec["documentation"], "      "))
@@ -106,22 +102,18 @@ def service_model(path: Path) -> str:
 
 def discovery(path: Path) -> str:
     """Descriptions in a Google API discovery document."""
-    parts: list[str] = []
 
-    def walk(node: object, name: str, depth: int) -> None:
+    def walk(node: object, name: str, depth: int) -> Iterator[str]:
         if not isinstance(node, dict):
             return
-        text = node.get("description")
+        text, pad = node.get("description"), "   " * min(depth, 3)
         if isinstance(text, str) and len(text) > 40:
-            pad = "   " * min(depth, 3)
-            parts.append(f"{pad}{name}\n" + wrap(_markup(text), pad + "   "))
+            yield f"{pad}{name}\n" + wrap(_markup(text), pad + "   ")
         for key, value in node.items():
-            walk(value, key, depth + (key not in ("properties", "parameters", "methods")))
+            yield from walk(value, key, depth + (key not in ("properties", "parameters", "methods")))
 
     document = json.loads(path.read_bytes())
-    for key in ("resources", "schemas"):
-        walk(document.get(key), key, -1)
-    return "\n\n".join(parts)
+    return "\n\n".join(p for key in ("resources", "schemas") for p in walk(document.get(key), key, -1))
 
 
 def rst_text(path: Path) -> str:
@@ -130,29 +122,26 @@ def rst_text(path: Path) -> str:
 
 
 POD = re.compile(r"([BCIFLSEXZ])<+\s?([^<>]*?)\s?>+")
+POD_MARKS = {"B": '"', "C": '"', "F": '"', "I": "*"}
 
 
 def pod_text(path: Path) -> str:
     """A perl pod: paragraphs wrapped, inner sequences rewritten."""
+
+    def marked(m: re.Match[str]) -> str:
+        sign = POD_MARKS.get(m[1], "")
+        return sign + m[2].split("|")[0] + sign
+
     out: list[str] = []
-    marks = {"B": '"', "C": '"', "F": '"', "I": "*"}
     for block in re.split(r"\n\s*\n", path.read_text("utf-8", "replace")):
         if block.startswith("=head"):
-            title = block.split(" ", 1)[-1].strip()
-            out.append(titled(title, "*" if block[5] == "1" else "="))
+            out.append(titled(block.split(" ", 1)[-1].strip(), "*" if block[5] == "1" else "="))
         elif block.startswith("=item"):
             out.append("* " + POD.sub(r"\2", block[5:]).strip())
-        elif block.startswith("="):
-            continue
         elif block.startswith((" ", "\t")):
             out.append("\n".join("   " + s.strip("\n") for s in block.expandtabs().split("\n")))
-        else:
-
-            def mark(m: re.Match[str]) -> str:
-                sign = marks.get(m[1], "")
-                return sign + m[2].split("|")[0] + sign
-
-            out.append(wrap(POD.sub(mark, POD.sub(mark, " ".join(block.split())))))
+        elif not block.startswith("="):
+            out.append(wrap(POD.sub(marked, POD.sub(marked, " ".join(block.split())))))
     return "\n\n".join(out)
 
 

@@ -1,0 +1,75 @@
+"""What every check shares: its command line, its verdicts, and the line of JSON that it ends with."""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """The command line of a check; the first line of its docstring says what it is."""
+    return argparse.ArgumentParser(
+        description=(doc or "").partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+
+
+def need_gpu(made: argparse.ArgumentParser) -> None:
+    if not torch.cuda.is_available():
+        made.error("there is no GPU here; the tests run these kernels in Triton's interpreter")
+
+
+class Report:
+    """Checks by name, with the figures that they were judged by."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+
+    def add(self, name: str, passed: bool, **figures: Any) -> None:
+        self.rows.append({"check": name, "passed": passed, **figures})
+        print("ok    " if passed else "FAILED", name, figures or "", file=sys.stderr, flush=True)
+
+    def attempt(self, name: str, check: Callable[[], dict[str, Any] | None]) -> None:
+        """A check that fails by raising; it may return figures, with ``passed`` False where it failed."""
+        try:
+            self.add(name, **({"passed": True} | (check() or {})))
+        except Exception as error:
+            self.add(name, False, error=(str(error) or repr(error))[:400])
+
+    @property
+    def failed(self) -> list[dict[str, Any]]:
+        return [row for row in self.rows if not row["passed"]]
+
+    def finish(self, **more: Any) -> int:
+        """Print how many there were, which of them failed, and more; the exit code."""
+        last_line({"checks": len(self.rows), "failed": self.failed, **more})
+        return int(bool(self.failed))
+
+
+def last_line(result: Any) -> None:
+    print(json.dumps(result))
+
+
+def in_shards(report: Report, module: Sequence[str], workers: int) -> None:
+    """Run a module in parallel processes, because most of the time is compilation, and gather their rows.
+
+    Args:
+        module: and its arguments; ``--shard I`` comes after them. Its last line are the rows of a report.
+    """
+    command = [sys.executable, "-m", *module, "--shard"]
+    running = [
+        subprocess.Popen([*command, str(i)], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        for i in range(workers)
+    ]
+    for index, process in enumerate(running):
+        lines = process.communicate()[0].strip().splitlines()
+        if process.returncode or not lines:
+            report.add(f"shard {index}", False, error=f"the process ended with status {process.returncode}")
+        else:
+            report.rows += json.loads(lines[-1])
