@@ -38,7 +38,7 @@ def test_a_text_that_is_not_the_targets_ends_with_code_1(
     result = json.loads(out.splitlines()[-1])
     assert (result["identical"], result["tie"], result["failed"]) == (False, False, True)
     said = " ".join(err.split())
-    place = (
+    verdict = (
         f"texts differ from token {result['first_difference']} on: FAILED, there are no ties in 32 bits (gap"
     )
     assert verdict in said
