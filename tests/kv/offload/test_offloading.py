@@ -274,7 +274,7 @@ def test_the_command_shows_the_plan(capsys: pytest.CaptureFixture[str], pair: Ti
     assert code == 0
     assert "memory map" in err
     assert "device: resident rows" in err
-    assert "of the rows on the host (" in " ".join(err.split())
+    assert "of the KV slots on the host (" in " ".join(err.split())
     result = json.loads(out.splitlines()[-1])
     assert result["identical"] is True
     assert result["memory"]["offloaded"] is True
@@ -366,7 +366,7 @@ def test_where_the_cpu_is_too_slow_the_map_says_so(monkeypatch: pytest.MonkeyPat
     own = engine(host_attention=True)
     plan = own.memory_plan(len(PROMPT), NEW)
     assert plan is not None
-    assert "the CPU attends to 0 % of the rows on the host (0.0 GB/s)" in str(memory_table(plan).caption)
+    assert "the CPU attends to 0 % of the KV slots on the host (0.0 GB/s)" in str(memory_table(plan).caption)
     assert "the CPU" not in str(memory_table(engine().memory_plan(len(PROMPT), NEW)).caption)
     out = own.generate(PROMPT, max_new_tokens=NEW, do_sample=False)
     assert out.sequences[0, len(PROMPT) :].tolist() == expected()
