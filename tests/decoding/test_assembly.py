@@ -26,7 +26,8 @@ def test_auto_takes_three_levels_where_some_layer_sees_the_whole_prompt(family: 
 def test_auto_takes_two_levels_where_all_layers_have_a_sliding_window(draft: bool) -> None:
     """Level 1 would read as much as level 2."""
     target = model("mistral-window")
-    engine = load(target, draft_of("mistral-window") if draft else None, **AUTO)
+    settings = {name: value for name, value in AUTO.items() if draft or name != "tree"}
+    engine = load(target, draft_of("mistral-window") if draft else None, **settings)
     assert names(engine) == ["draft" if draft else "lookup", "target"]
     assert names(engine.with_options(levels=3))[1:] == ["retrieval", "target"], "unless it is asked for"
 

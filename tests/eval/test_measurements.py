@@ -1,6 +1,7 @@
 """Prompts, results on disk, baselines, needles and overlaps."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -233,6 +234,9 @@ def test_tables_come_from_results(script: Any, tmp_path: Path, monkeypatch: pyte
 def test_the_readme_names_the_defaults_there_are() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     options = HierarchyConfig().as_options()
-    for name in ("levels", "gamma", "tree", "budget", "chunk", "recent", "refresh"):
+    for name in ("levels", "gamma", "tree", "lookup", "budget", "chunk", "recent", "refresh"):
         assert f"| `{name}` | {options[name]} |" in readme
     assert f"| `sinks`, `window` | {options['sinks']}, {options['window']} |" in readme
+    table = readme.split("## Options")[1].split("## ")[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted(options)

@@ -146,7 +146,7 @@ def test_an_engine_called_from_its_own_callback_raises(name: str, what: str) -> 
         "close": engine.close,
         "memory_plan": lambda: engine.memory_plan(40, 5),
     }[what]
-    with pytest.raises(RuntimeError, match=r"under way, and one of its callbacks .* after the generation"):
+    with pytest.raises(RuntimeError, match=r"running, and one of its callbacks .* after the generation"):
         engine.generate(
             PROMPT, max_new_tokens=NEW, do_sample=False, **CALLBACKS[name](lambda: inner() and None)
         )

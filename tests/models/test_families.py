@@ -13,6 +13,7 @@ from families import (
     FAMILIES,
     FAMILIES_BEYOND,
     NO_DRAFTS,
+    SMALL_LOOKUP,
     SMALL_SETTINGS,
     VOCABULARY,
     build,
@@ -46,7 +47,7 @@ def accepted_per_level(
     **options,
 ) -> list[int]:
     """Check greedy equality; returns the accepted tokens of every level."""
-    engine = triforce_tree.load(target, draft, **{**SMALL_SETTINGS, **options})
+    engine = triforce_tree.load(target, draft, **{**(SMALL_SETTINGS if draft else SMALL_LOOKUP), **options})
     out = engine.generate(prompt, max_new_tokens=new_tokens, do_sample=False)
     assert out.sequences[0, len(prompt) :].tolist() == expected(target, tuple(prompt), new_tokens)
     return [level.accepted for level in out.levels]

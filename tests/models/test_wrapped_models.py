@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
-from api_cases import EXPECTED, PROMPT, SMALL, TARGET, characters, new, text_of
+from api_cases import EXPECTED, PROMPT, SMALL, SMALL_LOOKUP, TARGET, characters, new, text_of
 from families import greedy, perturbed, tiny
 from torch import nn
 
@@ -24,7 +24,8 @@ def decoded(engine: Engine) -> list[int]:
 
 
 def small(target: object, draft: object = None, **options) -> Engine:
-    return triforce_tree.load(target, draft, levels=3, **{**SMALL, **options})  # type: ignore[arg-type]
+    settings = SMALL if draft is not None else SMALL_LOOKUP
+    return triforce_tree.load(target, draft, levels=3, **{**settings, **options})  # type: ignore[arg-type]
 
 
 def test_compiled_models_run_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:

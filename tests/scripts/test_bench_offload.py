@@ -66,10 +66,10 @@ def test_streamed_weights_are_counted_on_the_bus(script: Any, tmp_path: Path) ->
 def test_attention_on_the_cpu_stands_beside_both_baselines(
     script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session = script("benchmarks.offload.session")
-    monkeypatch.setattr(session, "host_rate", lambda *_: HostRate(((1, 20e9), (48, 10e9))))
+    run = script("benchmarks.offload.run")
+    monkeypatch.setattr(run, "host_rate", lambda *_: HostRate(((1, 20e9), (48, 10e9))))
     words = ["--tiny", "--out", str(tmp_path), "--temperatures", "0", "--prompts", "1"]
-    script("benchmarks.offload.run").main([*words, "--part", "host-attention"])
+    run.main([*words, "--part", "host-attention"])
     tables = script("benchmarks.offload.tables")
     result = json.loads((tmp_path / tables.FILE).read_text())
     [row] = result["rows"]

@@ -193,7 +193,7 @@ def memory_table(plan: MemoryPlan) -> Table:
             f"bus {plan.machine.bus / 1e9:.1f} GB/s, {1e3 * plan.pass_seconds:.0f} ms for a pass of level 2"
         )
         if plan.weight_seconds:
-            facts += f" ({1e3 * plan.weight_seconds:.0f} for weights)"
+            facts += f", {1e3 * plan.weight_seconds:.0f} ms of it for weights"
         if plan.cpu is not None:
             share = 100 * plan.offload.host_share
             facts += (

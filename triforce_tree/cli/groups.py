@@ -36,7 +36,7 @@ def add_parser(subparsers: Any, name: str, module: str, summary: str) -> argpars
     parser: argparse.ArgumentParser = subparsers.add_parser(
         name, help=summary, description=summary, formatter_class=HelpFormatter
     )
-    parser.set_defaults(module=module, on_several_cards=False)
+    parser.set_defaults(module=module, on_several_gpus=False)
     parser.add_argument(
         "--json", action="store_true", help="end with one JSON object, as the last line of stdout"
     )

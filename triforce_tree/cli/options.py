@@ -35,7 +35,7 @@ def engine_of(args: argparse.Namespace) -> Engine:
         "dtype": args.dtype,
         "profile": profile,
     }
-    with PinningBar(None, what="weights to host memory") as pinned:
+    with PinningBar(None, what="weights into host memory") as pinned:
         engine = load(args.target, args.draft, **models, pinned=pinned, **options)
     if engine.tokenizer is None:
         raise ValueError(f"the target {args.target!r} has no tokenizer in its folder; give --tokenizer")

@@ -101,7 +101,7 @@ def test_a_cpu_that_is_too_slow_gets_no_share(monkeypatch: pytest.MonkeyPatch) -
     own = engine(host_attention=True)
     plan = own.memory_plan(len(PROMPT), NEW)
     assert plan is not None
-    assert "the CPU attends to 0 % of the rows on the host (0.0 GB/s)" in str(memory_table(plan).caption)
+    assert "the CPU attends to 0 % of the KV slots on the host (0.0 GB/s)" in str(memory_table(plan).caption)
     assert "the CPU" not in str(memory_table(engine().memory_plan(len(PROMPT), NEW)).caption)
     out = own.generate(PROMPT, max_new_tokens=NEW, do_sample=False)
     assert out.sequences[0, len(PROMPT) :].tolist() == expected()

@@ -120,7 +120,7 @@ def test_the_command_streams_weights(capsys: pytest.CaptureFixture[str], pair: T
     assert main(words) == 0
     out, err = capsys.readouterr()
     assert "host: weights" in err
-    assert "weights into host memory" in err
+    assert "weights to host memory" in err
     assert "for weights, budget 64" in err
     result = json.loads(out.splitlines()[-1])
     assert result["identical"] is True
@@ -152,6 +152,6 @@ def test_a_device_too_small_for_the_rest_is_refused(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(StreamedWeights, "_move_the_rest", full)
     with pytest.raises(
-        ValueError, match=r"no room for embeddings, head and two layers of this LlamaForCausalLM"
+        ValueError, match=r"embeddings, head and two layers of this LlamaForCausalLM do not fit on"
     ):
         engine_of(offload_weights=True)

@@ -157,7 +157,7 @@ def test_the_command_shows_the_plan(capsys: pytest.CaptureFixture[str], pair: Ti
     assert code == 0
     assert "memory map" in err
     assert "device: resident rows" in err
-    assert "of the rows on the host (" in " ".join(err.split())
+    assert "of the KV slots on the host (" in " ".join(err.split())
     result = json.loads(out.splitlines()[-1])
     assert result["identical"] is True
     assert result["memory"]["offloaded"] is True

@@ -267,3 +267,5 @@ SMALL_SETTINGS = {
     # Fixed, as the controller would turn drafting off on a small model.
     "rounds": 2,
 }
+# For prompt lookup, whose trees are chains.
+SMALL_LOOKUP = {name: value for name, value in SMALL_SETTINGS.items() if name != "tree"}
