@@ -18,7 +18,7 @@ _LISTED = {
     "resident": ("offload.resident", "level 2's passes when much of the cache is on the GPU"),
     "view_or_copy": ("offload.view_or_copy", "level 1 on a view of the cache, or on copies"),
     "tree_attention": ("attention.run", "tree attention beside its peers; --check: the gate alone"),
-    "linear": ("linear.run", "few-row linear layers: check, tune, compare; --quick: check"),
+    "linear": ("linear.run", "few-row linear layers: check, time, compare; --quick: less"),
     "host_attention": ("cpu.host_attention", "attention on the CPU, alone and beside the bus"),
     "cpu": ("cpu.speed", "the embedded pair on a CPU beside transformers: README.md"),
 }
