@@ -10,7 +10,7 @@ BENCHMARKS = {
         "benchmarks.attention.run",
         "tree attention beside its peers; --check: the gate",
     ),
-    "linear": ("benchmarks.linear.run", "few-row linear layers: check, tune, compare; --quick: check"),
+    "linear": ("benchmarks.linear.run", "few-row linear layers: check, time, compare; --quick: less"),
     "host_attention": ("benchmarks.cpu.host_attention", "attention on the CPU, alone and beside the bus"),
     "cpu": ("benchmarks.cpu.speed", "the embedded pair on a CPU beside transformers: README.md"),
     "pair": ("train_pair.evaluate", "what the embedded pair can do: needles, loss, overlaps"),

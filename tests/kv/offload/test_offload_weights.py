@@ -120,7 +120,7 @@ def test_the_command_streams_weights(capsys: pytest.CaptureFixture[str], pair: T
     assert main(words) == 0
     out, err = capsys.readouterr()
     assert "host: weights" in err
-    assert "weights to host memory" in err
+    assert "weights into host memory" in err
     assert "for weights, budget 64" in err
     result = json.loads(out.splitlines()[-1])
     assert result["identical"] is True
