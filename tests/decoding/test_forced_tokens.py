@@ -129,6 +129,23 @@ def test_a_window_of_the_whole_sequence_gives_the_drafts_own_probs() -> None:
     assert int(program.state.chain) == 0
 
 
+@torch.no_grad()
+def test_the_drafter_sees_the_last_committed_token_in_every_block() -> None:
+    """A block commits one token more than it offers, as a verification does."""
+    draft, coming = draft_of("llama-gqa"), prompt_of(12)
+    program = program_of(model("llama-gqa"), draft, 3, window=200)
+    program.prepare(GREEDY)
+    program.prefill([PROMPT])
+    expected = draft(torch.tensor([[*PROMPT, *coming]])).logits[0, len(PROMPT) - 1 :].softmax(-1)
+    sequence = list(PROMPT)
+    for first in (0, 4, 8):
+        forced_tokens.offer(program, sequence, coming[first : first + 3])
+        found = forced_tokens.draft_probs(program, 4, torch.Generator())
+        torch.testing.assert_close(found, expected[first : first + 4], atol=1e-5, rtol=1e-3)
+        forced_tokens.commit(program, 4)
+        sequence += coming[first : first + 4]
+
+
 def test_a_deterministic_drafter_has_no_probs() -> None:
     program = one_by_one(1)
     program.prepare(GREEDY)

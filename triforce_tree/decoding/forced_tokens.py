@@ -26,8 +26,10 @@ def offer(program: DecodingProgram, text: Sequence[int], coming: Sequence[int]) 
         program: fed with one sequence, all of whose tokens are ``text``.
         coming: the next tokens; at most as many as a draft chain holds.
     """
-    state, stop = program.state, len(text) + len(coming)
-    state.tokens[0, len(text) : stop] = torch.tensor(list(coming), dtype=torch.int64, device=program.device)
+    state, root = program.state, len(text) - 1
+    # The root too: after a commit it is a given token as well, which no stage has written.
+    given = torch.tensor([text[-1], *coming], dtype=torch.int64, device=program.device)
+    state.tokens[0, root : root + len(given)] = given
     if program.drafter is not None:
         program.drafter.prepare([text], resumed=False)
 
