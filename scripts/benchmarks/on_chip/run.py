@@ -216,12 +216,13 @@ class OnChipSession(Session):
     def _static(self, key: Record, prompts: Prompts, sources: list[str]) -> None:
         """transformers' static cache in our memory; a failure is noted and ends nothing."""
         bench, new, compiled = self.bench, key["new_tokens"], self.device.type == "cuda"
+        # Before: torch.compile's graphs clear the cuBLAS workspaces that our captured stages may use.
+        plain = bench.decode(0.0, prompts, new, rounds=0)
         try:
             found = static_decoding(bench.target, bench.program.store, prompts, new, compiled)
         except Exception as error:  # foreign code on a borrowed cache; our figures do not depend on it
             self.note(f"{STATIC}: {type(error).__name__}: {error}")
             return
-        plain = bench.decode(0.0, prompts, new, rounds=0)
         both = zip(chain(*found.pop("tokens")), chain(*plain.texts), strict=True)
         found["same_tokens"] = statistics.fmean(a == b for a, b in both)
         super().add(key | found | {"sources": sources}, plain)
