@@ -1,7 +1,7 @@
 """How many levels a prompt gets, which buffers serve it, and memory plans that change nothing."""
 
 import pytest
-from families import perturbed, prompt_of, tiny
+from families import perturbed, prompt_of, tiny, without_tree
 from program_cases import SMALL, draft_of, model, reference
 
 from triforce_tree import Engine, load
@@ -26,7 +26,7 @@ def test_auto_takes_three_levels_where_some_layer_sees_the_whole_prompt(family: 
 def test_auto_takes_two_levels_where_all_layers_have_a_sliding_window(draft: bool) -> None:
     """Level 1 would read as much as level 2."""
     target = model("mistral-window")
-    settings = {name: value for name, value in AUTO.items() if draft or name != "tree"}
+    settings = AUTO if draft else without_tree(AUTO)
     engine = load(target, draft_of("mistral-window") if draft else None, **settings)
     assert names(engine) == ["draft" if draft else "lookup", "target"]
     assert names(engine.with_options(levels=3))[1:] == ["retrieval", "target"], "unless it is asked for"

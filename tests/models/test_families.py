@@ -13,7 +13,6 @@ from families import (
     FAMILIES,
     FAMILIES_BEYOND,
     NO_DRAFTS,
-    SMALL_LOOKUP,
     SMALL_SETTINGS,
     VOCABULARY,
     build,
@@ -21,6 +20,7 @@ from families import (
     perturbed,
     prompt_of,
     tiny,
+    without_tree,
 )
 from transformers import PreTrainedModel
 
@@ -47,7 +47,8 @@ def accepted_per_level(
     **options,
 ) -> list[int]:
     """Check greedy equality; returns the accepted tokens of every level."""
-    engine = triforce_tree.load(target, draft, **{**(SMALL_SETTINGS if draft else SMALL_LOOKUP), **options})
+    settings = SMALL_SETTINGS if draft else without_tree(SMALL_SETTINGS)
+    engine = triforce_tree.load(target, draft, **{**settings, **options})
     out = engine.generate(prompt, max_new_tokens=new_tokens, do_sample=False)
     assert out.sequences[0, len(prompt) :].tolist() == expected(target, tuple(prompt), new_tokens)
     return [level.accepted for level in out.levels]

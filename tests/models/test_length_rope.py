@@ -6,7 +6,7 @@ from functools import wraps
 
 import pytest
 import torch
-from families import FAMILIES_BY_LENGTH, SMALL_LOOKUP, SMALL_SETTINGS, greedy, perturbed, prompt_of, tiny
+from families import FAMILIES_BY_LENGTH, SMALL_SETTINGS, greedy, perturbed, prompt_of, tiny, without_tree
 from program_cases import decoded, program_of
 from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -40,9 +40,8 @@ def models() -> dict[str, tuple[PreTrainedModel, PreTrainedModel]]:
 
 
 def generated(target: PreTrainedModel, draft: PreTrainedModel | None, prompt: list[int], new: int, **options):
-    engine = triforce_tree.load(
-        target, draft, profile=False, **{**(SMALL_SETTINGS if draft else SMALL_LOOKUP), **options}
-    )
+    settings = SMALL_SETTINGS if draft else without_tree(SMALL_SETTINGS)
+    engine = triforce_tree.load(target, draft, profile=False, **{**settings, **options})
     out = engine.generate(prompt, max_new_tokens=new, do_sample=False)
     engine.close()
     return out.sequences[0, len(prompt) :].tolist()

@@ -20,6 +20,7 @@ from triforce_tree.loading.load_guard import compare_at_load
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.planning import memory_map, memory_plan
 from triforce_tree.planning.machine import host_rate, measured
+from triforce_tree.planning.memory_layout import levels_of
 from triforce_tree.planning.memory_map import Sizes
 from triforce_tree.planning.memory_plan import MemoryPlan
 from triforce_tree.runtime import distributed
@@ -120,11 +121,9 @@ class Hierarchy:
         Args:
             max_seq_len: most tokens of a sequence in the buffers; by default those of the prompt.
         """
-        if isinstance(self.config.levels, int):
-            return self.config.levels
-        if not self._retrieves(max_seq_len or prompt_tokens):
+        if self.config.levels == "auto" and not self._retrieves(max_seq_len or prompt_tokens):
             return 2
-        return 3 if prompt_tokens >= 2 * self.config.retrieval.budget else 2
+        return levels_of(self.config, prompt_tokens)
 
     def _retrieves(self, max_seq_len: int) -> bool:
         """Whether level 1 reads less than level 2 of such sequences: some layer sees more than a window.

@@ -4,7 +4,7 @@ import string
 from functools import cache
 
 import torch
-from families import greedy, perturbed, prompt_of, tiny
+from families import greedy, perturbed, prompt_of, tiny, without_tree
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.generation import GenerateDecoderOnlyOutput
@@ -22,8 +22,7 @@ SMALL = {
     "sinks": 2,
     "window": 6,
 }
-# For prompt lookup, whose trees are its own.
-SMALL_LOOKUP = {name: value for name, value in SMALL.items() if name != "tree"}
+SMALL_LOOKUP = without_tree(SMALL)
 PROMPT = prompt_of(41)
 TARGET = tiny("llama-gqa")
 EXPECTED = greedy(TARGET, PROMPT, 40)

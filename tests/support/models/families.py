@@ -267,5 +267,8 @@ SMALL_SETTINGS = {
     # Fixed, as the controller would turn drafting off on a small model.
     "rounds": 2,
 }
-# For prompt lookup, whose trees are chains.
-SMALL_LOOKUP = {name: value for name, value in SMALL_SETTINGS.items() if name != "tree"}
+
+
+def without_tree(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings for prompt lookup, whose trees are its own."""
+    return {name: value for name, value in settings.items() if name != "tree"}
