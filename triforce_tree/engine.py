@@ -119,7 +119,7 @@ class Engine:
     def _choose_settings(self, temperature: float, prompts: list[list[int]], new_tokens: int) -> Entry | None:
         """Plan the memory; apply the profile's entry for these prompts, if there is one, and return it."""
         self.hierarchy.config = self._config
-        self.hierarchy.settle_memory([len(p) for p in prompts], new_tokens, self._given)
+        self.hierarchy.adopt_memory_plan([len(p) for p in prompts], new_tokens, self._given)
         # Profiles are measured with the full cache on the device.
         if self.profile is None or self.hierarchy.offloads:
             return None
@@ -281,7 +281,7 @@ class Engine:
         for prompt in prompts:
             self.check_length(len(prompt), new_tokens)
         alike = (prompts, new_tokens, to_probs.greedy, seed is None, self._config)
-        distributed.check_alike("prompts or settings", alike)
+        distributed.check_equal("prompts or settings", alike)
         chosen = distributed.broadcast_object(int(torch.randint(2**62, ())) if seed is None else seed)
         entry = self._choose_settings(job.temperature, prompts, new_tokens)
         if not self.hierarchy.together(to_probs, prompts):

@@ -35,7 +35,7 @@ from scripts.benchmarks.common.results import header, write
 from scripts.checks.kernel_variants import digest, variants
 from scripts.checks.report import last_line, parser
 from triforce_tree.eval.results import Records
-from triforce_tree.kernels.device import KNOWN, Device, told
+from triforce_tree.kernels.device import KNOWN, Device, emulated
 
 Row = dict[str, Any]
 SPARED = 64
@@ -108,7 +108,7 @@ def compiled(device: Device, call: Callable[[], object]) -> list[Row]:
     driver.set_active(_Driver(device))
     knobs.compilation.always_compile = knobs.nvidia.dump_ptxas_log = True
     try:
-        with told(device):
+        with emulated(device):
             call()
     finally:
         JITFunction.run = run

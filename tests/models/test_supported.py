@@ -9,7 +9,7 @@ from program_cases import decoded, program_of
 
 import triforce_tree
 from triforce_tree import UnsupportedModelError
-from triforce_tree.kernels.device import KNOWN, told
+from triforce_tree.kernels.device import KNOWN, emulated
 from triforce_tree.models import step_model as step_model
 from triforce_tree.models.hf_model import HFModel
 
@@ -139,7 +139,7 @@ def test_a_window_as_large_as_all_positions_is_ignored() -> None:
 @pytest.mark.parametrize("before", ["grouped_mm", "eager"])
 def test_experts_on_a_gpu(arch: str, expected: str, before: str) -> None:
     gpu = torch.device("cuda")
-    with told(KNOWN[arch]):
+    with emulated(KNOWN[arch]):
         model = tiny("mixtral").bfloat16()
         model.set_experts_implementation(before)
         step_model._capturable_experts(model, gpu)

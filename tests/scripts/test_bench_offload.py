@@ -44,7 +44,7 @@ def test_parts_are_measured_once_and_fill_the_tables(
     assert json.loads(file.read_text())["rows"] == first["rows"]
     made = {name: table.make(first) for name, table in tables.TABLES.items() if table.file == tables.FILE}
     assert "| 1 x 480 | 3.33333 | 0.0 | 33 % | 0 | **" in made["offload_headline"]
-    assert "| resident rows | 0.00 |" in made["offload_memory"] or "measured peak" in made["offload_memory"]
+    assert "| resident KV | 0.00 |" in made["offload_memory"] or "measured peak" in made["offload_memory"]
     assert made["offload_prefill"].startswith("| model | tokens | on the device, s | offloaded, s | ratio |")
     empty = {"rows": [], "parts": {}}
     assert [tables.headline(empty), tables.memory(empty), tables.prefill(empty)] == [None] * 3

@@ -45,7 +45,7 @@ class Hierarchy:
 
     Attributes:
         guard: what of the target was compared with transformers' own forward.
-        memory: where KV slots are kept, as :meth:`settle_memory` decided; None where nothing is offloaded.
+        memory: where KV slots are kept, as :meth:`adopt_memory_plan` decided; None if nothing is offloaded.
 
     Raises:
         ValueError: the vocabularies differ; a drafter's tree is no tree shape, or it reads features of layers
@@ -145,7 +145,7 @@ class Hierarchy:
             to_probs.context_free and not (rope is not None and rope.mixed([len(p) for p in prompts]))
         )
 
-    def settle_memory(self, lengths: Sequence[int], new_tokens: int, given: Collection[str] = ()) -> None:
+    def adopt_memory_plan(self, lengths: Sequence[int], new_tokens: int, given: Collection[str] = ()) -> None:
         """Take up the plan of :meth:`plan_memory` with its settings.
 
         Raises:

@@ -33,7 +33,7 @@ from triforce_tree.trees.device_shapes import PassLimits, least_prompt
 from triforce_tree.verify.noise import Noise, NoiseFactory
 from triforce_tree.verify.probs import DeviceProbs
 from triforce_tree.verify.sampling import ProbsFromLogits
-from triforce_tree.verify.verifier import Verdict, Verifier
+from triforce_tree.verify.verifier import Acceptance, Verifier
 
 
 @dataclass(frozen=True)
@@ -322,11 +322,11 @@ class DecodingProgram:
         """One of the prepared stages."""
         return self._current.stages[name]
 
-    def verdict(self, name: str) -> Verdict:
-        """The last verdict of a verifying stage."""
+    def acceptance(self, name: str) -> Acceptance:
+        """The last acceptance of a verifying stage."""
         stage = self.stage(name)
         assert isinstance(stage, RetrievalVerifyStage | ChainVerifyStage | TreeVerifyStage | PlainStage)
-        return stage.verifier.verdict
+        return stage.verifier.acceptance
 
     def run(self, name: str, generator: torch.Generator) -> None:
         """Run one stage with fresh random numbers."""

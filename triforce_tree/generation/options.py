@@ -11,7 +11,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation import stopping_criteria as hf_stop
 
 from triforce_tree.decoding.stop_criteria import Ending, Stop
-from triforce_tree.runtime.distributed import all_true
+from triforce_tree.runtime.distributed import broadcast_flag
 from triforce_tree.verify.sampling import ProbsFromLogits
 
 # Options of GenerationConfig that this package carries out. Any other that differs from its default is
@@ -207,6 +207,6 @@ def _asking(criteria: StoppingCriteriaList, device: torch.device, padding: Seque
         new = tokens[held.shape[1] - len(padding) :]
         fresh = torch.tensor([new], dtype=torch.int64, device=device)
         held = torch.cat([held, fresh], 1)
-        return all_true(bool(criteria(held, None).all()))
+        return broadcast_flag(bool(criteria(held, None).all()))
 
     return stop

@@ -119,16 +119,16 @@ class Tuner:
         space = self.space(context)
         self._cell: Record = {"context": context, "temperature": temperature}
         plain: Options = {"levels": 1}
-        plain_ms = self._judge(plain)
+        plain_ms = self._measure(plain)
         found = starts or space.starts()
-        self._judge(found[0])
+        self._measure(found[0])
         # There are two settings to choose from now; from here on the time limit applies.
         self._must, finished = False, False
         acceptance: dict[str, list[float]] = {}
         try:
             acceptance = self._acceptance()
             fitting = acceptance.get(_DRAFTED, ())
-            found, finished = search(self._judge, found, space.coordinates(fitting), space.allows)
+            found, finished = search(self._measure, found, space.coordinates(fitting), space.allows)
         except OutOfTime:
             pass
         return self._made(space, found[0], plain, plain_ms, acceptance), found, finished
@@ -165,7 +165,7 @@ class Tuner:
             repeated_8grams=round(statistics.median(r["repeated_8grams"] for r in records), 4),
         )
 
-    def _judge(self, options: Options, against: Options | None = None) -> float:
+    def _measure(self, options: Options, against: Options | None = None) -> float:
         """Median milliseconds per token; infinite if memory is short, or clearly worse than ``against``."""
         times: list[float] = []
         for number in range(self.plan.places):

@@ -67,7 +67,7 @@ class SharedSession(OffloadSession):
 
     def ours(self, key: Record, prompts: Prompts, sources: list[str]) -> Run:
         run = super().ours(key, prompts, sources)
-        distributed.check_alike("tokens", run.texts)
+        distributed.check_equal("tokens", run.texts)
         self.say(f"all ranks wrote the same {len(run.texts[0])} tokens")
         return run
 
