@@ -24,7 +24,7 @@ from triforce_tree.decoding.loop import Decoder
 from triforce_tree.decoding.oom_retry import OomRetryDecoder
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.base import Drafter
-from triforce_tree.generation.drafter_choice import refuse_tree
+from triforce_tree.generation.drafter_choice import check_drafter_options
 from triforce_tree.generation.inputs import Ids, Inputs
 from triforce_tree.generation.keywords import checked_seed
 from triforce_tree.generation.output import GenerateOutput, appended, by_row, joined
@@ -79,10 +79,10 @@ class Engine:
         """An engine over the same models with other options (those of :func:`load`).
 
         Raises:
-            ValueError: impossible options, another ``offload_weights``, or ``tree`` without a draft.
+            ValueError: impossible options, another ``offload_weights``, ``tree`` without a draft, or
+                ``lookup`` where prompt lookup does not propose.
         """
-        if "tree" in options and self.hierarchy.draft is None:
-            refuse_tree(options["tree"], self.hierarchy.drafter())
+        check_drafter_options(self.hierarchy.own_drafter, self.hierarchy.draft, options)
         weights = self._config.offload_weights
         if options.get("offload_weights", weights) != weights:
             raise ValueError(
