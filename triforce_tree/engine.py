@@ -181,8 +181,10 @@ class Engine:
 
         Args:
             inputs: text, token ids ``[L]`` or ``[B, L]`` (tensor, array, list; rows of a list may differ in
-                length), a list of texts, or what a tokenizer returns. Sequences of a batch run together, or
-                one by one where a logits processor reads the tokens so far.
+                length), a list of texts, what a tokenizer returns, or a list of messages (dicts with role and
+                content; a last one of the assistant is continued) or of such lists, by the tokenizer's chat
+                template. Sequences of a batch run together, or one by one where a logits processor reads the
+                tokens so far.
             input_ids: token ids by transformers' own keyword, instead.
             attention_mask: of the ids' shape; tokens with mask 0 are padding, on either side, and left out.
             generation_config, logits_processor, stopping_criteria, prefix_allowed_tokens_fn, stop_strings,

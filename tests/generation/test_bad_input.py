@@ -155,7 +155,7 @@ def test_tree_is_refused_where_the_users_own_drafter_proposes() -> None:
 
 
 MODEL_LOOKUP = says("lookup=8", "the draft model proposes here", "leave lookup out", "drafter='lookup'")
-OWN_LOOKUP = says("lookup=8", "drafter 'fixed' is an object", "leave lookup out", "drafter='lookup'")
+OWN_LOOKUP = says("lookup=8", "drafter 'fixed' is an object", "leave lookup out", "use that name")
 
 
 def test_lookup_is_refused_where_the_draft_model_proposes() -> None:

@@ -41,12 +41,15 @@ def own_drafter(drafter: Drafter | str | None, draft: Model | None) -> Drafter |
 def check_drafter_options(
     drafter: Drafter | str | None, draft: object | None, options: Mapping[str, Any]
 ) -> None:
-    """Raise ValueError for options that the drafter would ignore, and for ``drafter="model"`` without a draft.
+    """Check that the drafter is there, and takes the options that were given.
 
     Args:
         drafter: a name, an object, or None for the draft model where there is one, and else prompt lookup.
         draft: the draft model; None without one.
         options: those that the user has given.
+
+    Raises:
+        ValueError: ``drafter="model"`` without a draft; an option that the drafter would ignore.
     """
     if draft is None and drafter == "model":
         raise ValueError("drafter='model' needs a draft; give one, or drafter='lookup'")
@@ -77,5 +80,5 @@ def _check_lookup(lookup: object, drafter: Drafter | str | None, draft: object |
     if drafter is not None and not isinstance(drafter, str):
         raise ValueError(
             f"lookup={lookup!r} is the number of tokens that drafter='lookup' proposes, but drafter "
-            f"{drafter.name!r} is an object with settings of its own; leave lookup out, or take drafter='lookup'"
+            f"{drafter.name!r} is an object with settings of its own; leave lookup out, or use that name"
         )

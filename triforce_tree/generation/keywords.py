@@ -14,6 +14,7 @@ from triforce_tree.generation.options import REMEDY, check_sampling_options, sup
 
 _REMEDIES = {
     "assistant_model": "give load(target, draft) a draft model",
+    "messages": "give them first, as the prompt: generate(messages)",
     "tokenizer": "give it to load(..., tokenizer=...)",
 }
 # Keywords of transformers' generate that are no options of GenerationConfig; False has no effect.
