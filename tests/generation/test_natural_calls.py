@@ -149,6 +149,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "top_k": ({**ROW, "top_k": True, "do_sample": True}, "top_k=True must be an integer"),
     "temperature": ({**ROW, "temperature": "0.8"}, "temperature='0.8' must be a number, not str"),
     "fraction as a seed": ({**ROW, "seed": 2.5}, "seed=2.5 must be an integer"),
+    "number of log-probabilities": ({**ROW, "logprobs": 5}, "logprobs=5 must be True or False"),
     "large seed": ({**ROW, "seed": 2**64}, "at most 64 bits"),
     "config of another kind": ({**ROW, "generation_config": "fast"}, "generation_config is of type str"),
     "unknown key of a dict": ({**ROW, "generation_config": {"temprature": 1}}, "did you mean temperature"),

@@ -146,3 +146,14 @@ def checked_seed(seed: Any) -> int | None:
     if isinstance(seed, bool) or not hasattr(seed, "__index__") or not -(2**63) <= index(seed) < 2**64:
         raise ValueError(f"seed={seed!r} must be an integer of at most 64 bits")
     return index(seed)
+
+
+def checked_switch(name: str, value: Any) -> bool:
+    """An option that is on or off; None is off.
+
+    Raises:
+        ValueError: something else, such as a number.
+    """
+    if not isinstance(value, bool | None):
+        raise ValueError(f"{name}={value!r} must be True or False")
+    return bool(value)
