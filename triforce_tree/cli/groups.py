@@ -82,7 +82,7 @@ def add_hierarchy(parser: argparse.ArgumentParser, profile: str | None = NONE) -
             "shape of the draft's token trees: chain:4, best-first:6,5,4 (widths by depth), sequoia:16x4 "
             "(size x depth), static:0;0.0;1 (rank paths)",
         ),
-        "lookup": (int, "tokens that prompt lookup proposes, without a draft model"),
+        "lookup": (int, "tokens that prompt lookup proposes; only without a draft model"),
         "rounds": (
             positive,
             "draft rounds before each pass of the target; by default chosen from measured acceptance and "

@@ -44,6 +44,7 @@ class Hierarchy:
         config: what each level does.
 
     Attributes:
+        own_drafter: the drafter that was given; None for a draft model and for prompt lookup.
         guard: what of the target was compared with transformers' own forward.
         memory: where KV slots are kept, as :meth:`adopt_memory_plan` decided; None if nothing is offloaded.
 
@@ -56,9 +57,9 @@ class Hierarchy:
     def __init__(self, target: HFModel, draft: HFModel | Drafter | None, config: HierarchyConfig) -> None:
         self.target = target
         self.draft = draft if isinstance(draft, HFModel) else None
-        self._drafter = None if isinstance(draft, HFModel) else draft
-        if self._drafter is not None:
-            _check_drafter(self._drafter, target.layers)
+        self.own_drafter = None if isinstance(draft, HFModel) else draft
+        if self.own_drafter is not None:
+            _check_drafter(self.own_drafter, target.layers)
         self.config = config
         self.memory: MemoryPlan | None = None
         self._planned: tuple[object, MemoryPlan] | None = None
@@ -83,7 +84,7 @@ class Hierarchy:
     @config.setter
     def config(self, config: HierarchyConfig) -> None:
         if self.draft is None:
-            tree = chain_shape(config.lookup) if self._drafter is None else self._drafter.tree
+            tree = chain_shape(config.lookup) if self.own_drafter is None else self.own_drafter.tree
             config = replace(config, tree=tree)
         self._config = config
 
@@ -91,7 +92,7 @@ class Hierarchy:
         """Level 0 under the current settings; a draft model's has new buffers."""
         if self.draft is not None:
             return TreeDrafter(self.draft, self.config)
-        return PromptLookup(self.config.lookup) if self._drafter is None else self._drafter
+        return PromptLookup(self.config.lookup) if self.own_drafter is None else self.own_drafter
 
     def with_config(self, config: HierarchyConfig) -> "Hierarchy":
         """The same checked models under another configuration."""
@@ -302,7 +303,7 @@ class Hierarchy:
 
     def _binds(self, program: DecodingProgram) -> bool:
         """Whether the drafter writes into this program's state; a user's drafter serves one at a time."""
-        return self._drafter is None or program.drafter is None or self._bound[0]() is program
+        return self.own_drafter is None or program.drafter is None or self._bound[0]() is program
 
     def _rounded(self, max_seq_len: int) -> int:
         """``max_seq_len`` rounded up for longer sequences to come, as far as the model has positions."""

@@ -324,9 +324,13 @@ class DecodingProgram:
 
     def acceptance(self, name: str) -> Acceptance:
         """The last acceptance of a verifying stage."""
+        return self.verifier(name).acceptance
+
+    def verifier(self, name: str) -> Verifier:
+        """What a verifying stage verifies with."""
         stage = self.stage(name)
         assert isinstance(stage, RetrievalVerifyStage | ChainVerifyStage | TreeVerifyStage | PlainStage)
-        return stage.verifier.acceptance
+        return stage.verifier
 
     def run(self, name: str, generator: torch.Generator) -> None:
         """Run one stage with fresh random numbers."""

@@ -23,7 +23,7 @@ HONOURED = frozenset(
     repetition_penalty no_repeat_ngram_size bad_words_ids sequence_bias suppress_tokens
     begin_suppress_tokens forced_bos_token_id forced_eos_token_id exponential_decay_length_penalty
     renormalize_logits remove_invalid_values
-    pad_token_id bos_token_id eos_token_id return_dict_in_generate use_cache
+    pad_token_id bos_token_id eos_token_id return_dict_in_generate output_logits output_scores use_cache
     transformers_version
     """.split()  # noqa: SIM905 - a list would take a line for each name
 )

@@ -72,6 +72,9 @@ class Request:
         """
         config, own_options = generation_options(options, generation_config)
         own = vars(config) if config is not None else {}
+        if any(own_options.get(name, own.get(name)) for name in ("output_scores", "output_logits")):
+            # Else transformers would warn that they are ignored.
+            own_options["return_dict_in_generate"] = True
         sources = own_options, own, vars(target.model.generation_config)
         padding, inferred = pad_token(*sources), inferred_padding(*sources)
         limits = target.vocab_size, target.max_positions
@@ -146,6 +149,11 @@ class Job:
     @property
     def pad_token(self) -> int:
         return pad_token(vars(self.config))
+
+    @property
+    def outputs(self) -> set[str]:
+        """What of "logits" and "scores" is to be returned."""
+        return {name for name in ("logits", "scores") if getattr(self.config, f"output_{name}")}
 
     @property
     def new_tokens(self) -> int:
