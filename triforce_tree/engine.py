@@ -30,6 +30,7 @@ from triforce_tree.generation.keywords import checked_seed
 from triforce_tree.generation.output import GenerateOutput, appended, by_row, joined
 from triforce_tree.generation.request import Job, Request
 from triforce_tree.kv.offload.streamed_weights import StreamedWeights
+from triforce_tree.loading.vocabularies import token_map
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.planning.memory_plan import MemoryPlan
 from triforce_tree.planning.profiles import Entry, Profile
@@ -49,6 +50,7 @@ class Engine:
         profile: measured settings, used for prompts like those that they were measured with.
         given: names of options that a profile must not change.
         streamed: the weights of the target's layers, where they are in host memory.
+        draft_tokenizer: the draft model's own, to compare; None where it is not at hand.
 
     Raises:
         ValueError: models that cannot work together; ``offload_weights=True`` without ``streamed``.
@@ -63,6 +65,7 @@ class Engine:
         profile: Profile | None = None,
         given: Collection[str] = (),
         streamed: StreamedWeights | None = None,
+        draft_tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.profile = profile
@@ -73,7 +76,10 @@ class Engine:
                 "offload_weights=True takes effect when weights are loaded; use triforce_tree.load"
             )
         level_0 = HFModel(draft) if isinstance(draft, PreTrainedModel) else draft
-        self.hierarchy = Hierarchy(HFModel(target, streamed), level_0, self._config)
+        level_2, tokens = HFModel(target, streamed), None
+        if isinstance(level_0, HFModel):
+            tokens = token_map(level_2.vocab_size, level_0.vocab_size, tokenizer, draft_tokenizer)
+        self.hierarchy = Hierarchy(level_2, level_0, self._config, tokens)
 
     def with_options(self, **options: Any) -> "Engine":
         """An engine over the same models with other options (those of :func:`load`).
@@ -148,7 +154,7 @@ class Engine:
             ValueError: a prompt is too long, or memory is short.
         """
         for prompt in prompts:
-            self.check_length(len(prompt), new_tokens)
+            self.hierarchy.target.check_length(len(prompt), new_tokens)
         with self.hierarchy.generation():
             self._choose_settings(temperature, prompts, new_tokens)
             with self.hierarchy.active():
@@ -279,7 +285,7 @@ class Engine:
     ) -> GenerateOutput:
         prompts, to_probs, endings, new_tokens = job.prompts, job.to_probs, job.endings, job.new_tokens
         for prompt in prompts:
-            self.check_length(len(prompt), new_tokens)
+            self.hierarchy.target.check_length(len(prompt), new_tokens)
         alike = (prompts, new_tokens, to_probs.greedy, seed is None, self._config)
         distributed.check_alike("prompts or settings", alike)
         chosen = distributed.broadcast_object(int(torch.randint(2**62, ())) if seed is None else seed)
@@ -318,18 +324,6 @@ class Engine:
         if self.hierarchy.memory is not None:
             out.memory = self.hierarchy.memory.as_dict()
         return out
-
-    def check_length(self, prompt: int, new: int) -> None:
-        """Raise ValueError where prompt and new tokens exceed the positions that the model can take."""
-        limit = self.hierarchy.target.max_positions
-        if limit is not None and prompt + new > limit:
-            remedy = f" or set max_new_tokens<={limit - prompt}" if prompt < limit else ""
-            raise ValueError(
-                f"{prompt} prompt tokens + {new} new ones = {prompt + new} exceed the model's "
-                f"{limit} positions; shorten the prompt{remedy}"
-            )
-        if (rope := self.hierarchy.target.length_rope) is not None:
-            rope.check(prompt, new)
 
     def _output(self, job: Job, new: list[list[int]], decoder: OomRetryDecoder) -> GenerateOutput:
         texts = self.tokenizer and [str(self.tokenizer.decode(t, skip_special_tokens=True)) for t in new]
