@@ -31,6 +31,7 @@ from triforce_tree.generation.output import GenerateOutput, joined, output_of, p
 from triforce_tree.generation.request import Job, Request
 from triforce_tree.generation.scores import EmittedScores
 from triforce_tree.kv.offload.streamed_weights import StreamedWeights
+from triforce_tree.loading.vocabularies import token_map
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.planning.memory_plan import MemoryPlan
 from triforce_tree.planning.profiles import Entry, Profile
@@ -50,6 +51,7 @@ class Engine:
         profile: measured settings, used for prompts like those that they were measured with.
         given: names of options that a profile must not change.
         streamed: the weights of the target's layers, where they are in host memory.
+        draft_tokenizer: the draft model's own, to compare; None where it is not at hand.
 
     Raises:
         ValueError: models that cannot work together; ``offload_weights=True`` without ``streamed``.
@@ -64,6 +66,7 @@ class Engine:
         profile: Profile | None = None,
         given: Collection[str] = (),
         streamed: StreamedWeights | None = None,
+        draft_tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.profile = profile
@@ -74,7 +77,10 @@ class Engine:
                 "offload_weights=True takes effect when weights are loaded; use triforce_tree.load"
             )
         level_0 = HFModel(draft) if isinstance(draft, PreTrainedModel) else draft
-        self.hierarchy = Hierarchy(HFModel(target, streamed), level_0, self._config)
+        level_2, tokens = HFModel(target, streamed), None
+        if isinstance(level_0, HFModel):
+            tokens = token_map(level_2.vocab_size, level_0.vocab_size, tokenizer, draft_tokenizer)
+        self.hierarchy = Hierarchy(level_2, level_0, self._config, tokens)
 
     def with_options(self, **options: Any) -> "Engine":
         """An engine over the same models with other options (those of :func:`load`).
@@ -149,7 +155,7 @@ class Engine:
             ValueError: a prompt is too long, or memory is short.
         """
         for prompt in prompts:
-            self.check_length(len(prompt), new_tokens)
+            self.hierarchy.target.check_length(len(prompt), new_tokens)
         with self.hierarchy.generation():
             self._choose_settings(temperature, prompts, new_tokens)
             with self.hierarchy.active():
@@ -284,7 +290,7 @@ class Engine:
     ) -> GenerateOutput:
         prompts, to_probs, endings, new_tokens = job.prompts, job.to_probs, job.endings, job.new_tokens
         for prompt in prompts:
-            self.check_length(len(prompt), new_tokens)
+            self.hierarchy.target.check_length(len(prompt), new_tokens)
         alike = (prompts, new_tokens, to_probs.greedy, seed is None, self._config)
         distributed.check_equal("prompts or settings", alike)
         chosen = distributed.broadcast_object(int(torch.randint(2**62, ())) if seed is None else seed)
@@ -327,18 +333,6 @@ class Engine:
         if self.hierarchy.memory is not None:
             out.memory = self.hierarchy.memory.as_dict()
         return out
-
-    def check_length(self, prompt: int, new: int) -> None:
-        """Raise ValueError where prompt and new tokens exceed the positions that the model can take."""
-        limit = self.hierarchy.target.max_positions
-        if limit is not None and prompt + new > limit:
-            remedy = f" or set max_new_tokens<={limit - prompt}" if prompt < limit else ""
-            raise ValueError(
-                f"{prompt} prompt tokens + {new} new ones = {prompt + new} exceed the model's "
-                f"{limit} positions; shorten the prompt{remedy}"
-            )
-        if (rope := self.hierarchy.target.length_rope) is not None:
-            rope.check(prompt, new)
 
 
 class _OneByOneError(Exception):

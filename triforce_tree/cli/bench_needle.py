@@ -29,8 +29,9 @@ def run(args: argparse.Namespace) -> int:
     }
     if args.profile != NONE:
         settings["profile"] = args.profile
-    if args.tokenizer is not None:
-        settings["tokenizer"] = args.tokenizer
+    for name in ("tokenizer", "draft_tokenizer"):
+        if getattr(args, name) is not None:
+            settings[name] = getattr(args, name)
     records = Records(args.out, settings)
     engine = options.engine_of(args)
     assert engine.tokenizer is not None

@@ -41,8 +41,9 @@ def run(args: argparse.Namespace) -> int:
     settings["options"] = {name: getattr(args, name) for name in ENGINE_OPTIONS if name != "levels"}
     if args.profile != NONE:
         settings["profile"] = args.profile
-    if args.tokenizer is not None:
-        settings["tokenizer"] = args.tokenizer
+    for name in ("tokenizer", "draft_tokenizer"):
+        if getattr(args, name) is not None:
+            settings[name] = getattr(args, name)
     records = Records(args.out, settings)
     engine = options.engine_of(args)
     assert engine.tokenizer is not None

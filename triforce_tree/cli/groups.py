@@ -51,7 +51,7 @@ def add_models(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--draft",
-        help="folder or hub id of the draft model (same tokenizer); without it, the embedded draft for the "
+        help="folder or hub id of the draft model; without it, the embedded draft for the "
         "embedded target and prompt lookup for any other",
     )
     group.add_argument(
@@ -61,6 +61,9 @@ def add_models(parser: argparse.ArgumentParser) -> None:
         "is one",
     )
     group.add_argument("--tokenizer", help="folder or hub id of the tokenizer; without it, the target's own")
+    group.add_argument(
+        "--draft-tokenizer", help="folder or hub id of the draft's tokenizer; without it, the draft's own"
+    )
     group.add_argument("--device", help="cpu, cuda, cuda:1 ...; without it, CUDA if available")
     group.add_argument(
         "--dtype", choices=DTYPES, help="without it, float32 on the CPU and the checkpoint's own elsewhere"

@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     )  # fmt: skip
     [tokens] = prompts(texts, engine.tokenizer, max(plan.contexts), 1)
     for context in plan.contexts:
-        engine.check_length(context, args.new_tokens)
+        engine.hierarchy.target.check_length(context, args.new_tokens)
     if args.dry_run:
         return _dry_run(args, Tuner(engine, tokens, plan, Records(None, {})))
     profile = _profile(args, engine)
@@ -115,8 +115,9 @@ def _records(args: argparse.Namespace, profile: Profile, source: str) -> Records
         "seed": args.seed,
         "options": {name: getattr(args, name) for name in ENGINE_OPTIONS if name in args.given},
     }
-    if args.tokenizer is not None:
-        settings["tokenizer"] = args.tokenizer
+    for name in ("tokenizer", "draft_tokenizer"):
+        if getattr(args, name) is not None:
+            settings[name] = getattr(args, name)
     return Records(path, settings)
 
 

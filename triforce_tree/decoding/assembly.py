@@ -13,6 +13,7 @@ from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.base import Drafter
 from triforce_tree.drafters.prompt_lookup import PromptLookup
+from triforce_tree.drafters.token_map import TokenMap
 from triforce_tree.drafters.tree_model import TreeDrafter
 from triforce_tree.kv.offload.host_attention import host_attends
 from triforce_tree.kv.offload.offloaded_cache import one_shape
@@ -42,6 +43,7 @@ class Hierarchy:
         target: level 2, and level 1 on its retrieval cache.
         draft: a model for level 0, a drafter, or None for prompt lookup.
         config: what each level does.
+        tokens: the draft model's token ids for the target's; None where these are the same.
 
     Attributes:
         own_drafter: the drafter that was given; None for a draft model and for prompt lookup.
@@ -49,13 +51,19 @@ class Hierarchy:
         memory: where KV slots are kept, as :meth:`adopt_memory_plan` decided; None if nothing is offloaded.
 
     Raises:
-        ValueError: the vocabularies differ; a drafter's tree is no tree shape, or it reads features of layers
-            that the target does not have.
+        ValueError: a drafter's tree is no tree shape, or it reads features of layers that the target does not
+            have.
         UnsupportedModelError: the target's logits are not transformers' own.
     """
 
-    def __init__(self, target: HFModel, draft: HFModel | Drafter | None, config: HierarchyConfig) -> None:
-        self.target = target
+    def __init__(
+        self,
+        target: HFModel,
+        draft: HFModel | Drafter | None,
+        config: HierarchyConfig,
+        tokens: TokenMap | None = None,
+    ) -> None:
+        self.target, self.tokens = target, tokens
         self.draft = draft if isinstance(draft, HFModel) else None
         self.own_drafter = None if isinstance(draft, HFModel) else draft
         if self.own_drafter is not None:
@@ -69,12 +77,6 @@ class Hierarchy:
         # The program whose state a user's drafter is bound to, shared by all configurations as well.
         self._bound: list[weakref.ref[DecodingProgram]] = []
         self.guard = compare_at_load(target)
-        if self.draft is not None and self.draft.vocab_size != target.vocab_size:
-            raise ValueError(
-                f"the draft's vocabulary has {self.draft.vocab_size} tokens, the target's "
-                f"{target.vocab_size}: they must share one tokenizer; choose another draft, or none "
-                "(prompt lookup)"
-            )
 
     @property
     def config(self) -> HierarchyConfig:
@@ -91,7 +93,7 @@ class Hierarchy:
     def drafter(self) -> Drafter:
         """Level 0 under the current settings; a draft model's has new buffers."""
         if self.draft is not None:
-            return TreeDrafter(self.draft, self.config)
+            return TreeDrafter(self.draft, self.config, self.tokens)
         return PromptLookup(self.config.lookup) if self.own_drafter is None else self.own_drafter
 
     def with_config(self, config: HierarchyConfig) -> "Hierarchy":

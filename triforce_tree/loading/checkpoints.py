@@ -176,28 +176,33 @@ def _moved(model: Any, source: Any, device: torch.device) -> PreTrainedModel:
 
 
 def tokenizer_of(
-    given: PreTrainedTokenizerBase | str | Path | None, target: PreTrainedModel | str | Path | None = None
+    given: PreTrainedTokenizerBase | str | Path | None,
+    model: PreTrainedModel | str | Path | None = None,
+    option: str = "tokenizer",
 ) -> PreTrainedTokenizerBase | None:
-    """The tokenizer that was given (object, hub id or folder), or the one in the target's folder.
+    """The tokenizer that was given (object, hub id or folder), or the one in the model's folder.
+
+    Args:
+        option: the argument of ``load`` by which it is given.
 
     Raises:
         TypeError: ``given`` is neither a tokenizer nor a path.
         OSError, ValueError: as :func:`load_tokenizer`; the path given holds no tokenizer.
     """
     if given is None:
-        return load_tokenizer(target) if isinstance(target, str | Path) else None
+        return load_tokenizer(model, option) if isinstance(model, str | Path) else None
     if isinstance(given, str | Path):
-        found = load_tokenizer(given)
+        found = load_tokenizer(given, option)
         if found is None:
             raise FileNotFoundError(f"{str(given)!r} holds no tokenizer; give another folder")
         return found
     if not (callable(given) and hasattr(given, "decode")):
         kind = type(given).__name__
-        raise TypeError(f"the tokenizer is of type {kind}; give transformers' own, a hub id or a folder")
+        raise TypeError(f"the {option} is of type {kind}; give transformers' own, a hub id or a folder")
     return given
 
 
-def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase | None:
+def load_tokenizer(source: str | Path, option: str = "tokenizer") -> PreTrainedTokenizerBase | None:
     """The tokenizer in a model's folder, or None if there is none (inputs are then token ids).
 
     Raises:
@@ -218,6 +223,6 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase | None:
             why = "it needs Python code of its own (auto_map), which is not run"
         raise ValueError(
             f"the tokenizer in {str(source)!r} cannot be loaded ({why}); repair it, or give another with "
-            "load(..., tokenizer=...)"
+            f"load(..., {option}=...)"
         ) from error
     return tokenizer

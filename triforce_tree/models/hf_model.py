@@ -175,6 +175,18 @@ class HFModel:
         rotary = any(name.endswith("inv_freq") for name, _ in self.model.named_buffers())
         return None if rotary else self.max_positions
 
+    def check_length(self, prompt: int, new: int) -> None:
+        """Raise ValueError where prompt and new tokens exceed the positions that the model can take."""
+        limit = self.max_positions
+        if limit is not None and prompt + new > limit:
+            remedy = f" or set max_new_tokens<={limit - prompt}" if prompt < limit else ""
+            raise ValueError(
+                f"{prompt} prompt tokens + {new} new ones = {prompt + new} exceed the model's "
+                f"{limit} positions; shorten the prompt{remedy}"
+            )
+        if self.length_rope is not None:
+            self.length_rope.check(prompt, new)
+
     @property
     def running(self) -> PreTrainedModel:
         """The copy of ``model`` that computes inside :meth:`active`; it shares all tensors with it.

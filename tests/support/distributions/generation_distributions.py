@@ -21,6 +21,7 @@ from triforce_tree.decoding.loop import Decoder
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.stop_criteria import Ending
 from triforce_tree.drafters.base import Drafter
+from triforce_tree.drafters.token_map import TokenMap
 from triforce_tree.drafters.tree_model import TreeDrafter
 from triforce_tree.kv.prefill import prefill
 from triforce_tree.models.hf_model import HFModel
@@ -56,6 +57,7 @@ class Generations:
         levels: 1, 2 or 3.
         prompt: token ids.
         batch: runs in parallel.
+        tokens: the draft model's token ids for the target's.
         operators, noise: see :class:`enumerated_noise.EnumeratedNoise`.
         options: of :class:`HierarchyConfig`, which override ``SMALL``.
 
@@ -70,6 +72,7 @@ class Generations:
         levels: int,
         prompt: Sequence[int],
         batch: int = 32,
+        tokens: TokenMap | None = None,
         operators: bool = False,
         noise: type[EnumeratedNoise] = EnumeratedNoise,
         **options: Any,
@@ -78,7 +81,7 @@ class Generations:
         config = HierarchyConfig.from_options(**{**SMALL, **options})
         self.walks = [Walk() for _ in range(batch)]
         wrapped = HFModel(target)
-        drafter = TreeDrafter(HFModel(draft), config) if isinstance(draft, PreTrainedModel) else draft
+        drafter = TreeDrafter(HFModel(draft), config, tokens) if isinstance(draft, PreTrainedModel) else draft
         if drafter is not None:
             config = replace(config, tree=drafter.tree)
         self.program = DecodingProgram(
