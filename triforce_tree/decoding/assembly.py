@@ -18,6 +18,7 @@ from triforce_tree.drafters.tree_model import TreeDrafter
 from triforce_tree.kv.offload.host_attention import host_attends
 from triforce_tree.kv.offload.offloaded_cache import one_shape
 from triforce_tree.loading.load_guard import compare_at_load
+from triforce_tree.models.few_row import check_low_bits
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.planning import memory_map, memory_plan
 from triforce_tree.planning.machine import host_rate, measured
@@ -76,6 +77,7 @@ class Hierarchy:
         self._offloaded: list[DecodingProgram] = []
         # The program whose state a user's drafter is bound to, shared by all configurations as well.
         self._bound: list[weakref.ref[DecodingProgram]] = []
+        _check_bits(target, config)
         self.guard = compare_at_load(target)
 
     @property
@@ -98,6 +100,7 @@ class Hierarchy:
 
     def with_config(self, config: HierarchyConfig) -> "Hierarchy":
         """The same checked models under another configuration."""
+        _check_bits(self.target, config)
         other = copy.copy(self)
         other.config = config
         other.memory = other._planned = other._program = None
@@ -311,6 +314,12 @@ class Hierarchy:
         """``max_seq_len`` rounded up for longer sequences to come, as far as the model has positions."""
         rounded = -(-max_seq_len // _MAX_SEQ_LEN_STEP) * _MAX_SEQ_LEN_STEP
         return max(max_seq_len, min(rounded, self.target.max_positions or rounded))
+
+
+def _check_bits(target: HFModel, config: HierarchyConfig) -> None:
+    """Raise ValueError where the retrieval level cannot have weights of its own."""
+    if config.levels in ("auto", 3):
+        check_low_bits(target.model, config.retrieval_weight_bits)
 
 
 def _check_drafter(drafter: Drafter, layers: int) -> None:

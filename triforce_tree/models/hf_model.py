@@ -137,12 +137,16 @@ class HFModel:
             forwards run on a :func:`shallow_copy` with our attention, made by :meth:`active`.
         streamed: the weights of its layers, if they are kept in host memory.
 
+    Attributes:
+        capturable: whether CUDA graphs can hold linear layers of other libraries in it; None until tried.
+
     Raises:
         UnsupportedModelError: the family ignores the attention interface or keeps other state.
     """
 
     def __init__(self, model: PreTrainedModel, streamed: Streamed | None = None) -> None:
         self.model, self.streamed = model, streamed
+        self.capturable: bool | None = None
         config = model.config.get_text_config(decoder=True)
         self.name = type(model).__name__
         self.layers: int = config.num_hidden_layers

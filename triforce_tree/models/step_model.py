@@ -23,6 +23,7 @@ from triforce_tree.models.hf_model import HFModel, PassThrough, effective_window
 from triforce_tree.models.host_linear import use_few_row_linears
 from triforce_tree.models.length_rope import LengthRope
 from triforce_tree.models.model_copy import shallow_copy
+from triforce_tree.runtime.capture_probe import why_not_capturable
 from triforce_tree.runtime.distributed import broadcast_tensor
 
 ATTENTION = "triforce_tree_step"
@@ -31,6 +32,8 @@ MOST_ROWS = 128
 
 # All models of a family share one compiled function, with a version for each number of tokens and sequences.
 _COMPILED_SHAPES = 256
+# Libraries have other kernels for one token than for a few, and for a few than for many.
+_TRIED_ROWS = (1, 2, 16, 64)
 _LOG = logging.getLogger(__name__)
 
 
@@ -192,9 +195,38 @@ def step_model(model: HFModel, compiled: bool, features: Sequence[int] = ()) -> 
     if not on_gpu:
         use_few_row_linears(clone)
     step = StepModel(clone, compiled and replaced, model.length_rope, features, model.learned_positions)
-    # Layers of other libraries, and streamed weights, may make the host wait for the device.
-    step.capturable = step.capturable and replaced and model.streamed is None
+    # Streamed weights wait for their copies.
+    step.capturable = step.capturable and model.streamed is None
+    if on_gpu and not replaced and step.capturable:
+        if model.capturable is None:
+            model.capturable = captures(step, model)
+        step.capturable = model.capturable
     return step
+
+
+def captures(step: StepModel, model: HFModel) -> bool:
+    """Whether CUDA graphs can hold a model with linear layers of another library; logs why they cannot."""
+
+    def run(tokens: Tensor) -> Tensor:
+        return step(tokens, torch.arange(tokens.shape[1], device=tokens.device)[None], _no_attention)
+
+    for rows in _TRIED_ROWS:
+        # Two inputs without a token in common.
+        first = torch.arange(2 * rows, device=model.device).remainder(model.vocab_size)
+        inputs = first[:rows][None], first[rows:][None]
+        if reason := why_not_capturable(run, *inputs):
+            _LOG.warning(
+                "%s runs without CUDA graphs, as they cannot hold a forward of %d tokens with its linear "
+                "layers (%s): %s",
+                model.name, rows, why_not_replaceable(model.model), reason,
+            )  # fmt: skip
+            return False
+    return True
+
+
+def _no_attention(layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
+    batch, heads, tokens, _ = q.shape
+    return v.new_zeros(batch, tokens, heads, v.shape[-1])
 
 
 def _capturable_experts(clone: PreTrainedModel, device: torch.device) -> None:
