@@ -17,6 +17,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from triforce_tree.kernels.device import describe
 from triforce_tree.models.attention import AttentionParams
+from triforce_tree.models.experts.modules import expert_modules
 from triforce_tree.models.few_row import few_row_copy, why_not_replaceable
 from triforce_tree.models.fused_linears import fused
 from triforce_tree.models.hf_model import HFModel, PassThrough, effective_window
@@ -191,10 +192,17 @@ def step_model(model: HFModel, compiled: bool, features: Sequence[int] = ()) -> 
     clone = few_row_copy(model.model) if replaced else shallow_copy(model.model)
     if not on_gpu:
         use_few_row_linears(clone)
-    step = StepModel(clone, compiled and replaced, model.length_rope, features, model.learned_positions)
-    # Layers of other libraries, and streamed weights, may make the host wait for the device.
-    step.capturable = step.capturable and replaced and model.streamed is None
+    # The compiler cannot see that streamed experts are overwritten inside a layer.
+    compiled = compiled and replaced and not _streams_experts(model)
+    step = StepModel(clone, compiled, model.length_rope, features, model.learned_positions)
+    # Layers of other libraries, and streamed linear layers, may make the host wait for the device.
+    streams = model.streamed is not None and not model.streamed.capturable
+    step.capturable = step.capturable and replaced and not streams
     return step
+
+
+def _streams_experts(model: HFModel) -> bool:
+    return model.streamed is not None and bool(expert_modules(model.model))
 
 
 def _capturable_experts(clone: PreTrainedModel, device: torch.device) -> None:
