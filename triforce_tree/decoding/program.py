@@ -290,8 +290,9 @@ class DecodingProgram:
         Args:
             plain: of the autoregressive pass.
         """
-        weights = self.target.streamed.bytes if self.target.streamed is not None else 0
         queries = 1 if plain or self.levels == 1 else self.max_draft_tokens + 1
+        streamed = self.target.streamed
+        weights = streamed.pass_bytes(self.batch * queries) if streamed is not None else 0
         return self._cache.transferred_bytes(tokens, queries) + weights
 
     def serves(self, config: HierarchyConfig) -> bool:

@@ -43,12 +43,19 @@ class Streamed(Protocol):
 
     Attributes:
         bytes: size of these weights; ``slot_bytes``: of the device memory that they are copied into.
-        copied: bytes copied so far.
+        capturable: whether a CUDA graph can capture the copies of a forward.
     """
 
     bytes: int
     slot_bytes: int
-    copied: int
+    capturable: bool
+
+    @property
+    def copied(self) -> int:
+        """Bytes copied so far."""
+
+    def pass_bytes(self, tokens: int) -> int:
+        """Expected bytes that a forward of ``tokens`` tokens copies."""
 
     def bring(self, weight: Tensor) -> None:
         """Copy a parameter to the device; called before it is read outside its layer's call."""

@@ -17,6 +17,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from triforce_tree.kernels.device import describe
 from triforce_tree.models.attention import AttentionParams
+from triforce_tree.models.experts.modules import expert_modules
 from triforce_tree.models.few_row import few_row_copy, why_not_replaceable
 from triforce_tree.models.fused_linears import fused
 from triforce_tree.models.hf_model import HFModel, PassThrough, effective_window
@@ -194,9 +195,11 @@ def step_model(model: HFModel, compiled: bool, features: Sequence[int] = ()) -> 
     clone = few_row_copy(model.model) if replaced else shallow_copy(model.model)
     if not on_gpu:
         use_few_row_linears(clone)
-    step = StepModel(clone, compiled and replaced, model.length_rope, features, model.learned_positions)
-    # Streamed weights wait for their copies.
-    step.capturable = step.capturable and model.streamed is None
+    # The compiler cannot see that streamed experts are overwritten inside a layer.
+    compiled = compiled and replaced and not _streams_experts(model)
+    step = StepModel(clone, compiled, model.length_rope, features, model.learned_positions)
+    # Streamed linear layers make the host wait for their copies.
+    step.capturable = step.capturable and (model.streamed is None or model.streamed.capturable)
     if on_gpu and not replaced and step.capturable:
         if model.capturable is None:
             model.capturable = captures(step, model)
@@ -227,6 +230,10 @@ def captures(step: StepModel, model: HFModel) -> bool:
 def _no_attention(layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
     batch, heads, tokens, _ = q.shape
     return v.new_zeros(batch, tokens, heads, v.shape[-1])
+
+
+def _streams_experts(model: HFModel) -> bool:
+    return model.streamed is not None and bool(expert_modules(model.model))
 
 
 def _capturable_experts(clone: PreTrainedModel, device: torch.device) -> None:
