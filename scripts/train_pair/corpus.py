@@ -6,9 +6,9 @@
 A source is GROUP=TEXTS: a package's docstrings or sources as installed here, or a data set (on the Hugging
 Face hub, a folder, or a .jsonl, .json, .parquet or .csv file with a column ``text``).
 
-Held out: Python's ``pydoc_data.topics`` (every version found). A paragraph that shares a shingle of ten words
-with it is dropped, as is a shorter one that is a paragraph of it. A paragraph seen before (words equal, digits
-ignored) is dropped too, and a document that loses most of its text that way goes whole. Output: a file
+Held out: Python's ``pydoc_data.topics`` (every version found). A paragraph that shares a shingle of ten
+words with it is dropped, as is a shorter one that is a paragraph of it. A paragraph seen before (words equal,
+digits ignored) is dropped too, and a document that loses most of its text that way goes whole. Output: a file
 ``GROUP.jsonl`` of each group, and ``manifest.json`` (source, group, documents, bytes).
 """
 
