@@ -6,6 +6,7 @@ some of the text, so that a batch costs one gather and one scatter.
 """
 
 import argparse
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +14,8 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from scripts.train_pair.corpus.layout import SEPARATOR
-from scripts.train_pair.corpus.tokenizer import END
+from scripts.train_pair.tokenizer import END
+from triforce_tree.eval.text import dataset_texts
 from triforce_tree.pair import needle
 
 SLOT = 64  # tokens reserved for one fact or question
@@ -22,20 +23,17 @@ GROUP_WEIGHTS = {"docs": 1.0, "docstrings": 1.0, "api": 0.7, "code": 0.8}
 
 
 def tokenise(tokenizer: Path, corpus: Path, out: Path) -> None:
-    """Writes ``<group>.npy`` for every ``<group>*.txt``; parts of a group join in name order."""
+    """Writes ``<group>.npy`` for every ``<group>.jsonl``."""
     encoder = Tokenizer.from_file(str(tokenizer))
     end = encoder.token_to_id(END)
     out.mkdir(parents=True, exist_ok=True)
-    groups: dict[str, list[np.ndarray]] = {}
-    for file in sorted(corpus.glob("*.txt")):
-        documents = [text for text in file.read_text("utf-8").split(SEPARATOR) if text.strip()]
-        for at in range(0, len(documents), 1000):
-            parts = groups.setdefault(file.stem.split("-")[0], [])
-            for encoded in encoder.encode_batch(documents[at : at + 1000]):
-                parts.append(np.asarray([*encoded.ids, end], dtype=np.uint16))
-    for group, parts in groups.items():
-        np.save(out / f"{group}.npy", np.concatenate(parts))
-        print(f"{group}: {sum(map(len, parts)) / 1e6:.2f} M tokens", flush=True)
+    for file in sorted(corpus.glob("*.jsonl")):
+        documents, parts = dataset_texts(str(file)), []
+        while some := list(islice(documents, 1000)):
+            parts += [np.asarray([*e.ids, end], dtype=np.uint16) for e in encoder.encode_batch(some)]
+        if parts:
+            np.save(out / f"{file.stem}.npy", np.concatenate(parts))
+        print(f"{file.stem}: {sum(map(len, parts)) / 1e6:.2f} M tokens", flush=True)
 
 
 class Facts:
@@ -160,7 +158,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--tokenizer", type=Path, required=True, help="tokenizer.json")
-    parser.add_argument("--corpus", type=Path, required=True, help="folder with <group>*.txt")
+    parser.add_argument("--corpus", type=Path, required=True, help="folder of corpus.py")
     parser.add_argument("--out", type=Path, required=True, help="folder for <group>.npy")
     args = parser.parse_args()
     tokenise(args.tokenizer, args.corpus, args.out)

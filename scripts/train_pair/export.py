@@ -8,7 +8,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import GenerationConfig, LlamaForCausalLM
 
-from scripts.train_pair.corpus.tokenizer import END
+from scripts.train_pair.tokenizer import END
 
 
 def export(checkpoint: Path, tokenizer: Path, folder: Path) -> None:

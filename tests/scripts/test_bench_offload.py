@@ -18,6 +18,10 @@ COLUMNS = {
 }  # fmt: skip
 
 
+def table(script: Any, name: str, content: dict[str, Any]) -> str:
+    return str(script("benchmarks.offload.tables").TABLES[f"offload_{name}"].make(content))
+
+
 def test_parts_are_measured_once_and_fill_the_tables(
     script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -47,7 +51,7 @@ def test_parts_are_measured_once_and_fill_the_tables(
     assert "| resident KV | 0.00 |" in made["offload_memory"] or "measured peak" in made["offload_memory"]
     assert made["offload_prefill"].startswith("| model | tokens | on the device, s | offloaded, s | ratio |")
     empty = {"rows": [], "parts": {}}
-    assert [tables.headline(empty), tables.memory(empty), tables.prefill(empty)] == [None] * 3
+    assert {table.make(empty) for table in tables.TABLES.values() if table.file == tables.FILE} == {None}
 
 
 def test_streamed_weights_are_counted_on_the_bus(script: Any, tmp_path: Path) -> None:
@@ -59,8 +63,8 @@ def test_streamed_weights_are_counted_on_the_bus(script: Any, tmp_path: Path) ->
     assert row["weights_on_host_gib"] == pytest.approx(row["memory_plan"]["pass_weights_gib"], rel=1e-3)
     assert row["streamed_gib"] > row["weights_on_host_gib"]
     assert row["exact"] == {"compared": 4, "partings": 0}
-    assert "inflated, weights on the host | 1 x 384" in tables.headline(result)
-    assert "| weights on the host | 0.1 |" in tables.memory(result)
+    assert "inflated, weights on the host | 1 x 384" in table(script, "headline", result)
+    assert "| weights on the host | 0.1 |" in table(script, "memory", result)
 
 
 def test_attention_on_the_cpu_stands_beside_both_baselines(
@@ -85,15 +89,15 @@ def test_attention_on_the_cpu_stands_beside_both_baselines(
     assert row["speedup_to_fastest_baseline"] == pytest.approx(fastest, rel=1e-2)
     # Less of the rows crosses the bus.
     assert row["streamed_gib"] == pytest.approx((1 - row["host_share"]) * row["host_gib"], rel=0.3)
-    headline = tables.headline(result)
+    headline = table(script, "headline", result)
     assert "inflated, with attention on the CPU | 1 x 480" in headline
     assert "| plain decoding with the CPU | speed-up to the faster of both |" in headline
     ending = f"| {own:.0f} | **{row['speedup_to_fastest_baseline']:.1f}x** |"
     assert headline.splitlines()[2].endswith(ending)
-    assert "with attention on the CPU | 0 |" in tables.levels(result)
+    assert "with attention on the CPU | 0 |" in table(script, "levels", result)
     # The table of those without the CPU is as it was.
     alone = {k: v for k, v in row.items() if "attended" not in k and k != "host_share"}
-    assert "the CPU" not in tables.headline({**result, "rows": [alone]})
+    assert "the CPU" not in table(script, "headline", {**result, "rows": [alone]})
 
 
 def test_a_projection_stretches_each_time_by_what_it_waits_for(script: Any) -> None:

@@ -2,14 +2,10 @@
 
 import time
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from statistics import median
 from typing import TypeVar
 
 import torch
-
-from triforce_tree.kv.offload.copy_stream import CopyStream
-from triforce_tree.kv.offload.pinned import HostMemory
 
 T = TypeVar("T")
 
@@ -83,50 +79,3 @@ def read_bandwidth(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return size / median(times[1:])
-
-
-def bus_gbps(device: torch.device, size: int = 2 << 30) -> dict[str, float]:
-    """Host to device and back, from locked memory in pieces, in GB/s; ``size`` bytes where there is a bus."""
-    size, piece = (size, 64 << 20) if device.type == "cuda" else (1 << 26, 1 << 22)
-    memory = HostMemory(device.type == "cuda")
-    host = memory.take((size // piece, piece), torch.uint8)
-    on_device = torch.empty(piece, dtype=torch.uint8, device=device)
-    stream, found = CopyStream(device), {}
-    for name, order in (("in", lambda row: (on_device, row)), ("out", lambda row: (row, on_device))):
-        times = []
-        for _ in range(3):
-            stream.synchronize()
-            start = time.perf_counter()
-            for row in host:
-                stream.copy(*order(row))
-            stream.synchronize()
-            times.append(time.perf_counter() - start)
-        found[name] = size / 1e9 / min(times)
-    del host, row
-    memory.release()
-    return found
-
-
-class Marks:
-    """Milliseconds between marks, by events of the device; by the host on a CPU, or if ``waiting`` for it."""
-
-    def __init__(self, device: torch.device, waiting: bool = False) -> None:
-        self._device, self._by_events = device, device.type == "cuda" and not waiting
-        self._events: list[torch.cuda.Event] = []
-        self._times: list[float] = []
-        self.add()
-
-    def add(self) -> None:
-        if self._by_events:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._events.append(event)
-        else:
-            synchronize(self._device)
-            self._times.append(time.perf_counter())
-
-    def intervals(self) -> list[float]:
-        if self._by_events:
-            torch.cuda.synchronize()
-            return [a.elapsed_time(b) for a, b in pairwise(self._events)]
-        return [1e3 * (b - a) for a, b in pairwise(self._times)]

@@ -3,7 +3,7 @@
 A part goes into docs/results/offload_h200.json, one measurement after the other; what was made with other
 settings or another engine is not continued. Models, prompts and clocks are those of ``on_chip``. The cap is
 that of torch's allocator, and holds for weights, graphs and prefill as well. The baseline is autoregressive
-decoding of this engine, whose cache is streamed too. ``scripts.checks.offload_bits`` checks the bits.
+decoding of this engine, whose cache is streamed too.
 """
 
 import statistics
@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from scripts.benchmarks.common.command import dtype_of, parts_parser
 from scripts.benchmarks.common.engine import Bench, Prompts, Run
 from scripts.benchmarks.common.results import (
     ATTENDED,
@@ -25,11 +24,12 @@ from scripts.benchmarks.common.results import (
     rows_of_samples,
 )
 from scripts.benchmarks.common.roofs import weight_bytes
-from scripts.benchmarks.common.session import Plan, Session, Step, measure_parts
+from scripts.benchmarks.common.session import Plan, Session, Step, measure_parts, parts_parser
 from scripts.benchmarks.common.texts import SOURCES, Source
-from scripts.benchmarks.common.timing import bus_gbps, read_bandwidth
+from scripts.benchmarks.common.timing import read_bandwidth
 from scripts.benchmarks.offload.tables import FILE
 from triforce_tree.config import HierarchyConfig
+from triforce_tree.kv.offload.bandwidth import bandwidths
 from triforce_tree.kv.offload.host_attention import host_attends
 from triforce_tree.kv.offload.pinned import usable
 from triforce_tree.planning import memory_plan
@@ -102,15 +102,14 @@ class OffloadSession(Session):
         return _ONE_TEXT if self.plan.one_text else SOURCES
 
     def machine(self) -> Record:
-        bus, read = bus_gbps(self.device), read_bandwidth(self.device)
-        self.say(f"bus {bus}, read {read / 1e12:.2f} TB/s")
-        return {"bus_gbps": bus, "read_gbps": read / 1e9}
+        bus, read = bandwidths(self.device)[0], read_bandwidth(self.device)
+        self.say(f"bus {bus / 1e9:.1f} GB/s, read {read / 1e12:.2f} TB/s")
+        return {"bus_gbps": {"in": bus / 1e9}, "read_gbps": read / 1e9}
 
     def new_bench(self) -> Bench:
         plan = self.plan
         cap = None if plan.prefills or self.device.type != "cuda" else max(plan.caps)
-        dtype = dtype_of(self.device)
-        return Bench(plan.shape, plan.draft_shape, self.device, dtype, self.seed, cap, plan.weights_on_host)
+        return Bench(plan.shape, plan.draft_shape, self.device, self.seed, cap, plan.weights_on_host)
 
     def plan_memory(self, cap: float) -> MemoryPlan:
         """The plan for this cap, with the split that the part asks for."""
@@ -289,8 +288,5 @@ def projection(row: Record, bus_gbps: float, read_gbps: float, card: Record) -> 
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    made = parts_parser("benchmarks offload", __doc__, list(PARTS), seconds=450)
-    made.add_argument(
-        "--caps", type=float, nargs="+", help="GiB of device memory; by default as the part has it"
-    )
+    made = parts_parser("benchmarks offload", __doc__, PARTS)
     measure_parts(made, words, PARTS, OffloadSession, rows, FILE)

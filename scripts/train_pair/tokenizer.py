@@ -12,28 +12,25 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from scripts.train_pair.corpus.layout import SEPARATOR
+from triforce_tree.eval.text import dataset_texts
 
 END = "<|endoftext|>"
 
 
 def sample(folder: Path, megabytes: float, seed: int) -> Iterator[str]:
     """Random documents of every group file, in proportion to its size."""
-    files = sorted(folder.glob("*.txt"))
-    total = sum(f.stat().st_size for f in files)
+    files = sorted(folder.glob("*.jsonl"))
+    share = megabytes * 1e6 / sum(f.stat().st_size for f in files)
     rng = random.Random(seed)
     for file in files:
-        share = min(1.0, megabytes * 1e6 / total)
-        for document in file.read_text("utf-8").split(SEPARATOR):
-            if rng.random() < share:
-                yield document
+        yield from (document for document in dataset_texts(str(file)) if rng.random() < share)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--corpus", type=Path, required=True, help="folder of gather.py")
+    parser.add_argument("--corpus", type=Path, required=True, help="folder of corpus.py")
     parser.add_argument("--out", type=Path, required=True, help="folder for the tokenizer files")
     parser.add_argument("--vocabulary", type=int, default=4096, help="tokens")
     parser.add_argument("--sample-mb", type=float, default=60.0, help="text to train on")
@@ -46,23 +43,16 @@ def main() -> None:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=args.vocabulary,
-        special_tokens=[END],
+        vocab_size=args.vocabulary, special_tokens=[END], max_token_length=24,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        max_token_length=24,
-    )
+    )  # fmt: skip
     tokenizer.train_from_iterator(sample(args.corpus, args.sample_mb, args.seed), trainer)
     args.out.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(args.out / "tokenizer.json"))
     config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": END,
-        "eos_token": END,
-        "pad_token": END,
-        "model_max_length": args.positions,
-        "clean_up_tokenization_spaces": False,
-        "add_bos_token": False,
-    }
+        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": END, "eos_token": END, "pad_token": END,
+        "model_max_length": args.positions, "clean_up_tokenization_spaces": False, "add_bos_token": False,
+    }  # fmt: skip
     (args.out / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")
 
 
