@@ -2,6 +2,8 @@
 
 import argparse
 import secrets
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from triforce_tree.cli.console import PinningBar, screen
 from triforce_tree.cli.groups import AUTO, ENGINE_OPTIONS, MEMORY_OPTIONS, NONE
 from triforce_tree.config import bytes_of
 from triforce_tree.engine import Engine
+from triforce_tree.eval import text
 from triforce_tree.generation.options import check_sampling_options
 from triforce_tree.planning.machine import bound_memory
 from triforce_tree.runtime import distributed
@@ -65,3 +68,18 @@ def sampling_of(args: argparse.Namespace) -> dict[str, Any]:
 
 def seed_of(args: argparse.Namespace) -> int:
     return secrets.randbits(31) if args.seed is None else args.seed
+
+
+def documents(args: argparse.Namespace) -> tuple[str, Iterable[str]]:
+    """The name of the text, and its documents."""
+    if args.dataset:
+        name = f"{args.dataset}/{args.split}/{args.column}"
+        return name, text.dataset_texts(args.dataset, args.split, args.column)
+    if args.file:
+        if Path(args.file).suffix.lower() in text.ROWS:
+            raise ValueError(
+                f"--file {args.file}: its suffix is that of a data set, not of a text; use --dataset "
+                f"{args.file} --column NAME"
+            )
+        return args.file, [text.read_text(args.file)]
+    return text.PYDOC, [text.pydoc_text()]
