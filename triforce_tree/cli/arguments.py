@@ -10,6 +10,7 @@ from triforce_tree import __version__
 from triforce_tree.cli.bench import arguments as bench
 from triforce_tree.cli.groups import (
     AUTO,
+    add_chat,
     add_hierarchy,
     add_models,
     add_parser,
@@ -40,9 +41,15 @@ def _generate(subparsers: Any) -> None:
         subparsers,
         "generate",
         "triforce_tree.cli.generate",
-        "Continue a text, by exactly the target's own distribution; the new text goes to stdout.",
+        "Continue a text, or answer a chat, by exactly the target's own distribution; the new text goes to "
+        "stdout.",
     )
-    parser.add_argument("prompt", nargs="?", default="-", help="text file with the prompt; - for stdin")
+    parser.add_argument(
+        "prompt",
+        nargs="?",
+        help="text file to continue; - or nothing for stdin; with --chat a document before the question",
+    )
+    add_chat(parser)
     parser.add_argument("--max-new-tokens", type=positive, default=256, help="most tokens to generate")
     parser.add_argument(
         "--compare",

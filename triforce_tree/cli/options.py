@@ -45,25 +45,36 @@ def engine_of(args: argparse.Namespace) -> Engine:
     return engine
 
 
-def sampling_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Options of ``generate``.
-
-    Raises:
-        ValueError: temperature, top_p or top_k out of range.
-    """
+def check_sampling(args: argparse.Namespace) -> None:
+    """Raise ValueError for a temperature, top_p or top_k out of range."""
     check_sampling_options({"temperature": args.temperature})
-    if not 0 < args.top_p <= 1:
+    if args.top_p is not None and not 0 < args.top_p <= 1:
         raise ValueError(f"top_p={args.top_p} must lie in (0, 1]; 1 keeps all tokens")
-    if args.top_k < 0:
+    if args.top_k is not None and args.top_k < 0:
         raise ValueError(f"top_k={args.top_k} must be at least 0; 0 keeps all tokens")
-    if args.temperature == 0:
-        if args.top_k or args.top_p < 1:
+
+
+def sampling_of(args: argparse.Namespace, engine: Engine) -> dict[str, Any]:
+    """temperature, top_p and top_k for ``generate``: as given, else the checkpoint's own; 0 is greedy."""
+    own = engine.hierarchy.target.model.generation_config
+    found = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
+    if args.temperature is None and not own.do_sample:
+        found["temperature"] = 0.0
+    if found["temperature"] == 0:
+        if args.top_k or (args.top_p or 1) < 1:
             screen().print(
                 "--top-k and --top-p change nothing at temperature 0, which takes the most probable token; "
                 "give --temperature"
             )
         return {"temperature": 0.0}
-    return {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
+    for name, default in (("temperature", 1.0), ("top_p", 1.0), ("top_k", 0)):
+        if found[name] is None:
+            held = getattr(own, name)
+            found[name] = default if held is None else held
+    if args.temperature is None:
+        text = ", ".join(f"{name} {value:g}" for name, value in found.items())
+        screen().print(f"sampling as the checkpoint's generation_config says: {text}")
+    return found
 
 
 def seed_of(args: argparse.Namespace) -> int:
