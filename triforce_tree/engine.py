@@ -24,9 +24,11 @@ from triforce_tree.decoding.loop import Decoder
 from triforce_tree.decoding.oom_retry import OomRetryDecoder
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.base import Drafter
+from triforce_tree.generation.checkpoint_settings import without_settings
 from triforce_tree.generation.drafter_choice import check_drafter_options
 from triforce_tree.generation.inputs import Ids, Inputs
 from triforce_tree.generation.keywords import checked_seed, checked_switch
+from triforce_tree.generation.notices import CostNotices
 from triforce_tree.generation.output import GenerateOutput, joined, output_of, placed
 from triforce_tree.generation.request import Job, Request
 from triforce_tree.generation.scores import EmittedScores
@@ -71,6 +73,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.profile = profile
         self._given = frozenset(given)
+        self._notices = CostNotices()
         self._config = config or HierarchyConfig()
         if self._config.offload_weights is True and streamed is None:
             raise ValueError(
@@ -219,7 +222,7 @@ class Engine:
         padded = request.prompts.left_padded()
 
         def continued(part: slice, seed: int | None) -> GenerateOutput:
-            target: Any = self.hierarchy.target.model  # transformers mixes generate() in by hand
+            target = without_settings(self.hierarchy.target.model)
             allowed = prefix_allowed_tokens_fn
             out: GenerateOutput = target.generate(
                 padded.ids[part].to(target.device),
@@ -295,6 +298,7 @@ class Engine:
         distributed.check_equal("prompts or settings", alike)
         chosen = distributed.broadcast_object(int(torch.randint(2**62, ())) if seed is None else seed)
         entry = self._choose_settings(job.temperature, prompts, new_tokens)
+        self._notices.tell(to_probs.reading_text, job.config, len(prompts), self.hierarchy.target.device)
         if not self.hierarchy.together(to_probs, prompts):
             raise _OneByOneError
         new: list[list[int]] = [[] for _ in prompts]

@@ -115,7 +115,7 @@ def test_what_is_no_chat_is_refused_in_one_line(engine: Engine, case: str) -> No
 
 
 def test_messages_need_a_tokenizer_with_a_template() -> None:
-    with pytest.raises(ValueError, match=r"^this tokenizer has no chat template, .* give text, or set"):
+    with pytest.raises(ValueError, match=r"^this tokenizer has no chat template, .* give text, or"):
         small_engine().generate([USER], **GREEDY)
     with pytest.raises(ValueError, match=r"^messages need a tokenizer: load\(\.\.\., tokenizer=\.\.\.\)$"):
         triforce_tree.load(TARGET).generate([USER], **GREEDY)

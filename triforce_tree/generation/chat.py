@@ -54,8 +54,8 @@ def chat_ids(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> list[int]:
         # Tokenizers without templates may render chats by other means.
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError(
-                "this tokenizer has no chat template, which messages need; give text, or set "
-                "tokenizer.chat_template"
+                "this tokenizer has no chat template, which messages need; give text, or a tokenizer that "
+                "has one (tokenizer.chat_template)"
             ) from error
         why = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"the tokenizer's chat template refuses these messages: {why}") from error

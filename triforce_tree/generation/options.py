@@ -66,6 +66,12 @@ def _checked(name: str, value: Any) -> Any:
     return value
 
 
+def is_supported(name: str, value: Any) -> bool:
+    """Whether a GenerationConfig option is carried out, or has no effect with this value."""
+    known = name in HONOURED or name.startswith("_")
+    return known or value in (None, False, _NEUTRAL.get(name))
+
+
 def supported(name: str, value: Any) -> Any:
     """The value of a GenerationConfig option that is carried out, or has no effect with this value.
 
@@ -78,7 +84,7 @@ def supported(name: str, value: Any) -> Any:
         )
     if name in HONOURED or name.startswith("_"):
         return _checked(name, value)
-    if value not in (None, False, _NEUTRAL.get(name)):
+    if not is_supported(name, value):
         raise ValueError(f"generation option {name}={value!r} is not supported by triforce_tree; {REMEDY}")
     return value
 
