@@ -270,7 +270,7 @@ class Engine:
         ) -> GenerateOutput:
             # attention_mask is in model_inputs: as a named parameter it would be passed twice.
             job = Job.read(
-                self.hierarchy.target.vocab_size,
+                self.hierarchy.target,
                 input_ids,
                 logits_processor,
                 stopping_criteria,

@@ -24,6 +24,7 @@ from triforce_tree.generation.keywords import (
     inferred_padding,
     pad_token,
 )
+from triforce_tree.generation.modalities import text_alone
 from triforce_tree.generation.options import (
     ending_of,
     probs_from_options,
@@ -71,7 +72,9 @@ class Request:
         Raises:
             ValueError: naming what is wrong with one of them.
         """
-        config, own_options = generation_options(options, generation_config)
+        if isinstance(inputs, Mapping):
+            inputs = text_alone(inputs, target.model)
+        config, own_options = generation_options(text_alone(options, target.model), generation_config)
         own = vars(config) if config is not None else {}
         settings = target.model.generation_config
         given = {name for name, value in {**own, **own_options}.items() if value is not None}
@@ -125,7 +128,7 @@ class Job:
     @classmethod
     def read(
         cls,
-        vocabulary: int,
+        target: HFModel,
         input_ids: Tensor,
         processors: LogitsProcessorList,
         criteria: StoppingCriteriaList,
@@ -137,12 +140,12 @@ class Job:
         Raises:
             ValueError: an option or an input that would be ignored; an empty prompt.
         """
-        inputs = dict(model_inputs)
+        inputs = text_alone(model_inputs, target.model)
         mask = inputs.pop("attention_mask", None)
         refuse_unsupported(config, processors)
         refuse_model_inputs(inputs, input_ids, mask)
         prompts = real_rows(input_ids, mask)
-        check_rows(prompts, vocabulary)
+        check_rows(prompts, target.vocab_size)
         width = input_ids.shape[1]
         # Processors and criteria see the padding and count it, as in transformers.
         padding: list[list[int]] = [[] for _ in prompts]

@@ -6,7 +6,6 @@ from typing import Any, cast
 
 import torch
 from transformers import (
-    AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -14,7 +13,15 @@ from transformers import (
 
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.kv.offload.streamed_weights import StreamedWeights
-from triforce_tree.loading.model_files import checked, configuration, folder_of, in_one_line, needs_code
+from triforce_tree.loading.model_files import (
+    auto_class,
+    checked,
+    configuration,
+    folder_of,
+    in_one_line,
+    needs_code,
+)
+from triforce_tree.models.model_copy import text_decoder
 from triforce_tree.models.tensor_parallel import shard
 from triforce_tree.planning.machine import available_device_bytes
 from triforce_tree.planning.memory_map import tensor_bytes, weights_fit
@@ -61,7 +68,7 @@ def load_model(
     device: str | torch.device | None = None,
     dtype: torch.dtype | str | None = None,
 ) -> PreTrainedModel:
-    """A causal LM; a model object is returned as it is.
+    """A causal LM, or a multimodal model without its encoders; a model object is returned as it is.
 
     Raises:
         TypeError: see :func:`unwrapped`.
@@ -122,7 +129,7 @@ def _read(source: str | Path, device: torch.device, dtype: torch.dtype | str | N
         dtype = torch.float32 if device.type == "cpu" else "auto"
     try:
         # from_pretrained is typed to return a model; with output_loading_info it returns a pair.
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = auto_class(checkpoint.config).from_pretrained(
             checkpoint.folder,
             config=checkpoint.config,
             dtype=dtype,
@@ -156,7 +163,22 @@ def _read(source: str | Path, device: torch.device, dtype: torch.dtype | str | N
             f"({method}); give a checkpoint of 16 bits"
         )
     ready: PreTrainedModel = model.eval()
+    _leave_out_encoders(ready)
     return ready
+
+
+def _leave_out_encoders(model: PreTrainedModel) -> None:
+    """Free the weights of a multimodal model's encoders of images and sound, which text does not need.
+
+    The modules stay, without contents: transformers sets the attention of each part of a model.
+    """
+    decoder = text_decoder(model)
+    for modality in ("image", "audio"):
+        # A model without such an encoder returns itself, or None.
+        encoder = model.get_encoder(modality=modality)
+        if encoder is not None and all(module is not decoder for module in encoder.modules()):
+            for contents in (encoder._modules, encoder._parameters, encoder._buffers):
+                contents.clear()
 
 
 def _moved(model: Any, source: Any, device: torch.device) -> PreTrainedModel:

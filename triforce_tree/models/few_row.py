@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from triforce_tree.kernels.linear import reference
 from triforce_tree.kernels.linear.configs import LEAST_BLOCK, MOST_PLAIN_ROWS, MOST_ROWS
 from triforce_tree.models.host_linear import is_plain_linear
+from triforce_tree.models.model_copy import text_decoder
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -191,7 +192,8 @@ def _layer_linears(model: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
 
 def _children_of_layers(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
     """(parent, name, module) of everything inside a ``ModuleList`` (of decoder layers)."""
-    members = [member for each in model.modules() if isinstance(each, nn.ModuleList) for member in each]
+    lists = [each for each in text_decoder(model).modules() if isinstance(each, nn.ModuleList)]
+    members = [member for each in lists for member in each]
     parents = {id(parent): parent for member in members for parent in member.modules()}
     for parent in parents.values():
         for name, child in parent.named_children():

@@ -23,7 +23,7 @@ from triforce_tree.models.fused_linears import fused
 from triforce_tree.models.hf_model import HFModel, PassThrough, effective_window
 from triforce_tree.models.host_linear import use_few_row_linears
 from triforce_tree.models.length_rope import LengthRope
-from triforce_tree.models.model_copy import shallow_copy
+from triforce_tree.models.model_copy import shallow_copy, text_decoder
 from triforce_tree.runtime.capture_probe import why_not_capturable
 from triforce_tree.runtime.distributed import broadcast_tensor
 
@@ -259,13 +259,13 @@ def _grouped_products_capture(device: torch.device) -> bool:
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The ``ModuleList`` of decoder layers, found by its length.
+    """The ``ModuleList`` of decoder layers, found by its length. Encoders of images may have one as long.
 
     Raises:
         ValueError: there is none.
     """
     count = model.config.get_text_config(decoder=True).num_hidden_layers
-    for module in model.modules():
+    for module in text_decoder(model).modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
     raise ValueError(f"{type(model).__name__} has no list of its {count} decoder layers")
