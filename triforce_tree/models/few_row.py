@@ -1,7 +1,8 @@
 """Linear layers for inputs of few rows (the tokens of a tree), and copies of a model that use them.
 
 A copy shares every parameter and buffer with its original, which is not changed. Only the plain linear layers
-inside the decoder layers are replaced: embeddings, norms and the head are the original's.
+inside the decoder layers are replaced, in copies of few bits fused experts too: embeddings, norms and the
+head are the original's.
 """
 
 import copy
@@ -13,6 +14,8 @@ from transformers import PreTrainedModel
 
 from triforce_tree.kernels.linear import reference
 from triforce_tree.kernels.linear.configs import LEAST_BLOCK, MOST_PLAIN_ROWS, MOST_ROWS
+from triforce_tree.models.experts.few_row import LowBitExperts
+from triforce_tree.models.experts.modules import is_fused
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -83,12 +86,17 @@ class LowBitLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}"
 
 
-def with_linears(model: PreTrainedModel, make: Callable[[nn.Linear], nn.Module]) -> PreTrainedModel:
+def with_linears(
+    model: PreTrainedModel,
+    make: Callable[[nn.Linear], nn.Module],
+    make_experts: Callable[[nn.Module], nn.Module] | None = None,
+) -> PreTrainedModel:
     """A copy of a model over the same parameters and buffers, with other linear layers.
 
     Args:
         model: any transformers model; it is not changed.
         make: returns the replacement of a plain ``nn.Linear`` inside a list of layers.
+        make_experts: the same for a module of fused experts; None keeps them.
 
     Returns:
         A model of the same class. Its configuration is a copy, so that its attention implementation may
@@ -106,6 +114,10 @@ def with_linears(model: PreTrainedModel, make: Callable[[nn.Linear], nn.Module])
         if linear not in replaced:
             replaced[linear] = make(linear)
         setattr(parent, name, replaced[linear])
+    if make_experts is not None:
+        for parent, name, module in _layer_modules(clone):
+            if is_fused(module):
+                setattr(parent, name, make_experts(module))
     return clone
 
 
@@ -130,7 +142,7 @@ def few_row_copy(model: PreTrainedModel) -> PreTrainedModel:
 def low_bit_copy(
     model: PreTrainedModel, bits: int, before: Callable[[Tensor], None] | None = None
 ) -> PreTrainedModel:
-    """A copy with linear layers of 8 or 4 bits, for drafting: close to the model in far fewer bytes.
+    """A copy with linear layers and experts of 8 or 4 bits, for drafting: close to the model in fewer bytes.
 
     Args:
         before: called with each weight before it is read, layer by layer; copies streamed weights in.
@@ -141,7 +153,7 @@ def low_bit_copy(
             before(linear.weight)
         return LowBitLinear(linear, bits)
 
-    return with_linears(model, make)
+    return with_linears(model, make, lambda module: LowBitExperts(module, bits, before))
 
 
 def extra_bytes(model: nn.Module) -> int:
@@ -149,7 +161,7 @@ def extra_bytes(model: nn.Module) -> int:
     owned = [
         tensor
         for module in model.modules()
-        if isinstance(module, FewRowLinear | LowBitLinear)
+        if isinstance(module, FewRowLinear | LowBitLinear | LowBitExperts)
         for tensor in module.buffers()
     ]
     return sum(tensor.numel() * tensor.element_size() for tensor in {id(t): t for t in owned}.values())
@@ -157,14 +169,16 @@ def extra_bytes(model: nn.Module) -> int:
 
 def _layer_linears(model: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
     """(parent, name, linear) of the plain linear layers inside a ``ModuleList`` (of decoder layers)."""
+    return [
+        (parent, name, child) for parent, name, child in _layer_modules(model) if type(child) is nn.Linear
+    ]
+
+
+def _layer_modules(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
+    """(parent, name, module) of all modules inside a ``ModuleList`` (of decoder layers)."""
     members = [member for each in model.modules() if isinstance(each, nn.ModuleList) for member in each]
     parents = {id(parent): parent for member in members for parent in member.modules()}
-    return [
-        (parent, name, child)
-        for parent in parents.values()
-        for name, child in parent.named_children()
-        if type(child) is nn.Linear
-    ]
+    return [(parent, name, child) for parent in parents.values() for name, child in parent.named_children()]
 
 
 def _counters(linear: nn.Linear) -> Tensor:

@@ -139,6 +139,23 @@ def test_only_experts_that_tokens_are_routed_to_are_copied(levels: int) -> None:
     assert prefill_and_passes - count <= layers * EXPERTS
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss"])
+def test_three_levels(family: str, bits: int) -> None:
+    model = streamed(family, linears=False)
+    program = program_of(model, 3, family, bits)
+    before = model.streamed.copied
+    target, retrieval = Routing(program.full.model), Routing(program.retrieval_model.model)
+    new, decoder = decoded(program, [PROMPT], [NEW])
+    assert new == [expected(family)]
+    assert decoder.levels[-1].accepted > 0
+    assert decoder.levels[1].forwards > decoder.levels[-1].forwards
+    # The retrieval model has experts of its own, and copies none.
+    assert not retrieval.calls
+    assert model.streamed.copied > before
+    assert target.calls
+
+
 def test_expected_bytes_of_a_pass() -> None:
     model, layers = streamed(linears=False), 3
     own = expert_bytes(model)
