@@ -11,6 +11,7 @@ import triforce_tree
 from triforce_tree import UnsupportedModelError
 from triforce_tree.kernels.device import KNOWN, emulated
 from triforce_tree.models import step_model as step_model
+from triforce_tree.models.experts.few_row import FEW_ROW_EXPERTS
 from triforce_tree.models.hf_model import HFModel
 
 _MLA = {
@@ -135,16 +136,21 @@ def test_a_window_as_large_as_all_positions_is_ignored() -> None:
             assert new == greedy(model, prompt_of(70), 12)
 
 
-@pytest.mark.parametrize("arch, expected", [("sm_90", "grouped_mm"), ("sm_89", "batched_mm")])
+@pytest.mark.parametrize("arch", ["sm_90", "sm_89"])
 @pytest.mark.parametrize("before", ["grouped_mm", "eager"])
-def test_experts_on_a_gpu(arch: str, expected: str, before: str) -> None:
+def test_experts_on_a_gpu(arch: str, before: str) -> None:
     gpu = torch.device("cuda")
     with emulated(KNOWN[arch]):
-        model = tiny("mixtral").bfloat16()
-        model.set_experts_implementation(before)
+        for dtype in (torch.bfloat16, torch.float16):
+            model = tiny("mixtral").to(dtype)
+            model.set_experts_implementation(before)
+            step_model._capturable_experts(model, gpu)
+            assert model.config._experts_implementation == FEW_ROW_EXPERTS
+        # What the user chose is kept.
+        model.set_experts_implementation("batched_mm")
         step_model._capturable_experts(model, gpu)
-        assert model.config._experts_implementation == expected
-        # torch's kernel of grouped products supports bf16 only.
+        assert model.config._experts_implementation == "batched_mm"
+        # Our kernel takes 16 bits only.
         single = tiny("mixtral")
         step_model._capturable_experts(single, gpu)
         assert single.config._experts_implementation == "batched_mm"
@@ -156,7 +162,7 @@ def test_experts_on_a_gpu(arch: str, expected: str, before: str) -> None:
 def test_experts_use_an_implementation_that_can_be_captured(
     captures: bool, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step_model, "_grouped_products_capture", lambda device: captures)
+    monkeypatch.setattr(step_model, "grouped_products_capture", lambda device: captures)
     target = tiny("mixtral")
     assert target.config._experts_implementation == "grouped_mm"
     draft = perturbed(target, 0.05)

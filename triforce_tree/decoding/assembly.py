@@ -160,7 +160,7 @@ class Hierarchy:
         """
         self.memory = None
         self.memory = self.plan_memory(lengths, new_tokens, given)
-        if self.memory is not None and self.memory.offload is not None:
+        if self.memory is not None:
             self.config = self.memory.config
 
     def plan_memory(
@@ -298,6 +298,8 @@ class Hierarchy:
             self.release()
         if split is not None and self.memory is not None:
             rounded = max(max_seq_len, self.memory.workload.max_seq_len)
+        if self.memory is not None and self.target.streamed is not None:
+            self.target.streamed.keep_experts(self.memory.resident_experts)
         drafter = self.drafter() if levels > 1 else None
         program = DecodingProgram(self.target, drafter, self.config, batch, rounded, levels, split, pinned)
         self._program = (wanted, program)

@@ -1,7 +1,8 @@
 """Linear layers for inputs of few rows (the tokens of a tree), and copies of a model that use them.
 
 A copy shares every parameter and buffer with its original, which is not changed. Only the plain linear layers
-inside the decoder layers are replaced: embeddings, norms and the head are the original's.
+inside the decoder layers are replaced, in copies of few bits fused experts too: embeddings, norms and the
+head are the original's.
 """
 
 import copy
@@ -13,6 +14,8 @@ from transformers import PreTrainedModel
 
 from triforce_tree.kernels.linear import reference
 from triforce_tree.kernels.linear.configs import LEAST_BLOCK, MOST_PLAIN_ROWS, MOST_ROWS
+from triforce_tree.models.experts.few_row import LowBitExperts
+from triforce_tree.models.experts.modules import is_fused
 from triforce_tree.models.host_linear import is_plain_linear
 from triforce_tree.models.model_copy import text_decoder
 
@@ -85,12 +88,17 @@ class LowBitLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}"
 
 
-def with_linears(model: PreTrainedModel, make: Callable[[nn.Linear], nn.Module]) -> PreTrainedModel:
+def with_linears(
+    model: PreTrainedModel,
+    make: Callable[[nn.Linear], nn.Module],
+    make_experts: Callable[[nn.Module], nn.Module] | None = None,
+) -> PreTrainedModel:
     """A copy of a model over the same parameters and buffers, with other linear layers.
 
     Args:
         model: any transformers model; it is not changed.
         make: returns the replacement of a plain ``nn.Linear`` inside a list of layers.
+        make_experts: the same for a module of fused experts; None keeps them.
 
     Returns:
         A model of the same class. Its configuration is a copy, so that its attention implementation may
@@ -108,6 +116,10 @@ def with_linears(model: PreTrainedModel, make: Callable[[nn.Linear], nn.Module])
         if linear not in replaced:
             replaced[linear] = make(linear)
         setattr(parent, name, replaced[linear])
+    if make_experts is not None:
+        for parent, name, module in _children_of_layers(clone):
+            if is_fused(module):
+                setattr(parent, name, make_experts(module))
     return clone
 
 
@@ -144,7 +156,7 @@ def few_row_copy(model: PreTrainedModel) -> PreTrainedModel:
 def low_bit_copy(
     model: PreTrainedModel, bits: int, before: Callable[[Tensor], None] | None = None
 ) -> PreTrainedModel:
-    """A copy with linear layers of 8 or 4 bits, for drafting: close to the model in far fewer bytes.
+    """A copy with linear layers and experts of 8 or 4 bits, for drafting: close to the model in fewer bytes.
 
     Args:
         before: called with each weight before it is read, layer by layer; copies streamed weights in.
@@ -159,7 +171,7 @@ def low_bit_copy(
             before(linear.weight)
         return LowBitLinear(linear, bits)
 
-    return with_linears(model, make)
+    return with_linears(model, make, lambda module: LowBitExperts(module, bits, before))
 
 
 def check_low_bits(model: nn.Module, bits: int) -> None:
@@ -177,7 +189,7 @@ def extra_bytes(model: nn.Module) -> int:
     owned = [
         tensor
         for module in model.modules()
-        if isinstance(module, FewRowLinear | LowBitLinear)
+        if isinstance(module, FewRowLinear | LowBitLinear | LowBitExperts)
         for tensor in module.buffers()
     ]
     return sum(tensor.numel() * tensor.element_size() for tensor in {id(t): t for t in owned}.values())

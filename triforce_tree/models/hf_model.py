@@ -42,13 +42,27 @@ class Streamed(Protocol):
     """Weights of decoder layers that are kept in host memory, and copied to the device for each layer's call.
 
     Attributes:
-        bytes: size of these weights; ``slot_bytes``: of the device memory that they are copied into.
+        bytes: size of these weights.
         capturable: whether a CUDA graph can capture the copies of a forward.
     """
 
     bytes: int
-    slot_bytes: int
     capturable: bool
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of the device memory that they are copied into."""
+
+    @property
+    def least_slot_bytes(self) -> int:
+        """The same without experts that stay on the device."""
+
+    @property
+    def arrangement(self) -> int:
+        """Changes with the addresses of weights on the device, which captured graphs keep."""
+
+    def keep_experts(self, layers: int) -> None:
+        """Let the experts of so many layers stay on the device once they were copied."""
 
     @property
     def copied(self) -> int:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from triforce_tree.kernels.device import describe
 from triforce_tree.models.attention import AttentionParams
+from triforce_tree.models.experts.few_row import FEW_ROW_EXPERTS, grouped_products_capture
 from triforce_tree.models.experts.modules import expert_modules
 from triforce_tree.models.few_row import few_row_copy, why_not_replaceable
 from triforce_tree.models.fused_linears import fused
@@ -240,22 +240,17 @@ def _capturable_experts(clone: PreTrainedModel, device: torch.device) -> None:
     """Give a clone an experts implementation that never waits for the host, unless it has one.
 
     Grouped products read the group sizes on the host, except for bf16 on some architectures; the eager loop
-    over experts does so everywhere. Batched products gather each token's experts and never do.
+    over experts does so everywhere. Batched products gather each token's experts and never do; our own
+    neither gather nor wait, but take 16-bit weights only.
     """
     if not clone._can_set_experts_implementation():
         return
     before = getattr(clone.config.get_text_config(decoder=True), "_experts_implementation", None)
-    grouped = _grouped_products_capture(device) and (device.type != "cuda" or clone.dtype == torch.bfloat16)
-    if before == "grouped_mm" and not grouped:
+    if device.type == "cuda" and before in ("grouped_mm", "eager"):
+        half = clone.dtype in (torch.bfloat16, torch.float16)
+        clone.set_experts_implementation(FEW_ROW_EXPERTS if half else "batched_mm")
+    elif before == "grouped_mm" and not grouped_products_capture(device):
         clone.set_experts_implementation("batched_mm")
-    elif before == "eager" and device.type == "cuda":
-        clone.set_experts_implementation("grouped_mm" if grouped else "batched_mm")
-
-
-def _grouped_products_capture(device: torch.device) -> bool:
-    """Whether a CUDA graph can capture torch's grouped product of bf16 matrices on this device."""
-    # torch has a kernel for these two architectures; on others it copies the group sizes to the host.
-    return device.type != "cuda" or describe(device).capability[0] in (9, 10)
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:

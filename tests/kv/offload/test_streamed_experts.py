@@ -15,10 +15,12 @@ from program_cases import SMALL, decoded
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from triforce_tree import load
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.tree_model import TreeDrafter
 from triforce_tree.kernels import exchange
+from triforce_tree.kv.offload import streamed_experts
 from triforce_tree.kv.offload.host_store import Offload
 from triforce_tree.kv.offload.pinned import HostMemory, HostMemoryError
 from triforce_tree.kv.offload.streamed_weights import StreamedWeights
@@ -139,6 +141,23 @@ def test_only_experts_that_tokens_are_routed_to_are_copied(levels: int) -> None:
     assert prefill_and_passes - count <= layers * EXPERTS
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss"])
+def test_three_levels(family: str, bits: int) -> None:
+    model = streamed(family, linears=False)
+    program = program_of(model, 3, family, bits)
+    before = model.streamed.copied
+    target, retrieval = Routing(program.full.model), Routing(program.retrieval_model.model)
+    new, decoder = decoded(program, [PROMPT], [NEW])
+    assert new == [expected(family)]
+    assert decoder.levels[-1].accepted > 0
+    assert decoder.levels[1].forwards > decoder.levels[-1].forwards
+    # The retrieval model has experts of its own, and copies none.
+    assert not retrieval.calls
+    assert model.streamed.copied > before
+    assert target.calls
+
+
 def test_expected_bytes_of_a_pass() -> None:
     model, layers = streamed(linears=False), 3
     own = expert_bytes(model)
@@ -235,3 +254,82 @@ def test_a_captured_forward_copies_what_each_replay_is_routed_to() -> None:
                 ids.copy_(prompt)
                 graph.replay()
                 torch.testing.assert_close(out, logits, rtol=1e-5, atol=1e-5)
+
+
+def test_experts_of_layers_that_stay_are_copied_once() -> None:
+    model = streamed(linears=False)
+    weights, own = model.streamed, expert_bytes(model)
+    layer_bytes = EXPERTS * own
+    for kept, places in ((2, 3), (99, 3), (1, 2), (0, 1)):
+        weights.keep_experts(kept)
+        assert weights.slot_bytes == places * layer_bytes
+        # The parameters of a layer that stays are nobody else's.
+        pointers = {module.down_proj.data_ptr() for module in expert_modules(model.model)}
+        assert len(pointers) == places
+        before, counts = weights.copied, []
+        for _ in range(3):
+            new, _ = decoded(program_of(model, 1), [PROMPT], [NEW])
+            assert new == [expected()]
+            counts.append(weights.copied - before - sum(counts))
+        if places == 3:
+            # All stay: what was routed to once is there.
+            assert counts[0] <= 3 * layer_bytes
+            assert counts[1:] == [0, 0]
+            assert weights.pass_bytes(5) == 0
+        else:
+            assert counts[2] > 0
+            assert weights.pass_bytes(1) == (len(expert_modules(model.model)) - kept) * PER_TOKEN * own
+    assert weights.least_slot_bytes == layer_bytes
+
+
+def test_a_program_is_made_anew_after_slots_have_moved() -> None:
+    model = streamed(linears=False)
+    program = program_of(model, 1)
+    assert not program.closed
+    model.streamed.keep_experts(0)
+    assert not program.closed
+    model.streamed.keep_experts(1)
+    assert program.closed
+
+
+def test_device_memory_that_is_short_keeps_no_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = streamed(linears=False)
+    make = streamed_experts._Slots
+
+    def short(kind: Any, device: torch.device) -> Any:
+        if len(model.streamed.experts._slots) == 1:
+            raise torch.OutOfMemoryError("no more")
+        return make(kind, device)
+
+    monkeypatch.setattr(streamed_experts, "_Slots", short)
+    with pytest.raises(torch.OutOfMemoryError):
+        model.streamed.keep_experts(2)
+    assert model.streamed.slot_bytes == model.streamed.least_slot_bytes
+    new, _ = decoded(program_of(model, 1), [PROMPT], [NEW])
+    assert new == [expected()]
+
+
+@pytest.mark.parametrize(("device", "kv_on_host"), [("2GiB", False), ("700MiB", True)])
+def test_an_engine_plans_for_experts(device: str, kv_on_host: bool) -> None:
+    target = copy.deepcopy(whole())
+    options = {"offload": "auto", "offload_weights": True, "gpu_memory": device, **SMALL}
+    engine = load(target, perturbed(whole(), 0.05), profile=False, device="cpu", **options)
+    if kv_on_host:
+        engine = engine.with_options(offload=True)
+    weights = engine.hierarchy.target.streamed
+    assert weights is not None
+    # All but experts fits, and stays on the device.
+    assert weights.capturable
+    for levels in (1, 2, 3):
+        own = engine.with_options(levels=levels)
+        out = own.generate(PROMPT, max_new_tokens=NEW, do_sample=False)
+        assert out.sequences[0, len(PROMPT) :].tolist() == expected()
+        plan = own.hierarchy.memory
+        assert plan is not None
+        assert (plan.offload is not None) == kv_on_host
+        assert plan.host["weights"] == weights.bytes
+        # Device memory is left for all experts.
+        assert weights.slot_bytes == weights.bytes
+        assert plan.device["weight slots"] + plan.device["resident experts"] == weights.slot_bytes
+        assert (plan.config.retrieval_weight_bits == 8) == (levels == 3)
+        assert out.memory["pass_weights_gib"] == 0

@@ -1,7 +1,8 @@
 """Fused experts of decoder layers in host memory, of which each call copies those that its tokens need.
 
     host     one page-locked block a layer: its experts' weights [E, ...]
-    device   one layer's weights [E, ...]; the parameters of all layers of one kind are views of them
+    device   one layer's weights [E, ...]; the parameters of all layers of one kind are views of them.
+             Where memory is left, the first layers have slots of their own, in which experts stay
 
 Before a module of experts computes, a hook copies the experts that the router chose and that its slots do not
 hold yet: expert e is in slot e, so every implementation of the experts finds it, and none reads the others.
@@ -9,6 +10,7 @@ The routing is read on the device (``kernels/exchange/experts.py``): nothing wai
 graph can capture it. Biases and routers stay on the device.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -96,7 +98,8 @@ class StreamedExperts:
 
     Attributes:
         bytes: of the weights, all of them on the host.
-        slot_bytes: of the slots, on the device.
+        slot_bytes: of the slots, on the device; ``least_slot_bytes`` without layers that stay.
+        arrangement: changes with the addresses of the slots, which captured graphs keep.
     """
 
     def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
@@ -111,13 +114,16 @@ class StreamedExperts:
             _Kind(tuple((tuple(w.shape), w.dtype) for w in fused_weights(module))) for module in self._modules
         ]
         self.bytes = sum(kind.bytes for kind in self._kinds)
-        self.slot_bytes = sum(kind.bytes for kind in set(self._kinds))
+        self.least_slot_bytes = self.slot_bytes = sum(kind.bytes for kind in set(self._kinds))
+        self.arrangement = 0
         self._number_of = {
             id(weight): number for number, m in enumerate(self._modules) for weight in fused_weights(m)
         }
         self._per_token = experts_per_token(model.config.get_text_config(decoder=True))
         self._host: list[list[Tensor]] = []
-        self._slots: dict[_Kind, _Slots] = {}
+        # Of each module; those without slots of their own share them.
+        self._slots: list[_Slots] = []
+        self._resident = self._copied_before = 0
 
     def __len__(self) -> int:
         return len(self._modules)
@@ -148,17 +154,61 @@ class StreamedExperts:
             for weight in fused_weights(module):
                 weight.data = weight.data.new_empty(0)
 
-    def make_slots(self) -> None:
-        """Take the device memory."""
-        self._slots = {kind: _Slots(kind, self.device) for kind in dict.fromkeys(self._kinds)}
-
     def attach(self) -> None:
         """Bind the parameters to the slots, and let every call of a module copy what it needs."""
+        self._bind()
         for number, module in enumerate(self._modules):
-            slots = self._slots[self._kinds[number]]
+            module.register_forward_pre_hook(self._hook(number), with_kwargs=True)
+
+    def make_slots(self, resident: int = 0) -> None:
+        """Take the device memory.
+
+        Args:
+            resident: how many modules, the first ones, get slots of their own.
+        """
+        shared: dict[_Kind, _Slots] = {}
+        self.slot_bytes = 0
+        for number, kind in enumerate(self._kinds):
+            slots = shared.get(kind) if number >= resident else None
+            if slots is None:
+                slots = _Slots(kind, self.device)
+                self.slot_bytes += kind.bytes
+            if number >= resident:
+                shared[kind] = slots
+            self._slots.append(slots)
+        self._resident = resident
+
+    def keep(self, resident: int) -> None:
+        """Let the experts of the first ``resident`` modules stay on the device once they were copied.
+
+        Graphs that were captured before must not be replayed any more.
+
+        Raises:
+            torch.OutOfMemoryError: the device lacks the memory; then no module's experts stay.
+        """
+        resident = min(resident, len(self) - 1)
+        if not self._modules or resident == self._resident:
+            return
+        self._free_slots()
+        try:
+            self.make_slots(resident)
+        except torch.OutOfMemoryError:
+            self._slots = []
+            self.make_slots()
+            raise
+        finally:
+            self._bind()
+
+    def _free_slots(self) -> None:
+        self._copied_before = self.copied
+        self.arrangement += 1
+        self.clear()
+        self._slots = []
+
+    def _bind(self) -> None:
+        for module, slots in zip(self._modules, self._slots, strict=True):
             for weight, view in zip(fused_weights(module), slots.weights, strict=True):
                 weight.data = view
-            module.register_forward_pre_hook(self._hook(number), with_kwargs=True)
 
     def _hook(self, number: int) -> Callable[[nn.Module, Any, Any], None]:
         own = {id(weight) for weight in fused_weights(self._modules[number])}
@@ -172,9 +222,9 @@ class StreamedExperts:
 
     def _fetch(self, number: int, ids: Tensor | None) -> None:
         """Copy the experts of these indices that their slots do not hold; None for all experts."""
-        slots = self._slots.get(self._kinds[number])
-        if slots is None:
+        if not self._slots:
             raise RuntimeError("the streamed weights were freed by close(); load the model anew")
+        slots = self._slots[number]
         ids = slots.every if ids is None else ids
         try:
             exchange.choose_experts(ids, slots.held, slots.moves, slots.count, slots.fetched, number)
@@ -195,21 +245,28 @@ class StreamedExperts:
     @property
     def copied(self) -> int:
         """Bytes copied to the device so far; waits for the device."""
-        return sum(int(slots.fetched) * kind.expert_bytes for kind, slots in self._slots.items())
+        distinct_slots = {id(s): (s, k) for s, k in zip(self._slots, self._kinds, strict=False)}
+        now = sum(int(slots.fetched) * kind.expert_bytes for slots, kind in distinct_slots.values())
+        return self._copied_before + now
 
     def pass_bytes(self, tokens: int) -> int:
-        """Expected bytes that a pass over ``tokens`` tokens copies, if routing is even."""
+        """Expected bytes that a pass over ``tokens`` tokens copies, if routing is even.
+
+        Of modules whose experts stay nothing is counted: sooner or later they are all there.
+        """
+        users = Counter(map(id, self._slots))
         return int(
             sum(
                 kind.expert_bytes * distinct(kind.experts, self._per_token or kind.experts, tokens)
-                for kind in self._kinds
+                for kind, slots in zip(self._kinds, self._slots, strict=True)
+                if users[id(slots)] > 1
             )
         )
 
     def close(self) -> None:
         """Drop all memory; the model cannot be used afterwards."""
-        self.clear()
-        self._host, self._slots = [], {}
+        self._free_slots()
+        self._host = []
 
 
 def _words(weight: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ class StreamedWeights:
 
     Attributes:
         bytes: of the weights, all of them on the host.
-        slot_bytes: of the slots, on the device.
+        slot_bytes: of the slots, on the device; ``least_slot_bytes`` without experts that stay there.
         copies: layers whose linear weights were copied to the device so far.
         experts: the fused experts; empty for models without.
         capturable: whether a CUDA graph can capture a forward: only experts are streamed.
@@ -85,7 +85,7 @@ class StreamedWeights:
         self._places, sizes = [places for places, _ in layouts], [size for _, size in layouts]
         size = max(sizes)
         self.bytes = sum(sizes) + self.experts.bytes
-        self.slot_bytes = size * slots + self.experts.slot_bytes
+        self._linear_slot_bytes = size * slots
         if most is not None and (total := self.bytes) > most:
             raise HostMemoryError(
                 f"the weights of the layers take {total / 2**30:.1f} GiB of host memory, and host_memory "
@@ -131,6 +131,23 @@ class StreamedWeights:
         for layer, module in enumerate(decoder_layers(model)):
             if linears:
                 module.register_forward_pre_hook(self._hook(layer))
+
+    @property
+    def slot_bytes(self) -> int:
+        return self._linear_slot_bytes + self.experts.slot_bytes
+
+    @property
+    def least_slot_bytes(self) -> int:
+        return self._linear_slot_bytes + self.experts.least_slot_bytes
+
+    @property
+    def arrangement(self) -> int:
+        """Changes with the addresses of weights on the device, which captured graphs keep."""
+        return self.experts.arrangement
+
+    def keep_experts(self, layers: int) -> None:
+        """See ``StreamedExperts.keep``."""
+        self.experts.keep(layers)
 
     @property
     def copied(self) -> int:
