@@ -24,7 +24,7 @@ from triforce_tree.kv.prefill import SequenceRows
 from triforce_tree.kv.store import KVStore
 from triforce_tree.kv.tree_attention_view import TreeAttentionView
 from triforce_tree.loading.layer_slice import LayerSlice
-from triforce_tree.models.attention import AttentionParams
+from triforce_tree.models.attention import AttentionParams, scales_queries
 from triforce_tree.models.hf_model import HFModel, plain_torch_modes
 from triforce_tree.models.model_copy import shallow_copy
 from triforce_tree.models.recorder import LayerCall
@@ -141,6 +141,9 @@ class _Guard:
         windows = [call.how.window for call in self.calls.values() if call.how.window is not None]
         if gap and windows and min(windows) < sum(chunks):
             self.report.skipped[what] = f"a window of {min(windows)} tokens is shorter than the sequence"
+            return
+        if gap and scales_queries(self.model.model):
+            self.report.skipped[what] = "transformers scales its queries by other positions than these"
             return
         # Both paths, two operations per parameter and token.
         flops = 4 * sum(chunks) * self.slice.parameters

@@ -1,9 +1,10 @@
 """Forwards of any transformers causal LM over an explicit KV cache.
 
 There is no model code here: transformers' attention interface calls :func:`_attention` in every layer, which
-passes queries, keys and values on to the cache that travels through the forward as a keyword.
+passes queries, keys and values on to the cache of the current forward.
 """
 
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -15,7 +16,14 @@ from transformers import AttentionInterface, Cache, PreTrainedModel
 
 from triforce_tree.kernels.attention.plan import Heads
 from triforce_tree.kernels.device import explained
-from triforce_tree.models.attention import AttentionParams, KVCache, KVShape
+from triforce_tree.models.attention import (
+    AttentionParams,
+    KVCache,
+    KVShape,
+    scaled_queries,
+    scales_queries,
+    take_over_query_scales,
+)
 from triforce_tree.models.host_linear import few_row_linears
 from triforce_tree.models.length_rope import LengthRope
 from triforce_tree.models.model_copy import shallow_copy
@@ -29,13 +37,22 @@ ATTENTION = "triforce_tree"
 
 @dataclass(frozen=True)
 class _ForwardContext:
-    """What the attention layers of one forward need; passed through the model as a keyword.
+    """What the attention layers of one forward need.
 
     ``called`` collects the indices of the layers that called our attention function.
     """
 
     cache: KVCache
     called: set[int] = field(default_factory=set)
+
+
+class _Running(threading.local):
+    """The current forward; not a keyword of it, as some families' layers do not pass keywords on."""
+
+    forward: _ForwardContext | None = None
+
+
+_running = _Running()
 
 
 class Streamed(Protocol):
@@ -99,15 +116,22 @@ class PassThrough(Cache):
         return 0
 
 
-class _NoContextError(RuntimeError):
-    """The attention function was called without the keyword that carries the cache."""
+def effective_window(module: torch.nn.Module, window: int | None) -> tuple[int | None, bool]:
+    """The window of an attention module, None where it hides nothing, and whether it is a chunk.
 
-
-def effective_window(module: torch.nn.Module, window: int | None) -> int | None:
-    """``window``, or None if it is at least as large as the model's maximum number of positions."""
+    Args:
+        window: of sliding attention, as the module passes it on. Chunks are in the configuration alone.
+    """
     config: Any = getattr(module, "config", None)
+    kinds: Any = getattr(config, "layer_types", None) or ()
+    index = getattr(module, "layer_idx", None)
+    chunked = isinstance(index, int) and index < len(kinds) and kinds[index] == "chunked_attention"
+    if chunked:
+        window = config.attention_chunk_size
     limit = getattr(config, "max_position_embeddings", None)
-    return None if window is None or (limit is not None and window >= limit) else window
+    if window is None or (limit is not None and window >= limit):
+        return None, False
+    return window, chunked
 
 
 def _attention(
@@ -120,19 +144,23 @@ def _attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    triforce: _ForwardContext | None = None,
+    triforce_positions: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    if triforce is None:
-        raise _NoContextError(
+    forward = _running.forward
+    if forward is None:
+        raise RuntimeError(
             f"attention implementation {ATTENTION!r} was called outside triforce_tree; restore the "
             "model with model.set_attn_implementation('sdpa')"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    how = AttentionParams(scale, effective_window(module, sliding_window), softcap, s_aux)
-    triforce.called.add(module.layer_idx)  # type: ignore[arg-type]
-    out = triforce.cache.attend(module, query, key, value, how)
-    return out.transpose(1, 2), None
+    window, chunked = effective_window(module, sliding_window)
+    query = scaled_queries(module, query, triforce_positions)
+    how = AttentionParams(scale, window, softcap, s_aux, chunked)
+    forward.called.add(module.layer_idx)  # type: ignore[arg-type]
+    out = forward.cache.attend(module, query, key, value, how)
+    # Some families take views of it, as transformers' own functions return contiguous tensors.
+    return out.transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(ATTENTION, _attention)
@@ -242,6 +270,7 @@ class HFModel:
             running = shallow_copy(self.model)
             running.set_attn_implementation(ATTENTION)
             running.eval()
+            take_over_query_scales(running)
             if self.length_rope is not None:
                 self.length_rope.attach(running)
             with ExitStack() as stack:
@@ -253,6 +282,16 @@ class HFModel:
                     yield
                 finally:
                     self._running = None
+
+    @contextmanager
+    def attending(self, cache: KVCache) -> Iterator[set[int]]:
+        """Inside, layers of :attr:`running` attend by ``cache``; yields the indices of those that have."""
+        before = _running.forward
+        context = _running.forward = _ForwardContext(cache)
+        try:
+            yield context.called
+        finally:
+            _running.forward = before
 
     @torch.no_grad()
     def forward(
@@ -272,18 +311,19 @@ class HFModel:
             RuntimeError: a layer bypassed our attention function, so the cache lacks its keys and values.
         """
         ids = torch.tensor([tokens], device=self.device)
-        context = _ForwardContext(cache)
-        out = self.running(
-            input_ids=ids,
-            position_ids=cache.positions(len(tokens)).to(self.device)[None],
-            past_key_values=PassThrough(),
-            use_cache=True,
-            logits_to_keep=1 if last_only else 0,
-            triforce=context,
-        )
-        if whole and len(context.called) != self.layers:
+        positions = cache.positions(len(tokens)).to(self.device)[None]
+        with self.attending(cache) as called:
+            out = self.running(
+                input_ids=ids,
+                position_ids=positions,
+                past_key_values=PassThrough(),
+                use_cache=True,
+                logits_to_keep=1 if last_only else 0,
+                **({"triforce_positions": positions} if scales_queries(self.model) else {}),
+            )
+        if whole and len(called) != self.layers:
             raise RuntimeError(
-                f"{self.layers - len(context.called)} of {self.layers} layers of {self.name} did not attend "
+                f"{self.layers - len(called)} of {self.layers} layers of {self.name} did not attend "
                 "through transformers' attention interface; load the model again if a forward was replaced"
             )
         cache.advance(len(tokens))
@@ -296,8 +336,6 @@ class HFModel:
         try:
             with self.active():
                 self.forward([1], recorder, whole=False)
-        except _NoContextError:
-            problem = "its decoder layers do not pass the keywords of a forward on to it"
         except Exception as error:  # third-party code: any failure means unsupported
             problem = f"{type(error).__name__}: {error}"
         if problem is None and len(recorder.keys) != self.layers:
@@ -320,7 +358,7 @@ class HFModel:
             for i, how in sorted(recorder.params.items())
         }
         self.kv_shapes = [
-            KVShape(Heads(call.query_heads, call.kv_heads, call.dim), call.how.window)
+            KVShape(Heads(call.query_heads, call.kv_heads, call.dim), call.how.window, call.how.chunked)
             for call in self.calls.values()
         ]
         self.has_windows = any(shape.window is not None for shape in self.kv_shapes)

@@ -15,7 +15,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from triforce_tree.models.attention import AttentionParams
+from triforce_tree.models.attention import (
+    AttentionParams,
+    scaled_queries,
+    scales_queries,
+    take_over_query_scales,
+)
 from triforce_tree.models.experts.few_row import FEW_ROW_EXPERTS, grouped_products_capture
 from triforce_tree.models.experts.modules import expert_modules
 from triforce_tree.models.few_row import few_row_copy, why_not_replaceable
@@ -69,14 +74,15 @@ def _attend_now(
         raise RuntimeError(f"attention implementation {ATTENTION!r} was called outside a StepModel")
     layer = _running.layer
     _running.layer += 1
-    return _running.attend(layer, q, k, v, AttentionParams(scale, window or None, softcap or None, sinks))
+    params = AttentionParams(scale, abs(window) or None, softcap or None, sinks, window < 0)
+    return _running.attend(layer, q, k, v, params)
 
 
 @torch.library.custom_op("triforce_tree::planned_attend", mutates_args=())
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float, sinks: Tensor | None
 ) -> Tensor:
-    """As an operator takes plain numbers only, 0 means no window and no softcap."""
+    """As an operator takes plain numbers only, 0 means no window or softcap; chunks are negative windows."""
     return _attend_now(q, k, v, scale, window, softcap, sinks)
 
 
@@ -98,13 +104,17 @@ def _attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    triforce_positions: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    window = effective_window(module, sliding_window) or 0
+    size, chunked = effective_window(module, sliding_window)
+    window = -(size or 0) if chunked else size or 0
+    query = scaled_queries(module, query, triforce_positions)
     # Only the compiler needs the operator; calling it takes longer than a small attention.
     attend = torch.ops.triforce_tree.planned_attend if torch.compiler.is_compiling() else _attend_now
-    return attend(query, key, value, scale, window, softcap or 0.0, s_aux), None
+    # Some families take views of it, as transformers' own functions return contiguous tensors.
+    return attend(query, key, value, scale, window, softcap or 0.0, s_aux).contiguous(), None
 
 
 AttentionInterface.register(ATTENTION, _attention)
@@ -139,6 +149,8 @@ class StepModel:
         self.capturable = length_rope is None or not length_rope.waits_for_host
         self.hidden: dict[int, Tensor] = {}
         self.model.set_attn_implementation(ATTENTION)
+        self._scales_queries = scales_queries(clone)
+        take_over_query_scales(clone)
         _capturable_experts(self.model, next(self.model.parameters()).device)
         if length_rope is not None:
             length_rope.attach(self.model)
@@ -176,10 +188,12 @@ class StepModel:
                     past_key_values=PassThrough(),
                     use_cache=True,
                     logits_to_keep=last,
+                    **({"triforce_positions": positions} if self._scales_queries else {}),
                 )
         finally:
             _running.attend = None
-        logits: Tensor = out.logits
+        # Some families compute all of them.
+        logits: Tensor = out.logits[:, -last:]
         return broadcast_tensor(logits.contiguous())
 
 

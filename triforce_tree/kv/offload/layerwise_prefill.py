@@ -251,7 +251,8 @@ def prefill_by_layers(
             if waiting:
                 waiting[number]()
             cache.length = start
-            calls.run(layer, number)
+            with model.attending(cache):
+                calls.run(layer, number)
             stop = min(start + chunk, len(tokens))
             if index is not None and buffer is not None:
                 free.append(sink.chunk_done(index, start, buffer[start:stop]))
