@@ -1,5 +1,6 @@
 """Few-row linear layers to time and to check on a GPU: shapes, random weights, errors."""
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -65,6 +66,19 @@ class Weights:
             [self._scales(outs) for outs in shape.outs] if bits < 16 else [] for _ in range(copies)
         ]
 
+    @property
+    def parts(self) -> "list[Weights]":
+        """Weights of each output alone, in the same memory."""
+        made = []
+        for index, outs in enumerate(self.shape.outs):
+            one = copy.copy(self)
+            one.shape, one.counters = Shape((outs,), self.shape.ins), self.counters[index : index + 1]
+            one.words, one.scales = (
+                [held[index : index + 1] for held in copies] for copies in (self.words, self.scales)
+            )
+            made.append(one)
+        return made
+
     def _words(self, outs: int) -> Tensor:
         if self.bits == 16:
             made = torch.empty(outs, self.shape.ins, dtype=self.dtype, device="cuda")
@@ -98,9 +112,8 @@ class Weights:
                 reference.dequantise(w, s, self.bits, self.shape.ins)
                 for w, s in zip(words, scales, strict=True)
             ])  # fmt: skip
-        gold = torch.nn.functional.linear(
-            x.double(), weight.double(), None if added is None else added.double()
-        )
+        double = None if added is None else added.double()
+        gold = torch.nn.functional.linear(x.double(), weight.double(), double)
         near = gold.to(x.dtype)
         if not scales:
             near = torch.nn.functional.linear(x, weight, added)
