@@ -1,13 +1,12 @@
 """Few-row linear layers to time and to check on a GPU: shapes, random weights, errors."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from scripts.benchmarks.common.timing import graph_us
 from triforce_tree.kernels.linear import launch, reference
 from triforce_tree.kernels.linear.configs import LinearConfig
 
@@ -155,8 +154,3 @@ def _wrong(weights: Weights, rows: int, bias: list[Tensor] | None) -> str | None
     if any(counters.any() for counters in weights.counters):
         return "counters are not zero after the call"
     return None
-
-
-def time_us(calls: list[Callable[[], object]]) -> float:
-    """Median microseconds of one call; a few of them alone would be too short to time."""
-    return graph_us(calls, -(-48 // len(calls)), 5.0, (5, 40))

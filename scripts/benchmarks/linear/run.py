@@ -24,8 +24,9 @@ from torch import Tensor
 
 from scripts.benchmarks.attention.problems import measure_ceilings
 from scripts.benchmarks.common.results import Record, header, write
+from scripts.benchmarks.common.timing import time_calls
 from scripts.benchmarks.linear import problems
-from scripts.benchmarks.linear.problems import BITS, LAYERS, ROTATION, Shape, Weights, time_us, weight_bytes
+from scripts.benchmarks.linear.problems import BITS, LAYERS, ROTATION, Shape, Weights, weight_bytes
 from scripts.benchmarks.linear.tables import EARLY
 from scripts.checks.report import Report, in_shards, last_line, need_gpu
 from triforce_tree.kernels.device import describe
@@ -64,10 +65,10 @@ def single(read_bandwidth: float) -> Iterator[Record]:
             copies = range(len(weights.words))
             for rows in ROWS:
                 x = torch.randn(rows, shape.ins, dtype=torch.bfloat16, device="cuda")
-                us = time_us([lambda c=c, x=x, w=weights: w.call(x, c) for c in copies])
+                us = time_calls([lambda c=c, x=x, w=weights: w.call(x, c) for c in copies])
                 theirs = None
                 if bits == 16:
-                    theirs = time_us([
+                    theirs = time_calls([
                         lambda c=c, x=x, w=weights: [F.linear(x, part) for part in w.words[c]] for c in copies
                     ])  # fmt: skip
                 roof = problems.least_bytes(bits, rows, shape) / read_bandwidth * 1e6
@@ -84,7 +85,7 @@ def layers() -> Iterator[Record]:
         for rows in ROWS:
             xs = {w.shape.ins: torch.randn(rows, w.shape.ins, device="cuda").bfloat16() for w in made[0]}
             us = {
-                way: time_us([
+                way: time_calls([
                     lambda ws=ws, call=call, xs=xs: [call(w, xs[w.shape.ins]) for w in ws] for ws in made
                 ])
                 for way, call in ways(bits, rows).items()
@@ -136,7 +137,7 @@ def gemlite_times() -> Iterator[Record]:
             x = torch.randn(rows, shape.ins, dtype=kind, device="cuda")
             made = [layer(bits, shape) for _ in range(max(2, -(-ROTATION // weight_bytes(bits, shape))))]
             made[0](x)
-            yield row | {"us": time_us([lambda m=m, x=x: m(x) for m in made])}
+            yield row | {"us": time_calls([lambda m=m, x=x: m(x) for m in made])}
         except Exception as error:
             yield row | {"us": None, "error": repr(error)[:300]}
 
@@ -166,7 +167,7 @@ def main(words: Sequence[str] | None = None) -> int:
     }  # fmt: skip
     if not args.quick:
         x = torch.randn(16, 4096, device="cuda").bfloat16()
-        times = [time_us([lambda early=early: small(x, early)]) for early in (False, True)]
+        times = [time_calls([lambda early=early: small(x, early)]) for early in (False, True)]
         result["small_us"] = dict(zip(("ordinary", "early"), times, strict=True))
         result |= {"layers": list(layers()), "gemlite": list(gemlite_times())}
         timed = sum(len(row["us"]) for row in result["layers"]) + len(result["gemlite"])
