@@ -1,12 +1,9 @@
 """Token streams and batches: packed text with planted facts and questions.
 
-``python -m scripts.train_pair.data`` tokenises the corpus into one ``.npy`` file of uint16 per group.
-``Stream`` holds them on the device and draws batches: random slices in which facts and questions overwrite
-some of the text, so that a batch costs one gather and one scatter.
+``Stream`` holds a corpus's tokens on the device and draws batches: random slices in which facts and questions
+overwrite some of the text, so that a batch costs one gather and one scatter.
 """
 
-import argparse
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -14,26 +11,10 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from scripts.train_pair.tokenizer import END
-from triforce_tree.eval.text import dataset_texts
 from triforce_tree.pair import needle
 
 SLOT = 64  # tokens reserved for one fact or question
 GROUP_WEIGHTS = {"docs": 1.0, "docstrings": 1.0, "api": 0.7, "code": 0.8}
-
-
-def tokenise(tokenizer: Path, corpus: Path, out: Path) -> None:
-    """Writes ``<group>.npy`` for every ``<group>.jsonl``."""
-    encoder = Tokenizer.from_file(str(tokenizer))
-    end = encoder.token_to_id(END)
-    out.mkdir(parents=True, exist_ok=True)
-    for file in sorted(corpus.glob("*.jsonl")):
-        documents, parts = dataset_texts(str(file)), []
-        while some := list(islice(documents, 1000)):
-            parts += [np.asarray([*e.ids, end], dtype=np.uint16) for e in encoder.encode_batch(some)]
-        if parts:
-            np.save(out / f"{file.stem}.npy", np.concatenate(parts))
-        print(f"{file.stem}: {sum(map(len, parts)) / 1e6:.2f} M tokens", flush=True)
 
 
 class Facts:
@@ -106,7 +87,7 @@ class Stream:
     ) -> None:
         arrays = {f.stem: np.load(f) for f in sorted(folder.glob("*.npy"))}
         if not arrays:
-            raise FileNotFoundError(f"no .npy token files in {folder}; run data.py first")
+            raise FileNotFoundError(f"no .npy token files in {folder}; run tokenizer.py first")
         self.tokens = torch.from_numpy(np.concatenate(list(arrays.values())).astype(np.int16))
         self.tokens = self.tokens.to(device)
         sizes = np.array([len(a) for a in arrays.values()])
@@ -151,18 +132,3 @@ class Stream:
             out.view(-1)[at] = torch.tensor(values, device=device)
             scale.view(-1)[at] = torch.tensor(weights, device=device)
         return out[:, :-1].contiguous(), out[:, 1:].contiguous(), scale[:, 1:].contiguous()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    parser.add_argument("--tokenizer", type=Path, required=True, help="tokenizer.json")
-    parser.add_argument("--corpus", type=Path, required=True, help="folder of corpus.py")
-    parser.add_argument("--out", type=Path, required=True, help="folder for <group>.npy")
-    args = parser.parse_args()
-    tokenise(args.tokenizer, args.corpus, args.out)
-
-
-if __name__ == "__main__":
-    main()

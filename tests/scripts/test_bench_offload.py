@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from triforce_tree.planning.memory_map import HostRate
 
@@ -25,7 +24,7 @@ def table(script: Any, name: str, content: dict[str, Any]) -> str:
 def test_parts_are_measured_once_and_fill_the_tables(
     script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ["--tiny", "--out", str(tmp_path), "--prompts", "1", "--part", "resident", "prefill"]
+    words = ["--tiny", "--out", str(tmp_path), "--prompts", "1", "--part", "resident"]
     run, tables = script("benchmarks.offload.run"), script("benchmarks.offload.tables")
     measure = run.main
     measure(words)
@@ -37,10 +36,6 @@ def test_parts_are_measured_once_and_fill_the_tables(
     assert (greedy["temperature"], sampled["temperature"]) == (0.0, 0.6)
     assert greedy["exact"] == {"compared": 4, "partings": 0}
     assert 0 < greedy["resident_gib"] <= greedy["host_gib"] * 1.2
-    [feeding] = [row for row in first["rows"] if row["part"] == "prefill"]
-    assert feeding["prefill_ratio"] == pytest.approx(
-        feeding["prefill_seconds"] / feeding["on_chip_prefill_seconds"], rel=1e-2
-    )
     kept = (tmp_path / "offload_h200.resident.jsonl").read_text()
     monkeypatch.setattr(run, "Bench", None)  # what lacks nothing loads no models
     measure(words)
@@ -49,7 +44,7 @@ def test_parts_are_measured_once_and_fill_the_tables(
     made = {name: table.make(first) for name, table in tables.TABLES.items() if table.file == tables.FILE}
     assert "| 1 x 480 | 3.33333 | 0.0 | 33 % | 0 | **" in made["offload_headline"]
     assert "| resident KV | 0.00 |" in made["offload_memory"] or "measured peak" in made["offload_memory"]
-    assert made["offload_prefill"].startswith("| model | tokens | on the device, s | offloaded, s | ratio |")
+    assert made["offload_prefill"] is None, "the device alone was not measured"
     empty = {"rows": [], "parts": {}}
     assert {table.make(empty) for table in tables.TABLES.values() if table.file == tables.FILE} == {None}
 
@@ -110,23 +105,19 @@ def test_a_projection_stretches_each_time_by_what_it_waits_for(script: Any) -> N
     assert made["baseline_ms_per_token"] == pytest.approx(2000 + 4 * 10)
 
 
-def test_out_of_memory_takes_a_smaller_plan_and_goes_on(
+def test_prefill_stands_beside_that_of_the_device(
     script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, tables = script("benchmarks.offload.run"), script("benchmarks.offload.tables")
-    feed, fed = run.Bench.feed, []
-
-    def feed_short_of_memory(bench: Any, prompts: Any) -> bool:
-        fed.append(bench.offloaded.host.resident_bytes)
-        if len(fed) == 1:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return bool(feed(bench, prompts))
-
-    monkeypatch.setattr(run.Bench, "feed", feed_short_of_memory)
-    run.main(["--tiny", "--out", str(tmp_path), "--temperatures", "0", "--prompts", "1", "--part", "7b"])
-    result = json.loads((tmp_path / tables.FILE).read_text())
-    assert [row["part"] for row in result["rows"]] == ["7b"]
-    assert len(fed) == 2
-    assert fed[1] < fed[0]
-    [note] = result["parts"]["7b"]["notes"]
-    assert note.startswith("out of memory: ")
+    monkeypatch.setattr(run, "RESULTS", tmp_path)
+    place = {"part": "7b", "shape": "s inflated", "batch": 1, "context": 480, "temperature": 0.0}
+    (tmp_path / run.ON_CHIP).write_text(json.dumps({"rows": [place | {"prefill_seconds": 2.0}]}))
+    row = place | {"prefill_seconds": 3.0}
+    row |= run._on_chip_prefill(row)
+    assert row["prefill_ratio"] == 1.5
+    assert run._on_chip_prefill(row | {"context": 481}) == {}
+    header = {"hardware": "a", "versions": {"torch": "2", "transformers": "5"}, "date": "d", "notes": []}
+    header |= {"bus_gbps": {"in": 50.0}, "settings": {"engine": "e"}, "commit": "c", "code": None}
+    made = tables.TABLES["offload_prefill"].make({"rows": [row], "parts": {"7b": header}})
+    assert "| s inflated | 480 | 2.0 | 3.0 | 1.50x |" in made
+    assert "On the device: `docs/results/on_chip_h200.json`. Offloaded: 7b: a, bus 50.0 GB/s in, " in made

@@ -140,15 +140,9 @@ class Bench:
         """What a pass of level 2 copies to the device when it verifies more than one token."""
         return self.offloaded.host.streamed_bytes(self.offloaded.share(2)) + self.weights_on_host
 
-    def peak_gib(self, reset: bool = False) -> float:
+    def peak_gib(self) -> float:
         """The most that torch's allocator has reserved, graphs included."""
-        if self.device.type != "cuda":
-            return 0.0
-        peak = torch.cuda.max_memory_reserved(self.device) / GIB
-        if reset:
-            free_memory()
-            torch.cuda.reset_peak_memory_stats(self.device)
-        return peak
+        return torch.cuda.max_memory_reserved(self.device) / GIB if self.device.type == "cuda" else 0.0
 
     def open(
         self,
@@ -163,18 +157,18 @@ class Bench:
         Args:
             offload: the split of a cache in host memory; None keeps it on the device.
         """
-        levels = levels_of(config)
-        if offload is not None or (self._program is not None and self._program.offloaded is not None):
+        levels, old = levels_of(config), self._program
+        if offload is not None or (old is not None and old.offloaded is not None):
             self.close()
-        old = self._program
-        if old is not None and old.batch == batch and old.max_seq_len >= max_seq_len and old.serves(config):
+            old = None
+        fits = old is not None and old.batch == batch
+        if fits and old.max_seq_len >= max_seq_len and old.serves(config):
             old.config = config
         else:
             store = None
             if offload is None:
                 slots = max_seq_len + PassLimits.of(config, levels).scratch_slots
-                if old is not None and old.batch == batch and old.store.rows >= slots:
-                    store = old.store
+                store = old.store if fits and old.store.rows >= slots else None
                 if store is None or max(map(len, self._fed), default=0) > max_seq_len:
                     # The slots are new, or the captures' trial runs will have written into them.
                     self._fed = []
@@ -206,7 +200,8 @@ class Bench:
         """Bound the device memory anew, and forget peaks under the last bound."""
         self.close()
         bound_memory(self.device, int(gib * GIB))
-        self.peak_gib(reset=True)
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
 
     def feed(self, prompts: Prompts) -> bool:
         """Prefill of the prompts into the full cache; False where they are in it already."""
@@ -289,10 +284,8 @@ class Bench:
             run.stamps.append((seconds, statistics.fmean(map(len, run.texts))))
             if max(map(len, run.texts)) >= new:
                 break
-        if (drafter := self.program.drafter) is not None and rounds != 0:
-            depth = (
-                1 if drafter.deterministic else PassLimits.of(self.program.config, self.program.levels).depth
-            )
+        if self.program.drafter is not None and rounds != 0:
+            depth = PassLimits.of(self.program.config, self.program.levels).depth
             run.rounds = run.levels[0].forwards / depth / run.levels[-1].forwards
         return run
 
@@ -308,10 +301,9 @@ class Bench:
         generator.manual_seed(self.seed)
         one_pass: list[str] = []
         for done in range(rounds):
-            one_pass.append("draft")
-            if program.levels == 3:
-                chooses = program.config.retrieval.chooses(done)
-                one_pass.append("retrieval_refresh" if chooses else "retrieval")
+            chooses = program.config.retrieval.chooses(done)
+            retrieval = ["retrieval_refresh" if chooses else "retrieval"] if program.levels == 3 else []
+            one_pass += ["draft", *retrieval]
         one_pass.append("target")
         clocks = [StageClock(self.device) for _ in range(passes)]
         for clock in clocks:

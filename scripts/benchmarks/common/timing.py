@@ -1,4 +1,4 @@
-"""Clocks of any work and of short calls on a GPU, and what the machine reaches at most."""
+"""Clocks of any work and of short calls on a GPU, and the bandwidth that it reaches."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -8,6 +8,8 @@ from typing import TypeVar
 import torch
 
 T = TypeVar("T")
+# Milliseconds of the calls in one CUDA graph.
+_GRAPH_MS = 5
 
 
 def synchronize(device: torch.device) -> None:
@@ -25,49 +27,21 @@ def timed(device: torch.device, work: Callable[[], T]) -> tuple[T, float]:
     return result, time.perf_counter() - start
 
 
-def graph_us(
-    calls: Sequence[Callable[[], object]], repeats: int, target_ms: float, runs: tuple[int, int]
-) -> float:
-    """Median microseconds of one call, all of them captured in one CUDA graph, which is replayed.
+def time_calls(calls: Sequence[Callable[[], object]]) -> float:
+    """Microseconds of one call on a GPU, the median over replays of a CUDA graph.
 
     Args:
         calls: run one after the other; on tensors that together exceed L2 where it should hold none of them.
-            Each is run once before the capture, which compiles what it needs.
-        repeats: of all calls in the graph.
-        target_ms: how long all replays together should take.
-        runs: fewest and most replays.
     """
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+    from triton.testing import do_bench_cudagraph
+
+    def run_all() -> None:
         for call in calls:
             call()
-    torch.cuda.current_stream().wait_stream(stream)
+
+    # The benchmark has a stream of its own, which does not wait for the tensors.
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(repeats):
-            for call in calls:
-                call()
-    each = repeats * len(calls)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-
-    def replay() -> float:
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) * 1e3 / each
-
-    replay()
-    first = replay()
-    least, most = runs
-    return median([replay() for _ in range(int(min(most, max(least, target_ms * 1e3 / (first * each)))))])
-
-
-def time_calls(calls: Sequence[Callable[[], object]], target_ms: float = 40.0) -> float:
-    """Median microseconds of one call; see ``graph_us``."""
-    return graph_us(calls, max(1, 16 // len(calls)), target_ms, (7, 60))
+    return 1e3 * do_bench_cudagraph(run_all, rep=_GRAPH_MS, return_mode="median") / len(calls)
 
 
 def read_bandwidth(device: torch.device) -> float:

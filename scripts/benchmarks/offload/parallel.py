@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from scripts.benchmarks.common.command import TINY_SHAPES, device_of, parser, results_folder
 from scripts.benchmarks.common.engine import Prompts, Run
 from scripts.benchmarks.common.results import STREAMED, Record, ResultsFile, settings_of
@@ -39,9 +37,6 @@ class SharedSession(OffloadSession):
     def say(self, text: str) -> None:
         if distributed.is_first_rank():
             print(json.dumps({"what": text}), flush=True)
-
-    def smaller(self, cap: float, why: str) -> None:
-        raise torch.OutOfMemoryError(f"one of several cards ran out of memory, so all end: {why}")
 
     def ours(self, key: Record, prompts: Prompts, sources: list[str]) -> Run:
         run = super().ours(key, prompts, sources)

@@ -134,14 +134,12 @@ def memory(content: Record) -> str | None:
 
 
 def _prefill_rows(content: Record) -> list[Record]:
-    """Prefill of the same prompts, with the cache on the device and offloaded."""
-    together = rows_of(content, "prefill")
-    return together or [r for r in rows_of(content, *_HEADLINES) if "on_chip_prefill_seconds" in r]
+    """Rows whose prompts were prefilled with the cache on the device as well."""
+    return [r for r in rows_of(content, *_HEADLINES) if "on_chip_prefill_seconds" in r]
 
 
 def _prefill_note(content: Record, rows: Sequence[Record]) -> str:
-    file = rows[0].get("on_chip_prefill_file")
-    on_chip = f"On the device: `docs/results/{file}`. " if file else ""
+    on_chip = f"On the device: `docs/results/{rows[0]['on_chip_prefill_file']}`. "
     return f"{on_chip}Offloaded: {_origin(content, rows)}"
 
 
@@ -153,7 +151,7 @@ _OFFLOAD = {
     "headline": ("7b", listing(_headline, _rows, _origin)),
     "memory": ("7b", memory),
     "levels": ("7b", listing(LEVELS, _rows)),
-    "prefill": ("prefill", listing(PREFILL, _prefill_rows, _prefill_note)),
+    "prefill": ("7b", listing(PREFILL, _prefill_rows, _prefill_note)),
     "projections": ("7b", listing(PROJECTIONS, _projections)),
 }
 COMMAND = "python -m scripts.benchmarks offload --part"

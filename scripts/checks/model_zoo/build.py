@@ -81,7 +81,7 @@ def prompt_of(length: int) -> list[int]:
 
 
 def features_of(model: PreTrainedModel) -> str:
-    """What of a model depends on length, or needs more than keys and values: its windows, chunks and so on."""
+    """What of it depends on length, or needs more than keys and values: its windows, chunks and so on."""
     config: Any = model.config.get_text_config(decoder=True)
     found = []
     kinds = set(getattr(config, "layer_types", None) or ())

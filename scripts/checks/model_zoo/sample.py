@@ -1,3 +1,3 @@
-"""The classes that the tests run on every change: of each kind of layer, position and feature at least one."""
+"""Classes that the tests run on every change: of each kind of layer, position and feature at least one."""
 
 SAMPLE = ("LlamaForCausalLM",)
