@@ -52,7 +52,7 @@ def test_values_narrower_than_keys_are_refused(family: str, settings: dict, widt
 @pytest.mark.parametrize(
     "family, reason",
     [
-        ("FalconH1", r"recurrent state \(mamba layers\)"),
+        ("MiniMax", r"recurrent state in a way that is not known here \(MiniMaxLightningAttention\)"),
         ("Nemotron", "do not pass the keywords of a forward on"),
         ("StableLm", "do not pass the keywords of a forward on"),
         ("DeepseekV32", "2048 tokens that an indexer chooses"),

@@ -20,6 +20,8 @@ from triforce_tree.models.host_linear import few_row_linears
 from triforce_tree.models.length_rope import LengthRope
 from triforce_tree.models.model_copy import shallow_copy
 from triforce_tree.models.recorder import LayerCall, Recorder
+from triforce_tree.models.recurrent.mixers import attach
+from triforce_tree.models.recurrent.running import convolve, running
 from triforce_tree.models.supported import UnsupportedModelError, refuse_unsupported
 from triforce_tree.runtime.distributed import broadcast_tensor
 from triforce_tree.runtime.locks import held
@@ -64,7 +66,11 @@ class Streamed(Protocol):
 
 
 class PassThrough(Cache):
-    """A transformers cache that returns new keys and values to the attention function, which stores them."""
+    """A transformers cache that returns new keys and values to the attention function, which stores them.
+
+    Convolutions get their inputs with those before them. There never is a recurrent state: the functions that
+    scan a recurrence (``models/recurrent``) know where theirs is.
+    """
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -76,6 +82,23 @@ class PassThrough(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        return convolve(conv_states, kwargs["conv_kernel_size"] - 1)
+
+    def update_recurrent_state(self, recurrent_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return recurrent_states
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        return None
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        return None
+
+    def has_previous_state(self, *args: Any, **kwargs: Any) -> bool:
+        return False
 
 
 class _NoContextError(RuntimeError):
@@ -136,6 +159,11 @@ class HFModel:
         model: any ``transformers`` causal LM whose layers use the attention interface. It is never changed:
             forwards run on a :func:`shallow_copy` with our attention, made by :meth:`active`.
         streamed: the weights of its layers, if they are kept in host memory.
+
+    Attributes:
+        calls: how each layer with attention attends, by its index.
+        kv_shapes: what these layers keep, in their order; ``kv_layers`` by layer, None for one without.
+        states: shapes of the states of recurrent layers; None if there are none.
 
     Raises:
         UnsupportedModelError: the family ignores the attention interface or keeps other state.
@@ -202,17 +230,18 @@ class HFModel:
             if self._running is not None:
                 yield
                 return
-            running = shallow_copy(self.model)
-            running.set_attn_implementation(ATTENTION)
-            running.eval()
+            copied = shallow_copy(self.model)
+            copied.set_attn_implementation(ATTENTION)
+            copied.eval()
             if self.length_rope is not None:
-                self.length_rope.attach(running)
+                self.length_rope.attach(copied)
+            attach(copied, in_chunks=True)
             with ExitStack() as stack:
                 stack.enter_context(plain_torch_modes(self.device))
                 stack.enter_context(explained(self.device))
-                stack.enter_context(few_row_linears(running))
+                stack.enter_context(few_row_linears(copied))
                 try:
-                    self._running = running
+                    self._running = copied
                     yield
                 finally:
                     self._running = None
@@ -226,7 +255,7 @@ class HFModel:
         Args:
             tokens: T ids.
             last_only: compute only the last token's logits (prefill).
-            whole: check that every layer has attended; False if some layers are skipped.
+            whole: check that every layer with attention has attended; False if some layers are skipped.
 
         Returns:
             ``[T, V]`` or ``[1, V]`` in the model's dtype, rank 0's on every rank.
@@ -236,17 +265,19 @@ class HFModel:
         """
         ids = torch.tensor([tokens], device=self.device)
         context = _ForwardContext(cache)
-        out = self.running(
-            input_ids=ids,
-            position_ids=cache.positions(len(tokens)).to(self.device)[None],
-            past_key_values=PassThrough(),
-            use_cache=True,
-            logits_to_keep=1 if last_only else 0,
-            triforce=context,
-        )
-        if whole and len(context.called) != self.layers:
+        with running(cache.recurrent):
+            out = self.running(
+                input_ids=ids,
+                position_ids=cache.positions(len(tokens)).to(self.device)[None],
+                past_key_values=PassThrough(),
+                use_cache=True,
+                logits_to_keep=1 if last_only else 0,
+                triforce=context,
+            )
+        if whole and len(context.called) != len(self.calls):
+            missing, count = len(self.calls) - len(context.called), len(self.calls)
             raise RuntimeError(
-                f"{self.layers - len(context.called)} of {self.layers} layers of {self.name} did not attend "
+                f"{missing} of {count} layers of {self.name} did not attend "
                 "through transformers' attention interface; load the model again if a forward was replaced"
             )
         cache.advance(len(tokens))
@@ -263,10 +294,10 @@ class HFModel:
             problem = "its decoder layers do not pass the keywords of a forward on to it"
         except Exception as error:  # third-party code: any failure means unsupported
             problem = f"{type(error).__name__}: {error}"
-        if problem is None and len(recorder.keys) != self.layers:
-            problem = (
-                f"{len(recorder.keys)} of its {self.layers} layers used transformers' attention interface"
-            )
+        self.states = recorder.states.shapes
+        attending = len(recorder.keys)
+        if problem is None and (attending == 0 or (self.states is None and attending != self.layers)):
+            problem = f"{attending} of its {self.layers} layers used transformers' attention interface"
         if problem:
             raise UnsupportedModelError(
                 f"{self.name} cannot be decoded hierarchically: its attention does not pass through "
@@ -286,6 +317,9 @@ class HFModel:
             KVShape(Heads(call.query_heads, call.kv_heads, call.dim), call.how.window)
             for call in self.calls.values()
         ]
+        self.kv_layers: list[KVShape | None] = [None] * self.layers
+        for index, shape in zip(self.calls, self.kv_shapes, strict=True):
+            self.kv_layers[index] = shape
         self.has_windows = any(shape.window is not None for shape in self.kv_shapes)
         self.has_softcap = any(call.how.softcap for call in self.calls.values())
         # Of the full-attention layers, if there are any: they take most of the memory and time.
