@@ -1,6 +1,7 @@
 """Models with recurrent layers: states carried through prefill, passes, rejected tokens and batches."""
 
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -9,14 +10,21 @@ from families import greedy, perturbed, prompt_of, tiny
 from generation_distributions import Generations, stranger, target_distribution
 from program_cases import GREEDY, SAMPLED, decoded
 from recurrent_families import RECURRENT, Foreknowledge, recurrent
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 import triforce_tree
 from triforce_tree import UnsupportedModelError
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding import forced_tokens
+from triforce_tree.decoding.loop import Decoder
 from triforce_tree.decoding.program import DecodingProgram
-from triforce_tree.models.hf_model import HFModel
+from triforce_tree.decoding.stop_criteria import Ending
+from triforce_tree.kv import recurrent_states
+from triforce_tree.kv.recurrent_states import ProposedPass, RecurrentStates, TokenPass
+from triforce_tree.models.hf_model import HFModel, plain_torch_modes
+from triforce_tree.models.step_model import step_model
 from triforce_tree.verify.sampling import ProbsFromLogits
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
@@ -83,11 +91,11 @@ def test_drafting_off_and_on(family: str) -> None:
     """Passes of one token, committed at once, between those that verify a chain."""
     known = [PROMPTS[0] + expected(family)[0]]
     plan = program(model(family), 2, Foreknowledge(known, [mistakes(PROMPTS[0], 3)], 3))
-    decoder = triforce_tree.decoding.loop.Decoder(plan, GREEDY, 0)
+    decoder = Decoder(plan, GREEDY, 0)
     rounds = iter([1, 0, 0, 1, 1, 0] * NEW)
     decoder.controller.rounds = lambda: next(rounds)
     decoder.prefill(PROMPTS[:1])
-    ending = triforce_tree.decoding.stop_criteria.Ending(NEW)
+    ending = Ending(NEW)
     new = [token for [block] in decoder.decode(PROMPTS[:1], [ending]) for token in block]
     assert new == expected(family)[0]
 
@@ -200,8 +208,36 @@ def test_a_mixer_whose_forward_was_replaced_is_refused() -> None:
 
 
 def test_a_wrong_state_is_found_at_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    from triforce_tree.kv import recurrent_states
-
     monkeypatch.setattr(recurrent_states.PromptPass, "keep", lambda self, number, state: None)
     with pytest.raises(UnsupportedModelError, match="would not be decoded as by transformers"):
         triforce_tree.load(perturbed(model("granite-4"), 0.01))
+
+
+class _Waits(TorchDispatchMode):
+    """Records operators that wait for the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero):
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_a_pass_never_waits_for_the_device(family: str) -> None:
+    """So that a CUDA graph can capture it: the forward, with one row or several, and the commit."""
+    target = HFModel(model(family))
+    step, states = step_model(target, False), RecurrentStates(target.states, 2, target.device, target.dtype)
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, _: Any) -> Tensor:
+        return v.repeat_interleave(q.shape[1] // v.shape[1], 1).transpose(1, 2).contiguous()
+
+    proposed, tokens = ProposedPass(states), torch.randint(64, (2, 5))
+    with plain_torch_modes(target.device), _Waits() as waits:
+        step(tokens, torch.arange(5).expand(2, -1), attend, states=proposed)
+        proposed.commit(torch.tensor([2, 5]))
+        step(tokens[:, :1], torch.tensor([[2], [5]]), attend, states=TokenPass(states))
+    assert waits.found == []
