@@ -53,7 +53,7 @@ def test_values_narrower_than_keys_are_refused(family: str, settings: dict, widt
 @pytest.mark.parametrize(
     "family, reason",
     [
-        ("FalconH1", r"recurrent state \(mamba layers\)"),
+        ("MiniMax", r"recurrent state in a way that is not known here \(MiniMaxLightningAttention\)"),
         ("DeepseekV32", "2048 tokens that an indexer chooses"),
         ("DeepseekV4", "512 tokens that an indexer chooses"),
         ("GlmMoeDsa", "2048 tokens that an indexer chooses"),

@@ -92,7 +92,7 @@ def _greedy(
     args: argparse.Namespace, engine: Engine, ids: Sequence[int], stop: Interrupt
 ) -> list[check.Greedy]:
     prompts = [_cut(ids, length, number) for number, length in enumerate(args.lengths)]
-    hierarchies = _levels(args)
+    hierarchies = _levels(args, engine)
     done: list[check.Greedy] = []
     with bar("prompts") as progress:
         task = progress.add_task("greedy against transformers", total=len(prompts) * len(hierarchies))
@@ -121,9 +121,11 @@ def _greedy(
     return done
 
 
-def _levels(args: argparse.Namespace) -> list[int]:
+def _levels(args: argparse.Namespace, engine: Engine) -> list[int]:
     """The numbers of levels to check: all that ``auto`` may choose."""
-    return [2, 3] if args.levels == "auto" else [args.levels]
+    if args.levels != "auto":
+        return [args.levels]
+    return [2] if engine.hierarchy.target.states is not None else [2, 3]
 
 
 def _sampling(
@@ -132,7 +134,7 @@ def _sampling(
     contexts = check.uncertain_contexts(engine, _cut(ids, args.context, 1), args.contexts)
     done: list[check.Sampling] = []
     with bar("draws") as progress:
-        hierarchies = _levels(args)
+        hierarchies = _levels(args, engine)
         task = progress.add_task(
             "sampling, level by level", total=args.draws * len(contexts) * len(hierarchies)
         )

@@ -20,6 +20,8 @@ from triforce_tree.kv.offload.offloaded_cache import one_shape
 from triforce_tree.loading.load_guard import compare_at_load
 from triforce_tree.models.few_row import check_low_bits
 from triforce_tree.models.hf_model import HFModel
+from triforce_tree.models.recurrent.limits import within_limits
+from triforce_tree.models.supported import UnsupportedModelError
 from triforce_tree.planning import memory_map, memory_plan
 from triforce_tree.planning.machine import host_rate, measured
 from triforce_tree.planning.memory_layout import levels_of
@@ -54,7 +56,7 @@ class Hierarchy:
     Raises:
         ValueError: a drafter's tree is no tree shape, or it reads features of layers that the target does not
             have.
-        UnsupportedModelError: the target's logits are not transformers' own.
+        UnsupportedModelError: the target's logits are not transformers' own, or the draft is recurrent.
     """
 
     def __init__(
@@ -69,6 +71,11 @@ class Hierarchy:
         self.own_drafter = None if isinstance(draft, HFModel) else draft
         if self.own_drafter is not None:
             _check_drafter(self.own_drafter, target.layers)
+        if self.draft is not None and self.draft.states is not None:
+            raise UnsupportedModelError(
+                f"{self.draft.name} keeps recurrent state, and a draft sees a window of the newest tokens, "
+                "which a state cannot be cut to; use a draft without such layers, or none (prompt lookup)"
+            )
         self.config = config
         self.memory: MemoryPlan | None = None
         self._planned: tuple[object, MemoryPlan] | None = None
@@ -90,6 +97,8 @@ class Hierarchy:
         if self.draft is None:
             tree = chain_shape(config.lookup) if self.own_drafter is None else self.own_drafter.tree
             config = replace(config, tree=tree)
+        if self.target.states is not None:
+            config = within_limits(self.target.name, config, self.draft is not None)
         self._config = config
 
     def drafter(self) -> Drafter:
@@ -134,8 +143,11 @@ class Hierarchy:
     def _retrieves(self, max_seq_len: int) -> bool:
         """Whether level 1 reads less than level 2 of such sequences: some layer sees more than a window.
 
-        Level 1 shows layers with a sliding window all of it, and retrieves chunks for the others alone.
+        Level 1 shows layers with a sliding window all of it, and retrieves chunks for the others alone. There
+        is no level 1 over recurrent layers.
         """
+        if self.target.states is not None:
+            return False
         windows = [shape.window for shape in self.target.kv_shapes]
         return any(window is None or window >= max_seq_len for window in windows)
 
@@ -189,6 +201,11 @@ class Hierarchy:
         self._planned = (key, plan)
         if plan.offload is None:
             return plan
+        if self.target.states is not None:
+            raise ValueError(
+                f"the KV cache of {self.target.name} cannot be offloaded: it has recurrent layers, which a "
+                "prefill layer by layer does not support; leave offload out, or shorten the prompt"
+            )
         one_shape(self.target)
         levels = self._levels_under(plan, lengths, new_tokens)
         # The cache of a shorter prompt is small, and stays on the device.

@@ -71,7 +71,7 @@ class TreeDrafter:
         batch, shape, device = state.batch, self.shape, self.model.device
         self._scratch_slots = state.max_draft_tokens + self.depth + 2 + self.refeed_tokens + self.nodes
         capacity = self.config.sinks + 2 * self.config.window + self._scratch_slots
-        self.store = KVStore(self.draft.kv_shapes, batch, capacity, device, self.draft.dtype)
+        self.store = KVStore(self.draft.kv_layers, batch, capacity, device, self.draft.dtype)
         # Tokens between the sinks and the window, which the cache does not hold; the same on the host.
         self.dropped = torch.zeros(batch, dtype=torch.int64, device=device)
         self._dropped_on_host = [0] * batch

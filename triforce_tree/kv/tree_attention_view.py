@@ -44,6 +44,7 @@ class TreeAttentionView:
     """
 
     capturable = True
+    recurrent = None
 
     def __init__(
         self,

@@ -22,7 +22,8 @@ class LayerSlice:
     """The first layer of each kind, and at least two layers.
 
     Args:
-        model: a checked model; all layers are taken if they share keys and values, or form no ``ModuleList``.
+        model: a checked model; all layers are taken if they share keys and values, form no ``ModuleList``, or
+            are recurrent: the states of a forward are found by counting.
 
     Attributes:
         layers: indices of the layers taken.
@@ -70,7 +71,7 @@ class LayerSlice:
     def _representatives(self, model: HFModel) -> list[int]:
         """The first layer of each kind, and at least two: a wrong output shows in the next layer's input."""
         every = list(range(model.layers))
-        if self._stack is None or self.shares_kv:
+        if self._stack is None or self.shares_kv or model.states is not None:
             return every
         kinds = getattr(model.model.config.get_text_config(decoder=True), "layer_types", None)
         first: dict[object, int] = {}

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from triforce_tree.kernels.attention.plan import Heads
+from triforce_tree.models.recurrent.running import ChunkPass
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,14 @@ class AttentionParams:
 
 
 class KVCache(Protocol):
-    """The cache of one forward: stores the new keys and values, and computes attention over them."""
+    """The cache of one forward: stores the new keys and values, and computes attention over them.
+
+    Attributes:
+        recurrent: the states of recurrent layers; None for models without any.
+    """
+
+    @property
+    def recurrent(self) -> ChunkPass | None: ...
 
     def positions(self, count: int) -> Tensor:
         """int64 ``[count]``: the positions of the next ``count`` tokens."""

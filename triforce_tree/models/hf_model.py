@@ -28,6 +28,8 @@ from triforce_tree.models.host_linear import few_row_linears
 from triforce_tree.models.length_rope import LengthRope
 from triforce_tree.models.model_copy import shallow_copy
 from triforce_tree.models.recorder import LayerCall, Recorder
+from triforce_tree.models.recurrent.mixers import attach
+from triforce_tree.models.recurrent.running import convolve, running
 from triforce_tree.models.supported import UnsupportedModelError, refuse_unsupported
 from triforce_tree.runtime.distributed import broadcast_tensor
 from triforce_tree.runtime.locks import held
@@ -102,7 +104,11 @@ class Streamed(Protocol):
 
 
 class PassThrough(Cache):
-    """A transformers cache that returns new keys and values to the attention function, which stores them."""
+    """A transformers cache that returns new keys and values to the attention function, which stores them.
+
+    Convolutions get their inputs with those before them. There never is a recurrent state: the functions that
+    scan a recurrence (``models/recurrent``) know where theirs is.
+    """
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -114,6 +120,23 @@ class PassThrough(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        return convolve(conv_states, kwargs["conv_kernel_size"] - 1)
+
+    def update_recurrent_state(self, recurrent_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return recurrent_states
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        return None
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        return None
+
+    def has_previous_state(self, *args: Any, **kwargs: Any) -> bool:
+        return False
 
 
 def effective_window(module: torch.nn.Module, window: int | None) -> tuple[int | None, bool]:
@@ -188,6 +211,9 @@ class HFModel:
 
     Attributes:
         capturable: whether CUDA graphs can hold linear layers of other libraries in it; None until tried.
+        calls: how each layer with attention attends, by its index.
+        kv_shapes: what these layers keep, in their order; ``kv_layers`` by layer, None for one without.
+        states: shapes of the states of recurrent layers; None if there are none.
 
     Raises:
         UnsupportedModelError: the family ignores the attention interface or keeps other state.
@@ -267,18 +293,19 @@ class HFModel:
             if self._running is not None:
                 yield
                 return
-            running = shallow_copy(self.model)
-            running.set_attn_implementation(ATTENTION)
-            running.eval()
-            take_over_query_scales(running)
+            copied = shallow_copy(self.model)
+            copied.set_attn_implementation(ATTENTION)
+            copied.eval()
+            take_over_query_scales(copied)
             if self.length_rope is not None:
-                self.length_rope.attach(running)
+                self.length_rope.attach(copied)
+            attach(copied, in_chunks=True)
             with ExitStack() as stack:
                 stack.enter_context(plain_torch_modes(self.device))
                 stack.enter_context(explained(self.device))
-                stack.enter_context(few_row_linears(running))
+                stack.enter_context(few_row_linears(copied))
                 try:
-                    self._running = running
+                    self._running = copied
                     yield
                 finally:
                     self._running = None
@@ -302,7 +329,7 @@ class HFModel:
         Args:
             tokens: T ids.
             last_only: compute only the last token's logits (prefill).
-            whole: check that every layer has attended; False if some layers are skipped.
+            whole: check that every layer with attention has attended; False if some layers are skipped.
 
         Returns:
             ``[T, V]`` or ``[1, V]`` in the model's dtype, rank 0's on every rank.
@@ -312,7 +339,7 @@ class HFModel:
         """
         ids = torch.tensor([tokens], device=self.device)
         positions = cache.positions(len(tokens)).to(self.device)[None]
-        with self.attending(cache) as called:
+        with self.attending(cache) as called, running(cache.recurrent):
             out = self.running(
                 input_ids=ids,
                 position_ids=positions,
@@ -321,9 +348,10 @@ class HFModel:
                 logits_to_keep=1 if last_only else 0,
                 **({"triforce_positions": positions} if scales_queries(self.model) else {}),
             )
-        if whole and len(called) != self.layers:
+        if whole and len(called) != len(self.calls):
+            missing, count = len(self.calls) - len(called), len(self.calls)
             raise RuntimeError(
-                f"{self.layers - len(called)} of {self.layers} layers of {self.name} did not attend "
+                f"{missing} of {count} layers of {self.name} did not attend "
                 "through transformers' attention interface; load the model again if a forward was replaced"
             )
         cache.advance(len(tokens))
@@ -338,10 +366,10 @@ class HFModel:
                 self.forward([1], recorder, whole=False)
         except Exception as error:  # third-party code: any failure means unsupported
             problem = f"{type(error).__name__}: {error}"
-        if problem is None and len(recorder.keys) != self.layers:
-            problem = (
-                f"{len(recorder.keys)} of its {self.layers} layers used transformers' attention interface"
-            )
+        self.states = recorder.states.shapes
+        attending = len(recorder.keys)
+        if problem is None and (attending == 0 or (self.states is None and attending != self.layers)):
+            problem = f"{attending} of its {self.layers} layers used transformers' attention interface"
         if problem:
             raise UnsupportedModelError(
                 f"{self.name} cannot be decoded hierarchically: its attention does not pass through "
@@ -361,6 +389,9 @@ class HFModel:
             KVShape(Heads(call.query_heads, call.kv_heads, call.dim), call.how.window, call.how.chunked)
             for call in self.calls.values()
         ]
+        self.kv_layers: list[KVShape | None] = [None] * self.layers
+        for index, shape in zip(self.calls, self.kv_shapes, strict=True):
+            self.kv_layers[index] = shape
         self.has_windows = any(shape.window is not None for shape in self.kv_shapes)
         self.has_softcap = any(call.how.softcap for call in self.calls.values())
         # Of the full-attention layers, if there are any: they take most of the memory and time.

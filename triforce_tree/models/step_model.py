@@ -29,6 +29,8 @@ from triforce_tree.models.hf_model import HFModel, PassThrough, effective_window
 from triforce_tree.models.host_linear import use_few_row_linears
 from triforce_tree.models.length_rope import LengthRope
 from triforce_tree.models.model_copy import shallow_copy, text_decoder
+from triforce_tree.models.recurrent.mixers import attach
+from triforce_tree.models.recurrent.running import RecurrentPass, running
 from triforce_tree.runtime.capture_probe import why_not_capturable
 from triforce_tree.runtime.distributed import broadcast_tensor
 
@@ -58,10 +60,14 @@ class Attend(Protocol):
 
 
 class _Running(threading.local):
-    """The current forward. Layers run in order: a counter gives the index, so compiled layers share code."""
+    """The current forward. Layers run in order: a counter gives the index, so compiled layers share code.
+
+    ``layers`` are the indices of the layers with attention.
+    """
 
     attend: Attend | None = None
     layer = 0
+    layers: Sequence[int] = ()
 
 
 _running = _Running()
@@ -72,7 +78,7 @@ def _attend_now(
 ) -> Tensor:
     if _running.attend is None:
         raise RuntimeError(f"attention implementation {ATTENTION!r} was called outside a StepModel")
-    layer = _running.layer
+    layer = _running.layers[_running.layer]
     _running.layer += 1
     params = AttentionParams(scale, abs(window) or None, softcap or None, sinks, window < 0)
     return _running.attend(layer, q, k, v, params)
@@ -131,6 +137,7 @@ class StepModel:
         features: decoder layers whose outputs are kept in ``hidden`` after each call.
         max_positions: size of a learned position table, to which positions are clamped; None for no limit.
             Passes reach beyond the longest sequence; those results are never read, but need some position.
+        layers: indices of the layers with attention, in their order; by default all.
 
     Attributes:
         capturable: whether a CUDA graph can capture a call.
@@ -144,13 +151,17 @@ class StepModel:
         length_rope: LengthRope | None = None,
         features: Sequence[int] = (),
         max_positions: int | None = None,
+        layers: Sequence[int] | None = None,
     ) -> None:
         self.model, self._max_positions = clone.eval(), max_positions
+        text_config = clone.config.get_text_config(decoder=True)
+        self._layers = range(text_config.num_hidden_layers) if layers is None else layers
         self.capturable = length_rope is None or not length_rope.waits_for_host
         self.hidden: dict[int, Tensor] = {}
         self.model.set_attn_implementation(ATTENTION)
         self._scales_queries = scales_queries(clone)
         take_over_query_scales(clone)
+        attach(self.model, in_chunks=False)
         _capturable_experts(self.model, next(self.model.parameters()).device)
         if length_rope is not None:
             length_rope.attach(self.model)
@@ -171,17 +182,27 @@ class StepModel:
         return device
 
     @torch.no_grad()
-    def __call__(self, tokens: Tensor, positions: Tensor, attend: Attend, last: int = 0) -> Tensor:
+    def __call__(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        last: int = 0,
+        states: RecurrentPass | None = None,
+    ) -> Tensor:
         """Logits ``[B, T, V]`` of int64 ``[B, T]``; with ``last`` = n only those of the last n tokens.
 
         With several ranks every rank gets rank 0's, so that all make the same choices.
+
+        Args:
+            states: of recurrent layers, if there are any.
         """
         if self._max_positions is not None:
             positions = positions.clamp_max(self._max_positions - 1)
-        _running.attend, _running.layer = attend, 0
+        _running.attend, _running.layer, _running.layers = attend, 0, self._layers
         try:
             # Set once for all layers: once per layer would take a quarter of the host time.
-            with self._recompile_limit():
+            with self._recompile_limit(), running(states):
                 out = self.model(
                     input_ids=tokens,
                     position_ids=positions,
@@ -211,7 +232,7 @@ def step_model(model: HFModel, compiled: bool, features: Sequence[int] = ()) -> 
         use_few_row_linears(clone)
     # The compiler cannot see that streamed experts are overwritten inside a layer.
     compiled = compiled and replaced and not _streams_experts(model)
-    step = StepModel(clone, compiled, model.length_rope, features, model.learned_positions)
+    step = StepModel(clone, compiled, model.length_rope, features, model.learned_positions, list(model.calls))
     # Streamed linear layers make the host wait for their copies.
     step.capturable = step.capturable and (model.streamed is None or model.streamed.capturable)
     if on_gpu and not replaced and step.capturable:

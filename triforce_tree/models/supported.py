@@ -4,6 +4,8 @@ from typing import Any
 
 from torch import nn
 
+from triforce_tree.models.recurrent.mixers import mixers, unknown_mixers
+
 _RECURRENT = {"linear_attention", "mamba", "mamba2", "recurrent", "conv"}
 
 
@@ -28,14 +30,16 @@ def refuse_unsupported(model: nn.Module) -> None:
 def _architecture(model: nn.Module, config: Any, text_config: Any) -> str | None:
     if getattr(config, "is_encoder_decoder", False):
         return "is an encoder-decoder model; hierarchical decoding needs a causal LM"
-    recurrent = sorted(set(getattr(text_config, "layer_types", None) or []) & _RECURRENT)
-    named = {name.rpartition(".")[2] for name, _ in model.named_modules()}
-    if not recurrent and "mamba" in named:
-        recurrent = ["mamba"]
-    if recurrent:
+    if unknown := sorted(unknown_mixers(model)):
         return (
-            f"keeps recurrent state ({', '.join(recurrent)} layers), which cannot be rolled back to a node "
-            "of a token tree"
+            f"keeps recurrent state in a way that is not known here ({', '.join(unknown)}), so it cannot be "
+            "carried from pass to pass"
+        )
+    recurrent = sorted(set(getattr(text_config, "layer_types", None) or []) & _RECURRENT)
+    if recurrent and not mixers(model):
+        return (
+            f"keeps recurrent state ({', '.join(recurrent)} layers), but none of its modules is of a known "
+            "kind (Mamba, Mamba-2, gated delta rule, Kimi delta attention, short convolution)"
         )
     if getattr(text_config, "index_topk", None):
         return (

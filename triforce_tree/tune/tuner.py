@@ -42,7 +42,7 @@ class Tuner:
         watch: callbacks.
 
     Raises:
-        ValueError: the engine keeps its full cache in host memory.
+        ValueError: the engine keeps its full cache in host memory, or its target has recurrent layers.
     """
 
     def __init__(
@@ -52,6 +52,11 @@ class Tuner:
         self.watch = watch or Watch()
         self.hierarchy = engine.hierarchy
         config = self.hierarchy.config
+        if self.hierarchy.target.states is not None:
+            raise ValueError(
+                f"{self.hierarchy.target.name} has recurrent layers, so that only two levels and chains are "
+                "possible: there is nothing to tune, and decoding chooses when to draft by itself"
+            )
         if config.offloads:
             raise ValueError(
                 f"the full cache must be on the device, but offload={config.offload!r}, "

@@ -76,7 +76,9 @@ class Verifier:
             tree = tree.first(tree.used_nodes)
             mask_words = mask_words[:, : tree.nodes] if mask_words is not None else None
         view.begin(root, mask_words)
-        self._logits = self.model(tree.tokens.clamp_min(0), root[:, None] + tree.depths, view)
+        self._logits = self.model(
+            tree.tokens.clamp_min(0), root[:, None] + tree.depths, view, states=view.recurrent
+        )
 
     def accept(self, tree: TokenTree, root: Tensor) -> Acceptance:
         """Accept nodes, and draw the token after them, by the logits of the last forward."""

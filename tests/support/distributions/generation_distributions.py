@@ -94,8 +94,9 @@ class Generations:
             noise=enumerated(self.walks, operators, noise),
         )
         with wrapped.active():
-            prefill(wrapped, self.program.store, 0, self.prompt[:-1], 64, None)
+            prefill(wrapped, self.program.store, 0, self.prompt[:-1], 64, None, self.program.states)
         self.program.store.kv[:, :, 1:] = self.program.store.kv[:, :, :1]
+        self._states = [state[:1].clone() for state in self._recurrent()]
         self.program.update_chunk_means()
         if isinstance(self.program.drafter, TreeDrafter):
             _cache_windows(self.program.drafter)
@@ -150,6 +151,10 @@ class Generations:
         if plan:
             rounds = cycle(plan)
             decoder.controller.rounds = lambda: next(rounds)
+        for state, after_prompt in zip(self._recurrent(), self._states, strict=True):
+            state.copy_(after_prompt.expand_as(state))
+        if self.program.states is not None:
+            self.program.states.lengths = [len(self.prompt) - 1] * self.batch
         self.program.rewind(prompts)
         endings = [ending if b < runs else Ending(1) for b in range(self.batch)]
         new: list[list[int]] = [[] for _ in prompts]
@@ -159,6 +164,10 @@ class Generations:
                 tokens += block
                 walk.over = walk.over or reason is not None
         return [tuple(tokens) for tokens in new]
+
+    def _recurrent(self) -> list[Tensor]:
+        states = self.program.states
+        return [] if states is None else [*states.convolutions, *states.recurrences]
 
     def _extended(self, probs: Distribution, to_probs: ProbsFromLogits, count: int) -> Distribution:
         """Continuations of ``count`` tokens: missing tokens follow the target's own distribution."""

@@ -152,6 +152,8 @@ class _LayerKV:
         rings: of the others.
     """
 
+    recurrent = None
+
     def __init__(self, buffer: Tensor | None, rings: SequenceRows) -> None:
         self.buffer, self.rings, self.length = buffer, rings, 0
 
