@@ -51,7 +51,7 @@ _HOLDS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
 
 def torch_flash(threads: int, block: int) -> Attend:
     """Torch's flash attention, one call a piece, which takes ``block`` rows of it for one thread."""
-    return lambda q, pieces: merged([flash(q, piece, piece.shape[0] // block) for piece in pieces])
+    return lambda q, pieces: merged([flash(q, *piece.unbind(1), piece.shape[0] // block) for piece in pieces])
 
 
 def our_kernel(way: str, threads: int, block: int) -> Attend:
@@ -59,7 +59,7 @@ def our_kernel(way: str, threads: int, block: int) -> Attend:
     kernel = CpuAttention(threads, way=way)
 
     def attend(q: Tensor, pieces: Sequence[Tensor]) -> State:
-        states = (kernel(q.transpose(0, 1).contiguous(), piece) for piece in pieces)
+        states = (kernel(q.transpose(0, 1).contiguous(), *piece.unbind(1)) for piece in pieces)
         return merged([(out.transpose(0, 1).float(), lse.T) for out, lse in states])
 
     return attend
