@@ -1,5 +1,6 @@
 """``output_scores``, ``output_logits`` and ``logprobs``: the target's own at every emitted token."""
 
+import copy
 from functools import cache
 from typing import Any
 
@@ -206,3 +207,20 @@ def test_memory_that_runs_out_loses_no_score(
 def test_results_stay_where_the_prompt_is() -> None:
     out = small_engine().generate(torch.tensor([PROMPT]), max_new_tokens=3, logprobs=True, **ASKED)
     assert {out.scores[0].device, out.logits[0].device, out.logprobs.device} == {out.sequences.device}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("levels", [1, 2, 3])
+@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.7}], ids=["captured", "direct calls"])
+def test_scores_of_captured_stages(levels: int, options: dict[str, Any]) -> None:
+    """They are read from the buffers of CUDA graphs, after each replay."""
+    target = copy.deepcopy(TARGET).cuda()
+    own = {"do_sample": False, "max_new_tokens": NEW, **options, **ASKED}
+    whole = torch.ones(1, len(PROMPT), dtype=torch.int64, device="cuda")
+    theirs = target.generate(torch.tensor([PROMPT], device="cuda"), attention_mask=whole, **own)
+    ours = triforce_tree.load(target, perturbed(target, 0.1), levels=levels, **SMALL).generate(PROMPT, **own)
+    assert ours.sequences.tolist() == theirs.sequences.tolist()
+    for mine, other in ((ours.scores, theirs.scores), (ours.logits, theirs.logits)):
+        assert len(mine) == len(other) == NEW
+        assert mine[0].device == ours.sequences.device
+        torch.testing.assert_close(torch.cat(mine), torch.cat(other), atol=1e-3, rtol=1e-3)
