@@ -11,7 +11,6 @@ from rich.progress import Progress as Bar
 
 import triforce_tree
 from triforce_tree.cli import options
-from triforce_tree.cli.bench_text import documents
 from triforce_tree.cli.console import Interrupt, bar, json_line, plain_table, screen
 from triforce_tree.cli.groups import ENGINE_OPTIONS
 from triforce_tree.engine import Engine
@@ -29,7 +28,7 @@ from triforce_tree.tune.tuner import Tuner
 def run(args: argparse.Namespace) -> int:
     for temperature in args.temperature:
         check_sampling_options({"temperature": temperature})
-    source, texts = documents(args)
+    source, texts = options.documents(args)
     engine = options.engine_of(args)
     assert engine.tokenizer is not None
     plan = Plan(

@@ -15,6 +15,7 @@ from transformers import (
 )
 
 from triforce_tree.decoding.stop_criteria import Ending
+from triforce_tree.generation.checkpoint_settings import refuse_unsupported_settings
 from triforce_tree.generation.inputs import Ids, Inputs, Prompts, check_rows, prompts_of, real_rows
 from triforce_tree.generation.keywords import (
     as_list,
@@ -75,7 +76,13 @@ class Request:
             inputs = text_alone(inputs, target.model)
         config, own_options = generation_options(text_alone(options, target.model), generation_config)
         own = vars(config) if config is not None else {}
-        sources = own_options, own, vars(target.model.generation_config)
+        settings = target.model.generation_config
+        given = {name for name, value in {**own, **own_options}.items() if value is not None}
+        refuse_unsupported_settings(settings, given)
+        if any(own_options.get(name, own.get(name)) for name in ("output_scores", "output_logits")):
+            # Else transformers would warn that they are ignored.
+            own_options["return_dict_in_generate"] = True
+        sources = own_options, own, vars(settings)
         padding, inferred = pad_token(*sources), inferred_padding(*sources)
         limits = target.vocab_size, target.max_positions
         prompts = prompts_of(inputs, input_ids, attention_mask, tokenizer, *limits, padding, inferred)
@@ -83,7 +90,10 @@ class Request:
             prompts = Prompts(prompts.ids.to(target.device), prompts.mask.to(target.device))
         criteria = StoppingCriteriaList(as_list("stopping_criteria", stopping_criteria))
         strings = checked_stop_strings(
-            stop_strings or own_options.pop("stop_strings", None) or own.get("stop_strings")
+            stop_strings
+            or own_options.pop("stop_strings", None)
+            or own.get("stop_strings")
+            or settings.stop_strings
         )
         if strings:
             if tokenizer is None:
@@ -149,6 +159,11 @@ class Job:
     @property
     def pad_token(self) -> int:
         return pad_token(vars(self.config))
+
+    @property
+    def outputs(self) -> set[str]:
+        """What of "logits" and "scores" is to be returned."""
+        return {name for name in ("logits", "scores") if getattr(self.config, f"output_{name}")}
 
     @property
     def new_tokens(self) -> int:

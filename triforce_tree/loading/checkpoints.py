@@ -21,6 +21,7 @@ from triforce_tree.loading.model_files import (
     in_one_line,
     needs_code,
 )
+from triforce_tree.models.experts.modules import expert_modules, fused_weights
 from triforce_tree.models.model_copy import text_decoder
 from triforce_tree.models.tensor_parallel import shard
 from triforce_tree.planning.machine import available_device_bytes
@@ -114,12 +115,21 @@ def load_target(
             return _moved(model, source, device), None
     try:
         most = config.host_bytes // local_size() if config.host_bytes is not None else None
-        return model, StreamedWeights(model, device, progress=pinned, most=most)
+        free = available_device_bytes(device, config.gpu_bytes)
+        linears = not experts_alone(model, free)
+        return model, StreamedWeights(model, device, progress=pinned, most=most, linears=linears)
     except torch.OutOfMemoryError as error:
         raise ValueError(
             f"embeddings, head and two layers of this {type(model).__name__} do not fit on {device}; free "
             "device memory, allow more of it (gpu_memory), or use a smaller model"
         ) from error
+
+
+def experts_alone(model: PreTrainedModel, free: int | None) -> bool:
+    """Whether it is enough to stream experts: all else fits into ``free`` bytes (None: no limit)."""
+    sizes = [sum(w.nbytes for w in fused_weights(m)) for m in expert_modules(model)]
+    rest = tensor_bytes(model) - sum(sizes) + max(sizes, default=0)
+    return bool(sizes) and (free is None or weights_fit(rest, free))
 
 
 def _read(source: str | Path, device: torch.device, dtype: torch.dtype | str | None) -> PreTrainedModel:
