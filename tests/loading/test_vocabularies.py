@@ -7,10 +7,11 @@ import pytest
 import torch
 from families import perturbed, prompt_of, tiny
 from messages import says
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import ByteLevelBPETokenizer, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 import triforce_tree
+from triforce_tree.eval.text import pydoc_text
 from triforce_tree.loading.vocabularies import LEAST_SHARED, token_map
 
 
@@ -150,6 +151,8 @@ def test_load_compares_the_tokenizers_of_the_folders(tmp_path: Path) -> None:
         expected = target.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, 60), **call)
         assert torch.equal(out.sequences, expected)
         rates.append(out.levels[-1].acceptance_rate)
+        out = engine.with_options(levels=3, offload=True).generate(prompt, **call)
+        assert torch.equal(out.sequences, expected)
     assert rates[0] > rates[1]
     tokenizer([f"v{n}" for n in range(64)]).save_pretrained(tmp_path / "draft")
     with pytest.raises(ValueError, match="0 of the target's 64 tokens"):
@@ -164,3 +167,47 @@ def test_a_draft_tokenizer_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ValueError, match=r"load\(..., draft_tokenizer=...\)"):
         triforce_tree.load(target, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def trained() -> tuple[PreTrainedTokenizerFast, PreTrainedTokenizerFast]:
+    """A byte-level tokenizer and one of pieces with a fallback to bytes, of one text."""
+    text = pydoc_text()[:40_000] + "äöü 漢字 \n\t" * 50
+    by_bytes = ByteLevelBPETokenizer()
+    by_bytes.train_from_iterator([text], vocab_size=600, special_tokens=["<|end|>"])
+    pieces = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    pieces.pre_tokenizer = pre_tokenizers.Metaspace()
+    pieces.decoder = decoders.Sequence(
+        [decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="never"), decoders.Fuse()]
+    )
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=800, special_tokens=special, show_progress=False)
+    pieces.train_from_iterator([text], trainer)
+    return (
+        PreTrainedTokenizerFast(tokenizer_object=by_bytes._tokenizer, eos_token="<|end|>"),
+        PreTrainedTokenizerFast(tokenizer_object=pieces, eos_token="</s>", unk_token="<unk>"),
+    )
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_shared_tokens_of_trained_tokenizers_decode_alike(
+    trained: tuple[PreTrainedTokenizerFast, PreTrainedTokenizerFast], swapped: bool
+) -> None:
+    target, draft = trained[::-1] if swapped else trained
+    ids = token_map(len(target), len(draft), target, draft)
+    assert ids is not None
+    shared = [
+        (token, counterpart)
+        for token, counterpart in enumerate(ids.proposals.tolist())
+        if counterpart >= 0 and token != target.eos_token_id
+    ]
+    words = 0
+    for token, counterpart in shared:
+        # A byte alone decodes to a replacement character, where it is no text.
+        texts = [each.decode([id], clean_up_tokenization_spaces=False) for each, id in
+                 ((target, token), (draft, counterpart))]  # fmt: skip
+        assert texts[0] == texts[1]
+        words += len(texts[0]) > 2
+    assert words > 100
+    assert ids.proposals[target.eos_token_id] == draft.eos_token_id
+    assert len({counterpart for _, counterpart in shared}) == len(shared)

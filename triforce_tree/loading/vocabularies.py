@@ -153,8 +153,11 @@ def _characters_of_bytes() -> dict[str, int]:
 
 
 def _from_characters(text: str, table: Mapping[str, int]) -> bytes:
-    # Special tokens may have other characters.
-    return bytes(table[c] for c in text) if all(c in table for c in text) else text.encode()
+    try:
+        return bytes([table[character] for character in text])
+    except KeyError:
+        # Special tokens may have other characters.
+        return text.encode()
 
 
 def _is_byte(text: str) -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from api_cases import characters
 from families import perturbed, prompt_of, tiny
 from program_cases import SMALL
 from torch import fx
@@ -39,6 +40,7 @@ SETUPS: dict[str, dict[str, Any]] = {
     "offloaded": {"offload": True},
     "offloaded, one level": {"offload": True, "levels": 1},
     "offloaded weights": {"offload_weights": True, "retrieval_weight_bits": 8},
+    "a narrower draft": {"tokenizer": characters(), "draft_tokenizer": characters()},
 }
 
 
@@ -48,7 +50,10 @@ def models() -> tuple[PreTrainedModel, PreTrainedModel]:
 
 
 def engine(**options: Any) -> Engine:
-    return load(*models(), device="cpu", profile=False, **{**SMALL, "runner_ups": True, **options})
+    target, draft = models()
+    if "draft_tokenizer" in options:
+        draft = tiny("llama-gqa", seed=1, vocab_size=40)
+    return load(target, draft, device="cpu", profile=False, **{**SMALL, "runner_ups": True, **options})
 
 
 def keep_little_on_the_device() -> None:
@@ -83,7 +88,7 @@ def generations() -> dict[str, Any]:
     for name, options in SETUPS.items():
         parallel = engine(**options)
         result[name] = generated(parallel)
-        if name in ("on the device", "offloaded"):
+        if name in ("on the device", "offloaded", "a narrower draft"):
             result[f"{name}, sampled"] = generated(parallel, do_sample=True, top_k=0, seed=7)
     return result
 
