@@ -12,7 +12,6 @@ host must give the same bits in every dtype. Exit code 1 where anything fails; t
 import gc
 import logging
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -101,9 +100,9 @@ class Checks:
         hierarchy.release()
         with mock.patch.object(memory_plan, "plan", plan):
             self.same_text("the text with a resident last layer")
-        program = hierarchy._program[1] if hierarchy._program is not None else None
-        there = program is not None and program.offloaded is not None and program.offloaded.host.last_resident
-        self.add("the last layer is resident", there)
+        assert hierarchy._program is not None
+        cache = hierarchy._program[1].offloaded
+        self.add("the last layer is resident", cache is not None and cache.host.last_resident)
         hierarchy.release()
 
     def interrupted(self) -> None:
@@ -112,7 +111,8 @@ class Checks:
             self.offloaded.hierarchy.release()
             before = self._held()
             try:
-                self.text(self.offloaded, 8, **{what: _raising_at(at)})
+                hook = mock.Mock(side_effect=[*[None] * (at - 1), KeyboardInterrupt])
+                self.text(self.offloaded, 8, **{what: hook})
                 stopped = False
             except KeyboardInterrupt:
                 stopped = True
@@ -240,18 +240,6 @@ class _Hog(logging.Handler):
         self.lines.append(record.getMessage())
         while self._held and sum(tensor.nbytes for tensor in self._held) > self.kept:
             self._held.pop(0)
-
-
-def _raising_at(call: int) -> Callable[[int], None]:
-    calls = 0
-
-    def hook(count: int) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == call:
-            raise KeyboardInterrupt
-
-    return hook
 
 
 def main() -> int:

@@ -29,7 +29,7 @@ from triforce_tree.kv.offload.pinned import usable
 from triforce_tree.planning import memory_plan
 from triforce_tree.planning.machine import host_rate
 from triforce_tree.planning.memory_map import GIB, Machine, Sizes
-from triforce_tree.planning.memory_plan import MemoryPlan
+from triforce_tree.planning.memory_plan import DoesNotFitError, MemoryPlan
 
 _PACKAGES = tuple(p for source in SOURCES for p in source.packages if not source.code)
 RTX_4090 = {"name": "RTX 4090", "bus_gbps": 25.0, "read_gbps": 1000.0}
@@ -135,7 +135,11 @@ class OffloadSession(Session):
 
     def measure(self, step: Step) -> None:
         """Every temperature; along the greedy text without drafts, with the CPU's share and without."""
-        self.open(step.setting["cap_gib"])
+        try:
+            self.open(step.setting["cap_gib"])
+        except DoesNotFitError as error:
+            self.note(f"{step.setting}: {error}")
+            return
         prompts, sources = self.feed(step)
         for key in self.lacking(step):
             text = self.ours(key, prompts, sources).texts[0][: self.plan.plain_tokens]
