@@ -59,6 +59,8 @@ class File:
         self.dropped = 0
         if path.exists() and path.stat().st_size:
             held = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(held, dict) or "rows" not in held:
+                raise SystemExit(f"{path} is no results file of this command; give another path")
             same = all(held.get(name) == self.head[name] for name in ("code", "models", "versions", "device"))
             rows = [Row.from_dict(row) for row in held["rows"]]
             self.rows = {row.key: row for row in rows} if same else {}

@@ -147,7 +147,9 @@ def refuse_model_inputs(inputs: dict[str, Any], input_ids: Tensor, attention_mas
     if positions is not None:
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         counted = (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)
-        if positions.shape[-1] != counted.shape[1] or not bool((positions.to(counted) == counted).all()):
+        # Families differ in what padding gets.
+        same = positions.shape[-1] == counted.shape[1] and (positions.to(counted) == counted) | (mask == 0)
+        if same is False or not bool(same.all()):
             raise ValueError(
                 "position_ids other than those of attention_mask are not supported by triforce_tree; leave "
                 "them out"

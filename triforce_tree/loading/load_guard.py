@@ -29,7 +29,7 @@ from triforce_tree.models.attention import AttentionParams, scales_queries
 from triforce_tree.models.hf_model import HFModel, plain_torch_modes
 from triforce_tree.models.model_copy import shallow_copy
 from triforce_tree.models.recorder import LayerCall
-from triforce_tree.models.supported import UnsupportedModelError
+from triforce_tree.models.supported import UnsupportedModelError, likely_cause
 
 # Tokens of two chunks of prefill, and of one tree, which is a chain.
 _CHUNKS = (16, 16, 8)
@@ -180,10 +180,13 @@ class _Guard:
         error = relative_error(ours, expected)
         self.report.errors[what] = error
         if not error <= self.limit:
+            cause = likely_cause(self.model.model, [call.module for call in self.calls.values()])
+            layers = ", ".join(map(str, self.slice.layers))
             raise UnsupportedModelError(
-                f"{self.model.name} would not be decoded as by transformers: on {what} its logits differ by "
-                f"{error:.2g} relative to their norm, and rounding explains at most {self.limit:.2g} (layers "
-                f"{', '.join(map(str, self.slice.layers))}); please report the model's configuration"
+                f"{self.model.name} would not be decoded as by transformers: {cause and cause + '; '}"
+                f"on {what} its logits differ by {error:.2g} relative to their norm, and rounding explains at "
+                f"most {self.limit:.2g} (layers {layers})"
+                + ("" if cause else "; please report the model's configuration")
             )
 
     def _reference_logits(

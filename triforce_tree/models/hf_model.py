@@ -223,7 +223,12 @@ class HFModel:
         self.capturable: bool | None = None
         config = model.config.get_text_config(decoder=True)
         self.name = type(model).__name__
-        self.layers: int = config.num_hidden_layers
+        layers = getattr(config, "num_hidden_layers", None)
+        if layers is None:
+            raise UnsupportedModelError(
+                f"{self.name} is no stack of decoder layers: its configuration has no num_hidden_layers"
+            )
+        self.layers: int = layers
         self.vocab_size: int = config.vocab_size
         self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
         refuse_unsupported(model)

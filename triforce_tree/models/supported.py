@@ -1,5 +1,7 @@
 """Refuses models that cannot be decoded with explicit KV caches, by their configuration and placement."""
 
+import inspect
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -62,3 +64,18 @@ def _placement(model: nn.Module) -> str | None:
     if len(devices) > 1:
         return f"has weights on {', '.join(sorted(devices))}, but a level runs on one device; move it to one"
     return None
+
+
+def likely_cause(model: Any, attention: Iterable[nn.Module]) -> str:
+    """Why a model's own forward may differ from ours, where it is plain to see; else the empty text.
+
+    Args:
+        model: of transformers.
+        attention: modules that called our attention function.
+    """
+    if any(getattr(module, "is_causal", True) is False for module in attention):
+        return "it attends in both directions, as an encoder does"
+    parts = (model, model.base_model, model.get_decoder())
+    if not any("position_ids" in inspect.signature(part.forward).parameters for part in parts):
+        return "it counts positions by the length of transformers' cache, and takes no position_ids"
+    return ""

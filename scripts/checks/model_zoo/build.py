@@ -1,6 +1,7 @@
 """Tiny random models of any class of transformers, in fp32, with everything special about it left on."""
 
 import math
+import re
 from typing import Any
 
 import torch
@@ -12,6 +13,14 @@ from scripts.checks.model_zoo.overrides import BY_CONFIG, VARIANTS
 from scripts.checks.model_zoo.shrink import PLAIN_TOKENS, Settings, merged, shrunk
 
 DEFAULT = "default"
+# Of ``generate``: ends, lengths and forced tokens.
+_SPECIAL = re.compile("_token_ids?$|^max_length$|suppress_tokens$")
+_FEATURES = (
+    "sliding_window", "attention_chunk_size", "floor_scale", "index_topk", "kv_lora_rank",
+    "original_max_position_embeddings", "num_kv_shared_layers", "num_local_experts", "num_experts",
+    "n_routed_experts", "attn_logit_softcapping", "final_logit_softcapping",
+)  # fmt: skip
+_SEEDS, _LEAST_VARIED = 4, 4
 _MOST_PARAMETERS = 3_000_000
 # Standard deviation of a layer's output for inputs of norm 1: random models then do not repeat one token.
 _GAIN = 1.2
@@ -49,10 +58,22 @@ def build(family: Family, variant: str = DEFAULT, seed: int = 0) -> PreTrainedMo
     _scatter(model, seed)
     # No token is special to ``generate``, which takes ends and lengths from here.
     kept: Any = model.generation_config
-    for name in ("eos_token_id", "bos_token_id", "pad_token_id", "max_length", "suppress_tokens",
-                 "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id"):  # fmt: skip
-        if hasattr(kept, name):
-            setattr(kept, name, None)
+    kept.use_cache = True
+    for name in [name for name in vars(kept) if _SPECIAL.search(name)]:
+        setattr(kept, name, None)
+    return model
+
+
+def build_varied(family: Family, variant: str, prompt: list[int]) -> PreTrainedModel:
+    """A random model whose text does not repeat a few tokens, where one of the first seeds gives it."""
+    for seed in range(_SEEDS):
+        model = build(family, variant, seed)
+        try:
+            varied = len(set(new_tokens_of(model, prompt, 3 * _LEAST_VARIED))) >= _LEAST_VARIED
+        except Exception:  # transformers' own generate fails: the trial says so
+            break
+        if varied:
+            break
     return model
 
 
@@ -81,14 +102,18 @@ def prompt_of(length: int) -> list[int]:
 
 
 def features_of(model: PreTrainedModel) -> str:
-    """What of it depends on length, or needs more than keys and values: its windows, chunks and so on."""
+    """The kinds of layers of a model, and the lengths and sizes that make it special."""
     config: Any = model.config.get_text_config(decoder=True)
     found = []
     kinds = set(getattr(config, "layer_types", None) or ())
-    for name in ("sliding_window", "attention_chunk_size", "floor_scale", "index_topk", "kv_lora_rank"):
-        if getattr(config, name, None):
-            found.append(f"{name} {getattr(config, name)}")
-    return ", ".join([*sorted(kinds), *found])
+    rope = getattr(config, "rope_parameters", None) or {}
+    ropes = {part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)}
+    found += [f"rope {name}" for name in sorted(ropes - {None, "default"})]
+    for name in _FEATURES:
+        value = getattr(config, name, None)
+        if value and type(value) in (int, float):
+            found.append(f"{name} {value:g}")
+    return ", ".join([*sorted(kinds - {"full_attention"}), *found])
 
 
 def new_tokens_of(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Classes of transformers that the table has rows for: causal LMs, and multimodal classes used for text."""
+"""The classes of transformers in the table: causal LMs, and multimodal classes used for text."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -14,7 +14,7 @@ BAD = (DIFFERS, CRASHES)
 
 @dataclass(frozen=True)
 class Row:
-    """One path of one feature set of a class."""
+    """One path of one feature set of a class; ``features`` are what is special about the tiny model."""
 
     model_type: str
     model_class: str
@@ -22,6 +22,7 @@ class Row:
     path: str
     outcome: str
     reason: str = ""
+    features: str = ""
 
     @property
     def key(self) -> tuple[str, str, str]:

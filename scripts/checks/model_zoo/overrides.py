@@ -3,9 +3,7 @@
 from typing import Any
 
 from scripts.checks.model_zoo.shrink import (
-    CHUNK,
     DROP,
-    HEAD_DIM,
     HEADS,
     HIDDEN,
     INNER,
@@ -54,10 +52,35 @@ _INDEXER: Settings = {
     "split_ngram_parts": 4,
 }  # fmt: skip
 
+_DOTS3: Settings = {"per_layer_config": {}}
+_DOTS3_VISION: Settings = {"adapter_in_dim": HIDDEN, "adapter_out_dim": HIDDEN}
+_DOTS3_AUDIO: Settings = {"adapter_input_size": HIDDEN, "adapter_out_dim": HIDDEN}
 # By the class of the configuration. ``__base__``: what the default configuration cannot be made without.
 BY_CONFIG: dict[str, Settings] = {
     "BambaConfig": {**_MAMBA, "num_hidden_layers": 4, "attn_layer_indices": [1, 3]},
     "BltConfig": {"encoder_hash_byte_group_vocab": 32, "patch_size": 4},
+    "BailingHybridConfig": {"num_experts_per_token": 2, "num_expert_group": 1, "topk_group": 1},
+    "KimiLinearConfig": {"num_experts_per_token": 2, "num_expert_group": 1, "topk_group": 1},
+    "Dots3NoteTextConfig": _DOTS3,
+    "Dots3NoteConfig": {"text_config": _DOTS3, "vision_config": _DOTS3_VISION, "audio_config": _DOTS3_AUDIO},
+    "ProphetNetConfig": {"num_decoder_layers": 2, "num_encoder_layers": 2},
+    "EvollaConfig": {},
+    "Florence2Config": {"vision_config": {
+        "depths": [1, 1, 1, 1], "embed_dim": [8, 8, 8, 8], "num_heads": [2, 2, 2, 2],
+        "num_groups": [2, 2, 2, 2], "projection_dim": HIDDEN, "window_size": 4}},
+    "UnlimitedOcrConfig": {"vision_config": {"sam_config": {**_SAM, "downsample_channels": [8, 8]}}},
+    "PPFormulaNetConfig": {"vision_config": {
+        **_SAM, "post_conv_out_channels": 8, "post_conv_mid_channels": 8}},
+    "Ernie4_5_VLMoeConfig": {"text_config": {"moe_intermediate_size": [16, 16]}},
+    "DiffusionGemmaConfig": {"text_config": {
+        "global_head_dim": 16, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}},
+    "MuseSparkConfig": {"audio_config": {
+        "hidden_sizes": [8, 8, 8, 8], "depths": [1, 1, 1, 1], "num_hidden_layers": 4}},
+    "NemotronH_Omni_Reasoning_V3_Config": {"video_temporal_patch_size": DROP, "text_config": {
+        "mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 8, "chunk_size": 16}},
+    "Step3p7Config": {"text_config": {"sliding_window": WINDOW}},
+    "HunYuanVLConfig": {"text_config": {"rope_parameters": {**_THETA, "mrope_section": [1, 1, 1, 1]}}},
+    "Emu3Config": {"vocabulary_map": {"<image>": VOCABULARY - 1}},
     "ChameleonConfig": {"vocabulary_map": {"<image>": VOCABULARY - 1}},
     "CodeGenConfig": {"rotary_dim": 4},
     "CohereCompassTextConfig": _BY_KIND,
@@ -84,7 +107,8 @@ BY_CONFIG: dict[str, Settings] = {
     "GraniteMoeHybridConfig": {**_MAMBA, "num_hidden_layers": 4, "shared_intermediate_size": 16,
                                "layer_types": ["linear_attention", "full_attention"] * 2},
     "Granite4VisionConfig": {"spatial_target_layers": [0], "deepstack_layer_map": [[-1, 0]],
-                             "downsample_rate": "1/2"},
+                             "downsample_rate": "1/2",
+                             "qformer_config": {"cross_attention_frequency": 1, "num_attention_heads": 4}},
     "JambaConfig": {**_MAMBA, "num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
     "JanusConfig": {"vq_config": {"base_channels": 32, "channel_multiplier": [1], "num_embeddings": 16,
                                   "latent_channels": 8, "embed_dim": 8}},
@@ -106,8 +130,9 @@ BY_CONFIG: dict[str, Settings] = {
     "Qwen4ExpTextConfig": _INDEXER,
     "Qwen4ExpConfig": {"text_config": _INDEXER},
     "RecurrentGemmaConfig": {"num_hidden_layers": 6},
-    "ReformerConfig": {"is_decoder": True},
-    "RoCBertConfig": {"pronunciation_vocab_size": 32, "shape_vocab_size": 32, "shape_embed_dim": 8,
+    "ReformerConfig": {"is_decoder": True, "axial_pos_shape": [16, 32], "axial_pos_embds_dim": [16, 16],
+                       "num_hashes": 1, "feed_forward_size": 32},
+    "RoCBertConfig": {"pronunciation_vocab_size": 96, "shape_vocab_size": 96, "shape_embed_dim": 8,
                       "pronunciation_embed_dim": 8},
     "xLSTMConfig": {"num_blocks": 2, "chunk_size": 16},
     "XmodConfig": {"default_language": "en_XX"},
@@ -149,4 +174,3 @@ VARIANTS: dict[str, dict[str, Settings]] = {
     "DeepseekV3ForCausalLM": {"yarn": {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}}},
     "GptOssForCausalLM": {"yarn": {"rope_parameters": YARN}},
 }  # fmt: skip
-_UNUSED = (CHUNK, HEAD_DIM)

@@ -132,8 +132,10 @@ class Trial:
                 at = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
                 if difference is None or not difference.tie:
                     return Outcome(DIFFERS, f"from new token {at} on, after {len(prompt)} tokens")
-        if path.gpu and not engine.captures:  # type: ignore[attr-defined]
-            return Outcome(REFUSED, "runs, but step by step")
+        if path.gpu:
+            with engine.program(prompts, NEW_TOKENS, None, 0.0) as program:
+                if not (program.full.capturable and program.retrieval_model.capturable):
+                    return Outcome(REFUSED, "equal, but its forwards run step by step")
         return Outcome(EQUAL)
 
 

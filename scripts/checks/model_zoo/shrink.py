@@ -86,6 +86,8 @@ def shrunk(config: PreTrainedConfig, text: bool = True) -> Settings:
         elif name == "tie_word_embeddings":
             # Random tied weights repeat their input.
             found[name] = False
+        elif name in ("is_decoder", "use_cache") and value is False:
+            found[name] = True
         elif name == "head_dim" and value is None:
             found[name] = HEAD_DIM
         elif name in ("num_key_value_heads",) and value is None:
@@ -96,7 +98,7 @@ def shrunk(config: PreTrainedConfig, text: bool = True) -> Settings:
                 found[name] = smaller
     if "kv_lora_rank" in found and "num_key_value_heads" in found:
         found["num_key_value_heads"] = HEADS
-        if fields.get("head_dim") == fields["qk_rope_head_dim"]:
+        if fields.get("head_dim") == fields.get("qk_rope_head_dim") and "qk_rope_head_dim" in found:
             found["head_dim"] = found["qk_rope_head_dim"]
     elif fields.get("num_key_value_heads") == 1:
         found["num_key_value_heads"] = 1

@@ -23,8 +23,8 @@ class Job:
     feature_set: str
     paths: tuple[str, ...]
 
-    def row(self, path: str, outcome: str, reason: str = "") -> Row:
-        return Row(self.model_type, self.model_class, self.feature_set, path, outcome, reason)
+    def row(self, path: str, outcome: str, reason: str = "", features: str = "") -> Row:
+        return Row(self.model_type, self.model_class, self.feature_set, path, outcome, reason, features)
 
 
 def run(
@@ -121,9 +121,9 @@ def _serve(pipe: Connection, device: str) -> None:
     import torch
     from transformers.utils import logging
 
-    from scripts.checks.model_zoo.build import build
+    from scripts.checks.model_zoo.build import build_varied, features_of, prompt_of
     from scripts.checks.model_zoo.classes import families
-    from scripts.checks.model_zoo.paths import Trial, said
+    from scripts.checks.model_zoo.paths import PROMPTS, Trial, said
 
     torch.set_num_threads(1)
     logging.set_verbosity_error()
@@ -134,9 +134,11 @@ def _serve(pipe: Connection, device: str) -> None:
             name, feature_set, paths = pipe.recv()
         except EOFError:
             return
-        outcome = None
+        outcome, features = None, ""
         try:
-            trial = Trial(build(known[name], feature_set), device)
+            model = build_varied(known[name], feature_set, prompt_of(PROMPTS[0]))
+            features = features_of(model)
+            trial = Trial(model, device)
         except Exception as error:
             outcome = NOT_BUILT, said(error)
         else:
@@ -145,4 +147,4 @@ def _serve(pipe: Connection, device: str) -> None:
                 outcome = (refusal.outcome, refusal.reason)
         for path in paths:
             found = outcome or tuple(asdict(trial.run(path)).values())
-            pipe.send(found)
+            pipe.send((*found, features))
