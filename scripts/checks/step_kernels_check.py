@@ -30,16 +30,29 @@ Make = Callable[[], Problem]
 def problems() -> Iterator[Make]:
     """Makers of every problem, deterministic."""
     for shape, dtype in product(
-        [(1, 32, 400, 16, 128), (6, 8, 300, 33, 128), (2, 4, 5000, 2000, 64), (3, 2, 90, 1, 96)], BOTH
+        [
+            (1, 32, 400, 16, 128),
+            (6, 8, 300, 33, 128),
+            (2, 4, 5000, 2000, 64),
+            (3, 2, 90, 1, 96),
+            (2, 16, 400, 33, (192, 128)),
+        ],
+        BOTH,
     ):
         yield partial(step_cases.append, *shape, dtype, GPU)
     for shape, dtype in product(
-        [(64, 1, 32, 300, 32, 128), (8, 6, 8, 400, 128, 128), (2, 3, 4, 2100, 1000, 64)], BOTH
+        [
+            (32, 1, 32, 300, 32, 128),
+            (4, 6, 8, 400, 128, 128),
+            (1, 3, 4, 2100, 1000, 64),
+            (4, 2, 16, 400, 60, (192, 128)),
+        ],
+        BOTH,
     ):
         yield partial(step_cases.move, *shape, dtype, GPU)
     for shape, ring in [((1, 32, 1280, 16, 128), 1280), ((6, 8, 300, 97, 256), 299)]:
         yield partial(step_cases.append_to_ring, *shape, HALF, GPU, ring=ring)
-    for shape, ring in [((64, 1, 8, 1280, 32, 256), 1280), ((8, 6, 8, 400, 128, 128), 399)]:
+    for shape, ring in [((32, 1, 8, 1280, 32, 256), 1280), ((4, 6, 8, 400, 128, (192, 128)), 399)]:
         yield partial(step_cases.move_in_ring, *shape, HALF, GPU, ring=ring)
     for shape, dtype in product(
         [(32, 1, 32, 330, 4, 128, 8), (4, 6, 8, 200, 7, 128, 8), (2, 3, 2, 1000, 40, 96, 16)], BOTH
