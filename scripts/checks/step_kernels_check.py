@@ -30,9 +30,13 @@ def problems() -> Iterator[Make]:
     """Makers of every problem, deterministic."""
     slots = {
         step_cases.append: [
-            (1, 32, 400, 16, 128), (6, 8, 300, 33, 128), (2, 4, 5000, 2000, 64), (3, 2, 90, 1, 96)
+            (1, 32, 400, 16, 128), (6, 8, 300, 33, 128), (2, 4, 5000, 2000, 64), (3, 2, 90, 1, 96),
+            (2, 16, 400, 33, (192, 128)),
         ],
-        step_cases.move: [(64, 1, 32, 300, 32, 128), (8, 6, 8, 400, 128, 128), (2, 3, 4, 2100, 1000, 64)],
+        step_cases.move: [
+            (32, 1, 32, 300, 32, 128), (4, 6, 8, 400, 128, 128), (1, 3, 4, 2100, 1000, 64),
+            (4, 2, 16, 400, 60, (192, 128)),
+        ],
         step_cases.means: [
             (32, 1, 32, 330, 4, 128, 8), (4, 6, 8, 200, 7, 128, 8), (2, 3, 2, 1000, 40, 96, 16)
         ],
@@ -42,7 +46,7 @@ def problems() -> Iterator[Make]:
             yield partial(make, *shape, dtype, GPU)
     for shape, ring in [((1, 32, 1280, 16, 128), 1280), ((6, 8, 300, 97, 256), 299)]:
         yield partial(step_cases.append_to_ring, *shape, HALF, GPU, ring=ring)
-    for shape, ring in [((64, 1, 8, 1280, 32, 256), 1280), ((8, 6, 8, 400, 128, 128), 399)]:
+    for shape, ring in [((32, 1, 8, 1280, 32, 256), 1280), ((4, 6, 8, 400, 128, (192, 128)), 399)]:
         yield partial(step_cases.move_in_ring, *shape, HALF, GPU, ring=ring)
     selections = [
         (1, 32, 1, 15360, 128, 480), (6, 32, 1, 2375, 128, 128), (3, 8, 4, 15424, 128, 480),

@@ -42,6 +42,13 @@ def cases() -> list[Case]:
         made.append(Case(Heads(query, kv, 128), ((4097, size),), layout=layout))
     for dim, dtype, size in product((64, 96, 128, 256), DTYPES, (1, 16, 70)):
         made.append(Case(Heads(8, 2, dim), ((1000, size),), dtype))
+    # Keys wider than their values, in whole parts and not, and values wider than keys.
+    for (dim, value), layout, size in product(
+        [(192, 128), (96, 64), (176, 128), (64, 128)], (*LAYOUTS, "packed"), (1, 16, 65)
+    ):
+        made.append(Case(Heads(8, 4, dim, value), ((4097, size),), layout=layout))
+    for dtype, length, window in product(DTYPES, (1000, 122880), (None, 300)):
+        made.append(Case(Heads(8, 8, 192, 128), ((length, 33), (70, 5)), dtype, "packed", window=window))
     single = {"dtype": torch.float32, "window": 300, "softcap": 30.0, "sinks": True}
     for length, layout in [(122880, "heads"), (4097, "rows"), (4097, 16), (1500, ("view", 8))]:
         made.append(Case(GROUPED, ((length, 16),), torch.float32, layout))

@@ -76,10 +76,11 @@ def test_a_device_can_emulate_another(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("device", [*KNOWN.values(), *ANY], ids=lambda d: f"{d.arch}-{d.shared_bytes}")
 def test_every_choice_fits(device: Device) -> None:
     for element_bytes in (2, 4):
-        for head_dim in (16, 64, 80, 96, 128, 192, 256):
+        widths = [(dim, dim) for dim in (16, 64, 80, 96, 128, 192, 256)]
+        for head_dim, value_dim in (*widths, (192, 128), (96, 64), (12, 6), (64, 256)):
             for rows in (1, 4, 16, 17, 64, 65, 128, 129, 512):
-                tile = configs.choose(rows, head_dim, element_bytes, device)
-                needed = configs.shared_bytes(tile, head_dim, element_bytes, device)
+                tile = configs.choose(rows, head_dim, element_bytes, device, value_dim)
+                needed = configs.shared_bytes(tile, head_dim, element_bytes, device, value_dim)
                 assert needed <= device.shared_bytes
                 assert (needed + 1024) * tile.programs_per_sm <= device.shared_bytes_per_sm + 1024 * (
                     not device.ptx
@@ -97,6 +98,10 @@ def test_hopper_gets_the_configurations_measured_on_it() -> None:
     for head_dim, table in configs._PREFERRED.items():
         for most, tile in table:
             assert configs.choose(most, head_dim, 2, HOPPER) == tile
+            assert configs.choose(most, head_dim, 2, HOPPER, head_dim) == tile
+    for (head_dim, value_dim), table in configs._PREFERRED_WIDTHS.items():
+        for most, tile in table:
+            assert configs.choose(most, head_dim, 2, HOPPER, value_dim) == tile
     for bits, by_rows in linear_configs._TABLE.items():
         for rows, cuts in by_rows.items():
             least = 2049
@@ -149,6 +154,7 @@ def test_tiles_of_small_devices_compute_attention(arch: str, dtype: torch.dtype)
     for case in (
         Case(Heads(4, 2, 128), ((130, 9),), dtype, window=50, softcap=5.0),
         Case(Heads(2, 1, 256), ((65, 37), (20, 3)), dtype),
+        Case(Heads(2, 2, 192, 128), ((65, 37),), dtype),
     ):
         with emulated(device):
             assert run_case(case, DEVICE) <= ERROR_LIMIT

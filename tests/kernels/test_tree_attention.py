@@ -10,6 +10,7 @@ import pytest
 import torch
 import triton_ops
 from kernels_cases import ERROR_LIMIT, Case, build, poisoned_memory, random_nodes, random_tree, run_case
+from torch._subclasses.fake_tensor import FakeTensorMode
 from triton_ops import DEVICE
 
 pytest.importorskip("triton", reason="the kernels need Triton; install triton to run their tests")
@@ -259,6 +260,15 @@ def test_fakes_agree_with_the_operators():
     outs, lses = torch.randn(2, 3, 64, device=DEVICE), torch.randn(2, 3, device=DEVICE)
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(reference.merge_states.overload, (outs, lses), test_utils=checks)
+
+
+def test_fake_output_has_the_width_of_the_values():
+    heads, mask = Heads(2, 1, 96, 64), torch.ones(3, 3, dtype=torch.bool)
+    plan = plan_trees(heads, [mask], [5], device=DEVICE, dtype=HALF, config=SMALL)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        q, k, v = (torch.empty(shape, dtype=HALF) for shape in [(3, 2, 96), (1, 1, 8, 96), (1, 1, 8, 64)])
+        out, lse = run(q, k, v, plan, scale=1.0)
+    assert (out.shape, lse.shape) == ((3, 2, 64), (3, 2))
 
 
 def test_keys_wider_than_their_values_are_parts_of_powers_of_two():

@@ -12,6 +12,7 @@ import torch
 from families import SMALL_SETTINGS, greedy, perturbed, prompt_of, small, without_tree
 from offloaded_cases import PIECE
 from program_cases import SMALL, decoded
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedModel
 
 import triforce_tree
@@ -136,6 +137,14 @@ def test_shapes_and_bytes_of_keys_and_values() -> None:
     assert [shape.elements for shape in model.kv_shapes] == [40, 80, 40]
     sizes = Sizes.of(model, None, HierarchyConfig.from_options(levels=1))
     assert (sizes.row, sizes.windowed[0].row, sizes.padded_row) == (40 * 4, 80 * 4, 24 * 4)
+
+
+def test_a_compiled_layer_knows_the_width_of_the_values() -> None:
+    """The shape that torch.compile works with: o_proj multiplies the values of all heads."""
+    with FakeTensorMode():
+        q, k, v = torch.empty(2, 4, 5, 24), torch.empty(2, 1, 5, 24), torch.empty(2, 1, 5, 16)
+        out = torch.ops.triforce_tree.planned_attend(q, k, v, 1.0, 0, 0.0, None)
+    assert out.shape == (2, 5, 4, 16)
 
 
 @pytest.mark.parametrize("dims", [(24, 16), (16, 24)], ids=str)

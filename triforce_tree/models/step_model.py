@@ -96,8 +96,8 @@ def _attend(
 def _(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float, sinks: Tensor | None
 ) -> Tensor:
-    batch, heads, tokens, dim = q.shape
-    return q.new_empty(batch, tokens, heads, dim)
+    batch, heads, tokens, _ = q.shape
+    return q.new_empty(batch, tokens, heads, v.shape[3])
 
 
 def _attention(
