@@ -86,7 +86,10 @@ class TokenPass:
 
 
 class ProposedPass:
-    """A ``RecurrentPass`` over T tokens of each sequence, of which :meth:`commit` applies the first ones."""
+    """A ``RecurrentPass`` over T tokens of each sequence, of which :meth:`commit` applies the first ones.
+
+    What it keeps are copies: torch.compile reuses the memory of all that passes through its graphs.
+    """
 
     def __init__(self, states: RecurrentStates) -> None:
         self._states = states
@@ -95,11 +98,15 @@ class ProposedPass:
 
     def convolve(self, number: int, new: Tensor, columns: int) -> Tensor:
         self._states.proposed = self
-        self._inputs[number] = torch.cat([self._states.convolutions[number], new], 2)
-        return self._inputs[number]
+        inputs = torch.cat([self._states.convolutions[number], new], 2)
+        self._inputs[number] = inputs.clone()
+        return inputs
 
     def recur(self, number: int, rows: Rows) -> Tensor:
-        self._rows[number] = rows
+        rates, beta = (None if t is None else t.clone() for t in (rows.rates, rows.beta))
+        key = rows.k.clone()
+        # A commit has no queries.
+        self._rows[number] = Rows(key, key, rows.v.clone(), rows.decay.clone(), rates, beta)
         return _all_rows(self._states.recurrences[number], rows, None)
 
     def commit(self, counts: Tensor) -> None:

@@ -296,7 +296,11 @@ class HFModel:
             problem = f"{type(error).__name__}: {error}"
         self.states = recorder.states.shapes
         attending = len(recorder.keys)
-        if problem is None and (attending == 0 or (self.states is None and attending != self.layers)):
+        if problem is None and self.states is not None and not attending:
+            raise UnsupportedModelError(
+                f"{self.name} has recurrent layers alone; hierarchical decoding needs layers with attention"
+            )
+        if problem is None and self.states is None and attending != self.layers:
             problem = f"{attending} of its {self.layers} layers used transformers' attention interface"
         if problem:
             raise UnsupportedModelError(
