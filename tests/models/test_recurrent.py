@@ -21,6 +21,7 @@ from triforce_tree.decoding import forced_tokens
 from triforce_tree.decoding.loop import Decoder
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.stop_criteria import Ending
+from triforce_tree.eval import check
 from triforce_tree.kernels.recurrent import linear_recurrence
 from triforce_tree.kv import recurrent_states
 from triforce_tree.kv.recurrent_states import ProposedPass, RecurrentStates, TokenPass
@@ -108,7 +109,7 @@ def test_nothing_but_accepted_tokens_changes_the_states(family: str) -> None:
     target, text = model(family), [*PROMPTS[0], *expected(family)[0]]
     drafter = Foreknowledge([text], [set(range(len(text))) - {50, 51, 57}], 4)
     used = program(target, 2, drafter)
-    before = [t.data_ptr() for t in (*used.states.convolutions, *used.states.recurrences)]
+    before = [t.data_ptr() for t in used.states.buffers]
     [new], decoder = decoded(used, PROMPTS[:1], [NEW])
     assert new == expected(family)[0]
     assert decoder.levels[-1].accepted == 3
@@ -116,10 +117,9 @@ def test_nothing_but_accepted_tokens_changes_the_states(family: str) -> None:
     fresh = program(target, 1)
     fresh.prepare(GREEDY)
     fresh.prefill([text[: length + 1]])
-    for name in ("convolutions", "recurrences"):
-        for ours, theirs in zip(getattr(used.states, name), getattr(fresh.states, name), strict=True):
-            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
-    assert before == [t.data_ptr() for t in (*used.states.convolutions, *used.states.recurrences)]
+    for ours, theirs in zip(used.states.buffers, fresh.states.buffers, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    assert before == [t.data_ptr() for t in used.states.buffers]
 
 
 def test_rewinding_feeds_the_prompt_again() -> None:
@@ -249,7 +249,7 @@ def test_what_a_commit_reads_are_copies() -> None:
     """torch.compile reuses the memory of a pass's tensors, those that it was given by us included."""
     target = HFModel(model("qwen3.5"))
     states = RecurrentStates(target.states, 1, target.device, target.dtype)
-    for state in (*states.convolutions, *states.recurrences):
+    for state in states.buffers:
         state.normal_()
     proposed, (heads, values, keys) = ProposedPass(states), target.states.recurrences[0]
     channels, columns = target.states.convolutions[0]
@@ -266,3 +266,10 @@ def test_what_a_commit_reads_are_copies() -> None:
     proposed.commit(two)
     assert torch.equal(states.convolutions[0], expected)
     assert torch.equal(states.recurrences[0], after)
+
+
+@pytest.mark.parametrize("levels", [1, 2])
+def test_check_starts_every_draw_from_the_same_states(levels: int) -> None:
+    engine = triforce_tree.load(model("granite-4"), tiny("llama"), rounds=1, tree="chain:2")
+    [result] = check.sampling_checks(engine, PROMPTS[:1], 40, levels)
+    assert result.passed

@@ -112,6 +112,8 @@ class DecodingProgram:
         self.retrieval_view, self.gathered_view = self._cache.retrieval_view, self._cache.gathered_view
         features = self.drafter.features if self.drafter is not None else ()
         self.state = self._new_state(extent, features)
+        if self.states is not None:
+            self.state.recurrent = self.states.buffers
         self.full = step_model(target, compiled, features)
         if self.drafter is not None:
             self.drafter.bind(self.state)

@@ -42,9 +42,14 @@ class RecurrentStates:
         self.lengths: list[int | None] = [None] * batch
         self.proposed: ProposedPass | None = None
 
+    @property
+    def buffers(self) -> list[Tensor]:
+        """All of them."""
+        return [*self.convolutions, *self.recurrences]
+
     def clear(self, sequence: int) -> None:
         """The state of a sequence without tokens."""
-        for state in (*self.convolutions, *self.recurrences):
+        for state in self.buffers:
             state[sequence] = 0
 
     def invalidate(self) -> None:
