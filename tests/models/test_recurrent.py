@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from enumeration import NOISE, total_variation
-from families import greedy, perturbed, prompt_of, tiny
+from families import greedy, perturbed, prompt_of, small, tiny
 from generation_distributions import Generations, stranger, target_distribution
 from program_cases import GREEDY, SAMPLED, decoded
 from recurrent_families import RECURRENT, Foreknowledge, recurrent
@@ -199,6 +199,30 @@ def test_what_is_not_possible_is_refused_with_the_reason() -> None:
     engine = triforce_tree.load(target, offload=True)
     with pytest.raises(ValueError, match=r"cache of GraniteMoeHybrid.*cannot be offloaded.*recurrent layers"):
         engine.generate(PROMPTS[0], max_new_tokens=4)
+
+
+@pytest.mark.parametrize(
+    "family, settings, reason",
+    [
+        ("Mamba2", {"num_heads": 8, "head_dim": 8, "expand": 2, "n_groups": 1}, "has recurrent layers alone"),
+        (
+            "Zamba2",
+            {
+                "num_hidden_layers": 4,
+                "layers_block_type": ["mamba", "hybrid"] * 2,
+                "n_mamba_heads": 4,
+                "mamba_ngroups": 1,
+                "num_mem_blocks": 1,
+                "num_key_value_heads": 4,
+            },
+            "an attention module serves several layers",
+        ),
+    ],
+)
+def test_families_that_are_refused(family: str, settings: dict[str, Any], reason: str) -> None:
+    refused = small(f"{family}Config", f"{family}ForCausalLM", **settings)
+    with pytest.raises(UnsupportedModelError, match=rf"{family}ForCausalLM.*{reason}"):
+        HFModel(refused)
 
 
 def test_a_mixer_whose_forward_was_replaced_is_refused() -> None:

@@ -56,6 +56,7 @@ def test_the_space_fits_machine_pair_and_context() -> None:
     long = Space(HierarchyConfig(), 16_384, gpu=True, draft=True)
     assert {c.name for c in long.coordinates()} >= {"tree", "retrieval_weight_bits", "runner_ups"}
     assert "lookup" not in {c.name for c in long.coordinates()}
+    assert all("lookup" not in start for start in long.starts())
     assert [start["levels"] for start in long.starts()] == [3, 2]
     assert long.starts()[0]["runner_ups"] is True
     longer = replace(long, context=122_880, fixed=frozenset({"gamma"}))
@@ -80,5 +81,5 @@ def test_the_space_fits_machine_pair_and_context() -> None:
     assert [start["levels"] for start in one.starts()] == [1]
     assert not long.allows(long.starts()[0] | {"budget": 1537})
     assert not long.allows(long.starts()[0] | {"budget": 16_000})
-    assert relevant(long.starts()[1]).keys() == {"levels", "tree", "lookup"}
+    assert relevant(long.starts()[1]).keys() == {"levels", "tree"}
     assert relevant({"levels": 1, "gamma": 3}) == {"levels": 1}

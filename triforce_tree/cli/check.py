@@ -7,7 +7,6 @@ from typing import Any
 from transformers import StoppingCriteriaList
 
 from triforce_tree.cli import options
-from triforce_tree.cli.bench_text import documents
 from triforce_tree.cli.console import Interrupt, bar, json_line, plain_table, screen
 from triforce_tree.engine import Engine
 from triforce_tree.eval import check, overlap, text
@@ -25,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
     long = 2 * args.budget + 455
     args.lengths = args.lengths or [1, 67, 1021, long]
     args.context = args.context or long
-    _, texts = documents(args)
+    _, texts = options.documents(args)
     engine = options.engine_of(args)
     assert engine.tokenizer is not None
     ids = text.token_ids(engine.tokenizer, next(iter(texts)))

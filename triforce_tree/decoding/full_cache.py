@@ -62,7 +62,7 @@ class FullCache:
     ) -> None:
         self._target, self._batch, self._max_seq_len = target, batch, max_seq_len
         self._prefill_chunk = chunk_tokens(config.prefill_chunk, target.device)
-        self._extent = PassLimits.of(config, levels)
+        self._limits = PassLimits.of(config, levels)
         self.store: KVStore | None = None
         self.offloaded: OffloadedCache | None = None
         self.retrieval_view: PagedRetrievalView | None = None
@@ -86,25 +86,25 @@ class FullCache:
         offload: Offload,
         pinned: Callable[[int], None] | None,
     ) -> None:
-        retrieval, extent = config.retrieval, self._extent
+        retrieval, limits = config.retrieval, self._limits
         recent = slots = page = 0
         if levels == 3:
             recent, page = retrieval.recent, retrieval.chunk
             slots = (retrieval.budget - recent) // page * page
         self.offloaded = OffloadedCache(
-            self._target, self._batch, self._max_seq_len, recent, extent.scratch_slots, slots, page, offload,
+            self._target, self._batch, self._max_seq_len, recent, limits.scratch_slots, slots, page, offload,
             pinned,
         )  # fmt: skip
         self.view = partial(StreamedView, self.offloaded)
         if levels == 3:
             self.gathered_view = GatheredRetrievalView(
-                self.offloaded, extent.nodes, retrieval, _tree_depths(config)
+                self.offloaded, limits.nodes, retrieval, _tree_depths(config)
             )
 
     def _keep_on_device(self, config: HierarchyConfig, levels: int, store: KVStore | None) -> None:
-        target, retrieval, extent = self._target, config.retrieval, self._extent
+        target, retrieval, limits = self._target, config.retrieval, self._limits
         page = retrieval.chunk if levels == 3 else 64
-        scratch = extent.scratch_slots
+        scratch = limits.scratch_slots
         positions = self._max_seq_len + scratch
         if store is None:
             slots = max(positions, retrieval.budget if levels == 3 else 0)
@@ -118,7 +118,7 @@ class FullCache:
         self.view = view
         if levels == 3:
             self.retrieval_view = PagedRetrievalView(
-                own, extent.nodes, retrieval, extent.max_draft_tokens + 1, _tree_depths(config)
+                own, limits.nodes, retrieval, limits.max_draft_tokens + 1, _tree_depths(config)
             )
 
     @property
@@ -185,8 +185,9 @@ class FullCache:
                     yield
                 return
             assert self.store is not None
-            stop = length + self._extent.scratch_slots + 1
-            written = [group.kv[..., length:stop, :] for group in self.store.groups if not group.ring]
+            stop = length + self._limits.scratch_slots + 1
+            groups = [group for group in self.store.groups if not group.ring]
+            written = [t[..., length:stop, :] for group in groups for t in group.kv]
             before = [slots.clone() for slots in written]
             try:
                 yield
@@ -210,7 +211,7 @@ class FullCache:
         if self.offloaded is None:
             return 0
         target = self._target
-        slot = 2 * target.layers * target.heads.kv * target.heads.dim * target.dtype.itemsize
+        slot = target.layers * target.heads.row * target.dtype.itemsize
         on_host = max(0, self._batch * tokens * slot - self.offloaded.host.resident_bytes)
         return int((1 - self.offloaded.share(queries)) * on_host)
 

@@ -96,6 +96,7 @@ class DecodingProgram:
             raise ValueError(f"levels={levels} needs a drafter; give one, or levels=1")
         self.drafter = drafter if levels > 1 else None
         self.device, self._noise = target.device, noise
+        self._arrangement = self._weights_at()
         self._prepared: dict[Hashable, _PreparedStages] = {}
         self.learnt: dict[Hashable, LearntDraftLength] = {}
         compiled = self.device.type == "cuda"
@@ -284,11 +285,6 @@ class DecodingProgram:
         """The last pass of level 2 made each sequence so many tokens longer."""
         self._cache.committed(counts)
 
-    def commit_states(self, count: int) -> None:
-        """Apply the first ``count`` tokens of the last forward, called directly, to recurrent states."""
-        if self.states is not None and self.states.proposed is not None:
-            self.states.proposed.commit(self.states.ones * count)
-
     def update_chunk_means(self) -> None:
         """Compute all chunk means again, after something other than the passes has written KV slots."""
         self._cache.update_chunk_means()
@@ -299,8 +295,9 @@ class DecodingProgram:
         Args:
             plain: of the autoregressive pass.
         """
-        weights = self.target.streamed.bytes if self.target.streamed is not None else 0
         queries = 1 if plain or self.levels == 1 else self.max_draft_tokens + 1
+        streamed = self.target.streamed
+        weights = streamed.pass_bytes(self.batch * queries) if streamed is not None else 0
         return self._cache.transferred_bytes(tokens, queries) + weights
 
     def serves(self, config: HierarchyConfig) -> bool:
@@ -320,7 +317,11 @@ class DecodingProgram:
 
     @property
     def closed(self) -> bool:
-        return self._cache.closed
+        """Whether memory that its stages use was given back: the cache's, or that of streamed experts."""
+        return self._cache.closed or self._arrangement != self._weights_at()
+
+    def _weights_at(self) -> int:
+        return self.target.streamed.arrangement if self.target.streamed is not None else 0
 
     @property
     def stage_names(self) -> Collection[str]:
@@ -333,9 +334,13 @@ class DecodingProgram:
 
     def acceptance(self, name: str) -> Acceptance:
         """The last acceptance of a verifying stage."""
+        return self.verifier(name).acceptance
+
+    def verifier(self, name: str) -> Verifier:
+        """What a verifying stage verifies with."""
         stage = self.stage(name)
         assert isinstance(stage, RetrievalVerifyStage | ChainVerifyStage | TreeVerifyStage | PlainStage)
-        return stage.verifier.acceptance
+        return stage.verifier
 
     def run(self, name: str, generator: torch.Generator) -> None:
         """Run one stage with fresh random numbers."""

@@ -64,26 +64,42 @@ class SequenceRows:
             for old, new in zip(cached, (k, v), strict=True):
                 old[:, :, start:stop] = new
             seen = [old[:, :, :stop] for old in cached]
-        return _causal(q, seen[0], seen[1], replace(params, window=window))
+        return windowed_attention(q, seen[0], seen[1], replace(params, window=window), stop - q.shape[2])
 
     def advance(self, count: int) -> None:
         self.length += count
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
-    """``causal_attention``, under a window block by block: a whole chunk would score keys that are hidden."""
+def windowed_attention(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, position: int) -> Tensor:
+    """``causal_attention``, under a window block by block: all queries at once would score hidden keys.
+
+    Args:
+        q: ``[B, H_q, T, D]``, from ``position`` on.
+        k, v: ``[B, H_kv, S, D]``, of which the last T are the queries' own; all that a window shows.
+
+    Returns:
+        ``[B, H_q, T, D]``.
+    """
     count, before = q.shape[2], k.shape[2] - q.shape[2]
-    block = count if params.window is None else max(params.window, _BLOCK)
+    window = params.window
     parts = []
-    for start in range(0, count, block):
-        stop = min(start + block, count)
-        first = 0 if params.window is None else max(0, before + start - params.window + 1)
+    stop = 0
+    while (start := stop) < count:
+        first = 0
+        if window is None:
+            stop = count
+        elif params.chunked:
+            # All queries of a block are in one chunk, which hides nothing of itself.
+            inside = (position + start) % window
+            first, stop = before + start - inside, min(count, start + window - inside)
+        else:
+            first, stop = max(0, before + start - window + 1), min(count, start + max(window, _BLOCK))
         queries, seen = q[:, :, start:stop], [t[:, :, first : before + stop] for t in (k, v)]
         out = causal_attention(
             queries,
             *seen,
             scale=params.scale,
-            window=params.window,
+            window=None if params.chunked else window,
             softcap=params.softcap,
             sinks=params.sinks,
         )

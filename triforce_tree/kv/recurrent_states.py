@@ -52,6 +52,11 @@ class RecurrentStates:
         for state in self.buffers:
             state[sequence] = 0
 
+    def commit(self, count: int) -> None:
+        """Apply the first ``count`` tokens of each sequence of the last pass over proposed tokens."""
+        if self.proposed is not None:
+            self.proposed.commit(self.ones * count)
+
     def invalidate(self) -> None:
         """Passes may have changed them, by how much only the device knows."""
         self.lengths = [None] * self.batch

@@ -6,6 +6,7 @@ Everything else of the model's own forward runs unchanged: masks, rotary tables,
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -82,10 +83,8 @@ class LayerSlice:
                 if isinstance(value, bool | int | float | str) and not re.search("idx|index|layer_id", name)
             }
             parts = tuple(type(module).__name__ for module in self._stack[index].modules())
-            how = (call.how.window, call.how.softcap, call.how.scale, call.how.sinks is None)
-            first.setdefault(
-                (kinds and kinds[index], how, parts, tuple(settings.items()), call.kv_heads, call.dim), index
-            )
+            how = (*vars(replace(call.how, sinks=None)).values(), call.how.sinks is None)
+            first.setdefault((kinds and kinds[index], how, parts, tuple(settings.items()), call.heads), index)
         chosen = set(sorted(first.values())[:_MOST_KINDS])
         return sorted(chosen | set(every[:2]))
 

@@ -25,7 +25,7 @@ from triforce_tree.kv.recurrent_states import RecurrentStates
 from triforce_tree.kv.store import KVStore
 from triforce_tree.kv.tree_attention_view import TreeAttentionView
 from triforce_tree.loading.layer_slice import LayerSlice
-from triforce_tree.models.attention import AttentionParams
+from triforce_tree.models.attention import AttentionParams, scales_queries
 from triforce_tree.models.hf_model import HFModel, plain_torch_modes
 from triforce_tree.models.model_copy import shallow_copy
 from triforce_tree.models.recorder import LayerCall
@@ -123,7 +123,7 @@ class _Guard:
             self._compare(what, (length, *_LONG_CHUNKS))
             return
         prefix = 2 * length if most is None else min(2 * length, most - tail)
-        elements = prefix * sum(2 * call.kv_heads * call.dim for call in self.calls.values())
+        elements = prefix * sum(call.heads.row for call in self.calls.values())
         if prefix + tail <= length:
             self.report.skipped[what] = f"the model has {most} positions"
         elif elements > _MOST_ELEMENTS[self.kind]:
@@ -143,6 +143,9 @@ class _Guard:
         windows = [call.how.window for call in self.calls.values() if call.how.window is not None]
         if gap and windows and min(windows) < sum(chunks):
             self.report.skipped[what] = f"a window of {min(windows)} tokens is shorter than the sequence"
+            return
+        if gap and scales_queries(self.model.model):
+            self.report.skipped[what] = "transformers scales its queries by other positions than these"
             return
         # Both paths, two operations per parameter and token.
         flops = 4 * sum(chunks) * self.slice.parameters
@@ -244,17 +247,19 @@ class _Guard:
         return logits.float()
 
     def _random_kv(self, layer: int, call: LayerCall, positions: int) -> tuple[Tensor, Tensor]:
-        """Keys and values ``[1, H_kv, positions, D]`` to which this layer's queries attend unevenly."""
+        """Keys and values ``[1, H_kv, positions, D]``, D_v for values, attended to unevenly by this layer."""
         generator = torch.Generator(self.device).manual_seed(layer)
-        shape = (1, call.kv_heads, positions, call.dim)
+        heads = call.heads
         k, v = (
-            torch.randn(shape, generator=generator, device=self.device, dtype=self.model.dtype)
-            for _ in range(2)
+            torch.randn(
+                (1, heads.kv, positions, dim), generator=generator, device=self.device, dtype=self.model.dtype
+            )
+            for dim in (heads.dim, heads.value_dim)
         )
         # A missing softcap changes the logits only if scores come near it.
         cap = getattr(self.model.model.config.get_text_config(decoder=True), "attn_logit_softcapping", None)
         deviation = _SCORES if cap is None else cap / 4
-        return k * (deviation / (self.scores[layer] * call.how.scale * call.dim**0.5)), v * 4
+        return k * (deviation / (self.scores[layer] * call.how.scale * heads.dim**0.5)), v * 4
 
     def _random_tokens(self, count: int) -> Tensor:
         """Random ids ``[1, count]`` without special ones, such as image and audio placeholders."""

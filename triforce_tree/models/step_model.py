@@ -15,16 +15,25 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from triforce_tree.kernels.device import describe
-from triforce_tree.models.attention import AttentionParams
+from triforce_tree.models.attention import (
+    AttentionParams,
+    effective_window,
+    scaled_queries,
+    scales_queries,
+    take_over_query_scales,
+)
+from triforce_tree.models.experts.few_row import FEW_ROW_EXPERTS, grouped_products_capture
+from triforce_tree.models.experts.modules import expert_modules
 from triforce_tree.models.few_row import few_row_copy, why_not_replaceable
 from triforce_tree.models.fused_linears import fused
-from triforce_tree.models.hf_model import HFModel, PassThrough, effective_window
+from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.host_linear import use_few_row_linears
 from triforce_tree.models.length_rope import LengthRope
-from triforce_tree.models.model_copy import shallow_copy
+from triforce_tree.models.model_copy import shallow_copy, text_decoder
 from triforce_tree.models.recurrent.mixers import attach
+from triforce_tree.models.recurrent.pass_through import PassThrough
 from triforce_tree.models.recurrent.running import RecurrentPass, running
+from triforce_tree.runtime.capture_probe import why_not_capturable
 from triforce_tree.runtime.distributed import broadcast_tensor
 
 ATTENTION = "triforce_tree_step"
@@ -33,6 +42,8 @@ MOST_ROWS = 128
 
 # All models of a family share one compiled function, with a version for each number of tokens and sequences.
 _COMPILED_SHAPES = 256
+# Libraries have other kernels for one token than for a few, and for a few than for many.
+_TRIED_ROWS = (1, 2, 16, 64)
 _LOG = logging.getLogger(__name__)
 
 
@@ -71,14 +82,15 @@ def _attend_now(
         raise RuntimeError(f"attention implementation {ATTENTION!r} was called outside a StepModel")
     layer = _running.layers[_running.layer]
     _running.layer += 1
-    return _running.attend(layer, q, k, v, AttentionParams(scale, window or None, softcap or None, sinks))
+    params = AttentionParams(scale, abs(window) or None, softcap or None, sinks, window < 0)
+    return _running.attend(layer, q, k, v, params)
 
 
 @torch.library.custom_op("triforce_tree::planned_attend", mutates_args=())
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float, sinks: Tensor | None
 ) -> Tensor:
-    """As an operator takes plain numbers only, 0 means no window and no softcap."""
+    """As an operator takes plain numbers only, 0 means no window or softcap; chunks are negative windows."""
     return _attend_now(q, k, v, scale, window, softcap, sinks)
 
 
@@ -100,13 +112,17 @@ def _attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    triforce_positions: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    window = effective_window(module, sliding_window) or 0
+    size, chunked = effective_window(module, sliding_window)
+    window = -(size or 0) if chunked else size or 0
+    query = scaled_queries(module, query, triforce_positions)
     # Only the compiler needs the operator; calling it takes longer than a small attention.
     attend = torch.ops.triforce_tree.planned_attend if torch.compiler.is_compiling() else _attend_now
-    return attend(query, key, value, scale, window, softcap or 0.0, s_aux), None
+    # Some families take views of it, as transformers' own functions return contiguous tensors.
+    return attend(query, key, value, scale, window, softcap or 0.0, s_aux).contiguous(), None
 
 
 AttentionInterface.register(ATTENTION, _attention)
@@ -145,6 +161,8 @@ class StepModel:
         self.capturable = length_rope is None or not length_rope.waits_for_host
         self.hidden: dict[int, Tensor] = {}
         self.model.set_attn_implementation(ATTENTION)
+        self._scales_queries = scales_queries(clone)
+        take_over_query_scales(clone)
         attach(self.model, in_chunks=False)
         _capturable_experts(self.model, next(self.model.parameters()).device)
         if length_rope is not None:
@@ -193,10 +211,12 @@ class StepModel:
                     past_key_values=PassThrough(),
                     use_cache=True,
                     logits_to_keep=last,
+                    **({"triforce_positions": positions} if self._scales_queries else {}),
                 )
         finally:
             _running.attend = None
-        logits: Tensor = out.logits
+        # Some families compute all of them.
+        logits: Tensor = out.logits[:, -last:]
         return broadcast_tensor(logits.contiguous())
 
 
@@ -212,44 +232,72 @@ def step_model(model: HFModel, compiled: bool, features: Sequence[int] = ()) -> 
     clone = few_row_copy(model.model) if replaced else shallow_copy(model.model)
     if not on_gpu:
         use_few_row_linears(clone)
-    step = StepModel(
-        clone, compiled and replaced, model.length_rope, features, model.learned_positions, list(model.calls)
-    )
-    # Layers of other libraries, and streamed weights, may make the host wait for the device.
-    step.capturable = step.capturable and replaced and model.streamed is None
+    # The compiler cannot see that streamed experts are overwritten inside a layer.
+    compiled = compiled and replaced and not _streams_experts(model)
+    step = StepModel(clone, compiled, model.length_rope, features, model.learned_positions, list(model.calls))
+    # Streamed linear layers make the host wait for their copies.
+    step.capturable = step.capturable and (model.streamed is None or model.streamed.capturable)
+    if on_gpu and not replaced and step.capturable:
+        if model.capturable is None:
+            model.capturable = captures(step, model)
+        step.capturable = model.capturable
     return step
+
+
+def captures(step: StepModel, model: HFModel) -> bool:
+    """Whether CUDA graphs can hold a model with linear layers of another library; logs why they cannot."""
+
+    def run(tokens: Tensor) -> Tensor:
+        return step(tokens, torch.arange(tokens.shape[1], device=tokens.device)[None], _no_attention)
+
+    for rows in _TRIED_ROWS:
+        # Two inputs without a token in common.
+        first = torch.arange(2 * rows, device=model.device).remainder(model.vocab_size)
+        inputs = first[:rows][None], first[rows:][None]
+        if reason := why_not_capturable(run, *inputs):
+            _LOG.warning(
+                "%s runs without CUDA graphs, as they cannot hold a forward of %d tokens with its linear "
+                "layers (%s): %s",
+                model.name, rows, why_not_replaceable(model.model), reason,
+            )  # fmt: skip
+            return False
+    return True
+
+
+def _no_attention(layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
+    batch, heads, tokens, _ = q.shape
+    return v.new_zeros(batch, tokens, heads, v.shape[-1])
+
+
+def _streams_experts(model: HFModel) -> bool:
+    return model.streamed is not None and bool(expert_modules(model.model))
 
 
 def _capturable_experts(clone: PreTrainedModel, device: torch.device) -> None:
     """Give a clone an experts implementation that never waits for the host, unless it has one.
 
     Grouped products read the group sizes on the host, except for bf16 on some architectures; the eager loop
-    over experts does so everywhere. Batched products gather each token's experts and never do.
+    over experts does so everywhere. Batched products gather each token's experts and never do; our own
+    neither gather nor wait, but take 16-bit weights only.
     """
     if not clone._can_set_experts_implementation():
         return
     before = getattr(clone.config.get_text_config(decoder=True), "_experts_implementation", None)
-    grouped = _grouped_products_capture(device) and (device.type != "cuda" or clone.dtype == torch.bfloat16)
-    if before == "grouped_mm" and not grouped:
+    if device.type == "cuda" and before in ("grouped_mm", "eager"):
+        half = clone.dtype in (torch.bfloat16, torch.float16)
+        clone.set_experts_implementation(FEW_ROW_EXPERTS if half else "batched_mm")
+    elif before == "grouped_mm" and not grouped_products_capture(device):
         clone.set_experts_implementation("batched_mm")
-    elif before == "eager" and device.type == "cuda":
-        clone.set_experts_implementation("grouped_mm" if grouped else "batched_mm")
-
-
-def _grouped_products_capture(device: torch.device) -> bool:
-    """Whether a CUDA graph can capture torch's grouped product of bf16 matrices on this device."""
-    # torch has a kernel for these two architectures; on others it copies the group sizes to the host.
-    return device.type != "cuda" or describe(device).capability[0] in (9, 10)
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The ``ModuleList`` of decoder layers, found by its length.
+    """The ``ModuleList`` of decoder layers, found by its length. Encoders of images may have one as long.
 
     Raises:
         ValueError: there is none.
     """
     count = model.config.get_text_config(decoder=True).num_hidden_layers
-    for module in model.modules():
+    for module in text_decoder(model).modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
     raise ValueError(f"{type(model).__name__} has no list of its {count} decoder layers")

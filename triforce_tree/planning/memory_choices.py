@@ -79,6 +79,24 @@ def _choices(
         yield from _of_budget(fewer, given, prompt, streamed, budgets[-1], chunks[:1])
 
 
+def with_level_one(
+    sizes: Sizes, config: HierarchyConfig, given: Collection[str], prompt: int
+) -> Iterator[HierarchyConfig]:
+    """The settings for a KV cache on the device: with each choice of bits that level 1 may have."""
+    if not sizes.streamed or levels_of(config, prompt) < 3:
+        yield config
+        return
+    for bits in _level_one_bits(config, given):
+        yield with_options(config, retrieval_weight_bits=bits)
+
+
+def _level_one_bits(config: HierarchyConfig, given: Collection[str]) -> tuple[int, ...]:
+    """Bits of the retrieval model's copy of streamed weights, in the order of preference."""
+    bits = (config.retrieval_weight_bits,) if "retrieval_weight_bits" in given else (8, 4)
+    check_level_one(bits[0])
+    return bits
+
+
 def _of_budget(
     config: HierarchyConfig,
     given: Collection[str],
@@ -89,8 +107,7 @@ def _of_budget(
 ) -> Iterator[tuple[HierarchyConfig, Offload]]:
     bits: tuple[int, ...] = (config.retrieval_weight_bits,)
     if streamed and levels_of(config, prompt, budget) == 3:
-        bits = bits if "retrieval_weight_bits" in given else (8, 4)
-        check_level_one(bits[0])
+        bits = _level_one_bits(config, given)
     for retrieval_weight_bits, (split, prefill_chunk, count) in product(bits, _splits()):
         if "prefill_chunk" not in given:
             config = with_options(config, prefill_chunk=prefill_chunk)

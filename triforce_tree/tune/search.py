@@ -98,6 +98,7 @@ class Space:
 
     @property
     def _inapplicable(self) -> str:
+        """Only a draft model takes the option ``tree``, and only prompt lookup ``lookup``."""
         return "lookup" if self.draft else "tree"
 
     def coordinates(self, acceptance: Sequence[float] = ()) -> list[Coordinate]:
@@ -125,8 +126,7 @@ class Space:
         """
         own = self.start.as_options()
         options = {"levels": own["levels"]}
-        # Only a draft model takes the option ``tree``.
-        options |= {c.name: own[c.name] for c in GRID if self.draft or c.name != "tree"}
+        options |= {c.name: own[c.name] for c in GRID if c.name != self._inapplicable}
         if options["runner_ups"] is None:
             options["runner_ups"] = self.gpu
         if 2 * options["budget"] > self.context:

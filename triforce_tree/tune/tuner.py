@@ -13,6 +13,7 @@ import torch
 from triforce_tree.engine import Engine
 from triforce_tree.eval import overlap
 from triforce_tree.eval.results import Record, Records, repeated_share
+from triforce_tree.models.few_row import why_not_replaceable
 from triforce_tree.planning.profiles import Entry
 from triforce_tree.tune.meters import Meter
 from triforce_tree.tune.plan import Plan, Watch
@@ -67,13 +68,19 @@ class Tuner:
         self._meter: Meter | None = None
         self._reading: int | None = None
 
+    @property
+    def _impossible(self) -> frozenset[str]:
+        """Options that these models do not take."""
+        replaceable = why_not_replaceable(self.hierarchy.target.model) is None
+        return frozenset() if replaceable else frozenset({"retrieval_weight_bits"})
+
     def space(self, context: int) -> Space:
         return Space(
             self.hierarchy.config,
             context,
             gpu=self.hierarchy.target.device.type == "cuda",
             draft=self.hierarchy.draft is not None,
-            fixed=self.plan.fixed,
+            fixed=self.plan.fixed | self._impossible,
             grid=self.plan.grid,
         )
 

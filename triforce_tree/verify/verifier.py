@@ -101,3 +101,12 @@ class Verifier:
         self.state.keep_features(self.model.hidden, path, count)
         self.acceptance = Acceptance(path, count, emitted, p)
         return self.acceptance
+
+    def emitted_logits(self, count: int) -> Tensor:
+        """The logits by which the last verification chose the first ``count`` emitted tokens.
+
+        Returns:
+            fp32 ``[B, count, V]``; arbitrary for tokens that a sequence did not emit.
+        """
+        path = self.acceptance.path[:, :count].clamp_min(0)
+        return self._logits.gather(1, path[..., None].expand(-1, -1, self._logits.shape[2])).float()
