@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from enumeration import NOISE, total_variation
-from families import greedy, perturbed, prompt_of, tiny
+from families import greedy, perturbed, prompt_of, small, tiny
 from generation_distributions import Generations, stranger, target_distribution
 from program_cases import GREEDY, SAMPLED, decoded
 from recurrent_families import RECURRENT, Foreknowledge, recurrent
@@ -21,15 +21,18 @@ from triforce_tree.decoding import forced_tokens
 from triforce_tree.decoding.loop import Decoder
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.stop_criteria import Ending
+from triforce_tree.eval import check
+from triforce_tree.kernels.recurrent import linear_recurrence
 from triforce_tree.kv import recurrent_states
 from triforce_tree.kv.recurrent_states import ProposedPass, RecurrentStates, TokenPass
 from triforce_tree.models.hf_model import HFModel, plain_torch_modes
+from triforce_tree.models.recurrent.running import Rows
 from triforce_tree.models.step_model import step_model
 from triforce_tree.verify.sampling import ProbsFromLogits
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 PROMPTS = [prompt_of(length) for length in (41, 57, 23)]
-NEW = 30
+NEW = 24
 ONE_PER_KIND = ["qwen3.5", "granite-4", "jamba", "lfm2"]
 # Without experts, which torch multiplies in single precision only.
 DENSE = {"granite-4": {"num_local_experts": 0}, "jamba": {"num_experts": 1}}
@@ -72,21 +75,21 @@ def test_greedy_text_of_every_family(family: str) -> None:
     assert NEW < decoder.levels[-1].accepted < decoder.levels[-1].proposed - NEW
 
 
-@pytest.mark.parametrize("family", ONE_PER_KIND)
+@pytest.mark.parametrize("family", ["qwen3.5", "lfm2"])
 def test_a_batch_of_one_token_a_pass_and_sequences_that_end_early(family: str) -> None:
     new, _ = decoded(program(model(family), 1, batch=3), PROMPTS, [NEW, 5, 17])
     assert new == [text[:n] for text, n in zip(expected(family), (NEW, 5, 17), strict=True)]
 
 
 @pytest.mark.parametrize("family", ONE_PER_KIND)
-@pytest.mark.parametrize("chunk", [1, 7, 64])
+@pytest.mark.parametrize("chunk", [1, 7])
 def test_chunks_of_a_prompt(family: str, chunk: int) -> None:
     assert (
         decoded(program(model(family), 1, chunk=chunk), PROMPTS[:1], [12])[0][0] == expected(family)[0][:12]
     )
 
 
-@pytest.mark.parametrize("family", ONE_PER_KIND)
+@pytest.mark.parametrize("family", ["granite-4", "jamba"])
 def test_drafting_off_and_on(family: str) -> None:
     """Passes of one token, committed at once, between those that verify a chain."""
     known = [PROMPTS[0] + expected(family)[0]]
@@ -104,9 +107,9 @@ def test_drafting_off_and_on(family: str) -> None:
 def test_nothing_but_accepted_tokens_changes_the_states(family: str) -> None:
     """After many passes, nearly all of whose chains are rejected, the states are those of a prefill."""
     target, text = model(family), [*PROMPTS[0], *expected(family)[0]]
-    drafter = Foreknowledge([text], [set(range(len(text))) - {50, 51, 60}], 4)
+    drafter = Foreknowledge([text], [set(range(len(text))) - {50, 51, 57}], 4)
     used = program(target, 2, drafter)
-    before = [t.data_ptr() for t in (*used.states.convolutions, *used.states.recurrences)]
+    before = [t.data_ptr() for t in used.states.buffers]
     [new], decoder = decoded(used, PROMPTS[:1], [NEW])
     assert new == expected(family)[0]
     assert decoder.levels[-1].accepted == 3
@@ -114,10 +117,9 @@ def test_nothing_but_accepted_tokens_changes_the_states(family: str) -> None:
     fresh = program(target, 1)
     fresh.prepare(GREEDY)
     fresh.prefill([text[: length + 1]])
-    for name in ("convolutions", "recurrences"):
-        for ours, theirs in zip(getattr(used.states, name), getattr(fresh.states, name), strict=True):
-            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
-    assert before == [t.data_ptr() for t in (*used.states.convolutions, *used.states.recurrences)]
+    for ours, theirs in zip(used.states.buffers, fresh.states.buffers, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    assert before == [t.data_ptr() for t in used.states.buffers]
 
 
 def test_rewinding_feeds_the_prompt_again() -> None:
@@ -199,6 +201,30 @@ def test_what_is_not_possible_is_refused_with_the_reason() -> None:
         engine.generate(PROMPTS[0], max_new_tokens=4)
 
 
+@pytest.mark.parametrize(
+    "family, settings, reason",
+    [
+        ("Mamba2", {"num_heads": 8, "head_dim": 8, "expand": 2, "n_groups": 1}, "has recurrent layers alone"),
+        (
+            "Zamba2",
+            {
+                "num_hidden_layers": 4,
+                "layers_block_type": ["mamba", "hybrid"] * 2,
+                "n_mamba_heads": 4,
+                "mamba_ngroups": 1,
+                "num_mem_blocks": 1,
+                "num_key_value_heads": 4,
+            },
+            "an attention module serves several layers",
+        ),
+    ],
+)
+def test_families_that_are_refused(family: str, settings: dict[str, Any], reason: str) -> None:
+    refused = small(f"{family}Config", f"{family}ForCausalLM", **settings)
+    with pytest.raises(UnsupportedModelError, match=rf"{family}ForCausalLM.*{reason}"):
+        HFModel(refused)
+
+
 def test_a_mixer_whose_forward_was_replaced_is_refused() -> None:
     target = recurrent("lfm2")
     convolution = next(m for m in target.modules() if type(m).__name__ == "Lfm2ShortConv")
@@ -241,3 +267,33 @@ def test_a_pass_never_waits_for_the_device(family: str) -> None:
         proposed.commit(torch.tensor([2, 5]))
         step(tokens[:, :1], torch.tensor([[2], [5]]), attend, states=TokenPass(states))
     assert waits.found == []
+
+
+def test_what_a_commit_reads_are_copies() -> None:
+    """torch.compile reuses the memory of a pass's tensors, those that it was given by us included."""
+    target = HFModel(model("qwen3.5"))
+    states = RecurrentStates(target.states, 1, target.device, target.dtype)
+    for state in states.buffers:
+        state.normal_()
+    proposed, (heads, values, keys) = ProposedPass(states), target.states.recurrences[0]
+    channels, columns = target.states.convolutions[0]
+    new = torch.randn(1, channels, 3)
+    expected = torch.cat([states.convolutions[0], new], 2)[:, :, 2 : 2 + columns]
+    rows = [torch.randn(1, 3, heads, size) for size in (keys, keys, values)]
+    decay, beta = -torch.rand(1, 3, heads, 1), torch.rand(1, 3, heads)
+    two = torch.tensor([2])
+    after = states.recurrences[0].clone()
+    linear_recurrence(after, *rows, decay, None, beta, two, None)
+    inputs, out = proposed.convolve(0, new, columns), proposed.recur(0, Rows(*rows, decay, None, beta))
+    for tensor in (new, inputs, out, *rows, decay, beta):
+        tensor.fill_(torch.nan)
+    proposed.commit(two)
+    assert torch.equal(states.convolutions[0], expected)
+    assert torch.equal(states.recurrences[0], after)
+
+
+@pytest.mark.parametrize("levels", [1, 2])
+def test_check_starts_every_draw_from_the_same_states(levels: int) -> None:
+    engine = triforce_tree.load(model("granite-4"), tiny("llama"), rounds=1, tree="chain:2")
+    [result] = check.sampling_checks(engine, PROMPTS[:1], 40, levels)
+    assert result.passed

@@ -20,8 +20,7 @@ from triforce_tree.kv.offload.offloaded_cache import one_shape
 from triforce_tree.loading.load_guard import compare_at_load
 from triforce_tree.models.few_row import check_low_bits
 from triforce_tree.models.hf_model import HFModel
-from triforce_tree.models.recurrent.limits import within_limits
-from triforce_tree.models.supported import UnsupportedModelError
+from triforce_tree.models.recurrent.limits import refuse_draft, refuse_offload, within_limits
 from triforce_tree.planning import memory_map, memory_plan
 from triforce_tree.planning.machine import host_rate, measured
 from triforce_tree.planning.memory_layout import levels_of
@@ -72,10 +71,7 @@ class Hierarchy:
         if self.own_drafter is not None:
             _check_drafter(self.own_drafter, target.layers)
         if self.draft is not None and self.draft.states is not None:
-            raise UnsupportedModelError(
-                f"{self.draft.name} keeps recurrent state, and a draft sees a window of the newest tokens, "
-                "which a state cannot be cut to; use a draft without such layers, or none (prompt lookup)"
-            )
+            refuse_draft(self.draft.name)
         self.config = config
         self.memory: MemoryPlan | None = None
         self._planned: tuple[object, MemoryPlan] | None = None
@@ -202,10 +198,7 @@ class Hierarchy:
         if plan.offload is None:
             return plan
         if self.target.states is not None:
-            raise ValueError(
-                f"the KV cache of {self.target.name} cannot be offloaded: it has recurrent layers, which a "
-                "prefill layer by layer does not support; leave offload out, or shorten the prompt"
-            )
+            refuse_offload(self.target.name)
         one_shape(self.target)
         levels = self._levels_under(plan, lengths, new_tokens)
         # The cache of a shorter prompt is small, and stays on the device.

@@ -112,7 +112,8 @@ def commit(program: DecodingProgram, count: int) -> None:
     state = program.state
     before = state.length.clone()
     state.length += count
-    program.commit_states(count)
+    if program.states is not None:
+        program.states.commit(count)
     if program.retrieval_view is not None:
         chunk = program.retrieval_view.store.page
         program.retrieval_view.update_chunk_means(before // chunk, count // chunk + 2)

@@ -113,6 +113,8 @@ class DecodingProgram:
         self.retrieval_view, self.gathered_view = self._cache.retrieval_view, self._cache.gathered_view
         features = self.drafter.features if self.drafter is not None else ()
         self.state = self._new_state(extent, features)
+        if self.states is not None:
+            self.state.recurrent = self.states.buffers
         self.full = step_model(target, compiled, features)
         if self.drafter is not None:
             self.drafter.bind(self.state)
@@ -282,11 +284,6 @@ class DecodingProgram:
     def committed(self, counts: Sequence[int]) -> None:
         """The last pass of level 2 made each sequence so many tokens longer."""
         self._cache.committed(counts)
-
-    def commit_states(self, count: int) -> None:
-        """Apply the first ``count`` tokens of the last forward, called directly, to recurrent states."""
-        if self.states is not None and self.states.proposed is not None:
-            self.states.proposed.commit(self.states.ones * count)
 
     def update_chunk_means(self) -> None:
         """Compute all chunk means again, after something other than the passes has written KV slots."""

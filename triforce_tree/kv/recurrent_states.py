@@ -42,10 +42,20 @@ class RecurrentStates:
         self.lengths: list[int | None] = [None] * batch
         self.proposed: ProposedPass | None = None
 
+    @property
+    def buffers(self) -> list[Tensor]:
+        """All of them."""
+        return [*self.convolutions, *self.recurrences]
+
     def clear(self, sequence: int) -> None:
         """The state of a sequence without tokens."""
-        for state in (*self.convolutions, *self.recurrences):
+        for state in self.buffers:
             state[sequence] = 0
+
+    def commit(self, count: int) -> None:
+        """Apply the first ``count`` tokens of each sequence of the last pass over proposed tokens."""
+        if self.proposed is not None:
+            self.proposed.commit(self.ones * count)
 
     def invalidate(self) -> None:
         """Passes may have changed them, by how much only the device knows."""
@@ -86,7 +96,10 @@ class TokenPass:
 
 
 class ProposedPass:
-    """A ``RecurrentPass`` over T tokens of each sequence, of which :meth:`commit` applies the first ones."""
+    """A ``RecurrentPass`` over T tokens of each sequence, of which :meth:`commit` applies the first ones.
+
+    What it keeps are copies: torch.compile reuses the memory of all that passes through its graphs.
+    """
 
     def __init__(self, states: RecurrentStates) -> None:
         self._states = states
@@ -95,11 +108,15 @@ class ProposedPass:
 
     def convolve(self, number: int, new: Tensor, columns: int) -> Tensor:
         self._states.proposed = self
-        self._inputs[number] = torch.cat([self._states.convolutions[number], new], 2)
-        return self._inputs[number]
+        inputs = torch.cat([self._states.convolutions[number], new], 2)
+        self._inputs[number] = inputs.clone()
+        return inputs
 
     def recur(self, number: int, rows: Rows) -> Tensor:
-        self._rows[number] = rows
+        rates, beta = (None if t is None else t.clone() for t in (rows.rates, rows.beta))
+        key = rows.k.clone()
+        # A commit has no queries.
+        self._rows[number] = Rows(key, key, rows.v.clone(), rows.decay.clone(), rates, beta)
         return _all_rows(self._states.recurrences[number], rows, None)
 
     def commit(self, counts: Tensor) -> None:

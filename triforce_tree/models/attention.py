@@ -31,6 +31,24 @@ class AttentionParams:
     chunked: bool = False
 
 
+def effective_window(module: nn.Module, window: int | None) -> tuple[int | None, bool]:
+    """The window of an attention module, None where it hides nothing, and whether it is a chunk.
+
+    Args:
+        window: of sliding attention, as the module passes it on. Chunks are in the configuration alone.
+    """
+    config: Any = getattr(module, "config", None)
+    kinds: Any = getattr(config, "layer_types", None) or ()
+    index = getattr(module, "layer_idx", None)
+    chunked = isinstance(index, int) and index < len(kinds) and kinds[index] == "chunked_attention"
+    if chunked:
+        window = config.attention_chunk_size
+    limit = getattr(config, "max_position_embeddings", None)
+    if window is None or (limit is not None and window >= limit):
+        return None, False
+    return window, chunked
+
+
 class KVCache(Protocol):
     """The cache of one forward: stores the new keys and values, and computes attention over them.
 

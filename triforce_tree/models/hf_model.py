@@ -12,13 +12,14 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, Cache, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
 from triforce_tree.kernels.device import explained
 from triforce_tree.models.attention import (
     AttentionParams,
     KVCache,
     KVShape,
+    effective_window,
     scaled_queries,
     scales_queries,
     take_over_query_scales,
@@ -27,8 +28,10 @@ from triforce_tree.models.host_linear import few_row_linears
 from triforce_tree.models.length_rope import LengthRope
 from triforce_tree.models.model_copy import shallow_copy
 from triforce_tree.models.recorder import Recorder
+from triforce_tree.models.recurrent.limits import refuse_without_attention
 from triforce_tree.models.recurrent.mixers import attach
-from triforce_tree.models.recurrent.running import convolve, running
+from triforce_tree.models.recurrent.pass_through import PassThrough
+from triforce_tree.models.recurrent.running import running
 from triforce_tree.models.supported import UnsupportedModelError, refuse_unsupported
 from triforce_tree.runtime.distributed import broadcast_tensor
 from triforce_tree.runtime.locks import held
@@ -100,60 +103,6 @@ class Streamed(Protocol):
 
     def close(self) -> None:
         """Release the weights' memory."""
-
-
-class PassThrough(Cache):
-    """A transformers cache that returns new keys and values to the attention function, which stores them.
-
-    Convolutions get their inputs with those before them. There never is a recurrent state: the functions that
-    scan a recurrence (``models/recurrent``) know where theirs is.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(layers=[])
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        return key_states, value_states
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def update_conv_state(
-        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
-    ) -> Tensor:
-        return convolve(conv_states, kwargs["conv_kernel_size"] - 1)
-
-    def update_recurrent_state(self, recurrent_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return recurrent_states
-
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        return None
-
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        return None
-
-    def has_previous_state(self, *args: Any, **kwargs: Any) -> bool:
-        return False
-
-
-def effective_window(module: torch.nn.Module, window: int | None) -> tuple[int | None, bool]:
-    """The window of an attention module, None where it hides nothing, and whether it is a chunk.
-
-    Args:
-        window: of sliding attention, as the module passes it on. Chunks are in the configuration alone.
-    """
-    config: Any = getattr(module, "config", None)
-    kinds: Any = getattr(config, "layer_types", None) or ()
-    index = getattr(module, "layer_idx", None)
-    chunked = isinstance(index, int) and index < len(kinds) and kinds[index] == "chunked_attention"
-    if chunked:
-        window = config.attention_chunk_size
-    limit = getattr(config, "max_position_embeddings", None)
-    if window is None or (limit is not None and window >= limit):
-        return None, False
-    return window, chunked
 
 
 def _attention(
@@ -372,7 +321,11 @@ class HFModel:
             problem = f"{type(error).__name__}: {error}"
         self.states = recorder.states.shapes
         attending = len(recorder.calls)
-        if problem is None and (attending == 0 or (self.states is None and attending != self.layers)):
+        if problem is None and self.states is not None and not attending:
+            refuse_without_attention(self.name)
+        if problem is None and not all(index in range(self.layers) for index in recorder.calls):
+            problem = "an attention module serves several layers, and does not know which of them is running"
+        if problem is None and self.states is None and attending != self.layers:
             problem = f"{attending} of its {self.layers} layers used transformers' attention interface"
         if problem:
             raise UnsupportedModelError(

@@ -17,6 +17,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from triforce_tree.models.attention import (
     AttentionParams,
+    effective_window,
     scaled_queries,
     scales_queries,
     take_over_query_scales,
@@ -25,11 +26,12 @@ from triforce_tree.models.experts.few_row import FEW_ROW_EXPERTS, grouped_produc
 from triforce_tree.models.experts.modules import expert_modules
 from triforce_tree.models.few_row import few_row_copy, why_not_replaceable
 from triforce_tree.models.fused_linears import fused
-from triforce_tree.models.hf_model import HFModel, PassThrough, effective_window
+from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.host_linear import use_few_row_linears
 from triforce_tree.models.length_rope import LengthRope
 from triforce_tree.models.model_copy import shallow_copy, text_decoder
 from triforce_tree.models.recurrent.mixers import attach
+from triforce_tree.models.recurrent.pass_through import PassThrough
 from triforce_tree.models.recurrent.running import RecurrentPass, running
 from triforce_tree.runtime.capture_probe import why_not_capturable
 from triforce_tree.runtime.distributed import broadcast_tensor

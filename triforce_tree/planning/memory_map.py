@@ -135,7 +135,7 @@ class Sizes:
         heads = max(full or target.kv_shapes, key=lambda shape: shape.elements).heads
         windowed = Counter(shape for shape in target.kv_shapes if shape.window is not None)
         return cls(
-            tensor_bytes(target.model), draft_bytes, target.layers, heads.query, heads.kv, heads.dim,
+            tensor_bytes(target.model), draft_bytes, len(target.kv_shapes), heads.query, heads.kv, heads.dim,
             hidden, mlp, target.vocab_size, size,
             *((streamed.bytes, streamed.least_slot_bytes) if streamed is not None else (0, 0)),
             tuple(WindowedLayers(n, s.window or 0, s.elements * size) for s, n in windowed.items()),

@@ -167,8 +167,7 @@ class Generations:
         return [tuple(tokens) for tokens in new]
 
     def _recurrent(self) -> list[Tensor]:
-        states = self.program.states
-        return [] if states is None else [*states.convolutions, *states.recurrences]
+        return [] if self.program.states is None else self.program.states.buffers
 
     def _extended(self, probs: Distribution, to_probs: ProbsFromLogits, count: int) -> Distribution:
         """Continuations of ``count`` tokens: missing tokens follow the target's own distribution."""

@@ -84,6 +84,23 @@ RECURRENT: dict[str, tuple[str, str, dict[str, Any]]] = {
             "attn_layer_offset": 1,
         },
     ),
+    "kimi-linear": (
+        "KimiLinear",
+        "KimiLinear",
+        {
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 8,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 6,
+            "linear_head_dim": 8,
+            "linear_num_heads": 4,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "layer_types": _DELTA["layer_types"],
+        },
+    ),
     "lfm2": ("Lfm2", "Lfm2", _SHORT),
     "lfm2-moe": ("Lfm2Moe", "Lfm2Moe", _SHORT | _EXPERTS | {"num_dense_layers": 1}),
 }

@@ -1,12 +1,13 @@
-"""What drafting over recurrent layers is limited to: two levels, and chains of proposed tokens."""
+"""What recurrent layers are limited to: targets of two levels, chains of proposed tokens, no offloading."""
 
 from dataclasses import replace
+from typing import NoReturn
 
 from triforce_tree.config import HierarchyConfig
+from triforce_tree.models.supported import UnsupportedModelError
 from triforce_tree.trees.device_shapes import device_tree_shape
 from triforce_tree.trees.shapes import parse_shape
 
-MOST_LEVELS = 2
 _CHAIN = "chain:5"
 
 
@@ -33,4 +34,27 @@ def within_limits(name: str, config: HierarchyConfig, draft_model: bool) -> Hier
     raise ValueError(
         f"tree={config.tree!r} branches, and {name} would need a recurrent state for every branch; use a "
         f"chain, like tree={_CHAIN!r}"
+    )
+
+
+def refuse_draft(name: str) -> NoReturn:
+    """Raise UnsupportedModelError: a draft has recurrent layers."""
+    raise UnsupportedModelError(
+        f"{name} keeps recurrent state, and a draft sees a window of the newest tokens, which a state cannot "
+        "be cut to; use a draft without such layers, or none (prompt lookup)"
+    )
+
+
+def refuse_offload(name: str) -> NoReturn:
+    """Raise ValueError: a KV cache beside recurrent layers would have to be offloaded."""
+    raise ValueError(
+        f"the KV cache of {name} cannot be offloaded: it has recurrent layers, which a prefill layer by "
+        "layer does not support; leave offload out, or shorten the prompt"
+    )
+
+
+def refuse_without_attention(name: str) -> NoReturn:
+    """Raise UnsupportedModelError: a model has recurrent layers alone."""
+    raise UnsupportedModelError(
+        f"{name} has recurrent layers alone; hierarchical decoding needs layers with attention"
     )
