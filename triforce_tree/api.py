@@ -24,6 +24,7 @@ from triforce_tree.generation.inputs import Inputs
 from triforce_tree.generation.keywords import checked_seed, checked_stop_strings, refuse_dropped
 from triforce_tree.generation.output import GenerateOutput
 from triforce_tree.loading.checkpoints import PAIR, load_model, load_target, tokenizer_of, unwrapped
+from triforce_tree.loading.gguf import gguf_path
 from triforce_tree.planning import profiles
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.devices import device_of
@@ -37,6 +38,7 @@ def load(
     *,
     drafter: Drafter | str | None = None,
     tokenizer: Tokenizer | None = None,
+    gguf_file: str | None = None,
     device: str | torch.device | None = None,
     dtype: torch.dtype | str | None = None,
     profile: profiles.Source = None,
@@ -49,8 +51,8 @@ def load(
     the heads and neurons. All of them must call the engine with the same arguments, and get the same output.
 
     Args:
-        target: a transformers model (a compiled one runs uncompiled), a hub id or a folder; by default the
-            embedded pair's target. A model is not changed, but for
+        target: a transformers model (a compiled one runs uncompiled), a hub id, a folder, or a path that ends
+            in .gguf; by default the embedded pair's target. A model is not changed, but for
             ``offload_weights=True``, which moves its layers' weights to page-locked host memory and all else
             to ``device``, and torchrun, under which it is sharded in place.
         draft: likewise; by default the embedded draft for the embedded target, and prompt lookup for
@@ -59,8 +61,10 @@ def load(
             of your own (:class:`~triforce_tree.drafters.base.Drafter`). Only the draft model takes ``tree``.
             By default the draft where there is one, and else prompt lookup.
         tokenizer: an object, a hub id or a folder; by default the one in the target's folder.
+        gguf_file: name of a GGUF file in the target's folder or hub repository, with the target and its
+            tokenizer; its weights are unpacked.
         device: for models named by id or folder; by default CUDA where there is one.
-        dtype: likewise; by default the checkpoint's own on CUDA and float32 on the CPU.
+        dtype: likewise; by default float32 on the CPU, and on CUDA the checkpoint's own, bfloat16 for GGUF.
         profile: a file that ``triforce-tree tune`` wrote, or False for none; by default the one for this
             machine and models of this shape, if there is one. Each generation takes the settings that were
             measured nearest to its prompt's length and temperature; ``options`` take precedence.
@@ -78,12 +82,16 @@ def load(
     """
     config = HierarchyConfig.from_options(**options)
     own = own_drafter(drafter, draft)
+    if target is None and gguf_file is not None:
+        raise ValueError(f"gguf_file={gguf_file!r} needs a target: the folder or hub id that holds it")
     if target is None:
         target = PAIR / "target"
         if draft is None and drafter in (None, "model"):
             draft = PAIR / "draft"
     check_drafter_options(drafter, draft, options)
     target = unwrapped(target, "target")
+    if gguf_file is not None:
+        target = gguf_path(target, gguf_file)
     draft = None if draft is None else unwrapped(draft, "draft")
     tokenizer = tokenizer_of(tokenizer, target)
     if isinstance(target, PreTrainedModel) and config.streams is not True:
@@ -107,7 +115,8 @@ def generate(
     Raises:
         ValueError, OSError: as these two do.
     """
-    names = {"drafter", "tokenizer", "device", "dtype", "profile", *HierarchyConfig().as_options()}
+    names = {"drafter", "tokenizer", "gguf_file", "device", "dtype", "profile"}
+    names |= HierarchyConfig().as_options().keys()
     loading = {k: kwargs.pop(k) for k in list(kwargs) if k in names}
     return load(target, draft, **loading).generate(inputs, **kwargs)
 

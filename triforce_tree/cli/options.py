@@ -31,6 +31,7 @@ def engine_of(args: argparse.Namespace) -> Engine:
     models = {
         "drafter": args.drafter,
         "tokenizer": args.tokenizer,
+        "gguf_file": args.gguf_file,
         "device": args.device,
         "dtype": args.dtype,
         "profile": profile,
