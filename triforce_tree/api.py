@@ -25,6 +25,7 @@ from triforce_tree.generation.keywords import checked_seed, checked_stop_strings
 from triforce_tree.generation.output import GenerateOutput
 from triforce_tree.loading.checkpoints import PAIR, load_model, load_target, tokenizer_of, unwrapped
 from triforce_tree.loading.gguf import gguf_path
+from triforce_tree.loading.placement import on_one_device
 from triforce_tree.planning import profiles
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.devices import device_of
@@ -52,7 +53,8 @@ def load(
 
     Args:
         target: a transformers model (a compiled one runs uncompiled), a hub id, a folder, or a path that ends
-            in .gguf; by default the embedded pair's target. A model is not changed, but for
+            in .gguf; by default the embedded pair's target. A model that accelerate has spread over several
+            places is gathered on its first GPU, where it fits. A model is not changed, but for
             ``offload_weights=True``, which moves its layers' weights to page-locked host memory and all else
             to ``device``, and torchrun, under which it is sharded in place.
         draft: likewise; by default the embedded draft for the embedded target, and prompt lookup for
@@ -94,6 +96,8 @@ def load(
         target = gguf_path(target, gguf_file)
     draft = None if draft is None else unwrapped(draft, "draft")
     tokenizer = tokenizer_of(tokenizer, target)
+    if isinstance(target, PreTrainedModel):
+        target = on_one_device(target)
     if isinstance(target, PreTrainedModel) and config.streams is not True:
         # It is not moved.
         device = device_of(target.device) if target.device.type == "cuda" else target.device
@@ -102,7 +106,7 @@ def load(
         # Profiles are measured on one GPU, with a draft model or prompt lookup.
         profile = False
     loaded, streamed = load_target(target, config, device, dtype, group, pinned)
-    small = None if draft is None else load_model(draft, loaded.device, dtype)
+    small = None if draft is None else on_one_device(load_model(draft, loaded.device, dtype), loaded.device)
     measured = profiles.find(profile, loaded, small)
     return Engine(loaded, own or small, tokenizer, config, measured, options, streamed)
 

@@ -142,14 +142,18 @@ def test_compressed_tensors(folder: Path, plain: PreTrainedModel) -> None:
     pytest.importorskip("compressed_tensors")
 
     def rows(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        scale = weight.abs().amax(1, keepdim=True) / 127
-        return {name: (weight / scale).round().to(torch.int8), name + "_scale": scale}
+        scale = weight.abs().amax(1, keepdim=True) / 448
+        return {name: (weight / scale).to(torch.float8_e4m3fn), name + "_scale": scale}
 
-    own = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
-    groups = {"group_0": {"targets": ["Linear"], "weights": own, "input_activations": None}}
+    kind = {"num_bits": 8, "type": "float", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": kind | {"strategy": "channel"},
+        "input_activations": kind | {"strategy": "token", "dynamic": True},
+    }
     _stored(
-        folder, rows, quant_method="compressed-tensors", format="int-quantized",
-        quantization_status="compressed", config_groups=groups, ignore=["lm_head"],
+        folder, rows, quant_method="compressed-tensors", format="float-quantized",
+        quantization_status="compressed", config_groups={"group_0": group}, ignore=["lm_head"],
     )  # fmt: skip
     target = load_model(folder)
     assert quantisation(target) == "compressed-tensors"
