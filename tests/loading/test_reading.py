@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM
 
 import triforce_tree
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.kv.offload import pinned
 from triforce_tree.kv.offload.pinned import HostMemoryError
 from triforce_tree.loading import checkpoints, reading
 from triforce_tree.loading.checkpoints import load_model, load_target
@@ -67,8 +66,7 @@ def test_what_does_not_fit_is_refused_before_it_is_read(
         with pytest.raises(ValueError, match=says("weights of", folder, "GiB, more than cpu has left")):
             load(folder)
     monkeypatch.setattr(checkpoints, "available_device_bytes", lambda *_: None)
-    monkeypatch.setattr(pinned, "available", lambda: (1000, "the machine"))
-    monkeypatch.setattr(pinned, "SPARE", 0)
+    monkeypatch.setattr(reading, "available", lambda: (1000, "the machine"))
     with pytest.raises(HostMemoryError, match=says("the model in", folder, "the machine leaves")):
         load_model(folder)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from triforce_tree.kv.offload.pinned import HostMemory
+from triforce_tree.kv.offload.pinned import HostMemoryError, available
 from triforce_tree.loading.gguf import gguf_arguments, gguf_configuration, is_gguf
 from triforce_tree.loading.model_files import Checkpoint, checked, in_one_line, skeleton
 
@@ -81,7 +81,7 @@ class ModelFiles:
             torch.OutOfMemoryError: device memory is short.
         """
         if device.type == "cpu":
-            HostMemory(False, f"the model in {str(self.source)!r}", _REMEDY).check(self.bytes)
+            self._check_host()
         # Quantisation libraries would choose a GPU themselves.
         directly = device.type != "cpu" or self.quantised is not None
         place: dict[str, Any] = {"device_map": {"": device}} if directly else {}
@@ -117,6 +117,15 @@ class ModelFiles:
             )
         ready: PreTrainedModel = model.eval()
         return ready
+
+    def _check_host(self) -> None:
+        # Files are mapped, not copied, but a model that memory does not hold is read from disk in every pass.
+        left, what = available()
+        if self.bytes > left:
+            raise HostMemoryError(
+                f"the model in {str(self.source)!r} needs {self.bytes / 2**30:.1f} GiB of host memory, and "
+                f"{what} leaves {left / 2**30:.1f} GiB; {_REMEDY}"
+            )
 
 
 def _method(config: PreTrainedConfig) -> str | None:

@@ -25,6 +25,7 @@ from triforce_tree.models.length_rope import LengthRope
 from triforce_tree.models.model_copy import shallow_copy
 from triforce_tree.runtime.capture_probe import why_not_capturable
 from triforce_tree.runtime.distributed import broadcast_tensor
+from triforce_tree.runtime.executor import free_memory
 
 ATTENTION = "triforce_tree_step"
 MOST_ROWS = 128
@@ -221,6 +222,8 @@ def captures(step: StepModel, model: HFModel) -> bool:
                 model.name, rows, why_not_replaceable(model.model), reason,
             )  # fmt: skip
             return False
+    # Of the graphs, before memory is planned.
+    free_memory()
     return True
 
 
