@@ -8,11 +8,11 @@ import torch
 from families import VOCABULARY, prompt_of, tiny
 from messages import says
 from own_drafters import FixedSiblings
-from transformers import PreTrainedModel
 
 import triforce_tree
 from triforce_tree.config import HierarchyConfig, RetrievalConfig, StreamingConfig
 from triforce_tree.drafters.prompt_lookup import PromptLookup
+from triforce_tree.loading import reading
 
 TARGET = tiny("llama-gqa")
 
@@ -234,10 +234,10 @@ def test_pickle_in_place_of_safetensors(folder: Path) -> None:
 
 
 def test_weights_that_exceed_the_device(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(self: object, device: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("no more")
 
-    monkeypatch.setattr(PreTrainedModel, "to", full)
+    monkeypatch.setattr(reading.AutoModelForCausalLM, "from_pretrained", full)
     with pytest.raises(ValueError, match=says("weights of", "GiB, more than cpu has left", "smaller model")):
         triforce_tree.load(folder)
 

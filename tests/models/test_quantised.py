@@ -10,10 +10,11 @@ from families import greedy, perturbed, prompt_of, tiny
 from messages import says
 from model_folders import settings
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
+from transformers import BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 import triforce_tree
 from triforce_tree.loading.checkpoints import load_model
+from triforce_tree.loading.inflate import inflate
 from triforce_tree.models.few_row import FewRowLinear, few_row_copy, why_not_replaceable
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.step_model import captures, step_model
@@ -161,6 +162,61 @@ def test_the_bytes_of_packed_weights_are_counted() -> None:
     words = torch.zeros(layer.weight.shape, dtype=torch.int8)
     layer.weight = nn.Parameter(Packed(words), requires_grad=False)
     assert tensor_bytes(model) == before - 3 * words.numel()
+
+
+def test_what_a_library_does_at_the_first_forward_is_done_once() -> None:
+    target, plain, seen = quantised(tiny("llama-gqa")), tiny("llama-gqa"), []
+
+    def unpack(model: nn.Module, *_: Any) -> None:
+        seen.append(model)
+        handle.remove()
+        model.model.layers[0].mlp.up_proj = plain.model.layers[0].mlp.up_proj
+
+    handle = target.register_forward_pre_hook(unpack)
+    engine = triforce_tree.load(target, DRAFT, **SMALL)
+    out = engine.generate(prompt_of(60), max_new_tokens=8, do_sample=False)
+    assert seen == [target]
+    assert out.sequences[0, 60:].tolist() == greedy(target, prompt_of(60), 8)
+
+
+def test_a_quantised_model_that_does_not_run_is_refused() -> None:
+    target = quantised(tiny("llama-gqa"))
+    target.model.layers[1].mlp.up_proj.forward = _without_kernel
+    with pytest.raises(
+        ValueError, match=says("quantised (Int8Linear)", "its own forward fails", "no kernel")
+    ):
+        triforce_tree.load(target)
+
+
+def test_a_quantised_model_is_not_inflated() -> None:
+    with pytest.raises(ValueError, match=says("quantised (Int8Linear)", "cannot be inflated")):
+        inflate(quantised(tiny("llama-gqa")), "64x2x4/2x8x128")
+
+
+def test_outliers_of_other_tokens_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    target = marked(tiny("llama-gqa"))
+    for threshold, warned in ((6.0, True), (0.0, False)):
+        caplog.clear()
+        target.config.quantization_config = BitsAndBytesConfig(
+            load_in_8bit=True, llm_int8_threshold=threshold
+        )
+        HFModel(target)
+        assert any("llm_int8_threshold=6.0" in message for message in caplog.messages) is warned
+
+
+def _without_kernel(x: Tensor) -> Tensor:
+    raise RuntimeError("no kernel for this device")
+
+
+def test_coarse_inputs_are_no_difference_to_transformers() -> None:
+    """Inputs rounded to 8 bits: a difference in the last bit may round to the next step."""
+
+    class Coarse(Int8Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            scale = x.abs().amax(-1, keepdim=True) / 31
+            return super().forward((x / scale).round() * scale)
+
+    assert triforce_tree.load(quantised(tiny("llama-gqa"), Coarse)).hierarchy.guard.errors
 
 
 def test_speeds_of_a_quantised_model_are_kept_apart() -> None:

@@ -47,7 +47,8 @@ def add_parser(subparsers: Any, name: str, module: str, summary: str) -> argpars
 def add_models(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("models")
     group.add_argument(
-        "--target", help="folder or hub id of the target model; without it, the embedded pair's target"
+        "--target",
+        help="folder or hub id of the target model, or a .gguf file; without it, the embedded pair's target",
     )
     group.add_argument(
         "--draft",
@@ -64,9 +65,16 @@ def add_models(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--draft-tokenizer", help="folder or hub id of the draft's tokenizer; without it, the draft's own"
     )
+    group.add_argument(
+        "--gguf-file",
+        metavar="NAME",
+        help="GGUF file in the target's folder or hub repository, with the target and its tokenizer",
+    )
     group.add_argument("--device", help="cpu, cuda, cuda:1 ...; without it, CUDA if available")
     group.add_argument(
-        "--dtype", choices=DTYPES, help="without it, float32 on the CPU and the checkpoint's own elsewhere"
+        "--dtype",
+        choices=DTYPES,
+        help="without it, float32 on the CPU and the checkpoint's own elsewhere (bfloat16 for GGUF)",
     )
 
 

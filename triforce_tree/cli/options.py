@@ -35,6 +35,7 @@ def engine_of(args: argparse.Namespace) -> Engine:
         "drafter": args.drafter,
         "tokenizer": args.tokenizer,
         "draft_tokenizer": args.draft_tokenizer,
+        "gguf_file": args.gguf_file,
         "device": args.device,
         "dtype": args.dtype,
         "profile": profile,

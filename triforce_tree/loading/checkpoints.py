@@ -1,8 +1,8 @@
-"""Loads models and tokenizers from folders, hub ids or objects; safetensors only."""
+"""Loads models and tokenizers from folders, hub ids, GGUF files or objects; no pickles."""
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from transformers import (
@@ -13,16 +13,10 @@ from transformers import (
 
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.kv.offload.streamed_weights import StreamedWeights
-from triforce_tree.loading.model_files import (
-    auto_class,
-    checked,
-    configuration,
-    folder_of,
-    in_one_line,
-    needs_code,
-)
+from triforce_tree.loading.gguf import gguf_tokenizer, is_gguf
+from triforce_tree.loading.model_files import configuration, folder_of, in_one_line, needs_code
+from triforce_tree.loading.reading import ModelFiles
 from triforce_tree.models.experts.modules import expert_modules, fused_weights
-from triforce_tree.models.model_copy import text_decoder
 from triforce_tree.models.tensor_parallel import shard
 from triforce_tree.planning.machine import available_device_bytes
 from triforce_tree.planning.memory_map import tensor_bytes, weights_fit
@@ -80,7 +74,7 @@ def load_model(
     if isinstance(source, PreTrainedModel):
         return source
     device = device_of(device)
-    return _moved(_read(source, device, dtype), source, device)
+    return _read_onto(ModelFiles.find(source, device, dtype), device)
 
 
 def load_target(
@@ -104,15 +98,23 @@ def load_target(
         ValueError: as :func:`load_model`; the weights cannot be streamed; the model cannot be sharded.
     """
     device = group.device if group is not None else device_of(device)
-    model = source if isinstance(source, PreTrainedModel) else _read(source, device, dtype)
-    if group is not None:
-        shard(model, group)
-    if config.streams is not True:
-        if isinstance(source, PreTrainedModel):
-            return source, None
-        free = None if config.streams is False else available_device_bytes(device, config.gpu_bytes)
-        if free is None or weights_fit(tensor_bytes(model), free):
-            return _moved(model, source, device), None
+    if isinstance(source, PreTrainedModel):
+        model = source
+        if group is not None:
+            shard(model, group)
+        if config.streams is not True:
+            return model, None
+    else:
+        files = ModelFiles.find(source, device, dtype)
+        if group is None and _stays(files.bytes, config, device):
+            return _read_onto(files, device), None
+        if files.quantised is not None:
+            raise _not_divisible(files, group)
+        model = files.read(torch.device("cpu"))
+        if group is not None:
+            shard(model, group)
+            if _stays(tensor_bytes(model), config, device):
+                return _moved(model, files, device), None
     try:
         most = config.host_bytes // local_size() if config.host_bytes is not None else None
         free = available_device_bytes(device, config.gpu_bytes)
@@ -132,79 +134,48 @@ def experts_alone(model: PreTrainedModel, free: int | None) -> bool:
     return bool(sizes) and (free is None or weights_fit(rest, free))
 
 
-def _read(source: str | Path, device: torch.device, dtype: torch.dtype | str | None) -> PreTrainedModel:
-    """A model in host memory, in the dtype that it will have on the device."""
-    checkpoint = checked(source)
-    if dtype is None:
-        dtype = torch.float32 if device.type == "cpu" else "auto"
+def _stays(size: int, config: HierarchyConfig, device: torch.device) -> bool:
+    """Whether weights of ``size`` bytes are kept on the device, rather than streamed from the host."""
+    if config.streams is True:
+        return False
+    free = available_device_bytes(device, config.gpu_bytes) if config.streams == "auto" else None
+    return free is None or weights_fit(size, free)
+
+
+def _read_onto(files: ModelFiles, device: torch.device) -> PreTrainedModel:
+    """The model on a device; refused before anything is allocated where it is larger than what is free."""
+    free = available_device_bytes(device, None)
+    if free is not None and files.bytes > free:
+        raise _too_large(files, device)
     try:
-        # from_pretrained is typed to return a model; with output_loading_info it returns a pair.
-        loaded: Any = auto_class(checkpoint.config).from_pretrained(
-            checkpoint.folder,
-            config=checkpoint.config,
-            dtype=dtype,
-            use_safetensors=True,
-            output_loading_info=True,
-            trust_remote_code=False,
-        )
-    except torch.OutOfMemoryError:
-        raise
-    except ImportError as error:
-        raise ValueError(
-            f"the model in {str(source)!r} needs a package that is not installed ({in_one_line(error)}); "
-            "install it, or give another model"
-        ) from error
-    except Exception as error:  # third-party code on files of unknown origin
-        why = checkpoint.mismatch() or in_one_line(error)
-        raise ValueError(
-            f"the model in {str(source)!r} cannot be loaded ({why}); copy or download it again"
-        ) from error
-    model, report = loaded
-    if missing := sorted(report["missing_keys"]):
-        raise OSError(
-            f"the checkpoint in {str(source)!r} lacks {len(missing)} weights, such as {missing[0]}; copy "
-            "or download it again"
-        )
-    method = getattr(model.config, "quantization_config", None)
-    if method is not None and not getattr(model, "is_quantized", False):
-        # transformers would read the packed weights as plain ones.
-        raise ValueError(
-            f"{str(source)!r} uses a quantisation method that this release of transformers does not support "
-            f"({method}); give a checkpoint of 16 bits"
-        )
-    ready: PreTrainedModel = model.eval()
-    _leave_out_encoders(ready)
-    return ready
+        return files.read(device)
+    except torch.OutOfMemoryError as error:
+        raise _too_large(files, device) from error
 
 
-def _leave_out_encoders(model: PreTrainedModel) -> None:
-    """Free the weights of a multimodal model's encoders of images and sound, which text does not need.
-
-    The modules stay, without contents: transformers sets the attention of each part of a model.
-    """
-    decoder = text_decoder(model)
-    for modality in ("image", "audio"):
-        # A model without such an encoder returns itself, or None.
-        encoder = model.get_encoder(modality=modality)
-        if encoder is not None and all(module is not decoder for module in encoder.modules()):
-            for contents in (encoder._modules, encoder._parameters, encoder._buffers):
-                contents.clear()
-
-
-def _moved(model: Any, source: Any, device: torch.device) -> PreTrainedModel:
-    if getattr(model, "is_quantized", False) and model.device.type == device.type:
-        # Some quantised models refuse ``to`` even for the device that they are on.
-        return cast(PreTrainedModel, model)
+def _moved(model: Any, files: ModelFiles, device: torch.device) -> PreTrainedModel:
     try:
         moved: PreTrainedModel = model.to(device)
     except torch.OutOfMemoryError as error:
-        size = tensor_bytes(model)
-        raise ValueError(
-            f"the weights of {str(source)!r} take {size / 2**30:.1f} GiB, more than {device} has left: free "
-            "device memory, allow more of it, use a smaller model or fewer bits (dtype), or keep a target's "
-            "weights on the host (offload_weights=True)"
-        ) from error
+        raise _too_large(files, device) from error
     return moved
+
+
+def _too_large(files: ModelFiles, device: torch.device) -> ValueError:
+    return ValueError(
+        f"the weights of {str(files.source)!r} take {files.bytes / 2**30:.1f} GiB, more than {device} has "
+        "left: free device memory, allow more of it, use a smaller model or fewer bits (dtype), or keep a "
+        "target's weights on the host (offload_weights=True)"
+    )
+
+
+def _not_divisible(files: ModelFiles, group: Group | None) -> ValueError:
+    what = "streamed from the host" if group is None else "sharded over several cards"
+    return ValueError(
+        f"the weights of {str(files.source)!r} are quantised ({files.quantised}) and cannot be {what}; keep "
+        f"their {files.bytes / 2**30:.1f} GiB on one device (offload_weights=False, without torchrun), or "
+        "give the checkpoint of 16 bits"
+    )
 
 
 def tokenizer_of(
@@ -241,6 +212,8 @@ def load_tokenizer(source: str | Path, option: str = "tokenizer") -> PreTrainedT
         OSError: there is no such folder.
         ValueError: there are tokenizer files, but they are corrupt or need Python code of their own.
     """
+    if is_gguf(source):
+        return gguf_tokenizer(source)
     folder = folder_of(source)
     if (folder / "config.json").exists():
         # transformers reads config.json for the tokenizer too.

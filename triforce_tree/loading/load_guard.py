@@ -26,6 +26,7 @@ from triforce_tree.kv.store import KVStore
 from triforce_tree.kv.tree_attention_view import TreeAttentionView
 from triforce_tree.loading.layer_slice import LayerSlice
 from triforce_tree.models.attention import AttentionParams, scales_queries
+from triforce_tree.models.few_row import quantisation
 from triforce_tree.models.hf_model import HFModel, plain_torch_modes
 from triforce_tree.models.model_copy import shallow_copy
 from triforce_tree.models.recorder import LayerCall
@@ -96,7 +97,9 @@ class _Guard:
         self.calls = {index: model.calls[index] for index in self.slice.layers if index in model.calls}
         self.report = GuardReport(self.slice.layers)
         self.random = torch.Generator().manual_seed(0)
-        self.limit = _ROUNDING.get(model.dtype, _ROUNDING_16)
+        # Layers that quantise their inputs too round far more coarsely than their dtype says.
+        plain = quantisation(model.model) is None
+        self.limit = _ROUNDING.get(model.dtype, _ROUNDING_16) if plain else _ROUNDING_16
         self.scores: dict[int, float] = {}
 
     def run(self) -> GuardReport:

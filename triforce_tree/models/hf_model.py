@@ -4,6 +4,7 @@ There is no model code here: transformers' attention interface calls :func:`_att
 passes queries, keys and values on to the cache of the current forward.
 """
 
+import logging
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -24,6 +25,7 @@ from triforce_tree.models.attention import (
     scales_queries,
     take_over_query_scales,
 )
+from triforce_tree.models.few_row import quantisation
 from triforce_tree.models.host_linear import few_row_linears
 from triforce_tree.models.length_rope import LengthRope
 from triforce_tree.models.model_copy import shallow_copy
@@ -37,6 +39,7 @@ from triforce_tree.runtime.distributed import broadcast_tensor
 from triforce_tree.runtime.locks import held
 
 ATTENTION = "triforce_tree"
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -191,6 +194,8 @@ class HFModel:
                 f"sequence length ({type(error).__name__}: {error})"
             ) from error
         self._running: PreTrainedModel | None = None
+        if quantisation(model) is not None:
+            self._settle()
         self._probe()
 
     @property
@@ -310,6 +315,30 @@ class HFModel:
         cache.advance(len(tokens))
         logits: Tensor = out.logits[0, -1:] if last_only else out.logits[0]
         return broadcast_tensor(logits.contiguous())
+
+    def _settle(self) -> None:
+        """Run the model's own forward once.
+
+        Quantisation libraries change layers in their first forward (bitsandbytes moves weights into a state
+        of its own, compressed-tensors unpacks them), and copies must be made of what is there afterwards.
+        """
+        settings = getattr(self.model.config, "quantization_config", None)
+        threshold = getattr(settings, "llm_int8_threshold", 0)
+        if getattr(settings, "load_in_8bit", False) and threshold:
+            _LOG.warning(
+                "%s rounds a token's activations by the outliers of all tokens of a forward "
+                "(llm_int8_threshold=%s), so that tokens verified together change each other's logits a "
+                "little; llm_int8_threshold=0.0 makes them independent",
+                self.name, threshold,
+            )  # fmt: skip
+        with held(self.model), plain_torch_modes(self.device):
+            try:
+                self.model(input_ids=torch.ones(1, 1, dtype=torch.int64, device=self.device))
+            except Exception as error:  # third-party code
+                raise UnsupportedModelError(
+                    f"{self.name} is quantised ({quantisation(self.model)}), and its own forward fails here "
+                    f"({type(error).__name__}: {' '.join(str(error).split())[:240]})"
+                ) from error
 
     def _probe(self) -> None:
         recorder = Recorder()

@@ -35,6 +35,7 @@ from triforce_tree.models.recurrent.pass_through import PassThrough
 from triforce_tree.models.recurrent.running import RecurrentPass, running
 from triforce_tree.runtime.capture_probe import why_not_capturable
 from triforce_tree.runtime.distributed import broadcast_tensor
+from triforce_tree.runtime.executor import free_memory
 
 ATTENTION = "triforce_tree_step"
 MOST_ROWS = 128
@@ -261,6 +262,8 @@ def captures(step: StepModel, model: HFModel) -> bool:
                 model.name, rows, why_not_replaceable(model.model), reason,
             )  # fmt: skip
             return False
+    # Of the graphs, before memory is planned.
+    free_memory()
     return True
 
 

@@ -57,7 +57,7 @@ def _placement(model: nn.Module) -> str | None:
     if len(places) > 1 or "disk" in places:
         return (
             f"is spread over {', '.join(sorted(places))} (hf_device_map), but a level runs on one device; "
-            "load it without device_map, or onto a single device"
+            "use triforce_tree.load, which gathers plain weights, or load it without device_map"
         )
     if "meta" in devices:
         return "has weights without data (meta tensors); load it with its weights, and without device_map"
