@@ -37,6 +37,7 @@ def load(
     *,
     drafter: Drafter | str | None = None,
     tokenizer: Tokenizer | None = None,
+    draft_tokenizer: Tokenizer | None = None,
     device: str | torch.device | None = None,
     dtype: torch.dtype | str | None = None,
     profile: profiles.Source = None,
@@ -59,6 +60,8 @@ def load(
             of your own (:class:`~triforce_tree.drafters.base.Drafter`). Only the draft model takes ``tree``.
             By default the draft where there is one, and else prompt lookup.
         tokenizer: an object, a hub id or a folder; by default the one in the target's folder.
+        draft_tokenizer: likewise, by default the one in the draft's folder. A draft of another tokenizer
+            proposes the tokens that both vocabularies have.
         device: for models named by id or folder; by default CUDA where there is one.
         dtype: likewise; by default the checkpoint's own on CUDA and float32 on the CPU.
         profile: a file that ``triforce-tree tune`` wrote, or False for none; by default the one for this
@@ -93,10 +96,11 @@ def load(
     if profile is None and (group is not None or own is not None):
         # Profiles are measured on one GPU, with a draft model or prompt lookup.
         profile = False
+    own_tokenizer = tokenizer_of(draft_tokenizer, draft, "draft_tokenizer")
     loaded, streamed = load_target(target, config, device, dtype, group, pinned)
     small = None if draft is None else load_model(draft, loaded.device, dtype)
     measured = profiles.find(profile, loaded, small)
-    return Engine(loaded, own or small, tokenizer, config, measured, options, streamed)
+    return Engine(loaded, own or small, tokenizer, config, measured, options, streamed, own_tokenizer)
 
 
 def generate(
@@ -107,7 +111,15 @@ def generate(
     Raises:
         ValueError, OSError: as these two do.
     """
-    names = {"drafter", "tokenizer", "device", "dtype", "profile", *HierarchyConfig().as_options()}
+    names = {
+        "drafter",
+        "tokenizer",
+        "draft_tokenizer",
+        "device",
+        "dtype",
+        "profile",
+        *HierarchyConfig().as_options(),
+    }
     loading = {k: kwargs.pop(k) for k in list(kwargs) if k in names}
     return load(target, draft, **loading).generate(inputs, **kwargs)
 
@@ -117,6 +129,7 @@ def custom_generate(
     *,
     drafter: Drafter | str | None = None,
     tokenizer: Tokenizer | None = None,
+    draft_tokenizer: Tokenizer | None = None,
     streamer: BaseStreamer | None = None,
     stop_strings: str | list[str] | None = None,
     seed: int | None = None,
@@ -126,7 +139,8 @@ def custom_generate(
     """A value for transformers' ``model.generate(input_ids, custom_generate=...)``.
 
     ``streamer``, ``tokenizer`` and ``stop_strings`` are given here, because transformers does not pass
-    them on to a callable. ``drafter``, ``profile`` and ``options`` are those of :func:`load`.
+    them on to a callable. ``drafter``, ``draft_tokenizer``, ``profile`` and ``options`` are those of
+    :func:`load`.
 
     Raises:
         ValueError: an option, a tokenizer or a draft that cannot be used.
@@ -137,6 +151,7 @@ def custom_generate(
     own = own_drafter(drafter, draft)
     check_drafter_options(drafter, draft, options)
     source = None if draft is None else unwrapped(draft, "draft")
+    others = tokenizer_of(draft_tokenizer, source, "draft_tokenizer")
     own_tokenizer, strings, own_seed = (
         tokenizer_of(tokenizer),
         checked_stop_strings(stop_strings),
@@ -156,7 +171,9 @@ def custom_generate(
             if id(model) not in engines:
                 small = None if source is None else load_model(source, model.device, model.dtype)
                 measured = profiles.find(False if own is not None else profile, model, small)
-                engines[id(model)] = Engine(model, own or small, own_tokenizer, config, measured, options)
+                engines[id(model)] = Engine(
+                    model, own or small, own_tokenizer, config, measured, options, draft_tokenizer=others
+                )
         engine = engines[id(model)]
         criteria = kwargs.pop("stopping_criteria")
         if strings and own_tokenizer is not None:

@@ -65,7 +65,7 @@ class Checks:
         roomy = self.whole.with_options(offload=True, gpu_memory=1 << 50)
         plan = roomy.memory_plan(len(self.prompt), self.passes)
         assert plan is not None, "offload=True always makes a plan"
-        self.memory = plan.peak + _SPARE - int(_ON_HOST * plan.device["resident rows"])
+        self.memory = plan.peak + _SPARE - int(_ON_HOST * plan.device["resident KV"])
         self.offloaded = self.whole.with_options(offload=True, gpu_memory=self.memory)
         self.report = Report()
         self.add = self.report.add
@@ -146,7 +146,7 @@ class Checks:
         """Another program takes device memory, before the graphs are captured and while decoding."""
         plan = self.offloaded.memory_plan(len(self.prompt), self.passes)
         assert plan is not None
-        kept = plan.device["resident rows"] // 2
+        kept = plan.device["resident KV"] // 2
         moments = [("capture", "pinned", 1), ("decoding", "streamer", 3)]
         # In 16 bits nothing is allocated any more once the graphs are captured.
         for name, hook, at in moments[: 1 if self.same_bits_only else 2]:

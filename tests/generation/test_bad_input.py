@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 import triforce_tree
 from triforce_tree.config import HierarchyConfig, RetrievalConfig, StreamingConfig
+from triforce_tree.drafters.prompt_lookup import PromptLookup
 
 TARGET = tiny("llama-gqa")
 
@@ -151,6 +152,40 @@ def test_tree_is_refused_where_the_users_own_drafter_proposes() -> None:
         triforce_tree.custom_generate(drafter=own, tree="chain:3")
     with pytest.raises(ValueError, match=OWN_TREE):
         triforce_tree.load(TARGET, drafter=own).with_options(levels=2, tree="chain:3")
+
+
+MODEL_LOOKUP = says("lookup=8", "the draft model proposes here", "leave lookup out", "drafter='lookup'")
+OWN_LOOKUP = says("lookup=8", "drafter 'fixed' is an object", "leave lookup out", "use that name")
+
+
+def test_lookup_is_refused_where_the_draft_model_proposes() -> None:
+    for more in ({}, {"drafter": "model"}):
+        with pytest.raises(ValueError, match=MODEL_LOOKUP):
+            triforce_tree.load(TARGET, TARGET, lookup=8, **more)
+        with pytest.raises(ValueError, match=MODEL_LOOKUP):
+            triforce_tree.custom_generate(TARGET, lookup=8, **more)
+    with pytest.raises(ValueError, match=MODEL_LOOKUP):
+        triforce_tree.load(lookup=8)
+    with pytest.raises(ValueError, match=MODEL_LOOKUP):
+        triforce_tree.load(TARGET, TARGET).with_options(lookup=8)
+
+
+def test_lookup_is_refused_where_the_users_own_drafter_proposes() -> None:
+    own = FixedSiblings("static:0;1", VOCABULARY)
+    with pytest.raises(ValueError, match=says("lookup=8", "drafter 'lookup' is an object")):
+        triforce_tree.load(TARGET, drafter=PromptLookup(4), lookup=8)
+    with pytest.raises(ValueError, match=OWN_LOOKUP):
+        triforce_tree.load(TARGET, drafter=own, lookup=8)
+    with pytest.raises(ValueError, match=OWN_LOOKUP):
+        triforce_tree.custom_generate(drafter=own, lookup=8)
+    with pytest.raises(ValueError, match=OWN_LOOKUP):
+        triforce_tree.load(TARGET, drafter=own).with_options(lookup=8)
+
+
+def test_lookup_is_taken_where_prompt_lookup_proposes() -> None:
+    for more in ({}, {"drafter": "lookup"}):
+        engine = triforce_tree.load(TARGET, lookup=3, **more)
+        assert engine.with_options(lookup=5).hierarchy.drafter().length == 5
 
 
 def test_the_draft_model_must_be_there_where_it_is_named() -> None:

@@ -100,16 +100,16 @@ def test_a_processor_without_a_list(engine: Engine) -> None:
 
 ROW = {"inputs": [1, 2, 3]}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "nothing": ({}, "no prompt: give text, a list of texts, token ids"),
+    "nothing": ({}, "no prompt: give text, a list of texts, a list of messages, token ids"),
     "twice": ({**ROW, "input_ids": [1]}, "given twice, as inputs and as input_ids"),
     "bytes": ({"inputs": b"hello"}, r"bytes; decode it: generate\(data.decode"),
     "number": ({"inputs": 5}, "of type int; give text"),
     "set": ({"inputs": {1, 2}}, "of type set"),
-    "messages": (
-        {"inputs": [{"role": "user", "content": "hi"}]},
-        r"messages; .*apply_chat_template\(messages",
+    "message": ({"inputs": {"role": "user", "content": "hi"}}, "put messages into a list"),
+    "messages by keyword": (
+        {"messages": [{"role": "user", "content": "hi"}]},
+        r"messages is no option .*as the prompt: generate\(messages\)",
     ),
-    "message": ({"inputs": {"role": "user", "content": "hi"}}, "apply_chat_template"),
     "encoding without ids": ({"inputs": {"text": "hi"}}, "'text' has no input_ids"),
     "token types": ({"inputs": {"input_ids": [1], "token_type_ids": [0]}}, "token_type_ids is not supported"),
     "three dimensions": (
@@ -149,6 +149,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "top_k": ({**ROW, "top_k": True, "do_sample": True}, "top_k=True must be an integer"),
     "temperature": ({**ROW, "temperature": "0.8"}, "temperature='0.8' must be a number, not str"),
     "fraction as a seed": ({**ROW, "seed": 2.5}, "seed=2.5 must be an integer"),
+    "number of log-probabilities": ({**ROW, "logprobs": 5}, "logprobs=5 must be True or False"),
     "large seed": ({**ROW, "seed": 2**64}, "at most 64 bits"),
     "config of another kind": ({**ROW, "generation_config": "fast"}, "generation_config is of type str"),
     "unknown key of a dict": ({**ROW, "generation_config": {"temprature": 1}}, "did you mean temperature"),
@@ -208,4 +209,4 @@ def test_the_users_own_lists_and_configs_are_left_alone(engine: Engine) -> None:
 
 
 def test_messages_fit_in_one_line() -> None:
-    assert re.search(r"\n", inputs._FORMS + inputs._CHAT) is None
+    assert re.search(r"\n", inputs._FORMS) is None

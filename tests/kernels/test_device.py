@@ -24,7 +24,7 @@ from triforce_tree.kernels import fitting
 from triforce_tree.kernels.attention import configs
 from triforce_tree.kernels.attention.configs import KernelConfig
 from triforce_tree.kernels.attention.plan import Heads
-from triforce_tree.kernels.device import INTERPRETER, KNOWN, VARIABLE, Device, describe, told
+from triforce_tree.kernels.device import INTERPRETER, KNOWN, VARIABLE, Device, describe, emulated
 from triforce_tree.kernels.linear import configs as linear_configs
 from triforce_tree.kernels.linear.configs import LinearConfig, row_block
 
@@ -63,11 +63,11 @@ def test_a_device_is_described_by_its_driver(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_device_can_emulate_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "sm_120")
-    assert describe("cpu") == replace(KNOWN["sm_120"], told=True)
+    assert describe("cpu") == replace(KNOWN["sm_120"], emulated=True)
     monkeypatch.setenv(VARIABLE, "sm_42")
     with pytest.raises(ValueError, match=r"TRIFORCE_TREE_DEVICE='sm_42' is not a known GPU; use one of"):
         describe("cpu")
-    with told(HOPPER):
+    with emulated(HOPPER):
         assert describe("cpu") is HOPPER
     monkeypatch.delenv(VARIABLE)
     assert describe("cpu") == INTERPRETER
@@ -150,7 +150,7 @@ def test_tiles_of_small_devices_compute_attention(arch: str, dtype: torch.dtype)
         Case(Heads(4, 2, 128), ((130, 9),), dtype, window=50, softcap=5.0),
         Case(Heads(2, 1, 256), ((65, 37), (20, 3)), dtype),
     ):
-        with told(device):
+        with emulated(device):
             assert run_case(case, DEVICE) <= ERROR_LIMIT
 
 
@@ -188,8 +188,8 @@ def test_an_emulated_device_limits_shared_memory() -> None:
     made = SimpleNamespace(metadata=SimpleNamespace(shared=139_264))
     fitting.within(made, KNOWN["sm_89"])
     with pytest.raises(OutOfResources):
-        fitting.within(made, replace(KNOWN["sm_89"], told=True))
-    fitting.within(made, replace(HOPPER, told=True))
+        fitting.within(made, replace(KNOWN["sm_89"], emulated=True))
+    fitting.within(made, replace(HOPPER, emulated=True))
 
 
 def test_smaller_linear_tiles_are_finite() -> None:

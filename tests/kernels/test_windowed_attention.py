@@ -58,6 +58,8 @@ def by_hand(
     assert how.window is not None
     for t in range(queries):
         seen = own[t] - places < how.window
+        if how.chunked:
+            seen = own[t] // how.window == places // how.window
         seen[before:] &= mask[t]
         for h in range(heads):
             keys, values = (x[h // (heads // k.shape[0]), seen].double() for x in (k, v))
@@ -82,12 +84,18 @@ CASES: dict[str, tuple[list[int], int, int, int | None]] = {
     "a tail over 64 bits": ([200, 30], 70, 31, 80),
     "a full store": ([120, 5, 33], 8, 17, None),
     "an empty sequence": ([0, 40], 10, 6, 20),
+    "at the beginning and the end of a chunk": ([119, 120, 121], 5, 20, 20),
 }
 
 
 @runs_kernels
 @pytest.mark.parametrize(
-    ("case", "variant"), [*((case, "plain") for case in CASES), (_RAGGED, "softcap"), (_RAGGED, "sinks")]
+    ("case", "variant"),
+    [
+        *((case, kind) for case in CASES for kind in ("plain", "chunked")),
+        (_RAGGED, "softcap"),
+        (_RAGGED, "sinks"),
+    ],
 )
 def test_each_query_sees_its_window(
     case: str, variant: str, ops: str, monkeypatch: pytest.MonkeyPatch
@@ -95,11 +103,12 @@ def test_each_query_sees_its_window(
     lengths, queries, window, scratch = CASES[case]
     monkeypatch.setattr(store_module, "RING_PAGE", 16)
     heads, batch = Heads(6, 2, 24), len(lengths)
-    how = AttentionParams(
-        0.4, window, 2.0 if variant == "softcap" else None, torch.randn(6) if variant == "sinks" else None
-    )
+    softcap, sinks = 2.0 if variant == "softcap" else None, torch.randn(6) if variant == "sinks" else None
+    how = AttentionParams(0.4, window, softcap, sinks, chunked := variant == "chunked")
     max_seq_len = max(lengths) + queries + 100
-    store = KVStore([KVShape(heads, window)], batch, max_seq_len, CPU, torch.float32, scratch=scratch)
+    store = KVStore(
+        [KVShape(heads, window, chunked)], batch, max_seq_len, CPU, torch.float32, scratch=scratch
+    )
     [group] = store.groups
     assert group.ring == (0 if scratch is None else -(-(window + scratch) // 16) * 16)
     mask = tree_mask(queries, queries, seed=queries)
@@ -107,7 +116,8 @@ def test_each_query_sees_its_window(
     group.kv.fill_(torch.nan)
     kv = [torch.randn(2, heads.kv, length + queries, heads.dim) for length in lengths]
     for b, length in enumerate(lengths):
-        for position in range(max(0, length - window + 1), length):
+        oldest = length // window * window if chunked else max(0, length - window + 1)
+        for position in range(oldest, length):
             slot = position % group.ring if group.ring else position
             group.kv[0, :, b, :, slot] = kv[b][:, :, position]
     q = torch.randn(batch, heads.query, queries, heads.dim)
@@ -160,7 +170,25 @@ def test_a_prefill_chunk_in_blocks_equals_one_in_full(
     q, (k, v) = torch.randn(1, 4, chunk, 8), torch.randn(2, 1, 2, positions, 8)
     how = AttentionParams(0.3, window, None, torch.randn(4) if sinks else None)
     whole = causal_attention(q, k, v, scale=how.scale, window=window, sinks=how.sinks)
-    torch.testing.assert_close(prefill._causal(q, k, v, how), whole)
+    torch.testing.assert_close(prefill.windowed_attention(q, k, v, how, positions - chunk), whole)
+
+
+@pytest.mark.parametrize(
+    ("count", "position", "window"), [(50, 30, 16), (33, 0, 40), (1, 40, 20), (1, 41, 20), (64, 8, 3)]
+)
+@pytest.mark.parametrize("sinks", [True, False])
+def test_a_prefill_over_chunks_of_attention(count: int, position: int, window: int, sinks: bool) -> None:
+    """Keys before the first query's chunk are not given, or NaN."""
+    given = position + count
+    q, (k, v) = torch.randn(1, 4, count, 8), torch.randn(2, 1, 2, given, 8)
+    how = AttentionParams(0.3, window, None, torch.randn(4) if sinks else None, chunked=True)
+    own, mask = torch.arange(position, given), torch.ones(count, count, dtype=torch.bool).tril()
+    expected = by_hand(q[0], k[0], v[0], torch.arange(given), own, mask, how).transpose(0, 1)[None]
+    first = position // window * window
+    k[:, :, :first], v[:, :, :first] = torch.nan, torch.nan
+    for start in (0, first):
+        out = prefill.windowed_attention(q, k[:, :, start:], v[:, :, start:], how, position)
+        torch.testing.assert_close(out, expected, atol=2e-6, rtol=1e-5)
 
 
 def test_layers_of_one_shape_share_a_tensor_and_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:

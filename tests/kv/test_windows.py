@@ -6,7 +6,7 @@ in small blocks; memory holds NaN until it is written.
 
 import pytest
 import torch
-from families import NO_DRAFTS, perturbed, prompt_of, tiny
+from families import perturbed, prompt_of, tiny
 from program_cases import COVERED, EVERYTHING, GREEDY, SAMPLED, decoded, program_of, reference
 from transformers import PreTrainedModel
 
@@ -31,6 +31,7 @@ WINDOWED = {
     "qwen2-window": 40,
     "gpt-oss": 40,
     "gemma4": 40,
+    "llama4": 40,
 }
 # Shorter than the wider windows, and several rings long.
 PROMPTS = [prompt_of(33), prompt_of(170)]
@@ -56,7 +57,7 @@ def check(target: PreTrainedModel, levels: int, new: int = 10, **options: object
 @pytest.mark.parametrize("family", WINDOWED)
 def test_families(family: str) -> None:
     target = tiny(family)
-    for levels in (1,) if family in NO_DRAFTS else (1, 2, 3):
+    for levels in (1, 2, 3):
         program = check(target, levels)
         shapes = program.target.kv_shapes
         for group in program.store.groups:

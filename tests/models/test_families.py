@@ -12,7 +12,6 @@ import torch
 from families import (
     FAMILIES,
     FAMILIES_BEYOND,
-    NO_DRAFTS,
     SMALL_SETTINGS,
     VOCABULARY,
     build,
@@ -241,11 +240,10 @@ def test_a_sequence_may_use_all_learned_positions(levels: int) -> None:
 @pytest.mark.parametrize("family", FAMILIES_BEYOND)
 def test_sequences_beyond_every_length_that_a_family_names(family: str) -> None:
     target = target_of(family)
-    draft = None if family in NO_DRAFTS else perturbed(target, 0.05)
+    draft = perturbed(target, 0.05)
     prompt = prompt_of(150)
     assert len(set(expected(target, tuple(prompt), 14))) > 3, "an output that varies"
     accepted_per_level(target, draft, prompt, 14, levels=1)
     accepted_per_level(target, draft, prompt, 14, levels=3)
-    if draft is not None:
-        accepted_per_level(target, draft, prompt, 14, levels=2)
-        accepted_per_level(target, draft, prompt, 14, levels=3, offload=True, runner_ups=True)
+    accepted_per_level(target, draft, prompt, 14, levels=2)
+    accepted_per_level(target, draft, prompt, 14, levels=3, offload=True, runner_ups=True)

@@ -52,7 +52,7 @@ def test_a_long_context_goes_to_the_host_too() -> None:
     assert made.config.retrieval_weight_bits == 4
     assert made.host["weights"] == EXPERTS.total
     # Both cross the bus.
-    crossing = made.host["full rows"] + made.weight_bytes
+    crossing = made.host["KV"] + made.weight_bytes
     assert made.pass_seconds == pytest.approx(crossing / BUS)
     assert made.weight_seconds == pytest.approx(made.weight_bytes / BUS)
 

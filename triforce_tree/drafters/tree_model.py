@@ -9,7 +9,9 @@ from torch import Tensor
 
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.drafters.base import TokenTree
+from triforce_tree.drafters.token_map import Forwards, MappedModel, TokenMap
 from triforce_tree.kernels import step
+from triforce_tree.kv.prefill import windowed_attention
 from triforce_tree.kv.store import KVStore
 from triforce_tree.kv.tree_attention_view import TreeAttentionView
 from triforce_tree.models.attention import AttentionParams
@@ -36,16 +38,18 @@ class TreeDrafter:
     Args:
         draft: the checked model.
         config: shape of the trees, sinks and window.
+        tokens: its token ids for the target's; None where these are the same.
     """
 
     name = "draft"
     deterministic = False
     features: tuple[int, ...] = ()
 
-    def __init__(self, draft: HFModel, config: HierarchyConfig) -> None:
+    def __init__(self, draft: HFModel, config: HierarchyConfig, tokens: TokenMap | None = None) -> None:
         self.draft, self.config = draft, config.streaming
         self.tree: str | Shape = config.tree
-        self.model = step_model(draft, compiled=draft.device.type == "cuda")
+        own = step_model(draft, compiled=draft.device.type == "cuda")
+        self.model: Forwards = own if tokens is None else MappedModel(own, tokens)
         self.shape = shape = device_tree_shape(parse_shape(config.tree))
         self.capturable = self.model.capturable
         # The chain of level 1 and a tree after it.
@@ -67,7 +71,7 @@ class TreeDrafter:
         batch, shape, device = state.batch, self.shape, self.model.device
         self._scratch_slots = state.max_draft_tokens + self.depth + 2 + self.refeed_tokens + self.nodes
         capacity = self.config.sinks + 2 * self.config.window + self._scratch_slots
-        self.store = KVStore(self.draft.kv_shapes, batch, capacity, device, self.draft.dtype)
+        self.store = KVStore(self.draft.kv_layers, batch, capacity, device, self.draft.dtype)
         # Tokens between the sinks and the window, which the cache does not hold; the same on the host.
         self.dropped = torch.zeros(batch, dtype=torch.int64, device=device)
         self._dropped_on_host = [0] * batch
@@ -152,13 +156,9 @@ class TreeDrafter:
         positions = torch.arange(len(tokens), device=ids.device)[None]
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, how: AttentionParams) -> Tensor:
-            from triforce_tree.kernels.attention.prefill import causal_attention
-
             for cached, new in zip(self.store.layer(layer), (k, v), strict=True):
                 cached[b : b + 1, :, : len(tokens)] = new
-            out = causal_attention(
-                q, k, v, scale=how.scale, window=how.window, softcap=how.softcap, sinks=how.sinks
-            )
+            out = windowed_attention(q, k, v, how, 0)
             return out.transpose(1, 2).contiguous()
 
         self.model(ids, positions, attend, last=1)

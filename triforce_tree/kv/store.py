@@ -114,7 +114,8 @@ class KVStore:
         members: dict[KVShape, list[int]] = {}
         for index, shape in enumerate(layers):
             if shape is not None:
-                shape = replace(shape, window=self._effective_window(shape.window))
+                window = self._effective_window(shape.window)
+                shape = replace(shape, window=window, chunked=shape.chunked and window is not None)
                 members.setdefault(shape, []).append(index)
         rings = [self._ring(shape) for shape in members]
         sizes = [

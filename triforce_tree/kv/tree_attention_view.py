@@ -16,7 +16,7 @@ from triforce_tree.kernels.attention import planned
 from triforce_tree.kernels.attention.plan import Heads, Plan, pack_mask, plan_trees
 from triforce_tree.kv.store import KVGroup, KVStore
 from triforce_tree.kv.window import Window
-from triforce_tree.models.attention import AttentionParams
+from triforce_tree.models.attention import AttentionParams, KVShape
 
 
 class TreeAttentionView:
@@ -44,6 +44,7 @@ class TreeAttentionView:
     """
 
     capturable = True
+    recurrent = None
 
     def __init__(
         self,
@@ -65,7 +66,7 @@ class TreeAttentionView:
         self.ahead = tail - queries
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         self.mask = pack_mask(mask).repeat(batch, 1).to(device)
-        self._windows: dict[int, Window] = {}
+        self._windows: dict[tuple[int, bool], Window] = {}
         plans: dict[Heads, Plan] = {}
         self._plans: list[Plan] = []
         for group in store.groups:
@@ -73,15 +74,16 @@ class TreeAttentionView:
             if heads not in plans:
                 plan = plan_trees(heads, [mask] * batch, [0] * batch, device=device, dtype=store.dtype)
                 plans[heads] = replace(plan, lengths=self.lengths, mask=self.mask)
-            if window is not None and window not in self._windows:
+            kind = (window or 0, group.shape.chunked)
+            if window is not None and kind not in self._windows:
                 if depths is None:
                     raise ValueError(
                         f"window={window} needs the depths of all {tail} tail tokens; pass depths"
                     )
-                self._windows[window] = Window(window, depths, queries, batch, device)
+                self._windows[kind] = Window(window, depths, queries, batch, device, group.shape.chunked)
             plan = plans[heads]
             if window is not None:
-                plan = replace(plan, mask=self._windows[window].masked(self.mask))
+                plan = replace(plan, mask=self._windows[kind].masked(self.mask))
             self._plans.append(plan)
         self._first_layer = min((group.layers[0] for group in store.groups), default=0)
 
@@ -122,10 +124,8 @@ class TreeAttentionView:
         self._write(layer, k, v, params)
         group = self.store.groups[number]
         if group.ring:
-            return self._attend(
-                q, *group.paged(place), self._plans[number], params, group.shape.window, group.table
-            )
-        return self._attend(q, *self.store.layer(layer), self._plans[number], params, group.shape.window)
+            return self._attend(q, *group.paged(place), self._plans[number], params, group.shape, group.table)
+        return self._attend(q, *self.store.layer(layer), self._plans[number], params, group.shape)
 
     def _write(self, layer: int, k: Tensor, v: Tensor, params: AttentionParams) -> None:
         """Store the new keys and values of one layer."""
@@ -144,12 +144,14 @@ class TreeAttentionView:
         values: Tensor,
         plan: Plan,
         params: AttentionParams,
-        window: int | None = None,
+        shape: KVShape | None = None,
         table: Tensor | None = None,
     ) -> Tensor:
         batch, heads, queries, dim = q.shape
         packed = q.transpose(1, 2).reshape(batch * queries, heads, dim)
-        first = None if window is None else self._windows[window].first_visible
+        first = None
+        if shape is not None and shape.window is not None:
+            first = self._windows[shape.window, shape.chunked].first_visible
         out = planned.run(
             packed, keys, values, plan, scale=params.scale, table=table, first=first, softcap=params.softcap,
             sinks=params.sinks,

@@ -1,11 +1,11 @@
-"""What a sliding window hides from the queries of a forward, computed on the device once for all layers."""
+"""What a window hides from the queries of a forward, computed on the device once for all layers."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from triforce_tree.kernels.attention.plan import FirstRows, pack_mask
+from triforce_tree.kernels.attention.plan import FirstVisible, pack_mask
 
 
 class Window:
@@ -13,6 +13,7 @@ class Window:
 
     Args:
         window: positions that a query sees, its own included.
+        chunked: it does not slide, see ``AttentionParams``.
         depths: position of each of the N tail tokens, counted from the tail's first; the queries are the last
             T of them.
         queries: T.
@@ -25,10 +26,17 @@ class Window:
     """
 
     def __init__(
-        self, window: int, depths: Sequence[int], queries: int, batch: int, device: torch.device
+        self,
+        window: int,
+        depths: Sequence[int],
+        queries: int,
+        batch: int,
+        device: torch.device,
+        chunked: bool = False,
     ) -> None:
         query_depths = depths[len(depths) - queries :]
-        first = [min(0, depth - window + 1) for depth in query_depths]
+        self._chunk = window if chunked else 0
+        first = [*query_depths] if chunked else [min(0, depth - window + 1) for depth in query_depths]
         sequences: list[int] = []
         offsets: list[int] = []
         parts = []
@@ -42,10 +50,14 @@ class Window:
         self._sequences = torch.tensor(sequences, device=device)
         self._offsets = torch.tensor(offsets, dtype=torch.int32, device=device)
         self._first = torch.zeros_like(self._offsets)
-        self.first_visible = FirstRows(*(self._first[part] for part in parts))
+        self.first_visible = FirstVisible(*(self._first[part] for part in parts))
         self._in_window: Tensor | None = None
         self._mask: Tensor | None = None
-        if max(query_depths) - min(depths) >= window:
+        self._depths = torch.tensor(depths, device=device)
+        if chunked:
+            self._bits = 1 << torch.arange(64, device=device)
+            self._mask = torch.zeros(batch * queries, -(-len(depths) // 64), dtype=torch.int64, device=device)
+        elif max(query_depths) - min(depths) >= window:
             positions = torch.tensor(depths)
             in_window = positions[len(depths) - queries :, None] - positions < window
             self._in_window = pack_mask(in_window).repeat(batch, 1).to(device)
@@ -59,9 +71,24 @@ class Window:
             mask: int64 ``[B * T, words]``, the tail slots that queries see without a window.
         """
         torch.index_select(lengths, 0, self._sequences, out=self._first)
+        if self._chunk:
+            self._update_chunks(lengths, mask)
+            return
         self._first.add_(self._offsets).clamp_(min=0)
         if self._in_window is not None:
             torch.bitwise_and(mask, self._in_window, out=self._mask)
+
+    def _update_chunks(self, lengths: Tensor, mask: Tensor) -> None:
+        """Which slots of the tail are in a query's chunk depends on the length, so the mask does."""
+        assert self._mask is not None
+        starts = (self._first + self._offsets) // self._chunk * self._chunk
+        torch.minimum(starts, self._first, out=self._first)
+        chunks = (lengths[:, None] + self._depths) // self._chunk  # [B, N]
+        queries = len(mask) // len(lengths)
+        same = chunks[:, -queries:, None] == chunks[:, None]  # [B, T, N]
+        padded = torch.nn.functional.pad(same, (0, 64 * self._mask.shape[1] - same.shape[2]))
+        words = (padded.unflatten(2, (-1, 64)) * self._bits).sum(-1).flatten(0, 1)
+        torch.bitwise_and(mask, words, out=self._mask)
 
     def masked(self, mask: Tensor) -> Tensor:
         """The buffer of the mask under the window: ``mask`` itself where no path is as long as the window."""

@@ -6,7 +6,6 @@ from typing import Any, cast
 
 import torch
 from transformers import (
-    AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -14,8 +13,16 @@ from transformers import (
 
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.kv.offload.streamed_weights import StreamedWeights
-from triforce_tree.loading.model_files import checked, configuration, folder_of, in_one_line, needs_code
+from triforce_tree.loading.model_files import (
+    auto_class,
+    checked,
+    configuration,
+    folder_of,
+    in_one_line,
+    needs_code,
+)
 from triforce_tree.models.experts.modules import expert_modules, fused_weights
+from triforce_tree.models.model_copy import text_decoder
 from triforce_tree.models.tensor_parallel import shard
 from triforce_tree.planning.machine import available_device_bytes
 from triforce_tree.planning.memory_map import tensor_bytes, weights_fit
@@ -62,7 +69,7 @@ def load_model(
     device: str | torch.device | None = None,
     dtype: torch.dtype | str | None = None,
 ) -> PreTrainedModel:
-    """A causal LM; a model object is returned as it is.
+    """A causal LM, or a multimodal model without its encoders; a model object is returned as it is.
 
     Raises:
         TypeError: see :func:`unwrapped`.
@@ -132,7 +139,7 @@ def _read(source: str | Path, device: torch.device, dtype: torch.dtype | str | N
         dtype = torch.float32 if device.type == "cpu" else "auto"
     try:
         # from_pretrained is typed to return a model; with output_loading_info it returns a pair.
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = auto_class(checkpoint.config).from_pretrained(
             checkpoint.folder,
             config=checkpoint.config,
             dtype=dtype,
@@ -166,7 +173,22 @@ def _read(source: str | Path, device: torch.device, dtype: torch.dtype | str | N
             f"({method}); give a checkpoint of 16 bits"
         )
     ready: PreTrainedModel = model.eval()
+    _leave_out_encoders(ready)
     return ready
+
+
+def _leave_out_encoders(model: PreTrainedModel) -> None:
+    """Free the weights of a multimodal model's encoders of images and sound, which text does not need.
+
+    The modules stay, without contents: transformers sets the attention of each part of a model.
+    """
+    decoder = text_decoder(model)
+    for modality in ("image", "audio"):
+        # A model without such an encoder returns itself, or None.
+        encoder = model.get_encoder(modality=modality)
+        if encoder is not None and all(module is not decoder for module in encoder.modules()):
+            for contents in (encoder._modules, encoder._parameters, encoder._buffers):
+                contents.clear()
 
 
 def _moved(model: Any, source: Any, device: torch.device) -> PreTrainedModel:
@@ -186,28 +208,33 @@ def _moved(model: Any, source: Any, device: torch.device) -> PreTrainedModel:
 
 
 def tokenizer_of(
-    given: PreTrainedTokenizerBase | str | Path | None, target: PreTrainedModel | str | Path | None = None
+    given: PreTrainedTokenizerBase | str | Path | None,
+    model: PreTrainedModel | str | Path | None = None,
+    option: str = "tokenizer",
 ) -> PreTrainedTokenizerBase | None:
-    """The tokenizer that was given (object, hub id or folder), or the one in the target's folder.
+    """The tokenizer that was given (object, hub id or folder), or the one in the model's folder.
+
+    Args:
+        option: the argument of ``load`` by which it is given.
 
     Raises:
         TypeError: ``given`` is neither a tokenizer nor a path.
         OSError, ValueError: as :func:`load_tokenizer`; the path given holds no tokenizer.
     """
     if given is None:
-        return load_tokenizer(target) if isinstance(target, str | Path) else None
+        return load_tokenizer(model, option) if isinstance(model, str | Path) else None
     if isinstance(given, str | Path):
-        found = load_tokenizer(given)
+        found = load_tokenizer(given, option)
         if found is None:
             raise FileNotFoundError(f"{str(given)!r} holds no tokenizer; give another folder")
         return found
     if not (callable(given) and hasattr(given, "decode")):
         kind = type(given).__name__
-        raise TypeError(f"the tokenizer is of type {kind}; give transformers' own, a hub id or a folder")
+        raise TypeError(f"the {option} is of type {kind}; give transformers' own, a hub id or a folder")
     return given
 
 
-def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase | None:
+def load_tokenizer(source: str | Path, option: str = "tokenizer") -> PreTrainedTokenizerBase | None:
     """The tokenizer in a model's folder, or None if there is none (inputs are then token ids).
 
     Raises:
@@ -228,6 +255,6 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase | None:
             why = "it needs Python code of its own (auto_map), which is not run"
         raise ValueError(
             f"the tokenizer in {str(source)!r} cannot be loaded ({why}); repair it, or give another with "
-            "load(..., tokenizer=...)"
+            f"load(..., {option}=...)"
         ) from error
     return tokenizer

@@ -6,6 +6,7 @@ Everything else of the model's own forward runs unchanged: masks, rotary tables,
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,7 +22,8 @@ class LayerSlice:
     """The first layer of each kind, and at least two layers.
 
     Args:
-        model: a checked model; all layers are taken if they share keys and values, or form no ``ModuleList``.
+        model: a checked model; all layers are taken if they share keys and values, form no ``ModuleList``, or
+            are recurrent: the states of a forward are found by counting.
 
     Attributes:
         layers: indices of the layers taken.
@@ -69,7 +71,7 @@ class LayerSlice:
     def _representatives(self, model: HFModel) -> list[int]:
         """The first layer of each kind, and at least two: a wrong output shows in the next layer's input."""
         every = list(range(model.layers))
-        if self._stack is None or self.shares_kv:
+        if self._stack is None or self.shares_kv or model.states is not None:
             return every
         kinds = getattr(model.model.config.get_text_config(decoder=True), "layer_types", None)
         first: dict[object, int] = {}
@@ -81,7 +83,7 @@ class LayerSlice:
                 if isinstance(value, bool | int | float | str) and not re.search("idx|index|layer_id", name)
             }
             parts = tuple(type(module).__name__ for module in self._stack[index].modules())
-            how = (call.how.window, call.how.softcap, call.how.scale, call.how.sinks is None)
+            how = (*vars(replace(call.how, sinks=None)).values(), call.how.sinks is None)
             first.setdefault(
                 (kinds and kinds[index], how, parts, tuple(settings.items()), call.kv_heads, call.dim), index
             )

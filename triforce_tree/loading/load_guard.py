@@ -21,10 +21,11 @@ from transformers import DynamicCache
 
 from triforce_tree.kernels.device import KernelError
 from triforce_tree.kv.prefill import SequenceRows
+from triforce_tree.kv.recurrent_states import RecurrentStates
 from triforce_tree.kv.store import KVStore
 from triforce_tree.kv.tree_attention_view import TreeAttentionView
 from triforce_tree.loading.layer_slice import LayerSlice
-from triforce_tree.models.attention import AttentionParams
+from triforce_tree.models.attention import AttentionParams, scales_queries
 from triforce_tree.models.hf_model import HFModel, plain_torch_modes
 from triforce_tree.models.model_copy import shallow_copy
 from triforce_tree.models.recorder import LayerCall
@@ -92,7 +93,7 @@ class _Guard:
         self.model, self.device = model, model.device
         self.kind = "cuda" if self.device.type == "cuda" else "cpu"
         self.slice = LayerSlice(model)
-        self.calls = {index: model.calls[index] for index in self.slice.layers}
+        self.calls = {index: model.calls[index] for index in self.slice.layers if index in model.calls}
         self.report = GuardReport(self.slice.layers)
         self.random = torch.Generator().manual_seed(0)
         self.limit = _ROUNDING.get(model.dtype, _ROUNDING_16)
@@ -116,8 +117,9 @@ class _Guard:
         """Compare after a random prefix of twice ``length``, or as much as the model has positions for."""
         tail, most = sum(_LONG_CHUNKS), self.model.max_positions
         what = f"a sequence beyond {length} tokens"
-        if self.slice.shares_kv:
-            # Layers that share keys and values need the same random ones, so real tokens are fed instead.
+        if self.slice.shares_kv or self.model.states is not None:
+            # Layers that share keys and values need the same random ones, and recurrent layers the states
+            # that go with them, so real tokens are fed instead.
             self._compare(what, (length, *_LONG_CHUNKS))
             return
         prefix = 2 * length if most is None else min(2 * length, most - tail)
@@ -141,6 +143,9 @@ class _Guard:
         windows = [call.how.window for call in self.calls.values() if call.how.window is not None]
         if gap and windows and min(windows) < sum(chunks):
             self.report.skipped[what] = f"a window of {min(windows)} tokens is shorter than the sequence"
+            return
+        if gap and scales_queries(self.model.model):
+            self.report.skipped[what] = "transformers scales its queries by other positions than these"
             return
         # Both paths, two operations per parameter and token.
         flops = 4 * sum(chunks) * self.slice.parameters
@@ -220,7 +225,7 @@ class _Guard:
         kv: dict[int, tuple[Tensor, Tensor]],
     ) -> Tensor:
         """The last chunk's logits by our forward, fp32."""
-        shapes = [s if i in self.calls else None for i, s in enumerate(self.model.kv_shapes)]
+        shapes = [s if i in self.calls else None for i, s in enumerate(self.model.kv_layers)]
         tail = chunks[-1]
         slots = prefix + len(tokens) + tail
         if self.model.length_rope is not None:
@@ -228,7 +233,10 @@ class _Guard:
         logits = torch.empty(0)
         with self.model.active(), self.slice.alone(self.model.running):
             store = KVStore(shapes, 1, slots, self.device, self.model.dtype, scratch=tail)
-            cache = _GuardCache(store, prefix, chunks, gap)
+            states = None
+            if self.model.states is not None:
+                states = RecurrentStates(self.model.states, 1, self.device, self.model.dtype)
+            cache = _GuardCache(store, prefix, chunks, gap, states)
             for layer, (k, v) in kv.items():
                 cache.fill(layer, k, v)
             for count in chunks:
@@ -267,13 +275,21 @@ class _GuardCache(SequenceRows):
         prefix: positions before the tokens, which :meth:`fill` writes.
         chunks: tokens of each forward.
         gap: added to the positions from the second chunk on.
+        states: of recurrent layers, if there are any.
 
     Attributes:
         queries: of the last forward, by layer, ``[1, H_q, T, D]``.
     """
 
-    def __init__(self, store: KVStore, prefix: int, chunks: Sequence[int], gap: int) -> None:
-        super().__init__(store, 0)
+    def __init__(
+        self,
+        store: KVStore,
+        prefix: int,
+        chunks: Sequence[int],
+        gap: int,
+        states: RecurrentStates | None = None,
+    ) -> None:
+        super().__init__(store, 0, states)
         self.length, self.queries = prefix, dict[int, Tensor]()
         self._second, self._gap = prefix + chunks[0], gap
         tail = chunks[-1]

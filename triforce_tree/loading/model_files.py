@@ -16,8 +16,10 @@ from safetensors import SafetensorError, safe_open
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     GenerationConfig,
     PreTrainedConfig,
 )
@@ -111,11 +113,11 @@ def checked(source: str | Path) -> Checkpoint:
         ValueError: the configuration cannot be used, is not of a causal LM, or needs Python code of its own.
     """
     folder, config = configuration(source)
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if auto_class(config) is None:
         raise ValueError(
             f"{str(source)!r} is a {config.model_type} model, which transformers does not load as a causal "
-            "language model (AutoModelForCausalLM); give a decoder-only model, or load it yourself and give "
-            "the object"
+            "language model (AutoModelForCausalLM, AutoModelForImageTextToText); give a decoder-only model, "
+            "or load it yourself and give the object"
         )
     if (folder / "adapter_config.json").exists():
         raise ValueError(
@@ -130,6 +132,13 @@ def checked(source: str | Path) -> Checkpoint:
     checkpoint = Checkpoint(folder, config, _shapes(folder, names))
     _check_bytes(checkpoint, source)
     return checkpoint
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """The class of transformers that loads a causal LM, or a model of images and text; None for others."""
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM
+    return AutoModelForImageTextToText if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING else None
 
 
 def in_one_line(error: Exception, most: int = 240) -> str:
@@ -270,7 +279,7 @@ def _shapes(folder: Path, names: Iterable[str]) -> dict[str, list[int]]:
 def _skeleton(config: PreTrainedConfig) -> torch.nn.Module:
     """The model on the meta device, without memory for its weights."""
     with torch.device("meta"):
-        model: torch.nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        model: torch.nn.Module = auto_class(config).from_config(config, trust_remote_code=False)
     return model
 
 

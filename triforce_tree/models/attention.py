@@ -3,9 +3,11 @@
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from triforce_tree.kernels.attention.plan import Heads
+from triforce_tree.models.recurrent.running import ChunkPass
 
 
 @dataclass(frozen=True)
@@ -16,6 +18,8 @@ class AttentionParams:
         scale: factor on the raw scores.
         window: positions that a query sees, its own included; the key at position j is visible to the query
             at position i iff ``i - j < window``. None: all of them.
+        chunked: the window does not slide: the key is visible iff ``j // window == i // window`` and
+            ``j <= i`` (chunked attention of Llama 4).
         softcap: scores become ``softcap * tanh(score / softcap)``; None leaves them as they are.
         sinks: ``[H_q]`` logits of a virtual key whose value is zero.
     """
@@ -24,10 +28,18 @@ class AttentionParams:
     window: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
+    chunked: bool = False
 
 
 class KVCache(Protocol):
-    """The cache of one forward: stores the new keys and values, and computes attention over them."""
+    """The cache of one forward: stores the new keys and values, and computes attention over them.
+
+    Attributes:
+        recurrent: the states of recurrent layers; None for models without any.
+    """
+
+    @property
+    def recurrent(self) -> ChunkPass | None: ...
 
     def positions(self, count: int) -> Tensor:
         """int64 ``[count]``: the positions of the next ``count`` tokens."""
@@ -53,8 +65,47 @@ class KVShape:
 
     heads: Heads
     window: int | None = None
+    chunked: bool = False
 
     @property
     def elements(self) -> int:
         """Elements of one token's keys and values."""
         return 2 * self.heads.kv * self.heads.dim
+
+
+def _scales(module: nn.Module) -> bool:
+    tuned = getattr(module, "attn_temperature_tuning", False) and hasattr(module, "floor_scale")
+    return bool(tuned) and not getattr(module, "use_rope", False)
+
+
+def scales_queries(model: nn.Module) -> bool:
+    """Whether forwards of a model need ``triforce_positions``, see :func:`take_over_query_scales`."""
+    return any(_scales(module) for module in model.modules())
+
+
+def take_over_query_scales(copy: nn.Module) -> None:
+    """Make the attention modules of a copy of a model leave the scale to :func:`scaled_queries`.
+
+    Llama 4 scales the queries of layers without rotary embedding by their positions, which it counts from the
+    length of transformers' cache (attn_temperature_tuning). Nodes of a tree are at other positions.
+    """
+    for module in copy.modules():
+        if _scales(module):
+            settings: Any = module
+            settings.triforce_query_scale = settings.floor_scale, settings.attn_scale
+            settings.attn_temperature_tuning = False
+
+
+def scaled_queries(module: nn.Module, query: Tensor, positions: Tensor | None) -> Tensor:
+    """Queries ``[B, H_q, T, D]`` by the scale of their positions ``[B, T]``, where the module has one.
+
+    The factor is ``1 + attn_scale * log(1 + floor((position + 1) / floor_scale))`` (arXiv 2501.19399).
+    """
+    settings: Any = getattr(module, "triforce_query_scale", None)
+    if settings is None:
+        return query
+    assert positions is not None, "the model's layers do not pass keywords on"
+    floor_scale, attn_scale = settings
+    factor = torch.log1p(torch.floor((positions.float() + 1.0) / floor_scale)) * attn_scale + 1.0
+    scaled: Tensor = query * factor[:, None, :, None]
+    return scaled.to(query.dtype)

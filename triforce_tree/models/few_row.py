@@ -6,7 +6,7 @@ head are the original's.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,8 @@ from triforce_tree.kernels.linear import reference
 from triforce_tree.kernels.linear.configs import LEAST_BLOCK, MOST_PLAIN_ROWS, MOST_ROWS
 from triforce_tree.models.experts.few_row import LowBitExperts
 from triforce_tree.models.experts.modules import is_fused
+from triforce_tree.models.host_linear import is_plain_linear
+from triforce_tree.models.model_copy import text_decoder
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -115,23 +117,35 @@ def with_linears(
             replaced[linear] = make(linear)
         setattr(parent, name, replaced[linear])
     if make_experts is not None:
-        for parent, name, module in _layer_modules(clone):
+        for parent, name, module in _children_of_layers(clone):
             if is_fused(module):
                 setattr(parent, name, make_experts(module))
     return clone
 
 
-def why_not_replaceable(model: PreTrainedModel) -> str | None:
+def why_not_replaceable(model: nn.Module) -> str | None:
     """The reason why a model's linear layers cannot be replaced; None if they can."""
     name = type(model).__name__
-    linears = [linear for *_, linear in _layer_linears(model)]
-    # Some quantisation libraries have their own layer classes, others their own tensor classes in nn.Linear.
-    plain = all(
-        type(linear.weight.data) is Tensor and linear.weight.is_floating_point() for linear in linears
-    )
-    if getattr(model, "is_quantized", False) or not plain:
-        return f"{name} is quantised"
+    if (method := quantisation(model)) is not None:
+        return f"{name} is quantised ({method})"
+    linears = _layer_linears(model)
     return None if linears else f"{name} has no nn.Linear inside a list of layers"
+
+
+def quantisation(model: nn.Module) -> str | None:
+    """How a model is quantised: the method's name, or the class of a layer or of its weight; None if not."""
+    if getattr(model, "is_quantized", False):
+        settings = getattr(getattr(model, "config", None), "quantization_config", None)
+        method = getattr(settings, "quant_method", None)
+        return str(getattr(method, "value", method or "is_quantized"))
+    for *_, child in _children_of_layers(model):
+        weight = getattr(child, "weight", None)
+        if isinstance(weight, Tensor) and weight.dim() == 2 and not isinstance(child, nn.Embedding):
+            if type(weight.data) is not Tensor:
+                return type(weight.data).__name__
+            if not (weight.is_floating_point() and weight.element_size() > 1):
+                return type(child).__name__
+    return None
 
 
 def few_row_copy(model: PreTrainedModel) -> PreTrainedModel:
@@ -146,7 +160,11 @@ def low_bit_copy(
 
     Args:
         before: called with each weight before it is read, layer by layer; copies streamed weights in.
+
+    Raises:
+        ValueError: see :func:`check_low_bits`.
     """
+    check_low_bits(model, bits)
 
     def make(linear: nn.Linear) -> nn.Module:
         if before is not None:
@@ -154,6 +172,16 @@ def low_bit_copy(
         return LowBitLinear(linear, bits)
 
     return with_linears(model, make, lambda module: LowBitExperts(module, bits, before))
+
+
+def check_low_bits(model: nn.Module, bits: int) -> None:
+    """Raise ValueError where a model's linear layers cannot be copied in so few bits; 16 is no copy."""
+    if bits != 16 and (reason := why_not_replaceable(model)):
+        raise ValueError(
+            f"retrieval_weight_bits={bits} copies the target's own linear layers in fewer bits, but "
+            f"{reason}; use retrieval_weight_bits=16, which runs the retrieval level on the target's weights "
+            "as they are"
+        )
 
 
 def extra_bytes(model: nn.Module) -> int:
@@ -170,15 +198,18 @@ def extra_bytes(model: nn.Module) -> int:
 def _layer_linears(model: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
     """(parent, name, linear) of the plain linear layers inside a ``ModuleList`` (of decoder layers)."""
     return [
-        (parent, name, child) for parent, name, child in _layer_modules(model) if type(child) is nn.Linear
+        (parent, name, child) for parent, name, child in _children_of_layers(model) if is_plain_linear(child)
     ]
 
 
-def _layer_modules(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
-    """(parent, name, module) of all modules inside a ``ModuleList`` (of decoder layers)."""
-    members = [member for each in model.modules() if isinstance(each, nn.ModuleList) for member in each]
+def _children_of_layers(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    """(parent, name, module) of everything inside a ``ModuleList`` (of decoder layers)."""
+    lists = [each for each in text_decoder(model).modules() if isinstance(each, nn.ModuleList)]
+    members = [member for each in lists for member in each]
     parents = {id(parent): parent for member in members for parent in member.modules()}
-    return [(parent, name, child) for parent in parents.values() for name, child in parent.named_children()]
+    for parent in parents.values():
+        for name, child in parent.named_children():
+            yield parent, name, child
 
 
 def _counters(linear: nn.Linear) -> Tensor:

@@ -1,9 +1,10 @@
 """Forwards of any transformers causal LM over an explicit KV cache.
 
 There is no model code here: transformers' attention interface calls :func:`_attention` in every layer, which
-passes queries, keys and values on to the cache that travels through the forward as a keyword.
+passes queries, keys and values on to the cache of the current forward.
 """
 
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -15,11 +16,20 @@ from transformers import AttentionInterface, Cache, PreTrainedModel
 
 from triforce_tree.kernels.attention.plan import Heads
 from triforce_tree.kernels.device import explained
-from triforce_tree.models.attention import AttentionParams, KVCache, KVShape
+from triforce_tree.models.attention import (
+    AttentionParams,
+    KVCache,
+    KVShape,
+    scaled_queries,
+    scales_queries,
+    take_over_query_scales,
+)
 from triforce_tree.models.host_linear import few_row_linears
 from triforce_tree.models.length_rope import LengthRope
 from triforce_tree.models.model_copy import shallow_copy
 from triforce_tree.models.recorder import LayerCall, Recorder
+from triforce_tree.models.recurrent.mixers import attach
+from triforce_tree.models.recurrent.running import convolve, running
 from triforce_tree.models.supported import UnsupportedModelError, refuse_unsupported
 from triforce_tree.runtime.distributed import broadcast_tensor
 from triforce_tree.runtime.locks import held
@@ -29,13 +39,22 @@ ATTENTION = "triforce_tree"
 
 @dataclass(frozen=True)
 class _ForwardContext:
-    """What the attention layers of one forward need; passed through the model as a keyword.
+    """What the attention layers of one forward need.
 
     ``called`` collects the indices of the layers that called our attention function.
     """
 
     cache: KVCache
     called: set[int] = field(default_factory=set)
+
+
+class _Running(threading.local):
+    """The current forward; not a keyword of it, as some families' layers do not pass keywords on."""
+
+    forward: _ForwardContext | None = None
+
+
+_running = _Running()
 
 
 class Streamed(Protocol):
@@ -85,7 +104,11 @@ class Streamed(Protocol):
 
 
 class PassThrough(Cache):
-    """A transformers cache that returns new keys and values to the attention function, which stores them."""
+    """A transformers cache that returns new keys and values to the attention function, which stores them.
+
+    Convolutions get their inputs with those before them. There never is a recurrent state: the functions that
+    scan a recurrence (``models/recurrent``) know where theirs is.
+    """
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -98,16 +121,40 @@ class PassThrough(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
 
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        return convolve(conv_states, kwargs["conv_kernel_size"] - 1)
 
-class _NoContextError(RuntimeError):
-    """The attention function was called without the keyword that carries the cache."""
+    def update_recurrent_state(self, recurrent_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return recurrent_states
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        return None
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        return None
+
+    def has_previous_state(self, *args: Any, **kwargs: Any) -> bool:
+        return False
 
 
-def effective_window(module: torch.nn.Module, window: int | None) -> int | None:
-    """``window``, or None if it is at least as large as the model's maximum number of positions."""
+def effective_window(module: torch.nn.Module, window: int | None) -> tuple[int | None, bool]:
+    """The window of an attention module, None where it hides nothing, and whether it is a chunk.
+
+    Args:
+        window: of sliding attention, as the module passes it on. Chunks are in the configuration alone.
+    """
     config: Any = getattr(module, "config", None)
+    kinds: Any = getattr(config, "layer_types", None) or ()
+    index = getattr(module, "layer_idx", None)
+    chunked = isinstance(index, int) and index < len(kinds) and kinds[index] == "chunked_attention"
+    if chunked:
+        window = config.attention_chunk_size
     limit = getattr(config, "max_position_embeddings", None)
-    return None if window is None or (limit is not None and window >= limit) else window
+    if window is None or (limit is not None and window >= limit):
+        return None, False
+    return window, chunked
 
 
 def _attention(
@@ -120,19 +167,23 @@ def _attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    triforce: _ForwardContext | None = None,
+    triforce_positions: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    if triforce is None:
-        raise _NoContextError(
+    forward = _running.forward
+    if forward is None:
+        raise RuntimeError(
             f"attention implementation {ATTENTION!r} was called outside triforce_tree; restore the "
             "model with model.set_attn_implementation('sdpa')"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    how = AttentionParams(scale, effective_window(module, sliding_window), softcap, s_aux)
-    triforce.called.add(module.layer_idx)  # type: ignore[arg-type]
-    out = triforce.cache.attend(module, query, key, value, how)
-    return out.transpose(1, 2), None
+    window, chunked = effective_window(module, sliding_window)
+    query = scaled_queries(module, query, triforce_positions)
+    how = AttentionParams(scale, window, softcap, s_aux, chunked)
+    forward.called.add(module.layer_idx)  # type: ignore[arg-type]
+    out = forward.cache.attend(module, query, key, value, how)
+    # Some families take views of it, as transformers' own functions return contiguous tensors.
+    return out.transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(ATTENTION, _attention)
@@ -158,12 +209,19 @@ class HFModel:
             forwards run on a :func:`shallow_copy` with our attention, made by :meth:`active`.
         streamed: the weights of its layers, if they are kept in host memory.
 
+    Attributes:
+        capturable: whether CUDA graphs can hold linear layers of other libraries in it; None until tried.
+        calls: how each layer with attention attends, by its index.
+        kv_shapes: what these layers keep, in their order; ``kv_layers`` by layer, None for one without.
+        states: shapes of the states of recurrent layers; None if there are none.
+
     Raises:
         UnsupportedModelError: the family ignores the attention interface or keeps other state.
     """
 
     def __init__(self, model: PreTrainedModel, streamed: Streamed | None = None) -> None:
         self.model, self.streamed = model, streamed
+        self.capturable: bool | None = None
         config = model.config.get_text_config(decoder=True)
         self.name = type(model).__name__
         self.layers: int = config.num_hidden_layers
@@ -196,6 +254,18 @@ class HFModel:
         rotary = any(name.endswith("inv_freq") for name, _ in self.model.named_buffers())
         return None if rotary else self.max_positions
 
+    def check_length(self, prompt: int, new: int) -> None:
+        """Raise ValueError where prompt and new tokens exceed the positions that the model can take."""
+        limit = self.max_positions
+        if limit is not None and prompt + new > limit:
+            remedy = f" or set max_new_tokens<={limit - prompt}" if prompt < limit else ""
+            raise ValueError(
+                f"{prompt} prompt tokens + {new} new ones = {prompt + new} exceed the model's "
+                f"{limit} positions; shorten the prompt{remedy}"
+            )
+        if self.length_rope is not None:
+            self.length_rope.check(prompt, new)
+
     @property
     def running(self) -> PreTrainedModel:
         """The copy of ``model`` that computes inside :meth:`active`; it shares all tensors with it.
@@ -223,20 +293,32 @@ class HFModel:
             if self._running is not None:
                 yield
                 return
-            running = shallow_copy(self.model)
-            running.set_attn_implementation(ATTENTION)
-            running.eval()
+            copied = shallow_copy(self.model)
+            copied.set_attn_implementation(ATTENTION)
+            copied.eval()
+            take_over_query_scales(copied)
             if self.length_rope is not None:
-                self.length_rope.attach(running)
+                self.length_rope.attach(copied)
+            attach(copied, in_chunks=True)
             with ExitStack() as stack:
                 stack.enter_context(plain_torch_modes(self.device))
                 stack.enter_context(explained(self.device))
-                stack.enter_context(few_row_linears(running))
+                stack.enter_context(few_row_linears(copied))
                 try:
-                    self._running = running
+                    self._running = copied
                     yield
                 finally:
                     self._running = None
+
+    @contextmanager
+    def attending(self, cache: KVCache) -> Iterator[set[int]]:
+        """Inside, layers of :attr:`running` attend by ``cache``; yields the indices of those that have."""
+        before = _running.forward
+        context = _running.forward = _ForwardContext(cache)
+        try:
+            yield context.called
+        finally:
+            _running.forward = before
 
     @torch.no_grad()
     def forward(
@@ -247,7 +329,7 @@ class HFModel:
         Args:
             tokens: T ids.
             last_only: compute only the last token's logits (prefill).
-            whole: check that every layer has attended; False if some layers are skipped.
+            whole: check that every layer with attention has attended; False if some layers are skipped.
 
         Returns:
             ``[T, V]`` or ``[1, V]`` in the model's dtype, rank 0's on every rank.
@@ -256,18 +338,20 @@ class HFModel:
             RuntimeError: a layer bypassed our attention function, so the cache lacks its keys and values.
         """
         ids = torch.tensor([tokens], device=self.device)
-        context = _ForwardContext(cache)
-        out = self.running(
-            input_ids=ids,
-            position_ids=cache.positions(len(tokens)).to(self.device)[None],
-            past_key_values=PassThrough(),
-            use_cache=True,
-            logits_to_keep=1 if last_only else 0,
-            triforce=context,
-        )
-        if whole and len(context.called) != self.layers:
+        positions = cache.positions(len(tokens)).to(self.device)[None]
+        with self.attending(cache) as called, running(cache.recurrent):
+            out = self.running(
+                input_ids=ids,
+                position_ids=positions,
+                past_key_values=PassThrough(),
+                use_cache=True,
+                logits_to_keep=1 if last_only else 0,
+                **({"triforce_positions": positions} if scales_queries(self.model) else {}),
+            )
+        if whole and len(called) != len(self.calls):
+            missing, count = len(self.calls) - len(called), len(self.calls)
             raise RuntimeError(
-                f"{self.layers - len(context.called)} of {self.layers} layers of {self.name} did not attend "
+                f"{missing} of {count} layers of {self.name} did not attend "
                 "through transformers' attention interface; load the model again if a forward was replaced"
             )
         cache.advance(len(tokens))
@@ -280,14 +364,12 @@ class HFModel:
         try:
             with self.active():
                 self.forward([1], recorder, whole=False)
-        except _NoContextError:
-            problem = "its decoder layers do not pass the keywords of a forward on to it"
         except Exception as error:  # third-party code: any failure means unsupported
             problem = f"{type(error).__name__}: {error}"
-        if problem is None and len(recorder.keys) != self.layers:
-            problem = (
-                f"{len(recorder.keys)} of its {self.layers} layers used transformers' attention interface"
-            )
+        self.states = recorder.states.shapes
+        attending = len(recorder.keys)
+        if problem is None and (attending == 0 or (self.states is None and attending != self.layers)):
+            problem = f"{attending} of its {self.layers} layers used transformers' attention interface"
         if problem:
             raise UnsupportedModelError(
                 f"{self.name} cannot be decoded hierarchically: its attention does not pass through "
@@ -304,9 +386,12 @@ class HFModel:
             for i, how in sorted(recorder.params.items())
         }
         self.kv_shapes = [
-            KVShape(Heads(call.query_heads, call.kv_heads, call.dim), call.how.window)
+            KVShape(Heads(call.query_heads, call.kv_heads, call.dim), call.how.window, call.how.chunked)
             for call in self.calls.values()
         ]
+        self.kv_layers: list[KVShape | None] = [None] * self.layers
+        for index, shape in zip(self.calls, self.kv_shapes, strict=True):
+            self.kv_layers[index] = shape
         self.has_windows = any(shape.window is not None for shape in self.kv_shapes)
         self.has_softcap = any(call.how.softcap for call in self.calls.values())
         # Of the full-attention layers, if there are any: they take most of the memory and time.

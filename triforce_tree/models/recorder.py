@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from triforce_tree.models.attention import AttentionParams
+from triforce_tree.models.recurrent.running import ChunkPass, Rows, StateShapes
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,8 @@ class Recorder:
     """A ``KVCache`` that records the arguments of each layer's call; all dictionaries are by layer index."""
 
     def __init__(self) -> None:
+        self.states = StateRecorder()
+        self.recurrent: ChunkPass | None = self.states
         self.keys: dict[int, Tensor] = {}
         self.modules: dict[int, Any] = {}
         self.params: dict[int, AttentionParams] = {}
@@ -40,3 +43,32 @@ class Recorder:
         return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
 
     def advance(self, count: int) -> None: ...
+
+
+class StateRecorder:
+    """A ``ChunkPass`` whose states are zeros, and which records their shapes."""
+
+    def __init__(self) -> None:
+        self._convolutions: list[tuple[int, int]] = []
+        self._recurrences: list[tuple[int, int, int]] = []
+
+    @property
+    def shapes(self) -> StateShapes | None:
+        """None if no layer has a state."""
+        found = StateShapes(tuple(self._convolutions), tuple(self._recurrences))
+        return found if found.convolutions or found.recurrences else None
+
+    def convolve(self, number: int, new: Tensor, columns: int) -> Tensor:
+        self._convolutions.append((new.shape[1], columns))
+        return torch.nn.functional.pad(new, (columns, 0))
+
+    def recur(self, number: int, rows: Rows) -> Tensor:
+        self._recurrences.append((*rows.v.shape[2:], rows.k.shape[3]))
+        return torch.zeros_like(rows.v)
+
+    def state(self, number: int) -> Tensor | None:
+        return None
+
+    def keep(self, number: int, state: Tensor) -> None:
+        _, heads, values, keys = state.shape
+        self._recurrences.append((heads, values, keys))

@@ -15,7 +15,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from triforce_tree.models.attention import AttentionParams
+from triforce_tree.models.attention import (
+    AttentionParams,
+    scaled_queries,
+    scales_queries,
+    take_over_query_scales,
+)
 from triforce_tree.models.experts.few_row import FEW_ROW_EXPERTS, grouped_products_capture
 from triforce_tree.models.experts.modules import expert_modules
 from triforce_tree.models.few_row import few_row_copy, why_not_replaceable
@@ -23,7 +28,10 @@ from triforce_tree.models.fused_linears import fused
 from triforce_tree.models.hf_model import HFModel, PassThrough, effective_window
 from triforce_tree.models.host_linear import use_few_row_linears
 from triforce_tree.models.length_rope import LengthRope
-from triforce_tree.models.model_copy import shallow_copy
+from triforce_tree.models.model_copy import shallow_copy, text_decoder
+from triforce_tree.models.recurrent.mixers import attach
+from triforce_tree.models.recurrent.running import RecurrentPass, running
+from triforce_tree.runtime.capture_probe import why_not_capturable
 from triforce_tree.runtime.distributed import broadcast_tensor
 
 ATTENTION = "triforce_tree_step"
@@ -32,6 +40,8 @@ MOST_ROWS = 128
 
 # All models of a family share one compiled function, with a version for each number of tokens and sequences.
 _COMPILED_SHAPES = 256
+# Libraries have other kernels for one token than for a few, and for a few than for many.
+_TRIED_ROWS = (1, 2, 16, 64)
 _LOG = logging.getLogger(__name__)
 
 
@@ -50,10 +60,14 @@ class Attend(Protocol):
 
 
 class _Running(threading.local):
-    """The current forward. Layers run in order: a counter gives the index, so compiled layers share code."""
+    """The current forward. Layers run in order: a counter gives the index, so compiled layers share code.
+
+    ``layers`` are the indices of the layers with attention.
+    """
 
     attend: Attend | None = None
     layer = 0
+    layers: Sequence[int] = ()
 
 
 _running = _Running()
@@ -64,16 +78,17 @@ def _attend_now(
 ) -> Tensor:
     if _running.attend is None:
         raise RuntimeError(f"attention implementation {ATTENTION!r} was called outside a StepModel")
-    layer = _running.layer
+    layer = _running.layers[_running.layer]
     _running.layer += 1
-    return _running.attend(layer, q, k, v, AttentionParams(scale, window or None, softcap or None, sinks))
+    params = AttentionParams(scale, abs(window) or None, softcap or None, sinks, window < 0)
+    return _running.attend(layer, q, k, v, params)
 
 
 @torch.library.custom_op("triforce_tree::planned_attend", mutates_args=())
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float, sinks: Tensor | None
 ) -> Tensor:
-    """As an operator takes plain numbers only, 0 means no window and no softcap."""
+    """As an operator takes plain numbers only, 0 means no window or softcap; chunks are negative windows."""
     return _attend_now(q, k, v, scale, window, softcap, sinks)
 
 
@@ -95,13 +110,17 @@ def _attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    triforce_positions: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    window = effective_window(module, sliding_window) or 0
+    size, chunked = effective_window(module, sliding_window)
+    window = -(size or 0) if chunked else size or 0
+    query = scaled_queries(module, query, triforce_positions)
     # Only the compiler needs the operator; calling it takes longer than a small attention.
     attend = torch.ops.triforce_tree.planned_attend if torch.compiler.is_compiling() else _attend_now
-    return attend(query, key, value, scale, window, softcap or 0.0, s_aux), None
+    # Some families take views of it, as transformers' own functions return contiguous tensors.
+    return attend(query, key, value, scale, window, softcap or 0.0, s_aux).contiguous(), None
 
 
 AttentionInterface.register(ATTENTION, _attention)
@@ -118,6 +137,7 @@ class StepModel:
         features: decoder layers whose outputs are kept in ``hidden`` after each call.
         max_positions: size of a learned position table, to which positions are clamped; None for no limit.
             Passes reach beyond the longest sequence; those results are never read, but need some position.
+        layers: indices of the layers with attention, in their order; by default all.
 
     Attributes:
         capturable: whether a CUDA graph can capture a call.
@@ -131,11 +151,17 @@ class StepModel:
         length_rope: LengthRope | None = None,
         features: Sequence[int] = (),
         max_positions: int | None = None,
+        layers: Sequence[int] | None = None,
     ) -> None:
         self.model, self._max_positions = clone.eval(), max_positions
+        text_config = clone.config.get_text_config(decoder=True)
+        self._layers = range(text_config.num_hidden_layers) if layers is None else layers
         self.capturable = length_rope is None or not length_rope.waits_for_host
         self.hidden: dict[int, Tensor] = {}
         self.model.set_attn_implementation(ATTENTION)
+        self._scales_queries = scales_queries(clone)
+        take_over_query_scales(clone)
+        attach(self.model, in_chunks=False)
         _capturable_experts(self.model, next(self.model.parameters()).device)
         if length_rope is not None:
             length_rope.attach(self.model)
@@ -156,27 +182,39 @@ class StepModel:
         return device
 
     @torch.no_grad()
-    def __call__(self, tokens: Tensor, positions: Tensor, attend: Attend, last: int = 0) -> Tensor:
+    def __call__(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        last: int = 0,
+        states: RecurrentPass | None = None,
+    ) -> Tensor:
         """Logits ``[B, T, V]`` of int64 ``[B, T]``; with ``last`` = n only those of the last n tokens.
 
         With several ranks every rank gets rank 0's, so that all make the same choices.
+
+        Args:
+            states: of recurrent layers, if there are any.
         """
         if self._max_positions is not None:
             positions = positions.clamp_max(self._max_positions - 1)
-        _running.attend, _running.layer = attend, 0
+        _running.attend, _running.layer, _running.layers = attend, 0, self._layers
         try:
             # Set once for all layers: once per layer would take a quarter of the host time.
-            with self._recompile_limit():
+            with self._recompile_limit(), running(states):
                 out = self.model(
                     input_ids=tokens,
                     position_ids=positions,
                     past_key_values=PassThrough(),
                     use_cache=True,
                     logits_to_keep=last,
+                    **({"triforce_positions": positions} if self._scales_queries else {}),
                 )
         finally:
             _running.attend = None
-        logits: Tensor = out.logits
+        # Some families compute all of them.
+        logits: Tensor = out.logits[:, -last:]
         return broadcast_tensor(logits.contiguous())
 
 
@@ -194,11 +232,39 @@ def step_model(model: HFModel, compiled: bool, features: Sequence[int] = ()) -> 
         use_few_row_linears(clone)
     # The compiler cannot see that streamed experts are overwritten inside a layer.
     compiled = compiled and replaced and not _streams_experts(model)
-    step = StepModel(clone, compiled, model.length_rope, features, model.learned_positions)
-    # Layers of other libraries, and streamed linear layers, may make the host wait for the device.
-    streams = model.streamed is not None and not model.streamed.capturable
-    step.capturable = step.capturable and replaced and not streams
+    step = StepModel(clone, compiled, model.length_rope, features, model.learned_positions, list(model.calls))
+    # Streamed linear layers make the host wait for their copies.
+    step.capturable = step.capturable and (model.streamed is None or model.streamed.capturable)
+    if on_gpu and not replaced and step.capturable:
+        if model.capturable is None:
+            model.capturable = captures(step, model)
+        step.capturable = model.capturable
     return step
+
+
+def captures(step: StepModel, model: HFModel) -> bool:
+    """Whether CUDA graphs can hold a model with linear layers of another library; logs why they cannot."""
+
+    def run(tokens: Tensor) -> Tensor:
+        return step(tokens, torch.arange(tokens.shape[1], device=tokens.device)[None], _no_attention)
+
+    for rows in _TRIED_ROWS:
+        # Two inputs without a token in common.
+        first = torch.arange(2 * rows, device=model.device).remainder(model.vocab_size)
+        inputs = first[:rows][None], first[rows:][None]
+        if reason := why_not_capturable(run, *inputs):
+            _LOG.warning(
+                "%s runs without CUDA graphs, as they cannot hold a forward of %d tokens with its linear "
+                "layers (%s): %s",
+                model.name, rows, why_not_replaceable(model.model), reason,
+            )  # fmt: skip
+            return False
+    return True
+
+
+def _no_attention(layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
+    batch, heads, tokens, _ = q.shape
+    return v.new_zeros(batch, tokens, heads, v.shape[-1])
 
 
 def _streams_experts(model: HFModel) -> bool:
@@ -223,13 +289,13 @@ def _capturable_experts(clone: PreTrainedModel, device: torch.device) -> None:
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The ``ModuleList`` of decoder layers, found by its length.
+    """The ``ModuleList`` of decoder layers, found by its length. Encoders of images may have one as long.
 
     Raises:
         ValueError: there is none.
     """
     count = model.config.get_text_config(decoder=True).num_hidden_layers
-    for module in model.modules():
+    for module in text_decoder(model).modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
     raise ValueError(f"{type(model).__name__} has no list of its {count} decoder layers")

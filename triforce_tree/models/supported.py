@@ -4,6 +4,8 @@ from typing import Any
 
 from torch import nn
 
+from triforce_tree.models.recurrent.mixers import mixers, unknown_mixers
+
 _RECURRENT = {"linear_attention", "mamba", "mamba2", "recurrent", "conv"}
 
 
@@ -15,17 +17,12 @@ def refuse_unsupported(model: nn.Module) -> None:
     """Check a transformers model before its first forward.
 
     Raises:
-        UnsupportedModelError: it is an encoder-decoder, keeps state other than keys and values, restricts
-            attention by a mask that attention functions do not receive, or is spread over devices.
+        UnsupportedModelError: it is an encoder-decoder, keeps state other than keys and values, or is spread
+            over devices.
     """
     config: Any = model.config
     text_config = config.get_text_config(decoder=True)
-    reason = (
-        _architecture(model, config, text_config)
-        or _chunks(text_config)
-        or _temperature(model, text_config)
-        or _placement(model)
-    )
+    reason = _architecture(model, config, text_config) or _placement(model)
     if reason:
         raise UnsupportedModelError(f"{type(model).__name__} {reason}")
 
@@ -33,14 +30,16 @@ def refuse_unsupported(model: nn.Module) -> None:
 def _architecture(model: nn.Module, config: Any, text_config: Any) -> str | None:
     if getattr(config, "is_encoder_decoder", False):
         return "is an encoder-decoder model; hierarchical decoding needs a causal LM"
-    recurrent = sorted(set(getattr(text_config, "layer_types", None) or []) & _RECURRENT)
-    named = {name.rpartition(".")[2] for name, _ in model.named_modules()}
-    if not recurrent and "mamba" in named:
-        recurrent = ["mamba"]
-    if recurrent:
+    if unknown := sorted(unknown_mixers(model)):
         return (
-            f"keeps recurrent state ({', '.join(recurrent)} layers), which cannot be rolled back to a node "
-            "of a token tree"
+            f"keeps recurrent state in a way that is not known here ({', '.join(unknown)}), so it cannot be "
+            "carried from pass to pass"
+        )
+    recurrent = sorted(set(getattr(text_config, "layer_types", None) or []) & _RECURRENT)
+    if recurrent and not mixers(model):
+        return (
+            f"keeps recurrent state ({', '.join(recurrent)} layers), but none of its modules is of a known "
+            "kind (Mamba, Mamba-2, gated delta rule, Kimi delta attention, short convolution)"
         )
     if getattr(text_config, "index_topk", None):
         return (
@@ -48,35 +47,6 @@ def _architecture(model: nn.Module, config: Any, text_config: Any) -> str | None
             "indexer's keys need a cache of their own, which is not supported"
         )
     return None
-
-
-def _chunks(text_config: Any) -> str | None:
-    """Chunked attention exists in the mask only, which transformers does not make for our attention."""
-    chunk = getattr(text_config, "attention_chunk_size", None)
-    kinds = getattr(text_config, "layer_types", None)
-    if chunk is None or (kinds and "chunked_attention" not in kinds):
-        return None
-    limit = getattr(text_config, "max_position_embeddings", None)
-    if limit is not None and chunk >= limit:
-        return None
-    return (
-        f"attends within chunks of {chunk} tokens (chunked_attention), which is not supported for its "
-        f"{limit} positions; a configuration with max_position_embeddings<={chunk} has one chunk"
-    )
-
-
-def _temperature(model: nn.Module, text_config: Any) -> str | None:
-    """Llama 4 takes the positions for this scale from the cache length, which is wrong for tree nodes."""
-    scale = getattr(text_config, "floor_scale", None)
-    limit = getattr(text_config, "max_position_embeddings", None)
-    if scale is None or not getattr(text_config, "attn_temperature_tuning", False):
-        return None
-    if limit is not None and limit < scale:
-        return None
-    return (
-        f"scales its queries from position {scale - 1} on (attn_temperature_tuning), which is not supported "
-        f"for its {limit} positions; use max_position_embeddings<{scale}"
-    )
 
 
 def _placement(model: nn.Module) -> str | None:

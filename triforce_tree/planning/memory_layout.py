@@ -9,8 +9,8 @@ from triforce_tree.kv.offload.host_store import Offload
 from triforce_tree.kv.offload.layout import piece_slots, round_up, window_slots
 from triforce_tree.planning import memory_map
 from triforce_tree.planning.memory_map import GIB, MIB, MOST_GAMMA, Machine, Sizes
-from triforce_tree.planning.pass_time import LEAST_GAMMA, FarRows, best_gamma, pass_tokens
-from triforce_tree.trees.device_shapes import PassLimits, unit_rows
+from triforce_tree.planning.pass_time import LEAST_GAMMA, HostKV, best_gamma, pass_tokens
+from triforce_tree.trees.device_shapes import PassLimits, unit_slots
 
 LEAST_BUDGET = 1024
 """The smallest budget that is chosen."""
@@ -117,9 +117,9 @@ class MemoryPlan:
     def with_resident(self, size: int) -> "MemoryPlan":
         """The same plan with ``size`` bytes of KV slots on the device."""
         assert self.offload is not None, "without offloading all KV slots are on the device"
-        more = size - self.device["resident rows"]
-        device = {"resident rows": size, "free": self.device["free"] - more}
-        host = self.host | {"full rows": max(0, self.host["full rows"] - more)}
+        more = size - self.device["resident KV"]
+        device = {"resident KV": size, "free": self.device["free"] - more}
+        host = self.host | {"KV": max(0, self.host["KV"] - more)}
         resident = replace(self.offload, resident_bytes=size)
         split = _on_host(host, self.weight_bytes, self.machine).split(
             resident, pass_tokens(self.config, self.levels)
@@ -141,7 +141,7 @@ class MemoryPlan:
         less = max(least, min(3 * split.resident_bytes // 4, split.resident_bytes - GIB // 2))
         with_less = self.with_resident(less)
         if less < split.resident_bytes and with_less.host_bytes <= self.machine.host:
-            return with_less, f"resident rows {gib(split.resident_bytes)} -> {gib(less)}"
+            return with_less, f"resident KV {gib(split.resident_bytes)} -> {gib(less)}"
         if split.buffers > 2:
             return replace(self, offload=replace(split, buffers=2)), f"ring {split.buffers} -> 2 buffers"
         if split.piece_bytes > 8 * MIB:
@@ -179,7 +179,7 @@ def offloaded(
         config = with_options(config, gamma=MOST_GAMMA)
     slot_bytes, layers, batch = sizes.row, sizes.full_layers, workload.batch
     retrieval = config.retrieval
-    unit = unit_rows(retrieval.chunk if levels == 3 else 1)
+    unit = unit_slots(retrieval.chunk if levels == 3 else 1)
     max_seq_len = round_up(workload.max_seq_len, unit)
     piece = piece_slots(split.piece_bytes, slot_bytes, max_seq_len, unit) * slot_bytes
     means, slots, recent = 0, 0, 0
@@ -213,10 +213,10 @@ def offloaded(
     full = layer_bytes * layers
     last = layer_bytes if split.last_resident and layers else 0
     resident = min(full, last + max(0, left - last) // (piece * batch) * piece * batch)
-    device["resident rows"] = resident
+    device["resident KV"] = resident
     kept = _keep_experts(device, sizes, machine)
     device["free"] = machine.device - sum(device.values())
-    host = {"full rows": full - resident}
+    host = {"KV": full - resident}
     if sizes.streamed:
         host[_WEIGHTS] = sizes.streamed
     if split.states_on_host:
@@ -262,8 +262,8 @@ def _windows(sizes: Sizes, config: HierarchyConfig, levels: int, workload: Workl
     return {"layers with windows": size} if sizes.windowed else {}
 
 
-def _on_host(host: Mapping[str, int], weight_bytes: int, machine: Machine) -> FarRows:
-    return FarRows(host["full rows"], weight_bytes, machine.bus, machine.host_attention)
+def _on_host(host: Mapping[str, int], weight_bytes: int, machine: Machine) -> HostKV:
+    return HostKV(host["KV"], weight_bytes, machine.bus, machine.host_attention)
 
 
 def on_device(sizes: Sizes, machine: Machine, config: HierarchyConfig, workload: Workload) -> MemoryPlan:
@@ -279,7 +279,7 @@ def on_device(sizes: Sizes, machine: Machine, config: HierarchyConfig, workload:
         "weight slots": sizes.slots,
         "draft": sizes.draft if levels > 1 else 0,
         "low-bit weights": memory_map.low_bit(sizes, config, levels),
-        "full rows": full,
+        "KV": full,
         **_windows(sizes, config, levels, workload),
         "chunk means": means,
         "prefill": chunk * memory_map.activations(sizes),

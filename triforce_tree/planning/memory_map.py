@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from triforce_tree.config import HierarchyConfig
@@ -130,7 +131,15 @@ class Sizes:
 def tensor_bytes(model: PreTrainedModel) -> int:
     """Bytes of parameters and buffers, each counted once, including streamed ones."""
     tensors = {id(t): t for t in [*model.parameters(), *model.buffers()]}
-    return sum(t.numel() * t.element_size() for t in tensors.values())
+    return sum(map(_stored_bytes, tensors.values()))
+
+
+def _stored_bytes(tensor: Tensor) -> int:
+    """Bytes of a tensor; of a subclass, which may be quantised, of the plain tensors that it consists of."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        return sum(_stored_bytes(getattr(tensor, name)) for name in names)
+    return tensor.numel() * tensor.element_size()
 
 
 def device_bytes(model: HFModel) -> int:

@@ -1,9 +1,9 @@
 """Plans device and host memory when the full KV cache is larger than the device, from sizes alone.
 
-    device   weights | draft | retrieval cache | chunk means | ring | resident rows | workspace | free
+    device   weights | draft | retrieval cache | chunk means | ring | resident KV | workspace | free
     host     the other KV slots of the full cache, in page-locked memory
 
-"Rows" are the KV slots of the full-attention layers; layers with a sliding window keep theirs on the device.
+KV slots on the host are those of full-attention layers; layers with a window keep theirs on the device.
 
 If the weights are streamed (``kv/offload/streamed_weights.py``), the device holds embeddings, head and norms,
 slots for a few layers, and the retrieval model's copy in 8 bits, or in 4 if 8 do not fit; the host holds the

@@ -26,7 +26,7 @@ _SHARE_STEPS = 32
 
 
 @dataclass(frozen=True)
-class FarRows:
+class HostKV:
     """The host memory that a full-target pass reads.
 
     Attributes:

@@ -75,7 +75,7 @@ class Meter:
         slots = -(-(self._max_seq_len + most.scratch_slots) // page) * page
         chunk = chunk_tokens(config.prefill_chunk, target.device)
         with hierarchy.active():
-            self._store = KVStore(target.kv_shapes, 1, slots, target.device, target.dtype)
+            self._store = KVStore(target.kv_layers, 1, slots, target.device, target.dtype)
             prefill(target, self._store, 0, self._tokens[:-1], chunk, progress)
 
     def run(self, config: HierarchyConfig, position: int, temperature: float, new: int, seed: int) -> Sample:

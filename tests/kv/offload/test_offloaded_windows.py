@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from families import NO_DRAFTS, perturbed, tiny
+from families import perturbed, tiny
 from offloaded_cases import PIECE, PROMPTS, logits_of, program_of, references
 from program_cases import SMALL, decoded
 
@@ -31,11 +31,12 @@ def _small_rings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["gemma2", "gemma3", "qwen2-window", "gpt-oss", "mistral-window", "ministral", "gemma4"]
+    "family",
+    ["gemma2", "gemma3", "qwen2-window", "gpt-oss", "mistral-window", "ministral", "gemma4", "llama4"],
 )
 def test_families(family: str) -> None:
     """Layers of both kinds, with capped scores or sinks; windows alone; heads of two sizes."""
-    for levels in (1,) if family in NO_DRAFTS else (1, 2, 3):
+    for levels in (1, 2, 3):
         program = program_of(levels, 2, family)
         assert decoded(program, PROMPTS[:2], NEW)[0] == references(PROMPTS[:2], NEW, family), levels
         cache, shapes = program.offloaded, program.target.kv_shapes

@@ -9,7 +9,7 @@ from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.tree_model import TreeDrafter
 from triforce_tree.kernels import step
 from triforce_tree.kernels.attention import planned
-from triforce_tree.kernels.attention.plan import FirstRows, Plan
+from triforce_tree.kernels.attention.plan import FirstVisible, Plan
 from triforce_tree.models.hf_model import HFModel
 
 
@@ -77,7 +77,7 @@ def attention(
     *,
     scale: float,
     table: Tensor | None = None,
-    first: FirstRows | None = None,
+    first: FirstVisible | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:

@@ -21,6 +21,7 @@ from triforce_tree.decoding.loop import Decoder
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.stop_criteria import Ending
 from triforce_tree.drafters.base import Drafter
+from triforce_tree.drafters.token_map import TokenMap
 from triforce_tree.drafters.tree_model import TreeDrafter
 from triforce_tree.kv.prefill import prefill
 from triforce_tree.models.hf_model import HFModel
@@ -56,6 +57,7 @@ class Generations:
         levels: 1, 2 or 3.
         prompt: token ids.
         batch: runs in parallel.
+        tokens: the draft model's token ids for the target's.
         operators, noise: see :class:`enumerated_noise.EnumeratedNoise`.
         options: of :class:`HierarchyConfig`, which override ``SMALL``.
 
@@ -70,6 +72,7 @@ class Generations:
         levels: int,
         prompt: Sequence[int],
         batch: int = 32,
+        tokens: TokenMap | None = None,
         operators: bool = False,
         noise: type[EnumeratedNoise] = EnumeratedNoise,
         **options: Any,
@@ -78,7 +81,7 @@ class Generations:
         config = HierarchyConfig.from_options(**{**SMALL, **options})
         self.walks = [Walk() for _ in range(batch)]
         wrapped = HFModel(target)
-        drafter = TreeDrafter(HFModel(draft), config) if isinstance(draft, PreTrainedModel) else draft
+        drafter = TreeDrafter(HFModel(draft), config, tokens) if isinstance(draft, PreTrainedModel) else draft
         if drafter is not None:
             config = replace(config, tree=drafter.tree)
         self.program = DecodingProgram(
@@ -91,8 +94,9 @@ class Generations:
             noise=enumerated(self.walks, operators, noise),
         )
         with wrapped.active():
-            prefill(wrapped, self.program.store, 0, self.prompt[:-1], 64, None)
+            prefill(wrapped, self.program.store, 0, self.prompt[:-1], 64, None, self.program.states)
         self.program.store.kv[:, :, 1:] = self.program.store.kv[:, :, :1]
+        self._states = [state[:1].clone() for state in self._recurrent()]
         self.program.update_chunk_means()
         if isinstance(self.program.drafter, TreeDrafter):
             _cache_windows(self.program.drafter)
@@ -147,6 +151,10 @@ class Generations:
         if plan:
             rounds = cycle(plan)
             decoder.controller.rounds = lambda: next(rounds)
+        for state, after_prompt in zip(self._recurrent(), self._states, strict=True):
+            state.copy_(after_prompt.expand_as(state))
+        if self.program.states is not None:
+            self.program.states.lengths = [len(self.prompt) - 1] * self.batch
         self.program.rewind(prompts)
         endings = [ending if b < runs else Ending(1) for b in range(self.batch)]
         new: list[list[int]] = [[] for _ in prompts]
@@ -156,6 +164,10 @@ class Generations:
                 tokens += block
                 walk.over = walk.over or reason is not None
         return [tuple(tokens) for tokens in new]
+
+    def _recurrent(self) -> list[Tensor]:
+        states = self.program.states
+        return [] if states is None else [*states.convolutions, *states.recurrences]
 
     def _extended(self, probs: Distribution, to_probs: ProbsFromLogits, count: int) -> Distribution:
         """Continuations of ``count`` tokens: missing tokens follow the target's own distribution."""

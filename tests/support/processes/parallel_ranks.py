@@ -68,7 +68,7 @@ def keep_little_on_the_device() -> None:
 def _small(decided: MemoryPlan) -> MemoryPlan:
     assert decided.offload is not None
     split = replace(decided.offload, resident_bytes=3 * PIECE, piece_bytes=PIECE, buffers=3)
-    return replace(decided, offload=split, host={"full rows": 1})
+    return replace(decided, offload=split, host={"KV": 1})
 
 
 def generated(parallel: Engine, **more: Any) -> list[int]:
@@ -110,14 +110,14 @@ def communication() -> dict[str, Any]:
     """The results of the collective operations."""
     distributed.join("cpu")
     try:
-        distributed.check_alike("numbers", RANK)
+        distributed.check_equal("numbers", RANK)
         refusal = ""
     except ValueError as error:
         refusal = str(error)
-    distributed.check_alike("numbers", 5)
+    distributed.check_equal("numbers", 5)
     return {
         "object": distributed.broadcast_object({"rank": RANK}),
-        "flag": distributed.all_true(RANK == 0),
+        "flag": distributed.broadcast_flag(RANK == 0),
         "gathered": distributed.all_gather_object(RANK),
         "minima": distributed.all_reduce_min([RANK, -RANK, 2.0**50 + RANK]),
         "tensor": distributed.broadcast_tensor(

@@ -16,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from triforce_tree.kernels.attention.combine import combine_kernel
 from triforce_tree.kernels.attention.configs import EDGE, KernelConfig, smaller
-from triforce_tree.kernels.attention.plan import NODE, FirstRows, Plan
+from triforce_tree.kernels.attention.plan import NODE, FirstVisible, Plan
 from triforce_tree.kernels.attention.tree_attention import tree_attention_kernel
 from triforce_tree.kernels.device import describe
 from triforce_tree.kernels.fitting import fitted, within
@@ -31,7 +31,7 @@ def run(
     *,
     scale: float,
     table: Tensor | None = None,
-    first: Tensor | FirstRows | None = None,
+    first: Tensor | FirstVisible | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -48,7 +48,7 @@ def run(
             selection of its own (a retrieval view). Position r is slot ``r % page`` of page
             ``table[..., r // page]``.
         first: integer ``[queries]``; query i sees no position before ``first[i]`` (sliding windows). Where
-            layers share it, ``FirstRows`` avoids computing the bounds of every segment in each layer.
+            layers share it, ``FirstVisible`` avoids computing the bounds of every segment in each layer.
         softcap: scores become ``softcap * tanh(score / softcap)``.
         sinks: ``[H_q]`` logits of a virtual key whose value is zero.
 
@@ -67,7 +67,7 @@ def run(
     if not scale > 0:
         raise ValueError(f"scale={scale} must be positive: the running maximum is that of unscaled scores")
     low = high = None
-    if isinstance(first, FirstRows):
+    if isinstance(first, FirstVisible):
         first, low, high = first
     elif first is not None:
         first = first.to(torch.int32)

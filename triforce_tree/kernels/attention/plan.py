@@ -75,7 +75,7 @@ class Plan:
     max_queries: int
 
 
-class FirstRows(NamedTuple):
+class FirstVisible(NamedTuple):
     """First visible KV positions under a sliding window: int32 buffers, rewritten before each forward.
 
     Attributes:

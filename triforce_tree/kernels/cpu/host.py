@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from triforce_tree.kernels.attention import reference
-from triforce_tree.kernels.attention.plan import FirstRows, Plan
+from triforce_tree.kernels.attention.plan import FirstVisible, Plan
 
 # Below this many KV positions one batched product for all heads is faster than a call per head: it takes
 # three quarters of the time at 1,580 positions (AVX-512).
@@ -32,7 +32,7 @@ def planned_attention(
     *,
     scale: float,
     table: Tensor | None = None,
-    first: FirstRows | None = None,
+    first: FirstVisible | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
@@ -56,7 +56,7 @@ def planned_attention(
 
 
 def by_sequence(
-    q: Tensor, k: Tensor, v: Tensor, plan: Plan, table: Tensor | None, first: FirstRows | None
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, table: Tensor | None, first: FirstVisible | None
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]]:
     """Queries, keys, values and mask of each sequence of a plan; arguments as for :func:`planned_attention`.
 

@@ -10,7 +10,7 @@ from triforce_tree.kernels.attention.plan import Heads
 from triforce_tree.kv.offload.copy_stream import BufferRing, CopyEvent, CopyStream
 from triforce_tree.kv.offload.layout import piece_slots, round_up
 from triforce_tree.kv.offload.pinned import HostMemory
-from triforce_tree.trees.device_shapes import unit_rows
+from triforce_tree.trees.device_shapes import unit_slots
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class HostStore:
         progress: Callable[[int], None] | None = None,
     ) -> None:
         self.layers, self.batch, self.heads, self.device = layers, batch, heads, device
-        self.unit = unit_rows(chunk)
+        self.unit = unit_slots(chunk)
         self.slots = round_up(max_seq_len, self.unit)
         self.slot_shape = (2, heads.kv, heads.dim)
         self.slot_bytes = 2 * heads.kv * heads.dim * dtype.itemsize

@@ -152,6 +152,8 @@ class _LayerKV:
         rings: of the others.
     """
 
+    recurrent = None
+
     def __init__(self, buffer: Tensor | None, rings: SequenceRows) -> None:
         self.buffer, self.rings, self.length = buffer, rings, 0
 
@@ -251,7 +253,8 @@ def prefill_by_layers(
             if waiting:
                 waiting[number]()
             cache.length = start
-            calls.run(layer, number)
+            with model.attending(cache):
+                calls.run(layer, number)
             stop = min(start + chunk, len(tokens))
             if index is not None and buffer is not None:
                 free.append(sink.chunk_done(index, start, buffer[start:stop]))

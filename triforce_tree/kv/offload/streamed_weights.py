@@ -22,6 +22,7 @@ from triforce_tree.kv.offload.copy_stream import CopyEvent, CopyStream
 from triforce_tree.kv.offload.pinned import HostMemory, HostMemoryError
 from triforce_tree.kv.offload.streamed_experts import StreamedExperts
 from triforce_tree.models.experts.modules import expert_modules, fused_weights
+from triforce_tree.models.few_row import quantisation
 from triforce_tree.models.step_model import decoder_layers
 
 SLOTS = 2
@@ -272,12 +273,17 @@ def check_level_one(bits: int) -> None:
 
 def _linear_weights(model: PreTrainedModel) -> list[list[Tensor]]:
     """The weights of each decoder layer's plain linear layers, which are also those that a copy quantises."""
+    name = type(model).__name__
+    if (method := quantisation(model)) is not None:
+        raise ValueError(
+            f"{name} is quantised ({method}), and only plain linear layers can be streamed; {_WHOLE}, or "
+            "give the checkpoint of 16 bits"
+        )
     layers = decoder_layers(model)
     found: list[dict[int, tuple[str, Tensor]]] = []
     for layer in layers:
         linears = [(n, m.weight) for n, m in layer.named_modules() if type(m) is nn.Linear]
         found.append({id(weight): (name, weight) for name, weight in linears})
-    name = type(model).__name__
     if not all(found):
         raise ValueError(
             f"{name} has a decoder layer without a plain nn.Linear and cannot be streamed; {_WHOLE}"

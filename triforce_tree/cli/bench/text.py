@@ -1,8 +1,7 @@
 """``triforce-tree bench text``: speed on real text, compared with transformers' own decoding."""
 
 import argparse
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 from triforce_tree.cli import options
@@ -13,23 +12,8 @@ from triforce_tree.eval.baselines import usable_methods
 from triforce_tree.eval.results import Record, Records, header
 
 
-def documents(args: argparse.Namespace) -> tuple[str, Iterable[str]]:
-    """The name of the text, and its documents."""
-    if args.dataset:
-        name = f"{args.dataset}/{args.split}/{args.column}"
-        return name, text.dataset_texts(args.dataset, args.split, args.column)
-    if args.file:
-        if Path(args.file).suffix.lower() in text.ROWS:
-            raise ValueError(
-                f"--file {args.file}: its suffix is that of a data set, not of a text; use --dataset "
-                f"{args.file} --column NAME"
-            )
-        return args.file, [text.read_text(args.file)]
-    return text.PYDOC, [text.pydoc_text()]
-
-
 def run(args: argparse.Namespace) -> int:
-    source, texts = documents(args)
+    source, texts = options.documents(args)
     settings = speed.settings(
         args.context,
         args.new_tokens,
@@ -41,8 +25,9 @@ def run(args: argparse.Namespace) -> int:
     settings["options"] = {name: getattr(args, name) for name in ENGINE_OPTIONS if name != "levels"}
     if args.profile != NONE:
         settings["profile"] = args.profile
-    if args.tokenizer is not None:
-        settings["tokenizer"] = args.tokenizer
+    for name in ("tokenizer", "draft_tokenizer"):
+        if getattr(args, name) is not None:
+            settings[name] = getattr(args, name)
     records = Records(args.out, settings)
     engine = options.engine_of(args)
     assert engine.tokenizer is not None

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from triforce_tree.cli import options
-from triforce_tree.cli.bench_text import documents
 from triforce_tree.cli.console import Interrupt, bar, json_line, plain_table, screen
 from triforce_tree.cli.groups import ENGINE_OPTIONS, NONE
 from triforce_tree.eval import needle
@@ -19,7 +18,7 @@ def run(args: argparse.Namespace) -> int:
         if importlib.util.find_spec("matplotlib") is None:
             raise ValueError("--plot needs matplotlib; pip install matplotlib, or leave --plot out")
         check_writable(args.plot)
-    source, texts = documents(args)
+    source, texts = options.documents(args)
     settings = {
         "benchmark": "needle",
         "seed": args.seed,
@@ -29,8 +28,9 @@ def run(args: argparse.Namespace) -> int:
     }
     if args.profile != NONE:
         settings["profile"] = args.profile
-    if args.tokenizer is not None:
-        settings["tokenizer"] = args.tokenizer
+    for name in ("tokenizer", "draft_tokenizer"):
+        if getattr(args, name) is not None:
+            settings[name] = getattr(args, name)
     records = Records(args.out, settings)
     engine = options.engine_of(args)
     assert engine.tokenizer is not None
