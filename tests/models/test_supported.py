@@ -14,41 +14,6 @@ from triforce_tree.models import step_model as step_model
 from triforce_tree.models.experts.few_row import FEW_ROW_EXPERTS, FEW_ROW_OR_GROUPED
 from triforce_tree.models.hf_model import HFModel
 
-_MLA = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 8,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 6,
-}
-_EXPERTS = {
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "first_k_dense_replace": 1,
-    "n_group": 1,
-    "topk_group": 1,
-}
-
-
-@pytest.mark.parametrize(
-    "family, settings, widths",
-    [
-        ("DeepseekV2", _MLA | _EXPERTS, (12, 6)),
-        ("DeepseekV3", _MLA | _EXPERTS, (12, 6)),
-        ("Glm4MoeLite", _MLA | _EXPERTS, (12, 6)),
-        ("MiniCPM3", _MLA, (12, 6)),
-        ("MiMoV2Flash", {}, (192, 128)),
-    ],
-)
-def test_values_narrower_than_keys_are_refused(family: str, settings: dict, widths: tuple[int, int]) -> None:
-    model = small(f"{family}Config", f"{family}ForCausalLM", **settings)
-    with pytest.raises(
-        UnsupportedModelError, match=rf"{family}ForCausalLM has keys of {widths[0]} and values of {widths[1]}"
-    ):
-        triforce_tree.load(model)
-
 
 @pytest.mark.parametrize(
     "family, reason",

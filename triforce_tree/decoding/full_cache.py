@@ -187,7 +187,8 @@ class FullCache:
                 return
             assert self.store is not None
             stop = length + self._limits.scratch_slots + 1
-            written = [group.kv[..., length:stop, :] for group in self.store.groups if not group.ring]
+            groups = [group for group in self.store.groups if not group.ring]
+            written = [t[..., length:stop, :] for group in groups for t in group.kv]
             before = [slots.clone() for slots in written]
             try:
                 yield
@@ -211,7 +212,7 @@ class FullCache:
         if self.offloaded is None:
             return 0
         target = self._target
-        slot = 2 * target.layers * target.heads.kv * target.heads.dim * target.dtype.itemsize
+        slot = target.layers * target.heads.row * target.dtype.itemsize
         on_host = max(0, self._batch * tokens * slot - self.offloaded.host.resident_bytes)
         return int((1 - self.offloaded.share(queries)) * on_host)
 

@@ -42,10 +42,10 @@ class KVView(Protocol):
         """Store the new tokens' keys and values of one layer, and attend.
 
         Args:
-            q, k, v: ``[B, H_q, T, D]`` and ``[B, H_kv, T, D]``, rotated.
+            q, k, v: ``[B, H_q, T, D]``, ``[B, H_kv, T, D]`` and ``[B, H_kv, T, D_v]``; q and k rotated.
 
         Returns:
-            ``[B, T, H_q, D]``.
+            ``[B, T, H_q, D_v]``.
         """
 
     def move(self, index: Tensor) -> None:

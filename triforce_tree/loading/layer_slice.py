@@ -85,9 +85,7 @@ class LayerSlice:
             }
             parts = tuple(type(module).__name__ for module in self._stack[index].modules())
             how = (*vars(replace(call.how, sinks=None)).values(), call.how.sinks is None)
-            first.setdefault(
-                (kinds and kinds[index], how, parts, tuple(settings.items()), call.kv_heads, call.dim), index
-            )
+            first.setdefault((kinds and kinds[index], how, parts, tuple(settings.items()), call.heads), index)
         chosen = set(sorted(first.values())[:_MOST_KINDS])
         return sorted(chosen | set(every[:2]))
 

@@ -123,7 +123,7 @@ class _Guard:
             self._compare(what, (length, *_LONG_CHUNKS))
             return
         prefix = 2 * length if most is None else min(2 * length, most - tail)
-        elements = prefix * sum(2 * call.kv_heads * call.dim for call in self.calls.values())
+        elements = prefix * sum(call.heads.row for call in self.calls.values())
         if prefix + tail <= length:
             self.report.skipped[what] = f"the model has {most} positions"
         elif elements > _MOST_ELEMENTS[self.kind]:
@@ -247,17 +247,19 @@ class _Guard:
         return logits.float()
 
     def _random_kv(self, layer: int, call: LayerCall, positions: int) -> tuple[Tensor, Tensor]:
-        """Keys and values ``[1, H_kv, positions, D]`` to which this layer's queries attend unevenly."""
+        """Keys and values ``[1, H_kv, positions, D]``, D_v for values, attended to unevenly by this layer."""
         generator = torch.Generator(self.device).manual_seed(layer)
-        shape = (1, call.kv_heads, positions, call.dim)
+        heads = call.heads
         k, v = (
-            torch.randn(shape, generator=generator, device=self.device, dtype=self.model.dtype)
-            for _ in range(2)
+            torch.randn(
+                (1, heads.kv, positions, dim), generator=generator, device=self.device, dtype=self.model.dtype
+            )
+            for dim in (heads.dim, heads.value_dim)
         )
         # A missing softcap changes the logits only if scores come near it.
         cap = getattr(self.model.model.config.get_text_config(decoder=True), "attn_logit_softcapping", None)
         deviation = _SCORES if cap is None else cap / 4
-        return k * (deviation / (self.scores[layer] * call.how.scale * call.dim**0.5)), v * 4
+        return k * (deviation / (self.scores[layer] * call.how.scale * heads.dim**0.5)), v * 4
 
     def _random_tokens(self, count: int) -> Tensor:
         """Random ids ``[1, count]`` without special ones, such as image and audio placeholders."""

@@ -49,10 +49,11 @@ class KVCache(Protocol):
 
         Args:
             layer: the attention module; ``layer.layer_idx`` numbers it.
-            q, k, v: ``[B, H_q, T, D]`` and ``[B, H_kv, T, D]`` as the model passes them.
+            q, k, v: ``[B, H_q, T, D]``, ``[B, H_kv, T, D]`` and ``[B, H_kv, T, D_v]`` as the model passes
+                them.
 
         Returns:
-            ``[B, H_q, T, D]``.
+            ``[B, H_q, T, D_v]``.
         """
 
     def advance(self, count: int) -> None:
@@ -70,7 +71,7 @@ class KVShape:
     @property
     def elements(self) -> int:
         """Elements of one token's keys and values."""
-        return 2 * self.heads.kv * self.heads.dim
+        return self.heads.row
 
 
 def _scales(module: nn.Module) -> bool:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, Cache, PreTrainedModel
 
-from triforce_tree.kernels.attention.plan import Heads
 from triforce_tree.kernels.device import explained
 from triforce_tree.models.attention import (
     AttentionParams,
@@ -28,7 +27,7 @@ from triforce_tree.models.experts.streamed import Streamed
 from triforce_tree.models.host_linear import few_row_linears
 from triforce_tree.models.length_rope import LengthRope
 from triforce_tree.models.model_copy import shallow_copy
-from triforce_tree.models.recorder import LayerCall, Recorder
+from triforce_tree.models.recorder import Recorder
 from triforce_tree.models.recurrent.mixers import attach
 from triforce_tree.models.recurrent.running import convolve, running
 from triforce_tree.models.supported import UnsupportedModelError, refuse_unsupported
@@ -322,7 +321,7 @@ class HFModel:
         except Exception as error:  # third-party code: any failure means unsupported
             problem = f"{type(error).__name__}: {error}"
         self.states = recorder.states.shapes
-        attending = len(recorder.keys)
+        attending = len(recorder.calls)
         if problem is None and (attending == 0 or (self.states is None and attending != self.layers)):
             problem = f"{attending} of its {self.layers} layers used transformers' attention interface"
         if problem:
@@ -330,19 +329,9 @@ class HFModel:
                 f"{self.name} cannot be decoded hierarchically: its attention does not pass through "
                 f"transformers' attention interface with our cache ({problem})"
             )
-        for index, (keys, values) in recorder.widths.items():
-            if keys != values:
-                raise UnsupportedModelError(
-                    f"{self.name} has keys of {keys} and values of {values} elements per head (layer "
-                    f"{index}; as in multi-head latent attention), but caches and kernels need one width"
-                )
-        self.calls = {
-            i: LayerCall(recorder.modules[i], how, *_heads_and_dim(recorder.keys[i]), recorder.query_heads[i])
-            for i, how in sorted(recorder.params.items())
-        }
+        self.calls = dict(sorted(recorder.calls.items()))
         self.kv_shapes = [
-            KVShape(Heads(call.query_heads, call.kv_heads, call.dim), call.how.window, call.how.chunked)
-            for call in self.calls.values()
+            KVShape(call.heads, call.how.window, call.how.chunked) for call in self.calls.values()
         ]
         self.kv_layers: list[KVShape | None] = [None] * self.layers
         for index, shape in zip(self.calls, self.kv_shapes, strict=True):
@@ -351,8 +340,3 @@ class HFModel:
         self.has_softcap = any(call.how.softcap for call in self.calls.values())
         # Of the full-attention layers, if there are any: they take most of the memory and time.
         self.heads = min(self.kv_shapes, key=lambda shape: shape.window is not None).heads
-
-
-def _heads_and_dim(keys: Tensor) -> tuple[int, int]:
-    """H_kv and D of keys ``[B, H_kv, T, D]``."""
-    return keys.shape[1], keys.shape[3]

@@ -272,7 +272,10 @@ def on_device(sizes: Sizes, machine: Machine, config: HierarchyConfig, workload:
     max_seq_len = workload.max_seq_len + PassLimits.of(config, levels).scratch_slots
     layer_bytes = max_seq_len * sizes.row * workload.batch
     full = layer_bytes * sizes.full_layers
-    means = max_seq_len // config.retrieval.chunk * full // max_seq_len // 2 if levels == 3 else 0
+    means = 0
+    if levels == 3:
+        keys = full * sizes.head_dim // (sizes.head_dim + sizes.value_dim)
+        means = max_seq_len // config.retrieval.chunk * keys // max_seq_len
     chunk = config.prefill_chunk or 4096
     device = {
         "weights": sizes.weights - sizes.streamed,
@@ -282,7 +285,7 @@ def on_device(sizes: Sizes, machine: Machine, config: HierarchyConfig, workload:
         "KV": full,
         **_windows(sizes, config, levels, workload),
         "chunk means": means,
-        "prefill": chunk * memory_map.activations(sizes),
+        "prefill": chunk * memory_map.activations(sizes) + workload.prompt * sizes.padded_row,
         "graphs and workspace": memory_map.workspace(sizes, config, levels, workload.batch),
         "other tensors": machine.others,
     }

@@ -47,7 +47,8 @@ class Sizes:
 
     ``weights`` and ``draft`` are bytes of parameters and buffers, for the draft including its cache;
     ``streamed`` bytes of the weights are in host memory, and are copied into ``slots`` bytes on the device.
-    ``kv_heads`` and ``head_dim`` are those of the full-attention layers; ``windowed`` layers have a window.
+    ``kv_heads``, ``head_dim`` and ``value_dim`` (0 becomes ``head_dim``) are those of the full-attention
+    layers; ``windowed`` layers have a window.
     Streamed weights include the experts, if there are any.
     """
 
@@ -65,6 +66,11 @@ class Sizes:
     slots: int = 0
     windowed: tuple[WindowedLayers, ...] = ()
     experts: ExpertSizes | None = None
+    value_dim: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.value_dim:
+            object.__setattr__(self, "value_dim", self.head_dim)
 
     @property
     def streams_experts_only(self) -> bool:
@@ -100,7 +106,16 @@ class Sizes:
     @property
     def row(self) -> int:
         """Bytes of one token's keys and values in one full-attention layer."""
-        return 2 * self.kv_heads * self.head_dim * self.itemsize
+        return self.kv_heads * (self.head_dim + self.value_dim) * self.itemsize
+
+    @property
+    def padded_row(self) -> int:
+        """Bytes that prefill attention adds for one token where keys and values differ in width.
+
+        The narrower of them is copied, with zeros appended (``kernels/attention/prefill.py``).
+        """
+        widest = max(self.head_dim, self.value_dim)
+        return 0 if self.head_dim == self.value_dim else self.kv_heads * widest * self.itemsize
 
     @classmethod
     def of(cls, target: HFModel, draft: HFModel | None, config: HierarchyConfig) -> "Sizes":
@@ -125,6 +140,7 @@ class Sizes:
             *((streamed.bytes, streamed.least_slot_bytes) if streamed is not None else (0, 0)),
             tuple(WindowedLayers(n, s.window or 0, s.elements * size) for s, n in windowed.items()),
             experts,
+            heads.value_dim,
         )  # fmt: skip
 
 
@@ -231,7 +247,7 @@ def prefill(
         tokens = 0
     hidden = (tokens * sizes.hidden + prompt * 2 * sizes.head_dim) * sizes.itemsize
     recent = recent_slots * sizes.full_layers * sizes.row
-    return layer + recent + hidden + chunk * activations(sizes)
+    return layer + recent + hidden + prompt * sizes.padded_row + chunk * activations(sizes)
 
 
 def hidden_states(sizes: Sizes, prompt: int) -> int:
@@ -269,7 +285,7 @@ def partials(sizes: Sizes, config: HierarchyConfig, max_seq_len: int, piece: int
     queries = (2 * config.gamma + 1) * sizes.heads
     outputs = 3 * pieces * queries * sizes.itemsize
     concurrent = min(pieces, TOGETHER) * (queries + _CONCURRENT_QUERIES) * 4
-    return (outputs + concurrent) * (sizes.head_dim + 1)
+    return (outputs + concurrent) * (sizes.value_dim + 1)
 
 
 def low_bit(sizes: Sizes, config: HierarchyConfig, levels: int) -> int:

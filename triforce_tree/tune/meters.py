@@ -152,7 +152,7 @@ class Meter:
         """KV slots of the text from its token ``position`` on are restored on exit."""
         written = max(new, _WARM_UP_TOKENS) + self._beyond + int(program.state.capacity) - program.max_seq_len
         stop = min(len(self._tokens), position + written)
-        slots = [group.kv[:, :, :, :, position - 1 : stop] for group in self._store.groups]
+        slots = [t[..., position - 1 : stop, :] for group in self._store.groups for t in group.kv]
         before = [part.clone() for part in slots]
         try:
             yield

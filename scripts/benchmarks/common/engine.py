@@ -223,7 +223,8 @@ class Bench:
         scratch_slots = int(self.program.state.capacity) - self.program.max_seq_len
         first = min(len(p) for p in prompts) - 1
         count = max(len(p) for p in prompts) + new + 2 * scratch_slots - first
-        written = [group.kv[..., first : first + count, :] for group in self.program.store.groups]
+        parts = [part for group in self.program.store.groups for part in group.kv]
+        written = [part[..., first : first + count, :] for part in parts]
         before = [slots.clone() for slots in written]
         try:
             yield

@@ -52,7 +52,9 @@ _HOLDS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
 
 def torch_flash(threads: int) -> Attend:
     """Torch's flash attention, one call a piece, in blocks of a few thousand rows for each thread."""
-    return lambda q, pieces: merged([flash(q, piece, max(1, piece.nbytes // _BLOCK)) for piece in pieces])
+    return lambda q, pieces: merged(
+        [flash(q, *piece.unbind(1), max(1, piece.nbytes // _BLOCK)) for piece in pieces]
+    )
 
 
 def our_kernel(way: str, threads: int) -> Attend:
@@ -60,7 +62,7 @@ def our_kernel(way: str, threads: int) -> Attend:
     kernel = CpuAttention(threads, way=way)
 
     def attend(q: Tensor, pieces: Sequence[Tensor]) -> State:
-        states = (kernel(q.transpose(0, 1).contiguous(), piece) for piece in pieces)
+        states = (kernel(q.transpose(0, 1).contiguous(), *piece.unbind(1)) for piece in pieces)
         return merged([(out.transpose(0, 1).float(), lse.T) for out, lse in states])
 
     return attend

@@ -10,6 +10,7 @@ from itertools import cycle, islice
 from typing import Any, TypeVar
 
 import torch
+from batched_ops import share_first
 from enumerated_noise import EnumeratedNoise, enumerated
 from enumeration import Distribution, Script, Walk, summed
 from families import tiny
@@ -95,7 +96,7 @@ class Generations:
         )
         with wrapped.active():
             prefill(wrapped, self.program.store, 0, self.prompt[:-1], 64, None, self.program.states)
-        self.program.store.kv[:, :, 1:] = self.program.store.kv[:, :, :1]
+        share_first(self.program.store)
         self._states = [state[:1].clone() for state in self._recurrent()]
         self.program.update_chunk_means()
         if isinstance(self.program.drafter, TreeDrafter):
@@ -182,16 +183,17 @@ class Generations:
 
 def _cache_windows(drafter: TreeDrafter) -> None:
     """Copy draft windows that were computed before: all runs begin with the same one."""
-    prefill, known = drafter._prefill, dict[tuple[int, ...], Tensor]()
+    prefill, known = drafter._prefill, dict[tuple[int, ...], list[Tensor]]()
 
     def cached(b: int, tokens: list[int]) -> None:
-        slots = drafter.store.kv[:, :, b, :, : len(tokens)]
+        slots = [part[:, b, :, : len(tokens)] for part in drafter.store.kv]
         key = tuple(tokens)
         if key in known:
-            slots.copy_(known[key])
+            for part, old in zip(slots, known[key], strict=True):
+                part.copy_(old)
         else:
             prefill(b, tokens)
-            known[key] = slots.clone()
+            known[key] = [part.clone() for part in slots]
 
     drafter._prefill = cached
 

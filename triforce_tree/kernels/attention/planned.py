@@ -20,7 +20,7 @@ def run(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """The output ``[queries, H_q, D]`` of ``launch.run``, with the same arguments.
+    """The output ``[queries, H_q, D_v]`` of ``launch.run``, with the same arguments.
 
     ``plan`` must come from ``plan_trees``. On the CPU ``q`` may hold fewer queries than planned: see
     ``host.planned_attention``.

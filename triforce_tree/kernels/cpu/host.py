@@ -40,12 +40,12 @@ def planned_attention(
 
     Args:
         q: ``[queries, H_q, D]``, or the first T queries of every sequence where the plan has more.
-        k, v: ``[B, H_kv, S, D]``, or pages ``[P, H_kv, page, D]`` with a ``table``.
+        k, v: ``[B, H_kv, S, D]``, or pages ``[P, H_kv, page, D]`` with a ``table``; D_v for D in v.
         table: int32 ``[B, H_kv, W]`` or ``[B, W]``.
         first: the first position that each query of the plan sees.
 
     Returns:
-        ``[queries, H_q, D]``, for the queries in ``q``.
+        ``[queries, H_q, D_v]``, for the queries in ``q``.
     """
     how: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks}
     outs = [
@@ -130,7 +130,7 @@ def tree_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Output ``[B, H_q, T, D]`` only; arguments as in ``reference.tree_attention``.
+    """Output ``[B, H_q, T, D_v]`` only; arguments as in ``reference.tree_attention``.
 
     Every query must see at least one position (tree queries see themselves).
     """
@@ -159,7 +159,7 @@ def tree_attention(
     else:
         pairs = zip(packed.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), strict=True)
         out = torch.stack([attend(x, keys, values, _onednn) for x, keys, values in pairs])
-    return out.view(batch, q_heads, queries, dim)
+    return out.view(batch, q_heads, queries, -1)
 
 
 def _batched(x: Tensor, matrix: Tensor) -> Tensor:
