@@ -130,8 +130,8 @@ class Engine:
         """Plan the memory; apply the profile's entry for these prompts, if there is one, and return it."""
         self.hierarchy.config = self._config
         self.hierarchy.adopt_memory_plan([len(p) for p in prompts], new_tokens, self._given)
-        # Profiles are measured with the full cache on the device.
-        if self.profile is None or self.hierarchy.offloads:
+        # Profiles are measured with the full cache and all weights on the device.
+        if self.profile is None or self.hierarchy.offloads or self.hierarchy.target.streamed is not None:
             return None
         longest = max(len(prompt) for prompt in prompts)
         entry = self.profile.nearest(longest, temperature)

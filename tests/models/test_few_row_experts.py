@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from triforce_tree.kernels.linear import experts as definition
 from triforce_tree.kernels.linear import reference
 from triforce_tree.models.experts import few_row
-from triforce_tree.models.experts.few_row import FEW_ROW_EXPERTS, LowBitExperts
+from triforce_tree.models.experts.few_row import FEW_ROW_EXPERTS, FEW_ROW_OR_GROUPED, LowBitExperts
 from triforce_tree.models.experts.modules import distinct, expert_modules, fused_weights
 from triforce_tree.models.few_row import extra_bytes, few_row_copy, low_bit_copy
 
@@ -45,11 +45,13 @@ def test_the_implementation_computes_what_transformers_computes(family: str, row
     model = made(family)
     module = expert_modules(model)[0]
     expected = call(module, rows)
-    model.set_experts_implementation(FEW_ROW_EXPERTS)
-    torch.testing.assert_close(call(module, rows), expected, rtol=1e-4, atol=1e-5)
+    for implementation in (FEW_ROW_EXPERTS, FEW_ROW_OR_GROUPED):
+        model.set_experts_implementation(implementation)
+        torch.testing.assert_close(call(module, rows), expected, rtol=1e-4, atol=1e-5)
 
 
 @triton_ops.runs_kernels
+@pytest.mark.skipif(torch.cuda.is_available(), reason="interprets kernels, which a GPU runs in other tests")
 @pytest.mark.parametrize("family", ["mixtral", "gpt-oss"])
 def test_through_the_kernel(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The GPU path in Triton's interpreter."""

@@ -75,6 +75,17 @@ def test_memory_that_is_left_keeps_experts() -> None:
     assert less[1] == f"layers with resident experts {kept} -> {kept // 2}"
 
 
+def test_a_prefill_has_few_chunks() -> None:
+    for prompt, chunk in ((500, 1024), (2000, 4096), (6000, 8192), (16_384, 16_384)):
+        made = planned(STREAMED, prompt, levels=1)
+        assert made.config.prefill_chunk == chunk
+        assert made.fits
+    # Chunks are smaller where the retrieval model's copy takes the memory.
+    assert planned(STREAMED, 16_384).config.prefill_chunk in (4096, 8192)
+    assert planned(STREAMED, 16_384, levels=1, prefill_chunk=2048).config.prefill_chunk == 2048
+    assert planned(QWEN3_30B, 6000, device=80).config.prefill_chunk is None
+
+
 def test_bytes_depend_on_the_tokens_of_a_pass() -> None:
     assert STREAMED.streams_experts_only
     assert STREAMED.copied_weights(1) == 48 * 8 * EXPERTS.bytes

@@ -298,15 +298,13 @@ class Hierarchy:
                 and self._binds(program)
             ):
                 return program
-            # The new program needs its memory.
-            program.close()
+            program.close()  # The new program needs its memory.
             self._program = None
             del program
             if split is None:
                 free_memory()
-        if split is not None:
+        if self.memory is not None and split is not None:
             self.release()
-        if split is not None and self.memory is not None:
             rounded = max(max_seq_len, self.memory.workload.max_seq_len)
         if self.memory is not None and self.target.streamed is not None:
             self.target.streamed.keep_experts(self.memory.resident_experts)

@@ -61,6 +61,7 @@ class FullCache:
         store: KVStore | None = None,
     ) -> None:
         self._target, self._batch, self._max_seq_len = target, batch, max_seq_len
+        self._arrangement = self._weights_at()
         self._prefill_chunk = chunk_tokens(config.prefill_chunk, target.device)
         self._limits = PassLimits.of(config, levels)
         self.store: KVStore | None = None
@@ -222,7 +223,12 @@ class FullCache:
 
     @property
     def closed(self) -> bool:
-        return self.offloaded is not None and self.offloaded.closed
+        """Whether host memory was given back, or streamed experts have moved, whose places graphs keep."""
+        freed = self.offloaded is not None and self.offloaded.closed
+        return freed or self._arrangement != self._weights_at()
+
+    def _weights_at(self) -> int:
+        return self._target.streamed.arrangement if self._target.streamed is not None else 0
 
 
 def _with_states(view: FullView, states: RecurrentStates, commits: bool) -> FullView:

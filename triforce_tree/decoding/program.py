@@ -96,7 +96,6 @@ class DecodingProgram:
             raise ValueError(f"levels={levels} needs a drafter; give one, or levels=1")
         self.drafter = drafter if levels > 1 else None
         self.device, self._noise = target.device, noise
-        self._arrangement = self._weights_at()
         self._prepared: dict[Hashable, _PreparedStages] = {}
         self.learnt: dict[Hashable, LearntDraftLength] = {}
         compiled = self.device.type == "cuda"
@@ -317,11 +316,8 @@ class DecodingProgram:
 
     @property
     def closed(self) -> bool:
-        """Whether memory that its stages use was given back: the cache's, or that of streamed experts."""
-        return self._cache.closed or self._arrangement != self._weights_at()
-
-    def _weights_at(self) -> int:
-        return self.target.streamed.arrangement if self.target.streamed is not None else 0
+        """Whether memory that its stages use was given back."""
+        return self._cache.closed
 
     @property
     def stage_names(self) -> Collection[str]:

@@ -12,7 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from triforce_tree.models.hf_model import HFModel, Streamed
+from triforce_tree.models.experts.streamed import Streamed
+from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.step_model import decoder_layers
 
 _MOST_KINDS = 6

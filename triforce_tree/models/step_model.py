@@ -22,7 +22,11 @@ from triforce_tree.models.attention import (
     scales_queries,
     take_over_query_scales,
 )
-from triforce_tree.models.experts.few_row import FEW_ROW_EXPERTS, grouped_products_capture
+from triforce_tree.models.experts.few_row import (
+    FEW_ROW_EXPERTS,
+    FEW_ROW_OR_GROUPED,
+    grouped_products_capture,
+)
 from triforce_tree.models.experts.modules import expert_modules
 from triforce_tree.models.few_row import few_row_copy, why_not_replaceable
 from triforce_tree.models.fused_linears import fused
@@ -287,8 +291,10 @@ def _capturable_experts(clone: PreTrainedModel, device: torch.device) -> None:
         return
     before = getattr(clone.config.get_text_config(decoder=True), "_experts_implementation", None)
     if device.type == "cuda" and before in ("grouped_mm", "eager"):
+        grouped = clone.dtype == torch.bfloat16 and grouped_products_capture(device)
+        few_rows = FEW_ROW_OR_GROUPED if grouped else FEW_ROW_EXPERTS
         half = clone.dtype in (torch.bfloat16, torch.float16)
-        clone.set_experts_implementation(FEW_ROW_EXPERTS if half else "batched_mm")
+        clone.set_experts_implementation(few_rows if half else "batched_mm")
     elif before == "grouped_mm" and not grouped_products_capture(device):
         clone.set_experts_implementation("batched_mm")
 

@@ -27,6 +27,8 @@ _RETRIEVAL_OPTIONS = frozenset(
     ("levels", "budget", "chunk", "recent", "refresh", "retrieval_weight_bits", "gamma")
 )
 _PREFILL_CHUNK, _SMALL_PREFILL_CHUNK, _LEAST_PREFILL_CHUNK = 4096, 1024, 512
+# The same where the experts of each chunk are streamed.
+_STREAMED_CHUNKS = (16_384, 8192, _PREFILL_CHUNK, _SMALL_PREFILL_CHUNK)
 
 
 def first_fitting(
@@ -82,12 +84,24 @@ def _choices(
 def with_level_one(
     sizes: Sizes, config: HierarchyConfig, given: Collection[str], prompt: int
 ) -> Iterator[HierarchyConfig]:
-    """The settings for a KV cache on the device: with each choice of bits that level 1 may have."""
-    if not sizes.streamed or levels_of(config, prompt) < 3:
+    """The settings for a KV cache on the device: all choices of a prefill's chunks and of level 1's bits.
+
+    Every chunk of a prefill goes through all layers, and is routed to nearly all experts, which cross the
+    bus: with streamed experts chunks are as large as fits.
+    """
+    if not sizes.streamed:
         yield config
         return
-    for bits in _level_one_bits(config, given):
-        yield with_options(config, retrieval_weight_bits=bits)
+    bits: tuple[int, ...] = (config.retrieval_weight_bits,)
+    if levels_of(config, prompt) == 3:
+        bits = _level_one_bits(config, given)
+    chunks: list[int | None] = [config.prefill_chunk]
+    if "prefill_chunk" not in given:
+        # One that holds the prompt is enough.
+        smaller = (*_STREAMED_CHUNKS[1:], 0)
+        chunks = [chunk for chunk, less in zip(_STREAMED_CHUNKS, smaller, strict=True) if less < prompt]
+    for own, chunk in product(bits, chunks):
+        yield with_options(config, retrieval_weight_bits=own, prefill_chunk=chunk)
 
 
 def _level_one_bits(config: HierarchyConfig, given: Collection[str]) -> tuple[int, ...]:

@@ -24,6 +24,9 @@ from triforce_tree.models.experts.modules import first_name, fused_weights
 FEW_ROW_EXPERTS = "triforce_tree_few_rows"
 """Name of the implementation, for 16-bit weights on a GPU."""
 
+FEW_ROW_OR_GROUPED = "triforce_tree_few_rows_or_grouped"
+"""The same, with torch's grouped products for many rows, where a CUDA graph can capture these."""
+
 _Linear = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -33,14 +36,17 @@ def grouped_products_capture(device: torch.device) -> bool:
     return device.type != "cuda" or describe(device).capability[0] in (9, 10)
 
 
+def _few_row_or_grouped(module: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    if hidden.shape[0] > MOST_ROWS:
+        out: Tensor = grouped_mm_experts_forward(module, hidden, ids, weights)
+        return out
+    return _few_row_experts(module, hidden, ids, weights)
+
+
 def _few_row_experts(module: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     first, last = fused_weights(module)
     if getattr(module, "_is_expert_parallel", False) or hidden.dtype != first.dtype:
         out: Tensor = batched_mm_experts_forward(module, hidden, ids, weights)
-        return out
-    many = hidden.shape[0] > MOST_ROWS
-    if many and hidden.dtype == torch.bfloat16 and grouped_products_capture(hidden.device):
-        out = grouped_mm_experts_forward(module, hidden, ids, weights)
         return out
 
     def linear(weight: Tensor, bias: Tensor | None) -> _Linear:
@@ -52,6 +58,7 @@ def _few_row_experts(module: Any, hidden: Tensor, ids: Tensor, weights: Tensor) 
 
 
 ExpertsInterface.register(FEW_ROW_EXPERTS, _few_row_experts)
+ExpertsInterface.register(FEW_ROW_OR_GROUPED, _few_row_or_grouped)
 
 
 def _biases(module: Any) -> tuple[Tensor | None, Tensor | None]:
