@@ -15,6 +15,7 @@ from scripts.benchmarks.cpu import tables as cpu
 from scripts.benchmarks.linear import tables as linear
 from scripts.benchmarks.offload import tables as offload
 from scripts.benchmarks.on_chip import tables as on_chip
+from scripts.checks import models_table
 
 RESULTS = ROOT / "docs" / "results"
 # The table on README's first screen: (part, batch, context) in the order of the lines; then parts offloaded.
@@ -76,6 +77,7 @@ front = listing(FRONT, front_rows, front_note, left=2)
 TABLES = {
     "front": Table(on_chip.FILE, front, f"{on_chip.COMMAND} 7b"),
     **on_chip.TABLES, **offload.TABLES, **attention.TABLES, **linear.TABLES, **cpu.TABLES,
+    **models_table.TABLES,
 }  # fmt: skip
 
 

@@ -1,0 +1,61 @@
+"""The table of docs/models.md: which classes of transformers run on which path."""
+
+import re
+from collections import Counter
+
+from scripts.benchmarks.common.markdown import Record, Table, grid, made_on
+
+FILE = "models.json"
+_MARKS = {"equal": "yes", "skipped": "-"}
+_LONGEST = 150
+_NO_INTERFACE = re.compile(
+    r".*does not pass through transformers' attention interface with our cache \((.*)\)"
+)
+_DIFFERS = re.compile(r"would not be decoded as by transformers: (.*?;)? ?on .* its logits differ.*")
+
+
+def models(content: Record) -> str:
+    """A line for each feature set of a class, a column for each path, reasons as footnotes."""
+    paths = [path for path in content["paths"] if any(row["path"] == path for row in content["rows"])]
+    notes: dict[str, int] = {}
+    lines: dict[tuple[str, str], dict[str, str]] = {}
+    first: dict[tuple[str, str], Record] = {}
+    for row in content["rows"]:
+        key = (row["class"], row["feature_set"])
+        first.setdefault(key, row)
+        text = _MARKS.get(row["outcome"], row["outcome"])
+        if row["reason"] and row["outcome"] != "skipped":
+            text += f" [{notes.setdefault(short(row), len(notes) + 1)}]"
+        lines.setdefault(key, {})[row["path"]] = text
+    table = []
+    for (name, feature_set), cells in lines.items():
+        features = first[name, feature_set]["features"].replace("_", " ")
+        what = ", ".join(filter(None, ["" if feature_set == "default" else feature_set, features]))
+        table.append([f"`{name}`", what, *(cells.get(path, "") for path in paths)])
+    footnotes = "".join(f"{number}. {reason}\n" for reason, number in notes.items())
+    parts = (summary(content, paths), grid(["class", "special", *paths], table, 2), footnotes)
+    return "\n".join([*parts, made_on(content, FILE)])
+
+
+def summary(content: Record, paths: list[str]) -> str:
+    """How many feature sets ended how on each path."""
+    counts = Counter((row["path"], row["outcome"]) for row in content["rows"])
+    outcomes = sorted({outcome for _, outcome in counts})
+    lines = [[path, *(str(counts[path, outcome]) for outcome in outcomes)] for path in paths]
+    classes = len({row["class"] for row in content["rows"]})
+    return f"{classes} classes.\n\n" + grid(["path", *outcomes], lines)
+
+
+def short(row: Record) -> str:
+    """A reason without what differs between classes that have the same one."""
+    reason = row["reason"].replace(f"{row['class']} ", "").replace(f"{row['class']}'s ", "its ")
+    reason = _NO_INTERFACE.sub(r"\1", reason)
+    if found := _DIFFERS.search(reason):
+        reason = (found[1] or "its logits differ from transformers' own;").removesuffix(";")
+    reason = re.sub(r"\d+ of its \d+ layers used", "not all of its layers use", reason)
+    reason = re.sub(r"\d+ tokens that an indexer", "tokens that an indexer", reason)
+    reason = re.sub(r" \(layer \d+;.*?\)", "", reason).replace("|", "/")
+    return reason if len(reason) <= _LONGEST else reason[:_LONGEST].rsplit(" ", 1)[0] + " ..."
+
+
+TABLES = {"models": Table(FILE, models, "python -m scripts.checks.models")}

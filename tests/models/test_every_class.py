@@ -1,0 +1,135 @@
+"""A sample of transformers' classes, everything special about them on: equal to generate, or refused by name.
+
+``scripts/checks/models.py`` runs all classes on all paths.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_NO_INTERFACE = "0 of its 2 layers used transformers' attention interface"
+_STATE = "recurrent state"
+# Of the sample; all others run.
+REFUSED = {
+    "BloomForCausalLM": _NO_INTERFACE,
+    "DeepseekV3ForCausalLM": "keys of 12 and values of 6 elements",
+    "FalconForCausalLM": _NO_INTERFACE,
+    "GraniteMoeHybridForCausalLM": _STATE,
+    "MBartForCausalLM": "counts positions by the length of transformers' cache, and takes no position_ids",
+    "Qwen3NextForCausalLM": _STATE,
+}
+# Listed by name, so that pytest collects them without transformers.
+SAMPLE = [
+    "Afmoe", "Apertus", "Bert", "Bloom", "Cohere2", "DeepseekV3", "Exaone4", "Falcon", "GPT2", "Gemma2",
+    "Gemma3", "Gemma3n", "Gemma4", "GptOss", "GraniteMoeHybrid", "Llama4", "Llama", "MBart", "Ministral3",
+    "Mistral", "Mixtral", "Nemotron", "OPT", "Phi3", "Qwen2", "Qwen2_5_VL", "Qwen3Moe", "Qwen3Next",
+    "SmolLM3", "StableLm",
+]  # fmt: skip
+_HEADS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
+
+
+@pytest.mark.parametrize("stem", SAMPLE)
+def test_a_class_gives_its_own_text_or_is_refused_with_the_reason(stem: str, script: Any) -> None:
+    build, paths = script("checks.model_zoo.build"), script("checks.model_zoo.paths")
+    [name] = {stem + head for head in _HEADS} & {*script("checks.model_zoo.sample").SAMPLE}
+    family = script("checks.model_zoo.classes").families()[name]
+    for variant in build.variants_of(family):
+        trial = paths.Trial(build.build_varied(family, variant, build.prompt_of(paths.PROMPTS[0])), "cpu")
+        refusal = trial.refusal()
+        if name in REFUSED:
+            assert refusal is not None
+            assert refusal.outcome == "refused"
+            assert name in refusal.reason
+            assert REFUSED[name] in refusal.reason
+            continue
+        assert refusal is None, refusal
+        assert len(set(trial.expected(paths.PROMPTS[0]))) > 3, "a text that varies"
+        for path in ("2 levels", "3 levels") if variant == build.DEFAULT else ("3 levels",):
+            assert trial.run(path) == paths.Outcome("equal"), (variant, path)
+
+
+def test_the_sample_is_all_listed(script: Any) -> None:
+    assert len(SAMPLE) == len(script("checks.model_zoo.sample").SAMPLE)
+
+
+def test_every_class_has_settings(script: Any) -> None:
+    """The tiny configuration of nearly every class can be made; the others are in the table as not built."""
+    build = script("checks.model_zoo.build")
+    families = script("checks.model_zoo.classes").families()
+    failed = []
+    for name, family in families.items():
+        try:
+            for variant in build.variants_of(family):
+                family.config_class(**build.settings_of(family, variant))
+        except Exception:
+            failed.append(name)
+    assert len(failed) < 0.1 * len(families), failed
+
+
+def test_the_command(
+    script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of this code are kept, others are made anew; the last line counts outcomes."""
+    models = script("checks.models")
+    made: list[Any] = []
+
+    def tried(jobs: Any, device: str, count: int, limit: float, done: Any) -> None:
+        made.extend(jobs)
+        for job in jobs:
+            done(job, [job.row(path, "refused", f"{job.model_class} is not for this") for path in job.paths])
+
+    monkeypatch.setattr(models.workers, "run", tried)
+    out = tmp_path / "m.json"
+    words = ["--only", "llama4_text", "--paths", "1 level", "batch", "--json", "--out", str(out)]
+    assert models.main(words) == 0
+    assert [(job.model_class, job.paths) for job in made] == [("Llama4ForCausalLM", ("1 level", "batch"))] * 2
+    counts = json.loads(capsys.readouterr().out)["counts"]
+    assert counts == {"1 level": {"refused": 2}, "batch": {"refused": 2}}
+    made.clear()
+    assert models.main([*words[:3], "1 level", "lookup", *words[5:]]) == 0
+    assert [job.paths for job in made] == [("lookup",)] * 2
+    held = json.loads(out.read_text())
+    assert len(held["rows"]) == 6
+    held["models"] = "other"
+    out.write_text(json.dumps(held))
+    made.clear()
+    assert models.main(words) == 0
+    assert len(made) == 2
+    text = script("checks.models_table").models(json.loads(out.read_text()))
+    assert "| `Llama4ForCausalLM` |" in text
+    assert "1. is not for this\n" in text
+
+
+def test_a_worker_that_dies_or_hangs_ends_neither_the_run_nor_other_rows(
+    script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers = script("checks.model_zoo.workers")
+    monkeypatch.setattr(workers, "_serve", _faulty)
+    rows: list[Any] = []
+    job = workers.Job("LlamaForCausalLM", "llama", "default", ("good", "dies", "hangs", "last"))
+    workers.run([job], "cpu", 1, 3.0, lambda job, found: rows.extend(found))
+    assert [(row.path, row.outcome) for row in rows] == [
+        ("good", "equal"),
+        ("dies", "crashes"),
+        ("hangs", "crashes"),
+        ("last", "equal"),
+    ]
+    assert "status 7" in rows[1].reason
+    assert "more than 3 s" in rows[2].reason
+
+
+def _faulty(pipe: Any, device: str) -> None:
+    import os
+    import time
+
+    pipe.send("ready")
+    while True:
+        _, _, paths = pipe.recv()
+        for path in paths:
+            if path == "dies":
+                os._exit(7)
+            if path == "hangs":
+                time.sleep(60)
+            pipe.send(("equal", "", ""))
