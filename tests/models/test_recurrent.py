@@ -28,6 +28,8 @@ from triforce_tree.kv.recurrent_states import ProposedPass, RecurrentStates, Tok
 from triforce_tree.models.hf_model import HFModel, plain_torch_modes
 from triforce_tree.models.recurrent.running import Rows
 from triforce_tree.models.step_model import step_model
+from triforce_tree.planning.memory_layout import Workload, on_device
+from triforce_tree.planning.memory_map import Machine, Sizes
 from triforce_tree.verify.sampling import ProbsFromLogits
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
@@ -297,6 +299,18 @@ def test_check_starts_every_draw_from_the_same_states(levels: int) -> None:
     engine = triforce_tree.load(model("granite-4"), tiny("llama"), rounds=1, tree="chain:2")
     [result] = check.sampling_checks(engine, PROMPTS[:1], 40, levels)
     assert result.passed
+
+
+@pytest.mark.parametrize("family", ONE_PER_KIND)
+def test_the_memory_plan_counts_the_states(family: str) -> None:
+    target, batch = HFModel(model(family)), 3
+    buffers = RecurrentStates(target.states, batch, target.device, target.dtype).buffers
+    sizes = Sizes.of(target, None, HierarchyConfig())
+    assert sizes.layers == len(target.kv_shapes) < target.layers
+    assert batch * sizes.states == sum(t.numel() * t.element_size() for t in buffers)
+    machine, workload = Machine(1 << 40, 1 << 40, 1e9, 1e12), Workload(batch, 100, 10)
+    plan = on_device(sizes, machine, HierarchyConfig(levels=2), workload)
+    assert plan.device["recurrent states"] == batch * sizes.states
 
 
 @pytest.mark.gpu
