@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 
-from scripts.benchmarks.common.markdown import Record, Table, grid, made_on
+from scripts.benchmarks.common.markdown import Record, Table, file_note, grid
 
 FILE = "models.json"
 _MARKS = {"equal": "yes", "skipped": "-"}
@@ -34,7 +34,7 @@ def models(content: Record) -> str:
         table.append([f"`{name}`", what, *(cells.get(path, "") for path in paths)])
     footnotes = "".join(f"{number}. {reason}\n" for reason, number in notes.items())
     parts = (summary(content, paths), grid(["class", "special", *paths], table, 2), footnotes)
-    return "\n".join([*parts, made_on(content, FILE)])
+    return "\n".join([*parts, file_note(FILE, {"": content})])
 
 
 def summary(content: Record, paths: list[str]) -> str:
