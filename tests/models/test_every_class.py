@@ -46,7 +46,7 @@ def test_a_class_gives_its_own_text_or_is_refused_with_the_reason(stem: str, scr
             continue
         assert refusal is None, refusal
         assert len(set(trial.expected(paths.PROMPTS[0]))) > 3, "a text that varies"
-        for path in ("2 levels", "3 levels") if variant == build.DEFAULT else ("3 levels",):
+        for path in ("2 levels", "offloaded") if variant == build.DEFAULT else ("3 levels",):
             assert trial.run(path) == paths.Outcome("equal"), (variant, path)
 
 

@@ -182,8 +182,8 @@ class _Guard:
             layers = ", ".join(map(str, self.slice.layers))
             raise UnsupportedModelError(
                 f"{self.model.name} would not be decoded as by transformers: {cause and cause + '; '}"
-                f"on {what} its logits differ by {error:.2g} relative to their norm, and rounding explains at "
-                f"most {self.limit:.2g} (layers {layers})"
+                f"on {what} its logits differ by {error:.2g} relative to their norm, and rounding explains "
+                f"at most {self.limit:.2g} (layers {layers})"
                 + ("" if cause else "; please report the model's configuration")
             )
 
