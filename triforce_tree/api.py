@@ -24,6 +24,8 @@ from triforce_tree.generation.inputs import Inputs
 from triforce_tree.generation.keywords import checked_seed, checked_stop_strings, refuse_dropped
 from triforce_tree.generation.output import GenerateOutput
 from triforce_tree.loading.checkpoints import PAIR, load_model, load_target, tokenizer_of, unwrapped
+from triforce_tree.loading.gguf import gguf_path
+from triforce_tree.loading.placement import on_one_device
 from triforce_tree.planning import profiles
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.devices import device_of
@@ -37,6 +39,8 @@ def load(
     *,
     drafter: Drafter | str | None = None,
     tokenizer: Tokenizer | None = None,
+    draft_tokenizer: Tokenizer | None = None,
+    gguf_file: str | None = None,
     device: str | torch.device | None = None,
     dtype: torch.dtype | str | None = None,
     profile: profiles.Source = None,
@@ -49,8 +53,9 @@ def load(
     the heads and neurons. All of them must call the engine with the same arguments, and get the same output.
 
     Args:
-        target: a transformers model (a compiled one runs uncompiled), a hub id or a folder; by default the
-            embedded pair's target. A model is not changed, but for
+        target: a transformers model (a compiled one runs uncompiled), a hub id, a folder, or a path that ends
+            in .gguf; by default the embedded pair's target. A model that accelerate has spread over several
+            places is gathered on its first GPU, where it fits. A model is not changed, but for
             ``offload_weights=True``, which moves its layers' weights to page-locked host memory and all else
             to ``device``, and torchrun, under which it is sharded in place.
         draft: likewise; by default the embedded draft for the embedded target, and prompt lookup for
@@ -59,8 +64,12 @@ def load(
             of your own (:class:`~triforce_tree.drafters.base.Drafter`). Only the draft model takes ``tree``.
             By default the draft where there is one, and else prompt lookup.
         tokenizer: an object, a hub id or a folder; by default the one in the target's folder.
+        draft_tokenizer: likewise, by default the one in the draft's folder. A draft of another tokenizer
+            proposes the tokens that both vocabularies have.
+        gguf_file: name of a GGUF file in the target's folder or hub repository, with the target and its
+            tokenizer; its weights are unpacked.
         device: for models named by id or folder; by default CUDA where there is one.
-        dtype: likewise; by default the checkpoint's own on CUDA and float32 on the CPU.
+        dtype: likewise; by default float32 on the CPU, and on CUDA the checkpoint's own, bfloat16 for GGUF.
         profile: a file that ``triforce-tree tune`` wrote, or False for none; by default the one for this
             machine and models of this shape, if there is one. Each generation takes the settings that were
             measured nearest to its prompt's length and temperature; ``options`` take precedence.
@@ -78,14 +87,20 @@ def load(
     """
     config = HierarchyConfig.from_options(**options)
     own = own_drafter(drafter, draft)
+    if target is None and gguf_file is not None:
+        raise ValueError(f"gguf_file={gguf_file!r} needs a target: the folder or hub id that holds it")
     if target is None:
         target = PAIR / "target"
         if draft is None and drafter in (None, "model"):
             draft = PAIR / "draft"
     check_drafter_options(drafter, draft, options)
     target = unwrapped(target, "target")
+    if gguf_file is not None:
+        target = gguf_path(target, gguf_file)
     draft = None if draft is None else unwrapped(draft, "draft")
     tokenizer = tokenizer_of(tokenizer, target)
+    if isinstance(target, PreTrainedModel):
+        target = on_one_device(target)
     if isinstance(target, PreTrainedModel) and config.streams is not True:
         # It is not moved.
         device = device_of(target.device) if target.device.type == "cuda" else target.device
@@ -93,10 +108,11 @@ def load(
     if profile is None and (group is not None or own is not None):
         # Profiles are measured on one GPU, with a draft model or prompt lookup.
         profile = False
+    own_tokenizer = tokenizer_of(draft_tokenizer, draft, "draft_tokenizer")
     loaded, streamed = load_target(target, config, device, dtype, group, pinned)
-    small = None if draft is None else load_model(draft, loaded.device, dtype)
+    small = None if draft is None else on_one_device(load_model(draft, loaded.device, dtype), loaded.device)
     measured = profiles.find(profile, loaded, small)
-    return Engine(loaded, own or small, tokenizer, config, measured, options, streamed)
+    return Engine(loaded, own or small, tokenizer, config, measured, options, streamed, own_tokenizer)
 
 
 def generate(
@@ -107,7 +123,8 @@ def generate(
     Raises:
         ValueError, OSError: as these two do.
     """
-    names = {"drafter", "tokenizer", "device", "dtype", "profile", *HierarchyConfig().as_options()}
+    names = {"drafter", "tokenizer", "draft_tokenizer", "gguf_file", "device", "dtype", "profile"}
+    names |= HierarchyConfig().as_options().keys()
     loading = {k: kwargs.pop(k) for k in list(kwargs) if k in names}
     return load(target, draft, **loading).generate(inputs, **kwargs)
 
@@ -117,6 +134,7 @@ def custom_generate(
     *,
     drafter: Drafter | str | None = None,
     tokenizer: Tokenizer | None = None,
+    draft_tokenizer: Tokenizer | None = None,
     streamer: BaseStreamer | None = None,
     stop_strings: str | list[str] | None = None,
     seed: int | None = None,
@@ -126,7 +144,8 @@ def custom_generate(
     """A value for transformers' ``model.generate(input_ids, custom_generate=...)``.
 
     ``streamer``, ``tokenizer`` and ``stop_strings`` are given here, because transformers does not pass
-    them on to a callable. ``drafter``, ``profile`` and ``options`` are those of :func:`load`.
+    them on to a callable. ``drafter``, ``draft_tokenizer``, ``profile`` and ``options`` are those of
+    :func:`load`.
 
     Raises:
         ValueError: an option, a tokenizer or a draft that cannot be used.
@@ -137,6 +156,7 @@ def custom_generate(
     own = own_drafter(drafter, draft)
     check_drafter_options(drafter, draft, options)
     source = None if draft is None else unwrapped(draft, "draft")
+    others = tokenizer_of(draft_tokenizer, source, "draft_tokenizer")
     own_tokenizer, strings, own_seed = (
         tokenizer_of(tokenizer),
         checked_stop_strings(stop_strings),
@@ -156,7 +176,9 @@ def custom_generate(
             if id(model) not in engines:
                 small = None if source is None else load_model(source, model.device, model.dtype)
                 measured = profiles.find(False if own is not None else profile, model, small)
-                engines[id(model)] = Engine(model, own or small, own_tokenizer, config, measured, options)
+                engines[id(model)] = Engine(
+                    model, own or small, own_tokenizer, config, measured, options, draft_tokenizer=others
+                )
         engine = engines[id(model)]
         criteria = kwargs.pop("stopping_criteria")
         if strings and own_tokenizer is not None:

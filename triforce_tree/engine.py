@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,12 +24,16 @@ from triforce_tree.decoding.loop import Decoder
 from triforce_tree.decoding.oom_retry import OomRetryDecoder
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.base import Drafter
-from triforce_tree.generation.drafter_choice import refuse_tree
+from triforce_tree.generation.checkpoint_settings import without_settings
+from triforce_tree.generation.drafter_choice import check_drafter_options
 from triforce_tree.generation.inputs import Ids, Inputs
-from triforce_tree.generation.keywords import checked_seed
-from triforce_tree.generation.output import GenerateOutput, appended, by_row, joined
+from triforce_tree.generation.keywords import checked_seed, checked_switch
+from triforce_tree.generation.notices import CostNotices
+from triforce_tree.generation.output import GenerateOutput, joined, output_of, placed
 from triforce_tree.generation.request import Job, Request
+from triforce_tree.generation.scores import EmittedScores
 from triforce_tree.kv.offload.streamed_weights import StreamedWeights
+from triforce_tree.loading.vocabularies import token_map
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.planning.memory_plan import MemoryPlan
 from triforce_tree.planning.profiles import Entry, Profile
@@ -49,6 +53,7 @@ class Engine:
         profile: measured settings, used for prompts like those that they were measured with.
         given: names of options that a profile must not change.
         streamed: the weights of the target's layers, where they are in host memory.
+        draft_tokenizer: the draft model's own, to compare; None where it is not at hand.
 
     Raises:
         ValueError: models that cannot work together; ``offload_weights=True`` without ``streamed``.
@@ -63,26 +68,31 @@ class Engine:
         profile: Profile | None = None,
         given: Collection[str] = (),
         streamed: StreamedWeights | None = None,
+        draft_tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.profile = profile
         self._given = frozenset(given)
+        self._notices = CostNotices()
         self._config = config or HierarchyConfig()
         if self._config.offload_weights is True and streamed is None:
             raise ValueError(
                 "offload_weights=True takes effect when weights are loaded; use triforce_tree.load"
             )
         level_0 = HFModel(draft) if isinstance(draft, PreTrainedModel) else draft
-        self.hierarchy = Hierarchy(HFModel(target, streamed), level_0, self._config)
+        level_2, tokens = HFModel(target, streamed), None
+        if isinstance(level_0, HFModel):
+            tokens = token_map(level_2.vocab_size, level_0.vocab_size, tokenizer, draft_tokenizer)
+        self.hierarchy = Hierarchy(level_2, level_0, self._config, tokens)
 
     def with_options(self, **options: Any) -> "Engine":
         """An engine over the same models with other options (those of :func:`load`).
 
         Raises:
-            ValueError: impossible options, another ``offload_weights``, or ``tree`` without a draft.
+            ValueError: impossible options, another ``offload_weights``, ``tree`` without a draft, or
+                ``lookup`` where prompt lookup does not propose.
         """
-        if "tree" in options and self.hierarchy.draft is None:
-            refuse_tree(options["tree"], self.hierarchy.drafter())
+        check_drafter_options(self.hierarchy.own_drafter, self.hierarchy.draft, options)
         weights = self._config.offload_weights
         if options.get("offload_weights", weights) != weights:
             raise ValueError(
@@ -119,9 +129,9 @@ class Engine:
     def _choose_settings(self, temperature: float, prompts: list[list[int]], new_tokens: int) -> Entry | None:
         """Plan the memory; apply the profile's entry for these prompts, if there is one, and return it."""
         self.hierarchy.config = self._config
-        self.hierarchy.settle_memory([len(p) for p in prompts], new_tokens, self._given)
-        # Profiles are measured with the full cache on the device.
-        if self.profile is None or self.hierarchy.offloads:
+        self.hierarchy.adopt_memory_plan([len(p) for p in prompts], new_tokens, self._given)
+        # Profiles are measured with the full cache and all weights on the device.
+        if self.profile is None or self.hierarchy.offloads or self.hierarchy.target.streamed is not None:
             return None
         longest = max(len(prompt) for prompt in prompts)
         entry = self.profile.nearest(longest, temperature)
@@ -148,7 +158,7 @@ class Engine:
             ValueError: a prompt is too long, or memory is short.
         """
         for prompt in prompts:
-            self.check_length(len(prompt), new_tokens)
+            self.hierarchy.target.check_length(len(prompt), new_tokens)
         with self.hierarchy.generation():
             self._choose_settings(temperature, prompts, new_tokens)
             with self.hierarchy.active():
@@ -170,6 +180,7 @@ class Engine:
         stop_strings: str | list[str] | None = None,
         streamer: BaseStreamer | None = None,
         seed: int | None = None,
+        logprobs: bool = False,
         progress: Progress | None = None,
         pinned: Callable[[int], None] | None = None,
         **kwargs: Any,
@@ -181,17 +192,20 @@ class Engine:
 
         Args:
             inputs: text, token ids ``[L]`` or ``[B, L]`` (tensor, array, list; rows of a list may differ in
-                length), a list of texts, or what a tokenizer returns. Sequences of a batch run together, or
-                one by one where a logits processor reads the tokens so far.
+                length), a list of texts, what a tokenizer returns, or a list of messages (dicts with role and
+                content; a last one of the assistant is continued) or of such lists, by the tokenizer's chat
+                template. Sequences of a batch run together, or one by one where a logits processor reads the
+                tokens so far.
             input_ids: token ids by transformers' own keyword, instead.
             attention_mask: of the ids' shape; tokens with mask 0 are padding, on either side, and left out.
             generation_config, logits_processor, stopping_criteria, prefix_allowed_tokens_fn, stop_strings,
                 streamer: as in transformers; ``stop_strings`` needs a tokenizer.
             seed: of all draws, independent for each sequence; by default from torch's global generator.
+            logprobs: return the log-probability of each new token, see :class:`GenerateOutput`.
             progress: called after each chunk of the prompt with the number of tokens in it.
             pinned: called with the bytes of host memory that an offloaded cache allocates, as it does.
-            kwargs: options of ``GenerationConfig``: max_new_tokens, temperature, top_k, top_p,
-                do_sample, eos_token_id, ...; one that is not supported raises.
+            kwargs: options of ``GenerationConfig``: max_new_tokens, temperature, top_k, top_p, do_sample,
+                eos_token_id, output_scores, output_logits, ...; one that is not supported raises.
 
         Raises:
             ValueError: an empty or too long prompt, an unsupported option, NaN logits.
@@ -201,14 +215,14 @@ class Engine:
             self.hierarchy.target, self.tokenizer, inputs, input_ids, attention_mask, generation_config,
             logits_processor, stopping_criteria, stop_strings, kwargs,
         )  # fmt: skip
-        seed = checked_seed(seed)
+        seed, logprobs = checked_seed(seed), checked_switch("logprobs", logprobs)
         ids, count = request.prompts.ids, len(request.prompts.ids)
         if streamer is not None and count > 1:
             raise ValueError(f"a streamer follows one sequence, but the batch has {count}")
         padded = request.prompts.left_padded()
 
         def continued(part: slice, seed: int | None) -> GenerateOutput:
-            target: Any = self.hierarchy.target.model  # transformers mixes generate() in by hand
+            target = without_settings(self.hierarchy.target.model)
             allowed = prefix_allowed_tokens_fn
             out: GenerateOutput = target.generate(
                 padded.ids[part].to(target.device),
@@ -217,12 +231,10 @@ class Engine:
                 logits_processor=request.processors,
                 stopping_criteria=request.criteria,
                 prefix_allowed_tokens_fn=allowed and (lambda _, sent: allowed(part.start, sent)),
-                custom_generate=self.runner(streamer, progress, seed, pinned),
+                custom_generate=self.runner(streamer, progress, seed, pinned, logprobs),
                 **request.options,
             )
-            new = out.sequences[:, ids.shape[1] :].to(ids.device)
-            out.sequences = cast(torch.LongTensor, torch.cat([ids[part], new], 1))
-            return out
+            return placed(out, ids[part], moves_scores=not self.hierarchy.offloads)
 
         try:
             return continued(slice(0, count), seed)
@@ -240,11 +252,12 @@ class Engine:
         progress: Progress | None,
         seed: int | None,
         pinned: Callable[[int], None] | None = None,
+        logprobs: bool = False,
     ) -> Callable[..., GenerateOutput]:
         """The ``custom_generate`` callable, which transformers' ``generate`` runs after its preparation.
 
         Args:
-            streamer, progress, seed, pinned: as for :meth:`generate`.
+            streamer, progress, seed, pinned, logprobs: as for :meth:`generate`.
         """
 
         def run(
@@ -257,7 +270,7 @@ class Engine:
         ) -> GenerateOutput:
             # attention_mask is in model_inputs: as a named parameter it would be passed twice.
             job = Job.read(
-                self.hierarchy.target.vocab_size,
+                self.hierarchy.target,
                 input_ids,
                 logits_processor,
                 stopping_criteria,
@@ -265,7 +278,7 @@ class Engine:
                 model_inputs,
             )
             with self.hierarchy.generation():
-                return self._run(job, streamer, progress, seed, pinned)
+                return self._run(job, streamer, progress, seed, pinned, logprobs)
 
         return run
 
@@ -276,17 +289,22 @@ class Engine:
         progress: Progress | None,
         seed: int | None,
         pinned: Callable[[int], None] | None,
+        logprobs: bool,
     ) -> GenerateOutput:
         prompts, to_probs, endings, new_tokens = job.prompts, job.to_probs, job.endings, job.new_tokens
         for prompt in prompts:
-            self.check_length(len(prompt), new_tokens)
+            self.hierarchy.target.check_length(len(prompt), new_tokens)
         alike = (prompts, new_tokens, to_probs.greedy, seed is None, self._config)
-        distributed.check_alike("prompts or settings", alike)
+        distributed.check_equal("prompts or settings", alike)
         chosen = distributed.broadcast_object(int(torch.randint(2**62, ())) if seed is None else seed)
         entry = self._choose_settings(job.temperature, prompts, new_tokens)
+        self._notices.tell(to_probs.reading_text, job.config, len(prompts), self.hierarchy.target.device)
         if not self.hierarchy.together(to_probs, prompts):
             raise _OneByOneError
         new: list[list[int]] = [[] for _ in prompts]
+        kept_on = torch.device("cpu") if self.hierarchy.offloads else job.input_ids.device
+        names = job.outputs | ({"logprobs"} if logprobs else set())
+        scores = EmittedScores(names, to_probs, prompts, kept_on)
         if streamer is not None:
             streamer.put(job.input_ids.cpu())
         with self.hierarchy.active():
@@ -304,45 +322,21 @@ class Engine:
             if entry is not None and estimates and entry.options["levels"] == decoder.controller.levels:
                 decoder.controller.expect(**estimates)
             decoder.prefill(prompts, progress)
-            steps = decoder.decode(prompts, endings)
-            for fresh in steps:
+            for fresh in decoder.decode(prompts, endings, scores.add if names else None):
                 for sequence, tokens in zip(new, fresh, strict=True):
                     sequence += tokens
                 if streamer is not None:
                     streamer.put(torch.tensor(fresh[0]))
         if streamer is not None:
             streamer.end()
-        out = self._output(job, new, decoder)
+        out = output_of(job.input_ids, new, job.pad_token, self.tokenizer, decoder)
+        for name, value in scores.results().items():
+            setattr(out, name, value)
         if entry is not None and self.profile is not None:
             out.profile = str(self.profile.path)
         if self.hierarchy.memory is not None:
             out.memory = self.hierarchy.memory.as_dict()
         return out
-
-    def check_length(self, prompt: int, new: int) -> None:
-        """Raise ValueError where prompt and new tokens exceed the positions that the model can take."""
-        limit = self.hierarchy.target.max_positions
-        if limit is not None and prompt + new > limit:
-            remedy = f" or set max_new_tokens<={limit - prompt}" if prompt < limit else ""
-            raise ValueError(
-                f"{prompt} prompt tokens + {new} new ones = {prompt + new} exceed the model's "
-                f"{limit} positions; shorten the prompt{remedy}"
-            )
-        if (rope := self.hierarchy.target.length_rope) is not None:
-            rope.check(prompt, new)
-
-    def _output(self, job: Job, new: list[list[int]], decoder: OomRetryDecoder) -> GenerateOutput:
-        texts = self.tokenizer and [str(self.tokenizer.decode(t, skip_special_tokens=True)) for t in new]
-        return GenerateOutput(
-            sequences=appended(job.input_ids, new, job.pad_token),
-            levels=decoder.levels,
-            finish_reason=by_row(decoder.finish_reasons),
-            prefill_seconds=decoder.prefill_seconds,
-            decode_seconds=decoder.decode_seconds,
-            new_tokens=by_row([len(tokens) for tokens in new]),
-            text=by_row(texts) if texts else None,
-            capture_seconds=decoder.capture_seconds,
-        )
 
 
 class _OneByOneError(Exception):

@@ -10,16 +10,7 @@ from collections.abc import Sequence
 
 from scripts.benchmarks.attention import tables as attention
 from scripts.benchmarks.common.code_digest import ROOT, mark
-from scripts.benchmarks.common.markdown import (
-    Columns,
-    Record,
-    Table,
-    cell,
-    file_note,
-    listing,
-    not_measured,
-    rows_of,
-)
+from scripts.benchmarks.common.markdown import Columns, Record, Table, cell, file_note, listing, rows_of
 from scripts.benchmarks.cpu import tables as cpu
 from scripts.benchmarks.linear import tables as linear
 from scripts.benchmarks.offload import tables as offload
@@ -91,13 +82,13 @@ TABLES = {
 
 
 def text_of(name: str) -> str:
+    """A table, or the command that would make its figures."""
     if name not in TABLES:
         raise SystemExit(f"unknown table {name!r}; known: {', '.join(TABLES)}")
     shown = TABLES[name]
-    content = held(shown.file)
-    if content is None:
-        return not_measured(shown.command, shown.file)
-    return shown.make(content) or not_measured(shown.command)
+    if (content := held(shown.file)) is None:
+        return f"Not measured yet: `{shown.command}` writes `docs/results/{shown.file}`.\n"
+    return shown.make(content) or f"Not measured yet: `{shown.command}`.\n"
 
 
 def filled(text: str) -> str:

@@ -12,7 +12,6 @@ host must give the same bits in every dtype. Exit code 1 where anything fails; t
 import gc
 import logging
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,7 +64,7 @@ class Checks:
         roomy = self.whole.with_options(offload=True, gpu_memory=1 << 50)
         plan = roomy.memory_plan(len(self.prompt), self.passes)
         assert plan is not None, "offload=True always makes a plan"
-        self.memory = plan.peak + _SPARE - int(_ON_HOST * plan.device["resident rows"])
+        self.memory = plan.peak + _SPARE - int(_ON_HOST * plan.device["resident KV"])
         self.offloaded = self.whole.with_options(offload=True, gpu_memory=self.memory)
         self.report = Report()
         self.add = self.report.add
@@ -101,9 +100,9 @@ class Checks:
         hierarchy.release()
         with mock.patch.object(memory_plan, "plan", plan):
             self.same_text("the text with a resident last layer")
-        program = hierarchy._program[1] if hierarchy._program is not None else None
-        there = program is not None and program.offloaded is not None and program.offloaded.host.last_resident
-        self.add("the last layer is resident", there)
+        assert hierarchy._program is not None
+        cache = hierarchy._program[1].offloaded
+        self.add("the last layer is resident", cache is not None and cache.host.last_resident)
         hierarchy.release()
 
     def interrupted(self) -> None:
@@ -112,7 +111,8 @@ class Checks:
             self.offloaded.hierarchy.release()
             before = self._held()
             try:
-                self.text(self.offloaded, 8, **{what: _raising_at(at)})
+                hook = mock.Mock(side_effect=[*[None] * (at - 1), KeyboardInterrupt])
+                self.text(self.offloaded, 8, **{what: hook})
                 stopped = False
             except KeyboardInterrupt:
                 stopped = True
@@ -146,7 +146,7 @@ class Checks:
         """Another program takes device memory, before the graphs are captured and while decoding."""
         plan = self.offloaded.memory_plan(len(self.prompt), self.passes)
         assert plan is not None
-        kept = plan.device["resident rows"] // 2
+        kept = plan.device["resident KV"] // 2
         moments = [("capture", "pinned", 1), ("decoding", "streamer", 3)]
         # In 16 bits nothing is allocated any more once the graphs are captured.
         for name, hook, at in moments[: 1 if self.same_bits_only else 2]:
@@ -240,18 +240,6 @@ class _Hog(logging.Handler):
         self.lines.append(record.getMessage())
         while self._held and sum(tensor.nbytes for tensor in self._held) > self.kept:
             self._held.pop(0)
-
-
-def _raising_at(call: int) -> Callable[[int], None]:
-    calls = 0
-
-    def hook(count: int) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == call:
-            raise KeyboardInterrupt
-
-    return hook
 
 
 def main() -> int:

@@ -29,6 +29,8 @@ from triforce_tree.kernels.step import select_kernels as select
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 NAMES = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}
 HEAD_DIMS = (64, 80, 96, 128, 256)
+# Of keys and values: expanded multi-head latent attention (DeepSeek-V3; MiniCPM3) has two.
+WIDTHS = (*((dim, dim) for dim in HEAD_DIMS), (192, 128), (96, 64))
 QUERIES = (1, 16, 32, 64, 128)
 BITS = (16, 8, 4)
 LINEARS = (
@@ -55,8 +57,8 @@ def variants(device: Device) -> Iterator[Variant]:
 def digest(device: Device) -> str:
     """Of all choices for a GPU: another one means that results were made with other tiles."""
     found: list[object] = [variant.name for variant in variants(device)]
-    for dim, queries, size in product(HEAD_DIMS, QUERIES, (2, 4)):
-        found += [choose_attention(queries * group, dim, size, device) for group in (1, 4)]
+    for (dim, value_dim), queries, size in product(WIDTHS, QUERIES, (2, 4)):
+        found += [choose_attention(queries * group, dim, size, device, value_dim) for group in (1, 4)]
     for bits, count, (out, ins) in product(BITS, (1, 32, 64, 128), LINEARS):
         found.append(choose_linear(bits, count, out, ins, device))
     return hashlib.sha256(repr(found).encode()).hexdigest()[:16]
@@ -70,32 +72,39 @@ _int32 = partial(_ints, dtype=torch.int32)
 
 
 def _attention(device: Device) -> Iterator[Variant]:
-    for dtype, dim, group in product((BF16, FP16, FP32), HEAD_DIMS, (1, 4)):
+    for dtype, (dim, value_dim), group in product((BF16, FP16, FP32), WIDTHS, (1, 4)):
+        heads = Heads(2 * group, 2, dim, value_dim)
         tiles: dict[object, int] = {}
         for queries in QUERIES:
-            tiles.setdefault(choose_attention(queries * group, dim, dtype.itemsize, device), queries)
+            tile = choose_attention(queries * group, dim, dtype.itemsize, device, value_dim)
+            tiles.setdefault(tile, queries)
         # fp16 and GQA in fp32 differ from bf16 and MHA by no more than types and one division.
         few = dtype == FP16 or (dtype == FP32 and group > 1)
         kinds = ("dense",) if few else ("dense", "chunks", "pages", "window", "batch")
         for queries, kind in product(tiles.values(), kinds):
-            name = f"{kind}, {NAMES[dtype]}, head_dim {dim}, {queries} x {group} rows"
-            yield Variant(name, partial(_attend, kind, dtype, dim, group, queries))
-    yield Variant("nodes, bf16, head_dim 128", partial(_attend, "nodes", BF16, 128, 4, 16))
+            name = f"{kind}, {NAMES[dtype]}, {_label(dim, value_dim)}, {queries} x {group} rows"
+            yield Variant(name, partial(_attend, kind, dtype, heads, queries))
+    yield Variant("nodes, bf16, head_dim 128", partial(_attend, "nodes", BF16, Heads(8, 2, 128), 16))
 
 
-def _attend(kind: str, dtype: torch.dtype, dim: int, group: int, queries: int) -> None:
-    heads, batch = Heads(2 * group, 2, dim), 2 if kind == "batch" else 1
+def _label(dim: int, value_dim: int) -> str:
+    return f"head_dim {dim}" if dim == value_dim else f"head_dim {dim} and {value_dim}"
+
+
+def _attend(kind: str, dtype: torch.dtype, heads: Heads, queries: int) -> None:
+    batch = 2 if kind == "batch" else 1
     mask = torch.ones(queries, queries, dtype=torch.bool)
     plan = plan_trees(heads, [mask] * batch, [512] * batch, device="cpu", dtype=dtype)
     if kind == "nodes":
         plan = plan_nodes(heads, [(0, 64, 0, queries), (64, 64, 0, 1)], queries, device="cpu", split="node")
-    q = torch.zeros(plan.queries, heads.query, dim, dtype=dtype)
+    q = torch.zeros(plan.queries, heads.query, heads.dim, dtype=dtype)
     page = {"chunks": 8, "pages": 128}.get(kind, 0)
-    kv = torch.zeros((8, 2, page, dim) if page else (batch, 2, 1024, dim), dtype=dtype)
+    slots = (8, 2, page) if page else (batch, 2, 1024)
+    k, v = (torch.zeros(*slots, dim, dtype=dtype) for dim in (heads.dim, heads.value_dim))
     table = _int32(1, 2, 128) if page else None
     first = _ints(queries) if kind == "window" else None
     softcap, sinks = (5.0, torch.zeros(heads.query)) if kind == "window" else (None, None)
-    launch.run(q, kv, kv.clone(), plan, scale=0.1, table=table, first=first, softcap=softcap, sinks=sinks)
+    launch.run(q, k, v, plan, scale=0.1, table=table, first=first, softcap=softcap, sinks=sinks)
 
 
 def _linears(device: Device) -> Iterator[Variant]:
@@ -141,14 +150,16 @@ def _merges() -> Iterator[Variant]:
 
 def _kv_slots() -> Iterator[Variant]:
     start = _ints(2)
-    for dtype, dim in product((BF16, FP32), HEAD_DIMS[1:]):
-        cache, name = torch.zeros(3, 2, 2, 256, dim, dtype=dtype), f"{NAMES[dtype]}, head_dim {dim}"
-        fresh, means = cache[:2, :, :, :16], cache[..., :32, :].clone()
-        yield Variant(f"append, {name}", partial(kv_slots_kernels.append_kv, *cache[:2], *fresh, start))
+    for dtype, (dim, value_dim) in product((BF16, FP32), WIDTHS[1:]):
+        caches = [torch.zeros(3, 2, 2, 256, width, dtype=dtype) for width in (dim, value_dim)]
+        name, means = f"{NAMES[dtype]}, {_label(dim, value_dim)}", caches[0][..., :32, :].clone()
+        fresh = [cache[0, :, :, :16] for cache in caches]
+        append = partial(kv_slots_kernels.append_kv, *(cache[0] for cache in caches), *fresh, start)
+        yield Variant(f"append, {name}", append)
         for places in (64, 1024):
-            move = partial(kv_slots_kernels.move_kv, cache, _ints(2, places), start)
+            move = partial(kv_slots_kernels.move_kv, *caches, _ints(2, places), start)
             yield Variant(f"move {places}, {name}", move)
-        yield Variant(f"means, {name}", partial(kv_slots_kernels.chunk_means, means, cache, start, 4, 8))
+        yield Variant(f"means, {name}", partial(kv_slots_kernels.chunk_means, means, caches[0], start, 4, 8))
 
 
 def _retrieval() -> Iterator[Variant]:
@@ -213,9 +224,11 @@ def _place(frontier: int, draws: int, fixed: bool) -> None:
 def _exchange() -> Iterator[Variant]:
     for slots in (64, 2048):
         yield Variant(f"exchange of {slots} slots", partial(_exchange_chunks, slots))
-    for dim, chunk, where in product((96, 256), (8, 64), ("the host", "both memories")):
-        name = f"chunks of {chunk} from {where}, head_dim {dim}"
-        yield Variant(name, partial(_fetch, dim, chunk, where == "both memories"))
+    for dims, chunk, where in product(
+        ((96, 96), (256, 256), (192, 128)), (8, 64), ("the host", "both memories")
+    ):
+        name = f"chunks of {chunk} from {where}, {_label(*dims)}"
+        yield Variant(name, partial(_fetch, Heads(2, 2, *dims), chunk, where == "both memories"))
     words = _int32(4096)
     yield Variant("words from the host", partial(exchange_kernels.fetch_words, words, words.clone()))
 
@@ -226,7 +239,8 @@ def _exchange_chunks(slots: int) -> None:
     exchange_kernels.exchange_chunks(held, chunks, wanted, hand, moves, hand.clone())
 
 
-def _fetch(dim: int, chunk: int, resident: bool) -> None:
-    k, on_host = torch.zeros(2, 1024, dim, dtype=BF16), torch.zeros(1024, 2, 2, dim, dtype=BF16)
+def _fetch(heads: Heads, chunk: int, resident: bool) -> None:
+    k, v = (torch.zeros(2, 1024, dim, dtype=BF16) for dim in (heads.dim, heads.value_dim))
+    on_host = torch.zeros(1024, heads.row, dtype=BF16)
     on_device = on_host[: 512 if resident else 0]
-    exchange_kernels.fetch_chunks(k, k.clone(), on_device, on_host, _int32(2, 2, 16), _int32(2), chunk)
+    exchange_kernels.fetch_chunks(k, v, on_device, on_host, _int32(2, 2, 16), _int32(2), chunk)

@@ -19,6 +19,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from scripts.benchmarks.common.results import header, write
 from scripts.checks.kernel_variants import digest, variants
 from scripts.checks.report import last_line, parser
 from triforce_tree.eval.results import Records
-from triforce_tree.kernels.device import KNOWN, Device, told
+from triforce_tree.kernels.device import KNOWN, Device, emulated
 
 Row = dict[str, Any]
 SPARED = 64
@@ -108,7 +109,7 @@ def compiled(device: Device, call: Callable[[], object]) -> list[Row]:
     driver.set_active(_Driver(device))
     knobs.compilation.always_compile = knobs.nvidia.dump_ptxas_log = True
     try:
-        with told(device):
+        with emulated(device):
             call()
     finally:
         JITFunction.run = run
@@ -145,20 +146,20 @@ def compile_share(task: tuple[str, int, int, int]) -> list[Row]:
     ]
 
 
-def faults(rows: list[Row]) -> Iterator[str]:
-    """What is wrong, a line each."""
-    for row in rows:
-        name = f"{row['arch']}, {row['kernel']}, {row['variant']}"
-        if "error" in row:
-            yield f"{name}: {row['error']}"
-            continue
-        if row["shared_bytes"] > row["limit_bytes"]:
-            yield f"{name}: {row['shared_bytes']:,} bytes of shared memory of {row['limit_bytes']:,}"
-        if row.get("serialized") and row["kernel"] == "linear_kernel":
-            yield f"{name}: products wait for each other"
-        most = MAY_SPILL.get(row["kernel"], {}).get(row["arch"], SPARED)
-        if row["spill_bytes"] > most:
-            yield f"{name}: spills {row['spill_bytes']} bytes, {most} are allowed"
+def faults(kernels: list[Row]) -> Iterator[str]:
+    """What is wrong in a summary, a line each."""
+    for kind in kernels:
+        name = f"{kind['arch']}, {kind['kernel']}"
+        yield from (f"{name}, {variant}: {error}" for variant, error in kind["failed"].items())
+        if kind["shared_bytes"] > kind["limit_bytes"]:
+            sizes = f"{kind['shared_bytes']:,} bytes of shared memory of {kind['limit_bytes']:,}"
+            yield f"{name}, the largest: {sizes}"
+        if kind["kernel"] == "linear_kernel":
+            yield from (f"{name}, {variant}: products wait for each other" for variant in kind["serialized"])
+        most = MAY_SPILL.get(kind["kernel"], {}).get(kind["arch"], SPARED)
+        for variant, size in kind["spills"].items():
+            if size > most:
+                yield f"{name}, {variant}: spills {size} bytes, {most} are allowed"
 
 
 def summary(rows: list[Row]) -> list[Row]:
@@ -178,15 +179,6 @@ def summary(rows: list[Row]) -> list[Row]:
     return found
 
 
-def rows_of(kernels: list[Row]) -> Iterator[Row]:
-    """The rows of a summary that ``faults`` may find something in."""
-    for kind in kernels:
-        row = {key: kind[key] for key in ("arch", "kernel", "limit_bytes", "shared_bytes", "spill_bytes")}
-        yield row | {"variant": "the largest"}
-        yield from (row | {"variant": name, "serialized": True} for name in kind["serialized"])
-        yield from (row | {"variant": name, "error": error} for name, error in kind["failed"].items())
-
-
 def main(arguments: list[str] | None = None) -> int:
     made = parser(__doc__)
     made.add_argument("--arch", nargs="*", default=[*KNOWN], choices=[*KNOWN], help="GPUs")
@@ -198,14 +190,11 @@ def main(arguments: list[str] | None = None) -> int:
         made.error("TRITON_INTERPRET is set, and the interpreter compiles nothing; unset it")
 
     part = args.out.with_suffix(".part") if args.out else None
-    done, shares = (
-        Records(part, {"triton": triton.__version__, "every": args.every}),
-        max(1, 24 // args.every),
-    )
+    done = Records(part, {"triton": triton.__version__, "every": args.every})
+    shares = max(1, 24 // args.every)
     tasks = [
         (arch, args.every, share, shares)
-        for arch in args.arch
-        for share in range(shares)
+        for arch, share in product(args.arch, range(shares))
         if done.find(arch=arch, share=share) is None
     ]
     # Forks of this process would share the state of a compiler that is not made for it.
@@ -215,11 +204,12 @@ def main(arguments: list[str] | None = None) -> int:
         for task, rows in zip(tasks, shown, strict=True):
             done.add({"arch": task[0], "share": task[2], "rows": rows})
     rows = [row for record in done.all for row in record["rows"]]
-    wrong = list(faults(rows))
+    kernels = summary(rows)
+    wrong = list(faults(kernels))
     if args.out and part:
         choices = {arch: digest(KNOWN[arch]) for arch in args.arch}
         result = header(0, "kernels") | {"triton": triton.__version__, "choices": choices}
-        write(args.out, result | {"kernels": summary(rows)})
+        write(args.out, result | {"kernels": kernels})
         part.unlink()
     for line in wrong:
         print(line)

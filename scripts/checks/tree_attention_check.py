@@ -12,15 +12,13 @@ from itertools import product
 from typing import Any
 
 import torch
-from kernels_cases import ERROR_LIMIT, Case, build, random_nodes, random_tree, run_case
+from kernels_cases import ERROR_LIMIT, Case, build, random_tree, run_case
 from torch import Tensor
 
 from scripts.checks.report import Report, in_shards, last_line, need_gpu, parser
-from triforce_tree.kernels.attention import merge, reference
 from triforce_tree.kernels.attention.configs import KernelConfig, choose
-from triforce_tree.kernels.attention.dispatch import tree_attention
 from triforce_tree.kernels.attention.launch import run
-from triforce_tree.kernels.attention.plan import NODE, Heads, Plan, pack_mask, plan_nodes, plan_trees
+from triforce_tree.kernels.attention.plan import NODE, Heads, Plan, pack_mask, plan_trees
 from triforce_tree.kernels.device import describe
 
 SIZES = (1, 2, 7, 16, 63, 64, 65, 128, 257, 1024)
@@ -44,6 +42,13 @@ def cases() -> list[Case]:
         made.append(Case(Heads(query, kv, 128), ((4097, size),), layout=layout))
     for dim, dtype, size in product((64, 96, 128, 256), DTYPES, (1, 16, 70)):
         made.append(Case(Heads(8, 2, dim), ((1000, size),), dtype))
+    # Keys wider than their values, in whole parts and not, and values wider than keys.
+    for (dim, value), layout, size in product(
+        [(192, 128), (96, 64), (176, 128), (64, 128)], (*LAYOUTS, "packed"), (1, 16, 65)
+    ):
+        made.append(Case(Heads(8, 4, dim, value), ((4097, size),), layout=layout))
+    for dtype, length, window in product(DTYPES, (1000, 122880), (None, 300)):
+        made.append(Case(Heads(8, 8, 192, 128), ((length, 33), (70, 5)), dtype, "packed", window=window))
     single = {"dtype": torch.float32, "window": 300, "softcap": 30.0, "sinks": True}
     for length, layout in [(122880, "heads"), (4097, "rows"), (4097, 16), (1500, ("view", 8))]:
         made.append(Case(GROUPED, ((length, 16),), torch.float32, layout))
@@ -68,20 +73,16 @@ def gate(workers: int, every: int) -> dict[str, Any]:
     shards = ["scripts.checks.tree_attention_check", "--workers", str(workers), "--every", str(every)]
     in_shards(report, shards, workers)
     judged = [row for row in report.rows if "error_ratio" in row]
-    worst = {
-        single: max(
-            (row["error_ratio"] for row in judged if (" float32 " in row["check"]) == single), default=None
-        )
-        for single in (False, True)
-    }
+    single = [row["error_ratio"] for row in judged if " float32 " in row["check"]]
+    half = [row["error_ratio"] for row in judged if " float32 " not in row["check"]]
     return {
-        "cases": len(report.rows), "failed": report.failed, "worst_error_ratio": worst[False],
-        "worst_error_ratio_fp32": worst[True], "replays": replays(),
+        "cases": len(report.rows), "failed": report.failed, "worst_error_ratio": max(half, default=None),
+        "worst_error_ratio_fp32": max(single, default=None), "replays": replays(),
     }  # fmt: skip
 
 
 def check(shard: int, shards: int, every: int = 1) -> list[dict]:
-    """A share of every Nth case and of the other checks."""
+    """A share of every Nth case; of the first share, torch.compile as well."""
     report = Report()
 
     def judge(case: Case, seed: int) -> dict[str, Any]:
@@ -91,58 +92,9 @@ def check(shard: int, shards: int, every: int = 1) -> list[dict]:
     for index, case in enumerate(cases()):
         if index % every == 0 and index // every % shards == shard:
             report.attempt(str(case), lambda case=case, seed=index: judge(case, seed))
-    for one in (tree_shaped_kv, merged, dispatched, compiled)[shard::shards]:
-        report.attempt(one.__name__, one)
+    if shard == 0:
+        report.attempt("compiled", compiled)
     return report.rows
-
-
-def tree_shaped_kv() -> None:
-    heads = GROUPED
-    for seed, (levels, sizes) in enumerate(
-        [((1, 64), (1000, 40)), ((1, 4, 16, 300), (4000, 500, 100, 30)), ((3, 9), (64, 65))]
-    ):
-        nodes, rows = random_nodes(random.Random(seed), levels, sizes)
-        queries = levels[-1]
-        q = torch.randn(queries, heads.query, heads.dim, dtype=torch.bfloat16, device="cuda")
-        k, v = (torch.randn(1, heads.kv, rows, 128, dtype=q.dtype, device="cuda") for _ in range(2))
-        visible = torch.zeros(queries, rows, dtype=torch.bool)
-        for start, size, first, count in nodes:
-            visible[first : first + count, start : start + size] = True
-        packed = q.transpose(0, 1)[None]
-        exact = reference.tree_attention(packed.double(), k.double(), v.double(), visible.cuda(), scale=0.09)
-        for split, chunk in [("flatten", None), (NODE, None), (NODE, 256)]:
-            plan = plan_nodes(heads, nodes, queries, device="cuda", split=split, chunk=chunk)
-            out, lse = run(q, k, v, plan, scale=0.09)
-            torch.testing.assert_close(out.double(), exact[0][0].transpose(0, 1), atol=1e-2, rtol=1e-2)
-            torch.testing.assert_close(lse, exact[1][0].T.float(), atol=2e-3, rtol=0)
-
-
-def merged() -> None:
-    """Attention over a union of sets of KV slots, some of them empty."""
-    torch.manual_seed(0)
-    outs, lses = torch.randn(5, 64, 32, 128, device="cuda"), torch.randn(5, 64, 32, device="cuda")
-    lses[0, 3:9], lses[:, 1] = -torch.inf, -torch.inf
-    outs[0, 3:9] = torch.nan
-    for made, exact in zip(
-        merge.merge_states(outs, lses), reference.merge_states.definition(outs, lses), strict=True
-    ):
-        torch.testing.assert_close(made, exact)
-
-
-def dispatched() -> None:
-    """The engine's call on CUDA tensors against the reference in fp64."""
-    for batch, window in [(1, None), (2, None), (2, 50)]:
-        mask, depths = random_tree(33, "depth", random.Random(0))
-        q = torch.randn(batch, 33, 8, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
-        k, v = (torch.randn(batch, 2, 900, 128, device="cuda", dtype=q.dtype)[:, :, :533] for _ in range(2))
-        first = None if window is None else (500 + depths - window + 1).clamp(0).cuda()
-        for _ in range(2):
-            out, lse = tree_attention(q, k, v, mask.cuda(), scale=0.09, first=first)
-        exact = reference.tree_attention(
-            q.double(), k.double(), v.double(), mask.cuda(), scale=0.09, first=first
-        )
-        torch.testing.assert_close(out.double(), exact[0], atol=1e-2, rtol=1e-2)
-        torch.testing.assert_close(lse, exact[1].float(), atol=2e-3, rtol=0)
 
 
 def compiled() -> None:

@@ -1,11 +1,9 @@
 """Token streams and batches: packed text with planted facts and questions.
 
-``python -m scripts.train_pair.data`` tokenises the corpus into one ``.npy`` file of uint16 per group.
-``Stream`` holds them on the device and draws batches: random slices in which facts and questions overwrite
-some of the text, so that a batch costs one gather and one scatter.
+``Stream`` holds a corpus's tokens on the device and draws batches: random slices in which facts and questions
+overwrite some of the text, so that a batch costs one gather and one scatter.
 """
 
-import argparse
 from pathlib import Path
 
 import numpy as np
@@ -13,29 +11,10 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from scripts.train_pair.corpus.layout import SEPARATOR
-from scripts.train_pair.corpus.tokenizer import END
 from triforce_tree.pair import needle
 
 SLOT = 64  # tokens reserved for one fact or question
 GROUP_WEIGHTS = {"docs": 1.0, "docstrings": 1.0, "api": 0.7, "code": 0.8}
-
-
-def tokenise(tokenizer: Path, corpus: Path, out: Path) -> None:
-    """Writes ``<group>.npy`` for every ``<group>*.txt``; parts of a group join in name order."""
-    encoder = Tokenizer.from_file(str(tokenizer))
-    end = encoder.token_to_id(END)
-    out.mkdir(parents=True, exist_ok=True)
-    groups: dict[str, list[np.ndarray]] = {}
-    for file in sorted(corpus.glob("*.txt")):
-        documents = [text for text in file.read_text("utf-8").split(SEPARATOR) if text.strip()]
-        for at in range(0, len(documents), 1000):
-            parts = groups.setdefault(file.stem.split("-")[0], [])
-            for encoded in encoder.encode_batch(documents[at : at + 1000]):
-                parts.append(np.asarray([*encoded.ids, end], dtype=np.uint16))
-    for group, parts in groups.items():
-        np.save(out / f"{group}.npy", np.concatenate(parts))
-        print(f"{group}: {sum(map(len, parts)) / 1e6:.2f} M tokens", flush=True)
 
 
 class Facts:
@@ -108,7 +87,7 @@ class Stream:
     ) -> None:
         arrays = {f.stem: np.load(f) for f in sorted(folder.glob("*.npy"))}
         if not arrays:
-            raise FileNotFoundError(f"no .npy token files in {folder}; run data.py first")
+            raise FileNotFoundError(f"no .npy token files in {folder}; run tokenizer.py first")
         self.tokens = torch.from_numpy(np.concatenate(list(arrays.values())).astype(np.int16))
         self.tokens = self.tokens.to(device)
         sizes = np.array([len(a) for a in arrays.values()])
@@ -153,18 +132,3 @@ class Stream:
             out.view(-1)[at] = torch.tensor(values, device=device)
             scale.view(-1)[at] = torch.tensor(weights, device=device)
         return out[:, :-1].contiguous(), out[:, 1:].contiguous(), scale[:, 1:].contiguous()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    parser.add_argument("--tokenizer", type=Path, required=True, help="tokenizer.json")
-    parser.add_argument("--corpus", type=Path, required=True, help="folder with <group>*.txt")
-    parser.add_argument("--out", type=Path, required=True, help="folder for <group>.npy")
-    args = parser.parse_args()
-    tokenise(args.tokenizer, args.corpus, args.out)
-
-
-if __name__ == "__main__":
-    main()

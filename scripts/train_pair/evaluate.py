@@ -28,16 +28,13 @@ from triforce_tree.eval import needle, overlap, results, text
 
 # The draft's overlap is a figure at one length of context.
 DRAFT_CONTEXT = 16_384
+# Tokens after each prompt.
+NEW = 128
 
 
 def windows(ids: Sequence[int], length: int, count: int) -> Iterator[list[int]]:
     """``count`` windows that start at even distances; the text wraps around."""
-    if length > len(ids):
-        raise SystemExit(
-            f"the text has {len(ids)} tokens, {length} are wanted; give a longer one with --file"
-        )
-    for number in range(count):
-        yield cut(ids, number * len(ids) // count, length)
+    yield from (cut(ids, number * len(ids) // count, length) for number in range(count))
 
 
 @torch.no_grad()
@@ -53,12 +50,12 @@ def loss(model: Any, ids: Sequence[int], length: int, count: int) -> float:
 
 
 def overlaps(
-    engine: triforce_tree.Engine, ids: Sequence[int], length: int, budget: int, new: int, count: int
+    engine: triforce_tree.Engine, ids: Sequence[int], length: int, budget: int, count: int
 ) -> tuple[float, float | None]:
-    """(retrieval, draft) against the full target, over ``new`` tokens after ``count`` prompts."""
+    """(retrieval, draft) against the full target, over ``NEW`` tokens after ``count`` prompts."""
     engine = engine.with_options(budget=budget)
     retrieval, draft = [], []
-    for window in windows(ids, length + new, count):
+    for window in windows(ids, length + NEW, count):
         for probs in overlap.teacher_forced(engine, window, length):
             retrieval += torch.minimum(probs.retrieval, probs.target).sum(-1).tolist()
             if probs.draft is not None:
@@ -80,23 +77,18 @@ def main(words: Sequence[str] | None = None) -> None:
     add(
         "--retrieval", nargs="*", default=["16384/1024"], metavar="CONTEXT/BUDGET", help="overlaps to measure"
     )
-    add("--prompts", type=int, default=8, help="prompts for each overlap")
-    add("--new-tokens", type=int, default=128, help="tokens after each of them")
+    add("--prompts", type=int, default=8, help="prompts for each overlap, of 128 tokens after them")
     add("--windows", type=int, default=7, help="of 16,384 tokens for the loss; 0 for no loss")
-    add("--file", help="another held-out text")
     add("--seed", type=int, default=0, help="of the needles")
     add("--device", default="cpu", help="cpu or cuda")
-    add("--dtype", default="float32", help="of both models")
-    add("--target", help="model folder; without it, the embedded pair")
-    add("--draft", help="model folder; without it, the embedded draft")
     add("--out", type=Path, default=RESULTS / "pair.json", help="results file")
     args = parser.parse_args(words)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     results.check_writable(args.out)
-    engine = triforce_tree.load(args.target, args.draft, device=args.device, dtype=args.dtype, profile=False)
+    engine = triforce_tree.load(device=args.device, dtype=torch.float32, profile=False)
     assert engine.tokenizer is not None
-    source = text.read_text(args.file) if args.file else text.pydoc_text()
+    source = text.pydoc_text()
     ids = text.token_ids(engine.tokenizer, source)
 
     found: dict[str, Any] = {}
@@ -105,7 +97,7 @@ def main(words: Sequence[str] | None = None) -> None:
     retrieval: dict[str, float] = {}
     for pair in args.retrieval:
         length, _, budget = pair.partition("/")
-        share, draft = overlaps(engine, ids, int(length), int(budget), args.new_tokens, args.prompts)
+        share, draft = overlaps(engine, ids, int(length), int(budget), args.prompts)
         retrieval[pair] = round(share, 4)
         if draft is not None and int(length) == DRAFT_CONTEXT:
             found["draft_overlap"] = round(draft, 4)
@@ -123,7 +115,7 @@ def main(words: Sequence[str] | None = None) -> None:
     for name, part in (("needle", accuracy), ("retrieval_overlap", retrieval)):
         merged[name] = {**old.get(name, {}), **part}
     # One header for each figure: they may come from different machines.
-    header = header_of(args.seed, "api") | {"prompts": args.prompts, "new_tokens": args.new_tokens}
+    header = header_of(args.seed, "api") | {"prompts": args.prompts, "new_tokens": NEW}
     measured = [*found, *(f"retrieval_overlap {p}" for p in retrieval), *(f"needle {n}" for n in accuracy)]
     merged["evaluated"] = {**old.get("evaluated", {}), **dict.fromkeys(measured, header)}
     write(args.out, merged)

@@ -4,12 +4,18 @@ import argparse
 import copy
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from transformers import LlamaForCausalLM
+from transformers import GenerationConfig, LlamaForCausalLM
+
+from scripts.train_pair.tokenizer import FILES
+
+# The one special token of the tokenizer.
+_ENDS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 
 
 class Run:
@@ -41,12 +47,17 @@ class Run:
             print(line, flush=True)
 
     def save(self, name: str, model: LlamaForCausalLM, spent: float) -> None:
-        """Weights in bf16 as a model folder, and the clock."""
+        """Weights in bf16 as a model folder with the tokenizer, and the clock."""
         if self.rank == 0:
             folder = self.out / name
             small = LlamaForCausalLM(copy.deepcopy(model.config)).to(torch.bfloat16)
             small.load_state_dict(model.state_dict())
+            # Not while training: a padding token's embedding would get no gradient.
+            small.config.update(_ENDS)
+            small.generation_config = GenerationConfig(**_ENDS)
             small.save_pretrained(folder, max_shard_size="14MB")
+            for file in FILES:
+                shutil.copy(self.args.data / file, folder)
             (self.out / f"{name}.json").write_text(json.dumps({"seconds": spent}))
 
     def load(self, name: str, model: LlamaForCausalLM) -> float:

@@ -1,9 +1,10 @@
 """Trains the embedded pair: target by staged context, then draft by distillation.
 
 Start with ``torchrun --nproc_per_node N -m scripts.train_pair.train ...``; one process per GPU (or CPU, with
-``--toy``). ``export.py`` writes the results as model folders, ``evaluate.py`` measures them. Both trainings
-are budgets of seconds, so a run ends on time on any machine; compilation is not part of them. ``--resume``
-goes on from the last checkpoint in ``--out`` (weights and clock; optimiser state is warmed anew).
+``--toy``). ``--out`` gets the model folders ``target`` and ``draft``, as ``triforce_tree/pair`` has them;
+``evaluate.py`` measures that pair. Both trainings are budgets of seconds, so a run ends on time on any
+machine; compilation is not part of them. ``--resume`` goes on from the last checkpoint in ``--out`` (weights
+and clock; optimiser state is warmed anew).
 """
 
 import argparse
@@ -138,9 +139,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument
-    add("--data", type=Path, required=True, help="token files of data.py")
-    add("--tokenizer", type=Path, required=True, help="tokenizer.json")
-    add("--out", type=Path, required=True, help="checkpoints and log")
+    add("--data", type=Path, required=True, help="folder of tokenizer.py")
+    add("--out", type=Path, required=True, help="model folders and log")
     add("--target-seconds", type=float, default=400.0, help="budget of the target's training")
     add("--draft-seconds", type=float, default=110.0, help="budget of the distillation")
     add("--tokens", type=int, default=65536, help="tokens per process and step")
@@ -159,7 +159,7 @@ def main() -> None:
     args = parser.parse_args()
     run = Run(args)
     torch.manual_seed(args.seed)
-    facts = Facts(Tokenizer.from_file(str(args.tokenizer)))
+    facts = Facts(Tokenizer.from_file(str(args.data / "tokenizer.json")))
     stream = Stream(args.data, facts, run.device, args.seed * 1000 + run.rank, args.python_weight)
     target, draft = (new_model(shape, run.device) for shape in (TOY_SHAPES if args.toy else SHAPES))
     sizes = [sum(p.numel() for p in m.parameters()) for m in (target, draft)]

@@ -15,7 +15,8 @@ from tiny_pair import TinyPair
 from wrong_acceptance import accept_all_proposals
 
 from triforce_tree import __version__
-from triforce_tree.cli import arguments, console, entry
+from triforce_tree.cli import console, entry
+from triforce_tree.cli.bench import arguments as bench_arguments
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.eval import baselines, results
 
@@ -41,7 +42,7 @@ def test_help_imports_no_large_library() -> None:
 
 
 def test_help_names_every_method() -> None:
-    assert tuple(baselines.METHODS) == arguments.METHODS
+    assert tuple(baselines.METHODS) == bench_arguments.METHODS
 
 
 def test_ctrl_c_while_libraries_load(
@@ -117,6 +118,7 @@ BAD = {
         ["generate", "PROMPT", "--target", "TARGET", "--drafter", "lookup", "--tree", "chain:3"],
         "set lookup=N",
     ),
+    "lookup of a draft model": (["generate", "PROMPT", "--lookup", "4"], "lookup=4 is the number"),
     "positions": (["generate", "PROMPT", "--max-new-tokens", "5000"], "4096 positions"),
     "device": (["generate", "PROMPT", "--device", "abacus"], "device='abacus'"),
     "no model": (["generate", "PROMPT", "--target", "./nowhere"], "'./nowhere'"),

@@ -17,8 +17,8 @@ from triforce_tree.generation import drafter_choice
 PYTHON_ONLY = {"select_chunks", "pinned"}
 # Of `generate` itself, and of the command line.
 NOT_OF_LOAD = {
-    "prompt", "max_new_tokens", "compare", "temperature", "top_p", "top_k", "seed", "json", "traceback",
-    "help",
+    "prompt", "chat", "messages", "system", "max_new_tokens", "compare", "temperature", "top_p", "top_k",
+    "seed", "json", "traceback", "help",
 }  # fmt: skip
 # The words of the command line for None, and for what None means there.
 WORDS = {"profile": (groups.AUTO, None)}
@@ -79,7 +79,7 @@ def test_the_names_of_drafters_are_the_same() -> None:
 
 
 GIVEN = {
-    "levels": ("2", 2), "gamma": ("5", 5), "tree": ("chain:3", "chain:3"), "lookup": ("3", 3),
+    "levels": ("2", 2), "gamma": ("5", 5), "tree": ("chain:3", "chain:3"),
     "rounds": ("2", 2), "runner_ups": (None, True), "budget": ("64", 64), "chunk": ("16", 16),
     "recent": ("32", 32), "refresh": ("0", 0), "retrieval_weight_bits": ("8", 8), "sinks": ("2", 2),
     "window": ("64", 64), "prefill_chunk": ("128", 128),
@@ -91,11 +91,17 @@ def test_options_reach_the_engine(pair: TinyPair) -> None:
     for name, (word, _) in GIVEN.items():
         words += [f"--{name.replace('_', '-')}"] + ([word] if word else [])
     engine = options.engine_of(arguments.parser().parse_args(words))
-    assert GIVEN.keys() == set(groups.ENGINE_OPTIONS)
+    assert GIVEN.keys() | {"lookup"} == set(groups.ENGINE_OPTIONS)
     found = engine.hierarchy.config.as_options()
     assert {name: found[name] for name in GIVEN} == {name: value for name, (_, value) in GIVEN.items()}
     assert engine.tokenizer is not None
     assert Path(engine.tokenizer.name_or_path) == Path(pair.draft)
+
+
+def test_lookup_reaches_an_engine_without_a_draft(pair: TinyPair) -> None:
+    words = ["generate", "--target", pair.target, "--device", "cpu", "--lookup", "3"]
+    engine = options.engine_of(arguments.parser().parse_args(words))
+    assert engine.hierarchy.config.lookup == 3
 
 
 @pytest.mark.parametrize("name", ["offload", "offload_weights", "host_attention", "runner_ups"])

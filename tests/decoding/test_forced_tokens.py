@@ -50,8 +50,8 @@ def draft_chain(program: DecodingProgram, rounds: int) -> tuple[list[int], torch
         name = "retrieval_refresh" if program.config.retrieval.chooses(number) else "retrieval"
         for stage in ("draft", name):
             program.run(stage, generator)
-        verdict = program.stage(name).verifier.verdict
-        logits += [verdict.scores[0, node] for node in verdict.path[0].tolist() if node >= 0]
+        acceptance = program.stage(name).verifier.acceptance
+        logits += [acceptance.scores[0, node] for node in acceptance.path[0].tolist() if node >= 0]
     root = int(program.state.length)
     return program.state.tokens[0, root : int(program.state.end) + 1].tolist(), torch.stack(logits)
 

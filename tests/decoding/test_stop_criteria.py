@@ -72,7 +72,8 @@ def test_sequences_that_have_ended_do_not_change(levels: int) -> None:
         if decoder.finish_reasons[1] is None:
             continue
         length = int(program.state.length[1])
-        state = (program.state.tokens[1, : length + 1], program.store.kv[:, :, 1, :, :length])
+        slots = [part[:, 1, :, :length] for part in program.store.kv]
+        state = (program.state.tokens[1, : length + 1], *slots)
         if frozen is None:
             frozen = [length, *(t.clone() for t in state)]
             continue

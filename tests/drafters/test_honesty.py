@@ -9,7 +9,7 @@ import pytest
 import torch
 from enumerated_noise import EnumeratedNoise
 from enumeration import NOISE, exact_distribution, summed, total_variation
-from generation_cases import BOTH, Case
+from generation_cases import BOTH, TOKENS, Case
 from generation_distributions import Generations
 from own_drafters import FixedSiblings, FixedThenDrawn, TableDraws
 from torch import Tensor
@@ -102,6 +102,10 @@ DRAFTERS: dict[str, tuple[Case, Propose]] = {
     "sequoia": drafting(2, 3, trees, tree="sequoia:4x2"),
     "best-first": drafting(2, 3, trees, tree="best-first:3,2"),
     "best-first, deep": drafting(2, 2, trees, tree="best-first:2,2,2"),
+    **{
+        name: (Case(2, 4, 1, options={"tree": "static:1;0.0"}, token_map=ids), trees)
+        for name, ids in TOKENS.items()
+    },
     "lookup": drafting(2, 3, trees, partial(PromptLookup, 3)),
     "fixed siblings": drafting(2, 3, trees, partial(FixedSiblings, "static:0;1;2;0.0;0.1", 3)),
     "drawn by a table": drafting(2, 3, trees, partial(TableDraws, "static:1;0.1;1.0", 3)),

@@ -8,10 +8,11 @@ import torch
 from families import VOCABULARY, prompt_of, tiny
 from messages import says
 from own_drafters import FixedSiblings
-from transformers import PreTrainedModel
 
 import triforce_tree
 from triforce_tree.config import HierarchyConfig, RetrievalConfig, StreamingConfig
+from triforce_tree.drafters.prompt_lookup import PromptLookup
+from triforce_tree.loading import reading
 
 TARGET = tiny("llama-gqa")
 
@@ -153,6 +154,40 @@ def test_tree_is_refused_where_the_users_own_drafter_proposes() -> None:
         triforce_tree.load(TARGET, drafter=own).with_options(levels=2, tree="chain:3")
 
 
+MODEL_LOOKUP = says("lookup=8", "the draft model proposes here", "leave lookup out", "drafter='lookup'")
+OWN_LOOKUP = says("lookup=8", "drafter 'fixed' is an object", "leave lookup out", "use that name")
+
+
+def test_lookup_is_refused_where_the_draft_model_proposes() -> None:
+    for more in ({}, {"drafter": "model"}):
+        with pytest.raises(ValueError, match=MODEL_LOOKUP):
+            triforce_tree.load(TARGET, TARGET, lookup=8, **more)
+        with pytest.raises(ValueError, match=MODEL_LOOKUP):
+            triforce_tree.custom_generate(TARGET, lookup=8, **more)
+    with pytest.raises(ValueError, match=MODEL_LOOKUP):
+        triforce_tree.load(lookup=8)
+    with pytest.raises(ValueError, match=MODEL_LOOKUP):
+        triforce_tree.load(TARGET, TARGET).with_options(lookup=8)
+
+
+def test_lookup_is_refused_where_the_users_own_drafter_proposes() -> None:
+    own = FixedSiblings("static:0;1", VOCABULARY)
+    with pytest.raises(ValueError, match=says("lookup=8", "drafter 'lookup' is an object")):
+        triforce_tree.load(TARGET, drafter=PromptLookup(4), lookup=8)
+    with pytest.raises(ValueError, match=OWN_LOOKUP):
+        triforce_tree.load(TARGET, drafter=own, lookup=8)
+    with pytest.raises(ValueError, match=OWN_LOOKUP):
+        triforce_tree.custom_generate(drafter=own, lookup=8)
+    with pytest.raises(ValueError, match=OWN_LOOKUP):
+        triforce_tree.load(TARGET, drafter=own).with_options(lookup=8)
+
+
+def test_lookup_is_taken_where_prompt_lookup_proposes() -> None:
+    for more in ({}, {"drafter": "lookup"}):
+        engine = triforce_tree.load(TARGET, lookup=3, **more)
+        assert engine.with_options(lookup=5).hierarchy.drafter().length == 5
+
+
 def test_the_draft_model_must_be_there_where_it_is_named() -> None:
     with pytest.raises(ValueError, match=says("drafter='model' needs a draft", "drafter='lookup'")):
         triforce_tree.custom_generate(drafter="model")
@@ -199,10 +234,10 @@ def test_pickle_in_place_of_safetensors(folder: Path) -> None:
 
 
 def test_weights_that_exceed_the_device(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(self: object, device: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("no more")
 
-    monkeypatch.setattr(PreTrainedModel, "to", full)
+    monkeypatch.setattr(reading.AutoModelForCausalLM, "from_pretrained", full)
     with pytest.raises(ValueError, match=says("weights of", "GiB, more than cpu has left", "smaller model")):
         triforce_tree.load(folder)
 

@@ -47,12 +47,12 @@ def test_custom_generate_honours_seeds_and_options() -> None:
     [
         {"num_beams": 2, "do_sample": False},
         {"num_return_sequences": 2, "do_sample": True},
-        {"output_logits": True},
+        {"output_attentions": True},
     ],
     ids=lambda options: next(iter(options)),
 )
 def test_custom_generate_refuses_what_it_cannot_do(options: dict) -> None:
-    with pytest.raises(ValueError, match=r"rows|output_logits"):
+    with pytest.raises(ValueError, match=r"rows|output_attentions"):
         through_transformers(max_new_tokens=3, **options)
 
 

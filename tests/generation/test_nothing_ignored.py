@@ -46,8 +46,6 @@ REFUSED_OPTIONS: dict[str, Any] = {
     "num_return_sequences": 2,
     "output_attentions": True,
     "output_hidden_states": True,
-    "output_logits": True,
-    "output_scores": True,
     "penalty_alpha": 0.6,
     "prefill_chunk_size": 8,
     "prompt_lookup_num_tokens": 3,

@@ -150,7 +150,6 @@ def test_a_distribution_of_one_token_is_greedy(engine: Engine, narrow: dict) -> 
 UNSUPPORTED = {
     "num_beams": 2,
     "num_return_sequences": 3,
-    "output_scores": True,
     "output_attentions": True,
     "penalty_alpha": 0.6,
     "guidance_scale": 2.0,

@@ -66,8 +66,10 @@ def engine(levels: int, draft: str) -> Engine:
     if draft == "draft":
         return triforce_tree.load(TARGET, perturbed(TARGET, 0.1), levels=levels, **SMALL)
     options = {name: value for name, value in SMALL.items() if name != "tree"}
-    drafter: Any = FixedSiblings("static:0;1;0.0", VOCABULARY) if draft == "own" else "lookup"
-    return triforce_tree.load(TARGET, drafter=drafter, levels=levels, lookup=3, **options)
+    if draft == "own":
+        own = FixedSiblings("static:0;1;0.0", VOCABULARY)
+        return triforce_tree.load(TARGET, drafter=own, levels=levels, **options)
+    return triforce_tree.load(TARGET, drafter="lookup", levels=levels, lookup=3, **options)
 
 
 def expected(prompt: list[int], **options: Any) -> list[int]:

@@ -33,11 +33,11 @@ def test_batched_kv_writes_equal_the_definitions() -> None:
     append_kv(*caches[0], k, v, start)
     step.append_kv(*caches[1], k, v, start)
     assert torch.equal(*caches)
-    kv = [torch.randn(4, 3, 2, 16, 4)]
+    kv = [torch.randn(2, 2, 3, 2, 16, 4)]
     kv.append(kv[0].clone())
     index = torch.tensor([[0, 2, 4, -1], [0, -1, -1, -1], [0, 1, 3, 6]])
-    move_kv(kv[0], index, start)
-    step.move_kv(kv[1], index, start)
+    move_kv(*kv[0], index, start)
+    step.move_kv(*kv[1], index, start)
     assert torch.equal(*kv)
 
 

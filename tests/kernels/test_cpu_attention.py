@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from triforce_tree.kernels.attention.plan import Heads
 from triforce_tree.kernels.cpu import cpu_attention
 from triforce_tree.kernels.cpu.cpu_attention import CpuAttention, instructions, supports
 
@@ -53,10 +54,20 @@ def _forget() -> None:
     cpu_attention._usable.cache_clear()
 
 
-def definition(q: Tensor, rows: Tensor, scale: float, way: str = "AMX") -> tuple[Tensor, Tensor, Tensor]:
+def random_kv(
+    count: int, heads: int, dim: int, value_dim: int = 0, dtype: torch.dtype = BF16
+) -> list[Tensor]:
+    """Keys and values ``[n, H, D]`` of rows as in a host store."""
+    shape = Heads(heads, heads, dim, value_dim)
+    return list(shape.split(torch.randn(count, shape.row).to(dtype)))
+
+
+def definition(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, way: str = "AMX"
+) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs and log-sum-exps in fp64, and the largest rounding error allowed for each output."""
-    group = q.shape[1] // rows.shape[2]
-    keys, values = rows.double().permute(1, 2, 0, 3).repeat_interleave(group, dim=1)  # each [H_q, n, D]
+    group = q.shape[1] // k.shape[1]
+    keys, values = (t.double().transpose(0, 1).repeat_interleave(group, dim=0) for t in (k, v))  # [H_q, n, D]
     scores = q.double().transpose(0, 1) @ keys.transpose(1, 2) * scale
     probs = scores.softmax(-1)
     # Outputs are rounded, and so are probabilities where products are in bf16.
@@ -66,19 +77,19 @@ def definition(q: Tensor, rows: Tensor, scale: float, way: str = "AMX") -> tuple
 
 
 @needs_kernel
-@pytest.mark.parametrize("dim", [32, 96, 128, 256])
+@pytest.mark.parametrize("dims", [(32, 32), (96, 96), (128, 128), (256, 256), (192, 128), (32, 96)], ids=str)
 @pytest.mark.parametrize("queries", [1, 16, 97])
 @pytest.mark.parametrize("count", [1, 31, 2321])
 def test_states_are_those_of_the_definition(
-    dim: int, queries: int, count: int, typed: tuple[str, torch.dtype]
+    dims: tuple[int, int], queries: int, count: int, typed: tuple[str, torch.dtype]
 ) -> None:
     way, dtype = typed
     attend, heads = CpuAttention(1, way=way, dtype=dtype), 3
     for size, group in ((1.0, 1), (4.0, 1), (1.0, 3)):
-        q = (size * torch.randn(queries, heads * group, dim)).to(dtype)
-        rows = torch.randn(count, 2, heads, dim).to(dtype)
-        out, lse = attend(q, rows, 0.11)
-        expected, expected_lse, allowed = definition(q, rows, 0.11, way)
+        q = (size * torch.randn(queries, heads * group, dims[0])).to(dtype)
+        kv = random_kv(count, heads, *dims, dtype)
+        out, lse = attend(q, *kv, 0.11)
+        expected, expected_lse, allowed = definition(q, *kv, 0.11, way)
         assert (out.dtype, lse.dtype) == (dtype, torch.float32)
         assert ((out - expected).abs() <= allowed + 2e-5).all()
         assert float((lse - expected_lse).abs().max()) < 3e-5
@@ -87,11 +98,11 @@ def test_states_are_those_of_the_definition(
 @needs_kernel
 def test_scores_of_any_size_give_finite_states(way: str) -> None:
     """Scores in an order whose running maximum varies by far more than fp32's exponent range."""
-    rows = torch.randn(600, 2, 2, 64).to(BF16)
-    rows[:, 0] *= torch.linspace(-90, 90, 600)[:, None, None].sin().to(BF16) * 30
+    k, v = random_kv(600, 2, 64)
+    k *= torch.linspace(-90, 90, 600)[:, None, None].sin().to(BF16) * 30
     q = (20 * torch.randn(7, 2, 64)).to(BF16)
-    out, lse = CpuAttention(1, way=way)(q, rows)
-    expected, expected_lse, allowed = definition(q, rows, 64**-0.5, way)
+    out, lse = CpuAttention(1, way=way)(q, k, v)
+    expected, expected_lse, allowed = definition(q, k, v, 64**-0.5, way)
     assert ((out - expected).abs() <= allowed + 1e-3).all()
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-3)
 
@@ -102,19 +113,19 @@ def test_maxima_that_rise_little_by_little_do_not_drift(queries: int, way: str) 
     """Scores rise by less than a factor of 2 per block: outputs are rescaled rarely, and then by much."""
     heads, count, dim = 2, 6000, 64
     q = torch.ones(queries, heads, dim).to(BF16)
-    rows = torch.randn(count, 2, heads, dim).to(BF16)
-    rows[:, 0] = torch.linspace(0, 1, count)[:, None, None].to(BF16)
+    k, v = random_kv(count, heads, dim)
+    k[:] = torch.linspace(0, 1, count)[:, None, None].to(BF16)
     for scale in (0.1, 1.0):
-        out, lse = CpuAttention(1, way=way)(q, rows, scale)
-        expected, expected_lse, allowed = definition(q, rows, scale, way)
+        out, lse = CpuAttention(1, way=way)(q, k, v, scale)
+        expected, expected_lse, allowed = definition(q, k, v, scale, way)
         assert ((out - expected).abs() <= allowed + 2e-5).all()
         assert float((lse - expected_lse).abs().max()) < 3e-5
 
 
 @needs_kernel
 def test_results_do_not_depend_on_the_number_of_threads(way: str) -> None:
-    q, rows = torch.randn(20, 6, 128).to(BF16), torch.randn(5000, 2, 6, 128).to(BF16)
-    (first, first_lse), *others = (CpuAttention(threads, way=way)(q, rows) for threads in (1, 2, 5))
+    q, kv = torch.randn(20, 6, 128).to(BF16), random_kv(5000, 6, 128)
+    (first, first_lse), *others = (CpuAttention(threads, way=way)(q, *kv) for threads in (1, 2, 5))
     for out, lse in others:
         assert torch.equal(out, first)
         assert torch.equal(lse, first_lse)
@@ -124,15 +135,15 @@ def test_results_do_not_depend_on_the_number_of_threads(way: str) -> None:
 def test_workspace_is_reused_by_smaller_calls() -> None:
     attend = CpuAttention(1)
     for count, queries in ((3000, 30), (40, 3), (2500, 17)):
-        q, rows = torch.randn(queries, 2, 64).to(BF16), torch.randn(count, 2, 2, 64).to(BF16)
-        out, _ = attend(q, rows)
-        expected, _, allowed = definition(q, rows, 64**-0.5)
+        q, kv = torch.randn(queries, 2, 64).to(BF16), random_kv(count, 2, 64)
+        out, _ = attend(q, *kv)
+        expected, _, allowed = definition(q, *kv, 64**-0.5)
         assert ((out - expected).abs() <= allowed + 2e-5).all()
 
 
 @needs_kernel
 def test_no_kv_gives_zeros_and_minus_infinity(way: str) -> None:
-    out, lse = CpuAttention(1, way=way)(torch.ones(3, 4, 64, dtype=BF16), torch.ones(0, 2, 2, 64, dtype=BF16))
+    out, lse = CpuAttention(1, way=way)(torch.ones(3, 4, 64, dtype=BF16), *random_kv(0, 2, 64))
     assert not out.any()
     assert (lse == -torch.inf).all()
 
@@ -141,10 +152,10 @@ def test_no_kv_gives_zeros_and_minus_infinity(way: str) -> None:
 def test_growing_kv_rarely_allocates_a_new_workspace() -> None:
     """Workspaces are kept until the calls have run, so each call must not allocate its own."""
     attend = CpuAttention(1, 1000)
-    q, rows = torch.zeros(1, 2, 32, dtype=BF16), torch.zeros(6000, 2, 2, 32, dtype=BF16)
+    q, (k, v) = torch.zeros(1, 2, 32, dtype=BF16), random_kv(6000, 2, 32)
     out, lse = torch.empty_like(q), torch.empty(1, 2)
     for count in range(1, 6000, 50):
-        attend.call(q, rows[:count], 0.1, out, lse)
+        attend.call(q, k[:count], v[:count], 0.1, out, lse)
     assert len({work.data_ptr() for _, work in attend._pending}) <= 5
 
 
@@ -153,14 +164,14 @@ def test_prepared_calls_run_later_on_another_thread(way: str) -> None:
     """Some of them need a larger workspace than those before."""
     attend, made = CpuAttention(1, 3, way=way), []
     for count, queries in ((40, 3), (3000, 30), (70, 17)):
-        q, rows = torch.randn(queries, 4, 64).to(BF16), torch.randn(count, 2, 2, 64).to(BF16)
+        q, kv = torch.randn(queries, 4, 64).to(BF16), random_kv(count, 2, 64)
         out, lse = torch.empty_like(q), torch.empty(queries, 4)
-        made.append((attend.call(q, rows, 0.1, out, lse), q, rows, out, lse))
+        made.append((attend.call(q, *kv, 0.1, out, lse), q, kv, out, lse))
     with ThreadPoolExecutor(1) as thread:
         for call, *_ in made:
             thread.submit(CFUNCTYPE(None, c_void_p)(call.function), call.argument).result()
-    for _, q, rows, out, lse in made:
-        expected, expected_lse, allowed = definition(q, rows, 0.1, way)
+    for _, q, kv, out, lse in made:
+        expected, expected_lse, allowed = definition(q, *kv, 0.1, way)
         assert ((out - expected).abs() <= allowed + 2e-5).all()
         assert float((lse - expected_lse).abs().max()) < 3e-5
     assert attend.seconds > 0
@@ -168,25 +179,27 @@ def test_prepared_calls_run_later_on_another_thread(way: str) -> None:
 
 @needs_kernel
 @pytest.mark.parametrize(
-    ("q", "rows", "message"),
+    ("q", "k", "v", "message"),
     [
-        ((3, 2, 48), (9, 2, 2, 48), "D a multiple of 32 up to 256"),
-        ((3, 2, 288), (9, 2, 2, 288), "D a multiple of 32 up to 256"),
-        ((3, 4, 64), (9, 2, 3, 64), r"q \[3, 4, 64\], rows \[9, 2, 3, 64\]"),
-        ((3, 4, 64), (9, 2, 4, 32), "must be"),
-        ((3, 4, 64), (9, 3, 4, 64), "must be"),
-        ((0, 2, 64), (9, 2, 2, 64), "T of at least 1"),
+        ((3, 2, 48), (9, 2, 48), (9, 2, 48), "D_v a multiple of 32 up to 256"),
+        ((3, 2, 288), (9, 2, 288), (9, 2, 288), "D_v a multiple of 32 up to 256"),
+        ((3, 2, 64), (9, 2, 64), (9, 2, 48), "D_v a multiple of 32 up to 256"),
+        ((3, 4, 64), (9, 3, 64), (9, 3, 64), r"q \[3, 4, 64\], k \[9, 3, 64\]"),
+        ((3, 4, 64), (9, 4, 32), (9, 4, 64), "must be"),
+        ((3, 4, 64), (9, 4, 64), (8, 4, 64), "must be"),
+        ((0, 2, 64), (9, 2, 64), (9, 2, 64), "T of at least 1"),
     ],
 )
-def test_other_shapes_raise(q: tuple[int, ...], rows: tuple[int, ...], message: str) -> None:
+def test_other_shapes_raise(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        CpuAttention(1)(torch.ones(q, dtype=BF16), torch.ones(rows, dtype=BF16))
+        CpuAttention(1)(*(torch.ones(shape, dtype=BF16) for shape in (q, k, v)))
 
 
 @needs_kernel
 def test_other_dtypes_and_strides_raise() -> None:
-    q, rows = torch.ones(3, 2, 64, dtype=BF16), torch.ones(9, 2, 2, 64, dtype=BF16)
-    for other in ((q.half(), rows), (q, rows.float()), (q, rows.repeat(2, 1, 1, 1)[::2])):
+    q, (k, v) = torch.ones(3, 2, 64, dtype=BF16), random_kv(9, 2, 64)
+    apart = v.repeat(1, 2, 1)[:, ::2]
+    for other in ((q.half(), k, v), (q, k.float(), v), (q, k, apart), (q, k, v.contiguous())):
         with pytest.raises(ValueError, match=r"must be torch\.bfloat16, lse fp32, and all of them dense"):
             CpuAttention(1)(*other)
 
@@ -249,11 +262,11 @@ def test_instructions_that_the_compiler_lacks_fall_back_to_the_next(
     old.write_text(f'#!/bin/sh\ncase "$*" in *{unknown}*) echo what? >&2; exit 4;; esac\nexec cc "$@"\n')
     old.chmod(old.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("CC", str(old))
-    q, rows = torch.randn(3, 2, 64).to(BF16), torch.randn(50, 2, 2, 64).to(BF16)
+    q, kv = torch.randn(3, 2, 64).to(BF16), random_kv(50, 2, 64)
     with caplog.at_level(logging.WARNING):
-        out, _ = CpuAttention(1)(q, rows)
+        out, _ = CpuAttention(1)(q, *kv)
         CpuAttention(1)
-    assert torch.equal(out, CpuAttention(1, way=second)(q, rows)[0])
+    assert torch.equal(out, CpuAttention(1, way=second)(q, *kv)[0])
     [record] = caplog.records
     assert f"falls back to {second}: the kernel cannot be compiled" in record.getMessage()
     assert "exited with 4: what?" in record.getMessage()

@@ -24,7 +24,7 @@ from triforce_tree.kernels import fitting
 from triforce_tree.kernels.attention import configs
 from triforce_tree.kernels.attention.configs import KernelConfig
 from triforce_tree.kernels.attention.plan import Heads
-from triforce_tree.kernels.device import INTERPRETER, KNOWN, VARIABLE, Device, describe, told
+from triforce_tree.kernels.device import INTERPRETER, KNOWN, VARIABLE, Device, describe, emulated
 from triforce_tree.kernels.linear import configs as linear_configs
 from triforce_tree.kernels.linear.configs import LinearConfig, row_block
 
@@ -63,11 +63,11 @@ def test_a_device_is_described_by_its_driver(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_device_can_emulate_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "sm_120")
-    assert describe("cpu") == replace(KNOWN["sm_120"], told=True)
+    assert describe("cpu") == replace(KNOWN["sm_120"], emulated=True)
     monkeypatch.setenv(VARIABLE, "sm_42")
     with pytest.raises(ValueError, match=r"TRIFORCE_TREE_DEVICE='sm_42' is not a known GPU; use one of"):
         describe("cpu")
-    with told(HOPPER):
+    with emulated(HOPPER):
         assert describe("cpu") is HOPPER
     monkeypatch.delenv(VARIABLE)
     assert describe("cpu") == INTERPRETER
@@ -76,10 +76,11 @@ def test_a_device_can_emulate_another(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("device", [*KNOWN.values(), *ANY], ids=lambda d: f"{d.arch}-{d.shared_bytes}")
 def test_every_choice_fits(device: Device) -> None:
     for element_bytes in (2, 4):
-        for head_dim in (16, 64, 80, 96, 128, 192, 256):
+        widths = [(dim, dim) for dim in (16, 64, 80, 96, 128, 192, 256)]
+        for head_dim, value_dim in (*widths, (192, 128), (96, 64), (12, 6), (64, 256)):
             for rows in (1, 4, 16, 17, 64, 65, 128, 129, 512):
-                tile = configs.choose(rows, head_dim, element_bytes, device)
-                needed = configs.shared_bytes(tile, head_dim, element_bytes, device)
+                tile = configs.choose(rows, head_dim, element_bytes, device, value_dim)
+                needed = configs.shared_bytes(tile, head_dim, element_bytes, device, value_dim)
                 assert needed <= device.shared_bytes
                 assert (needed + 1024) * tile.programs_per_sm <= device.shared_bytes_per_sm + 1024 * (
                     not device.ptx
@@ -97,6 +98,10 @@ def test_hopper_gets_the_configurations_measured_on_it() -> None:
     for head_dim, table in configs._PREFERRED.items():
         for most, tile in table:
             assert configs.choose(most, head_dim, 2, HOPPER) == tile
+            assert configs.choose(most, head_dim, 2, HOPPER, head_dim) == tile
+    for (head_dim, value_dim), table in configs._PREFERRED_WIDTHS.items():
+        for most, tile in table:
+            assert configs.choose(most, head_dim, 2, HOPPER, value_dim) == tile
     for bits, by_rows in linear_configs._TABLE.items():
         for rows, cuts in by_rows.items():
             least = 2049
@@ -149,8 +154,9 @@ def test_tiles_of_small_devices_compute_attention(arch: str, dtype: torch.dtype)
     for case in (
         Case(Heads(4, 2, 128), ((130, 9),), dtype, window=50, softcap=5.0),
         Case(Heads(2, 1, 256), ((65, 37), (20, 3)), dtype),
+        Case(Heads(2, 2, 192, 128), ((65, 37),), dtype),
     ):
-        with told(device):
+        with emulated(device):
             assert run_case(case, DEVICE) <= ERROR_LIMIT
 
 
@@ -188,8 +194,8 @@ def test_an_emulated_device_limits_shared_memory() -> None:
     made = SimpleNamespace(metadata=SimpleNamespace(shared=139_264))
     fitting.within(made, KNOWN["sm_89"])
     with pytest.raises(OutOfResources):
-        fitting.within(made, replace(KNOWN["sm_89"], told=True))
-    fitting.within(made, replace(HOPPER, told=True))
+        fitting.within(made, replace(KNOWN["sm_89"], emulated=True))
+    fitting.within(made, replace(HOPPER, emulated=True))
 
 
 def test_smaller_linear_tiles_are_finite() -> None:

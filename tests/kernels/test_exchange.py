@@ -7,6 +7,7 @@ from torch import Tensor
 from triton_ops import DEVICE
 
 from triforce_tree.kernels import exchange
+from triforce_tree.kernels.attention.plan import Heads
 
 BATCH, HEADS, SLOTS, CHUNKS, WANTED = 2, 3, 11, 40, 6
 
@@ -99,26 +100,30 @@ def test_exchange_kernel(ops, seed: int):
 
 @pytest.mark.parametrize("device_chunks", [0, 3, 10])
 @pytest.mark.parametrize("chunk", [4, 6])
-def test_fetch_chunks(ops, chunk: int, device_chunks: int):
-    chunks, slots, dim = 10, 5, 12
-    kv = torch.randn(chunks * chunk, 2, HEADS, dim, dtype=torch.float16)
+@pytest.mark.parametrize("dims", [(12, 12), (12, 5), (3, 8)], ids=str)
+def test_fetch_chunks(ops, chunk: int, device_chunks: int, dims: tuple[int, int]):
+    chunks, slots, heads = 10, 5, Heads(HEADS, HEADS, *dims)
+    kv = torch.randn(chunks * chunk, heads.row, dtype=torch.float16)
     on_device, on_host = kv[: device_chunks * chunk].to(DEVICE), kv[device_chunks * chunk :].contiguous()
     if DEVICE == "cuda":
         on_host = on_host.pin_memory()
     # Chunk slots at the start of a larger buffer, as in the retrieval cache.
-    slots_kv = torch.full((2, HEADS, slots * chunk + 7, dim), torch.nan, dtype=torch.float16, device=DEVICE)
+    sizes = [(HEADS, slots * chunk + 7, dim) for dim in dims]
+    slots_kv = [torch.full(size, torch.nan, dtype=torch.float16, device=DEVICE) for size in sizes]
     moves = torch.zeros(HEADS, 2, 4, dtype=torch.int32)
     counts = torch.tensor([4, 2, 0], dtype=torch.int32)
     moves[:, 0], moves[:, 1] = torch.tensor([4, 0, 2, 1]), torch.tensor([9, 2, 3, 0])
-    expected = slots_kv.cpu().clone()
+    expected = [part.cpu().clone() for part in slots_kv]
     for head, count in enumerate(counts.tolist()):
         for slot, chunk_index in moves[head, :, :count].T.tolist():
-            source = kv[chunk_index * chunk : (chunk_index + 1) * chunk, :, head]
-            expected[:, head, slot * chunk : (slot + 1) * chunk] = source.transpose(0, 1)
+            rows = kv[chunk_index * chunk : (chunk_index + 1) * chunk]
+            for part, source in zip(expected, heads.split(rows), strict=True):
+                part[head, slot * chunk : (slot + 1) * chunk] = source[:, head]
     for fetch in (exchange.fetch_chunks, ops.fetch_chunks):
-        got = slots_kv.clone()
+        got = [part.clone() for part in slots_kv]
         fetch(got[0], got[1], on_device, on_host, moves.to(DEVICE), counts.to(DEVICE), chunk)
-        torch.testing.assert_close(got.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+        for part, exact in zip(got, expected, strict=True):
+            torch.testing.assert_close(part.cpu(), exact, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("count", [1, 1024, 5003])

@@ -24,7 +24,9 @@ def ops() -> SimpleNamespace:
 
 
 @runs_kernels
-@pytest.mark.parametrize("shape", [(1, 2, 20, 1, 16), (3, 2, 40, 7, 24), (2, 3, 90, 70, 128)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 2, 20, 1, 16), (3, 2, 40, 7, 24), (2, 3, 90, 70, 128), (2, 2, 40, 9, (24, 10))], ids=str
+)
 @pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=str)
 def test_append_kv(shape, dtype, ops) -> None:
     step_cases.agree(step_cases.append(*shape, dtype, DEVICE), ops)
@@ -32,7 +34,15 @@ def test_append_kv(shape, dtype, ops) -> None:
 
 @runs_kernels
 @pytest.mark.parametrize(
-    "shape", [(2, 1, 2, 20, 1, 16), (4, 3, 2, 60, 9, 24), (2, 2, 1, 300, 128, 128)], ids=str
+    "shape",
+    [
+        (1, 1, 2, 20, 1, 16),
+        (2, 3, 2, 60, 9, 24),
+        (1, 2, 1, 300, 128, 128),
+        (2, 2, 2, 60, 9, (24, 10)),
+        (1, 2, 1, 300, 128, (5, 96)),
+    ],
+    ids=str,
 )
 def test_move_kv(shape, ops) -> None:
     step_cases.agree(step_cases.move(*shape, HALF, DEVICE), ops)
@@ -41,7 +51,13 @@ def test_move_kv(shape, ops) -> None:
 @runs_kernels
 @pytest.mark.parametrize(
     ("shape", "ring"),
-    [((1, 2, 20, 1, 16), 20), ((3, 2, 40, 7, 24), 33), ((2, 3, 90, 70, 128), 90), ((2, 1, 9, 9, 16), 9)],
+    [
+        ((1, 2, 20, 1, 16), 20),
+        ((3, 2, 40, 7, 24), 33),
+        ((2, 3, 90, 70, 128), 90),
+        ((2, 1, 9, 9, 16), 9),
+        ((2, 1, 40, 9, (6, 20)), 33),
+    ],
     ids=str,
 )
 def test_append_to_ring(shape, ring, ops) -> None:
@@ -51,7 +67,12 @@ def test_append_to_ring(shape, ring, ops) -> None:
 @runs_kernels
 @pytest.mark.parametrize(
     ("shape", "ring"),
-    [((2, 1, 2, 20, 1, 16), 7), ((4, 3, 2, 60, 9, 24), 60), ((2, 2, 1, 300, 128, 128), 257)],
+    [
+        ((1, 1, 2, 20, 1, 16), 7),
+        ((2, 3, 2, 60, 9, 24), 60),
+        ((1, 2, 1, 300, 128, 128), 257),
+        ((2, 3, 2, 60, 9, (24, 10)), 60),
+    ],
 )
 def test_move_in_ring(shape, ring, ops) -> None:
     step_cases.agree(step_cases.move_in_ring(*shape, HALF, DEVICE, ring=ring), ops)
@@ -66,15 +87,15 @@ def test_a_ring_of_the_wrong_size_raises(ops) -> None:
             with pytest.raises(ValueError, match=f"ring={ring} must be 5 .* to 8 "):
                 implementation.append_kv(cache, cache, new, new, start, ring)
             with pytest.raises(ValueError, match=f"ring={ring} must be 5 .* to 8 "):
-                implementation.move_kv(cache[None], index.to(DEVICE), start, ring)
+                implementation.move_kv(cache[None], cache[None], index.to(DEVICE), start, ring)
 
 
 @runs_kernels
 def test_moves_beyond_the_cache_do_nothing(ops) -> None:
     """Sources and targets beyond the last slot are skipped."""
-    kv = torch.randn(2, 1, 2, 10, 8, device=DEVICE)
+    kv = torch.randn(2, 1, 1, 2, 10, 8, device=DEVICE)
     index, start = torch.tensor([[0, 3, -1, 1, 2]], device=DEVICE), torch.tensor([7], device=DEVICE)
-    step_cases.agree(step_cases.Problem("move_kv", (kv, index, start), (0,)), ops)
+    step_cases.agree(step_cases.Problem("move_kv", (*kv, index, start), (0, 1)), ops)
 
 
 def test_kv_slots_by_hand() -> None:
@@ -88,9 +109,11 @@ def test_kv_slots_by_hand() -> None:
     step.append_kv(*ring, k[:1], -k[:1], torch.tensor([10]), 4)
     assert ring[0][0, 0, :, 0].tolist() == [5, 0, 1, 3]
     around = torch.arange(5.0).view(1, 1, 1, 5, 1).clone()
-    step.move_kv(around, torch.tensor([[2, 0, 1]]), torch.tensor([7]), 4)
+    step.move_kv(around, -around, torch.tensor([[2, 0, 1]]), torch.tensor([7]), 4)
     assert around.flatten().tolist() == [3, 0, 2, 1, 4]
-    step.move_kv(kv, torch.tensor([[0, 2, -1, 5], [1, 0, -1, -1]]), torch.tensor([3, 6]))
+    other = -kv
+    step.move_kv(kv, other, torch.tensor([[0, 2, -1, 5], [1, 0, -1, -1]]), torch.tensor([3, 6]))
+    assert torch.equal(kv, -other)
     assert kv[0, :, 0, :, 0].tolist() == [[0, 1, 2, 3, 5, 5, 8, 7, 8, 9], [0, 1, 2, 3, 4, 5, 7, 6, 8, 9]]
     means = torch.full((1, 2, 1, 3, 1), -1.0)
     step.chunk_means(

@@ -6,7 +6,7 @@ from kernels_cases import tree_mask
 from torch import Tensor
 
 from triforce_tree.kernels.attention import planned, reference
-from triforce_tree.kernels.attention.plan import FirstRows, Heads, plan_trees
+from triforce_tree.kernels.attention.plan import FirstVisible, Heads, plan_trees
 from triforce_tree.kernels.cpu import host
 
 PAGE = 4
@@ -190,7 +190,7 @@ def test_windows_of_fewer_queries_than_planned() -> None:
     plan = plan_trees(heads, [mask], [30], device="cpu", dtype=torch.float32)
     k, v = torch.randn(2, 1, heads.kv, 40, heads.dim)
     q, first = torch.randn(3, heads.query, heads.dim), torch.tensor([4, 0, 29, 30, 30])
-    first_rows = FirstRows(first, first.amin(0, keepdim=True), first.amax(0, keepdim=True))
+    first_rows = FirstVisible(first, first.amin(0, keepdim=True), first.amax(0, keepdim=True))
     out = host.planned_attention(q, k, v, plan, scale=0.4, first=first_rows)
     wanted = expected(q, [(k[0, :, :33], v[0, :, :33])], [mask[:3, :3]], 0.4, first=first[:3])
     torch.testing.assert_close(out, wanted)

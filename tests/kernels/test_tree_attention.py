@@ -9,14 +9,15 @@ import random
 import pytest
 import torch
 import triton_ops
-from kernels_cases import ERROR_LIMIT, Case, poisoned_memory, random_nodes, random_tree, run_case
+from kernels_cases import ERROR_LIMIT, Case, build, poisoned_memory, random_nodes, random_tree, run_case
+from torch._subclasses.fake_tensor import FakeTensorMode
 from triton_ops import DEVICE
 
 pytest.importorskip("triton", reason="the kernels need Triton; install triton to run their tests")
 
 from triforce_tree.kernels.attention import dispatch, merge, reference
-from triforce_tree.kernels.attention.configs import KernelConfig, choose
-from triforce_tree.kernels.attention.launch import run
+from triforce_tree.kernels.attention.configs import KernelConfig, choose, key_parts
+from triforce_tree.kernels.attention.launch import row_views, run
 from triforce_tree.kernels.attention.plan import NODE, Heads, pack_mask, plan_nodes, plan_pieces, plan_trees
 from triforce_tree.kernels.device import KNOWN
 
@@ -46,6 +47,16 @@ PLAIN = KernelConfig(16, 32, 4, 2, 1, tma=False)
         Case(Heads(2, 1, 64), ((1000, 3),), HALF, config=SMALL),
         Case(Heads(2, 1, 96), ((129, 2),), HALF, config=SMALL),
         Case(Heads(2, 1, 128), ((200, 3),), HALF, config=SMALL),
+        Case(Heads(2, 2, 192, 128), ((130, 5),), HALF, config=SMALL),
+        Case(Heads(2, 1, 96, 64), ((130, 5),), HALF, "rows", config=SMALL),
+        Case(Heads(2, 2, 96, 64), ((130, 5),), HALF, "packed", config=SMALL),
+        Case(Heads(4, 2, 96, 64), ((99, 3), (130, 5)), HALF, "packed", config=PLAIN),
+        Case(Heads(2, 2, 72, 40), ((130, 5), (31, 9)), HALF, config=PLAIN),
+        Case(Heads(2, 1, 12, 6), ((75, 4),), SINGLE, config=PLAIN),
+        Case(Heads(2, 1, 16, 80), ((75, 4),), HALF, config=SMALL),
+        Case(Heads(4, 2, 96, 64), ((99, 5),), SINGLE, 16, window=50, softcap=5.0, sinks=True, config=PLAIN),
+        Case(Heads(4, 2, 96, 64), ((150, 9),), HALF, ("cache", 64), config=SMALL),
+        Case(Heads(4, 2, 72, 40), ((150, 9),), HALF, ("view", 8), window=20, config=SMALL),
     ],
     ids=str,
 )
@@ -251,6 +262,38 @@ def test_fakes_agree_with_the_operators():
     torch.library.opcheck(reference.merge_states.overload, (outs, lses), test_utils=checks)
 
 
+def test_fake_output_has_the_width_of_the_values():
+    heads, mask = Heads(2, 1, 96, 64), torch.ones(3, 3, dtype=torch.bool)
+    plan = plan_trees(heads, [mask], [5], device=DEVICE, dtype=HALF, config=SMALL)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        q, k, v = (torch.empty(shape, dtype=HALF) for shape in [(3, 2, 96), (1, 1, 8, 96), (1, 1, 8, 64)])
+        out, lse = run(q, k, v, plan, scale=1.0)
+    assert (out.shape, lse.shape) == ((3, 2, 64), (3, 2))
+
+
+def test_keys_wider_than_their_values_are_parts_of_powers_of_two():
+    assert key_parts(192, 128) == (128, 64)
+    assert key_parts(96, 64) == (64, 32)
+    assert key_parts(80, 64) == (64, 16)
+    assert key_parts(72, 40) == (64, 16)
+    assert key_parts(127, 64) == (128, 0), "two parts would be as wide"
+    assert key_parts(12, 6) == (16, 0)
+    assert key_parts(64, 128) == (64, 0)
+    for dim in (64, 80, 96, 128, 192, 256):
+        whole = 1 << (dim - 1).bit_length()
+        assert key_parts(dim, dim) == (whole, 0), "as wide as the values: as ever"
+
+
+@pytest.mark.parametrize("layout", ["heads", "packed"])
+def test_keys_in_two_parts_are_loaded_in_bulk(layout):
+    """Both layouts of the engine have views for the bulk copy engine, with a third one for the keys' rest."""
+    problem = build(Case(Heads(2, 2, 192, 128), ((300, 3),), HALF, layout), DEVICE)
+    views = row_views(problem.k, problem.v, 0, 64)
+    assert [view.block_shape for view in views.tensors] == [[64, 128], [64, 64], [64, 128]]
+    assert views.steps == ((0, 0, 192) if layout == "packed" else (0, 340, 0))
+    assert row_views(problem.k[..., :176], problem.v, 0, 64) is None, "no whole parts"
+
+
 def test_table_of_configs():
     hopper = KNOWN["sm_90"]
     assert choose(1, 128, 2, hopper).block_m == 16
@@ -258,6 +301,8 @@ def test_table_of_configs():
     assert choose(4096, 64, 2, hopper) == choose(129, 64, 2, hopper)
     with pytest.raises(ValueError, match="head_dim=512"):
         choose(16, 512, 2, hopper)
+    with pytest.raises(ValueError, match="head_dim=512"):
+        choose(16, 64, 2, hopper, 512)
 
 
 def test_errors_name_the_remedy():
@@ -268,6 +313,8 @@ def test_errors_name_the_remedy():
     q, k = torch.zeros(2, 2, 64, device=DEVICE), torch.zeros(1, 1, 1, 64, device=DEVICE)
     with pytest.raises(ValueError, match="make a new plan"):
         run(q, k, k, plan, scale=1.0)
+    with pytest.raises(ValueError, match=r"v has shape .*, and must have \(1, 1, 1, 64\)"):
+        run(q[:1], k, k[..., :32], plan, scale=1.0)
     with pytest.raises(ValueError, match="positive"):
         run(q[:1], k, k, plan, scale=0.0)
     with pytest.raises(ValueError, match=r"plan with dtype=torch\.float16"):

@@ -3,6 +3,7 @@
 In plain torch, and with the kernels in Triton's interpreter. Slots that must not be read are NaN.
 """
 
+from math import prod
 from typing import Any
 
 import pytest
@@ -51,8 +52,8 @@ runs_kernels = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:
 def by_hand(
     q: Tensor, k: Tensor, v: Tensor, places: Tensor, own: Tensor, mask: Tensor, how: AttentionParams
 ) -> Tensor:
-    """``[T, H_q, D]`` in fp64: queries ``[H_q, T, D]`` at positions ``own``, keys at positions ``places``."""
-    heads, queries, dim = q.shape
+    """``[T, H_q, D_v]`` in fp64: queries ``[H_q, T, D]`` at positions ``own``, keys at ``places``."""
+    (heads, queries, _), dim = q.shape, v.shape[-1]
     out = torch.zeros(queries, heads, dim, dtype=torch.float64)
     before = len(places) - mask.shape[1]
     assert how.window is not None
@@ -95,14 +96,16 @@ CASES: dict[str, tuple[list[int], int, int, int | None]] = {
         *((case, kind) for case in CASES for kind in ("plain", "chunked")),
         (_RAGGED, "softcap"),
         (_RAGGED, "sinks"),
+        (_RAGGED, "values"),
     ],
 )
 def test_each_query_sees_its_window(
     case: str, variant: str, ops: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lengths, queries, window, scratch = CASES[case]
+    value_dim = 10 if variant == "values" else 24
     monkeypatch.setattr(store_module, "RING_PAGE", 16)
-    heads, batch = Heads(6, 2, 24), len(lengths)
+    heads, batch = Heads(6, 2, 24, value_dim), len(lengths)
     softcap, sinks = 2.0 if variant == "softcap" else None, torch.randn(6) if variant == "sinks" else None
     how = AttentionParams(0.4, window, softcap, sinks, chunked := variant == "chunked")
     max_seq_len = max(lengths) + queries + 100
@@ -113,15 +116,19 @@ def test_each_query_sees_its_window(
     assert group.ring == (0 if scratch is None else -(-(window + scratch) // 16) * 16)
     mask = tree_mask(queries, queries, seed=queries)
     depths = mask.sum(1) - 1
-    group.kv.fill_(torch.nan)
-    kv = [torch.randn(2, heads.kv, length + queries, heads.dim) for length in lengths]
+    store.memory.fill_(torch.nan)
+    kv = [
+        [torch.randn(heads.kv, length + queries, dim) for dim in (heads.dim, heads.value_dim)]
+        for length in lengths
+    ]
     for b, length in enumerate(lengths):
         oldest = length // window * window if chunked else max(0, length - window + 1)
         for position in range(oldest, length):
             slot = position % group.ring if group.ring else position
-            group.kv[0, :, b, :, slot] = kv[b][:, :, position]
+            for slots, part in zip(group.kv, kv[b], strict=True):
+                slots[0, b, :, slot] = part[:, position]
     q = torch.randn(batch, heads.query, queries, heads.dim)
-    new = torch.stack([sequence_kv[:, :, -queries:] for sequence_kv in kv], 1)
+    new = [torch.stack([part[:, -queries:] for part in parts]) for parts in zip(*kv, strict=True)]
     view = TreeAttentionView(store, queries, depths=depths.tolist())
     view.begin(torch.tensor(lengths), pack_mask(mask).expand(batch, -1, -1))
     out = view(0, q, *new, how)
@@ -136,7 +143,8 @@ def test_each_query_sees_its_window(
 def test_an_accepted_path_is_moved_in_every_group(ops: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """KV of a tree is written and its accepted path moved: in full layers, and across the end of a ring."""
     monkeypatch.setattr(store_module, "RING_PAGE", 8)
-    shapes = [KVShape(Heads(2, 1, 16), 5), KVShape(Heads(4, 2, 8)), KVShape(Heads(2, 1, 16), 5)]
+    ringed = KVShape(Heads(2, 1, 16, 5), 5)
+    shapes = [ringed, KVShape(Heads(4, 2, 8)), ringed]
     store = KVStore(shapes, 2, 90, CPU, torch.float32, scratch=10)
     assert [(g.layers, g.ring) for g in store.groups] == [((0, 2), 16), ((1,), 0)]
     store.memory.fill_(torch.nan)
@@ -145,9 +153,11 @@ def test_an_accepted_path_is_moved_in_every_group(ops: str, monkeypatch: pytest.
     view.begin(torch.tensor(starts))
     new = []
     for layer, shape in enumerate(shapes):
-        q, k, v = (torch.randn(2, h, 6, shape.heads.dim) for h in (shape.heads.query, *[shape.heads.kv] * 2))
+        heads = shape.heads
+        q, k = (torch.randn(2, h, 6, heads.dim) for h in (heads.query, heads.kv))
+        v = torch.randn(2, heads.kv, 6, heads.value_dim)
         view(layer, q, k, v, AttentionParams(1.0, shape.window))
-        new.append(torch.stack([k, v]))
+        new.append((k, v))
     path = torch.tensor([[0, 2, 4, 5], [0, 1, -1, -1]])
     view.move(path)
     for layer in range(3):
@@ -191,13 +201,17 @@ def test_a_prefill_over_chunks_of_attention(count: int, position: int, window: i
         torch.testing.assert_close(out, expected, atol=2e-6, rtol=1e-5)
 
 
-def test_layers_of_one_shape_share_a_tensor_and_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = KVStore([KVShape(Heads(4, 2, 8))] * 3, 2, 100, CPU, torch.float32, scratch=20)
-    assert store.kv.shape == (3, 2, 2, 2, 128, 8)
-    calls: list[tuple[int, ...]] = []
-    monkeypatch.setattr(step, "move_kv", lambda kv, *rest: calls.append(tuple(kv.shape)))
+def test_layers_of_one_shape_share_their_tensors_and_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = KVStore([KVShape(Heads(4, 2, 8, 5))] * 3, 2, 100, CPU, torch.float32, scratch=20)
+    sizes = [(3, 2, 2, 128, 8), (3, 2, 2, 128, 5)]
+    assert [part.shape for part in store.kv] == sizes
+    assert store.memory.numel() == sum(map(prod, sizes)), "no slot is padded"
+    calls: list[list[tuple[int, ...]]] = []
+    monkeypatch.setattr(
+        step, "move_kv", lambda *kv_and_rest: calls.append([t.shape for t in kv_and_rest[:2]])
+    )
     store.move(torch.zeros(2, 1, dtype=torch.int64), torch.zeros(2, dtype=torch.int64))
-    assert calls == [(6, 2, 2, 128, 8)]
+    assert calls == [sizes]
 
 
 def test_a_layer_with_a_window_has_a_ring_of_its_size() -> None:

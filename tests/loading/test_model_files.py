@@ -17,7 +17,6 @@ from tiny_pair import TinyPair
 from transformers import AutoModelForCausalLM
 
 import triforce_tree
-from triforce_tree.loading import checkpoints
 from triforce_tree.loading.checkpoints import load_model, load_tokenizer
 from triforce_tree.loading.model_files import INDEX, WEIGHTS
 
@@ -308,7 +307,7 @@ def test_a_missing_package_is_reported(folder: Path, monkeypatch: pytest.MonkeyP
     def without(*_: object, **__: object) -> None:
         raise ImportError("abacus is needed: `pip install abacus`")
 
-    monkeypatch.setattr(checkpoints.AutoModelForCausalLM, "from_pretrained", without)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", without)
     with pytest.raises(ValueError, match=says("a package that is not installed", "pip install abacus")):
         load_model(folder)
 

@@ -1,5 +1,6 @@
 """Quantised models decode exactly, with the layers of the quantisation library."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,17 @@ from families import greedy, perturbed, prompt_of, tiny
 from messages import says
 from model_folders import settings
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
+from transformers import BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 import triforce_tree
 from triforce_tree.loading.checkpoints import load_model
-from triforce_tree.models.few_row import why_not_replaceable
+from triforce_tree.loading.inflate import inflate
+from triforce_tree.models.few_row import FewRowLinear, few_row_copy, why_not_replaceable
+from triforce_tree.models.hf_model import HFModel
+from triforce_tree.models.step_model import captures, step_model
+from triforce_tree.planning.memory_map import tensor_bytes
+from triforce_tree.runtime import capture_probe
+from triforce_tree.runtime.fingerprint import shape_of
 
 SMALL: dict[str, Any] = {"budget": 16, "chunk": 4, "recent": 8, "window": 32, "tree": "chain:2", "gamma": 4}
 
@@ -35,11 +42,11 @@ class Wrapped(Tensor):
     """A tensor subclass, which some libraries use for quantised weights inside nn.Linear."""
 
 
-def quantised(model: PreTrainedModel) -> PreTrainedModel:
+def quantised(model: PreTrainedModel, layer: Any = Int8Linear) -> PreTrainedModel:
     for module in model.model.layers.modules():
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear:
-                setattr(module, name, Int8Linear(child))
+                setattr(module, name, layer(child))
     return model
 
 
@@ -77,8 +84,9 @@ def test_quantised_drafts_are_accepted() -> None:
 
 def test_the_reason_why_linears_cannot_be_replaced() -> None:
     assert why_not_replaceable(TARGET) is None
-    assert why_not_replaceable(marked(tiny("llama-gqa"))) == "LlamaForCausalLM is quantised"
-    assert why_not_replaceable(wrapped(tiny("llama-gqa"))) == "LlamaForCausalLM is quantised"
+    assert why_not_replaceable(marked(tiny("llama-gqa"))) == "LlamaForCausalLM is quantised (is_quantized)"
+    assert why_not_replaceable(wrapped(tiny("llama-gqa"))) == "LlamaForCausalLM is quantised (Wrapped)"
+    assert why_not_replaceable(quantised(tiny("llama-gqa"))) == ("LlamaForCausalLM is quantised (Int8Linear)")
     sizes = {"n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 16, "vocab_size": 20}
     assert why_not_replaceable(GPT2LMHeadModel(GPT2Config(**sizes))) == (
         "GPT2LMHeadModel has no nn.Linear inside a list of layers"
@@ -90,3 +98,186 @@ def test_an_unknown_quantisation_method_is_refused(tmp_path: Path) -> None:
     settings(quantization_config={"quant_method": "abacus"})(tmp_path)
     with pytest.raises(ValueError, match=says("quantisation method that", "abacus", "16 bits")):
         load_model(tmp_path)
+
+
+def test_streaming_and_low_bits_are_refused_with_the_remedy() -> None:
+    target = quantised(tiny("llama-gqa"))
+    with pytest.raises(ValueError, match=says("quantised (Int8Linear)", "offload_weights=False")):
+        triforce_tree.load(target, offload_weights=True, retrieval_weight_bits=8)
+    engine = triforce_tree.load(target, DRAFT, **SMALL)
+    for make in (
+        lambda: triforce_tree.load(target, retrieval_weight_bits=4),
+        lambda: engine.with_options(retrieval_weight_bits=4),
+    ):
+        with pytest.raises(ValueError, match=says("retrieval_weight_bits=4", "quantised", "bits=16")):
+            make()
+    # Two levels have no retrieval level.
+    assert engine.with_options(retrieval_weight_bits=4, levels=2)
+
+
+def test_layers_with_a_forward_of_their_own_are_left_alone() -> None:
+    """Libraries that quantise activations replace the forward of single layers."""
+    target, calls = tiny("llama-gqa"), []
+    layer = target.model.layers[0].mlp.up_proj
+    plain = layer.forward
+
+    def coarse(x: Tensor) -> Tensor:
+        calls.append(1)
+        return plain((8 * x).round() / 8)
+
+    layer.forward = coarse
+    clone = few_row_copy(target)
+    assert type(clone.model.layers[0].mlp.up_proj) is nn.Linear
+    assert type(clone.model.layers[0].mlp.down_proj) is FewRowLinear
+    ids = torch.tensor([prompt_of(9)])
+    with torch.no_grad():
+        assert torch.equal(clone(ids).logits, target(ids).logits)
+    assert len(calls) == 2
+
+
+class Packed(Tensor):
+    """A tensor subclass of 8 bits that reports 32, as torchao's do."""
+
+    @staticmethod
+    def __new__(cls, words: Tensor) -> "Packed":
+        made: Packed = Tensor._make_wrapper_subclass(cls, words.shape, dtype=torch.float32)  # type: ignore[attr-defined]
+        made.words = words
+        return made
+
+    words: Tensor
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["words"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return Packed(args[0].words)
+        raise NotImplementedError(func)
+
+
+def test_the_bytes_of_packed_weights_are_counted() -> None:
+    model = tiny("llama-gqa")
+    before, layer = tensor_bytes(model), model.model.layers[0].mlp.up_proj
+    words = torch.zeros(layer.weight.shape, dtype=torch.int8)
+    layer.weight = nn.Parameter(Packed(words), requires_grad=False)
+    assert tensor_bytes(model) == before - 3 * words.numel()
+
+
+def test_what_a_library_does_at_the_first_forward_is_done_once() -> None:
+    target, plain, seen = quantised(tiny("llama-gqa")), tiny("llama-gqa"), []
+
+    def unpack(model: nn.Module, *_: Any) -> None:
+        seen.append(model)
+        handle.remove()
+        model.model.layers[0].mlp.up_proj = plain.model.layers[0].mlp.up_proj
+
+    handle = target.register_forward_pre_hook(unpack)
+    engine = triforce_tree.load(target, DRAFT, **SMALL)
+    out = engine.generate(prompt_of(60), max_new_tokens=8, do_sample=False)
+    assert seen == [target]
+    assert out.sequences[0, 60:].tolist() == greedy(target, prompt_of(60), 8)
+
+
+def test_a_quantised_model_that_does_not_run_is_refused() -> None:
+    target = quantised(tiny("llama-gqa"))
+    target.model.layers[1].mlp.up_proj.forward = _without_kernel
+    with pytest.raises(
+        ValueError, match=says("quantised (Int8Linear)", "its own forward fails", "no kernel")
+    ):
+        triforce_tree.load(target)
+
+
+def test_a_quantised_model_is_not_inflated() -> None:
+    with pytest.raises(ValueError, match=says("quantised (Int8Linear)", "cannot be inflated")):
+        inflate(quantised(tiny("llama-gqa")), "64x2x4/2x8x128")
+
+
+def test_outliers_of_other_tokens_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    target = marked(tiny("llama-gqa"))
+    for threshold, warned in ((6.0, True), (0.0, False)):
+        caplog.clear()
+        target.config.quantization_config = BitsAndBytesConfig(
+            load_in_8bit=True, llm_int8_threshold=threshold
+        )
+        HFModel(target)
+        assert any("llm_int8_threshold=6.0" in message for message in caplog.messages) is warned
+
+
+def _without_kernel(x: Tensor) -> Tensor:
+    raise RuntimeError("no kernel for this device")
+
+
+def test_coarse_inputs_are_no_difference_to_transformers() -> None:
+    """Inputs rounded to 8 bits: a difference in the last bit may round to the next step."""
+
+    class Coarse(Int8Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            scale = x.abs().amax(-1, keepdim=True) / 31
+            return super().forward((x / scale).round() * scale)
+
+    assert triforce_tree.load(quantised(tiny("llama-gqa"), Coarse)).hierarchy.guard.errors
+
+
+def test_speeds_of_a_quantised_model_are_kept_apart() -> None:
+    assert shape_of(marked(tiny("llama-gqa"))) != shape_of(TARGET)
+
+
+@pytest.mark.parametrize("change", [quantised, wrapped])
+def test_layers_that_wait_for_the_device_are_called_directly(
+    change: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def waits(run: Any, device: Any, pool: Any) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    model = HFModel(change(tiny("llama-gqa")))
+    with model.active():
+        step = step_model(model, compiled=False)
+        assert captures(step, model)
+        assert not caplog.messages
+        monkeypatch.setattr(capture_probe, "Captured", waits)
+        assert not captures(step, model)
+    [said] = caplog.messages
+    assert re.search("LlamaForCausalLM runs without CUDA graphs.*quantised.*not permitted", said)
+
+
+def test_a_graph_that_ignores_its_input_is_not_used() -> None:
+    first, second = torch.randn(2, 3, 4).unbind()
+    assert capture_probe.why_not_capturable(torch.sin, first, second) is None
+    kept: list[Tensor] = []
+
+    def cached(x: Tensor) -> Tensor:
+        kept.append(x.sin())
+        # From the fourth call on, a direct one, the result is new.
+        return kept[0] if len(kept) < 4 else kept[-1]
+
+    assert re.match("a replayed graph differs", str(capture_probe.why_not_capturable(cached, first, second)))
+
+
+def test_running_out_of_memory_is_no_reason() -> None:
+    def large(_: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError
+
+    with pytest.raises(torch.OutOfMemoryError):
+        capture_probe.why_not_capturable(large, torch.zeros(2), torch.ones(2))
+
+
+class Waiting(Int8Linear):
+    """A quantised layer that reads a result on the host, as detection of outliers does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if bool((x.abs() > 1e4).any()):
+            raise AssertionError("an outlier")
+        return super().forward(x)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layer, captured", [(Int8Linear, True), (Waiting, False)])
+def test_captured_where_a_graph_can_hold_it(layer: Any, captured: bool, caplog: Any) -> None:
+    target = quantised(tiny("llama-gqa"), layer).cuda()
+    prompt = prompt_of(60)
+    engine = triforce_tree.load(target, perturbed(tiny("llama-gqa"), 0.1).cuda(), **SMALL)
+    out = engine.generate(prompt, max_new_tokens=8, do_sample=False)
+    assert out.sequences[0, 60:].tolist() == greedy(target, prompt, 8)
+    assert engine.hierarchy.target.capturable is captured
+    assert any("without CUDA graphs" in message for message in caplog.messages) is not captured

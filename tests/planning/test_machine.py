@@ -22,8 +22,8 @@ def test_a_slow_cpu_is_measured_in_the_same_time(monkeypatch: pytest.MonkeyPatch
     """With a simulated clock: attention at 0.1 GB/s."""
     seconds = [0.0]
 
-    def attention(_: torch.Tensor, kv: torch.Tensor) -> None:
-        seconds[0] += kv.nbytes / 1e8
+    def attention(_: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        seconds[0] += (k.nbytes + v.nbytes) / 1e8
 
     monkeypatch.setattr(machine, "kernel", lambda *_: attention)
     monkeypatch.setattr(machine, "time", SimpleNamespace(perf_counter=lambda: seconds[0]))

@@ -29,8 +29,8 @@ def test_a_7b_at_120k_runs_with_64_gb_of_host_memory() -> None:
     assert made.levels == 3
     assert made.peak <= 23 * GIB
     assert made.host_bytes <= 53.6 * GIB
-    assert made.device["resident rows"] + made.host["full rows"] >= 32 * LLAMA_2_7B.row * (LONG + 256)
-    assert made.pass_seconds == pytest.approx(made.host["full rows"] / 25e9)
+    assert made.device["resident KV"] + made.host["KV"] >= 32 * LLAMA_2_7B.row * (LONG + 256)
+    assert made.pass_seconds == pytest.approx(made.host["KV"] / 25e9)
     # With more new tokens too.
     assert on_4090(LLAMA_2_7B, 53.6, new=1024).levels == 3
 
@@ -105,7 +105,7 @@ def machine(device: float, host: float, most_device: float = 0, most_host: float
 def test_the_error_lists_the_uses_of_host_memory() -> None:
     message = refusal(LLAMA_2_7B, machine(23, 32))
     found = re.match(
-        r"a prompt of 122880 tokens needs at least 5\d\.\d GiB of host memory \(full rows 5\d\.\d GiB.*\), "
+        r"a prompt of 122880 tokens needs at least 5\d\.\d GiB of host memory \(KV 5\d\.\d GiB.*\), "
         r"but the machine leaves 32\.0 GiB; shorten the prompt to at most (\d+) tokens$",
         message,
     )

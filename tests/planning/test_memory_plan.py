@@ -53,11 +53,11 @@ def test_the_uses_add_up_to_the_device_memory(sizes: Sizes, cap: float, context:
     assert made.offload is not None
     # Both parts together are the full KV cache, up to rounding to a unit.
     full = sizes.layers * sizes.row * (context + 256)
-    split = made.device["resident rows"] + made.host["full rows"]
+    split = made.device["resident KV"] + made.host["KV"]
     assert full <= split <= full + 64 * sizes.layers * sizes.row
-    assert made.offload.resident_bytes == made.device["resident rows"]
+    assert made.offload.resident_bytes == made.device["resident KV"]
     # Less than one piece is left unused.
-    assert made.device["free"] <= 0.02 * cap * GIB + made.offload.piece_bytes or made.host["full rows"] == 0
+    assert made.device["free"] <= 0.02 * cap * GIB + made.offload.piece_bytes or made.host["KV"] == 0
 
 
 def test_a_7b_at_128k_on_24_gib_gets_fine_chunks_and_a_large_gamma() -> None:
@@ -66,15 +66,15 @@ def test_a_7b_at_128k_on_24_gib_gets_fine_chunks_and_a_large_gamma() -> None:
     assert (made.config.retrieval.budget, made.config.retrieval.chunk) == (4096, 8)
     assert 27 <= made.config.gamma <= 50
     assert made.config.tree == "best-first:8,6,4"
-    assert 50 * GIB < made.host["full rows"] < 61 * GIB
-    assert made.pass_seconds == pytest.approx(made.host["full rows"] / H200_BUS)
+    assert 50 * GIB < made.host["KV"] < 61 * GIB
+    assert made.pass_seconds == pytest.approx(made.host["KV"] / H200_BUS)
 
 
 def test_more_memory_means_more_resident_slots_and_a_smaller_gamma() -> None:
     plans = [planned(LLAMA_2_7B, cap, LONG) for cap in (24, 48, 64, 80, 96)]
-    resident = [made.device["resident rows"] for made in plans]
+    resident = [made.device["resident KV"] for made in plans]
     assert resident == sorted(resident)
-    assert plans[-1].host["full rows"] == 0
+    assert plans[-1].host["KV"] == 0
     gammas = [made.config.gamma for made in plans]
     assert gammas == sorted(gammas, reverse=True)
     assert gammas[-1] < gammas[0]
@@ -104,9 +104,9 @@ def test_little_memory_puts_hidden_states_on_the_host_and_makes_chunks_coarser()
 def test_other_tensors_and_batches_reduce_the_resident_slots() -> None:
     alone = planned(LLAMA_2_7B, 48, LONG)
     with_others = planned(LLAMA_2_7B, 48, LONG, others=8 * GIB)
-    assert 7 * GIB < alone.device["resident rows"] - with_others.device["resident rows"] < 9 * GIB
+    assert 7 * GIB < alone.device["resident KV"] - with_others.device["resident KV"] < 9 * GIB
     two = planned(LLAMA_2_7B, 48, LONG // 2, batch=2)
-    assert two.host["full rows"] == pytest.approx(alone.host["full rows"], rel=0.3)
+    assert two.host["KV"] == pytest.approx(alone.host["KV"], rel=0.3)
 
 
 def test_auto_stays_on_the_device_if_everything_fits() -> None:
@@ -129,8 +129,8 @@ def test_streamed_weights_take_slots_and_a_copy_of_few_bits() -> None:
     assert made.device["low-bit weights"] == STREAMED_13B.streamed // 2
     assert made.host["weights"] == STREAMED_13B.streamed
     # machine.host includes what is locked already; a progress bar counts only what is still to be locked.
-    assert made.coming_bytes == made.host["full rows"]
-    crossing = made.host["full rows"] + made.host["weights"]
+    assert made.coming_bytes == made.host["KV"]
+    crossing = made.host["KV"] + made.host["weights"]
     assert made.pass_seconds == pytest.approx(crossing / H200_BUS)
     assert made.weight_seconds == pytest.approx(STREAMED_13B.streamed / H200_BUS)
     plan_json = made.as_dict()
@@ -169,7 +169,7 @@ def test_auto_streams_weights_that_do_not_fit() -> None:
     config = HierarchyConfig.from_options(offload="auto")
     made = plan(STREAMED_13B, machine, config, (), 1, 4096, 256)
     assert made.offload is not None
-    assert made.host["full rows"] == 0
+    assert made.host["KV"] == 0
 
 
 def test_smaller_plans_with_streamed_weights_reduce_bits_before_the_budget() -> None:
@@ -219,12 +219,12 @@ def test_planned_bytes_are_those_that_a_program_allocates() -> None:
     cache = program.offloaded
     assert cache is not None
     assert cache.means is not None
-    assert cache.store.kv.nbytes == made.device["level 1: chunks and window"]
+    assert sum(part.nbytes for part in cache.store.kv) == made.device["level 1: chunks and window"]
     chunk_slots = cache.means[..., 0].numel() * 4
     assert cache.means.nbytes + chunk_slots == made.device["chunk means"]
     assert sum(buffer.nbytes for buffer in cache.host.ring.buffers) == made.device["ring"]
-    assert cache.host.resident_bytes <= made.device["resident rows"]
-    full = made.device["resident rows"] + made.host["full rows"]
+    assert cache.host.resident_bytes <= made.device["resident KV"]
+    full = made.device["resident KV"] + made.host["KV"]
     assert cache.host.resident_bytes + cache.host.host_bytes == full
     program.close()
 
@@ -245,10 +245,10 @@ def test_planned_bytes_of_layers_with_windows(prompt: int) -> None:
     program = DecodingProgram(models[0], drafter, made.config, 2, prompt + 84, 2, made.offload)
     cache = program.offloaded
     assert cache is not None
-    assert cache.store.kv.nbytes == made.device["level 1: chunks and window"]
-    full = made.device["resident rows"] + made.host["full rows"]
+    assert sum(part.nbytes for part in cache.store.kv) == made.device["level 1: chunks and window"]
+    full = made.device["resident KV"] + made.host["KV"]
     assert cache.host.resident_bytes + cache.host.host_bytes == full
-    allocated = sum(group.kv.nbytes for group in cache.rings.groups)
+    allocated = sum(part.nbytes for group in cache.rings.groups for part in group.kv)
     # Layers that need no ring are rounded to pages of another size.
     slack = sum(len(group.layers) * 128 * 64 * 2 for group in cache.rings.groups if not group.ring)
     assert 0 <= made.device["layers with windows"] - allocated + slack <= 2 * slack

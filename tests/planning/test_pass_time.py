@@ -7,7 +7,7 @@ import pytest
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.planning.memory_map import GIB, HostRate, Machine, Sizes
 from triforce_tree.planning.memory_plan import plan
-from triforce_tree.planning.pass_time import FarRows
+from triforce_tree.planning.pass_time import HostKV
 
 LLAMA_2_7B = Sizes(int(13.48e9), int(0.15e9), 32, 32, 32, 128, 4096, 11008, 32000)
 LONG, H200_BUS = 122_880, 55e9
@@ -22,7 +22,7 @@ def test_the_cpus_rate_is_interpolated_in_time_per_byte() -> None:
 
 
 def test_cpu_and_bus_end_at_the_same_time() -> None:
-    on_host = FarRows(60 * GIB, 0, 50e9, RATE)
+    on_host = HostKV(60 * GIB, 0, 50e9, RATE)
     for queries in (1, 13, 49):
         share = on_host.share(queries)
         on_bus, on_cpu = (
@@ -34,15 +34,15 @@ def test_cpu_and_bus_end_at_the_same_time() -> None:
         assert on_host.seconds(queries) == pytest.approx(on_bus)
     assert on_host.share(1) > on_host.share(13) > on_host.share(49) > 0.2
     # Bytes that always cross the bus leave a larger share to the CPU.
-    with_others = FarRows(60 * GIB, 20 * GIB, 50e9, RATE)
+    with_others = HostKV(60 * GIB, 20 * GIB, 50e9, RATE)
     share = with_others.share(13)
     assert share >= on_host.share(13) + 3 / 32
     assert ((1 - share) * 60 + 20) / 50e9 >= share * 60 / (0.95 * RATE.at(13))
-    assert FarRows(GIB, 100 * GIB, 50e9, RATE).share(13) == 1
-    assert FarRows(0, GIB, 50e9, RATE).share(13) == 0
+    assert HostKV(GIB, 100 * GIB, 50e9, RATE).share(13) == 1
+    assert HostKV(0, GIB, 50e9, RATE).share(13) == 0
     few_cores = HostRate(((1, 2e9), (48, 1e9)))
-    assert FarRows(60 * GIB, 0, 50e9, few_cores).share(13) == 0
-    assert FarRows(60 * GIB, 0, 50e9, few_cores).seconds(13) == 60 * GIB / 50e9
+    assert HostKV(60 * GIB, 0, 50e9, few_cores).share(13) == 0
+    assert HostKV(60 * GIB, 0, 50e9, few_cores).seconds(13) == 60 * GIB / 50e9
 
 
 def test_the_plan_gives_the_cpu_a_share() -> None:
@@ -56,7 +56,7 @@ def test_the_plan_gives_the_cpu_a_share() -> None:
     assert alone.cpu is None
     queries = made.config.gamma + 1
     assert made.config.runner_ups is False
-    assert made.offload.host_share == FarRows(made.host["full rows"], 0, H200_BUS, RATE).share(queries)
+    assert made.offload.host_share == HostKV(made.host["KV"], 0, H200_BUS, RATE).share(queries)
     assert made.offload.plain_host_share > 1.3 * made.offload.host_share
     assert made.cpu == RATE.at(queries)
     assert made.pass_seconds < 0.8 * alone.pass_seconds
@@ -69,7 +69,7 @@ def test_the_plan_gives_the_cpu_a_share() -> None:
     single = plan(LLAMA_2_7B, machine, replace(config, levels=1), (), 1, LONG, 256)
     assert single.offload is not None
     assert single.offload.host_share == single.offload.plain_host_share
-    assert single.pass_seconds == pytest.approx(single.host["full rows"] / (0.95 * 60e9 + H200_BUS), rel=0.06)
+    assert single.pass_seconds == pytest.approx(single.host["KV"] / (0.95 * 60e9 + H200_BUS), rel=0.06)
 
 
 def test_attention_on_the_cpu_needs_an_offloaded_cache() -> None:

@@ -203,7 +203,7 @@ def test_a_single_process_joins_no_group() -> None:
     assert distributed.current() is None
     assert distributed.is_first_rank()
     assert distributed.broadcast_object(7) == 7
-    assert distributed.all_true(True)
+    assert distributed.broadcast_flag(True)
     assert distributed.all_gather_object(7) == [7]
     assert distributed.all_reduce_min([1.0, 2.0]) == [1.0, 2.0]
 

@@ -4,8 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.trees.device_shapes import device_tree_shape
 from triforce_tree.trees.shapes import parse_shape
@@ -36,9 +34,7 @@ def book(script: Any, folder: Path, **options: Any) -> Any:
         "engine": "e",
     }
     rows = script("benchmarks.on_chip.run").rows
-    return script("benchmarks.common.results").ResultsFile(
-        folder / "test.json", "7b", settings, rows, ["linear"]
-    )
+    return script("benchmarks.common.results").ResultsFile(folder / "test.json", "7b", settings, rows)
 
 
 def test_the_faster_baseline_counts_and_medians_are_over_prompts(script: Any, tmp_path: Path) -> None:
@@ -101,15 +97,8 @@ def test_texts_are_read_as_rings(script: Any) -> None:
     assert prompts.docstrings("not Python (") == ""
 
 
-def test_settings_from_the_command_line(script: Any) -> None:
+def test_every_ablation_is_a_setting_of_the_engine(script: Any) -> None:
     command = script("benchmarks.on_chip.run")
-    words = ["--part", "ablations-7b", "--only", "tree", "--set", "gamma=8", "rounds=none", "tree=chain:4"]
-    args = command.parser().parse_args(words)
-    [(name, plan)] = script("benchmarks.common.session").plans(args, command.PARTS)
-    assert name == "ablations-7b"
-    assert [plan.options[k] for k in ("gamma", "rounds", "tree")] == [8, None, "chain:4"]
-    assert {k for change in plan.ablations for k in change} == {"tree"}
-    assert {} in plan.ablations
     for change in command.ABLATIONS:
         config = HierarchyConfig.from_options(**(command.DEFAULTS | change))
         shape = device_tree_shape(parse_shape(config.tree))
@@ -134,14 +123,3 @@ def test_parts_list_each_measurement_once(script: Any) -> None:
     assert {key["start"] for step in parts["ablations-7b"].steps() for key in step.keys} == {
         122_880 - 2048 * i for i in range(4)
     }
-
-
-def test_no_step_begins_that_would_not_end(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    deadline = script("benchmarks.common.session")
-    now = [0.0]
-    monkeypatch.setattr(deadline.time, "perf_counter", lambda: now[0])
-    done = []
-    for step in deadline.Deadline(100.0).steps(range(10)):
-        done.append(step)
-        now[0] += 30.0
-    assert done == [0, 1, 2]

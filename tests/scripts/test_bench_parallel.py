@@ -37,4 +37,6 @@ def test_ranks_measure_together_and_fill_the_table(script: Any, tmp_path: Path) 
     whole = 7 * 2 * 4 * 128 * 4 * (480 + 24) / 2**30
     assert greedy["streamed_gib"] + greedy["resident_gib"] < 0.75 * whole
     assert steps(tmp_path) == [], "nothing is measured twice"
-    assert f"| 2 | 1 x 480 | 1 | 0 | **{greedy['ms_per_token']:.1f}** |" in tables.parallel(result)
+    assert f"| 2 | 1 x 480 | 1 | 0 | **{greedy['ms_per_token']:.1f}** |" in tables.TABLES[
+        "parallel_speed"
+    ].make(result)

@@ -18,12 +18,11 @@ def test_every_implementation_over_pieces_is_attention_to_all_their_rows(
     measure = script("benchmarks.cpu.host_attention")
     q = measure.random_queries(heads, queries, 0)
     rows = torch.randn(96, 2, heads.kv, heads.dim, generator=torch.Generator().manual_seed(1)).bfloat16()
-    checked, before = measure.Checked(q, rows), torch.get_num_threads()
+    ratio, before = measure.error_ratio(q, rows), torch.get_num_threads()
     for name, make in measure.WAYS.items():
         with measure.torch_threads(2):
             assert torch.get_num_threads() == 2
-            errors = checked.errors(make(2, 8)(measure.pack(q, heads), rows.split(48)))
-        assert checked.holds(errors), (name, errors, checked.limit)
+            assert ratio(make(2)(measure.pack(q, heads), rows.split(48))) <= 2, name
         assert torch.get_num_threads() == before
 
 

@@ -13,37 +13,37 @@ from triforce_tree.tune.search import OutOfTime, Space, relevant, search
 def test_descent_finds_the_fastest_of_known_settings() -> None:
     asked = []
 
-    def judge(options: dict[str, Any], against: dict[str, Any] | None) -> float:
+    def measure(options: dict[str, Any], against: dict[str, Any] | None) -> float:
         asked.append((options["gamma"], options["tree"], options["levels"]))
         return 1.0 + abs(options["gamma"] - 2) + 5 * (options["tree"] != "chain:2") + options["levels"]
 
     start = {"levels": 3, "tree": "best-first:3,2", "gamma": 6}
     two = start | {"levels": 2}
     best = {"levels": 3, "tree": "chain:2", "gamma": 2}
-    assert search(judge, [start], FEW, lambda options: True) == ([best], True)
-    assert search(judge, [start], FEW, lambda options: False) == ([start], True)
+    assert search(measure, [start], FEW, lambda options: True) == ([best], True)
+    assert search(measure, [start], FEW, lambda options: False) == ([start], True)
     # gamma does not apply to two levels.
-    found, finished = search(judge, [start, two], FEW, lambda options: True)
+    found, finished = search(measure, [start, two], FEW, lambda options: True)
     assert finished
     assert found == [best, two | {"tree": "chain:2"}]
     slow = two | {"tree": "best-first:3,2", "gamma": 60}
-    assert search(judge, [best, slow], FEW, lambda options: True)[0] == [best, slow]
+    assert search(measure, [best, slow], FEW, lambda options: True)[0] == [best, slow]
     # With as many levels only the fastest starting point is searched from.
-    assert search(judge, [slow | {"levels": 3}, best, two], FEW, lambda options: False)[0] == [best, two]
+    assert search(measure, [slow | {"levels": 3}, best, two], FEW, lambda options: False)[0] == [best, two]
 
 
 def test_an_interrupted_search_keeps_its_best() -> None:
-    def judge(options: dict[str, Any], against: dict[str, Any] | None) -> float:
+    def measure(options: dict[str, Any], against: dict[str, Any] | None) -> float:
         if options["gamma"] == 2:
             raise OutOfTime
         return float(options["gamma"])
 
     start = {"levels": 3, "gamma": 6}
-    assert search(judge, [start], FEW[1:], lambda options: True) == ([{"levels": 3, "gamma": 4}], False)
+    assert search(measure, [start], FEW[1:], lambda options: True) == ([{"levels": 3, "gamma": 4}], False)
     never = {"levels": 2, "gamma": 2}
-    assert search(judge, [start, never], FEW[1:], lambda options: True) == ([start, never], False)
+    assert search(measure, [start, never], FEW[1:], lambda options: True) == ([start, never], False)
     with pytest.raises(OutOfTime):
-        search(judge, [never], FEW[1:], lambda options: True)
+        search(measure, [never], FEW[1:], lambda options: True)
 
 
 def test_a_gain_within_noise_is_ignored() -> None:
@@ -56,6 +56,7 @@ def test_the_space_fits_machine_pair_and_context() -> None:
     long = Space(HierarchyConfig(), 16_384, gpu=True, draft=True)
     assert {c.name for c in long.coordinates()} >= {"tree", "retrieval_weight_bits", "runner_ups"}
     assert "lookup" not in {c.name for c in long.coordinates()}
+    assert all("lookup" not in start for start in long.starts())
     assert [start["levels"] for start in long.starts()] == [3, 2]
     assert long.starts()[0]["runner_ups"] is True
     longer = replace(long, context=122_880, fixed=frozenset({"gamma"}))
@@ -80,5 +81,5 @@ def test_the_space_fits_machine_pair_and_context() -> None:
     assert [start["levels"] for start in one.starts()] == [1]
     assert not long.allows(long.starts()[0] | {"budget": 1537})
     assert not long.allows(long.starts()[0] | {"budget": 16_000})
-    assert relevant(long.starts()[1]).keys() == {"levels", "tree", "lookup"}
+    assert relevant(long.starts()[1]).keys() == {"levels", "tree"}
     assert relevant({"levels": 1, "gamma": 3}) == {"levels": 1}

@@ -148,5 +148,5 @@ def test_a_change_of_load_is_corrected_for(
     tuner = Tuner(engine, ids, plan(temperatures=[0.0], seconds=0.0, places=1), records)
     tuner.entries(lambda each: None)
     tuner._must = True
-    tuner._judge({"levels": 3, "gamma": 5})
+    tuner._measure({"levels": 3, "gamma": 5})
     assert [r["ms_per_token"] for r in records.all] == [5.0, 5.25, 5.0]

@@ -7,26 +7,17 @@ misspelt option answer at once. Each command names the module whose ``run(args)`
 from typing import Any
 
 from triforce_tree import __version__
+from triforce_tree.cli.bench import arguments as bench
 from triforce_tree.cli.groups import (
     AUTO,
+    add_chat,
     add_hierarchy,
     add_models,
     add_parser,
     add_sampling,
     add_text_source,
 )
-from triforce_tree.cli.parsing import HelpFormatter, Parser, depth, positive
-
-# The names in eval.baselines.METHODS.
-METHODS = (
-    "triforce-3-level",
-    "triforce-2-level",
-    "triforce-autoregressive",
-    "transformers-static",
-    "transformers-dynamic",
-    "transformers-assistant",
-    "transformers-prompt-lookup",
-)
+from triforce_tree.cli.parsing import HelpFormatter, Parser, positive
 
 
 def parser() -> Parser:
@@ -38,10 +29,7 @@ def parser() -> Parser:
     top.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = top.add_subparsers(required=True, metavar="command")
     _generate(commands)
-    bench = commands.add_parser("bench", help="Measure speed (text) or retrieval accuracy (needle).")
-    kinds = bench.add_subparsers(required=True, metavar="kind")
-    _bench_text(kinds)
-    _bench_needle(kinds)
+    bench.add(commands)
     _check(commands)
     _tune(commands)
     _demo(commands)
@@ -53,9 +41,15 @@ def _generate(subparsers: Any) -> None:
         subparsers,
         "generate",
         "triforce_tree.cli.generate",
-        "Continue a text, by exactly the target's own distribution; the new text goes to stdout.",
+        "Continue a text, or answer a chat, by exactly the target's own distribution; the new text goes to "
+        "stdout.",
     )
-    parser.add_argument("prompt", nargs="?", default="-", help="text file with the prompt; - for stdin")
+    parser.add_argument(
+        "prompt",
+        nargs="?",
+        help="text file to continue; - or nothing for stdin; with --chat a document before the question",
+    )
+    add_chat(parser)
     parser.add_argument("--max-new-tokens", type=positive, default=256, help="most tokens to generate")
     parser.add_argument(
         "--compare",
@@ -67,74 +61,6 @@ def _generate(subparsers: Any) -> None:
     add_models(parser)
     add_hierarchy(parser, AUTO)
     parser.set_defaults(on_several_gpus=True)
-
-
-def _bench_text(subparsers: Any) -> None:
-    parser = add_parser(
-        subparsers,
-        "text",
-        "triforce_tree.cli.bench_text",
-        "Time decoding methods on prompts cut from real text, without prefill. Medians over prompts; "
-        "speed-up against the fastest of transformers' static, dynamic and assisted decoding.",
-    )
-    parser.add_argument("--context", type=positive, default=8192, help="tokens of each prompt")
-    parser.add_argument("--new-tokens", type=positive, default=128, help="tokens to generate")
-    parser.add_argument("--prompts", type=positive, default=3, help="number of different prompts")
-    parser.add_argument(
-        "--temperatures", type=float, nargs="+", default=[0.0, 0.8], metavar="T", help="0 is greedy"
-    )
-    parser.add_argument(
-        "--methods", nargs="+", choices=sorted(METHODS), metavar="NAME", help="of: " + ", ".join(METHODS)
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of all draws")
-    parser.add_argument(
-        "--out", help="JSON-lines file for the measurements; an interrupted run continues with the same file"
-    )
-    add_text_source(parser)
-    add_models(parser)
-    add_hierarchy(parser)
-
-
-def _bench_needle(subparsers: Any) -> None:
-    parser = add_parser(
-        subparsers,
-        "needle",
-        "triforce_tree.cli.bench_needle",
-        "Plant a six-digit number at some depth of a long text and ask for it at the end (greedy decoding, "
-        "exact match).",
-    )
-    parser.add_argument(
-        "--lengths",
-        type=positive,
-        nargs="+",
-        default=[2048, 4096, 8192],
-        metavar="N",
-        help="tokens of each prompt",
-    )
-    parser.add_argument(
-        "--depths",
-        type=depth,
-        nargs="+",
-        default=[0.0, 0.25, 0.5, 0.75, 1.0],
-        metavar="D",
-        help="positions of the number: 0 is the start, 1 the end",
-    )
-    parser.add_argument("--trials", type=positive, default=2, help="needles for each length and depth")
-    parser.add_argument(
-        "--through",
-        nargs="+",
-        choices=("hierarchy", "target"),
-        default=["hierarchy"],
-        help="decode with all levels, with the target alone, or with both",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of names, numbers and positions")
-    parser.add_argument(
-        "--out", help="JSON-lines file for the answers; an interrupted run continues with the same file"
-    )
-    parser.add_argument("--plot", help="image file for a heat map, such as map.png (pip install matplotlib)")
-    add_text_source(parser)
-    add_models(parser)
-    add_hierarchy(parser)
 
 
 def _check(subparsers: Any) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 from transformers import StoppingCriteriaList
 
 from triforce_tree.cli import options
-from triforce_tree.cli.bench_text import documents
 from triforce_tree.cli.console import Interrupt, bar, json_line, plain_table, screen
 from triforce_tree.engine import Engine
 from triforce_tree.eval import check, overlap, text
@@ -25,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
     long = 2 * args.budget + 455
     args.lengths = args.lengths or [1, 67, 1021, long]
     args.context = args.context or long
-    _, texts = documents(args)
+    _, texts = options.documents(args)
     engine = options.engine_of(args)
     assert engine.tokenizer is not None
     ids = text.token_ids(engine.tokenizer, next(iter(texts)))
@@ -93,7 +92,7 @@ def _greedy(
     args: argparse.Namespace, engine: Engine, ids: Sequence[int], stop: Interrupt
 ) -> list[check.Greedy]:
     prompts = [_cut(ids, length, number) for number, length in enumerate(args.lengths)]
-    hierarchies = _levels(args)
+    hierarchies = _levels(args, engine)
     done: list[check.Greedy] = []
     with bar("prompts") as progress:
         task = progress.add_task("greedy against transformers", total=len(prompts) * len(hierarchies))
@@ -122,9 +121,11 @@ def _greedy(
     return done
 
 
-def _levels(args: argparse.Namespace) -> list[int]:
+def _levels(args: argparse.Namespace, engine: Engine) -> list[int]:
     """The numbers of levels to check: all that ``auto`` may choose."""
-    return [2, 3] if args.levels == "auto" else [args.levels]
+    if args.levels != "auto":
+        return [args.levels]
+    return [2] if engine.hierarchy.target.states is not None else [2, 3]
 
 
 def _sampling(
@@ -133,7 +134,7 @@ def _sampling(
     contexts = check.uncertain_contexts(engine, _cut(ids, args.context, 1), args.contexts)
     done: list[check.Sampling] = []
     with bar("draws") as progress:
-        hierarchies = _levels(args)
+        hierarchies = _levels(args, engine)
         task = progress.add_task(
             "sampling, level by level", total=args.draws * len(contexts) * len(hierarchies)
         )

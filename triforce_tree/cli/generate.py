@@ -1,7 +1,6 @@
-"""``triforce-tree generate``: continue a text."""
+"""``triforce-tree generate``: continue a text, or answer a chat."""
 
 import argparse
-import sys
 from typing import Any
 
 from transformers import StoppingCriteriaList
@@ -17,22 +16,22 @@ from triforce_tree.cli.console import (
     memory_table,
     screen,
 )
+from triforce_tree.cli.prompt import prompt_of
 from triforce_tree.engine import Engine
 from triforce_tree.eval.compare import compared, ms_per_token, summary
-from triforce_tree.eval.text import read_text
 from triforce_tree.generation.inputs import encoded
 from triforce_tree.generation.output import GenerateOutput
-from triforce_tree.runtime import distributed
 
 
 def run(args: argparse.Namespace) -> int:
-    text = _prompt(args.prompt)
-    sampling = options.sampling_of(args)
+    given = prompt_of(args)
+    options.check_sampling(args)
     seed = options.seed_of(args)
     engine = options.engine_of(args)
     assert engine.tokenizer is not None
-    prompt = encoded(engine.tokenizer, text, engine.hierarchy.target.max_positions)
-    greedy = args.temperature == 0
+    prompt = encoded(engine.tokenizer, given, engine.hierarchy.target.max_positions)
+    sampling = options.sampling_of(args, engine)
+    greedy = sampling["temperature"] == 0
     with Interrupt() as interrupt:
         more = {"max_new_tokens": args.max_new_tokens, "seed": seed, **sampling}
         out = generate(engine, prompt, interrupt, show=True, **more)
@@ -55,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
                 comparison = compared(engine, prompt, out, baseline, greedy)
                 show.print(comparison.verdict())
     if args.json:
-        extra = {"seed": seed, "interrupted": interrupt.requested, "text": out.text}
+        extra = {"seed": seed, "sampling": sampling, "interrupted": interrupt.requested, "text": out.text}
         json_line({**summary(out, comparison), **extra})
     if interrupt.requested:
         return 130
@@ -83,16 +82,3 @@ def generate(
             pinned=pinned,
             **more,
         )
-
-
-def _prompt(path: str) -> str:
-    if path != "-":
-        return read_text(path)
-    if distributed.world_size() > 1:
-        raise ValueError("under torchrun the processes have no stdin; name a file with the prompt")
-    if sys.stdin.isatty():
-        screen().print("type the prompt; end it with Ctrl-D on an empty line")
-    text = sys.stdin.read()
-    if not text.strip():
-        raise ValueError("the prompt on stdin is empty; pipe a text in, or name a file")
-    return text

@@ -47,11 +47,12 @@ def add_parser(subparsers: Any, name: str, module: str, summary: str) -> argpars
 def add_models(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("models")
     group.add_argument(
-        "--target", help="folder or hub id of the target model; without it, the embedded pair's target"
+        "--target",
+        help="folder or hub id of the target model, or a .gguf file; without it, the embedded pair's target",
     )
     group.add_argument(
         "--draft",
-        help="folder or hub id of the draft model (same tokenizer); without it, the embedded draft for the "
+        help="folder or hub id of the draft model; without it, the embedded draft for the "
         "embedded target and prompt lookup for any other",
     )
     group.add_argument(
@@ -61,9 +62,19 @@ def add_models(parser: argparse.ArgumentParser) -> None:
         "is one",
     )
     group.add_argument("--tokenizer", help="folder or hub id of the tokenizer; without it, the target's own")
+    group.add_argument(
+        "--draft-tokenizer", help="folder or hub id of the draft's tokenizer; without it, the draft's own"
+    )
+    group.add_argument(
+        "--gguf-file",
+        metavar="NAME",
+        help="GGUF file in the target's folder or hub repository, with the target and its tokenizer",
+    )
     group.add_argument("--device", help="cpu, cuda, cuda:1 ...; without it, CUDA if available")
     group.add_argument(
-        "--dtype", choices=DTYPES, help="without it, float32 on the CPU and the checkpoint's own elsewhere"
+        "--dtype",
+        choices=DTYPES,
+        help="without it, float32 on the CPU and the checkpoint's own elsewhere (bfloat16 for GGUF)",
     )
 
 
@@ -82,7 +93,7 @@ def add_hierarchy(parser: argparse.ArgumentParser, profile: str | None = NONE) -
             "shape of the draft's token trees: chain:4, best-first:6,5,4 (widths by depth), sequoia:16x4 "
             "(size x depth), static:0;0.0;1 (rank paths)",
         ),
-        "lookup": (int, "tokens that prompt lookup proposes, without a draft model"),
+        "lookup": (int, "tokens that prompt lookup proposes; only without a draft model"),
         "rounds": (
             positive,
             "draft rounds before each pass of the target; by default chosen from measured acceptance and "
@@ -173,20 +184,38 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_chat(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("chat (by the tokenizer's chat template)")
+    source = group.add_mutually_exclusive_group()
+    source.add_argument("--chat", metavar="QUESTION", help="ask the model instead of continuing a text")
+    source.add_argument(
+        "--messages",
+        metavar="FILE",
+        help='JSON file with a list of messages, [{"role": "user", "content": "..."}, ...]; a last one of '
+        "the assistant is continued",
+    )
+    group.add_argument("--system", metavar="TEXT", help="system message before the question of --chat")
+
+
 def add_sampling(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("sampling")
-    group.add_argument("--temperature", type=float, default=0.0, help="0 takes the most probable token")
+    group = parser.add_argument_group(
+        "sampling (what is not given is the checkpoint's own, by its generation_config.json)"
+    )
+    group.add_argument(
+        "--temperature",
+        type=float,
+        help="0 takes the most probable token, as a checkpoint does that names no sampling",
+    )
     group.add_argument(
         "--top-p",
         type=float,
-        default=1.0,
-        help="sample from the most probable tokens up to this probability mass",
+        help="sample from the most probable tokens up to this probability mass; 1 for all",
     )
     group.add_argument(
         "--top-k",
         type=int,
-        default=0,
-        help="sample from this many tokens; 0 for all (transformers' own default is 50)",
+        help="sample from this many tokens; 0 for all, also where the checkpoint names none (transformers "
+        "then takes 50)",
     )
     group.add_argument(
         "--seed", type=int, help="of all draws; without it, a random one, which --json reports"

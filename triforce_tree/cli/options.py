@@ -2,6 +2,8 @@
 
 import argparse
 import secrets
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from triforce_tree.cli.console import PinningBar, screen
 from triforce_tree.cli.groups import AUTO, ENGINE_OPTIONS, MEMORY_OPTIONS, NONE
 from triforce_tree.config import bytes_of
 from triforce_tree.engine import Engine
+from triforce_tree.eval import text
 from triforce_tree.generation.options import check_sampling_options
 from triforce_tree.planning.machine import bound_memory
 from triforce_tree.runtime import distributed
@@ -31,6 +34,8 @@ def engine_of(args: argparse.Namespace) -> Engine:
     models = {
         "drafter": args.drafter,
         "tokenizer": args.tokenizer,
+        "draft_tokenizer": args.draft_tokenizer,
+        "gguf_file": args.gguf_file,
         "device": args.device,
         "dtype": args.dtype,
         "profile": profile,
@@ -42,26 +47,52 @@ def engine_of(args: argparse.Namespace) -> Engine:
     return engine
 
 
-def sampling_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Options of ``generate``.
-
-    Raises:
-        ValueError: temperature, top_p or top_k out of range.
-    """
+def check_sampling(args: argparse.Namespace) -> None:
+    """Raise ValueError for a temperature, top_p or top_k out of range."""
     check_sampling_options({"temperature": args.temperature})
-    if not 0 < args.top_p <= 1:
+    if args.top_p is not None and not 0 < args.top_p <= 1:
         raise ValueError(f"top_p={args.top_p} must lie in (0, 1]; 1 keeps all tokens")
-    if args.top_k < 0:
+    if args.top_k is not None and args.top_k < 0:
         raise ValueError(f"top_k={args.top_k} must be at least 0; 0 keeps all tokens")
-    if args.temperature == 0:
-        if args.top_k or args.top_p < 1:
+
+
+def sampling_of(args: argparse.Namespace, engine: Engine) -> dict[str, Any]:
+    """temperature, top_p and top_k for ``generate``: as given, else the checkpoint's own; 0 is greedy."""
+    own = engine.hierarchy.target.model.generation_config
+    found = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
+    if args.temperature is None and not own.do_sample:
+        found["temperature"] = 0.0
+    if found["temperature"] == 0:
+        if args.top_k or (args.top_p or 1) < 1:
             screen().print(
                 "--top-k and --top-p change nothing at temperature 0, which takes the most probable token; "
                 "give --temperature"
             )
         return {"temperature": 0.0}
-    return {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
+    for name, default in (("temperature", 1.0), ("top_p", 1.0), ("top_k", 0)):
+        if found[name] is None:
+            held = getattr(own, name)
+            found[name] = default if held is None else held
+    if args.temperature is None:
+        text = ", ".join(f"{name} {value:g}" for name, value in found.items())
+        screen().print(f"sampling as the checkpoint's generation_config says: {text}")
+    return found
 
 
 def seed_of(args: argparse.Namespace) -> int:
     return secrets.randbits(31) if args.seed is None else args.seed
+
+
+def documents(args: argparse.Namespace) -> tuple[str, Iterable[str]]:
+    """The name of the text, and its documents."""
+    if args.dataset:
+        name = f"{args.dataset}/{args.split}/{args.column}"
+        return name, text.dataset_texts(args.dataset, args.split, args.column)
+    if args.file:
+        if Path(args.file).suffix.lower() in text.ROWS:
+            raise ValueError(
+                f"--file {args.file}: its suffix is that of a data set, not of a text; use --dataset "
+                f"{args.file} --column NAME"
+            )
+        return args.file, [text.read_text(args.file)]
+    return text.PYDOC, [text.pydoc_text()]

@@ -11,7 +11,6 @@ from rich.progress import Progress as Bar
 
 import triforce_tree
 from triforce_tree.cli import options
-from triforce_tree.cli.bench_text import documents
 from triforce_tree.cli.console import Interrupt, bar, json_line, plain_table, screen
 from triforce_tree.cli.groups import ENGINE_OPTIONS
 from triforce_tree.engine import Engine
@@ -29,7 +28,7 @@ from triforce_tree.tune.tuner import Tuner
 def run(args: argparse.Namespace) -> int:
     for temperature in args.temperature:
         check_sampling_options({"temperature": temperature})
-    source, texts = documents(args)
+    source, texts = options.documents(args)
     engine = options.engine_of(args)
     assert engine.tokenizer is not None
     plan = Plan(
@@ -38,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     )  # fmt: skip
     [tokens] = prompts(texts, engine.tokenizer, max(plan.contexts), 1)
     for context in plan.contexts:
-        engine.check_length(context, args.new_tokens)
+        engine.hierarchy.target.check_length(context, args.new_tokens)
     if args.dry_run:
         return _dry_run(args, Tuner(engine, tokens, plan, Records(None, {})))
     profile = _profile(args, engine)
@@ -115,8 +114,9 @@ def _records(args: argparse.Namespace, profile: Profile, source: str) -> Records
         "seed": args.seed,
         "options": {name: getattr(args, name) for name in ENGINE_OPTIONS if name in args.given},
     }
-    if args.tokenizer is not None:
-        settings["tokenizer"] = args.tokenizer
+    for name in ("tokenizer", "draft_tokenizer"):
+        if getattr(args, name) is not None:
+            settings[name] = getattr(args, name)
     return Records(path, settings)
 
 

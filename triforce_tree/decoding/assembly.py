@@ -13,11 +13,14 @@ from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.base import Drafter
 from triforce_tree.drafters.prompt_lookup import PromptLookup
+from triforce_tree.drafters.token_map import TokenMap
 from triforce_tree.drafters.tree_model import TreeDrafter
 from triforce_tree.kv.offload.host_attention import host_attends
 from triforce_tree.kv.offload.offloaded_cache import one_shape
 from triforce_tree.loading.load_guard import compare_at_load
+from triforce_tree.models.few_row import check_low_bits
 from triforce_tree.models.hf_model import HFModel
+from triforce_tree.models.recurrent.limits import refuse_draft, refuse_offload, within_limits
 from triforce_tree.planning import memory_map, memory_plan
 from triforce_tree.planning.machine import host_rate, measured
 from triforce_tree.planning.memory_layout import levels_of
@@ -42,23 +45,33 @@ class Hierarchy:
         target: level 2, and level 1 on its retrieval cache.
         draft: a model for level 0, a drafter, or None for prompt lookup.
         config: what each level does.
+        tokens: the draft model's token ids for the target's; None where these are the same.
 
     Attributes:
+        own_drafter: the drafter that was given; None for a draft model and for prompt lookup.
         guard: what of the target was compared with transformers' own forward.
-        memory: where KV slots are kept, as :meth:`settle_memory` decided; None where nothing is offloaded.
+        memory: where KV slots are kept, as :meth:`adopt_memory_plan` decided; None if nothing is offloaded.
 
     Raises:
-        ValueError: the vocabularies differ; a drafter's tree is no tree shape, or it reads features of layers
-            that the target does not have.
-        UnsupportedModelError: the target's logits are not transformers' own.
+        ValueError: a drafter's tree is no tree shape, or it reads features of layers that the target does not
+            have.
+        UnsupportedModelError: the target's logits are not transformers' own, or the draft is recurrent.
     """
 
-    def __init__(self, target: HFModel, draft: HFModel | Drafter | None, config: HierarchyConfig) -> None:
-        self.target = target
+    def __init__(
+        self,
+        target: HFModel,
+        draft: HFModel | Drafter | None,
+        config: HierarchyConfig,
+        tokens: TokenMap | None = None,
+    ) -> None:
+        self.target, self.tokens = target, tokens
         self.draft = draft if isinstance(draft, HFModel) else None
-        self._drafter = None if isinstance(draft, HFModel) else draft
-        if self._drafter is not None:
-            _check_drafter(self._drafter, target.layers)
+        self.own_drafter = None if isinstance(draft, HFModel) else draft
+        if self.own_drafter is not None:
+            _check_drafter(self.own_drafter, target.layers)
+        if self.draft is not None and self.draft.states is not None:
+            refuse_draft(self.draft.name)
         self.config = config
         self.memory: MemoryPlan | None = None
         self._planned: tuple[object, MemoryPlan] | None = None
@@ -67,13 +80,8 @@ class Hierarchy:
         self._offloaded: list[DecodingProgram] = []
         # The program whose state a user's drafter is bound to, shared by all configurations as well.
         self._bound: list[weakref.ref[DecodingProgram]] = []
+        _check_bits(target, config)
         self.guard = compare_at_load(target)
-        if self.draft is not None and self.draft.vocab_size != target.vocab_size:
-            raise ValueError(
-                f"the draft's vocabulary has {self.draft.vocab_size} tokens, the target's "
-                f"{target.vocab_size}: they must share one tokenizer; choose another draft, or none "
-                "(prompt lookup)"
-            )
 
     @property
     def config(self) -> HierarchyConfig:
@@ -83,18 +91,21 @@ class Hierarchy:
     @config.setter
     def config(self, config: HierarchyConfig) -> None:
         if self.draft is None:
-            tree = chain_shape(config.lookup) if self._drafter is None else self._drafter.tree
+            tree = chain_shape(config.lookup) if self.own_drafter is None else self.own_drafter.tree
             config = replace(config, tree=tree)
+        if self.target.states is not None:
+            config = within_limits(self.target.name, config, self.draft is not None)
         self._config = config
 
     def drafter(self) -> Drafter:
         """Level 0 under the current settings; a draft model's has new buffers."""
         if self.draft is not None:
-            return TreeDrafter(self.draft, self.config)
-        return PromptLookup(self.config.lookup) if self._drafter is None else self._drafter
+            return TreeDrafter(self.draft, self.config, self.tokens)
+        return PromptLookup(self.config.lookup) if self.own_drafter is None else self.own_drafter
 
     def with_config(self, config: HierarchyConfig) -> "Hierarchy":
         """The same checked models under another configuration."""
+        _check_bits(self.target, config)
         other = copy.copy(self)
         other.config = config
         other.memory = other._planned = other._program = None
@@ -128,8 +139,11 @@ class Hierarchy:
     def _retrieves(self, max_seq_len: int) -> bool:
         """Whether level 1 reads less than level 2 of such sequences: some layer sees more than a window.
 
-        Level 1 shows layers with a sliding window all of it, and retrieves chunks for the others alone.
+        Level 1 shows layers with a sliding window all of it, and retrieves chunks for the others alone. There
+        is no level 1 over recurrent layers.
         """
+        if self.target.states is not None:
+            return False
         windows = [shape.window for shape in self.target.kv_shapes]
         return any(window is None or window >= max_seq_len for window in windows)
 
@@ -145,7 +159,7 @@ class Hierarchy:
             to_probs.context_free and not (rope is not None and rope.mixed([len(p) for p in prompts]))
         )
 
-    def settle_memory(self, lengths: Sequence[int], new_tokens: int, given: Collection[str] = ()) -> None:
+    def adopt_memory_plan(self, lengths: Sequence[int], new_tokens: int, given: Collection[str] = ()) -> None:
         """Take up the plan of :meth:`plan_memory` with its settings.
 
         Raises:
@@ -154,7 +168,7 @@ class Hierarchy:
         """
         self.memory = None
         self.memory = self.plan_memory(lengths, new_tokens, given)
-        if self.memory is not None and self.memory.offload is not None:
+        if self.memory is not None:
             self.config = self.memory.config
 
     def plan_memory(
@@ -183,6 +197,8 @@ class Hierarchy:
         self._planned = (key, plan)
         if plan.offload is None:
             return plan
+        if self.target.states is not None:
+            refuse_offload(self.target.name)
         one_shape(self.target)
         levels = self._levels_under(plan, lengths, new_tokens)
         # The cache of a shorter prompt is small, and stays on the device.
@@ -282,16 +298,16 @@ class Hierarchy:
                 and self._binds(program)
             ):
                 return program
-            # The new program needs its memory.
-            program.close()
+            program.close()  # The new program needs its memory.
             self._program = None
             del program
             if split is None:
                 free_memory()
-        if split is not None:
+        if self.memory is not None and split is not None:
             self.release()
-        if split is not None and self.memory is not None:
             rounded = max(max_seq_len, self.memory.workload.max_seq_len)
+        if self.memory is not None and self.target.streamed is not None:
+            self.target.streamed.keep_experts(self.memory.resident_experts)
         drafter = self.drafter() if levels > 1 else None
         program = DecodingProgram(self.target, drafter, self.config, batch, rounded, levels, split, pinned)
         self._program = (wanted, program)
@@ -302,12 +318,18 @@ class Hierarchy:
 
     def _binds(self, program: DecodingProgram) -> bool:
         """Whether the drafter writes into this program's state; a user's drafter serves one at a time."""
-        return self._drafter is None or program.drafter is None or self._bound[0]() is program
+        return self.own_drafter is None or program.drafter is None or self._bound[0]() is program
 
     def _rounded(self, max_seq_len: int) -> int:
         """``max_seq_len`` rounded up for longer sequences to come, as far as the model has positions."""
         rounded = -(-max_seq_len // _MAX_SEQ_LEN_STEP) * _MAX_SEQ_LEN_STEP
         return max(max_seq_len, min(rounded, self.target.max_positions or rounded))
+
+
+def _check_bits(target: HFModel, config: HierarchyConfig) -> None:
+    """Raise ValueError where the retrieval level cannot have weights of its own."""
+    if config.levels in ("auto", 3):
+        check_low_bits(target.model, config.retrieval_weight_bits)
 
 
 def _check_drafter(drafter: Drafter, layers: int) -> None:

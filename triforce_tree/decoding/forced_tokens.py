@@ -103,7 +103,7 @@ def target_logits(program: DecodingProgram, tokens: Sequence[int]) -> Tensor:
     view = program.full_view(count, ancestor_mask(list(range(-1, count - 1))), list(range(count)))
     root = program.state.length.clone()
     view.begin(root)
-    logits = program.full(tree.tokens, root[:, None] + tree.depths, view)
+    logits = program.full(tree.tokens, root[:, None] + tree.depths, view, states=view.recurrent)
     return logits[0]
 
 
@@ -112,6 +112,8 @@ def commit(program: DecodingProgram, count: int) -> None:
     state = program.state
     before = state.length.clone()
     state.length += count
+    if program.states is not None:
+        program.states.commit(count)
     if program.retrieval_view is not None:
         chunk = program.retrieval_view.store.page
         program.retrieval_view.update_chunk_means(before // chunk, count // chunk + 2)

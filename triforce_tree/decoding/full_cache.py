@@ -14,6 +14,7 @@ from triforce_tree.kv.offload.host_store import Offload
 from triforce_tree.kv.offload.offloaded_cache import OffloadedCache
 from triforce_tree.kv.offload.offloaded_view import StreamedView
 from triforce_tree.kv.prefill import chunk_tokens, prefill
+from triforce_tree.kv.recurrent_states import RecurrentStates, RowsView
 from triforce_tree.kv.store import KVStore
 from triforce_tree.kv.tree_attention_view import PagedRetrievalView, TreeAttentionView
 from triforce_tree.models.hf_model import HFModel
@@ -38,7 +39,8 @@ class FullCache:
     Attributes:
         store: the slots on the device; None where the cache is offloaded.
         offloaded: None where the cache is on the device.
-        view: makes views for the target's forwards.
+        states: of the target's recurrent layers; None where it has none.
+        view: makes views for the target's forwards; ``token_view`` for those of one token that is committed.
         retrieval_view: level 1's view of slots on the device; None otherwise.
         gathered_view: level 1's view of an offloaded cache; None otherwise.
 
@@ -59,17 +61,24 @@ class FullCache:
         store: KVStore | None = None,
     ) -> None:
         self._target, self._batch, self._max_seq_len = target, batch, max_seq_len
+        self._arrangement = self._weights_at()
         self._prefill_chunk = chunk_tokens(config.prefill_chunk, target.device)
-        self._extent = PassLimits.of(config, levels)
+        self._limits = PassLimits.of(config, levels)
         self.store: KVStore | None = None
         self.offloaded: OffloadedCache | None = None
         self.retrieval_view: PagedRetrievalView | None = None
         self.gathered_view: GatheredRetrievalView | None = None
+        self.states: RecurrentStates | None = None
         self.view: FullView
         if offload is not None:
             self._offload(config, levels, offload, pinned)
         else:
             self._keep_on_device(config, levels, store)
+        self.token_view = self.view
+        if target.states is not None:
+            self.states = RecurrentStates(target.states, batch, target.device, target.dtype)
+            self.token_view = _with_states(self.view, self.states, commits=True)
+            self.view = _with_states(self.view, self.states, commits=False)
 
     def _offload(
         self,
@@ -78,29 +87,29 @@ class FullCache:
         offload: Offload,
         pinned: Callable[[int], None] | None,
     ) -> None:
-        retrieval, extent = config.retrieval, self._extent
+        retrieval, limits = config.retrieval, self._limits
         recent = slots = page = 0
         if levels == 3:
             recent, page = retrieval.recent, retrieval.chunk
             slots = (retrieval.budget - recent) // page * page
         self.offloaded = OffloadedCache(
-            self._target, self._batch, self._max_seq_len, recent, extent.scratch_slots, slots, page, offload,
+            self._target, self._batch, self._max_seq_len, recent, limits.scratch_slots, slots, page, offload,
             pinned,
         )  # fmt: skip
         self.view = partial(StreamedView, self.offloaded)
         if levels == 3:
             self.gathered_view = GatheredRetrievalView(
-                self.offloaded, extent.nodes, retrieval, _tree_depths(config)
+                self.offloaded, limits.nodes, retrieval, _tree_depths(config)
             )
 
     def _keep_on_device(self, config: HierarchyConfig, levels: int, store: KVStore | None) -> None:
-        target, retrieval, extent = self._target, config.retrieval, self._extent
+        target, retrieval, limits = self._target, config.retrieval, self._limits
         page = retrieval.chunk if levels == 3 else 64
-        scratch = extent.scratch_slots
+        scratch = limits.scratch_slots
         positions = self._max_seq_len + scratch
         if store is None:
             slots = max(positions, retrieval.budget if levels == 3 else 0)
-            store = KVStore(target.kv_shapes, self._batch, slots, target.device, target.dtype, page, scratch)
+            store = KVStore(target.kv_layers, self._batch, slots, target.device, target.dtype, page, scratch)
         store.check_room(self._batch, positions, scratch)
         self.store = own = store.in_pages(page)
 
@@ -110,7 +119,7 @@ class FullCache:
         self.view = view
         if levels == 3:
             self.retrieval_view = PagedRetrievalView(
-                own, extent.nodes, retrieval, extent.max_draft_tokens + 1, _tree_depths(config)
+                own, limits.nodes, retrieval, limits.max_draft_tokens + 1, _tree_depths(config)
             )
 
     @property
@@ -129,14 +138,19 @@ class FullCache:
                 return
             assert self.store is not None
             for b, prompt in enumerate(prompts):
-                prefill(self._target, self.store, b, list(prompt[:-1]), self._prefill_chunk, progress)
+                prefill(
+                    self._target, self.store, b, list(prompt[:-1]), self._prefill_chunk, progress, self.states
+                )
         self.update_chunk_means()
 
     def holds(self, lengths: Sequence[int]) -> bool:
         """Whether decoding may continue after the first ``lengths`` tokens of what was written.
 
-        Layers with a window may have overwritten what is needed there.
+        Layers with a window may have overwritten what is needed there, and recurrent layers keep no earlier
+        states.
         """
+        if self.states is not None and self.states.lengths != list(lengths):
+            return False
         return self._on_device.holds(lengths)
 
     def set_lengths(self, lengths: Sequence[int]) -> None:
@@ -149,6 +163,8 @@ class FullCache:
     def committed(self, counts: Sequence[int]) -> None:
         """The last pass of the target made each sequence so many tokens longer."""
         self._on_device.grown(counts)
+        if self.states is not None:
+            self.states.invalidate()
         if self.offloaded is not None:
             self.offloaded.committed(counts)
 
@@ -170,8 +186,9 @@ class FullCache:
                     yield
                 return
             assert self.store is not None
-            stop = length + self._extent.scratch_slots + 1
-            written = [group.kv[..., length:stop, :] for group in self.store.groups if not group.ring]
+            stop = length + self._limits.scratch_slots + 1
+            groups = [group for group in self.store.groups if not group.ring]
+            written = [t[..., length:stop, :] for group in groups for t in group.kv]
             before = [slots.clone() for slots in written]
             try:
                 yield
@@ -182,6 +199,8 @@ class FullCache:
                     self.update_chunk_means()
         finally:
             self._on_device.invalidate()
+            if self.states is not None:
+                self.states.invalidate()
 
     def transferred_bytes(self, tokens: int, queries: int) -> int:
         """Keys and values that a pass of the target over ``queries`` tokens copies to the device.
@@ -193,7 +212,7 @@ class FullCache:
         if self.offloaded is None:
             return 0
         target = self._target
-        slot = 2 * target.layers * target.heads.kv * target.heads.dim * target.dtype.itemsize
+        slot = target.layers * target.heads.row * target.dtype.itemsize
         on_host = max(0, self._batch * tokens * slot - self.offloaded.host.resident_bytes)
         return int((1 - self.offloaded.share(queries)) * on_host)
 
@@ -204,7 +223,21 @@ class FullCache:
 
     @property
     def closed(self) -> bool:
-        return self.offloaded is not None and self.offloaded.closed
+        """Whether host memory was given back, or streamed experts have moved, whose places graphs keep."""
+        freed = self.offloaded is not None and self.offloaded.closed
+        return freed or self._arrangement != self._weights_at()
+
+    def _weights_at(self) -> int:
+        return self._target.streamed.arrangement if self._target.streamed is not None else 0
+
+
+def _with_states(view: FullView, states: RecurrentStates, commits: bool) -> FullView:
+    """Views that also have the states of recurrent layers (:class:`RowsView`)."""
+
+    def made(queries: int, mask: Tensor | None, depths: Sequence[int] | None) -> RowsView:
+        return RowsView(view(queries, mask, depths), states, commits)
+
+    return made
 
 
 def _tree_depths(config: HierarchyConfig) -> list[int]:

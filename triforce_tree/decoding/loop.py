@@ -1,9 +1,10 @@
 """The decoding loop: the stages of a pass, one wait for the device, endings, statistics, draft length."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from triforce_tree.decoding.cost_table import stage_costs
 from triforce_tree.decoding.draft_length import CostFactors, DraftLengthController, StageSeconds
@@ -15,6 +16,9 @@ from triforce_tree.runtime.stats import LevelStats, Progress
 from triforce_tree.trees.device_shapes import PassLimits
 from triforce_tree.verify.probs import DeviceProbs
 from triforce_tree.verify.sampling import NAN_LOGITS, ProbsFromLogits
+
+Observer = Callable[[list[list[int]], Callable[[int], Tensor]], None]
+"""Gets each sequence's new tokens of a pass, and a function such as :meth:`Decoder.emitted_logits`."""
 
 
 class Decoder:
@@ -64,9 +68,12 @@ class Decoder:
         self.prefill_seconds += time.perf_counter() - start
 
     def decode(
-        self, prompts: Sequence[Sequence[int]], endings: Sequence[Ending]
+        self, prompts: Sequence[Sequence[int]], endings: Sequence[Ending], observe: Observer | None = None
     ) -> Iterator[list[list[int]]]:
         """Yield each sequence's new tokens as passes of level 2 commit them; none for one that has ended.
+
+        Args:
+            observe: called after each pass, before its tokens are counted and yielded.
 
         Raises:
             ValueError: the model returned NaN.
@@ -85,12 +92,22 @@ class Decoder:
                 report = self._pass(rounds)
                 after_plain = rounds == 0
                 new = self._append(report, sequences, lengths, endings)
+                if observe is not None:
+                    observe(new, self.emitted_logits)
                 self._count(rounds, report, sum(map(len, new)), expected)
                 self.decode_seconds += time.perf_counter() - start
                 yield new
         finally:
             if self._learns:
                 self.program.learnt[self._kind] = self.controller.learnt(self._cost_factors)
+
+    def emitted_logits(self, count: int) -> Tensor:
+        """The target's logits by which the last pass chose the first ``count`` new tokens of each sequence.
+
+        Returns:
+            fp32 ``[B, count, V]``; arbitrary for tokens that a sequence did not emit.
+        """
+        return self.program.verifier(self._verified_by).emitted_logits(count)
 
     def _set_costs(self, tokens: int) -> StageSeconds | None:
         """Set the controller's costs at this context length; return the table's, before the cost factors."""
@@ -147,6 +164,7 @@ class Decoder:
                     clock.mark(name)
             program.run("target", self._generator)
             clock.mark("target")
+        self._verified_by = "target" if rounds else "plain"
         report: list[list[int]] = program.state.pass_results().tolist()
         program.committed([count for count, *_ in report])
         program.state.retrieval_emitted.zero_()

@@ -4,9 +4,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from triforce_tree.decoding.draft_length import DraftLengthController
-from triforce_tree.decoding.loop import Decoder
+from triforce_tree.decoding.loop import Decoder, Observer
 from triforce_tree.decoding.stop_criteria import Ending
 from triforce_tree.runtime.executor import free_memory
 from triforce_tree.runtime.stats import LevelStats, Progress, added
@@ -64,12 +65,23 @@ class OomRetryDecoder:
         self._retried(lambda: self._feed(prompts))
 
     def decode(
-        self, prompts: Sequence[Sequence[int]], endings: Sequence[Ending]
+        self, prompts: Sequence[Sequence[int]], endings: Sequence[Ending], observe: Observer | None = None
     ) -> Iterator[list[list[int]]]:
-        """Yield each sequence's new tokens, as ``Decoder.decode`` does."""
+        """Yield each sequence's new tokens, as ``Decoder.decode`` does.
+
+        Where memory runs out in ``observe``, the pass is repeated.
+        """
         sequences, emitted = [list(p) for p in prompts], [0] * len(prompts)
         reasons: list[str | None] = [None] * len(sequences)
         self.finish_reasons = reasons
+
+        def running(new: list[list[int]]) -> list[list[int]]:
+            return [tokens if reason is None else [] for tokens, reason in zip(new, reasons, strict=True)]
+
+        def observed(new: list[list[int]], logits_of: Callable[[int], Tensor]) -> None:
+            if observe is not None:
+                observe(running(new), logits_of)
+
         while None in reasons:
             # A sequence that has ended stays in the batch; its later tokens are dropped below.
             rest = [
@@ -79,10 +91,10 @@ class OomRetryDecoder:
             out_of_memory: torch.OutOfMemoryError | None = None
             try:
                 assert self._decoder is not None
-                for new in self._decoder.decode(sequences, rest):
+                for new in self._decoder.decode(sequences, rest, observe and observed):
+                    new = running(new)
                     for b, tokens in enumerate(new):
                         if reasons[b] is not None:
-                            new[b] = []
                             continue
                         emitted[b] += len(tokens)
                         sequences[b] += tokens

@@ -33,7 +33,7 @@ from triforce_tree.trees.device_shapes import PassLimits, least_prompt
 from triforce_tree.verify.noise import Noise, NoiseFactory
 from triforce_tree.verify.probs import DeviceProbs
 from triforce_tree.verify.sampling import ProbsFromLogits
-from triforce_tree.verify.verifier import Verdict, Verifier
+from triforce_tree.verify.verifier import Acceptance, Verifier
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,7 @@ class DecodingProgram:
         state: tokens, lengths and draft chains of the batch.
         full: the target, as levels 2 and plain decoding run it.
         retrieval_model: the target as level 1 runs it; only with three levels.
+        states: of the target's recurrent layers; None where it has none.
         full_view, offloaded, retrieval_view, gathered_view: see :class:`FullCache`.
         max_draft_tokens: most tokens that are proposed to level 2 in a line.
         runner_ups: whether level 2 also verifies one runner-up beside each token of the chain.
@@ -107,9 +108,12 @@ class DecodingProgram:
         )
         self._cache = FullCache(target, config, batch, max_seq_len, levels, offload, progress, store)
         self.offloaded, self.full_view = self._cache.offloaded, self._cache.view
+        self.states = self._cache.states
         self.retrieval_view, self.gathered_view = self._cache.retrieval_view, self._cache.gathered_view
         features = self.drafter.features if self.drafter is not None else ()
         self.state = self._new_state(extent, features)
+        if self.states is not None:
+            self.state.recurrent = self.states.buffers
         self.full = step_model(target, compiled, features)
         if self.drafter is not None:
             self.drafter.bind(self.state)
@@ -188,7 +192,7 @@ class DecodingProgram:
                     draft, Verifier(self.full, to_probs, state, nodes, vocabulary), self.full_view
                 )
         stages["plain"] = PlainStage(
-            self.full, self.full_view, self.retrieval_view, to_probs, state, vocabulary
+            self.full, self._cache.token_view, self.retrieval_view, to_probs, state, vocabulary
         )
         return stages
 
@@ -290,8 +294,9 @@ class DecodingProgram:
         Args:
             plain: of the autoregressive pass.
         """
-        weights = self.target.streamed.bytes if self.target.streamed is not None else 0
         queries = 1 if plain or self.levels == 1 else self.max_draft_tokens + 1
+        streamed = self.target.streamed
+        weights = streamed.pass_bytes(self.batch * queries) if streamed is not None else 0
         return self._cache.transferred_bytes(tokens, queries) + weights
 
     def serves(self, config: HierarchyConfig) -> bool:
@@ -311,6 +316,7 @@ class DecodingProgram:
 
     @property
     def closed(self) -> bool:
+        """Whether memory that its stages use was given back."""
         return self._cache.closed
 
     @property
@@ -322,11 +328,15 @@ class DecodingProgram:
         """One of the prepared stages."""
         return self._current.stages[name]
 
-    def verdict(self, name: str) -> Verdict:
-        """The last verdict of a verifying stage."""
+    def acceptance(self, name: str) -> Acceptance:
+        """The last acceptance of a verifying stage."""
+        return self.verifier(name).acceptance
+
+    def verifier(self, name: str) -> Verifier:
+        """What a verifying stage verifies with."""
         stage = self.stage(name)
         assert isinstance(stage, RetrievalVerifyStage | ChainVerifyStage | TreeVerifyStage | PlainStage)
-        return stage.verifier.verdict
+        return stage.verifier
 
     def run(self, name: str, generator: torch.Generator) -> None:
         """Run one stage with fresh random numbers."""

@@ -25,7 +25,7 @@ from triforce_tree.trees.device_shapes import DeviceTreeShape, device_tree_shape
 from triforce_tree.trees.shapes import parse_shape
 from triforce_tree.verify.noise import Noise
 from triforce_tree.verify.probs import DeviceProbs, Sampler
-from triforce_tree.verify.verifier import Verdict, Verifier
+from triforce_tree.verify.verifier import Acceptance, Verifier
 
 FullView = Callable[[int, Tensor | None, Sequence[int] | None], KVView]
 """Makes a view of the full cache for T new tokens, from T, a fixed mask, and the depths of the tokens."""
@@ -95,7 +95,7 @@ class RetrievalVerifyStage:
         self.verifier.forward(self.tree, self._root, self.view, self.tree.mask_words)
 
     def _lengthen(self) -> None:
-        path, count, emitted, p = self.verifier.judge(self.tree, self._root)
+        path, count, emitted, p = self.verifier.accept(self.tree, self._root)
         self.view.move(path)
         probs = p.gather(1, path.clamp_min(0)[..., None].expand(-1, -1, p.shape[2]))
         if self.runner_ups:
@@ -163,7 +163,7 @@ class ChainVerifyStage:
         self.verifier.forward(self.tree, self._root, self.view, None)
 
     def _commit(self) -> None:
-        _commit(self.state, self.view, self.verifier.judge(self.tree, self._root))
+        _commit(self.state, self.view, self.verifier.accept(self.tree, self._root))
         if self.means is not None:
             chunk = self.means.store.page
             self.means.update_chunk_means(self._root // chunk, (self.state.max_draft_tokens + 1) // chunk + 2)
@@ -186,14 +186,14 @@ class TreeVerifyStage:
         self.verifier.forward(self.tree, self._root, self.view, self.tree.mask_words)
 
     def _commit(self) -> None:
-        _commit(self.state, self.view, self.verifier.judge(self.tree, self._root))
+        _commit(self.state, self.view, self.verifier.accept(self.tree, self._root))
         self.state.proposed.fill_(self.tree.depth)
 
 
-def _commit(state: SequenceState, view: KVView, verdict: Verdict) -> None:
+def _commit(state: SequenceState, view: KVView, acceptance: Acceptance) -> None:
     """Commit the tokens that level 2 accepted, and their KV slots, in sequences that are still running."""
-    view.move(torch.where(state.active[:, None] > 0, verdict.path, -1))
-    state.commit(verdict.emitted, verdict.counts)
+    view.move(torch.where(state.active[:, None] > 0, acceptance.path, -1))
+    state.commit(acceptance.emitted, acceptance.counts)
 
 
 class PlainStage:
@@ -231,7 +231,7 @@ class PlainStage:
 
     def _commit(self) -> None:
         # The root is in its place already: no KV slot moves.
-        verdict = self.verifier.judge(self.tree, self._root)
-        self.state.commit(verdict.emitted, verdict.counts)
+        acceptance = self.verifier.accept(self.tree, self._root)
+        self.state.commit(acceptance.emitted, acceptance.counts)
         if self.means is not None:
             self.means.update_chunk_means(self._root // self.means.store.page, 2)

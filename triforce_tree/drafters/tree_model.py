@@ -9,6 +9,7 @@ from torch import Tensor
 
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.drafters.base import TokenTree
+from triforce_tree.drafters.token_map import Forwards, MappedModel, TokenMap
 from triforce_tree.kernels import step
 from triforce_tree.kv.prefill import windowed_attention
 from triforce_tree.kv.store import KVStore
@@ -37,16 +38,18 @@ class TreeDrafter:
     Args:
         draft: the checked model.
         config: shape of the trees, sinks and window.
+        tokens: its token ids for the target's; None where these are the same.
     """
 
     name = "draft"
     deterministic = False
     features: tuple[int, ...] = ()
 
-    def __init__(self, draft: HFModel, config: HierarchyConfig) -> None:
+    def __init__(self, draft: HFModel, config: HierarchyConfig, tokens: TokenMap | None = None) -> None:
         self.draft, self.config = draft, config.streaming
         self.tree: str | Shape = config.tree
-        self.model = step_model(draft, compiled=draft.device.type == "cuda")
+        own = step_model(draft, compiled=draft.device.type == "cuda")
+        self.model: Forwards = own if tokens is None else MappedModel(own, tokens)
         self.shape = shape = device_tree_shape(parse_shape(config.tree))
         self.capturable = self.model.capturable
         # The chain of level 1 and a tree after it.
@@ -68,7 +71,7 @@ class TreeDrafter:
         batch, shape, device = state.batch, self.shape, self.model.device
         self._scratch_slots = state.max_draft_tokens + self.depth + 2 + self.refeed_tokens + self.nodes
         capacity = self.config.sinks + 2 * self.config.window + self._scratch_slots
-        self.store = KVStore(self.draft.kv_shapes, batch, capacity, device, self.draft.dtype)
+        self.store = KVStore(self.draft.kv_layers, batch, capacity, device, self.draft.dtype)
         # Tokens between the sinks and the window, which the cache does not hold; the same on the host.
         self.dropped = torch.zeros(batch, dtype=torch.int64, device=device)
         self._dropped_on_host = [0] * batch

@@ -104,6 +104,10 @@ def transformers_generate(assisted: bool = False, **options: Any) -> Method:
         if assisted:
             if draft is None:
                 raise ValueError("transformers-assistant needs a draft model; give one, or leave it out")
+            if engine.hierarchy.tokens is not None:
+                raise ValueError(
+                    "transformers-assistant needs a draft with the target's own vocabulary; leave it out"
+                )
             more["assistant_model"] = draft.model
         stamps = Stamps(target.device)
         criteria = StoppingCriteriaList([stamps, *([job.stop] if job.stop else [])])
@@ -145,6 +149,6 @@ BASELINES = frozenset({"transformers-static", "transformers-dynamic", "transform
 
 
 def usable_methods(engine: Engine) -> list[str]:
-    """All methods, or without a draft model those that need none."""
-    has_draft = engine.hierarchy.draft is not None
-    return [name for name in METHODS if has_draft or name != "transformers-assistant"]
+    """All methods, or without a draft model of the target's vocabulary those that need none."""
+    assists = engine.hierarchy.draft is not None and engine.hierarchy.tokens is None
+    return [name for name in METHODS if assists or name != "transformers-assistant"]

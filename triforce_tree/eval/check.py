@@ -36,7 +36,7 @@ from triforce_tree.eval.ties import (
 )
 from triforce_tree.loading.load_guard import relative_error
 from triforce_tree.verify.sampling import NAN_LOGITS, ProbsFromLogits
-from triforce_tree.verify.verifier import Verdict
+from triforce_tree.verify.verifier import Acceptance
 
 # A correct implementation has a smaller p-value once in ten thousand tests.
 SIGNIFICANCE = 1e-4
@@ -259,7 +259,7 @@ def _first_tokens(
         program.committed([0])
 
     def root(stage: str) -> Tensor:
-        return program.verdict(stage).scores[0, 0].clone()
+        return program.acceptance(stage).scores[0, 0].clone()
 
     run("plain")
     verifying = {1: ["plain"], 2: ["target"], 3: ["retrieval_refresh", "target"]}[program.levels]
@@ -269,8 +269,8 @@ def _first_tokens(
     for _ in range(draws):
         run(*stages)
         for stage, tokens in found.items():
-            verdict = program.verdict(stage)
-            tokens.counts[int(verdict.emitted[0, 0])] += 1
+            acceptance = program.acceptance(stage)
+            tokens.counts[int(acceptance.emitted[0, 0])] += 1
             # The same in every pass: level 1 selects its chunks by the root, which no draw has changed.
             if tokens.probs is None:
                 tokens.probs = root(stage)
@@ -278,7 +278,7 @@ def _first_tokens(
                 judged = program.stage(stage)
                 assert isinstance(judged, RetrievalVerifyStage | ChainVerifyStage | TreeVerifyStage)
                 tree = judged.tree
-                tokens.refused_emitted += _emits_refused(tree, verdict)
+                tokens.refused_emitted += _emits_refused(tree, acceptance)
                 if tokens.draft is None:
                     tokens.draft = _root_draft(tree, len(tokens.probs))
         each()
@@ -296,10 +296,10 @@ def _root_draft(tree: TokenTree, vocabulary: int) -> Tensor:
     return torch.zeros(vocabulary, device=tree.tokens.device).index_fill(0, _children(tree, 0), 1.0)
 
 
-def _emits_refused(tree: TokenTree, verdict: Verdict) -> bool:
+def _emits_refused(tree: TokenTree, acceptance: Acceptance) -> bool:
     """Whether the token after the accepted path is one of the children that were refused there."""
-    last = int(verdict.counts[0]) - 1
-    return bool((_children(tree, int(verdict.path[0, last])) == verdict.emitted[0, last]).any())
+    last = int(acceptance.counts[0]) - 1
+    return bool((_children(tree, int(acceptance.path[0, last])) == acceptance.emitted[0, last]).any())
 
 
 def _children(tree: TokenTree, node: int) -> Tensor:

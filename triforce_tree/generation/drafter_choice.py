@@ -7,7 +7,6 @@ from typing import Any, NoReturn
 from transformers import PreTrainedModel
 
 from triforce_tree.drafters.base import Drafter
-from triforce_tree.drafters.prompt_lookup import PromptLookup
 
 Model = PreTrainedModel | str | Path
 DRAFTERS = ("model", "lookup")
@@ -40,18 +39,28 @@ def own_drafter(drafter: Drafter | str | None, draft: Model | None) -> Drafter |
 
 
 def check_drafter_options(
-    drafter: Drafter | str | None, draft: Model | None, options: Mapping[str, Any]
+    drafter: Drafter | str | None, draft: object | None, options: Mapping[str, Any]
 ) -> None:
-    """Raise ValueError where a draft model is asked for, or its trees are shaped, and there is none."""
+    """Check that the drafter is there, and takes the options that were given.
+
+    Args:
+        drafter: a name, an object, or None for the draft model where there is one, and else prompt lookup.
+        draft: the draft model; None without one.
+        options: those that the user has given.
+
+    Raises:
+        ValueError: ``drafter="model"`` without a draft; an option that the drafter would ignore.
+    """
     if draft is None and drafter == "model":
         raise ValueError("drafter='model' needs a draft; give one, or drafter='lookup'")
     if draft is None and "tree" in options:
-        refuse_tree(options["tree"], drafter)
+        _refuse_tree(options["tree"], drafter)
+    if "lookup" in options:
+        _check_lookup(options["lookup"], drafter, draft)
 
 
-def refuse_tree(tree: object, drafter: Drafter | str | None) -> NoReturn:
-    """Raise ValueError for the option ``tree``, which would be ignored without a draft model."""
-    if drafter is None or isinstance(drafter, str | PromptLookup):
+def _refuse_tree(tree: object, drafter: Drafter | str | None) -> NoReturn:
+    if drafter is None or isinstance(drafter, str):
         raise ValueError(
             f"tree={tree!r} shapes a draft model's trees, but prompt lookup proposes chains; set lookup=N "
             "instead, or give a draft model"
@@ -60,3 +69,16 @@ def refuse_tree(tree: object, drafter: Drafter | str | None) -> NoReturn:
         f"tree={tree!r} shapes a draft model's trees, but drafter {drafter.name!r} has a tree of its own; "
         "change drafter.tree instead"
     )
+
+
+def _check_lookup(lookup: object, drafter: Drafter | str | None, draft: object | None) -> None:
+    if draft is not None:
+        raise ValueError(
+            f"lookup={lookup!r} is the number of tokens that prompt lookup proposes, but the draft model "
+            "proposes here; leave lookup out, or take drafter='lookup' and no draft"
+        )
+    if drafter is not None and not isinstance(drafter, str):
+        raise ValueError(
+            f"lookup={lookup!r} is the number of tokens that drafter='lookup' proposes, but drafter "
+            f"{drafter.name!r} is an object with settings of its own; leave lookup out, or use that name"
+        )

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-Ids = Sequence[int] | Sequence[Sequence[int]] | np.ndarray[Any, Any] | Tensor
-Inputs = str | Sequence[str] | Ids | Mapping[str, Any]
+from triforce_tree.generation.chat import Chat, characters, chat_ids, chats_of
 
-_FORMS = "give text, a list of texts, token ids [L] or [B, L], or a tokenizer's output"
+Ids = Sequence[int] | Sequence[Sequence[int]] | np.ndarray[Any, Any] | Tensor
+Inputs = str | Sequence[str] | Chat | Sequence[Chat] | Ids | Mapping[str, Any]
+
+_FORMS = "give text, a list of texts, a list of messages, token ids [L] or [B, L], or a tokenizer's output"
 # More characters than a token of any text has, except in long runs of one character.
 _MANY_CHARACTERS = 16
 
@@ -49,11 +51,11 @@ def prompts_of(
     """Read one prompt or several.
 
     Args:
-        inputs: text or texts; token ids, ``[L]``, ``[B, L]`` or rows of different lengths; or what a
-            tokenizer returns for any of these.
+        inputs: text or texts; a chat (a list of messages) or chats; token ids, ``[L]``, ``[B, L]`` or rows
+            of different lengths; or what a tokenizer returns for any of these.
         input_ids: token ids by transformers' own keyword, instead.
         attention_mask: of the ids' shape; tokens with mask 0 are padding.
-        tokenizer: for text.
+        tokenizer: for text; for chats it needs a chat template.
         vocabulary: number of token ids.
         positions: most tokens that the model takes; None for no limit.
         padding: fills rows of different lengths, on the left.
@@ -69,13 +71,15 @@ def prompts_of(
         raise ValueError(f"there is no prompt: {_FORMS}")
     if isinstance(given, Mapping):
         given, attention_mask = _opened(given, attention_mask)
-    texts = _texts(given)
-    if texts is not None:
+    chats = chats_of(given)
+    texts = _texts(given) if chats is None else None
+    if chats is not None or texts is not None:
         if attention_mask is not None:
             raise ValueError("attention_mask belongs to token ids, and the prompt is text; leave it out")
         if tokenizer is None:
-            raise ValueError("a text prompt needs a tokenizer: load(..., tokenizer=...)")
-        given = [encoded(tokenizer, text, positions) for text in texts]
+            what = "a text prompt needs" if chats is None else "messages need"
+            raise ValueError(f"{what} a tokenizer: load(..., tokenizer=...)")
+        given = [encoded(tokenizer, each, positions) for each in chats or texts or ()]
     rows = [_whole(row, "token id") for row in _rows(given, "the prompt")]
     if attention_mask is None and getattr(given, "ndim", 0) == 2:
         mask = [[int(token != inferred) for token in row] for row in rows]
@@ -100,13 +104,15 @@ def real_rows(ids: Tensor, mask: Tensor | None) -> list[list[int]]:
     return [row[seen].tolist() for row, seen in zip(ids, mask != 0, strict=True)]
 
 
-def encoded(tokenizer: PreTrainedTokenizerBase, text: str, positions: int | None = None) -> list[int]:
-    """Token ids of a text, without the warning that it exceeds the model.
+def encoded(tokenizer: PreTrainedTokenizerBase, given: str | Chat, positions: int | None = None) -> list[int]:
+    """Token ids of a text, without the warning that it exceeds the model; or those of a chat.
 
     Raises:
         ValueError: its beginning alone has more tokens than ``positions``. Tokenizing all of a text takes
-            seconds a megabyte, so a text that is much too long is not tokenized to its end.
+            seconds a megabyte, so a text that is much too long is not tokenized to its end. For a chat also:
+            there is no chat template, or it refuses these messages.
     """
+    text = given if isinstance(given, str) else characters(given)
     if positions is not None and len(text) > _MANY_CHARACTERS * positions:
         start: Any = tokenizer(text[: 3 * _MANY_CHARACTERS * positions // 8], verbose=False)["input_ids"]
         if len(start) > positions:
@@ -114,6 +120,8 @@ def encoded(tokenizer: PreTrainedTokenizerBase, text: str, positions: int | None
                 f"the prompt of {len(text):,} characters has more than {len(start):,} tokens, and the model "
                 f"{positions:,} positions; shorten it"
             )
+    if not isinstance(given, str):
+        return chat_ids(tokenizer, given)
     ids: Any = tokenizer(text, verbose=False)["input_ids"]
     return list(ids)
 
@@ -130,9 +138,10 @@ def check_rows(rows: list[list[int]], vocabulary: int) -> None:
 
 def _opened(batch: Mapping[str, Any], attention_mask: Any) -> tuple[Any, Any]:
     """Ids and mask of a tokenizer's output."""
-    if "role" in batch or "input_ids" not in batch:
+    if "input_ids" not in batch:
         names = ", ".join(map(repr, batch)) or "nothing"
-        raise ValueError(f"a prompt of {names} has no input_ids; {_FORMS}, or {_CHAT}")
+        hint = "; put messages into a list" if "role" in batch else ""
+        raise ValueError(f"a prompt of {names} has no input_ids; {_FORMS}{hint}")
     extra = sorted(set(batch) - {"input_ids", "attention_mask"})
     if extra:
         raise ValueError(
@@ -144,9 +153,6 @@ def _opened(batch: Mapping[str, Any], attention_mask: Any) -> tuple[Any, Any]:
     return batch["input_ids"], batch.get("attention_mask", attention_mask)
 
 
-_CHAT = "turn messages into ids with tokenizer.apply_chat_template(messages, add_generation_prompt=True)"
-
-
 def _texts(given: Any) -> list[str] | None:
     """The prompts if they are text, else None."""
     if isinstance(given, str):
@@ -156,8 +162,6 @@ def _texts(given: Any) -> list[str] | None:
     if not isinstance(given, (list, tuple)):
         return None
     kinds = {type(item) for item in given}
-    if any(issubclass(kind, Mapping) for kind in kinds):
-        raise ValueError(f"the prompt is a list of messages; {_CHAT}")
     if not any(issubclass(kind, str) for kind in kinds):
         return None
     if len(kinds) > 1:

@@ -14,6 +14,7 @@ from triforce_tree.generation.options import REMEDY, check_sampling_options, sup
 
 _REMEDIES = {
     "assistant_model": "give load(target, draft) a draft model",
+    "messages": "give them first, as the prompt: generate(messages)",
     "tokenizer": "give it to load(..., tokenizer=...)",
 }
 # Keywords of transformers' generate that are no options of GenerationConfig; False has no effect.
@@ -145,3 +146,14 @@ def checked_seed(seed: Any) -> int | None:
     if isinstance(seed, bool) or not hasattr(seed, "__index__") or not -(2**63) <= index(seed) < 2**64:
         raise ValueError(f"seed={seed!r} must be an integer of at most 64 bits")
     return index(seed)
+
+
+def checked_switch(name: str, value: Any) -> bool:
+    """An option that is on or off; None is off.
+
+    Raises:
+        ValueError: something else, such as a number.
+    """
+    if not isinstance(value, bool | None):
+        raise ValueError(f"{name}={value!r} must be True or False")
+    return bool(value)

@@ -11,7 +11,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation import stopping_criteria as hf_stop
 
 from triforce_tree.decoding.stop_criteria import Ending, Stop
-from triforce_tree.runtime.distributed import all_true
+from triforce_tree.runtime.distributed import broadcast_flag
 from triforce_tree.verify.sampling import ProbsFromLogits
 
 # Options of GenerationConfig that this package carries out. Any other that differs from its default is
@@ -23,7 +23,7 @@ HONOURED = frozenset(
     repetition_penalty no_repeat_ngram_size bad_words_ids sequence_bias suppress_tokens
     begin_suppress_tokens forced_bos_token_id forced_eos_token_id exponential_decay_length_penalty
     renormalize_logits remove_invalid_values
-    pad_token_id bos_token_id eos_token_id return_dict_in_generate use_cache
+    pad_token_id bos_token_id eos_token_id return_dict_in_generate output_logits output_scores use_cache
     transformers_version
     """.split()  # noqa: SIM905 - a list would take a line for each name
 )
@@ -66,6 +66,12 @@ def _checked(name: str, value: Any) -> Any:
     return value
 
 
+def is_supported(name: str, value: Any) -> bool:
+    """Whether a GenerationConfig option is carried out, or has no effect with this value."""
+    known = name in HONOURED or name.startswith("_")
+    return known or value in (None, False, _NEUTRAL.get(name))
+
+
 def supported(name: str, value: Any) -> Any:
     """The value of a GenerationConfig option that is carried out, or has no effect with this value.
 
@@ -78,7 +84,7 @@ def supported(name: str, value: Any) -> Any:
         )
     if name in HONOURED or name.startswith("_"):
         return _checked(name, value)
-    if value not in (None, False, _NEUTRAL.get(name)):
+    if not is_supported(name, value):
         raise ValueError(f"generation option {name}={value!r} is not supported by triforce_tree; {REMEDY}")
     return value
 
@@ -209,6 +215,6 @@ def _asking(criteria: StoppingCriteriaList, device: torch.device, padding: Seque
         new = tokens[held.shape[1] - len(padding) :]
         fresh = torch.tensor([new], dtype=torch.int64, device=device)
         held = torch.cat([held, fresh], 1)
-        return all_true(bool(criteria(held, None).all()))
+        return broadcast_flag(bool(criteria(held, None).all()))
 
     return stop

@@ -6,8 +6,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from triforce_tree.decoding.oom_retry import OomRetryDecoder
+from triforce_tree.generation.scores import by_position
 from triforce_tree.runtime.stats import LevelStats, added
 
 
@@ -21,12 +24,19 @@ class GenerateOutput(GenerateDecoderOnlyOutput):
     ``finish_reason``: "eos", "stop" or "length". ``new_tokens``: their number. ``text``: the new text, if the
     engine has a tokenizer. For a batch of several sequences these three are lists with one entry each.
 
+    ``logits`` and ``scores`` (with ``output_logits=True``, ``output_scores=True``): as in transformers, for
+    each of the N columns fp32 ``[B, V]``, the target's raw and processed logits that the token was chosen by.
+    ``logprobs`` (with ``logprobs=True``): fp32 ``[B, N]``, the log-probability of each new token by its raw
+    logits, whatever the sampling options. All three are 0 after the end of a sequence. They are on the device
+    of ``sequences``, or in host memory where KV slots are offloaded.
+
     ``levels``: statistics of each level over all sequences, level 0 first. ``prefill_seconds`` and
     ``decode_seconds``: host time. ``capture_seconds``: compiling and capturing CUDA graphs, once for all
     prompts that fit them. ``profile``: the file whose settings were used; None for the engine's own.
     ``memory``: the memory map, where KV slots may be offloaded.
     """
 
+    logprobs: Tensor | None = None
     levels: list[LevelStats] | None = None
     finish_reason: str | list[str] | None = None
     prefill_seconds: float | None = None
@@ -36,6 +46,45 @@ class GenerateOutput(GenerateDecoderOnlyOutput):
     capture_seconds: float | None = None
     profile: str | None = None
     memory: dict[str, Any] | None = None
+
+
+def output_of(
+    input_ids: Tensor,
+    new: Sequence[Sequence[int]],
+    padding: int,
+    tokenizer: PreTrainedTokenizerBase | None,
+    decoder: OomRetryDecoder,
+) -> GenerateOutput:
+    """The output of a decoder that has continued ``input_ids`` ``[B, W]`` by ``new``."""
+    texts = tokenizer and [str(tokenizer.decode(list(t), skip_special_tokens=True)) for t in new]
+    return GenerateOutput(
+        sequences=appended(input_ids, new, padding),
+        levels=decoder.levels,
+        finish_reason=by_row(decoder.finish_reasons),
+        prefill_seconds=decoder.prefill_seconds,
+        decode_seconds=decoder.decode_seconds,
+        new_tokens=by_row([len(tokens) for tokens in new]),
+        text=by_row(texts) if texts else None,
+        capture_seconds=decoder.capture_seconds,
+    )
+
+
+def placed(out: GenerateOutput, prompt: Tensor, moves_scores: bool) -> GenerateOutput:
+    """The output with the prompt ``[B, W]`` as it was given, on its device.
+
+    Args:
+        moves_scores: whether logits, scores and log-probabilities are moved there too.
+    """
+    new = out.sequences[:, prompt.shape[1] :].to(prompt.device)
+    # transformers annotates its outputs with the legacy class.
+    out.sequences = cast(torch.LongTensor, torch.cat([prompt, new], 1))
+    if moves_scores:
+        for name in ("logits", "scores"):
+            if (rows := getattr(out, name)) is not None:
+                setattr(out, name, tuple(row.to(prompt.device) for row in rows))
+        if out.logprobs is not None:
+            out.logprobs = out.logprobs.to(prompt.device)
+    return out
 
 
 def by_row(values: Sequence[Any]) -> Any:
@@ -62,6 +111,13 @@ def joined(outputs: Sequence[GenerateOutput], ids: Tensor, padding: int) -> Gene
     for output in outputs:
         levels = added(levels, output.levels or [])
     last.levels = levels
+    for name in ("logits", "scores"):
+        if getattr(last, name) is not None:
+            columns = by_position([[row[0] for row in getattr(o, name)] for o in outputs])
+            setattr(last, name, columns)
+    if last.logprobs is not None:
+        rows = [cast(Tensor, o.logprobs)[0] for o in outputs]
+        last.logprobs = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     for name in ("finish_reason", "new_tokens", "text"):
         values = [getattr(o, name) for o in outputs]
         setattr(last, name, None if None in values else by_row(values))

@@ -15,6 +15,7 @@ from transformers import (
 )
 
 from triforce_tree.decoding.stop_criteria import Ending
+from triforce_tree.generation.checkpoint_settings import refuse_unsupported_settings
 from triforce_tree.generation.inputs import Ids, Inputs, Prompts, check_rows, prompts_of, real_rows
 from triforce_tree.generation.keywords import (
     as_list,
@@ -23,6 +24,7 @@ from triforce_tree.generation.keywords import (
     inferred_padding,
     pad_token,
 )
+from triforce_tree.generation.modalities import text_alone
 from triforce_tree.generation.options import (
     ending_of,
     probs_from_options,
@@ -70,9 +72,17 @@ class Request:
         Raises:
             ValueError: naming what is wrong with one of them.
         """
-        config, own_options = generation_options(options, generation_config)
+        if isinstance(inputs, Mapping):
+            inputs = text_alone(inputs, target.model)
+        config, own_options = generation_options(text_alone(options, target.model), generation_config)
         own = vars(config) if config is not None else {}
-        sources = own_options, own, vars(target.model.generation_config)
+        settings = target.model.generation_config
+        given = {name for name, value in {**own, **own_options}.items() if value is not None}
+        refuse_unsupported_settings(settings, given)
+        if any(own_options.get(name, own.get(name)) for name in ("output_scores", "output_logits")):
+            # Else transformers would warn that they are ignored.
+            own_options["return_dict_in_generate"] = True
+        sources = own_options, own, vars(settings)
         padding, inferred = pad_token(*sources), inferred_padding(*sources)
         limits = target.vocab_size, target.max_positions
         prompts = prompts_of(inputs, input_ids, attention_mask, tokenizer, *limits, padding, inferred)
@@ -80,7 +90,10 @@ class Request:
             prompts = Prompts(prompts.ids.to(target.device), prompts.mask.to(target.device))
         criteria = StoppingCriteriaList(as_list("stopping_criteria", stopping_criteria))
         strings = checked_stop_strings(
-            stop_strings or own_options.pop("stop_strings", None) or own.get("stop_strings")
+            stop_strings
+            or own_options.pop("stop_strings", None)
+            or own.get("stop_strings")
+            or settings.stop_strings
         )
         if strings:
             if tokenizer is None:
@@ -115,7 +128,7 @@ class Job:
     @classmethod
     def read(
         cls,
-        vocabulary: int,
+        target: HFModel,
         input_ids: Tensor,
         processors: LogitsProcessorList,
         criteria: StoppingCriteriaList,
@@ -127,12 +140,12 @@ class Job:
         Raises:
             ValueError: an option or an input that would be ignored; an empty prompt.
         """
-        inputs = dict(model_inputs)
+        inputs = text_alone(model_inputs, target.model)
         mask = inputs.pop("attention_mask", None)
         refuse_unsupported(config, processors)
         refuse_model_inputs(inputs, input_ids, mask)
         prompts = real_rows(input_ids, mask)
-        check_rows(prompts, vocabulary)
+        check_rows(prompts, target.vocab_size)
         width = input_ids.shape[1]
         # Processors and criteria see the padding and count it, as in transformers.
         padding: list[list[int]] = [[] for _ in prompts]
@@ -146,6 +159,11 @@ class Job:
     @property
     def pad_token(self) -> int:
         return pad_token(vars(self.config))
+
+    @property
+    def outputs(self) -> set[str]:
+        """What of "logits" and "scores" is to be returned."""
+        return {name for name in ("logits", "scores") if getattr(self.config, f"output_{name}")}
 
     @property
     def new_tokens(self) -> int:

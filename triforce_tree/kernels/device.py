@@ -33,7 +33,7 @@ class Device:
         fp64_products: Triton multiplies fp64 on tensor cores.
         ptx: inline PTX is supported.
         bf16_sub: and ``sub.bf16x2`` in it.
-        told: this device is emulated by another GPU.
+        emulated: this device is emulated by another GPU.
     """
 
     arch: str
@@ -46,7 +46,7 @@ class Device:
     fp64_products: bool = False
     ptx: bool = True
     bf16_sub: bool = False
-    told: bool = False
+    emulated: bool = False
 
     @property
     def capability(self) -> tuple[int, int]:
@@ -142,7 +142,7 @@ def explained(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def told(device: Device) -> Iterator[None]:
+def emulated(device: Device) -> Iterator[None]:
     """A context in which every device is described as this one."""
     global _told
     before, _told = _told, device
@@ -157,7 +157,7 @@ def _described(device: torch.device, name: str) -> Device:
     if name:
         if name not in KNOWN:
             raise ValueError(f"{VARIABLE}={name!r} is not a known GPU; use one of {', '.join(KNOWN)}")
-        return replace(KNOWN[name], told=True)
+        return replace(KNOWN[name], emulated=True)
     if device.type != "cuda":
         return INTERPRETER
     properties: Any = torch.cuda.get_device_properties(device)  # not all fields are typed

@@ -57,5 +57,5 @@ def within(compiled: Any, device: Device) -> None:
     Raises:
         triton.OutOfResources: as a launch on that GPU would.
     """
-    if device.told and compiled is not None and compiled.metadata.shared > device.shared_bytes:
+    if device.emulated and compiled is not None and compiled.metadata.shared > device.shared_bytes:
         raise OutOfResources(compiled.metadata.shared, device.shared_bytes, "shared memory")

@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 from triforce_tree.kernels.attention.prefill import causal_attention
+from triforce_tree.kv.recurrent_states import PromptPass, RecurrentStates
 from triforce_tree.kv.store import KVStore
 from triforce_tree.models.attention import AttentionParams
 from triforce_tree.models.hf_model import HFModel
+from triforce_tree.models.recurrent.running import ChunkPass
 from triforce_tree.runtime.stats import Progress
 
 # Fewest queries of one attention call under a window.
@@ -19,13 +21,22 @@ _BLOCK = 512
 class SequenceRows:
     """One sequence of a :class:`KVStore` as a cache that prefill writes into without a copy.
 
+    Args:
+        store: keys and values.
+        sequence: which of its sequences; it begins anew.
+        states: of recurrent layers, if there are any.
+
     Attributes:
         length: tokens that are in the cache.
     """
 
-    def __init__(self, store: KVStore, sequence: int) -> None:
+    def __init__(self, store: KVStore, sequence: int, states: RecurrentStates | None = None) -> None:
         self.store, self.sequence = store, sequence
         self.length = 0
+        self.recurrent: ChunkPass | None = None
+        if states is not None:
+            states.clear(sequence)
+            self.recurrent = PromptPass(states, sequence)
 
     def positions(self, count: int) -> Tensor:
         return torch.arange(self.length, self.length + count, device=self.store.device)
@@ -102,13 +113,27 @@ def chunk_tokens(chunk: int | None, device: torch.device) -> int:
 
 
 def prefill(
-    model: HFModel, store: KVStore, sequence: int, tokens: list[int], chunk: int, progress: Progress | None
+    model: HFModel,
+    store: KVStore,
+    sequence: int,
+    tokens: list[int],
+    chunk: int,
+    progress: Progress | None,
+    states: RecurrentStates | None = None,
 ) -> None:
-    """Store keys and values of ``tokens`` for one sequence; ``progress`` gets the tokens of each chunk."""
-    cache = SequenceRows(store, sequence)
+    """Store keys, values and states of ``tokens`` for one sequence.
+
+    Args:
+        chunk: tokens of a forward.
+        progress: called with the tokens of each chunk.
+        states: of recurrent layers, if there are any.
+    """
+    cache = SequenceRows(store, sequence, states)
     for start in range(0, len(tokens), chunk):
         part = tokens[start : start + chunk]
         model.forward(part, cache, last_only=True)
         if progress:
             progress(len(part))
     store.fed(sequence, len(tokens))
+    if states is not None:
+        states.lengths[sequence] = len(tokens)

@@ -30,7 +30,7 @@ class KVGroup:
     Attributes:
         layers: their indices in the model.
         shape: heads; and the window, None where it hides nothing of any sequence that fits.
-        kv: ``[layers, 2, B, H_kv, S, D]``.
+        k, v: ``[layers, B, H_kv, S, D]`` and ``[layers, B, H_kv, S, D_v]``.
         page: slots of the unit that tables refer to.
         ring: S where the slots are a ring, else 0.
         table: int32 ``[B, pages]`` of a ring: the page of each run of positions. It never changes.
@@ -38,7 +38,8 @@ class KVGroup:
 
     layers: tuple[int, ...]
     shape: KVShape
-    kv: Tensor
+    k: Tensor
+    v: Tensor
     page: int
     ring: int
     table: Tensor | None
@@ -46,7 +47,12 @@ class KVGroup:
     @property
     def slots(self) -> int:
         """S."""
-        return self.kv.shape[4]
+        return self.k.shape[3]
+
+    @property
+    def kv(self) -> tuple[Tensor, Tensor]:
+        """``k`` and ``v``."""
+        return self.k, self.v
 
     @property
     def pages_apart(self) -> int:
@@ -55,15 +61,13 @@ class KVGroup:
 
     def paged(self, index: int) -> tuple[Tensor, Tensor]:
         """K and V of the group's layer ``index`` as pages ``[pages, H_kv, page, D]``, without a copy."""
-        heads, page = self.shape.heads, self.page
-        count = (self.kv.shape[2] - 1) * self.pages_apart + self.slots // page
-        shape = (count, heads.kv, page, heads.dim)
-        strides = (page * heads.dim, self.slots * heads.dim, heads.dim, 1)
-        k, v = self.kv[index]
-        return (
-            k.as_strided(shape, strides, k.storage_offset()),
-            v.as_strided(shape, strides, v.storage_offset()),
-        )
+        return self._pages(self.k[index]), self._pages(self.v[index])
+
+    def _pages(self, slots: Tensor) -> Tensor:
+        (batch, heads, _, dim), page = slots.shape, self.page
+        count = (batch - 1) * self.pages_apart + self.slots // page
+        strides = (page * dim, self.slots * dim, dim, 1)
+        return slots.as_strided((count, heads, page, dim), strides, slots.storage_offset())
 
     def runs(self, start: int, stop: int) -> list[tuple[slice, slice]]:
         """The slots of positions ``start`` to ``stop``, at most S of them: contiguous runs of slots, with the
@@ -119,20 +123,22 @@ class KVStore:
                 members.setdefault(shape, []).append(index)
         rings = [self._ring(shape) for shape in members]
         sizes = [
-            (len(indices), 2, batch, shape.heads.kv, ring or self.rows, shape.heads.dim)
+            (len(indices), batch, shape.heads.kv, ring or self.rows, dim)
             for (shape, indices), ring in zip(members.items(), rings, strict=True)
+            for dim in (shape.heads.dim, shape.heads.value_dim)
         ]
-        starts, end = [], 0
+        parts, end = [], 0
         for size in sizes:
-            starts.append(-(-end // _ALIGN) * _ALIGN)
-            end = starts[-1] + math.prod(size)
+            start = -(-end // _ALIGN) * _ALIGN
+            end = start + math.prod(size)
+            parts.append(slice(start, end))
         self.memory = torch.empty(max(min_elements, end), device=device, dtype=dtype)
         self.groups: list[KVGroup] = []
-        for (shape, indices), ring, size, start in zip(members.items(), rings, sizes, starts, strict=True):
-            kv = self.memory[start : start + math.prod(size)].view(size)
+        views = iter(self.memory[part].view(size) for part, size in zip(parts, sizes, strict=True))
+        for (shape, indices), ring in zip(members.items(), rings, strict=True):
             table = _ring_table(batch, shape.heads.kv, ring, self.rows, device) if ring else None
             unit = RING_PAGE if ring else page
-            self.groups.append(KVGroup(tuple(indices), shape, kv, unit, ring, table))
+            self.groups.append(KVGroup(tuple(indices), shape, next(views), next(views), unit, ring, table))
         self._places = {
             layer: (number, index)
             for number, group in enumerate(self.groups)
@@ -172,13 +178,13 @@ class KVStore:
     def without_first(self, slots: int) -> "KVStore":
         """The same memory without the first ``slots`` of each layer; not for rings."""
         other = copy.copy(self)
-        other.groups = [replace(g, kv=g.kv[..., slots:, :]) for g in self.groups]
+        other.groups = [replace(g, k=g.k[..., slots:, :], v=g.v[..., slots:, :]) for g in self.groups]
         other.rows = self.rows - slots
         return other
 
     @property
-    def kv(self) -> Tensor:
-        """``[layers, 2, B, H_kv, S, D]`` of a store whose layers are all alike."""
+    def kv(self) -> tuple[Tensor, Tensor]:
+        """K and V, as in ``KVGroup``, of a store whose layers are all alike."""
         [group] = self.groups
         return group.kv
 
@@ -211,15 +217,15 @@ class KVStore:
         return self._places[layer]
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """K and V ``[B, H_kv, S, D]``."""
+        """K ``[B, H_kv, S, D]`` and V ``[B, H_kv, S, D_v]``."""
         number, place = self._places[index]
-        kv = self.groups[number].kv
-        return kv[place, 0], kv[place, 1]
+        group = self.groups[number]
+        return group.k[place], group.v[place]
 
     def move(self, index: Tensor, start: Tensor) -> None:
         """In all layers, move slot ``start[b] + index[b, i]`` to ``start[b] + i``; -1 moves nothing."""
         for group in self.groups:
-            step.move_kv(group.kv.flatten(0, 1), index, start, group.ring)
+            step.move_kv(group.k, group.v, index, start, group.ring)
 
     def fed(self, sequence: int, length: int) -> None:
         """A sequence was prefilled from its beginning, with ``length`` tokens."""

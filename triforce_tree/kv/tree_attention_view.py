@@ -44,6 +44,7 @@ class TreeAttentionView:
     """
 
     capturable = True
+    recurrent = None
 
     def __init__(
         self,
@@ -155,7 +156,7 @@ class TreeAttentionView:
             packed, keys, values, plan, scale=params.scale, table=table, first=first, softcap=params.softcap,
             sinks=params.sinks,
         )  # fmt: skip
-        return out.view(batch, queries, heads, dim)
+        return out.view(batch, queries, heads, -1)
 
 
 def _path_depths(queries: int, tail: int, mask: Tensor | None) -> list[int] | None:
@@ -226,11 +227,11 @@ class PagedRetrievalView(TreeAttentionView):
         self.boundary = torch.zeros(store.batch, dtype=torch.int64, device=device)
 
     def _retrieved(self, group: KVGroup, plan: Plan, pages: int) -> _Retrieved:
-        layers, _, batch, heads, _, dim = group.kv.shape
-        device = group.kv.device
+        layers, batch, heads, _, dim = group.k.shape
+        device = group.k.device
         return _Retrieved(
             table=torch.zeros(layers, batch, heads, pages, dtype=torch.int32, device=device),
-            means=torch.zeros(layers, batch, heads, self.chunks, dim, device=device, dtype=group.kv.dtype),
+            means=torch.zeros(layers, batch, heads, self.chunks, dim, device=device, dtype=group.k.dtype),
             first_page=torch.arange(batch, device=device)[:, None] * group.pages_apart,
             plan=replace(plan, lengths=self._visible),
         )
@@ -276,4 +277,4 @@ class PagedRetrievalView(TreeAttentionView):
         """Recompute the mean keys of ``count`` chunks from chunk ``first[b]`` on, after a commit."""
         for group, retrieved in zip(self.store.groups, self.retrieved, strict=True):
             if retrieved is not None:
-                step.chunk_means(retrieved.means, group.kv[:, 0], first, count, self.config.chunk)
+                step.chunk_means(retrieved.means, group.k, first, count, self.config.chunk)

@@ -11,6 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from triforce_tree.models.attention import AttentionParams
+from triforce_tree.models.recurrent.running import RecurrentPass
 
 
 class KVView(Protocol):
@@ -19,10 +20,14 @@ class KVView(Protocol):
     Attributes:
         capturable: whether a CUDA graph can hold a forward over them: it never waits for the device.
         resizable: whether a forward may bring fewer new tokens than the view was made for, its first ones.
+        recurrent: the states of recurrent layers; None for models without any.
     """
 
     capturable: bool
     resizable: bool
+
+    @property
+    def recurrent(self) -> RecurrentPass | None: ...
 
     def begin(self, start: Tensor, mask_words: Tensor | None = None) -> None:
         """Before each forward.
@@ -37,10 +42,10 @@ class KVView(Protocol):
         """Store the new tokens' keys and values of one layer, and attend.
 
         Args:
-            q, k, v: ``[B, H_q, T, D]`` and ``[B, H_kv, T, D]``, rotated.
+            q, k, v: ``[B, H_q, T, D]``, ``[B, H_kv, T, D]`` and ``[B, H_kv, T, D_v]``; q and k rotated.
 
         Returns:
-            ``[B, T, H_q, D]``.
+            ``[B, T, H_q, D_v]``.
         """
 
     def move(self, index: Tensor) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from triforce_tree.kernels.attention.plan import FirstRows, pack_mask
+from triforce_tree.kernels.attention.plan import FirstVisible, pack_mask
 
 
 class Window:
@@ -50,7 +50,7 @@ class Window:
         self._sequences = torch.tensor(sequences, device=device)
         self._offsets = torch.tensor(offsets, dtype=torch.int32, device=device)
         self._first = torch.zeros_like(self._offsets)
-        self.first_visible = FirstRows(*(self._first[part] for part in parts))
+        self.first_visible = FirstVisible(*(self._first[part] for part in parts))
         self._in_window: Tensor | None = None
         self._mask: Tensor | None = None
         self._depths = torch.tensor(depths, device=device)

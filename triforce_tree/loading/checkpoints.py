@@ -1,12 +1,11 @@
-"""Loads models and tokenizers from folders, hub ids or objects; safetensors only."""
+"""Loads models and tokenizers from folders, hub ids, GGUF files or objects; no pickles."""
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from transformers import (
-    AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -14,7 +13,10 @@ from transformers import (
 
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.kv.offload.streamed_weights import StreamedWeights
-from triforce_tree.loading.model_files import checked, configuration, folder_of, in_one_line, needs_code
+from triforce_tree.loading.gguf import gguf_tokenizer, is_gguf
+from triforce_tree.loading.model_files import configuration, folder_of, in_one_line, needs_code
+from triforce_tree.loading.reading import ModelFiles
+from triforce_tree.models.experts.modules import expert_modules, fused_weights
 from triforce_tree.models.tensor_parallel import shard
 from triforce_tree.planning.machine import available_device_bytes
 from triforce_tree.planning.memory_map import tensor_bytes, weights_fit
@@ -61,7 +63,7 @@ def load_model(
     device: str | torch.device | None = None,
     dtype: torch.dtype | str | None = None,
 ) -> PreTrainedModel:
-    """A causal LM; a model object is returned as it is.
+    """A causal LM, or a multimodal model without its encoders; a model object is returned as it is.
 
     Raises:
         TypeError: see :func:`unwrapped`.
@@ -72,7 +74,7 @@ def load_model(
     if isinstance(source, PreTrainedModel):
         return source
     device = device_of(device)
-    return _moved(_read(source, device, dtype), source, device)
+    return _read_onto(ModelFiles.find(source, device, dtype), device)
 
 
 def load_target(
@@ -96,18 +98,28 @@ def load_target(
         ValueError: as :func:`load_model`; the weights cannot be streamed; the model cannot be sharded.
     """
     device = group.device if group is not None else device_of(device)
-    model = source if isinstance(source, PreTrainedModel) else _read(source, device, dtype)
-    if group is not None:
-        shard(model, group)
-    if config.streams is not True:
-        if isinstance(source, PreTrainedModel):
-            return source, None
-        free = None if config.streams is False else available_device_bytes(device, config.gpu_bytes)
-        if free is None or weights_fit(tensor_bytes(model), free):
-            return _moved(model, source, device), None
+    if isinstance(source, PreTrainedModel):
+        model = source
+        if group is not None:
+            shard(model, group)
+        if config.streams is not True:
+            return model, None
+    else:
+        files = ModelFiles.find(source, device, dtype)
+        if group is None and _stays(files.bytes, config, device):
+            return _read_onto(files, device), None
+        if files.quantised is not None:
+            raise _not_divisible(files, group)
+        model = files.read(torch.device("cpu"))
+        if group is not None:
+            shard(model, group)
+            if _stays(tensor_bytes(model), config, device):
+                return _moved(model, files, device), None
     try:
         most = config.host_bytes // local_size() if config.host_bytes is not None else None
-        return model, StreamedWeights(model, device, progress=pinned, most=most)
+        free = available_device_bytes(device, config.gpu_bytes)
+        linears = not experts_alone(model, free)
+        return model, StreamedWeights(model, device, progress=pinned, most=most, linears=linears)
     except torch.OutOfMemoryError as error:
         raise ValueError(
             f"embeddings, head and two layers of this {type(model).__name__} do not fit on {device}; free "
@@ -115,95 +127,93 @@ def load_target(
         ) from error
 
 
-def _read(source: str | Path, device: torch.device, dtype: torch.dtype | str | None) -> PreTrainedModel:
-    """A model in host memory, in the dtype that it will have on the device."""
-    checkpoint = checked(source)
-    if dtype is None:
-        dtype = torch.float32 if device.type == "cpu" else "auto"
+def experts_alone(model: PreTrainedModel, free: int | None) -> bool:
+    """Whether it is enough to stream experts: all else fits into ``free`` bytes (None: no limit)."""
+    sizes = [sum(w.nbytes for w in fused_weights(m)) for m in expert_modules(model)]
+    rest = tensor_bytes(model) - sum(sizes) + max(sizes, default=0)
+    return bool(sizes) and (free is None or weights_fit(rest, free))
+
+
+def _stays(size: int, config: HierarchyConfig, device: torch.device) -> bool:
+    """Whether weights of ``size`` bytes are kept on the device, rather than streamed from the host."""
+    if config.streams is True:
+        return False
+    free = available_device_bytes(device, config.gpu_bytes) if config.streams == "auto" else None
+    return free is None or weights_fit(size, free)
+
+
+def _read_onto(files: ModelFiles, device: torch.device) -> PreTrainedModel:
+    """The model on a device; refused before anything is allocated where it is larger than what is free."""
+    free = available_device_bytes(device, None)
+    if free is not None and files.bytes > free:
+        raise _too_large(files, device)
     try:
-        # from_pretrained is typed to return a model; with output_loading_info it returns a pair.
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            checkpoint.folder,
-            config=checkpoint.config,
-            dtype=dtype,
-            use_safetensors=True,
-            output_loading_info=True,
-            trust_remote_code=False,
-        )
-    except torch.OutOfMemoryError:
-        raise
-    except ImportError as error:
-        raise ValueError(
-            f"the model in {str(source)!r} needs a package that is not installed ({in_one_line(error)}); "
-            "install it, or give another model"
-        ) from error
-    except Exception as error:  # third-party code on files of unknown origin
-        why = checkpoint.mismatch() or in_one_line(error)
-        raise ValueError(
-            f"the model in {str(source)!r} cannot be loaded ({why}); copy or download it again"
-        ) from error
-    model, report = loaded
-    if missing := sorted(report["missing_keys"]):
-        raise OSError(
-            f"the checkpoint in {str(source)!r} lacks {len(missing)} weights, such as {missing[0]}; copy "
-            "or download it again"
-        )
-    method = getattr(model.config, "quantization_config", None)
-    if method is not None and not getattr(model, "is_quantized", False):
-        # transformers would read the packed weights as plain ones.
-        raise ValueError(
-            f"{str(source)!r} uses a quantisation method that this release of transformers does not support "
-            f"({method}); give a checkpoint of 16 bits"
-        )
-    ready: PreTrainedModel = model.eval()
-    return ready
+        return files.read(device)
+    except torch.OutOfMemoryError as error:
+        raise _too_large(files, device) from error
 
 
-def _moved(model: Any, source: Any, device: torch.device) -> PreTrainedModel:
-    if getattr(model, "is_quantized", False) and model.device.type == device.type:
-        # Some quantised models refuse ``to`` even for the device that they are on.
-        return cast(PreTrainedModel, model)
+def _moved(model: Any, files: ModelFiles, device: torch.device) -> PreTrainedModel:
     try:
         moved: PreTrainedModel = model.to(device)
     except torch.OutOfMemoryError as error:
-        size = tensor_bytes(model)
-        raise ValueError(
-            f"the weights of {str(source)!r} take {size / 2**30:.1f} GiB, more than {device} has left: free "
-            "device memory, allow more of it, use a smaller model or fewer bits (dtype), or keep a target's "
-            "weights on the host (offload_weights=True)"
-        ) from error
+        raise _too_large(files, device) from error
     return moved
 
 
+def _too_large(files: ModelFiles, device: torch.device) -> ValueError:
+    return ValueError(
+        f"the weights of {str(files.source)!r} take {files.bytes / 2**30:.1f} GiB, more than {device} has "
+        "left: free device memory, allow more of it, use a smaller model or fewer bits (dtype), or keep a "
+        "target's weights on the host (offload_weights=True)"
+    )
+
+
+def _not_divisible(files: ModelFiles, group: Group | None) -> ValueError:
+    what = "streamed from the host" if group is None else "sharded over several cards"
+    return ValueError(
+        f"the weights of {str(files.source)!r} are quantised ({files.quantised}) and cannot be {what}; keep "
+        f"their {files.bytes / 2**30:.1f} GiB on one device (offload_weights=False, without torchrun), or "
+        "give the checkpoint of 16 bits"
+    )
+
+
 def tokenizer_of(
-    given: PreTrainedTokenizerBase | str | Path | None, target: PreTrainedModel | str | Path | None = None
+    given: PreTrainedTokenizerBase | str | Path | None,
+    model: PreTrainedModel | str | Path | None = None,
+    option: str = "tokenizer",
 ) -> PreTrainedTokenizerBase | None:
-    """The tokenizer that was given (object, hub id or folder), or the one in the target's folder.
+    """The tokenizer that was given (object, hub id or folder), or the one in the model's folder.
+
+    Args:
+        option: the argument of ``load`` by which it is given.
 
     Raises:
         TypeError: ``given`` is neither a tokenizer nor a path.
         OSError, ValueError: as :func:`load_tokenizer`; the path given holds no tokenizer.
     """
     if given is None:
-        return load_tokenizer(target) if isinstance(target, str | Path) else None
+        return load_tokenizer(model, option) if isinstance(model, str | Path) else None
     if isinstance(given, str | Path):
-        found = load_tokenizer(given)
+        found = load_tokenizer(given, option)
         if found is None:
             raise FileNotFoundError(f"{str(given)!r} holds no tokenizer; give another folder")
         return found
     if not (callable(given) and hasattr(given, "decode")):
         kind = type(given).__name__
-        raise TypeError(f"the tokenizer is of type {kind}; give transformers' own, a hub id or a folder")
+        raise TypeError(f"the {option} is of type {kind}; give transformers' own, a hub id or a folder")
     return given
 
 
-def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase | None:
+def load_tokenizer(source: str | Path, option: str = "tokenizer") -> PreTrainedTokenizerBase | None:
     """The tokenizer in a model's folder, or None if there is none (inputs are then token ids).
 
     Raises:
         OSError: there is no such folder.
         ValueError: there are tokenizer files, but they are corrupt or need Python code of their own.
     """
+    if is_gguf(source):
+        return gguf_tokenizer(source)
     folder = folder_of(source)
     if (folder / "config.json").exists():
         # transformers reads config.json for the tokenizer too.
@@ -218,6 +228,6 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase | None:
             why = "it needs Python code of its own (auto_map), which is not run"
         raise ValueError(
             f"the tokenizer in {str(source)!r} cannot be loaded ({why}); repair it, or give another with "
-            "load(..., tokenizer=...)"
+            f"load(..., {option}=...)"
         ) from error
     return tokenizer

@@ -58,6 +58,7 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from triforce_tree.loading.checkpoints import PAIR, load_model, load_tokenizer
+from triforce_tree.models.few_row import quantisation
 
 _SPELLING = "hidden x layers x heads/kv_heads x head_dim x mlp, as in 1024x12x8/4x128x4096"
 _NORM_SPREAD = 0.1  # of free norm weights, relative to their mean
@@ -217,6 +218,8 @@ def _plain_llama(model: PreTrainedModel) -> LlamaForCausalLM:
             raise ValueError(
                 f"{name} with {setting} cannot be inflated; give an unquantised Llama without biases"
             )
+    if (method := quantisation(model)) is not None:
+        raise ValueError(f"{name} is quantised ({method}) and cannot be inflated; give plain weights")
     return model
 
 

@@ -12,7 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from triforce_tree.models.hf_model import HFModel, Streamed
+from triforce_tree.models.experts.streamed import Streamed
+from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.step_model import decoder_layers
 
 _MOST_KINDS = 6
@@ -22,7 +23,8 @@ class LayerSlice:
     """The first layer of each kind, and at least two layers.
 
     Args:
-        model: a checked model; all layers are taken if they share keys and values, or form no ``ModuleList``.
+        model: a checked model; all layers are taken if they share keys and values, form no ``ModuleList``, or
+            are recurrent: the states of a forward are found by counting.
 
     Attributes:
         layers: indices of the layers taken.
@@ -70,7 +72,7 @@ class LayerSlice:
     def _representatives(self, model: HFModel) -> list[int]:
         """The first layer of each kind, and at least two: a wrong output shows in the next layer's input."""
         every = list(range(model.layers))
-        if self._stack is None or self.shares_kv:
+        if self._stack is None or self.shares_kv or model.states is not None:
             return every
         kinds = getattr(model.model.config.get_text_config(decoder=True), "layer_types", None)
         first: dict[object, int] = {}
@@ -83,9 +85,7 @@ class LayerSlice:
             }
             parts = tuple(type(module).__name__ for module in self._stack[index].modules())
             how = (*vars(replace(call.how, sinks=None)).values(), call.how.sinks is None)
-            first.setdefault(
-                (kinds and kinds[index], how, parts, tuple(settings.items()), call.kv_heads, call.dim), index
-            )
+            first.setdefault((kinds and kinds[index], how, parts, tuple(settings.items()), call.heads), index)
         chosen = set(sorted(first.values())[:_MOST_KINDS])
         return sorted(chosen | set(every[:2]))
 

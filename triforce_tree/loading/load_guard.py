@@ -21,10 +21,12 @@ from transformers import DynamicCache
 
 from triforce_tree.kernels.device import KernelError
 from triforce_tree.kv.prefill import SequenceRows
+from triforce_tree.kv.recurrent_states import RecurrentStates
 from triforce_tree.kv.store import KVStore
 from triforce_tree.kv.tree_attention_view import TreeAttentionView
 from triforce_tree.loading.layer_slice import LayerSlice
 from triforce_tree.models.attention import AttentionParams, scales_queries
+from triforce_tree.models.few_row import quantisation
 from triforce_tree.models.hf_model import HFModel, plain_torch_modes
 from triforce_tree.models.model_copy import shallow_copy
 from triforce_tree.models.recorder import LayerCall
@@ -92,10 +94,12 @@ class _Guard:
         self.model, self.device = model, model.device
         self.kind = "cuda" if self.device.type == "cuda" else "cpu"
         self.slice = LayerSlice(model)
-        self.calls = {index: model.calls[index] for index in self.slice.layers}
+        self.calls = {index: model.calls[index] for index in self.slice.layers if index in model.calls}
         self.report = GuardReport(self.slice.layers)
         self.random = torch.Generator().manual_seed(0)
-        self.limit = _ROUNDING.get(model.dtype, _ROUNDING_16)
+        # Layers that quantise their inputs too round far more coarsely than their dtype says.
+        plain = quantisation(model.model) is None
+        self.limit = _ROUNDING.get(model.dtype, _ROUNDING_16) if plain else _ROUNDING_16
         self.scores: dict[int, float] = {}
 
     def run(self) -> GuardReport:
@@ -116,12 +120,13 @@ class _Guard:
         """Compare after a random prefix of twice ``length``, or as much as the model has positions for."""
         tail, most = sum(_LONG_CHUNKS), self.model.max_positions
         what = f"a sequence beyond {length} tokens"
-        if self.slice.shares_kv:
-            # Layers that share keys and values need the same random ones, so real tokens are fed instead.
+        if self.slice.shares_kv or self.model.states is not None:
+            # Layers that share keys and values need the same random ones, and recurrent layers the states
+            # that go with them, so real tokens are fed instead.
             self._compare(what, (length, *_LONG_CHUNKS))
             return
         prefix = 2 * length if most is None else min(2 * length, most - tail)
-        elements = prefix * sum(2 * call.kv_heads * call.dim for call in self.calls.values())
+        elements = prefix * sum(call.heads.row for call in self.calls.values())
         if prefix + tail <= length:
             self.report.skipped[what] = f"the model has {most} positions"
         elif elements > _MOST_ELEMENTS[self.kind]:
@@ -226,7 +231,7 @@ class _Guard:
         kv: dict[int, tuple[Tensor, Tensor]],
     ) -> Tensor:
         """The last chunk's logits by our forward, fp32."""
-        shapes = [s if i in self.calls else None for i, s in enumerate(self.model.kv_shapes)]
+        shapes = [s if i in self.calls else None for i, s in enumerate(self.model.kv_layers)]
         tail = chunks[-1]
         slots = prefix + len(tokens) + tail
         if self.model.length_rope is not None:
@@ -234,7 +239,10 @@ class _Guard:
         logits = torch.empty(0)
         with self.model.active(), self.slice.alone(self.model.running):
             store = KVStore(shapes, 1, slots, self.device, self.model.dtype, scratch=tail)
-            cache = _GuardCache(store, prefix, chunks, gap)
+            states = None
+            if self.model.states is not None:
+                states = RecurrentStates(self.model.states, 1, self.device, self.model.dtype)
+            cache = _GuardCache(store, prefix, chunks, gap, states)
             for layer, (k, v) in kv.items():
                 cache.fill(layer, k, v)
             for count in chunks:
@@ -245,17 +253,19 @@ class _Guard:
         return logits.float()
 
     def _random_kv(self, layer: int, call: LayerCall, positions: int) -> tuple[Tensor, Tensor]:
-        """Keys and values ``[1, H_kv, positions, D]`` to which this layer's queries attend unevenly."""
+        """Keys and values ``[1, H_kv, positions, D]``, D_v for values, attended to unevenly by this layer."""
         generator = torch.Generator(self.device).manual_seed(layer)
-        shape = (1, call.kv_heads, positions, call.dim)
+        heads = call.heads
         k, v = (
-            torch.randn(shape, generator=generator, device=self.device, dtype=self.model.dtype)
-            for _ in range(2)
+            torch.randn(
+                (1, heads.kv, positions, dim), generator=generator, device=self.device, dtype=self.model.dtype
+            )
+            for dim in (heads.dim, heads.value_dim)
         )
         # A missing softcap changes the logits only if scores come near it.
         cap = getattr(self.model.model.config.get_text_config(decoder=True), "attn_logit_softcapping", None)
         deviation = _SCORES if cap is None else cap / 4
-        return k * (deviation / (self.scores[layer] * call.how.scale * call.dim**0.5)), v * 4
+        return k * (deviation / (self.scores[layer] * call.how.scale * heads.dim**0.5)), v * 4
 
     def _random_tokens(self, count: int) -> Tensor:
         """Random ids ``[1, count]`` without special ones, such as image and audio placeholders."""
@@ -273,13 +283,21 @@ class _GuardCache(SequenceRows):
         prefix: positions before the tokens, which :meth:`fill` writes.
         chunks: tokens of each forward.
         gap: added to the positions from the second chunk on.
+        states: of recurrent layers, if there are any.
 
     Attributes:
         queries: of the last forward, by layer, ``[1, H_q, T, D]``.
     """
 
-    def __init__(self, store: KVStore, prefix: int, chunks: Sequence[int], gap: int) -> None:
-        super().__init__(store, 0)
+    def __init__(
+        self,
+        store: KVStore,
+        prefix: int,
+        chunks: Sequence[int],
+        gap: int,
+        states: RecurrentStates | None = None,
+    ) -> None:
+        super().__init__(store, 0, states)
         self.length, self.queries = prefix, dict[int, Tensor]()
         self._second, self._gap = prefix + chunks[0], gap
         tail = chunks[-1]

@@ -16,8 +16,10 @@ from safetensors import SafetensorError, safe_open
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     GenerationConfig,
     PreTrainedConfig,
 )
@@ -42,15 +44,17 @@ class Checkpoint:
         folder: where its files are.
         config: the model's configuration.
         shapes: of every tensor, from the headers of the weight files.
+        stored: bytes of the weight files.
     """
 
     folder: Path
     config: PreTrainedConfig
     shapes: dict[str, list[int]]
+    stored: int = 0
 
     def mismatch(self) -> str:
         """Describes the first weight whose shape differs from that by ``config``; empty if none does."""
-        for name, weight in _skeleton(self.config).state_dict().items():
+        for name, weight in _on_meta(self.config).state_dict().items():
             stored, expected = self.shapes.get(name), list(weight.shape)
             if stored not in (None, expected):
                 return f"{name} is {stored} in the checkpoint and {expected} by config.json"
@@ -70,10 +74,15 @@ def folder_of(source: str | Path) -> Path:
         raise FileNotFoundError(f"{str(source)!r} is a file, not a folder with a model in it")
     if isinstance(source, Path) or str(source).startswith((".", "/", "~")):
         raise FileNotFoundError(f"no such folder: {str(source)!r}; give a folder with a model in it")
-    return _snapshot(source, _SMALL_FILES)
+    return downloaded(source, _SMALL_FILES)
 
 
-def _snapshot(source: str, patterns: Iterable[str], revision: str | None = None) -> Path:
+def downloaded(source: str, patterns: Iterable[str], revision: str | None = None) -> Path:
+    """The folder of a hub repository's snapshot with the files that match ``patterns``.
+
+    Raises:
+        FileNotFoundError: there is no such repository, or it cannot be reached.
+    """
     try:
         return Path(snapshot_download(source, revision=revision, allow_patterns=list(patterns)))
     except (OSError, ValueError) as error:
@@ -111,11 +120,11 @@ def checked(source: str | Path) -> Checkpoint:
         ValueError: the configuration cannot be used, is not of a causal LM, or needs Python code of its own.
     """
     folder, config = configuration(source)
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if auto_class(config) is None:
         raise ValueError(
             f"{str(source)!r} is a {config.model_type} model, which transformers does not load as a causal "
-            "language model (AutoModelForCausalLM); give a decoder-only model, or load it yourself and give "
-            "the object"
+            "language model (AutoModelForCausalLM, AutoModelForImageTextToText); give a decoder-only model, "
+            "or load it yourself and give the object"
         )
     if (folder / "adapter_config.json").exists():
         raise ValueError(
@@ -126,10 +135,18 @@ def checked(source: str | Path) -> Checkpoint:
     names = _weight_names(folder, config)
     if folder != Path(source):
         # A snapshot is named after its commit, so the weights come from the revision that was checked.
-        _snapshot(str(source), names, folder.name)
-    checkpoint = Checkpoint(folder, config, _shapes(folder, names))
+        downloaded(str(source), names, folder.name)
+    shapes = _shapes(folder, names)
+    checkpoint = Checkpoint(folder, config, shapes, sum((folder / name).stat().st_size for name in names))
     _check_bytes(checkpoint, source)
     return checkpoint
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """The class of transformers that loads a causal LM, or a model of images and text; None for others."""
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM
+    return AutoModelForImageTextToText if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING else None
 
 
 def in_one_line(error: Exception, most: int = 240) -> str:
@@ -170,7 +187,12 @@ def _check_settings(content: dict[str, Any], source: str | Path) -> None:
             f"{str(source)!r} has model_type={kind!r}, which this release of transformers does not know; "
             "update transformers, or give another model"
         )
-    known = CONFIG_MAPPING[kind].attribute_map
+    check_sizes(content, source)
+
+
+def check_sizes(content: dict[str, Any], source: str | Path) -> None:
+    """Raise ValueError for implausible sizes in the values of a configuration."""
+    known = CONFIG_MAPPING[content["model_type"]].attribute_map
     for part in _parts(content):
         for size, most in _MOST.items():
             for name in sorted({size, known.get(size, size)}):
@@ -267,10 +289,21 @@ def _shapes(folder: Path, names: Iterable[str]) -> dict[str, list[int]]:
     return shapes
 
 
-def _skeleton(config: PreTrainedConfig) -> torch.nn.Module:
-    """The model on the meta device, without memory for its weights."""
+def skeleton(config: PreTrainedConfig, source: str | Path) -> torch.nn.Module:
+    """The model on the meta device, without memory for its weights.
+
+    Raises:
+        ValueError: its class cannot be made with these settings.
+    """
+    try:
+        return _on_meta(config)
+    except Exception as error:  # third-party code on values of unknown origin
+        raise _unusable(source, error) from error
+
+
+def _on_meta(config: PreTrainedConfig) -> torch.nn.Module:
     with torch.device("meta"):
-        model: torch.nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        model: torch.nn.Module = auto_class(config).from_config(config, trust_remote_code=False)
     return model
 
 
@@ -285,10 +318,7 @@ def _check_bytes(checkpoint: Checkpoint, source: str | Path) -> None:
             f"config.json of {str(source)!r} describes {layers} layers, its checkpoint holds {len(shapes)} "
             f"tensors; {again}"
         )
-    try:
-        model = _skeleton(config)
-    except Exception as error:  # third-party code on values of unknown origin
-        raise _unusable(source, error) from error
+    model = skeleton(config, source)
     described = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
     if described > _PACKED * stored:
         raise ValueError(

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from triforce_tree.kernels.attention.plan import Heads
+from triforce_tree.models.recurrent.running import ChunkPass
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,33 @@ class AttentionParams:
     chunked: bool = False
 
 
+def effective_window(module: nn.Module, window: int | None) -> tuple[int | None, bool]:
+    """The window of an attention module, None where it hides nothing, and whether it is a chunk.
+
+    Args:
+        window: of sliding attention, as the module passes it on. Chunks are in the configuration alone.
+    """
+    config: Any = getattr(module, "config", None)
+    kinds: Any = getattr(config, "layer_types", None) or ()
+    index = getattr(module, "layer_idx", None)
+    chunked = isinstance(index, int) and index < len(kinds) and kinds[index] == "chunked_attention"
+    if chunked:
+        window = config.attention_chunk_size
+    limit = getattr(config, "max_position_embeddings", None)
+    if window is None or (limit is not None and window >= limit):
+        return None, False
+    return window, chunked
+
+
 class KVCache(Protocol):
-    """The cache of one forward: stores the new keys and values, and computes attention over them."""
+    """The cache of one forward: stores the new keys and values, and computes attention over them.
+
+    Attributes:
+        recurrent: the states of recurrent layers; None for models without any.
+    """
+
+    @property
+    def recurrent(self) -> ChunkPass | None: ...
 
     def positions(self, count: int) -> Tensor:
         """int64 ``[count]``: the positions of the next ``count`` tokens."""
@@ -41,10 +67,11 @@ class KVCache(Protocol):
 
         Args:
             layer: the attention module; ``layer.layer_idx`` numbers it.
-            q, k, v: ``[B, H_q, T, D]`` and ``[B, H_kv, T, D]`` as the model passes them.
+            q, k, v: ``[B, H_q, T, D]``, ``[B, H_kv, T, D]`` and ``[B, H_kv, T, D_v]`` as the model passes
+                them.
 
         Returns:
-            ``[B, H_q, T, D]``.
+            ``[B, H_q, T, D_v]``.
         """
 
     def advance(self, count: int) -> None:
@@ -62,7 +89,7 @@ class KVShape:
     @property
     def elements(self) -> int:
         """Elements of one token's keys and values."""
-        return 2 * self.heads.kv * self.heads.dim
+        return self.heads.row
 
 
 def _scales(module: nn.Module) -> bool:

@@ -1,11 +1,12 @@
 """Linear layers for inputs of few rows (the tokens of a tree), and copies of a model that use them.
 
 A copy shares every parameter and buffer with its original, which is not changed. Only the plain linear layers
-inside the decoder layers are replaced: embeddings, norms and the head are the original's.
+inside the decoder layers are replaced, in copies of few bits fused experts too: embeddings, norms and the
+head are the original's.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,10 @@ from transformers import PreTrainedModel
 
 from triforce_tree.kernels.linear import reference
 from triforce_tree.kernels.linear.configs import LEAST_BLOCK, MOST_PLAIN_ROWS, MOST_ROWS
+from triforce_tree.models.experts.few_row import LowBitExperts
+from triforce_tree.models.experts.modules import is_fused
+from triforce_tree.models.host_linear import is_plain_linear
+from triforce_tree.models.model_copy import text_decoder
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -72,7 +77,7 @@ class LowBitLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """``[out_features, in_features]``, dequantised: some families read it, or its dtype, beside the call."""
+        """``[out_features, in_features]``, dequantised: some families read it, or its dtype, themselves."""
         return reference.dequantise(self.words, self.scales, self.bits, self.in_features, self._dtype)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -88,12 +93,17 @@ class LowBitLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}"
 
 
-def with_linears(model: PreTrainedModel, make: Callable[[nn.Linear], nn.Module]) -> PreTrainedModel:
+def with_linears(
+    model: PreTrainedModel,
+    make: Callable[[nn.Linear], nn.Module],
+    make_experts: Callable[[nn.Module], nn.Module] | None = None,
+) -> PreTrainedModel:
     """A copy of a model over the same parameters and buffers, with other linear layers.
 
     Args:
         model: any transformers model; it is not changed.
         make: returns the replacement of a plain ``nn.Linear`` inside a list of layers.
+        make_experts: the same for a module of fused experts; None keeps them.
 
     Returns:
         A model of the same class. Its configuration is a copy, so that its attention implementation may
@@ -111,20 +121,36 @@ def with_linears(model: PreTrainedModel, make: Callable[[nn.Linear], nn.Module])
         if linear not in replaced:
             replaced[linear] = make(linear)
         setattr(parent, name, replaced[linear])
+    if make_experts is not None:
+        for parent, name, module in _children_of_layers(clone):
+            if is_fused(module):
+                setattr(parent, name, make_experts(module))
     return clone
 
 
-def why_not_replaceable(model: PreTrainedModel) -> str | None:
+def why_not_replaceable(model: nn.Module) -> str | None:
     """The reason why a model's linear layers cannot be replaced; None if they can."""
     name = type(model).__name__
-    linears = [linear for *_, linear in _layer_linears(model)]
-    # Some quantisation libraries have their own layer classes, others their own tensor classes in nn.Linear.
-    plain = all(
-        type(linear.weight.data) is Tensor and linear.weight.is_floating_point() for linear in linears
-    )
-    if getattr(model, "is_quantized", False) or not plain:
-        return f"{name} is quantised"
+    if (method := quantisation(model)) is not None:
+        return f"{name} is quantised ({method})"
+    linears = _layer_linears(model)
     return None if linears else f"{name} has no nn.Linear inside a list of layers"
+
+
+def quantisation(model: nn.Module) -> str | None:
+    """How a model is quantised: the method's name, or the class of a layer or of its weight; None if not."""
+    if getattr(model, "is_quantized", False):
+        settings = getattr(getattr(model, "config", None), "quantization_config", None)
+        method = getattr(settings, "quant_method", None)
+        return str(getattr(method, "value", method or "is_quantized"))
+    for *_, child in _children_of_layers(model):
+        weight = getattr(child, "weight", None)
+        if isinstance(weight, Tensor) and weight.dim() == 2 and not isinstance(child, nn.Embedding):
+            if type(weight.data) is not Tensor:
+                return type(weight.data).__name__
+            if not (weight.is_floating_point() and weight.element_size() > 1):
+                return type(child).__name__
+    return None
 
 
 def few_row_copy(model: PreTrainedModel) -> PreTrainedModel:
@@ -135,18 +161,32 @@ def few_row_copy(model: PreTrainedModel) -> PreTrainedModel:
 def low_bit_copy(
     model: PreTrainedModel, bits: int, before: Callable[[Tensor], None] | None = None
 ) -> PreTrainedModel:
-    """A copy with linear layers of 8 or 4 bits, for drafting: close to the model in far fewer bytes.
+    """A copy with linear layers and experts of 8 or 4 bits, for drafting: close to the model in fewer bytes.
 
     Args:
         before: called with each weight before it is read, layer by layer; copies streamed weights in.
+
+    Raises:
+        ValueError: see :func:`check_low_bits`.
     """
+    check_low_bits(model, bits)
 
     def make(linear: nn.Linear) -> nn.Module:
         if before is not None:
             before(linear.weight)
         return LowBitLinear(linear, bits)
 
-    return with_linears(model, make)
+    return with_linears(model, make, lambda module: LowBitExperts(module, bits, before))
+
+
+def check_low_bits(model: nn.Module, bits: int) -> None:
+    """Raise ValueError where a model's linear layers cannot be copied in so few bits; 16 is no copy."""
+    if bits != 16 and (reason := why_not_replaceable(model)):
+        raise ValueError(
+            f"retrieval_weight_bits={bits} copies the target's own linear layers in fewer bits, but "
+            f"{reason}; use retrieval_weight_bits=16, which runs the retrieval level on the target's weights "
+            "as they are"
+        )
 
 
 def extra_bytes(model: nn.Module) -> int:
@@ -154,7 +194,7 @@ def extra_bytes(model: nn.Module) -> int:
     owned = [
         tensor
         for module in model.modules()
-        if isinstance(module, FewRowLinear | LowBitLinear)
+        if isinstance(module, FewRowLinear | LowBitLinear | LowBitExperts)
         for tensor in module.buffers()
     ]
     return sum(tensor.numel() * tensor.element_size() for tensor in {id(t): t for t in owned}.values())
@@ -162,14 +202,19 @@ def extra_bytes(model: nn.Module) -> int:
 
 def _layer_linears(model: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
     """(parent, name, linear) of the plain linear layers inside a ``ModuleList`` (of decoder layers)."""
-    members = [member for each in model.modules() if isinstance(each, nn.ModuleList) for member in each]
-    parents = {id(parent): parent for member in members for parent in member.modules()}
     return [
-        (parent, name, child)
-        for parent in parents.values()
-        for name, child in parent.named_children()
-        if type(child) is nn.Linear
+        (parent, name, child) for parent, name, child in _children_of_layers(model) if is_plain_linear(child)
     ]
+
+
+def _children_of_layers(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    """(parent, name, module) of everything inside a ``ModuleList`` (of decoder layers)."""
+    lists = [each for each in text_decoder(model).modules() if isinstance(each, nn.ModuleList)]
+    members = [member for each in lists for member in each]
+    parents = {id(parent): parent for member in members for parent in member.modules()}
+    for parent in parents.values():
+        for name, child in parent.named_children():
+            yield parent, name, child
 
 
 def _counters(linear: nn.Linear) -> Tensor:

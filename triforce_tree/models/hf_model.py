@@ -4,35 +4,43 @@ There is no model code here: transformers' attention interface calls :func:`_att
 passes queries, keys and values on to the cache of the current forward.
 """
 
+import logging
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, Cache, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
-from triforce_tree.kernels.attention.plan import Heads
 from triforce_tree.kernels.device import explained
 from triforce_tree.models.attention import (
     AttentionParams,
     KVCache,
     KVShape,
+    effective_window,
     scaled_queries,
     scales_queries,
     take_over_query_scales,
 )
+from triforce_tree.models.experts.streamed import Streamed
+from triforce_tree.models.few_row import quantisation
 from triforce_tree.models.host_linear import few_row_linears
 from triforce_tree.models.length_rope import LengthRope
 from triforce_tree.models.model_copy import shallow_copy
-from triforce_tree.models.recorder import LayerCall, Recorder
+from triforce_tree.models.recorder import Recorder
+from triforce_tree.models.recurrent.limits import refuse_without_attention
+from triforce_tree.models.recurrent.mixers import attach
+from triforce_tree.models.recurrent.pass_through import PassThrough
+from triforce_tree.models.recurrent.running import running
 from triforce_tree.models.supported import UnsupportedModelError, refuse_unsupported
 from triforce_tree.runtime.distributed import broadcast_tensor
 from triforce_tree.runtime.locks import held
 
 ATTENTION = "triforce_tree"
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -53,64 +61,6 @@ class _Running(threading.local):
 
 
 _running = _Running()
-
-
-class Streamed(Protocol):
-    """Weights of decoder layers that are kept in host memory, and copied to the device for each layer's call.
-
-    Attributes:
-        bytes: size of these weights; ``slot_bytes``: of the device memory that they are copied into.
-        copied: bytes copied so far.
-    """
-
-    bytes: int
-    slot_bytes: int
-    copied: int
-
-    def bring(self, weight: Tensor) -> None:
-        """Copy a parameter to the device; called before it is read outside its layer's call."""
-
-    def paused(self) -> AbstractContextManager[None]:
-        """A context in which calling a layer copies no weights, as it does not compute."""
-
-    def check(self) -> None:
-        """Raise RuntimeError if the weights have been released."""
-
-    def close(self) -> None:
-        """Release the weights' memory."""
-
-
-class PassThrough(Cache):
-    """A transformers cache that returns new keys and values to the attention function, which stores them."""
-
-    def __init__(self) -> None:
-        super().__init__(layers=[])
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        return key_states, value_states
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
-
-
-def effective_window(module: torch.nn.Module, window: int | None) -> tuple[int | None, bool]:
-    """The window of an attention module, None where it hides nothing, and whether it is a chunk.
-
-    Args:
-        window: of sliding attention, as the module passes it on. Chunks are in the configuration alone.
-    """
-    config: Any = getattr(module, "config", None)
-    kinds: Any = getattr(config, "layer_types", None) or ()
-    index = getattr(module, "layer_idx", None)
-    chunked = isinstance(index, int) and index < len(kinds) and kinds[index] == "chunked_attention"
-    if chunked:
-        window = config.attention_chunk_size
-    limit = getattr(config, "max_position_embeddings", None)
-    if window is None or (limit is not None and window >= limit):
-        return None, False
-    return window, chunked
 
 
 def _attention(
@@ -165,12 +115,19 @@ class HFModel:
             forwards run on a :func:`shallow_copy` with our attention, made by :meth:`active`.
         streamed: the weights of its layers, if they are kept in host memory.
 
+    Attributes:
+        capturable: whether CUDA graphs can hold linear layers of other libraries in it; None until tried.
+        calls: how each layer with attention attends, by its index.
+        kv_shapes: what these layers keep, in their order; ``kv_layers`` by layer, None for one without.
+        states: shapes of the states of recurrent layers; None if there are none.
+
     Raises:
         UnsupportedModelError: the family ignores the attention interface or keeps other state.
     """
 
     def __init__(self, model: PreTrainedModel, streamed: Streamed | None = None) -> None:
         self.model, self.streamed = model, streamed
+        self.capturable: bool | None = None
         config = model.config.get_text_config(decoder=True)
         self.name = type(model).__name__
         layers = getattr(config, "num_hidden_layers", None)
@@ -192,6 +149,8 @@ class HFModel:
                 f"sequence length ({type(error).__name__}: {error})"
             ) from error
         self._running: PreTrainedModel | None = None
+        if quantisation(model) is not None:
+            self._settle()
         self._probe()
 
     @property
@@ -207,6 +166,18 @@ class HFModel:
         """Size of the position embedding table; None for rotary embeddings, which are defined everywhere."""
         rotary = any(name.endswith("inv_freq") for name, _ in self.model.named_buffers())
         return None if rotary else self.max_positions
+
+    def check_length(self, prompt: int, new: int) -> None:
+        """Raise ValueError where prompt and new tokens exceed the positions that the model can take."""
+        limit = self.max_positions
+        if limit is not None and prompt + new > limit:
+            remedy = f" or set max_new_tokens<={limit - prompt}" if prompt < limit else ""
+            raise ValueError(
+                f"{prompt} prompt tokens + {new} new ones = {prompt + new} exceed the model's "
+                f"{limit} positions; shorten the prompt{remedy}"
+            )
+        if self.length_rope is not None:
+            self.length_rope.check(prompt, new)
 
     @property
     def running(self) -> PreTrainedModel:
@@ -235,18 +206,19 @@ class HFModel:
             if self._running is not None:
                 yield
                 return
-            running = shallow_copy(self.model)
-            running.set_attn_implementation(ATTENTION)
-            running.eval()
-            take_over_query_scales(running)
+            copied = shallow_copy(self.model)
+            copied.set_attn_implementation(ATTENTION)
+            copied.eval()
+            take_over_query_scales(copied)
             if self.length_rope is not None:
-                self.length_rope.attach(running)
+                self.length_rope.attach(copied)
+            attach(copied, in_chunks=True)
             with ExitStack() as stack:
                 stack.enter_context(plain_torch_modes(self.device))
                 stack.enter_context(explained(self.device))
-                stack.enter_context(few_row_linears(running))
+                stack.enter_context(few_row_linears(copied))
                 try:
-                    self._running = running
+                    self._running = copied
                     yield
                 finally:
                     self._running = None
@@ -270,7 +242,7 @@ class HFModel:
         Args:
             tokens: T ids.
             last_only: compute only the last token's logits (prefill).
-            whole: check that every layer has attended; False if some layers are skipped.
+            whole: check that every layer with attention has attended; False if some layers are skipped.
 
         Returns:
             ``[T, V]`` or ``[1, V]`` in the model's dtype, rank 0's on every rank.
@@ -280,7 +252,7 @@ class HFModel:
         """
         ids = torch.tensor([tokens], device=self.device)
         positions = cache.positions(len(tokens)).to(self.device)[None]
-        with self.attending(cache) as called:
+        with self.attending(cache) as called, running(cache.recurrent):
             out = self.running(
                 input_ids=ids,
                 position_ids=positions,
@@ -289,14 +261,39 @@ class HFModel:
                 logits_to_keep=1 if last_only else 0,
                 **({"triforce_positions": positions} if scales_queries(self.model) else {}),
             )
-        if whole and len(called) != self.layers:
+        if whole and len(called) != len(self.calls):
+            missing, count = len(self.calls) - len(called), len(self.calls)
             raise RuntimeError(
-                f"{self.layers - len(called)} of {self.layers} layers of {self.name} did not attend "
+                f"{missing} of {count} layers of {self.name} did not attend "
                 "through transformers' attention interface; load the model again if a forward was replaced"
             )
         cache.advance(len(tokens))
         logits: Tensor = out.logits[0, -1:] if last_only else out.logits[0]
         return broadcast_tensor(logits.contiguous())
+
+    def _settle(self) -> None:
+        """Run the model's own forward once.
+
+        Quantisation libraries change layers in their first forward (bitsandbytes moves weights into a state
+        of its own, compressed-tensors unpacks them), and copies must be made of what is there afterwards.
+        """
+        settings = getattr(self.model.config, "quantization_config", None)
+        threshold = getattr(settings, "llm_int8_threshold", 0)
+        if getattr(settings, "load_in_8bit", False) and threshold:
+            _LOG.warning(
+                "%s rounds a token's activations by the outliers of all tokens of a forward "
+                "(llm_int8_threshold=%s), so that tokens verified together change each other's logits a "
+                "little; llm_int8_threshold=0.0 makes them independent",
+                self.name, threshold,
+            )  # fmt: skip
+        with held(self.model), plain_torch_modes(self.device):
+            try:
+                self.model(input_ids=torch.ones(1, 1, dtype=torch.int64, device=self.device))
+            except Exception as error:  # third-party code
+                raise UnsupportedModelError(
+                    f"{self.name} is quantised ({quantisation(self.model)}), and its own forward fails here "
+                    f"({type(error).__name__}: {' '.join(str(error).split())[:240]})"
+                ) from error
 
     def _probe(self) -> None:
         recorder = Recorder()
@@ -306,35 +303,27 @@ class HFModel:
                 self.forward([1], recorder, whole=False)
         except Exception as error:  # third-party code: any failure means unsupported
             problem = f"{type(error).__name__}: {error}"
-        if problem is None and len(recorder.keys) != self.layers:
-            problem = (
-                f"{len(recorder.keys)} of its {self.layers} layers used transformers' attention interface"
-            )
+        self.states = recorder.states.shapes
+        attending = len(recorder.calls)
+        if problem is None and self.states is not None and not attending:
+            refuse_without_attention(self.name)
+        if problem is None and not all(index in range(self.layers) for index in recorder.calls):
+            problem = "an attention module serves several layers, and does not know which of them is running"
+        if problem is None and self.states is None and attending != self.layers:
+            problem = f"{attending} of its {self.layers} layers used transformers' attention interface"
         if problem:
             raise UnsupportedModelError(
                 f"{self.name} cannot be decoded hierarchically: its attention does not pass through "
                 f"transformers' attention interface with our cache ({problem})"
             )
-        for index, (keys, values) in recorder.widths.items():
-            if keys != values:
-                raise UnsupportedModelError(
-                    f"{self.name} has keys of {keys} and values of {values} elements per head (layer "
-                    f"{index}; as in multi-head latent attention), but caches and kernels need one width"
-                )
-        self.calls = {
-            i: LayerCall(recorder.modules[i], how, *_heads_and_dim(recorder.keys[i]), recorder.query_heads[i])
-            for i, how in sorted(recorder.params.items())
-        }
+        self.calls = dict(sorted(recorder.calls.items()))
         self.kv_shapes = [
-            KVShape(Heads(call.query_heads, call.kv_heads, call.dim), call.how.window, call.how.chunked)
-            for call in self.calls.values()
+            KVShape(call.heads, call.how.window, call.how.chunked) for call in self.calls.values()
         ]
+        self.kv_layers: list[KVShape | None] = [None] * self.layers
+        for index, shape in zip(self.calls, self.kv_shapes, strict=True):
+            self.kv_layers[index] = shape
         self.has_windows = any(shape.window is not None for shape in self.kv_shapes)
         self.has_softcap = any(call.how.softcap for call in self.calls.values())
         # Of the full-attention layers, if there are any: they take most of the memory and time.
         self.heads = min(self.kv_shapes, key=lambda shape: shape.window is not None).heads
-
-
-def _heads_and_dim(keys: Tensor) -> tuple[int, int]:
-    """H_kv and D of keys ``[B, H_kv, T, D]``."""
-    return keys.shape[1], keys.shape[3]

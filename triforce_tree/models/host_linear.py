@@ -7,6 +7,7 @@ oneDNN takes 0.6 to 0.7 of its time (AVX-512, 8 to 32 rows).
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,22 @@ from torch import Tensor, nn
 from triforce_tree.kernels.cpu.host import ONEDNN
 
 _MOST_ROWS = 64
+# Of eight bits there are floating-point types too, which no product of torch takes without scales.
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether a module is torch's own linear layer with floating-point weights, run by its own ``forward``.
+
+    Quantisation libraries have layer classes of their own, or tensor classes in ``nn.Linear``, or replace the
+    ``forward`` of single layers.
+    """
+    return (
+        type(module) is nn.Linear
+        and "forward" not in vars(module)
+        and type(module.weight.data) is Tensor
+        and module.weight.dtype in _DTYPES
+    )
 
 
 @contextmanager
@@ -36,8 +53,7 @@ def use_few_row_linears(model: nn.Module) -> list[nn.Linear]:
         layer
         for layer in model.modules()
         if ONEDNN
-        and type(layer) is nn.Linear
-        and "forward" not in vars(layer)
+        and is_plain_linear(layer)
         and layer.weight.device.type == "cpu"
         and layer.weight.dtype == torch.float32
     ]

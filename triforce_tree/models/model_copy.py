@@ -1,4 +1,7 @@
-"""Shallow copies of a model: new module objects over shared tensors, so the user's model is never changed."""
+"""The part of a model that decodes text, and copies of models over shared tensors.
+
+Copies have new module objects, so the user's model is never changed.
+"""
 
 import copy
 from functools import partial
@@ -8,6 +11,11 @@ from typing import Any, cast
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
+
+
+def text_decoder(model: nn.Module) -> nn.Module:
+    """The part of a multimodal model that decodes text, without its encoders; else the model itself."""
+    return model.get_decoder() if isinstance(model, PreTrainedModel) else model
 
 
 def shallow_copy(model: PreTrainedModel) -> PreTrainedModel:

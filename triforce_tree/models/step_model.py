@@ -15,20 +15,31 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from triforce_tree.kernels.device import describe
 from triforce_tree.models.attention import (
     AttentionParams,
+    effective_window,
     scaled_queries,
     scales_queries,
     take_over_query_scales,
 )
+from triforce_tree.models.experts.few_row import (
+    FEW_ROW_EXPERTS,
+    FEW_ROW_OR_GROUPED,
+    grouped_products_capture,
+)
+from triforce_tree.models.experts.modules import expert_modules
 from triforce_tree.models.few_row import few_row_copy, why_not_replaceable
 from triforce_tree.models.fused_linears import fused
-from triforce_tree.models.hf_model import HFModel, PassThrough, effective_window
+from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.host_linear import use_few_row_linears
 from triforce_tree.models.length_rope import LengthRope
-from triforce_tree.models.model_copy import shallow_copy
+from triforce_tree.models.model_copy import shallow_copy, text_decoder
+from triforce_tree.models.recurrent.mixers import attach
+from triforce_tree.models.recurrent.pass_through import PassThrough
+from triforce_tree.models.recurrent.running import RecurrentPass, running
+from triforce_tree.runtime.capture_probe import why_not_capturable
 from triforce_tree.runtime.distributed import broadcast_tensor
+from triforce_tree.runtime.executor import free_memory
 
 ATTENTION = "triforce_tree_step"
 MOST_ROWS = 128
@@ -36,6 +47,8 @@ MOST_ROWS = 128
 
 # All models of a family share one compiled function, with a version for each number of tokens and sequences.
 _COMPILED_SHAPES = 256
+# Libraries have other kernels for one token than for a few, and for a few than for many.
+_TRIED_ROWS = (1, 2, 16, 64)
 _LOG = logging.getLogger(__name__)
 
 
@@ -54,10 +67,14 @@ class Attend(Protocol):
 
 
 class _Running(threading.local):
-    """The current forward. Layers run in order: a counter gives the index, so compiled layers share code."""
+    """The current forward. Layers run in order: a counter gives the index, so compiled layers share code.
+
+    ``layers`` are the indices of the layers with attention.
+    """
 
     attend: Attend | None = None
     layer = 0
+    layers: Sequence[int] = ()
 
 
 _running = _Running()
@@ -68,7 +85,7 @@ def _attend_now(
 ) -> Tensor:
     if _running.attend is None:
         raise RuntimeError(f"attention implementation {ATTENTION!r} was called outside a StepModel")
-    layer = _running.layer
+    layer = _running.layers[_running.layer]
     _running.layer += 1
     params = AttentionParams(scale, abs(window) or None, softcap or None, sinks, window < 0)
     return _running.attend(layer, q, k, v, params)
@@ -86,8 +103,8 @@ def _attend(
 def _(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float, sinks: Tensor | None
 ) -> Tensor:
-    batch, heads, tokens, dim = q.shape
-    return q.new_empty(batch, tokens, heads, dim)
+    batch, heads, tokens, _ = q.shape
+    return q.new_empty(batch, tokens, heads, v.shape[3])
 
 
 def _attention(
@@ -127,6 +144,7 @@ class StepModel:
         features: decoder layers whose outputs are kept in ``hidden`` after each call.
         max_positions: size of a learned position table, to which positions are clamped; None for no limit.
             Passes reach beyond the longest sequence; those results are never read, but need some position.
+        layers: indices of the layers with attention, in their order; by default all.
 
     Attributes:
         capturable: whether a CUDA graph can capture a call.
@@ -140,13 +158,17 @@ class StepModel:
         length_rope: LengthRope | None = None,
         features: Sequence[int] = (),
         max_positions: int | None = None,
+        layers: Sequence[int] | None = None,
     ) -> None:
         self.model, self._max_positions = clone.eval(), max_positions
+        text_config = clone.config.get_text_config(decoder=True)
+        self._layers = range(text_config.num_hidden_layers) if layers is None else layers
         self.capturable = length_rope is None or not length_rope.waits_for_host
         self.hidden: dict[int, Tensor] = {}
         self.model.set_attn_implementation(ATTENTION)
         self._scales_queries = scales_queries(clone)
         take_over_query_scales(clone)
+        attach(self.model, in_chunks=False)
         _capturable_experts(self.model, next(self.model.parameters()).device)
         if length_rope is not None:
             length_rope.attach(self.model)
@@ -167,17 +189,27 @@ class StepModel:
         return device
 
     @torch.no_grad()
-    def __call__(self, tokens: Tensor, positions: Tensor, attend: Attend, last: int = 0) -> Tensor:
+    def __call__(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        last: int = 0,
+        states: RecurrentPass | None = None,
+    ) -> Tensor:
         """Logits ``[B, T, V]`` of int64 ``[B, T]``; with ``last`` = n only those of the last n tokens.
 
         With several ranks every rank gets rank 0's, so that all make the same choices.
+
+        Args:
+            states: of recurrent layers, if there are any.
         """
         if self._max_positions is not None:
             positions = positions.clamp_max(self._max_positions - 1)
-        _running.attend, _running.layer = attend, 0
+        _running.attend, _running.layer, _running.layers = attend, 0, self._layers
         try:
             # Set once for all layers: once per layer would take a quarter of the host time.
-            with self._recompile_limit():
+            with self._recompile_limit(), running(states):
                 out = self.model(
                     input_ids=tokens,
                     position_ids=positions,
@@ -205,46 +237,85 @@ def step_model(model: HFModel, compiled: bool, features: Sequence[int] = ()) -> 
     clone = few_row_copy(model.model) if replaced else shallow_copy(model.model)
     if not on_gpu:
         use_few_row_linears(clone)
-    step = StepModel(clone, compiled and replaced, model.length_rope, features, model.learned_positions)
-    # Layers of other libraries, and streamed weights, may make the host wait for the device.
-    step.capturable = step.capturable and replaced and model.streamed is None
+    # The compiler cannot see that streamed experts are overwritten inside a layer.
+    compiled = compiled and replaced and not _streams_experts(model)
+    step = StepModel(clone, compiled, model.length_rope, features, model.learned_positions, list(model.calls))
+    # Streamed linear layers make the host wait for their copies.
+    step.capturable = step.capturable and (model.streamed is None or model.streamed.capturable)
+    if on_gpu and not replaced and step.capturable:
+        if model.capturable is None:
+            model.capturable = captures(step, model)
+        step.capturable = model.capturable
     return step
+
+
+def captures(step: StepModel, model: HFModel) -> bool:
+    """Whether CUDA graphs can hold a model with linear layers of another library; logs why they cannot."""
+
+    def run(tokens: Tensor) -> Tensor:
+        return step(tokens, torch.arange(tokens.shape[1], device=tokens.device)[None], _no_attention)
+
+    for rows in _TRIED_ROWS:
+        # Two inputs without a token in common.
+        first = torch.arange(2 * rows, device=model.device).remainder(model.vocab_size)
+        inputs = first[:rows][None], first[rows:][None]
+        if reason := why_not_capturable(run, *inputs):
+            _LOG.warning(
+                "%s runs without CUDA graphs, as they cannot hold a forward of %d tokens with its linear "
+                "layers (%s): %s",
+                model.name, rows, why_not_replaceable(model.model), reason,
+            )  # fmt: skip
+            return False
+    # Of the graphs, before memory is planned.
+    free_memory()
+    return True
+
+
+def _no_attention(layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
+    batch, heads, tokens, _ = q.shape
+    return v.new_zeros(batch, tokens, heads, v.shape[-1])
+
+
+def _streams_experts(model: HFModel) -> bool:
+    return model.streamed is not None and bool(expert_modules(model.model))
 
 
 def _capturable_experts(clone: PreTrainedModel, device: torch.device) -> None:
     """Give a clone an experts implementation that never waits for the host, unless it has one.
 
     Grouped products read the group sizes on the host, except for bf16 on some architectures; the eager loop
-    over experts does so everywhere. Batched products gather each token's experts and never do.
+    over experts does so everywhere. Batched products gather each token's experts and never do; our own
+    neither gather nor wait, but take 16-bit weights only.
     """
     if not clone._can_set_experts_implementation():
         return
     before = getattr(clone.config.get_text_config(decoder=True), "_experts_implementation", None)
-    grouped = _grouped_products_capture(device) and (device.type != "cuda" or clone.dtype == torch.bfloat16)
-    if before == "grouped_mm" and not grouped:
+    if device.type == "cuda" and before in ("grouped_mm", "eager"):
+        grouped = clone.dtype == torch.bfloat16 and grouped_products_capture(device)
+        few_rows = FEW_ROW_OR_GROUPED if grouped else FEW_ROW_EXPERTS
+        half = clone.dtype in (torch.bfloat16, torch.float16)
+        clone.set_experts_implementation(few_rows if half else "batched_mm")
+    elif before == "grouped_mm" and not grouped_products_capture(device):
         clone.set_experts_implementation("batched_mm")
-    elif before == "eager" and device.type == "cuda":
-        clone.set_experts_implementation("grouped_mm" if grouped else "batched_mm")
-
-
-def _grouped_products_capture(device: torch.device) -> bool:
-    """Whether a CUDA graph can capture torch's grouped product of bf16 matrices on this device."""
-    # torch has a kernel for these two architectures; on others it copies the group sizes to the host.
-    return device.type != "cuda" or describe(device).capability[0] in (9, 10)
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The ``ModuleList`` of decoder layers, found by its length; of several the text decoder's.
+    """The ``ModuleList`` of decoder layers, found by its length. Encoders of images may have one as long.
 
     Raises:
         ValueError: there is none.
     """
     count = model.config.get_text_config(decoder=True).num_hidden_layers
-    for part in (model.get_decoder(), model):
-        for module in part.modules():
-            if isinstance(module, nn.ModuleList) and len(module) == count:
-                return module
+    modules = text_decoder(model).modules()
+    found = [module for module in modules if isinstance(module, nn.ModuleList) and len(module) == count]
+    if found:
+        # Modules that cache keys and values know their layer's index; those of encoders do not.
+        return max(found, key=lambda layers: _indexed(layers[0]))
     raise ValueError(f"{type(model).__name__} has no list of its {count} decoder layers")
+
+
+def _indexed(layer: nn.Module) -> bool:
+    return any(getattr(module, "layer_idx", None) is not None for module in layer.modules())
 
 
 def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from triforce_tree.models.recurrent.mixers import mixers, unknown_mixers
+
 _RECURRENT = {"linear_attention", "mamba", "mamba2", "recurrent", "conv"}
 
 
@@ -30,14 +32,16 @@ def refuse_unsupported(model: nn.Module) -> None:
 def _architecture(model: nn.Module, config: Any, text_config: Any) -> str | None:
     if getattr(config, "is_encoder_decoder", False):
         return "is an encoder-decoder model; hierarchical decoding needs a causal LM"
-    recurrent = sorted(set(getattr(text_config, "layer_types", None) or []) & _RECURRENT)
-    named = {name.rpartition(".")[2] for name, _ in model.named_modules()}
-    if not recurrent and "mamba" in named:
-        recurrent = ["mamba"]
-    if recurrent:
+    if unknown := sorted(unknown_mixers(model)):
         return (
-            f"keeps recurrent state ({', '.join(recurrent)} layers), which cannot be rolled back to a node "
-            "of a token tree"
+            f"keeps recurrent state in a way that is not known here ({', '.join(unknown)}), so it cannot be "
+            "carried from pass to pass"
+        )
+    recurrent = sorted(set(getattr(text_config, "layer_types", None) or []) & _RECURRENT)
+    if recurrent and not mixers(model):
+        return (
+            f"keeps recurrent state ({', '.join(recurrent)} layers), but none of its modules is of a known "
+            "kind (Mamba, Mamba-2, gated delta rule, Kimi delta attention, short convolution)"
         )
     if getattr(text_config, "index_topk", None):
         return (
@@ -53,7 +57,7 @@ def _placement(model: nn.Module) -> str | None:
     if len(places) > 1 or "disk" in places:
         return (
             f"is spread over {', '.join(sorted(places))} (hf_device_map), but a level runs on one device; "
-            "load it without device_map, or onto a single device"
+            "use triforce_tree.load, which gathers plain weights, or load it without device_map"
         )
     if "meta" in devices:
         return "has weights without data (meta tensors); load it with its weights, and without device_map"

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from triforce_tree.models.few_row import quantisation
 from triforce_tree.runtime.distributed import Group, all_reduce
 
 _COLUMNS, _ROWS = "colwise", "rowwise"
@@ -58,6 +59,8 @@ def shard(model: PreTrainedModel, group: Group) -> None:
     """
     if shards_of(model) > 1:
         return
+    if (method := quantisation(model)) is not None:
+        raise ValueError(f"{type(model).__name__} is quantised ({method}) and cannot be sharded; {_REMEDY}")
     _check_heads(model, group.size)
     for path, style in _planned(model, group.size):
         parent, _, name = path.rpartition(".")

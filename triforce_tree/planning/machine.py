@@ -3,7 +3,6 @@
 import time
 from dataclasses import replace
 from functools import cache
-from math import prod
 
 import torch
 
@@ -113,31 +112,30 @@ def host_rate(heads: Heads, dtype: torch.dtype, device: torch.device) -> HostRat
 def _host_rate(heads: Heads, dtype: torch.dtype, device: torch.device, threads: int) -> HostRate:
     on_gpu = device.type == "cuda"
     size, piece = (_KV_BYTES, _PIECE) if on_gpu else (_KV_BYTES >> 4, _PIECE >> 4)
-    shape = (2, heads.kv, heads.dim)
-    slot_bytes = prod(shape) * dtype.itemsize
+    slot_bytes = heads.row * dtype.itemsize
     memory = HostMemory(locked=on_gpu, what="measuring attention on the CPU")
     memory.check(size)
     attention, stream, rates = kernel(heads, dtype) or attend, CopyStream(device), []
     try:
         # Filled, as untouched memory is one shared page of zeros.
-        kv = memory.take((size // slot_bytes, *shape), dtype).fill_(0.5)
-        on_device = torch.empty((piece // slot_bytes, *shape), dtype=dtype, device=device)
+        kv = memory.take((size // slot_bytes, heads.row), dtype).fill_(0.5)
+        on_device = torch.empty((piece // slot_bytes, heads.row), dtype=dtype, device=device)
         for queries in _QUERIES:
             q = torch.full((queries, heads.query, heads.dim), 0.5, dtype=dtype)
             probe = kv[: -(-len(kv) // 16)]
-            attention(q, probe)
+            attention(q, *heads.split(probe))
             start = time.perf_counter()
-            attention(q, probe)
+            attention(q, *heads.split(probe))
             # A slow processor would take seconds for all of it, long after the copies have ended.
             repeats = _SECONDS / 2 / (time.perf_counter() - start)
             part = kv[: max(1, min(len(kv), int(len(probe) * repeats)))]
-            attention(q, part)
+            attention(q, *heads.split(part))
             copies = int(2 * _SECONDS * bandwidths(device)[0] / on_device.nbytes) if on_gpu else 0
             for _ in range(copies):
                 stream.copy(on_device, kv[: len(on_device)])
             start, seconds, read = time.perf_counter(), 0.0, 0
             while seconds < _SECONDS:
-                attention(q, part)
+                attention(q, *heads.split(part))
                 read += part.nbytes
                 seconds = time.perf_counter() - start
             stream.synchronize()

@@ -6,7 +6,7 @@ from dataclasses import replace
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.kv.offload.streamed_weights import SLOTS
 from triforce_tree.planning import memory_map
-from triforce_tree.planning.memory_choices import first_fitting
+from triforce_tree.planning.memory_choices import first_fitting, with_level_one
 from triforce_tree.planning.memory_layout import MemoryPlan, Workload, gib, on_device, with_options
 from triforce_tree.planning.memory_map import GIB, Machine, Sizes
 
@@ -101,6 +101,10 @@ class _Advice:
         ):
             return True
         try:
+            if config.offloads == "auto" and sizes.streams_experts_only:
+                choices = with_level_one(sizes, config, given, workload.prompt)
+                if any(on_device(sizes, machine, choice, workload).fits for choice in choices):
+                    return True
             return first_fitting(sizes, machine, config, given, workload)[0] is not None
         except ValueError:
             # retrieval_weight_bits=16 was given, and does not work with streamed weights.
@@ -151,8 +155,13 @@ class _Advice:
                 yield f"keep the weights on the host too (offload_weights=True), and {advice}"
 
     def _streamed(self) -> Sizes | None:
-        """The same models with the weights of their (dense) layers on the host; None if they already are."""
+        """The same models with the weights of their layers on the host; None if they already are.
+
+        Of a model with experts only those, whose slots hold one layer.
+        """
         sizes = self.sizes
+        if sizes.experts is not None and not sizes.streamed:
+            return replace(sizes, streamed=sizes.experts.total, slots=sizes.experts.layer_bytes)
         attention = 2 * (sizes.heads + sizes.kv_heads) * sizes.head_dim
         layer = sizes.hidden * (attention + 3 * sizes.mlp) * sizes.itemsize
         streamed = replace(sizes, streamed=layer * sizes.layers, slots=SLOTS * layer)

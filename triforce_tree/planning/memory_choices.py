@@ -27,6 +27,8 @@ _RETRIEVAL_OPTIONS = frozenset(
     ("levels", "budget", "chunk", "recent", "refresh", "retrieval_weight_bits", "gamma")
 )
 _PREFILL_CHUNK, _SMALL_PREFILL_CHUNK, _LEAST_PREFILL_CHUNK = 4096, 1024, 512
+# The same where the experts of each chunk are streamed.
+_STREAMED_CHUNKS = (16_384, 8192, _PREFILL_CHUNK, _SMALL_PREFILL_CHUNK)
 
 
 def first_fitting(
@@ -79,6 +81,36 @@ def _choices(
         yield from _of_budget(fewer, given, prompt, streamed, budgets[-1], chunks[:1])
 
 
+def with_level_one(
+    sizes: Sizes, config: HierarchyConfig, given: Collection[str], prompt: int
+) -> Iterator[HierarchyConfig]:
+    """The settings for a KV cache on the device: all choices of a prefill's chunks and of level 1's bits.
+
+    Every chunk of a prefill goes through all layers, and is routed to nearly all experts, which cross the
+    bus: with streamed experts chunks are as large as fits.
+    """
+    if not sizes.streamed:
+        yield config
+        return
+    bits: tuple[int, ...] = (config.retrieval_weight_bits,)
+    if levels_of(config, prompt) == 3:
+        bits = _level_one_bits(config, given)
+    chunks: list[int | None] = [config.prefill_chunk]
+    if "prefill_chunk" not in given:
+        # One that holds the prompt is enough.
+        smaller = (*_STREAMED_CHUNKS[1:], 0)
+        chunks = [chunk for chunk, less in zip(_STREAMED_CHUNKS, smaller, strict=True) if less < prompt]
+    for own, chunk in product(bits, chunks):
+        yield with_options(config, retrieval_weight_bits=own, prefill_chunk=chunk)
+
+
+def _level_one_bits(config: HierarchyConfig, given: Collection[str]) -> tuple[int, ...]:
+    """Bits of the retrieval model's copy of streamed weights, in the order of preference."""
+    bits = (config.retrieval_weight_bits,) if "retrieval_weight_bits" in given else (8, 4)
+    check_level_one(bits[0])
+    return bits
+
+
 def _of_budget(
     config: HierarchyConfig,
     given: Collection[str],
@@ -89,8 +121,7 @@ def _of_budget(
 ) -> Iterator[tuple[HierarchyConfig, Offload]]:
     bits: tuple[int, ...] = (config.retrieval_weight_bits,)
     if streamed and levels_of(config, prompt, budget) == 3:
-        bits = bits if "retrieval_weight_bits" in given else (8, 4)
-        check_level_one(bits[0])
+        bits = _level_one_bits(config, given)
     for retrieval_weight_bits, (split, prefill_chunk, count) in product(bits, _splits()):
         if "prefill_chunk" not in given:
             config = with_options(config, prefill_chunk=prefill_chunk)

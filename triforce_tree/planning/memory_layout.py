@@ -9,8 +9,8 @@ from triforce_tree.kv.offload.host_store import Offload
 from triforce_tree.kv.offload.layout import piece_slots, round_up, window_slots
 from triforce_tree.planning import memory_map
 from triforce_tree.planning.memory_map import GIB, MIB, MOST_GAMMA, Machine, Sizes
-from triforce_tree.planning.pass_time import LEAST_GAMMA, FarRows, best_gamma, pass_tokens
-from triforce_tree.trees.device_shapes import PassLimits, unit_rows
+from triforce_tree.planning.pass_time import LEAST_GAMMA, HostKV, best_gamma, pass_tokens
+from triforce_tree.trees.device_shapes import PassLimits, unit_slots
 
 LEAST_BUDGET = 1024
 """The smallest budget that is chosen."""
@@ -46,6 +46,8 @@ class MemoryPlan:
         pass_seconds: expected time of a full-target pass; ``weight_seconds`` of it are copies of weights.
         workload: what it was made for.
         layer_bytes: bytes of one layer's KV slots of all sequences.
+        weight_bytes: expected bytes of weights that a full-target pass copies to the device.
+        resident_experts: layers whose streamed experts stay on the device, once they were copied.
     """
 
     config: HierarchyConfig
@@ -57,6 +59,8 @@ class MemoryPlan:
     pass_seconds: float
     workload: Workload
     layer_bytes: int
+    weight_bytes: int = 0
+    resident_experts: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON; memory in GiB."""
@@ -73,7 +77,7 @@ class MemoryPlan:
             "bus_gbps": self.machine.bus / 1e9,
             "cpu_gbps": self.cpu / 1e9 if self.cpu is not None else None,
             "pass_ms": 1e3 * self.pass_seconds,
-            "pass_weights_gib": self.host.get(_WEIGHTS, 0) / GIB,
+            "pass_weights_gib": self.weight_bytes / GIB,
             "pass_weights_ms": 1e3 * self.weight_seconds,
         }
 
@@ -85,7 +89,7 @@ class MemoryPlan:
 
     @property
     def weight_seconds(self) -> float:
-        return self.host.get(_WEIGHTS, 0) / self.machine.bus
+        return self.weight_bytes / self.machine.bus
 
     @property
     def host_bytes(self) -> int:
@@ -113,23 +117,31 @@ class MemoryPlan:
     def with_resident(self, size: int) -> "MemoryPlan":
         """The same plan with ``size`` bytes of KV slots on the device."""
         assert self.offload is not None, "without offloading all KV slots are on the device"
-        more = size - self.device["resident rows"]
-        device = {"resident rows": size, "free": self.device["free"] - more}
-        host = self.host | {"full rows": max(0, self.host["full rows"] - more)}
+        more = size - self.device["resident KV"]
+        device = {"resident KV": size, "free": self.device["free"] - more}
+        host = self.host | {"KV": max(0, self.host["KV"] - more)}
         resident = replace(self.offload, resident_bytes=size)
-        split = _on_host(host, self.machine).split(resident, pass_tokens(self.config, self.levels))
+        split = _on_host(host, self.weight_bytes, self.machine).split(
+            resident, pass_tokens(self.config, self.levels)
+        )
         return replace(self, offload=split, device=self.device | device, host=host)
 
     def smaller(self) -> tuple["MemoryPlan", str] | None:
         """After device memory ran out: a plan that needs less, and what changed; None if there is none."""
         split = self.offload
+        if kept := self.resident_experts:
+            size = self.device["resident experts"] * (kept // 2) // kept
+            freed = self.device["resident experts"] - size
+            device = {"resident experts": size, "free": self.device["free"] + freed}
+            change = f"layers with resident experts {kept} -> {kept // 2}"
+            return replace(self, resident_experts=kept // 2, device=self.device | device), change
         if split is None:
             return None
         least = self.layer_bytes if split.last_resident else 0
         less = max(least, min(3 * split.resident_bytes // 4, split.resident_bytes - GIB // 2))
         with_less = self.with_resident(less)
         if less < split.resident_bytes and with_less.host_bytes <= self.machine.host:
-            return with_less, f"resident rows {gib(split.resident_bytes)} -> {gib(less)}"
+            return with_less, f"resident KV {gib(split.resident_bytes)} -> {gib(less)}"
         if split.buffers > 2:
             return replace(self, offload=replace(split, buffers=2)), f"ring {split.buffers} -> 2 buffers"
         if split.piece_bytes > 8 * MIB:
@@ -167,7 +179,7 @@ def offloaded(
         config = with_options(config, gamma=MOST_GAMMA)
     slot_bytes, layers, batch = sizes.row, sizes.full_layers, workload.batch
     retrieval = config.retrieval
-    unit = unit_rows(retrieval.chunk if levels == 3 else 1)
+    unit = unit_slots(retrieval.chunk if levels == 3 else 1)
     max_seq_len = round_up(workload.max_seq_len, unit)
     piece = piece_slots(split.piece_bytes, slot_bytes, max_seq_len, unit) * slot_bytes
     means, slots, recent = 0, 0, 0
@@ -201,28 +213,47 @@ def offloaded(
     full = layer_bytes * layers
     last = layer_bytes if split.last_resident and layers else 0
     resident = min(full, last + max(0, left - last) // (piece * batch) * piece * batch)
-    device["resident rows"] = resident
+    device["resident KV"] = resident
+    kept = _keep_experts(device, sizes, machine)
     device["free"] = machine.device - sum(device.values())
-    device_bytes = sizes.weights + resident
-    host = {"full rows": full - resident}
+    host = {"KV": full - resident}
     if sizes.streamed:
         host[_WEIGHTS] = sizes.streamed
     if split.states_on_host:
         host["hidden states of prefill"] = hidden
-    on_host = _on_host(host, machine)
+
+    def weight_bytes(gamma: int | None = None) -> int:
+        return sizes.copied_weights(batch * pass_tokens(config, levels, gamma), kept)
+
+    on_host = _on_host(host, weight_bytes(), machine)
     if on_host.share(LEAST_GAMMA + 1) and config.runner_ups is None and levels == 3:
         # Runner-ups gain at most a token per pass; their queries are nearly free on the GPU, not on the CPU.
         config = with_options(config, runner_ups=False)
 
     def seconds(gamma: int) -> float:
-        return max(on_host.seconds(pass_tokens(config, levels, gamma)), device_bytes / machine.read)
+        tokens = pass_tokens(config, levels, gamma)
+        crossing = _on_host(host, weight_bytes(gamma), machine).seconds(tokens)
+        return max(crossing, (sizes.read_weights(batch * tokens) + resident) / machine.read)
 
     if "gamma" not in given and levels == 3:
         config = with_options(config, gamma=best_gamma(sizes, machine, config, seconds))
+    on_host = _on_host(host, weight_bytes(), machine)
     split = on_host.split(replace(split, resident_bytes=resident), pass_tokens(config, levels))
     return MemoryPlan(
-        config, levels, split, device, host, machine, seconds(config.gamma), workload, layer_bytes
-    )
+        config, levels, split, device, host, machine, seconds(config.gamma), workload, layer_bytes,
+        weight_bytes(), kept,
+    )  # fmt: skip
+
+
+def _keep_experts(device: dict[str, int], sizes: Sizes, machine: Machine) -> int:
+    """Let streamed experts of some layers stay in the memory that is left; returns how many layers."""
+    if not sizes.streamed or sizes.experts is None:
+        return 0
+    left = machine.device - sum(device.values()) - memory_map.reserve(machine.device)
+    kept = max(0, min(sizes.experts.layers - 1, left // sizes.experts.layer_bytes))
+    device["resident experts"] = kept * sizes.experts.layer_bytes
+    # The last layer alone in the shared slots stays there too.
+    return kept + 1 if kept == sizes.experts.layers - 1 else kept
 
 
 def _windows(sizes: Sizes, config: HierarchyConfig, levels: int, workload: Workload) -> dict[str, int]:
@@ -231,32 +262,42 @@ def _windows(sizes: Sizes, config: HierarchyConfig, levels: int, workload: Workl
     return {"layers with windows": size} if sizes.windowed else {}
 
 
-def _on_host(host: Mapping[str, int], machine: Machine) -> FarRows:
-    return FarRows(host["full rows"], host.get(_WEIGHTS, 0), machine.bus, machine.host_attention)
+def _on_host(host: Mapping[str, int], weight_bytes: int, machine: Machine) -> HostKV:
+    return HostKV(host["KV"], weight_bytes, machine.bus, machine.host_attention)
 
 
 def on_device(sizes: Sizes, machine: Machine, config: HierarchyConfig, workload: Workload) -> MemoryPlan:
-    """The plan without offloading: everything stays on the device."""
+    """The plan without offloading: everything but streamed weights stays on the device."""
     levels = levels_of(config, workload.prompt)
     max_seq_len = workload.max_seq_len + PassLimits.of(config, levels).scratch_slots
     layer_bytes = max_seq_len * sizes.row * workload.batch
     full = layer_bytes * sizes.full_layers
-    means = max_seq_len // config.retrieval.chunk * full // max_seq_len // 2 if levels == 3 else 0
+    means = 0
+    if levels == 3:
+        keys = full * sizes.head_dim // (sizes.head_dim + sizes.value_dim)
+        means = max_seq_len // config.retrieval.chunk * keys // max_seq_len
     chunk = config.prefill_chunk or 4096
     device = {
-        "weights": sizes.weights,
+        "weights": sizes.weights - sizes.streamed,
+        "weight slots": sizes.slots,
         "draft": sizes.draft if levels > 1 else 0,
         "low-bit weights": memory_map.low_bit(sizes, config, levels),
-        "full rows": full,
+        "KV": full,
         **_windows(sizes, config, levels, workload),
         "chunk means": means,
-        "prefill": chunk * memory_map.activations(sizes),
+        "prefill": chunk * memory_map.activations(sizes) + workload.prompt * sizes.padded_row,
         "graphs and workspace": memory_map.workspace(sizes, config, levels, workload.batch),
         "other tensors": machine.others,
     }
+    kept = _keep_experts(device, sizes, machine)
     device["free"] = machine.device - sum(device.values())
-    seconds = (sizes.weights + full) / machine.read
-    return MemoryPlan(config, levels, None, device, {}, machine, seconds, workload, layer_bytes)
+    host = {_WEIGHTS: sizes.streamed} if sizes.streamed else {}
+    tokens = workload.batch * pass_tokens(config, levels)
+    copied = sizes.copied_weights(tokens, kept)
+    seconds = max((sizes.read_weights(tokens) + full) / machine.read, copied / machine.bus)
+    return MemoryPlan(
+        config, levels, None, device, host, machine, seconds, workload, layer_bytes, copied, kept
+    )
 
 
 def levels_of(config: HierarchyConfig, prompt: int, budget: int | None = None) -> int:

@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from triforce_tree.config import HierarchyConfig
@@ -11,6 +12,7 @@ from triforce_tree.kv.offload.offloaded_view import TOGETHER
 from triforce_tree.kv.store import RING_PAGE
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.tensor_parallel import shards_of
+from triforce_tree.planning.expert_sizes import ExpertSizes
 from triforce_tree.trees.device_shapes import PassLimits
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -45,7 +47,9 @@ class Sizes:
 
     ``weights`` and ``draft`` are bytes of parameters and buffers, for the draft including its cache;
     ``streamed`` bytes of the weights are in host memory, and are copied into ``slots`` bytes on the device.
-    ``kv_heads`` and ``head_dim`` are those of the full-attention layers; ``windowed`` layers have a window.
+    ``kv_heads``, ``head_dim`` and ``value_dim`` (0 becomes ``head_dim``) are those of the full-attention
+    layers; ``windowed`` layers have a window.
+    Streamed weights include the experts, if there are any.
     """
 
     weights: int
@@ -61,6 +65,34 @@ class Sizes:
     streamed: int = 0
     slots: int = 0
     windowed: tuple[WindowedLayers, ...] = ()
+    experts: ExpertSizes | None = None
+    value_dim: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.value_dim:
+            object.__setattr__(self, "value_dim", self.head_dim)
+
+    @property
+    def streams_experts_only(self) -> bool:
+        """Whether all weights that are in host memory are experts'."""
+        return self.experts is not None and 0 < self.streamed <= self.experts.total * 1.01
+
+    def copied_weights(self, tokens: int, resident: int = 0) -> int:
+        """Expected bytes of weights that a forward of ``tokens`` tokens copies to the device.
+
+        Args:
+            resident: layers whose experts stay on the device.
+        """
+        if not self.streamed or self.experts is None:
+            return self.streamed
+        routed = self.experts.routed_bytes(tokens, resident)
+        return max(0, self.streamed - self.experts.total) + routed
+
+    def read_weights(self, tokens: int) -> int:
+        """Expected bytes of weights that a forward of ``tokens`` tokens reads, wherever they are."""
+        if self.experts is None:
+            return self.weights
+        return self.weights - self.experts.total + self.experts.routed_bytes(tokens)
 
     @property
     def full_layers(self) -> int:
@@ -74,7 +106,16 @@ class Sizes:
     @property
     def row(self) -> int:
         """Bytes of one token's keys and values in one full-attention layer."""
-        return 2 * self.kv_heads * self.head_dim * self.itemsize
+        return self.kv_heads * (self.head_dim + self.value_dim) * self.itemsize
+
+    @property
+    def padded_row(self) -> int:
+        """Bytes that prefill attention adds for one token where keys and values differ in width.
+
+        The narrower of them is copied, with zeros appended (``kernels/attention/prefill.py``).
+        """
+        widest = max(self.head_dim, self.value_dim)
+        return 0 if self.head_dim == self.value_dim else self.kv_heads * widest * self.itemsize
 
     @classmethod
     def of(cls, target: HFModel, draft: HFModel | None, config: HierarchyConfig) -> "Sizes":
@@ -89,21 +130,35 @@ class Sizes:
         inner = max(inner) if isinstance(inner, list | tuple) else inner
         mlp = inner // shards_of(target.model)
         size, streamed = target.dtype.itemsize, target.streamed
+        experts = ExpertSizes.of(target.model, text_config)
+        if experts is not None:
+            # Rows are repeated for each expert of a token.
+            mlp = max(mlp, experts.per_token * experts.width)
         full = [shape for shape in target.kv_shapes if shape.window is None]
         heads = max(full or target.kv_shapes, key=lambda shape: shape.elements).heads
         windowed = Counter(shape for shape in target.kv_shapes if shape.window is not None)
         return cls(
-            tensor_bytes(target.model), draft_bytes, target.layers, heads.query, heads.kv, heads.dim,
+            tensor_bytes(target.model), draft_bytes, len(target.kv_shapes), heads.query, heads.kv, heads.dim,
             hidden, mlp, target.vocab_size, size,
-            *((streamed.bytes, streamed.slot_bytes) if streamed is not None else (0, 0)),
+            *((streamed.bytes, streamed.least_slot_bytes) if streamed is not None else (0, 0)),
             tuple(WindowedLayers(n, s.window or 0, s.elements * size) for s, n in windowed.items()),
+            experts,
+            heads.value_dim,
         )  # fmt: skip
 
 
 def tensor_bytes(model: PreTrainedModel) -> int:
     """Bytes of parameters and buffers, each counted once, including streamed ones."""
     tensors = {id(t): t for t in [*model.parameters(), *model.buffers()]}
-    return sum(t.numel() * t.element_size() for t in tensors.values())
+    return sum(map(_stored_bytes, tensors.values()))
+
+
+def _stored_bytes(tensor: Tensor) -> int:
+    """Bytes of a tensor; of a subclass, which may be quantised, of the plain tensors that it consists of."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        return sum(_stored_bytes(getattr(tensor, name)) for name in names)
+    return tensor.numel() * tensor.element_size()
 
 
 def device_bytes(model: HFModel) -> int:
@@ -195,7 +250,7 @@ def prefill(
         tokens = 0
     hidden = (tokens * sizes.hidden + prompt * 2 * sizes.head_dim) * sizes.itemsize
     recent = recent_slots * sizes.full_layers * sizes.row
-    return layer + recent + hidden + chunk * activations(sizes)
+    return layer + recent + hidden + prompt * sizes.padded_row + chunk * activations(sizes)
 
 
 def hidden_states(sizes: Sizes, prompt: int) -> int:
@@ -233,7 +288,7 @@ def partials(sizes: Sizes, config: HierarchyConfig, max_seq_len: int, piece: int
     queries = (2 * config.gamma + 1) * sizes.heads
     outputs = 3 * pieces * queries * sizes.itemsize
     concurrent = min(pieces, TOGETHER) * (queries + _CONCURRENT_QUERIES) * 4
-    return (outputs + concurrent) * (sizes.head_dim + 1)
+    return (outputs + concurrent) * (sizes.value_dim + 1)
 
 
 def low_bit(sizes: Sizes, config: HierarchyConfig, levels: int) -> int:
@@ -242,7 +297,10 @@ def low_bit(sizes: Sizes, config: HierarchyConfig, levels: int) -> int:
         return 0
     if not sizes.streamed:
         return sizes.weights * config.retrieval_weight_bits // 16
-    # Only the streamed weights are copied; in 4 bits each 128 weights have a scale of two bytes.
-    count = sizes.streamed // sizes.itemsize
+    # Only the streamed weights are copied, and linear layers; in 4 bits each 128 weights have a scale of two
+    # bytes.
+    tables = 2 * sizes.vocabulary * sizes.hidden * sizes.itemsize
+    copied = max(sizes.streamed, sizes.weights - tables) if sizes.streams_experts_only else sizes.streamed
+    count = copied // sizes.itemsize
     scales = count // 64 if config.retrieval_weight_bits == 4 else 0
     return count * config.retrieval_weight_bits // 8 + scales

@@ -1,13 +1,14 @@
 """Plans device and host memory when the full KV cache is larger than the device, from sizes alone.
 
-    device   weights | draft | retrieval cache | chunk means | ring | resident rows | workspace | free
+    device   weights | draft | retrieval cache | chunk means | ring | resident KV | workspace | free
     host     the other KV slots of the full cache, in page-locked memory
 
-"Rows" are the KV slots of the full-attention layers; layers with a sliding window keep theirs on the device.
+KV slots on the host are those of full-attention layers; layers with a window keep theirs on the device.
 
 If the weights are streamed (``kv/offload/streamed_weights.py``), the device holds embeddings, head and norms,
 slots for a few layers, and the retrieval model's copy in 8 bits, or in 4 if 8 do not fit; the host holds the
-rest.
+rest. Where only experts are streamed, the KV cache may still fit on the device; memory that is left keeps the
+experts of whole layers there.
 
 Options that are not given are chosen: budget and chunk as large and as fine as fit both memories, gamma by
 expected tokens per second. All device memory that is left keeps KV slots resident, which then neither cross
@@ -19,7 +20,7 @@ from collections.abc import Collection
 
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.planning.memory_advice import refusal
-from triforce_tree.planning.memory_choices import first_fitting
+from triforce_tree.planning.memory_choices import first_fitting, with_level_one
 from triforce_tree.planning.memory_layout import MemoryPlan, Workload, on_device
 from triforce_tree.planning.memory_map import Machine, Sizes
 
@@ -50,10 +51,11 @@ def plan(
         ValueError: the retrieval model would run on streamed weights.
     """
     workload = Workload(batch, prompt, new)
-    if config.offloads == "auto" and not sizes.streamed:
-        resident = on_device(sizes, machine, config, workload)
-        if resident.fits_device:
-            return resident
+    if config.offloads == "auto" and (not sizes.streamed or sizes.streams_experts_only):
+        for choice in with_level_one(sizes, config, given, prompt):
+            resident = on_device(sizes, machine, choice, workload)
+            if resident.fits:
+                return resident
     chosen, tried = first_fitting(sizes, machine, config, given, workload)
     if chosen is None:
         raise DoesNotFitError(refusal(tried, sizes, machine, config, given, workload))

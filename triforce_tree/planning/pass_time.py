@@ -26,7 +26,7 @@ _SHARE_STEPS = 32
 
 
 @dataclass(frozen=True)
-class FarRows:
+class HostKV:
     """The host memory that a full-target pass reads.
 
     Attributes:
@@ -83,7 +83,10 @@ def best_gamma(
     depth = PassLimits.of(config, 3).depth
     budget = config.retrieval.budget
     kv_bytes = budget * sizes.full_layers * sizes.row + sizes.window_bytes(budget)
+    nodes = PassLimits.of(config, 3).nodes
     weights = memory_map.low_bit(sizes, config, 3) or sizes.weights
+    # Of the experts only those that the tree's tokens are routed to are read.
+    weights = int(weights * sizes.read_weights(nodes) / sizes.weights)
     round_seconds = _ROUND_SECONDS + (weights + kv_bytes) / (_ROUND_BANDWIDTH * machine.read)
 
     def tokens_per_second(gamma: int) -> float:

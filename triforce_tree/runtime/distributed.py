@@ -126,7 +126,7 @@ def broadcast_object(value: T) -> T:
     return values[0]
 
 
-def all_true(flag: bool) -> bool:
+def broadcast_flag(flag: bool) -> bool:
     """Rank 0's flag, in one small message where ``broadcast_object`` takes two: needed for every token."""
     if _joined is None:
         return flag
@@ -159,7 +159,7 @@ def all_gather_object(value: T) -> list[T]:
     return gathered
 
 
-def check_alike(what: str, value: object) -> None:
+def check_equal(what: str, value: object) -> None:
     """Check that ``value`` is the same on all processes; different values would make them hang later.
 
     Raises:

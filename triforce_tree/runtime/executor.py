@@ -29,6 +29,27 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+_workspaces: dict[torch.device, torch.cuda.CUDAGraph] = {}
+
+
+def _hold_workspace(device: torch.device, stream: torch.cuda.Stream) -> None:
+    """Place the workspace of cuBLAS for ``stream`` in memory that nothing else can be given.
+
+    A captured product writes into the workspace of its capture. torch.compile with CUDA graphs frees all
+    workspaces: afterwards the memory would be other tensors', or not mapped at all when a graph is replayed.
+    In the pool of a graph that is kept it stays mapped, and only captures in this pool can get it.
+    """
+    operand = torch.zeros(16, 16, device=device)
+    # A handle cannot be made in a capture.
+    torch.mm(operand, operand)
+    kept = _workspaces.get(device)
+    graph = torch.cuda.CUDAGraph()
+    pool = None if kept is None else kept.pool()
+    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+        torch.mm(operand, operand)
+    _workspaces.setdefault(device, graph)
+
+
 class Step(NamedTuple):
     """A part of a stage.
 
@@ -84,6 +105,7 @@ class Captured:
         if device.type != "cuda":
             return
         side = _side_stream(device)
+        _hold_workspace(device, side)
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
             for _ in range(_WARM_UPS):

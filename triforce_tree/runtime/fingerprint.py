@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 
 def shape_of(model: PreTrainedModel) -> str:
-    """What the speed of a model depends on: family, layers, width, heads, vocabulary and dtype."""
+    """What the speed of a model depends on: family, layers, width, heads, vocabulary, dtype, bits."""
     config = model.config.get_text_config(decoder=True)
     heads = config.num_attention_heads
     parts = (
@@ -20,7 +20,16 @@ def shape_of(model: PreTrainedModel) -> str:
         f"v{config.vocab_size}",
         str(model.dtype).removeprefix("torch."),
     )
-    return "-".join(parts)
+    return "-".join(parts + _quantised(model))
+
+
+def _quantised(model: PreTrainedModel) -> tuple[str, ...]:
+    """The method and the size of quantised weights, whose speed differs from that of plain ones."""
+    if not getattr(model, "is_quantized", False):
+        return ()
+    method = getattr(getattr(model.config, "quantization_config", None), "quant_method", None)
+    size = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+    return str(getattr(method, "value", method or "quantised")), f"{size / 2**20:.0f}MiB"
 
 
 def hardware(device: torch.device | None = None) -> str:

@@ -35,6 +35,7 @@ class SequenceState:
             of the last verification were predicted, the first ``feature_count`` ``[B]`` of each sequence. In
             levels=3 these are level 1's, until level 2 has verified the chain.
         has_nan: bool ``[]``, whether logits held NaN.
+        recurrent: states of the target's recurrent layers, which :meth:`save` copies too.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class SequenceState:
         self.proposed, self.retrieval_emitted = zeros(batch), zeros(batch)
         self.features, self.feature_count = features or {}, zeros(batch)
         self.has_nan = torch.zeros((), dtype=torch.bool, device=device)
+        self.recurrent: list[Tensor] = []
 
     @property
     def device(self) -> torch.device:
@@ -96,7 +98,7 @@ class SequenceState:
     @property
     def _state(self) -> list[Tensor]:
         counts = [self.length, self.chain, self.active, self.retrieval_emitted, self.feature_count]
-        return [self.tokens, *counts, *self.features.values()]
+        return [self.tokens, *counts, *self.features.values(), *self.recurrent]
 
     def pass_results(self) -> Tensor:
         """What the host reads after a pass, in one tensor and so with one copy: int64 ``[B, F + 4]``.

@@ -90,10 +90,10 @@ def least_prompt(config: HierarchyConfig, levels: int, offloaded: bool) -> int:
     if levels < 3 or not offloaded:
         return 1
     # Retrieval slots are filled from KV slots that have left the recent window, in multiples of unit_rows.
-    return config.retrieval.budget + unit_rows(config.retrieval.chunk) + 1
+    return config.retrieval.budget + unit_slots(config.retrieval.chunk) + 1
 
 
-def unit_rows(chunk: int) -> int:
+def unit_slots(chunk: int) -> int:
     """KV slots per unit of an offloaded cache: whole chunks, and whole tiles of the attention kernel."""
     return math.lcm(chunk, _TILE)
 

@@ -2,7 +2,7 @@
 
 Three levels and two are searched separately, since most settings apply to only one of them.
 
-Nothing is measured here: a judge returns milliseconds per token.
+Nothing is measured here: a measure returns milliseconds per token.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from triforce_tree.trees.device_shapes import PassLimits
 from triforce_tree.trees.shapes import chain_shape, parse_shape, sequoia
 
 Options = dict[str, Any]
-Judge = Callable[[Options, Options | None], float]
+Measure = Callable[[Options, Options | None], float]
 """Milliseconds per token of the first options; may stop early if clearly worse than the second ones."""
 
 # A smaller gain is noise.
@@ -98,6 +98,7 @@ class Space:
 
     @property
     def _inapplicable(self) -> str:
+        """Only a draft model takes the option ``tree``, and only prompt lookup ``lookup``."""
         return "lookup" if self.draft else "tree"
 
     def coordinates(self, acceptance: Sequence[float] = ()) -> list[Coordinate]:
@@ -125,8 +126,7 @@ class Space:
         """
         own = self.start.as_options()
         options = {"levels": own["levels"]}
-        # Only a draft model takes the option ``tree``.
-        options |= {c.name: own[c.name] for c in GRID if self.draft or c.name != "tree"}
+        options |= {c.name: own[c.name] for c in GRID if c.name != self._inapplicable}
         if options["runner_ups"] is None:
             options["runner_ups"] = self.gpu
         if 2 * options["budget"] > self.context:
@@ -185,7 +185,7 @@ def relevant(options: Options) -> Options:
 
 
 def search(
-    judge: Judge,
+    measure: Measure,
     starts: Sequence[Options],
     coordinates: Sequence[Coordinate],
     allows: Callable[[Options], bool],
@@ -197,9 +197,9 @@ def search(
     Raises:
         OutOfTime: before the first starting point was measured.
     """
-    found = [(judge(starts[0], None), starts[0])]
+    found = [(measure(starts[0], None), starts[0])]
     try:
-        found += [(judge(start, None), start) for start in starts[1:]]
+        found += [(measure(start, None), start) for start in starts[1:]]
     except OutOfTime:
         return list(starts), False
     finished = True
@@ -209,7 +209,7 @@ def search(
     nearest = found[0][0]
     for number, (ms, start) in enumerate(found):
         if ms <= _MUCH_SLOWER * nearest:
-            best, best_ms, done = descend(judge, start, ms, coordinates, allows)
+            best, best_ms, done = descend(measure, start, ms, coordinates, allows)
             found[number] = (best_ms, best)
             finished &= done
     found.sort(key=lambda pair: pair[0])
@@ -217,7 +217,7 @@ def search(
 
 
 def descend(
-    judge: Judge,
+    measure: Measure,
     start: Options,
     start_ms: float,
     coordinates: Sequence[Coordinate],
@@ -231,7 +231,7 @@ def descend(
         tried = best | {name: value}
         if value == best.get(name) or not allows(tried):
             return False
-        ms = judge(tried, best)
+        ms = measure(tried, best)
         if ms >= (1 - LEAST_GAIN) * best_ms:
             return False
         best, best_ms = tried, ms

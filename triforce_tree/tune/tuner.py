@@ -13,6 +13,7 @@ import torch
 from triforce_tree.engine import Engine
 from triforce_tree.eval import overlap
 from triforce_tree.eval.results import Record, Records, repeated_share
+from triforce_tree.models.few_row import why_not_replaceable
 from triforce_tree.planning.profiles import Entry
 from triforce_tree.tune.meters import Meter
 from triforce_tree.tune.plan import Plan, Watch
@@ -41,7 +42,7 @@ class Tuner:
         watch: callbacks.
 
     Raises:
-        ValueError: the engine keeps its full cache in host memory.
+        ValueError: the engine keeps its full cache in host memory, or its target has recurrent layers.
     """
 
     def __init__(
@@ -51,6 +52,11 @@ class Tuner:
         self.watch = watch or Watch()
         self.hierarchy = engine.hierarchy
         config = self.hierarchy.config
+        if self.hierarchy.target.states is not None:
+            raise ValueError(
+                f"{self.hierarchy.target.name} has recurrent layers, so that only two levels and chains are "
+                "possible: there is nothing to tune, and decoding chooses when to draft by itself"
+            )
         if config.offloads:
             raise ValueError(
                 f"the full cache must be on the device, but offload={config.offload!r}, "
@@ -62,13 +68,19 @@ class Tuner:
         self._meter: Meter | None = None
         self._reading: int | None = None
 
+    @property
+    def _impossible(self) -> frozenset[str]:
+        """Options that these models do not take."""
+        replaceable = why_not_replaceable(self.hierarchy.target.model) is None
+        return frozenset() if replaceable else frozenset({"retrieval_weight_bits"})
+
     def space(self, context: int) -> Space:
         return Space(
             self.hierarchy.config,
             context,
             gpu=self.hierarchy.target.device.type == "cuda",
             draft=self.hierarchy.draft is not None,
-            fixed=self.plan.fixed,
+            fixed=self.plan.fixed | self._impossible,
             grid=self.plan.grid,
         )
 
@@ -119,16 +131,16 @@ class Tuner:
         space = self.space(context)
         self._cell: Record = {"context": context, "temperature": temperature}
         plain: Options = {"levels": 1}
-        plain_ms = self._judge(plain)
+        plain_ms = self._measure(plain)
         found = starts or space.starts()
-        self._judge(found[0])
+        self._measure(found[0])
         # There are two settings to choose from now; from here on the time limit applies.
         self._must, finished = False, False
         acceptance: dict[str, list[float]] = {}
         try:
             acceptance = self._acceptance()
             fitting = acceptance.get(_DRAFTED, ())
-            found, finished = search(self._judge, found, space.coordinates(fitting), space.allows)
+            found, finished = search(self._measure, found, space.coordinates(fitting), space.allows)
         except OutOfTime:
             pass
         return self._made(space, found[0], plain, plain_ms, acceptance), found, finished
@@ -165,7 +177,7 @@ class Tuner:
             repeated_8grams=round(statistics.median(r["repeated_8grams"] for r in records), 4),
         )
 
-    def _judge(self, options: Options, against: Options | None = None) -> float:
+    def _measure(self, options: Options, against: Options | None = None) -> float:
         """Median milliseconds per token; infinite if memory is short, or clearly worse than ``against``."""
         times: list[float] = []
         for number in range(self.plan.places):

@@ -73,6 +73,11 @@ class ProbsFromLogits:
         return not self._bound
 
     @property
+    def reading_text(self) -> list[LogitsProcessor]:
+        """The processors that depend on the preceding tokens."""
+        return self._bound
+
+    @property
     def processors(self) -> list[LogitsProcessor]:
         """In the order in which they are applied."""
         return self._ordered

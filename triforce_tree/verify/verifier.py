@@ -16,7 +16,7 @@ from triforce_tree.runtime.sequence_state import SequenceState
 from triforce_tree.verify.probs import DeviceProbs
 
 
-class Verdict(NamedTuple):
+class Acceptance(NamedTuple):
     """The result of verifying the trees of a batch.
 
     Attributes:
@@ -44,7 +44,7 @@ class Verifier:
         vocabulary: V.
 
     Attributes:
-        verdict: of the last verification.
+        acceptance: of the last verification.
     """
 
     def __init__(
@@ -53,15 +53,15 @@ class Verifier:
         self.model, self.to_probs, self.state = model, to_probs, state
         self.vocabulary = vocabulary
         self.noise = to_probs.noise(state.batch, 1, vocabulary, nodes)
-        self.verdict: Verdict
+        self.acceptance: Acceptance
         self._logits: Tensor
 
-    def steps(self, forward: Callable[[], None], judge: Callable[[], None], view: KVView) -> list[Step]:
-        """The steps of a stage that calls :meth:`forward` over ``view`` first, then :meth:`judge`."""
+    def steps(self, forward: Callable[[], None], accept: Callable[[], None], view: KVView) -> list[Step]:
+        """The steps of a stage that calls :meth:`forward` over ``view`` first, then :meth:`accept`."""
         capturable = self.model.capturable and view.capturable
         # The logits of a forward that is not captured have another address each time.
-        judge_capturable = self.to_probs.capturable and self.noise.capturable
-        return [Step(forward, capturable), Step(judge, capturable and judge_capturable)]
+        accept_capturable = self.to_probs.capturable and self.noise.capturable
+        return [Step(forward, capturable), Step(accept, capturable and accept_capturable)]
 
     def forward(self, tree: TokenTree, root: Tensor, view: KVView, mask_words: Tensor | None) -> None:
         """Compute the logits of all nodes, or, if the view is resizable, up to the last used node.
@@ -76,9 +76,11 @@ class Verifier:
             tree = tree.first(tree.used_nodes)
             mask_words = mask_words[:, : tree.nodes] if mask_words is not None else None
         view.begin(root, mask_words)
-        self._logits = self.model(tree.tokens.clamp_min(0), root[:, None] + tree.depths, view)
+        self._logits = self.model(
+            tree.tokens.clamp_min(0), root[:, None] + tree.depths, view, states=view.recurrent
+        )
 
-    def judge(self, tree: TokenTree, root: Tensor) -> Verdict:
+    def accept(self, tree: TokenTree, root: Tensor) -> Acceptance:
         """Accept nodes, and draw the token after them, by the logits of the last forward."""
         tree = tree.first(self._logits.shape[1])
         depth, paths = tree.depth, partial(tree.paths, self.state, root)
@@ -97,5 +99,14 @@ class Verifier:
         accepted = tree.tokens.gather(1, path[:, 1:].clamp_min(0))
         emitted = torch.cat([accepted, last[:, None]], 1).scatter(1, count[:, None] - 1, last[:, None])
         self.state.keep_features(self.model.hidden, path, count)
-        self.verdict = Verdict(path, count, emitted, p)
-        return self.verdict
+        self.acceptance = Acceptance(path, count, emitted, p)
+        return self.acceptance
+
+    def emitted_logits(self, count: int) -> Tensor:
+        """The logits by which the last verification chose the first ``count`` emitted tokens.
+
+        Returns:
+            fp32 ``[B, count, V]``; arbitrary for tokens that a sequence did not emit.
+        """
+        path = self.acceptance.path[:, :count].clamp_min(0)
+        return self._logits.gather(1, path[..., None].expand(-1, -1, self._logits.shape[2])).float()

@@ -7,6 +7,7 @@ is not installed, cannot run a cell or gives another result, the reason is repor
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -118,10 +119,20 @@ def _wrapper(cell: Cell, rows: int, first_page: int = 0, mask: Tensor | None = N
     return made
 
 
+def _runs(wrapper: Any, cell: Cell, q: Tensor, kv: KV) -> Calls:
+    return [lambda pages=pages: wrapper.run(q, pages) for pages in _paged(cell, kv)]
+
+
 def flashinfer_full_mask(cell: Cell, q: Tensor, kv: KV) -> Calls:
     """FlashInfer fa2, paged, the tree as one custom mask over all rows."""
-    wrapper = _wrapper(cell, cell.rows, mask=dense_mask(cell))
-    return [lambda pages=pages: wrapper.run(q, pages) for pages in _paged(cell, kv)]
+    return _runs(_wrapper(cell, cell.rows, mask=dense_mask(cell)), cell, q, kv)
+
+
+def flashinfer_decode(cell: Cell, q: Tensor, kv: KV) -> Calls:
+    """FlashInfer's decode kernel: one query only."""
+    if cell.size > 1:
+        raise NotImplementedError("one query only")
+    return _runs(_wrapper(cell, cell.rows, decode=True), cell, q, kv)
 
 
 def flashinfer_cascade(cell: Cell, q: Tensor, kv: KV) -> Calls:
@@ -140,14 +151,6 @@ def flashinfer_cascade(cell: Cell, q: Tensor, kv: KV) -> Calls:
         return out
 
     return [lambda pages=pages: call(pages) for pages in _paged(cell, kv)]
-
-
-def flashinfer_decode(cell: Cell, q: Tensor, kv: KV) -> Calls:
-    """FlashInfer's decode kernel: one query only."""
-    if cell.size > 1:
-        raise NotImplementedError("one query only")
-    wrapper = _wrapper(cell, cell.rows, decode=True)
-    return [lambda pages=pages: wrapper.run(q, pages) for pages in _paged(cell, kv)]
 
 
 def flashinfer_xqa(cell: Cell, q: Tensor, kv: KV) -> Calls:

@@ -12,17 +12,19 @@ import argparse
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
+import triton
+from torch import Tensor
 
 from scripts.benchmarks.attention.peers import PEERS, peers
 from scripts.benchmarks.attention.problems import Ceilings, Cell, measure_ceilings, random_kv, tree_mask
 from scripts.benchmarks.attention.tables import FILE, cells
-from scripts.benchmarks.common.results import header, write
+from scripts.benchmarks.common.results import Record, header, write
 from scripts.benchmarks.common.timing import time_calls
 from scripts.checks.report import need_gpu
 from scripts.checks.tree_attention_check import gate
@@ -41,7 +43,7 @@ LAYOUTS = ("heads", "rows", 1, 16, 64, 128, 256)
 SLOW = "FlexAttention"  # autotunes for long in each cell, so it is timed last
 
 
-def _problem(cell: Cell) -> tuple[torch.Tensor, Plan]:
+def _problem(cell: Cell) -> tuple[Tensor, Plan]:
     mask = tree_mask(cell.size)
     plan = plan_trees(cell.heads, [mask] * cell.batch, [cell.length] * cell.batch, device="cuda")
     q = torch.randn(cell.batch * cell.size, cell.query_heads, cell.dim, device="cuda").bfloat16()
@@ -78,24 +80,26 @@ def error_ratio(cell: Cell, kv: tuple) -> float:
     return ((mine - exact).abs().max() / (plain - exact).abs().max()).item()
 
 
-def measure(cell: Cell, ceilings: Ceilings) -> dict:
+def measure(cell: Cell, ceilings: Ceilings) -> Record:
+    """A row of ours, to which the peers are added."""
     kv = random_kv(cell)
     took, roof = ours(cell, kv), cell.roof_us(ceilings)
     return {
         "hq": cell.query_heads, "hkv": cell.kv_heads, "l": cell.length, "t": cell.size, "batch": cell.batch,
         "layout": "unpaged [B, H_kv, S, D]", "ours_us": round(took, 2), "roof_us": round(roof, 2),
         "percent_of_roof": round(100 * roof / took, 1), "error_ratio": round(error_ratio(cell, kv[0]), 3),
-        "peers": {}, "peers_without_a_time": {},
+        "peers": {}, "peers_without_a_time": {SLOW: "its autotuning was cut off with the run"},
     }  # fmt: skip
 
 
-def add_peers(row: dict, cell: Cell, names: list[str]) -> None:
+def add_peers(row: Record, cell: Cell, names: list[str]) -> None:
     for name, took in peers(cell, random_kv(cell), names).items():
+        row["peers_without_a_time"].pop(name, None)
         row["peers_without_a_time" if isinstance(took, str) else "peers"][name] = took
     print(json.dumps(row), flush=True)
 
 
-def time_layout(cell: Cell, layout: str | int, ceilings: Ceilings) -> dict:
+def time_layout(cell: Cell, layout: str | int, ceilings: Ceilings) -> Record:
     """The same cell unpaged in both storage orders, or paged."""
     took = ours(cell, random_kv(cell, "rows" if layout == "rows" else "heads"), layout)
     name = f"page {layout}" if isinstance(layout, int) else layout
@@ -103,11 +107,14 @@ def time_layout(cell: Cell, layout: str | int, ceilings: Ceilings) -> dict:
     return {"cell": str(cell), "layout": name, "us": round(took, 2), "percent_of_roof": percent}
 
 
-def _version(package: str) -> str | None:
+def started() -> Record:
+    """What a results file begins with."""
     try:
-        return version(package)
+        flashinfer = version("flashinfer-python")
     except PackageNotFoundError:
-        return None
+        flashinfer = None
+    versions = {"torch": torch.__version__, "triton": triton.__version__, "flashinfer": flashinfer}
+    return header(0, "attention") | {"gpu": torch.cuda.get_device_name(), **versions}
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -115,21 +122,13 @@ def main(words: Sequence[str] | None = None) -> None:
         prog="python -m scripts.benchmarks tree_attention", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--check", action="store_true", help="run the correctness gate only")
-    parser.add_argument("--no-gate", action="store_true", help="skip the gate (while tuning)")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="check every Nth case only")
     parser.add_argument("--build", action="store_true", help="compile FlashInfer's modules during the gate")
-    parser.add_argument("--peers", nargs="*", default=[*PEERS], help="peers to time")
-    parser.add_argument("--seconds", type=float, default=360, help=f"when to stop timing {SLOW}")
-    parser.add_argument("--only", default="", help="time only the cells whose name contains this")
     parser.add_argument("--workers", type=int, default=14, help="processes of the gate")
     parser.add_argument("--out", type=Path, help=f"folder for {FILE}")
-    parser.add_argument("--commit", help="of this tree, for the results file, where no .git says it")
     args = parser.parse_args(words)
     need_gpu(parser)
-    began, result = time.perf_counter(), header(0, "attention")
-    result |= {"gpu": torch.cuda.get_device_name(), "torch": _version("torch"), "triton": _version("triton")}
-    result |= {"flashinfer": _version("flashinfer-python")}
-    result |= {"commit": args.commit} if args.commit else {}
+    result: dict[str, Any] = started()
 
     def save() -> None:
         if args.out:
@@ -138,41 +137,29 @@ def main(words: Sequence[str] | None = None) -> None:
 
     build = [sys.executable, "-m", "scripts.benchmarks.attention.peers", "--build"]
     builder = subprocess.Popen(build) if args.build else None
-    if not args.no_gate:
-        result["gate"] = found = gate(args.workers, args.every)
-        save()
-        print(json.dumps(found, indent=1), flush=True)
-        if found["failed"] or found["replays"]["different_elements"]:
-            sys.exit("the gate failed: no speeds are reported")
+    result["gate"] = found = gate(args.workers, args.every)
+    save()
+    print(json.dumps(found, indent=1), flush=True)
+    if found["failed"] or found["replays"]["different_elements"]:
+        sys.exit("the gate failed: no speeds are reported")
     if builder:
         builder.wait()
     if args.check:
         return
     ceilings = measure_ceilings()
     result["ceilings"], result["rows"] = vars(ceilings), []
-    chosen = [cell for cell in CELLS if args.only in str(cell)]
-    for cell in chosen:
+    for cell in CELLS:
         result["rows"].append(measure(cell, ceilings))
-        add_peers(result["rows"][-1], cell, [name for name in args.peers if name != SLOW])
+        add_peers(result["rows"][-1], cell, [name for name in PEERS if name != SLOW])
         save()
-    if not args.only:
-        result["layouts"] = [time_layout(cell, layout, ceilings) for cell in PAGED for layout in LAYOUTS]
+    result["layouts"] = [time_layout(cell, layout, ceilings) for cell in PAGED for layout in LAYOUTS]
+    save()
+    # With few rows a KV head it comes nearest to ours, so those cells say most.
+    by_rows = sorted(
+        zip(result["rows"], CELLS, strict=True), key=lambda p: p[1].batch * p[1].size * p[1].heads.group
+    )
+    for row, cell in by_rows:
+        add_peers(row, cell, [SLOW])
         save()
-    if SLOW in args.peers:
-        for row in result["rows"]:
-            row["peers_without_a_time"][SLOW] = "its autotuning was cut off by the time of the run"
-        # With few rows a KV head it comes nearest to ours, so those cells say most.
-        by_rows = sorted(
-            zip(result["rows"], chosen, strict=True), key=lambda p: p[1].batch * p[1].size * p[1].heads.group
-        )
-        longest = 0.0
-        for row, cell in by_rows:
-            start = time.perf_counter()
-            if start - began + longest > args.seconds:
-                break
-            del row["peers_without_a_time"][SLOW]
-            add_peers(row, cell, [SLOW])
-            save()
-            longest = max(longest, time.perf_counter() - start)
     print(cells(result))
     print(json.dumps(result))

@@ -37,8 +37,10 @@ def digest(area: str) -> str:
     """Of an area's code as it is in this tree.
 
     Raises:
-        ValueError: a pattern of the area matches no file any more.
+        ValueError: there is no such area, or a pattern of it matches no file any more.
     """
+    if area not in AREAS:
+        raise ValueError(f"area {area!r} is unknown; use one of {', '.join(AREAS)}, or add it to AREAS")
     begin: set[Path] = set()
     for pattern in AREAS[area]:
         if not (matching := set((ROOT / PACKAGE).glob(pattern))):

@@ -3,7 +3,6 @@
 import argparse
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers.utils import logging
@@ -23,11 +22,6 @@ TINY_OPTIONS: Record = {
 }  # fmt: skip
 
 
-def shapes_of(shape: str, tiny: bool) -> tuple[str, str]:
-    """What target and draft are inflated to."""
-    return (TINY_SHAPES[shape], TINY_DRAFT) if tiny else (shape, "llama-68m")
-
-
 def parser(name: str, doc: str | None, tiny: bool = True) -> argparse.ArgumentParser:
     """With ``--out``, ``--seed`` and, where a benchmark can be tiny, ``--tiny``."""
     made = argparse.ArgumentParser(
@@ -44,19 +38,6 @@ def parser(name: str, doc: str | None, tiny: bool = True) -> argparse.ArgumentPa
     return made
 
 
-def parts_parser(name: str, doc: str | None, parts: list[str], seconds: float) -> argparse.ArgumentParser:
-    """Of a benchmark whose results file has parts, which can be measured one by one and go on."""
-    made = parser(name, doc)
-    add = made.add_argument
-    add("--part", choices=[*parts, "all"], nargs="+", required=True, help="what to measure")
-    add("--seconds", type=float, default=seconds, help="begin nothing that would not end within this time")
-    add("--set", type=setting, nargs="*", default=[], metavar="NAME=VALUE", help="options of the hierarchy")
-    add("--prompts", type=int, help="prompts, or sets of them in a batch; by default as the part has it")
-    add("--temperatures", type=float, nargs="+", help="0 is greedy; likewise")
-    add("--fresh", action="store_true", help="drop what the part has measured before")
-    return made
-
-
 def device_of(made: argparse.ArgumentParser, tiny: bool) -> torch.device:
     """The GPU, or for a tiny run the CPU; silences transformers, and lets torch compile many shapes."""
     if not tiny and not torch.cuda.is_available():
@@ -68,27 +49,8 @@ def device_of(made: argparse.ArgumentParser, tiny: bool) -> torch.device:
     return torch.device("cpu" if tiny else "cuda")
 
 
-def dtype_of(device: torch.device) -> torch.dtype:
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
-
-
 def results_folder(out: Path | None, tiny: bool) -> Path:
     """Where results go: ``out``, else docs/results, but a folder to forget for tiny models."""
     folder = out or (Path(tempfile.mkdtemp()) if tiny else RESULTS)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
-
-
-def value_of(text: str) -> Any:
-    """``8`` is a number, ``none``, ``true`` and ``false`` are themselves, all else is text."""
-    known = {"none": None, "true": True, "false": False}
-    if text.lower() in known:
-        return known[text.lower()]
-    return int(text) if text.lstrip("-").isdigit() else text
-
-
-def setting(text: str) -> tuple[str, Any]:
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE, as in gamma=16")
-    return name, value_of(value)

@@ -69,4 +69,4 @@ def last_logits(bench: Bench, texts: Prompts, width: int) -> Tensor:
     view.begin(starts)
     tokens = torch.tensor([list(text[-width:]) for text in texts], device=bench.device)
     positions = starts[:, None] + torch.arange(width, device=bench.device)
-    return bench.program.full(tokens, positions, view).float()
+    return bench.program.full(tokens, positions, view, states=view.recurrent).float()

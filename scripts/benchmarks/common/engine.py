@@ -5,6 +5,7 @@ memory.
 """
 
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 
-from scripts.benchmarks.common.timing import Marks, synchronize, timed
+from scripts.benchmarks.common.timing import synchronize, timed
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.loop import Decoder
 from triforce_tree.decoding.program import DecodingProgram
@@ -29,6 +30,7 @@ from triforce_tree.planning.machine import bound_memory
 from triforce_tree.planning.memory_map import GIB
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.executor import free_memory
+from triforce_tree.runtime.stage_clock import StageClock
 from triforce_tree.runtime.stats import LevelStats, added
 from triforce_tree.trees.device_shapes import PassLimits
 from triforce_tree.verify.sampling import ProbsFromLogits
@@ -85,7 +87,7 @@ class Bench:
 
     Args:
         shape, draft_shape: what the embedded pair is inflated to.
-        device, dtype: of everything.
+        device: of everything; models are bf16 on a GPU, else fp32.
         seed: of the weights without effect, and of all draws.
         cap_gib: of device memory; None for no cap.
         weights_on_host: stream the target's weights. It is built whole on the device, before the cap holds.
@@ -96,7 +98,6 @@ class Bench:
         shape: str,
         draft_shape: str,
         device: torch.device,
-        dtype: torch.dtype,
         seed: int,
         cap_gib: float | None = None,
         weights_on_host: bool = False,
@@ -104,25 +105,20 @@ class Bench:
         self.device, self.seed = device, seed
         if cap_gib is not None and not weights_on_host:
             bound_memory(device, int(cap_gib * GIB))
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         target, draft, self.tokenizer = inflate_pair(shape, device, dtype, draft_shape, seed)
         if (group := distributed.current()) is not None:
             shard(target, group)
         free_memory()
-        self.target, self.draft = HFModel(target), HFModel(draft)
-        if weights_on_host:
-            self.stream()
-            if cap_gib is not None:
-                bound_memory(device, int(cap_gib * GIB))
+        self.draft = HFModel(draft)
+        self.target = HFModel(target, StreamedWeights(target, device) if weights_on_host else None)
+        free_memory()
+        if weights_on_host and cap_gib is not None:
+            bound_memory(device, int(cap_gib * GIB))
         self._program: DecodingProgram | None = None
         self._fed: list[list[int]] = []
         self._warm: set[tuple[float, bool]] = set()
         self.prefill_seconds = 0.0
-
-    def stream(self) -> None:
-        """Move the target's weights to the host; programs made before must not be used any more."""
-        model = self.target.model
-        self.target = HFModel(model, StreamedWeights(model, self.device))
-        free_memory()
 
     @property
     def program(self) -> DecodingProgram:
@@ -144,15 +140,9 @@ class Bench:
         """What a pass of level 2 copies to the device when it verifies more than one token."""
         return self.offloaded.host.streamed_bytes(self.offloaded.share(2)) + self.weights_on_host
 
-    def peak_gib(self, reset: bool = False) -> float:
+    def peak_gib(self) -> float:
         """The most that torch's allocator has reserved, graphs included."""
-        if self.device.type != "cuda":
-            return 0.0
-        peak = torch.cuda.max_memory_reserved(self.device) / GIB
-        if reset:
-            free_memory()
-            torch.cuda.reset_peak_memory_stats(self.device)
-        return peak
+        return torch.cuda.max_memory_reserved(self.device) / GIB if self.device.type == "cuda" else 0.0
 
     def open(
         self,
@@ -167,18 +157,18 @@ class Bench:
         Args:
             offload: the split of a cache in host memory; None keeps it on the device.
         """
-        levels = levels_of(config)
-        if offload is not None or (self._program is not None and self._program.offloaded is not None):
+        levels, old = levels_of(config), self._program
+        if offload is not None or (old is not None and old.offloaded is not None):
             self.close()
-        old = self._program
-        if old is not None and old.batch == batch and old.max_seq_len >= max_seq_len and old.serves(config):
+            old = None
+        fits = old is not None and old.batch == batch
+        if fits and old.max_seq_len >= max_seq_len and old.serves(config):
             old.config = config
         else:
             store = None
             if offload is None:
                 slots = max_seq_len + PassLimits.of(config, levels).scratch_slots
-                if old is not None and old.batch == batch and old.store.rows >= slots:
-                    store = old.store
+                store = old.store if fits and old.store.rows >= slots else None
                 if store is None or max(map(len, self._fed), default=0) > max_seq_len:
                     # The slots are new, or the captures' trial runs will have written into them.
                     self._fed = []
@@ -210,7 +200,8 @@ class Bench:
         """Bound the device memory anew, and forget peaks under the last bound."""
         self.close()
         bound_memory(self.device, int(gib * GIB))
-        self.peak_gib(reset=True)
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
 
     def feed(self, prompts: Prompts) -> bool:
         """Prefill of the prompts into the full cache; False where they are in it already."""
@@ -232,7 +223,8 @@ class Bench:
         scratch_slots = int(self.program.state.capacity) - self.program.max_seq_len
         first = min(len(p) for p in prompts) - 1
         count = max(len(p) for p in prompts) + new + 2 * scratch_slots - first
-        written = [group.kv[..., first : first + count, :] for group in self.program.store.groups]
+        parts = [part for group in self.program.store.groups for part in group.kv]
+        written = [part[..., first : first + count, :] for part in parts]
         before = [slots.clone() for slots in written]
         try:
             yield
@@ -293,15 +285,13 @@ class Bench:
             run.stamps.append((seconds, statistics.fmean(map(len, run.texts))))
             if max(map(len, run.texts)) >= new:
                 break
-        if (drafter := self.program.drafter) is not None and rounds != 0:
-            depth = (
-                1 if drafter.deterministic else PassLimits.of(self.program.config, self.program.levels).depth
-            )
+        if self.program.drafter is not None and rounds != 0:
+            depth = PassLimits.of(self.program.config, self.program.levels).depth
             run.rounds = run.levels[0].forwards / depth / run.levels[-1].forwards
         return run
 
     def stage_ms(self, temperature: float, prompts: Prompts, rounds: int, passes: int) -> dict[str, float]:
-        """Median milliseconds of one run of each stage, over some passes behind the prompts.
+        """Milliseconds of one run of each stage: means of a pass, and their median over some passes.
 
         By events of the device; where the host has a part in the pass, waiting for the device in between.
         """
@@ -312,28 +302,25 @@ class Bench:
         generator.manual_seed(self.seed)
         one_pass: list[str] = []
         for done in range(rounds):
-            one_pass.append("draft")
-            if program.levels == 3:
-                chooses = program.config.retrieval.chooses(done)
-                one_pass.append("retrieval_refresh" if chooses else "retrieval")
+            chooses = program.config.retrieval.chooses(done)
+            retrieval = ["retrieval_refresh" if chooses else "retrieval"] if program.levels == 3 else []
+            one_pass += ["draft", *retrieval]
         one_pass.append("target")
-        names: list[str] = []
-        marks = Marks(self.device, waiting=program.offloaded is not None)
-        for _ in range(passes):
+        clocks = [StageClock(self.device) for _ in range(passes)]
+        for clock in clocks:
+            clock.start()
             for name in one_pass:
                 program.run(name, generator)
-                marks.add()
-            names += one_pass
+                if program.offloaded is not None:
+                    clock.synchronize()
+                clock.mark(name)
             if program.offloaded is not None:
                 program.committed([counts[0] for counts in program.state.pass_results().tolist()])
-                marks.add()
-                names.append("commit")
             program.state.retrieval_emitted.zero_()
-        found: dict[str, list[float]] = {}
-        for name, ms in zip(names, marks.intervals(), strict=True):
-            found.setdefault(name, []).append(ms)
-        found.pop("commit", None)
-        return {name: statistics.median(times) for name, times in found.items()}
+        synchronize(self.device)
+        runs = Counter(one_pass)
+        taken = [clock.seconds() for clock in clocks]
+        return {name: 1e3 * statistics.median(t[name] for t in taken) / runs[name] for name in runs}
 
 
 def levels_of(config: HierarchyConfig) -> int:

@@ -11,8 +11,8 @@ Record = dict[str, Any]
 # Heading -> "{ms_per_token:.2f}" over a row, or a function of the row. A leading "?" lets a figure be absent.
 Columns = Mapping[str, str | Callable[[Record], str]]
 # The rows that a table shows of a results file's content, and the caption below them.
-Rows = Callable[[Record], list[Record]]
-Caption = Callable[[Record, list[Record]], str]
+Rows = Callable[[Record], Sequence[Record]]
+Caption = Callable[[Record, Sequence[Record]], str]
 
 
 class _Cells(Formatter):
@@ -39,34 +39,48 @@ def cell(template: str | Callable[[Record], str], row: Record) -> str:
         return ""
 
 
+def us(value: float | None) -> str:
+    """Microseconds; a dash where there are none."""
+    if value is None:
+        return "-"
+    return f"{value:,.1f}" if value < 1000 else f"{value:,.0f}"
+
+
 def grid(headings: Sequence[str], lines: Sequence[Sequence[str]], left: int = 1) -> str:
     """A table with a head; the first ``left`` columns are set to the left, all others to the right."""
     rule = ["---"] * left + ["---:"] * (len(headings) - left)
     return "".join("| " + " | ".join(line) + " |\n" for line in (headings, rule, *lines))
 
 
-def table(columns: Columns, rows: Sequence[Record], left: int = 1) -> str:
-    """A line for each row. Two headings may be the same but for spaces at the end."""
-    lines = [[cell(template, row) for template in columns.values()] for row in rows]
-    return grid([heading.strip() for heading in columns], lines, left)
-
-
-def listing(
-    columns: Columns, rows: Rows, caption: Caption | None = None, left: int = 1
-) -> Callable[[Record], str | None]:
-    """Makes a table of a results file's content; None where it has no such rows."""
-
-    def make(content: Record) -> str | None:
-        if not (found := rows(content)):
-            return None
-        return table(columns, found, left) + (f"\n{caption(content, found)}" if caption else "")
-
-    return make
+def all_rows(content: Record) -> list[Record]:
+    return list(content["rows"])
 
 
 def rows_of(content: Record, *parts: str) -> list[Record]:
     """Rows of a results file that belong to these parts, part by part."""
     return [row for part in parts for row in content["rows"] if row["part"] == part]
+
+
+def listing(
+    columns: Columns | Callable[[Record], Columns],
+    rows: Rows = all_rows,
+    caption: Caption | None = None,
+    left: int = 1,
+) -> Callable[[Record], str | None]:
+    """Makes a table of a results file's content, a line for each row; None where it has no such rows.
+
+    Args:
+        columns: or a function of the content that names them.
+    """
+
+    def make(content: Record) -> str | None:
+        if not (found := rows(content)):
+            return None
+        named = columns(content) if callable(columns) else columns
+        lines = [[cell(template, row) for template in named.values()] for row in found]
+        return grid([*named], lines, left) + (f"\n{caption(content, found)}" if caption else "")
+
+    return make
 
 
 @dataclass(frozen=True)
@@ -84,11 +98,6 @@ class Table:
     command: str
 
 
-def not_measured(command: str, file: str | None = None) -> str:
-    """What stands in place of a table without figures: the command that would make them."""
-    return f"Not measured yet: `{command}`" + (f" writes `docs/results/{file}`.\n" if file else ".\n")
-
-
 def file_note(file: str, runs: Mapping[str, Record]) -> str:
     """The end of a caption: the file, and whether the code under the figures is still the same.
 
@@ -99,17 +108,13 @@ def file_note(file: str, runs: Mapping[str, Record]) -> str:
     return f"File: `docs/results/{file}`{mark(runs)}.\n"
 
 
-def made_on(content: Record, file: str) -> str:
-    """Where the figures of a file of one run come from."""
-    torch = content["versions"]["torch"]
-    return (
-        f"{content['hardware']}, torch {torch}, commit {content['commit']}, {content['date']}. "
-        + file_note(file, {"": content})
-    )
+def noted(template: str, file: str) -> Caption:
+    """The caption of a file of one run: a format string over its content, and the file."""
+    return lambda content, rows: cell(template, content) + file_note(file, {"": content})
 
 
 def origin(
-    content: Record, rows: Sequence[Record], file: str, measured: Callable[[Record], str], noted: str = "In"
+    content: Record, rows: Sequence[Record], file: str, measured: Callable[[Record], str], note: str = "In"
 ) -> str:
     """Where the figures of these rows come from, each run once, and what its notes say.
 
@@ -118,18 +123,17 @@ def origin(
         rows: those in the table.
         file: in docs/results.
         measured: says what was measured of the machine in a part's run.
-        noted: how a sentence with a part's note begins, before the part's name.
+        note: how a sentence with a part's note begins, before the part's name.
     """
     runs: dict[str, list[str]] = {}
     notes = []
-    names = list(dict.fromkeys(row["part"] for row in rows))
-    for name in names:
-        part = content["parts"][name]
+    parts = {name: content["parts"][name] for name in dict.fromkeys(row["part"] for row in rows)}
+    for name, part in parts.items():
         run = (
             f"{part['hardware']}, {measured(part)}, torch {part['versions']['torch']}, transformers "
             f"{part['versions']['transformers']}, engine {part['settings']['engine']}, {part['date']}."
         )
         runs.setdefault(run, []).append(name)
-        notes += [f"{noted} {name}: {note}." for note in part["notes"]]
+        notes += [f"{note} {name}: {text}." for text in part["notes"]]
     lines = [f"{', '.join(together)}: {run}" for run, together in runs.items()]
-    return " ".join([*lines, *notes, file_note(file, {name: content["parts"][name] for name in names})])
+    return " ".join([*lines, *notes, file_note(file, parts)])

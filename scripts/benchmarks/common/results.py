@@ -15,6 +15,8 @@ from scripts.benchmarks.common.code_digest import ROOT, digest, digests
 from triforce_tree.eval import results
 
 Record = dict[str, Any]
+# Rows of a part from its name, header and measurements.
+Rows = Callable[[str, Record, list[Record]], list[Record]]
 
 RESULTS = ROOT / "docs" / "results"
 # Methods: our engine, ours without drafts, transformers' static cache, and ours without drafts where the
@@ -60,8 +62,6 @@ class ResultsFile:
         part: what is measured now. Its measurements are kept where their settings are these, else dropped.
         settings: of the part, with a ``seed``.
         make_rows: of a part's name, header and measurements.
-        areas: of the package that the part measures.
-        fresh: drop them in any case.
         begin: another results file, which a new one begins as a copy of.
     """
 
@@ -70,9 +70,7 @@ class ResultsFile:
         path: Path,
         part: str,
         settings: Record,
-        make_rows: Callable[[str, Record, list[Record]], list[Record]],
-        areas: Sequence[str],
-        fresh: bool = False,
+        make_rows: Rows,
         begin: Path | None = None,
     ) -> None:
         results.check_writable(path)
@@ -82,14 +80,12 @@ class ResultsFile:
         if source.exists():
             self.all = json.loads(source.read_text(encoding="utf-8"))
         kept = path.with_name(f"{path.stem}.{part}.jsonl")
-        if fresh:
-            kept.unlink(missing_ok=True)
         try:
             self._records = results.Records(kept, settings)
         except ValueError:  # made with other settings, or by another engine
             kept.unlink()
             self._records = results.Records(kept, settings)
-        header_now = header(settings["seed"], *areas)
+        header_now = header(settings["seed"], "engine")
         known = self.all["parts"].get(part, {}) if self.samples else {}
         self.mine: Record = {"notes": [], **known, **header_now, "settings": self._records.settings}
 

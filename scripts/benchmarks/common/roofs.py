@@ -47,4 +47,4 @@ def roofs_ms(program: DecodingProgram, lengths: Sequence[int], bandwidth: float)
 def _slot_bytes(store: KVStore) -> int:
     """K and V of one token in all layers."""
     heads = [group.shape.heads for group in store.groups for _ in group.layers]
-    return sum(2 * h.kv * h.dim * store.dtype.itemsize for h in heads)
+    return sum(h.row * store.dtype.itemsize for h in heads)

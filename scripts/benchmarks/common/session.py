@@ -1,7 +1,7 @@
 """How a benchmark of decoding runs: a part's plan lists steps, a session measures those that its file lacks.
 
-A benchmark declares plans, rows and what it measures beside the common figures. A call begins no step that
-would not end within its time; the next call goes on from the measurements that are on disk.
+A benchmark declares plans, rows and what it measures beside the common figures. Every measurement is on disk
+as soon as it is made: a run that was cut short goes on from there when it is called again.
 """
 
 import argparse
@@ -10,16 +10,23 @@ import statistics
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
 
 import torch
 
-from scripts.benchmarks.common.command import TINY_DRAFT, TINY_OPTIONS, TINY_SHAPES, device_of, results_folder
+from scripts.benchmarks.common.command import (
+    TINY_DRAFT,
+    TINY_OPTIONS,
+    TINY_SHAPES,
+    device_of,
+    parser,
+    results_folder,
+)
 from scripts.benchmarks.common.compare import replay
 from scripts.benchmarks.common.engine import Bench, Prompts, Run
-from scripts.benchmarks.common.results import OURS, PLAIN, RESULTS, Record, ResultsFile, settings_of
+from scripts.benchmarks.common.results import OURS, PLAIN, RESULTS, Record, ResultsFile, Rows, settings_of
 from scripts.benchmarks.common.texts import SOURCES, Library, Source
 from triforce_tree.eval.results import repeated_share
 from triforce_tree.runtime.executor import free_memory
@@ -67,13 +74,6 @@ class Plan(ABC):
     plain_tokens: int = 64
     options: Record = field(default_factory=dict)
 
-    def changed(self, args: argparse.Namespace) -> Self:
-        """With what a user asks for; None leaves a setting as it is."""
-        names = ("prompts", "temperatures", "new_tokens", "caps")
-        asked = {name: value for name in names if (value := getattr(args, name, None)) is not None}
-        asked = {name: tuple(value) if isinstance(value, list) else value for name, value in asked.items()}
-        return replace(self, options=self.options | dict(args.set), **asked)
-
     def tiny(self, **more: Any) -> Self:
         """The same in seconds on a CPU."""
         smaller = {"shape": TINY_SHAPES[self.shape], "draft_shape": TINY_DRAFT, "plain_tokens": 4}
@@ -97,28 +97,6 @@ class Plan(ABC):
         """All that the part measures."""
 
 
-class Deadline:
-    """Time that is left, and what the longest step so far took."""
-
-    def __init__(self, seconds: float) -> None:
-        self._end = time.perf_counter() + seconds
-        self._longest = 0.0
-
-    def steps(self, items: Sequence[Any]) -> Iterator[Any]:
-        """The items, until the next one would probably not end in time."""
-        for number, item in enumerate(items):
-            left = self._end - time.perf_counter()
-            if left < self._longest:
-                print(f"{left:.0f} s are left: {len(items) - number} steps wait for the next call",
-                      file=sys.stderr)  # fmt: skip
-                return
-            start = time.perf_counter()
-            yield item
-            # The first one also compiles and warms up.
-            share = 1.1 if number else 0.4
-            self._longest = max(self._longest, share * (time.perf_counter() - start))
-
-
 class Session(ABC):
     """A bench, and the results file that its measurements go into.
 
@@ -128,7 +106,6 @@ class Session(ABC):
         device, seed: see ``Bench``.
     """
 
-    areas = ("engine",)
     sources: Sequence[Source] = SOURCES
 
     def __init__(self, plan: Any, file: ResultsFile, device: torch.device, seed: int) -> None:
@@ -144,8 +121,8 @@ class Session(ABC):
     def machine(self) -> Record:
         """What is measured of the machine, for the part's header."""
 
-    @abstractmethod
-    def new_bench(self) -> Bench: ...
+    def new_bench(self) -> Bench:
+        return Bench(self.plan.shape, self.plan.draft_shape, self.device, self.seed)
 
     @abstractmethod
     def figures(self, prompts: Prompts, stages: dict[str, float], run: Run) -> Record:
@@ -210,10 +187,14 @@ class Session(ABC):
         self.add(key | figures | exact | {"method": method, "new_tokens": new, "sources": []}, run)
 
 
-def plans(args: argparse.Namespace, parts: Mapping[str, Plan]) -> Iterator[tuple[str, Plan]]:
-    """The parts that are asked for."""
-    for name in parts if "all" in args.part else args.part:
-        yield name, (parts[name].tiny() if args.tiny else parts[name]).changed(args)
+def parts_parser(name: str, doc: str | None, parts: Iterable[str]) -> argparse.ArgumentParser:
+    """Of a benchmark whose results file has parts, which can be measured one by one."""
+    made = parser(name, doc)
+    add = made.add_argument
+    add("--part", choices=[*parts, "all"], nargs="+", required=True, help="what to measure")
+    add("--prompts", type=int, help="prompts, or sets of them in a batch; by default as the part has it")
+    add("--temperatures", type=float, nargs="+", help="0 is greedy; likewise")
+    return made
 
 
 def measure_parts(
@@ -221,7 +202,7 @@ def measure_parts(
     words: Sequence[str] | None,
     parts: Mapping[str, Plan],
     session: type[Session],
-    rows: Callable[[str, Record, list[Record]], list[Record]],
+    rows: Rows,
     name: str,
 ) -> None:
     """Measure what the parts lack in the results file ``name``, and print the rows."""
@@ -229,25 +210,24 @@ def measure_parts(
     device = device_of(made, args.tiny)
     path = results_folder(args.out, args.tiny) / name
     begin = None if args.tiny else RESULTS / name
-    end = time.perf_counter() + args.seconds
-    for part, plan in plans(args, parts):
+    for part in parts if "all" in args.part else args.part:
+        plan = parts[part].tiny() if args.tiny else parts[part]
+        plan = replace(plan, prompts=args.prompts or plan.prompts)
+        plan = replace(plan, temperatures=tuple(args.temperatures or plan.temperatures))
         settings = settings_of(plan.as_dict(), args.seed, args.tiny)
-        file = ResultsFile(path, part, settings, rows, session.areas, args.fresh, begin)
-        deadline = Deadline(end - time.perf_counter())
-        measure_part(plan, file, deadline, lambda p=plan, f=file: session(p, f, device, args.seed))
+        file = ResultsFile(path, part, settings, rows, begin)
+        measure_part(plan, file, lambda p=plan, f=file: session(p, f, device, args.seed))
         print_rows(file)
 
 
-def measure_part(
-    plan: Plan, file: ResultsFile, deadline: Deadline, new_session: Callable[[], Session]
-) -> None:
+def measure_part(plan: Plan, file: ResultsFile, new_session: Callable[[], Session]) -> None:
     """Measure what the part lacks; without any models where that is nothing."""
     steps = [step for step in plan.steps() if any(file.find(**key) is None for key in step.keys)]
     if not steps:
         return
     own = new_session()
     try:
-        for step in deadline.steps(steps):
+        for step in steps:
             own.measure(step)
     finally:
         own.file.write()

@@ -1,6 +1,6 @@
 """Long real texts that are found on any machine with the usual packages.
 
-None of them is in the corpus of the embedded pair (``scripts/train_pair/sources.toml``): Python's help
+None of them is in the corpus of the embedded pair (``triforce_tree/pair/README.md``): Python's help
 topics, which were held out of it, and docstrings and source code of packages that are not in it. A source
 that is not installed, or too short, is left out.
 """

@@ -1,17 +1,15 @@
-"""Clocks of any work and of short calls on a GPU, and what the machine reaches at most."""
+"""Clocks of any work and of short calls on a GPU, and the bandwidth that it reaches."""
 
 import time
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from statistics import median
 from typing import TypeVar
 
 import torch
 
-from triforce_tree.kv.offload.copy_stream import CopyStream
-from triforce_tree.kv.offload.pinned import HostMemory
-
 T = TypeVar("T")
+# Milliseconds of the calls in one CUDA graph.
+_GRAPH_MS = 5
 
 
 def synchronize(device: torch.device) -> None:
@@ -29,49 +27,21 @@ def timed(device: torch.device, work: Callable[[], T]) -> tuple[T, float]:
     return result, time.perf_counter() - start
 
 
-def graph_us(
-    calls: Sequence[Callable[[], object]], repeats: int, target_ms: float, runs: tuple[int, int]
-) -> float:
-    """Median microseconds of one call, all of them captured in one CUDA graph, which is replayed.
+def time_calls(calls: Sequence[Callable[[], object]]) -> float:
+    """Microseconds of one call on a GPU, the median over replays of a CUDA graph.
 
     Args:
         calls: run one after the other; on tensors that together exceed L2 where it should hold none of them.
-            Each is run once before the capture, which compiles what it needs.
-        repeats: of all calls in the graph.
-        target_ms: how long all replays together should take.
-        runs: fewest and most replays.
     """
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+    from triton.testing import do_bench_cudagraph
+
+    def run_all() -> None:
         for call in calls:
             call()
-    torch.cuda.current_stream().wait_stream(stream)
+
+    # The benchmark has a stream of its own, which does not wait for the tensors.
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(repeats):
-            for call in calls:
-                call()
-    each = repeats * len(calls)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-
-    def replay() -> float:
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) * 1e3 / each
-
-    replay()
-    first = replay()
-    least, most = runs
-    return median([replay() for _ in range(int(min(most, max(least, target_ms * 1e3 / (first * each)))))])
-
-
-def time_calls(calls: Sequence[Callable[[], object]], target_ms: float = 40.0) -> float:
-    """Median microseconds of one call; see ``graph_us``."""
-    return graph_us(calls, max(1, 16 // len(calls)), target_ms, (7, 60))
+    return 1e3 * do_bench_cudagraph(run_all, rep=_GRAPH_MS, return_mode="median") / len(calls)
 
 
 def read_bandwidth(device: torch.device) -> float:
@@ -83,50 +53,3 @@ def read_bandwidth(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return size / median(times[1:])
-
-
-def bus_gbps(device: torch.device, size: int = 2 << 30) -> dict[str, float]:
-    """Host to device and back, from locked memory in pieces, in GB/s; ``size`` bytes where there is a bus."""
-    size, piece = (size, 64 << 20) if device.type == "cuda" else (1 << 26, 1 << 22)
-    memory = HostMemory(device.type == "cuda")
-    host = memory.take((size // piece, piece), torch.uint8)
-    on_device = torch.empty(piece, dtype=torch.uint8, device=device)
-    stream, found = CopyStream(device), {}
-    for name, order in (("in", lambda row: (on_device, row)), ("out", lambda row: (row, on_device))):
-        times = []
-        for _ in range(3):
-            stream.synchronize()
-            start = time.perf_counter()
-            for row in host:
-                stream.copy(*order(row))
-            stream.synchronize()
-            times.append(time.perf_counter() - start)
-        found[name] = size / 1e9 / min(times)
-    del host, row
-    memory.release()
-    return found
-
-
-class Marks:
-    """Milliseconds between marks, by events of the device; by the host on a CPU, or if ``waiting`` for it."""
-
-    def __init__(self, device: torch.device, waiting: bool = False) -> None:
-        self._device, self._by_events = device, device.type == "cuda" and not waiting
-        self._events: list[torch.cuda.Event] = []
-        self._times: list[float] = []
-        self.add()
-
-    def add(self) -> None:
-        if self._by_events:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._events.append(event)
-        else:
-            synchronize(self._device)
-            self._times.append(time.perf_counter())
-
-    def intervals(self) -> list[float]:
-        if self._by_events:
-            torch.cuda.synchronize()
-            return [a.elapsed_time(b) for a, b in pairwise(self._events)]
-        return [1e3 * (b - a) for a, b in pairwise(self._times)]

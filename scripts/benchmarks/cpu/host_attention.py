@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import cycle, islice
+from itertools import cycle, islice, product
 from typing import Any
 
 import torch
@@ -45,33 +45,34 @@ Attend = Callable[[Tensor, Sequence[Tensor]], State]
 ``[H_kv, R, D]`` and lse ``[H_kv, R]`` of all their rows, in fp32."""
 
 _TIMES = 3
+_BLOCK = 8 << 20  # bytes of a piece that torch attends to in one thread
 # Environment variables that keep torch from the newest instructions of a processor.
 _HOLDS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
 
 
-def torch_flash(threads: int, block: int) -> Attend:
-    """Torch's flash attention, one call a piece, which takes ``block`` rows of it for one thread."""
-    return lambda q, pieces: merged([flash(q, piece, piece.shape[0] // block) for piece in pieces])
+def torch_flash(threads: int) -> Attend:
+    """Torch's flash attention, one call a piece, in blocks of a few thousand rows for each thread."""
+    return lambda q, pieces: merged(
+        [flash(q, *piece.unbind(1), max(1, piece.nbytes // _BLOCK)) for piece in pieces]
+    )
 
 
-def our_kernel(way: str, threads: int, block: int) -> Attend:
+def our_kernel(way: str, threads: int) -> Attend:
     """Our kernel with some of the processor's instructions; it takes all heads of a query in a row."""
     kernel = CpuAttention(threads, way=way)
 
     def attend(q: Tensor, pieces: Sequence[Tensor]) -> State:
-        states = (kernel(q.transpose(0, 1).contiguous(), piece) for piece in pieces)
+        states = (kernel(q.transpose(0, 1).contiguous(), *piece.unbind(1)) for piece in pieces)
         return merged([(out.transpose(0, 1).float(), lse.T) for out, lse in states])
 
     return attend
 
 
 # By the names in a results file: "way" and "spread".
-WAYS: dict[tuple[str, str], Callable[[int, int], Attend]] = {
+_OURS = instructions() if supports(128, torch.bfloat16) else ()
+WAYS: dict[tuple[str, str], Callable[[int], Attend]] = {
     ("flash", "one call a piece"): torch_flash,
-    **{
-        ("our kernel", f"on {way}"): partial(our_kernel, way)
-        for way in (instructions() if supports(128, torch.bfloat16) else ())
-    },
+    **{("our kernel", f"on {way}"): partial(our_kernel, way) for way in _OURS},
 }
 
 
@@ -99,13 +100,12 @@ class Size:
     queries: tuple[int, ...] = (1, 16, 49, 97)  # T
     pool: int = 3 << 30  # bytes of all pieces
     call: int = 512 << 20  # bytes that one call attends to
-    block: int = 8 << 20  # bytes that one thread attends to at once
     seconds: float = 0.4  # of a measurement beside the bus
 
 
 # Without a GPU there are few cores as well: less memory exceeds their caches.
 FEW_CORES = Size(pool=1 << 30, call=128 << 20)
-TINY = Size(128, (1, 3), pool=16 << 20, call=4 << 20, block=1 << 19, seconds=0.02)
+TINY = Size(128, (1, 3), pool=16 << 20, call=4 << 20, seconds=0.02)
 
 
 class Pool:
@@ -130,10 +130,6 @@ class Pool:
         while True:
             yield list(islice(around, self.size.call // pieces[0].nbytes))
 
-    def block(self, heads: Heads) -> int:
-        """Rows of a block."""
-        return self.size.block // (2 * heads.kv * heads.dim * self.values.itemsize)
-
 
 class Streaming:
     """A context in which a thread copies pieces to the device in turn; ``gbps`` is set at its end."""
@@ -151,15 +147,12 @@ class Streaming:
             for piece in islice(around, 8):
                 self._copies.copy(self._target, piece)
             count += 8
-            self._wait()
+            if self._copies.stream is not None:
+                # Waits without keeping a core busy that attention could use.
+                event = torch.cuda.Event(blocking=True)
+                event.record(self._copies.stream)
+                event.synchronize()
         self.gbps = count * self._target.nbytes / 1e9 / (time.perf_counter() - start)
-
-    def _wait(self) -> None:
-        """For the copies, without keeping a core busy that attention could use."""
-        if self._copies.stream is not None:
-            event = torch.cuda.Event(blocking=True)
-            event.record(self._copies.stream)
-            event.synchronize()
 
     def __enter__(self) -> "Streaming":
         self._thread.start()
@@ -196,54 +189,43 @@ def beside(
     return {"cpu_gbps": rounded(size / 1e9 / taken), "bus_gbps": rounded(bus.gbps)}
 
 
-class Checked:
-    """The exact result of T queries over one piece, and the error of plain torch in bf16.
+def error_ratio(q: Tensor, rows: Tensor) -> Callable[[State], float]:
+    """Tells the largest error of a result as a multiple of plain torch's in bf16, both against fp32.
 
     Args:
         q: fp32 ``[1, H_q, T, D]``, of values that bf16 holds.
         rows: bf16 ``[n, 2, H_kv, D]``.
     """
+    k, v = rows.permute(1, 2, 0, 3)[:, None]
+    mask = torch.ones(q.shape[2], 0, dtype=torch.bool)
 
-    def __init__(self, q: Tensor, rows: Tensor) -> None:
-        self.rows = rows
-        k, v = rows.permute(1, 2, 0, 3)[:, None]
-        mask, scale = torch.ones(q.shape[2], 0, dtype=torch.bool), q.shape[-1] ** -0.5
-        out, lse = tree_attention(q, k.float(), v.float(), mask, scale=scale)
-        self.state = self._packed(out), self._packed(lse[..., None])[..., 0]
-        half, half_lse = tree_attention(q.bfloat16(), k, v, mask, scale=scale)
-        self.limit = self.errors((self._packed(half).float(), self._packed(half_lse[..., None])[..., 0]))
+    def state(dtype: torch.dtype) -> State:
+        out, lse = tree_attention(*(x.to(dtype) for x in (q, k, v)), mask, scale=q.shape[-1] ** -0.5)
+        return out.float().reshape(rows.shape[2], -1, q.shape[-1]), lse.float().reshape(rows.shape[2], -1)
 
-    def _packed(self, x: Tensor) -> Tensor:
-        return x.reshape(self.rows.shape[2], -1, x.shape[-1])
+    def errors(made: State) -> list[float]:
+        return [float((a - b).abs().max()) for a, b in zip(made, exact, strict=True)]
 
-    def errors(self, state: State) -> tuple[float, float]:
-        """Largest absolute errors of out and lse."""
-        out, lse = (float((a - b).abs().max()) for a, b in zip(state, self.state, strict=True))
-        return out, lse
-
-    def holds(self, errors: tuple[float, float]) -> bool:
-        """At most twice plain torch's."""
-        return all(error <= 2 * limit for error, limit in zip(errors, self.limit, strict=True))
+    exact = state(torch.float32)
+    limits = errors(state(torch.bfloat16))
+    return lambda made: max(error / limit for error, limit in zip(errors(made), limits, strict=True))
 
 
 def attention(pool: Pool, threads: Sequence[int], seed: int) -> list[Record]:
     """Every shape, T, number of threads and implementation."""
     found = []
-    for heads in SHAPES:
-        calls, block = pool.calls(heads), pool.block(heads)
-        for queries in pool.size.queries:
-            q = random_queries(heads, queries, seed)
-            checked, packed = Checked(q, pool.pieces(heads)[0]), pack(q, heads)
-            for count in threads:
-                for (way, spread), make in WAYS.items():
-                    with torch_threads(count):
-                        work = partial(make(count, block), packed)
-                        errors = checked.errors(work([checked.rows]))
-                        gbps = rounded(median_gbps(work, calls)) if checked.holds(errors) else None
-                    row = {"shape": label(heads), "t": queries, "threads": count, "way": way}
-                    found.append(row | {"spread": spread, "gbps": gbps})
-                    ratio = max(e / limit for e, limit in zip(errors, checked.limit, strict=True))
-                    say(**found[-1], error_ratio=rounded(ratio))
+    for heads, queries in product(SHAPES, pool.size.queries):
+        calls, rows = pool.calls(heads), pool.pieces(heads)[0]
+        q = random_queries(heads, queries, seed)
+        ratio_of, packed = error_ratio(q, rows), pack(q, heads)
+        for count, ((way, spread), make) in product(threads, WAYS.items()):
+            with torch_threads(count):
+                work = partial(make(count), packed)
+                ratio = ratio_of(work([rows]))
+                gbps = rounded(median_gbps(work, calls)) if ratio <= 2 else None
+            row = {"shape": label(heads), "t": queries, "threads": count, "way": way}
+            found.append(row | {"spread": spread, "gbps": gbps})
+            say(**found[-1], error_ratio=rounded(ratio))
     return found
 
 
@@ -264,24 +246,22 @@ def together(pool: Pool, device: torch.device, threads: int, rows: Sequence[Reco
     alone = Streaming(pieces, device)
     with alone:
         time.sleep(size.seconds)
-    found: Record = {"device": str(device), "bus_gbps": rounded(alone.gbps)}
+    found: Record = {"device": str(device), "bus_gbps": rounded(alone.gbps), "attention": []}
     with torch_threads(threads):
-        bus = Streaming(pieces, device)
-        found["reading"] = beside(read, pool.calls(SHAPES[0]), bus, size.seconds)
-        found["attention"] = []
-        for heads in SHAPES:
-            for queries in size.queries:
-                place = {"shape": label(heads), "t": queries, "threads": threads}
-                timed = [row for row in rows if row["gbps"] and place.items() <= row.items()]
-                if not timed:
-                    continue
-                best = max(timed, key=lambda row: row["gbps"])
-                attend = WAYS[best["way"], best["spread"]](threads, pool.block(heads))
-                work = partial(attend, pack(random_queries(heads, queries, seed), heads))
-                both = beside(work, pool.calls(heads), Streaming(pieces, device), size.seconds)
-                row = {**place, "way": best["way"], "spread": best["spread"], "cpu_alone_gbps": best["gbps"]}
-                found["attention"].append(row | both)
-                say(what="beside the bus", **found["attention"][-1])
+        found["reading"] = beside(read, pool.calls(SHAPES[0]), Streaming(pieces, device), size.seconds)
+        for heads, queries in product(SHAPES, size.queries):
+            place = {"shape": label(heads), "t": queries, "threads": threads}
+            timed = [row for row in rows if row["gbps"] and place.items() <= row.items()]
+            if not timed:
+                continue
+            best = max(timed, key=lambda row: row["gbps"])
+            work = partial(
+                WAYS[best["way"], best["spread"]](threads), pack(random_queries(heads, queries, seed), heads)
+            )
+            both = beside(work, pool.calls(heads), Streaming(pieces, device), size.seconds)
+            row = {**place, "way": best["way"], "spread": best["spread"], "cpu_alone_gbps": best["gbps"]}
+            found["attention"].append(row | both)
+            say(what="beside the bus", **found["attention"][-1])
     return found
 
 
@@ -318,7 +298,6 @@ def main(words: Sequence[str] | None = None) -> None:
     result["torch_held_to"] = {name: os.environ[name] for name in _HOLDS if name in os.environ}
     say(**result)
     pool = Pool(size, device, args.seed)
-    say(what="memory", seconds=rounded(time.perf_counter() - start))
     # Half first: the last measurement, with all of them, is compared with the one beside the bus.
     threads = sorted({max(1, cores() // 2), cores()})
     result["reading"] = reading(pool, threads)

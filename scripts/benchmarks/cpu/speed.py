@@ -28,26 +28,22 @@ def main(words: Sequence[str] | None = None) -> None:
     add("--new-tokens", type=int, default=256, help="tokens to write")
     add("--prompts", type=int, default=3, help="different prompts")
     add("--temperatures", type=float, nargs="+", default=[0.0, 0.8], help="0 is greedy")
-    add("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="what to time")
     add("--threads", type=int, default=2, help="of torch")
-    add("--target", help="model folder; without it, the embedded pair")
-    add("--draft", help="model folder; without it, the embedded draft")
     args = made.parse_args(words)
     out = results.check_writable(args.out or RESULTS / SPEED)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.set_num_threads(args.threads)
 
-    models = args.target or "embedded", args.draft or "default"
-    settings = speed.settings(args.context, args.new_tokens, args.seed, text.PYDOC, *models)
+    settings = speed.settings(args.context, args.new_tokens, args.seed, text.PYDOC, "embedded", "default")
     settings["threads"] = args.threads
     records = results.Records(out.with_suffix(".jsonl"), settings)
-    engine = triforce_tree.load(args.target, args.draft, device="cpu", dtype=torch.float32, profile=False)
+    engine = triforce_tree.load(device="cpu", dtype=torch.float32, profile=False)
     assert engine.tokenizer is not None
     prompts = text.prompts([text.pydoc_text()], engine.tokenizer, args.context, args.prompts)
 
     with Progress() as progress:
-        task = progress.add_task("measuring", total=len(prompts) * len(args.temperatures) * len(args.methods))
+        task = progress.add_task("measuring", total=len(prompts) * len(args.temperatures) * len(METHODS))
 
         def done(record: dict[str, Any]) -> None:
             ms = 1e3 * record["decode_seconds"] / record["timed_tokens"]
@@ -55,7 +51,7 @@ def main(words: Sequence[str] | None = None) -> None:
             progress.console.print(f"{place} {record['method']}: {ms:.2f} ms a token")
             progress.advance(task)
 
-        what = prompts, args.methods, args.temperatures, args.new_tokens, records
+        what = prompts, list(METHODS), args.temperatures, args.new_tokens, records
         speed.measure(engine, *what, seed=args.seed, done=done)
     result = {
         **header(args.seed, "api"),

@@ -1,9 +1,9 @@
 """Tables of README.md about the embedded pair on a CPU, and of docs/offloading.md about attention there."""
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from scripts.benchmarks.common.markdown import Columns, Record, Table, cell, file_note, grid, table
+from scripts.benchmarks.common.markdown import Columns, Record, Table, cell, grid, listing, noted
 
 SPEED, PAIR = "cpu_16k.json", "pair.json"
 FILE, XEON = "host_attention_h200.json", "host_attention_xeon.json"
@@ -31,68 +31,71 @@ ACCEPTANCE: Columns = {
 def speed(content: Record) -> str:
     """A line a method, three columns a temperature."""
     rows = content["rows"]
-    temperatures = sorted({r["temperature"] for r in rows})
     found = {(r["method"], r["temperature"]): r for r in rows}
+    columns = [(t, *column) for t in sorted({t for _, t in found}) for column in _BY_TEMPERATURE.items()]
     lines = [
-        [
-            method,
-            *(cell(c, found.get((method, t), {})) for t in temperatures for c in _BY_TEMPERATURE.values()),
-        ]
-        for method in dict.fromkeys(r["method"] for r in rows)
+        [method, *(cell(template, found.get((method, t), {})) for t, _, template in columns)]
+        for method in dict.fromkeys(method for method, _ in found)
     ]
-    columns = ["method", *(heading.format(t=t) for t in temperatures for heading in _BY_TEMPERATURE)]
-    note = cell(_SPEED_NOTE, {**content, "first": rows[0]})
-    return grid(columns, lines) + "\n" + note + file_note(SPEED, {"": content})
+    note = noted(_SPEED_NOTE, SPEED)({**content, "first": rows[0]}, rows)
+    return grid(["method", *(heading.format(t=t) for t, heading, _ in columns)], lines) + "\n" + note
 
 
-def acceptance(content: Record) -> str:
-    return table(ACCEPTANCE, [row for row in content["rows"] if row["acceptance"]])
-
-
-def pair(content: Record) -> str:
+def _pair(content: Record) -> list[Record]:
     needles = sorted(content.get("needle", {}).items(), key=lambda item: int(item[0]))
-    lines = [[f"needle, {int(length):,} tokens (exact, greedy)", f"{share:.2f}"] for length, share in needles]
+    told = {f"needle, {int(n):,} tokens (exact, greedy)": f"{share:.2f}" for n, share in needles}
     if "loss_16k" in content:
-        lines.append(["loss at 16K of context, nats a token", f"{content['loss_16k']:.3f}"])
+        told["loss at 16K of context, nats a token"] = f"{content['loss_16k']:.3f}"
     if "draft_overlap" in content:
-        lines.append(["draft against target, mean sum of min(p, q)", f"{content['draft_overlap']:.3f}"])
+        told["draft against target, mean sum of min(p, q)"] = f"{content['draft_overlap']:.3f}"
     for name, share in content.get("retrieval_overlap", {}).items():
         context, _, budget = name.partition("/")
         what = f"retrieval against full cache, {int(context):,} tokens, budget {int(budget):,}"
-        lines.append([what, f"{share:.3f}"])
-    return grid(["embedded pair, held-out text", "figure"], lines)
+        told[what] = f"{share:.3f}"
+    return [{"what": what, "figure": figure} for what, figure in told.items()]
 
 
-def ways(content: Record) -> str:
-    """GB of keys and values a second, of every way."""
-    rows = content["rows"]
-    columns = list(dict.fromkeys((row["way"], row["spread"]) for row in rows))
-    lines = []
-    for place, here in _places(rows).items():
-        found = {(row["way"], row["spread"]): row["gbps"] for row in here}
-        best = max((gbps for gbps in found.values() if gbps), default=None)
-        lines.append([*place, *(_number(found.get(column), best) for column in columns)])
+def _by_way(content: Record) -> list[Record]:
+    """A row for each shape, T and number of threads, with the GB/s of every way that was right."""
+    found: dict[tuple[Any, ...], Record] = {}
+    for row in content["rows"]:
+        place = {name: row[name] for name in ("shape", "t", "threads")}
+        here = found.setdefault(tuple(place.values()), place | {"gbps": {}})
+        here["gbps"] |= {(row["way"], row["spread"]): row["gbps"]} if row["gbps"] else {}
+    return list(found.values())
+
+
+def _ways(content: Record) -> Columns:
+    """GB of keys and values a second, of every way; nothing where a way was wrong or does not exist."""
+
+    def figure(row: Record, way: tuple[str, str]) -> str:
+        best = max(row["gbps"].values(), default=None)
+        gbps = row["gbps"].get(way)
+        return "" if gbps is None else f"**{gbps:.1f}**" if gbps == best else f"{gbps:.1f}"
+
+    ways = dict.fromkeys((row["way"], row["spread"]) for row in content["rows"])
+    return _PLACE | {", ".join(way): lambda row, way=way: figure(row, way) for way in ways}
+
+
+def _ways_note(content: Record, rows: Sequence[Record]) -> str:
     cpu, reads = content["cpu"], dict[int, float]()
     for row in content["reading"]:
         reads[row["threads"]] = max(row["gbps"], reads.get(row["threads"], 0.0))
-    told = " and ".join(f"{_number(gbps)} GB/s with {threads}" for threads, gbps in reads.items())
+    told = " and ".join(f"{gbps:.1f} GB/s with {threads}" for threads, gbps in reads.items())
     note = (
         f"{cpu['model']}, {cpu['cores']} of {cpu['cores_of_machine']} cores, {', '.join(cpu['flags'])}; "
         f"plain reading of the same memory {told} threads. Medians of {content['times']}. "
-        f"{content['hardware']}, torch {content['versions']['torch']}, {content['date']}. "
     )
-    head = ["heads", "T", "threads", *(f"{way}, {spread}" for way, spread in columns)]
-    return grid(head, lines) + "\n" + note + file_note(FILE, {"": content})
+    return note + noted("{hardware}, torch {versions[torch]}, {date}. ", FILE)(content, rows)
 
 
+_PLACE: Columns = {"heads": "{shape}", "T": "{t}", "threads": "{threads}"}
 TOGETHER: Columns = {
     "heads": "{shape}", "T": "{t}", "way": "{way}", "CPU alone, GB/s": "{cpu_alone_gbps:.1f}",
     "CPU beside the bus": "{cpu_gbps:.1f}", "bus beside the CPU": "{bus_gbps:.1f}",
     "**both to the bus alone**": "**{gain:.2f}x**",
     f"projected for a bus of {_PCIE_4_GBPS:g} GB/s, not measured": "{projected:.2f}x",
 }  # fmt: skip
-
-
 _TOGETHER_NOTE = (
     "{threads} threads. The bus alone: {bus_gbps:.1f} GB/s; beside plain reading at {reading[cpu_gbps]:.1f} "
     "GB/s: {reading[bus_gbps]:.1f} GB/s. The projection adds up both bandwidths as they are alone; nobody "
@@ -100,51 +103,46 @@ _TOGETHER_NOTE = (
 )
 
 
-def together(content: Record) -> str:
+def _together(content: Record) -> list[Record]:
     """What the CPU adds to the bus while both work."""
-    both = content["together"]
-    rows, alone = both["attention"], both["bus_gbps"]
-    for row in rows:
-        row["gain"] = (row["cpu_gbps"] + row["bus_gbps"]) / alone
-        row["projected"] = 1 + row["cpu_alone_gbps"] / _PCIE_4_GBPS
-    note = cell(_TOGETHER_NOTE, {**both, "threads": rows[0]["threads"] if rows else 0})
-    return table(TOGETHER, rows) + "\n" + note
+    rows = []
+    for row in content["together"]["attention"]:
+        gain = (row["cpu_gbps"] + row["bus_gbps"]) / content["together"]["bus_gbps"]
+        rows.append(row | {"gain": gain, "projected": 1 + row["cpu_alone_gbps"] / _PCIE_4_GBPS})
+    return rows
 
 
-def ratios(content: Record, file: str, shown: Callable[[str], bool]) -> str:
+def _together_note(content: Record, rows: Sequence[Record]) -> str:
+    return cell(_TOGETHER_NOTE, {**content["together"], "threads": rows[0]["threads"]})
+
+
+def ratios(file: str, shown: Callable[[str], bool]) -> Callable[[Record], str | None]:
     """Our kernel to the fastest of torch, where cores are shared and GB a second mean nothing."""
-    rows = [row for row in content["rows"] if row["gbps"]]
-    ours = list(
-        dict.fromkeys(row["spread"] for row in rows if row["way"] == "our kernel" and shown(row["spread"]))
-    )
-    lines = []
-    for place, here in _places(rows).items():
-        torchs = max((row for row in here if row["way"] != "our kernel"), key=lambda row: row["gbps"])
-        found = {row["spread"]: row["gbps"] / torchs["gbps"] for row in here if row["way"] == "our kernel"}
-        told = f"{torchs['way']}, {torchs['spread']}"
-        lines.append([*place, told, *(f"{found[name]:.1f}x" for name in ours)])
-    head = ["heads", "T", "threads", "fastest of torch = 1", *(f"our kernel, {name}" for name in ours)]
-    cpu = content["cpu"]
-    held = "".join(f", {name}={value}" for name, value in content.get("torch_held_to", {}).items())
-    note = (
-        f"{cpu['model']}, {cpu['cores']} cores, {', '.join(cpu['flags'])}{held}. Medians of "
-        f"{content['times']}, torch {content['versions']['torch']}, {content['date']}. "
-    )
-    return grid(head, lines) + "\n" + note + file_note(file, {"": content})
 
+    def rows(content: Record) -> list[Record]:
+        found = _by_way(content)
+        for row in found:
+            torchs = {way: gbps for way, gbps in row["gbps"].items() if way[0] != "our kernel"}
+            row["torch"] = max(torchs, key=lambda way: torchs[way])
+            row["ratio"] = {way: gbps / torchs[row["torch"]] for way, gbps in row["gbps"].items()}
+        return found
 
-def _places(rows: list[Record]) -> dict[tuple[str, str, str], list[Record]]:
-    found: dict[tuple[str, str, str], list[Record]] = {}
-    for row in rows:
-        found.setdefault((row["shape"], str(row["t"]), str(row["threads"])), []).append(row)
-    return found
+    def columns(content: Record) -> Columns:
+        ways = dict.fromkeys((row["way"], row["spread"]) for row in content["rows"] if row["gbps"])
+        ours = {
+            ", ".join(way): lambda row, way=way: f"{row['ratio'][way]:.1f}x"
+            for way in ways
+            if way[0] == "our kernel" and shown(way[1])
+        }
+        return {**_PLACE, "fastest of torch = 1": lambda row: ", ".join(row["torch"]), **ours}
 
+    def note(content: Record, rows: Sequence[Record]) -> str:
+        cpu = content["cpu"]
+        held = "".join(f", {name}={value}" for name, value in content.get("torch_held_to", {}).items())
+        machine = f"{cpu['model']}, {cpu['cores']} cores, {', '.join(cpu['flags'])}{held}. "
+        return machine + noted("Medians of {times}, torch {versions[torch]}, {date}. ", file)(content, rows)
 
-def _number(value: float | None, best: float | None = None) -> str:
-    """Nothing where a way was wrong or does not exist."""
-    if value is None:
-        return ""
-    return f"**{value:.1f}**" if value == best else f"{value:.1f}"
+    return listing(columns, rows, note)
 
 
 # By the name of its table: a file, and the ways of our kernel that it shows. Torch held to AVX2 stands for
@@ -156,14 +154,16 @@ _RATIOS: dict[str, tuple[str, Callable[[str], bool], str]] = {
         AVX2, lambda name: name == _OLD, f"ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 {COMMAND}"
     ),
 }  # fmt: skip
+_acceptance = listing(ACCEPTANCE, lambda content: [row for row in content["rows"] if row["acceptance"]])
+_figures = listing({"embedded pair, held-out text": "{what}", "figure": "{figure}"}, _pair)
 TABLES = {
     "cpu_16k": Table(SPEED, speed, "python -m scripts.benchmarks cpu"),
-    "cpu_16k_acceptance": Table(SPEED, acceptance, "python -m scripts.benchmarks cpu"),
-    "pair": Table(PAIR, pair, "python -m scripts.train_pair.evaluate"),
-    "host_ways": Table(FILE, ways, COMMAND),
-    "host_together": Table(FILE, together, COMMAND),
+    "cpu_16k_acceptance": Table(SPEED, _acceptance, "python -m scripts.benchmarks cpu"),
+    "pair": Table(PAIR, _figures, "python -m scripts.train_pair.evaluate"),
+    "host_ways": Table(FILE, listing(_ways, _by_way, _ways_note), COMMAND),
+    "host_together": Table(FILE, listing(TOGETHER, _together, _together_note), COMMAND),
     **{
-        name: Table(file, partial(ratios, file=file, shown=shown), f"{command} --out docs/results/{file}")
+        name: Table(file, ratios(file, shown), f"{command} --out docs/results/{file}")
         for name, (file, shown, command) in _RATIOS.items()
     },
 }

@@ -1,12 +1,12 @@
 """Few-row linear layers to time and to check on a GPU: shapes, random weights, errors."""
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from scripts.benchmarks.common.timing import graph_us
 from triforce_tree.kernels.linear import launch, reference
 from triforce_tree.kernels.linear.configs import LinearConfig
 
@@ -65,6 +65,19 @@ class Weights:
             [self._scales(outs) for outs in shape.outs] if bits < 16 else [] for _ in range(copies)
         ]
 
+    @property
+    def parts(self) -> "list[Weights]":
+        """Weights of each output alone, in the same memory."""
+        made = []
+        for index, outs in enumerate(self.shape.outs):
+            one = copy.copy(self)
+            one.shape, one.counters = Shape((outs,), self.shape.ins), self.counters[index : index + 1]
+            one.words, one.scales = (
+                [held[index : index + 1] for held in copies] for copies in (self.words, self.scales)
+            )
+            made.append(one)
+        return made
+
     def _words(self, outs: int) -> Tensor:
         if self.bits == 16:
             made = torch.empty(outs, self.shape.ins, dtype=self.dtype, device="cuda")
@@ -98,9 +111,8 @@ class Weights:
                 reference.dequantise(w, s, self.bits, self.shape.ins)
                 for w, s in zip(words, scales, strict=True)
             ])  # fmt: skip
-        gold = torch.nn.functional.linear(
-            x.double(), weight.double(), None if added is None else added.double()
-        )
+        double = None if added is None else added.double()
+        gold = torch.nn.functional.linear(x.double(), weight.double(), double)
         near = gold.to(x.dtype)
         if not scales:
             near = torch.nn.functional.linear(x, weight, added)
@@ -142,8 +154,3 @@ def _wrong(weights: Weights, rows: int, bias: list[Tensor] | None) -> str | None
     if any(counters.any() for counters in weights.counters):
         return "counters are not zero after the call"
     return None
-
-
-def time_us(calls: list[Callable[[], object]]) -> float:
-    """Median microseconds of one call; a few of them alone would be too short to time."""
-    return graph_us(calls, -(-48 // len(calls)), 5.0, (5, 40))

@@ -10,10 +10,9 @@ they compile together. The sweep over configurations was ``scripts/tune_linear.p
 
 import argparse
 import sys
-import tempfile
-import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +24,11 @@ from torch import Tensor
 
 from scripts.benchmarks.attention.problems import measure_ceilings
 from scripts.benchmarks.common.results import Record, header, write
+from scripts.benchmarks.common.timing import time_calls
 from scripts.benchmarks.linear import problems
-from scripts.benchmarks.linear.problems import BITS, LAYERS, ROTATION, Shape, Weights, time_us, weight_bytes
+from scripts.benchmarks.linear.problems import BITS, LAYERS, ROTATION, Shape, Weights, weight_bytes
 from scripts.benchmarks.linear.tables import EARLY
 from scripts.checks.report import Report, in_shards, last_line, need_gpu
-from triforce_tree.eval.results import commit
 from triforce_tree.kernels.device import describe
 from triforce_tree.kernels.linear.configs import LinearConfig, choose
 
@@ -66,10 +65,10 @@ def single(read_bandwidth: float) -> Iterator[Record]:
             copies = range(len(weights.words))
             for rows in ROWS:
                 x = torch.randn(rows, shape.ins, dtype=torch.bfloat16, device="cuda")
-                us = time_us([lambda c=c, x=x, w=weights: w.call(x, c) for c in copies])
+                us = time_calls([lambda c=c, x=x, w=weights: w.call(x, c) for c in copies])
                 theirs = None
                 if bits == 16:
-                    theirs = time_us([
+                    theirs = time_calls([
                         lambda c=c, x=x, w=weights: [F.linear(x, part) for part in w.words[c]] for c in copies
                     ])  # fmt: skip
                 roof = problems.least_bytes(bits, rows, shape) / read_bandwidth * 1e6
@@ -80,53 +79,39 @@ def single(read_bandwidth: float) -> Iterator[Record]:
 
 def layers() -> Iterator[Record]:
     """Microseconds of all linears of one layer, over as many layers as L2 cannot hold."""
-    for name in ("7B", "8B"):
-        for bits in BITS:
-            size = sum(weight_bytes(bits, shape) for shape in LAYERS[name])
-            made = [[Weights(bits, shape) for shape in LAYERS[name]] for _ in range(-(-2 * ROTATION // size))]
-            for rows in ROWS:
-                xs = {w.shape.ins: torch.randn(rows, w.shape.ins, device="cuda").bfloat16() for w in made[0]}
-                us = {
-                    way: time_us([
-                        lambda ws=ws, call=call, xs=xs: [call(w, xs[w.shape.ins]) for w in ws] for ws in made
-                    ])
-                    for way, call in ways(bits, rows).items()
-                }  # fmt: skip
-                yield {"layer": name, "bits": bits, "rows": rows, "us": us}
+    for name, bits in product(("7B", "8B"), BITS):
+        size = sum(weight_bytes(bits, shape) for shape in LAYERS[name])
+        made = [[Weights(bits, shape) for shape in LAYERS[name]] for _ in range(-(-2 * ROTATION // size))]
+        for rows in ROWS:
+            xs = {w.shape.ins: torch.randn(rows, w.shape.ins, device="cuda").bfloat16() for w in made[0]}
+            us = {
+                way: time_calls([
+                    lambda ws=ws, call=call, xs=xs: [call(w, xs[w.shape.ins]) for w in ws] for ws in made
+                ])
+                for way, call in ways(bits, rows).items()
+            }  # fmt: skip
+            yield {"layer": name, "bits": bits, "rows": rows, "us": us}
 
 
 def ways(bits: int, rows: int) -> dict[str, Callable[[Weights, Tensor], object]]:
-    def ours(w: Weights, x: Tensor) -> Tensor:
-        return w.call(x)
+    """Ways to multiply one layer's weights, by their names in a results file."""
 
     def early(w: Weights, x: Tensor) -> Tensor:
         return w.call(small(x, True), config=replace(chosen(bits, rows, w.shape), prefetch=1))
 
-    def apart(w: Weights, x: Tensor) -> None:
-        for outs, words, scales in zip(w.shape.outs, w.words[0], w.scales[0] or w.words[0], strict=True):
-            one = Weights.__new__(Weights)
-            one.bits, one.dtype, one.counters = bits, w.dtype, w.counters
-            one.shape, one.words, one.scales = Shape((outs,), w.shape.ins), [[words]], [[scales]]
-            one.call(x)
-
-    def theirs(w: Weights, x: Tensor) -> None:
-        for words in w.words[0]:
-            F.linear(x, words)
-
-    plain = {"fused": ours, "one by one": apart} | ({"torch": theirs} if bits == 16 else {})
-    between = {
-        f"{way}, small kernels between": lambda w, x, call=call: call(w, small(x, False))
-        for way, call in plain.items()
+    found = {
+        "fused": Weights.call,
+        "one by one": lambda w, x: [part.call(x) for part in w.parts],
+        "fused, small kernels between": lambda w, x: w.call(small(x, False)),
+        EARLY: early,
     }
-    return plain | between | {EARLY: early}
+    if bits == 16:
+        found["torch"] = lambda w, x: [F.linear(x, words) for words in w.words[0]]
+    return found
 
 
 def gemlite_times() -> Iterator[Record]:
-    """gemlite on weights of the same size, where it can be imported; it tunes at its first calls."""
-    for wheel in Path(".whl").glob("gemlite*.whl"):
-        place = tempfile.mkdtemp()
-        zipfile.ZipFile(wheel).extractall(place)
-        sys.path.insert(0, place)
+    """gemlite on weights of the same size, where it is installed; it tunes at its first calls."""
     try:
         import gemlite
         from gemlite.helper import A16W4_HQQ_INT, A16W8_INT8
@@ -139,21 +124,20 @@ def gemlite_times() -> Iterator[Record]:
 
     def layer(bits: int, shape: Shape) -> Any:
         if bits == 8:
-            return A16W8_INT8(dtype=kind).from_weights(
-                torch.randn(shape.out, shape.ins, dtype=kind, device="cuda")
-            )
+            weight = torch.randn(shape.out, shape.ins, dtype=kind, device="cuda")
+            return A16W8_INT8(dtype=kind).from_weights(weight)
         codes = torch.randint(0, 16, (shape.out, shape.ins), dtype=torch.uint8, device="cuda")
         scales = torch.rand(shape.out * shape.ins // 128, 1, dtype=kind, device="cuda")
         return A16W4_HQQ_INT(dtype=kind).from_weights(codes, scales, torch.full_like(scales, 8))
 
-    for rows, bits, parts in ((m, b, shape) for m in (16, 32) for b in (8, 4) for shape in LAYERS["7B"]):
-        shape = Shape((parts.out,), parts.ins)
+    for rows, bits, fused in product((16, 32), (8, 4), LAYERS["7B"]):
+        shape = Shape((fused.out,), fused.ins)
         row = {"bits": bits, "shape": str(shape), "rows": rows}
         try:
             x = torch.randn(rows, shape.ins, dtype=kind, device="cuda")
             made = [layer(bits, shape) for _ in range(max(2, -(-ROTATION // weight_bytes(bits, shape))))]
             made[0](x)
-            yield row | {"us": time_us([lambda m=m, x=x: m(x) for m in made])}
+            yield row | {"us": time_calls([lambda m=m, x=x: m(x) for m in made])}
         except Exception as error:
             yield row | {"us": None, "error": repr(error)[:300]}
 
@@ -165,7 +149,6 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("linear.json"), help="results file")
     parser.add_argument("--quick", action="store_true", help="the check and single launches")
     parser.add_argument("--workers", type=int, default=14, help="processes that check")
-    parser.add_argument("--commit", default=commit(), help="what is measured, where no .git says it")
     parser.add_argument("--shard", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args(words)
     need_gpu(parser)
@@ -178,13 +161,13 @@ def main(words: Sequence[str] | None = None) -> int:
     in_shards(report, ["scripts.benchmarks", "linear", "--workers", str(args.workers)], args.workers)
     ceilings = measure_ceilings()
     result = header(0, "linear") | {
-        "commit": args.commit, "torch": torch.__version__, "triton": triton.__version__,
+        "torch": torch.__version__, "triton": triton.__version__,
         "gpu": torch.cuda.get_device_name(), "read_bandwidth": ceilings.read_bandwidth,
         "checked": len(report.rows), "failed": report.failed, "cells": list(single(ceilings.read_bandwidth)),
     }  # fmt: skip
     if not args.quick:
         x = torch.randn(16, 4096, device="cuda").bfloat16()
-        times = [time_us([lambda early=early: small(x, early)]) for early in (False, True)]
+        times = [time_calls([lambda early=early: small(x, early)]) for early in (False, True)]
         result["small_us"] = dict(zip(("ordinary", "early"), times, strict=True))
         result |= {"layers": list(layers()), "gemlite": list(gemlite_times())}
         timed = sum(len(row["us"]) for row in result["layers"]) + len(result["gemlite"])

@@ -3,33 +3,27 @@
 A part goes into docs/results/offload_h200.json, one measurement after the other; what was made with other
 settings or another engine is not continued. Models, prompts and clocks are those of ``on_chip``. The cap is
 that of torch's allocator, and holds for weights, graphs and prefill as well. The baseline is autoregressive
-decoding of this engine, whose cache is streamed too. ``scripts.checks.offload_bits`` checks the bits.
+decoding of this engine, whose cache is streamed too.
 """
 
-import statistics
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
 
-from scripts.benchmarks.common.command import dtype_of, parts_parser
 from scripts.benchmarks.common.engine import Bench, Prompts, Run
-from scripts.benchmarks.common.results import (
-    ATTENDED,
-    STREAMED,
-    Record,
-    ResultsFile,
-    having,
-    rounded,
-    rows_of_samples,
-)
+from scripts.benchmarks.common.results import ATTENDED, RESULTS, STREAMED, Record, rounded, rows_of_samples
 from scripts.benchmarks.common.roofs import weight_bytes
-from scripts.benchmarks.common.session import Plan, Session, Step, measure_parts
+from scripts.benchmarks.common.session import Plan, Session, Step, measure_parts, parts_parser
 from scripts.benchmarks.common.texts import SOURCES, Source
-from scripts.benchmarks.common.timing import bus_gbps, read_bandwidth
+from scripts.benchmarks.common.timing import read_bandwidth
 from scripts.benchmarks.offload.tables import FILE
+from scripts.benchmarks.on_chip.tables import FILE as ON_CHIP
 from triforce_tree.config import HierarchyConfig
+from triforce_tree.kv.offload.bandwidth import bandwidths
 from triforce_tree.kv.offload.host_attention import host_attends
 from triforce_tree.kv.offload.pinned import usable
 from triforce_tree.planning import memory_plan
@@ -38,7 +32,6 @@ from triforce_tree.planning.memory_map import GIB, Machine, Sizes
 from triforce_tree.planning.memory_plan import DoesNotFitError, MemoryPlan
 
 _PACKAGES = tuple(p for source in SOURCES for p in source.packages if not source.code)
-ON_CHIP, FED = "prefill on chip", "prefill offloaded"
 RTX_4090 = {"name": "RTX 4090", "bus_gbps": 25.0, "read_gbps": 1000.0}
 # Of a memory plan.
 _PLANNED = ("split", "device_gib", "host_gib", "pass_weights_gib")
@@ -56,7 +49,6 @@ class Offloaded(Plan):
         caps: GiB of device memory, one after the other.
         resident: share of the cache that stays on the device; None for all that fits under the cap.
         one_text: prompts are cut from all sources together, since none is long enough.
-        prefills: time the prefill of the same prompts with the cache on the device and offloaded, no more.
         weights_on_host: the target's weights are streamed too.
     """
 
@@ -66,16 +58,12 @@ class Offloaded(Plan):
     caps: tuple[float, ...] = (24.0,)
     resident: float | None = None
     one_text: bool = False
-    prefills: bool = False
     weights_on_host: bool = False
 
     def steps(self) -> Iterator[Step]:
         [(batch, context)] = self.cells
-        methods = [[{"method": method}] for method in (ON_CHIP, FED)] if self.prefills else [[]]
-        for cap in self.caps:
-            for keys in methods:
-                for number in range(self.prompts):
-                    yield self.step(number, batch, context, {"cap_gib": cap}, *keys)
+        for cap, number in product(self.caps, range(self.prompts)):
+            yield self.step(number, batch, context, {"cap_gib": cap})
 
     def tiny(self, **more: Any) -> "Offloaded":
         small = {"cells": ((1, self.cells[0][1] // 256),), "caps": tuple(cap / 24 for cap in self.caps)}
@@ -89,28 +77,24 @@ class Offloaded(Plan):
 
 
 class OffloadSession(Session):
-    """One cap after the other; a smaller memory plan where the memory does not suffice."""
+    """One cap after the other."""
 
-    def __init__(self, plan: Plan, file: ResultsFile, device: torch.device, seed: int) -> None:
-        # By cap; and the cap under which a program is open, with whether its cache is on the device.
-        self.memories: dict[float, MemoryPlan] = {}
-        self.opened: tuple[float, bool] | None = None
-        super().__init__(plan, file, device, seed)
+    # The cap under which a program is open, and its memory plan.
+    opened: tuple[float, MemoryPlan] | None = None
 
     @property
     def sources(self) -> Sequence[Source]:
         return _ONE_TEXT if self.plan.one_text else SOURCES
 
     def machine(self) -> Record:
-        bus, read = bus_gbps(self.device), read_bandwidth(self.device)
-        self.say(f"bus {bus}, read {read / 1e12:.2f} TB/s")
-        return {"bus_gbps": bus, "read_gbps": read / 1e9}
+        bus, read = bandwidths(self.device)[0], read_bandwidth(self.device)
+        self.say(f"bus {bus / 1e9:.1f} GB/s, read {read / 1e12:.2f} TB/s")
+        return {"bus_gbps": {"in": bus / 1e9}, "read_gbps": read / 1e9}
 
     def new_bench(self) -> Bench:
         plan = self.plan
-        cap = None if plan.prefills or self.device.type != "cuda" else max(plan.caps)
-        dtype = dtype_of(self.device)
-        return Bench(plan.shape, plan.draft_shape, self.device, dtype, self.seed, cap, plan.weights_on_host)
+        cap = max(plan.caps) if self.device.type == "cuda" else None
+        return Bench(plan.shape, plan.draft_shape, self.device, self.seed, cap, plan.weights_on_host)
 
     def plan_memory(self, cap: float) -> MemoryPlan:
         """The plan for this cap, with the split that the part asks for."""
@@ -133,67 +117,29 @@ class OffloadSession(Session):
             made = made.with_resident(int(plan.resident * whole))
         return made
 
-    def open(self, cap: float, on_chip: bool) -> MemoryPlan:
-        """The program under a cap, unless it is open; with the cache on the device there is no cap."""
-        if cap not in self.memories:
-            self.memories[cap] = self.plan_memory(cap)
-        memory = self.memories[cap]
-        if self.opened == (cap, on_chip):
-            return memory
+    def open(self, cap: float) -> None:
+        """The program under a cap, unless it is open."""
+        if self.opened is not None and self.opened[0] == cap:
+            return
         [(batch, context)] = self.plan.cells
         size = batch, context + self.plan.new_tokens
-        self.opened = None
-        if on_chip:
-            self.bench.open(memory.config, *size, ())
-        else:
-            assert memory.offload is not None
-            self.bench.cap(cap)
-            self.bench.open(memory.config, *size, self.plan.temperatures, memory.offload)
-            host = self.bench.offloaded.host
-            sizes = (host.resident_bytes / GIB, host.host_bytes / GIB, self.bench.peak_gib())
-            said = "GiB resident {:.2f}, on the host {:.2f}, peak {:.2f}".format(*sizes)
-            self.say(f"cap {cap:g} GiB: {memory.as_dict()['options']}, {said}")
-        self.opened = cap, on_chip
-        return memory
-
-    def smaller(self, cap: float, why: str) -> None:
-        """Take the next smaller memory plan."""
-        self.opened = None
-        self.bench.close()
-        less = self.memories[cap].smaller()
-        if less is None:
-            raise torch.OutOfMemoryError(why)
-        self.memories[cap] = less[0]
-        self.note(f"out of memory: {less[1]}")
+        self.opened, memory = None, self.plan_memory(cap)
+        assert memory.offload is not None
+        self.bench.cap(cap)
+        self.bench.open(memory.config, *size, self.plan.temperatures, memory.offload)
+        host = self.bench.offloaded.host
+        sizes = (host.resident_bytes / GIB, host.host_bytes / GIB, self.bench.peak_gib())
+        said = "GiB resident {:.2f}, on the host {:.2f}, peak {:.2f}".format(*sizes)
+        self.say(f"cap {cap:g} GiB: {memory.as_dict()['options']}, {said}")
+        self.opened = cap, memory
 
     def measure(self, step: Step) -> None:
-        cap, method = step.setting["cap_gib"], step.keys[0]["method"]
-        while True:
-            try:
-                memory = self.open(cap, method == ON_CHIP)
-                if method in (ON_CHIP, FED):
-                    self._prefill(step, memory)
-                else:
-                    self._decode(step)
-                return
-            except DoesNotFitError as error:
-                self.note(f"cap {cap:g} GiB: {error}")
-                return
-            except torch.OutOfMemoryError as error:
-                if method == ON_CHIP:
-                    raise
-                # The error holds what it ran out of memory with, so it must be gone before the next attempt.
-                why = str(error)
-            self.smaller(cap, why)
-
-    def _prefill(self, step: Step, memory: MemoryPlan) -> None:
-        """A beginning first, by which everything is compiled."""
-        self.feed(step, max(step.context // 16, 2 * memory.config.retrieval.budget + 64))
-        _, sources = self.feed(step)
-        self.file.add(step.keys[0] | {"sources": sources, "prefill_seconds": self.bench.prefill_seconds})
-
-    def _decode(self, step: Step) -> None:
         """Every temperature; along the greedy text without drafts, with the CPU's share and without."""
+        try:
+            self.open(step.setting["cap_gib"])
+        except DoesNotFitError as error:
+            self.note(f"{step.setting}: {error}")
+            return
         prompts, sources = self.feed(step)
         for key in self.lacking(step):
             text = self.ours(key, prompts, sources).texts[0][: self.plan.plain_tokens]
@@ -208,7 +154,7 @@ class OffloadSession(Session):
         host, streamed = bench.offloaded.host, bench.pass_bytes
         read = weight_bytes(bench.target.model) + host.resident_bytes
         assert self.opened is not None
-        planned = self.memories[self.opened[0]].as_dict()
+        planned = self.opened[1].as_dict()
         return {
             "stages": stages,
             "roof_ms": 1e3 * max(streamed / 1e9 / header["bus_gbps"]["in"], read / 1e9 / header["read_gbps"]),
@@ -235,7 +181,6 @@ PARTS = {
     "caps": Offloaded("llama-2-7b", _LONG, caps=(16.0, 48.0), prompts=1),
     "host-attention": Offloaded("llama-2-7b", _LONG, prompts=2, options=_WITH_THE_CPU),
     "host-attention-8b": Offloaded("llama-3.1-8b", _LONG, prompts=2, options=_WITH_THE_CPU),
-    "prefill": Offloaded("llama-2-7b", _LONG, prompts=2, prefills=True),
 }
 
 
@@ -257,20 +202,19 @@ def rows(part: str, header: Record, samples: list[Record]) -> list[Record]:
         # On another machine the CPU differs as well, and that was not measured.
         if row["baseline"] and not row["host_share"]:
             more["projection"] = projection(row, header["bus_gbps"]["in"], header["read_gbps"], RTX_4090)
-        found.append(row | more)
-    return found + _prefill_rows(part, header["settings"], samples)
+        found.append(row | more | _on_chip_prefill(row))
+    return found
 
 
-def _prefill_rows(part: str, settings: Record, samples: list[Record]) -> list[Record]:
-    """Seconds of prefill of the same prompts, with the cache on the device and offloaded."""
-    seconds = {m: [s["prefill_seconds"] for s in having(samples, method=m)] for m in (ON_CHIP, FED)}
-    if not all(seconds.values()):
-        return []
-    on_chip, offloaded = (statistics.median(seconds[m]) for m in (ON_CHIP, FED))
-    figures = {"on_chip_prefill_seconds": on_chip, "prefill_seconds": offloaded}
-    figures["prefill_ratio"] = offloaded / on_chip
-    place = {"part": part, "shape": f"{settings['shape']} inflated", "context": samples[0]["context"]}
-    return [{**place, **{k: rounded(v) for k, v in figures.items()}}]
+def _on_chip_prefill(row: Record) -> Record:
+    """Beside the prefill of the same prompts with the cache on the device, where ``on_chip`` measured it."""
+    path, place = RESULTS / ON_CHIP, ("part", "shape", "batch", "context", "temperature")
+    others = json.loads(path.read_text("utf-8"))["rows"] if path.exists() else []
+    found = [r["prefill_seconds"] for r in others if all(r[name] == row[name] for name in place)]
+    if not found or row["temperature"]:
+        return {}
+    ratio = rounded(row["prefill_seconds"] / found[0])
+    return {"on_chip_prefill_seconds": found[0], "prefill_ratio": ratio, "on_chip_prefill_file": ON_CHIP}
 
 
 def projection(row: Record, bus_gbps: float, read_gbps: float, card: Record) -> Record:
@@ -289,8 +233,5 @@ def projection(row: Record, bus_gbps: float, read_gbps: float, card: Record) -> 
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    made = parts_parser("benchmarks offload", __doc__, list(PARTS), seconds=450)
-    made.add_argument(
-        "--caps", type=float, nargs="+", help="GiB of device memory; by default as the part has it"
-    )
+    made = parts_parser("benchmarks offload", __doc__, PARTS)
     measure_parts(made, words, PARTS, OffloadSession, rows, FILE)

@@ -6,21 +6,19 @@ same process, from graphs that were captured before. Times are of decoding alone
 file that was made with other settings or another engine is not continued.
 """
 
-import argparse
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
 import torch
 
-from scripts.benchmarks.common.command import dtype_of, parts_parser
-from scripts.benchmarks.common.engine import Bench, Prompts, Run
+from scripts.benchmarks.common.engine import Prompts, Run
 from scripts.benchmarks.common.results import PLAIN, STATIC, Record, rows_of_samples
 from scripts.benchmarks.common.roofs import roofs_ms
-from scripts.benchmarks.common.session import Plan, Session, Step, measure_parts
+from scripts.benchmarks.common.session import Plan, Session, Step, measure_parts, parts_parser
 from scripts.benchmarks.common.timing import read_bandwidth
 from scripts.benchmarks.on_chip.tables import FILE
 from scripts.benchmarks.on_chip.transformers_static import static_decoding
@@ -97,14 +95,6 @@ class OnChip(Plan):
     def steps(self) -> Iterable[Step]:
         return self.kind(self)
 
-    def changed(self, args: argparse.Namespace) -> "OnChip":
-        only = args.only
-        kept = tuple(a for a in self.ablations if only is None or not a or set(a) & set(only))
-        static = 0 if args.no_static else self.static_tokens
-        made = super().changed(args)
-        new = max(self.outputs, default=made.new_tokens)
-        return replace(made, new_tokens=new, ablations=kept, static_tokens=static)
-
     def tiny(self, **more: Any) -> "OnChip":
         """Of the ablations the first of each setting that fits short prompts."""
         smaller = tuple((min(batch, 3), max(384, context // 256)) for batch, context in self.cells)
@@ -123,9 +113,6 @@ class OnChip(Plan):
 
 _LONG = ((1, 122_880),)
 _LENGTHS = tuple((1, n) for n in (4096, 8192, 16_384, 32_768, 65_536, 122_880))
-_ABLATION: Record = {
-    "kind": ablations, "temperatures": (0.0,), "prompts": 4, "plain_tokens": 32, "ablations": ABLATIONS
-}  # fmt: skip
 # Four query heads of the 8B share a KV head, so 16 nodes fill one tile of 64.
 _8B = DEFAULTS | {"gamma": 15, "tree": "best-first:4,4,4,3"}
 # Nodes of all sequences add up, and so do their budgets.
@@ -138,8 +125,10 @@ PARTS = {
         LLAMA_2_7B, ((6, 19_456), (2, 57_344), (10, 12_288)), temperatures=_TWO, prompts=2,
         plain_tokens=32, options=_BATCH,
     ),
-    "ablations-7b": OnChip(LLAMA_2_7B, _LONG, **_ABLATION),
-    "ablations-8b": OnChip(LLAMA_3_1_8B, _LONG, **_ABLATION),
+    "ablations-7b": OnChip(
+        LLAMA_2_7B, _LONG, kind=ablations, ablations=ABLATIONS, temperatures=(0.0,), prompts=4,
+        plain_tokens=32,
+    ),
     "lengths": OnChip(LLAMA_2_7B, _LENGTHS, kind=lengths, temperatures=_TWO, prompts=2, plain_tokens=16),
     "outputs": OnChip(
         LLAMA_2_7B, _LONG, temperatures=_TWO, prompts=3, new_tokens=2048, outputs=(256, 512, 1024, 2048)
@@ -152,10 +141,6 @@ class OnChipSession(Session):
 
     def machine(self) -> Record:
         return {"read_bandwidth": read_bandwidth(self.device)}
-
-    def new_bench(self) -> Bench:
-        plan = self.plan
-        return Bench(plan.shape, plan.draft_shape, self.device, dtype_of(self.device), self.seed)
 
     def measure(self, step: Step) -> None:
         plan = self.plan
@@ -233,13 +218,6 @@ def rows(part: str, header: Record, samples: list[Record]) -> list[Record]:
     return rows_of_samples(part, header, samples, (PLAIN, STATIC))
 
 
-def parser() -> argparse.ArgumentParser:
-    made = parts_parser("benchmarks on_chip", __doc__, list(PARTS), seconds=540)
-    made.add_argument("--new-tokens", type=int, help="tokens of each text")
-    made.add_argument("--only", nargs="*", help="of the ablations these settings alone")
-    made.add_argument("--no-static", action="store_true", help="leave out transformers' static cache")
-    return made
-
-
 def main(words: Sequence[str] | None = None) -> None:
-    measure_parts(parser(), words, PARTS, OnChipSession, rows, FILE)
+    made = parts_parser("benchmarks on_chip", __doc__, PARTS)
+    measure_parts(made, words, PARTS, OnChipSession, rows, FILE)

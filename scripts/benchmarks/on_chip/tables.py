@@ -1,5 +1,6 @@
 """Tables of docs/benchmarks.md from docs/results/on_chip_h200.json."""
 
+from collections.abc import Sequence
 from functools import partial
 
 from scripts.benchmarks.common.markdown import Columns, Record, Rows, Table, listing, origin, rows_of
@@ -110,10 +111,10 @@ def _bandwidth(part: Record) -> str:
     return f"read bandwidth {part['read_bandwidth'] / 1e12:.2f} TB/s measured in the same run"
 
 
-_origin = partial(origin, file=FILE, measured=_bandwidth, noted="Not measured in")
+_origin = partial(origin, file=FILE, measured=_bandwidth, note="Not measured in")
 
 
-def _ablations_note(content: Record, rows: list[Record]) -> str:
+def _ablations_note(content: Record, rows: Sequence[Record]) -> str:
     options = content["parts"][rows[0]["part"]]["settings"]["options"].items()
     return f"Default: {', '.join(f'{k}={v}' for k, v in options if v is not None)}. " + _origin(content, rows)
 
@@ -132,7 +133,6 @@ _MAKERS = {
     "lengths": ("lengths", listing(LENGTHS, _rows("lengths", order=("context", "temperature")), _origin)),
     "outputs": ("outputs", listing(OUTPUTS, _rows("outputs", order=("temperature", "new_tokens")), _origin)),
     "ablations_7b": ("ablations-7b", listing(ABLATIONS, _rows("ablations-7b"), _ablations_note)),
-    "ablations_8b": ("ablations-8b", listing(ABLATIONS, _rows("ablations-8b"), _ablations_note)),
     "texts": ("7b", texts),
 }
 COMMAND = "python -m scripts.benchmarks on_chip --part"

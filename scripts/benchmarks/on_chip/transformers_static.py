@@ -64,7 +64,8 @@ def static_decoding(
         for layer in layers:
             layer.cumulative_length.fill_(length)
         for group in store.groups:
-            group.kv[..., length:, :] = 0
+            for part in group.kv:
+                part[..., length:, :] = 0
 
     def step(tokens: Tensor) -> Tensor:
         if compiled:

@@ -118,11 +118,15 @@ def test_measuring_leaves_the_cache_as_it_was(levels: int) -> None:
     program = program_of(model("llama-gqa"), draft_of("llama-gqa"), levels, 3, rounds=None)
     begun = Decoder(program, GREEDY, 0)
     begun.prefill(PROMPTS)
-    before = [program.store.kv[:, :, b, :, : len(prompt) - 1].clone() for b, prompt in enumerate(PROMPTS)]
+    before = [
+        [part[:, b, :, : len(prompt) - 1].clone() for part in program.store.kv]
+        for b, prompt in enumerate(PROMPTS)
+    ]
     found = stage_costs(program, GREEDY, CostTable(None))
     assert found.lengths == (37, 149)
-    for b, slots in enumerate(before):
-        assert torch.equal(program.store.kv[:, :, b, :, : slots.shape[-2]], slots)
+    for b, parts in enumerate(before):
+        for now, slots in zip(program.store.kv, parts, strict=True):
+            assert torch.equal(now[:, b, :, : slots.shape[-2]], slots)
     program.rewind(PROMPTS)
     new: list[list[int]] = [[] for _ in PROMPTS]
     for blocks in begun.decode(PROMPTS, [Ending(count) for count in NEW]):

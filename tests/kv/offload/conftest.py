@@ -9,7 +9,7 @@ from offloaded_cases import PIECE
 from triforce_tree.kv.offload import layout
 from triforce_tree.planning import memory_plan
 from triforce_tree.planning.memory_plan import MemoryPlan
-from triforce_tree.planning.pass_time import FarRows
+from triforce_tree.planning.pass_time import HostKV
 
 
 @pytest.fixture(autouse=True)
@@ -29,8 +29,8 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
         if made.offload is None:
             return made
         # The whole of so short a sequence would be resident, which leaves no share to the CPU.
-        on_host = FarRows(1, 0, made.machine.bus, made.machine.host_attention)
+        on_host = HostKV(1, 0, made.machine.bus, made.machine.host_attention)
         split["host_share"], split["plain_host_share"] = on_host.share(5), on_host.share(1)
-        return replace(made, offload=replace(made.offload, **split), host={"full rows": 1})
+        return replace(made, offload=replace(made.offload, **split), host={"KV": 1})
 
     monkeypatch.setattr(memory_plan, "plan", plan)

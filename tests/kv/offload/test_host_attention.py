@@ -26,7 +26,11 @@ HALF = Offload(0, PIECE, 2, host_share=0.5, plain_host_share=0.5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("heads", [Heads(6, 6, 32), Heads(6, 2, 24), Heads(4, 1, 8)], ids=str)
+@pytest.mark.parametrize(
+    "heads",
+    [Heads(6, 6, 32), Heads(6, 2, 24), Heads(4, 1, 8), Heads(6, 2, 64, 32), Heads(6, 3, 12, 5)],
+    ids=str,
+)
 @pytest.mark.parametrize("queries", [1, 7])
 def test_states_are_those_of_the_definition(
     heads: Heads, queries: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -34,7 +38,7 @@ def test_states_are_those_of_the_definition(
     generator = torch.Generator().manual_seed(0)
     counts, scale = (48, 0, 83), 0.31
     q = torch.randn(3, queries, heads.query, heads.dim, generator=generator).to(dtype)
-    kv = [torch.randn(n, 2, heads.kv, heads.dim, generator=generator).to(dtype) for n in counts]
+    kv = [torch.randn(n, heads.row, generator=generator).to(dtype) for n in counts]
     # Several calls of several blocks, and a last one of another size.
     monkeypatch.setattr(host_rows, "BLOCK", 3 * kv[0][0].nbytes)
     attention = HostAttention(heads, torch.device("cpu"), dtype, len(counts))
@@ -61,13 +65,13 @@ def definition(heads: Heads, q: Tensor, kv: Tensor, scale: float) -> tuple[Tenso
     plan = plan_trees(
         heads, [torch.ones(count, 0, dtype=torch.bool)], [kv.shape[0]], device=q.device, dtype=q.dtype
     )
-    k, v = (kv[:, i].transpose(0, 1)[None] for i in (0, 1))
+    k, v = (part.transpose(0, 1)[None] for part in heads.split(kv))
     return planned.states(q, k, v, plan, scale=scale)
 
 
 def test_the_same_input_gives_the_same_bits() -> None:
-    q, kv = torch.randn(5, 4, 16), torch.randn(100, 2, 2, 16)
-    for a, b in zip(attend(q, kv), attend(q.clone(), kv.clone()), strict=True):
+    q, (k, v) = torch.randn(5, 4, 16), torch.randn(2, 100, 2, 16)
+    for a, b in zip(attend(q, k, v), attend(q.clone(), k.clone(), v.clone()), strict=True):
         assert torch.equal(a, b)
 
 

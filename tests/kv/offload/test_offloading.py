@@ -156,7 +156,7 @@ def test_the_command_shows_the_plan(capsys: pytest.CaptureFixture[str], pair: Ti
     out, err = capsys.readouterr()
     assert code == 0
     assert "memory map" in err
-    assert "device: resident rows" in err
+    assert "device: resident KV" in err
     assert "of the KV slots on the host (" in " ".join(err.split())
     result = json.loads(out.splitlines()[-1])
     assert result["identical"] is True

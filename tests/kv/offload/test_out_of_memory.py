@@ -49,7 +49,7 @@ def test_a_smaller_plan_follows_memory_that_runs_out(
     assert streamed[len(PROMPT) :] == expected()
     warnings = [r.message for r in caplog.records if "device memory ran out" in r.message]
     assert len(warnings) == len(times)
-    assert "resident rows 0.0 GiB -> 0.0 GiB" in warnings[0]
+    assert "resident KV 0.0 GiB -> 0.0 GiB" in warnings[0]
     assert out.levels is not None
     assert out.levels[-1].emitted == NEW
 

@@ -284,12 +284,6 @@ def test_too_little_host_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 def test_models_that_cannot_be_streamed_are_refused() -> None:
     with pytest.raises(ValueError, match="slots=1 is too few"):
         streamed(slots=1)
-    odd = copy.deepcopy(whole())
-    odd.model.layers[3].mlp.up_proj = torch.nn.Linear(32, 48, bias=False)
-    with pytest.raises(
-        ValueError, match=r"decoder layers 0 and 3 differ \(mlp.up_proj \[\d+, 32\] torch.float32"
-    ):
-        StreamedWeights(odd, "cpu")
     shared = copy.deepcopy(whole())
     shared.model.layers[1].mlp.up_proj.weight = shared.model.layers[0].mlp.up_proj.weight
     with pytest.raises(ValueError, match=r"shares weights of a decoder layer.*\(offload_weights=False\)"):
@@ -298,6 +292,21 @@ def test_models_that_cannot_be_streamed_are_refused() -> None:
     bare.model.layers[2] = torch.nn.Identity()
     with pytest.raises(ValueError, match=r"without a plain nn.Linear"):
         StreamedWeights(bare, "cpu")
+
+
+def test_layers_may_differ() -> None:
+    odd = copy.deepcopy(whole())
+    mlp = odd.model.layers[3].mlp
+    mlp.up_proj, mlp.gate_proj = torch.nn.Linear(32, 48, bias=False), torch.nn.Linear(32, 48, bias=False)
+    mlp.down_proj = torch.nn.Linear(48, 32, bias=False)
+    ids = torch.tensor([PROMPT])
+    with torch.no_grad():
+        reference = odd(ids).logits
+        weights = StreamedWeights(odd, "cpu")
+        for _ in range(2):
+            assert torch.equal(odd(ids).logits, reference)
+    # Each layer crosses the bus with its own bytes; slots have room for the largest.
+    assert weights.bytes < LAYERS * weights.slot_bytes // 2
 
 
 def test_transferred_bytes_include_the_weights() -> None:

@@ -9,7 +9,8 @@ from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.tree_model import TreeDrafter
 from triforce_tree.kernels import step
 from triforce_tree.kernels.attention import planned
-from triforce_tree.kernels.attention.plan import FirstRows, Plan
+from triforce_tree.kernels.attention.plan import FirstVisible, Plan
+from triforce_tree.kv.store import KVStore
 from triforce_tree.models.hf_model import HFModel
 
 
@@ -28,7 +29,7 @@ def prefill_alike(program: DecodingProgram, prompt: list[int], monkeypatch: pyte
     def prefill_first(model: HFModel, store, sequence: int, *rest) -> None:
         if sequence == 0:
             one(model, store, sequence, *rest)
-            store.kv[:, :, 1:] = store.kv[:, :, :1]
+            share_first(store)
 
     monkeypatch.setattr(full_cache, "prefill", prefill_first)
     share_windows(monkeypatch)
@@ -42,31 +43,36 @@ def share_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     def prefill_first(self: TreeDrafter, b: int, tokens: list[int]) -> None:
         if b == 0:
             prefill(self, b, tokens)
-            self.store.kv[:, :, 1:] = self.store.kv[:, :, :1]
+            share_first(self.store)
 
     monkeypatch.setattr(TreeDrafter, "_prefill", prefill_first)
+
+
+def share_first(store: KVStore) -> None:
+    """Copy the first sequence's KV slots to all others."""
+    for slots in store.kv:
+        slots[:, 1:] = slots[:, :1]
 
 
 def append_kv(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tensor, ring: int = 0) -> None:
     """``step.append_kv`` where all rows fit."""
     assert not ring
-    batch, heads, rows, dim = k.shape
-    slots = start[:, None] + torch.arange(rows)
+    slots = start[:, None] + torch.arange(k.shape[2])
     assert int(slots.max()) < k_cache.shape[2]
-    slots = slots[:, None, :, None].expand(batch, heads, rows, dim)
-    k_cache.scatter_(2, slots, k)
-    v_cache.scatter_(2, slots, v)
+    for cache, new in ((k_cache, k), (v_cache, v)):
+        cache.scatter_(2, slots[:, None, :, None].expand(new.shape), new)
 
 
-def move_kv(rows: Tensor, index: Tensor, start: Tensor, ring: int = 0) -> None:
+def move_kv(k: Tensor, v: Tensor, index: Tensor, start: Tensor, ring: int = 0) -> None:
     """``step.move_kv`` where all rows fit."""
     assert not ring
     width = index.shape[1]
     targets = start[:, None] + torch.arange(width)
     sources = torch.where(index >= 0, start[:, None] + index, targets)
-    shape = (rows.shape[0], *targets.shape[:1], rows.shape[2], width, rows.shape[4])
-    moved = rows.gather(3, sources[None, :, None, :, None].expand(shape))
-    rows.scatter_(3, targets[None, :, None, :, None].expand(shape), moved)
+    for rows in (k, v):
+        shape = (rows.shape[0], *targets.shape[:1], rows.shape[2], width, rows.shape[4])
+        moved = rows.gather(3, sources[None, :, None, :, None].expand(shape))
+        rows.scatter_(3, targets[None, :, None, :, None].expand(shape), moved)
 
 
 def attention(
@@ -77,7 +83,7 @@ def attention(
     *,
     scale: float,
     table: Tensor | None = None,
-    first: FirstRows | None = None,
+    first: FirstVisible | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
@@ -99,7 +105,7 @@ def attention(
     weights = scores.masked_fill(~visible[:, None, None], -torch.inf).softmax(-1)
     valid = (offset < tail)[:, None, :, None]
     out = torch.einsum("bkgts,bksd->btkgd", weights, v.masked_fill(~valid, 0.0))
-    return out.reshape(q.shape)
+    return out.reshape(*q.shape[:2], -1)
 
 
 def accept_tree(

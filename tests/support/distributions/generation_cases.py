@@ -5,12 +5,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from enumeration import total_variation
 from families import perturbed, prompt_of
 from generation_distributions import Generations, stranger, target_distribution
 from own_drafters import FixedSiblings, FixedThenDrawn, TableDraws
 from transformers import (
     LogitsProcessorList,
+    SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -18,6 +20,7 @@ from transformers import (
 
 from triforce_tree.drafters.base import Drafter
 from triforce_tree.drafters.prompt_lookup import PromptLookup
+from triforce_tree.drafters.token_map import TokenMap
 from triforce_tree.verify.sampling import ProbsFromLogits
 
 
@@ -37,6 +40,7 @@ class Case:
         drafter: makes level 0; None for a model.
         likeness: relative perturbation of the target's weights that makes the draft; None for an unrelated
             draft.
+        token_map: an unrelated draft's token ids for the target's.
     """
 
     levels: int
@@ -49,6 +53,7 @@ class Case:
     plan: tuple[int, ...] = ()
     drafter: Callable[[], Drafter] | None = None
     likeness: float | None = None
+    token_map: TokenMap | None = None
 
     @property
     def to_probs(self) -> ProbsFromLogits:
@@ -65,11 +70,15 @@ class Case:
         draft: Any
         if self.drafter is not None:
             draft = self.drafter()
+        elif self.token_map is not None:
+            largest = torch.cat([self.token_map.inputs, self.token_map.proposals]).max()
+            draft = stranger(int(largest) + 1, 3).to(device)
         elif self.likeness is None:
             draft = stranger(self.vocabulary, 3).to(device)
         else:
             draft = perturbed(target, self.likeness).to(device)
-        return Generations(target.to(device), draft, self.levels, self.prompt, **{**self.options, **how})
+        how = {**self.options, "tokens": self.token_map, **how}
+        return Generations(target.to(device), draft, self.levels, self.prompt, **how)
 
     def distance(self, generations: Generations) -> float:
         """Total variation between the generated distribution and the target's own."""
@@ -94,6 +103,13 @@ PROCESSORS: dict[str, tuple[Any, ...]] = {
     "all": (HOT, TopKLogitsWarper(3), TopPLogitsWarper(0.9)),
 }
 BOTH = {"tree": "chain:1", "runner_ups": True}
+# Vocabularies that are padded to different sizes; different ones, where the draft reads two of the target's
+# tokens as one, lacks one of them, and has two of its own.
+TOKENS = {
+    "narrower draft": TokenMap.padded(4, 3),
+    "wider draft": TokenMap.padded(4, 6),
+    "other tokens": TokenMap(torch.tensor([4, 0, 0, 2]), torch.tensor([4, 0, -1, 2])),
+}
 
 CASES: dict[str, Case] = {
     "plain": Case(1, 3, 2),
@@ -135,6 +151,27 @@ CASES: dict[str, Case] = {
         _tree("best-first:2,1"),
         (TemperatureLogitsWarper(1.3), TopKLogitsWarper(3)),
         likeness=0.1,
+    ),
+    # A draft model of another vocabulary.
+    **{
+        f"{name}, {how}": Case(levels, 4, tokens, passes, options, processors, token_map=ids)
+        for name, ids in TOKENS.items()
+        for how, levels, tokens, passes, options, processors in (
+            ("chain", 2, 2, None, _chain(1), ()),
+            # As many siblings as the target has tokens.
+            ("siblings", 2, 1, None, _tree("static:4"), ()),
+            ("best-first", 2, 2, 1, _tree("best-first:2,1"), PROCESSORS["all"]),
+            ("runner-ups", 3, 2, 1, BOTH, PROCESSORS["top-k"]),
+        )
+    },
+    "narrower draft, all its tokens forbidden": Case(
+        2,
+        4,
+        2,
+        1,
+        _tree("best-first:2,1"),
+        (SuppressTokensLogitsProcessor([0, 1]),),
+        token_map=TokenMap.padded(4, 2),
     ),
     # Autoregressive passes between those that verify drafts.
     "drafting off and on": Case(2, 2, 4, None, _chain(1), plan=(1, 0, 1, 0)),

@@ -10,6 +10,7 @@ from itertools import cycle, islice
 from typing import Any, TypeVar
 
 import torch
+from batched_ops import share_first
 from enumerated_noise import EnumeratedNoise, enumerated
 from enumeration import Distribution, Script, Walk, summed
 from families import tiny
@@ -21,6 +22,7 @@ from triforce_tree.decoding.loop import Decoder
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.stop_criteria import Ending
 from triforce_tree.drafters.base import Drafter
+from triforce_tree.drafters.token_map import TokenMap
 from triforce_tree.drafters.tree_model import TreeDrafter
 from triforce_tree.kv.prefill import prefill
 from triforce_tree.models.hf_model import HFModel
@@ -56,6 +58,7 @@ class Generations:
         levels: 1, 2 or 3.
         prompt: token ids.
         batch: runs in parallel.
+        tokens: the draft model's token ids for the target's.
         operators, noise: see :class:`enumerated_noise.EnumeratedNoise`.
         options: of :class:`HierarchyConfig`, which override ``SMALL``.
 
@@ -70,6 +73,7 @@ class Generations:
         levels: int,
         prompt: Sequence[int],
         batch: int = 32,
+        tokens: TokenMap | None = None,
         operators: bool = False,
         noise: type[EnumeratedNoise] = EnumeratedNoise,
         **options: Any,
@@ -78,7 +82,7 @@ class Generations:
         config = HierarchyConfig.from_options(**{**SMALL, **options})
         self.walks = [Walk() for _ in range(batch)]
         wrapped = HFModel(target)
-        drafter = TreeDrafter(HFModel(draft), config) if isinstance(draft, PreTrainedModel) else draft
+        drafter = TreeDrafter(HFModel(draft), config, tokens) if isinstance(draft, PreTrainedModel) else draft
         if drafter is not None:
             config = replace(config, tree=drafter.tree)
         self.program = DecodingProgram(
@@ -91,8 +95,9 @@ class Generations:
             noise=enumerated(self.walks, operators, noise),
         )
         with wrapped.active():
-            prefill(wrapped, self.program.store, 0, self.prompt[:-1], 64, None)
-        self.program.store.kv[:, :, 1:] = self.program.store.kv[:, :, :1]
+            prefill(wrapped, self.program.store, 0, self.prompt[:-1], 64, None, self.program.states)
+        share_first(self.program.store)
+        self._states = [state[:1].clone() for state in self._recurrent()]
         self.program.update_chunk_means()
         if isinstance(self.program.drafter, TreeDrafter):
             _cache_windows(self.program.drafter)
@@ -147,6 +152,10 @@ class Generations:
         if plan:
             rounds = cycle(plan)
             decoder.controller.rounds = lambda: next(rounds)
+        for state, after_prompt in zip(self._recurrent(), self._states, strict=True):
+            state.copy_(after_prompt.expand_as(state))
+        if self.program.states is not None:
+            self.program.states.lengths = [len(self.prompt) - 1] * self.batch
         self.program.rewind(prompts)
         endings = [ending if b < runs else Ending(1) for b in range(self.batch)]
         new: list[list[int]] = [[] for _ in prompts]
@@ -156,6 +165,9 @@ class Generations:
                 tokens += block
                 walk.over = walk.over or reason is not None
         return [tuple(tokens) for tokens in new]
+
+    def _recurrent(self) -> list[Tensor]:
+        return [] if self.program.states is None else self.program.states.buffers
 
     def _extended(self, probs: Distribution, to_probs: ProbsFromLogits, count: int) -> Distribution:
         """Continuations of ``count`` tokens: missing tokens follow the target's own distribution."""
@@ -170,16 +182,17 @@ class Generations:
 
 def _cache_windows(drafter: TreeDrafter) -> None:
     """Copy draft windows that were computed before: all runs begin with the same one."""
-    prefill, known = drafter._prefill, dict[tuple[int, ...], Tensor]()
+    prefill, known = drafter._prefill, dict[tuple[int, ...], list[Tensor]]()
 
     def cached(b: int, tokens: list[int]) -> None:
-        slots = drafter.store.kv[:, :, b, :, : len(tokens)]
+        slots = [part[:, b, :, : len(tokens)] for part in drafter.store.kv]
         key = tuple(tokens)
         if key in known:
-            slots.copy_(known[key])
+            for part, old in zip(slots, known[key], strict=True):
+                part.copy_(old)
         else:
             prefill(b, tokens)
-            known[key] = slots.clone()
+            known[key] = [part.clone() for part in slots]
 
     drafter._prefill = cached
 

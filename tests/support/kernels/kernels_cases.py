@@ -26,9 +26,10 @@ ERROR_LIMIT = 2.0
 class Case:
     """One problem: a batch of token trees, each ``(prefix, tree size)``.
 
-    ``layout``: "heads" is storage ``[B, H_kv, S, D]``, "rows" is ``[B, S, H_kv, D]``, an integer is
-    a page size with one table per sequence, and ("view", chunk) one table per KV head;
-    ("cache", chunk) likewise, over storage ``[H_kv, S, D]``.
+    ``layout``: "heads" is storage ``[B, H_kv, S, D]``, "rows" is ``[B, S, H_kv, D]``, "packed" has the keys
+    and values of a position in one row, as in host memory; an integer is a page size with one table per
+    sequence, and ("view", chunk) one table per KV head; ("cache", chunk) likewise, over storage
+    ``[H_kv, S, D]``.
     """
 
     heads: Heads
@@ -44,6 +45,8 @@ class Case:
 
     def __str__(self) -> str:
         shape = f"{self.heads.query}/{self.heads.kv}x{self.heads.dim}"
+        if self.heads.value_dim != self.heads.dim:
+            shape += f"+{self.heads.value_dim}"
         extra = [
             f"{name}={value}"
             for name, value in [
@@ -111,8 +114,8 @@ def build(case: Case, device: str, seed: int = 0) -> Problem:
             mask &= depths[:, None] - depths < case.window
             firsts.append((length + depths - case.window + 1).clamp_(0, length))
         masks.append(mask.to(device))
-        shape = (heads.kv, length + size, heads.dim)
-        kv.append(tuple(torch.randn(shape, device=device).to(case.dtype) for _ in range(2)))
+        shapes = [(heads.kv, length + size, dim) for dim in (heads.dim, heads.value_dim)]
+        kv.append(tuple(torch.randn(shape, device=device).to(case.dtype) for shape in shapes))
     k, v, table = _store(case, kv, rng, device)
     return Problem(
         case=case,
@@ -132,13 +135,18 @@ def _store(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     heads, batch = case.heads, len(kv)
     longest = max(k.shape[1] for k, _ in kv) + 37
-    nan = float("nan")
+    dims = (heads.dim, heads.value_dim)
+
+    def filled(*shape: int) -> Tensor:
+        return torch.full(shape, torch.nan, dtype=case.dtype, device=device)
+
     if isinstance(case.layout, str):
-        shape = (batch, heads.kv, longest, heads.dim)
-        if case.layout == "rows":
-            shape = (batch, longest, heads.kv, heads.dim)
-        stores = [torch.full(shape, nan, dtype=case.dtype, device=device) for _ in range(2)]
-        views = [s.transpose(1, 2) if case.layout == "rows" else s for s in stores]
+        if case.layout == "packed":
+            views = [t.transpose(1, 2) for t in heads.split(filled(batch, longest, heads.row))]
+        elif case.layout == "rows":
+            views = [filled(batch, longest, heads.kv, dim).transpose(1, 2) for dim in dims]
+        else:
+            views = [filled(batch, heads.kv, longest, dim) for dim in dims]
         for sequence, pair in enumerate(kv):
             for view, values in zip(views, pair, strict=True):
                 view[sequence, :, : values.shape[1]] = values
@@ -151,13 +159,10 @@ def _store(
     rng.shuffle(order)
     table = torch.tensor(order[: batch * tables * pages], dtype=torch.int32, device=device)
     table = table.view(batch, tables, pages)
-    shape = (len(order), page, heads.kv, heads.dim)
-    stores = [torch.full(shape, nan, dtype=case.dtype, device=device) for _ in range(2)]
     if per_head and case.layout[0] == "cache":
-        shape = (heads.kv, len(order), page, heads.dim)
-        stores = [
-            torch.full(shape, nan, dtype=case.dtype, device=device).permute(1, 2, 0, 3) for _ in range(2)
-        ]
+        stores = [filled(heads.kv, len(order), page, dim).permute(1, 2, 0, 3) for dim in dims]
+    else:
+        stores = [filled(len(order), page, heads.kv, dim) for dim in dims]
     for sequence, pair in enumerate(kv):
         for head in range(heads.kv):
             at = torch.arange(pair[0].shape[1], device=device)
@@ -171,7 +176,7 @@ def exact_attention(problem: Problem, dtype: torch.dtype = torch.float64) -> tup
     """Plain attention, one sequence and one head at a time, every step in ``dtype``.
 
     Returns:
-        out ``[queries, H_q, D]`` and lse ``[queries, H_q]``.
+        out ``[queries, H_q, D_v]`` and lse ``[queries, H_q]``.
     """
     heads, start = problem.case.heads, 0
     outs, lses = [], []

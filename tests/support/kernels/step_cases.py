@@ -71,14 +71,28 @@ def _randn(*shape: int, dtype: torch.dtype, device: str) -> Tensor:
 
 
 def append(
-    batch: int, heads: int, size: int, count: int, dim: int, dtype: torch.dtype, device: str, seed: int = 0
+    batch: int,
+    heads: int,
+    size: int,
+    count: int,
+    dims: int | tuple[int, int],
+    dtype: torch.dtype,
+    device: str,
+    seed: int = 0,
 ) -> Problem:
-    """New keys and values in the layout of a linear layer; the last sequence exceeds the cache."""
-    rng = random.Random(seed)
-    caches = [_randn(batch, heads, size, dim, dtype=dtype, device=device) for _ in range(2)]
-    new = [_randn(batch, count, heads, dim, dtype=dtype, device=device).transpose(1, 2) for _ in range(2)]
+    """New keys and values in the layout of a linear layer; the last sequence exceeds the cache.
+
+    ``dims``: of keys and values where they differ.
+    """
+    rng, dims = random.Random(seed), _pair(dims)
+    caches = [_randn(batch, heads, size, dim, dtype=dtype, device=device) for dim in dims]
+    new = [_randn(batch, count, heads, dim, dtype=dtype, device=device).transpose(1, 2) for dim in dims]
     start = [rng.randrange(max(1, size - count)) for _ in range(batch - 1)] + [size - (count + 1) // 2]
     return Problem("append_kv", (*caches, *new, torch.tensor(start, device=device)), (0, 1))
+
+
+def _pair(dims: int | tuple[int, int]) -> tuple[int, int]:
+    return (dims, dims) if isinstance(dims, int) else dims
 
 
 def append_to_ring(*args: Any, ring: int, seed: int = 0) -> Problem:
@@ -91,19 +105,22 @@ def append_to_ring(*args: Any, ring: int, seed: int = 0) -> Problem:
 
 
 def move(
-    parts: int,
+    layers: int,
     batch: int,
     heads: int,
     size: int,
     places: int,
-    dim: int,
+    dims: int | tuple[int, int],
     dtype: torch.dtype,
     device: str,
     seed: int = 0,
 ) -> Problem:
     """Ascending paths with entries of -1, one in descending order, one that moves nothing."""
     rng = random.Random(seed)
-    rows = _randn(parts, batch, size, heads, dim, dtype=dtype, device=device).transpose(2, 3)
+    kv = [
+        _randn(layers, batch, size, heads, dim, dtype=dtype, device=device).transpose(2, 3)
+        for dim in _pair(dims)
+    ]
     start = [rng.randrange(size - 2 * places) for _ in range(batch)]
     index = torch.full((batch, places), -1)
     for b in range(batch):
@@ -113,16 +130,16 @@ def move(
     if batch > 1:
         index[-1] = -1
     tensors = index.to(device), torch.tensor(start, device=device)
-    return Problem("move_kv", (rows, *tensors), (0,))
+    return Problem("move_kv", (*kv, *tensors), (0, 1))
 
 
 def move_in_ring(*args: Any, ring: int, seed: int = 0) -> Problem:
     """The same in a ring that has wrapped several times; the first path crosses its end."""
     problem = move(*args, seed=seed)
-    rows, index, start = problem.args
+    *kv, index, start = problem.args
     rng = random.Random(seed)
     places = [4 * ring - index.shape[1]] + [rng.randrange(5 * ring) for _ in start[1:]]
-    return Problem("move_kv", (rows, index, start.new_tensor(places), ring), (0,))
+    return Problem("move_kv", (*kv, index, start.new_tensor(places), ring), (0, 1))
 
 
 def means(

@@ -202,9 +202,9 @@ def tiny(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     return build(config_name, model_name, seed, **{**_COMMON, **own, **overrides})
 
 
-def small(config_name: str, model_name: str, **settings: Any) -> PreTrainedModel:
+def small(config_name: str, model_name: str, seed: int = 0, **settings: Any) -> PreTrainedModel:
     """A random model of any transformers class, of the same small sizes as the families."""
-    return build(config_name, model_name, **{**_COMMON, **settings})
+    return build(config_name, model_name, seed, **{**_COMMON, **settings})
 
 
 def build(config_name: str, model_name: str, seed: int = 0, **settings: Any) -> PreTrainedModel:

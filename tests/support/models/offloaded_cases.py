@@ -90,11 +90,11 @@ class _StoreSink:
         return SequenceRows(self.store, 0)
 
     def buffer(self, tokens: int) -> Tensor:
-        return torch.empty((tokens, 2, self.heads.kv, self.heads.dim))
+        return torch.empty((tokens, self.heads.row))
 
     def chunk_done(self, layer: int, start: int, kv: Tensor):
         return lambda: None
 
     def layer_done(self, layer: int, kv: Tensor) -> None:
-        for cached, new in zip(self.store.layer(layer), kv.permute(1, 2, 0, 3), strict=True):
-            cached[0, :, : kv.shape[0]] = new
+        for cached, new in zip(self.store.layer(layer), self.heads.split(kv), strict=True):
+            cached[0, :, : kv.shape[0]] = new.transpose(0, 1)

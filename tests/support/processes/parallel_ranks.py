@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from api_cases import characters
 from families import perturbed, prompt_of, tiny
 from program_cases import SMALL
 from torch import fx
@@ -39,6 +40,7 @@ SETUPS: dict[str, dict[str, Any]] = {
     "offloaded": {"offload": True},
     "offloaded, one level": {"offload": True, "levels": 1},
     "offloaded weights": {"offload_weights": True, "retrieval_weight_bits": 8},
+    "a narrower draft": {"tokenizer": characters(), "draft_tokenizer": characters()},
 }
 
 
@@ -48,7 +50,10 @@ def models() -> tuple[PreTrainedModel, PreTrainedModel]:
 
 
 def engine(**options: Any) -> Engine:
-    return load(*models(), device="cpu", profile=False, **{**SMALL, "runner_ups": True, **options})
+    target, draft = models()
+    if "draft_tokenizer" in options:
+        draft = tiny("llama-gqa", seed=1, vocab_size=40)
+    return load(target, draft, device="cpu", profile=False, **{**SMALL, "runner_ups": True, **options})
 
 
 def keep_little_on_the_device() -> None:
@@ -68,7 +73,7 @@ def keep_little_on_the_device() -> None:
 def _small(decided: MemoryPlan) -> MemoryPlan:
     assert decided.offload is not None
     split = replace(decided.offload, resident_bytes=3 * PIECE, piece_bytes=PIECE, buffers=3)
-    return replace(decided, offload=split, host={"full rows": 1})
+    return replace(decided, offload=split, host={"KV": 1})
 
 
 def generated(parallel: Engine, **more: Any) -> list[int]:
@@ -83,7 +88,7 @@ def generations() -> dict[str, Any]:
     for name, options in SETUPS.items():
         parallel = engine(**options)
         result[name] = generated(parallel)
-        if name in ("on the device", "offloaded"):
+        if name in ("on the device", "offloaded", "a narrower draft"):
             result[f"{name}, sampled"] = generated(parallel, do_sample=True, top_k=0, seed=7)
     return result
 
@@ -110,14 +115,14 @@ def communication() -> dict[str, Any]:
     """The results of the collective operations."""
     distributed.join("cpu")
     try:
-        distributed.check_alike("numbers", RANK)
+        distributed.check_equal("numbers", RANK)
         refusal = ""
     except ValueError as error:
         refusal = str(error)
-    distributed.check_alike("numbers", 5)
+    distributed.check_equal("numbers", 5)
     return {
         "object": distributed.broadcast_object({"rank": RANK}),
-        "flag": distributed.all_true(RANK == 0),
+        "flag": distributed.broadcast_flag(RANK == 0),
         "gathered": distributed.all_gather_object(RANK),
         "minima": distributed.all_reduce_min([RANK, -RANK, 2.0**50 + RANK]),
         "tensor": distributed.broadcast_tensor(

@@ -13,9 +13,9 @@ from triforce_tree.kernels.attention.schedule import cut_evenly, slice_of, spans
 
 @triton.jit(do_not_specialize=["max_query_rows", "segments", "slices"])
 def combine_kernel(
-    out_ptr,  # [queries, H_q, D]
+    out_ptr,  # [queries, H_q, D_v]
     lse_ptr,  # fp32 [queries, H_q]
-    partial_out_ptr,  # fp32 [pieces, D]
+    partial_out_ptr,  # fp32 [pieces, D_v]
     partial_lse_ptr,  # fp32, or fp64 when EXACT, [pieces], base 2
     bounds_ptr,  # int32 [units, 2]
     lengths_ptr,  # int32 [segments]
@@ -30,7 +30,7 @@ def combine_kernel(
     slices,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
+    DIM: tl.constexpr,  # D_v
     BLOCK_D: tl.constexpr,
     SINGLE: tl.constexpr,
     CHUNK: tl.constexpr,

@@ -61,11 +61,35 @@ _PREFERRED = {
         (128, KernelConfig(128, 32, 8, 2, 1)),
     ],
 }
+# The same for keys and values of different widths, (D, D_v); other pairs take the tables above.
+_PREFERRED_WIDTHS = {
+    (192, 128): [
+        (16, KernelConfig(16, 128, 4, 3, 1)),
+        (64, KernelConfig(64, 64, 4, 2, 2)),
+    ],
+}
 _MOST_IN_REGISTERS = 64 * 256
 _FP32 = KernelConfig(16, EDGE, 8, 2, 1, tma=False)
 
 
-def choose(query_rows: int, head_dim: int, element_bytes: int, device: Device) -> KernelConfig:
+def key_parts(head_dim: int, value_dim: int) -> tuple[int, int]:
+    """Columns of the two parts that a tile of keys is multiplied in; the second is 0 where there is one part.
+
+    A tile has a power of two of columns. Keys of 192 beside values of 128 are parts of 128 and 64 columns,
+    which need no more shared memory than the keys, and not one of 256. Keys as wide as their values, of
+    whatever width, are one part.
+    """
+    whole = max(16, 1 << (head_dim - 1).bit_length())
+    first = whole // 2
+    if head_dim in (whole, value_dim) or first < 16:
+        return whole, 0
+    second = max(16, 1 << (head_dim - first - 1).bit_length())
+    return (first, second) if first + second < whole else (whole, 0)
+
+
+def choose(
+    query_rows: int, head_dim: int, element_bytes: int, device: Device, value_dim: int = 0
+) -> KernelConfig:
     """The configuration for ``query_rows`` packed query rows per KV head.
 
     A tile that holds all query rows reads the KV once; sibling tiles read the same KV slots concurrently
@@ -75,27 +99,31 @@ def choose(query_rows: int, head_dim: int, element_bytes: int, device: Device) -
         head_dim: 1 to 256.
         element_bytes: 2 or 4, of queries and KV.
         device: its shared memory limits the tile.
+        value_dim: of a value where it differs from ``head_dim``, else 0.
 
     Raises:
-        ValueError: ``head_dim`` is too large, or no tile fits the device.
+        ValueError: ``head_dim`` or ``value_dim`` is too large, or no tile fits the device.
     """
-    padded = _padded(head_dim)
+    widest = max(head_dim, value_dim)
+    padded = _padded(widest)
     if padded > 256:
-        raise ValueError(f"head_dim={head_dim} exceeds 256, the largest that tiles fit; use 256 or less")
-    table = _PREFERRED[padded] if element_bytes == 2 else [(query_rows, _FP32)]
+        raise ValueError(f"head_dim={widest} exceeds 256, the largest that tiles fit; use 256 or less")
+    table = _PREFERRED_WIDTHS.get((head_dim, value_dim), _PREFERRED[padded])
+    if element_bytes == 4:
+        table = [(query_rows, _FP32)]
     if not device.shared_products:
         # Both operands of a product are in registers, too few for 128 query rows of so many columns.
         table = [entry for entry in table if entry[0] * padded <= _MOST_IN_REGISTERS] or table
     config: KernelConfig | None
     config = next((config for most, config in table if most >= query_rows), table[-1][1])
     while config is not None:
-        needed = shared_bytes(config, head_dim, element_bytes, device)
+        needed = shared_bytes(config, head_dim, element_bytes, device, value_dim)
         if needed <= device.shared_bytes:
             return replace(config, programs_per_sm=min(config.programs_per_sm, device.resident(needed)))
         config = smaller(config)
     raise ValueError(
         f"{device.arch} has {device.shared_bytes:,} bytes of shared memory a block, too few for any tile at "
-        f"head_dim={head_dim} with elements of {element_bytes} bytes; run on the CPU (device='cpu')"
+        f"head_dim={widest} with elements of {element_bytes} bytes; run on the CPU (device='cpu')"
     )
 
 
@@ -112,24 +140,28 @@ def smaller(config: KernelConfig) -> KernelConfig | None:
     return None
 
 
-def shared_bytes(config: KernelConfig, head_dim: int, element_bytes: int, device: Device) -> int:
+def shared_bytes(
+    config: KernelConfig, head_dim: int, element_bytes: int, device: Device, value_dim: int = 0
+) -> int:
     """Shared memory that the compiled kernel needs, in bytes, accurate to a few dozen.
 
     It holds queries, the probabilities that are multiplied with V, and the pipeline's buffers of K and V. A
     tile whose products read both operands from shared memory (64 query rows and more on sm_90 and sm_100) has
     a buffer of each for every stage and keeps probabilities in registers; others have one buffer less.
     """
+    value_dim = value_dim or head_dim
+    keys, values = max(64, sum(key_parts(head_dim, value_dim))), _padded(value_dim)
     if element_bytes == 4:
         # Products in fp64 have queries and one of K and V in shared memory, those in fp32 only V.
-        columns, probs = _padded(head_dim), 8 * config.block_m * config.block_n
+        probs = 8 * config.block_m * config.block_n
         if device.fp64_products:
-            return 8 * (config.block_m + config.block_n) * columns + probs + 1024
-        return 4 * config.block_n * columns + probs + 1024
-    row = _padded(head_dim) * element_bytes
+            return 8 * (config.block_m * keys + config.block_n * max(keys, values)) + probs + 1024
+        return 4 * config.block_n * values + probs + 1024
     from_shared = config.block_m >= 64 and device.shared_products
     buffers = config.stages if from_shared else max(1, config.stages - 1)
-    probs = 0 if from_shared else config.block_m * config.block_n * element_bytes
-    return config.block_m * row + probs + 2 * buffers * config.block_n * row + 128
+    probs = 0 if from_shared else config.block_m * config.block_n
+    elements = config.block_m * keys + probs + buffers * config.block_n * (keys + values)
+    return elements * element_bytes + 128
 
 
 def _padded(head_dim: int) -> int:

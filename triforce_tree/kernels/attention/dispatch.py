@@ -41,11 +41,11 @@ def _planned(
 
     batch, q_heads, queries, dim = q.shape
     version = 0 if mask.is_inference() else mask._version
-    key = (batch, q_heads, k.shape[1], dim, k.shape[2], q.dtype, version)
+    key = (batch, q_heads, k.shape[1], dim, v.shape[3], k.shape[2], q.dtype, version)
     plans = _plans.setdefault(mask, {})
     if key not in plans:
         plans[key] = plan_trees(
-            Heads(q_heads, k.shape[1], dim),
+            Heads(q_heads, k.shape[1], dim, v.shape[3]),
             [mask] * batch,
             [k.shape[2] - mask.shape[1]] * batch,
             device=q.device,
@@ -55,5 +55,5 @@ def _planned(
         first = first.repeat(batch)
     packed = q.transpose(1, 2).reshape(batch * queries, q_heads, dim)
     out, lse = run(packed, k, v, plans[key], first=first, **how)
-    out = out.view(batch, queries, q_heads, dim).transpose(1, 2)
+    out = out.view(batch, queries, q_heads, -1).transpose(1, 2)
     return out, lse.view(batch, queries, q_heads).transpose(1, 2)

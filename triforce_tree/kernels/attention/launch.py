@@ -15,8 +15,8 @@ from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from triforce_tree.kernels.attention.combine import combine_kernel
-from triforce_tree.kernels.attention.configs import EDGE, KernelConfig, smaller
-from triforce_tree.kernels.attention.plan import NODE, FirstRows, Plan
+from triforce_tree.kernels.attention.configs import EDGE, KernelConfig, key_parts, smaller
+from triforce_tree.kernels.attention.plan import NODE, FirstVisible, Plan
 from triforce_tree.kernels.attention.tree_attention import tree_attention_kernel
 from triforce_tree.kernels.device import describe
 from triforce_tree.kernels.fitting import fitted, within
@@ -31,7 +31,7 @@ def run(
     *,
     scale: float,
     table: Tensor | None = None,
-    first: Tensor | FirstRows | None = None,
+    first: Tensor | FirstVisible | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -39,21 +39,21 @@ def run(
 
     Args:
         q: ``[queries, H_q, D]``, last dimension dense.
-        k, v: ``[B, H_kv, S, D]``, or with a ``table`` pages ``[pages, H_kv, page, D]``; any
-            strides with the last dimension dense. ``[S, H_kv, D]`` storage is
-            ``k.transpose(0, 1)[None]``.
+        k: ``[B, H_kv, S, D]``, or with a ``table`` pages ``[pages, H_kv, page, D]``; any strides with the
+            last dimension dense. ``[S, H_kv, D]`` storage is ``k.transpose(0, 1)[None]``.
+        v: the same with D_v for D.
         plan: from ``plan_trees`` or ``plan_nodes``.
         scale: positive factor on the raw scores.
         table: int32 ``[B, pages of a sequence]``, or ``[B, H_kv, pages]`` where every KV head has a
             selection of its own (a retrieval view). Position r is slot ``r % page`` of page
             ``table[..., r // page]``.
         first: integer ``[queries]``; query i sees no position before ``first[i]`` (sliding windows). Where
-            layers share it, ``FirstRows`` avoids computing the bounds of every segment in each layer.
+            layers share it, ``FirstVisible`` avoids computing the bounds of every segment in each layer.
         softcap: scores become ``softcap * tanh(score / softcap)``.
         sinks: ``[H_q]`` logits of a virtual key whose value is zero.
 
     Returns:
-        out ``[queries, H_q, D]`` in q's dtype and natural-log lse fp32 ``[queries, H_q]``; (0,
+        out ``[queries, H_q, D_v]`` in q's dtype and natural-log lse fp32 ``[queries, H_q]``; (0,
         -inf) for a query that sees nothing.
     """
     heads = plan.heads
@@ -67,7 +67,7 @@ def run(
     if not scale > 0:
         raise ValueError(f"scale={scale} must be positive: the running maximum is that of unscaled scores")
     low = high = None
-    if isinstance(first, FirstRows):
+    if isinstance(first, FirstVisible):
         first, low, high = first
     elif first is not None:
         first = first.to(torch.int32)
@@ -120,25 +120,27 @@ def _run(
     config: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     exact = q.dtype == torch.float32
-    queries, q_heads, dim = q.shape
+    (queries, q_heads, dim), value_dim = q.shape, partial_out.shape[1]
     group = q_heads // kv_heads
     if q.stride(2) != 1:
         q = q.contiguous()
     if k.stride(3) != 1 or v.stride(3) != 1:
         raise ValueError("the last dimension of k and v must be dense; call .contiguous() on them")
-    if k.shape[3] != dim or k.shape[1] != kv_heads:
+    if k.shape[1:4:2] != (kv_heads, dim):
         raise ValueError(f"k has shape {tuple(k.shape)}; heads and dim must be {kv_heads} and {dim}")
+    if v.shape != (*k.shape[:3], value_dim):
+        raise ValueError(f"v has shape {tuple(v.shape)}, and must have {(*k.shape[:3], value_dim)}")
     page = 0 if table is None else k.shape[2]
     if table is not None and table.ndim == 2:
         table = table[:, None].expand(-1, kv_heads, -1)
     if table is not None and (table.dtype != torch.int32 or table.stride(2) != 1):
         raise ValueError("table must be int32 with a dense last dimension")
     count = lengths.shape[0]
-    block_d = max(16, triton.next_power_of_2(dim))
+    parts, block_v = key_parts(dim, value_dim), max(16, triton.next_power_of_2(value_dim))
     device = describe(q.device)
     interpreted = knobs.runtime.interpret
     launch_pdl = {"launch_pdl": True} if device.dependent_launch else {}
-    out = torch.empty(queries, q_heads, dim, dtype=q.dtype, device=q.device)
+    out = torch.empty(queries, q_heads, value_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(queries, q_heads, dtype=torch.float32, device=q.device)
 
     def attend(cfg: KernelConfig) -> KernelConfig:
@@ -149,7 +151,7 @@ def _run(
             options["maxnreg"] = cfg.max_registers
         made = tree_attention_kernel[(slices * blocks,)](
             q, k, v,
-            *((views.k, views.v) if views else (k, v)),
+            *(views.tensors if views else (k, None, v)),
             partial_out, partial_lse, bounds, lengths, segments, mask.view(torch.int32),
             lengths if table is None else table,
             first, low, high,
@@ -159,7 +161,8 @@ def _run(
             *((0, 0) if table is None else table.stride()[:2]),
             *(views.steps if views else (0, 0, 0)),
             2 * mask.shape[1], max_queries * group, slices, blocks, count,
-            GROUP=group, KV_HEADS=kv_heads, DIM=dim, BLOCK_D=block_d,
+            GROUP=group, KV_HEADS=kv_heads, DIM=dim, VALUE_DIM=value_dim,
+            BLOCK_D=parts[0], BLOCK_REST=parts[1], BLOCK_V=block_v,
             BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, EDGE=EDGE,
             # Rounded up, so that different numbers of segments share a compiled kernel.
             SINGLE=count == 1, BLOCK_SEGMENTS=max(8, triton.next_power_of_2(count)), PAGE=page,
@@ -176,11 +179,11 @@ def _run(
     # Enough pieces at once that most outputs need one round of loads, in 64 registers per thread.
     pieces = 2 + slices // max(1, min(slices, count * kv_heads))
     chunk = min(64, max(4, triton.next_power_of_2(pieces)))
-    options = {"num_warps": max(1, chunk * block_d // (1024 if exact else 2048)), **launch_pdl}
+    options = {"num_warps": max(1, chunk * block_v // (1024 if exact else 2048)), **launch_pdl}
     combine_kernel[(queries, q_heads)](
         out, lse, partial_out, partial_lse, bounds, lengths, segments, low, high,
         owner_start, owners, sinks, max_queries * group, count, slices,
-        GROUP=group, KV_HEADS=kv_heads, DIM=dim, BLOCK_D=block_d, SINGLE=count == 1,
+        GROUP=group, KV_HEADS=kv_heads, DIM=value_dim, BLOCK_D=block_v, SINGLE=count == 1,
         CHUNK=chunk,
         BLOCK_N=cfg.block_n, EDGE=EDGE, ALIGN=cfg.align, WINDOW=low is not None,
         CUT=count == 1 and not node, SINKS=sinks is not None,
@@ -191,36 +194,71 @@ def _run(
 
 
 @fake("tree_attention")
-def _(q: Tensor, *args: object) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
+def _(q: Tensor, k: Tensor, v: Tensor, *args: object) -> tuple[Tensor, Tensor]:
+    return q.new_empty((*q.shape[:2], v.shape[3])), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
 class RowViews(NamedTuple):
     """K and V as the bulk copy engine sees them: matrices ``[rows, columns]``, in tiles of ``block_n`` rows.
 
-    A matrix row holds one KV slot, of one head or of all. ``steps``: matrix rows from one sequence to the
-    next, rows and columns from one head to the next.
+    A matrix row holds one KV slot, of one head or of all. ``k_rest``: for the second part of the keys'
+    columns, None where they are one part. ``steps``: matrix rows from one sequence to the next, rows and
+    columns of K from one head to the next; those of V are as many times its width.
     """
 
     k: TensorDescriptor
+    k_rest: TensorDescriptor | None
     v: TensorDescriptor
     steps: tuple[int, int, int]
 
+    @property
+    def tensors(self) -> tuple[TensorDescriptor, TensorDescriptor | None, TensorDescriptor]:
+        return self.k, self.k_rest, self.v
+
+
+class _Matrix(NamedTuple):
+    """K or V as a matrix: its rows and columns, elements between rows, steps in rows, and whether heads are
+    columns."""
+
+    rows: int
+    columns: int
+    stride: int
+    steps: tuple[int, int, bool]
+
+    def view(self, kv: Tensor, block: tuple[int, int]) -> TensorDescriptor:
+        return TensorDescriptor(kv, [self.rows, self.columns], [self.stride, 1], list(block))
+
 
 def row_views(k: Tensor, v: Tensor, page: int, block_n: int) -> RowViews | None:
-    """Matrix views of K and V ``[B, H_kv, S, D]``, or of pages; None where the layout does not allow any.
+    """Matrix views of K ``[B, H_kv, S, D]`` and V ``[B, H_kv, S, D_v]``, or of pages; None where the layout
+    does not allow any.
 
     The slots of one head must be equally spaced wherever a tile can reach, so heads are either
     columns (storage ``[S, H_kv, D]``) or a whole number of slot strides apart (``[H_kv, S, D]``).
     """
-    batch, kv_heads, slots, dim = k.shape
-    block_stride, head_stride, row_stride, _ = k.stride()
-    if v.stride() != k.stride() or dim != triton.next_power_of_2(dim) or k.dtype == torch.float32:
+    parts = key_parts(k.shape[3], v.shape[3])
+    value_dim = v.shape[3]
+    if sum(parts) != k.shape[3] or value_dim != triton.next_power_of_2(value_dim):
         return None
-    if page and (page % block_n or block_stride != page * row_stride):
+    keys, values = _matrix(k, page, block_n), _matrix(v, page, block_n)
+    if keys is None or values is None or keys.steps != values.steps:
         return None
-    aligned = all(t.data_ptr() % 16 == 0 for t in (k, v)) and row_stride * k.itemsize % 16 == 0
-    if not aligned or row_stride < dim:
+    first, rest = parts
+    rows_per_batch, rows_per_head, as_columns = keys.steps
+    return RowViews(
+        keys.view(k, (block_n, first)),
+        keys.view(k, (block_n, rest)) if rest else None,
+        values.view(v, (block_n, value_dim)),
+        (rows_per_batch, rows_per_head, k.shape[3] if as_columns else 0),
+    )
+
+
+def _matrix(kv: Tensor, page: int, block_n: int) -> _Matrix | None:
+    batch, kv_heads, slots, dim = kv.shape
+    block_stride, head_stride, row_stride, _ = kv.stride()
+    if kv.dtype == torch.float32 or (page and (page % block_n or block_stride != page * row_stride)):
+        return None
+    if kv.data_ptr() % 16 or row_stride * kv.itemsize % 16 or row_stride < dim:
         return None
     if batch == 1:
         block_stride = 0
@@ -228,18 +266,13 @@ def row_views(k: Tensor, v: Tensor, page: int, block_n: int) -> RowViews | None:
         return None
     rows_per_batch = 0 if page else block_stride // row_stride
     span = (batch - 1) * (block_stride // row_stride) + slots
-    if kv_heads == 1 or (head_stride == dim and row_stride >= kv_heads * dim):
-        rows_per_head, columns_per_head, columns = 0, dim, kv_heads * dim
-    elif head_stride % row_stride == 0:
-        rows_per_head, columns_per_head, columns = head_stride // row_stride, 0, dim
+    as_columns = kv_heads == 1 or (head_stride == dim and row_stride >= kv_heads * dim)
+    rows_per_head, columns = 0, kv_heads * dim
+    if not as_columns:
+        if head_stride % row_stride:
+            return None
+        rows_per_head, columns = head_stride // row_stride, dim
         span += (kv_heads - 1) * rows_per_head
-    else:
-        return None
     if not block_n <= span < 2**31:
         return None
-    shape, strides, block = [span, columns], [row_stride, 1], [block_n, dim]
-    return RowViews(
-        TensorDescriptor(k, shape, strides, block),
-        TensorDescriptor(v, shape, strides, block),
-        (rows_per_batch, rows_per_head, columns_per_head),
-    )
+    return _Matrix(span, columns, row_stride, (rows_per_batch, rows_per_head, as_columns))

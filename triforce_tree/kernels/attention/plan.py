@@ -23,13 +23,23 @@ FLATTEN, NODE = "flatten", "node"
 
 @dataclass(frozen=True)
 class Heads:
-    """Numbers of query and KV heads, ``query`` a multiple of ``kv``, and head_dim ``dim``, at most 256."""
+    """Numbers of query and KV heads, and the elements of a head.
+
+    Attributes:
+        query, kv: heads, ``query`` a multiple of ``kv``.
+        dim: D, elements of a query and of a key, at most 256.
+        value_dim: D_v, elements of a value; 0 becomes ``dim``. They differ in multi-head latent attention
+            (DeepSeek-V2, arXiv 2405.04434, section 2.1), whose keys have a rotary part of their own.
+    """
 
     query: int
     kv: int
     dim: int
+    value_dim: int = 0
 
     def __post_init__(self) -> None:
+        if not self.value_dim:
+            object.__setattr__(self, "value_dim", self.dim)
         if self.kv < 1 or self.query % self.kv:
             raise ValueError(
                 f"{self.query} query heads do not divide into {self.kv} KV heads; "
@@ -39,6 +49,19 @@ class Heads:
     @property
     def group(self) -> int:
         return self.query // self.kv
+
+    @property
+    def row(self) -> int:
+        """Elements of one token's keys and values."""
+        return self.kv * (self.dim + self.value_dim)
+
+    def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys ``[..., H_kv, D]`` and values ``[..., H_kv, D_v]`` of rows ``[..., row]``, without a copy.
+
+        A row holds the keys of all heads of a token, then their values.
+        """
+        keys, values = rows.split((self.kv * self.dim, self.kv * self.value_dim), -1)
+        return keys.unflatten(-1, (self.kv, self.dim)), values.unflatten(-1, (self.kv, self.value_dim))
 
 
 @dataclass(frozen=True)
@@ -75,7 +98,7 @@ class Plan:
     max_queries: int
 
 
-class FirstRows(NamedTuple):
+class FirstVisible(NamedTuple):
     """First visible KV positions under a sliding window: int32 buffers, rewritten before each forward.
 
     Attributes:
@@ -166,7 +189,7 @@ def plan_nodes(
     Other arguments as in ``plan_trees``.
     """
     most = max(count for *_, count in nodes)
-    config = config or choose(most * heads.group, heads.dim, dtype.itemsize, describe(device))
+    config = config or _config_for(most * heads.group, heads, dtype, device)
     per_block = max(1, config.block_m // heads.group)
     pieces = [
         (row, min(chunk or size, start + size - row), query, min(per_block, first + count - query))
@@ -205,7 +228,7 @@ def plan_pieces(
     Returns:
         plans for 1, 2, ... pieces. They share one workspace, so they must run on one stream.
     """
-    config = replace(_config_for(queries * heads.group, heads.dim, dtype, device), align=0)
+    config = replace(_config_for(queries * heads.group, heads, dtype, device), align=0)
     # The tiles that ``schedule.spans`` computes.
     full, ragged = divmod(query_rows, config.block_n)
     tiles = heads.kv * max(1, full + -(-ragged // EDGE))
@@ -252,7 +275,7 @@ def _make(
     counts = columns[4]
     most = max(counts)
     query_rows = most * heads.group
-    config = config or _config_for(query_rows, heads.dim, dtype, device)
+    config = config or _config_for(query_rows, heads, dtype, device)
     units = len(counts) * heads.kv
     slices = units if split == NODE else slices or _slices(query_rows, device, config)
     pieces = (sum(counts) * heads.kv + slices * most) * heads.group
@@ -279,7 +302,7 @@ def _make(
         mask=torch.zeros(queries, 1, dtype=torch.int64, device=device),
         owner_start=device_owner_start,
         owners=device_owners,
-        partial_out=torch.empty(pieces, heads.dim, dtype=torch.float32, device=device),
+        partial_out=torch.empty(pieces, heads.value_dim, dtype=torch.float32, device=device),
         # For fp32 inputs a base-2 log-sum-exp in fp32 would lose more precision than the sum itself.
         partial_lse=torch.empty(
             pieces, dtype=torch.float64 if dtype == torch.float32 else torch.float32, device=device
@@ -290,11 +313,14 @@ def _make(
     )
 
 
-def _config_for(query_rows: int, dim: int, dtype: torch.dtype, device: torch.device | str) -> KernelConfig:
+def _config_for(
+    query_rows: int, heads: Heads, dtype: torch.dtype, device: torch.device | str
+) -> KernelConfig:
     """The configuration from the table; on the CPU, where plans hold one too, heads may exceed its limit."""
+    dim, value_dim = heads.dim, heads.value_dim
     if torch.device(device).type == "cpu":
-        dim = min(dim, 256)
-    return choose(query_rows, dim, dtype.itemsize, describe(device))
+        dim, value_dim = min(dim, 256), min(value_dim, 256)
+    return choose(query_rows, dim, dtype.itemsize, describe(device), value_dim)
 
 
 def _slices(query_rows: int, device: torch.device | str, config: KernelConfig) -> int:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from triforce_tree.kernels.attention import reference
-from triforce_tree.kernels.attention.plan import FirstRows, Plan
+from triforce_tree.kernels.attention.plan import FirstVisible, Plan
 from triforce_tree.kernels.cpu import host
 
 
@@ -16,11 +16,11 @@ def run(
     *,
     scale: float,
     table: Tensor | None = None,
-    first: FirstRows | None = None,
+    first: FirstVisible | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """The output ``[queries, H_q, D]`` of ``launch.run``, with the same arguments.
+    """The output ``[queries, H_q, D_v]`` of ``launch.run``, with the same arguments.
 
     ``plan`` must come from ``plan_trees``. On the CPU ``q`` may hold fewer queries than planned: see
     ``host.planned_attention``.
@@ -40,7 +40,7 @@ def states(
     *,
     scale: float,
     table: Tensor | None = None,
-    first: FirstRows | None = None,
+    first: FirstVisible | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:

@@ -22,12 +22,14 @@ def causal_attention(
 
     Args:
         q: ``[B, H_q, T, D]``.
-        k, v: ``[B, H_kv, S, D]``; the chunk's own keys and values are the last T.
+        k, v: ``[B, H_kv, S, D]`` and ``[B, H_kv, S, D_v]``; the chunk's own keys and values are the last T.
 
     Returns:
-        ``[B, H_q, T, D]``.
+        ``[B, H_q, T, D_v]``.
     """
     queries, positions = q.shape[2], k.shape[2]
+    if k.shape[3] != v.shape[3] and softcap is None and sinks is None:
+        return _of_equal_widths(q, k, v, scale, window)
     if window is not None and positions > window + queries:
         skip = positions - window - queries
         k, v, positions = k[:, :, skip:], v[:, :, skip:], positions - skip
@@ -45,6 +47,20 @@ def causal_attention(
         first = (torch.arange(queries, device=q.device) + positions - queries - window + 1).clamp_(0)
     out, _ = tree_attention(q, k, v, mask, scale=scale, first=first, softcap=softcap, sinks=sinks)
     return out
+
+
+def _of_equal_widths(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    """``causal_attention`` with zeros appended to the narrower of keys and values.
+
+    Torch's flash attention needs equal widths; its fallback keeps the scores of a whole chunk in memory. The
+    zeros change no score and no output.
+    """
+    value_dim, missing = v.shape[3], k.shape[3] - v.shape[3]
+    if missing > 0:
+        v = F.pad(v, (0, missing))
+    else:
+        q, k = (F.pad(t, (0, -missing)) for t in (q, k))
+    return causal_attention(q, k, v, scale=scale, window=window)[..., :value_dim]
 
 
 def _band(queries: int, positions: int, window: int, like: Tensor) -> Tensor:

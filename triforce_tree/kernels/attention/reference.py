@@ -28,7 +28,7 @@ def tree_attention(
         q: ``[B, H_q, T, D]`` rotated queries.
         k: ``[B, H_kv, S, D]`` keys, any strides; query head ``h`` reads KV head ``h // (H_q /
             H_kv)``.
-        v: ``[B, H_kv, S, D]`` values.
+        v: ``[B, H_kv, S, D_v]`` values; D_v may differ from D.
         mask: bool ``[T, N]``, N <= S; ``mask[t, j]`` says that query t sees position ``S - N + j``.
         scale: factor on the raw scores.
         first: int64 ``[T]`` or None; query t sees no position before ``first[t]`` (sliding windows).
@@ -36,7 +36,7 @@ def tree_attention(
         sinks: ``[H_q]`` logits of a virtual key whose value is zero (gpt-oss).
 
     Returns:
-        out ``[B, H_q, T, D]`` in q's dtype and lse ``[B, H_q, T]`` in fp32: the natural logarithm
+        out ``[B, H_q, T, D_v]`` in q's dtype and lse ``[B, H_q, T]`` in fp32: the natural logarithm
         of the sum of exponentials, sinks included. A query that sees nothing gets out 0 and lse
         -inf.
     """
@@ -58,7 +58,7 @@ def tree_attention(
         lse = torch.logaddexp(lse, sinks.float().view(1, kv_heads, group, 1))
     weights = scores.sub_(lse.clamp_min(torch.finfo(lse.dtype).min)[..., None]).exp_()
     out = weights.to(v.dtype).view(batch, kv_heads, group * queries, positions) @ v
-    return out.view(batch, q_heads, queries, dim), lse.view(batch, q_heads, queries)
+    return out.view(batch, q_heads, queries, -1), lse.view(batch, q_heads, queries)
 
 
 @operator("merge_states", triton=".merge")

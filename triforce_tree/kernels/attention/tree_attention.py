@@ -9,26 +9,25 @@ change the sum mathematically. Each slice writes one fp32 partial result per uni
 The online softmax runs in base 2 on raw scores (FlashAttention-2, arXiv 2307.08691, section 3.1).
 
 fp32 tensors are summed in fp64, so that the error of the hardware's approximate exp2 and log2, and of
-running sums, stays below torch's own error; ``products`` says how they are multiplied.
+running sums, stays below torch's own error; ``tiles`` says how they are multiplied.
 """
 
 import triton
 import triton.language as tl
 
-from triforce_tree.kernels.attention.products import add_values, narrow_scores
 from triforce_tree.kernels.attention.schedule import share_of, spans
+from triforce_tree.kernels.attention.tiles import (
+    add_values,
+    edge_tile,
+    full_tile,
+    kv_offsets,
+    narrow_scores,
+)
+
+# Keys of another width than their values, no power of two, are multiplied in two parts of columns, see
+# ``configs.key_parts``: a tile of the first BLOCK_D, and one of the other BLOCK_REST.
 
 LOG2E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def _kv_offsets(positions, table_at, first_kv, stride_block, stride_slot, PAGE: tl.constexpr, valid):
-    """Element offsets of KV positions: through the page table, or directly."""
-    if PAGE == 0:
-        return (first_kv + positions).to(tl.int64) * stride_slot
-    logical = first_kv + positions
-    page = tl.load(table_at + logical // PAGE, mask=valid).to(tl.int64)
-    return page * stride_block + (logical % PAGE).to(tl.int64) * stride_slot
 
 
 @triton.jit
@@ -58,10 +57,11 @@ _UNSPECIALIZED = [
 def tree_attention_kernel(
     q_ptr,  # [queries, H_q, D]
     k_ptr,  # unpaged [B, H_kv, S, D] or pages [pages, H_kv, PAGE, D], any strides but the last
-    v_ptr,
+    v_ptr,  # the same with D_v for D
     k_view,  # descriptors of matrix views of k and v, see ``launch.RowViews``, when TMA; unused otherwise
+    k_rest_view,
     v_view,
-    partial_out_ptr,  # fp32 [pieces, D]
+    partial_out_ptr,  # fp32 [pieces, D_v]
     partial_lse_ptr,  # fp32, or fp64 when EXACT, [pieces], base 2
     bounds_ptr,  # int32 [units, 2]: first and last slice that wrote a piece of the unit
     lengths_ptr,  # int32 [segments]
@@ -94,7 +94,10 @@ def tree_attention_kernel(
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_REST: tl.constexpr,  # 0 where the keys are one part
+    BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     EDGE: tl.constexpr,
@@ -168,9 +171,13 @@ def tree_attention_kernel(
 
     tile_row = tl.arange(0, BLOCK_M)
     columns = tl.arange(0, BLOCK_D)
+    v_columns = tl.arange(0, BLOCK_V)
     full_offsets = tl.arange(0, BLOCK_N)
     edge_offsets = tl.arange(0, EDGE)
-    inside = columns < DIM
+    inside, v_inside = columns < DIM, v_columns < VALUE_DIM
+    if BLOCK_REST:
+        rest_columns = BLOCK_D + tl.arange(0, BLOCK_REST)
+        rest_inside = rest_columns < DIM
     scale, softcap = tl.cast(scale, REAL), tl.cast(softcap, REAL)
     base = LOG2E if SOFTCAP else scale * LOG2E
 
@@ -205,6 +212,9 @@ def tree_attention_kernel(
         q = tl.load(q_at[:, None] + columns[None, :], mask=real[:, None] & inside[None, :], other=0.0)
         if EXACT and not NARROW:
             q = q.to(REAL)
+        if BLOCK_REST:
+            stored = real[:, None] & rest_inside[None, :]
+            q_rest = tl.load(q_at[:, None] + rest_columns[None, :], mask=stored, other=0.0).to(q.dtype)
         if WINDOW:
             first = tl.load(first_ptr + token, mask=real, other=0)
 
@@ -219,7 +229,7 @@ def tree_attention_kernel(
 
         best = tl.full([BLOCK_M], float("-inf"), REAL)
         weight = tl.zeros([BLOCK_M], REAL)
-        acc = tl.zeros([BLOCK_M, BLOCK_D], REAL)
+        acc = tl.zeros([BLOCK_M, BLOCK_V], REAL)
 
         if TMA and PAGE > 0:
             # Pages are looked up one tile ahead, or every copy would wait for its table entry.
@@ -236,17 +246,20 @@ def tree_attention_kernel(
                     next_position = (first_kv + start + BLOCK_N) // PAGE
                     page = tl.load(table_at + tl.minimum(next_position, last_page))
                 k = k_view.load([source, view_column])
+                if BLOCK_REST:
+                    k_rest = k_rest_view.load([source, view_column + BLOCK_D])
             else:
-                k_at = _kv_offsets(start + full_offsets, table_at, first_kv, stride_kb, stride_ks, PAGE, None)
-                if DIM == BLOCK_D:
-                    k = tl.load(k_head + k_at[:, None] + columns[None, :])
-                else:
-                    k = tl.load(k_head + k_at[:, None] + columns[None, :], mask=inside[None, :], other=0.0)
+                k_at = kv_offsets(start + full_offsets, table_at, first_kv, stride_kb, stride_ks, PAGE, None)
+                k = full_tile(k_head, k_at, columns, inside, DIM >= BLOCK_D)
+                if BLOCK_REST:
+                    k_rest = full_tile(k_head, k_at, rest_columns, rest_inside, DIM == BLOCK_D + BLOCK_REST)
             if NARROW:
                 all_valid = full_offsets >= 0
                 scores = narrow_scores(q_at, k_head + k_at, real, all_valid, REAL, DIM)
             else:
                 scores = tl.dot(q, tl.trans(k.to(q.dtype)), out_dtype=REAL)
+                if BLOCK_REST:
+                    scores = tl.dot(q_rest, tl.trans(k_rest.to(q.dtype)), scores, out_dtype=REAL)
             scores = _softcapped(scores, scale, softcap, SOFTCAP)
             top = tl.maximum(best, tl.max(scores, 1))
             p = tl.exp2(scores * base - (top * base)[:, None])
@@ -254,13 +267,13 @@ def tree_attention_kernel(
             weight = weight * rescale + tl.sum(p, 1)
             acc = acc * rescale[:, None]
             if TMA:
-                v = v_view.load([source, view_column])
-            else:
-                v_at = _kv_offsets(start + full_offsets, table_at, first_kv, stride_vb, stride_vs, PAGE, None)
-                if DIM == BLOCK_D:
-                    v = tl.load(v_head + v_at[:, None] + columns[None, :])
+                if DIM == VALUE_DIM:
+                    v = v_view.load([source, view_column])
                 else:
-                    v = tl.load(v_head + v_at[:, None] + columns[None, :], mask=inside[None, :], other=0.0)
+                    v = v_view.load([source, view_column // DIM * VALUE_DIM])
+            else:
+                v_at = kv_offsets(start + full_offsets, table_at, first_kv, stride_vb, stride_vs, PAGE, None)
+                v = full_tile(v_head, v_at, v_columns, v_inside, VALUE_DIM == BLOCK_V)
             acc = add_values(acc, p, v, q.dtype, REAL)
             best = top
 
@@ -280,16 +293,19 @@ def tree_attention_kernel(
             if WINDOW:
                 # Slots of positions before the window may have been reused, or never been written.
                 valid = valid & (positions >= low)
-            k_at = _kv_offsets(positions, table_at, first_kv, stride_kb, stride_ks, PAGE, valid)
-            stored = valid[:, None] & inside[None, :]
-            k = tl.load(k_head + k_at[:, None] + columns[None, :], mask=stored, other=0.0)
+            k_at = kv_offsets(positions, table_at, first_kv, stride_kb, stride_ks, PAGE, valid)
+            k = edge_tile(k_head, k_at, columns, valid, inside)
+            if BLOCK_REST:
+                k_rest = edge_tile(k_head, k_at, rest_columns, valid, rest_inside)
             # Slots past the end may hold anything, NaN too, and 0 * NaN is NaN: read them as 0.
-            v_at = _kv_offsets(positions, table_at, first_kv, stride_vb, stride_vs, PAGE, valid)
-            v = tl.load(v_head + v_at[:, None] + columns[None, :], mask=stored, other=0.0)
+            v_at = kv_offsets(positions, table_at, first_kv, stride_vb, stride_vs, PAGE, valid)
+            v = edge_tile(v_head, v_at, v_columns, valid, v_inside)
             if NARROW:
                 scores = narrow_scores(q_at, k_head + k_at, real, valid, REAL, DIM)
             else:
                 scores = tl.dot(q, tl.trans(k.to(q.dtype)), out_dtype=REAL)
+                if BLOCK_REST:
+                    scores = tl.dot(q_rest, tl.trans(k_rest.to(q.dtype)), scores, out_dtype=REAL)
             scores = _softcapped(scores, scale, softcap, SOFTCAP)
             visible = (((bits[:, None] >> edge_offsets[None, :]) & 1) != 0) & valid[None, :]
             if WINDOW:
@@ -311,9 +327,9 @@ def tree_attention_kernel(
         piece = (tl.cast(earlier_queries, tl.int64) * KV_HEADS + head64 * queries) * GROUP
         piece = piece + part.to(tl.int64) * max_query_rows + row
         tl.store(
-            partial_out_ptr + piece[:, None] * DIM + columns[None, :],
+            partial_out_ptr + piece[:, None] * VALUE_DIM + v_columns[None, :],
             acc,
-            mask=real[:, None] & inside[None, :],
+            mask=real[:, None] & v_inside[None, :],
         )
         tl.store(partial_lse_ptr + piece, lse, mask=real)
         if block == 0:

@@ -25,20 +25,20 @@ enum {
 /* Inputs and outputs of one call. The query heads that share a KV head are stacked as query rows of that head. */
 typedef struct {
     const element *q;  /* [queries, heads * group, dim] */
-    const char *rows;  /* [count, 2, heads, dim] of elements, keys then values */
+    const char *keys;  /* [count, heads, dim] of elements, ``stride`` bytes from one row to the next */
+    const char *values; /* [count, heads, value_dim], likewise */
     void *work;        /* host_attention_work bytes, aligned to 64 */
-    element *out;      /* [queries, heads * group, dim] */
+    element *out;      /* [queries, heads * group, value_dim] */
     float *lse;        /* [queries, heads * group], natural logarithms */
     double *seconds;   /* the elapsed time is added to it */
-    int64_t count;
-    int32_t heads, group, queries, dim, threads;
+    int64_t count, stride;
+    int32_t heads, group, queries, dim, value_dim, threads;
     float scale; /* factor on the scores */
 } Request;
 
 /* A request and what is derived from it. */
 typedef struct {
     const Request *request;
-    int64_t stride;
     int tiles;      /* tiles of query rows per KV head */
     int run, block; /* rows per task, and per block */
     float scale;    /* for exponentials in base 2 */
@@ -65,48 +65,53 @@ static void pack_queries(const Request *request, int head, packed *out) {
 }
 
 /* Heads per task: as many as fill a page of keys, so that its cache lines are read in order, or fewer. */
-static int heads_per_task(int tiles, int dim) {
+static int heads_per_task(int tiles, int dim, int value_dim) {
     int heads = PAGE / (dim * sizeof(element));
-    while (heads > 1 && heads * tiles * TILE * dim * sizeof(float) > STATES)
+    while (heads > 1 && heads * tiles * TILE * value_dim * sizeof(float) > STATES)
         heads /= 2;
     return heads;
 }
 
 /* Rows per task: long runs leave fewer states to write and merge, many tasks balance the load better. It depends on
  * the shape alone, so that the number of threads does not change results. */
-static int rows_per_task(int64_t count, int heads, int tiles, int dim) {
-    const int group = heads_per_task(tiles, dim), groups = (heads + group - 1) / group;
+static int rows_per_task(int64_t count, int heads, int tiles, int dim, int value_dim) {
+    const int group = heads_per_task(tiles, dim, value_dim), groups = (heads + group - 1) / group;
     const int64_t blocks = (count * groups / TASKS + BLOCK - 1) / BLOCK;
     return blocks < 2 ? 2 * BLOCK : min_of(blocks * BLOCK, RUN);
 }
 
 static State task_state(const Job *job, int64_t run, int head) {
-    const int64_t queries = job->tiles * TILE;
-    float *out = job->states + (run * job->request->heads + head) * queries * (job->request->dim + 2);
-    return (State){out, out + queries * job->request->dim, out + queries * (job->request->dim + 1)};
+    const int64_t queries = job->tiles * TILE, value_dim = job->request->value_dim;
+    float *out = job->states + (run * job->request->heads + head) * queries * (value_dim + 2);
+    return (State){out, out + queries * value_dim, out + queries * (value_dim + 1)};
 }
 
 /* Attention of one head's queries to at most a block of rows, from ``row`` on. */
 static void attend_block(const Job *job, int64_t run, int64_t row, int rows, int head, Scratch *scratch) {
-    const int dim = job->request->dim;
-    const char *keys = job->request->rows + row * job->stride + head * dim * sizeof(element);
+    const Request *request = job->request;
+    const int dim = request->dim, value_dim = request->value_dim;
+    const char *keys = request->keys + row * request->stride + head * dim * sizeof(element);
+    const char *values = request->values + row * request->stride + head * value_dim * sizeof(element);
     const State state = task_state(job, run, head);
-    begin_block(keys, job->stride, rows, dim, scratch);
+    begin_block(keys, values, request->stride, rows, dim, value_dim, scratch);
     for (int tile = 0; tile < job->tiles; tile += CHUNK) {
         const int64_t index = tile * TILE;
-        const State part = {state.out + index * dim, state.max + index, state.sum + index};
+        const State part = {state.out + index * value_dim, state.max + index, state.sum + index};
         const packed *q = job->q + ((int64_t)head * job->tiles * TILE + index) * dim;
-        add_block(keys, job->stride, rows, q, min_of(CHUNK, job->tiles - tile), dim, job->scale, part, scratch);
+        add_block(keys, request->stride, rows, q, min_of(CHUNK, job->tiles - tile), dim, value_dim, job->scale, part,
+                  scratch);
     }
 }
 
 /* One task: a run of rows for heads ``first`` to ``last`` (exclusive). */
 static void attend_run(const Job *job, int64_t run, int first, int last, Scratch *scratch) {
-    const int64_t begin = run * job->run, end = min_of(begin + job->run, job->request->count);
-    const int dim = job->request->dim, queries = job->tiles * TILE, chunks = (job->tiles + CHUNK - 1) / CHUNK;
+    const Request *request = job->request;
+    const int64_t begin = run * job->run, end = min_of(begin + job->run, request->count);
+    const int queries = job->tiles * TILE, chunks = (job->tiles + CHUNK - 1) / CHUNK;
+    const int width = request->dim * sizeof(element), value_width = request->value_dim * sizeof(element);
     for (int head = first; head < last; head++) {
         State state = task_state(job, run, head);
-        memset(state.out, 0, (int64_t)queries * (dim + 2) * sizeof(float));
+        memset(state.out, 0, (int64_t)queries * (request->value_dim + 2) * sizeof(float));
         for (int query = 0; query < queries; query++)
             state.max[query] = NO_MAX;
     }
@@ -116,19 +121,21 @@ static void attend_run(const Job *job, int64_t run, int first, int last, Scratch
             const int same_rows = head + 1 < last, next_head = same_rows ? head + 1 : first;
             const int64_t next = same_rows ? row : row + job->block;
             const int rows = min_of(job->block, end - row);
-            const char *next_rows = job->request->rows + next * job->stride + next_head * dim * sizeof(element);
-            scratch->prefetcher = (Prefetcher){.rows = next_rows,
-                                               .stride = job->stride,
+            scratch->prefetcher = (Prefetcher){.keys = request->keys + next * request->stride + next_head * width,
+                                               .values = request->values + next * request->stride +
+                                                         next_head * value_width,
+                                               .stride = request->stride,
                                                .left = next < end ? min_of(job->block, end - next) : 0,
-                                               .width = dim * sizeof(element),
-                                               .share = (rows * 4 * dim / LINE + chunks - 1) / chunks};
+                                               .width = width,
+                                               .value_width = value_width,
+                                               .share = (rows * (width + value_width) / LINE + chunks - 1) / chunks};
             attend_block(job, run, row, rows, head, scratch);
         }
 }
 
 /* Merge the states of all runs for one query row; without runs outputs are 0 and the log-sum-exp is -inf. */
 static void merge(const Job *job, int64_t runs, int head, int row) {
-    const int dim = job->request->dim;
+    const int value_dim = job->request->value_dim;
     float total[MAX_DIM] = {0}, max = NO_MAX, sum = 0;
     for (int64_t run = 0; run < runs; run++)
         max = fmaxf(max, task_state(job, run, head).max[row]);
@@ -136,11 +143,11 @@ static void merge(const Job *job, int64_t runs, int head, int row) {
         const State state = task_state(job, run, head);
         const float factor = exp2f(job->scale * (state.max[row] - max));
         sum += factor * state.sum[row];
-        add_query(state.out, row, dim, factor, total);
+        add_query(state.out, row, value_dim, factor, total);
     }
     const int64_t index = query_index(job->request, head, row);
-    for (int d = 0; d < dim; d++)
-        job->request->out[index * dim + d] = runs ? round_to_element(total[d] / sum) : 0;
+    for (int d = 0; d < value_dim; d++)
+        job->request->out[index * value_dim + d] = runs ? round_to_element(total[d] / sum) : 0;
     job->request->lse[index] = runs ? (job->scale * max + log2f(sum)) * (float)M_LN2 : -INFINITY;
 }
 
@@ -148,32 +155,31 @@ static void merge(const Job *job, int64_t runs, int head, int row) {
 int host_attention_init(void) { return ask_system(); }
 
 /* Bytes of a request's ``work``; ``rows`` is the number of query rows of a KV head (queries * group). */
-int64_t host_attention_work(int64_t count, int heads, int rows, int dim, int threads) {
-    const int tiles = (rows + TILE - 1) / TILE, run = rows_per_task(count, heads, tiles, dim);
+int64_t host_attention_work(int64_t count, int heads, int rows, int dim, int value_dim, int threads) {
+    const int tiles = (rows + TILE - 1) / TILE, run = rows_per_task(count, heads, tiles, dim, value_dim);
     const int64_t runs = (count + run - 1) / run;
-    return threads * scratch_bytes(dim) +
-           (int64_t)heads * tiles * TILE * (dim * sizeof(packed) + runs * (dim + 2) * sizeof(float));
+    return threads * scratch_bytes(dim, value_dim) +
+           (int64_t)heads * tiles * TILE * (dim * sizeof(packed) + runs * (value_dim + 2) * sizeof(float));
 }
 
-/* Compute a Request: dim is a multiple of 32, at most MAX_DIM; count may be 0. It cannot fail and calls no CUDA
+/* Compute a Request: dim and value_dim are multiples of 32, at most MAX_DIM; count may be 0. It cannot fail and calls no CUDA
  * function, so that it can be a host function of a CUDA stream. */
 void host_attention(void *argument) {
     const Request *request = argument;
-    const int heads = request->heads, dim = request->dim, rows = request->queries * request->group;
-    const int tiles = (rows + TILE - 1) / TILE, group = heads_per_task(tiles, dim);
-    const int run = rows_per_task(request->count, heads, tiles, dim);
+    const int heads = request->heads, dim = request->dim, value_dim = request->value_dim, rows = request->queries * request->group;
+    const int tiles = (rows + TILE - 1) / TILE, group = heads_per_task(tiles, dim, value_dim);
+    const int run = rows_per_task(request->count, heads, tiles, dim, value_dim);
     const int64_t runs = (request->count + run - 1) / run, groups = (heads + group - 1) / group;
-    const int64_t packed_queries = (int64_t)tiles * TILE * dim;
+    const int64_t packed_queries = (int64_t)tiles * TILE * dim, scratch_size = scratch_bytes(dim, value_dim);
     struct timespec begin, end;
     clock_gettime(CLOCK_MONOTONIC, &begin);
     char *scratch_memory = request->work;
-    packed *q = (packed *)(scratch_memory + request->threads * scratch_bytes(dim));
-    const Job job = {.request = request, .stride = 4 * (int64_t)heads * dim, .tiles = tiles, .run = run,
-                       .block = block_of(tiles), .scale = request->scale * (float)M_LOG2E,
+    packed *q = (packed *)(scratch_memory + request->threads * scratch_size);
+    const Job job = {.request = request, .tiles = tiles, .run = run, .block = block_of(tiles), .scale = request->scale * (float)M_LOG2E,
                        .q = q, .states = (float *)(q + heads * packed_queries)};
 #pragma omp parallel num_threads(request->threads)
     {
-        Scratch scratch = scratch_of(scratch_memory + omp_get_thread_num() * scratch_bytes(dim), dim);
+        Scratch scratch = scratch_of(scratch_memory + omp_get_thread_num() * scratch_size, dim, value_dim);
         begin_tiles();
 #pragma omp for
         for (int head = 0; head < heads; head++)

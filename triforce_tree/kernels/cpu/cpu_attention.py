@@ -46,9 +46,9 @@ class _Request(ctypes.Structure):
     """``Request`` in the C file."""
 
     _fields_: ClassVar = [
-        ("q", _P), ("rows", _P), ("work", _P), ("out", _P), ("lse", _P), ("seconds", _P), ("count", _LONG),
-        ("heads", _INT), ("group", _INT), ("queries", _INT), ("dim", _INT), ("threads", _INT),
-        ("scale", ctypes.c_float),
+        ("q", _P), ("keys", _P), ("values", _P), ("work", _P), ("out", _P), ("lse", _P), ("seconds", _P),
+        ("count", _LONG), ("stride", _LONG), ("heads", _INT), ("group", _INT), ("queries", _INT),
+        ("dim", _INT), ("value_dim", _INT), ("threads", _INT), ("scale", ctypes.c_float),
     ]  # fmt: skip
 
 
@@ -73,13 +73,16 @@ def instructions(dtype: torch.dtype = torch.bfloat16) -> tuple[str, ...]:
 
 
 def supports(dim: int, dtype: torch.dtype) -> bool:
-    """Whether this processor has the instructions, and the kernel supports this head_dim and dtype.
+    """Whether this processor has the instructions, and the kernel supports keys or values so wide, and dtype.
 
     The first call on a processor that has them compiles the kernel; without a working compiler it warns once
     and returns False.
     """
-    fits = not dim % 32 and dim <= _MOST_DIM
-    return fits and bool(instructions(dtype)) and _usable(dtype)
+    return _fits(dim) and bool(instructions(dtype)) and _usable(dtype)
+
+
+def _fits(dim: int) -> bool:
+    return not dim % 32 and 0 < dim <= _MOST_DIM
 
 
 @cache
@@ -123,60 +126,65 @@ class CpuAttention:
     def seconds(self) -> float:
         return self._seconds.value
 
-    def call(self, q: Tensor, rows: Tensor, scale: float, out: Tensor, lse: Tensor) -> Call:
+    def call(self, q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor, lse: Tensor) -> Call:
         """Prepare a C call that computes the attention when it is run.
 
         Prepared calls may run on any thread, but one at a time and in order.
 
         Args:
-            q: ``[T, H_q, D]``, D a multiple of 32 up to 256. All tensors must be dense, in host memory, and
-                kept alive by the caller until the call has run; all but ``lse`` have the kernel's dtype.
-            rows: keys and values ``[n, 2, H_kv, D]``; n may be 0.
+            q: ``[T, H_q, D]``, D a multiple of 32 up to 256. All tensors must be in host memory, and kept
+                alive by the caller until the call has run; all but ``lse`` have the kernel's dtype, and all
+                but k and v must be dense.
+            k: ``[n, H_kv, D]``, where n may be 0. The heads of a row must be dense.
+            v: ``[n, H_kv, D_v]``, D_v like D, with as many elements from one row to the next as k.
             scale: factor on the scores.
-            out: ``[T, H_q, D]``, written.
+            out: ``[T, H_q, D_v]``, written.
             lse: fp32 ``[T, H_q]``, natural logarithms, written; -inf where n is 0.
 
         Raises:
             ValueError: shapes, dtypes or layouts do not match.
         """
-        queries, heads, dim = q.shape
-        count, _, kv, _ = rows.shape
-        shapes_fit = (
-            rows.shape == (count, 2, kv, dim) and heads % kv == 0 and not dim % 32 and dim <= _MOST_DIM
-        )
-        if not shapes_fit or not queries or out.shape != q.shape or lse.shape != (queries, heads):
+        (queries, heads, dim), (count, kv, value_dim) = q.shape, v.shape
+        shapes_fit = k.shape == (count, kv, dim) and heads % kv == 0 and _fits(dim) and _fits(value_dim)
+        outs_fit = out.shape == (queries, heads, value_dim) and lse.shape == (queries, heads)
+        if not shapes_fit or not outs_fit or not queries:
             raise ValueError(
-                f"q {list(q.shape)}, rows {list(rows.shape)}, out {list(out.shape)} and lse "
-                f"{list(lse.shape)} must be [T, H_q, D], [n, 2, H_kv, D], [T, H_q, D] and [T, H_q] with T of "
-                f"at least 1, H_q a multiple of H_kv, and D a multiple of 32 up to {_MOST_DIM}"
+                f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}, out {list(out.shape)} and lse "
+                f"{list(lse.shape)} must be [T, H_q, D], [n, H_kv, D], [n, H_kv, D_v], [T, H_q, D_v] and "
+                f"[T, H_q] with T of at least 1, H_q a multiple of H_kv, and D and D_v a multiple of 32 up "
+                f"to {_MOST_DIM}"
             )
-        dtypes_fit = all(t.dtype == self._dtype for t in (q, rows, out)) and lse.dtype == torch.float32
-        if not dtypes_fit or not all(
-            t.is_contiguous() and t.device.type == "cpu" for t in (q, rows, out, lse)
-        ):
+        dtypes_fit = all(t.dtype == self._dtype for t in (q, k, v, out)) and lse.dtype == torch.float32
+        on_host = all(t.device.type == "cpu" for t in (q, k, v, out, lse))
+        dense = on_host and all(t.is_contiguous() for t in (q, out, lse))
+        rows_fit = k.stride(0) == v.stride(0) and all(t.stride()[1:] == (t.shape[2], 1) for t in (k, v))
+        if not dtypes_fit or not dense or (count > 1 and not rows_fit):
             raise ValueError(
-                f"q, rows and out must be {self._dtype}, lse fp32, and all of them dense and in host memory; "
-                "convert them, and call .contiguous()"
+                f"q, k, v and out must be {self._dtype}, lse fp32, and all of them dense and in host memory, "
+                "k and v with rows equally far apart; convert them, and call .contiguous()"
             )
         group = heads // kv
         work_bytes = (
-            self._library.host_attention_work(count, kv, group * queries, dim, self._threads) + _ALIGNMENT
+            self._library.host_attention_work(count, kv, group * queries, dim, value_dim, self._threads)
+            + _ALIGNMENT
         )
         if self._work.numel() < work_bytes:
             # Rounded up to a power of 2, as sequences grow; memory pages that are never touched cost nothing.
             self._work = torch.empty(1 << (work_bytes - 1).bit_length(), dtype=torch.uint8)
         work = -(-self._work.data_ptr() // _ALIGNMENT) * _ALIGNMENT
         request = _Request(
-            q.data_ptr(), rows.data_ptr(), work, out.data_ptr(), lse.data_ptr(),
-            ctypes.addressof(self._seconds), count, kv, group, queries, dim, self._threads, scale,
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), work, out.data_ptr(), lse.data_ptr(),
+            ctypes.addressof(self._seconds), count, k.stride(0) * k.itemsize, kv, group, queries,
+            dim, value_dim, self._threads, scale,
         )  # fmt: skip
         self._pending.append((request, self._work))
         return Call(self._function, ctypes.addressof(request))
 
-    def __call__(self, q: Tensor, rows: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
         """Compute attention now; see ``host_rows.attend``."""
-        out, lse = torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32)
-        call = self.call(q, rows, q.shape[-1] ** -0.5 if scale is None else scale, out, lse)
+        out = q.new_empty((*q.shape[:2], v.shape[2]))
+        lse = torch.empty(q.shape[:2], dtype=torch.float32)
+        call = self.call(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, out, lse)
         self._library.host_attention(call.argument)
         return out, lse
 
@@ -232,7 +240,7 @@ def _library(way: str | None, dtype: torch.dtype) -> ctypes.CDLL:
 
 def _loaded(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
-    library.host_attention_work.argtypes = [_LONG, _INT, _INT, _INT, _INT]
+    library.host_attention_work.argtypes = [_LONG, *[_INT] * 5]
     library.host_attention_work.restype = _LONG
     library.host_attention.argtypes, library.host_attention.restype = [_P], None
     denied = library.host_attention_init()

@@ -19,19 +19,21 @@ enum {
 typedef struct {
     float *scores; /* [BLOCK, tiles * TILE] */
     bf16 *probs;   /* tiles [tiles, BLOCK / PAIRED] of [TILE queries, PAIRED rows] */
-    bf16 *values;  /* tiles [BLOCK / PAIRED, dim / TILE] of [TILE pairs of rows, PAIRED dimensions] */
+    bf16 *values;  /* tiles [BLOCK / PAIRED, value_dim / TILE] of [TILE pairs of rows, PAIRED dimensions] */
     bf16 *rest;    /* [PAIRED, dim], keys of the last, partial step, padded with zeros */
     Prefetcher prefetcher;
 } Scratch;
 
-static int64_t scratch_bytes(int dim) {
-    return BLOCK * CHUNK * TILE * (sizeof(float) + sizeof(bf16)) + (BLOCK + PAIRED) * dim * sizeof(bf16);
+static int64_t scratch_bytes(int dim, int value_dim) {
+    const int64_t scores = BLOCK * CHUNK * TILE;
+    return scores * (sizeof(float) + sizeof(bf16)) + (BLOCK * value_dim + PAIRED * dim) * sizeof(bf16);
 }
 
-static inline Scratch scratch_of(char *memory, int dim) {
+static inline Scratch scratch_of(char *memory, int dim, int value_dim) {
+    (void)dim;
     float *scores = (float *)memory;
     bf16 *probs = (bf16 *)(scores + BLOCK * CHUNK * TILE), *values = probs + BLOCK * CHUNK * TILE;
-    return (Scratch){.scores = scores, .probs = probs, .values = values, .rest = values + BLOCK * dim};
+    return (Scratch){.scores = scores, .probs = probs, .values = values, .rest = values + BLOCK * value_dim};
 }
 
 /* Rows per block: fewer make better use of hardware prefetching, more load and store outputs less often. */
@@ -86,21 +88,22 @@ static inline void pair(__m512i upper, __m512i lower, bf16 *first, bf16 *second)
     _mm512_store_si512(second, _mm512_permutex2var_epi16(upper, further, lower));
 }
 
-static void begin_block(const char *keys, int64_t stride, int rows, int dim, Scratch *scratch) {
-    const char *values = keys + stride / 2;
+static void begin_block(const char *keys, const char *values, int64_t stride, int rows, int dim, int value_dim,
+                        Scratch *scratch) {
+    (void)keys, (void)dim; /* Keys are read in place. */
     bf16 *out = scratch->values;
     const __m512i none = _mm512_setzero_si512();
     for (int row = 0; row < rows; row += 2) {
         const bf16 *upper = (const bf16 *)(values + row * stride), *lower = (const bf16 *)(values + (row + 1) * stride);
-        bf16 *to = out + (row / PAIRED) * (dim / TILE) * ELEMENTS + row % PAIRED / 2 * PAIRED;
-        for (int d = 0; d < dim; d += PAIRED, to += 2 * ELEMENTS)
+        bf16 *to = out + (row / PAIRED) * (value_dim / TILE) * ELEMENTS + row % PAIRED / 2 * PAIRED;
+        for (int d = 0; d < value_dim; d += PAIRED, to += 2 * ELEMENTS)
             pair(_mm512_loadu_si512(upper + d), row + 1 < rows ? _mm512_loadu_si512(lower + d) : none, to,
                  to + ELEMENTS);
     }
     /* Padding rows have probability 0, and 0 times the value here must be 0, not NaN. */
     for (int row = (rows + 1) / 2 * 2; row % PAIRED; row += 2) {
-        bf16 *to = out + (row / PAIRED) * (dim / TILE) * ELEMENTS + row % PAIRED / 2 * PAIRED;
-        for (int d = 0; d < dim; d += TILE, to += ELEMENTS)
+        bf16 *to = out + (row / PAIRED) * (value_dim / TILE) * ELEMENTS + row % PAIRED / 2 * PAIRED;
+        for (int d = 0; d < value_dim; d += TILE, to += ELEMENTS)
             _mm512_store_si512(to, none);
     }
 }
@@ -117,9 +120,9 @@ static void scores_of(const char *keys, int64_t stride, const bf16 *q, int tiles
     }
 }
 
-/* out [tiles, dim / TILE] of tiles += P V. */
-static void add_outputs(Scratch *scratch, int tiles, int steps, int dim, float *out) {
-    const int dims = dim / TILE;
+/* out [tiles, value_dim / TILE] of tiles += P V. */
+static void add_outputs(Scratch *scratch, int tiles, int steps, int value_dim, float *out) {
+    const int dims = value_dim / TILE;
     for (int t = 0; t < tiles; t += 2) {
         const Left left = {.at = (const char *)(scratch->probs + t * steps * ELEMENTS),
                            .row = LINE, .step = TILE * LINE, .lower = steps * TILE * LINE};
@@ -141,10 +144,10 @@ static inline __m512i rounded(__m512 upper, __m512 lower) {
 }
 
 /* Probabilities from scores for one tile of queries; updates ``state``, rescaling outputs if the maximum changed. */
-static void softmax_tile(Scratch *scratch, int tile, int tiles, int rows, int dim, float scale, State state) {
+static void softmax_tile(Scratch *scratch, int tile, int tiles, int rows, int value_dim, float scale, State state) {
     const int steps = (rows + PAIRED - 1) / PAIRED, row_stride = tiles * TILE;
     const float *scores = scratch->scores + tile * TILE;
-    float *out = state.out + tile * TILE * dim;
+    float *out = state.out + tile * TILE * value_dim;
     const Max by = block_max(scores, row_stride, rows, state.max + tile * TILE, scale);
     vec totals[2] = {broadcast(0), broadcast(0)};
     for (int s = 0; s < steps; s++) {
@@ -167,17 +170,17 @@ static void softmax_tile(Scratch *scratch, int tile, int tiles, int rows, int di
     float rescales[LANES];
     store(rescales, update_max_and_sum(&by, totals[0] + totals[1], state.max + tile * TILE, state.sum + tile * TILE));
     if (by.changed)
-        for (const float *end = out + TILE * dim; out < end; out += SQUARE)
+        for (const float *end = out + TILE * value_dim; out < end; out += SQUARE)
             for (int query = 0; query < TILE; query++) {
                 float *at = out + query * TILE;
                 store(at, load(at) * broadcast(rescales[query]));
             }
 }
 
-/* Add a block of rows, after begin_block, to the state of some tiles of queries: outputs [tiles, dim / TILE]. */
-static void add_block(const char *keys, int64_t stride, int rows, const bf16 *q, int tiles, int dim, float scale,
-                      State state, Scratch *scratch) {
-    const int steps = (rows + PAIRED - 1) / PAIRED, dims = dim / TILE;
+/* Add a block of rows, after begin_block, to the state of some tiles of queries: outputs [tiles, value_dim / TILE]. */
+static void add_block(const char *keys, int64_t stride, int rows, const bf16 *q, int tiles, int dim, int value_dim,
+                      float scale, State state, Scratch *scratch) {
+    const int steps = (rows + PAIRED - 1) / PAIRED, dims = value_dim / TILE;
     const int prefetch_calls = steps * (TILE / 4 * tiles + (tiles + 1) / 2 * (dim / PAIRED + dims / 2));
     scratch->prefetcher.pace = (scratch->prefetcher.share + prefetch_calls - 1) / prefetch_calls;
     for (int s = 0; s < steps; s++) {
@@ -194,13 +197,13 @@ static void add_block(const char *keys, int64_t stride, int rows, const bf16 *q,
         scores_of(at, apart, q, tiles, dim, scratch->scores + s * PAIRED * tiles * TILE, &scratch->prefetcher);
     }
     for (int t = 0; t < tiles; t++)
-        softmax_tile(scratch, t, tiles, rows, dim, scale, state);
-    add_outputs(scratch, tiles, steps, dim, state.out);
+        softmax_tile(scratch, t, tiles, rows, value_dim, scale, state);
+    add_outputs(scratch, tiles, steps, value_dim, state.out);
 }
 
-/* total [dim] += factor times the outputs of a query. */
-static void add_query(const float *out, int query, int dim, float factor, float *total) {
-    out += query / TILE * TILE * dim + query % TILE * TILE;
-    for (int d = 0; d < dim; d += LANES)
+/* total [value_dim] += factor times the outputs of a query. */
+static void add_query(const float *out, int query, int value_dim, float factor, float *total) {
+    out += query / TILE * TILE * value_dim + query % TILE * TILE;
+    for (int d = 0; d < value_dim; d += LANES)
         store(total + d, fmadd(broadcast(factor), load(out + d * TILE), load(total + d)));
 }

@@ -22,13 +22,16 @@ enum {
 /* Scratch memory of one thread, for one block. */
 typedef struct {
     float *scores;        /* [tiles, BLOCK, TILE], then probabilities */
-    float *keys, *values; /* [BLOCK, dim + GAP] */
+    float *keys, *values; /* [BLOCK, dim + GAP] and [BLOCK, value_dim + GAP] */
     Prefetcher prefetcher;
 } Scratch;
 
-static int64_t scratch_bytes(int dim) { return (CHUNK * TILE + 2 * (dim + GAP)) * BLOCK * sizeof(float); }
+static int64_t scratch_bytes(int dim, int value_dim) {
+    return (CHUNK * TILE + dim + value_dim + 2 * GAP) * BLOCK * sizeof(float);
+}
 
-static inline Scratch scratch_of(char *memory, int dim) {
+static inline Scratch scratch_of(char *memory, int dim, int value_dim) {
+    (void)value_dim;
     float *scores = (float *)memory, *keys = scores + CHUNK * TILE * BLOCK;
     return (Scratch){.scores = scores, .keys = keys, .values = keys + (dim + GAP) * BLOCK};
 }
@@ -63,9 +66,10 @@ static void widen(const char *rows, int64_t stride, int count, int dim, float *o
         memset(out + row * (dim + GAP), 0, dim * sizeof(float));
 }
 
-static void begin_block(const char *keys, int64_t stride, int rows, int dim, Scratch *scratch) {
+static void begin_block(const char *keys, const char *values, int64_t stride, int rows, int dim, int value_dim,
+                        Scratch *scratch) {
     widen(keys, stride, rows, dim, scratch->keys);
-    widen(keys + stride / 2, stride, rows, dim, scratch->values);
+    widen(values, stride, rows, value_dim, scratch->values);
 }
 
 /* c [rows, tile] = or += a [rows, steps] b [steps, tile]: ``tiles`` is 1 or 2, ``rows`` as many as fit registers. */
@@ -111,7 +115,7 @@ static inline __attribute__((always_inline)) void product(const float *a, int64_
 }
 
 /* Probabilities from scores for one tile; updates its state, rescaling outputs if the maximum changed. */
-static void softmax_tile(float *scores, int rows, int dim, float scale, float *out, float *max, float *sum) {
+static void softmax_tile(float *scores, int rows, int value_dim, float scale, float *out, float *max, float *sum) {
     const Max by = block_max(scores, TILE, rows, max, scale);
     vec totals[2] = {broadcast(0), broadcast(0)};
     for (int row = 0; row < rows; row++) {
@@ -121,31 +125,31 @@ static void softmax_tile(float *scores, int rows, int dim, float scale, float *o
     }
     const vec rescale = update_max_and_sum(&by, totals[0] + totals[1], max, sum);
     if (by.changed)
-        for (const float *end = out + dim * TILE; out < end; out += TILE)
+        for (const float *end = out + value_dim * TILE; out < end; out += TILE)
             store(out, load(out) * rescale);
 }
 
 /* Add a block of rows, after begin_block, to the state of some tiles of queries. */
-static void add_block(const char *keys, int64_t stride, int rows, const packed *q, int tiles, int dim, float scale,
-                      State state, Scratch *scratch) {
+static void add_block(const char *keys, int64_t stride, int rows, const packed *q, int tiles, int dim, int value_dim,
+                      float scale, State state, Scratch *scratch) {
     (void)keys, (void)stride; /* begin_block has converted them. */
-    const int64_t row_stride = dim + GAP, tile = TILE * BLOCK;
-    const int prefetch_calls = ((rows + SINGLE - 1) / SINGLE + dim / SINGLE) * ((tiles + 1) / 2);
+    const int64_t tile = TILE * BLOCK;
+    const int prefetch_calls = ((rows + SINGLE - 1) / SINGLE + value_dim / SINGLE) * ((tiles + 1) / 2);
     scratch->prefetcher.pace = (scratch->prefetcher.share + prefetch_calls - 1) / prefetch_calls;
     /* Scores [tiles, rows, TILE] = K Q^T. */
-    product(scratch->keys, row_stride, 1, q, TILE * dim, scratch->scores, tile, rows, tiles, dim, 0,
+    product(scratch->keys, dim + GAP, 1, q, TILE * dim, scratch->scores, tile, rows, tiles, dim, 0,
             &scratch->prefetcher);
     for (int t = 0; t < tiles; t++)
-        softmax_tile(scratch->scores + t * tile, rows, dim, scale, state.out + t * TILE * dim,
+        softmax_tile(scratch->scores + t * tile, rows, value_dim, scale, state.out + t * TILE * value_dim,
                    state.max + t * TILE, state.sum + t * TILE);
-    /* Outputs [tiles, dim, TILE] += V^T P^T. */
-    product(scratch->values, 1, row_stride, scratch->scores, tile, state.out, TILE * dim, dim, tiles, rows, 1,
-            &scratch->prefetcher);
+    /* Outputs [tiles, value_dim, TILE] += V^T P^T. */
+    product(scratch->values, 1, value_dim + GAP, scratch->scores, tile, state.out, TILE * value_dim, value_dim, tiles,
+            rows, 1, &scratch->prefetcher);
 }
 
-/* total [dim] += factor times the outputs of a query. */
-static void add_query(const float *out, int query, int dim, float factor, float *total) {
-    out += query / TILE * TILE * dim + query % TILE;
-    for (int d = 0; d < dim; d++)
+/* total [value_dim] += factor times the outputs of a query. */
+static void add_query(const float *out, int query, int value_dim, float factor, float *total) {
+    out += query / TILE * TILE * value_dim + query % TILE;
+    for (int d = 0; d < value_dim; d++)
         total[d] += factor * out[d * TILE];
 }

@@ -8,7 +8,7 @@
 
 typedef uint16_t element; /* of keys, values, queries and outputs: bf16, or fp16 if FP16 is defined */
 
-enum { LINE = 64, MAX_DIM = 256 }; /* bytes of a cache line; largest head_dim */
+enum { LINE = 64, MAX_DIM = 256 }; /* bytes of a cache line; most elements of a key or value */
 static const float NO_MAX = -1e30f; /* initial maximum; finite, so that differences are */
 /* Unnormalised probabilities may reach 2^8 before the maximum is updated and outputs are rescaled, which is rare. */
 static const float SLACK = 8.0f;
@@ -150,20 +150,25 @@ static inline vec update_max_and_sum(const Max *by, vec total, float *max, float
 
 /* The part of the next block that has not been prefetched yet. */
 typedef struct {
-    const char *rows;
+    const char *keys, *values;
     int64_t stride;
-    int left, at, width; /* rows left; byte offset in a row, and bytes of one head's key or value */
-    int share, pace, owed; /* cache lines: per chunk of queries, per call of prefetch, and due now */
+    int left, at;           /* rows left; byte offset in a row */
+    int width, value_width; /* bytes of one head's key and value; of a value that is wider only so many */
+    int share, pace, owed;  /* cache lines: per chunk of queries, per call of prefetch, and due now */
 } Prefetcher;
 
 static inline void prefetch(Prefetcher *prefetcher) {
-    for (prefetcher->owed += prefetcher->pace; prefetcher->owed > 0 && prefetcher->left; prefetcher->owed -= 2) {
-        _mm_prefetch(prefetcher->rows + prefetcher->at, _MM_HINT_T1);
-        _mm_prefetch(prefetcher->rows + prefetcher->stride / 2 + prefetcher->at, _MM_HINT_T1);
+    for (prefetcher->owed += prefetcher->pace; prefetcher->owed > 0 && prefetcher->left; prefetcher->owed--) {
+        _mm_prefetch(prefetcher->keys + prefetcher->at, _MM_HINT_T1);
+        if (prefetcher->at < prefetcher->value_width) {
+            _mm_prefetch(prefetcher->values + prefetcher->at, _MM_HINT_T1);
+            prefetcher->owed--;
+        }
         prefetcher->at += LINE;
         if (prefetcher->at >= prefetcher->width) {
             prefetcher->at = 0;
-            prefetcher->rows += prefetcher->stride;
+            prefetcher->keys += prefetcher->stride;
+            prefetcher->values += prefetcher->stride;
             prefetcher->left--;
         }
     }

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from triforce_tree.kernels.attention import reference
-from triforce_tree.kernels.attention.plan import FirstRows, Plan
+from triforce_tree.kernels.attention.plan import FirstVisible, Plan
 
 # Below this many KV positions one batched product for all heads is faster than a call per head: it takes
 # three quarters of the time at 1,580 positions (AVX-512).
@@ -32,7 +32,7 @@ def planned_attention(
     *,
     scale: float,
     table: Tensor | None = None,
-    first: FirstRows | None = None,
+    first: FirstVisible | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
@@ -40,12 +40,12 @@ def planned_attention(
 
     Args:
         q: ``[queries, H_q, D]``, or the first T queries of every sequence where the plan has more.
-        k, v: ``[B, H_kv, S, D]``, or pages ``[P, H_kv, page, D]`` with a ``table``.
+        k, v: ``[B, H_kv, S, D]``, or pages ``[P, H_kv, page, D]`` with a ``table``; D_v for D in v.
         table: int32 ``[B, H_kv, W]`` or ``[B, W]``.
         first: the first position that each query of the plan sees.
 
     Returns:
-        ``[queries, H_q, D]``, for the queries in ``q``.
+        ``[queries, H_q, D_v]``, for the queries in ``q``.
     """
     how: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks}
     outs = [
@@ -56,7 +56,7 @@ def planned_attention(
 
 
 def by_sequence(
-    q: Tensor, k: Tensor, v: Tensor, plan: Plan, table: Tensor | None, first: FirstRows | None
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, table: Tensor | None, first: FirstVisible | None
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]]:
     """Queries, keys, values and mask of each sequence of a plan; arguments as for :func:`planned_attention`.
 
@@ -130,7 +130,7 @@ def tree_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Output ``[B, H_q, T, D]`` only; arguments as in ``reference.tree_attention``.
+    """Output ``[B, H_q, T, D_v]`` only; arguments as in ``reference.tree_attention``.
 
     Every query must see at least one position (tree queries see themselves).
     """
@@ -159,7 +159,7 @@ def tree_attention(
     else:
         pairs = zip(packed.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), strict=True)
         out = torch.stack([attend(x, keys, values, _onednn) for x, keys, values in pairs])
-    return out.view(batch, q_heads, queries, dim)
+    return out.view(batch, q_heads, queries, -1)
 
 
 def _batched(x: Tensor, matrix: Tensor) -> Tensor:

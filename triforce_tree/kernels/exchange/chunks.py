@@ -51,21 +51,22 @@ def fetch_chunks(
     """Copy chunks of one sequence into their slots.
 
     Args:
-        k, v: ``[H, S * chunk or more, D]``; chunk slot s begins at ``s * chunk``; changed in place.
-        on_device: ``[R, 2, H, D]``, the first R positions (keys, then values), on the device of ``k``; R is a
-            multiple of ``chunk``.
-        on_host: ``[F, 2, H, D]``, the positions from R on, in host memory that the device can read.
+        k, v: ``[H, S * chunk or more, D]``, in v D_v; chunk slot s begins at ``s * chunk``; changed in place.
+        on_device: ``[R, H * (D + D_v)]``, the first R positions, on the device of ``k``: of each the keys of
+            all heads, then the values. R is a multiple of ``chunk``.
+        on_host: ``[F, H * (D + D_v)]``, the positions from R on, in host memory that the device can read.
         moves: int32 ``[H, 2, W]``, (slot, chunk), of which the first ``counts`` are used.
         counts: int32 ``[H]``.
         chunk: positions per chunk.
     """
-    first = on_device.shape[0]
+    first, (heads, _, dim) = on_device.shape[0], k.shape
     for head, count in enumerate(counts.tolist()):
         for slot, chunk_index in zip(*moves[head, :, :count].tolist(), strict=True):
             start = chunk_index * chunk
             rows = on_device[start : start + chunk] if start < first else on_host[start - first :][:chunk]
-            target = slice(slot * chunk, (slot + 1) * chunk)
-            k[head, target], v[head, target] = rows[:, 0, head], rows[:, 1, head]
+            target, values = slice(slot * chunk, (slot + 1) * chunk), rows[:, heads * dim :]
+            k[head, target] = rows[:, head * dim : (head + 1) * dim]
+            v[head, target] = values[:, head * v.shape[2] : (head + 1) * v.shape[2]]
 
 
 @operator("fetch_words", writes=("target",), triton=".chunks_kernels")

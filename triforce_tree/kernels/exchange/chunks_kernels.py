@@ -87,21 +87,34 @@ def exchange_chunks(
 
 
 @triton.jit
-def _copy_chunk(k_at, v_at, source, heads, head, there, row, column, DIM: tl.constexpr):
-    """Copy one chunk's keys and values; ``source`` points to its first position ``[2, H, D]``."""
-    at = source + row.to(tl.int64) * 2 * heads * DIM + head * DIM + column
-    k = tl.load(at, mask=there)
-    v = tl.load(at + heads * DIM, mask=there)
+def _copy_chunk(
+    k_at,
+    v_at,
+    source,
+    heads,
+    head,
+    row,
+    column,
+    v_column,
+    there,
+    v_there,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+):
+    """Copy one chunk's keys and values; ``source`` points to its first position ``[H * D + H * D_v]``."""
+    at = source + row.to(tl.int64) * heads * (DIM + VALUE_DIM)
+    k = tl.load(at + head * DIM + column, mask=there)
+    v = tl.load(at + heads * DIM + head * VALUE_DIM + v_column, mask=v_there)
     tl.store(k_at, k, mask=there)
-    tl.store(v_at, v, mask=there)
+    tl.store(v_at, v, mask=v_there)
 
 
 @triton.jit
 def _fetch_kernel(
-    k_ptr,  # [H, positions, D] with strides, as v
-    v_ptr,
-    on_device_ptr,  # [R, 2, H, D]
-    on_host_ptr,  # [F, 2, H, D], host memory
+    k_ptr,  # [H, positions, D] with strides
+    v_ptr,  # [H, positions, D_v]
+    on_device_ptr,  # [R, H * (D + D_v)]
+    on_host_ptr,  # [F, H * (D + D_v)], host memory
     moves_ptr,  # int32 [H, 2, W]
     counts_ptr,  # int32 [H]
     k_h,
@@ -115,12 +128,16 @@ def _fetch_kernel(
     CHUNK: tl.constexpr,
     BLOCK_C: tl.constexpr,
     DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     FETCHERS: tl.constexpr,
 ):
     head = tl.program_id(0).to(tl.int64)
     row, column = tl.arange(0, BLOCK_C)[:, None], tl.arange(0, BLOCK_D)[None, :]
-    there = (row < CHUNK) & (column < DIM)
+    v_column = tl.arange(0, BLOCK_V)[None, :]
+    there, v_there = (row < CHUNK) & (column < DIM), (row < CHUNK) & (v_column < VALUE_DIM)
+    width = heads * (DIM + VALUE_DIM)
     count = tl.load(counts_ptr + head)
     at = tl.program_id(1)
     while at < count:
@@ -128,17 +145,23 @@ def _fetch_kernel(
         first = tl.load(moves_ptr + (head * 2 + 1) * wanted_count + at).to(tl.int64) * CHUNK
         target = slot * CHUNK + row
         k_at = k_ptr + head * k_h + target * k_s + column
-        v_at = v_ptr + head * v_h + target * v_s + column
+        v_at = v_ptr + head * v_h + target * v_s + v_column
         if HAS_DEVICE_PART:
             if first < device_rows:
-                source = on_device_ptr + first * 2 * heads * DIM
-                _copy_chunk(k_at, v_at, source, heads, head, there, row, column, DIM)
+                source = on_device_ptr + first * width
+                _copy_chunk(
+                    k_at, v_at, source, heads, head, row, column, v_column, there, v_there, DIM, VALUE_DIM
+                )
             else:
-                source = on_host_ptr + (first - device_rows) * 2 * heads * DIM
-                _copy_chunk(k_at, v_at, source, heads, head, there, row, column, DIM)
+                source = on_host_ptr + (first - device_rows) * width
+                _copy_chunk(
+                    k_at, v_at, source, heads, head, row, column, v_column, there, v_there, DIM, VALUE_DIM
+                )
         else:
-            source = on_host_ptr + first * 2 * heads * DIM
-            _copy_chunk(k_at, v_at, source, heads, head, there, row, column, DIM)
+            source = on_host_ptr + first * width
+            _copy_chunk(
+                k_at, v_at, source, heads, head, row, column, v_column, there, v_there, DIM, VALUE_DIM
+            )
         at += FETCHERS
 
 
@@ -146,7 +169,13 @@ def fetch_chunks(
     k: Tensor, v: Tensor, on_device: Tensor, on_host: Tensor, moves: Tensor, counts: Tensor, chunk: int
 ) -> None:
     """See ``exchange.fetch_chunks``; ``on_host`` is page-locked memory, whose address kernels can use."""
-    heads, _, dim = k.shape
+    (heads, _, dim), value_dim = k.shape, v.shape[2]
+    width = heads * (dim + value_dim)
+    if v.shape[:2] != k.shape[:2] or any(rows.shape[1:] != (width,) for rows in (on_device, on_host)):
+        raise ValueError(
+            f"k {tuple(k.shape)}, v {tuple(v.shape)}, on_device {tuple(on_device.shape)} and on_host "
+            f"{tuple(on_host.shape)} do not fit; rows need {heads} x ({dim} + {value_dim}) = {width} elements"
+        )
     if k.stride(2) != 1 or v.stride(2) != 1:
         raise ValueError("the last dimension of k and v must be dense")
     if not (on_device.is_contiguous() and on_host.is_contiguous() and moves.is_contiguous()):
@@ -157,7 +186,8 @@ def fetch_chunks(
         k, v, on_device if on_device.numel() else k, on_host, moves, counts,
         k.stride(0), k.stride(1), v.stride(0), v.stride(1), heads, moves.shape[2], on_device.shape[0],
         HAS_DEVICE_PART=on_device.numel() > 0, CHUNK=chunk, BLOCK_C=triton.next_power_of_2(chunk),
-        DIM=dim, BLOCK_D=triton.next_power_of_2(dim), FETCHERS=_FETCHERS,
+        DIM=dim, VALUE_DIM=value_dim, BLOCK_D=triton.next_power_of_2(dim),
+        BLOCK_V=triton.next_power_of_2(value_dim), FETCHERS=_FETCHERS,
     )  # fmt: skip
 
 

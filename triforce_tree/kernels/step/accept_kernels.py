@@ -66,7 +66,7 @@ def _scan_vocab(
 
 
 @triton.jit
-def _judge_kernel(
+def _accept_nodes_kernel(
     outcome_ptr,  # int64 [B, N]: the accepted child, or -1 - the emitted token
     rejected_ptr,  # int32 [B, N], scratch: rejected tokens, siblings together
     tokens_ptr,  # int64 [B, N]; this and the next inputs have a stride between sequences
@@ -289,7 +289,7 @@ def accept_tree(
     outcome = torch.empty(batch, nodes, dtype=torch.int64, device=p.device)
     rejected = torch.empty(batch, nodes, dtype=torch.int32, device=p.device)
     block_n, block_v = triton.next_power_of_2(nodes), min(_BLOCK_V, triton.next_power_of_2(vocab))
-    _judge_kernel[(nodes, batch)](
+    _accept_nodes_kernel[(nodes, batch)](
         outcome, rejected, tokens, parents, p, q, q_rows, uniforms, exponential,
         tokens.stride(0), parents.stride(0), p.stride(0), p.stride(1), q.stride(0), q.stride(1),
         q_rows.stride(0), uniforms.stride(0), exponential.stride(0), nodes, q.shape[1], vocab, depth,

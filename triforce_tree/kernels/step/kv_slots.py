@@ -11,8 +11,10 @@ def append_kv(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Ten
     """Write new keys and values: token t of sequence b goes to position ``start[b] + t``.
 
     Args:
-        k_cache, v_cache: ``[B, H, S, D]``, changed in place; any strides with the last dimension dense.
-        k, v: ``[B, H, T, D]``, any strides likewise; tokens whose slot would be S or beyond are dropped.
+        k_cache, v_cache: ``[B, H, S, D]`` and ``[B, H, S, D_v]``, changed in place; any strides with the last
+            dimension dense.
+        k, v: ``[B, H, T, D]`` and ``[B, H, T, D_v]``, any strides likewise; tokens whose slot would be S or
+            beyond are dropped.
         start: int64 ``[B]``, not negative.
         ring: slots of a ring buffer, T to S: position r is in slot ``r % ring``, and nothing is dropped.
             0: position r is in slot r.
@@ -30,28 +32,29 @@ def append_kv(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Ten
         v_cache[sequence, :, first : first + count] = v[sequence, :, :count].to(v_cache.dtype)
 
 
-@operator("move_kv", writes=("kv",), triton=".kv_slots_kernels")
-def move_kv(kv: Tensor, index: Tensor, start: Tensor, ring: int = 0) -> None:
+@operator("move_kv", writes=("k", "v"), triton=".kv_slots_kernels")
+def move_kv(k: Tensor, v: Tensor, index: Tensor, start: Tensor, ring: int = 0) -> None:
     """Commit accepted paths: position ``start[b] + index[b, i]`` moves to ``start[b] + i``, in place.
 
     All sources are read before any target is written, so the two may overlap.
 
     Args:
-        kv: ``[P, B, H, S, D]`` (P = layers times K and V), any strides with the last dimension dense.
+        k, v: ``[L, B, H, S, D]`` and ``[L, B, H, S, D_v]``, any strides with the last dimension dense.
         index: int64 ``[B, R]``; an entry of -1, at any i, moves nothing.
         start: int64 ``[B]``, the committed lengths.
         ring: as in ``append_kv``; of at least R slots, and more than any index.
     """
-    size = kv.shape[3]
+    size = k.shape[3]
     check_ring(ring, index.shape[1], size)
     for sequence, first in enumerate(start.tolist()):
         sources = index[sequence] + first
-        targets = torch.arange(index.shape[1], device=kv.device) + first
+        targets = torch.arange(index.shape[1], device=k.device) + first
         if ring:
             sources, targets = sources % ring, targets % ring
         moved = (index[sequence] >= 0) & (sources < size) & (targets < size)
-        values = kv[:, sequence].index_select(2, sources[moved])
-        kv[:, sequence, :, targets[moved]] = values
+        for slots in (k, v):
+            kept = slots[:, sequence].index_select(2, sources[moved])
+            slots[:, sequence, :, targets[moved]] = kept
 
 
 def check_ring(ring: int, count: int, size: int) -> None:

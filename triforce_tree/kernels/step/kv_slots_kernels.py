@@ -16,10 +16,10 @@ _TILE = 8192
 
 @triton.jit
 def _append_kernel(
-    k_cache_ptr,  # [B, H, S, D] with strides, as v_cache
-    v_cache_ptr,
-    k_ptr,  # [B, H, T, D] with strides, as v
-    v_ptr,
+    k_cache_ptr,  # [B, H, S, D] with strides
+    v_cache_ptr,  # [B, H, S, D_v]
+    k_ptr,  # [B, H, T, D] with strides
+    v_ptr,  # [B, H, T, D_v]
     start_ptr,  # int64 [B]
     k_cache_b,
     k_cache_h,
@@ -38,48 +38,58 @@ def _append_kernel(
     count,
     ring,
     DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     RING: tl.constexpr,
 ):
     pair = tl.program_id(0).to(tl.int64)
     sequence, head = pair // heads, pair % heads
     token = tl.program_id(1).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    column = tl.arange(0, BLOCK_D)[None, :]
+    column, v_column = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_V)[None, :]
     target = tl.load(start_ptr + sequence) + token
     if RING:
         target = target % ring
-    there = ((token < count) & (target >= 0) & (target < size))[:, None] & (column < DIM)
+    kept = ((token < count) & (target >= 0) & (target < size))[:, None]
+    there, v_there = kept & (column < DIM), kept & (v_column < VALUE_DIM)
     k = tl.load(k_ptr + sequence * k_b + head * k_h + token[:, None] * k_t + column, mask=there)
-    v = tl.load(v_ptr + sequence * v_b + head * v_h + token[:, None] * v_t + column, mask=there)
+    v = tl.load(v_ptr + sequence * v_b + head * v_h + token[:, None] * v_t + v_column, mask=v_there)
     k_at = k_cache_ptr + sequence * k_cache_b + head * k_cache_h + target[:, None] * k_cache_s + column
-    v_at = v_cache_ptr + sequence * v_cache_b + head * v_cache_h + target[:, None] * v_cache_s + column
+    v_at = v_cache_ptr + sequence * v_cache_b + head * v_cache_h + target[:, None] * v_cache_s + v_column
     tl.store(k_at, k.to(k_cache_ptr.dtype.element_ty), mask=there)
-    tl.store(v_at, v.to(v_cache_ptr.dtype.element_ty), mask=there)
+    tl.store(v_at, v.to(v_cache_ptr.dtype.element_ty), mask=v_there)
 
 
 @triton.jit
 def _move_kernel(
-    kv_ptr,  # [P, B, H, S, D] with strides, changed in place
+    k_ptr,  # [L, B, H, S, D] with strides, changed in place
+    v_ptr,  # [L, B, H, S, D_v]
     index_ptr,  # int64 [B, R], negative for no move
     start_ptr,  # int64 [B]
-    stride_p,
-    stride_b,
-    stride_h,
-    stride_s,
+    k_l,
+    k_b,
+    k_h,
+    k_s,
+    v_l,
+    v_b,
+    v_h,
+    v_s,
     stride_index,
+    layers,
     batch,
     heads,
     size,
     count,
     ring,
     DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
     RING: tl.constexpr,
 ):
     at = tl.program_id(0).to(tl.int64)
-    part, sequence, head = at // (batch * heads), at // heads % batch, at % heads
+    layer, sequence, head = at // (batch * heads), at // heads % batch, at % heads
     place = tl.arange(0, BLOCK_R)
     column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     index = tl.load(index_ptr + sequence * stride_index + place, mask=place < count, other=-1)
@@ -89,12 +99,20 @@ def _move_kernel(
         source, target = source % ring, target % ring
     # Most of a path is often in order already: a slot that is its own target needs no traffic.
     moved = (index >= 0) & (index != place) & (source < size) & (target < size)
-    there = moved[:, None] & (column < DIM)[None, :]
-    base = kv_ptr + part * stride_p + sequence * stride_b + head * stride_h
-    values = tl.load(base + source[:, None] * stride_s + column[None, :], mask=there)
+    if layer < layers:
+        base = k_ptr + layer * k_l + sequence * k_b + head * k_h
+        _move(base, k_s, source, target, column, moved[:, None] & (column < DIM)[None, :])
+    else:
+        base = v_ptr + (layer - layers) * v_l + sequence * v_b + head * v_h
+        _move(base, v_s, source, target, column, moved[:, None] & (column < VALUE_DIM)[None, :])
+
+
+@triton.jit
+def _move(base, stride, source, target, column, there):
+    slots = tl.load(base + source[:, None] * stride + column[None, :], mask=there)
     # A slot may be one thread's source and another's target: all must have read before any writes.
     tl.debug_barrier()
-    tl.store(base + target[:, None] * stride_s + column[None, :], values, mask=there)
+    tl.store(base + target[:, None] * stride + column[None, :], slots, mask=there)
 
 
 @triton.jit
@@ -137,27 +155,31 @@ def _means_kernel(
 
 def append_kv(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tensor, ring: int = 0) -> None:
     """See ``kv_slots.append_kv``."""
-    batch, heads, size, dim = k_cache.shape
+    (batch, heads, size, dim), value_dim = k_cache.shape, v_cache.shape[3]
     count = k.shape[2]
-    if k.shape != (batch, heads, count, dim) or v.shape != k.shape or v_cache.shape != k_cache.shape:
+    new = (batch, heads, count)
+    fit = k.shape == (*new, dim) and v.shape == (*new, value_dim) and v_cache.shape[:3] == k_cache.shape[:3]
+    if not fit:
         raise ValueError(
             f"k {tuple(k.shape)} and v {tuple(v.shape)} do not fit caches of {tuple(k_cache.shape)} and "
             f"{tuple(v_cache.shape)}; they need equal batch, heads and head_dim"
         )
     check_ring(ring, count, size)
-    block_d = triton.next_power_of_2(dim)
-    block_t = max(1, min(triton.next_power_of_2(count), _TILE // 2 // block_d))
+    block_d, block_v = triton.next_power_of_2(dim), triton.next_power_of_2(value_dim)
+    block_t = max(1, min(triton.next_power_of_2(count), _TILE // 2 // max(block_d, block_v)))
     _append_kernel[(batch * heads, triton.cdiv(count, block_t))](
         k_cache, v_cache, k, v, start.contiguous(),
         *_strides(k_cache), *_strides(v_cache), *_strides(k), *_strides(v), heads, size, count, ring,
-        DIM=dim, BLOCK_T=block_t, BLOCK_D=block_d, RING=ring > 0,
+        DIM=dim, VALUE_DIM=value_dim, BLOCK_T=block_t, BLOCK_D=block_d, BLOCK_V=block_v, RING=ring > 0,
     )  # fmt: skip
 
 
-def move_kv(kv: Tensor, index: Tensor, start: Tensor, ring: int = 0) -> None:
+def move_kv(k: Tensor, v: Tensor, index: Tensor, start: Tensor, ring: int = 0) -> None:
     """See ``kv_slots.move_kv``; at most 1,024 entries of ``index`` for each sequence."""
-    parts, batch, heads, size, dim = kv.shape
+    (layers, batch, heads, size, dim), value_dim = k.shape, v.shape[4]
     count = index.shape[1]
+    if v.shape[:4] != k.shape[:4]:
+        raise ValueError(f"k {tuple(k.shape)} and v {tuple(v.shape)} may differ in their last dimension only")
     if count > 1024:
         raise ValueError(
             f"index has {count} entries per sequence, at most 1,024 fit a program; commit in parts"
@@ -166,10 +188,12 @@ def move_kv(kv: Tensor, index: Tensor, start: Tensor, ring: int = 0) -> None:
     if index.stride(1) != 1:
         index = index.contiguous()
     block_r = triton.next_power_of_2(count)
-    block_d = max(8, min(triton.next_power_of_2(dim), _TILE // block_r))
-    _move_kernel[(parts * batch * heads, triton.cdiv(dim, block_d))](
-        kv, index, start.contiguous(), *_strides(kv), index.stride(0), batch, heads, size, count, ring,
-        DIM=dim, BLOCK_R=block_r, BLOCK_D=block_d, RING=ring > 0,
+    widest = max(dim, value_dim)
+    block_d = max(8, min(triton.next_power_of_2(widest), _TILE // block_r))
+    _move_kernel[(2 * layers * batch * heads, triton.cdiv(widest, block_d))](
+        k, v, index, start.contiguous(), *_strides(k), *_strides(v), index.stride(0),
+        layers, batch, heads, size, count, ring,
+        DIM=dim, VALUE_DIM=value_dim, BLOCK_R=block_r, BLOCK_D=block_d, RING=ring > 0,
     )  # fmt: skip
 
 

@@ -104,7 +104,7 @@ class BufferRing:
 
     Args:
         count: buffers.
-        shape: of one, ``[slots, 2, H_kv, D]``.
+        shape: of one, slots and elements of a row.
 
     Attributes:
         bytes: copied to the device so far.
@@ -125,7 +125,7 @@ class BufferRing:
         self._issued = self._released = 0
 
     def start(self, schedule: Sequence[Tensor]) -> None:
-        """Begin a schedule of pieces ``[n, 2, H_kv, D]`` in host memory.
+        """Begin a schedule of pieces ``[n, row]`` in host memory.
 
         Prefetched pieces are kept where the new schedule begins with the very same memory.
         """

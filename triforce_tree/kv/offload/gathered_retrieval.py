@@ -101,8 +101,9 @@ class GatheredRetrievalView(OffloadedView):
             start = host.base[b] - count
             assert start >= 0, f"{host.base[b]} tokens before the window do not fill {count} slots"
             for layer in range(host.layers):
-                kv = host.read(layer, b, start, start + count).permute(1, 2, 0, 3)
-                self.store.kv[layer, :, b, :, :count] = kv
+                parts = host.heads.split(host.read(layer, b, start, start + count))
+                for slots, part in zip(self.store.kv, parts, strict=True):
+                    slots[layer, b, :, :count] = part.transpose(0, 1)
             first = start // self.chunk
             newest = torch.arange(
                 first, first + self.slots, dtype=torch.int32, device=self._slot_chunks.device

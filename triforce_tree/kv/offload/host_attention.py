@@ -31,8 +31,8 @@ def check_host_attention(model: HFModel) -> None:
     if model.device.type == "cuda" and not host_rows.native(model.heads, model.dtype):
         raise ValueError(
             "attention on the CPU needs a processor with AVX2, a C compiler, a model in bf16 or fp16, and "
-            f"heads of a multiple of 32 up to 256; {model.name} has {model.dtype} and heads of "
-            f"{model.heads.dim}; leave host_attention out"
+            f"heads of a multiple of 32 up to 256; {model.name} has {model.dtype}, keys of {model.heads.dim} "
+            f"and values of {model.heads.value_dim}; leave host_attention out"
         )
 
 
@@ -107,7 +107,7 @@ class HostAttention:
 
         Args:
             q: ``[B, T, H_q, D]``.
-            kv: of each sequence, ``[n, 2, H_kv, D]`` in host memory; n may be 0.
+            kv: of each sequence, rows ``[n, row]`` (``Heads.split``) in host memory; n may be 0.
             scale: of the scores.
         """
         batch, queries = q.shape[:2]
@@ -124,10 +124,10 @@ class HostAttention:
 
     def _attend(self, q: Tensor, kv: Tensor, scale: float, out: Tensor, lse: Tensor) -> None:
         if self._kernel is not None:
-            self._copy_stream.call(*self._kernel.call(q, kv, scale, out, lse))
+            self._copy_stream.call(*self._kernel.call(q, *self.heads.split(kv), scale, out, lse))
             return
         start = time.perf_counter()
-        for target, result in zip((out, lse), host_rows.attend(q, kv, scale), strict=True):
+        for target, result in zip((out, lse), host_rows.attend(q, *self.heads.split(kv), scale), strict=True):
             target.copy_(result)
         self._torch_seconds += time.perf_counter() - start
 
@@ -135,7 +135,7 @@ class HostAttention:
         """The result of the last request.
 
         Returns:
-            on the device, until the next request: out ``[B, T, H_q, D]`` and lse ``[B, T, H_q]`` in fp32,
+            on the device, until the next request: out ``[B, T, H_q, D_v]`` and lse ``[B, T, H_q]`` in fp32,
             -inf for a sequence without keys.
         """
         buffers, self._submitted = self._submitted, None
@@ -144,7 +144,7 @@ class HostAttention:
         return buffers.device_out, buffers.device_lse
 
     def _buffers(self, batch: int, queries: int) -> _Buffers:
-        shape = (batch, queries, self.heads.query, self.heads.dim)
+        shape = (batch, queries, self.heads.query, self.heads.value_dim)
         count, size = prod(shape[:3]), prod(shape) * self.dtype.itemsize
         # Counted in words of 4 bytes; the fp32 part begins at a multiple of 16 bytes.
         start = -(-size // 16) * 4
@@ -155,9 +155,8 @@ class HostAttention:
 
         state = self.memory.take((start + count,), torch.int32)
         on_device = torch.empty(start + count, dtype=torch.int32, device=self.device)
-        return _Buffers(
-            self.memory.take(shape, self.dtype), state, *parts(state), on_device, *parts(on_device)
-        )
+        q = self.memory.take((*shape[:3], self.heads.dim), self.dtype)
+        return _Buffers(q, state, *parts(state), on_device, *parts(on_device))
 
     def close(self) -> None:
         """Free the host memory, after requests that an interrupted pass left in the queue."""

@@ -10,7 +10,7 @@ from triforce_tree.kernels.attention.plan import Heads
 from triforce_tree.kv.offload.copy_stream import BufferRing, CopyEvent, CopyStream
 from triforce_tree.kv.offload.layout import piece_slots, round_up
 from triforce_tree.kv.offload.pinned import HostMemory
-from triforce_tree.trees.device_shapes import unit_rows
+from triforce_tree.trees.device_shapes import unit_slots
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Offload:
 
 @dataclass(frozen=True)
 class Piece:
-    """Slots ``[start, stop)`` of one sequence in one layer; ``kv`` ``[stop - start, 2, H_kv, D]``."""
+    """Slots ``[start, stop)`` of one sequence in one layer; ``kv`` has their rows ``[stop - start, row]``."""
 
     start: int
     stop: int
@@ -64,9 +64,10 @@ class Piece:
 
 
 class HostStore:
-    """Keys and values ``[S, 2, H_kv, D]`` of every layer of B sequences, written in order and never changed.
+    """Keys and values of every layer of B sequences, written in order and never changed.
 
-    Keys and values of all heads of a slot are adjacent, so that any run of slots is one copy. A layer is cut
+    A slot is a row of the keys of all heads and then their values (``Heads.split``), so that any run of slots
+    is one copy, whatever the widths of keys and values. A layer is cut
     into pieces at fixed slots; its leading pieces stay on the device as far as ``resident_bytes`` allows.
     Results do not depend on where a piece is kept.
 
@@ -81,11 +82,10 @@ class HostStore:
     Attributes:
         unit: slots that pieces are a multiple of.
         slots: S.
-        slot_shape: ``(2, H_kv, D)``.
         slot_bytes: of one slot of a layer.
         piece: slots of a piece.
         resident_slots: of each layer, those on the device, which come first.
-        on_device: ``[resident_slots, 2, H_kv, D]`` of each layer and sequence.
+        on_device: ``[resident_slots, row]`` of each layer and sequence.
         on_host: the other slots, likewise.
         base: tokens of each sequence that are in the store.
 
@@ -106,16 +106,15 @@ class HostStore:
         progress: Callable[[int], None] | None = None,
     ) -> None:
         self.layers, self.batch, self.heads, self.device = layers, batch, heads, device
-        self.unit = unit_rows(chunk)
+        self.unit = unit_slots(chunk)
         self.slots = round_up(max_seq_len, self.unit)
-        self.slot_shape = (2, heads.kv, heads.dim)
-        self.slot_bytes = 2 * heads.kv * heads.dim * dtype.itemsize
+        self.slot_bytes = heads.row * dtype.itemsize
         self.piece = piece_slots(settings.piece_bytes, self.slot_bytes, self.slots, self.unit)
         self.last_resident = self._last_fits(settings)
         self.resident_slots = self._resident(settings.resident_bytes)
         self.base = [0] * batch
         self.on_device = [
-            [torch.empty((resident, *self.slot_shape), device=device, dtype=dtype) for _ in range(batch)]
+            [torch.empty((resident, heads.row), device=device, dtype=dtype) for _ in range(batch)]
             for resident in self.resident_slots
         ]
         self.memory = HostMemory(locked=device.type == "cuda")
@@ -126,14 +125,14 @@ class HostStore:
             for resident in self.resident_slots:
                 self.on_host.append([])
                 for _ in range(batch):
-                    block = self.memory.take((self.slots - resident, *self.slot_shape), dtype)
+                    block = self.memory.take((self.slots - resident, heads.row), dtype)
                     self.on_host[-1].append(block)
                     if progress:
                         progress(block.nbytes)
         except BaseException:
             self.close()
             raise
-        self.ring = BufferRing(settings.buffers, (self.piece, *self.slot_shape), device, dtype)
+        self.ring = BufferRing(settings.buffers, (self.piece, heads.row), device, dtype)
         self.to_host = CopyStream(device)
         self._share = 0.0
         self._scheduled: tuple[float, list[int]] | None = None
@@ -163,10 +162,10 @@ class HostStore:
         return sum(t.nbytes for layer in self.on_device for t in layer)
 
     def resident(self, layer: int, b: int, share: float = 0.0) -> Tensor:
-        """The leading ones of :meth:`pieces` that are whole and on the device, ``[n, piece, 2, H_kv, D]``."""
+        """The leading ones of :meth:`pieces` that are whole and on the device, ``[n, piece, row]``."""
         count = min(self.resident_slots[layer], self._end(layer, b, share)) // self.piece
         leading: Tensor = self.on_device[layer][b][: count * self.piece]
-        return leading.view(count, self.piece, *self.slot_shape)
+        return leading.view(count, self.piece, self.heads.row)
 
     def pieces(self, layer: int, b: int, share: float = 0.0, first: int = 0) -> Iterator[Piece]:
         """The slots before ``base[b]`` without those of :meth:`cpu_part`, cut at multiples of ``piece``.
@@ -223,7 +222,7 @@ class HostStore:
         self.ring.start(self._schedule)
 
     def write(self, layer: int, b: int, start: int, kv: Tensor) -> CopyEvent:
-        """Store keys and values ``[n, 2, H_kv, D]`` on the device from slot ``start`` on.
+        """Store the rows ``[n, row]`` on the device from slot ``start`` on.
 
         Returns:
             the event after which ``kv`` may be overwritten.
@@ -241,7 +240,7 @@ class HostStore:
         return self.to_host.copy(self.on_host[layer][b][first : first + size - resident], kv[resident:])
 
     def read(self, layer: int, b: int, start: int, stop: int) -> Tensor:
-        """Keys and values ``[stop - start, 2, H_kv, D]`` of slots ``[start, stop)``, on the device."""
+        """The rows ``[stop - start, row]`` of slots ``[start, stop)``, on the device."""
         self.to_host.join()
         resident = self.resident_slots[layer]
         parts = []

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from triforce_tree.kernels.attention.plan import Heads
 from triforce_tree.kernels.attention.prefill import causal_attention
 from triforce_tree.kv.offload.copy_stream import CopyEvent, CopyStream
 from triforce_tree.kv.offload.pinned import HostMemory
@@ -39,7 +40,7 @@ class Sink(Protocol):
         """The cache of layers with a window."""
 
     def buffer(self, tokens: int) -> Tensor:
-        """Memory ``[tokens, 2, H_kv, D]`` for one layer, which every layer without a window overwrites."""
+        """Memory for one layer, ``[tokens, row]`` (``Heads.split``); layers without a window overwrite it."""
 
     def chunk_done(self, layer: int, start: int, kv: Tensor) -> Callable[[], None]:
         """``kv``, the buffer from token ``start`` on, holds a chunk of ``layer``.
@@ -152,6 +153,8 @@ class _LayerKV:
         rings: of the others.
     """
 
+    recurrent = None
+
     def __init__(self, buffer: Tensor | None, rings: SequenceRows) -> None:
         self.buffer, self.rings, self.length = buffer, rings, 0
 
@@ -164,7 +167,8 @@ class _LayerKV:
             return self.rings.attend(layer, q, k, v, params)
         assert self.buffer is not None
         stop = self.length + k.shape[2]
-        seen = self.buffer[:stop].permute(1, 2, 0, 3)[:, None]  # [2, 1, H_kv, S, D]
+        heads = Heads(q.shape[1], k.shape[1], k.shape[3], v.shape[3])
+        seen = [part.transpose(0, 1)[None] for part in heads.split(self.buffer[:stop])]  # [1, H_kv, S, D]
         for cached, new in zip(seen, (k, v), strict=True):
             cached[:, :, self.length :] = new
         return causal_attention(

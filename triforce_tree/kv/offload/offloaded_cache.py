@@ -47,8 +47,8 @@ class OffloadedCache:
     Attributes:
         host_layers: of each layer of the model, its layer of the host store; None for one with a window.
         rings: keys and values of the layers with a window.
-        store: gathered chunks and window of the others ``[layers, 2, B, H_kv, slots + W, D]``, which the
-            retrieval model attends to.
+        store: gathered chunks and window of the others, slots + W KV slots, which the retrieval model attends
+            to.
         window: the same without the gathered chunks.
         base: int64 ``[B]``, tokens of each sequence that are in the host store.
         means: ``[layers, B, H_kv, C, D]``, the mean key of each chunk before ``base``; None without chunks.
@@ -175,17 +175,22 @@ class OffloadedCache:
         base = self.host.base[b]
         left = self.lengths[b] - base - count
         for layer in range(self.host.layers):
-            window = self.window.kv[layer, :, b]
-            evicted = window[:, :, :count].permute(2, 0, 1, 3).contiguous()
+            windows = [t[layer, b] for t in self.window.kv]
+            evicted = torch.empty(
+                count, self.host.heads.row, device=self.host.device, dtype=self.window.dtype
+            )
+            for part, window in zip(self.host.heads.split(evicted), windows, strict=True):
+                part.copy_(window[:, :count].transpose(0, 1))
             self.host.write(layer, b, base, evicted)
             self.store_means(layer, b, base, evicted)
-            window[:, :, :left] = window[:, :, count : count + left].clone()
+            for window in windows:
+                window[:, :left] = window[:, count : count + left].clone()
         self.host.base[b] = base + count
 
     def store_means(self, layer: int, b: int, start: int, kv: Tensor) -> None:
-        """Store the mean keys of the chunks in ``kv`` ``[n, 2, H_kv, D]``, which begin at slot ``start``."""
+        """Store the mean keys of the chunks in rows ``kv`` ``[n, row]``, which begin at slot ``start``."""
         if self.means is not None and kv.shape[0]:
-            keys = kv[:, 0].unflatten(0, (-1, self.chunk)).mean(1, dtype=torch.float32)
+            keys = self.host.heads.split(kv)[0].unflatten(0, (-1, self.chunk)).mean(1, dtype=torch.float32)
             first = start // self.chunk
             self.means[layer, b, :, first : first + keys.shape[0]] = keys.transpose(0, 1).to(kv.dtype)
 
@@ -207,11 +212,12 @@ class OffloadedCache:
             elif base < old:
                 kept = max(0, length - old)
                 for layer in range(self.host.layers):
-                    window = self.window.kv[layer, :, b]
-                    newest = window[:, :, :kept].clone()
-                    back = self.host.read(layer, b, base, min(length, old)).permute(1, 2, 0, 3)
-                    window[:, :, : back.shape[2]] = back
-                    window[:, :, back.shape[2] : back.shape[2] + kept] = newest
+                    back = self.host.read(layer, b, base, min(length, old))
+                    count = back.shape[0]
+                    for slots, part in zip(self.window.kv, self.host.heads.split(back), strict=True):
+                        window = slots[layer, b]
+                        window[:, count : count + kept] = window[:, :kept].clone()
+                        window[:, :count] = part.transpose(0, 1)
                 self.host.base[b] = base
         self._publish()
 
@@ -251,8 +257,8 @@ class OffloadedPrefill:
 
     def __init__(self, cache: OffloadedCache, b: int) -> None:
         self.cache, self.b = cache, b
-        heads, newest = cache.host.heads, cache.lengths[b] - cache.host.base[b]
-        shape = (cache.host.layers, 2, heads.kv, newest, heads.dim)
+        newest = cache.lengths[b] - cache.host.base[b]
+        shape = (cache.host.layers, newest, cache.host.heads.row)
         self._newest = torch.empty(shape, device=cache.host.device, dtype=cache.model.dtype)
 
     @property
@@ -265,10 +271,10 @@ class OffloadedPrefill:
         return SequenceRows(self.cache.rings, self.b)
 
     def buffer(self, tokens: int) -> Tensor:
-        """Memory for one layer's keys and values ``[tokens, 2, H_kv, D]``."""
+        """Memory for one layer's rows ``[tokens, row]``."""
         if self.cache.host.last_resident:
             return self.cache.host.on_device[-1][self.b][:tokens]
-        shape = (tokens, *self.cache.host.slot_shape)
+        shape = (tokens, self.cache.host.heads.row)
         return self.cache.store.memory[: prod(shape)].view(shape)
 
     def chunk_done(self, layer: int, start: int, kv: Tensor) -> Callable[[], None]:
@@ -280,12 +286,14 @@ class OffloadedPrefill:
         """All keys and values of a layer are computed."""
         base = self.cache.host.base[self.b]
         self.cache.store_means(layer, self.b, 0, kv[:base])
-        self._newest[layer] = kv[base:].permute(1, 2, 0, 3)
+        self._newest[layer] = kv[base:]
 
     def commit(self) -> None:
         """Copy the newest tokens into the window."""
         if self.cache.host.layers:
-            self.cache.window.kv[:, :, self.b, :, : self._newest.shape[3]] = self._newest
+            parts = self.cache.host.heads.split(self._newest)
+            for slots, part in zip(self.cache.window.kv, parts, strict=True):
+                slots[:, self.b, :, : part.shape[1]] = part.transpose(1, 2)
 
 
 def _by_window(shapes: Sequence[KVShape]) -> tuple[list[KVShape | None], list[KVShape | None]]:
@@ -302,9 +310,9 @@ def one_shape(model: HFModel) -> Heads:
     """
     found = list(dict.fromkeys(s.heads for s in model.kv_shapes if s.window is None)) or [model.heads]
     if len(found) > 1:
-        shapes = " and ".join(f"{heads.kv} x {heads.dim}" for heads in found)
+        shapes = " and ".join(f"{heads.kv} x ({heads.dim} + {heads.value_dim})" for heads in found)
         raise ValueError(
-            f"the layers of {model.name} have keys of {shapes} elements, but an offloaded cache needs one "
-            "shape; keep the cache on the device (leave offload out)"
+            f"the layers of {model.name} have keys and values of {shapes} elements, but an offloaded cache "
+            "needs one shape; keep the cache on the device (leave offload out)"
         )
     return found[0]

@@ -139,7 +139,7 @@ class StreamedView(OffloadedView):
         """Attention of ``q`` ``[T, H_q, D]`` to each piece of the host store that is resident or streamed.
 
         Returns:
-            states of one or several pieces, ``[n, T, H_q, D]`` and ``[n, T, H_q]``, in the pieces' order.
+            states of one or several pieces, ``[n, T, H_q, D_v]`` and ``[n, T, H_q]``, in the pieces' order.
         """
         host = self.cache.host
         states: list[tuple[Tensor, Tensor]] = []
@@ -147,7 +147,7 @@ class StreamedView(OffloadedView):
 
         def attend(kv: Tensor, plan: Plan) -> None:
             queries = q if len(kv) == 1 else q.repeat(len(kv), 1, 1)
-            k, v = (part.transpose(1, 2) for part in kv.unbind(2))
+            k, v = (part.transpose(1, 2) for part in host.heads.split(kv))
             out, lse = planned.states(queries, k, v, plan, scale=params.scale, softcap=params.softcap)
             states.append((out.unflatten(0, (len(kv), -1)), lse.unflatten(0, (len(kv), -1))))
 

@@ -4,7 +4,8 @@
     device   n slots of one layer each; layer i's parameters are always views of slot i % n
 
 While layer i computes, layer i + 1's weights are copied, and the first layers' for the next pass are copied
-while no weights are in use. Norms, biases, embeddings and the head stay on the device.
+while no weights are in use. Norms, biases, embeddings and the head stay on the device. Of fused experts only
+those are copied that a layer's tokens are routed to (``streamed_experts.py``).
 """
 
 from collections import Counter
@@ -19,6 +20,9 @@ from transformers import PreTrainedModel
 
 from triforce_tree.kv.offload.copy_stream import CopyEvent, CopyStream
 from triforce_tree.kv.offload.pinned import HostMemory, HostMemoryError
+from triforce_tree.kv.offload.streamed_experts import StreamedExperts
+from triforce_tree.models.experts.modules import expert_modules, fused_weights
+from triforce_tree.models.few_row import quantisation
 from triforce_tree.models.step_model import decoder_layers
 
 SLOTS = 2
@@ -32,26 +36,29 @@ _Place = tuple[int, tuple[int, ...], torch.dtype]
 
 
 class StreamedWeights:
-    """The weights of a model's plain linear layers inside its decoder layers, on the host.
+    """The weights of a model's plain linear layers and fused experts inside its decoder layers, on the host.
 
     The model is changed in place: its parameters are rebound, and a hook of each layer waits for its weights.
     Clones made later inherit the hook; one whose layers have other weights waits for nothing. Clones made
     before have no hook and must not be used any more.
 
     Args:
-        model: any transformers model whose decoder layers are alike, on any device.
+        model: any transformers model, on any device.
         device: where it computes from now on.
         slots: layers on the device at once.
         progress: called with the bytes of each layer after they were copied to host memory.
         most: limit on the bytes of host memory that they take; None for what the machine has.
+        linears: False keeps the linear layers on the device, so that only experts are streamed.
 
     Attributes:
         bytes: of the weights, all of them on the host.
-        slot_bytes: of the slots, on the device.
-        copied, copies: bytes and layers that were copied to the device so far.
+        slot_bytes: of the slots, on the device; ``least_slot_bytes`` without experts that stay there.
+        copies: layers whose linear weights were copied to the device so far.
+        experts: the fused experts; empty for models without.
+        capturable: whether a CUDA graph can capture a forward: only experts are streamed.
 
     Raises:
-        ValueError: the layers differ, share weights, or have no plain linear layer.
+        ValueError: layers share weights, or have no plain linear layer; nothing is left to stream.
         HostMemoryError: host memory is short. Weights that had been moved by then stay in ordinary host
             memory, so that a model on the CPU still works.
     """
@@ -63,13 +70,23 @@ class StreamedWeights:
         slots: int = SLOTS,
         progress: Callable[[int], None] | None = None,
         most: int | None = None,
+        linears: bool = True,
     ) -> None:
         if slots < 2:
             raise ValueError(f"slots={slots} is too few: one is read while another is filled; use 2 or more")
         self.device = torch.device(device)
-        self._weights = _linear_weights(model)
-        self._places, size = _layout(self._weights)
-        if most is not None and (total := size * len(self._weights)) > most:
+        self.experts = StreamedExperts(model, self.device)
+        layers = len(decoder_layers(model))
+        self._weights = _linear_weights(model) if linears else [[] for _ in range(layers)]
+        if not linears and not len(self.experts):
+            raise ValueError(f"{type(model).__name__} has no fused experts to stream; {_WHOLE}")
+        self.capturable = not linears
+        layouts = [_layout(weights) for weights in self._weights]
+        self._places, sizes = [places for places, _ in layouts], [size for _, size in layouts]
+        size = max(sizes)
+        self.bytes = sum(sizes) + self.experts.bytes
+        self._linear_slot_bytes = size * slots
+        if most is not None and (total := self.bytes) > most:
             raise HostMemoryError(
                 f"the weights of the layers take {total / 2**30:.1f} GiB of host memory, and host_memory "
                 f"allows {most / 2**30:.1f} GiB; allow more, or {_REMEDY}"
@@ -79,23 +96,28 @@ class StreamedWeights:
         self._host: list[Tensor] = []
         self._slots: list[Tensor] = []
         try:
-            for weights in self._weights:
+            for layer, own in enumerate(sizes):
                 # One by one: the memory of a layer in the model is free again after its copy.
-                self._memory.check(size)
-                self._host.append(self._memory.take((size,), torch.uint8))
-                self._bind(weights, self._host[-1], copy=True)
+                taken = own + self.experts.layer_bytes(layer)
+                self._memory.check(taken)
+                self._host.append(self._memory.take((own,), torch.uint8))
+                self._bind(layer, self._host[-1], copy=True)
+                self.experts.move(layer, self._memory)
                 if progress:
-                    progress(size)
+                    progress(taken)
             self._move_the_rest(model)
             self._slots = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(slots)]
+            self.experts.make_slots()
         except BaseException:
-            for weights, block in zip(self._weights, self._host, strict=False):
-                self._bind(weights, block)
+            for layer, block in enumerate(self._host):
+                self._bind(layer, block)
+            self.experts.restore()
             self._host, self._slots = [], []
             self._memory.release()
             raise
-        for layer, weights in enumerate(self._weights):
-            self._bind(weights, self._slots[layer % slots])
+        for layer in range(layers):
+            self._bind(layer, self._slots[layer % slots])
+        self.experts.attach()
         self._copy_stream = CopyStream(self.device)
         if self._copy_stream.stream is not None:
             for slot in self._slots:
@@ -105,14 +127,40 @@ class StreamedWeights:
         self._events = [CopyEvent(None)] * slots
         self._current: int | None = None
         self._paused = self.closed = False
-        self.bytes, self.slot_bytes = size * len(self._weights), size * slots
-        self.copied = self.copies = 0
+        self._copied = self.copies = 0
         for layer, module in enumerate(decoder_layers(model)):
-            module.register_forward_pre_hook(self._hook(layer))
+            if linears:
+                module.register_forward_pre_hook(self._hook(layer))
 
-    def _bind(self, weights: list[Tensor], block: Tensor, copy: bool = False) -> None:
+    @property
+    def slot_bytes(self) -> int:
+        return self._linear_slot_bytes + self.experts.slot_bytes
+
+    @property
+    def least_slot_bytes(self) -> int:
+        return self._linear_slot_bytes + self.experts.least_slot_bytes
+
+    @property
+    def arrangement(self) -> int:
+        """Changes with the addresses of weights on the device, which captured graphs keep."""
+        return self.experts.arrangement
+
+    def keep_experts(self, layers: int) -> None:
+        """See ``StreamedExperts.keep``."""
+        self.experts.keep(layers)
+
+    @property
+    def copied(self) -> int:
+        """Bytes that were copied to the device so far; with experts it waits for the device."""
+        return self._copied + self.experts.copied
+
+    def pass_bytes(self, tokens: int) -> int:
+        """Expected bytes that a forward of ``tokens`` tokens copies to the device."""
+        return self.bytes - self.experts.bytes + self.experts.pass_bytes(tokens)
+
+    def _bind(self, layer: int, block: Tensor, copy: bool = False) -> None:
         """Make parameters views of their places in a block; with ``copy`` their values are copied there."""
-        for weight, place in zip(weights, self._places, strict=True):
+        for weight, place in zip(self._weights[layer], self._places[layer], strict=True):
             view = _cut(block, place)
             if copy:
                 view.copy_(weight.data)
@@ -122,6 +170,7 @@ class StreamedWeights:
         for weights in self._weights:
             for weight in weights:
                 weight.data = weight.data.new_empty(0)
+        self.experts.clear()
         moved: Any = model
         moved.to(self.device)
 
@@ -166,14 +215,20 @@ class StreamedWeights:
         slot = layer % len(self._slots)
         if self._slot_layers[slot] != layer:
             self._slot_layers[slot] = None
-            self._events[slot] = self._copy_stream.copy(self._slots[slot], self._host[layer])
+            host = self._host[layer]
+            self._events[slot] = self._copy_stream.copy(self._slots[slot][: host.nbytes], host)
             self._slot_layers[slot] = layer
-            self.copied += self._host[layer].nbytes
+            self._copied += self._host[layer].nbytes
             self.copies += 1
         return slot
 
     def bring(self, weight: Tensor) -> None:
-        """``wait_for_layer`` for the layer of a parameter; nothing for one that stays on the device."""
+        """``wait_for_layer`` for the layer of a parameter, or all experts of one that holds experts.
+
+        Nothing for a parameter that stays on the device.
+        """
+        if self.experts.bring(weight):
+            return
         layer = self._layer_of.get(id(weight))
         if layer is not None:
             self.wait_for_layer(layer)
@@ -202,6 +257,7 @@ class StreamedWeights:
         for weights in self._weights:
             for weight in weights:
                 weight.data = weight.data.new_empty(0)
+        self.experts.close()
         self._host, self._slots = [], []
         self._memory.release()
 
@@ -217,35 +273,33 @@ def check_level_one(bits: int) -> None:
 
 def _linear_weights(model: PreTrainedModel) -> list[list[Tensor]]:
     """The weights of each decoder layer's plain linear layers, which are also those that a copy quantises."""
+    name = type(model).__name__
+    if (method := quantisation(model)) is not None:
+        raise ValueError(
+            f"{name} is quantised ({method}), and only plain linear layers can be streamed; {_WHOLE}, or "
+            "give the checkpoint of 16 bits"
+        )
     layers = decoder_layers(model)
     found: list[dict[int, tuple[str, Tensor]]] = []
     for layer in layers:
         linears = [(n, m.weight) for n, m in layer.named_modules() if type(m) is nn.Linear]
         found.append({id(weight): (name, weight) for name, weight in linears})
-    name = type(model).__name__
     if not all(found):
         raise ValueError(
             f"{name} has a decoder layer without a plain nn.Linear and cannot be streamed; {_WHOLE}"
         )
     uses = Counter(id(w) for _, w in model.named_parameters(remove_duplicate=False))
-    if any(uses[key] > 1 for own in found for key in own):
+    experts = [id(weight) for module in expert_modules(layers) for weight in fused_weights(module)]
+    if any(uses[key] > 1 for own in [*found, experts] for key in own):
         raise ValueError(f"{name} shares weights of a decoder layer, which cannot be streamed; {_WHOLE}")
-    kinds = [[(n, tuple(w.shape), w.dtype) for n, w in own.values()] for own in found]
-    for number, kind in enumerate(kinds):
-        if kind != kinds[0]:
-            odd = next(iter(set(kind) ^ set(kinds[0])))
-            raise ValueError(
-                f"{name}'s decoder layers 0 and {number} differ ({odd[0]} {list(odd[1])} {odd[2]} is in one "
-                f"only), and streamed weights need layers that are alike; {_WHOLE}"
-            )
     return [[weight for _, weight in own.values()] for own in found]
 
 
-def _layout(weights: list[list[Tensor]]) -> tuple[list[_Place], int]:
+def _layout(weights: list[Tensor]) -> tuple[list[_Place], int]:
     """Offset, shape and dtype of each of a layer's weights in its block, and the block's bytes."""
     places: list[_Place] = []
     end = 0
-    for weight in weights[0]:
+    for weight in weights:
         places.append((end, tuple(weight.shape), weight.dtype))
         end += -(-weight.nbytes // _ALIGNMENT) * _ALIGNMENT
     return places, end

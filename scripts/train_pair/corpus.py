@@ -1,0 +1,134 @@
+"""Gathers, decontaminates and deduplicates texts to train the pair on.
+
+    python -m scripts.train_pair.corpus --source python=docstrings:asyncio code=code:json docs=manuals.jsonl \
+        --held-out LIB/pydoc_data/topics.py --out corpus
+
+A source is GROUP=TEXTS: a package's docstrings or sources as installed here, or a data set (on the Hugging
+Face hub, a folder, or a .jsonl, .json, .parquet or .csv file with a column ``text``).
+
+Held out: Python's ``pydoc_data.topics`` (every version found). A paragraph that shares a shingle of ten
+words with it is dropped, as is a shorter one that is a paragraph of it. A paragraph seen before (words equal,
+digits ignored) is dropped too, and a document that loses most of its text that way goes whole. Output: a file
+``GROUP.jsonl`` of each group, and ``manifest.json`` (source, group, documents, bytes).
+"""
+
+import argparse
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from scripts.benchmarks.common.texts import Source, pieces
+from triforce_tree.eval.text import dataset_texts
+
+WORD = re.compile(r"[a-z0-9_]+")
+SHINGLE = 10  # words
+SHORTEST = 300  # characters of a document
+
+
+def topics_text(path: Path) -> list[str]:
+    """The topics of one ``pydoc_data/topics.py``."""
+    scope: dict[str, dict[str, str]] = {}
+    exec(compile(path.read_text("utf-8"), str(path), "exec"), scope)
+    return list(scope["topics"].values())
+
+
+def documents(source: str) -> Iterator[str]:
+    """The texts of one source; see the module's docstring."""
+    kind, _, package = source.partition(":")
+    if kind in ("docstrings", "code") and package:
+        return pieces(Source(package, (package,), kind == "code"))
+    return dataset_texts(source, split="train")
+
+
+def words_of(text: str) -> list[str]:
+    return WORD.findall(text.lower())
+
+
+def shingles(words: list[str]) -> Iterator[int]:
+    """64-bit hashes of all runs of ``SHINGLE`` words."""
+    return (hash(tuple(words[i : i + SHINGLE])) for i in range(len(words) - SHINGLE + 1))
+
+
+class Filter:
+    """Decontamination against held-out texts and deduplication, with counts of dropped paragraphs."""
+
+    def __init__(self, held_out: list[str]) -> None:
+        self.held_out = {shingle for text in held_out for shingle in shingles(words_of(text))}
+        self.short = {hash(tuple(words_of(p))) for text in held_out for p in text.split("\n\n")}
+        self.seen: set[int] = set()
+        self.contaminated = self.repeated = 0
+
+    def holds(self, words: list[str]) -> bool:
+        """Whether the held-out text has a shingle of these words, or all of them as a short paragraph."""
+        if len(words) < SHINGLE:
+            return len(words) > 3 and hash(tuple(words)) in self.short
+        return not self.held_out.isdisjoint(shingles(words))
+
+    def repeats(self, words: list[str]) -> bool:
+        """Whether a paragraph of six words or more was seen before; numbers do not make one new."""
+        if len(words) < 6:
+            return False
+        key = hash(tuple(w for w in words if not w[0].isdigit()))
+        repeated = key in self.seen
+        self.seen.add(key)
+        return repeated
+
+    def __call__(self, text: str) -> str:
+        """What is left of a document; empty where that is little."""
+        paragraphs = [(p, words) for p in text.split("\n\n") if (words := words_of(p))]
+        clean = [(p, words) for p, words in paragraphs if not self.holds(words)]
+        kept = [p.rstrip() for p, words in clean if not self.repeats(words)]
+        self.contaminated += len(paragraphs) - len(clean)
+        self.repeated += len(clean) - len(kept)
+        size = sum(map(len, kept))
+        return "\n\n".join(kept) if size > max(SHORTEST, 0.35 * sum(len(p) for p, _ in paragraphs)) else ""
+
+
+def english(text: str) -> bool:
+    """Mostly ASCII, with blanks: no minified data, no translations."""
+    sample = text[:4000]
+    plain = sum(c < "\x7f" for c in sample)
+    return plain > 0.93 * len(sample) and 0.08 < sample.count(" ") / max(1, len(sample)) < 0.7
+
+
+def gather(sources: list[str], held_out: list[Path], out: Path, cap: float) -> None:
+    """Write the groups' files and the manifest; of each source at most ``cap`` MB."""
+    keep = Filter([text for path in held_out for text in topics_text(path)])
+    out.mkdir(parents=True, exist_ok=True)
+    for old in out.glob("*.jsonl"):
+        old.unlink()
+    manifest = []
+    for entry in sources:
+        group, _, source = entry.partition("=")
+        size = count = 0
+        with (out / f"{group}.jsonl").open("a", encoding="utf-8") as file:
+            for document in documents(source):
+                if len(document) < SHORTEST or not english(document) or not (text := keep(document)):
+                    continue
+                file.write(json.dumps({"text": text}) + "\n")
+                size, count = size + len(text.encode()), count + 1
+                if size > cap * 1e6:
+                    break
+        manifest.append({"source": source, "group": group, "documents": count, "bytes": size})
+        print(f"{entry}: {count} documents, {size / 1e6:.2f} MB", flush=True)
+    dropped = {"contaminated_paragraphs": keep.contaminated, "repeated_paragraphs": keep.repeated}
+    report = {"sources": manifest, **dropped, "shingle_words": SHINGLE}
+    (out / "manifest.json").write_text(json.dumps(report, indent=1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--source", nargs="+", required=True, metavar="GROUP=TEXTS", help="what to gather")
+    add("--held-out", type=Path, nargs="+", required=True, help="pydoc_data/topics.py of every Python here")
+    add("--cap", type=float, default=60.0, help="MB of text of each source")
+    add("--out", type=Path, required=True, help="folder to write")
+    args = parser.parse_args()
+    gather(args.source, args.held_out, args.out, args.cap)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""``generate`` with --chat, --messages and --system, and the sampling of a checkpoint."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import last_object, run
+from tiny_pair import TinyPair
+
+import triforce_tree
+
+TEMPLATE = (
+    "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+QUESTION = "What does the import statement bind?"
+TURNS = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": "It binds"}]
+
+
+@pytest.fixture(scope="module")
+def folder(pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The target with a chat template, and a generation_config that samples."""
+    path = tmp_path_factory.mktemp("instruct") / "target"
+    shutil.copytree(pair.target, path)
+    for name, more in (
+        ("tokenizer_config.json", {"chat_template": TEMPLATE}),
+        ("generation_config.json", {"do_sample": True, "temperature": 0.25, "top_p": 0.5}),
+    ):
+        file = path / name
+        file.write_text(json.dumps({**json.loads(file.read_text()), **more}))
+    return path
+
+
+@pytest.fixture
+def words(pair: TinyPair, folder: Path) -> list[str]:
+    own = ["--target", str(folder), "--draft", pair.draft, "--device", "cpu", "--max-new-tokens", "12"]
+    return ["generate", *own, "--json"]
+
+
+@pytest.fixture(scope="module")
+def answered(folder: Path) -> Any:
+    engine = triforce_tree.load(folder, device="cpu", levels=1)
+    return lambda chat: engine.generate(chat, max_new_tokens=12, temperature=0)
+
+
+def test_a_question(capsys: pytest.CaptureFixture[str], words: list[str], answered: Any) -> None:
+    code, out, _ = run(capsys, *words, "--chat", QUESTION, "--temperature", "0")
+    expected = answered(TURNS[:1])
+    made = last_object(out)
+    assert code == 0
+    assert (made["text"], made["new_tokens"]) == (expected.text, expected.new_tokens)
+    assert made["prompt_tokens"] == expected.sequences.shape[1] - expected.new_tokens
+
+
+def test_a_question_about_a_document(
+    capsys: pytest.CaptureFixture[str], words: list[str], answered: Any, prompt: str
+) -> None:
+    system = ["--system", "Answer at once."]
+    out = run(capsys, *words, prompt, "--chat", QUESTION, *system, "--temperature", "0")[1]
+    document = Path(prompt).read_text(encoding="utf-8").rstrip()
+    expected = answered(
+        [
+            {"role": "system", "content": "Answer at once."},
+            {"role": "user", "content": f"{document}\n\n{QUESTION}"},
+        ]
+    )
+    made = last_object(out)
+    assert made["text"] == expected.text
+    assert made["prompt_tokens"] == expected.sequences.shape[1] - expected.new_tokens > 100
+
+
+def test_messages_from_a_file(
+    capsys: pytest.CaptureFixture[str], words: list[str], answered: Any, tmp_path: Path
+) -> None:
+    file = tmp_path / "chat.json"
+    file.write_text(json.dumps(TURNS))
+    out = run(capsys, *words, "--messages", str(file), "--temperature", "0")[1]
+    assert last_object(out)["text"] == answered(TURNS).text
+
+
+BAD: dict[str, tuple[list[str], str]] = {
+    "a question and messages": (["--chat", "x", "--messages", "FILE"], "not allowed with argument --chat"),
+    "a text and messages": (["PROMPT", "--messages", "FILE"], "the prompt was given twice"),
+    "system alone": (["--system", "x"], "--system belongs to --chat"),
+    "no question": (["--chat", " "], "--chat is empty"),
+    "no such file": (["--messages", "/nowhere.json"], "/nowhere.json: No such file"),
+    "no JSON": (["--messages", "PROMPT"], "no JSON in UTF-8 (Expecting value"),
+    "no message": (["--messages", "FILE", "[]"], "holds no list of messages; give one chat"),
+    "an object": (["--messages", "FILE", '{"messages": []}'], "holds no list of messages"),
+    "several chats": (["--messages", "FILE", json.dumps([TURNS, TURNS])], "give one chat"),
+    "no role": (
+        ["--messages", "FILE", '[{"content": "x"}]'],
+        "message 0 of a chat has 'content'",
+    ),
+    "top_p": (["--chat", "x", "--top-p", "1.5"], "top_p=1.5"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_ends_with_one_line_and_code_2(
+    capsys: pytest.CaptureFixture[str], words: list[str], prompt: str, tmp_path: Path, case: str
+) -> None:
+    given, needed = BAD[case]
+    file = tmp_path / "chat.json"
+    file.write_text(json.dumps(TURNS))
+    if given[-1][0] in "[{":
+        file.write_text(given[-1])
+        given = given[:-1]
+    code, out, err = run(
+        capsys, *words, *({"FILE": str(file), "PROMPT": prompt}.get(word, word) for word in given)
+    )
+    assert (code, out) == (2, "")
+    assert len(err.strip().splitlines()) == 1, err
+    assert needed in err
+
+
+def test_a_chat_needs_a_template(capsys: pytest.CaptureFixture[str], pair: TinyPair) -> None:
+    code, out, err = run(capsys, "generate", *pair.options, "--chat", "hello")
+    assert (code, out) == (2, "")
+    assert "this tokenizer has no chat template" in err
+
+
+def test_sampling_is_the_checkpoints_own(
+    capsys: pytest.CaptureFixture[str], words: list[str], pair: TinyPair, prompt: str
+) -> None:
+    code, out, err = run(capsys, *words, prompt)
+    assert code == 0
+    assert last_object(out)["sampling"] == {"temperature": 0.25, "top_p": 0.5, "top_k": 0}
+    said = " ".join(err.split())
+    assert "as the checkpoint's generation_config says: temperature 0.25, top_p 0.5, top_k 0" in said
+    out = run(capsys, *words, prompt, "--temperature", "0.7", "--top-k", "9")[1]
+    assert last_object(out)["sampling"] == {"temperature": 0.7, "top_p": 0.5, "top_k": 9}
+    _, out, err = run(capsys, *words, prompt, "--temperature", "0")
+    assert last_object(out)["sampling"] == {"temperature": 0}
+    assert "generation_config" not in err
+    out = run(capsys, "generate", prompt, *pair.options, "--max-new-tokens", "3", "--json")[1]
+    assert last_object(out)["sampling"] == {"temperature": 0}, "a checkpoint that does not sample is greedy"

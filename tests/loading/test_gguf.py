@@ -1,0 +1,177 @@
+"""GGUF files: found, checked, unpacked, and decoded as transformers decodes them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from messages import says
+from tiny_pair import SMALL, TinyPair
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+import triforce_tree
+from triforce_tree.cli import arguments, options
+from triforce_tree.loading import gguf as loading_gguf
+from triforce_tree.loading.checkpoints import load_model, load_tokenizer
+
+NAME = "tiny.gguf"
+PROMPT = "def read(path):\n    return open(path).read()\n" * 12
+
+
+@pytest.fixture(scope="module")
+def path(pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny target and its tokenizer in a GGUF file, its large matrices in blocks of 8 bits."""
+    gguf = pytest.importorskip("gguf", reason="needs the package gguf")
+    kind = gguf.GGMLQuantizationType.Q8_0
+    model = AutoModelForCausalLM.from_pretrained(pair.target)
+    config = LlamaConfig.from_pretrained(pair.target)
+    tokenizer = AutoTokenizer.from_pretrained(pair.target)
+    file = tmp_path_factory.mktemp("gguf") / NAME
+    made = gguf.GGUFWriter(file, "llama")
+    made.add_context_length(config.max_position_embeddings)
+    made.add_embedding_length(config.hidden_size)
+    made.add_block_count(config.num_hidden_layers)
+    made.add_feed_forward_length(config.intermediate_size)
+    made.add_head_count(config.num_attention_heads)
+    made.add_head_count_kv(config.num_key_value_heads)
+    made.add_layer_norm_rms_eps(config.rms_norm_eps)
+    made.add_rope_freq_base(10_000.0)
+    made.add_vocab_size(config.vocab_size)
+    words = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    made.add_tokenizer_model("gpt2")
+    made.add_token_list([word for word, _ in words])
+    made.add_token_types([3 if word == "<end>" else 1 for word, _ in words])
+    made.add_token_merges([" ".join(pair) for pair in _merges(tokenizer)])
+    made.add_eos_token_id(0)
+    made.add_bos_token_id(0)
+    for name, weight in model.state_dict().items():
+        own = _NAMES.get(name) or "blk." + name.removeprefix("model.layers.")
+        for old, new in _PARTS.items():
+            own = own.replace(old, new)
+        data = weight.numpy()
+        if data.ndim == 2:
+            made.add_tensor(own, gguf.quantize(data, kind), raw_dtype=kind)
+        else:
+            made.add_tensor(own, data)
+    made.write_header_to_file()
+    made.write_kv_data_to_file()
+    made.write_tensors_to_file()
+    made.close()
+    return file
+
+
+_NAMES = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+_PARTS = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+
+
+def _merges(tokenizer: object) -> list[list[str]]:
+    merges = json.loads(tokenizer._tokenizer.to_str())["model"]["merges"]  # type: ignore[attr-defined]
+    return [merge if isinstance(merge, list) else merge.split(" ") for merge in merges]
+
+
+def test_three_levels_decode_a_gguf_file_as_transformers_does(path: Path) -> None:
+    reference = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=NAME, dtype=torch.float32)
+    for source, more in ((path, {}), (str(path.parent), {"gguf_file": NAME})):
+        engine = triforce_tree.load(source, path, **SMALL, levels=3, device="cpu", **more)
+        model = engine.hierarchy.target.model
+        for name, weight in reference.state_dict().items():
+            assert torch.equal(model.state_dict()[name], weight), name
+        assert type(model.model.layers[0].mlp.up_proj) is torch.nn.Linear
+        ids = engine.tokenizer(PROMPT, return_tensors="pt").input_ids
+        out = engine.generate(PROMPT, max_new_tokens=12, do_sample=False)
+        expected = reference.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
+        assert len(out.levels) == 3
+        assert out.sequences[0, ids.shape[1] :].tolist() == expected.tolist()
+
+
+def test_its_weights_can_be_copied_in_fewer_bits_and_streamed(path: Path) -> None:
+    more = {"levels": 3, "offload_weights": True, "retrieval_weight_bits": 8}
+    engine = triforce_tree.load(path, **_WITHOUT_TREE, **more)
+    plain = triforce_tree.load(path, levels=1)
+    assert engine.generate(PROMPT, max_new_tokens=8, do_sample=False).text == (
+        plain.generate(PROMPT, max_new_tokens=8, do_sample=False).text
+    )
+
+
+_WITHOUT_TREE = {name: value for name, value in SMALL.items() if name not in ("tree", "window")}
+
+
+def test_the_tokenizer_comes_from_the_file(path: Path, pair: TinyPair) -> None:
+    own, whole = load_tokenizer(path), load_tokenizer(pair.target)
+    assert own is not None
+    assert whole is not None
+    assert own(PROMPT).input_ids == whole(PROMPT).input_ids
+    assert own.decode(own(PROMPT).input_ids) == PROMPT
+
+
+def test_the_command_line_takes_it(path: Path) -> None:
+    for words in (["--target", str(path)], ["--target", str(path.parent), "--gguf-file", NAME]):
+        args = arguments.parser().parse_args(["generate", *words, "--device", "cpu", "--dtype", "bfloat16"])
+        engine = options.engine_of(args)
+        assert engine.hierarchy.target.dtype == torch.bfloat16
+        assert engine.tokenizer is not None
+
+
+def test_a_broken_file_is_refused(path: Path, tmp_path: Path) -> None:
+    content = path.read_bytes()
+    short = tmp_path / "short.gguf"
+    short.write_bytes(content[:2000])
+    with pytest.raises(ValueError, match=says("short.gguf", "cannot be used")):
+        load_model(short)
+    layers = content.replace(b"block_count\x04\x00\x00\x00\x02", b"block_count\x04\x00\x00\x00\x99")
+    assert layers != content
+    short.write_bytes(layers)
+    with pytest.raises(ValueError, match=says("short.gguf", "153 layers", "tensors")):
+        load_model(short)
+
+
+def test_what_is_no_gguf_file_is_refused(tmp_path: Path, pair: TinyPair) -> None:
+    wrong = tmp_path / "wrong.gguf"
+    with pytest.raises(FileNotFoundError, match=says("no such file", "wrong.gguf")):
+        load_model(wrong)
+    with pytest.raises(FileNotFoundError, match=says("no such file", "wrong.gguf")):
+        triforce_tree.load(wrong)
+    wrong.write_bytes(b"GGML" + bytes(40))
+    with pytest.raises(ValueError, match=says("wrong.gguf", "no GGUF file")):
+        load_model(wrong)
+    for target, name, error, words in (
+        (pair.target, "model.safetensors", ValueError, ("model.safetensors", "end in .gguf")),
+        (pair.target, "none.gguf", FileNotFoundError, ("no such file", "none.gguf")),
+        (None, "none.gguf", ValueError, ("needs a target",)),
+        (load_model(pair.target), "none.gguf", TypeError, ("the target is a model",)),
+    ):
+        with pytest.raises(error, match=says(*words)):
+            triforce_tree.load(target, gguf_file=name)
+
+
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without(*_: object, **__: object) -> None:
+        raise ImportError("Please install gguf")
+
+    file = tmp_path / NAME
+    file.write_bytes(b"GGUF" + bytes(40))
+    monkeypatch.setattr(loading_gguf.AutoConfig, "from_pretrained", without)
+    with pytest.raises(ValueError, match=says("needs a package", "gguf", "pip install")):
+        load_model(file)
+
+
+def test_packed_weights_are_never_multiplied_by_downloaded_kernels() -> None:
+    given = loading_gguf.gguf_arguments(Path(NAME), None, torch.device("cpu"))
+    assert given["dtype"] == torch.float32
+    if "quantization_config" in given:
+        assert given["quantization_config"].dequantize is True
+    assert loading_gguf.gguf_arguments(Path(NAME), None, torch.device("cuda"))["dtype"] == torch.bfloat16

@@ -1,0 +1,102 @@
+"""Models that accelerate has spread over several places."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import dispatch_model
+from families import greedy, perturbed, prompt_of, tiny
+from messages import says
+from torch import nn
+from transformers import PreTrainedModel
+
+import triforce_tree
+from triforce_tree.loading import placement
+from triforce_tree.loading.placement import on_one_device
+from triforce_tree.models.few_row import why_not_replaceable
+
+SMALL: dict[str, Any] = {"budget": 16, "chunk": 4, "recent": 8, "window": 32, "tree": "chain:2", "gamma": 4}
+CPU = torch.device("cpu")
+
+
+def dispatched(model: PreTrainedModel, folder: Path, *on_disk: str) -> PreTrainedModel:
+    """A model with parts of it on disk, and the rest in memory."""
+    inner = ("embed_tokens", "layers.0", "layers.1", "norm", "rotary_emb")
+    parts = [*(f"model.{part}" for part in inner), "lm_head"]
+    places = {part: "disk" if part in on_disk else "cpu" for part in parts}
+    made: PreTrainedModel = dispatch_model(model, places, main_device="cpu", offload_dir=folder)
+    assert any(weight.device.type == "meta" for weight in made.parameters())
+    return made
+
+
+@pytest.fixture(params=[("model.layers.1",), ("model.layers.0", "model.layers.1", "model.norm", "lm_head")])
+def spread(request: pytest.FixtureRequest, tmp_path: Path) -> PreTrainedModel:
+    return dispatched(tiny("llama-gqa"), tmp_path, *request.param)
+
+
+def test_they_are_gathered_and_not_changed(spread: PreTrainedModel) -> None:
+    prompt, plain = prompt_of(60), tiny("llama-gqa")
+    before = {name: (id(weight), weight.device) for name, weight in spread.named_parameters()}
+    draft = perturbed(plain, 0.1)
+    engine = triforce_tree.load(spread, draft, **SMALL)
+    out = engine.generate(prompt, max_new_tokens=8, do_sample=False)
+    assert out.sequences[0, 60:].tolist() == greedy(plain, prompt, 8)
+    own = engine.hierarchy.target.model
+    for name, weight in plain.named_parameters():
+        assert torch.equal(own.get_parameter(name), weight)
+    assert why_not_replaceable(own) is None
+    assert {name: (id(weight), weight.device) for name, weight in spread.named_parameters()} == before
+    assert greedy(spread, prompt, 8) == greedy(plain, prompt, 8)
+    as_draft = triforce_tree.load(plain, spread, **SMALL, levels=2)
+    out = as_draft.generate(prompt, max_new_tokens=8, do_sample=False)
+    assert out.sequences[0, 60:].tolist() == greedy(plain, prompt, 8)
+
+
+def test_tensors_on_the_device_are_shared(tmp_path: Path) -> None:
+    made = dispatched(tiny("llama-gqa"), tmp_path, "model.layers.1")
+    own = on_one_device(made)
+    assert own.lm_head.weight is made.lm_head.weight
+    assert not any("forward" in vars(module) for module in own.modules())
+
+
+def test_a_device_that_is_too_small_is_named(
+    spread: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placement, "available_device_bytes", lambda *_: 100)
+    with pytest.raises(ValueError, match=says("spread over", "disk", "GiB left", "offload_weights=True")):
+        triforce_tree.load(spread)
+
+
+def test_tied_weights_stay_tied(tmp_path: Path) -> None:
+    model = tiny("llama-gqa")
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    made = dispatched(model, tmp_path, "model.embed_tokens", "lm_head")
+    own = on_one_device(made, CPU)
+    assert own.lm_head.weight is own.model.embed_tokens.weight
+    assert own.lm_head.weight.device == CPU
+
+
+def test_other_models_are_returned_as_they_are() -> None:
+    model = tiny("llama-gqa")
+    assert on_one_device(model) is model
+    model.hf_device_map = {"": "cpu"}
+    assert on_one_device(model) is model
+    # Without hooks there is nowhere to take the weights from: it is refused.
+    model.hf_device_map = {"model": 0, "lm_head": 1}
+    assert on_one_device(model) is model
+    with pytest.raises(ValueError, match=says("spread over 0, 1", "triforce_tree.load")):
+        triforce_tree.load(model)
+
+
+class Packed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.zeros(64, 32, dtype=torch.int8))
+
+
+def test_quantised_models_are_left_to_their_library(tmp_path: Path) -> None:
+    made = dispatched(tiny("llama-gqa"), tmp_path, "model.layers.1")
+    made.model.layers[0].mlp.up_proj = Packed()
+    assert on_one_device(made) is made

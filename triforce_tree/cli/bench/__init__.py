@@ -1,0 +1,1 @@
+"""``triforce-tree bench``: measurements, each a module with ``run(args)``; ``arguments`` describes them."""

@@ -1,0 +1,89 @@
+"""``triforce-tree bench needle``: retrieval accuracy by prompt length and depth of the fact."""
+
+import argparse
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from triforce_tree.cli import options
+from triforce_tree.cli.console import Interrupt, bar, json_line, plain_table, screen
+from triforce_tree.cli.groups import ENGINE_OPTIONS, NONE
+from triforce_tree.eval import needle
+from triforce_tree.eval.results import Record, Records, check_writable, header
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.plot:
+        needle.check_picture(args.plot)
+        if importlib.util.find_spec("matplotlib") is None:
+            raise ValueError("--plot needs matplotlib; pip install matplotlib, or leave --plot out")
+        check_writable(args.plot)
+    source, texts = options.documents(args)
+    settings = {
+        "benchmark": "needle",
+        "seed": args.seed,
+        "text": source,
+        "target": args.target or "embedded",
+        "options": {name: getattr(args, name) for name in ENGINE_OPTIONS},
+    }
+    if args.profile != NONE:
+        settings["profile"] = args.profile
+    for name in ("tokenizer", "draft_tokenizer"):
+        if getattr(args, name) is not None:
+            settings[name] = getattr(args, name)
+    records = Records(args.out, settings)
+    engine = options.engine_of(args)
+    assert engine.tokenizer is not None
+    haystack = needle.Haystack(next(iter(texts)), engine.tokenizer, max(args.lengths))
+    haystack.needle(min(args.lengths), 0, 0)  # raises for too short a length, before anything is measured
+    total = len(args.lengths) * len(args.depths) * args.trials * len(args.through)
+    progress = bar("needles")
+    task = progress.add_task("asking", total=total)
+    with Interrupt() as interrupt, progress:
+
+        def reading(key: Record, tokens: int) -> Any:
+            progress.update(task, description=f"{key['through']}, {tokens:,} tokens")
+            return lambda count: interrupt.check()
+
+        needle.measure(
+            engine,
+            haystack,
+            args.lengths,
+            args.depths,
+            args.trials,
+            records,
+            through=args.through,
+            seed=args.seed,
+            stop=interrupt,
+            progress=reading,
+            done=lambda record: progress.advance(task),
+            wanted=lambda: not interrupt.requested,
+        )
+    _show(args, records)
+    if args.plot and records.all:
+        needle.heat_map(records.all, args.through[0], args.lengths, args.depths, Path(args.plot))
+    if args.json:
+        cells = {
+            levels: {
+                str(n): {
+                    f"{d:g}": needle.accuracy(records.all, through=levels, length=n, depth=d)
+                    for d in args.depths
+                }
+                for n in args.lengths
+            }
+            for levels in args.through
+        }
+        json_line({**header(args.seed), "interrupted": interrupt.requested, "accuracy": cells})
+    return 130 if interrupt.requested else 0
+
+
+def _show(args: argparse.Namespace, records: Records) -> None:
+    for levels in args.through:
+        rows = []
+        for depth in args.depths:
+            cells = [
+                needle.accuracy(records.all, through=levels, length=n, depth=depth) for n in args.lengths
+            ]
+            rows.append((f"{100 * depth:.0f} %", *("" if c is None else f"{c:.2f}" for c in cells)))
+        columns = ("depth", *(f"{n:,}" for n in args.lengths))
+        screen().print(plain_table(f"needle accuracy by prompt tokens, {levels}", columns, rows))

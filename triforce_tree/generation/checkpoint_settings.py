@@ -1,0 +1,58 @@
+"""Settings of a checkpoint's ``generation_config``, which hold where the caller gives none."""
+
+import copy
+from collections.abc import Collection
+from typing import Any
+
+from transformers import GenerationConfig
+
+from triforce_tree.generation.options import is_supported
+
+# How transformers stores keys and values, compiles and searches beams: none of it changes the text here.
+_WITHOUT_EFFECT = (
+    "cache_implementation",
+    "cache_config",
+    "max_cache_len",
+    "compile_config",
+    "disable_compile",
+    "prefill_chunk_size",
+    "low_memory",
+    "early_stopping",
+    "length_penalty",
+)
+
+
+def refuse_unsupported_settings(own: GenerationConfig, given: Collection[str]) -> None:
+    """Raise for settings of a checkpoint that would otherwise be ignored.
+
+    Args:
+        own: the checkpoint's.
+        given: options that the caller has given, which are checked elsewhere.
+
+    Raises:
+        ValueError: naming the setting.
+    """
+    for name, value in own.to_diff_dict().items():
+        if name not in given and name not in _WITHOUT_EFFECT and not is_supported(name, value):
+            raise ValueError(
+                f"generation option {name}={value!r} in the checkpoint's generation_config is not supported "
+                f"by triforce_tree; set model.generation_config.{name} = None, or remove it from "
+                "generation_config.json"
+            )
+
+
+def without_settings(model: Any) -> Any:
+    """The model, or a shallow copy of it, without settings that transformers' ``generate`` must not see.
+
+    These are settings without effect here, and stop strings, for which it would ask for a tokenizer that it
+    does not pass on.
+    """
+    own = model.generation_config
+    dropped = [name for name in (*_WITHOUT_EFFECT, "stop_strings") if getattr(own, name, None) is not None]
+    if not dropped:
+        return model
+    other = copy.copy(model)
+    other.generation_config = copy.copy(own)
+    for name in dropped:
+        setattr(other.generation_config, name, None)
+    return other

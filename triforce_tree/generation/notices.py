@@ -1,0 +1,77 @@
+"""What a logits processor that reads the tokens so far costs, in words."""
+
+import logging
+from collections.abc import Iterable
+
+import torch
+from transformers import GenerationConfig, LogitsProcessor
+
+from triforce_tree.runtime.distributed import is_first_rank
+
+_LOG = logging.getLogger(__name__)
+
+# Options of GenerationConfig by the classes that carry them out; all of these read the tokens so far.
+_OPTIONS = {
+    "RepetitionPenaltyLogitsProcessor": "repetition_penalty",
+    "NoRepeatNGramLogitsProcessor": "no_repeat_ngram_size",
+    "SequenceBiasLogitsProcessor": "sequence_bias",
+    "NoBadWordsLogitsProcessor": "bad_words_ids",
+    "MinLengthLogitsProcessor": "min_length",
+    "MinNewTokensLengthLogitsProcessor": "min_new_tokens",
+    "PrefixConstrainedLogitsProcessor": "prefix_allowed_tokens_fn",
+    "ForcedBOSTokenLogitsProcessor": "forced_bos_token_id",
+    "ForcedEOSTokenLogitsProcessor": "forced_eos_token_id",
+    "ExponentialDecayLengthPenalty": "exponential_decay_length_penalty",
+    "SuppressTokensAtBeginLogitsProcessor": "begin_suppress_tokens",
+    "TopHLogitsWarper": "top_h",
+}
+
+
+def cost_of_processors(
+    processors: Iterable[LogitsProcessor], config: GenerationConfig, batch: int, on_gpu: bool
+) -> str | None:
+    """Which settings make a generation slower, and in what way; None where they do not.
+
+    Args:
+        processors: those that read the tokens so far.
+        config: names their values.
+        batch: sequences.
+        on_gpu: whether stages would be CUDA graphs otherwise.
+    """
+    settings = []
+    for processor in processors:
+        kind = type(processor).__name__
+        name = _OPTIONS.get(kind, kind)
+        value = getattr(config, name, None)
+        settings.append(name if value is None else f"{name}={value!r}"[:80])
+    effects = []
+    if on_gpu:
+        effects.append(
+            "drafting and acceptance are direct calls that wait for the GPU, instead of CUDA graphs"
+        )
+    if batch > 1:
+        effects.append(f"the {batch} sequences of the batch are decoded one by one")
+    if not settings or not effects:
+        return None
+    reads = "reads" if len(settings) == 1 else "read"
+    return f"{', '.join(settings)} {reads} the tokens so far: {' and '.join(effects)}; the text is the same"
+
+
+class CostNotices:
+    """Warnings of what logits processors cost, each given once."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def tell(
+        self,
+        processors: Iterable[LogitsProcessor],
+        config: GenerationConfig,
+        batch: int,
+        device: torch.device,
+    ) -> None:
+        """Warn of :func:`cost_of_processors` on this device, unless that was said before."""
+        said = cost_of_processors(processors, config, batch, on_gpu=device.type == "cuda")
+        if said is not None and said not in self._told and is_first_rank():
+            self._told.add(said)
+            _LOG.warning("%s", said)

@@ -1,0 +1,96 @@
+"""The target's distributions at emitted tokens: raw logits, processed scores and log-probabilities.
+
+They are the logits of the forward that verified each token, so they cost no forward of their own.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from triforce_tree.verify.sampling import ProbsFromLogits
+
+
+class EmittedScores:
+    """Logits, scores and log-probabilities of emitted tokens, as far as they are wanted, pass by pass.
+
+    Each of logits and scores takes 4 V bytes for every emitted token: 0.5 MB where V is 128,256.
+
+    Args:
+        names: what is wanted, of ``"logits"``, ``"scores"`` and ``"logprobs"``.
+        to_probs: its processors make scores of logits.
+        prompts: of each sequence.
+        device: that keeps the results.
+    """
+
+    def __init__(
+        self,
+        names: Collection[str],
+        to_probs: ProbsFromLogits,
+        prompts: Sequence[Sequence[int]],
+        device: torch.device,
+    ) -> None:
+        self._to_probs, self._prompts, self._device = to_probs, prompts, device
+        # By name and sequence, [V] or [] of each token.
+        self._rows: dict[str, list[list[Tensor]]] = {name: [[] for _ in prompts] for name in names}
+        self._texts: list[Tensor] = []
+
+    def add(self, new: Sequence[Sequence[int]], logits_of: Callable[[int], Tensor]) -> None:
+        """Add the tokens of a pass; all of them or, where memory runs out, none.
+
+        Args:
+            new: each sequence's new tokens; none for one that has ended.
+            logits_of: returns the logits that the first n tokens were chosen by, fp32 ``[B, n, V]``.
+        """
+        most = max(map(len, new))
+        if most == 0:
+            return
+        logits = logits_of(most)
+        if not self._texts:
+            self._texts = [torch.tensor(list(prompt), device=logits.device) for prompt in self._prompts]
+        texts = [
+            torch.cat([text, text.new_tensor(list(tokens))])
+            for text, tokens in zip(self._texts, new, strict=True)
+        ]
+        parts = [
+            (self._rows[name][b], self._result(name, logits[b, : len(tokens)], texts[b]).to(self._device))
+            for b, tokens in enumerate(new)
+            for name in self._rows
+            if tokens
+        ]
+        for rows, part in parts:
+            rows += part.unbind()
+        self._texts = texts
+
+    def _result(self, name: str, logits: Tensor, text: Tensor) -> Tensor:
+        """``[n, V]`` or ``[n]`` of a text's last n tokens, which were chosen by ``logits`` ``[n, V]``."""
+        count = len(logits)
+        if name == "logprobs":
+            return logits.log_softmax(-1).gather(1, text[-count:, None])[:, 0]
+        # A copy: a view would keep the rows of all other sequences, and processors may write into it.
+        logits = logits.clone()
+        if name == "logits":
+            return logits
+        return self._to_probs.scores(logits, lambda: [text[: n - count] for n in range(count)])
+
+    def results(self) -> dict[str, Any]:
+        """The fields of the output by name; empties this collection."""
+        found: dict[str, Any] = {name: by_position(rows) for name, rows in self._rows.items()}
+        if "logprobs" in found:
+            found["logprobs"] = torch.stack(found["logprobs"], 1)
+        return found
+
+
+def by_position(rows: Sequence[list[Tensor]]) -> tuple[Tensor, ...]:
+    """``[B, ...]`` for every position of the longest sequence, 0 after the end of a shorter one.
+
+    Empties ``rows``, by sequence and position: no more than one position is held twice.
+    """
+    zero = torch.zeros_like(next(own[0] for own in rows if own))
+    for own in rows:
+        own.reverse()
+    positions = []
+    while any(rows):
+        positions.append(torch.stack([own.pop() if own else zero for own in rows]))
+    return tuple(positions)

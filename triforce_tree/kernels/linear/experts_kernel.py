@@ -1,0 +1,96 @@
+"""Triton kernel: linear layers of routed experts, bound by reading the weights of each routed expert once.
+
+Programs are numbered by tile of the outputs and by pair of token and expert. Of the pairs with one expert the
+first computes for the first ``BLOCK_M`` of them, the next after those for as many more; all others end at
+once. So nothing is sorted, and the launch is the same for any routing.
+"""
+
+import triton
+import triton.language as tl
+
+from triforce_tree.kernels.linear.kernel import _scale
+from triforce_tree.kernels.linear.unpack import four_planes, two_planes
+
+
+@triton.jit
+def _members(ids_ptr, pair, expert, pairs, BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Pairs ``[BLOCK_M]`` that this program computes, -1 for none; they have one expert."""
+    at = tl.arange(0, BLOCK_P)
+    same = tl.load(ids_ptr + at, mask=at < pairs, other=-1) == expert
+    before = tl.sum((same & (at < pair)).to(tl.int32), 0)
+    rank = tl.cumsum(same.to(tl.int32), 0) - 1 - before
+    chosen = same[None, :] & (rank[None, :] == tl.arange(0, BLOCK_M)[:, None]) & (before % BLOCK_M == 0)
+    return tl.sum(tl.where(chosen, at[None, :] + 1, 0), 1) - 1
+
+
+@triton.jit
+def _columns(x_rows, column, there, ins, WIDTH: tl.constexpr):
+    """x transposed, ``[WIDTH, M]`` from ``column`` on; zero out of bounds."""
+    k = column + tl.arange(0, WIDTH)
+    return tl.load(x_rows + k[None, :], mask=there[:, None] & (k < ins)[None, :], other=0.0).T
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def expert_linear_kernel(
+    out_ptr,  # [pairs, outs]
+    x_ptr,  # [pairs // PER_ROW, ins]
+    ids_ptr,  # [pairs]
+    w_ptr,  # 16-bit [E, outs, words]
+    scales_ptr,  # fp32 [E, outs] for 8 bits, int64 [blocks, E * outs] for 4
+    bias_ptr,  # [E, outs]
+    pairs,
+    outs,
+    ins,
+    words,
+    all_outs,  # E * outs
+    stride_x,
+    stride_e,
+    stride_n,
+    stride_k,
+    PER_ROW: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STAGES: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    Kind: tl.constexpr = x_ptr.dtype.element_ty
+    PLANES: tl.constexpr = 16 // BITS
+    PARTS: tl.constexpr = 1 if BITS == 16 else 128 // WIDTH
+    tile, pair = tl.program_id(0), tl.program_id(1)
+    expert = tl.load(ids_ptr + pair)
+    mine = _members(ids_ptr, pair, expert, pairs, BLOCK_P, BLOCK_M)
+    there = mine >= 0
+    # Without branches, which would end the pipelining of the loop: programs without pairs make no steps.
+    steps = tl.where(tl.max(mine, 0) >= 0, tl.cdiv(words, WIDTH), 0)
+    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_outs = n < outs
+    x_rows = x_ptr + (tl.maximum(mine, 0) // PER_ROW).to(tl.int64)[:, None] * stride_x
+    w_rows = w_ptr + expert.to(tl.int64) * stride_e + n.to(tl.int64)[:, None] * stride_n
+    own = expert.to(tl.int64) * outs + n
+    if BITS == 8:
+        scale = tl.load(scales_ptr + own, mask=in_outs, other=0.0)[:, None]
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for step in tl.range(0, steps, num_stages=STAGES):
+        k = step * WIDTH + tl.arange(0, WIDTH)
+        w = tl.load(w_rows + k[None, :] * stride_k, mask=in_outs[:, None] & (k < words)[None, :], other=0)
+        column = step // PARTS * (128 * PLANES) + step % PARTS * WIDTH
+        if BITS == 16:
+            acc = tl.dot(w, _columns(x_rows, step * WIDTH, there, ins, WIDTH), acc)
+        elif BITS == 8:
+            a, b = two_planes(w, Kind, ASM)
+            acc += tl.dot(a, _columns(x_rows, column, there, ins, WIDTH)) * scale
+            acc += tl.dot(b, _columns(x_rows, column + 128, there, ins, WIDTH)) * scale
+        else:
+            scales = tl.load(scales_ptr + step // PARTS * all_outs + own, mask=in_outs, other=0)
+            a, b, c, d = four_planes(w, Kind, ASM)
+            acc += tl.dot(a, _columns(x_rows, column, there, ins, WIDTH)) * _scale(scales, 0)
+            acc += tl.dot(b, _columns(x_rows, column + 128, there, ins, WIDTH)) * _scale(scales, 1)
+            acc += tl.dot(c, _columns(x_rows, column + 256, there, ins, WIDTH)) * _scale(scales, 2)
+            acc += tl.dot(d, _columns(x_rows, column + 384, there, ins, WIDTH)) * _scale(scales, 3)
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + own, mask=in_outs, other=0.0).to(tl.float32)[:, None]
+    at = tl.maximum(mine, 0).to(tl.int64)[None, :] * outs + n[:, None]
+    tl.store(out_ptr + at, acc.to(Kind), mask=there[None, :] & in_outs[:, None])

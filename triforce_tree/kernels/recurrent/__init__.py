@@ -1,0 +1,5 @@
+"""The recurrence of linear attention and state space layers over a few rows, from a given state."""
+
+from triforce_tree.kernels.recurrent.recurrence import linear_recurrence
+
+__all__ = ["linear_recurrence"]

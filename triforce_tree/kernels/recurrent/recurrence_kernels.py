@@ -1,0 +1,105 @@
+"""The Triton kernel of ``recurrence``: one program per head and block of value dimensions, rows in order.
+
+Value dimensions are independent of each other, so a program reads its part of the state once and keeps it in
+registers. A pass is limited by reading the state, which few rows do not make longer.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Elements of a program's part of the state: 16 registers of each thread of four warps.
+_TILE = 2048
+_HEAD, _KEY, _BOTH = 0, 1, 2
+
+
+@triton.jit
+def _recurrence_kernel(
+    state_ptr,  # fp32 [B, H, V, K]
+    q_ptr,  # fp32 [B, T, G, K]
+    k_ptr,
+    v_ptr,  # fp32 [B, T, H, V]
+    decay_ptr,
+    rates_ptr,
+    beta_ptr,
+    counts_ptr,
+    out_ptr,
+    rows,
+    heads,
+    groups,
+    values,
+    keys,
+    DECAY: tl.constexpr,
+    DELTA: tl.constexpr,
+    STORES: tl.constexpr,
+    READS: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    pair = tl.program_id(0).to(tl.int64)
+    sequence, head = pair // heads, pair % heads
+    at_v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    at_k = tl.arange(0, BLOCK_K)
+    in_v, in_k = at_v < values, at_k < keys
+    inside = in_v[:, None] & in_k[None, :]
+    tile = at_v[:, None] * keys + at_k[None, :]
+    place = state_ptr + pair * values * keys + tile
+    state = tl.load(place, mask=inside, other=0.0)
+    if DECAY == 2:
+        rates = tl.load(rates_ptr + head * values * keys + tile, mask=inside, other=0.0)
+    count = rows
+    if STORES:
+        count = tl.minimum(tl.load(counts_ptr + sequence), rows).to(tl.int32)
+    for t in range(count):
+        row = sequence * rows + t
+        of_group = (row * groups + head // (heads // groups)) * keys
+        of_head = row * heads + head
+        key = tl.load(k_ptr + of_group + at_k, mask=in_k, other=0.0)
+        added = tl.load(v_ptr + of_head * values + at_v, mask=in_v, other=0.0)
+        if DECAY == 0:
+            state = state * tl.exp(tl.load(decay_ptr + of_head))
+        elif DECAY == 1:
+            state = state * tl.exp(tl.load(decay_ptr + of_head * keys + at_k, mask=in_k, other=0.0))[None, :]
+        else:
+            step = tl.load(decay_ptr + of_head * values + at_v, mask=in_v, other=0.0)
+            state = state * tl.exp(step[:, None] * rates)
+        if DELTA:
+            added = (added - tl.sum(state * key[None, :], 1)) * tl.load(beta_ptr + of_head)
+        state = state + added[:, None] * key[None, :]
+        if READS:
+            query = tl.load(q_ptr + of_group + at_k, mask=in_k, other=0.0)
+            tl.store(out_ptr + of_head * values + at_v, tl.sum(state * query[None, :], 1), mask=in_v)
+    if STORES:
+        tl.store(place, state, mask=inside)
+
+
+def linear_recurrence(
+    state: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    rates: Tensor | None,
+    beta: Tensor | None,
+    counts: Tensor | None,
+    out: Tensor | None,
+) -> None:
+    batch, heads, values, keys = state.shape
+    if not state.is_contiguous() or (out is not None and not out.is_contiguous()):
+        raise ValueError("the state and the output of a recurrence must be contiguous; copy them first")
+    q, k, v, decay = (x.contiguous() for x in (q, k, v, decay))
+    kind = _BOTH if rates is not None else _HEAD if decay.shape[-1] == 1 else _KEY
+    block_k = triton.next_power_of_2(keys)
+    block_v = min(triton.next_power_of_2(values), max(1, _TILE // block_k))
+    # Addresses of arguments that this variant does not read.
+    unused = state
+    _recurrence_kernel[batch * heads, triton.cdiv(values, block_v)](
+        state, q, k, v, decay,
+        unused if rates is None else rates.contiguous(),
+        unused if beta is None else beta.contiguous(),
+        unused if counts is None else counts,
+        unused if out is None else out,
+        v.shape[1], heads, k.shape[2], values, keys,
+        DECAY=kind, DELTA=beta is not None, STORES=counts is not None, READS=out is not None,
+        BLOCK_V=block_v, BLOCK_K=block_k, num_warps=4,
+    )  # fmt: skip

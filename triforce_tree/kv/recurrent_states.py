@@ -1,0 +1,173 @@
+"""States of recurrent layers: buffers made once, and what forwards read and write of them.
+
+A layer of a hybrid model keeps the newest inputs of a convolution and a matrix per head (Mamba, gated delta
+rule), which hold everything that it knows of a sequence. Unlike KV slots they cannot be cut: a pass that
+proposes T tokens must leave them as they were, and the accepted tokens are applied to them afterwards. The
+buffers hold the states after all committed tokens, and there is no second copy. A verifying pass keeps what
+the recurrences read for each row, which is small (no weights are applied to it any more), and
+:meth:`RowsView.move` repeats the recurrences alone for the accepted rows.
+"""
+
+import torch
+from torch import Tensor
+
+from triforce_tree.kernels.recurrent import linear_recurrence
+from triforce_tree.kv.view import KVView
+from triforce_tree.models.attention import AttentionParams
+from triforce_tree.models.recurrent.running import RecurrentPass, Rows, StateShapes
+
+
+class RecurrentStates:
+    """The states of B sequences after their committed tokens.
+
+    Args:
+        shapes: of one sequence.
+        batch: B.
+        dtype: of the convolutions' inputs; recurrences are fp32.
+
+    Attributes:
+        convolutions: ``[B, channels, columns]`` of each convolution.
+        recurrences: ``[B, H, V, K]`` of each recurrence.
+        lengths: tokens of each sequence that they hold, as far as the host knows; None after a pass.
+        proposed: the last pass over proposed tokens that was called, not replayed as a CUDA graph.
+    """
+
+    def __init__(self, shapes: StateShapes, batch: int, device: torch.device, dtype: torch.dtype) -> None:
+        self.batch = batch
+        self.convolutions = [
+            torch.zeros(batch, *shape, device=device, dtype=dtype) for shape in shapes.convolutions
+        ]
+        self.recurrences = [torch.zeros(batch, *shape, device=device) for shape in shapes.recurrences]
+        self.ones = torch.ones(batch, dtype=torch.int64, device=device)
+        self.lengths: list[int | None] = [None] * batch
+        self.proposed: ProposedPass | None = None
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """All of them."""
+        return [*self.convolutions, *self.recurrences]
+
+    def clear(self, sequence: int) -> None:
+        """The state of a sequence without tokens."""
+        for state in self.buffers:
+            state[sequence] = 0
+
+    def commit(self, count: int) -> None:
+        """Apply the first ``count`` tokens of each sequence of the last pass over proposed tokens."""
+        if self.proposed is not None:
+            self.proposed.commit(self.ones * count)
+
+    def invalidate(self) -> None:
+        """Passes may have changed them, by how much only the device knows."""
+        self.lengths = [None] * self.batch
+
+
+class PromptPass:
+    """A ``ChunkPass`` over a part of one sequence's prompt, which is committed."""
+
+    def __init__(self, states: RecurrentStates, sequence: int) -> None:
+        self._states, self._own = states, slice(sequence, sequence + 1)
+
+    def convolve(self, number: int, new: Tensor, columns: int) -> Tensor:
+        return _appended(self._states.convolutions[number][self._own], new)
+
+    def recur(self, number: int, rows: Rows) -> Tensor:
+        counts = torch.full((1,), rows.v.shape[1], dtype=torch.int64, device=rows.v.device)
+        return _all_rows(self._states.recurrences[number][self._own], rows, counts)
+
+    def state(self, number: int) -> Tensor | None:
+        return self._states.recurrences[number][self._own]
+
+    def keep(self, number: int, state: Tensor) -> None:
+        self._states.recurrences[number][self._own].copy_(state)
+
+
+class TokenPass:
+    """A ``RecurrentPass`` over one token of each sequence, which is committed."""
+
+    def __init__(self, states: RecurrentStates) -> None:
+        self._states = states
+
+    def convolve(self, number: int, new: Tensor, columns: int) -> Tensor:
+        return _appended(self._states.convolutions[number], new)
+
+    def recur(self, number: int, rows: Rows) -> Tensor:
+        return _all_rows(self._states.recurrences[number], rows, self._states.ones)
+
+
+class ProposedPass:
+    """A ``RecurrentPass`` over T tokens of each sequence, of which :meth:`commit` applies the first ones.
+
+    What it keeps are copies: torch.compile reuses the memory of all that passes through its graphs.
+    """
+
+    def __init__(self, states: RecurrentStates) -> None:
+        self._states = states
+        self._inputs: dict[int, Tensor] = {}
+        self._rows: dict[int, Rows] = {}
+
+    def convolve(self, number: int, new: Tensor, columns: int) -> Tensor:
+        self._states.proposed = self
+        inputs = torch.cat([self._states.convolutions[number], new], 2)
+        self._inputs[number] = inputs.clone()
+        return inputs
+
+    def recur(self, number: int, rows: Rows) -> Tensor:
+        rates, beta = (None if t is None else t.clone() for t in (rows.rates, rows.beta))
+        key = rows.k.clone()
+        # A commit has no queries.
+        self._rows[number] = Rows(key, key, rows.v.clone(), rows.decay.clone(), rates, beta)
+        return _all_rows(self._states.recurrences[number], rows, None)
+
+    def commit(self, counts: Tensor) -> None:
+        """Apply the first ``counts`` tokens, int64 ``[B]``, of the last pass; 0 changes nothing."""
+        for number, inputs in self._inputs.items():
+            kept = self._states.convolutions[number]
+            columns = counts[:, None] + torch.arange(kept.shape[2], device=counts.device)
+            kept.copy_(inputs.gather(2, columns[:, None].expand_as(kept)))
+        for number, rows in self._rows.items():
+            state = self._states.recurrences[number]
+            linear_recurrence(state, rows.q, rows.k, rows.v, rows.decay, rows.rates, rows.beta, counts, None)
+
+
+class RowsView:
+    """A ``KVView`` of a hybrid model: another view for its attention layers, and the states of the others.
+
+    New tokens must be a chain: the state after a token is the one that the next token starts from.
+
+    Args:
+        view: for the layers with attention.
+        states: of the recurrent layers.
+        commits: each pass brings one token, which is committed at once (plain decoding).
+    """
+
+    def __init__(self, view: KVView, states: RecurrentStates, commits: bool) -> None:
+        self._view = view
+        self.capturable, self.resizable = view.capturable, view.resizable
+        self._proposed = None if commits else ProposedPass(states)
+        self.recurrent: RecurrentPass | None = self._proposed or TokenPass(states)
+
+    def begin(self, start: Tensor, mask_words: Tensor | None = None) -> None:
+        self._view.begin(start, mask_words)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
+        return self._view(layer, q, k, v, params)
+
+    def move(self, index: Tensor) -> None:
+        self._view.move(index)
+        if self._proposed is not None:
+            self._proposed.commit((index >= 0).sum(1))
+
+
+def _appended(kept: Tensor, new: Tensor) -> Tensor:
+    """The inputs of a convolution with those before them; the newest are kept."""
+    inputs = torch.cat([kept, new], 2)
+    kept.copy_(inputs[:, :, new.shape[2] :])
+    return inputs
+
+
+def _all_rows(state: Tensor, rows: Rows, counts: Tensor | None) -> Tensor:
+    """Outputs of all rows; with ``counts``, as many as there are rows, the state after them is stored."""
+    out = torch.empty_like(rows.v, memory_format=torch.contiguous_format)
+    linear_recurrence(state, rows.q, rows.k, rows.v, rows.decay, rows.rates, rows.beta, counts, out)
+    return out

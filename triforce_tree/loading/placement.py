@@ -1,0 +1,103 @@
+"""Gathers a model that accelerate has spread over devices, host memory or disk onto one device.
+
+A level runs on one device: its passes are CUDA graphs over buffers there. The copy shares all tensors that
+are on that device with the user's model, which is not changed and keeps its hooks.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from triforce_tree.models.few_row import quantisation
+from triforce_tree.models.model_copy import shallow_copy
+from triforce_tree.planning.machine import available_device_bytes
+
+_ELSEWHERE = ("cpu", "disk")
+
+
+def on_one_device(model: PreTrainedModel, device: torch.device | None = None) -> PreTrainedModel:
+    """A copy of a spread model on one device, without hooks; any other model itself.
+
+    Args:
+        model: as ``from_pretrained(device_map=...)`` or ``accelerate.dispatch_model`` leave it. Quantised
+            ones are returned as they are (and refused later), as their weights belong to their library.
+        device: where to gather; by default the first GPU of its ``hf_device_map``, or the CPU.
+
+    Raises:
+        ValueError: the device has too little memory left.
+    """
+    places = list((getattr(model, "hf_device_map", None) or {}).values())
+    spread = len({str(place) for place in places}) > 1 or "disk" in places
+    hooked = any("_hf_hook" in vars(module) for module in model.modules())
+    if not (spread and hooked) or quantisation(model) is not None:
+        return model
+    if device is None:
+        # accelerate names a GPU by its number, or as torch does.
+        device = torch.device(next((place for place in places if place not in _ELSEWHERE), "cpu"))
+    _check_room(model, device, places)
+    copy = shallow_copy(model)
+    loaded = _unloaded(copy)
+    moved: dict[int, Any] = {}
+    for module in copy.modules():
+        for own in (module._parameters, module._buffers):
+            for name, tensor in own.items():
+                if tensor is not None:
+                    value = loaded.get(id(tensor), tensor)
+                    if id(tensor) not in moved:
+                        moved[id(tensor)] = _placed(tensor, value, device)
+                    own[name] = moved[id(tensor)]
+        _unhook(module)
+    vars(copy).pop("hf_device_map", None)
+    copy.tie_weights()
+    return copy
+
+
+def _check_room(model: PreTrainedModel, device: torch.device, places: list[Any]) -> None:
+    tensors = {id(t): t for t in [*model.parameters(), *model.buffers()]}
+    coming = sum(t.numel() * t.element_size() for t in tensors.values() if t.device != device)
+    free = available_device_bytes(device, None)
+    if free is not None and coming > free:
+        spread = ", ".join(sorted({str(place) for place in places}))
+        raise ValueError(
+            f"{type(model).__name__} is spread over {spread} (hf_device_map), and {device} has "
+            f"{free / 2**30:.1f} GiB left for the {coming / 2**30:.1f} GiB that are elsewhere; give its "
+            "folder with offload_weights=True, which streams the weights of its layers from host memory"
+        )
+
+
+def _unloaded(copy: nn.Module) -> dict[int, Tensor]:
+    """The values of tensors without data, by id: accelerate keeps them in the hook of a module above them."""
+    found: dict[int, Tensor] = {}
+    for module in copy.modules():
+        hook = vars(module).get("_hf_hook")
+        for each in getattr(hook, "hooks", None) or [hook]:
+            values = getattr(each, "weights_map", None)
+            if values is None:
+                continue
+            for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+                if tensor.device.type == "meta" and id(tensor) not in found and name in values:
+                    found[id(tensor)] = values[name]
+    return found
+
+
+def _placed(tensor: Tensor, value: Tensor, device: torch.device) -> Tensor:
+    """A tensor with this value on the device: itself where it is there, else a new one of its kind."""
+    if value is tensor and tensor.device == device:
+        return tensor
+    new = value.detach().to(device)
+    return nn.Parameter(new, requires_grad=False) if isinstance(tensor, nn.Parameter) else new
+
+
+def _unhook(module: nn.Module) -> None:
+    """Give a module of the copy its own ``forward`` back; the hook, which it shares, is not told."""
+    own = vars(module)
+    own.pop("_hf_hook", None)
+    before = own.pop("_old_forward", None)
+    if before is not None:
+        own.pop("forward", None)
+        if getattr(before, "__func__", None) is not type(module).forward:
+            own["forward"] = before
+    for name in ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa"):
+        own.pop(name, None)

@@ -1,0 +1,152 @@
+"""Reads the weights of a checked model, straight to the memory that they are for.
+
+With a device given, transformers and accelerate copy each tensor of each file to it, so that host memory
+never holds the model; what would not fit is refused before anything is allocated.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from triforce_tree.kv.offload.pinned import HostMemoryError, available
+from triforce_tree.loading.gguf import gguf_arguments, gguf_configuration, is_gguf
+from triforce_tree.loading.model_files import Checkpoint, auto_class, checked, in_one_line, skeleton
+from triforce_tree.models.model_copy import text_decoder
+
+_REMEDY = "free host memory, use a smaller model, or fewer bits (dtype, or a quantised checkpoint)"
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """A model on disk, checked, with nothing of it in memory.
+
+    Attributes:
+        source: as it was given, for messages.
+        config: its configuration.
+        dtype: of the weights once they are loaded; None if it is left to the checkpoint.
+        bytes: of the weights once they are loaded; of quantised ones as they are stored.
+        quantised: the method that its weights are quantised by and stay quantised by; None for plain weights.
+    """
+
+    source: str | Path
+    config: PreTrainedConfig
+    dtype: torch.dtype | str | None
+    bytes: int
+    quantised: str | None
+    _checkpoint: Checkpoint | None
+    _arguments: dict[str, Any]
+
+    @classmethod
+    def find(
+        cls, source: str | Path, device: torch.device, dtype: torch.dtype | str | None = None
+    ) -> "ModelFiles":
+        """The files of a folder, a hub id or a GGUF file.
+
+        Args:
+            device: where the model will compute, which decides the dtype where none is given.
+
+        Raises:
+            OSError, ValueError: as :func:`checked` and :func:`gguf_configuration`.
+        """
+        if is_gguf(source):
+            config = gguf_configuration(source)
+            arguments = gguf_arguments(Path(source), dtype, device)
+            path, checkpoint, method = Path(source).parent, None, None
+        else:
+            checkpoint = checked(source)
+            path, config = checkpoint.folder, checkpoint.config
+            if dtype is None:
+                dtype = torch.float32 if device.type == "cpu" else "auto"
+            arguments = {"config": config, "dtype": dtype, "use_safetensors": True}
+            method = _method(config)
+        arguments = {"pretrained_model_name_or_path": path, **arguments}
+        if checkpoint is not None and method is not None:
+            size = checkpoint.stored
+        else:
+            kind = arguments["dtype"]
+            if not isinstance(kind, torch.dtype):
+                kind = getattr(config, "dtype", None)
+            itemsize = kind.itemsize if isinstance(kind, torch.dtype) else 4
+            size = itemsize * sum(weight.numel() for weight in skeleton(config, source).parameters())
+        return cls(source, config, arguments["dtype"], size, method, checkpoint, arguments)
+
+    def read(self, device: torch.device) -> PreTrainedModel:
+        """The model on a device, in host memory where that is the CPU.
+
+        Raises:
+            OSError: weights are missing, or host memory is short (:class:`HostMemoryError`).
+            ValueError: transformers cannot load it.
+            torch.OutOfMemoryError: device memory is short.
+        """
+        if device.type == "cpu":
+            self._check_host()
+        # Quantisation libraries would choose a GPU themselves.
+        directly = device.type != "cpu" or self.quantised is not None
+        place: dict[str, Any] = {"device_map": {"": device}} if directly else {}
+        try:
+            # from_pretrained is typed to return a model; with output_loading_info it returns a pair.
+            loaded: Any = auto_class(self.config).from_pretrained(
+                **self._arguments, **place, output_loading_info=True, trust_remote_code=False
+            )
+        except torch.OutOfMemoryError:
+            raise
+        except ImportError as error:
+            raise ValueError(
+                f"the model in {str(self.source)!r} needs a package that is not installed "
+                f"({in_one_line(error)}); install it, or give another model"
+            ) from error
+        except Exception as error:  # third-party code on files of unknown origin
+            why = (self._checkpoint and self._checkpoint.mismatch()) or in_one_line(error)
+            raise ValueError(
+                f"the model in {str(self.source)!r} cannot be loaded ({why}); copy or download it again"
+            ) from error
+        model, report = loaded
+        if missing := sorted(report["missing_keys"]):
+            raise OSError(
+                f"the checkpoint in {str(self.source)!r} lacks {len(missing)} weights, such as {missing[0]}; "
+                "copy or download it again"
+            )
+        method = getattr(model.config, "quantization_config", None)
+        if method is not None and not getattr(model, "is_quantized", False):
+            # transformers would read the packed weights as plain ones.
+            raise ValueError(
+                f"{str(self.source)!r} uses a quantisation method that this release of transformers does not "
+                f"support ({method}); give a checkpoint of 16 bits"
+            )
+        ready: PreTrainedModel = model.eval()
+        _leave_out_encoders(ready)
+        return ready
+
+    def _check_host(self) -> None:
+        # Files are mapped, not copied, but a model that memory does not hold is read from disk in every pass.
+        left, what = available()
+        if self.bytes > left:
+            raise HostMemoryError(
+                f"the model in {str(self.source)!r} needs {self.bytes / 2**30:.1f} GiB of host memory, and "
+                f"{what} leaves {left / 2**30:.1f} GiB; {_REMEDY}"
+            )
+
+
+def _method(config: PreTrainedConfig) -> str | None:
+    settings: Any = getattr(config, "quantization_config", None)
+    if settings is None:
+        return None
+    name = settings.get("quant_method") if isinstance(settings, dict) else settings.quant_method
+    return str(getattr(name, "value", name))
+
+
+def _leave_out_encoders(model: PreTrainedModel) -> None:
+    """Free the weights of a multimodal model's encoders of images and sound, which text does not need.
+
+    The modules stay, without contents: transformers sets the attention of each part of a model.
+    """
+    decoder = text_decoder(model)
+    for modality in ("image", "audio"):
+        # A model without such an encoder returns itself, or None.
+        encoder = model.get_encoder(modality=modality)
+        if encoder is not None and all(module is not decoder for module in encoder.modules()):
+            for contents in (encoder._modules, encoder._parameters, encoder._buffers):
+                contents.clear()

@@ -1,0 +1,1 @@
+"""Mixture-of-experts layers: where their weights are, and forwards of few rows."""

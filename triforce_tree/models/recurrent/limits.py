@@ -1,0 +1,60 @@
+"""What recurrent layers are limited to: targets of two levels, chains of proposed tokens, no offloading."""
+
+from dataclasses import replace
+from typing import NoReturn
+
+from triforce_tree.config import HierarchyConfig
+from triforce_tree.models.supported import UnsupportedModelError
+from triforce_tree.trees.device_shapes import device_tree_shape
+from triforce_tree.trees.shapes import parse_shape
+
+_CHAIN = "chain:5"
+
+
+def within_limits(name: str, config: HierarchyConfig, draft_model: bool) -> HierarchyConfig:
+    """Settings that a model with recurrent layers can be decoded with.
+
+    Args:
+        name: of the model, for errors.
+        config: the settings; with a draft model the default tree becomes a chain.
+        draft_model: whether a draft model grows ``config.tree``; else it is the drafter's own.
+
+    Raises:
+        ValueError: three levels, or a tree that branches.
+    """
+    if config.levels == 3:
+        raise ValueError(
+            f"levels=3 is not possible with {name}: level 1 would need recurrent states of its own, after "
+            "tokens that level 2 has not verified; use levels=2 or levels='auto'"
+        )
+    if all(width == 1 for width in device_tree_shape(parse_shape(config.tree)).widths):
+        return config
+    if draft_model and config.tree == HierarchyConfig().tree:
+        return replace(config, tree=_CHAIN)
+    raise ValueError(
+        f"tree={config.tree!r} branches, and {name} would need a recurrent state for every branch; use a "
+        f"chain, like tree={_CHAIN!r}"
+    )
+
+
+def refuse_draft(name: str) -> NoReturn:
+    """Raise UnsupportedModelError: a draft has recurrent layers."""
+    raise UnsupportedModelError(
+        f"{name} keeps recurrent state, and a draft sees a window of the newest tokens, which a state cannot "
+        "be cut to; use a draft without such layers, or none (prompt lookup)"
+    )
+
+
+def refuse_offload(name: str) -> NoReturn:
+    """Raise ValueError: a KV cache beside recurrent layers would have to be offloaded."""
+    raise ValueError(
+        f"the KV cache of {name} cannot be offloaded: it has recurrent layers, which a prefill layer by "
+        "layer does not support; leave offload out, or shorten the prompt"
+    )
+
+
+def refuse_without_attention(name: str) -> NoReturn:
+    """Raise UnsupportedModelError: a model has recurrent layers alone."""
+    raise UnsupportedModelError(
+        f"{name} has recurrent layers alone; hierarchical decoding needs layers with attention"
+    )

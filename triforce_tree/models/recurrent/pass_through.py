@@ -1,0 +1,44 @@
+"""The cache that transformers' layers get from us: it stores nothing."""
+
+from typing import Any
+
+from torch import Tensor
+from transformers import Cache
+
+from triforce_tree.models.recurrent.running import convolve
+
+
+class PassThrough(Cache):
+    """A transformers cache that returns new keys and values to the attention function, which stores them.
+
+    Convolutions get their inputs with those before them. There never is a recurrent state: the functions that
+    scan a recurrence (``models/recurrent``) know where theirs is.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        return convolve(conv_states, kwargs["conv_kernel_size"] - 1)
+
+    def update_recurrent_state(self, recurrent_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return recurrent_states
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        return None
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        return None
+
+    def has_previous_state(self, *args: Any, **kwargs: Any) -> bool:
+        return False

@@ -1,0 +1,140 @@
+"""transformers' functions of each kind of recurrence, in two forms that take the running forward's state.
+
+In rows, those of a decoding pass are computed one by one (``kernels.recurrent``), as decoding token by token
+does. In chunks, a part of a prompt is computed by transformers' own function, which starts from the given
+state: matrix products over chunks, equal up to rounding. Both return the output as the replaced function
+does, and a second value in place of the final state, which the running forward has kept.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from triforce_tree.models.recurrent.running import Rows, recur, recur_by
+
+Scan = Callable[..., tuple[Tensor, Tensor]]
+_EPSILON = 1e-6
+
+
+def _mamba2_rows(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    *_: Any,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    **__: Any,
+) -> tuple[Tensor, Tensor]:
+    """``x`` ``[B, T, H, V]``, ``dt`` ``[B, T, H]``, ``a`` ``[H]``, ``b`` and ``c`` ``[B, T, G, K]``.
+
+    Like transformers' function for a single token it ignores limits of ``dt``.
+    """
+    step = _step(dt, dt_bias, dt_softplus)
+    value = x.float() * step[..., None]
+    out = recur(Rows(c.float(), b.float(), value, (step * a.float())[..., None]))
+    if D is not None:
+        out = out + x.float() * D[..., None]
+    return out.to(x.dtype), dt
+
+
+def _mamba2_chunks(own: Callable[..., Any]) -> Scan:
+    def scan(x: Tensor, *args: Any, **keywords: Any) -> tuple[Tensor, Tensor]:
+        out: list[Tensor] = []
+
+        def compute(state: Tensor | None) -> Tensor:
+            given = {**keywords, "initial_states": state, "return_final_states": True}
+            y, final = own(x, *args, **given)
+            out.append(y)
+            return final  # type: ignore[no-any-return]
+
+        recur_by(compute)
+        return out[0], x
+
+    return scan
+
+
+def _delta_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    g: Tensor,
+    beta: Tensor,
+    use_qk_l2norm_in_kernel: bool = False,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """``q``, ``k`` ``[B, T, G, K]``, ``v`` ``[B, T, H, V]``, ``g`` ``[B, T, H]`` or ``[B, T, H, K]``."""
+    query, key = q.float(), k.float()
+    if use_qk_l2norm_in_kernel:
+        query, key = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + _EPSILON) for x in (query, key))
+    decay = g.float() if g.dim() == 4 else g.float()[..., None]
+    rows = Rows(query / query.shape[-1] ** 0.5, key, v.float(), decay, beta=beta.float())
+    return recur(rows).to(v.dtype), g
+
+
+def _delta_chunks(own: Callable[..., Any]) -> Scan:
+    def scan(q: Tensor, *args: Any, **keywords: Any) -> tuple[Tensor, Tensor]:
+        out: list[Tensor] = []
+
+        def compute(state: Tensor | None) -> Tensor:
+            # transformers keeps this state with keys first.
+            first = None if state is None else state.transpose(-1, -2).contiguous()
+            y, final = own(q, *args, **{**keywords, "initial_state": first, "output_final_state": True})
+            out.append(y)
+            return final.transpose(-1, -2)  # type: ignore[no-any-return]
+
+        recur_by(compute)
+        return out[0], q
+
+    return scan
+
+
+def _mamba_rows(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """``x``, ``dt`` and ``z`` ``[B, V, T]``, ``a`` ``[V, K]``, ``b`` and ``c`` ``[B, K, T]``: one head."""
+    bias = None if delta_bias is None else delta_bias[:, None]
+    step = _step(dt, bias, delta_softplus)
+    value, decay, key, query = (
+        t.transpose(1, 2)[:, :, None].contiguous() for t in (x.float() * step, step, b.float(), c.float())
+    )
+    out = recur(Rows(query, key, value, decay, a.float()[None]))[:, :, 0].transpose(1, 2)
+    if D is not None:
+        out = out + x.float() * D[:, None]
+    if z is not None:
+        out = out * functional.silu(z.float())
+    return out.to(x.dtype), dt
+
+
+def _mamba_chunks(own: Callable[..., Any]) -> Scan:
+    """transformers' own function has no initial state, so that rows serve prompts too."""
+    return _mamba_rows
+
+
+def _step(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
+    step = dt if bias is None else dt + bias.to(dt.dtype)
+    return (functional.softplus(step) if softplus else step).float()
+
+
+SCANS: dict[str, tuple[Scan, Callable[[Callable[..., Any]], Scan]]] = {
+    "mamba2_chunk_scan": (_mamba2_rows, _mamba2_chunks),
+    "mamba_selective_scan": (_mamba_rows, _mamba_chunks),
+    "torch_chunk_gated_delta_rule": (_delta_rows, _delta_chunks),
+    "chunk_kimi_delta_attention": (_delta_rows, _delta_chunks),
+}
+"""By the name in transformers' modules: the form in rows, and what makes the form in chunks."""

@@ -1,0 +1,58 @@
+"""Bytes of fused experts, and of those that a forward reads or copies to the device."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from triforce_tree.models.experts.modules import distinct, expert_modules, experts_per_token, fused_weights
+
+
+@dataclass(frozen=True)
+class ExpertSizes:
+    """The experts of a model.
+
+    Attributes:
+        layers: with experts.
+        count: experts of a layer; a token is routed to ``per_token`` of them.
+        bytes: of one expert of one layer.
+        width: elements of one token's activations in one expert.
+    """
+
+    layers: int
+    count: int
+    per_token: int
+    bytes: int
+    width: int = 0
+
+    @classmethod
+    def of(cls, model: nn.Module, text_config: Any) -> "ExpertSizes | None":
+        """Those of a model; None without fused experts. Layers count as if all were alike."""
+        modules = expert_modules(model)
+        if not modules:
+            return None
+        weights = [weight for module in modules for weight in fused_weights(module)]
+        count = weights[0].shape[0]
+        size = sum(weight.numel() * weight.element_size() for weight in weights)
+        per_token = min(count, experts_per_token(text_config) or count)
+        elements = weights[0][0].numel() + weights[1][0].numel()
+        # Gate, up and down have a row or column of the hidden size for each inner element.
+        width = text_config.hidden_size + elements // text_config.hidden_size // 3
+        return cls(len(modules), count, per_token, size // (len(modules) * count), width)
+
+    @property
+    def layer_bytes(self) -> int:
+        return self.count * self.bytes
+
+    @property
+    def total(self) -> int:
+        return self.layers * self.layer_bytes
+
+    def routed_bytes(self, tokens: int, resident: int = 0) -> int:
+        """Expected bytes of the experts that ``tokens`` tokens are routed to, if routing is even.
+
+        Args:
+            resident: layers that are left out.
+        """
+        layers = max(0, self.layers - resident)
+        return int(layers * self.bytes * distinct(self.count, self.per_token, tokens))

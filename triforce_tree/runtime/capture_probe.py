@@ -1,0 +1,66 @@
+"""Whether a CUDA graph can hold code of other libraries, found by trying it."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from triforce_tree.runtime.executor import Captured
+
+# Most relative difference of a replayed result from a direct call's: 16-bit sums in another order give less,
+# results of an earlier input give about 1.
+_MOST_ERROR = 0.2
+
+
+def why_not_capturable(run: Callable[[Tensor], Tensor], first: Tensor, second: Tensor) -> str | None:
+    """The reason why a CUDA graph cannot hold ``run``; None if it can.
+
+    It is called directly, then with an error at every wait for the device, then captured on ``first`` and
+    replayed on ``second``.
+
+    Args:
+        run: reads its argument, whose address does not change, and has no other effect that matters.
+        first, second: inputs of one shape on the device, with different results.
+
+    Raises:
+        torch.OutOfMemoryError: memory ran out, which says nothing about the code.
+    """
+    source, results = first.clone(), [torch.empty(0)]
+
+    def once() -> None:
+        results[0] = run(source)
+
+    try:
+        once()
+        with _waits_are_errors(first.device):
+            once()
+        pool = torch.cuda.graph_pool_handle() if first.device.type == "cuda" else None
+        captured = Captured(once, first.device, pool)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # third-party code
+        text = " ".join(str(error).split())
+        return f"{type(error).__name__}: {text[:160]}"
+    source.copy_(second)
+    captured()
+    replayed = results[0].float()
+    direct = run(second).float()
+    difference = float((replayed - direct).norm() / direct.norm().clamp_min(1e-30))
+    if not difference <= _MOST_ERROR:
+        return f"a replayed graph differs from a direct call (relative difference {difference:.2g})"
+    return None
+
+
+@contextmanager
+def _waits_are_errors(device: torch.device) -> Iterator[None]:
+    """Inside, torch raises where an operation makes the host wait for a GPU."""
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
