@@ -131,7 +131,7 @@ def tried(args: argparse.Namespace) -> int:
                                       f"{row.reason}", style="red", markup=False, soft_wrap=True)  # fmt: skip
 
         workers.run(jobs, args.device, args.jobs, args.limit, done)
-    rows = [file.rows[key] for key in sorted(keys)]
+    rows = [file.rows[key] for key in sorted(keys & file.rows.keys())]
     return told(rows, args.json)
 
 

@@ -73,7 +73,12 @@ class LowBitLinear(nn.Module):
         self.register_buffer("words", words)
         self.register_buffer("scales", scales)
         self.register_buffer("counters", _counters(linear), persistent=False)
-        self.bias = linear.bias
+        self.bias, self._dtype = linear.bias, linear.weight.dtype
+
+    @property
+    def weight(self) -> Tensor:
+        """``[out_features, in_features]``, dequantised: some families read it, or its dtype, themselves."""
+        return reference.dequantise(self.words, self.scales, self.bits, self.in_features, self._dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in_features]`` to ``[..., out_features]`` in x's dtype."""

@@ -306,10 +306,16 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
         ValueError: there is none.
     """
     count = model.config.get_text_config(decoder=True).num_hidden_layers
-    for module in text_decoder(model).modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return module
+    modules = text_decoder(model).modules()
+    found = [module for module in modules if isinstance(module, nn.ModuleList) and len(module) == count]
+    if found:
+        # Modules that cache keys and values know their layer's index; those of encoders do not.
+        return max(found, key=lambda layers: _indexed(layers[0]))
     raise ValueError(f"{type(model).__name__} has no list of its {count} decoder layers")
+
+
+def _indexed(layer: nn.Module) -> bool:
+    return any(getattr(module, "layer_idx", None) is not None for module in layer.modules())
 
 
 def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -126,7 +126,10 @@ class Sizes:
             slots = config.streaming.sinks + 2 * config.streaming.window + 3 * MOST_GAMMA
             cache = slots * sum(shape.elements for shape in draft.kv_shapes) * draft.dtype.itemsize
             draft_bytes = tensor_bytes(draft.model) + cache
-        mlp = (getattr(text_config, "intermediate_size", None) or 4 * hidden) // shards_of(target.model)
+        inner = getattr(text_config, "intermediate_size", None) or 4 * hidden
+        # Gemma 3n and others have one for each layer.
+        inner = max(inner) if isinstance(inner, list | tuple) else inner
+        mlp = inner // shards_of(target.model)
         size, streamed = target.dtype.itemsize, target.streamed
         experts = ExpertSizes.of(target.model, text_config)
         if experts is not None:

@@ -12,9 +12,11 @@ import torch
 from transformers import PreTrainedModel
 
 import triforce_tree
-from scripts.checks.model_zoo.build import new_tokens_of, prompt_of
+from scripts.checks.model_zoo.build import build, new_tokens_of, prompt_of
+from scripts.checks.model_zoo.classes import families
 from scripts.checks.model_zoo.outcomes import CRASHES, DIFFERS, EQUAL, NOT_BUILT, REFUSED, SKIPPED
 from triforce_tree.eval.ties import first_difference
+from triforce_tree.models.recurrent.mixers import mixers
 
 PACKAGE = str(Path(triforce_tree.__file__).parent)
 NEW_TOKENS = 24
@@ -77,8 +79,15 @@ class Trial:
         self._expected: dict[int, list[int]] = {}
 
     @cached_property
+    def recurrent(self) -> bool:
+        """Whether some layers keep recurrent state: trees are chains, and the draft is of another family."""
+        return bool(mixers(self.model))
+
+    @cached_property
     def draft(self) -> PreTrainedModel:
-        """A copy with noise on its weights."""
+        """A copy with noise on its weights; a Llama where the family cannot draft."""
+        if self.recurrent:
+            return build(families()["LlamaForCausalLM"]).to(self.device)
         other = copy.deepcopy(self.model)
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
@@ -86,6 +95,10 @@ class Trial:
                 noise = torch.randn(weight.shape, generator=generator).to(weight.device)
                 weight += _NOISE * weight.abs().mean() * noise
         return other
+
+    @property
+    def _tree(self) -> dict[str, Any]:
+        return {"tree": "chain:4", "runner_ups": False} if self.recurrent else TREE
 
     def expected(self, length: int) -> list[int]:
         """The new tokens after the prompt of ``length`` tokens, by transformers alone."""
@@ -118,7 +131,9 @@ class Trial:
         streams = path.options.get("offload_weights", False)
         # Streamed weights are moved out of the model.
         target = copy.deepcopy(self.model) if streams else self.model
-        options = {**OPTIONS, **path.options, **(TREE if path.drafts else {})}
+        options = {**OPTIONS, **path.options, **(self._tree if path.drafts else {})}
+        if self.recurrent and len(path.options) > 1:
+            options["levels"] = 2  # what else is refused of the path, beside three levels
         engine = triforce_tree.load(target, self.draft if path.drafts else None, **options)
         prompts = [prompt_of(length) for length in lengths]
         out = engine.generate(

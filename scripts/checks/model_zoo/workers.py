@@ -1,5 +1,6 @@
 """Processes that try models one after the other: one that hangs or dies ends neither the run nor its rows."""
 
+import gc
 import multiprocessing as mp
 import os
 import threading
@@ -11,7 +12,7 @@ from typing import Any
 
 from scripts.checks.model_zoo.outcomes import CRASHES, NOT_BUILT, Row
 
-_START_SECONDS = 180  # to import torch and transformers
+_START_SECONDS = 600  # to import torch and transformers
 
 
 @dataclass(frozen=True)
@@ -34,29 +35,37 @@ def run(
 
     Args:
         limit: seconds for one path of a model.
+
+    Raises:
+        RuntimeError: a process did not start.
     """
     waiting: Queue[Job] = Queue()
     for job in jobs:
         waiting.put(job)
     lock = threading.Lock()
+    failed: list[Exception] = []
 
     def follow() -> None:
         worker = _Worker(device, limit)
-        while True:
-            try:
-                job = waiting.get_nowait()
-            except Empty:
-                worker.stop()
-                return
-            rows = worker.rows(job)
-            with lock:
-                done(job, rows)
+        try:
+            while not failed:
+                rows = worker.rows(job := waiting.get_nowait())
+                with lock:
+                    done(job, rows)
+        except Empty:
+            pass
+        except Exception as error:
+            failed.append(error)
+        finally:
+            worker.stop()
 
     threads = [threading.Thread(target=follow, daemon=True) for _ in range(max(1, workers))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    if failed:
+        raise failed[0]
 
 
 class _Worker:
@@ -118,6 +127,8 @@ def _serve(pipe: Connection, device: str) -> None:
     """The other process: gets a class, a feature set and paths; sends an outcome and a reason for each."""
     os.environ["TRIFORCE_TREE_PROFILES"] = ""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    # Some families print; the last line of the command is JSON.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     import torch
     from transformers.utils import logging
 
@@ -128,6 +139,9 @@ def _serve(pipe: Connection, device: str) -> None:
     torch.set_num_threads(1)
     logging.set_verbosity_error()
     known = families()
+    # The engine collects garbage whenever it lets go of a cache, and would look through all modules.
+    gc.collect()
+    gc.freeze()
     pipe.send("ready")
     while True:
         try:
