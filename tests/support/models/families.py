@@ -236,7 +236,8 @@ def perturbed(model: PreTrainedModel, noise: float, seed: int = 1) -> PreTrained
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in other.parameters():
-            weight += noise * weight.abs().mean() * torch.randn(weight.shape, generator=generator)
+            drawn = torch.randn(weight.shape, generator=generator).to(weight.device)
+            weight += noise * weight.abs().mean() * drawn
     return other
 
 
