@@ -51,7 +51,7 @@ def summary(content: Record, paths: list[str]) -> str:
 
 def short(row: Record) -> str:
     """A reason without what differs between classes that have the same one."""
-    reason = row["reason"].replace(f"{row['class']} ", "").replace(f"{row['class']}'s ", "its ")
+    reason = row["reason"].removeprefix(f"{row['class']} ").replace(row["class"], "this model")
     reason = _NO_INTERFACE.sub(r"\1", reason)
     if found := _DIFFERS.search(reason):
         reason = (found[1] or "its logits differ from transformers' own;").removesuffix(";")
