@@ -29,8 +29,8 @@ from triforce_tree.kernels.step import select_kernels as select
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 NAMES = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}
 HEAD_DIMS = (64, 80, 96, 128, 256)
-# Of keys and values: expanded multi-head latent attention (DeepSeek-V3; MiniCPM3) has two.
-WIDTHS = (*((dim, dim) for dim in HEAD_DIMS), (192, 128), (96, 64))
+# Of keys and values.
+WIDTHS = tuple((dim, dim) for dim in HEAD_DIMS)
 QUERIES = (1, 16, 32, 64, 128)
 BITS = (16, 8, 4)
 LINEARS = (
@@ -224,9 +224,7 @@ def _place(frontier: int, draws: int, fixed: bool) -> None:
 def _exchange() -> Iterator[Variant]:
     for slots in (64, 2048):
         yield Variant(f"exchange of {slots} slots", partial(_exchange_chunks, slots))
-    for dims, chunk, where in product(
-        ((96, 96), (256, 256), (192, 128)), (8, 64), ("the host", "both memories")
-    ):
+    for dims, chunk, where in product(((96, 96), (256, 256)), (8, 64), ("the host", "both memories")):
         name = f"chunks of {chunk} from {where}, {_label(*dims)}"
         yield Variant(name, partial(_fetch, Heads(2, 2, *dims), chunk, where == "both memories"))
     words = _int32(4096)

@@ -23,9 +23,9 @@ def tokens_of_forwards(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, in
     seen: list[tuple[object, int]] = []
     call = StepModel.__call__
 
-    def recorded(self: StepModel, tokens: torch.Tensor, positions: torch.Tensor, view, last: int = 0):
+    def recorded(self: StepModel, tokens: torch.Tensor, positions: torch.Tensor, view, *rest, **more):
         seen.append((view, tokens.shape[1]))
-        return call(self, tokens, positions, view, last)
+        return call(self, tokens, positions, view, *rest, **more)
 
     monkeypatch.setattr(StepModel, "__call__", recorded)
     return seen

@@ -8,11 +8,11 @@ import torch
 from families import VOCABULARY, prompt_of, tiny
 from messages import says
 from own_drafters import FixedSiblings
+from transformers import AutoModelForCausalLM
 
 import triforce_tree
 from triforce_tree.config import HierarchyConfig, RetrievalConfig, StreamingConfig
 from triforce_tree.drafters.prompt_lookup import PromptLookup
-from triforce_tree.loading import reading
 
 TARGET = tiny("llama-gqa")
 
@@ -237,7 +237,7 @@ def test_weights_that_exceed_the_device(folder: Path, monkeypatch: pytest.Monkey
     def full(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("no more")
 
-    monkeypatch.setattr(reading.AutoModelForCausalLM, "from_pretrained", full)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", full)
     with pytest.raises(ValueError, match=says("weights of", "GiB, more than cpu has left", "smaller model")):
         triforce_tree.load(folder)
 

@@ -32,7 +32,7 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: object, **__: object) -> None:
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr(reading.AutoModelForCausalLM, "from_pretrained", never)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", never)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, "auto", None])
@@ -91,7 +91,7 @@ def test_weights_for_a_gpu_are_read_onto_it(folder: Path, monkeypatch: pytest.Mo
         places.append(device_map)
         return real(**keywords)
 
-    monkeypatch.setattr(reading.AutoModelForCausalLM, "from_pretrained", note)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", note)
     gpu = torch.device("cuda", 1)
     ModelFiles.find(folder, gpu).read(gpu)
     ModelFiles.find(folder, gpu).read(CPU)

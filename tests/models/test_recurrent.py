@@ -28,6 +28,8 @@ from triforce_tree.kv.recurrent_states import ProposedPass, RecurrentStates, Tok
 from triforce_tree.models.hf_model import HFModel, plain_torch_modes
 from triforce_tree.models.recurrent.running import Rows
 from triforce_tree.models.step_model import step_model
+from triforce_tree.planning.memory_layout import Workload, on_device
+from triforce_tree.planning.memory_map import Machine, Sizes
 from triforce_tree.verify.sampling import ProbsFromLogits
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
@@ -297,3 +299,32 @@ def test_check_starts_every_draw_from_the_same_states(levels: int) -> None:
     engine = triforce_tree.load(model("granite-4"), tiny("llama"), rounds=1, tree="chain:2")
     [result] = check.sampling_checks(engine, PROMPTS[:1], 40, levels)
     assert result.passed
+
+
+@pytest.mark.parametrize("family", ONE_PER_KIND)
+def test_the_memory_plan_counts_the_states(family: str) -> None:
+    target, batch = HFModel(model(family)), 3
+    buffers = RecurrentStates(target.states, batch, target.device, target.dtype).buffers
+    sizes = Sizes.of(target, None, HierarchyConfig())
+    assert sizes.layers == len(target.kv_shapes) < target.layers
+    assert batch * sizes.states == sum(t.numel() * t.element_size() for t in buffers)
+    machine, workload = Machine(1 << 40, 1 << 40, 1e9, 1e12), Workload(batch, 100, 10)
+    plan = on_device(sizes, machine, HierarchyConfig(levels=2), workload)
+    assert plan.device["recurrent states"] == batch * sizes.states
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", RECURRENT)
+def test_captured_passes_on_a_gpu(family: str) -> None:
+    """Greedy text in fp32, by CUDA graphs and compiled layers, with ragged numbers of accepted tokens."""
+    target = recurrent(family).cuda()
+    texts = [greedy(target, prompt, NEW) for prompt in PROMPTS]
+    assert decoded(program(target, 1, batch=3), PROMPTS, [NEW] * 3)[0] == texts
+    known = [p + e for p, e in zip(PROMPTS, texts, strict=True)]
+    wrong = [mistakes(p, every) for p, every in zip(PROMPTS, (3, 4, 5), strict=True)]
+    new, decoder = decoded(program(target, 2, Foreknowledge(known, wrong, 4), 3), PROMPTS, [NEW] * 3)
+    assert new == texts
+    assert decoder.levels[-1].accepted > NEW
+    engine = triforce_tree.load(target, tiny("llama").cuda(), rounds=1, tree="chain:3")
+    out = engine.generate(PROMPTS[0], max_new_tokens=NEW, do_sample=False)
+    assert out.sequences[0, len(PROMPTS[0]) :].tolist() == texts[0]

@@ -69,7 +69,7 @@ class TestTwoRanks:
         for result in results:
             error, *heads = result["logits"][family]
             assert error < 1e-5
-            assert heads == [whole.query // 2, whole.kv // 2, whole.dim]
+            assert heads == [whole.query // 2, whole.kv // 2, whole.dim, whole.value_dim]
 
     @pytest.mark.parametrize("setup", parallel_ranks.SETUPS)
     def test_greedy_tokens_equal_the_unsharded_targets(

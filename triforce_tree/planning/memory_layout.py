@@ -283,6 +283,7 @@ def on_device(sizes: Sizes, machine: Machine, config: HierarchyConfig, workload:
         "draft": sizes.draft if levels > 1 else 0,
         "low-bit weights": memory_map.low_bit(sizes, config, levels),
         "KV": full,
+        **({"recurrent states": sizes.states * workload.batch} if sizes.states else {}),
         **_windows(sizes, config, levels, workload),
         "chunk means": means,
         "prefill": chunk * memory_map.activations(sizes) + workload.prompt * sizes.padded_row,

@@ -48,7 +48,7 @@ class Sizes:
     ``weights`` and ``draft`` are bytes of parameters and buffers, for the draft including its cache;
     ``streamed`` bytes of the weights are in host memory, and are copied into ``slots`` bytes on the device.
     ``kv_heads``, ``head_dim`` and ``value_dim`` (0 becomes ``head_dim``) are those of the full-attention
-    layers; ``windowed`` layers have a window.
+    layers; ``windowed`` layers have a window; ``states`` are one sequence's in recurrent layers.
     Streamed weights include the experts, if there are any.
     """
 
@@ -67,6 +67,7 @@ class Sizes:
     windowed: tuple[WindowedLayers, ...] = ()
     experts: ExpertSizes | None = None
     value_dim: int = 0
+    states: int = 0
 
     def __post_init__(self) -> None:
         if not self.value_dim:
@@ -144,6 +145,7 @@ class Sizes:
             tuple(WindowedLayers(n, s.window or 0, s.elements * size) for s, n in windowed.items()),
             experts,
             heads.value_dim,
+            0 if target.states is None else target.states.bytes(size),
         )  # fmt: skip
 
 

@@ -84,7 +84,9 @@ def test_layers_without_a_window_of_different_heads_are_refused() -> None:
     target = HFModel(tiny("llama-gqa"))
     target.kv_shapes = [KVShape(Heads(4, 2, 8)), KVShape(Heads(4, 4, 8))]
     config = HierarchyConfig.from_options(**SMALL)
-    with pytest.raises(ValueError, match=r"keys of 2 x 8 and 4 x 8 elements.*leave offload out"):
+    with pytest.raises(
+        ValueError, match=r"values of 2 x \(8 \+ 8\) and 4 x \(8 \+ 8\) elements.*leave offload out"
+    ):
         DecodingProgram(target, None, config, 1, 200, 1, SPLITS["host"])
 
 

@@ -242,7 +242,8 @@ def perturbed(model: PreTrainedModel, noise: float, seed: int = 1) -> PreTrained
 
 def greedy(model: PreTrainedModel, prompt: list[int], new_tokens: int, **kwargs: Any) -> list[int]:
     """The new tokens of greedy decoding by transformers."""
-    out = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=new_tokens, **kwargs)
+    ids = torch.tensor([prompt], device=model.device)
+    out = model.generate(ids, do_sample=False, max_new_tokens=new_tokens, **kwargs)
     return out[0, len(prompt) :].tolist()
 
 

@@ -144,5 +144,5 @@ class Foreknowledge:
         tree.tokens[:, 0] = state.newest
         tree.tokens[:, 1:] = -1
         for b, (text, end) in enumerate(zip(self._texts, state.end.tolist(), strict=True)):
-            coming = torch.tensor(text[end + 1 :][: self.length], dtype=torch.int64)
+            coming = torch.tensor(text[end + 1 :][: self.length], dtype=torch.int64, device=state.device)
             tree.tokens[b, 1 : 1 + len(coming)] = coming

@@ -49,7 +49,7 @@ def refuse_offload(name: str) -> NoReturn:
     """Raise ValueError: a KV cache beside recurrent layers would have to be offloaded."""
     raise ValueError(
         f"the KV cache of {name} cannot be offloaded: it has recurrent layers, which a prefill layer by "
-        "layer does not support; leave offload out, or shorten the prompt"
+        "layer does not support; leave offload and offload_weights out, or shorten the prompt"
     )
 
 
