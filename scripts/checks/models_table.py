@@ -3,11 +3,14 @@
 import re
 from collections import Counter
 
-from scripts.benchmarks.common.markdown import Record, Table, file_note, grid
+from scripts.benchmarks.common.markdown import Record, Table, grid, noted
 
 FILE = "models.json"
 _MARKS = {"equal": "yes", "skipped": "-"}
 _LONGEST = 150
+_NOTE = (
+    "{hardware}, torch {versions[torch]}, transformers {versions[transformers]}, commit {commit}, {date}. "
+)
 _NO_INTERFACE = re.compile(
     r".*does not pass through transformers' attention interface with our cache \((.*)\)"
 )
@@ -34,7 +37,7 @@ def models(content: Record) -> str:
         table.append([f"`{name}`", what, *(cells.get(path, "") for path in paths)])
     footnotes = "".join(f"{number}. {reason}\n" for reason, number in notes.items())
     parts = (summary(content, paths), grid(["class", "special", *paths], table, 2), footnotes)
-    return "\n".join([*parts, file_note(FILE, {"": content})])
+    return "\n".join([*parts, noted(_NOTE, FILE)(content, [])])
 
 
 def summary(content: Record, paths: list[str]) -> str:
@@ -48,7 +51,7 @@ def summary(content: Record, paths: list[str]) -> str:
 
 def short(row: Record) -> str:
     """A reason without what differs between classes that have the same one."""
-    reason = row["reason"].replace(f"{row['class']} ", "").replace(f"{row['class']}'s ", "its ")
+    reason = row["reason"].removeprefix(f"{row['class']} ").replace(row["class"], "this model")
     reason = _NO_INTERFACE.sub(r"\1", reason)
     if found := _DIFFERS.search(reason):
         reason = (found[1] or "its logits differ from transformers' own;").removesuffix(";")

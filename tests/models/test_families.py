@@ -11,7 +11,6 @@ import pytest
 import torch
 from families import (
     FAMILIES,
-    FAMILIES_BEYOND,
     SMALL_SETTINGS,
     VOCABULARY,
     build,
@@ -178,13 +177,10 @@ def test_the_models_attention_setting_is_unchanged_after_an_error() -> None:
 
 
 REASONS = {
-    "FalconForCausalLM": "attention interface",
-    "BloomForCausalLM": "attention interface",
     "T5ForConditionalGeneration": "encoder-decoder",
     "MambaForCausalLM": "attention|recurrent|state",
 }
 SETTINGS = {
-    "FalconForCausalLM": {"alibi": False, "new_decoder_architecture": False},
     "T5ForConditionalGeneration": {
         "d_model": 32,
         "d_kv": 8,
@@ -235,15 +231,3 @@ def test_a_sequence_may_use_all_learned_positions(levels: int) -> None:
     """Tree nodes beyond the last position share it; their results are not needed."""
     target, prompt = gpt2(), prompt_of(500)
     accepted_per_level(target, perturbed(target, 0.05), prompt, 12, levels=levels)
-
-
-@pytest.mark.parametrize("family", FAMILIES_BEYOND)
-def test_sequences_beyond_every_length_that_a_family_names(family: str) -> None:
-    target = target_of(family)
-    draft = perturbed(target, 0.05)
-    prompt = prompt_of(150)
-    assert len(set(expected(target, tuple(prompt), 14))) > 3, "an output that varies"
-    accepted_per_level(target, draft, prompt, 14, levels=1)
-    accepted_per_level(target, draft, prompt, 14, levels=3)
-    accepted_per_level(target, draft, prompt, 14, levels=2)
-    accepted_per_level(target, draft, prompt, 14, levels=3, offload=True, runner_ups=True)
