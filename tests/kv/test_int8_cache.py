@@ -1,18 +1,12 @@
 """A full KV cache in 8 bits against transformers' own forward over keys and values rounded to 8 bits."""
 
-import copy
-import sys
 from functools import cache
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from families import greedy, perturbed, prompt_of, tiny
+from families import greedy, perturbed, prompt_of, tiny, with_rounded_kv
 from program_cases import SMALL, decoded, program_of
-from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import eager_mask
 
 import triforce_tree
 from triforce_tree.config import HierarchyConfig
@@ -33,26 +27,6 @@ pytestmark = pytest.mark.usefixtures("poisoned_empty")
 PROMPTS = [prompt_of(33), prompt_of(150)]
 NEW = 12
 FAMILIES = ("llama-gqa", "qwen3", "gemma2", "gpt-oss", "llama4")
-
-
-def rounded(x: Tensor) -> Tensor:
-    """Each vector to multiples of a 127th of its largest magnitude."""
-    step = x.abs().amax(-1, keepdim=True) / 127
-    return torch.round(x / step) * step
-
-
-def _over_rounded(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **how: Any) -> Any:
-    eager = sys.modules[type(module).__module__].eager_attention_forward
-    return eager(module, q, rounded(k), rounded(v), mask, **how)
-
-
-def with_rounded_kv(model: PreTrainedModel) -> PreTrainedModel:
-    """transformers' own model, which attends to keys and values in 8 bits."""
-    AttentionInterface.register("rounded_kv", _over_rounded)
-    AttentionMaskInterface.register("rounded_kv", eager_mask)
-    made = copy.deepcopy(model)
-    made.set_attn_implementation("rounded_kv")
-    return made
 
 
 @cache
