@@ -11,6 +11,9 @@ from triforce_tree.trees.shapes import MOST_DEPTH, Shape, parse_shape
 MOST_TOKENS, MOST_PROPOSED = 2**20, 1024
 
 
+NO_OFFLOAD = "an offloaded one has 16; leave out kv_bits, or give offload=False and shorten the prompt"
+
+
 def _within(name: str, value: object, least: int, most: int = MOST_TOKENS) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise ValueError(f"{name}={value!r} must be an integer of at least {least} and at most {most}")
@@ -121,6 +124,10 @@ class HierarchyConfig:
     proposed, but not the distribution of the output. ``prefill_chunk`` tokens of a prompt are prefilled in
     one forward; None: 1024, on a GPU 4096.
 
+    ``kv_bits`` 8 stores the target's keys and values in 8 bits, with a scale for each vector; 16 is the
+    target's own dtype. Output then follows exactly the distribution of the target with that cache, as plain
+    decoding (``levels=1``) with the same ``kv_bits`` does.
+
     ``offload`` True keeps the full cache in host memory, as far as ``gpu_memory`` (bytes, or "24GiB": the
     most that the whole engine takes of the device) does not hold it; "auto" does so where the device cannot
     hold all of it, False never; None is "auto" where ``gpu_memory`` or ``host_memory`` is given, and else
@@ -142,6 +149,7 @@ class HierarchyConfig:
     retrieval_weight_bits: int = 16
     rounds: int | None = None
     prefill_chunk: int | None = None
+    kv_bits: int = 16
     offload: bool | str | None = None
     gpu_memory: int | str | None = None
     host_memory: int | str | None = None
@@ -159,6 +167,8 @@ class HierarchyConfig:
             _within("prefill_chunk", self.prefill_chunk, 1)
         if self.retrieval_weight_bits not in (4, 8, 16):
             raise ValueError(f"retrieval_weight_bits={self.retrieval_weight_bits!r} must be 16, 8 or 4")
+        if isinstance(self.kv_bits, bool) or self.kv_bits not in (8, 16):
+            raise ValueError(f"kv_bits={self.kv_bits!r} must be 16 or 8")
         if self.levels not in ("auto", 1, 2, 3):
             raise ValueError(f"levels={self.levels!r} must be 1, 2, 3 or 'auto'")
         if not isinstance(self.runner_ups, bool | None):
@@ -193,6 +203,9 @@ class HierarchyConfig:
                 "host_attention=True needs KV slots in host memory, but nothing is offloaded; give "
                 "offload=True or gpu_memory, or leave it out"
             )
+
+        if self.kv_bits != 16 and self.offloads is True:
+            raise ValueError(f"kv_bits={self.kv_bits} is for a cache on the device; {NO_OFFLOAD}")
 
     @property
     def offloads(self) -> bool | str:

@@ -82,7 +82,7 @@ GIVEN = {
     "levels": ("2", 2), "gamma": ("5", 5), "tree": ("chain:3", "chain:3"),
     "rounds": ("2", 2), "runner_ups": (None, True), "budget": ("64", 64), "chunk": ("16", 16),
     "recent": ("32", 32), "refresh": ("0", 0), "retrieval_weight_bits": ("8", 8), "sinks": ("2", 2),
-    "window": ("64", 64), "prefill_chunk": ("128", 128),
+    "window": ("64", 64), "prefill_chunk": ("128", 128), "kv_bits": ("8", 8),
 }  # fmt: skip
 
 

@@ -13,7 +13,8 @@ from tiny_pair import TinyPair, prompt
 from triforce_tree import Engine
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding import assembly
-from triforce_tree.eval import check, goodness_of_fit
+from triforce_tree.eval import check, goodness_of_fit, own_forward
+from triforce_tree.loading.load_guard import relative_error
 from triforce_tree.models.length_rope import LengthRope
 from triforce_tree.verify.noise import Noise
 from triforce_tree.verify.sampling import ProbsFromLogits
@@ -39,6 +40,15 @@ def test_logits_are_those_of_one_forward(engine: Engine, length: int) -> None:
     assert result.passed
     assert result.positions == min(length, 16)
     assert 0 < result.error < 1e-5
+
+
+def test_a_cache_of_8_bits_is_compared_with_transformers_over_one(engine: Engine) -> None:
+    eight, text = engine.with_options(kv_bits=8, prefill_chunk=64), prompt(engine, 203)
+    assert check.forward(eight, text).error < 1e-5
+    assert check.greedy(eight, text, 40, 3).passed
+    # The reference is not that of 16 bits.
+    own = own_forward.last_position_logits(engine, text, 16)
+    assert relative_error(own_forward.last_position_logits(eight, text, 16), own) > 1e-4
 
 
 def test_a_wrong_rotation_is_found_in_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:

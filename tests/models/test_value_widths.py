@@ -136,7 +136,7 @@ def test_shapes_and_bytes_of_keys_and_values() -> None:
     ]
     assert [shape.elements for shape in model.kv_shapes] == [40, 80, 40]
     sizes = Sizes.of(model, None, HierarchyConfig.from_options(levels=1))
-    assert (sizes.row, sizes.windowed[0].row, sizes.padded_row) == (40 * 4, 80 * 4, 24 * 4)
+    assert (sizes.row, sizes.windowed[0].row, sizes.prefill_row) == (40 * 4, 80 * 4, 24 * 4)
 
 
 def test_a_compiled_layer_knows_the_width_of_the_values() -> None:

@@ -1,5 +1,7 @@
 """Memory plans for models of 7, 8 and 13 billion weights with several amounts of device memory."""
 
+from dataclasses import replace
+
 import pytest
 from families import perturbed, tiny
 from model_sizes import LLAMA_2_7B, LLAMA_2_13B, LLAMA_3_1_8B, LONG, STREAMED_13B
@@ -227,6 +229,30 @@ def test_planned_bytes_are_those_that_a_program_allocates() -> None:
     full = made.device["resident KV"] + made.host["KV"]
     assert cache.host.resident_bytes + cache.host.host_bytes == full
     program.close()
+
+
+def test_planned_bytes_of_a_cache_in_8_bits() -> None:
+    kinds = ["sliding_attention", "full_attention", "full_attention"]
+    target = tiny("gemma3", num_hidden_layers=3, layer_types=kinds, sliding_window=100)
+    options = {"budget": 64, "chunk": 4, "recent": 16, "levels": 3, "gamma": 8}
+    config = HierarchyConfig.from_options(offload="auto", kv_bits=8, **options)
+    models = HFModel(target), HFModel(perturbed(target, 0.1))
+    sizes = Sizes.of(*models, config)
+    machine = Machine(GIB, GIB, H200_BUS, 4.4e12)
+    made = plan(sizes, machine, config, options, 2, 300, 84)
+    assert made.offload is None
+    program = DecodingProgram(models[0], TreeDrafter(models[1], config), config, 2, 384, 3)
+    view = program.retrieval_view
+    assert view is not None
+    for group, name in zip(program.store.groups, ("layers with windows", "KV"), strict=True):
+        a_slot = sum(part[0, :, :, 0].nbytes for part in group.parts) * len(group.layers)
+        allocated = sum(part.nbytes for part in group.parts)
+        assert abs(made.device[name] - allocated) <= 128 * a_slot, name
+    [means] = [kept.means.nbytes for kept in view.retrieved if kept is not None]
+    assert made.device["chunk means"] == pytest.approx(means, rel=0.1)
+    # Half of the bytes of fp16 and 3 % for scales, at 128 columns.
+    half = replace(LLAMA_2_7B, kv_bits=8)
+    assert half.row / LLAMA_2_7B.row == pytest.approx(0.5 * (1 + 4 / 128))
 
 
 @pytest.mark.parametrize("prompt", [60, 300])

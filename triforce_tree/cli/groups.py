@@ -27,6 +27,7 @@ ENGINE_OPTIONS = (
     "sinks",
     "window",
     "prefill_chunk",
+    "kv_bits",
 )
 DRAFTERS = ("model", "lookup")
 MEMORY_OPTIONS = ("offload", "gpu_memory", "host_memory", "offload_weights", "host_attention")
@@ -121,6 +122,11 @@ def add_hierarchy(parser: argparse.ArgumentParser, profile: str | None = NONE) -
         "prefill_chunk": (
             positive,
             "prompt tokens in one forward of prefill; by default 1024, on a GPU 4096",
+        ),
+        "kv_bits": (
+            int,
+            "bits of the target's keys and values, 16 (its own dtype) or 8: the text is exact for the target "
+            "with that cache",
         ),
     }
     for name in ENGINE_OPTIONS:

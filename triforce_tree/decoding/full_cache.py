@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from triforce_tree.config import HierarchyConfig
+from triforce_tree.config import NO_OFFLOAD, HierarchyConfig
 from triforce_tree.decoding.stages import FullView
 from triforce_tree.kv.offload.gathered_retrieval import GatheredRetrievalView
 from triforce_tree.kv.offload.host_store import Offload
@@ -45,7 +45,8 @@ class FullCache:
         gathered_view: level 1's view of an offloaded cache; None otherwise.
 
     Raises:
-        ValueError: a store that is too small, or cannot be paged by chunks.
+        ValueError: a store that is too small, of other bits, or cannot be paged by chunks; an offloaded cache
+            in 8 bits.
         HostMemoryError: host memory is short.
     """
 
@@ -88,6 +89,8 @@ class FullCache:
         pinned: Callable[[int], None] | None,
     ) -> None:
         retrieval, limits = config.retrieval, self._limits
+        if config.kv_bits != 16:
+            raise ValueError(f"kv_bits={config.kv_bits} is for a cache on the device; {NO_OFFLOAD}")
         recent = slots = page = 0
         if levels == 3:
             recent, page = retrieval.recent, retrieval.chunk
@@ -109,7 +112,12 @@ class FullCache:
         positions = self._max_seq_len + scratch
         if store is None:
             slots = max(positions, retrieval.budget if levels == 3 else 0)
-            store = KVStore(target.kv_layers, self._batch, slots, target.device, target.dtype, page, scratch)
+            store = KVStore(
+                target.kv_layers, self._batch, slots, target.device, target.dtype, page, scratch,
+                bits=config.kv_bits,
+            )  # fmt: skip
+        if store.bits != config.kv_bits:
+            raise ValueError(f"kv_bits={config.kv_bits}, but the given store has {store.bits}; make another")
         store.check_room(self._batch, positions, scratch)
         self.store = own = store.in_pages(page)
 
@@ -188,7 +196,7 @@ class FullCache:
             assert self.store is not None
             stop = length + self._limits.scratch_slots + 1
             groups = [group for group in self.store.groups if not group.ring]
-            written = [t[..., length:stop, :] for group in groups for t in group.kv]
+            written = [t[..., length:stop, :] for group in groups for t in group.parts]
             before = [slots.clone() for slots in written]
             try:
                 yield

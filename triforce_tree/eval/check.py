@@ -26,13 +26,12 @@ from triforce_tree.decoding.stages import ChainVerifyStage, RetrievalVerifyStage
 from triforce_tree.drafters.base import TokenTree
 from triforce_tree.engine import Engine
 from triforce_tree.eval.goodness_of_fit import chi_square, chi_square_p, shift, shift_p
+from triforce_tree.eval.own_forward import as_ids, last_logits, last_position_logits, own_decoding
 from triforce_tree.eval.ties import (
     NOISE_POSITIONS,
-    as_ids,
     chain_logits,
     common_prefix,
     forward_noise,
-    last_logits,
 )
 from triforce_tree.loading.load_guard import relative_error
 from triforce_tree.verify.sampling import NAN_LOGITS, ProbsFromLogits
@@ -136,7 +135,7 @@ def forward(engine: Engine, prompt: Sequence[int]) -> Forward:
     """
     model = engine.hierarchy.target.model
     positions = min(NOISE_POSITIONS, len(prompt))
-    own = _last_position_logits(model, prompt, positions)
+    own = last_position_logits(engine, prompt, positions)
     start = len(prompt) - positions + 1
     ours = chain_logits(engine, prompt[:start], prompt[start:]).float()
     limit = ROUNDING.get(model.dtype, ROUNDING_16)
@@ -151,8 +150,7 @@ def greedy(
     stop: StoppingCriteriaList | None = None,
 ) -> Greedy:
     """Compare with transformers' own greedy decoding of the same model."""
-    model = engine.hierarchy.target.model
-    expected = _own_decoding(model, prompt, new_tokens, stop)
+    expected = own_decoding(engine, prompt, new_tokens, stop)
     noise = forward_noise(engine, [*prompt, *expected])
     runner = engine.with_options(levels=levels)
     at = ties = failures = 0
@@ -167,7 +165,7 @@ def greedy(
         at += same
         if at == len(expected) or same == len(ours):
             break
-        logits = last_logits(model, [*prompt, *expected[:at]])
+        logits = last_logits(engine, [*prompt, *expected[:at]])
         gap = float(logits.max() - logits[ours[same]])
         widest = max(widest, gap)
         if gap < noise:
@@ -326,25 +324,3 @@ def uncertain_contexts(engine: Engine, tokens: Sequence[int], count: int) -> lis
 
 def as_dicts(results: Sequence[Forward | Greedy | Sampling]) -> list[dict[str, Any]]:
     return [{**asdict(r), "passed": r.passed} for r in results]
-
-
-def _own_decoding(
-    model: Any, prompt: Sequence[int], new_tokens: int, stop: StoppingCriteriaList | None
-) -> list[int]:
-    ids = as_ids(model, prompt)
-    out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        max_new_tokens=new_tokens,
-        stopping_criteria=stop,
-    )
-    tokens: list[int] = out[0, len(prompt) :].tolist()
-    return tokens
-
-
-def _last_position_logits(model: Any, tokens: Sequence[int], positions: int) -> Tensor:
-    """fp32 ``[positions, V]`` of the last tokens, by one forward of transformers' over all of them."""
-    with torch.no_grad():
-        logits: Tensor = model(as_ids(model, tokens), use_cache=False, logits_to_keep=positions).logits
-    return logits[0, -positions:].float()

@@ -6,17 +6,15 @@ closer together than that difference, either token is the argmax of a correct co
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from triforce_tree.decoding.forced_tokens import target_logits
 from triforce_tree.engine import Engine
-from triforce_tree.models.length_rope import LengthRope
+from triforce_tree.eval.own_forward import as_ids, last_logits, prefilled
 
 NOISE_POSITIONS = 16
-_CHUNK = 2048  # tokens of a prompt in one forward of the model's own
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,7 @@ def first_difference(
         return None
     target = engine.hierarchy.target
     tokens = [*prompt, *ours[:at]]
-    logits = last_logits(target.model, tokens)
+    logits = last_logits(engine, tokens)
     gap = float(logits.max() - torch.minimum(logits[ours[at]], logits[theirs[at]]))
     return Difference(gap, forward_noise(engine, [*tokens, theirs[at]]), target.dtype.itemsize >= 4)
 
@@ -72,7 +70,7 @@ def forward_noise(engine: Engine, tokens: Sequence[int]) -> float:
     start = len(tokens) - positions
     many = chain_logits(engine, tokens[:start], tokens[start:-1]).float()
     with torch.no_grad():
-        cache = _prefilled(model, tokens[: start - 1])
+        cache = prefilled(engine, tokens[: start - 1])
         worst = 0.0
         for i, at in enumerate(range(start - 1, len(tokens) - 1)):
             out = model(as_ids(model, tokens[at : at + 1]), past_key_values=cache, use_cache=True)
@@ -86,29 +84,3 @@ def chain_logits(engine: Engine, prompt: Sequence[int], more: Sequence[int]) -> 
     with engine.program([list(prompt)], len(more) + 1, None, 0.0) as program:
         program.prefill([prompt])
         return target_logits(program, [prompt[-1], *more])
-
-
-def last_logits(model: Any, tokens: Sequence[int]) -> Tensor:
-    """fp32 ``[V]`` after the last token, by the model's own forward of it alone."""
-    with torch.no_grad():
-        cache = _prefilled(model, tokens[:-1])
-        out = model(as_ids(model, tokens[-1:]), past_key_values=cache, use_cache=True, logits_to_keep=1)
-    logits: Tensor = out.logits
-    return logits[0, -1].float()
-
-
-def as_ids(model: Any, tokens: Sequence[int]) -> Tensor:
-    """int64 ``[1, L]`` on the model's device."""
-    return torch.tensor([list(tokens)], device=model.device)
-
-
-def _prefilled(model: Any, tokens: Sequence[int]) -> Any:
-    """transformers' KV cache of these tokens; None for none."""
-    cache = None
-    # Where rotary frequencies depend on the length, transformers chooses them by the tokens of each forward.
-    chunk = _CHUNK if LengthRope.of(model) is None else max(1, len(tokens))
-    for start in range(0, len(tokens), chunk):
-        ids = as_ids(model, tokens[start : start + chunk])
-        out = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache = out.past_key_values
-    return cache

@@ -6,7 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from triforce_tree.kernels import step
 from triforce_tree.kernels.attention.prefill import causal_attention
+from triforce_tree.kernels.step.kv_slots import dequantized
 from triforce_tree.kv.recurrent_states import PromptPass, RecurrentStates
 from triforce_tree.kv.store import KVStore
 from triforce_tree.models.attention import AttentionParams
@@ -47,27 +49,42 @@ class SequenceRows:
         group = self.store.check(index, params.window)
         start, stop, window = self.length, self.length + count, group.shape.window
         own = slice(self.sequence, self.sequence + 1)
-        cached = [t[own] for t in self.store.layer(index)]
+        scales = self.store.scales(index)
+        cached = [t[own] for t in (*self.store.layer(index), *(scales or ()))]
+        fresh = (k, v) if scales is None else _in_int8(k, v)
         if group.ring:
             # Read the window's slots before the chunk overwrites them; of a long chunk only its end is kept.
             assert window is not None
             older = group.runs(max(0, start - window + 1), start)
             seen = [
                 torch.cat([*(old[:, :, slots] for slots, _ in older), new], 2)
-                for old, new in zip(cached, (k, v), strict=True)
+                for old, new in zip(cached, fresh, strict=True)
             ]
             kept = min(count, group.ring)
-            for old, new in zip(cached, (k, v), strict=True):
+            for old, new in zip(cached, fresh, strict=True):
                 for slots, tokens in group.runs(stop - kept, stop):
                     old[:, :, slots] = new[:, :, count - kept :][:, :, tokens]
         else:
-            for old, new in zip(cached, (k, v), strict=True):
+            for old, new in zip(cached, fresh, strict=True):
                 old[:, :, start:stop] = new
             seen = [old[:, :, :stop] for old in cached]
+        if scales is not None:
+            # What is stored, of the chunk's own tokens too: the text must not depend on the size of chunks.
+            seen = [dequantized(*pair, q.dtype) for pair in zip(seen[:2], seen[2:], strict=True)]
         return windowed_attention(q, seen[0], seen[1], replace(params, window=window), stop - q.shape[2])
 
     def advance(self, count: int) -> None:
         self.length += count
+
+
+def _in_int8(k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """A chunk's keys and values ``[1, H_kv, T, D]`` in int8, then the scales of both ``[1, H_kv, T, 1]``."""
+    stored = [torch.empty(t.shape, dtype=torch.int8, device=t.device) for t in (k, v)]
+    scales = torch.empty(2, *k.shape[:3], 1, device=k.device)
+    # By the operator that decoding stores them with, so that both round alike.
+    start = torch.zeros(k.shape[0], dtype=torch.int64, device=k.device)
+    step.append_kv(stored[0], stored[1], k, v, start, 0, scales[0], scales[1])
+    return (*stored, *scales)
 
 
 def windowed_attention(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, position: int) -> Tensor:

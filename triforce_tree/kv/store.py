@@ -31,6 +31,7 @@ class KVGroup:
         layers: their indices in the model.
         shape: heads; and the window, None where it hides nothing of any sequence that fits.
         k, v: ``[layers, B, H_kv, S, D]`` and ``[layers, B, H_kv, S, D_v]``.
+        scales: of k and of v in int8, fp32 ``[layers, B, H_kv, S, 1]``; None in other dtypes.
         page: slots of the unit that tables refer to.
         ring: S where the slots are a ring, else 0.
         table: int32 ``[B, pages]`` of a ring: the page of each run of positions. It never changes.
@@ -43,6 +44,7 @@ class KVGroup:
     page: int
     ring: int
     table: Tensor | None
+    scales: tuple[Tensor, Tensor] | None = None
 
     @property
     def slots(self) -> int:
@@ -53,6 +55,21 @@ class KVGroup:
     def kv(self) -> tuple[Tensor, Tensor]:
         """``k`` and ``v``."""
         return self.k, self.v
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """All that is stored: ``k``, ``v`` and their scales, if there are any."""
+        return (*self.kv, *(self.scales or ()))
+
+    def scales_of(self, index: int) -> tuple[Tensor, Tensor] | None:
+        """Scales ``[B, H_kv, S, 1]`` of K and V of the group's layer ``index``."""
+        return None if self.scales is None else (self.scales[0][index], self.scales[1][index])
+
+    def paged_scales(self, index: int) -> tuple[Tensor, Tensor] | None:
+        """Scales as pages ``[pages, H_kv, page, 1]``, without a copy."""
+        if self.scales is None:
+            return None
+        return self._pages(self.scales[0][index]), self._pages(self.scales[1][index])
 
     @property
     def pages_apart(self) -> int:
@@ -93,9 +110,12 @@ class KVStore:
         scratch: most slots after the committed ones that forwards write. With it, layers with a window become
             rings where that takes less memory; None keeps every position of every layer.
         min_elements: least elements of ``memory``; the groups lie at its front.
+        bits: of each key's and value's elements: 16 stores them in ``dtype``, and 8 in int8 with a scale for
+            each vector (``kernels/step/kv_slots.quantized``).
 
     Attributes:
         groups: by their first layers.
+        dtype: of new keys and values, and of queries.
         rows: KV slots of a sequence in layers without a window.
     """
 
@@ -109,7 +129,9 @@ class KVStore:
         page: int = 64,
         scratch: int | None = None,
         min_elements: int = 0,
+        bits: int = 16,
     ) -> None:
+        self.bits = bits
         self.batch, self.page, self.scratch = batch, page, scratch
         self.rows = -(-rows // page) * page
         self.device, self.dtype = device, dtype
@@ -132,13 +154,19 @@ class KVStore:
             start = -(-end // _ALIGN) * _ALIGN
             end = start + math.prod(size)
             parts.append(slice(start, end))
-        self.memory = torch.empty(max(min_elements, end), device=device, dtype=dtype)
+        stored = torch.int8 if bits == 8 else dtype
+        self.memory = torch.empty(max(min_elements, end), device=device, dtype=stored)
         self.groups: list[KVGroup] = []
         views = iter(self.memory[part].view(size) for part, size in zip(parts, sizes, strict=True))
         for (shape, indices), ring in zip(members.items(), rings, strict=True):
             table = _ring_table(batch, shape.heads.kv, ring, self.rows, device) if ring else None
             unit = RING_PAGE if ring else page
-            self.groups.append(KVGroup(tuple(indices), shape, next(views), next(views), unit, ring, table))
+            k, v = next(views), next(views)
+            scales = None
+            if bits == 8:
+                first, second = torch.empty(2, *k.shape[:-1], 1, device=device, dtype=torch.float32)
+                scales = first, second
+            self.groups.append(KVGroup(tuple(indices), shape, k, v, unit, ring, table, scales))
         self._places = {
             layer: (number, index)
             for number, group in enumerate(self.groups)
@@ -176,7 +204,7 @@ class KVStore:
         return other
 
     def without_first(self, slots: int) -> "KVStore":
-        """The same memory without the first ``slots`` of each layer; not for rings."""
+        """The same memory without the first ``slots`` of each layer; not for rings or 8 bits."""
         other = copy.copy(self)
         other.groups = [replace(g, k=g.k[..., slots:, :], v=g.v[..., slots:, :]) for g in self.groups]
         other.rows = self.rows - slots
@@ -222,10 +250,17 @@ class KVStore:
         group = self.groups[number]
         return group.k[place], group.v[place]
 
+    def scales(self, index: int) -> tuple[Tensor, Tensor] | None:
+        """Scales of K and V of a layer, ``[B, H_kv, S, 1]``; None where they have none."""
+        number, place = self._places[index]
+        return self.groups[number].scales_of(place)
+
     def move(self, index: Tensor, start: Tensor) -> None:
         """In all layers, move slot ``start[b] + index[b, i]`` to ``start[b] + i``; -1 moves nothing."""
         for group in self.groups:
             step.move_kv(group.k, group.v, index, start, group.ring)
+            if group.scales is not None:
+                step.move_kv(*group.scales, index, start, group.ring)
 
     def fed(self, sequence: int, length: int) -> None:
         """A sequence was prefilled from its beginning, with ``length`` tokens."""

@@ -123,9 +123,12 @@ class TreeAttentionView:
         number, place = self.store.place(layer)
         self._write(layer, k, v, params)
         group = self.store.groups[number]
+        plan, shape = self._plans[number], group.shape
         if group.ring:
-            return self._attend(q, *group.paged(place), self._plans[number], params, group.shape, group.table)
-        return self._attend(q, *self.store.layer(layer), self._plans[number], params, group.shape)
+            scales = group.paged_scales(place)
+            return self._attend(q, *group.paged(place), plan, params, shape, group.table, scales)
+        scales = group.scales_of(place)
+        return self._attend(q, *self.store.layer(layer), plan, params, shape, scales=scales)
 
     def _write(self, layer: int, k: Tensor, v: Tensor, params: AttentionParams) -> None:
         """Store the new keys and values of one layer."""
@@ -135,7 +138,8 @@ class TreeAttentionView:
                 window.update(self.lengths, self.mask)
         group = self.store.check(layer, params.window)
         keys, values = self.store.layer(layer)
-        step.append_kv(keys, values, k, v, self.at, group.ring)
+        scales = self.store.scales(layer) or (None, None)
+        step.append_kv(keys, values, k, v, self.at, group.ring, *scales)
 
     def _attend(
         self,
@@ -146,6 +150,7 @@ class TreeAttentionView:
         params: AttentionParams,
         shape: KVShape | None = None,
         table: Tensor | None = None,
+        scales: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         batch, heads, queries, dim = q.shape
         packed = q.transpose(1, 2).reshape(batch * queries, heads, dim)
@@ -154,7 +159,7 @@ class TreeAttentionView:
             first = self._windows[shape.window, shape.chunked].first_visible
         out = planned.run(
             packed, keys, values, plan, scale=params.scale, table=table, first=first, softcap=params.softcap,
-            sinks=params.sinks,
+            sinks=params.sinks, scales=scales,
         )  # fmt: skip
         return out.view(batch, queries, heads, -1)
 
@@ -231,7 +236,7 @@ class PagedRetrievalView(TreeAttentionView):
         device = group.k.device
         return _Retrieved(
             table=torch.zeros(layers, batch, heads, pages, dtype=torch.int32, device=device),
-            means=torch.zeros(layers, batch, heads, self.chunks, dim, device=device, dtype=group.k.dtype),
+            means=torch.zeros(layers, batch, heads, self.chunks, dim, device=device, dtype=self.store.dtype),
             first_page=torch.arange(batch, device=device)[:, None] * group.pages_apart,
             plan=replace(plan, lengths=self._visible),
         )
@@ -271,10 +276,13 @@ class PagedRetrievalView(TreeAttentionView):
             if self.store.batch > 1:
                 table[:, :, : self.slots] += retrieved.first_page[:, :, None].int()
         self._write(layer, k, v, params)
-        return self._attend(q, *self.store.groups[number].paged(place), retrieved.plan, params, table=table)
+        group = self.store.groups[number]
+        scales = group.paged_scales(place)
+        return self._attend(q, *group.paged(place), retrieved.plan, params, table=table, scales=scales)
 
     def update_chunk_means(self, first: Tensor, count: int) -> None:
         """Recompute the mean keys of ``count`` chunks from chunk ``first[b]`` on, after a commit."""
         for group, retrieved in zip(self.store.groups, self.retrieved, strict=True):
             if retrieved is not None:
-                step.chunk_means(retrieved.means, group.k, first, count, self.config.chunk)
+                scale = None if group.scales is None else group.scales[0]
+                step.chunk_means(retrieved.means, group.k, first, count, self.config.chunk, scale)

@@ -65,7 +65,10 @@ class MemoryPlan:
     def as_dict(self) -> dict[str, Any]:
         """For JSON; memory in GiB."""
         options = self.config.as_options()
-        names = ("gamma", "tree", "runner_ups", "budget", "chunk", "retrieval_weight_bits", "prefill_chunk")
+        names = (
+            "gamma", "tree", "runner_ups", "budget", "chunk", "retrieval_weight_bits", "prefill_chunk",
+            "kv_bits",
+        )  # fmt: skip
         chosen = {name: options[name] for name in names}
         return {
             "offloaded": self.offload is not None,
@@ -274,8 +277,8 @@ def on_device(sizes: Sizes, machine: Machine, config: HierarchyConfig, workload:
     full = layer_bytes * sizes.full_layers
     means = 0
     if levels == 3:
-        keys = full * sizes.head_dim // (sizes.head_dim + sizes.value_dim)
-        means = max_seq_len // config.retrieval.chunk * keys // max_seq_len
+        chunks = max_seq_len // config.retrieval.chunk * sizes.full_layers * workload.batch
+        means = chunks * sizes.kv_heads * sizes.head_dim * sizes.itemsize
     chunk = config.prefill_chunk or 4096
     device = {
         "weights": sizes.weights - sizes.streamed,
@@ -286,7 +289,7 @@ def on_device(sizes: Sizes, machine: Machine, config: HierarchyConfig, workload:
         **({"recurrent states": sizes.states * workload.batch} if sizes.states else {}),
         **_windows(sizes, config, levels, workload),
         "chunk means": means,
-        "prefill": chunk * memory_map.activations(sizes) + workload.prompt * sizes.padded_row,
+        "prefill": chunk * memory_map.activations(sizes) + workload.prompt * sizes.prefill_row,
         "graphs and workspace": memory_map.workspace(sizes, config, levels, workload.batch),
         "other tensors": machine.others,
     }

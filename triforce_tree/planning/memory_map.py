@@ -48,7 +48,8 @@ class Sizes:
     ``weights`` and ``draft`` are bytes of parameters and buffers, for the draft including its cache;
     ``streamed`` bytes of the weights are in host memory, and are copied into ``slots`` bytes on the device.
     ``kv_heads``, ``head_dim`` and ``value_dim`` (0 becomes ``head_dim``) are those of the full-attention
-    layers; ``windowed`` layers have a window; ``states`` are one sequence's in recurrent layers.
+    layers; ``windowed`` layers have a window; ``states`` are one sequence's in recurrent layers. ``kv_bits`` are
+    those of the target's keys and values.
     Streamed weights include the experts, if there are any.
     """
 
@@ -68,6 +69,7 @@ class Sizes:
     experts: ExpertSizes | None = None
     value_dim: int = 0
     states: int = 0
+    kv_bits: int = 16
 
     def __post_init__(self) -> None:
         if not self.value_dim:
@@ -107,16 +109,19 @@ class Sizes:
     @property
     def row(self) -> int:
         """Bytes of one token's keys and values in one full-attention layer."""
-        return self.kv_heads * (self.head_dim + self.value_dim) * self.itemsize
+        return slot_bytes(self.kv_heads, self.head_dim + self.value_dim, self.itemsize, self.kv_bits)
 
     @property
-    def padded_row(self) -> int:
-        """Bytes that prefill attention adds for one token where keys and values differ in width.
+    def prefill_row(self) -> int:
+        """Bytes that prefill attention adds for one token's keys and values.
 
-        The narrower of them is copied, with zeros appended (``kernels/attention/prefill.py``).
+        Those in 8 bits are multiplied out. Where keys and values differ in width, the narrower are copied,
+        with zeros appended (``kernels/attention/prefill.py``).
         """
-        widest = max(self.head_dim, self.value_dim)
-        return 0 if self.head_dim == self.value_dim else self.kv_heads * widest * self.itemsize
+        elements = 0 if self.kv_bits == 16 else self.head_dim + self.value_dim
+        if self.head_dim != self.value_dim:
+            elements += max(self.head_dim, self.value_dim)
+        return self.kv_heads * elements * self.itemsize
 
     @classmethod
     def of(cls, target: HFModel, draft: HFModel | None, config: HierarchyConfig) -> "Sizes":
@@ -130,7 +135,7 @@ class Sizes:
         # Gemma 3n and others have one for each layer.
         inner = max(inner) if isinstance(inner, list | tuple) else inner
         mlp = inner // shards_of(target.model)
-        size, streamed = target.dtype.itemsize, target.streamed
+        size, bits, streamed = target.dtype.itemsize, config.kv_bits, target.streamed
         experts = ExpertSizes.of(target.model, text_config)
         if experts is not None:
             # Rows are repeated for each expert of a token.
@@ -142,11 +147,26 @@ class Sizes:
             tensor_bytes(target.model), draft_bytes, len(target.kv_shapes), heads.query, heads.kv, heads.dim,
             hidden, mlp, target.vocab_size, size,
             *((streamed.bytes, streamed.least_slot_bytes) if streamed is not None else (0, 0)),
-            tuple(WindowedLayers(n, s.window or 0, s.elements * size) for s, n in windowed.items()),
+            tuple(
+                WindowedLayers(n, s.window or 0, slot_bytes(s.heads.kv, s.elements // s.heads.kv, size, bits))
+                for s, n in windowed.items()
+            ),
             experts,
             heads.value_dim,
             0 if target.states is None else target.states.bytes(size),
+            bits,
         )  # fmt: skip
+
+
+def slot_bytes(kv_heads: int, elements: int, itemsize: int, bits: int) -> int:
+    """Bytes of one token's keys and values in one layer.
+
+    Args:
+        elements: of a key and a value of one head.
+        itemsize: of the model's dtype, in which 16 ``bits`` store them; with 8 a key and a value of a head
+            have a scale of four bytes each.
+    """
+    return kv_heads * (elements * itemsize if bits == 16 else elements + 8)
 
 
 def tensor_bytes(model: PreTrainedModel) -> int:
@@ -252,7 +272,7 @@ def prefill(
         tokens = 0
     hidden = (tokens * sizes.hidden + prompt * 2 * sizes.head_dim) * sizes.itemsize
     recent = recent_slots * sizes.full_layers * sizes.row
-    return layer + recent + hidden + prompt * sizes.padded_row + chunk * activations(sizes)
+    return layer + recent + hidden + prompt * sizes.prefill_row + chunk * activations(sizes)
 
 
 def hidden_states(sizes: Sizes, prompt: int) -> int:

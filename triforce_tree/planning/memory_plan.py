@@ -18,10 +18,10 @@ ends no later than the bus.
 
 from collections.abc import Collection
 
-from triforce_tree.config import HierarchyConfig
+from triforce_tree.config import NO_OFFLOAD, HierarchyConfig
 from triforce_tree.planning.memory_advice import refusal
 from triforce_tree.planning.memory_choices import first_fitting, with_level_one
-from triforce_tree.planning.memory_layout import MemoryPlan, Workload, on_device
+from triforce_tree.planning.memory_layout import MemoryPlan, Workload, gib, on_device
 from triforce_tree.planning.memory_map import Machine, Sizes
 
 __all__ = ["DoesNotFitError", "MemoryPlan", "plan"]
@@ -56,6 +56,12 @@ def plan(
             resident = on_device(sizes, machine, choice, workload)
             if resident.fits:
                 return resident
+    if config.kv_bits != 16:
+        needed = on_device(sizes, machine, config, workload)
+        raise DoesNotFitError(
+            f"kv_bits={config.kv_bits} keeps the cache of {prompt + new:,} tokens on the device, with "
+            f"{gib(needed.peak)} in all, and {machine.limit} has {gib(machine.device)}; {NO_OFFLOAD}"
+        )
     chosen, tried = first_fitting(sizes, machine, config, given, workload)
     if chosen is None:
         raise DoesNotFitError(refusal(tried, sizes, machine, config, given, workload))

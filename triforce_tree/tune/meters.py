@@ -75,7 +75,9 @@ class Meter:
         slots = -(-(self._max_seq_len + most.scratch_slots) // page) * page
         chunk = chunk_tokens(config.prefill_chunk, target.device)
         with hierarchy.active():
-            self._store = KVStore(target.kv_layers, 1, slots, target.device, target.dtype)
+            self._store = KVStore(
+                target.kv_layers, 1, slots, target.device, target.dtype, bits=config.kv_bits
+            )
             prefill(target, self._store, 0, self._tokens[:-1], chunk, progress)
 
     def run(self, config: HierarchyConfig, position: int, temperature: float, new: int, seed: int) -> Sample:
@@ -152,7 +154,7 @@ class Meter:
         """KV slots of the text from its token ``position`` on are restored on exit."""
         written = max(new, _WARM_UP_TOKENS) + self._beyond + int(program.state.capacity) - program.max_seq_len
         stop = min(len(self._tokens), position + written)
-        slots = [t[..., position - 1 : stop, :] for group in self._store.groups for t in group.kv]
+        slots = [t[..., position - 1 : stop, :] for group in self._store.groups for t in group.parts]
         before = [part.clone() for part in slots]
         try:
             yield

@@ -10,6 +10,7 @@ from triforce_tree.drafters.tree_model import TreeDrafter
 from triforce_tree.kernels import step
 from triforce_tree.kernels.attention import planned
 from triforce_tree.kernels.attention.plan import FirstVisible, Plan
+from triforce_tree.kernels.step.kv_slots import quantized
 from triforce_tree.kv.store import KVStore
 from triforce_tree.models.hf_model import HFModel
 
@@ -50,13 +51,26 @@ def share_windows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def share_first(store: KVStore) -> None:
     """Copy the first sequence's KV slots to all others."""
-    for slots in store.kv:
+    [group] = store.groups
+    for slots in group.parts:
         slots[:, 1:] = slots[:, :1]
 
 
-def append_kv(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tensor, ring: int = 0) -> None:
+def append_kv(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor,
+    v: Tensor,
+    start: Tensor,
+    ring: int = 0,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
     """``step.append_kv`` where all rows fit."""
     assert not ring
+    if k_scale is not None and v_scale is not None:
+        (k, k_scales), (v, v_scales) = quantized(k), quantized(v)
+        append_kv(k_scale, v_scale, k_scales, v_scales, start)
     slots = start[:, None] + torch.arange(k.shape[2])
     assert int(slots.max()) < k_cache.shape[2]
     for cache, new in ((k_cache, k), (v_cache, v)):
@@ -86,11 +100,15 @@ def attention(
     first: FirstVisible | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """``planned.run`` if all sequences have equally many queries, and a tail of at most 64 KV slots."""
     assert first is None
     assert softcap is None
     assert sinks is None
+    if scales is not None:
+        # Of slots past the end, which hold NaN and are not seen, keys and values are 0.
+        k, v = (t * own.nan_to_num(0.0) for t, own in zip((k, v), scales, strict=True))
     if table is not None:
         pages, heads = table.long(), torch.arange(table.shape[1])[:, None]
         k, v = (t[pages, heads].flatten(2, 3) for t in (k, v))

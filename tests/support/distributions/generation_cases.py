@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from enumeration import total_variation
-from families import perturbed, prompt_of
+from families import perturbed, prompt_of, with_rounded_kv
 from generation_distributions import Generations, stranger, target_distribution
 from own_drafters import FixedSiblings, FixedThenDrawn, TableDraws
 from transformers import (
@@ -78,7 +78,10 @@ class Case:
         else:
             draft = perturbed(target, self.likeness).to(device)
         how = {**self.options, "tokens": self.token_map, **how}
-        return Generations(target.to(device), draft, self.levels, self.prompt, **how)
+        made = Generations(target.to(device), draft, self.levels, self.prompt, **how)
+        if self.options.get("kv_bits") == 8:
+            made.target = with_rounded_kv(target)
+        return made
 
     def distance(self, generations: Generations) -> float:
         """Total variation between the generated distribution and the target's own."""
@@ -172,6 +175,10 @@ CASES: dict[str, Case] = {
         _tree("best-first:2,1"),
         (SuppressTokensLogitsProcessor([0, 1]),),
         token_map=TokenMap.padded(4, 2),
+    ),
+    # The target with its keys and values in 8 bits.
+    "8-bit keys and values": Case(
+        3, 3, 2, 1, {"tree": "static:0;1", "runner_ups": True, "kv_bits": 8}, layers=2
     ),
     # Autoregressive passes between those that verify drafts.
     "drafting off and on": Case(2, 2, 4, None, _chain(1), plan=(1, 0, 1, 0)),

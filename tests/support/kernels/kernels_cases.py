@@ -17,6 +17,7 @@ from torch import Tensor
 
 from triforce_tree.kernels.attention.configs import KernelConfig
 from triforce_tree.kernels.attention.plan import FLATTEN, Heads
+from triforce_tree.kernels.step.kv_slots import quantized
 
 ERROR_LIMIT = 2.0
 """Largest error of a kernel as a multiple of plain torch's in the same dtype (as in flash-attention)."""
@@ -29,7 +30,8 @@ class Case:
     ``layout``: "heads" is storage ``[B, H_kv, S, D]``, "rows" is ``[B, S, H_kv, D]``, "packed" has the keys
     and values of a position in one row, as in host memory; an integer is a page size with one table per
     sequence, and ("view", chunk) one table per KV head; ("cache", chunk) likewise, over storage
-    ``[H_kv, S, D]``.
+    ``[H_kv, S, D]``. ``int8``: keys and values are stored in 8 bits, each vector with a scale of its own, and
+    the magnitudes of vectors differ by powers of ten.
     """
 
     heads: Heads
@@ -42,6 +44,7 @@ class Case:
     sinks: bool = False
     split: str = FLATTEN
     config: KernelConfig | None = None
+    int8: bool = False
 
     def __str__(self) -> str:
         shape = f"{self.heads.query}/{self.heads.kv}x{self.heads.dim}"
@@ -54,6 +57,7 @@ class Case:
                 ("softcap", self.softcap),
                 ("sinks", self.sinks or None),
                 ("split", self.split if self.split != FLATTEN else None),
+                ("int8", self.int8 or None),
             ]
             if value is not None
         ]
@@ -63,7 +67,10 @@ class Case:
 
 @dataclass
 class Problem:
-    """The tensors of a case; ``kv`` holds for each sequence its contiguous K and V ``[H_kv, S, D]``."""
+    """The tensors of a case; ``kv`` holds for each sequence its contiguous K and V ``[H_kv, S, D]``.
+
+    ``scales``: of keys and values in int8, whose products ``kv`` holds in fp32.
+    """
 
     case: Case
     q: Tensor
@@ -74,6 +81,7 @@ class Problem:
     first: Tensor | None = None
     sinks: Tensor | None = None
     kv: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    scales: tuple[Tensor, Tensor] | None = None
 
     @property
     def scale(self) -> float:
@@ -116,7 +124,19 @@ def build(case: Case, device: str, seed: int = 0) -> Problem:
         masks.append(mask.to(device))
         shapes = [(heads.kv, length + size, dim) for dim in (heads.dim, heads.value_dim)]
         kv.append(tuple(torch.randn(shape, device=device).to(case.dtype) for shape in shapes))
-    k, v, table = _store(case, kv, rng, device)
+    scales = None
+    if case.int8:
+        stored = [[quantized(_uneven(t)) for t in pair] for pair in kv]
+        kv = [tuple(x * scale for x, scale in pair) for pair in stored]
+        order = rng.getstate()
+        own = [tuple(scale for _, scale in pair) for pair in stored]
+        *scales, _ = _store(case, own, rng, device, (1, 1), torch.float32)
+        # The same pages.
+        rng.setstate(order)
+        own = [tuple(x for x, _ in pair) for pair in stored]
+        k, v, table = _store(case, own, rng, device, dtype=torch.int8)
+    else:
+        k, v, table = _store(case, kv, rng, device)
     return Problem(
         case=case,
         q=q,
@@ -127,18 +147,32 @@ def build(case: Case, device: str, seed: int = 0) -> Problem:
         first=torch.cat(firsts).to(device) if firsts else None,
         sinks=torch.randn(heads.query, device=device) if case.sinks else None,
         kv=kv,
+        scales=tuple(t.contiguous() for t in scales) if scales else None,
     )
 
 
+def _uneven(x: Tensor) -> Tensor:
+    """Vectors of magnitudes from a tenth to ten times those of ``x``, and some of zeros."""
+    magnitudes = 10 ** (2 * torch.rand(x.shape[:-1], device=x.device) - 1)
+    return x * (magnitudes * (torch.rand_like(magnitudes) > 0.05))[..., None]
+
+
 def _store(
-    case: Case, kv: list[tuple[Tensor, Tensor]], rng: random.Random, device: str
+    case: Case,
+    kv: list[tuple[Tensor, Tensor]],
+    rng: random.Random,
+    device: str,
+    dims: tuple[int, int] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     heads, batch = case.heads, len(kv)
     longest = max(k.shape[1] for k, _ in kv) + 37
-    dims = (heads.dim, heads.value_dim)
+    dims = dims or (heads.dim, heads.value_dim)
+    dtype = dtype or case.dtype
+    poison = torch.nan if dtype.is_floating_point else 99
 
     def filled(*shape: int) -> Tensor:
-        return torch.full(shape, torch.nan, dtype=case.dtype, device=device)
+        return torch.full(shape, poison, dtype=dtype, device=device)
 
     if isinstance(case.layout, str):
         if case.layout == "packed":
@@ -263,6 +297,7 @@ def run_case(case: Case, device: str, seed: int = 0) -> float:
             first=problem.first,
             softcap=case.softcap,
             sinks=problem.sinks,
+            scales=problem.scales,
         )
     return error_ratio(out, lse, problem)
 

@@ -15,6 +15,7 @@ from kernels_cases import poisoned_memory
 from torch import Tensor
 
 from triforce_tree.kernels import step
+from triforce_tree.kernels.step.kv_slots import quantized
 from triforce_tree.kernels.step.select import chunk_scores
 
 # How much draft and target agree: (sharp, likeness) of ``acceptance``, from not at all to almost always.
@@ -104,6 +105,17 @@ def append_to_ring(*args: Any, ring: int, seed: int = 0) -> Problem:
     return Problem("append_kv", (*tensors, start.new_tensor(places), ring), (0, 1))
 
 
+def append_int8(problem: Problem) -> Problem:
+    """The same into caches in int8, for new vectors of different magnitudes, one of zeros, one with NaN."""
+    k_cache, v_cache, k, v, *rest = problem.args
+    k, v = (t * 10 ** (6 * torch.rand_like(t[..., :1]) - 3) for t in (k, v))
+    k[0, 0, 0], v[-1, -1, -1, 0] = 0, torch.nan
+    caches = [torch.full_like(t, 99, dtype=torch.int8) for t in (k_cache, v_cache)]
+    scales = [torch.full((*t.shape[:-1], 1), -1.0, device=t.device) for t in caches]
+    ring = rest[1] if len(rest) > 1 else 0
+    return Problem("append_kv", (*caches, k, v, rest[0], ring, *scales), (0, 1, 6, 7))
+
+
 def move(
     layers: int,
     batch: int,
@@ -162,6 +174,14 @@ def means(
     first = [0] + [rng.randrange(places) for _ in range(batch - 2)] + [places - 1]
     args = (made, k, torch.tensor(first[:batch], device=device), count, chunk)
     return Problem("chunk_means", args, (0,), _close_means)
+
+
+def means_int8(*args: Any, seed: int = 0) -> Problem:
+    """The same of keys in int8."""
+    problem = means(*args, seed=seed)
+    made, k, *rest = problem.args
+    stored, scale = quantized(k)
+    return Problem("chunk_means", (made, stored, *rest, scale), (0,), _close_means)
 
 
 def _close_means(problem: Problem, made: list[Tensor], exact: list[Tensor]) -> None:

@@ -1,12 +1,15 @@
 """Tiny random models of many transformers families, in fp32."""
 
 import copy
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import transformers as hf
-from transformers import PreTrainedModel
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import eager_mask
 
 VOCABULARY = 64
 
@@ -246,6 +249,26 @@ def greedy(model: PreTrainedModel, prompt: list[int], new_tokens: int, **kwargs:
     ids = torch.tensor([prompt], device=model.device)
     out = model.generate(ids, do_sample=False, max_new_tokens=new_tokens, **kwargs)
     return out[0, len(prompt) :].tolist()
+
+
+def _rounded(x: Tensor) -> Tensor:
+    """Each vector to multiples of a 127th of its largest magnitude."""
+    step = x.abs().amax(-1, keepdim=True) / 127
+    return torch.round(x / step) * step
+
+
+def _over_rounded(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **how: Any) -> Any:
+    eager = sys.modules[type(module).__module__].eager_attention_forward
+    return eager(module, q, _rounded(k), _rounded(v), mask, **how)
+
+
+def with_rounded_kv(model: PreTrainedModel) -> PreTrainedModel:
+    """transformers' own model, which attends to keys and values in 8 bits."""
+    AttentionInterface.register("rounded_kv", _over_rounded)
+    AttentionMaskInterface.register("rounded_kv", eager_mask)
+    made = copy.deepcopy(model)
+    made.set_attn_implementation("rounded_kv")
+    return made
 
 
 def prompt_of(length: int, vocab_size: int = VOCABULARY) -> list[int]:

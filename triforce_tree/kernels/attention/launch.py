@@ -34,6 +34,7 @@ def run(
     first: Tensor | FirstVisible | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of all queries of a plan, once per layer.
 
@@ -51,6 +52,7 @@ def run(
             layers share it, ``FirstVisible`` avoids computing the bounds of every segment in each layer.
         softcap: scores become ``softcap * tanh(score / softcap)``.
         sinks: ``[H_q]`` logits of a virtual key whose value is zero.
+        scales: fp32, of keys and of values in int8, each as ``k`` with 1 for D; None for other dtypes.
 
     Returns:
         out ``[queries, H_q, D_v]`` in q's dtype and natural-log lse fp32 ``[queries, H_q]``; (0,
@@ -72,9 +74,10 @@ def run(
     elif first is not None:
         first = first.to(torch.int32)
         low, high = _bounds(first, plan)
+    k_scale, v_scale = scales or (None, None)
     return _run(
         q, k, v, plan.lengths, plan.segments, plan.mask, plan.owner_start, plan.owners, table,
-        first, low, high, sinks, plan.partial_out, plan.partial_lse, plan.bounds,
+        first, low, high, sinks, k_scale, v_scale, plan.partial_out, plan.partial_lse, plan.bounds,
         scale, softcap or 0.0,
         heads.kv, plan.slices, plan.max_queries, plan.split == NODE,
         numbers(plan.config),
@@ -108,6 +111,8 @@ def _run(
     low: Tensor | None,
     high: Tensor | None,
     sinks: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
     partial_out: Tensor,
     partial_lse: Tensor,
     bounds: Tensor,
@@ -130,6 +135,7 @@ def _run(
         raise ValueError(f"k has shape {tuple(k.shape)}; heads and dim must be {kv_heads} and {dim}")
     if v.shape != (*k.shape[:3], value_dim):
         raise ValueError(f"v has shape {tuple(v.shape)}, and must have {(*k.shape[:3], value_dim)}")
+    scale_strides = _scale_strides(k, v, k_scale, v_scale)
     page = 0 if table is None else k.shape[2]
     if table is not None and table.ndim == 2:
         table = table[:, None].expand(-1, kv_heads, -1)
@@ -150,14 +156,14 @@ def _run(
         if cfg.max_registers:
             options["maxnreg"] = cfg.max_registers
         made = tree_attention_kernel[(slices * blocks,)](
-            q, k, v,
+            q, k, v, k_scale, v_scale,
             *(views.tensors if views else (k, None, v)),
             partial_out, partial_lse, bounds, lengths, segments, mask.view(torch.int32),
             lengths if table is None else table,
             first, low, high,
             scale, softcap,
             q.stride(0), q.stride(1),
-            *k.stride()[:3], *v.stride()[:3],
+            *k.stride()[:3], *v.stride()[:3], *scale_strides,
             *((0, 0) if table is None else table.stride()[:2]),
             *(views.steps if views else (0, 0, 0)),
             2 * mask.shape[1], max_queries * group, slices, blocks, count,
@@ -191,6 +197,24 @@ def _run(
         **({} if interpreted else options),
     )  # fmt: skip
     return out, lse
+
+
+def _scale_strides(
+    k: Tensor, v: Tensor, k_scale: Tensor | None, v_scale: Tensor | None
+) -> tuple[int | None, int | None]:
+    """Strides of the first two dimensions of the scales; None where keys and values have none."""
+    if k_scale is None or v_scale is None:
+        if k.dtype == torch.int8 or v.dtype == torch.int8:
+            raise ValueError("keys and values in int8 need the scales of both; pass scales")
+        return None, None
+    if k_scale.shape != (*k.shape[:3], 1) or k_scale.shape != v_scale.shape or k_scale.stride(2) != 1:
+        raise ValueError(
+            f"scales {tuple(k_scale.shape)} and {tuple(v_scale.shape)} must be {(*k.shape[:3], 1)}, with a "
+            "stride of 1 between slots"
+        )
+    if k_scale.stride() != v_scale.stride():
+        raise ValueError("scales of keys and of values need the same strides; allocate them alike")
+    return k_scale.stride(0), k_scale.stride(1)
 
 
 @fake("tree_attention")

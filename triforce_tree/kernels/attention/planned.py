@@ -19,6 +19,7 @@ def run(
     first: FirstVisible | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """The output ``[queries, H_q, D_v]`` of ``launch.run``, with the same arguments.
 
@@ -27,9 +28,11 @@ def run(
     """
     if not q.is_cuda:
         return host.planned_attention(
-            q, k, v, plan, scale=scale, table=table, first=first, softcap=softcap, sinks=sinks
+            q, k, v, plan, scale=scale, table=table, first=first, softcap=softcap, sinks=sinks, scales=scales
         )
-    return states(q, k, v, plan, scale=scale, table=table, first=first, softcap=softcap, sinks=sinks)[0]
+    return states(
+        q, k, v, plan, scale=scale, table=table, first=first, softcap=softcap, sinks=sinks, scales=scales
+    )[0]
 
 
 def states(
@@ -43,14 +46,17 @@ def states(
     first: FirstVisible | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The output and its log-sum-exp ``[queries, H_q]``, both of ``launch.run``; see :func:`run`."""
     if q.is_cuda:
         from triforce_tree.kernels.attention import launch
 
-        return launch.run(q, k, v, plan, scale=scale, table=table, first=first, softcap=softcap, sinks=sinks)
+        return launch.run(
+            q, k, v, plan, scale=scale, table=table, first=first, softcap=softcap, sinks=sinks, scales=scales
+        )
     outs, lses = [], []
-    for *tensors, own in host.by_sequence(q, k, v, plan, table, first):
+    for *tensors, own in host.by_sequence(q, k, v, plan, table, first, scales):
         out, lse = reference.tree_attention(*tensors, scale=scale, first=own, softcap=softcap, sinks=sinks)
         outs.append(out[0].transpose(0, 1))
         lses.append(lse[0].transpose(0, 1))

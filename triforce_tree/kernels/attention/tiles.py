@@ -11,6 +11,23 @@ import triton.language as tl
 
 # Columns of queries and keys that are multiplied at a time.
 PART = tl.constexpr(16)
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def prefetch(pointer):
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; // dummy $0", "=r,l", [pointer], tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def softcapped(scores, scale, softcap, SOFTCAP: tl.constexpr):
+    """Softcap of the scaled scores; without one they stay raw, and the caller scales the exponents."""
+    if SOFTCAP:
+        exp_2x = tl.exp2(scores * (scale / softcap) * (2.0 * LOG2E))
+        scores = softcap * (1.0 - 2.0 / (exp_2x + 1.0))
+    return scores
 
 
 @triton.jit
@@ -49,14 +66,41 @@ def narrow_scores(q_at, k_at, real, valid, REAL: tl.constexpr, DIM: tl.constexpr
         columns = part + tl.arange(0, PART)[None, :]
         q = tl.load(q_at[:, None] + columns, mask=real[:, None] & (columns < DIM), other=0.0)
         k = tl.load(k_at[:, None] + columns, mask=valid[:, None] & (columns < DIM), other=0.0)
-        scores += tl.dot(q, tl.trans(k), input_precision="ieee").to(REAL)
+        scores += tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee").to(REAL)
     return scores
 
 
 @triton.jit
-def add_values(acc, p, v, Kind: tl.constexpr, REAL: tl.constexpr):
-    """``acc + p v``, multiplied in ``Kind`` and summed in ``REAL``."""
+def scales_at(positions, sequence, table_at, first_kv, stride_block, PAGE: tl.constexpr, valid):
+    """Offsets of the scales of KV positions, in a storage without gaps between slots."""
+    at = kv_offsets(positions, table_at, first_kv, stride_block, 1, PAGE, valid)
+    if PAGE == 0:
+        at += tl.cast(sequence, tl.int64) * stride_block
+    return at
+
+
+@triton.jit
+def slot_scales(at, valid, REAL: tl.constexpr):
+    """Scales of int8 keys or values at these addresses; those not ``valid`` read as 0, None reads all."""
+    if valid is None:
+        return tl.load(at).to(REAL)
+    else:
+        return tl.load(at, mask=valid, other=0.0).to(REAL)
+
+
+@triton.jit
+def add_values(acc, p, v, v_scale, Kind: tl.constexpr, REAL: tl.constexpr):
+    """``acc + p v``, multiplied in ``Kind`` and summed in ``REAL``.
+
+    ``v_scale``: of each position, for values in int8; else None. It is applied to the probabilities, which
+    takes fewer products, but not in fp16, whose range a probability times a scale may leave.
+    """
+    if v_scale is not None:
+        if Kind == tl.float16:
+            v = v.to(tl.float32) * v_scale[:, None]
+        else:
+            p *= v_scale[None, :]
     if Kind == tl.float32:
-        return acc + tl.dot(p.to(Kind), v, input_precision="ieee").to(REAL)
+        return acc + tl.dot(p.to(Kind), v.to(Kind), input_precision="ieee").to(REAL)
     else:
         return tl.dot(p.to(Kind), v.to(Kind), acc, out_dtype=REAL)

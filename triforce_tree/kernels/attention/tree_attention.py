@@ -17,34 +17,17 @@ import triton.language as tl
 
 from triforce_tree.kernels.attention.schedule import share_of, spans
 from triforce_tree.kernels.attention.tiles import (
+    LOG2E,
     add_values,
     edge_tile,
     full_tile,
     kv_offsets,
     narrow_scores,
+    prefetch,
+    scales_at,
+    slot_scales,
+    softcapped,
 )
-
-# Keys of another width than their values, no power of two, are multiplied in two parts of columns, see
-# ``configs.key_parts``: a tile of the first BLOCK_D, and one of the other BLOCK_REST.
-
-LOG2E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def _prefetch(pointer):
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; // dummy $0", "=r,l", [pointer], tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
-def _softcapped(scores, scale, softcap, SOFTCAP: tl.constexpr):
-    """Softcap of the scaled scores; without one they stay raw, and the caller scales the exponents."""
-    if SOFTCAP:
-        exp_2x = tl.exp2(scores * (scale / softcap) * (2.0 * LOG2E))
-        scores = softcap * (1.0 - 2.0 / (exp_2x + 1.0))
-    return scores
-
 
 _UNSPECIALIZED = [
     "view_rows_per_sequence", "view_rows_per_head", "view_columns_per_head", "mask_halves", "max_query_rows",
@@ -58,6 +41,8 @@ def tree_attention_kernel(
     q_ptr,  # [queries, H_q, D]
     k_ptr,  # unpaged [B, H_kv, S, D] or pages [pages, H_kv, PAGE, D], any strides but the last
     v_ptr,  # the same with D_v for D
+    k_scale_ptr,  # fp32, strides of a head's slots 1, where k and v are int8; None otherwise
+    v_scale_ptr,
     k_view,  # descriptors of matrix views of k and v, see ``launch.RowViews``, when TMA; unused otherwise
     k_rest_view,
     v_view,
@@ -81,6 +66,8 @@ def tree_attention_kernel(
     stride_vb,
     stride_vh,
     stride_vs,
+    stride_cb,  # of both scales
+    stride_ch,
     stride_tb,
     stride_th,
     view_rows_per_sequence,  # steps of the matrix views from one sequence and one head to the next
@@ -96,7 +83,7 @@ def tree_attention_kernel(
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_REST: tl.constexpr,  # 0 where the keys are one part
+    BLOCK_REST: tl.constexpr,  # of the second part of keys that are two, see ``configs.key_parts``, else 0
     BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -121,8 +108,8 @@ def tree_attention_kernel(
     if PDL:
         # Wait for the previous kernel; let the combine kernel be set up while this one runs. Prefetching
         # before the wait is safe, because a prefetch does not read.
-        _prefetch(lengths_ptr)
-        _prefetch(segments_ptr + 2 * segments)
+        prefetch(lengths_ptr)
+        prefetch(segments_ptr + 2 * segments)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
@@ -260,7 +247,13 @@ def tree_attention_kernel(
                 scores = tl.dot(q, tl.trans(k.to(q.dtype)), out_dtype=REAL)
                 if BLOCK_REST:
                     scores = tl.dot(q_rest, tl.trans(k_rest.to(q.dtype)), scores, out_dtype=REAL)
-            scores = _softcapped(scores, scale, softcap, SOFTCAP)
+            v_scale = None
+            if k_scale_ptr is not None:
+                slots = scales_at(start + full_offsets, sequence, table_at, first_kv, stride_cb, PAGE, None)
+                slots += head64 * stride_ch
+                scores *= slot_scales(k_scale_ptr + slots, None, REAL)[None, :]
+                v_scale = slot_scales(v_scale_ptr + slots, None, REAL)
+            scores = softcapped(scores, scale, softcap, SOFTCAP)
             top = tl.maximum(best, tl.max(scores, 1))
             p = tl.exp2(scores * base - (top * base)[:, None])
             rescale = tl.exp2((best - top) * base)
@@ -274,7 +267,7 @@ def tree_attention_kernel(
             else:
                 v_at = kv_offsets(start + full_offsets, table_at, first_kv, stride_vb, stride_vs, PAGE, None)
                 v = full_tile(v_head, v_at, v_columns, v_inside, VALUE_DIM == BLOCK_V)
-            acc = add_values(acc, p, v, q.dtype, REAL)
+            acc = add_values(acc, p, v, v_scale, q.dtype, REAL)
             best = top
 
         for tile in tl.range(tl.maximum(begin, full) - full, end - full, num_stages=EDGE_STAGES):
@@ -306,7 +299,13 @@ def tree_attention_kernel(
                 scores = tl.dot(q, tl.trans(k.to(q.dtype)), out_dtype=REAL)
                 if BLOCK_REST:
                     scores = tl.dot(q_rest, tl.trans(k_rest.to(q.dtype)), scores, out_dtype=REAL)
-            scores = _softcapped(scores, scale, softcap, SOFTCAP)
+            v_scale = None
+            if k_scale_ptr is not None:
+                slots = scales_at(positions, sequence, table_at, first_kv, stride_cb, PAGE, valid)
+                slots += head64 * stride_ch
+                scores *= slot_scales(k_scale_ptr + slots, valid, REAL)[None, :]
+                v_scale = slot_scales(v_scale_ptr + slots, valid, REAL)
+            scores = softcapped(scores, scale, softcap, SOFTCAP)
             visible = (((bits[:, None] >> edge_offsets[None, :]) & 1) != 0) & valid[None, :]
             if WINDOW:
                 visible = visible & (positions[None, :] >= first[:, None])
@@ -318,7 +317,7 @@ def tree_attention_kernel(
             rescale = tl.exp2((best - floor) * base)
             weight = weight * rescale + tl.sum(p, 1)
             acc = acc * rescale[:, None]
-            acc = add_values(acc, p, v, q.dtype, REAL)
+            acc = add_values(acc, p, v, v_scale, q.dtype, REAL)
             best = top
 
         empty = weight == 0.0

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from triforce_tree.kernels.attention import reference
 from triforce_tree.kernels.attention.plan import FirstVisible, Plan
+from triforce_tree.kernels.step.kv_slots import dequantized
 
 # Below this many KV positions one batched product for all heads is faster than a call per head: it takes
 # three quarters of the time at 1,580 positions (AVX-512).
@@ -35,6 +36,7 @@ def planned_attention(
     first: FirstVisible | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Attention with a plan from ``plan_trees``: the output of ``launch.run``, with the same arguments.
 
@@ -43,6 +45,7 @@ def planned_attention(
         k, v: ``[B, H_kv, S, D]``, or pages ``[P, H_kv, page, D]`` with a ``table``; D_v for D in v.
         table: int32 ``[B, H_kv, W]`` or ``[B, W]``.
         first: the first position that each query of the plan sees.
+        scales: of keys and values in int8, which are multiplied out into q's dtype.
 
     Returns:
         ``[queries, H_q, D_v]``, for the queries in ``q``.
@@ -50,13 +53,19 @@ def planned_attention(
     how: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks}
     outs = [
         tree_attention(*tensors, first=own, **how)[0].transpose(0, 1)
-        for *tensors, own in by_sequence(q, k, v, plan, table, first)
+        for *tensors, own in by_sequence(q, k, v, plan, table, first, scales)
     ]
     return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
 def by_sequence(
-    q: Tensor, k: Tensor, v: Tensor, plan: Plan, table: Tensor | None, first: FirstVisible | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: Plan,
+    table: Tensor | None,
+    first: FirstVisible | None,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]]:
     """Queries, keys, values and mask of each sequence of a plan; arguments as for :func:`planned_attention`.
 
@@ -64,6 +73,7 @@ def by_sequence(
         ``reference.tree_attention``'s q, k, v and mask for one sequence, and its ``first``.
     """
     _, _, tails, firsts, counts, _ = plan.segments.tolist()
+    stored = (k, v, *(scales or ()))
     query_counts = _queries_per_sequence(q.shape[0], counts)
     for b, (queries, length) in enumerate(zip(q.split(query_counts), plan.lengths.tolist(), strict=True)):
         own = slice(firsts[b], firsts[b] + query_counts[b])
@@ -71,10 +81,13 @@ def by_sequence(
         mask = tail_mask(plan.mask[own], tails[b] - counts[b] + query_counts[b])
         start, stop = 0 if first is None else int(first.low[b]), length + mask.shape[1]
         if table is None:
-            keys, values = k[b : b + 1, :, start:stop], v[b : b + 1, :, start:stop]
+            keys, values, *own_scales = (t[b : b + 1, :, start:stop] for t in stored)
         else:
             pages = table[b] if table.ndim == 3 else table[b].expand(plan.heads.kv, -1)
-            keys, values = (gathered_rows(t, pages, start, stop) for t in (k, v))
+            keys, values, *own_scales = (gathered_rows(t, pages, start, stop) for t in stored)
+        if own_scales:
+            pairs = zip((keys, values), own_scales, strict=True)
+            keys, values = (dequantized(t, own, q.dtype) for t, own in pairs)
         visible = None if first is None else first.first[own] - start
         yield queries.transpose(0, 1)[None], keys, values, mask, visible
 

@@ -6,8 +6,43 @@ from torch import Tensor
 from triforce_tree.kernels.operators import operator
 
 
-@operator("append_kv", writes=("k_cache", "v_cache"), triton=".kv_slots_kernels")
-def append_kv(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tensor, ring: int = 0) -> None:
+def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys or values in 8 bits: each vector by its own largest magnitude, and by nothing else.
+
+    ``x`` is ``scale * int8``, rounded half to even, to within ``scale / 2``. A vector that is not finite gets
+    the scale NaN, so that it is noticed in the logits.
+
+    Args:
+        x: ``[..., D]``.
+
+    Returns:
+        int8 ``[..., D]`` from -127 to 127, and fp32 ``[..., 1]``, ``max |x| / 127``.
+    """
+    x = x.float()
+    largest = x.abs().amax(-1, keepdim=True)
+    # By a tensor: on a GPU torch multiplies with the reciprocal of a number, which rounds twice.
+    scale = largest / torch.full_like(largest, 127) + (x * 0).sum(-1, keepdim=True)
+    # Where the scale is 0, too small for fp32 or NaN, all are 0.
+    rounded = torch.where(scale > 0, x / scale, 0.0).round_().clamp_(-127, 127)
+    return rounded.to(torch.int8), scale
+
+
+def dequantized(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x * scale``, multiplied in fp32, in ``dtype``; arguments as :func:`quantized` returns them."""
+    return torch.mul(x, scale, out=torch.empty(x.shape, dtype=dtype, device=x.device))
+
+
+@operator("append_kv", writes=("k_cache", "v_cache", "k_scale", "v_scale"), triton=".kv_slots_kernels")
+def append_kv(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor,
+    v: Tensor,
+    start: Tensor,
+    ring: int = 0,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
     """Write new keys and values: token t of sequence b goes to position ``start[b] + t``.
 
     Args:
@@ -18,9 +53,14 @@ def append_kv(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Ten
         start: int64 ``[B]``, not negative.
         ring: slots of a ring buffer, T to S: position r is in slot ``r % ring``, and nothing is dropped.
             0: position r is in slot r.
+        k_scale, v_scale: fp32 ``[B, H, S, 1]``, written with the scales of caches in int8, see
+            :func:`quantized`; None for caches in other dtypes.
     """
     size = k_cache.shape[2]
     check_ring(ring, k.shape[2], size)
+    if k_scale is not None and v_scale is not None:
+        (k, k_scales), (v, v_scales) = quantized(k), quantized(v)
+        append_kv.definition(k_scale, v_scale, k_scales, v_scales, start, ring)
     for sequence, first in enumerate(start.tolist()):
         if ring:
             slots = (torch.arange(k.shape[2], device=k.device) + first) % ring
@@ -66,7 +106,9 @@ def check_ring(ring: int, count: int, size: int) -> None:
 
 
 @operator("chunk_means", writes=("means",), triton=".kv_slots_kernels")
-def chunk_means(means: Tensor, k: Tensor, first: Tensor, count: int, chunk: int) -> None:
+def chunk_means(
+    means: Tensor, k: Tensor, first: Tensor, count: int, chunk: int, k_scale: Tensor | None = None
+) -> None:
     """Recompute the mean keys of chunks ``first[b] ... first[b] + count - 1`` of every layer, in place.
 
     Chunks that are not wholly inside S, or beyond the size of ``means``, are left alone.
@@ -77,10 +119,15 @@ def chunk_means(means: Tensor, k: Tensor, first: Tensor, count: int, chunk: int)
         first: int64 ``[B]``, not negative.
         count: chunks of each sequence.
         chunk: KV slots of a chunk.
+        k_scale: fp32 ``[L, B, H, S, 1]``, the scales of keys in int8; None for other dtypes.
     """
     places = min(means.shape[3], k.shape[3] // chunk)
     for sequence, begin in enumerate(first.tolist()):
         end = min(begin + count, places)
         if begin < end:
-            keys = k[:, sequence, :, begin * chunk : end * chunk].unflatten(2, (end - begin, chunk))
-            means[:, sequence, :, begin:end] = keys.float().mean(3).to(means.dtype)
+            slots = slice(begin * chunk, end * chunk)
+            keys = k[:, sequence, :, slots].float()
+            if k_scale is not None:
+                keys = keys * k_scale[:, sequence, :, slots]
+            keys = keys.unflatten(2, (end - begin, chunk))
+            means[:, sequence, :, begin:end] = keys.mean(3).to(means.dtype)

@@ -4,6 +4,7 @@ Target slots are read from device buffers, so that a captured graph serves any l
 one launch, over all layers where it works on several.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -14,6 +15,22 @@ from triforce_tree.kernels.step.kv_slots import check_ring
 _TILE = 8192
 
 
+# Adding and subtracting it rounds an fp32 of up to 2^22 to an integer, halves to the even one.
+_ROUNDER = tl.constexpr(1.5 * 2.0**23)
+
+
+@triton.jit
+def _quantized(x, there):
+    """``kv_slots.quantized`` of the rows of a tile; columns that are not ``there`` are 0."""
+    x = tl.where(there, x.to(tl.float32), 0.0)
+    # Division by ``/`` is not correctly rounded on a GPU.
+    scale = tl.div_rn(tl.max(tl.abs(x), 1), tl.full([x.shape[0]], 127.0, tl.float32)) + tl.sum(x * 0.0, 1)
+    usable = (scale > 0.0)[:, None]
+    divided = tl.div_rn(x, tl.where(usable, scale[:, None], 1.0) + tl.zeros_like(x))
+    rounded = (tl.where(usable, divided, 0.0) + _ROUNDER) - _ROUNDER
+    return tl.minimum(tl.maximum(rounded, -127.0), 127.0).to(tl.int8), scale
+
+
 @triton.jit
 def _append_kernel(
     k_cache_ptr,  # [B, H, S, D] with strides
@@ -21,6 +38,8 @@ def _append_kernel(
     k_ptr,  # [B, H, T, D] with strides
     v_ptr,  # [B, H, T, D_v]
     start_ptr,  # int64 [B]
+    k_scale_ptr,  # fp32 [B, H, S, 1] with strides where the caches are int8, else None
+    v_scale_ptr,
     k_cache_b,
     k_cache_h,
     k_cache_s,
@@ -33,6 +52,9 @@ def _append_kernel(
     v_b,
     v_h,
     v_t,
+    scale_b,
+    scale_h,
+    scale_s,
     heads,
     size,
     count,
@@ -51,12 +73,19 @@ def _append_kernel(
     target = tl.load(start_ptr + sequence) + token
     if RING:
         target = target % ring
-    kept = ((token < count) & (target >= 0) & (target < size))[:, None]
+    inside = (token < count) & (target >= 0) & (target < size)
+    kept = inside[:, None]
     there, v_there = kept & (column < DIM), kept & (v_column < VALUE_DIM)
     k = tl.load(k_ptr + sequence * k_b + head * k_h + token[:, None] * k_t + column, mask=there)
     v = tl.load(v_ptr + sequence * v_b + head * v_h + token[:, None] * v_t + v_column, mask=v_there)
     k_at = k_cache_ptr + sequence * k_cache_b + head * k_cache_h + target[:, None] * k_cache_s + column
     v_at = v_cache_ptr + sequence * v_cache_b + head * v_cache_h + target[:, None] * v_cache_s + v_column
+    if k_scale_ptr is not None:
+        k, k_scale = _quantized(k, there)
+        v, v_scale = _quantized(v, v_there)
+        slot = sequence * scale_b + head * scale_h + target * scale_s
+        tl.store(k_scale_ptr + slot, k_scale, mask=inside)
+        tl.store(v_scale_ptr + slot, v_scale, mask=inside)
     tl.store(k_at, k.to(k_cache_ptr.dtype.element_ty), mask=there)
     tl.store(v_at, v.to(v_cache_ptr.dtype.element_ty), mask=v_there)
 
@@ -119,6 +148,7 @@ def _move(base, stride, source, target, column, there):
 def _means_kernel(
     means_ptr,  # [L, B, H, C, D] with strides, changed in place
     k_ptr,  # [L, B, H, S, D] with strides
+    scale_ptr,  # fp32 [L, B, H, S, 1] with strides where the keys are int8, else None
     first_ptr,  # int64 [B]
     means_l,
     means_b,
@@ -128,6 +158,10 @@ def _means_kernel(
     k_b,
     k_h,
     k_s,
+    scale_l,
+    scale_b,
+    scale_h,
+    scale_s,
     batch,
     heads,
     places,
@@ -142,18 +176,34 @@ def _means_kernel(
     offset = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     column = tl.arange(0, BLOCK_D)[None, :]
     chunk = tl.load(first_ptr + sequence) + offset
-    there = ((offset < count) & (chunk >= 0) & (chunk < places))[:, None] & (column < DIM)
+    inside = (offset < count) & (chunk >= 0) & (chunk < places)
+    there = inside[:, None] & (column < DIM)
     base = k_ptr + layer * k_l + sequence * k_b + head * k_h
     chunk_start = base + chunk[:, None] * CHUNK * k_s + column
     total = tl.zeros([BLOCK_C, BLOCK_D], tl.float32)
     for position in tl.static_range(CHUNK):
-        total += tl.load(chunk_start + position * k_s, mask=there, other=0.0).to(tl.float32)
+        keys = tl.load(chunk_start + position * k_s, mask=there, other=0.0).to(tl.float32)
+        if scale_ptr is not None:
+            slot = (
+                layer * scale_l + sequence * scale_b + head * scale_h + (chunk * CHUNK + position) * scale_s
+            )
+            keys *= tl.load(scale_ptr + slot, mask=inside, other=0.0)[:, None]
+        total += keys
     out = means_ptr + layer * means_l + sequence * means_b + head * means_h
     mean = (total / CHUNK).to(means_ptr.dtype.element_ty)
     tl.store(out + chunk[:, None] * means_c + column, mean, mask=there)
 
 
-def append_kv(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tensor, ring: int = 0) -> None:
+def append_kv(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor,
+    v: Tensor,
+    start: Tensor,
+    ring: int = 0,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
     """See ``kv_slots.append_kv``."""
     (batch, heads, size, dim), value_dim = k_cache.shape, v_cache.shape[3]
     count = k.shape[2]
@@ -165,11 +215,13 @@ def append_kv(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Ten
             f"{tuple(v_cache.shape)}; they need equal batch, heads and head_dim"
         )
     check_ring(ring, count, size)
+    scale_strides = _scale_strides((k_cache, k_scale), (v_cache, v_scale))
     block_d, block_v = triton.next_power_of_2(dim), triton.next_power_of_2(value_dim)
     block_t = max(1, min(triton.next_power_of_2(count), _TILE // 2 // max(block_d, block_v)))
     _append_kernel[(batch * heads, triton.cdiv(count, block_t))](
-        k_cache, v_cache, k, v, start.contiguous(),
-        *_strides(k_cache), *_strides(v_cache), *_strides(k), *_strides(v), heads, size, count, ring,
+        k_cache, v_cache, k, v, start.contiguous(), k_scale, v_scale,
+        *_strides(k_cache), *_strides(v_cache), *_strides(k), *_strides(v), *scale_strides,
+        heads, size, count, ring,
         DIM=dim, VALUE_DIM=value_dim, BLOCK_T=block_t, BLOCK_D=block_d, BLOCK_V=block_v, RING=ring > 0,
     )  # fmt: skip
 
@@ -197,14 +249,17 @@ def move_kv(k: Tensor, v: Tensor, index: Tensor, start: Tensor, ring: int = 0) -
     )  # fmt: skip
 
 
-def chunk_means(means: Tensor, k: Tensor, first: Tensor, count: int, chunk: int) -> None:
+def chunk_means(
+    means: Tensor, k: Tensor, first: Tensor, count: int, chunk: int, k_scale: Tensor | None = None
+) -> None:
     """See ``kv_slots.chunk_means``."""
     layers, batch, heads, size, dim = k.shape
     places = min(means.shape[3], size // chunk)
     block_d = triton.next_power_of_2(dim)
     block_c = max(1, min(triton.next_power_of_2(count), 2048 // block_d))
     _means_kernel[(layers * batch * heads, triton.cdiv(count, block_c))](
-        means, k, first.contiguous(), *_strides(means), *_strides(k), batch, heads, places, count,
+        means, k, k_scale, first.contiguous(),
+        *_strides(means), *_strides(k), *_scale_strides((k, k_scale)), batch, heads, places, count,
         CHUNK=chunk, DIM=dim, BLOCK_C=block_c, BLOCK_D=block_d,
     )  # fmt: skip
 
@@ -214,3 +269,17 @@ def _strides(kv: Tensor) -> tuple[int, ...]:
     if kv.stride(-1) != 1:
         raise ValueError("the last dimension of keys and values must be dense; call .contiguous() first")
     return kv.stride()[:-1]
+
+
+def _scale_strides(*pairs: tuple[Tensor, Tensor | None]) -> tuple[int | None, ...]:
+    """All strides but the last of the scales that belong to some caches, None for caches without any."""
+    strides = set[tuple[int | None, ...]]()
+    for cache, own in pairs:
+        if (cache.dtype == torch.int8) != (own is not None):
+            raise ValueError(f"keys and values of {cache.dtype}: scales belong to int8, and to nothing else")
+        if own is not None and own.shape != (*cache.shape[:-1], 1):
+            raise ValueError(f"scales {tuple(own.shape)} do not fit a cache of {tuple(cache.shape)}")
+        strides.add((None,) * (cache.ndim - 1) if own is None else own.stride()[:-1])
+    if len(strides) > 1:
+        raise ValueError("scales of keys and of values need the same strides; allocate them alike")
+    return strides.pop()

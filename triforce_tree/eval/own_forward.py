@@ -1,0 +1,90 @@
+"""Forwards and greedy decoding of the target by transformers: what ours are compared with.
+
+With ``kv_bits=8`` they attend to keys and values that are rounded as our cache stores them.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, StoppingCriteriaList
+
+from triforce_tree.engine import Engine
+from triforce_tree.kernels.step.kv_slots import dequantized, quantized
+from triforce_tree.models.length_rope import LengthRope
+
+_CHUNK = 2048  # tokens of a prompt in one forward
+
+
+class RoundedCache(DynamicCache):
+    """A cache whose layers attend to every key and value as a cache in 8 bits would return it."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        stored = [dequantized(*quantized(t), t.dtype) for t in (key_states, value_states)]
+        return super().update(stored[0], stored[1], layer_idx, *args, **kwargs)
+
+
+def own_cache(engine: Engine) -> DynamicCache | None:
+    """An empty cache for forwards of the target by transformers; None for the one that it makes itself."""
+    if engine.hierarchy.config.kv_bits == 16:
+        return None
+    return RoundedCache(config=engine.hierarchy.target.model.config.get_text_config(decoder=True))
+
+
+def last_logits(engine: Engine, tokens: Sequence[int]) -> Tensor:
+    """fp32 ``[V]`` after the last token, by the target's own forward of it alone."""
+    model: Any = engine.hierarchy.target.model
+    with torch.no_grad():
+        cache = prefilled(engine, tokens[:-1])
+        out = model(as_ids(model, tokens[-1:]), past_key_values=cache, use_cache=True, logits_to_keep=1)
+    logits: Tensor = out.logits
+    return logits[0, -1].float()
+
+
+def as_ids(model: Any, tokens: Sequence[int]) -> Tensor:
+    """int64 ``[1, L]`` on the model's device."""
+    return torch.tensor([list(tokens)], device=model.device)
+
+
+def prefilled(engine: Engine, tokens: Sequence[int]) -> Any:
+    """transformers' KV cache of these tokens; where it makes its own, None for none."""
+    model: Any = engine.hierarchy.target.model
+    cache: Any = own_cache(engine)
+    # Where rotary frequencies depend on the length, transformers chooses them by the tokens of each forward.
+    chunk = _CHUNK if LengthRope.of(model) is None else max(1, len(tokens))
+    for start in range(0, len(tokens), chunk):
+        ids = as_ids(model, tokens[start : start + chunk])
+        out = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache = out.past_key_values
+    return cache
+
+
+def own_decoding(
+    engine: Engine, prompt: Sequence[int], new_tokens: int, stop: StoppingCriteriaList | None
+) -> list[int]:
+    """The new tokens of greedy decoding by transformers."""
+    model: Any = engine.hierarchy.target.model
+    ids, cache = as_ids(model, prompt), own_cache(engine)
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=new_tokens,
+        stopping_criteria=stop,
+        **({} if cache is None else {"past_key_values": cache}),
+    )
+    tokens: list[int] = out[0, len(prompt) :].tolist()
+    return tokens
+
+
+def last_position_logits(engine: Engine, tokens: Sequence[int], positions: int) -> Tensor:
+    """fp32 ``[positions, V]`` of the last tokens, by one forward of transformers' over all of them."""
+    model: Any = engine.hierarchy.target.model
+    cache = own_cache(engine)
+    how = {"use_cache": False} if cache is None else {"past_key_values": cache}
+    with torch.no_grad():
+        logits: Tensor = model(as_ids(model, tokens), logits_to_keep=positions, **how).logits
+    return logits[0, -positions:].float()
