@@ -21,7 +21,7 @@ from triforce_tree.decoding.stop_criteria import Ending
 from triforce_tree.drafters.tree_model import TreeDrafter
 from triforce_tree.kv.offload.host_store import Offload
 from triforce_tree.kv.offload.offloaded_cache import OffloadedCache
-from triforce_tree.kv.offload.streamed_weights import StreamedWeights
+from triforce_tree.kv.offload.weights.streamed_weights import StreamedWeights
 from triforce_tree.kv.store import KVStore
 from triforce_tree.loading.inflate import inflate_pair
 from triforce_tree.models.hf_model import HFModel
