@@ -94,13 +94,13 @@ def _label(dim: int, value_dim: int) -> str:
 def _attend(kind: str, dtype: torch.dtype, heads: Heads, queries: int, int8: bool = False) -> None:
     batch = 2 if kind == "batch" else 1
     mask = torch.ones(queries, queries, dtype=torch.bool)
-    plan = plan_trees(heads, [mask] * batch, [512] * batch, device="cpu", dtype=dtype)
+    stored = torch.int8 if int8 else dtype
+    plan = plan_trees(heads, [mask] * batch, [512] * batch, device="cpu", dtype=dtype, kv_dtype=stored)
     if kind == "nodes":
         plan = plan_nodes(heads, [(0, 64, 0, queries), (64, 64, 0, 1)], queries, device="cpu", split="node")
     q = torch.zeros(plan.queries, heads.query, heads.dim, dtype=dtype)
     page = {"chunks": 8, "pages": 128}.get(kind, 0)
     slots = (8, 2, page) if page else (batch, 2, 1024)
-    stored = torch.int8 if int8 else dtype
     k, v = (torch.zeros(*slots, dim, dtype=stored) for dim in (heads.dim, heads.value_dim))
     scales = (torch.zeros(*slots, 1), torch.zeros(*slots, 1)) if int8 else None
     table = _int32(1, 2, 128) if page else None
