@@ -32,7 +32,7 @@ from triforce_tree.generation.notices import CostNotices
 from triforce_tree.generation.output import GenerateOutput, joined, output_of, placed
 from triforce_tree.generation.request import Job, Request
 from triforce_tree.generation.scores import EmittedScores
-from triforce_tree.kv.offload.streamed_weights import StreamedWeights
+from triforce_tree.kv.offload.weights.streamed_weights import StreamedWeights
 from triforce_tree.loading.vocabularies import token_map
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.planning.memory_plan import MemoryPlan

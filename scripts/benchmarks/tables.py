@@ -15,7 +15,7 @@ from scripts.benchmarks.cpu import tables as cpu
 from scripts.benchmarks.linear import tables as linear
 from scripts.benchmarks.offload import tables as offload
 from scripts.benchmarks.on_chip import tables as on_chip
-from scripts.checks import models_table
+from scripts.checks.models import table as models_table
 
 RESULTS = ROOT / "docs" / "results"
 # The table on README's first screen: (part, batch, context) in the order of the lines; then parts offloaded.

@@ -50,7 +50,7 @@ def variants(device: Device) -> Iterator[Variant]:
     """All variants for a GPU, whose tiles decide which row counts differ."""
     yield from _attention(device)
     yield from _linears(device)
-    for always in (_merges, _kv_slots, _retrieval, _acceptance, _growth, _exchange):
+    for always in (_int8, _merges, _kv_slots, _retrieval, _acceptance, _growth, _exchange):
         yield from always()
 
 
@@ -91,20 +91,47 @@ def _label(dim: int, value_dim: int) -> str:
     return f"head_dim {dim}" if dim == value_dim else f"head_dim {dim} and {value_dim}"
 
 
-def _attend(kind: str, dtype: torch.dtype, heads: Heads, queries: int) -> None:
+def _attend(kind: str, dtype: torch.dtype, heads: Heads, queries: int, int8: bool = False) -> None:
     batch = 2 if kind == "batch" else 1
     mask = torch.ones(queries, queries, dtype=torch.bool)
-    plan = plan_trees(heads, [mask] * batch, [512] * batch, device="cpu", dtype=dtype)
+    stored = torch.int8 if int8 else dtype
+    plan = plan_trees(heads, [mask] * batch, [512] * batch, device="cpu", dtype=dtype, kv_dtype=stored)
     if kind == "nodes":
         plan = plan_nodes(heads, [(0, 64, 0, queries), (64, 64, 0, 1)], queries, device="cpu", split="node")
     q = torch.zeros(plan.queries, heads.query, heads.dim, dtype=dtype)
     page = {"chunks": 8, "pages": 128}.get(kind, 0)
     slots = (8, 2, page) if page else (batch, 2, 1024)
-    k, v = (torch.zeros(*slots, dim, dtype=dtype) for dim in (heads.dim, heads.value_dim))
+    k, v = (torch.zeros(*slots, dim, dtype=stored) for dim in (heads.dim, heads.value_dim))
+    scales = (torch.zeros(*slots, 1), torch.zeros(*slots, 1)) if int8 else None
     table = _int32(1, 2, 128) if page else None
     first = _ints(queries) if kind == "window" else None
     softcap, sinks = (5.0, torch.zeros(heads.query)) if kind == "window" else (None, None)
-    launch.run(q, k, v, plan, scale=0.1, table=table, first=first, softcap=softcap, sinks=sinks)
+    launch.run(
+        q, k, v, plan, scale=0.1, table=table, first=first, softcap=softcap, sinks=sinks, scales=scales
+    )
+
+
+def _int8() -> Iterator[Variant]:
+    """Kernels on keys and values in int8."""
+    for dtype, (dim, value_dim), kind in product((BF16, FP16, FP32), WIDTHS, ("dense", "chunks", "window")):
+        if dtype != BF16 and (dim != 128 or kind == "window"):
+            continue
+        heads = Heads(8, 2, dim, value_dim)
+        for queries in (1, 16):
+            name = f"{kind}, int8 for {NAMES[dtype]}, {_label(dim, value_dim)}, {queries} x 4 rows"
+            yield Variant(name, partial(_attend, kind, dtype, heads, queries, True))
+    start = _ints(2)
+    for dtype, (dim, value_dim) in product((BF16, FP32), WIDTHS[1:]):
+        caches = [torch.zeros(3, 2, 2, 256, width, dtype=torch.int8) for width in (dim, value_dim)]
+        scales = [torch.zeros(3, 2, 2, 256, 1) for _ in caches]
+        fresh = [cache[0, :, :, :16].to(dtype) for cache in caches]
+        means = caches[0][..., :32, :].to(dtype)
+        name = f"int8 for {NAMES[dtype]}, {_label(dim, value_dim)}"
+        first = [cache[0] for cache in caches]
+        append = partial(kv_slots_kernels.append_kv, *first, *fresh, start, 0, scales[0][0], scales[1][0])
+        yield Variant(f"append, {name}", append)
+        mean = partial(kv_slots_kernels.chunk_means, means, caches[0], start, 4, 8, scales[0])
+        yield Variant(f"means, {name}", mean)
 
 
 def _linears(device: Device) -> Iterator[Variant]:

@@ -1,6 +1,6 @@
 """Check a quantised target at real size: text, CUDA graphs, memory, and the time of a token and of a pass.
 
-    python -m scripts.checks.quantised --method bnb4 --shape llama-3.1-8b --context 122880 --memory 24GiB
+    python -m scripts.checks.quantised --method bnb4 --shape llama-3.1-8b --kv-bits 8 --memory 24GiB
     python -m scripts.checks.quantised --method int8 --device cpu --shape tiny --context 600 --new 12
 
 The embedded pair is inflated to the shape and its target's layers are quantised in place, so that drafts are
@@ -98,6 +98,7 @@ def main(words: list[str] | None = None) -> int:
     made.add_argument("--shape", default="llama-3.1-8b", help="of the target, or tiny: the pair as it is")
     made.add_argument("--context", type=int, default=122_880)
     made.add_argument("--new", type=int, default=128)
+    made.add_argument("--kv-bits", type=int, default=16, choices=(8, 16), help="of keys and values")
     made.add_argument("--memory", help="limit of the GPU's memory, as in 24GiB")
     made.add_argument("--device", default="cuda")
     args = made.parse_args(words)
@@ -112,7 +113,7 @@ def main(words: list[str] | None = None) -> int:
             bound_memory(device, bytes_of(args.memory))
     text = token_ids(tokenizer, pydoc_text())
     prompt = (text * -(-args.context // len(text)))[: args.context]
-    engine = load(target, draft, tokenizer=tokenizer, levels=3, profile=False)
+    engine = load(target, draft, tokenizer=tokenizer, levels=3, profile=False, kv_bits=args.kv_bits)
     asked: dict[str, Any] = {"max_new_tokens": args.new, "do_sample": False}
     out = engine.generate(prompt, **asked)
     captured = engine.hierarchy.target.capturable
@@ -127,6 +128,7 @@ def main(words: list[str] | None = None) -> int:
         method=args.method,
         shape=args.shape,
         context=args.context,
+        kv_bits=args.kv_bits,
         device=torch.cuda.get_device_name(device) if on_gpu else "cpu",
         captured=captured,
         three_levels=times(out),

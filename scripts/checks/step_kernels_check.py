@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
+from typing import Any
 
 import step_cases
 import torch
@@ -48,6 +49,10 @@ def problems() -> Iterator[Make]:
         yield partial(step_cases.append_to_ring, *shape, HALF, GPU, ring=ring)
     for shape, ring in [((32, 1, 8, 1280, 32, 256), 1280), ((4, 6, 8, 400, 128, (192, 128)), 399)]:
         yield partial(step_cases.move_in_ring, *shape, HALF, GPU, ring=ring)
+    for shape, dtype in product(slots[step_cases.append], BOTH):
+        yield partial(_append_int8, *shape, dtype, GPU)
+    for shape, dtype in product(slots[step_cases.means], BOTH):
+        yield partial(step_cases.means_int8, *shape, dtype, GPU)
     selections = [
         (1, 32, 1, 15360, 128, 480), (6, 32, 1, 2375, 128, 128), (3, 8, 4, 15424, 128, 480),
         (2, 2, 1, 131072, 128, 480), (2, 2, 4, 40000, 128, 2000), (3, 1, 8, 700, 64, 100),
@@ -82,6 +87,10 @@ def problems() -> Iterator[Make]:
     ]  # fmt: skip
     for shape, seed in product(placements, range(8)):
         yield partial(placement, *shape, GPU, seed % 2 == 1, seed // 2 % 2 == 1, seed // 4 == 1, seed)
+
+
+def _append_int8(*shape: Any) -> Problem:
+    return step_cases.append_int8(step_cases.append(*shape))
 
 
 def captured() -> Iterator[Callable[..., Problem]]:

@@ -62,6 +62,17 @@ def cases() -> list[Case]:
         made.append(Case(GROUPED, ragged, layout=layout, split=split, window=window))
     for size, length in product((1, 16, 65), (0, 1, 63, 65, 4097, 20001)):
         made.append(Case(GROUPED, ((length, size),), config=OTHER))
+    for layout, (query, kv), size in product(LAYOUTS, [(8, 2), (5, 1)], (1, 16, 65)):
+        for dtype in DTYPES:
+            made.append(Case(Heads(query, kv, 128), ((4097, size),), dtype, layout, int8=True))
+    for dim, dtype, size in product((64, 96, 256), DTYPES, (1, 16, 70)):
+        made.append(Case(Heads(8, 2, dim), ((1000, size),), dtype, int8=True))
+    for window, cap, layout, size in product((None, 128), (None, 30.0), ("heads", 16, 128), (7, 65)):
+        how = {"layout": layout, "window": window, "softcap": cap, "sinks": True, "int8": True}
+        made.append(Case(Heads(8, 2, 64), ((1500, size),), **how))
+        made.append(Case(Heads(8, 2, 192, 128), ((1500, size),), **how))
+    made.append(Case(GROUPED, ((122880, 16),), int8=True))
+    made.append(Case(GROUPED, ragged, int8=True))
     made.append(Case(Heads(32, 8, 128), ((19000, 16),) * 6))
     made.append(Case(Heads(4, 4, 128), ((700, 3),) * 70, layout=16))
     return made

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 import triforce_tree
 from triforce_tree import UnsupportedModelError
-from triforce_tree.kv.offload.streamed_weights import StreamedWeights
+from triforce_tree.kv.offload.weights.streamed_weights import StreamedWeights
 from triforce_tree.loading.load_guard import compare_at_load, named_lengths
 from triforce_tree.models import hf_model
 from triforce_tree.models.attention import AttentionParams

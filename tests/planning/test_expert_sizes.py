@@ -6,7 +6,7 @@ import pytest
 from families import tiny
 
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.kv.offload.streamed_weights import StreamedWeights
+from triforce_tree.kv.offload.weights.streamed_weights import StreamedWeights
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.planning.expert_sizes import ExpertSizes
 from triforce_tree.planning.memory_map import GIB, Machine, Sizes

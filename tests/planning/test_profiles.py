@@ -205,3 +205,8 @@ def test_a_profile_of_another_machine_is_used_with_a_warning(
     replace(made, hardware="abacus").write()
     assert pair.load(profile=tmp_path / "p.json").profile is not None
     assert "measured with hardware abacus" in caplog.text
+
+
+def test_a_profile_never_changes_the_cache_that_texts_depend_on() -> None:
+    with pytest.raises(ValueError, match=r"kv_bits=8 changes the text.*give it to load"):
+        Entry(1000, 0.0, {"levels": 2, "kv_bits": 8}, 1.0, 2.0)

@@ -32,9 +32,10 @@ def test_streamed_weights_give_the_bits_of_the_whole_model(script: Any) -> None:
 
 
 def test_experts_in_host_memory(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    assert script("checks.check_experts").main(["--tiny", "--levels", "2", "--new", "12"]) == 0
+    words = ["--tiny", "--host", "weights", "--levels", "2", "--new", "12"]
+    assert script("checks.check_shapes").main(words) == 0
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert (last["checks"], last["failed"], last["layers"]) == (1, [], 3)
+    assert (last["checks"], last["failed"], last["layers"]) == (1, [], 4)
 
 
 def test_the_links_at_the_top_have_targets(

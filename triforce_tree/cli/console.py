@@ -203,6 +203,8 @@ def memory_table(plan: MemoryPlan) -> Table:
         facts += f", budget {own.retrieval.budget}, chunk {own.retrieval.chunk}, gamma {own.gamma}"
         if own.retrieval_weight_bits != 16:
             facts += f", retrieval_weight_bits {own.retrieval_weight_bits}"
+    if own.kv_bits != 16:
+        facts += f", kv_bits {own.kv_bits}"
     table = plain_table("memory map", ("", "GiB"), rows)
     table.caption, table.caption_justify = facts, "left"
     return table

@@ -21,7 +21,7 @@ from triforce_tree.decoding.stages import (
 )
 from triforce_tree.drafters.base import Drafter
 from triforce_tree.kv.offload.host_store import Offload
-from triforce_tree.kv.offload.streamed_weights import check_level_one
+from triforce_tree.kv.offload.weights.streamed_weights import check_level_one
 from triforce_tree.kv.store import KVStore
 from triforce_tree.models.few_row import low_bit_copy
 from triforce_tree.models.hf_model import HFModel

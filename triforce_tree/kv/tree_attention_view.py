@@ -72,7 +72,10 @@ class TreeAttentionView:
         for group in store.groups:
             heads, window = group.shape.heads, group.shape.window
             if heads not in plans:
-                plan = plan_trees(heads, [mask] * batch, [0] * batch, device=device, dtype=store.dtype)
+                plan = plan_trees(
+                    heads, [mask] * batch, [0] * batch, device=device, dtype=store.dtype,
+                    kv_dtype=group.k.dtype,
+                )  # fmt: skip
                 plans[heads] = replace(plan, lengths=self.lengths, mask=self.mask)
             kind = (window or 0, group.shape.chunked)
             if window is not None and kind not in self._windows:

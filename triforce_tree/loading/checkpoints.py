@@ -12,7 +12,7 @@ from transformers import (
 )
 
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.kv.offload.streamed_weights import StreamedWeights
+from triforce_tree.kv.offload.weights.streamed_weights import StreamedWeights
 from triforce_tree.loading.gguf import gguf_tokenizer, is_gguf
 from triforce_tree.loading.model_files import configuration, folder_of, in_one_line, needs_code
 from triforce_tree.loading.reading import ModelFiles

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.kv.offload.streamed_weights import SLOTS
+from triforce_tree.kv.offload.weights.streamed_weights import SLOTS
 from triforce_tree.planning import memory_map
 from triforce_tree.planning.memory_choices import first_fitting, with_level_one
 from triforce_tree.planning.memory_layout import MemoryPlan, Workload, gib, on_device, with_options

@@ -6,7 +6,7 @@ from itertools import product
 
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.kv.offload.host_store import Offload
-from triforce_tree.kv.offload.streamed_weights import check_level_one
+from triforce_tree.kv.offload.weights.streamed_weights import check_level_one
 from triforce_tree.planning.memory_layout import (
     LEAST_BUDGET,
     MemoryPlan,

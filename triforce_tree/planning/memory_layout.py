@@ -65,7 +65,10 @@ class MemoryPlan:
     def as_dict(self) -> dict[str, Any]:
         """For JSON; memory in GiB."""
         options = self.config.as_options()
-        names = ("gamma", "tree", "runner_ups", "budget", "chunk", "retrieval_weight_bits", "prefill_chunk")
+        names = (
+            "gamma", "tree", "runner_ups", "budget", "chunk", "retrieval_weight_bits", "prefill_chunk",
+            "kv_bits",
+        )  # fmt: skip
         chosen = {name: options[name] for name in names}
         return {
             "offloaded": self.offload is not None,

@@ -5,8 +5,8 @@
 
 KV slots on the host are those of full-attention layers; layers with a window keep theirs on the device.
 
-If the weights are streamed (``kv/offload/streamed_weights.py``), the device holds embeddings, head and norms,
-slots for a few layers, and the retrieval model's copy in 8 bits, or in 4 if 8 do not fit; the host holds the
+If the weights are streamed (``kv/offload/weights``), the device holds embeddings, head and norms, slots for a
+few layers, and the retrieval model's copy in 8 bits, or in 4 if 8 do not fit; the host holds the
 rest. Where only experts are streamed, the KV cache may still fit on the device; memory that is left keeps the
 experts of whole layers there.
 

@@ -82,6 +82,11 @@ class Entry:
                 f"draft_length={estimates} must have an acceptance of at most 1 and tokens_per_round of at "
                 "least 1"
             )
+        if "kv_bits" in self.options:
+            raise ValueError(
+                f"kv_bits={self.options['kv_bits']!r} changes the text, and a profile only its speed; leave "
+                "it out of the profile and give it to load"
+            )
         HierarchyConfig.from_options(**self.options)
 
     @property

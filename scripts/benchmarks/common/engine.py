@@ -21,7 +21,7 @@ from triforce_tree.decoding.stop_criteria import Ending
 from triforce_tree.drafters.tree_model import TreeDrafter
 from triforce_tree.kv.offload.host_store import Offload
 from triforce_tree.kv.offload.offloaded_cache import OffloadedCache
-from triforce_tree.kv.offload.streamed_weights import StreamedWeights
+from triforce_tree.kv.offload.weights.streamed_weights import StreamedWeights
 from triforce_tree.kv.store import KVStore
 from triforce_tree.loading.inflate import inflate_pair
 from triforce_tree.models.hf_model import HFModel
@@ -161,7 +161,7 @@ class Bench:
         if offload is not None or (old is not None and old.offloaded is not None):
             self.close()
             old = None
-        fits = old is not None and old.batch == batch
+        fits = old is not None and old.batch == batch and old.config.kv_bits == config.kv_bits
         if fits and old.max_seq_len >= max_seq_len and old.serves(config):
             old.config = config
         else:
@@ -174,7 +174,7 @@ class Bench:
                     self._fed = []
                 self._program = old = None
                 free_memory()
-                store = self._new_store(batch, slots) if store is None else store
+                store = self._new_store(batch, slots, config.kv_bits) if store is None else store
             drafter = drafter_of(self.draft, config, levels)
             self._program = DecodingProgram(
                 self.target, drafter, config, batch, max_seq_len, levels, offload, store=store
@@ -184,10 +184,10 @@ class Bench:
             self.program.prepare(ProbsFromLogits.at(temperature))
         self._update_chunk_means()
 
-    def _new_store(self, batch: int, slots: int) -> KVStore:
+    def _new_store(self, batch: int, slots: int, bits: int) -> KVStore:
         """A full cache that later settings fit into as well, in whole pages of any chunk."""
         slots = -(-(slots + _SPARE_SLOTS) // _LARGEST_CHUNK) * _LARGEST_CHUNK
-        return KVStore(self.target.kv_shapes, batch, slots, self.device, self.target.dtype)
+        return KVStore(self.target.kv_shapes, batch, slots, self.device, self.target.dtype, bits=bits)
 
     def close(self) -> None:
         """Give the memory of program and cache back."""
@@ -223,7 +223,7 @@ class Bench:
         scratch_slots = int(self.program.state.capacity) - self.program.max_seq_len
         first = min(len(p) for p in prompts) - 1
         count = max(len(p) for p in prompts) + new + 2 * scratch_slots - first
-        parts = [part for group in self.program.store.groups for part in group.kv]
+        parts = [part for group in self.program.store.groups for part in group.parts]
         written = [part[..., first : first + count, :] for part in parts]
         before = [slots.clone() for slots in written]
         try:

@@ -46,5 +46,4 @@ def roofs_ms(program: DecodingProgram, lengths: Sequence[int], bandwidth: float)
 
 def _slot_bytes(store: KVStore) -> int:
     """K and V of one token in all layers."""
-    heads = [group.shape.heads for group in store.groups for _ in group.layers]
-    return sum(h.row * store.dtype.itemsize for h in heads)
+    return sum(part[:, 0, :, 0].nbytes for group in store.groups for part in group.parts)

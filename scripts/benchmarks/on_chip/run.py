@@ -121,6 +121,8 @@ _TWO = (0.0, 0.6)
 PARTS = {
     "7b": OnChip(LLAMA_2_7B, _LONG, static_tokens=64),
     "8b": OnChip(LLAMA_3_1_8B, _LONG, static_tokens=16, options=_8B),
+    # Keys and values in 8 bits, of which transformers has no static cache.
+    "8b-kv8": OnChip(LLAMA_3_1_8B, _LONG, options=_8B | {"kv_bits": 8}),
     "batch": OnChip(
         LLAMA_2_7B, ((6, 19_456), (2, 57_344), (10, 12_288)), temperatures=_TWO, prompts=2,
         plain_tokens=32, options=_BATCH,

@@ -21,7 +21,8 @@ from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.prompt_lookup import PromptLookup
 from triforce_tree.kv.offload.host_store import Offload
-from triforce_tree.kv.offload.streamed_weights import StreamedWeights
+from triforce_tree.kv.offload.pinned import HostMemoryError
+from triforce_tree.kv.offload.weights.streamed_weights import StreamedWeights
 from triforce_tree.loading import checkpoints
 
 PROMPT, NEW = prompt_of(120), 30
@@ -155,3 +156,13 @@ def test_a_device_too_small_for_the_rest_is_refused(monkeypatch: pytest.MonkeyPa
         ValueError, match=r"embeddings, head and two layers of this LlamaForCausalLM do not fit on"
     ):
         engine_of(offload_weights=True)
+
+
+def test_more_weights_than_the_user_allows_are_refused_before_any_moves() -> None:
+    model = tiny("llama-gqa")
+    places = [parameter.data_ptr() for parameter in model.parameters()]
+    with pytest.raises(
+        HostMemoryError, match=r"host_memory allows 0\.0 GiB; allow more, or free host memory"
+    ):
+        StreamedWeights(model, "cpu", most=1000)
+    assert [parameter.data_ptr() for parameter in model.parameters()] == places

@@ -21,7 +21,7 @@ from triforce_tree.drafters.tree_model import TreeDrafter
 from triforce_tree.kv.offload.copy_stream import BufferRing, CopyEvent, CopyStream
 from triforce_tree.kv.offload.host_store import HostStore, Offload
 from triforce_tree.kv.offload.offloaded_cache import OffloadedCache
-from triforce_tree.kv.offload.streamed_weights import StreamedWeights
+from triforce_tree.kv.offload.weights.streamed_weights import StreamedWeights
 from triforce_tree.models.hf_model import HFModel
 
 PROMPT, NEW = prompt_of(100), 20

@@ -20,10 +20,10 @@ from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.tree_model import TreeDrafter
 from triforce_tree.kernels import exchange
-from triforce_tree.kv.offload import streamed_experts
 from triforce_tree.kv.offload.host_store import Offload
 from triforce_tree.kv.offload.pinned import HostMemory, HostMemoryError
-from triforce_tree.kv.offload.streamed_weights import StreamedWeights
+from triforce_tree.kv.offload.weights import streamed_experts
+from triforce_tree.kv.offload.weights.streamed_weights import StreamedWeights
 from triforce_tree.models.experts.modules import distinct, expert_modules
 from triforce_tree.models.hf_model import HFModel
 

@@ -286,6 +286,7 @@ def run_case(case: Case, device: str, seed: int = 0) -> float:
             dtype=case.dtype,
             split=case.split,
             config=case.config,
+            kv_dtype=problem.k.dtype,
         )
         out, lse = run(
             problem.q,

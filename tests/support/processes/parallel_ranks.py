@@ -37,6 +37,7 @@ PIECE = 32 * 64
 # name -> options of the engine
 SETUPS: dict[str, dict[str, Any]] = {
     "on the device": {},
+    "8-bit keys and values": {"kv_bits": 8},
     "offloaded": {"offload": True},
     "offloaded, one level": {"offload": True, "levels": 1},
     "offloaded weights": {"offload_weights": True, "retrieval_weight_bits": 8},

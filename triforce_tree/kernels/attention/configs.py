@@ -111,7 +111,7 @@ def value_columns(value_dim: int, element_bytes: int) -> int:
 
 
 def choose(
-    query_rows: int, head_dim: int, element_bytes: int, device: Device, value_dim: int = 0
+    query_rows: int, head_dim: int, element_bytes: int, device: Device, value_dim: int = 0, kv_bytes: int = 0
 ) -> KernelConfig:
     """The configuration for ``query_rows`` packed query rows per KV head.
 
@@ -121,6 +121,7 @@ def choose(
     Args:
         head_dim: 1 to 512; to 576 where ``value_dim`` is less.
         element_bytes: 2 or 4, of queries and KV.
+        kv_bytes: 1 where keys and values are int8, for which the tables are not measured; else 0.
         device: its shared memory limits the tile.
         value_dim: of a value where it differs from ``head_dim``, else 0.
 
@@ -144,7 +145,7 @@ def choose(
     config: KernelConfig | None
     config = next((config for most, config in table if most >= query_rows), table[-1][1])
     while config is not None:
-        needed = shared_bytes(config, head_dim, element_bytes, device, value_dim)
+        needed = shared_bytes(config, head_dim, element_bytes, device, value_dim, kv_bytes)
         if needed <= device.shared_bytes:
             return replace(config, programs_per_sm=min(config.programs_per_sm, device.resident(needed)))
         config = smaller(config)
@@ -168,14 +169,19 @@ def smaller(config: KernelConfig) -> KernelConfig | None:
 
 
 def shared_bytes(
-    config: KernelConfig, head_dim: int, element_bytes: int, device: Device, value_dim: int = 0
+    config: KernelConfig,
+    head_dim: int,
+    element_bytes: int,
+    device: Device,
+    value_dim: int = 0,
+    kv_bytes: int = 0,
 ) -> int:
     """Shared memory that the compiled kernel needs, in bytes, accurate to a few dozen.
 
     It holds queries, the probabilities that are multiplied with V, and the pipeline's buffers of K and V. A
     tile whose products read both operands from shared memory (64 query rows and more on sm_90 and sm_100) has
     a buffer of each for every stage and keeps probabilities in registers; others have one buffer less, and
-    without a pipeline K and V share one.
+    without a pipeline K and V share one. With int8 (``kv_bytes`` 1) they hold scales too.
     """
     value_dim = value_dim or head_dim
     parts = key_parts(head_dim, value_dim, element_bytes)
@@ -189,9 +195,10 @@ def shared_bytes(
     from_shared = config.block_m >= 64 and device.shared_products
     buffers = config.stages if from_shared else max(1, config.stages - 1)
     probs = 0 if from_shared else config.block_m * config.block_n
-    row = keys + values if from_shared or config.stages > 1 else max(*parts, values)
-    elements = config.block_m * keys + probs + buffers * config.block_n * row
-    return elements * element_bytes + 128
+    slot = (keys + values) * (kv_bytes or element_bytes) + (8 if kv_bytes == 1 else 0)
+    if config.stages == 1 and not from_shared:
+        slot = max(*parts, values) * element_bytes
+    return (config.block_m * keys + probs) * element_bytes + buffers * config.block_n * slot + 128
 
 
 def _padded(head_dim: int) -> int:

@@ -25,12 +25,12 @@ from rich.table import Table
 
 from scripts.benchmarks.common.code_digest import code_alone
 from scripts.benchmarks.common.results import RESULTS, header, write
-from scripts.checks.model_zoo import workers
-from scripts.checks.model_zoo.build import variants_of
-from scripts.checks.model_zoo.classes import Family, families
-from scripts.checks.model_zoo.outcomes import BAD, Row
-from scripts.checks.model_zoo.paths import PATHS
-from scripts.checks.model_zoo.sample import SAMPLE
+from scripts.checks.models import workers
+from scripts.checks.models.build import variants_of
+from scripts.checks.models.classes import Family, families
+from scripts.checks.models.outcomes import BAD, Row
+from scripts.checks.models.paths import PATHS
+from scripts.checks.models.sample import SAMPLE
 from scripts.checks.report import last_line, parser
 from triforce_tree.eval.results import check_writable
 

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from queue import Empty, Queue
 from typing import Any
 
-from scripts.checks.model_zoo.outcomes import CRASHES, NOT_BUILT, Row
+from scripts.checks.models.outcomes import CRASHES, NOT_BUILT, Row
 
 _START_SECONDS = 600  # to import torch and transformers
 
@@ -132,9 +132,9 @@ def _serve(pipe: Connection, device: str) -> None:
     import torch
     from transformers.utils import logging
 
-    from scripts.checks.model_zoo.build import build_varied, features_of, prompt_of
-    from scripts.checks.model_zoo.classes import families
-    from scripts.checks.model_zoo.paths import PROMPTS, Trial, said
+    from scripts.checks.models.build import build_varied, features_of, prompt_of
+    from scripts.checks.models.classes import families
+    from scripts.checks.models.paths import PROMPTS, Trial, said
 
     torch.set_num_threads(1)
     logging.set_verbosity_error()

@@ -15,7 +15,7 @@ from triton_ops import DEVICE
 
 pytest.importorskip("triton", reason="the kernels need Triton; install triton to run their tests")
 
-from triforce_tree.kernels.attention import dispatch, merge, reference
+from triforce_tree.kernels.attention import merge, reference
 from triforce_tree.kernels.attention.configs import KernelConfig, choose, key_parts, value_columns
 from triforce_tree.kernels.attention.launch import row_views, run
 from triforce_tree.kernels.attention.plan import NODE, Heads, pack_mask, plan_nodes, plan_pieces, plan_trees
@@ -244,24 +244,6 @@ def test_merge():
         made = merge.merge_states(outs, lses)
     for a, b in zip(made, exact, strict=True):
         torch.testing.assert_close(a, b)
-
-
-@pytest.mark.parametrize("batch, window", [(1, None), (2, None), (2, 20)])
-def test_dispatch_through_plans(batch, window):
-    """The path of CUDA tensors in ``dispatch.tree_attention``; layers share the plan."""
-    torch.manual_seed(7)
-    mask, depths = random_tree(5, "depth", random.Random(7))
-    mask = mask.to(DEVICE)
-    q = torch.randn(batch, 5, 4, 64, dtype=HALF, device=DEVICE).transpose(1, 2)
-    k, v = (torch.randn(batch, 2, 90, 64, dtype=HALF, device=DEVICE)[:, :, :75] for _ in range(2))
-    first = None if window is None else (70 + depths - window + 1).clamp(0).to(DEVICE)
-    how = {"scale": 0.125, "first": first}
-    for _ in range(2):
-        out, lse = dispatch._planned(q, k, v, mask, **how)
-    assert len(dispatch._plans[mask]) == 1
-    exact, exact_lse = reference.tree_attention(q.float(), k.float(), v.float(), mask, **how)
-    torch.testing.assert_close(out.float(), exact, atol=2e-3, rtol=0)
-    torch.testing.assert_close(lse, exact_lse, atol=2e-3, rtol=0)
 
 
 def test_fakes_agree_with_the_operators():

@@ -1,6 +1,6 @@
 """A sample of transformers' classes, everything special about them on: equal to generate, or refused by name.
 
-``scripts/checks/models.py`` runs all classes on all paths.
+``scripts/checks/models`` runs all classes on all paths.
 """
 
 import json
@@ -28,9 +28,9 @@ _HEADS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 
 @pytest.mark.parametrize("stem", SAMPLE)
 def test_a_class_gives_its_own_text_or_is_refused_with_the_reason(stem: str, script: Any) -> None:
-    build, paths = script("checks.model_zoo.build"), script("checks.model_zoo.paths")
-    [name] = {stem + head for head in _HEADS} & {*script("checks.model_zoo.sample").SAMPLE}
-    family = script("checks.model_zoo.classes").families()[name]
+    build, paths = script("checks.models.build"), script("checks.models.paths")
+    [name] = {stem + head for head in _HEADS} & {*script("checks.models.sample").SAMPLE}
+    family = script("checks.models.classes").families()[name]
     for variant in build.variants_of(family):
         trial = paths.Trial(build.build_varied(family, variant, build.prompt_of(paths.PROMPTS[0])), "cpu")
         refusal = trial.refusal()
@@ -47,13 +47,13 @@ def test_a_class_gives_its_own_text_or_is_refused_with_the_reason(stem: str, scr
 
 
 def test_the_sample_is_all_listed(script: Any) -> None:
-    assert len(SAMPLE) == len(script("checks.model_zoo.sample").SAMPLE)
+    assert len(SAMPLE) == len(script("checks.models.sample").SAMPLE)
 
 
 def test_every_class_has_settings(script: Any) -> None:
     """The tiny configuration of nearly every class can be made; the others are in the table as not built."""
-    build = script("checks.model_zoo.build")
-    families = script("checks.model_zoo.classes").families()
+    build = script("checks.models.build")
+    families = script("checks.models.classes").families()
     failed = []
     for name, family in families.items():
         try:
@@ -68,7 +68,7 @@ def test_the_command(
     script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of this code are kept, others are made anew; the last line counts outcomes."""
-    models = script("checks.models")
+    models = script("checks.models.__main__")
     made: list[Any] = []
 
     def tried(jobs: Any, device: str, count: int, limit: float, done: Any) -> None:
@@ -93,7 +93,7 @@ def test_the_command(
     made.clear()
     assert models.main(words) == 0
     assert len(made) == 2
-    text = script("checks.models_table").models(json.loads(out.read_text()))
+    text = script("checks.models.table").models(json.loads(out.read_text()))
     assert "| `Llama4ForCausalLM` |" in text
     assert "1. is not for this\n" in text
 
@@ -101,7 +101,7 @@ def test_the_command(
 def test_a_worker_that_dies_or_hangs_ends_neither_the_run_nor_other_rows(
     script: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    workers = script("checks.model_zoo.workers")
+    workers = script("checks.models.workers")
     monkeypatch.setattr(workers, "_serve", _faulty)
     rows: list[Any] = []
     job = workers.Job("LlamaForCausalLM", "llama", "default", ("good", "dies", "hangs", "last"))

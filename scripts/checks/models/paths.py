@@ -12,9 +12,9 @@ import torch
 from transformers import PreTrainedModel
 
 import triforce_tree
-from scripts.checks.model_zoo.build import build, new_tokens_of, prompt_of
-from scripts.checks.model_zoo.classes import families
-from scripts.checks.model_zoo.outcomes import CRASHES, DIFFERS, EQUAL, NOT_BUILT, REFUSED, SKIPPED
+from scripts.checks.models.build import build, new_tokens_of, prompt_of
+from scripts.checks.models.classes import families
+from scripts.checks.models.outcomes import CRASHES, DIFFERS, EQUAL, NOT_BUILT, REFUSED, SKIPPED
 from triforce_tree.eval.ties import first_difference
 from triforce_tree.models.recurrent.mixers import mixers
 

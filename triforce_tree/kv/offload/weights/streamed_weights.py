@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from triforce_tree.kv.offload.copy_stream import CopyEvent, CopyStream
 from triforce_tree.kv.offload.pinned import HostMemory, HostMemoryError
-from triforce_tree.kv.offload.streamed_experts import StreamedExperts
+from triforce_tree.kv.offload.weights.streamed_experts import StreamedExperts
 from triforce_tree.models.experts.modules import expert_modules, fused_weights
 from triforce_tree.models.few_row import quantisation
 from triforce_tree.models.step_model import decoder_layers

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from scripts.checks.model_zoo.classes import Family
-from scripts.checks.model_zoo.overrides import BY_CONFIG, VARIANTS
-from scripts.checks.model_zoo.shrink import PLAIN_TOKENS, Settings, merged, shrunk
+from scripts.checks.models.classes import Family
+from scripts.checks.models.overrides import BY_CONFIG, VARIANTS
+from scripts.checks.models.shrink import PLAIN_TOKENS, Settings, merged, shrunk
 
 DEFAULT = "default"
 # Of ``generate``: ends, lengths and forced tokens.

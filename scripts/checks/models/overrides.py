@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from scripts.checks.model_zoo.shrink import (
+from scripts.checks.models.shrink import (
     DROP,
     HEADS,
     HIDDEN,
