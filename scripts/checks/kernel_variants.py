@@ -17,10 +17,13 @@ from triforce_tree.kernels.attention.configs import choose as choose_attention
 from triforce_tree.kernels.attention.plan import Heads, plan_nodes, plan_trees
 from triforce_tree.kernels.device import Device
 from triforce_tree.kernels.exchange import chunks_kernels as exchange_kernels
+from triforce_tree.kernels.exchange import experts_kernels
+from triforce_tree.kernels.linear import experts_launch
 from triforce_tree.kernels.linear import launch as linear
 from triforce_tree.kernels.linear import reference as linear_reference
 from triforce_tree.kernels.linear.configs import choose as choose_linear
 from triforce_tree.kernels.linear.configs import row_block
+from triforce_tree.kernels.recurrent import recurrence_kernels
 from triforce_tree.kernels.step import accept_kernels as accept
 from triforce_tree.kernels.step import grow_kernels as grow
 from triforce_tree.kernels.step import kv_slots_kernels, place_kernels
@@ -28,9 +31,10 @@ from triforce_tree.kernels.step import select_kernels as select
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 NAMES = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}
-HEAD_DIMS = (64, 80, 96, 128, 256)
-# Of keys and values.
-WIDTHS = tuple((dim, dim) for dim in HEAD_DIMS)
+HEAD_DIMS = (64, 80, 96, 128, 256, 512)
+# Of keys and values: multi-head latent attention (DeepSeek-V3; MiniCPM3) has two.
+WIDTHS = (*((dim, dim) for dim in HEAD_DIMS), (192, 128), (96, 64))
+LATENT = (576, 512)
 QUERIES = (1, 16, 32, 64, 128)
 BITS = (16, 8, 4)
 LINEARS = (
@@ -50,14 +54,14 @@ def variants(device: Device) -> Iterator[Variant]:
     """All variants for a GPU, whose tiles decide which row counts differ."""
     yield from _attention(device)
     yield from _linears(device)
-    for always in (_int8, _merges, _kv_slots, _retrieval, _acceptance, _growth, _exchange):
+    for always in (_int8, _merges, _kv_slots, _retrieval, _acceptance, _growth, _exchange, _experts, _states):
         yield from always()
 
 
 def digest(device: Device) -> str:
     """Of all choices for a GPU: another one means that results were made with other tiles."""
     found: list[object] = [variant.name for variant in variants(device)]
-    for (dim, value_dim), queries, size in product(WIDTHS, QUERIES, (2, 4)):
+    for (dim, value_dim), queries, size in product((*WIDTHS, LATENT), QUERIES, (2, 4)):
         found += [choose_attention(queries * group, dim, size, device, value_dim) for group in (1, 4)]
     for bits, count, (out, ins) in product(BITS, (1, 32, 64, 128), LINEARS):
         found.append(choose_linear(bits, count, out, ins, device))
@@ -84,6 +88,9 @@ def _attention(device: Device) -> Iterator[Variant]:
         for queries, kind in product(tiles.values(), kinds):
             name = f"{kind}, {NAMES[dtype]}, {_label(dim, value_dim)}, {queries} x {group} rows"
             yield Variant(name, partial(_attend, kind, dtype, heads, queries))
+    for group in (1, 4):
+        name = f"dense, bf16, {_label(*LATENT)}, 16 x {group} rows"
+        yield Variant(name, partial(_attend, "dense", BF16, Heads(2 * group, 2, *LATENT), 16))
     yield Variant("nodes, bf16, head_dim 128", partial(_attend, "nodes", BF16, Heads(8, 2, 128), 16))
 
 
@@ -170,7 +177,7 @@ def _multiply(bits: int, count: int, out: int, ins: int, kind: str = "") -> None
 
 
 def _merges() -> Iterator[Variant]:
-    for dtype, dim in product((BF16, FP32), (64, 256)):
+    for dtype, dim in product((BF16, FP32), (64, 256, 512)):
         parts = torch.zeros(3, 1, 2, 256, dim, dtype=dtype), torch.zeros(3, 1, 2, 256)
         yield Variant(f"merge, {NAMES[dtype]}, head_dim {dim}", partial(merge.merge_states, *parts))
 
@@ -191,7 +198,7 @@ def _kv_slots() -> Iterator[Variant]:
 
 def _retrieval() -> Iterator[Variant]:
     # Chunks that registers hold, and more than they hold.
-    for dim, group, chunks in product((64, 96, 256), (1, 4), (512, 15_360, 131_072)):
+    for dim, group, chunks in product((64, 96, 256, 512), (1, 4), (512, 15_360, 131_072)):
         name = f"choice of {chunks} chunks, head_dim {dim}, group {group}"
         yield Variant(name, partial(_select, dim, group, chunks))
 
@@ -251,7 +258,8 @@ def _place(frontier: int, draws: int, fixed: bool) -> None:
 def _exchange() -> Iterator[Variant]:
     for slots in (64, 2048):
         yield Variant(f"exchange of {slots} slots", partial(_exchange_chunks, slots))
-    for dims, chunk, where in product(((96, 96), (256, 256)), (8, 64), ("the host", "both memories")):
+    every = (96, 96), (256, 256), (192, 128), (512, 512)
+    for dims, chunk, where in product(every, (8, 64), ("the host", "both memories")):
         name = f"chunks of {chunk} from {where}, {_label(*dims)}"
         yield Variant(name, partial(_fetch, Heads(2, 2, *dims), chunk, where == "both memories"))
     words = _int32(4096)
@@ -269,3 +277,56 @@ def _fetch(heads: Heads, chunk: int, resident: bool) -> None:
     on_host = torch.zeros(1024, heads.row, dtype=BF16)
     on_device = on_host[: 512 if resident else 0]
     exchange_kernels.fetch_chunks(k, v, on_device, on_host, _int32(2, 2, 16), _int32(2), chunk)
+
+
+def _experts() -> Iterator[Variant]:
+    """Linear layers of routed experts, and the copies of those that are in host memory."""
+    for bits, tokens, (out, ins) in product(BITS, (1, 16, 64), ((1536, 2048), (2880, 2880))):
+        for kind in ("", *(("fp16", "bias") if tokens == 1 else ())):
+            name = f"experts, {bits} bits, {tokens} tokens, {out} x {ins}{kind and ', ' + kind}"
+            yield Variant(name, partial(_route, bits, tokens, out, ins, kind))
+    for experts in (8, 128, 512):
+        routed, held = _ints(16, 8), _int32(experts)
+        moves, count, fetched = held.clone(), _int32(1), _ints(1)
+        choose = partial(experts_kernels.choose_experts, routed, held, moves, count, fetched, 3)
+        yield Variant(f"choice of {experts} experts", choose)
+    for dtype in (BF16, torch.int16, FP32):
+        slots = torch.zeros(8, 4096, dtype=dtype)
+        copy = partial(experts_kernels.fetch_experts, slots, slots.clone(), _int32(8), _int32(1))
+        yield Variant(f"experts from the host, {dtype}", copy)
+
+
+def _route(bits: int, tokens: int, out: int, ins: int, kind: str) -> None:
+    dtype, experts = FP16 if kind == "fp16" else BF16, 4
+    blocks = 0 if bits == 16 else linear_reference.blocks_of(ins, bits)
+    words = torch.zeros(experts, out, 128 * blocks or ins, dtype=dtype if bits == 16 else torch.int16)
+    scales = {16: None, 8: torch.zeros(experts, out), 4: torch.zeros(blocks, experts * out, 4, dtype=BF16)}[
+        bits
+    ]
+    bias = torch.zeros(experts, out, dtype=dtype) if kind == "bias" else None
+    x, routed = torch.zeros(tokens, ins, dtype=dtype), _ints(tokens, 4)
+    experts_launch.expert_linear(x, routed, words, scales, bias, bits)
+
+
+def _states() -> Iterator[Variant]:
+    """Recurrences: Mamba, Mamba-2, gated delta rule, Kimi delta attention."""
+    kinds = {
+        "Mamba": (1, 1, 4096, 16), "Mamba-2": (1, 64, 64, 128), "gated delta": (16, 32, 128, 128),
+        "Kimi delta": (32, 32, 128, 128),
+    }  # fmt: skip
+    for kind, stored, reads in product(kinds, (False, True), (False, True)):
+        if stored or reads:
+            name = f"{kind}, {'stored' if stored else 'left'}{', read' if reads else ''}"
+            yield Variant(name, partial(_recur, kind, kinds[kind], stored, reads))
+
+
+def _recur(kind: str, shape: tuple[int, int, int, int], stored: bool, reads: bool) -> None:
+    groups, heads, values, keys = shape
+    rates = torch.zeros(heads, values, keys) if kind == "Mamba" else None
+    decays = {"Mamba": values, "Kimi delta": keys}.get(kind, 1)
+    v, read = torch.zeros(1, 5, heads, values), torch.zeros(1, 5, groups, keys)
+    recurrence_kernels.linear_recurrence(
+        torch.zeros(1, heads, values, keys), read, read.clone(), v, torch.zeros(1, 5, heads, decays), rates,
+        torch.zeros(1, 5, heads) if "delta" in kind else None, _ints(1) if stored else None,
+        torch.zeros_like(v) if reads else None,
+    )  # fmt: skip

@@ -100,7 +100,7 @@ def test_exchange_kernel(ops, seed: int):
 
 @pytest.mark.parametrize("device_chunks", [0, 3, 10])
 @pytest.mark.parametrize("chunk", [4, 6])
-@pytest.mark.parametrize("dims", [(12, 12), (12, 5), (3, 8)], ids=str)
+@pytest.mark.parametrize("dims", [(12, 12), (12, 5), (3, 8), (320, 512)], ids=str)
 def test_fetch_chunks(ops, chunk: int, device_chunks: int, dims: tuple[int, int]):
     chunks, slots, heads = 10, 5, Heads(HEADS, HEADS, *dims)
     kv = torch.randn(chunks * chunk, heads.row, dtype=torch.float16)

@@ -25,7 +25,15 @@ def ops() -> SimpleNamespace:
 
 @runs_kernels
 @pytest.mark.parametrize(
-    "shape", [(1, 2, 20, 1, 16), (3, 2, 40, 7, 24), (2, 3, 90, 70, 128), (2, 2, 40, 9, (24, 10))], ids=str
+    "shape",
+    [
+        (1, 2, 20, 1, 16),
+        (3, 2, 40, 7, 24),
+        (2, 3, 90, 70, 128),
+        (2, 2, 40, 9, (24, 10)),
+        (1, 2, 40, 17, (576, 512)),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=str)
 def test_append_kv(shape, dtype, ops) -> None:
@@ -41,6 +49,7 @@ def test_append_kv(shape, dtype, ops) -> None:
         (1, 2, 1, 300, 128, 128),
         (2, 2, 2, 60, 9, (24, 10)),
         (1, 2, 1, 300, 128, (5, 96)),
+        (1, 1, 2, 60, 20, (320, 512)),
     ],
     ids=str,
 )
@@ -124,7 +133,8 @@ def test_kv_slots_by_hand() -> None:
 
 @runs_kernels
 @pytest.mark.parametrize(
-    "shape", [(1, 2, 1, 16, 1, 16, 8), (2, 3, 2, 70, 5, 24, 6), (1, 3, 1, 300, 40, 128, 8)]
+    "shape",
+    [(1, 2, 1, 16, 1, 16, 8), (2, 3, 2, 70, 5, 24, 6), (1, 3, 1, 300, 40, 128, 8), (1, 1, 1, 60, 5, 512, 8)],
 )
 @pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=str)
 def test_chunk_means(shape, dtype, ops) -> None:
@@ -134,7 +144,13 @@ def test_chunk_means(shape, dtype, ops) -> None:
 @runs_kernels
 @pytest.mark.parametrize(
     "shape",
-    [(2, 3, 1, 70, 24, 8), (3, 2, 1, 150, 16, 33), (1, 1, 1, 64, 16, 64), (1, 2, 1, 5, 16, 1)],
+    [
+        (2, 3, 1, 70, 24, 8),
+        (3, 2, 1, 150, 16, 33),
+        (1, 1, 1, 64, 16, 64),
+        (1, 2, 1, 5, 16, 1),
+        (1, 1, 1, 70, 512, 9),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("integers", [False, True], ids=["normal", "ties"])

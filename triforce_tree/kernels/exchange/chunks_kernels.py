@@ -13,6 +13,8 @@ from triton import knobs
 # Fetching programs per KV head: enough reads in flight to saturate the bus.
 _FETCHERS = 16
 _WORDS = 1024
+# Elements of a tile that a warp holds: 128 in each thread.
+_HELD = 4096
 
 
 @triton.jit
@@ -182,12 +184,16 @@ def fetch_chunks(
         raise ValueError("on_device, on_host and moves must be dense")
     if not on_host.numel():
         on_host = on_device
+    block_c, block_d = triton.next_power_of_2(chunk), triton.next_power_of_2(dim)
+    block_v = triton.next_power_of_2(value_dim)
+    # A chunk's keys, then its values, are in registers.
+    warps = min(32, max(4, block_c * max(block_d, block_v) // _HELD))
+    options = {} if knobs.runtime.interpret else {"num_warps": warps}
     _fetch_kernel[(heads, _FETCHERS)](
         k, v, on_device if on_device.numel() else k, on_host, moves, counts,
         k.stride(0), k.stride(1), v.stride(0), v.stride(1), heads, moves.shape[2], on_device.shape[0],
-        HAS_DEVICE_PART=on_device.numel() > 0, CHUNK=chunk, BLOCK_C=triton.next_power_of_2(chunk),
-        DIM=dim, VALUE_DIM=value_dim, BLOCK_D=triton.next_power_of_2(dim),
-        BLOCK_V=triton.next_power_of_2(value_dim), FETCHERS=_FETCHERS,
+        HAS_DEVICE_PART=on_device.numel() > 0, CHUNK=chunk, BLOCK_C=block_c,
+        DIM=dim, VALUE_DIM=value_dim, BLOCK_D=block_d, BLOCK_V=block_v, FETCHERS=_FETCHERS, **options,
     )  # fmt: skip
 
 

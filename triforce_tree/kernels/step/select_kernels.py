@@ -223,11 +223,13 @@ def select_chunks(q: Tensor, means: Tensor, limit: Tensor, table: Tensor, slots:
     tops = torch.empty(batch, q_heads, blocks, dtype=torch.float32, device=q.device)
     masses = torch.empty_like(tops)
     lse = torch.empty(batch, q_heads, dtype=torch.float32, device=q.device)
-    group = q_heads // heads
+    group, block_d = q_heads // heads, triton.next_power_of_2(dim)
+    # A block's means are in registers.
+    options = {} if knobs.runtime.interpret else {"num_warps": max(4, _BLOCK * block_d // 4096)}
     _score_kernel[(blocks, batch * heads)](
         scores, tops, masses, q, means, limit, q.stride(0), q.stride(1), *means.stride()[:3],
         heads, chunks, blocks, scale,
-        GROUP=group, DIM=dim, BLOCK_D=triton.next_power_of_2(dim), BLOCK=_BLOCK,
+        GROUP=group, DIM=dim, BLOCK_D=block_d, BLOCK=_BLOCK, **options,
     )  # fmt: skip
     held = chunks <= _HELD
     block = triton.next_power_of_2(chunks) if held else _HELD // 2
