@@ -190,6 +190,9 @@ def shared_bytes(
         # Products in fp64 have queries and one of K and V in shared memory, those in fp32 only V.
         probs = 8 * config.block_m * config.block_n
         if device.fp64_products:
+            if config.stages == 1 and parts[1]:
+                # The first part of the queries stays in registers.
+                keys = parts[1]
             return 8 * (config.block_m * keys + config.block_n * max(64, *parts, values)) + probs + 1024
         return 4 * config.block_n * values + probs + 1024
     from_shared = config.block_m >= 64 and device.shared_products

@@ -128,8 +128,7 @@ def tree_attention_kernel(
         queries = max_query_rows // GROUP
         tiles = full + edges
         total = tiles * KV_HEADS
-        segment = part * 0
-        before = part * 0
+        segment, before = part * 0, part * 0
     elif NODE:
         segment = part // KV_HEADS
         before = part * 0
@@ -160,8 +159,7 @@ def tree_attention_kernel(
     tile_row = tl.arange(0, BLOCK_M)
     columns = tl.arange(0, BLOCK_D)
     v_columns = tl.arange(0, BLOCK_V)
-    if VALUE_PARTS > 1:
-        # All parts compute the same scores, and write the same sums of them.
+    if VALUE_PARTS > 1:  # all compute the same scores, and write the same sums of them
         v_columns += tl.program_id(1) * BLOCK_V
     full_offsets = tl.arange(0, BLOCK_N)
     edge_offsets = tl.arange(0, EDGE)
@@ -209,8 +207,7 @@ def tree_attention_kernel(
         if WINDOW:
             first = tl.load(first_ptr + token, mask=real, other=0)
 
-        k_head = k_ptr + head64 * stride_kh
-        v_head = v_ptr + head64 * stride_vh
+        k_head, v_head = k_ptr + head64 * stride_kh, v_ptr + head64 * stride_vh
         if PAGE == 0:
             k_head += tl.cast(sequence, tl.int64) * stride_kb
             v_head += tl.cast(sequence, tl.int64) * stride_vb
