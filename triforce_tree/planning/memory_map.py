@@ -48,9 +48,9 @@ class Sizes:
     ``weights`` and ``draft`` are bytes of parameters and buffers, for the draft including its cache;
     ``streamed`` bytes of the weights are in host memory, and are copied into ``slots`` bytes on the device.
     ``kv_heads``, ``head_dim`` and ``value_dim`` (0 becomes ``head_dim``) are those of the full-attention
-    layers; ``windowed`` layers have a window; ``states`` are one sequence's in recurrent layers;
-    ``kv_bits`` are those of the target's keys and values.
-    Streamed weights include the experts, if there are any.
+    layers; ``windowed`` layers have a window; ``states`` are one sequence's in recurrent layers.
+    ``kv_bits`` are those of the target's keys and values. Streamed weights include the experts, if there are
+    any.
     """
 
     weights: int

@@ -83,16 +83,34 @@ def definition(
 def test_states_are_those_of_the_definition(
     dims: tuple[int, int], queries: int, count: int, typed: tuple[str, torch.dtype]
 ) -> None:
-    way, dtype = typed
-    attend, heads = CpuAttention(1, way=way, dtype=dtype), 3
     for size, group in ((1.0, 1), (4.0, 1), (1.0, 3)):
-        q = (size * torch.randn(queries, heads * group, dims[0])).to(dtype)
-        kv = random_kv(count, heads, *dims, dtype)
-        out, lse = attend(q, *kv, 0.11)
-        expected, expected_lse, allowed = definition(q, *kv, 0.11, way)
-        assert (out.dtype, lse.dtype) == (dtype, torch.float32)
-        assert ((out - expected).abs() <= allowed + 2e-5).all()
-        assert float((lse - expected_lse).abs().max()) < 3e-5
+        holds(dims, queries, count, typed, 0.11, size, group)
+
+
+@needs_kernel
+@pytest.mark.parametrize("dims", [(512, 512), (320, 512)], ids=str)
+def test_states_of_wide_heads(dims: tuple[int, int], typed: tuple[str, torch.dtype]) -> None:
+    holds(dims, 17, 600, typed, dims[0] ** -0.5, 4.0, 3)
+
+
+def holds(
+    dims: tuple[int, int],
+    queries: int,
+    count: int,
+    typed: tuple[str, torch.dtype],
+    scale: float,
+    size: float,
+    group: int,
+) -> None:
+    """Compare with the definition for queries of standard deviation ``size``."""
+    (way, dtype), heads = typed, 3
+    q = (size * torch.randn(queries, heads * group, dims[0])).to(dtype)
+    kv = random_kv(count, heads, *dims, dtype)
+    out, lse = CpuAttention(1, way=way, dtype=dtype)(q, *kv, scale)
+    expected, expected_lse, allowed = definition(q, *kv, scale, way)
+    assert (out.dtype, lse.dtype) == (dtype, torch.float32)
+    assert ((out - expected).abs() <= allowed + 2e-5).all()
+    assert float((lse - expected_lse).abs().max()) < 3e-5
 
 
 @needs_kernel
@@ -181,9 +199,9 @@ def test_prepared_calls_run_later_on_another_thread(way: str) -> None:
 @pytest.mark.parametrize(
     ("q", "k", "v", "message"),
     [
-        ((3, 2, 48), (9, 2, 48), (9, 2, 48), "D_v a multiple of 32 up to 256"),
-        ((3, 2, 288), (9, 2, 288), (9, 2, 288), "D_v a multiple of 32 up to 256"),
-        ((3, 2, 64), (9, 2, 64), (9, 2, 48), "D_v a multiple of 32 up to 256"),
+        ((3, 2, 48), (9, 2, 48), (9, 2, 48), "D_v a multiple of 32 up to 512"),
+        ((3, 2, 544), (9, 2, 544), (9, 2, 544), "D_v a multiple of 32 up to 512"),
+        ((3, 2, 64), (9, 2, 64), (9, 2, 48), "D_v a multiple of 32 up to 512"),
         ((3, 4, 64), (9, 3, 64), (9, 3, 64), r"q \[3, 4, 64\], k \[9, 3, 64\]"),
         ((3, 4, 64), (9, 4, 32), (9, 4, 64), "must be"),
         ((3, 4, 64), (9, 4, 64), (8, 4, 64), "must be"),
@@ -207,7 +225,7 @@ def test_other_dtypes_and_strides_raise() -> None:
 def test_other_dtypes_and_head_dims_are_not_supported() -> None:
     assert not supports(128, torch.float32)
     assert not supports(80, BF16)
-    assert not supports(512, BF16)
+    assert not supports(544, BF16)
     with pytest.raises(OSError, match=r"for torch\.float32 needs another dtype"):
         CpuAttention(1, dtype=torch.float32)
 

@@ -16,7 +16,7 @@ from triton_ops import DEVICE
 pytest.importorskip("triton", reason="the kernels need Triton; install triton to run their tests")
 
 from triforce_tree.kernels.attention import merge, reference
-from triforce_tree.kernels.attention.configs import KernelConfig, choose, key_parts
+from triforce_tree.kernels.attention.configs import KernelConfig, choose, key_parts, value_columns
 from triforce_tree.kernels.attention.launch import row_views, run
 from triforce_tree.kernels.attention.plan import NODE, Heads, pack_mask, plan_nodes, plan_pieces, plan_trees
 from triforce_tree.kernels.device import KNOWN
@@ -57,6 +57,15 @@ PLAIN = KernelConfig(16, 32, 4, 2, 1, tma=False)
         Case(Heads(4, 2, 96, 64), ((99, 5),), SINGLE, 16, window=50, softcap=5.0, sinks=True, config=PLAIN),
         Case(Heads(4, 2, 96, 64), ((150, 9),), HALF, ("cache", 64), config=SMALL),
         Case(Heads(4, 2, 72, 40), ((150, 9),), HALF, ("view", 8), window=20, config=SMALL),
+        # Chosen tiles: fp32 of more than 256 elements has keys and values in parts.
+        Case(Heads(4, 2, 512), ((75, 9),), HALF),
+        Case(Heads(2, 1, 512), ((40, 20), (67, 3)), HALF, ("cache", 32)),
+        Case(Heads(2, 1, 512), ((75, 4),), SINGLE),
+        Case(Heads(2, 1, 320, 512), ((75, 4),), HALF, "packed"),
+        Case(Heads(2, 1, 320, 512), ((40, 3), (33, 5)), SINGLE, window=20),
+        Case(Heads(2, 1, 512, 320), ((40, 5),), SINGLE, softcap=5.0, sinks=True),
+        Case(Heads(4, 1, 576, 512), ((75, 4),), HALF),
+        Case(Heads(2, 1, 576, 512), ((40, 3),), SINGLE),
     ],
     ids=str,
 )
@@ -263,7 +272,13 @@ def test_keys_wider_than_their_values_are_parts_of_powers_of_two():
     assert key_parts(64, 128) == (64, 0)
     for dim in (64, 80, 96, 128, 192, 256):
         whole = 1 << (dim - 1).bit_length()
-        assert key_parts(dim, dim) == (whole, 0), "as wide as the values: as ever"
+        assert key_parts(dim, dim) == key_parts(dim, dim, 4) == (whole, 0), "as wide as the values: as ever"
+        assert value_columns(dim, 2) == value_columns(dim, 4) == whole
+    # Latent attention: DeepSeek-V3's 512 and 64 rotary elements.
+    assert key_parts(576, 512) == key_parts(576, 512, 4) == (512, 64)
+    assert (key_parts(512, 512), value_columns(512, 2)) == ((512, 0), 512)
+    assert (key_parts(512, 512, 4), value_columns(512, 4)) == ((256, 256), 256)
+    assert value_columns(320, 4) == 256, "and a second part of 64 of its columns"
 
 
 @pytest.mark.parametrize("layout", ["heads", "packed"])
@@ -281,10 +296,12 @@ def test_table_of_configs():
     assert choose(1, 128, 2, hopper).block_m == 16
     assert choose(64, 128, 2, hopper).block_m == 64
     assert choose(4096, 64, 2, hopper) == choose(129, 64, 2, hopper)
-    with pytest.raises(ValueError, match="head_dim=512"):
-        choose(16, 512, 2, hopper)
-    with pytest.raises(ValueError, match="head_dim=512"):
-        choose(16, 64, 2, hopper, 512)
+    assert choose(1, 512, 2, hopper).block_m == 16
+    assert choose(4096, 512, 2, hopper).block_m == 32
+    with pytest.raises(ValueError, match="keys of 520 and values of 520 elements exceed 576 and 512"):
+        choose(16, 520, 2, hopper)
+    with pytest.raises(ValueError, match="keys of 64 and values of 576 elements exceed"):
+        choose(16, 64, 2, hopper, 576)
 
 
 def test_errors_name_the_remedy():

@@ -60,6 +60,11 @@ _PREFERRED = {
         (64, KernelConfig(64, 64, 8, 2, 1)),
         (128, KernelConfig(128, 32, 8, 2, 1)),
     ],
+    # Not measured: the largest tiles that compile without spilling.
+    512: [
+        (16, KernelConfig(16, 32, 8, 3, 1)),
+        (32, KernelConfig(32, 32, 8, 2, 1)),
+    ],
 }
 # The same for keys and values of different widths, (D, D_v); other pairs take the tables above.
 _PREFERRED_WIDTHS = {
@@ -70,21 +75,39 @@ _PREFERRED_WIDTHS = {
 }
 _MOST_IN_REGISTERS = 64 * 256
 _FP32 = KernelConfig(16, EDGE, 8, 2, 1, tma=False)
+# Without a pipeline, whose buffers do not fit beside operands in fp64.
+_FP32_WIDE = replace(_FP32, stages=1, edge_stages=1)
+_MOST_FP32 = 256
+MOST_KEYS, MOST_VALUES = 576, 512
+"""Most elements of a key (parts of 512 and 64 columns) and of a value that tiles fit."""
 
 
-def key_parts(head_dim: int, value_dim: int) -> tuple[int, int]:
+def key_parts(head_dim: int, value_dim: int, element_bytes: int = 2) -> tuple[int, int]:
     """Columns of the two parts that a tile of keys is multiplied in; the second is 0 where there is one part.
 
     A tile has a power of two of columns. Keys of 192 beside values of 128 are parts of 128 and 64 columns,
     which need no more shared memory than the keys, and not one of 256. Keys as wide as their values, of
-    whatever width, are one part.
+    whatever width, are one part; but those in fp32 of more than 256 elements, which are two so that a part
+    fits shared memory in fp64.
     """
     whole = max(16, 1 << (head_dim - 1).bit_length())
     first = whole // 2
+    if element_bytes == 4 and first == _MOST_FP32:
+        return first, first
     if head_dim in (whole, value_dim) or first < 16:
         return whole, 0
     second = max(16, 1 << (head_dim - first - 1).bit_length())
     return (first, second) if first + second < whole else (whole, 0)
+
+
+def value_columns(value_dim: int, element_bytes: int) -> int:
+    """Columns of a tile of values, a power of two; other programs compute the rest, if there is any.
+
+    They compute all scores again. Values in fp32 of more than 256 elements are divided so, since sums in fp64
+    would not fit the registers.
+    """
+    whole = max(16, 1 << (value_dim - 1).bit_length())
+    return min(whole, _MOST_FP32) if element_bytes == 4 else whole
 
 
 def choose(
@@ -96,7 +119,7 @@ def choose(
     and share them through L2, which is faster where smaller tiles overlap better.
 
     Args:
-        head_dim: 1 to 256.
+        head_dim: 1 to 512; to 576 where ``value_dim`` is less.
         element_bytes: 2 or 4, of queries and KV.
         kv_bytes: 1 where keys and values are int8, for which the tables are not measured; else 0.
         device: its shared memory limits the tile.
@@ -105,13 +128,17 @@ def choose(
     Raises:
         ValueError: ``head_dim`` or ``value_dim`` is too large, or no tile fits the device.
     """
+    value_dim = value_dim or head_dim
     widest = max(head_dim, value_dim)
-    padded = _padded(widest)
-    if padded > 256:
-        raise ValueError(f"head_dim={widest} exceeds 256, the largest that tiles fit; use 256 or less")
+    if head_dim > MOST_KEYS or value_dim > MOST_VALUES:
+        raise ValueError(
+            f"keys of {head_dim} and values of {value_dim} elements exceed {MOST_KEYS} and {MOST_VALUES}, "
+            "the most that tiles fit; run on the CPU (device='cpu')"
+        )
+    padded = min(MOST_VALUES, _padded(widest))
     table = _PREFERRED_WIDTHS.get((head_dim, value_dim), _PREFERRED[padded])
     if element_bytes == 4:
-        table = [(query_rows, _FP32)]
+        table = [(query_rows, _FP32 if padded <= _MOST_FP32 else _FP32_WIDE)]
     if not device.shared_products:
         # Both operands of a product are in registers, too few for 128 query rows of so many columns.
         table = [entry for entry in table if entry[0] * padded <= _MOST_IN_REGISTERS] or table
@@ -153,21 +180,23 @@ def shared_bytes(
 
     It holds queries, the probabilities that are multiplied with V, and the pipeline's buffers of K and V. A
     tile whose products read both operands from shared memory (64 query rows and more on sm_90 and sm_100) has
-    a buffer of each for every stage and keeps probabilities in registers; others have one buffer less. With
-    int8 (``kv_bytes`` 1) they hold scales too.
+    a buffer of each for every stage and keeps probabilities in registers; others have one buffer less, and
+    without a pipeline K and V share one. With int8 (``kv_bytes`` 1) the buffers hold scales too.
     """
     value_dim = value_dim or head_dim
-    keys, values = max(64, sum(key_parts(head_dim, value_dim))), _padded(value_dim)
+    parts = key_parts(head_dim, value_dim, element_bytes)
+    keys, values = max(64, sum(parts)), max(64, value_columns(value_dim, element_bytes))
     if element_bytes == 4:
         # Products in fp64 have queries and one of K and V in shared memory, those in fp32 only V.
         probs = 8 * config.block_m * config.block_n
         if device.fp64_products:
-            return 8 * (config.block_m * keys + config.block_n * max(keys, values)) + probs + 1024
+            return 8 * (config.block_m * keys + config.block_n * max(64, *parts, values)) + probs + 1024
         return 4 * config.block_n * values + probs + 1024
     from_shared = config.block_m >= 64 and device.shared_products
     buffers = config.stages if from_shared else max(1, config.stages - 1)
     probs = 0 if from_shared else config.block_m * config.block_n
-    slot = (keys + values) * (kv_bytes or element_bytes) + (8 if kv_bytes == 1 else 0)
+    columns = keys + values if from_shared or config.stages > 1 else max(*parts, values)
+    slot = columns * (kv_bytes or element_bytes) + (8 if kv_bytes == 1 else 0)
     return (config.block_m * keys + probs) * element_bytes + buffers * config.block_n * slot + 128
 
 

@@ -15,7 +15,7 @@ from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from triforce_tree.kernels.attention.combine import combine_kernel
-from triforce_tree.kernels.attention.configs import EDGE, KernelConfig, key_parts, smaller
+from triforce_tree.kernels.attention.configs import EDGE, KernelConfig, key_parts, smaller, value_columns
 from triforce_tree.kernels.attention.plan import NODE, FirstVisible, Plan
 from triforce_tree.kernels.attention.tree_attention import tree_attention_kernel
 from triforce_tree.kernels.device import describe
@@ -142,7 +142,8 @@ def _run(
     if table is not None and (table.dtype != torch.int32 or table.stride(2) != 1):
         raise ValueError("table must be int32 with a dense last dimension")
     count = lengths.shape[0]
-    parts, block_v = key_parts(dim, value_dim), max(16, triton.next_power_of_2(value_dim))
+    parts, block_v = key_parts(dim, value_dim, q.itemsize), value_columns(value_dim, q.itemsize)
+    value_parts = -(-value_dim // block_v)
     device = describe(q.device)
     interpreted = knobs.runtime.interpret
     launch_pdl = {"launch_pdl": True} if device.dependent_launch else {}
@@ -150,12 +151,12 @@ def _run(
     lse = torch.empty(queries, q_heads, dtype=torch.float32, device=q.device)
 
     def attend(cfg: KernelConfig) -> KernelConfig:
-        views = row_views(k, v, page, cfg.block_n) if cfg.tma and device.tma else None
+        views = row_views(k, v, page, cfg.block_n, q.itemsize) if cfg.tma and device.tma else None
         blocks = -(-max_queries * group // cfg.block_m)
         options = {"num_warps": cfg.warps, **launch_pdl}
         if cfg.max_registers:
             options["maxnreg"] = cfg.max_registers
-        made = tree_attention_kernel[(slices * blocks,)](
+        made = tree_attention_kernel[(slices * blocks, value_parts)](
             q, k, v, k_scale, v_scale,
             *(views.tensors if views else (k, None, v)),
             partial_out, partial_lse, bounds, lengths, segments, mask.view(torch.int32),
@@ -168,7 +169,7 @@ def _run(
             *(views.steps if views else (0, 0, 0)),
             2 * mask.shape[1], max_queries * group, slices, blocks, count,
             GROUP=group, KV_HEADS=kv_heads, DIM=dim, VALUE_DIM=value_dim,
-            BLOCK_D=parts[0], BLOCK_REST=parts[1], BLOCK_V=block_v,
+            BLOCK_D=parts[0], BLOCK_REST=parts[1], BLOCK_V=block_v, VALUE_PARTS=value_parts,
             BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, EDGE=EDGE,
             # Rounded up, so that different numbers of segments share a compiled kernel.
             SINGLE=count == 1, BLOCK_SEGMENTS=max(8, triton.next_power_of_2(count)), PAGE=page,
@@ -184,12 +185,13 @@ def _run(
     cfg = fitted(KernelConfig(*cast(Any, config)), smaller, attend)
     # Enough pieces at once that most outputs need one round of loads, in 64 registers per thread.
     pieces = 2 + slices // max(1, min(slices, count * kv_heads))
-    chunk = min(64, max(4, triton.next_power_of_2(pieces)))
-    options = {"num_warps": max(1, chunk * block_v // (1024 if exact else 2048)), **launch_pdl}
+    columns = max(16, triton.next_power_of_2(value_dim))
+    chunk = min(64, 16_384 // columns, max(4, triton.next_power_of_2(pieces)))
+    options = {"num_warps": max(1, chunk * columns // (1024 if exact else 2048)), **launch_pdl}
     combine_kernel[(queries, q_heads)](
         out, lse, partial_out, partial_lse, bounds, lengths, segments, low, high,
         owner_start, owners, sinks, max_queries * group, count, slices,
-        GROUP=group, KV_HEADS=kv_heads, DIM=value_dim, BLOCK_D=block_v, SINGLE=count == 1,
+        GROUP=group, KV_HEADS=kv_heads, DIM=value_dim, BLOCK_D=columns, SINGLE=count == 1,
         CHUNK=chunk,
         BLOCK_N=cfg.block_n, EDGE=EDGE, ALIGN=cfg.align, WINDOW=low is not None,
         CUT=count == 1 and not node, SINKS=sinks is not None,
@@ -253,16 +255,16 @@ class _Matrix(NamedTuple):
         return TensorDescriptor(kv, [self.rows, self.columns], [self.stride, 1], list(block))
 
 
-def row_views(k: Tensor, v: Tensor, page: int, block_n: int) -> RowViews | None:
+def row_views(k: Tensor, v: Tensor, page: int, block_n: int, element_bytes: int = 2) -> RowViews | None:
     """Matrix views of K ``[B, H_kv, S, D]`` and V ``[B, H_kv, S, D_v]``, or of pages; None where the layout
     does not allow any.
 
     The slots of one head must be equally spaced wherever a tile can reach, so heads are either
     columns (storage ``[S, H_kv, D]``) or a whole number of slot strides apart (``[H_kv, S, D]``).
     """
-    parts = key_parts(k.shape[3], v.shape[3])
     value_dim = v.shape[3]
-    if sum(parts) != k.shape[3] or value_dim != triton.next_power_of_2(value_dim):
+    parts = key_parts(k.shape[3], value_dim, element_bytes)
+    if sum(parts) != k.shape[3] or value_dim != value_columns(value_dim, element_bytes):
         return None
     keys, values = _matrix(k, page, block_n), _matrix(v, page, block_n)
     if keys is None or values is None or keys.steps != values.steps:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from triforce_tree.kernels.attention.configs import EDGE, KernelConfig, choose
+from triforce_tree.kernels.attention.configs import EDGE, MOST_VALUES, KernelConfig, choose
 from triforce_tree.kernels.device import describe
 
 FLATTEN, NODE = "flatten", "node"
@@ -27,7 +27,7 @@ class Heads:
 
     Attributes:
         query, kv: heads, ``query`` a multiple of ``kv``.
-        dim: D, elements of a query and of a key, at most 256.
+        dim: D, elements of a query and of a key, at most 512 (576 where values have less).
         value_dim: D_v, elements of a value; 0 becomes ``dim``. They differ in multi-head latent attention
             (DeepSeek-V2, arXiv 2405.04434, section 2.1), whose keys have a rotary part of their own.
     """
@@ -326,7 +326,7 @@ def _config_for(
     """The configuration from the table; on the CPU, where plans hold one too, heads may exceed its limit."""
     dim, value_dim = heads.dim, heads.value_dim
     if torch.device(device).type == "cpu":
-        dim, value_dim = min(dim, 256), min(value_dim, 256)
+        dim, value_dim = min(dim, MOST_VALUES), min(value_dim, MOST_VALUES)
     kv_bytes = 1 if kv_dtype == torch.int8 else 0
     return choose(query_rows, dim, dtype.itemsize, describe(device), value_dim, kv_bytes)
 

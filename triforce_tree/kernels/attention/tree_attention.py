@@ -29,13 +29,11 @@ from triforce_tree.kernels.attention.tiles import (
     softcapped,
 )
 
-_UNSPECIALIZED = [
-    "view_rows_per_sequence", "view_rows_per_head", "view_columns_per_head", "mask_halves", "max_query_rows",
-    "slices", "blocks", "segments",
-]  # fmt: skip
-
-
 # Integers that vary from plan to plan must not make variants of the kernel.
+_UNSPECIALIZED = """view_rows_per_sequence view_rows_per_head view_columns_per_head mask_halves max_query_rows
+slices blocks segments""".split()
+
+
 @triton.jit(do_not_specialize=_UNSPECIALIZED)
 def tree_attention_kernel(
     q_ptr,  # [queries, H_q, D]
@@ -85,6 +83,7 @@ def tree_attention_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_REST: tl.constexpr,  # of the second part of keys that are two, see ``configs.key_parts``, else 0
     BLOCK_V: tl.constexpr,
+    VALUE_PARTS: tl.constexpr,  # the second dimension of the grid; each has BLOCK_V columns of the values
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     EDGE: tl.constexpr,
@@ -159,6 +158,9 @@ def tree_attention_kernel(
     tile_row = tl.arange(0, BLOCK_M)
     columns = tl.arange(0, BLOCK_D)
     v_columns = tl.arange(0, BLOCK_V)
+    if VALUE_PARTS > 1:
+        # All parts compute the same scores, and write the same sums of them.
+        v_columns += tl.program_id(1) * BLOCK_V
     full_offsets = tl.arange(0, BLOCK_N)
     edge_offsets = tl.arange(0, EDGE)
     inside, v_inside = columns < DIM, v_columns < VALUE_DIM
@@ -266,7 +268,7 @@ def tree_attention_kernel(
                     v = v_view.load([source, view_column // DIM * VALUE_DIM])
             else:
                 v_at = kv_offsets(start + full_offsets, table_at, first_kv, stride_vb, stride_vs, PAGE, None)
-                v = full_tile(v_head, v_at, v_columns, v_inside, VALUE_DIM == BLOCK_V)
+                v = full_tile(v_head, v_at, v_columns, v_inside, VALUE_DIM % BLOCK_V == 0)
             acc = add_values(acc, p, v, v_scale, q.dtype, REAL)
             best = top
 

@@ -38,7 +38,7 @@ _FP32_INSTRUCTIONS = {"AVX-512": _AVX512, "AVX2": ("avx2", "fma", "f16c")}
 _INSTRUCTIONS = {torch.bfloat16: _BF16_INSTRUCTIONS | _FP32_INSTRUCTIONS, torch.float16: _FP32_INSTRUCTIONS}
 _COMPILERS = ("cc", "gcc", "clang")
 _ALIGNMENT = 64
-_MOST_DIM = 256
+_MOST_DIM = 512
 _P, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 
 
@@ -132,7 +132,7 @@ class CpuAttention:
         Prepared calls may run on any thread, but one at a time and in order.
 
         Args:
-            q: ``[T, H_q, D]``, D a multiple of 32 up to 256. All tensors must be in host memory, and kept
+            q: ``[T, H_q, D]``, D a multiple of 32 up to 512. All tensors must be in host memory, and kept
                 alive by the caller until the call has run; all but ``lse`` have the kernel's dtype, and all
                 but k and v must be dense.
             k: ``[n, H_kv, D]``, where n may be 0. The heads of a row must be dense.

@@ -8,7 +8,7 @@
 
 typedef uint16_t element; /* of keys, values, queries and outputs: bf16, or fp16 if FP16 is defined */
 
-enum { LINE = 64, MAX_DIM = 256 }; /* bytes of a cache line; most elements of a key or value */
+enum { LINE = 64, MAX_DIM = 512 }; /* bytes of a cache line; most elements of a key or value */
 static const float NO_MAX = -1e30f; /* initial maximum; finite, so that differences are */
 /* Unnormalised probabilities may reach 2^8 before the maximum is updated and outputs are rescaled, which is rare. */
 static const float SLACK = 8.0f;

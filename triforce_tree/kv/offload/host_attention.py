@@ -31,7 +31,7 @@ def check_host_attention(model: HFModel) -> None:
     if model.device.type == "cuda" and not host_rows.native(model.heads, model.dtype):
         raise ValueError(
             "attention on the CPU needs a processor with AVX2, a C compiler, a model in bf16 or fp16, and "
-            f"heads of a multiple of 32 up to 256; {model.name} has {model.dtype}, keys of {model.heads.dim} "
+            f"heads of a multiple of 32 up to 512; {model.name} has {model.dtype}, keys of {model.heads.dim} "
             f"and values of {model.heads.value_dim}; leave host_attention out"
         )
 
