@@ -30,8 +30,9 @@ from triforce_tree.kernels.attention.tiles import (
 )
 
 # Integers that vary from plan to plan must not make variants of the kernel.
-_UNSPECIALIZED = """view_rows_per_sequence view_rows_per_head view_columns_per_head mask_halves max_query_rows
-slices blocks segments""".split()
+_UNSPECIALIZED = [
+    "view_rows_per_sequence", "view_rows_per_head", "view_columns_per_head", "mask_halves", "max_query_rows",
+    "slices", "blocks", "segments"]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_UNSPECIALIZED)
