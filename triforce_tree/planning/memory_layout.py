@@ -289,7 +289,9 @@ def on_device(sizes: Sizes, machine: Machine, config: HierarchyConfig, workload:
         **({"recurrent states": sizes.states * workload.batch} if sizes.states else {}),
         **_windows(sizes, config, levels, workload),
         "chunk means": means,
-        "prefill": chunk * memory_map.activations(sizes) + workload.prompt * sizes.prefill_row,
+        "prefill": chunk * memory_map.activations(sizes)
+        + workload.prompt * sizes.prefill_row
+        + sizes.prefill_blocks,
         "graphs and workspace": memory_map.workspace(sizes, config, levels, workload.batch),
         "other tensors": machine.others,
     }

@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from triforce_tree.config import HierarchyConfig
+from triforce_tree.kernels.attention.prefill import FLASH_DIM, block_bytes
 from triforce_tree.kv.offload.host_store import Offload
 from triforce_tree.kv.offload.offloaded_view import TOGETHER
 from triforce_tree.kv.store import RING_PAGE
@@ -48,9 +49,9 @@ class Sizes:
     ``weights`` and ``draft`` are bytes of parameters and buffers, for the draft including its cache;
     ``streamed`` bytes of the weights are in host memory, and are copied into ``slots`` bytes on the device.
     ``kv_heads``, ``head_dim`` and ``value_dim`` (0 becomes ``head_dim``) are those of the full-attention
-    layers; ``windowed`` layers have a window; ``states`` are one sequence's in recurrent layers.
-    ``kv_bits`` are those of the target's keys and values. Streamed weights include the experts, if there are
-    any.
+    layers; ``windowed`` layers have a window; ``states`` are one sequence's in recurrent layers;
+    ``kv_bits`` are those of the target's keys and values.
+    Streamed weights include the experts, if there are any.
     """
 
     weights: int
@@ -122,6 +123,13 @@ class Sizes:
         if self.head_dim != self.value_dim:
             elements += max(self.head_dim, self.value_dim)
         return self.kv_heads * elements * self.itemsize
+
+    @property
+    def prefill_blocks(self) -> int:
+        """Bytes that prefill attention over wide heads takes for scores and outputs of its blocks."""
+        if max(self.head_dim, self.value_dim) <= FLASH_DIM:
+            return 0
+        return block_bytes(self.heads, self.head_dim, self.value_dim, self.itemsize)
 
     @classmethod
     def of(cls, target: HFModel, draft: HFModel | None, config: HierarchyConfig) -> "Sizes":
@@ -272,7 +280,8 @@ def prefill(
         tokens = 0
     hidden = (tokens * sizes.hidden + prompt * 2 * sizes.head_dim) * sizes.itemsize
     recent = recent_slots * sizes.full_layers * sizes.row
-    return layer + recent + hidden + prompt * sizes.prefill_row + chunk * activations(sizes)
+    working = sizes.prefill_blocks + prompt * sizes.prefill_row + chunk * activations(sizes)
+    return layer + recent + hidden + working
 
 
 def hidden_states(sizes: Sizes, prompt: int) -> int:

@@ -195,8 +195,9 @@ def shared_bytes(
     from_shared = config.block_m >= 64 and device.shared_products
     buffers = config.stages if from_shared else max(1, config.stages - 1)
     probs = 0 if from_shared else config.block_m * config.block_n
-    columns = keys + values if from_shared or config.stages > 1 else max(*parts, values)
-    slot = columns * (kv_bytes or element_bytes) + (8 if kv_bytes == 1 else 0)
+    slot = (keys + values) * (kv_bytes or element_bytes) + (8 if kv_bytes == 1 else 0)
+    if config.stages == 1 and not from_shared:
+        slot = max(*parts, values) * element_bytes
     return (config.block_m * keys + probs) * element_bytes + buffers * config.block_n * slot + 128
 
 

@@ -5,7 +5,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from triforce_tree.kernels.attention.reference import tree_attention
+FLASH_DIM = 256
+"""Most elements of a head that torch's flash attention supports on a GPU."""
+# Queries of a block, and most scores of one block.
+_QUERIES = 1024
+_SCORES = 1 << 26
 
 
 def causal_attention(
@@ -28,25 +32,90 @@ def causal_attention(
         ``[B, H_q, T, D_v]``.
     """
     queries, positions = q.shape[2], k.shape[2]
-    if k.shape[3] != v.shape[3] and softcap is None and sinks is None:
+    wide = q.is_cuda and max(k.shape[3], v.shape[3]) > FLASH_DIM
+    if wide or softcap is not None or sinks is not None:
+        return attention_in_blocks(q, k, v, scale=scale, window=window, softcap=softcap, sinks=sinks)
+    if k.shape[3] != v.shape[3]:
         return _of_equal_widths(q, k, v, scale, window)
     if window is not None and positions > window + queries:
         skip = positions - window - queries
         k, v, positions = k[:, :, skip:], v[:, :, skip:], positions - skip
-    if softcap is None and sinks is None:
-        grouped = q.shape[1] != k.shape[1]
-        if queries == positions and (window is None or window >= positions):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
-        bias = (
-            causal_lower_right(queries, positions) if window is None else _band(queries, positions, window, q)
-        )
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale, enable_gqa=grouped)
-    mask = torch.ones(queries, queries, dtype=torch.bool, device=q.device).tril_()
-    first = None
-    if window is not None:
-        first = (torch.arange(queries, device=q.device) + positions - queries - window + 1).clamp_(0)
-    out, _ = tree_attention(q, k, v, mask, scale=scale, first=first, softcap=softcap, sinks=sinks)
-    return out
+    grouped = q.shape[1] != k.shape[1]
+    if queries == positions and (window is None or window >= positions):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+    bias = causal_lower_right(queries, positions) if window is None else _band(queries, positions, window, q)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale, enable_gqa=grouped)
+
+
+def attention_in_blocks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """``causal_attention`` by matrix products over blocks of queries and positions.
+
+    For what torch's flash attention lacks: wide heads, capped scores, attention sinks. Its fallback keeps the
+    scores of a chunk over all positions in memory. Here the softmax is that of FlashAttention-2
+    (arXiv 2307.08691, section 3.1), with scores, sums and outputs of a block in fp32.
+    """
+    (batch, q_heads, queries, dim), value_dim = q.shape, v.shape[3]
+    kv_heads, before = k.shape[1], k.shape[2] - queries
+    group, sums = q_heads // kv_heads, torch.promote_types(q.dtype, torch.float32)
+    size = max(256, _SCORES // (batch * q_heads * min(queries, _QUERIES)))
+    parts = []
+    for start in range(0, queries, _QUERIES):
+        stop = min(queries, start + _QUERIES)
+        rows = q[:, :, start:stop].reshape(batch * kv_heads, -1, dim)  # [B * H_kv, G * t, D]
+        best = torch.full(rows.shape[:2], -torch.inf, dtype=sums, device=q.device)
+        weight = torch.zeros_like(best)
+        if sinks is not None:
+            # A sink is a position with value zero.
+            best = best.view(batch, kv_heads, group, -1)
+            best = sinks.to(sums).view(kv_heads, group, 1).expand_as(best).reshape(weight.shape)
+            weight += 1
+        total = torch.zeros(*weight.shape, value_dim, dtype=sums, device=q.device)
+        position = torch.arange(before + start, before + stop, device=q.device).repeat(group)[:, None]
+        first = 0 if window is None else max(0, before + start - window + 1)
+        for at in range(first, before + stop, size):
+            end = min(at + size, before + stop)
+            keys, values = (t[:, :, at:end].flatten(0, 1) for t in (k, v))
+            scores = _product(rows, keys.transpose(1, 2), sums).mul_(scale)
+            if softcap is not None:
+                scores = scores.div_(softcap).tanh_().mul_(softcap)
+            if window is not None or end > before + start + 1:
+                seen = torch.arange(at, end, device=q.device)
+                hidden = seen > position
+                if window is not None:
+                    hidden |= seen <= position - window
+                scores.masked_fill_(hidden, -torch.inf)
+            top = torch.maximum(best, scores.amax(-1))
+            # Where a block shows a query nothing: -inf - -inf is NaN.
+            floor = top.clamp_min(torch.finfo(sums).min)
+            probs = scores.sub_(floor[..., None]).exp_()
+            rescale = (best - floor).exp_()
+            weight = weight * rescale + probs.sum(-1)
+            total.mul_(rescale[..., None]).add_(_product(probs.to(v.dtype), values, sums))
+            best = top
+        parts.append(total.div_(weight[..., None]).to(q.dtype).view(batch, q_heads, stop - start, value_dim))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+
+def block_bytes(q_heads: int, dim: int, value_dim: int, itemsize: int) -> int:
+    """Bytes of the blocks of :func:`attention_in_blocks`, for one sequence."""
+    outs = q_heads * _QUERIES * (dim * itemsize + 2 * value_dim * 4)
+    return _SCORES * (4 + itemsize) + outs
+
+
+def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """``a @ b`` in ``dtype``; on a CPU and on AMD rounded to that of the operands first."""
+    if a.is_cuda and a.dtype != dtype and torch.version.hip is None:
+        return torch.bmm(a, b, out_dtype=dtype)
+    return torch.bmm(a, b).to(dtype)
 
 
 def _of_equal_widths(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:

@@ -3,8 +3,7 @@
 Within a unit (one segment, one KV head) the tiles of ``BLOCK_N`` positions that every query sees come first,
 with no mask and no bounds checks in the loop, then the edge tiles of ``EDGE`` positions: the start of a
 sliding window, the ragged end of the prefix, and the tail under the mask. The order within a unit does not
-change the sum mathematically. Each slice writes one fp32 partial result per unit that it touches;
-``combine`` merges them.
+change the sum mathematically. Each slice writes one fp32 partial result a unit; ``combine`` merges them.
 
 The online softmax runs in base 2 on raw scores (FlashAttention-2, arXiv 2307.08691, section 3.1).
 
