@@ -52,24 +52,25 @@ class Checks:
         drafter = drafter_of(self.draft, config, levels)
         return DecodingProgram(self.target, drafter, config, batch, max_seq_len, levels)
 
-    def greedy(self, lengths: list[int], new_tokens: int) -> None:
+    def greedy(self, lengths: list[int], new_tokens: int, **options: Any) -> None:
         """Three and two levels against one, in one batch of ragged prompts."""
         prompts = [self.text[1000 * i : 1000 * i + n] for i, n in enumerate(lengths)]
         to_probs = ProbsFromLogits(greedy=True)
         expected = None
         for levels in (1, 2, 3):
-            program = self.program(levels, len(prompts), max(lengths) + new_tokens)
+            program = self.program(levels, len(prompts), max(lengths) + new_tokens, **options)
             decoder = Decoder(program, to_probs, 0)
             decoder.prefill(prompts)
             tokens = decoded(decoder, prompts, new_tokens)
             expected = expected or tokens
             differing = sum(a != b for a, b in zip(tokens, expected, strict=True))
-            self.add(f"greedy, {levels} levels", differing == 0, sequences=len(prompts), differing=differing)
+            name = f"greedy, {levels} levels {options or ''}"
+            self.add(name, differing == 0, sequences=len(prompts), differing=differing)
             plain = Decoder(program, to_probs, 0)
             plain.controller.fixed = 0
             program.rewind(prompts)
             same = decoded(plain, prompts, new_tokens) == expected
-            self.add(f"greedy, plain decoding by a program of {levels} levels", same)
+            self.add(f"greedy, plain decoding by a program of {levels} levels {options or ''}", same)
 
     def probs(self, length: int, batch: int, repeats: int, temperature: float) -> None:
         """First and second new tokens of many equal prompts."""
@@ -152,6 +153,7 @@ def main() -> int:
     args = made.parse_args()
     checks = Checks(args.device, getattr(torch, args.dtype))
     checks.greedy([700, 1500, 3001], 200)
+    checks.greedy([700, 1500, 3001], 200, kv_bits=8)
     for temperature in (0.7, 1.0):
         checks.probs(900, args.batch, args.repeats, temperature)
     checks.endurance(4000, args.tokens)

@@ -255,6 +255,18 @@ def test_planned_bytes_of_a_cache_in_8_bits() -> None:
     assert half.row / LLAMA_2_7B.row == pytest.approx(0.5 * (1 + 4 / 128))
 
 
+def test_an_8b_in_4_bits_with_a_cache_in_8_bits_leaves_a_third_of_24_gib_free() -> None:
+    machine = Machine(24 * GIB, 64 * GIB, H200_BUS, 1e12)
+    free = []
+    for bits in (16, 8):
+        sizes = replace(LLAMA_3_1_8B, weights=int(5.7e9), kv_bits=bits)
+        config = HierarchyConfig.from_options(offload="auto", kv_bits=bits, levels=3)
+        made = plan(sizes, machine, config, (), 1, LONG - 256, 256)
+        assert made.offload is None
+        free.append(made.device["free"] / GIB)
+    assert free == pytest.approx([1.4, 8.2], abs=0.3)
+
+
 @pytest.mark.parametrize("prompt", [60, 300])
 def test_planned_bytes_of_layers_with_windows(prompt: int) -> None:
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]

@@ -181,7 +181,7 @@ def shared_bytes(
     It holds queries, the probabilities that are multiplied with V, and the pipeline's buffers of K and V. A
     tile whose products read both operands from shared memory (64 query rows and more on sm_90 and sm_100) has
     a buffer of each for every stage and keeps probabilities in registers; others have one buffer less, and
-    without a pipeline K and V share one. With int8 (``kv_bytes`` 1) they hold scales too.
+    without a pipeline K and V share one. With int8 (``kv_bytes`` 1) the buffers hold scales too.
     """
     value_dim = value_dim or head_dim
     parts = key_parts(head_dim, value_dim, element_bytes)

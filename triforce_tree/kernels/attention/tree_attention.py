@@ -3,8 +3,7 @@
 Within a unit (one segment, one KV head) the tiles of ``BLOCK_N`` positions that every query sees come first,
 with no mask and no bounds checks in the loop, then the edge tiles of ``EDGE`` positions: the start of a
 sliding window, the ragged end of the prefix, and the tail under the mask. The order within a unit does not
-change the sum mathematically. Each slice writes one fp32 partial result per unit that it touches;
-``combine`` merges them.
+change the sum mathematically. Each slice writes one fp32 partial result a unit; ``combine`` merges them.
 
 The online softmax runs in base 2 on raw scores (FlashAttention-2, arXiv 2307.08691, section 3.1).
 
@@ -29,13 +28,12 @@ from triforce_tree.kernels.attention.tiles import (
     softcapped,
 )
 
+# Integers that vary from plan to plan must not make variants of the kernel.
 _UNSPECIALIZED = [
     "view_rows_per_sequence", "view_rows_per_head", "view_columns_per_head", "mask_halves", "max_query_rows",
-    "slices", "blocks", "segments",
-]  # fmt: skip
+    "slices", "blocks", "segments"]  # fmt: skip
 
 
-# Integers that vary from plan to plan must not make variants of the kernel.
 @triton.jit(do_not_specialize=_UNSPECIALIZED)
 def tree_attention_kernel(
     q_ptr,  # [queries, H_q, D]
