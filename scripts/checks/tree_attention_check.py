@@ -40,15 +40,19 @@ def cases() -> list[Case]:
         made.append(Case(GROUPED, ((length, size),), order=("depth", "breadth")[index % 2]))
     for layout, (query, kv), size in product(LAYOUTS, [(8, 8), (8, 2), (8, 1), (6, 2), (5, 1)], (16, 65)):
         made.append(Case(Heads(query, kv, 128), ((4097, size),), layout=layout))
-    for dim, dtype, size in product((64, 96, 128, 256), DTYPES, (1, 16, 70)):
+    for dim, dtype, size in product((64, 96, 128, 256, 320, 512), DTYPES, (1, 16, 70)):
         made.append(Case(Heads(8, 2, dim), ((1000, size),), dtype))
     # Keys wider than their values, in whole parts and not, and values wider than keys.
     for (dim, value), layout, size in product(
-        [(192, 128), (96, 64), (176, 128), (64, 128)], (*LAYOUTS, "packed"), (1, 16, 65)
+        [(192, 128), (96, 64), (176, 128), (64, 128), (512, 512), (576, 512)],
+        (*LAYOUTS, "packed"),
+        (1, 16, 65),
     ):
         made.append(Case(Heads(8, 4, dim, value), ((4097, size),), layout=layout))
     for dtype, length, window in product(DTYPES, (1000, 122880), (None, 300)):
         made.append(Case(Heads(8, 8, 192, 128), ((length, 33), (70, 5)), dtype, "packed", window=window))
+    for dtype, heads, window in product(DTYPES, (Heads(8, 2, 512), Heads(8, 1, 576, 512)), (None, 300)):
+        made.append(Case(heads, ((122880, 33), (70, 5)), dtype, "packed", window=window))
     single = {"dtype": torch.float32, "window": 300, "softcap": 30.0, "sinks": True}
     for length, layout in [(122880, "heads"), (4097, "rows"), (4097, 16), (1500, ("view", 8))]:
         made.append(Case(GROUPED, ((length, 16),), torch.float32, layout))
@@ -65,7 +69,7 @@ def cases() -> list[Case]:
     for layout, (query, kv), size in product(LAYOUTS, [(8, 2), (5, 1)], (1, 16, 65)):
         for dtype in DTYPES:
             made.append(Case(Heads(query, kv, 128), ((4097, size),), dtype, layout, int8=True))
-    for dim, dtype, size in product((64, 96, 256), DTYPES, (1, 16, 70)):
+    for dim, dtype, size in product((64, 96, 256, 512), DTYPES, (1, 16, 70)):
         made.append(Case(Heads(8, 2, dim), ((1000, size),), dtype, int8=True))
     for window, cap, layout, size in product((None, 128), (None, 30.0), ("heads", 16, 128), (7, 65)):
         how = {"layout": layout, "window": window, "softcap": cap, "sinks": True, "int8": True}
