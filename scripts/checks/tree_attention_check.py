@@ -43,6 +43,7 @@ def cases() -> list[Case]:
     for dim, dtype, size in product((64, 96, 128, 256, 320, 512), DTYPES, (1, 16, 70)):
         made.append(Case(Heads(8, 2, dim), ((1000, size),), dtype))
     # Keys wider than their values, in whole parts and not, and values wider than keys.
+    unequal = (192, 128), (96, 64), (176, 128), (64, 128), (512, 512), (576, 512)
     for (dim, value), layout, size in product(
         [(192, 128), (96, 64), (176, 128), (64, 128), (512, 512), (576, 512)],
         (*LAYOUTS, "packed"),
