@@ -44,11 +44,7 @@ def cases() -> list[Case]:
         made.append(Case(Heads(8, 2, dim), ((1000, size),), dtype))
     # Keys wider than their values, in whole parts and not, and values wider than keys.
     unequal = (192, 128), (96, 64), (176, 128), (64, 128), (512, 512), (576, 512)
-    for (dim, value), layout, size in product(
-        [(192, 128), (96, 64), (176, 128), (64, 128), (512, 512), (576, 512)],
-        (*LAYOUTS, "packed"),
-        (1, 16, 65),
-    ):
+    for (dim, value), layout, size in product(unequal, (*LAYOUTS, "packed"), (1, 16, 65)):
         made.append(Case(Heads(8, 4, dim, value), ((4097, size),), layout=layout))
     for dtype, length, window in product(DTYPES, (1000, 122880), (None, 300)):
         made.append(Case(Heads(8, 8, 192, 128), ((length, 33), (70, 5)), dtype, "packed", window=window))
