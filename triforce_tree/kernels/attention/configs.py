@@ -189,7 +189,7 @@ def shared_bytes(
     if element_bytes == 4:
         # Products in fp64 have queries and one of K and V in shared memory, those in fp32 only V.
         probs = 8 * config.block_m * config.block_n
-        if device.fp64_products:
+        if device.fp64_products and kv_bytes != 1:
             if config.stages == 1 and parts[1]:
                 # The first part of the queries stays in registers.
                 keys = parts[1]

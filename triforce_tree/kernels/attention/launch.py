@@ -175,7 +175,8 @@ def _run(
             SINGLE=count == 1, BLOCK_SEGMENTS=max(8, triton.next_power_of_2(count)), PAGE=page,
             TMA=views is not None,
             WINDOW=first is not None, SOFTCAP=softcap > 0, NODE=node,
-            EXACT=exact, NARROW=exact and not device.fp64_products,
+            # Triton 3.6 cannot make operands of fp64 products from int8.
+            EXACT=exact, NARROW=exact and (not device.fp64_products or k_scale is not None),
             STAGES=cfg.stages, EDGE_STAGES=cfg.edge_stages, ALIGN=cfg.align, PDL=device.dependent_launch,
             **({} if interpreted else options),
         )  # fmt: skip
