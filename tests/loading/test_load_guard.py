@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 import triforce_tree
 from triforce_tree import UnsupportedModelError
 from triforce_tree.kv.offload.weights.streamed_weights import StreamedWeights
+from triforce_tree.loading import rounding
 from triforce_tree.loading.load_guard import compare_at_load, named_lengths
 from triforce_tree.models import hf_model
 from triforce_tree.models.attention import AttentionParams
@@ -94,6 +95,18 @@ def test_models_without_fault_pass(fault: str, dtype: torch.dtype) -> None:
     # transformers counts the positions of Llama 4's queries from the length of its cache.
     assert bool(report.skipped) == (type(model).__name__ == "Llama4ForCausalLM")
     assert max(report.errors.values()) < (1e-5 if dtype == torch.float32 else 0.05)
+
+
+@pytest.mark.parametrize("fault", ["short window", "softcap", "sinks"])
+def test_noise_explains_rounding_but_no_fault(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where rounding changes the choice of experts: no fixed limit would accept the model."""
+    monkeypatch.setattr(rounding, "_ROUNDING_16", 1e-6)
+    make, inject = FAULTS[fault]
+    report = triforce_tree.load(make().bfloat16()).hierarchy.guard
+    assert max(report.errors.values()) > 1e-4
+    inject(monkeypatch)
+    with pytest.raises(UnsupportedModelError, match=r"differ by [\d.]+"):
+        triforce_tree.load(make().bfloat16())
 
 
 def test_lengths_of_real_models_are_compared() -> None:

@@ -33,7 +33,7 @@ from triforce_tree.eval.ties import (
     common_prefix,
     forward_noise,
 )
-from triforce_tree.loading.load_guard import relative_error
+from triforce_tree.loading.rounding import relative_error
 from triforce_tree.verify.sampling import NAN_LOGITS, ProbsFromLogits
 from triforce_tree.verify.verifier import Acceptance
 

@@ -1,0 +1,54 @@
+"""How much rounding may change the logits of a forward."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from triforce_tree.models.few_row import quantisation
+from triforce_tree.models.hf_model import HFModel
+
+# Most relative error of the logits that rounding explains; wrong attention gives 0.1 and more.
+_ROUNDING = {torch.float32: 5e-3, torch.float64: 5e-3}
+_ROUNDING_16 = 0.08
+NOISE = 2.0**-8
+"""A unit in the last place of bf16. Relative noise of this size on the embeddings shows how far rounding
+carries: where it changes the choice of experts, it changes logits far more than ``rounding_limit``."""
+MOST_ROUNDING = 0.5
+"""Logits that differ by more are never taken for rounded ones."""
+
+
+def rounding_limit(model: HFModel) -> float:
+    """The relative error of logits that rounding explains in any model of this dtype."""
+    # Layers that quantise their inputs too round far more coarsely than their dtype says.
+    plain = quantisation(model.model) is None
+    return _ROUNDING.get(model.dtype, _ROUNDING_16) if plain else _ROUNDING_16
+
+
+def relative_error(ours: Tensor, reference: Tensor) -> float:
+    """Relative difference of logits ``[T, V]``: the median over the tokens.
+
+    In 16 bits a near tie between experts may be resolved differently, which changes single tokens.
+    """
+    size = (reference - reference.mean(-1, keepdim=True)).norm(dim=-1)
+    return float(((ours - reference).norm(dim=-1) / size).median())
+
+
+@contextmanager
+def noisy_embeddings(model: Any, noise: float) -> Iterator[None]:
+    """Inside, a model's embeddings have relative noise, the same each time; 0 is none."""
+    if not noise:
+        yield
+        return
+
+    def changed(module: Any, inputs: Any, out: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(1)
+        return out + noise * out * torch.randn(out.shape, generator=generator).to(out)
+
+    hook = model.get_input_embeddings().register_forward_hook(changed)
+    try:
+        yield
+    finally:
+        hook.remove()
