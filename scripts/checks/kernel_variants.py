@@ -34,7 +34,6 @@ NAMES = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}
 HEAD_DIMS = (64, 80, 96, 128, 256, 512)
 # Of keys and values: multi-head latent attention (DeepSeek-V3; MiniCPM3) has two.
 WIDTHS = (*((dim, dim) for dim in HEAD_DIMS), (192, 128), (96, 64))
-LATENT = (576, 512)
 QUERIES = (1, 16, 32, 64, 128)
 BITS = (16, 8, 4)
 LINEARS = (
@@ -61,7 +60,7 @@ def variants(device: Device) -> Iterator[Variant]:
 def digest(device: Device) -> str:
     """Of all choices for a GPU: another one means that results were made with other tiles."""
     found: list[object] = [variant.name for variant in variants(device)]
-    for (dim, value_dim), queries, size in product((*WIDTHS, LATENT), QUERIES, (2, 4)):
+    for (dim, value_dim), queries, size in product(WIDTHS, QUERIES, (2, 4)):
         found += [choose_attention(queries * group, dim, size, device, value_dim) for group in (1, 4)]
     for bits, count, (out, ins) in product(BITS, (1, 32, 64, 128), LINEARS):
         found.append(choose_linear(bits, count, out, ins, device))
@@ -88,9 +87,6 @@ def _attention(device: Device) -> Iterator[Variant]:
         for queries, kind in product(tiles.values(), kinds):
             name = f"{kind}, {NAMES[dtype]}, {_label(dim, value_dim)}, {queries} x {group} rows"
             yield Variant(name, partial(_attend, kind, dtype, heads, queries))
-    for group in (1, 4):
-        name = f"dense, bf16, {_label(*LATENT)}, 16 x {group} rows"
-        yield Variant(name, partial(_attend, "dense", BF16, Heads(2 * group, 2, *LATENT), 16))
     yield Variant("nodes, bf16, head_dim 128", partial(_attend, "nodes", BF16, Heads(8, 2, 128), 16))
 
 

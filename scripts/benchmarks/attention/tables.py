@@ -122,7 +122,16 @@ _MAKERS = {
     "layouts": listing(_layout_columns, _layouts),
     "gate": listing({"gate": "{what}", "of the same run": "{figure}"}, _gate),
 }
-_fitting = listing(FITTING, _fits, noted(_FITTED, FITS), left=2)
+
+
+def _fitted(content: Record, rows: Sequence[Record]) -> str:
+    older = ", ".join(f"{arch} ({commit})" for arch, commit in content.get("older", {}).items())
+    return (f"Compiled at an earlier commit: {older}. " if older else "") + noted(_FITTED, FITS)(
+        content, rows
+    )
+
+
+_fitting = listing(FITTING, _fits, _fitted, left=2)
 TABLES = {
     **{f"tree_attention_{name}": Table(FILE, make, COMMAND) for name, make in _MAKERS.items()},
     "kernels_by_arch": Table(FITS, _fitting, "python -m scripts.checks.kernels_by_arch"),

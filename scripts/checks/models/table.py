@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 
-from scripts.benchmarks.common.markdown import Record, Table, grid, noted
+from scripts.benchmarks.common.markdown import Record, Table, grid, listing, noted
 
 FILE = "models.json"
 _MARKS = {"equal": "yes", "skipped": "-"}
@@ -61,4 +61,25 @@ def short(row: Record) -> str:
     return reason if len(reason) <= _LONGEST else reason[:_LONGEST].rsplit(" ", 1)[0] + " ..."
 
 
-TABLES = {"models": Table(FILE, models, "python -m scripts.checks.models")}
+SHAPES = "shapes_h200.json"
+TABLES = {
+    "models": Table(FILE, models, "python -m scripts.checks.models"),
+    "shapes": Table(
+        SHAPES,
+        listing(
+            {
+                "model": "{shape}", "prompt": "{prompt:,}", "where": "{where}", "levels": "{levels}",
+                "ms/token": "{ms_per_token:.1f}", "target pass, ms": "{pass_ms:.1f}",
+                "least time of a pass, ms": "?{roof_ms:.1f}", "peak, GiB": "?{peak_gib:.1f}",
+                "text": "{text}",
+            },
+            caption=noted(
+                "{hardware}, bf16, torch {versions[torch]}, transformers {versions[transformers]}, "
+                "bitsandbytes {versions[bitsandbytes]}. Text: beside plain decoding of the same model. ",
+                SHAPES,
+            ),
+            left=3,
+        ),
+        "python -m scripts.checks.check_shapes",
+    ),
+}  # fmt: skip
