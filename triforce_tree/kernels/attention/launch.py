@@ -210,7 +210,9 @@ def _scale_strides(
         if k.dtype == torch.int8 or v.dtype == torch.int8:
             raise ValueError("keys and values in int8 need the scales of both; pass scales")
         return None, None
-    if k_scale.shape != (*k.shape[:3], 1) or k_scale.shape != v_scale.shape or k_scale.stride(2) != 1:
+    # Pages of one slot have any stride between slots.
+    apart = k.shape[2] > 1 and k_scale.stride(2) != 1
+    if k_scale.shape != (*k.shape[:3], 1) or k_scale.shape != v_scale.shape or apart:
         raise ValueError(
             f"scales {tuple(k_scale.shape)} and {tuple(v_scale.shape)} must be {(*k.shape[:3], 1)}, with a "
             "stride of 1 between slots"
