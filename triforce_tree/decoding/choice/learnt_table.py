@@ -1,4 +1,4 @@
-"""What requests learnt about acceptance, kept for later ones: in the program, and in the user's cache folder.
+"""What requests learnt about acceptance, for later ones: in the program, and in the user's cache folder.
 
 ``estimates.json`` holds, for a machine, a pair of models, their settings, a class of temperatures and of
 context lengths, what the last request without a seed left. ``TRIFORCE_TREE_ESTIMATES`` names another file, or
