@@ -35,6 +35,7 @@ from triforce_tree.generation.scores import EmittedScores
 from triforce_tree.kv.offload.weights.streamed_weights import StreamedWeights
 from triforce_tree.loading.vocabularies import token_map
 from triforce_tree.models.hf_model import HFModel
+from triforce_tree.planning.device_defaults import device_defaults
 from triforce_tree.planning.memory_plan import MemoryPlan
 from triforce_tree.planning.profiles import Entry, Profile
 from triforce_tree.runtime import distributed
@@ -127,18 +128,21 @@ class Engine:
             return self.hierarchy.plan_memory([prompt_tokens], new_tokens, self._given)
 
     def _choose_settings(self, temperature: float, prompts: list[list[int]], new_tokens: int) -> Entry | None:
-        """Plan the memory; apply the profile's entry for these prompts, if there is one, and return it."""
+        """Plan the memory; apply the device's defaults, and the profile's entry for these prompts if any."""
         self.hierarchy.config = self._config
         self.hierarchy.adopt_memory_plan([len(p) for p in prompts], new_tokens, self._given)
-        # Profiles are measured with the full cache and all weights on the device.
-        if self.profile is None or self.hierarchy.offloads or self.hierarchy.target.streamed is not None:
+        hierarchy, target = self.hierarchy, self.hierarchy.target
+        # Both are measured with the full cache and all weights on the device.
+        if hierarchy.offloads or target.streamed is not None:
             return None
         longest = max(len(prompt) for prompt in prompts)
-        entry = self.profile.nearest(longest, temperature)
-        if entry is None:
-            return None
-        measured = entry.options_for(self._given)
-        self.hierarchy.config = HierarchyConfig.from_options(**{**self._config.as_options(), **measured})
+        trees = hierarchy.draft is not None and target.states is None
+        config = device_defaults(
+            self._config, self._given, target.device.type == "cuda", longest, target.heads.group, trees
+        )
+        entry = self.profile.nearest(longest, temperature) if self.profile is not None else None
+        measured = entry.options_for(self._given) if entry is not None else {}
+        hierarchy.config = HierarchyConfig.from_options(**{**config.as_options(), **measured})
         return entry
 
     @contextmanager
