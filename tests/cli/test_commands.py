@@ -22,7 +22,8 @@ from triforce_tree.eval import baselines, results
 
 
 @pytest.mark.parametrize(
-    "command", [["generate"], ["bench", "text"], ["bench", "needle"], ["check"], ["tune"], ["demo"]]
+    "command",
+    [["generate"], ["explain"], ["bench", "text"], ["bench", "needle"], ["check"], ["tune"], ["demo"]],
 )
 def test_help_shows_defaults(capsys: pytest.CaptureFixture[str], command: list[str]) -> None:
     code, out, _ = run(capsys, *command, "--help")

@@ -37,6 +37,7 @@ class Decoder:
     Attributes:
         levels: statistics, level 0 first.
         passes: number of passes by kind.
+        after_stage: called with the name of each stage after it was started, for measurements.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Decoder:
         retrieval = ["retrieval"] if program.levels == 3 else []
         self.levels = [LevelStats(name) for name in (*lowest, *retrieval, "target")]
         self.passes: Counter[PassKind] = Counter()
+        self.after_stage: Callable[[str], None] | None = None
         self.controller = PassController(
             program.levels,
             extent.depth,
@@ -175,14 +177,14 @@ class Decoder:
     def _pass(self, kind: PassKind) -> list[list[int]]:
         program, clock = self.program, self._clock
         for done in range(kind.rounds):
-            program.run("draft", self._generator)
+            self._run("draft")
             clock.mark("draft")
             if kind.levels == 3:
                 name = "retrieval_refresh" if program.config.retrieval.chooses(done) else "retrieval"
-                program.run(name, self._generator)
+                self._run(name)
                 clock.mark("retrieval")
         stage = program.last_stage(kind.levels)
-        program.run(stage, self._generator)
+        self._run(stage)
         clock.mark("target")
         self._verified_by = stage
         report: list[list[int]] = program.state.pass_results().tolist()
@@ -191,6 +193,11 @@ class Decoder:
             program.state.retrieval_emitted.zero_()
         self.passes[kind] += 1
         return report
+
+    def _run(self, stage: str) -> None:
+        self.program.run(stage, self._generator)
+        if self.after_stage is not None:
+            self.after_stage(stage)
 
     def _count(
         self,

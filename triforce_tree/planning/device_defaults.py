@@ -8,8 +8,10 @@ from collections.abc import Collection
 from typing import Any
 
 from triforce_tree.config import HierarchyConfig
+from triforce_tree.models.hf_model import HFModel
+from triforce_tree.planning.profiles import Entry, Profile
 
-# (least tokens of the prompt, budget, chunk): about 4,096 means of each head are read, and there are few steps:
+# (least tokens of the prompt, budget, chunk): about 4,096 means of each head are read. There are few steps:
 # buffers and graphs are made anew for other settings.
 _RETRIEVAL = ((98_304, 4096, 32), (49_152, 4096, 16), (32_768, 4096, 8), (8192, 2048, 8), (0, 1024, 8))
 _TREE = "best-first:4,4,4,3"
@@ -51,3 +53,25 @@ def device_defaults(
     return HierarchyConfig.from_options(
         **{**options, **{name: value for name, value in chosen.items() if name in free}}
     )
+
+
+def chosen_settings(
+    config: HierarchyConfig,
+    given: Collection[str],
+    target: HFModel,
+    draft: HFModel | None,
+    prompt: int,
+    temperature: float,
+    profile: Profile | None,
+) -> tuple[HierarchyConfig, Entry | None]:
+    """The settings for a prompt of so many tokens: the device's defaults, and a profile's entry above them.
+
+    Returns:
+        the settings, and the entry; None where the profile has none for such prompts.
+    """
+    trees = draft is not None and target.states is None
+    config = device_defaults(config, given, target.device.type == "cuda", prompt, target.heads.group, trees)
+    entry = profile.nearest(prompt, temperature) if profile is not None else None
+    if entry is None:
+        return config, None
+    return HierarchyConfig.from_options(**{**config.as_options(), **entry.options_for(given)}), entry

@@ -1,89 +1,16 @@
 """Which passes are chosen, on simulated acceptance and given costs."""
 
-import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 from statistics import mean
 
 import pytest
+from simulated_passes import COSTS, DEPTH, MIXED, MOST, Cost, controller, costs_of, rounds_of, simulated
 
-from triforce_tree.decoding.choice.controller import REFILL, START_BUDGET, LearntChoice, PassController
-from triforce_tree.decoding.choice.estimates import Learnt, acceptance_of, tokens_of
+from triforce_tree.decoding.choice.controller import REFILL, START_BUDGET, PassController
+from triforce_tree.decoding.choice.estimates import acceptance_of, tokens_of
 from triforce_tree.decoding.choice.passes import PLAIN, PassKind, StageSeconds
-
-DEPTH, MOST = 3, 24
-# Seconds of a round and of a verification, in units of a plain pass: a fast draft on a GPU, a slow one on a
-# CPU, verification that costs as much as many plain passes, and one that costs nothing more.
-COSTS = [(0.1, 1.05), (0.3, 1.2), (1.0, 1.5), (1.3, 2.5), (0.3, 3.0), (0.01, 1.0), (3.0, 6.0)]
-Cost = tuple[float, float]
-MIXED = 0
-"""Number of levels of a controller that chooses between two and three."""
-
-
-def costs_of(levels: int, cost: Cost) -> StageSeconds:
-    """A round costs the first number, or a tenth of it without the retrieval level; a plain pass 1."""
-    a_round, verification = cost
-    if levels == 2:
-        return StageSeconds(1.0, draft=a_round, tree=verification)
-    parts = {"draft": 0.1 * a_round, "retrieval": 0.9 * a_round, "chain": verification}
-    return StageSeconds(1.0, **parts, **({"tree": verification} if levels == MIXED else {}))
-
-
-def controller(
-    levels: int = 3, cost: Cost | StageSeconds = (0.25, 1.0), fixed: int | None = None, most: int = MOST
-) -> PassController:
-    made = PassController(levels or 3, DEPTH, most if levels != 2 else DEPTH, fixed, levels == MIXED)
-    made.costs = cost if isinstance(cost, StageSeconds) else costs_of(levels, cost)
-    return made
-
-
-def first_failure(rng: random.Random, chance: float, most: int) -> int:
-    return next((n for n in range(most) if rng.random() >= chance), most)
-
-
-def simulated(
-    control: PassController,
-    acceptance: float | Callable[[int], float],
-    tokens: int,
-    seed: int = 0,
-    per_token: float = 0.6,
-    tree: float | None = None,
-) -> tuple[float, list[PassKind]]:
-    """Tokens per plain pass's time, and the kinds of the passes.
-
-    The target accepts every token of a chain with one probability, which may change with the tokens made; the
-    retrieval level accepts those of a tree with probability ``per_token``, the target itself with ``tree``,
-    which is that of a chain's tokens where it is not given.
-    """
-    rng, made, time, chosen = random.Random(seed), 0, 0.0, []
-    cost, last = control.costs, None
-    assert cost is not None
-    while made < tokens:
-        kind = control.choose()
-        chosen.append(kind)
-        resumed, last = last == PLAIN, kind
-        if kind == PLAIN:
-            time, made = time + cost.plain, made + 1
-            control.observe(PLAIN)
-            continue
-        now = acceptance(made) if callable(acceptance) else acceptance
-        gathered, chain = 0, DEPTH
-        if kind.levels == 3:
-            gathered = sum(1 + first_failure(rng, per_token, DEPTH) for _ in range(kind.rounds))
-            chain = min(control.max_draft_tokens, gathered)
-        elif tree is not None:
-            now = tree
-        accepted = first_failure(rng, now, chain)
-        control.observe(kind, 1, gathered, accepted, int(accepted < chain))
-        time += cost.of(kind, chain / control.max_draft_tokens) + (cost.prepare if resumed else 0.0)
-        made += 1 + accepted
-    return made / time, chosen
-
-
-def rounds_of(chosen: list[PassKind]) -> list[int]:
-    return [kind.rounds for kind in chosen]
 
 
 @pytest.mark.parametrize("fixed", [0, 1, 5])
@@ -288,43 +215,6 @@ def test_rounds_tell_about_passes_of_two_levels() -> None:
     assert tried.tokens_per_round < fresh - 0.3
 
 
-def test_an_unlucky_start_does_not_end_a_draft_that_pays() -> None:
-    """Everything is rejected at first; then nearly everything is accepted."""
-    for levels in (2, 3, MIXED):
-        speed, chosen = simulated(controller(levels), lambda made: 0.95 if made > 40 else 0.0, 2000)
-        assert PLAIN in chosen
-        assert PLAIN not in chosen[-150:]
-        assert speed > 1.8
-
-
-def test_drafting_pauses_when_it_no_longer_pays_and_resumes() -> None:
-    turns = controller(cost=(0.5, 1.2))
-    _, chosen = simulated(turns, lambda made: 0.0 if 1000 <= made < 3000 else 0.95, 6000)
-    zeros = [i for i, kind in enumerate(chosen) if kind == PLAIN]
-    assert len(zeros) > 1800
-    assert PLAIN not in chosen[-100:]
-    before = chosen[: zeros[0]]
-    assert len(before) < 1000
-
-
-def test_pauses_grow_while_trials_do_not_pay() -> None:
-    _, chosen = simulated(controller(cost=(1.0, 1.5)), 0.0, 8000)
-    drafted = [i for i, kind in enumerate(chosen) if kind != PLAIN]
-    pauses = [b - a - 1 for a, b in pairwise(drafted) if b - a > 32]
-    assert len(pauses) > 3
-    assert pauses[0] >= 64
-    assert pauses[-1] > 4 * pauses[0]
-    assert max(rounds_of(chosen)) <= 2, "trials are short"
-
-
-def test_costly_verification_is_tried_once_enough_was_decoded() -> None:
-    """One pass costs more than the budget at the start; plain decoding pays for it."""
-    _, chosen = simulated(controller(cost=(0.5, 3.0)), 0.99, 3000)
-    first = next(i for i, kind in enumerate(chosen) if kind != PLAIN)
-    assert 32 < first < 800
-    assert mean(rounds_of(chosen[-50:])) > 4
-
-
 def test_a_batch_counts_per_sequence() -> None:
     one, many = controller(), controller()
     for accepted in (5, 0, 3, 7, 2):
@@ -379,73 +269,3 @@ def test_passes_without_proposed_tokens_leave_the_acceptance() -> None:
 def test_equal_observations_give_equal_choices() -> None:
     for levels in (3, MIXED):
         assert simulated(controller(levels), 0.7, 700, 5) == simulated(controller(levels), 0.7, 700, 5)
-
-
-def loss_of_short_requests(cost: Cost, count: int, resumed: bool) -> float:
-    """Plain passes that requests of 60 tokens with a useless draft lose, for each token."""
-    control, seconds = controller(cost=cost), 0.0
-    for request in range(count):
-        seconds += 60 / simulated(control, 0.05, 60, request, per_token=0.2)[0]
-        learnt, control = control.learnt({}), controller(cost=cost)
-        if resumed:
-            control.resume(learnt)
-    return seconds / (60 * count) - 1
-
-
-@pytest.mark.parametrize("cost", COSTS[:3], ids=str)
-def test_short_requests_share_one_loss_budget(cost: Cost) -> None:
-    resumed, fresh = (loss_of_short_requests(cost, 30, resumed) for resumed in (True, False))
-    assert resumed <= START_BUDGET / (30 * 60) + REFILL + 1e-9
-    assert fresh > 3 * resumed, "a budget for each request is lost each time"
-
-
-def test_gains_of_earlier_requests_are_not_lost_by_the_next() -> None:
-    control = controller()
-    simulated(control, 0.95, 600)
-    learnt = control.learnt({})
-    assert learnt.budget > 20
-    after = controller()
-    after.resume(learnt)
-    assert after._budget == START_BUDGET
-    assert simulated(after, 0.0, 256)[0] >= 0.98
-
-
-def test_a_draft_that_becomes_useful_is_used_by_later_requests() -> None:
-    control = controller()
-    simulated(control, 0.0, 400)
-    assert control.acceptance > 0.5, "drafting pauses, and will be tried with new estimates"
-    learnt = control.learnt({})
-    assert learnt.estimates.acceptance < 0.5
-    for request in range(12):
-        control = controller()
-        control.resume(learnt)
-        speed, _ = simulated(control, 0.95, 100, request)
-        learnt = control.learnt({})
-    assert learnt.estimates.acceptance > 0.8
-    assert speed > 1.8
-
-
-def test_resumed_estimates_take_precedence_over_a_profiles() -> None:
-    """A profile's are those of other requests; later trials begin from them."""
-    source = controller()
-    source.expect(0.6, 2.0)
-    learnt = source.learnt({"plain": 2.0})
-    assert learnt == LearntChoice(Learnt(0.6, 2.0, None), START_BUDGET, {"plain": 2.0})
-    resumed = controller()
-    resumed.resume(learnt)
-    resumed.expect(0.9, 3.0)
-    assert (resumed.acceptance, resumed.tokens_per_round) == pytest.approx((0.6, 2.0))
-    simulated(resumed, 0.0, 1000)
-    assert resumed.choose() == PLAIN
-    assert resumed.acceptance == pytest.approx(0.9)
-
-
-def test_learnt_acceptance_of_trees_is_resumed() -> None:
-    costs = StageSeconds(1.0, draft=0.05, retrieval=0.2, chain=1.05, tree=1.03)
-    source = controller(MIXED, costs)
-    for _ in range(20):
-        source.observe(PassKind(2, 1), 1, 0, 1, 1)
-    resumed = controller(MIXED, costs)
-    resumed.resume(source.learnt({}))
-    assert resumed.estimates.tree == pytest.approx(source.estimates.tree, abs=0.12)
-    assert abs(controller(MIXED, costs).estimates.tree - source.estimates.tree) > 0.1
