@@ -83,6 +83,19 @@ def seed_of(args: argparse.Namespace) -> int:
     return secrets.randbits(31) if args.seed is None else args.seed
 
 
+def recorded(args: argparse.Namespace, *omitted: str) -> dict[str, Any]:
+    """What a benchmark's file keeps of the options: those of the engine but ``omitted``, and the files given."""
+    settings: dict[str, Any] = {
+        "options": {name: getattr(args, name) for name in ENGINE_OPTIONS if name not in omitted}
+    }
+    if args.profile != NONE:
+        settings["profile"] = args.profile
+    for name in ("tokenizer", "draft_tokenizer"):
+        if getattr(args, name) is not None:
+            settings[name] = getattr(args, name)
+    return settings
+
+
 def documents(args: argparse.Namespace) -> tuple[str, Iterable[str]]:
     """The name of the text, and its documents."""
     if args.dataset:

@@ -6,7 +6,6 @@ from typing import Any
 
 from triforce_tree.cli import options
 from triforce_tree.cli.console import Interrupt, bar, json_line, plain_table, screen
-from triforce_tree.cli.groups import ENGINE_OPTIONS, NONE
 from triforce_tree.eval import speed, text
 from triforce_tree.eval.baselines import usable_methods
 from triforce_tree.eval.results import Record, Records, header
@@ -22,12 +21,7 @@ def run(args: argparse.Namespace) -> int:
         args.target or "embedded",
         args.draft or args.drafter or "default",
     )
-    settings["options"] = {name: getattr(args, name) for name in ENGINE_OPTIONS if name != "levels"}
-    if args.profile != NONE:
-        settings["profile"] = args.profile
-    for name in ("tokenizer", "draft_tokenizer"):
-        if getattr(args, name) is not None:
-            settings[name] = getattr(args, name)
+    settings |= options.recorded(args, "levels")
     records = Records(args.out, settings)
     engine = options.engine_of(args)
     assert engine.tokenizer is not None
