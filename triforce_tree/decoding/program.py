@@ -143,7 +143,9 @@ class DecodingProgram:
         target = self.target
         bring = target.streamed.bring if target.streamed is not None else None
         clone = low_bit_copy(target.model, self.config.retrieval_weight_bits, bring)
-        return StepModel(clone, compiled, target.length_rope, features, target.learned_positions)
+        step = StepModel(clone, compiled, target.length_rope, features, target.learned_positions)
+        step.capturable = step.capturable and target.capturable is not False
+        return step
 
     @property
     def store(self) -> KVStore:

@@ -116,7 +116,7 @@ class HFModel:
         streamed: the weights of its layers, if they are kept in host memory.
 
     Attributes:
-        capturable: whether CUDA graphs can hold linear layers of other libraries in it; None until tried.
+        capturable: whether CUDA graphs can hold its forwards; None until tried.
         calls: how each layer with attention attends, by its index.
         kv_shapes: what these layers keep, in their order; ``kv_layers`` by layer, None for one without.
         states: shapes of the states of recurrent layers; None if there are none.
