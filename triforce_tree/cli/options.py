@@ -84,7 +84,7 @@ def seed_of(args: argparse.Namespace) -> int:
 
 
 def recorded(args: argparse.Namespace, *omitted: str) -> dict[str, Any]:
-    """What a benchmark's file keeps of the options: those of the engine but ``omitted``, and the files given."""
+    """What a benchmark keeps of its options: the engine's but ``omitted``, profile and tokenizers."""
     settings: dict[str, Any] = {
         "options": {name: getattr(args, name) for name in ENGINE_OPTIONS if name not in omitted}
     }
