@@ -79,7 +79,7 @@ def main(words: Sequence[str]) -> int:
     contexts, chunks = ([384], [128]) if args.tiny else (args.contexts, args.chunks)
     dtype = torch.float32 if args.tiny else torch.bfloat16
     torch.manual_seed(args.seed)
-    peak = 0.0 if args.tiny else measure_ceilings().flops / 1e12
+    peak = 0.0 if args.tiny else measure_ceilings().matmul_rate / 1e12
     head = header(args.seed, "engine") | {"matmul_tflops": peak}
     path, rows = results_folder(args.out, args.tiny) / FILE, []
     for shape in args.shapes:
