@@ -174,7 +174,9 @@ def custom_generate(
         refuse_dropped(sys._getframe(1))
         with making:
             if id(model) not in engines:
-                small = None if source is None else load_model(source, model.device, model.dtype)
+                small = None
+                if source is not None:
+                    small = on_one_device(load_model(source, model.device, model.dtype), model.device)
                 measured = profiles.find(False if own is not None else profile, model, small)
                 engines[id(model)] = Engine(
                     model, own or small, own_tokenizer, config, measured, options, draft_tokenizer=others
