@@ -84,8 +84,9 @@ def _prefix_and_chunk(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         parts.append(_flash(q, k[:, :, start:before], v[:, :, start:before], scale, causal=False))
     attend = _cudnn if queries % _BLOCK == 0 else _flash
     parts.append(attend(q, k[:, :, before:], v[:, :, before:], scale, causal=True))
-    outs, lses = zip(*parts, strict=True)
-    return merge_states(torch.stack(outs), torch.stack(lses))[0]
+    # The results lie in memory as [B, T, H_q, D]: merged as they lie, they are copied at full speed.
+    outs, lses = (torch.stack([t.transpose(1, 2) for t in some]) for some in zip(*parts, strict=True))
+    return merge_states(outs, lses)[0].transpose(1, 2)
 
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
