@@ -22,7 +22,8 @@ from triforce_tree.eval import baselines, results
 
 
 @pytest.mark.parametrize(
-    "command", [["generate"], ["bench", "text"], ["bench", "needle"], ["check"], ["tune"], ["demo"]]
+    "command",
+    [["generate"], ["bench", "text"], ["bench", "needle"], ["bench", "ruler"], ["check"], ["tune"], ["demo"]],
 )
 def test_help_shows_defaults(capsys: pytest.CaptureFixture[str], command: list[str]) -> None:
     code, out, _ = run(capsys, *command, "--help")
@@ -287,6 +288,24 @@ def test_bench_needle(capsys: pytest.CaptureFixture[str], pair: TinyPair) -> Non
     assert code == 0
     assert last_object(out)["accuracy"]["target"]["200"].keys() == {"0", "1"}
     assert "needle accuracy" in err
+
+
+def test_bench_ruler(capsys: pytest.CaptureFixture[str], pair: TinyPair, tmp_path: Path) -> None:
+    how = [
+        "bench", "ruler", *pair.options, "--lengths", "900", "--tasks", "single", "multi-value", "--trials",
+        "1", "--through", "hierarchy", "target", "--json", "--out", str(tmp_path / "answers.jsonl"),
+    ]  # fmt: skip
+    code, out, err = run(capsys, *how)
+    assert code == 0
+    scores = last_object(out)["scores"]
+    assert scores["target"].keys() == {"single", "multi-value"}
+    assert "share of answers found" in err
+    # A second run has nothing left to do.
+    lines = (tmp_path / "answers.jsonl").read_text()
+    assert len(lines.splitlines()) == 1 + 4
+    code, out, _ = run(capsys, *how)
+    assert (tmp_path / "answers.jsonl").read_text() == lines
+    assert last_object(out)["scores"] == scores
 
 
 def test_check_passes_and_names_trees(capsys: pytest.CaptureFixture[str], pair: TinyPair) -> None:

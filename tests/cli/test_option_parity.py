@@ -61,7 +61,8 @@ def test_their_defaults_are_the_same() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [["generate"], ["bench", "text"], ["bench", "needle"], ["check"], ["tune"], ["demo"]]
+    "command",
+    [["generate"], ["bench", "text"], ["bench", "needle"], ["bench", "ruler"], ["check"], ["tune"], ["demo"]],
 )
 def test_every_command_has_the_options_of_the_hierarchy(command: list[str]) -> None:
     assert {a.dest for a in actions(*command)} >= set(groups.ENGINE_OPTIONS) | {
