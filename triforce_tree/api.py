@@ -185,7 +185,8 @@ def custom_generate(
         criteria = kwargs.pop("stopping_criteria")
         if strings and own_tokenizer is not None:
             criteria = StoppingCriteriaList([*criteria, StopStringCriteria(own_tokenizer, strings)])
-        out = engine.runner(streamer, None, own_seed)(model, input_ids, stopping_criteria=criteria, **kwargs)
+        run_once = engine.runner([] if streamer is None else [streamer], None, own_seed)
+        out = run_once(model, input_ids, stopping_criteria=criteria, **kwargs)
         wanted = kwargs["generation_config"].return_dict_in_generate
         return out if wanted else out.sequences
 

@@ -1,7 +1,7 @@
 """The engine: a target, its drafter and their settings, behind ``generate``."""
 
 import copy
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -178,7 +178,7 @@ class Engine:
         stopping_criteria: StoppingCriteriaList | StoppingCriteria | list[StoppingCriteria] | None = None,
         prefix_allowed_tokens_fn: Callable[[int, Tensor], list[int]] | None = None,
         stop_strings: str | list[str] | None = None,
-        streamer: BaseStreamer | None = None,
+        streamer: BaseStreamer | Sequence[BaseStreamer] | None = None,
         seed: int | None = None,
         logprobs: bool = False,
         progress: Progress | None = None,
@@ -198,8 +198,10 @@ class Engine:
                 tokens so far.
             input_ids: token ids by transformers' own keyword, instead.
             attention_mask: of the ids' shape; tokens with mask 0 are padding, on either side, and left out.
-            generation_config, logits_processor, stopping_criteria, prefix_allowed_tokens_fn, stop_strings,
-                streamer: as in transformers; ``stop_strings`` needs a tokenizer.
+            generation_config, logits_processor, stopping_criteria, prefix_allowed_tokens_fn, stop_strings: as
+                in transformers; ``stop_strings`` needs a tokenizer.
+            streamer: as in transformers, or one for each sequence. A ``put`` that returns True ends its
+                sequence.
             seed: of all draws, independent for each sequence; by default from torch's global generator.
             logprobs: return the log-probability of each new token, see :class:`GenerateOutput`.
             progress: called after each chunk of the prompt with the number of tokens in it.
@@ -217,8 +219,13 @@ class Engine:
         )  # fmt: skip
         seed, logprobs = checked_seed(seed), checked_switch("logprobs", logprobs)
         ids, count = request.prompts.ids, len(request.prompts.ids)
-        if streamer is not None and count > 1:
-            raise ValueError(f"a streamer follows one sequence, but the batch has {count}")
+        given: Any = streamer if isinstance(streamer, (list, tuple)) else [streamer]
+        streamers: list[BaseStreamer] = [each for each in given if each is not None]
+        if len(streamers) not in (0, count):
+            raise ValueError(
+                f"a streamer follows one sequence: the batch has {count}, and {len(streamers)} "
+                "streamers were given; give a list with one for each, or none"
+            )
         padded = request.prompts.left_padded()
 
         def continued(part: slice, seed: int | None) -> GenerateOutput:
@@ -231,7 +238,7 @@ class Engine:
                 logits_processor=request.processors,
                 stopping_criteria=request.criteria,
                 prefix_allowed_tokens_fn=allowed and (lambda _, sent: allowed(part.start, sent)),
-                custom_generate=self.runner(streamer, progress, seed, pinned, logprobs),
+                custom_generate=self.runner(streamers[part], progress, seed, pinned, logprobs),
                 **request.options,
             )
             return placed(out, ids[part], moves_scores=not self.hierarchy.offloads)
@@ -248,7 +255,7 @@ class Engine:
 
     def runner(
         self,
-        streamer: BaseStreamer | None,
+        streamers: Sequence[BaseStreamer],
         progress: Progress | None,
         seed: int | None,
         pinned: Callable[[int], None] | None = None,
@@ -257,7 +264,8 @@ class Engine:
         """The ``custom_generate`` callable, which transformers' ``generate`` runs after its preparation.
 
         Args:
-            streamer, progress, seed, pinned, logprobs: as for :meth:`generate`.
+            streamers: one for each sequence, or none.
+            progress, seed, pinned, logprobs: as for :meth:`generate`.
         """
 
         def run(
@@ -278,14 +286,14 @@ class Engine:
                 model_inputs,
             )
             with self.hierarchy.generation():
-                return self._run(job, streamer, progress, seed, pinned, logprobs)
+                return self._run(job, streamers, progress, seed, pinned, logprobs)
 
         return run
 
     def _run(
         self,
         job: Job,
-        streamer: BaseStreamer | None,
+        streamers: Sequence[BaseStreamer],
         progress: Progress | None,
         seed: int | None,
         pinned: Callable[[int], None] | None,
@@ -305,8 +313,8 @@ class Engine:
         kept_on = torch.device("cpu") if self.hierarchy.offloads else job.input_ids.device
         names = job.outputs | ({"logprobs"} if logprobs else set())
         scores = EmittedScores(names, to_probs, prompts, kept_on)
-        if streamer is not None:
-            streamer.put(job.input_ids.cpu())
+        for row, streamer in enumerate(streamers):
+            streamer.put(job.input_ids[row : row + 1].cpu())
         with self.hierarchy.active():
             decoder = OomRetryDecoder(
                 lambda number: Decoder(
@@ -325,9 +333,11 @@ class Engine:
             for fresh in decoder.decode(prompts, endings, scores.add if names else None):
                 for sequence, tokens in zip(new, fresh, strict=True):
                     sequence += tokens
-                if streamer is not None:
-                    streamer.put(torch.tensor(fresh[0]))
-        if streamer is not None:
+                for row, (streamer, tokens) in enumerate(zip(streamers, fresh, strict=bool(streamers))):
+                    # transformers' own return None.
+                    if tokens and streamer.put(torch.tensor(tokens)) is True:
+                        decoder.end(row)
+        for streamer in streamers:
             streamer.end()
         out = output_of(job.input_ids, new, job.pad_token, self.tokenizer, decoder)
         for name, value in scores.results().items():

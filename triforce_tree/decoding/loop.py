@@ -144,9 +144,18 @@ class Decoder:
                     self.finish_reasons[b], ended = reason, True
                     break
         if ended:
-            running = [reason is None for reason in self.finish_reasons]
-            self.program.state.active.copy_(torch.tensor(running, device=self.program.device))
+            self._update_active()
         return new
+
+    def end(self, row: int) -> None:
+        """End a sequence after the tokens that were yielded last."""
+        if self.finish_reasons[row] is None:
+            self.finish_reasons[row] = "stop"
+            self._update_active()
+
+    def _update_active(self) -> None:
+        running = [reason is None for reason in self.finish_reasons]
+        self.program.state.active.copy_(torch.tensor(running, device=self.program.device))
 
     def _pass(self, rounds: int) -> list[list[int]]:
         program, clock = self.program, self._clock

@@ -108,6 +108,12 @@ class OomRetryDecoder:
                 self._shrink_plan(out_of_memory)
                 self._retried(lambda: self._feed(sequences))
 
+    def end(self, row: int) -> None:
+        """End a sequence after the tokens that were yielded last."""
+        assert self._decoder is not None
+        self._decoder.end(row)
+        self.finish_reasons[row] = self._decoder.finish_reasons[row]
+
     def _feed(self, sequences: Sequence[Sequence[int]]) -> None:
         assert self._decoder is not None
         self._decoder.prefill(sequences, self._progress)
