@@ -23,6 +23,7 @@ from triforce_tree.generation.drafter_choice import Model, check_drafter_options
 from triforce_tree.generation.inputs import Inputs
 from triforce_tree.generation.keywords import checked_seed, checked_stop_strings, refuse_dropped
 from triforce_tree.generation.output import GenerateOutput
+from triforce_tree.generation.streamers import Streamers
 from triforce_tree.loading.checkpoints import PAIR, load_model, load_target, tokenizer_of, unwrapped
 from triforce_tree.loading.gguf import gguf_path
 from triforce_tree.loading.placement import on_one_device
@@ -185,7 +186,7 @@ def custom_generate(
         criteria = kwargs.pop("stopping_criteria")
         if strings and own_tokenizer is not None:
             criteria = StoppingCriteriaList([*criteria, StopStringCriteria(own_tokenizer, strings)])
-        run_once = engine.runner([] if streamer is None else [streamer], None, own_seed)
+        run_once = engine.runner(Streamers.of(streamer, 1), None, own_seed)
         out = run_once(model, input_ids, stopping_criteria=criteria, **kwargs)
         wanted = kwargs["generation_config"].return_dict_in_generate
         return out if wanted else out.sequences

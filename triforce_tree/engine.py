@@ -32,6 +32,7 @@ from triforce_tree.generation.notices import CostNotices
 from triforce_tree.generation.output import GenerateOutput, joined, output_of, placed
 from triforce_tree.generation.request import Job, Request
 from triforce_tree.generation.scores import EmittedScores
+from triforce_tree.generation.streamers import Streamers
 from triforce_tree.kv.offload.weights.streamed_weights import StreamedWeights
 from triforce_tree.loading.vocabularies import token_map
 from triforce_tree.models.hf_model import HFModel
@@ -219,13 +220,7 @@ class Engine:
         )  # fmt: skip
         seed, logprobs = checked_seed(seed), checked_switch("logprobs", logprobs)
         ids, count = request.prompts.ids, len(request.prompts.ids)
-        given: Any = streamer if isinstance(streamer, (list, tuple)) else [streamer]
-        streamers: list[BaseStreamer] = [each for each in given if each is not None]
-        if len(streamers) not in (0, count):
-            raise ValueError(
-                f"a streamer follows one sequence: the batch has {count}, and {len(streamers)} "
-                "streamers were given; give a list with one for each, or none"
-            )
+        streamers = Streamers.of(streamer, count)
         padded = request.prompts.left_padded()
 
         def continued(part: slice, seed: int | None) -> GenerateOutput:
@@ -238,7 +233,7 @@ class Engine:
                 logits_processor=request.processors,
                 stopping_criteria=request.criteria,
                 prefix_allowed_tokens_fn=allowed and (lambda _, sent: allowed(part.start, sent)),
-                custom_generate=self.runner(streamers[part], progress, seed, pinned, logprobs),
+                custom_generate=self.runner(streamers.part(part), progress, seed, pinned, logprobs),
                 **request.options,
             )
             return placed(out, ids[part], moves_scores=not self.hierarchy.offloads)
@@ -255,7 +250,7 @@ class Engine:
 
     def runner(
         self,
-        streamers: Sequence[BaseStreamer],
+        streamers: Streamers,
         progress: Progress | None,
         seed: int | None,
         pinned: Callable[[int], None] | None = None,
@@ -264,8 +259,7 @@ class Engine:
         """The ``custom_generate`` callable, which transformers' ``generate`` runs after its preparation.
 
         Args:
-            streamers: one for each sequence, or none.
-            progress, seed, pinned, logprobs: as for :meth:`generate`.
+            streamers, progress, seed, pinned, logprobs: as for :meth:`generate`.
         """
 
         def run(
@@ -293,7 +287,7 @@ class Engine:
     def _run(
         self,
         job: Job,
-        streamers: Sequence[BaseStreamer],
+        streamers: Streamers,
         progress: Progress | None,
         seed: int | None,
         pinned: Callable[[int], None] | None,
@@ -313,8 +307,7 @@ class Engine:
         kept_on = torch.device("cpu") if self.hierarchy.offloads else job.input_ids.device
         names = job.outputs | ({"logprobs"} if logprobs else set())
         scores = EmittedScores(names, to_probs, prompts, kept_on)
-        for row, streamer in enumerate(streamers):
-            streamer.put(job.input_ids[row : row + 1].cpu())
+        streamers.begin(job.input_ids)
         with self.hierarchy.active():
             decoder = OomRetryDecoder(
                 lambda number: Decoder(
@@ -333,12 +326,8 @@ class Engine:
             for fresh in decoder.decode(prompts, endings, scores.add if names else None):
                 for sequence, tokens in zip(new, fresh, strict=True):
                     sequence += tokens
-                for row, (streamer, tokens) in enumerate(zip(streamers, fresh, strict=bool(streamers))):
-                    # transformers' own return None.
-                    if tokens and streamer.put(torch.tensor(tokens)) is True:
-                        decoder.end(row)
-        for streamer in streamers:
-            streamer.end()
+                streamers.put(fresh, decoder.end)
+        streamers.end()
         out = output_of(job.input_ids, new, job.pad_token, self.tokenizer, decoder)
         for name, value in scores.results().items():
             setattr(out, name, value)
