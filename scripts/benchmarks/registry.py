@@ -3,6 +3,7 @@
 # Name -> module below ``scripts`` with ``main(words)``, and what it measures.
 BENCHMARKS = {
     "tables": ("benchmarks.tables", "no benchmark: writes the tables of README.md and docs/"),
+    "texts": ("benchmarks.texts.pack", "no benchmark: packs texts of seven kinds into one file"),
     "on_chip": ("benchmarks.on_chip.run", "decoding on one GPU, 122,880 tokens: docs/benchmarks.md"),
     "offload": ("benchmarks.offload.run", "decoding with the cache in host memory: docs/offloading.md"),
     "parallel": ("benchmarks.offload.parallel", "the same on several cards, under torchrun"),
