@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from triforce_tree.trees.shapes import MOST_DEPTH, Shape, parse_shape
+from triforce_tree.trees.topology_files import SUFFIX
 
 # Most tokens of a cache or a window, and most tokens that one pass may propose.
 MOST_TOKENS, MOST_PROPOSED = 2**20, 1024
@@ -173,7 +174,10 @@ class HierarchyConfig:
             raise ValueError(f"levels={self.levels!r} must be 1, 2, 3 or 'auto'")
         if not isinstance(self.runner_ups, bool | None):
             raise ValueError(f"runner_ups={self.runner_ups!r} must be True, False or None")
-        parse_shape(self.tree)
+        shape = parse_shape(self.tree)
+        if isinstance(self.tree, str) and self.tree.endswith(SUFFIX):
+            # Its content, so that a file that changes later changes nothing here.
+            object.__setattr__(self, "tree", shape.name)
         if not isinstance(self.offload, bool) and self.offload not in (None, "auto"):
             raise ValueError(f"offload={self.offload!r} must be True, False or 'auto'")
         for name in ("gpu_memory", "host_memory"):

@@ -3,8 +3,11 @@
 # Name -> module below ``scripts`` with ``main(words)``, and what it measures.
 BENCHMARKS = {
     "tables": ("benchmarks.tables", "no benchmark: writes the tables of README.md and docs/"),
+    "texts": ("benchmarks.texts.pack", "no benchmark: packs texts of seven kinds into one file"),
     "on_chip": ("benchmarks.on_chip.run", "decoding on one GPU, 122,880 tokens: docs/benchmarks.md"),
     "prefill": ("benchmarks.on_chip.prefill", "prompts of up to 122,880 tokens on one GPU: docs/prefill.md"),
+    "any_text": ("benchmarks.texts.any_text", "speed on texts of seven kinds: docs/any_text.md"),
+    "never_slower": ("benchmarks.texts.never_slower", "the same by context, beside plain decoding"),
     "offload": ("benchmarks.offload.run", "decoding with the cache in host memory: docs/offloading.md"),
     "parallel": ("benchmarks.offload.parallel", "the same on several cards, under torchrun"),
     "tree_attention": (

@@ -9,7 +9,8 @@ import math
 from dataclasses import dataclass
 
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.trees.shapes import BestFirst, Ranks, Shape, parse_shape
+from triforce_tree.trees.sequoia import Ranks
+from triforce_tree.trees.shapes import BestFirst, Shape, parse_shape
 
 _TILE = 16
 """KV slots in host memory are read in tiles of this many."""

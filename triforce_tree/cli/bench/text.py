@@ -9,10 +9,15 @@ from triforce_tree.cli.console import Interrupt, bar, json_line, plain_table, sc
 from triforce_tree.eval import speed, text
 from triforce_tree.eval.baselines import usable_methods
 from triforce_tree.eval.results import Record, Records, header
+from triforce_tree.eval.texts import registry
 
 
 def run(args: argparse.Namespace) -> int:
-    source, texts = options.documents(args)
+    if args.text:
+        kind, content = options.text_source(args)
+        source = kind.name
+    else:
+        source, texts = options.documents(args)
     settings = speed.settings(
         args.context,
         args.new_tokens,
@@ -27,7 +32,11 @@ def run(args: argparse.Namespace) -> int:
     assert engine.tokenizer is not None
     methods = args.methods or usable_methods(engine)
     speed.check_methods(engine, methods)
-    prompts = text.prompts(texts, engine.tokenizer, args.context, args.prompts)
+    if args.text:
+        ids = text.token_ids(engine.tokenizer, content)
+        prompts = registry.prompts(kind, ids, args.context, args.prompts)
+    else:
+        prompts = text.prompts(texts, engine.tokenizer, args.context, args.prompts)
     progress = bar("generations")
     task = progress.add_task("measuring", total=len(prompts) * len(args.temperatures) * len(methods))
 
