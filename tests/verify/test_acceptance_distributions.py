@@ -8,6 +8,7 @@ from acceptance_trees import DRAWN, Tree, accepted, grown, paths_of, probs_of
 from enumeration import NOISE, EnumeratingRandom, Walk, exact_distribution, outcomes, total_variation
 
 from triforce_tree.kernels.step import accept
+from triforce_tree.kernels.step.accept import FIXED
 
 
 def draft_probs(rows: int, vocabulary: int = 3, seed: int = 0) -> torch.Tensor:
@@ -58,6 +59,20 @@ TREES = {
         Tree([0, 2, 0, DRAWN, DRAWN, 1], [-1, 0, 0, 1, 1, 3], [-1, 0, -1, -1, -1, -1]),
         3,
     ),
+    # One node with drawn children and, after them, deterministic ones.
+    "deterministic beside drawn": (Tree([0, DRAWN, 1], [-1, 0, 0], [0, -1, FIXED]), 2),
+    "deterministic beside all": (
+        Tree([0, DRAWN, DRAWN, 2, 0, 2], [-1, 0, 0, 0, 0, 0], [0, -1, -1, *[FIXED] * 3]),
+        2,
+    ),
+    "chain beside a tree": (
+        Tree([0, DRAWN, DRAWN, 2, 1], [-1, 0, 1, 0, 3], [0, 1, -1, FIXED, FIXED]),
+        3,
+    ),
+    "chain that leaves a tree": (
+        Tree([0, DRAWN, DRAWN, DRAWN, 1, 2], [-1, 0, 0, 1, 1, 2], [1, 0, -1, -1, FIXED, FIXED]),
+        3,
+    ),
     "deterministic below drawn": (
         Tree([0, DRAWN, DRAWN, 1, 2, 0], [-1, 0, 0, 1, 1, 2], [1, -1, -1, -1, -1, -1]),
         3,
@@ -101,3 +116,24 @@ def test_a_wrong_residual_is_detected(fault: str, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(accept, "refused", wrong)
     assert distance(tree, length) > 0.01
+
+
+@pytest.mark.parametrize("fault", ["by the first p", "as drawn", "keeps its probability"])
+def test_a_wrong_acceptance_of_mixed_siblings_is_detected(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Judged by p instead of the residual; by p / q; not taken out of the residual."""
+    tree, length = TREES["deterministic beside drawn"]
+    rule = accept.refused
+    p = probs_of((0,))
+    if fault == "as drawn":
+        tree = Tree(tree.tokens, tree.parents, [0, -1, -1])
+    else:
+
+        def wrong(target: torch.Tensor, draft: torch.Tensor, token: int, deterministic: bool):
+            residual, others = rule(target, draft, token, deterministic)
+            wrong_one = deterministic == (fault == "keeps its probability")
+            return (p if wrong_one else residual), others
+
+        monkeypatch.setattr(accept, "refused", wrong)
+    assert distance(tree, length) > 0.005

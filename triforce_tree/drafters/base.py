@@ -7,7 +7,8 @@ follows the target's own distribution if the drafter is *honest* (``docs/lossles
 
 * the children of a node are drawn, without replacement and in the order of their slots, from the distribution
   that the drafter reports for that node (:meth:`Sampler.children` does this); or they are deterministic: a
-  function of the tokens before them alone, with no distribution reported;
+  function of the tokens before them alone, with no distribution reported; or some are drawn and those after
+  them deterministic;
 * how many children a node gets may depend on anything but the draws of these children.
 """
 
@@ -42,7 +43,9 @@ class TokenTree:
             that node 64 l + j is the node itself or its ancestor.
         probs: fp32 ``[B, M, V]``, the distributions that children were drawn from.
         probs_rows: int64 ``[B, N]``, the row of ``probs`` for the children of each node, -1 if these are
-            deterministic. Initially row n for node n, or -1 everywhere for a deterministic drafter.
+            deterministic, and ``kernels.step.accept.FIXED`` if it is deterministic itself besides, whatever
+            its siblings before it are. Initially row n for node n, or -1 everywhere for a deterministic
+            drafter.
         depth: depth of the deepest node, the most tokens that can be accepted.
     """
 

@@ -34,8 +34,8 @@ def grown(tree: Tree, q: Tensor, walk: Walk) -> list[int]:
     """The tokens of the tree, with those drawn that are ``DRAWN``."""
     tokens = list(tree.tokens)
     for parent, row in enumerate(tree.rows):
-        children = [i for i, above in enumerate(tree.parents) if above == parent]
-        if children and tokens[children[0]] is DRAWN:
+        children = [i for i, above in enumerate(tree.parents) if above == parent and tree.tokens[i] is DRAWN]
+        if children:
             drawn = WalkDraws([walk]).choose_distinct(q[None, row, None], len(children))
             for child, token in zip(children, drawn.flatten().tolist(), strict=True):
                 tokens[child] = token

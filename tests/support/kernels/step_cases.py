@@ -15,6 +15,7 @@ from kernels_cases import poisoned_memory
 from torch import Tensor
 
 from triforce_tree.kernels import step
+from triforce_tree.kernels.step.accept import FIXED
 from triforce_tree.kernels.step.kv_slots import quantized
 from triforce_tree.kernels.step.select import chunk_scores
 
@@ -275,10 +276,12 @@ def acceptance(
     nan: bool = False,
     seed: int = 0,
     fixed: float = 0.0,
+    beside: float = 0.0,
 ) -> Problem:
     """A random tree drawn from q; ``sharp`` scales the logits, ``likeness`` the part that p and q share.
 
-    The children of a node are proposed deterministically with probability ``fixed``; of 1, q is empty.
+    The children of a node are proposed deterministically with probability ``fixed``; of 1, q is empty. A node
+    without later siblings that were drawn is itself proposed deterministically with probability ``beside``.
     """
     rng = random.Random(seed)
     parents = [random_parents(nodes, rng) for _ in range(batch)]
@@ -294,6 +297,19 @@ def acceptance(
         q[at[0].to(device), at[1].to(device)] = torch.nan
         rows[certain] = -1
         q = q if fixed < 1 else q[:, :0]
+    for b, above in enumerate(parents):
+        drawn_after: set[int] = set()
+        for node in reversed(range(1, nodes)):
+            if above[node] in drawn_after or rng.random() >= beside:
+                drawn_after.add(above[node])
+                continue
+            if rows[b, node] >= 0:
+                q[b, rows[b, node]] = torch.nan
+            # Half of them repeat a sibling, where there is one.
+            siblings = [i for i in range(1, nodes) if above[i] == above[node]]
+            repeated = rng.choice(siblings) if rng.random() < 0.5 else node
+            tokens[b, node] = tokens[b, repeated] if repeated != node else rng.randrange(vocab)
+            rows[b, node] = FIXED
     if nan:
         p[0] = torch.nan
     random_numbers = torch.rand(batch, nodes, device=device), torch.empty(batch, vocab, device=device)
