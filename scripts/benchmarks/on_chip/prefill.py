@@ -21,6 +21,7 @@ from scripts.benchmarks.attention.problems import measure_ceilings
 from scripts.benchmarks.common.command import TINY_SHAPES, device_of, parser, results_folder
 from scripts.benchmarks.common.results import Record, header, write
 from scripts.benchmarks.common.timing import timed
+from scripts.benchmarks.on_chip.tables import PREFILL_FILE, PREFILL_PATHS
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.loading.checkpoints import PAIR, load_model
@@ -28,9 +29,7 @@ from triforce_tree.loading.inflate import inflate
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.runtime.executor import free_memory
 
-FILE = "prefill_h200.json"
-# By cuDNN where it is faster, as the engine does; by torch's flash attention with a causal mask.
-PATHS = ("engine", "flash")
+PATHS = tuple(PREFILL_PATHS)
 
 
 @contextmanager
@@ -81,7 +80,7 @@ def main(words: Sequence[str]) -> int:
     torch.manual_seed(args.seed)
     peak = 0.0 if args.tiny else measure_ceilings().matmul_rate / 1e12
     head = header(args.seed, "engine") | {"matmul_tflops": peak}
-    path, rows = results_folder(args.out, args.tiny) / FILE, []
+    path, rows = results_folder(args.out, args.tiny) / PREFILL_FILE, []
     for shape in args.shapes:
         model = HFModel(inflated(TINY_SHAPES[shape] if args.tiny else shape, device, dtype))
         free_memory()
