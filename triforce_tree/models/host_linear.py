@@ -98,6 +98,12 @@ class FewRowWeight:
         return self._matrix
 
 
+def few_row_weight(layer: nn.Linear) -> FewRowWeight:
+    """The weight of a layer whose forward :func:`use_few_row_linears` has replaced."""
+    weight: FewRowWeight | None = vars(layer)["forward"].args[1]
+    return FewRowWeight(layer, narrow=False) if weight is None else weight
+
+
 # By weight: the copy, None where 16 bits do not hold its values, and the state that it was made from.
 _narrowed = WeakTensorKeyDictionary()
 

@@ -46,6 +46,6 @@ def library(way: str | None = None) -> ctypes.CDLL | None:
 def usable(*tensors: torch.Tensor) -> ctypes.CDLL | None:
     """The library, where these are plain fp32 tensors in host memory whose last dimension is dense."""
     for x in tensors:
-        if x.dtype != torch.float32 or x.device.type != "cpu" or x.stride(-1) != 1:
+        if x.dtype is not torch.float32 or not x.is_cpu or x.stride(-1) != 1:
             return None
-    return None if torch.compiler.is_compiling() else library()
+    return library()
