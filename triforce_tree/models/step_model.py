@@ -27,6 +27,7 @@ from triforce_tree.models.experts.modules import expert_modules
 from triforce_tree.models.few_row import few_row_copy, why_not_replaceable
 from triforce_tree.models.fused_linears import fused
 from triforce_tree.models.hf_model import HFModel
+from triforce_tree.models.host_layers import use_fused_layers
 from triforce_tree.models.host_linear import use_few_row_linears
 from triforce_tree.models.length_rope import LengthRope
 from triforce_tree.models.model_copy import shallow_copy, text_decoder
@@ -232,7 +233,7 @@ def step_model(model: HFModel, compiled: bool, features: Sequence[int] = ()) -> 
     replaced = on_gpu and why_not_replaceable(model.model) is None
     clone = few_row_copy(model.model) if replaced else shallow_copy(model.model)
     if not on_gpu:
-        use_few_row_linears(clone)
+        use_fused_layers(clone, use_few_row_linears(clone))
     # The compiler cannot see that streamed experts are overwritten inside a layer.
     compiled = compiled and replaced and not _streams_experts(model)
     step = StepModel(clone, compiled, model.length_rope, features, model.learned_positions, list(model.calls))

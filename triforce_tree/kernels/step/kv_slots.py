@@ -32,7 +32,12 @@ def dequantized(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mul(x, scale, out=torch.empty(x.shape, dtype=dtype, device=x.device))
 
 
-@operator("append_kv", writes=("k_cache", "v_cache", "k_scale", "v_scale"), triton=".kv_slots_kernels")
+@operator(
+    "append_kv",
+    writes=("k_cache", "v_cache", "k_scale", "v_scale"),
+    triton=".kv_slots_kernels",
+    cpu="..cpu.fp32.append",
+)
 def append_kv(
     k_cache: Tensor,
     v_cache: Tensor,
