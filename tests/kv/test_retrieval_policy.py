@@ -71,7 +71,7 @@ class ByItsKeys:
         keys: torch.Tensor,
     ) -> None:
         self.layers.append(layer)
-        chunk = keys.shape[2] // means.shape[3]
+        chunk = keys.shape[2] // means.shape[2]
         own = keys.unflatten(2, (-1, chunk)).mean(3)
         expected = table.clone()
         step.select_chunks(q, means, limit, expected, slots, scale)
