@@ -69,19 +69,26 @@ class RetrievalConfig:
 
     ``select_chunks`` is the retrieval policy, on every device and for an offloaded cache: a function with the
     arguments of ``triforce_tree.kernels.step.select_chunks``, the default: for each KV head chunk 0 and the
-    chunks whose mean keys score highest with the root's query.
+    chunks whose mean keys score highest with the root's query. A policy that needs more, or that CUDA graphs
+    cannot hold, has attributes which say so (:class:`triforce_tree.kv.chunk_policy.ChunkPolicy`).
+
+    With ``key_variance`` the variances of each chunk's keys are kept as well, and enter its score: a better
+    selection for twice the bytes that are read to select (docs/retrieval.md).
     """
 
     budget: int = 1536
     chunk: int = 8
     recent: int = 256
     refresh: int = 1
+    key_variance: bool = False
     select_chunks: Callable[..., None] | None = None
 
     def __post_init__(self) -> None:
         for name in ("budget", "chunk", "recent"):
             _within(name, getattr(self, name), 1)
         _within("refresh", self.refresh, 0)
+        if not isinstance(self.key_variance, bool):
+            raise ValueError(f"key_variance={self.key_variance!r} must be True or False")
         if self.select_chunks is not None and not callable(self.select_chunks):
             raise ValueError(
                 f"select_chunks={self.select_chunks!r} must be a function, or None for the default"
@@ -102,6 +109,10 @@ class RetrievalConfig:
                 f"budget={self.budget} is smaller than what is always included, one chunk of "
                 f"sinks ({self.chunk}) + recent={self.recent}; use budget>={least} or a smaller recent"
             )
+
+    def columns(self, head_dim: int) -> int:
+        """Numbers that are kept of each chunk's keys: their mean, and with ``key_variance`` the variances."""
+        return 2 * head_dim if self.key_variance else head_dim
 
     def chooses(self, forward: int) -> bool:
         """Whether this forward of level 1, counted from 0 after each level-2 pass, selects chunks."""

@@ -23,6 +23,7 @@ ENGINE_OPTIONS = (
     "chunk",
     "recent",
     "refresh",
+    "key_variance",
     "retrieval_weight_bits",
     "sinks",
     "window",
@@ -111,6 +112,11 @@ def add_hierarchy(parser: argparse.ArgumentParser, profile: str | None = NONE) -
             int,
             "retrieval-level passes from one selection of chunks to the next; 0: once for each pass of the "
             "target",
+        ),
+        "key_variance": (
+            None,
+            "score retrieved chunks by the variances of their keys as well: better chunks for twice the "
+            "bytes that are read to select them",
         ),
         "retrieval_weight_bits": (
             int,

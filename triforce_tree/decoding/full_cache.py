@@ -96,8 +96,8 @@ class FullCache:
             recent, page = retrieval.recent, retrieval.chunk
             slots = (retrieval.budget - recent) // page * page
         self.offloaded = OffloadedCache(
-            self._target, self._batch, self._max_seq_len, recent, limits.scratch_slots, slots, page, offload,
-            pinned,
+            self._target, self._batch, self._max_seq_len, recent, limits.scratch_slots, slots, page,
+            retrieval.columns(self._target.heads.dim), offload, pinned,
         )  # fmt: skip
         self.view = partial(StreamedView, self.offloaded)
         if levels == 3:

@@ -166,12 +166,14 @@ def means(
     dtype: torch.dtype,
     device: str,
     seed: int = 0,
+    variances: bool = False,
 ) -> Problem:
     """Keys interleaved with values in one tensor; the first and last sequences are at the two ends."""
     rng = random.Random(seed)
     places = size // chunk
     k = _randn(layers, 2, batch, heads, size, dim, dtype=dtype, device=device)[:, 0]
-    made = torch.full((layers, batch, heads, places - 1, dim), torch.nan, dtype=dtype, device=device)
+    columns = 2 * dim if variances else dim
+    made = torch.full((layers, batch, heads, places - 1, columns), torch.nan, dtype=dtype, device=device)
     first = [0] + [rng.randrange(places) for _ in range(batch - 2)] + [places - 1]
     args = (made, k, torch.tensor(first[:batch], device=device), count, chunk)
     return Problem("chunk_means", args, (0,), _close_means)
@@ -188,7 +190,9 @@ def means_int8(*args: Any, seed: int = 0) -> Problem:
 def _close_means(problem: Problem, made: list[Tensor], exact: list[Tensor]) -> None:
     # Another order of summation may differ by rounding.
     eps = torch.finfo(made[0].dtype).eps
-    torch.testing.assert_close(made[0], exact[0], rtol=2 * eps, atol=2 * eps, equal_nan=True)
+    dim = problem.args[1].shape[-1]
+    for own, other in zip(made[0].split(dim, -1), exact[0].split(dim, -1), strict=True):
+        torch.testing.assert_close(own, other, rtol=4 * eps, atol=2 * eps, equal_nan=True)
 
 
 def selection(
@@ -202,6 +206,7 @@ def selection(
     device: str,
     integers: bool = False,
     seed: int = 0,
+    variances: bool = False,
 ) -> Problem:
     """Means beyond each sequence's limit are NaN; integers give exact scores with many ties."""
     rng = random.Random(seed)
@@ -209,6 +214,8 @@ def selection(
     m = _randn(batch, heads, chunks, dim, dtype=torch.float32, device=device)
     if integers:
         q, m = q.mul_(0.6).round_(), m.round_()
+    if variances:
+        m = torch.cat([m, 20 * torch.rand_like(m)], -1)
     q, m = q.to(dtype), m.to(dtype)
     limit = [chunks] + [rng.randint(slots, chunks) for _ in range(batch - 2)] + [slots]
     for b, count in enumerate(limit[:batch]):

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from triforce_tree.kernels.attention.plan import Heads
+from triforce_tree.kernels.step.kv_slots import key_moments
 from triforce_tree.kv.offload.host_attention import HostAttention, check_host_attention
 from triforce_tree.kv.offload.host_store import HostStore, Offload
 from triforce_tree.kv.offload.layerwise_prefill import HostStates, ReservedStates, prefill_by_layers
@@ -41,6 +42,7 @@ class OffloadedCache:
         scratch_slots: slots after the committed ones that forwards may write.
         slots: KV slots for gathered chunks, in front of the window in the same memory.
         chunk: tokens of a chunk of the retrieval, whose mean keys are kept; 0 without a retrieval.
+        columns: of ``means``; see ``RetrievalConfig.columns``.
         settings: how the cache is split.
         progress: called with bytes of host memory as they are allocated.
 
@@ -51,7 +53,8 @@ class OffloadedCache:
             to.
         window: the same without the gathered chunks.
         base: int64 ``[B]``, tokens of each sequence that are in the host store.
-        means: ``[layers, B, H_kv, C, D]``, the mean key of each chunk before ``base``; None without chunks.
+        means: ``[layers, B, H_kv, C, columns]``, what is kept of the keys of each chunk before ``base``; None
+            without chunks.
         settings: as given; the CPU's shares may be changed between two passes.
         attention: on the CPU; None where the settings give it no share.
 
@@ -70,6 +73,7 @@ class OffloadedCache:
         scratch_slots: int,
         slots: int,
         chunk: int,
+        columns: int,
         settings: Offload,
         progress: Callable[[int], None] | None = None,
     ) -> None:
@@ -106,7 +110,7 @@ class OffloadedCache:
         self.means: Tensor | None = None
         if chunk:
             count = self.host.slots // chunk
-            self.means = torch.zeros(layers, batch, heads.kv, count, heads.dim, device=device, dtype=dtype)
+            self.means = torch.zeros(layers, batch, heads.kv, count, columns, device=device, dtype=dtype)
 
     def share(self, queries: int) -> float:
         """The share of the slots in host memory that the CPU attends to in a pass of ``queries`` tokens."""
@@ -190,9 +194,10 @@ class OffloadedCache:
     def store_means(self, layer: int, b: int, start: int, kv: Tensor) -> None:
         """Store the mean keys of the chunks in rows ``kv`` ``[n, row]``, which begin at slot ``start``."""
         if self.means is not None and kv.shape[0]:
-            keys = self.host.heads.split(kv)[0].unflatten(0, (-1, self.chunk)).mean(1, dtype=torch.float32)
+            keys = self.host.heads.split(kv)[0].unflatten(0, (-1, self.chunk))
+            moments = key_moments(keys, 1, self.means.shape[4])
             first = start // self.chunk
-            self.means[layer, b, :, first : first + keys.shape[0]] = keys.transpose(0, 1).to(kv.dtype)
+            self.means[layer, b, :, first : first + len(moments)] = moments.transpose(0, 1).to(kv.dtype)
 
     def set_lengths(self, lengths: Sequence[int]) -> None:
         """Shorten each sequence to its first tokens, as they were right after a prefill of that length.
