@@ -177,3 +177,70 @@ def test_sources_and_options_of_the_command_line(script: Any, monkeypatch: pytes
     assert [source.name for source in found] == ["python-topics"]
     with pytest.raises(ValueError, match=r"^no text is here: text 'plays'"):
         command.chosen_sources(Texts(), ["plays"], one_a_kind=False)
+
+
+def test_a_tree_is_compared_with_chains_of_equal_and_of_best_cost(script: Any) -> None:
+    trees = script("benchmarks.texts.trees")
+    vector = [0.5, 0.25, 0.1]
+    flat = trees.compared(vector, [vector], lambda nodes, depth: 1 + 0.1 * depth, 31)
+    # Nodes cost nothing: the tree is full, and the chain of equal cost is as deep.
+    size, _, depth = flat["tree"]["name"].partition(" tokens, depth ")
+    assert int(size) == 31
+    assert flat["chain"]["name"] == depth
+    assert flat["chain"]["tokens"] == pytest.approx(sum(0.5**n for n in range(int(depth) + 1)))
+    assert flat["gain"] > 1.3
+    assert flat["gain"] >= flat["speed_gain"] > 1.2, (
+        "the best chain is at least as good as that of equal cost"
+    )
+    assert flat["speed_gain_by_depth"] == pytest.approx(flat["speed_gain"])
+    assert flat["by_depth_to_by_rank"] == pytest.approx(1)
+    dear = trees.compared(vector, [vector], lambda nodes, depth: 1 + 0.3 * nodes + 0.01 * depth, 31)
+    assert dear["speed_gain"] == pytest.approx(1)
+    # A second vector for deeper nodes: the programme that knows it is the better one.
+    deep = trees.compared(vector, [[0.2, 0.2, 0.2], [0.9]], lambda nodes, depth: 1 + 0.02 * nodes, 31)
+    assert deep["by_depth_to_by_rank"] > 1.1
+
+
+def test_costs_are_linear_between_measured_rows_and_never_fall(script: Any) -> None:
+    trees = script("benchmarks.texts.trees")
+    points = [(1, 10.0), (2, 12.0), (4, 11.0), (8, 20.0), (32, 40.0)]
+    seconds = trees.line(points, 2.0)
+    found = [1e3 * seconds(nodes, depth) for nodes, depth in ((0, 0), (1, 1), (3, 1), (5, 0), (31, 4))]
+    assert found == pytest.approx([10, 14, 14, 16, 48])
+    with pytest.raises(ValueError, match="40 nodes are more than 31"):
+        seconds(40, 1)
+    dear, most = trees.cpu_costs({"draft_step": 1.0, "target": 4.0})["draft -> target"]
+    assert most == 31
+    assert 4 * (dear(1, 1) - dear(1, 0)) == pytest.approx(dear(0, 0))
+    flat, most = trees.h200_costs()["draft -> target"]
+    assert most == 63
+    assert flat(1, 1) == flat(63, 1) < flat(1, 2)
+
+
+def test_acceptance_of_trees_is_measured_at_each_temperature(
+    script: Any, pair: TinyPair, tmp_path: Path
+) -> None:
+    trees = script("benchmarks.texts.trees")
+    engine = pair.load(profile=False, **SMALL)
+    ids = token_ids(engine.tokenizer, Shortened().read(BY_NAME["python-topics"]))[:180]
+    found = trees.acceptances(engine, ids, 160, (0.0, 0.5, 1.0))
+    assert {key: tuple(value.shape) for key, value in found.items()} == {
+        (f"draft -> {level}", t): (20, trees.RANKS)
+        for level in ("retrieval", "target")
+        for t in (0.0, 0.5, 1.0)
+    }
+    greedy = found["draft -> target", 0.0]
+    assert set(greedy.unique().tolist()) <= {0.0, 1.0}
+    accepted = trees.rounded(trees.acceptance_rows(BY_NAME["psalms"], found))
+    measured = {"draft_step": 1.0, "target": 3.0}
+    rows = trees.compared_rows(accepted, trees.costs_of(measured))
+    assert len(rows) == 6 + 3, "the CPU's costs are those of the target alone"
+    about = {"context": 160, "positions": 20, "hardware": "h", "date": "d", "commit": "c", "code": None}
+    content = {**about, "cpu_ms": measured, "accepted": accepted, "rows": rows}
+    shown = script("benchmarks.texts.tables").TABLES["trees"].make(content)
+    assert shown.count("| verse | target | two CPU cores, embedded pair | 0.5 |") == 1
+    assert "takes 33 % of a target pass" in shown
+    path = tmp_path / "trees.json"
+    path.write_text(json.dumps({**content, "rows": []}))
+    assert trees.main(["--again", "--out", str(path)]) == 0
+    assert json.loads(path.read_text())["rows"] == rows
