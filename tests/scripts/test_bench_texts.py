@@ -1,6 +1,7 @@
 """The benchmarks `any_text` and `never_slower`: what they measure, resume, choose and show."""
 
 import argparse
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,21 @@ def test_every_cell_is_measured_and_shorter_contexts_are_decoded_from_a_longer_o
         ("copied-topics", n, t) for n in (256, 320) for t in (0.0, 1.0)
     }
     assert all(r["worst"] <= r["speedup"] <= r["best"] and r["chosen"]["levels"] == 3 for r in rows)
+
+
+def test_contexts_of_as_many_levels_are_measured_together(
+    script: Any, tmp_path: Path, pair: TinyPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(script, tmp_path, pair, monkeypatch)
+    sources = (BY_NAME["python-topics"], BY_NAME["hub-source"])
+    run.grid = dataclasses.replace(
+        run.grid, sources=sources, contexts=(96, 200), temperatures=(0.0,), new_tokens=4, plain_tokens=2
+    )
+    assert run.measure()
+    cells = [(s["text"], s["context"]) for s in run.file.samples if s["method"] == "triforce"]
+    assert cells == [(source.name, context) for context in (200, 96) for source in sources]
+    levels = {row["context"]: row["chosen"]["levels"] for row in run.file.rows}
+    assert levels == {200: 3, 96: 2}
 
 
 def test_a_run_that_was_ended_goes_on(

@@ -93,7 +93,7 @@ def add_hierarchy(parser: argparse.ArgumentParser, profile: str | None = NONE) -
         "tree": (
             str,
             "shape of the draft's token trees: chain:4, best-first:6,5,4 (widths by depth), sequoia:16x4 "
-            "(size x depth), static:0;0.0;1 (rank paths)",
+            "(size x depth), static:0;0.0;1 (rank paths), or a file tree.json of rank paths",
         ),
         "lookup": (int, "tokens that prompt lookup proposes; only without a draft model"),
         "rounds": (

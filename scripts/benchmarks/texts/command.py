@@ -38,10 +38,11 @@ def measure(
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch._dynamo.config.recompile_limit = 128
-    limit, texts = TimeLimit(args.seconds), Texts(args.texts)
+    limit = TimeLimit(args.seconds)
     try:
+        texts = Texts(args.texts)
         sources, missing = chosen_sources(texts, args.kinds, one_a_kind)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         made.error(str(error))
     file_name = f"{name}_{machine_of(device)}.json"
     path = results_folder(args.out, args.tiny) / file_name

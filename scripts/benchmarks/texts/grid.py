@@ -134,6 +134,9 @@ class GridRun:
             return False
         self.say(f"{self.grid.shape or 'embedded pair'}: loading ...")
         engine = self._engine()
+        # Prompts of as many levels together: they share a program, which takes long to capture.
+        levels = {context: engine.hierarchy.levels(context) for context in contexts}
+        missing.sort(key=lambda cell: -levels[cell[1]])
         try:
             return all(self._text(engine, source, context, static) for source, context in missing)
         finally:

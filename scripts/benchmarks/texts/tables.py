@@ -179,7 +179,10 @@ def plot_texts(axis: Any, rows: list[Record]) -> None:
             ],
             label=f"T={temperature:g}",
         )  # fmt: skip
-    axis.set_yticks([at + 0.4 for at in range(len(names))], [", ".join(name) for name in names], fontsize=7)
+    middle = height * (len(temperatures) - 1) / 2
+    axis.set_yticks(
+        [at + middle for at in range(len(names))], [", ".join(name) for name in names], fontsize=7
+    )
     axis.invert_yaxis()
     axis.axvline(1, color="grey", linewidth=0.8)
     axis.set_xlabel("speed-up over plain decoding; lines: slowest and fastest run")

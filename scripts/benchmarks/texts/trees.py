@@ -216,10 +216,10 @@ def main(words: Sequence[str] | None = None) -> int:
         write(path, {**content, "rows": compared_rows(content["accepted"], costs_of(content["cpu_ms"]))})
         return 0
     logging.set_verbosity_error()
-    texts = Texts(args.texts)
     try:
+        texts = Texts(args.texts)
         sources, missing = chosen_sources(texts, args.kinds, one_a_kind=True)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         made.error(str(error))
     engine = triforce_tree.load(device="cpu", dtype=torch.float32, profile=False)
     content = {
