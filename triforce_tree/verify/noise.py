@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from triforce_tree.kernels import step
+from triforce_tree.kernels.cpu.fp32.noise import fill_exponential
 
 
 class Noise:
@@ -36,7 +37,7 @@ class Noise:
     def draw(self, generator: torch.Generator) -> None:
         """Redraw the numbers for the next run."""
         if self.exponential.numel():
-            self.exponential.exponential_(generator=generator)
+            fill_exponential(self.exponential, generator)
         if self.uniform.numel():
             self.uniform.uniform_(generator=generator)
 

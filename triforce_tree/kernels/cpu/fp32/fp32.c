@@ -9,3 +9,4 @@ enum { MOST_GATED = 64 }; /* rows of ``gated`` */
 #include "attention.h"
 #include "layers.h"
 #include "linear.h"
+#include "noise.h"

@@ -16,9 +16,9 @@ from triforce_tree.kernels.cpu.cpu_attention import fp32_instructions
 
 _LOG = logging.getLogger(__name__)
 _SOURCE = Path(__file__).with_name("fp32.c")
-_HEADERS = [_SOURCE.parent / name for name in ("vectors.h", "linear.h", "attention.h", "layers.h")]
+_HEADERS = [_SOURCE.parent / name for name in ("vectors.h", "linear.h", "attention.h", "layers.h", "noise.h")]
 _SHARED = _SOURCE.parent.with_name("cpu_shared.h")
-_FUNCTIONS = ("append", "gated", "linear", "rms_norm", "rotary")
+_FUNCTIONS = ("append", "exponential", "gated", "linear", "rms_norm", "rotary")
 
 
 @cache
