@@ -40,6 +40,8 @@ os.environ["TRIFORCE_TREE_PROFILES"] = ""
 _OWN_CACHE = None if "PYTEST_XDIST_WORKER" in os.environ else tempfile.mkdtemp(prefix="triforce-tree-tests-")
 if _OWN_CACHE:
     os.environ["TRIFORCE_TREE_CACHE"] = _OWN_CACHE
+    # What one test's generations learn must not change another's.
+    os.environ["TRIFORCE_TREE_ESTIMATES"] = ""
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 

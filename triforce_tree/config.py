@@ -130,7 +130,8 @@ class HierarchyConfig:
     cost little). ``lookup`` is the number of tokens that prompt lookup proposes when there is no draft model.
     ``levels`` 3 is the whole hierarchy, 2 the draft under the full target, 1 autoregressive decoding; "auto"
     takes 3 where the prompt is at least twice the retrieval budget and some layer of the target sees
-    more of it than a sliding window, else 2.
+    more of it than a sliding window, else 2. While decoding, passes of fewer levels take their place where
+    that is faster: plain ones always, those of two levels with "auto" (on a cache that is not offloaded).
 
     Level 1 may run on a copy of the weights in ``retrieval_weight_bits`` 8 or 4, which changes what is
     proposed, but not the distribution of the output. ``prefill_chunk`` tokens of a prompt are prefilled in
@@ -221,6 +222,11 @@ class HierarchyConfig:
 
         if self.kv_bits != 16 and self.offloads is True:
             raise ValueError(f"kv_bits={self.kv_bits} is for a cache on the device; {NO_OFFLOAD}")
+
+    @property
+    def chooses_levels(self) -> bool:
+        """Whether passes of two levels may take the place of those of three while decoding."""
+        return self.levels == "auto" and self.rounds is None
 
     @property
     def offloads(self) -> bool | str:

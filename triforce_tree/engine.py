@@ -20,13 +20,14 @@ from transformers.generation.streamers import BaseStreamer
 
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.assembly import Hierarchy
+from triforce_tree.decoding.explain.explanation import Explanation, explained
 from triforce_tree.decoding.loop import Decoder
 from triforce_tree.decoding.oom_retry import OomRetryDecoder
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.base import Drafter
 from triforce_tree.generation.checkpoint_settings import without_settings
 from triforce_tree.generation.drafter_choice import check_drafter_options
-from triforce_tree.generation.inputs import Ids, Inputs
+from triforce_tree.generation.inputs import Ids, Inputs, prompt_of
 from triforce_tree.generation.keywords import checked_seed, checked_switch
 from triforce_tree.generation.notices import CostNotices
 from triforce_tree.generation.output import GenerateOutput, joined, output_of, placed
@@ -36,6 +37,7 @@ from triforce_tree.generation.streamers import Streamers
 from triforce_tree.kv.offload.weights.streamed_weights import StreamedWeights
 from triforce_tree.loading.vocabularies import token_map
 from triforce_tree.models.hf_model import HFModel
+from triforce_tree.planning.device_defaults import chosen_settings
 from triforce_tree.planning.memory_plan import MemoryPlan
 from triforce_tree.planning.profiles import Entry, Profile
 from triforce_tree.runtime import distributed
@@ -128,18 +130,17 @@ class Engine:
             return self.hierarchy.plan_memory([prompt_tokens], new_tokens, self._given)
 
     def _choose_settings(self, temperature: float, prompts: list[list[int]], new_tokens: int) -> Entry | None:
-        """Plan the memory; apply the profile's entry for these prompts, if there is one, and return it."""
+        """Plan the memory; apply the device's defaults, and the profile's entry for these prompts if any."""
         self.hierarchy.config = self._config
         self.hierarchy.adopt_memory_plan([len(p) for p in prompts], new_tokens, self._given)
-        # Profiles are measured with the full cache and all weights on the device.
-        if self.profile is None or self.hierarchy.offloads or self.hierarchy.target.streamed is not None:
+        hierarchy = self.hierarchy
+        # Both are measured with the full cache and all weights on the device.
+        if hierarchy.offloads or hierarchy.target.streamed is not None:
             return None
-        longest = max(len(prompt) for prompt in prompts)
-        entry = self.profile.nearest(longest, temperature)
-        if entry is None:
-            return None
-        measured = entry.options_for(self._given)
-        self.hierarchy.config = HierarchyConfig.from_options(**{**self._config.as_options(), **measured})
+        hierarchy.config, entry = chosen_settings(
+            self._config, self._given, hierarchy.target, hierarchy.draft, max(map(len, prompts)), temperature,
+            self.profile,
+        )  # fmt: skip
         return entry
 
     @contextmanager
@@ -167,6 +168,15 @@ class Engine:
                 if to_probs is not None:
                     program.prepare(to_probs)
                 yield program
+
+    def explain(
+        self, inputs: Inputs, max_new_tokens: int = 128, temperature: float = 0.0, seed: int = 0
+    ) -> Explanation:
+        """Continue one prompt, and tell which passes were chosen and why."""
+        target, to_probs = self.hierarchy.target, ProbsFromLogits.at(temperature)
+        prompt = prompt_of(inputs, self.tokenizer, target.vocab_size, target.max_positions)
+        with self.program([prompt], max_new_tokens, to_probs, temperature) as program:
+            return explained(program, to_probs, prompt, max_new_tokens, seed, self.tokenizer)
 
     def generate(
         self,
@@ -272,13 +282,9 @@ class Engine:
         ) -> GenerateOutput:
             # attention_mask is in model_inputs: as a named parameter it would be passed twice.
             job = Job.read(
-                self.hierarchy.target,
-                input_ids,
-                logits_processor,
-                stopping_criteria,
-                generation_config,
+                self.hierarchy.target, input_ids, logits_processor, stopping_criteria, generation_config,
                 model_inputs,
-            )
+            )  # fmt: skip
             with self.hierarchy.generation():
                 return self._run(job, streamers, progress, seed, pinned, logprobs)
 
@@ -318,9 +324,8 @@ class Engine:
                 ),
                 self.hierarchy.shrink,
             )
-            estimates = entry.draft_length if entry is not None and "tree" not in self._given else {}
             # Only with as many levels: the estimates of two and of three are of different quantities.
-            if entry is not None and estimates and entry.options["levels"] == decoder.controller.levels:
+            if entry and (estimates := entry.estimates(decoder.controller.levels, self._given)):
                 decoder.controller.expect(**estimates)
             decoder.prefill(prompts, progress)
             for fresh in decoder.decode(prompts, endings, scores.add if names else None):

@@ -22,7 +22,14 @@ from triforce_tree.eval import results
 
 @pytest.mark.parametrize(
     "command",
-    [["generate"], ["bench", "text"], ["bench", "needle"], ["bench", "ruler"], ["check"], ["tune"], ["demo"]],
+    [
+        ["generate"],
+        ["explain"],
+        *(["bench", kind] for kind in ("text", "needle", "ruler")),
+        ["check"],
+        ["tune"],
+        ["demo"],
+    ],
 )
 def test_help_shows_defaults(capsys: pytest.CaptureFixture[str], command: list[str]) -> None:
     code, out, _ = run(capsys, *command, "--help")

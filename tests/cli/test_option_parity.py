@@ -62,7 +62,14 @@ def test_their_defaults_are_the_same() -> None:
 
 @pytest.mark.parametrize(
     "command",
-    [["generate"], ["bench", "text"], ["bench", "needle"], ["bench", "ruler"], ["check"], ["tune"], ["demo"]],
+    [
+        ["generate"],
+        ["explain"],
+        *(["bench", kind] for kind in ("text", "needle", "ruler")),
+        ["check"],
+        ["tune"],
+        ["demo"],
+    ],
 )
 def test_every_command_has_the_options_of_the_hierarchy(command: list[str]) -> None:
     assert {a.dest for a in actions(*command)} >= set(groups.ENGINE_OPTIONS) | {
@@ -83,7 +90,7 @@ GIVEN = {
     "levels": ("2", 2), "gamma": ("5", 5), "tree": ("chain:3", "chain:3"),
     "rounds": ("2", 2), "runner_ups": (None, True), "budget": ("64", 64), "chunk": ("16", 16),
     "recent": ("32", 32), "refresh": ("0", 0), "retrieval_weight_bits": ("8", 8), "sinks": ("2", 2),
-    "window": ("64", 64), "prefill_chunk": ("128", 128), "kv_bits": ("8", 8),
+    "window": ("64", 64), "prefill_chunk": ("128", 128), "kv_bits": ("8", 8), "key_variance": (None, True),
 }  # fmt: skip
 
 

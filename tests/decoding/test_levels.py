@@ -1,7 +1,12 @@
 """What level 1 sees, and how many of its tokens level 2 accepts."""
 
+from dataclasses import replace
+from itertools import cycle
+from typing import Any
+
 import pytest
 import torch
+from families import prompt_of
 from program_cases import (
     COVERED,
     EVERYTHING,
@@ -9,6 +14,7 @@ from program_cases import (
     NEW,
     PROMPTS,
     SAMPLED,
+    SMALL,
     decoded,
     draft_of,
     exact,
@@ -18,11 +24,16 @@ from program_cases import (
     references,
 )
 
+from triforce_tree.config import HierarchyConfig
+from triforce_tree.decoding.choice.passes import PLAIN, PassKind
 from triforce_tree.decoding.loop import Decoder
+from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.stop_criteria import Ending
 from triforce_tree.drafters.base import TokenTree
+from triforce_tree.drafters.tree_model import TreeDrafter
 from triforce_tree.kernels import step
 from triforce_tree.models.attention import AttentionParams
+from triforce_tree.models.hf_model import HFModel
 from triforce_tree.verify.sampling import ProbsFromLogits
 from triforce_tree.verify.verifier import Acceptance, Verifier
 
@@ -156,7 +167,7 @@ def test_plain_passes_between_leave_no_trace(levels: int) -> None:
     decoder = Decoder(program, GREEDY, 0)
     decoder.prefill(prompts)
     wanted = iter([1, 0, 0, 0, 0, 0, 1, 0, 1, 0, 0, 1, 1] * 3)
-    decoder.controller.rounds = lambda: next(wanted)
+    decoder.controller.choose = lambda: PassKind(levels, 1) if next(wanted) else PLAIN
     new: list[list[int]] = [[] for _ in prompts]
     for blocks in decoder.decode(prompts, [Ending(24)] * 3):
         for tokens, block in zip(new, blocks, strict=True):
@@ -166,12 +177,86 @@ def test_plain_passes_between_leave_no_trace(levels: int) -> None:
     assert decoder.levels[-1].accepted == decoder.levels[-1].proposed > 0
 
 
+SWITCHING = [PassKind(3, 2), PassKind(2, 1), PLAIN, PLAIN, PassKind(2, 1), PassKind(3, 1)]
+
+
+def switched(
+    program: DecodingProgram, to_probs: ProbsFromLogits, seed: int = 0
+) -> tuple[list[list[int]], Decoder]:
+    """The new tokens of ``PROMPTS`` where passes of all kinds take turns, and the decoder."""
+    decoder = Decoder(program, to_probs, seed)
+    decoder.prefill(PROMPTS)
+    kinds = cycle(SWITCHING)
+    decoder.controller.choose = lambda: next(kinds)
+    new: list[list[int]] = [[] for _ in PROMPTS]
+    for blocks in decoder.decode(PROMPTS, [Ending(count) for count in NEW]):
+        for tokens, block in zip(new, blocks, strict=True):
+            tokens += block
+    return new, decoder
+
+
+@pytest.mark.parametrize("family", ["llama-gqa", "mistral-window"])
+def test_levels_may_change_with_every_pass(family: str) -> None:
+    program = program_of(model(family), draft_of(family), 3, 3, rounds=None)
+    assert program.two_levels
+    new, decoder = switched(program, GREEDY)
+    assert new == references(family)
+    assert len(decoder.passes) == 4
+    draft, retrieval, full = decoder.levels
+    assert 0 < retrieval.forwards < draft.forwards / program.drafter.depth
+    assert 0 < retrieval.accepted < retrieval.proposed
+    assert 0 < full.accepted < full.proposed
+    assert sum(decoder.passes.values()) * 3 >= full.forwards > 0
+    drawn = [switched(program, SAMPLED, 4)[0] for _ in range(2)]
+    assert drawn[0] == drawn[1]
+
+
 @torch.no_grad()
-def test_the_full_cache_holds_the_targets_own_keys_and_values() -> None:
-    """After many passes of three levels the committed KV slots are those of a prefill."""
+def test_a_pass_of_three_levels_selects_among_chunks_of_all_passes() -> None:
+    """The other passes leave the chunk means: they are caught up with, after a rewind as well."""
+    program = program_of(model("llama-gqa"), draft_of("llama-gqa"), 3, 3, rounds=None)
+    _, decoder = switched(program, GREEDY)
+    kinds = cycle([PLAIN, PLAIN, PassKind(2, 1)])
+    decoder.controller.choose = lambda: next(kinds)
+    longer = [[*prompt, *prompt_of(8)] for prompt in PROMPTS]
+    decoder.prefill(longer)
+    blocks = decoder.decode(longer, [Ending(30)] * 3)
+    sequences = [list(prompt) for prompt in longer]
+    for new in (next(blocks) for _ in range(12)):
+        for sequence, tokens in zip(sequences, new, strict=True):
+            sequence += tokens
+    program.retrieval_view.retrieved[0].means[..., 12:, :] = torch.nan
+    program._cache._means_to = [min(48, tokens) for tokens in program._cache._means_to]
+    program.rewind([sequence[:-3] for sequence in sequences])
+    program.resume_retrieval()
+    fresh = program_of(model("llama-gqa"), draft_of("llama-gqa"), 3, 3)
+    fresh.prefill([sequence[:-3] for sequence in sequences])
+    for b, sequence in enumerate(sequences):
+        chunks = (len(sequence) - 4) // 4
+        got, expected = (c.retrieval_view.retrieved[0].means[:, b, :, :chunks] for c in (program, fresh))
+        torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{"levels": 3, "rounds": None}, {"rounds": 2}], ids=str)
+def test_a_number_of_levels_or_rounds_that_was_given_is_kept(options: dict[str, Any]) -> None:
+    config = HierarchyConfig.from_options(**{**SMALL, **options})
+    drafter = TreeDrafter(HFModel(draft_of("llama-gqa")), config)
+    program = DecodingProgram(HFModel(model("llama-gqa")), drafter, config, 1, 150, 3)
+    assert not program.two_levels
+    program.prepare(GREEDY)
+    assert "target_tree" not in program.stage_names
+    chosen = replace(program.config, levels="auto", rounds=None)
+    assert not program.serves(chosen), "it lacks the stage"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("switching", [False, True])
+def test_the_full_cache_holds_the_targets_own_keys_and_values(switching: bool) -> None:
+    """After many passes the committed KV slots are those of a prefill."""
     target = model("llama-gqa")
-    program = program_of(target, draft_of("llama-gqa"), 3, 3)
-    new, _ = decoded(program, PROMPTS, NEW)
+    program = program_of(target, draft_of("llama-gqa"), 3, 3, rounds=None if switching else 2)
+    new, _ = switched(program, GREEDY) if switching else decoded(program, PROMPTS, NEW)
+    program.resume_retrieval()
     sequences = [[*prompt, *tokens] for prompt, tokens in zip(PROMPTS, new, strict=True)]
     fresh = program_of(target, draft_of("llama-gqa"), 3, 3)
     fresh.prefill(sequences)

@@ -13,6 +13,8 @@ from torch import Tensor
 
 import triforce_tree
 from triforce_tree import Engine
+from triforce_tree.decoding.choice.controller import PassController
+from triforce_tree.decoding.choice.passes import PLAIN, PassKind
 from triforce_tree.drafters.base import TokenTree
 from triforce_tree.runtime.sequence_state import SequenceState
 from triforce_tree.verify.probs import Sampler
@@ -113,12 +115,12 @@ def test_sequences_that_have_ended_are_none() -> None:
 
 
 def test_resumed_is_set_after_autoregressive_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    from triforce_tree.decoding.draft_length import DraftLengthController
-
-    plan = iter([1, 0, 0, 1, 1, 0] * 20)
-    monkeypatch.setattr(DraftLengthController, "rounds", lambda self: next(plan))
+    draft = PassKind(2, 1)
+    plan = iter([draft, PLAIN, PLAIN, draft, draft, PLAIN] * 20)
+    monkeypatch.setattr(PassController, "choose", lambda self: next(plan))
     drafter = Oracle()
-    assert new_tokens(triforce_tree.load(TARGET, drafter=drafter, levels=2), do_sample=False) == EXPECTED
+    engine = triforce_tree.load(TARGET, drafter=drafter, levels=2, rounds=1)
+    assert new_tokens(engine, do_sample=False) == EXPECTED
     assert [resumed for _, resumed in drafter.prepared[:4]] == [False, True, False, True]
 
 

@@ -30,6 +30,7 @@ def parser() -> Parser:
     top.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = top.add_subparsers(required=True, metavar="command")
     _generate(commands)
+    _explain(commands)
     bench.add(commands)
     _check(commands)
     _tune(commands)
@@ -63,6 +64,28 @@ def _generate(subparsers: Any) -> None:
     add_models(parser)
     add_hierarchy(parser, AUTO)
     parser.set_defaults(on_several_gpus=True)
+
+
+def _explain(subparsers: Any) -> None:
+    parser = add_parser(
+        subparsers,
+        "explain",
+        "triforce_tree.cli.explain",
+        "Continue a text, and show which passes were chosen and why: acceptance by level, depth and rank, "
+        "the time of each stage beside its roofline, what other choices would cost, and a drafted tree.",
+    )
+    parser.add_argument(
+        "prompt",
+        nargs="?",
+        help="text file to continue; - or nothing for stdin; with --chat a document before the question",
+    )
+    add_chat(parser)
+    parser.add_argument("--max-new-tokens", type=positive, default=128, help="most tokens to generate")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the most probable token")
+    parser.add_argument("--seed", type=int, default=0, help="of all draws")
+    parser.add_argument("--png", metavar="FILE", help="also draw the last tree; needs matplotlib")
+    add_models(parser)
+    add_hierarchy(parser, AUTO)
 
 
 def _check(subparsers: Any) -> None:

@@ -22,6 +22,9 @@ from triforce_tree.runtime.stats import Progress
 from triforce_tree.trees.device_shapes import PassLimits, device_tree_shape
 from triforce_tree.trees.shapes import parse_shape
 
+_MEANS_STEP = 64
+"""Means of a multiple of this many chunks are computed at a time."""
+
 
 class FullCache:
     """Keys and values of every committed token, and scratch slots after them that passes overwrite.
@@ -75,6 +78,8 @@ class FullCache:
             self._offload(config, levels, offload, pinned)
         else:
             self._keep_on_device(config, levels, store)
+        # Tokens of each sequence, and how many of them the chunk means take account of.
+        self._lengths, self._means_to = [0] * batch, [0] * batch
         self.token_view = self.view
         if target.states is not None:
             self.states = RecurrentStates(target.states, batch, target.device, target.dtype)
@@ -163,13 +168,22 @@ class FullCache:
 
     def set_lengths(self, lengths: Sequence[int]) -> None:
         """Continue after so many tokens of each sequence, which the cache holds."""
+        self._lengths = list(lengths)
+        self._means_to = [min(pair) for pair in zip(self._means_to, lengths, strict=True)]
         if self.offloaded is not None:
             self.offloaded.set_lengths(lengths)
         if self.gathered_view is not None:
             self.gathered_view.fill()
 
-    def committed(self, counts: Sequence[int]) -> None:
-        """The last pass of the target made each sequence so many tokens longer."""
+    def committed(self, counts: Sequence[int], with_means: bool = False) -> None:
+        """The last pass of the target made each sequence so many tokens longer.
+
+        Args:
+            with_means: whether it has updated the chunk means, which were up to date before it.
+        """
+        before = self._lengths
+        self._lengths = [length + count for length, count in zip(before, counts, strict=True)]
+        self._means_to = self._lengths if with_means else list(map(min, self._means_to, before))
         self._on_device.grown(counts)
         if self.states is not None:
             self.states.invalidate()
@@ -179,8 +193,23 @@ class FullCache:
     def update_chunk_means(self) -> None:
         """Compute all chunk means again, after something other than the passes has written KV slots."""
         if self.retrieval_view is not None:
-            first = torch.zeros(self._batch, dtype=torch.int64, device=self._target.device)
-            self.retrieval_view.update_chunk_means(first, self.retrieval_view.chunks)
+            self._update_means([0] * self._batch, self.retrieval_view.chunks)
+        self._means_to = [self._max_seq_len] * self._batch
+
+    def catch_up_means(self) -> None:
+        """Compute the means of chunks with tokens that were committed by passes that do not need them."""
+        view, stale = self.retrieval_view, zip(self._means_to, self._lengths, strict=True)
+        if view is None or all(means >= length for means, length in stale):
+            return
+        first = [min(pair) // view.config.chunk for pair in zip(self._means_to, self._lengths, strict=True)]
+        self._update_means(first, max(self._lengths) // view.config.chunk + 1 - min(first))
+        self._means_to = list(self._lengths)
+
+    def _update_means(self, first: Sequence[int], count: int) -> None:
+        assert self.retrieval_view is not None
+        # In multiples, so that few kernels are compiled; chunks without all of their tokens are not read.
+        count = -(-count // _MEANS_STEP) * _MEANS_STEP
+        self.retrieval_view.update_chunk_means(torch.tensor(first, device=self._target.device), count)
 
     @contextmanager
     def trial(self, length: int) -> Iterator[None]:

@@ -1,20 +1,22 @@
-"""The decoding loop: the stages of a pass, one wait for the device, endings, statistics, draft length."""
+"""The decoding loop: the stages of a pass, one wait for the device, endings, statistics, choice of passes."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from triforce_tree.decoding.cost_table import stage_costs
-from triforce_tree.decoding.draft_length import CostFactors, DraftLengthController, StageSeconds
+from triforce_tree.decoding.choice.controller import PassController
+from triforce_tree.decoding.choice.cost_table import stage_costs
+from triforce_tree.decoding.choice.learnt_table import LearntChoices
+from triforce_tree.decoding.choice.passes import PLAIN, CostFactors, PassKind, StageSeconds
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.stop_criteria import Ending, finish_reason
 from triforce_tree.runtime.distributed import broadcast_object
 from triforce_tree.runtime.stage_clock import StageClock
 from triforce_tree.runtime.stats import LevelStats, Progress
 from triforce_tree.trees.device_shapes import PassLimits
-from triforce_tree.verify.probs import DeviceProbs
 from triforce_tree.verify.sampling import NAN_LOGITS, ProbsFromLogits
 
 Observer = Callable[[list[list[int]], Callable[[int], Tensor]], None]
@@ -28,9 +30,14 @@ class Decoder:
         program: made for this batch size; one decoder uses it at a time.
         to_probs: logits to probabilities.
         seed: of all draws, 0 to 2**63 - 1.
-        repeatable: same seed, same tokens: draft lengths follow from the table of stage costs alone. Else
-            they also follow from times measured while decoding, and from what earlier decoders that were not
-            repeatable left in ``program.learnt``.
+        repeatable: same seed, same tokens: the choice of passes follows from the table of stage costs and
+            the tokens alone. Else it also follows from times measured while decoding, and from what earlier
+            decoders that were not repeatable left (``learnt_table.py``).
+
+    Attributes:
+        levels: statistics, level 0 first.
+        passes: number of passes by kind.
+        after_stage: called with the name of each stage after it was started, for measurements.
     """
 
     def __init__(
@@ -45,15 +52,20 @@ class Decoder:
         lowest = [program.drafter.name] if program.drafter is not None else []
         retrieval = ["retrieval"] if program.levels == 3 else []
         self.levels = [LevelStats(name) for name in (*lowest, *retrieval, "target")]
-        self.controller = DraftLengthController(
-            program.levels, extent.depth, program.max_draft_tokens, program.config.rounds
+        self.passes: Counter[PassKind] = Counter()
+        self.after_stage: Callable[[str], None] | None = None
+        self.controller = PassController(
+            program.levels,
+            extent.depth,
+            program.max_draft_tokens,
+            program.config.rounds,
+            program.two_levels,
         )
         self._costs = stage_costs(program, to_probs) if self.controller.fixed is None else None
-        self._cost_factors: CostFactors = (1.0, 1.0, 1.0)
+        self._cost_factors: CostFactors = {}
         self._learns = self._costs is not None and not repeatable
-        # What costs or acceptance depend on, of all that may change while a program lives.
-        self._kind = (DeviceProbs.key(to_probs), program.config.retrieval.refresh)
-        if self._learns and (learnt := program.learnt.get(self._kind)) is not None:
+        self._learnt = LearntChoices(program, to_probs) if self._learns else None
+        if self._learnt is not None and (learnt := self._learnt.last()) is not None:
             self.controller.resume(learnt)
             self._cost_factors = learnt.cost_factors
         self.prefill_seconds = self.decode_seconds = 0.0
@@ -86,20 +98,21 @@ class Decoder:
             while None in self.finish_reasons:
                 start = time.perf_counter()
                 expected = self._set_costs(max(map(len, sequences)))
-                rounds = self.controller.rounds()
-                if rounds:
-                    self._prepare(sequences, resumed=after_plain)
-                report = self._pass(rounds)
-                after_plain = rounds == 0
+                kind = self.controller.choose()
+                self._clock.start()
+                if kind != PLAIN:
+                    self._prepare(sequences, kind, resumed=after_plain)
+                report = self._pass(kind)
+                resumed, after_plain = after_plain, kind == PLAIN
                 new = self._append(report, sequences, lengths, endings)
                 if observe is not None:
                     observe(new, self.emitted_logits)
-                self._count(rounds, report, sum(map(len, new)), expected)
+                self._count(kind, report, sum(map(len, new)), expected, resumed)
                 self.decode_seconds += time.perf_counter() - start
                 yield new
         finally:
-            if self._learns:
-                self.program.learnt[self._kind] = self.controller.learnt(self._cost_factors)
+            if self._learnt is not None:
+                self._learnt.keep(self.controller.learnt(self._cost_factors))
 
     def emitted_logits(self, count: int) -> Tensor:
         """The target's logits by which the last pass chose the first ``count`` new tokens of each sequence.
@@ -157,38 +170,60 @@ class Decoder:
         running = [reason is None for reason in self.finish_reasons]
         self.program.state.active.copy_(torch.tensor(running, device=self.program.device))
 
-    def _pass(self, rounds: int) -> list[list[int]]:
+    def _prepare(self, sequences: list[list[int]], kind: PassKind, resumed: bool) -> None:
+        """Let the drafter catch up with what was committed, and the retrieval level after other passes."""
+        program = self.program
+        if program.drafter is not None:
+            running = [
+                sequence if reason is None else None
+                for sequence, reason in zip(sequences, self.finish_reasons, strict=True)
+            ]
+            program.drafter.prepare(running, resumed)
+        if kind.levels == 3:
+            program.resume_retrieval()
+        self._clock.mark("prepare")
+
+    def _pass(self, kind: PassKind) -> list[list[int]]:
         program, clock = self.program, self._clock
-        clock.start()
-        if rounds == 0:
-            program.run("plain", self._generator)
-            clock.mark("plain")
-        else:
-            for done in range(rounds):
-                program.run("draft", self._generator)
-                clock.mark("draft")
-                if program.levels == 3:
-                    name = "retrieval_refresh" if program.config.retrieval.chooses(done) else "retrieval"
-                    program.run(name, self._generator)
-                    clock.mark(name)
-            program.run("target", self._generator)
-            clock.mark("target")
-        self._verified_by = "target" if rounds else "plain"
+        for done in range(kind.rounds):
+            self._run("draft")
+            clock.mark("draft")
+            if kind.levels == 3:
+                name = "retrieval_refresh" if program.config.retrieval.chooses(done) else "retrieval"
+                self._run(name)
+                clock.mark("retrieval")
+        stage = program.last_stage(kind.levels)
+        self._run(stage)
+        clock.mark("target")
+        self._verified_by = stage
         report: list[list[int]] = program.state.pass_results().tolist()
-        program.committed([count for count, *_ in report])
-        program.state.retrieval_emitted.zero_()
+        program.committed([count for count, *_ in report], stage)
+        if kind.levels == 3:
+            program.state.retrieval_emitted.zero_()
+        self.passes[kind] += 1
         return report
 
+    def _run(self, stage: str) -> None:
+        self.program.run(stage, self._generator)
+        if self.after_stage is not None:
+            self.after_stage(stage)
+
     def _count(
-        self, rounds: int, report: list[list[int]], emitted: int, expected: StageSeconds | None
+        self,
+        kind: PassKind,
+        report: list[list[int]],
+        emitted: int,
+        expected: StageSeconds | None,
+        resumed: bool,
     ) -> None:
         """Add up the statistics of the sequences that were still running, and let the controller learn.
 
         Args:
             emitted: new tokens up to the end of each sequence; the report also counts later ones.
             expected: the table's costs of this pass.
+            resumed: whether the pass before it was plain.
         """
-        seconds = self._clock.seconds()
+        seconds, rounds = self._clock.seconds(), kind.rounds
         running = [row for row in report if row[0] > 0]
         count, proposed, gathered = (sum(row[i] for row in running) for i in range(3))
         target = self.levels[-1]
@@ -196,7 +231,7 @@ class Decoder:
         target.proposed += proposed
         target.accepted += count - len(running)
         target.emitted += emitted
-        target.seconds += seconds.get("target", 0.0) + seconds.get("plain", 0.0)
+        target.seconds += seconds["target"]
         if rounds and running:
             draft = self.levels[0]
             drafter = self.program.drafter
@@ -204,30 +239,21 @@ class Decoder:
             # A deterministic drafter proposes a whole tree in one forward.
             draft.forwards += rounds * (1 if drafter.deterministic else self._depth) * len(running)
             draft.emitted += rounds * (self._nodes - 1) * len(running)
-            draft.seconds += seconds.get("draft", 0.0)
-            if self.program.levels == 3:
+            draft.seconds += seconds["prepare"] + seconds["draft"]
+            if kind.levels == 3:
                 retrieval = self.levels[1]
                 retrieval.forwards += rounds * len(running)
                 retrieval.proposed += rounds * self._depth * len(running)
                 retrieval.accepted += gathered - rounds * len(running)
                 retrieval.emitted += gathered
-                retrieval.seconds += seconds.get("retrieval_refresh", 0.0) + seconds.get("retrieval", 0.0)
+                retrieval.seconds += seconds["retrieval"]
+        if self._learns and expected is not None:
+            # Rank 0's times, on all ranks: those that chose different passes would wait forever.
+            seconds = broadcast_object(seconds)
         if running:
             rejected = sum(row[0] <= row[1] for row in running) if rounds else 0
-            self.controller.observe(rounds, len(running), gathered, count - len(running), rejected)
-        if self._learns and expected is not None:
-            # Rank 0's times, on all ranks: those that chose different rounds would wait forever.
-            seconds = broadcast_object(seconds)
-            last = seconds["target" if rounds else "plain"]
-            self.controller.refine(rounds, sum(seconds.values()) - last, last)
-            assert self.controller.costs is not None
-            self._cost_factors = self.controller.costs.relative_to(expected)
-
-    def _prepare(self, sequences: list[list[int]], resumed: bool) -> None:
-        """Let the drafter catch up with what was committed."""
-        if self.program.drafter is not None:
-            running = [
-                sequence if reason is None else None
-                for sequence, reason in zip(sequences, self.finish_reasons, strict=True)
-            ]
-            self.program.drafter.prepare(running, resumed)
+            self.controller.observe(kind, len(running), gathered, count - len(running), rejected)
+            if self._learns and expected is not None:
+                self.controller.refine(kind, gathered / len(running), seconds, resumed)
+                assert self.controller.costs is not None
+                self._cost_factors = self.controller.costs.relative_to(expected)

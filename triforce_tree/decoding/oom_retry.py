@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from triforce_tree.decoding.draft_length import DraftLengthController
+from triforce_tree.decoding.choice.controller import PassController
 from triforce_tree.decoding.loop import Decoder, Observer
 from triforce_tree.decoding.stop_criteria import Ending
 from triforce_tree.runtime.executor import free_memory
@@ -36,7 +36,7 @@ class OomRetryDecoder:
         self._retried(lambda: None)
 
     @property
-    def controller(self) -> DraftLengthController:
+    def controller(self) -> PassController:
         assert self._decoder is not None
         return self._decoder.controller
 

@@ -3,18 +3,19 @@
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.decoding.draft_length import LearntDraftLength
+from triforce_tree.decoding.choice.controller import LearntChoice
 from triforce_tree.decoding.full_cache import FullCache
 from triforce_tree.decoding.stages import (
     ChainVerifyStage,
     DraftStage,
     PlainStage,
+    PreparedStages,
     RetrievalVerifyStage,
     Stage,
     TreeVerifyStage,
@@ -34,15 +35,6 @@ from triforce_tree.verify.noise import Noise, NoiseFactory
 from triforce_tree.verify.probs import DeviceProbs
 from triforce_tree.verify.sampling import ProbsFromLogits
 from triforce_tree.verify.verifier import Acceptance, Verifier
-
-
-@dataclass(frozen=True)
-class _PreparedStages:
-    """The stages for one kind of sampling, and what runs each of them."""
-
-    to_probs: DeviceProbs
-    stages: dict[str, Stage]
-    runs: dict[str, Callable[[], None]]
 
 
 class DecodingProgram:
@@ -69,7 +61,8 @@ class DecodingProgram:
         max_draft_tokens: most tokens that are proposed to level 2 in a line.
         runner_ups: whether level 2 also verifies one runner-up beside each token of the chain.
         capture_seconds: spent on making stages and capturing them.
-        learnt: what draft-length controllers learnt, by kind of sampling (see ``Decoder``).
+        two_levels: whether three levels may be exchanged for two in any pass: the number was not given.
+        learnt: what controllers of passes learnt, by kind of sampling (``choice/learnt_table.py``).
 
     Raises:
         ValueError: several levels without a drafter; a store that is too small, or cannot be paged by chunks;
@@ -95,9 +88,10 @@ class DecodingProgram:
         if levels > 1 and drafter is None:
             raise ValueError(f"levels={levels} needs a drafter; give one, or levels=1")
         self.drafter = drafter if levels > 1 else None
+        self.two_levels = levels == 3 and offload is None and config.chooses_levels
         self.device, self._noise = target.device, noise
-        self._prepared: dict[Hashable, _PreparedStages] = {}
-        self.learnt: dict[Hashable, LearntDraftLength] = {}
+        self._prepared: dict[Hashable, PreparedStages] = {}
+        self.learnt: dict[Hashable, LearntChoice] = {}
         compiled = self.device.type == "cuda"
         if target.streamed is not None and levels == 3:
             check_level_one(config.retrieval_weight_bits)
@@ -163,7 +157,7 @@ class DecodingProgram:
             start = time.perf_counter()
             own = DeviceProbs(to_probs, self.device, self._noise)
             stages = self._stages(own)
-            self._prepared[key] = _PreparedStages(own, stages, self._captured(stages, own))
+            self._prepared[key] = PreparedStages(own, stages, self._captured(stages, own))
             self.capture_seconds += time.perf_counter() - start
         self._current = self._prepared[key]
         self._current.to_probs.set(to_probs)
@@ -189,13 +183,11 @@ class DecodingProgram:
                     vocabulary,
                     self.runner_ups,
                 )
-            else:
-                stages["target"] = TreeVerifyStage(
+            if view is None or self.two_levels:
+                stages["target_tree" if view is not None else "target"] = TreeVerifyStage(
                     draft, Verifier(self.full, to_probs, state, nodes, vocabulary), self.full_view
                 )
-        stages["plain"] = PlainStage(
-            self.full, self._cache.token_view, self.retrieval_view, to_probs, state, vocabulary
-        )
+        stages["plain"] = PlainStage(self.full, self._cache.token_view, to_probs, state, vocabulary)
         return stages
 
     def _captured(self, stages: dict[str, Stage], to_probs: DeviceProbs) -> dict[str, Callable[[], None]]:
@@ -205,7 +197,7 @@ class DecodingProgram:
         runs: dict[str, Callable[[], None]] = {}
         with self.trial(self.max_seq_len - 1) as begin:
             for name, stage in stages.items():
-                begin()
+                begin(False)
                 runs[name] = executor(stage.steps(), self.device)
                 if self.offloaded is not None and name in ("target", "plain") and to_probs.capturable:
                     # These are called directly: one run compiles their kernels now, not while decoding.
@@ -213,16 +205,17 @@ class DecodingProgram:
         return runs
 
     @contextmanager
-    def trial(self, length: int) -> Iterator[Callable[[], None]]:
+    def trial(self, length: int) -> Iterator[Callable[[bool], None]]:
         """Inside, stages may be run after made-up sequences of ``length`` tokens, up to three times in a row.
 
-        Yields a function that sets the sequences back to that length. The full cache's KV slots are as before
-        afterwards; sequences must be fed or rewound.
+        Yields a function that sets the sequences back to that length, with draft chains of full length if its
+        argument is True, else empty ones. The full cache's KV slots are as before afterwards; sequences must
+        be fed or rewound.
         """
 
-        def begin() -> None:
+        def begin(chains: bool) -> None:
             self.state.length.fill_(length)
-            self.state.chain.zero_()
+            self.state.chain.fill_(self.state.max_draft_tokens if chains else 0)
 
         if self.drafter is not None:
             self.drafter.start([[0] * (length + 1)] * self.batch)
@@ -282,9 +275,13 @@ class DecodingProgram:
             self.drafter.start(prompts)
         self._cache.set_lengths(lengths)
 
-    def committed(self, counts: Sequence[int]) -> None:
-        """The last pass of level 2 made each sequence so many tokens longer."""
-        self._cache.committed(counts)
+    def committed(self, counts: Sequence[int], stage: str = "target") -> None:
+        """The last pass of level 2, which ended with this stage, made each sequence so many tokens longer."""
+        self._cache.committed(counts, with_means=self.levels == 3 and stage == "target")
+
+    def resume_retrieval(self) -> None:
+        """Bring the chunk means up to date before a pass of three levels: the other passes leave them."""
+        self._cache.catch_up_means()
 
     def update_chunk_means(self) -> None:
         """Compute all chunk means again, after something other than the passes has written KV slots."""
@@ -310,7 +307,8 @@ class DecodingProgram:
         def built_in(settings: HierarchyConfig) -> HierarchyConfig:
             return replace(settings, rounds=None, retrieval=replace(settings.retrieval, refresh=0))
 
-        return built_in(self.config) == built_in(config)
+        two_levels = self.levels == 3 and self.offloaded is None and config.chooses_levels
+        return built_in(self.config) == built_in(config) and self.two_levels >= two_levels
 
     def close(self) -> None:
         """Give an offloaded cache's host memory back; the program cannot be used afterwards."""
@@ -320,6 +318,12 @@ class DecodingProgram:
     def closed(self) -> bool:
         """Whether memory that its stages use was given back."""
         return self._cache.closed
+
+    def last_stage(self, levels: int) -> str:
+        """The target's stage in passes of so many levels."""
+        if levels == 1:
+            return "plain"
+        return "target_tree" if levels < self.levels else "target"
 
     @property
     def stage_names(self) -> Collection[str]:

@@ -3,11 +3,12 @@
 * :class:`DraftStage`, :class:`RetrievalVerifyStage`: the drafter proposes trees, level 1 verifies them and
   appends what it accepts to the draft chains. Repeated for each round.
 * :class:`ChainVerifyStage`: level 2 verifies the chain and its runner-ups, and commits what it accepts.
-* :class:`TreeVerifyStage`: level 2 verifies the drafter's tree itself (``levels=2``).
+* :class:`TreeVerifyStage`: level 2 verifies the drafter's tree itself (passes of two levels).
 * :class:`PlainStage`: level 2 alone: autoregressive decoding.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -37,6 +38,15 @@ class Stage(Protocol):
     noise: list[Noise]
 
     def steps(self) -> list[Step]: ...
+
+
+@dataclass(frozen=True)
+class PreparedStages:
+    """The stages for one kind of sampling, and what runs each of them."""
+
+    to_probs: DeviceProbs
+    stages: dict[str, Stage]
+    runs: dict[str, Callable[[], None]]
 
 
 class DraftStage:
@@ -201,20 +211,17 @@ class PlainStage:
 
     Args:
         full: makes views of the full cache.
-        means: the view whose chunk means are updated after each commit; None where there are none, or the
-            cache does so itself.
     """
 
     def __init__(
         self,
         model: StepModel,
         full: FullView,
-        means: PagedRetrievalView | None,
         to_probs: DeviceProbs,
         state: SequenceState,
         vocabulary: int,
     ) -> None:
-        self.state, self.means = state, means
+        self.state = state
         self.view = full(1, None, None)
         self.verifier = Verifier(model, to_probs, state, 1, vocabulary)
         self.noise = [self.verifier.noise]
@@ -233,5 +240,3 @@ class PlainStage:
         # The root is in its place already: no KV slot moves.
         acceptance = self.verifier.accept(self.tree, self._root)
         self.state.commit(acceptance.emitted, acceptance.counts)
-        if self.means is not None:
-            self.means.update_chunk_means(self._root // self.means.store.page, 2)

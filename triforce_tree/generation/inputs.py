@@ -96,6 +96,16 @@ def prompts_of(
     return Prompts(ids, torch.tensor([[0] * (width - len(row)) + row for row in mask], device=device))
 
 
+def prompt_of(
+    inputs: Inputs, tokenizer: PreTrainedTokenizerBase | None, vocabulary: int, positions: int | None
+) -> list[int]:
+    """The tokens of a single prompt; arguments and errors as of :func:`prompts_of`."""
+    prompts = prompts_of(inputs, None, None, tokenizer, vocabulary, positions, 0)
+    if len(prompts.ids) > 1:
+        raise ValueError(f"one prompt is needed, and {len(prompts.ids)} were given; leave the others out")
+    return real_rows(prompts.ids, prompts.mask)[0]
+
+
 def real_rows(ids: Tensor, mask: Tensor | None) -> list[list[int]]:
     """The tokens of int64 ``[B, W]`` whose mask is not 0, by row."""
     if mask is None:

@@ -89,6 +89,10 @@ class Entry:
             )
         HierarchyConfig.from_options(**self.options)
 
+    def estimates(self, levels: int, given: Collection[str]) -> dict[str, float]:
+        """``draft_length``, where it is of as many levels and of the tree that is used; else empty."""
+        return self.draft_length if self.options["levels"] == levels and "tree" not in given else {}
+
     @property
     def speedup(self) -> float:
         return self.plain_ms_per_token / self.ms_per_token

@@ -1,11 +1,17 @@
 """JSON files of unknown origin, read within limits of size and nesting."""
 
+import hashlib
 import json
+import logging
+import os
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 MOST_BYTES = 64 << 20
 MOST_DEPTH = 32
+_LOG = logging.getLogger(__name__)
 
 
 def read_json(path: Path) -> Any:
@@ -40,3 +46,72 @@ def _depth(contents: Any) -> int:
         ]
         depth += 1
     return depth
+
+
+class JsonTable:
+    """Entries by settings in a JSON file that processes share; it is replaced, never changed in place.
+
+    A file that cannot be read or written is no error: it is named in one warning.
+
+    Args:
+        path: of the file, which need not exist; None for no file.
+        version: of its format; entries of another one are dropped.
+        most: entries; the oldest ones beyond are dropped.
+        consequence: what follows where the file cannot be used, for the warning.
+    """
+
+    def __init__(self, path: Path | None, version: int, most: int, consequence: str) -> None:
+        self.path, self._version, self._most, self._consequence = path, version, most, consequence
+        self._warned = False
+
+    @staticmethod
+    def key(settings: Mapping[str, Any]) -> str:
+        """Of an entry; equal for equal settings in any order."""
+        return hashlib.sha256(json.dumps(dict(settings), sort_keys=True).encode()).hexdigest()[:24]
+
+    def entries(self) -> dict[str, Any]:
+        """What the file holds now, by key."""
+        if self.path is None:
+            return {}
+        try:
+            held = read_json(self.path)
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            self._warn(f"cannot be read ({error})")
+            return {}
+        if not isinstance(held, dict) or held.get("version") != self._version:
+            self._warn(f"is no table of version {self._version}")
+            return {}
+        entries = held.get("entries")
+        return entries if isinstance(entries, dict) else {}
+
+    def put(self, key: str, entry: Mapping[str, Any]) -> None:
+        """Add an entry as the newest, or replace it; other processes' entries stay."""
+        path = self.path
+        if path is None:
+            return
+        entries = self.entries()
+        entries.pop(key, None)
+        entries[key] = dict(entry)
+        kept = dict(list(entries.items())[-self._most :])
+        text = json.dumps({"version": self._version, "entries": kept}, indent=1, ensure_ascii=False)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+            try:
+                with os.fdopen(handle, "w", encoding="utf-8") as file:
+                    file.write(text + "\n")
+                Path(name).replace(path)
+            except BaseException:
+                Path(name).unlink(missing_ok=True)
+                raise
+        except OSError as error:
+            self._warn(f"cannot be written ({error})")
+
+    def _warn(self, why: str) -> None:
+        if not self._warned:
+            _LOG.warning(
+                "%s %s: %s; TRIFORCE_TREE_CACHE names another folder", self.path, why, self._consequence
+            )
+        self._warned = True

@@ -18,6 +18,7 @@ import triforce_tree
 from triforce_tree import UnsupportedModelError
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding import forced_tokens
+from triforce_tree.decoding.choice.passes import PLAIN, PassKind
 from triforce_tree.decoding.loop import Decoder
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.stop_criteria import Ending
@@ -97,8 +98,8 @@ def test_drafting_off_and_on(family: str) -> None:
     known = [PROMPTS[0] + expected(family)[0]]
     plan = program(model(family), 2, Foreknowledge(known, [mistakes(PROMPTS[0], 3)], 3))
     decoder = Decoder(plan, GREEDY, 0)
-    rounds = iter([1, 0, 0, 1, 1, 0] * NEW)
-    decoder.controller.rounds = lambda: next(rounds)
+    kinds = iter([PassKind(2, 1), PLAIN, PLAIN, PassKind(2, 1), PassKind(2, 1), PLAIN] * NEW)
+    decoder.controller.choose = lambda: next(kinds)
     decoder.prefill(PROMPTS[:1])
     ending = Ending(NEW)
     new = [token for [block] in decoder.decode(PROMPTS[:1], [ending]) for token in block]

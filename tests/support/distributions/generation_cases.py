@@ -18,6 +18,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from triforce_tree.decoding.choice.passes import PLAIN, PassKind
 from triforce_tree.drafters.base import Drafter
 from triforce_tree.drafters.prompt_lookup import PromptLookup
 from triforce_tree.drafters.token_map import TokenMap
@@ -36,7 +37,7 @@ class Case:
         options: of ``HierarchyConfig``.
         processors: of the logits.
         layers: of the target.
-        plan: draft rounds before each pass of level 2; empty for those of the options.
+        plan: draft rounds before each pass of level 2, or kinds of passes; empty for those of the options.
         drafter: makes level 0; None for a model.
         likeness: relative perturbation of the target's weights that makes the draft; None for an unrelated
             draft.
@@ -50,7 +51,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     processors: tuple[Any, ...] = ()
     layers: int = 1
-    plan: tuple[int, ...] = ()
+    plan: tuple[int | PassKind, ...] = ()
     drafter: Callable[[], Drafter] | None = None
     likeness: float | None = None
     token_map: TokenMap | None = None
@@ -183,6 +184,12 @@ CASES: dict[str, Case] = {
     ),
     # Autoregressive passes between those that verify drafts.
     "drafting off and on": Case(2, 2, 4, None, _chain(1), plan=(1, 0, 1, 0)),
+    "levels change": Case(
+        3, 2, 4, None, {**BOTH, "gamma": 2, "rounds": None}, plan=(PassKind(3, 1), PassKind(2, 1), PLAIN)
+    ),
+    "two levels first": Case(
+        3, 2, 3, None, {**BOTH, "gamma": 2, "rounds": None}, plan=(PassKind(2, 1), PassKind(3, 1))
+    ),
     "hierarchy off and on": Case(3, 2, 3, None, {**BOTH, "gamma": 2}, plan=(0, 1, 0)),
     # Drafters without a model.
     "lookup": Case(2, 3, 3, drafter=partial(PromptLookup, 3)),

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from triforce_tree.config import HierarchyConfig
+from triforce_tree.decoding.choice.passes import PassKind
 from triforce_tree.decoding.loop import Decoder
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.stop_criteria import Ending
@@ -94,6 +95,9 @@ class Generations:
             levels,
             noise=enumerated(self.walks, operators, noise),
         )
+        if config.rounds is None:
+            # The stages are those of a choice while decoding; the passes are given.
+            self.program.config = replace(self.program.config, rounds=1)
         with wrapped.active():
             prefill(wrapped, self.program.store, 0, self.prompt[:-1], 64, None, self.program.states)
         share_first(self.program.store)
@@ -107,7 +111,7 @@ class Generations:
         to_probs: ProbsFromLogits,
         ending: Ending | int,
         passes: int | None = None,
-        plan: Sequence[int] = (),
+        plan: Sequence[int | PassKind] = (),
     ) -> Distribution:
         """The probability of each continuation of the prompt.
 
@@ -116,7 +120,8 @@ class Generations:
             ending: where sequences end; an int is the number of new tokens.
             passes: of level 2, after which sequences that are still too short are continued by the target's
                 own distribution; None for as many as the sequences take.
-            plan: draft rounds before each pass, repeated; empty for those of the configuration.
+            plan: draft rounds before each pass, or kinds of passes, repeated; empty for those of the
+                configuration.
         """
         ending = Ending(ending) if isinstance(ending, int) else ending
         probs = summed(self.outcomes(lambda runs: self._generate(runs, to_probs, ending, passes, plan)))
@@ -144,14 +149,22 @@ class Generations:
             assert self.runs <= MOST_RUNS, f"more than {MOST_RUNS} runs; make the case smaller"
 
     def _generate(
-        self, runs: int, to_probs: ProbsFromLogits, ending: Ending, passes: int | None, plan: Sequence[int]
+        self,
+        runs: int,
+        to_probs: ProbsFromLogits,
+        ending: Ending,
+        passes: int | None,
+        plan: Sequence[int | PassKind],
     ) -> list[tuple[int, ...]]:
         """The new tokens of each sequence, the first ``runs`` of which are used."""
         prompts = [self.prompt] * self.batch
         decoder = Decoder(self.program, to_probs, 0)
         if plan:
-            rounds = cycle(plan)
-            decoder.controller.rounds = lambda: next(rounds)
+            kinds = cycle(
+                kind if isinstance(kind, PassKind) else PassKind(self.program.levels if kind else 1, kind)
+                for kind in plan
+            )
+            decoder.controller.choose = lambda: next(kinds)
         for state, after_prompt in zip(self._recurrent(), self._states, strict=True):
             state.copy_(after_prompt.expand_as(state))
         if self.program.states is not None:

@@ -5,25 +5,24 @@ equal seeds give equal tokens on one machine as long as the file exists. A file 
 is no error: each process then measures the costs itself.
 """
 
-import hashlib
-import json
 import logging
-import os
-import tempfile
+import math
+import time
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from triforce_tree.decoding.choice.passes import STAGE_FIELDS, StageSeconds
+from triforce_tree.decoding.choice.stage_costs import StageCosts, measure, settings_of
 from triforce_tree.decoding.program import DecodingProgram
-from triforce_tree.decoding.stage_costs import StageCosts, measure, settings_of
 from triforce_tree.runtime import distributed
-from triforce_tree.runtime.json_files import read_json
+from triforce_tree.runtime.json_files import JsonTable
 from triforce_tree.runtime.user_folders import user_cache
 from triforce_tree.verify.probs import DeviceProbs
 from triforce_tree.verify.sampling import ProbsFromLogits
 
-VERSION = 1
+VERSION = 2
 MOST_ENTRIES = 1000
 """Of the file; the oldest ones beyond are dropped."""
 _LOG = logging.getLogger(__name__)
@@ -38,13 +37,13 @@ class CostTable:
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
+        self._file = JsonTable(path, VERSION, MOST_ENTRIES, "stage costs are measured by this process")
         self._known: dict[str, StageCosts] = {}
-        self._warned = False
 
     def find(self, settings: Mapping[str, Any]) -> StageCosts | None:
         """The costs measured under these settings; None if there are none."""
-        key = _key(settings)
-        if key not in self._known and (held := _costs(self._entries().get(key))) is not None:
+        key = JsonTable.key(settings)
+        if key not in self._known and (held := _costs(self._file.entries().get(key))) is not None:
             self._known[key] = held
         return self._known.get(key)
 
@@ -54,65 +53,18 @@ class CostTable:
         Returns:
             what the table now holds.
         """
-        key, entries = _key(settings), self._entries()
-        held = _costs(entries.get(key))
+        key = JsonTable.key(settings)
+        held = _costs(self._file.entries().get(key))
         if held is None:
             held = costs
-            entries.pop(key, None)
-            entries[key] = {
+            entry = {
                 "lengths": costs.lengths,
-                "draft_round": costs.draft_round,
-                "verification": costs.verification,
-                "plain": costs.plain,
+                "seconds": {name: _column(costs, name) for name in STAGE_FIELDS},
                 "settings": dict(settings),
             }
-            self._write(dict(list(entries.items())[-MOST_ENTRIES:]))
+            self._file.put(key, entry)
         self._known[key] = held
         return held
-
-    def _entries(self) -> dict[str, Any]:
-        if self.path is None:
-            return {}
-        try:
-            held = read_json(self.path)
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError) as error:
-            self._warn(f"cannot be read ({error})")
-            return {}
-        if not isinstance(held, dict) or held.get("version") != VERSION:
-            self._warn(f"is no table of version {VERSION}")
-            return {}
-        entries = held.get("entries")
-        return entries if isinstance(entries, dict) else {}
-
-    def _write(self, entries: dict[str, Any]) -> None:
-        """Replace the file atomically, so that no reader finds half of it."""
-        path = self.path
-        if path is None:
-            return
-        text = json.dumps({"version": VERSION, "entries": entries}, indent=1, ensure_ascii=False)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-            try:
-                with os.fdopen(handle, "w", encoding="utf-8") as file:
-                    file.write(text + "\n")
-                Path(name).replace(path)
-            except BaseException:
-                Path(name).unlink(missing_ok=True)
-                raise
-        except OSError as error:
-            self._warn(f"cannot be written ({error})")
-
-    def _warn(self, why: str) -> None:
-        if not self._warned:
-            _LOG.warning(
-                "%s %s: stage costs are measured by this process; TRIFORCE_TREE_CACHE names another folder",
-                self.path,
-                why,
-            )
-        self._warned = True
 
 
 def user_table() -> CostTable:
@@ -146,7 +98,10 @@ def stage_costs(
         found = stage_costs(program, _prepared(program, ProbsFromLogits(greedy=to_probs.greedy)), table)
         program.prepare(to_probs)
     if found is None:
+        _LOG.info("measuring what each stage costs with these settings, once: %s", table.path)
+        start = time.perf_counter()
         measured = measure(program, program.max_seq_len - 1, program.config.retrieval.refresh, transferred)
+        program.capture_seconds += time.perf_counter() - start
         found = distributed.broadcast_object(
             table.add(settings, measured) if distributed.is_first_rank() else measured
         )
@@ -163,8 +118,10 @@ def _table_at(path: Path | None) -> CostTable:
     return CostTable(path)
 
 
-def _key(settings: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(dict(settings), sort_keys=True).encode()).hexdigest()[:24]
+def _column(costs: StageCosts, name: str) -> list[float | None]:
+    """A stage's seconds at each length; None where the program has no such stage."""
+    values = [getattr(seconds, name) for seconds in costs.seconds]
+    return [None if value == math.inf else value for value in values]
 
 
 def _costs(entry: Any) -> StageCosts | None:
@@ -172,11 +129,12 @@ def _costs(entry: Any) -> StageCosts | None:
     if not isinstance(entry, dict):
         return None
     try:
-        return StageCosts(
-            tuple(int(length) for length in entry["lengths"]),
-            float(entry["draft_round"]),
-            tuple(float(seconds) for seconds in entry["verification"]),
-            tuple(float(seconds) for seconds in entry["plain"]),
+        columns = {name: list(entry["seconds"][name]) for name in STAGE_FIELDS}
+        rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        seconds = (
+            StageSeconds(**{name: float(value) for name, value in row.items() if value is not None})
+            for row in rows
         )
+        return StageCosts(tuple(int(length) for length in entry["lengths"]), tuple(seconds))
     except (KeyError, TypeError, ValueError, OverflowError):
         return None

@@ -29,7 +29,7 @@ def roofs_ms(program: DecodingProgram, lengths: Sequence[int], bandwidth: float)
     """
     slot = _slot_bytes(program.store)
     full = weight_bytes(program.full.model) + sum(lengths) * slot
-    needed = {"plain": full, "target": full}
+    needed = dict.fromkeys(("plain", "target", "target_tree"), full)
     drafter = program.drafter
     if isinstance(drafter, TreeDrafter):
         window = program.batch * (drafter.config.sinks + drafter.config.window) * _slot_bytes(drafter.store)

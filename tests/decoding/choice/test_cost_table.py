@@ -11,12 +11,13 @@ from program_cases import GREEDY, SAMPLED, draft_of, model, program_of
 from tiny_pair import TinyPair
 
 from triforce_tree import Engine
-from triforce_tree.decoding import cost_table
-from triforce_tree.decoding.cost_table import CostTable
+from triforce_tree.decoding.choice import cost_table
+from triforce_tree.decoding.choice.cost_table import CostTable
+from triforce_tree.decoding.choice.passes import STAGE_FIELDS, StageSeconds
+from triforce_tree.decoding.choice.stage_costs import StageCosts, measure
 from triforce_tree.decoding.loop import Decoder
-from triforce_tree.decoding.stage_costs import StageCosts, measure
 
-COSTS = StageCosts((100, 500), 0.002, (0.01, 0.03), (0.008, 0.02))
+COSTS = StageCosts((100, 500), (StageSeconds(0.008, 0.001, tree=0.01), StageSeconds(0.02, 0.001, tree=0.03)))
 SETTINGS = {"machine": "abacus", "levels": 3}
 
 
@@ -54,7 +55,7 @@ def test_the_file_keeps_costs_by_their_settings(path: Path) -> None:
 
 def test_concurrent_writers_agree(path: Path) -> None:
     """Each keeps what others have written, and uses the costs that were written first."""
-    other = StageCosts((7,), 1.0, (1.0,), (1.0,))
+    other = StageCosts((7,), (StageSeconds(1.0),))
     tables = [CostTable(path), CostTable(path), CostTable(path)]
     assert all(table.find(SETTINGS) is None for table in tables)
     assert tables[0].add(SETTINGS, COSTS) == COSTS
@@ -83,8 +84,8 @@ def test_the_oldest_entries_are_dropped(path: Path, monkeypatch: pytest.MonkeyPa
     {
         "no JSON": ("{", "cannot be read"),
         "no UTF-8": (b"\xff\xfe\x00", "cannot be read"),
-        "a list": ("[]", "is no table of version 1"),
-        "another version": ('{"version": 99, "entries": {}}', "is no table of version 1"),
+        "a list": ("[]", "is no table of version 2"),
+        "another version": ('{"version": 99, "entries": {}}', "is no table of version 2"),
         "deep": ("[" * 900 + "]" * 900, "cannot be read"),
     }.values(),
 )
@@ -108,9 +109,9 @@ def test_a_damaged_file_is_replaced(
     "change",
     [
         {"lengths": "x"},
-        {"plain": [0.1]},
-        {"draft_round": None},
-        {"draft_round": -1},
+        {"seconds": {"plain": [0.1, 0.2]}},
+        {"seconds": None},
+        {"seconds": {name: [-1.0, 1.0] for name in STAGE_FIELDS}},
         {"lengths": [float("inf")]},
     ],
     ids=str,
@@ -120,11 +121,11 @@ def test_a_damaged_entry_is_measured_again(path: Path, change: dict[str, Any]) -
     held = json.loads(path.read_text())
     [key] = held["entries"]
     for entry in (held["entries"][key] | change, 3, {}):
-        path.write_text(json.dumps({"version": 1, "entries": {key: entry}}))
+        path.write_text(json.dumps({"version": 2, "entries": {key: entry}}))
         assert CostTable(path).find(SETTINGS) is None
         CostTable(path).add(SETTINGS, COSTS)
         assert CostTable(path).find(SETTINGS) == COSTS
-    path.write_text('{"version": 1, "entries": 5}')
+    path.write_text('{"version": 2, "entries": 5}')
     assert CostTable(path).find(SETTINGS) is None
 
 

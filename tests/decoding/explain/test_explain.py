@@ -1,0 +1,136 @@
+"""Explanations: what is counted, shown and written."""
+
+import json
+import sys
+from collections import Counter
+from itertools import cycle, pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from command_line import run
+from program_cases import GREEDY, PROMPTS, SAMPLED, draft_of, model, program_of
+from tiny_pair import TinyPair
+
+from triforce_tree import Engine
+from triforce_tree.decoding.choice.passes import PLAIN, PassKind
+from triforce_tree.decoding.explain.drawing import as_lines, draw
+from triforce_tree.decoding.explain.explanation import Explanation, explained
+from triforce_tree.decoding.explain.tally import AcceptanceTally, Node
+from triforce_tree.decoding.loop import Decoder
+from triforce_tree.decoding.stop_criteria import Ending
+from triforce_tree.verify.sampling import ProbsFromLogits
+
+TREE = [
+    Node(5, -1, 0, 1.0, True),
+    Node(7, 0, 0, 0.6, False),
+    Node(8, 0, 1, 0.25, True),
+    Node(9, 2, 0, 0.5, True),
+]
+WORDS = ["the", " cat", " $dog", "\n"]
+
+
+@pytest.mark.parametrize("to_probs", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_counts_are_those_of_the_statistics(to_probs: ProbsFromLogits) -> None:
+    program = program_of(model("llama-gqa"), draft_of("llama-gqa"), 3, 1, rounds=None)
+    decoder = Decoder(program, to_probs, 3)
+    kinds = cycle([PassKind(3, 2), PassKind(2, 1), PLAIN])
+    decoder.controller.choose = lambda: next(kinds)
+    decoder.after_stage = tally = AcceptanceTally(program)
+    decoder.prefill(PROMPTS[:1])
+    for _ in decoder.decode(PROMPTS[:1], [Ending(40)]):
+        pass
+    _, retrieval, target = decoder.levels
+    counts = {name: [d.accepted.total() for d in depths] for name, depths in tally.depths.items()}
+    assert sum(counts["retrieval"]) == retrieval.accepted > 0
+    assert sum(counts["target"]) + sum(counts["target, trees"]) == target.accepted > 0
+    first = {name: depths[0].tried for name, depths in tally.depths.items()}
+    assert first["retrieval"] == retrieval.forwards
+    assert first["target, trees"] == decoder.passes[PassKind(2, 1)]
+    for depths in tally.depths.values():
+        assert all(after.tried <= d.accepted.total() <= d.tried for d, after in pairwise(depths))
+        assert max(max(d.accepted, default=0) for d in depths) <= 2
+    assert tally.tree[0].parent == -1
+    assert len(tally.tree) == 7, "best-first:3,2,1 and the root"
+    ranks = Counter((node.parent, node.rank) for node in tally.tree)
+    assert max(ranks.values()) == 1
+    assert to_probs.greedy or all(0 < node.probability <= 1 for node in tally.tree)
+
+
+def test_an_explanation_names_choices_times_and_rooflines() -> None:
+    program = program_of(model("llama-gqa"), draft_of("llama-gqa"), 3, 1, rounds=None)
+    program.prepare(GREEDY)
+    found = explained(program, GREEDY, PROMPTS[0], 30, 0)
+    assert isinstance(found, Explanation)
+    assert (found.prompt_tokens, found.new_tokens, found.text) == (61, 30, None)
+    assert found.passes
+    assert sum(c.made for c in found.choices) <= sum(found.passes.values())
+    rates = [choice.ms_per_token for choice in found.choices]
+    assert rates == sorted(rates)
+    assert {stage.stage for stage in found.stages} == {
+        "plain", "draft", "retrieval_refresh", "target", "target_tree",
+    }  # fmt: skip
+    assert all(stage.ms > 0 and stage.roof_ms is not None and stage.roof_ms > 0 for stage in found.stages)
+    assert "fastest" in found.why()
+    held = json.loads(json.dumps(found.as_dict()))
+    assert held["options"]["levels"] == 3
+    assert len(held["choices"]) == len(found.choices)
+    again = explained(program, GREEDY, PROMPTS[0], 30, 0)
+    assert again.passes == found.passes, "it follows from seed and table"
+
+
+def test_given_rounds_leave_nothing_to_explain() -> None:
+    program = program_of(model("llama-gqa"), draft_of("llama-gqa"), 2, 1, rounds=1)
+    program.prepare(GREEDY)
+    found = explained(program, GREEDY, PROMPTS[0], 12, 0)
+    assert not found.choices
+    assert "nothing was chosen" in found.why()
+    assert found.acceptance["target"][0].tried == found.passes["2 levels"]
+
+
+def test_a_tree_as_text() -> None:
+    assert as_lines(TREE, WORDS) == [
+        "'the'",
+        "├─ ' cat'  0.60",
+        "└─ ' $dog'  0.25  accepted",
+        "   └─ '\\n'  0.50  accepted",
+    ]
+    assert as_lines([], []) == []
+
+
+def test_a_tree_as_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    draw(TREE, WORDS, tmp_path / "tree.png")
+    assert (tmp_path / "tree.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match=r"no tree was drafted.*leave --png out"):
+        draw([], [], tmp_path / "none.png")
+
+
+def test_without_matplotlib_an_error_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ValueError, match=r"needs matplotlib: pip install 'triforce-tree\[plot\]'"):
+        draw(TREE, WORDS, tmp_path / "tree.png")
+
+
+def test_the_engine_explains_a_prompt(engine: Engine, ids: list[int]) -> None:
+    found = engine.explain(ids[:200], max_new_tokens=8)
+    assert found.new_tokens == 8
+    assert found.text
+    out = engine.generate(ids[:200], max_new_tokens=8, do_sample=False, eos_token_id=None)
+    assert found.text == out.text
+    with pytest.raises(ValueError, match=r"one prompt is needed, and 2 were given"):
+        engine.explain(torch.tensor([ids[:20], ids[:20]]))
+
+
+def test_the_command_shows_it(capsys: pytest.CaptureFixture[str], pair: TinyPair, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("the first of all the words that are in this text " * 6)
+    words = ["explain", str(tmp_path / "text"), *pair.options, "--max-new-tokens", "12", "--json"]
+    code, out, err = run(capsys, *words)
+    assert code == 0
+    held = json.loads(out.splitlines()[-1])
+    assert held["new_tokens"] == 12
+    assert sum(held["passes"].values()) <= 12
+    for title in ("what each kind of pass is expected to bring", "time of each stage", "acceptance"):
+        assert title in err

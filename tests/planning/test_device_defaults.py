@@ -1,0 +1,57 @@
+"""Defaults by device, context and heads; options that a user sets are kept."""
+
+from typing import Any
+
+import pytest
+
+from triforce_tree.config import HierarchyConfig
+from triforce_tree.planning.device_defaults import device_defaults
+from triforce_tree.planning.memory_layout import levels_of
+
+
+def options(
+    config: HierarchyConfig | None = None, given: tuple[str, ...] = (), **changed: Any
+) -> dict[str, Any]:
+    arguments = {"gpu": True, "prompt": 122_880, "group": 1, "trees": True, **changed}
+    return device_defaults(config or HierarchyConfig(), given, **arguments).as_options()
+
+
+def test_a_cpu_keeps_the_defaults() -> None:
+    config = HierarchyConfig()
+    assert device_defaults(config, (), gpu=False, prompt=122_880, group=4, trees=True) is config
+
+
+def test_a_gpu_has_its_own() -> None:
+    found = options()
+    names = ("gamma", "tree", "budget", "chunk", "runner_ups", "recent", "retrieval_weight_bits")
+    assert [found[name] for name in names] == [20, "best-first:4,4,4,3", 4096, 32, None, 256, 16]
+    grouped = options(group=4)
+    assert (grouped["gamma"], grouped["runner_ups"]) == (15, False)
+    assert options(trees=False)["tree"] == HierarchyConfig().tree, "a drafter has its own trees"
+
+
+@pytest.mark.parametrize("prompt", [1, 4096, 8192, 32_768, 65_536, 122_880, 1_000_000])
+def test_the_budget_follows_the_context(prompt: int) -> None:
+    config = device_defaults(HierarchyConfig(), (), True, prompt, 1, True)
+    retrieval = config.retrieval
+    assert retrieval.budget <= max(1024, prompt // 4)
+    assert prompt >= 98_304 or prompt / retrieval.chunk <= 6144, "not too many means to read in each round"
+    assert levels_of(config, prompt) == (3 if prompt >= 4096 else 2)
+
+
+def test_given_options_are_kept() -> None:
+    defaults = HierarchyConfig().as_options()
+    for name in ("gamma", "tree"):
+        assert options(given=(name,))[name] == defaults[name], "even at their defaults"
+    own = HierarchyConfig.from_options(gamma=7, tree="chain:2", runner_ups=True)
+    assert {name: options(own, group=8)[name] for name in ("gamma", "tree", "runner_ups")} == {
+        "gamma": 7, "tree": "chain:2", "runner_ups": True,
+    }  # fmt: skip
+    # Budget, chunk and recent depend on each other.
+    for changed in ({"recent": 512}, {"budget": 3072}, {"chunk": 16}):
+        found = options(HierarchyConfig.from_options(**changed))
+        assert {name: found[name] for name in ("budget", "chunk", "recent")} == {
+            **{name: defaults[name] for name in ("budget", "chunk", "recent")},
+            **changed,
+        }
+    assert options(given=("budget",))["chunk"] == defaults["chunk"]

@@ -1,0 +1,60 @@
+"""``triforce-tree explain``: which passes decoding chose for a prompt, and why."""
+
+import argparse
+from pathlib import Path
+
+from triforce_tree.cli import options
+from triforce_tree.cli.console import json_line, plain_table, screen
+from triforce_tree.cli.prompt import prompt_of
+from triforce_tree.decoding.explain.drawing import as_lines, draw
+from triforce_tree.decoding.explain.explanation import Explanation
+
+
+def run(args: argparse.Namespace) -> int:
+    given = prompt_of(args)
+    engine = options.engine_of(args)
+    found = engine.explain(given, args.max_new_tokens, args.temperature, args.seed)
+    _show(found)
+    if args.png is not None:
+        draw(found.tree, found.words, Path(args.png))
+        screen().print(f"the last tree is in {args.png}")
+    if args.json:
+        json_line(found.as_dict())
+    return 0
+
+
+def _show(found: Explanation) -> None:
+    show = screen()
+    names = ("levels", "gamma", "tree", "budget", "chunk", "recent", "retrieval_weight_bits", "kv_bits")
+    settings = ", ".join(f"{name}={found.options[name]}" for name in names)
+    show.print(f"{found.prompt_tokens} tokens of prompt, {found.new_tokens} new; {settings}")
+    show.print(found.why())
+    made = ", ".join(f"{kind}: {count}" for kind, count in found.passes.items())
+    show.print(f"passes: {made}; {found.tokens_per_pass:.2f} new tokens each")
+    if found.choices:
+        rows = [
+            (c.kind, str(c.made), f"{c.tokens:.2f}", f"{c.ms:.2f}", f"{c.ms_per_token:.2f}")
+            for c in found.choices
+        ]
+        columns = ("pass", "made", "tokens", "ms", "ms a token")
+        show.print(plain_table("what each kind of pass is expected to bring", columns, rows))
+    if found.stages:
+        times = [
+            (s.stage, f"{s.ms:.3f}", "" if s.roof_ms is None else f"{s.roof_ms:.3f}") for s in found.stages
+        ]
+        show.print(plain_table("time of each stage", ("stage", "ms", "roofline, ms"), times))
+    rows = [
+        (
+            level,
+            str(depth),
+            str(counts.tried),
+            f"{100 * counts.rate:.0f} %",
+            " ".join(f"{100 * counts.accepted[rank] / counts.tried:.0f}" for rank in sorted(counts.accepted)),
+        )
+        for level, depths in found.acceptance.items()
+        for depth, counts in enumerate(depths, 1)
+    ]
+    columns = ("level", "depth", "reached", "accepted", "by rank, %")
+    show.print(plain_table("acceptance", columns, rows))
+    for line in as_lines(found.tree, found.words):
+        show.print(line, markup=False)

@@ -1,0 +1,169 @@
+"""Running estimates of acceptance, and of the tokens that a round of drafting brings."""
+
+import math
+from dataclasses import dataclass
+
+from triforce_tree.decoding.choice.passes import PassKind
+
+# Share of the evidence that is kept from one drafting pass to the next.
+_KEPT = 0.98
+# Expected estimates weigh as many as these judged tokens and rounds.
+_PRIOR_TOKENS, _PRIOR_ROUNDS = 3.0, 2.0
+_PRIOR_ACCEPTANCE = 0.9
+# The upper end of a confidence interval is this many standard errors above the estimate.
+_STANDARD_ERRORS = 1.0
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """Estimates that another request, or another trial, may begin from.
+
+    Attributes:
+        acceptance: of a chain's tokens by the target.
+        tokens_per_round: that the retrieval level adds to the chain.
+        tree_acceptance: of a tree's depths by the target; None: not known.
+
+    Raises:
+        ValueError: an acceptance is not within 0 and 1, or a round brings less than a token.
+    """
+
+    acceptance: float
+    tokens_per_round: float
+    tree_acceptance: float | None = None
+
+    def __post_init__(self) -> None:
+        for value in (self.acceptance, self.tree_acceptance):
+            if value is not None and not 0 <= value <= 1:
+                raise ValueError(f"acceptance={value!r} must be within 0 and 1")
+        if not 1 <= self.tokens_per_round < math.inf:
+            raise ValueError(f"tokens_per_round={self.tokens_per_round!r} must be at least 1")
+
+
+class _Mean:
+    """A mean of values with weights, which forgets."""
+
+    def __init__(self, prior: float, weight: float) -> None:
+        self.sum, self.weight, self._least = prior * weight, weight, weight / 2
+
+    @property
+    def value(self) -> float:
+        return self.sum / self.weight
+
+    def add(self, total: float, weight: float) -> None:
+        self.sum, self.weight = self.sum + total, self.weight + weight
+
+    def forget(self) -> None:
+        # An estimate that gets no evidence keeps its value, and is worth less and less.
+        if self.weight * _KEPT >= self._least:
+            self.sum, self.weight = self.sum * _KEPT, self.weight * _KEPT
+
+
+class Estimates:
+    """Acceptance of chains and of trees by the target, and tokens of a round.
+
+    Where passes of two and of three levels are both possible, each says something about the other: a tree's
+    depths that the retrieval level accepts are mostly accepted by the target too. What is inferred so weighs
+    as much as an expectation.
+
+    Args:
+        levels: most levels of a pass.
+        depth: of the draft's trees.
+        two_levels: with three levels: whether passes of two levels are possible too.
+    """
+
+    def __init__(self, levels: int, depth: int, two_levels: bool) -> None:
+        self._depth, self._mixed, self._levels = depth, two_levels, levels
+        self._expected = Learnt(_PRIOR_ACCEPTANCE, 1 + 0.5 * depth)
+        # Estimates at the end of the last trial, or those of an earlier request.
+        self._last: Learnt | None = None
+        self._begin(1.0, self._expected)
+
+    def expect(self, expected: Learnt) -> None:
+        """Begin trials from these estimates; the first one only if none were resumed."""
+        self._expected = expected
+        if self._last is None:
+            self._begin(1.0, expected)
+
+    def resume(self, learnt: Learnt) -> None:
+        """Begin the first trial from an earlier request's estimates."""
+        self._last = learnt
+        self._begin(1.0, learnt)
+
+    def begin_again(self, weight: float) -> None:
+        """Begin a new trial from the expected estimates, with this share of their first weight."""
+        self._last = self._now
+        self._begin(weight, self._expected)
+
+    def learnt(self, drafted: bool) -> Learnt:
+        """The estimates; those of the last trial where nothing was ``drafted`` in this one."""
+        return self._now if drafted or self._last is None else self._last
+
+    @property
+    def chain(self) -> float:
+        """Probability that the target accepts a chain's token whose predecessors it accepted."""
+        return self._chain.value
+
+    @property
+    def tree(self) -> float:
+        """Probability that the target accepts one of a node's children, in a tree of the drafter."""
+        own = self._tree
+        if not self._mixed:
+            return own.value
+        inferred = self._chain.value * acceptance_of(self._round.value, self._depth)
+        return (own.sum + _PRIOR_TOKENS * inferred) / (own.weight + _PRIOR_TOKENS)
+
+    @property
+    def per_round(self) -> float:
+        """Draft tokens that a round adds; with two levels the tree's depth."""
+        if self._levels < 3:
+            return float(self._depth)
+        own = self._round
+        if not self._mixed:
+            return own.value
+        weight = min(_PRIOR_ROUNDS, self._tree.weight / max(1, self._depth))
+        inferred = tokens_of(self._tree.value, self._depth) if self._tree.weight else 1.0
+        return (own.sum + weight * inferred) / (own.weight + weight)
+
+    def of(self, levels: int) -> tuple[float, float]:
+        """The target's acceptance in passes of so many levels, and the half-width of its interval."""
+        a, judged = self.chain, self._chain.weight
+        if levels == 2:
+            a, judged = self.tree, self._tree.weight + (_PRIOR_TOKENS if self._mixed else 0.0)
+        return a, _STANDARD_ERRORS * math.sqrt(max(0.0, a * (1 - a)) / judged)
+
+    def observe(self, kind: PassKind, gathered: float, accepted: int, rejected: int) -> None:
+        """Take up a drafting pass; arguments as of ``PassController.observe``, ``gathered`` per sequence."""
+        for mean in (self._chain, self._round, self._tree):
+            mean.forget()
+        (self._tree if kind.levels == 2 else self._chain).add(accepted, accepted + rejected)
+        if kind.levels == 3:
+            self._round.add(gathered, kind.rounds)
+
+    @property
+    def _now(self) -> Learnt:
+        known = self._levels == 2 or self._tree.weight > 0
+        return Learnt(self.chain, max(1.0, self._round.value), self._tree.value if known else None)
+
+    def _begin(self, weight: float, learnt: Learnt) -> None:
+        """Replace the evidence by these estimates, weighing ``weight`` times the usual prior."""
+        self._chain = _Mean(learnt.acceptance, weight * _PRIOR_TOKENS)
+        self._round = _Mean(learnt.tokens_per_round, weight * _PRIOR_ROUNDS)
+        tree = learnt.tree_acceptance
+        if tree is None and self._levels == 2:
+            tree = learnt.acceptance
+        self._tree = _Mean(tree or 0.0, 0.0 if tree is None else weight * _PRIOR_TOKENS)
+
+
+def tokens_of(acceptance: float, chain: float) -> float:
+    """Expected tokens of a verification of a chain of so many tokens, the bonus token included."""
+    a = min(acceptance, 0.9999)
+    return float((1 - a ** (chain + 1)) / (1 - a))
+
+
+def acceptance_of(tokens: float, depth: int) -> float:
+    """The acceptance at which a verification of ``depth`` tokens yields so many in the mean."""
+    low, high = 0.0, 1.0
+    for _ in range(20):
+        middle = (low + high) / 2
+        low, high = (middle, high) if tokens_of(middle, depth) < tokens else (low, middle)
+    return (low + high) / 2

@@ -1,0 +1,296 @@
+"""Stage costs: seconds of each stage, measured on made-up sequences, and the settings they depend on.
+
+The controller of passes chooses by them. They are measured once for a machine, a pair of models and the
+settings below, and kept in the user's cache folder (``cost_table.py``).
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from transformers import PreTrainedModel
+
+from triforce_tree.decoding.choice.passes import StageSeconds
+from triforce_tree.decoding.program import DecodingProgram
+from triforce_tree.drafters.base import Drafter
+from triforce_tree.kv.offload.bandwidth import bandwidths
+from triforce_tree.models.hf_model import HFModel
+from triforce_tree.runtime import distributed
+from triforce_tree.runtime.fingerprint import hardware, shape_of
+from triforce_tree.runtime.stage_clock import StageClock
+from triforce_tree.trees.device_shapes import device_tree_shape
+from triforce_tree.trees.shapes import parse_shape
+
+# Most samples of a stage, and seconds after which no more are taken; after the first one, the warm-up.
+_SAMPLES, _ENOUGH, _LONG = 6, 0.1, 1.0
+# Stages of the target, whose costs grow with the context.
+_OF_TARGET = ("plain", "chain", "root", "tree")
+# Runs of a sample on a GPU.
+_RUNS = 3
+# The target's stages are measured at the longest context, and at this many tokens or a quarter of it.
+_SHORT = 1024
+# Number of context lengths for which the costs of an offloaded cache are stored.
+_OFFLOADED_LENGTHS = 5
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """Seconds of the stages at several context lengths.
+
+    Attributes:
+        lengths: tokens of context, ascending.
+        seconds: at each of the lengths; no stage of the target costs less at a longer one.
+
+    Raises:
+        ValueError: lengths that are not ascending, or not as many as the seconds; seconds that decrease.
+    """
+
+    lengths: tuple[int, ...]
+    seconds: tuple[StageSeconds, ...]
+
+    def __post_init__(self) -> None:
+        count = len(self.lengths)
+        if not count or len(self.seconds) != count:
+            raise ValueError(f"{count} lengths, but {len(self.seconds)} seconds; give as many")
+        if list(self.lengths) != sorted(set(self.lengths)):
+            raise ValueError(f"lengths={self.lengths} are not ascending; sort them")
+        for name in _OF_TARGET:
+            values = [getattr(seconds, name) for seconds in self.seconds]
+            if values != sorted(values):
+                raise ValueError(
+                    f"{name}={values} costs less at a longer context; give seconds that do not decrease"
+                )
+
+    def at(self, tokens: int) -> StageSeconds:
+        """After ``tokens`` of context: interpolated between two lengths, extrapolated beyond the last one."""
+        lengths = self.lengths
+        if len(lengths) == 1 or tokens <= lengths[0]:
+            return self.seconds[0]
+        right = next((i for i, length in enumerate(lengths) if length >= tokens), len(lengths) - 1)
+        left, right_seconds = self.seconds[right - 1], self.seconds[right]
+        share = (tokens - lengths[right - 1]) / (lengths[right] - lengths[right - 1])
+        changed = {}
+        for name in _OF_TARGET:
+            low, high = getattr(left, name), getattr(right_seconds, name)
+            if high < math.inf:
+                changed[name] = low + share * (high - low)
+        return replace(left, **changed)
+
+
+class MeasuredStages(Protocol):
+    """Stages that can be run on made-up sequences: a prepared ``DecodingProgram``."""
+
+    device: torch.device
+
+    @property
+    def stage_names(self) -> Collection[str]: ...
+
+    @property
+    def levels(self) -> int: ...
+
+    @property
+    def batch(self) -> int: ...
+
+    def trial(self, length: int) -> AbstractContextManager[Callable[[bool], None]]: ...
+
+    def run(self, name: str, generator: torch.Generator) -> None: ...
+
+    @property
+    def drafter(self) -> Drafter | None: ...
+
+
+def measure(
+    stages: MeasuredStages,
+    longest: int,
+    refresh: int = 1,
+    transferred: Callable[[int, bool], int] | None = None,
+) -> StageCosts:
+    """Run each stage a few times; this takes less than a second on a GPU where a stage takes milliseconds.
+
+    All ranks of a group measure together. Random numbers come from a generator of the measurement's own.
+    Sequences must be fed or rewound afterwards.
+
+    Args:
+        stages: after their graphs were captured.
+        longest: most tokens of context.
+        refresh: rounds from one refresh of the retrieved chunks to the next; 0: only the first one refreshes.
+        transferred: bytes that the target's stage copies to the device after so many tokens of context, or
+            the autoregressive one where the flag is True, for a cache in host memory; trial runs copy next to
+            nothing. None where the cache is on the device.
+    """
+    timer = _Timer(stages)
+    target = {"plain": "plain", "tree": "target_tree", "chain": "target", "root": "root"}
+    if stages.levels < 3:
+        target = {"plain": "plain", "tree": "target"}
+    with stages.trial(longest) as begin:
+        # The order of a pass: stages read what those before them wrote.
+        found = {
+            name: timer.seconds_of(name, partial(begin, False))
+            for name in ("draft", "retrieval_refresh", "retrieval")
+            if name in stages.stage_names and (name != "retrieval" or refresh != 1)
+        }
+        at_longest = timer.of_target(target, begin)
+        prepare = timer.of_preparation(longest)
+    lowest = {"draft": found.get("draft", math.inf), "prepare": prepare}
+    if (refreshing := found.get("retrieval_refresh")) is not None:
+        retrieval = found.get("retrieval", refreshing)
+        # One of ``refresh`` rounds refreshes.
+        verified = retrieval if refresh == 0 else (refreshing + (refresh - 1) * retrieval) / refresh
+        lowest["retrieval"] = verified
+    if transferred is not None:
+        bus = bandwidths(stages.device)[0]
+        lengths = [max(1, longest * n // _OFFLOADED_LENGTHS) for n in range(1, _OFFLOADED_LENGTHS + 1)]
+        each = [
+            {
+                name: max(seconds, transferred(length, name == "plain") / bus)
+                for name, seconds in at_longest.items()
+            }
+            for length in lengths
+        ]
+        return _rounded(lengths, lowest, each)
+    short = max(1, min(_SHORT, longest // 4))
+    if short == longest:
+        return _rounded([longest], lowest, [at_longest])
+    with stages.trial(short) as begin:
+        return _rounded([short, longest], lowest, [timer.of_target(target, begin), at_longest])
+
+
+class _Timer:
+    """Seconds of stages on made-up sequences."""
+
+    def __init__(self, stages: MeasuredStages) -> None:
+        self._stages, self._clock = stages, StageClock(stages.device)
+        self._generator = torch.Generator(stages.device)
+        self._generator.manual_seed(0)
+        # On a GPU the host runs ahead of the device, as it does while decoding.
+        self._runs = _RUNS if stages.device.type == "cuda" else 1
+
+    def seconds_of(self, name: str, begin: Callable[[], None]) -> float:
+        """Of one run of a stage; ``begin`` sets the sequences back."""
+        return self._median(begin, lambda: self._stages.run(name, self._generator), self._runs)
+
+    def of_target(self, names: Mapping[str, str], begin: Callable[[bool], None]) -> dict[str, float]:
+        """Of the target's stages, by field of ``StageSeconds``.
+
+        Args:
+            names: of the stages, by field.
+            begin: sets the sequences back; with chains of full length if told so.
+        """
+        found: dict[str, float] = {}
+        for field, name in names.items():
+            if name in self._stages.stage_names:
+                found[field] = self.seconds_of(name, partial(begin, True))
+            elif name == "root" and self._stages.device.type != "cuda":
+                # A graph has the same work whatever it verifies.
+                found[field] = self.seconds_of("target", partial(begin, False))
+        return found
+
+    def of_preparation(self, length: int) -> float:
+        """Of the drafter's work before it proposes after autoregressive passes."""
+        drafter = self._stages.drafter
+        if drafter is None:
+            return 0.0
+        sequences = [[0] * (length + 1)] * self._stages.batch
+        return self._median(lambda: None, lambda: drafter.prepare(sequences, resumed=True), 1)
+
+    def _median(self, begin: Callable[[], None], run: Callable[[], None], runs: int) -> float:
+        samples: list[float] = []
+
+        def enough() -> bool:
+            # The first sample is the warm-up; where it takes long, it has to do.
+            return len(samples) == _SAMPLES or sum(samples) > (_ENOUGH if len(samples) > 1 else _LONG)
+
+        # All ranks take the same number of samples, or one would wait for the others forever.
+        while not distributed.broadcast_object(enough()):
+            begin()
+            self._clock.start()
+            for _ in range(runs):
+                run()
+            self._clock.mark("run")
+            self._clock.synchronize()
+            samples.append(self._clock.seconds()["run"])
+        return statistics.median(samples[1:] or samples) / runs
+
+
+def settings_of(
+    program: DecodingProgram,
+    sampling: str,
+    transferred: Callable[[int, bool], int] | None,
+) -> dict[str, Any]:
+    """What the costs depend on, as plain values.
+
+    Args:
+        program: a prepared ``DecodingProgram``.
+        sampling: how probabilities come from logits.
+        transferred: as for :func:`measure`.
+    """
+    config, device = program.config, program.device
+    target = program.target.model
+    settings: dict[str, Any] = {
+        "machine": hardware(device),
+        "software": f"torch {torch.__version__}",
+        "threads": torch.get_num_threads() if device.type == "cpu" else None,
+        "ranks": group.size if (group := distributed.current()) is not None else 1,
+        "target": f"{shape_of(target)}, {_bytes(target)} bytes",
+        "drafter": _drafter(program.drafter),
+        "sampling": sampling,
+        "levels": program.levels,
+        "two levels": program.two_levels,
+        "batch": program.batch,
+        "kv_bits": config.kv_bits,
+        # Costs are interpolated between lengths, but graphs and split sizes are made for the longest.
+        "context": 1 << (program.max_seq_len - 1).bit_length(),
+        "cache on": "device" if transferred is None else "host",
+    }
+    if transferred is not None:
+        # Rounded: free memory, and so the split, differs a little from run to run.
+        settings["transferred"] = [
+            f"{transferred(program.max_seq_len, plain):.0e}" for plain in (False, True)
+        ]
+    if program.levels > 1:
+        settings |= {"tree": repr(device_tree_shape(parse_shape(config.tree))), **asdict(config.streaming)}
+    if program.levels == 3:
+        settings |= {
+            "max_draft_tokens": program.max_draft_tokens,
+            "runner_ups": program.runner_ups,
+            "retrieval_weight_bits": config.retrieval_weight_bits,
+            **asdict(replace(config.retrieval, select_chunks=None)),
+            "select_chunks": getattr(config.retrieval.select_chunks, "__qualname__", None),
+        }
+    return settings
+
+
+def _rounded(
+    lengths: Sequence[int], lowest: Mapping[str, float], target: Sequence[Mapping[str, float]]
+) -> StageCosts:
+    """Rounded to two significant digits, so that measuring again seldom changes a choice."""
+
+    def rounded(seconds: float) -> float:
+        return float(f"{seconds:.1e}")
+
+    ascending: list[dict[str, float]] = []
+    for at_length in target:
+        last = ascending[-1] if ascending else {}
+        ascending.append(
+            {name: max(rounded(value), last.get(name, 0.0)) for name, value in at_length.items()}
+        )
+    others = {name: rounded(value) for name, value in lowest.items()}
+    return StageCosts(tuple(lengths), tuple(StageSeconds(**others, **values) for values in ascending))
+
+
+def _drafter(drafter: Drafter | None) -> str | None:
+    if drafter is None:
+        return None
+    model = getattr(drafter, "draft", None)
+    own = f", {shape_of(model.model)}, {_bytes(model.model)} bytes" if isinstance(model, HFModel) else ""
+    return f"{type(drafter).__qualname__}{own}"
+
+
+def _bytes(model: PreTrainedModel) -> int:
+    """Of the parameters, which tell quantised and sharded models of one shape apart."""
+    return sum(p.numel() * p.element_size() for p in model.parameters())

@@ -1,0 +1,77 @@
+"""Defaults by device and context: the settings that were fastest in measurements of models of real size.
+
+Figures: the ablations and context lengths of ``docs/results/on_chip_h200.json``. On a GPU a pass over a few
+more tokens costs little more, and chunk means are read anew in every round.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+from triforce_tree.config import HierarchyConfig
+from triforce_tree.models.hf_model import HFModel
+from triforce_tree.planning.profiles import Entry, Profile
+
+# (least tokens of the prompt, budget, chunk): about 4,096 means of each head are read. There are few steps:
+# buffers and graphs are made anew for other settings.
+_RETRIEVAL = ((98_304, 4096, 32), (49_152, 4096, 16), (32_768, 4096, 8), (8192, 2048, 8), (0, 1024, 8))
+_TREE = "best-first:4,4,4,3"
+_GAMMA, _GROUPED_GAMMA = 20, 15
+# From this many query heads for each KV head on a chain of 16 tokens fills a tile of the attention kernel.
+_GROUPED = 4
+_RETRIEVAL_NAMES = frozenset({"budget", "chunk", "recent"})
+
+
+def device_defaults(
+    config: HierarchyConfig,
+    given: Collection[str],
+    gpu: bool,
+    prompt: int,
+    group: int,
+    trees: bool,
+) -> HierarchyConfig:
+    """``config`` with a device's own values for options that were left at their defaults.
+
+    Args:
+        given: names of options that stay as they are, even at their defaults.
+        gpu: whether the target is on one; a CPU's defaults are those of ``HierarchyConfig``.
+        prompt: tokens of the longest prompt.
+        group: query heads of the target for each KV head.
+        trees: whether a draft model grows trees of any shape.
+    """
+    if not gpu:
+        return config
+    options, defaults = config.as_options(), HierarchyConfig().as_options()
+    free = {name for name in options if name not in given and options[name] == defaults[name]}
+    chosen: dict[str, Any] = {"gamma": _GROUPED_GAMMA if group >= _GROUPED else _GAMMA}
+    if trees:
+        chosen["tree"] = _TREE
+    if group >= _GROUPED:
+        chosen["runner_ups"] = False
+    if free >= _RETRIEVAL_NAMES:
+        _, budget, chunk = next(step for step in _RETRIEVAL if prompt >= step[0])
+        chosen |= {"budget": budget, "chunk": chunk}
+    return HierarchyConfig.from_options(
+        **{**options, **{name: value for name, value in chosen.items() if name in free}}
+    )
+
+
+def chosen_settings(
+    config: HierarchyConfig,
+    given: Collection[str],
+    target: HFModel,
+    draft: HFModel | None,
+    prompt: int,
+    temperature: float,
+    profile: Profile | None,
+) -> tuple[HierarchyConfig, Entry | None]:
+    """The settings for a prompt of so many tokens: the device's defaults, and a profile's entry above them.
+
+    Returns:
+        the settings, and the entry; None where the profile has none for such prompts.
+    """
+    trees = draft is not None and target.states is None
+    config = device_defaults(config, given, target.device.type == "cuda", prompt, target.heads.group, trees)
+    entry = profile.nearest(prompt, temperature) if profile is not None else None
+    if entry is None:
+        return config, None
+    return HierarchyConfig.from_options(**{**config.as_options(), **entry.options_for(given)}), entry
