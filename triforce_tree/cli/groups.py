@@ -29,7 +29,6 @@ ENGINE_OPTIONS = (
     "prefill_chunk",
     "kv_bits",
 )
-DRAFTERS = ("model", "lookup")
 MEMORY_OPTIONS = ("offload", "gpu_memory", "host_memory", "offload_weights", "host_attention")
 
 
@@ -58,9 +57,9 @@ def add_models(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--drafter",
-        choices=DRAFTERS,
-        help="what proposes tokens: the draft model or prompt lookup; by default the draft model if there "
-        "is one",
+        metavar="{model,lookup,FOLDER}",
+        help="what proposes tokens: the draft model, prompt lookup, or a folder or hub id with Medusa heads "
+        "or an EAGLE-3 head; by default the draft model if there is one",
     )
     group.add_argument("--tokenizer", help="folder or hub id of the tokenizer; without it, the target's own")
     group.add_argument(
