@@ -165,11 +165,13 @@ class Features(FixedSiblings):
 
 
 @levels_2_and_3
-def test_features_are_the_targets_hidden_states(levels: int) -> None:
+@pytest.mark.parametrize("offload", [False, True])
+def test_features_are_the_targets_hidden_states(levels: int, offload: bool) -> None:
     """Of the newest positions, those of the prompt included, after each verification."""
     target = perturbed(tiny("llama-gqa", num_hidden_layers=3), 0.0)
     drafter = Features()
-    engine = triforce_tree.load(target, drafter=drafter, levels=levels, rounds=1, **SMALL)
+    options = {**SMALL, "offload": offload, "prefill_chunk": 16, "rounds": 1}
+    engine = triforce_tree.load(target, drafter=drafter, levels=levels, **options)
     for _ in range(2):
         out = engine.generate(PROMPTS, max_new_tokens=NEW, do_sample=False)
         width = out.sequences.shape[1] - NEW

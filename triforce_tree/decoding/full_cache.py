@@ -152,10 +152,7 @@ class FullCache:
         """
         with self._target.active():
             if self.offloaded is not None:
-                self.offloaded.prefill(prompts, self._prefill_chunk, progress)
-                if features is not None:
-                    for b, prompt in enumerate(prompts):
-                        features.begin(b, len(prompt) - 1)
+                self.offloaded.prefill(prompts, self._prefill_chunk, progress, features)
                 return
             assert self.store is not None
             for b, prompt in enumerate(prompts):

@@ -42,7 +42,11 @@ class Features:
         self.leading, self.history, self._ring = leading, history, history + beyond
         shape = (batch, leading + self._ring, size)
         self._states = {layer: torch.zeros(shape, device=device, dtype=dtype) for layer in layers}
-        self.first, self.known_leading, self._stop = torch.zeros(3, batch, dtype=torch.int64, device=device)
+        counters = torch.zeros(3, batch, dtype=torch.int64, device=device)
+        self.first: Tensor = counters[0]
+        self.known_leading: Tensor = counters[1]
+        # After the last position that was written.
+        self._stop: Tensor = counters[2]
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -73,9 +77,12 @@ class Features:
         self.known_leading[b].clamp_(max=start)
 
     def feed(self, b: int, start: int, hidden: Mapping[int, Tensor]) -> None:
-        """Keep hidden states ``[1, T, hidden_size]`` by layer, of sequence b from position ``start`` on."""
-        for layer, kept in self._states.items():
-            states = hidden[layer][0]
+        """Keep hidden states ``[1, T, hidden_size]`` by layer, of sequence b from position ``start`` on.
+
+        Layers may be fed one after the other, each from the first position on.
+        """
+        for layer, (states,) in hidden.items():
+            kept = self._states[layer]
             stop = start + len(states)
             newest = max(start, stop - self._ring)
             for first, last in ((start, min(stop, self.leading)), (newest, stop)):

@@ -107,8 +107,9 @@ class EagleHead(nn.Module):
         self.settings: dict[str, Any] = {
             "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": size,
             "intermediate_size": mlp, "num_attention_heads": own.num_attention_heads,
-            "num_key_value_heads": 1, "head_dim": own.head_dim, "num_hidden_layers": 1, "vocab_size": own.vocab_size,
-            "draft_vocab_size": own.vocab_size, "rms_norm_eps": own.rms_norm_eps, "hidden_act": "silu",
+            "num_key_value_heads": 1, "head_dim": own.head_dim, "num_hidden_layers": 1,
+            "vocab_size": own.vocab_size, "draft_vocab_size": own.vocab_size,
+            "rms_norm_eps": own.rms_norm_eps, "hidden_act": "silu",
             "rope_theta": 10_000.0, "max_position_embeddings": 2048, "tie_word_embeddings": False,
             "eagle_config": {"eagle_aux_hidden_state_layer_ids": inputs},
         }  # fmt: skip
