@@ -13,10 +13,13 @@ from torch import Tensor
 
 import triforce_tree
 from triforce_tree import Engine
+from triforce_tree.config import HierarchyConfig
+from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.base import TokenTree
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.runtime.sequence_state import SequenceState
 from triforce_tree.verify.probs import Sampler
+from triforce_tree.verify.sampling import ProbsFromLogits
 
 NEW = 24
 PROMPTS = [prompt_of(length) for length in (41, 60, 52)]
@@ -194,6 +197,31 @@ def test_features_are_the_targets_hidden_states(levels: int, offload: bool) -> N
                     expected = hidden[layer + (layer < 3)][0, end - 6 : end]
                     torch.testing.assert_close(states[layer], expected, rtol=1e-3, atol=1e-4)
         assert len(drafter.seen) > 3
+
+
+def test_features_of_a_stage_are_those_of_its_own_forward() -> None:
+    """Where acceptance is no part of a graph, another stage's forward or capture may come in between."""
+    target = perturbed(tiny("llama-gqa", num_hidden_layers=3), 0.0)
+    drafter = Features()
+    config = HierarchyConfig.from_options(tree=drafter.tree, **SMALL)
+    program = DecodingProgram(HFModel(target), drafter, config, 1, 80, 2)
+    program.prepare(ProbsFromLogits(greedy=True))
+    program.prefill(PROMPTS[:1])
+    generator = torch.Generator()
+    program.run("draft", generator)
+    (forward, accept), plain = program.stage("target").steps(), program.stage("plain").steps()[0]
+    forward.run()
+    plain.run()
+    accept.run()
+    count = int(program.state.count[0])
+    tokens = program.state.sequence(0)
+    with torch.no_grad():
+        hidden = target(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    for layer in drafter.features:
+        expected = hidden[layer + (layer < 3)][:, -1 - count : -1]
+        torch.testing.assert_close(
+            program.state.newest_features(layer, count), expected, rtol=1e-3, atol=1e-4
+        )
 
 
 def without(name: str) -> object:

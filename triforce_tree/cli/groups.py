@@ -29,6 +29,7 @@ ENGINE_OPTIONS = (
     "prefill_chunk",
     "kv_bits",
 )
+DRAFTERS = ("model", "lookup")
 MEMORY_OPTIONS = ("offload", "gpu_memory", "host_memory", "offload_weights", "host_attention")
 
 
@@ -57,7 +58,7 @@ def add_models(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--drafter",
-        metavar="{model,lookup,FOLDER}",
+        metavar=f"{{{','.join(DRAFTERS)},FOLDER}}",
         help="what proposes tokens: the draft model, prompt lookup, or a folder or hub id with Medusa heads "
         "or an EAGLE-3 head; by default the draft model if there is one",
     )

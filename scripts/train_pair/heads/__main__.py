@@ -163,7 +163,7 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
     add("--window", type=int, default=512, help="pairs of the drafter's cache in the evaluation")
     add("--contexts", type=int, nargs="+", default=[4096, 4096, 16384, 65536], help="taken in turn")
     add("--tokens", type=int, default=65536, help="that the target reads in a step")
-    add("--segments", type=int, default=32, help="parts of these that the heads learn from")
+    add("--segments", type=int, default=64, help="parts of these that the heads learn from")
     add("--segment", type=int, default=640, help="tokens of such a part")
     add("--muon-rate", type=float, default=0.01, help="peak learning rate of matrices")
     add("--adam-rate", type=float, default=2e-3, help="of vectors")

@@ -195,11 +195,11 @@ class _Calls:
         return self._replaced(lambda index: lambda *args, **kwargs: hidden)
 
     @contextmanager
-    def _replaced(self, forward: Callable[[int], Callable[..., Tensor]]) -> Iterator[None]:
+    def _replaced(self, instead: Callable[[int], Callable[..., Tensor]]) -> Iterator[None]:
         forwards = [layer.__dict__.get("forward") for layer in self.layers]
         try:
             for index, layer in enumerate(self.layers):
-                layer.forward = forward(index)
+                layer.forward = instead(index)
             yield
         finally:
             for layer, forward in zip(self.layers, forwards, strict=True):
