@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from triforce_tree.api import custom_generate, generate, load
+    from triforce_tree.drafters.heads.eagle import Eagle3
+    from triforce_tree.drafters.heads.medusa import Medusa
     from triforce_tree.engine import Engine
     from triforce_tree.generation.output import GenerateOutput
     from triforce_tree.models.supported import UnsupportedModelError
@@ -23,9 +25,11 @@ else:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Eagle3",
     "Engine",
     "GenerateOutput",
     "LevelStats",
+    "Medusa",
     "UnsupportedModelError",
     "custom_generate",
     "generate",
@@ -34,9 +38,11 @@ __all__ = [
 
 _HOMES = {
     **dict.fromkeys(__all__, "triforce_tree.api"),
+    "Eagle3": "triforce_tree.drafters.heads.eagle",
     "Engine": "triforce_tree.engine",
     "GenerateOutput": "triforce_tree.generation.output",
     "LevelStats": "triforce_tree.runtime.stats",
+    "Medusa": "triforce_tree.drafters.heads.medusa",
     "UnsupportedModelError": "triforce_tree.models.supported",
 }
 

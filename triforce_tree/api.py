@@ -38,7 +38,7 @@ def load(
     target: Model | None = None,
     draft: Model | None = None,
     *,
-    drafter: Drafter | str | None = None,
+    drafter: Drafter | str | Path | None = None,
     tokenizer: Tokenizer | None = None,
     draft_tokenizer: Tokenizer | None = None,
     gguf_file: str | None = None,
@@ -61,9 +61,11 @@ def load(
             to ``device``, and torchrun, under which it is sharded in place.
         draft: likewise; by default the embedded draft for the embedded target, and prompt lookup for
             any other.
-        drafter: what proposes token trees: ``"model"``, the draft; ``"lookup"``, prompt lookup; or an object
-            of your own (:class:`~triforce_tree.drafters.base.Drafter`). Only the draft model takes ``tree``.
-            By default the draft where there is one, and else prompt lookup.
+        drafter: what proposes token trees: ``"model"``, the draft; ``"lookup"``, prompt lookup; a folder or
+            hub id with Medusa heads or an EAGLE-3 head for the target, recognised from its files; or an
+            object: :class:`Medusa`, :class:`Eagle3`, or one of your own
+            (:class:`~triforce_tree.drafters.base.Drafter`). The draft model and folders take ``tree``. By
+            default the draft where there is one, and else prompt lookup.
         tokenizer: an object, a hub id or a folder; by default the one in the target's folder.
         draft_tokenizer: likewise, by default the one in the draft's folder. A draft of another tokenizer
             proposes the tokens that both vocabularies have.
@@ -87,7 +89,7 @@ def load(
         OSError: a model folder without its files, or not in safetensors; too little host memory.
     """
     config = HierarchyConfig.from_options(**options)
-    own = own_drafter(drafter, draft)
+    own = own_drafter(drafter, draft, options)
     if target is None and gguf_file is not None:
         raise ValueError(f"gguf_file={gguf_file!r} needs a target: the folder or hub id that holds it")
     if target is None:
@@ -133,7 +135,7 @@ def generate(
 def custom_generate(
     draft: Model | None = None,
     *,
-    drafter: Drafter | str | None = None,
+    drafter: Drafter | str | Path | None = None,
     tokenizer: Tokenizer | None = None,
     draft_tokenizer: Tokenizer | None = None,
     streamer: BaseStreamer | None = None,
@@ -154,7 +156,7 @@ def custom_generate(
     engines: dict[int, Engine] = {}
     making = threading.Lock()
     config = HierarchyConfig.from_options(**options)
-    own = own_drafter(drafter, draft)
+    own = own_drafter(drafter, draft, options)
     check_drafter_options(drafter, draft, options)
     source = None if draft is None else unwrapped(draft, "draft")
     others = tokenizer_of(draft_tokenizer, source, "draft_tokenizer")

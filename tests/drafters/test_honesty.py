@@ -10,7 +10,8 @@ import torch
 from enumerated_noise import EnumeratedNoise
 from enumeration import NOISE, exact_distribution, summed, total_variation
 from generation_cases import BOTH, TOKENS, Case
-from generation_distributions import Generations
+from generation_distributions import Generations, stranger
+from head_folders import eagle, medusa
 from own_drafters import FixedSiblings, FixedThenDrawn, TableDraws
 from torch import Tensor
 
@@ -110,6 +111,14 @@ DRAFTERS: dict[str, tuple[Case, Propose]] = {
     "fixed siblings": drafting(2, 3, trees, partial(FixedSiblings, "static:0;1;2;0.0;0.1", 3)),
     "drawn by a table": drafting(2, 3, trees, partial(TableDraws, "static:1;0.1;1.0", 3)),
     "drawn below fixed": drafting(2, 3, trees, partial(FixedThenDrawn, "static:0;1;0.0;0.1", 3)),
+    **{
+        f"{name}, {tree}": (
+            Case(2, 3, 1, layers=2, drafter=partial(kind, stranger(3, 0, 2), tree)),
+            trees,
+        )
+        for name, kind in (("medusa", medusa), ("eagle", partial(eagle, draft_vocabulary=2)))
+        for tree in ("static:1;0.1", "best-first:2,2")
+    },
     "level 1, lookup": drafting(3, 3, chains, partial(PromptLookup, 2), runner_ups=True, rounds=1, gamma=2),
     "level 1, fixed siblings": drafting(
         3, 3, chains, partial(FixedSiblings, "static:0;1;0.0", 3), runner_ups=False

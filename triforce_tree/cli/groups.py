@@ -59,9 +59,9 @@ def add_models(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--drafter",
-        choices=DRAFTERS,
-        help="what proposes tokens: the draft model or prompt lookup; by default the draft model if there "
-        "is one",
+        metavar=f"{{{','.join(DRAFTERS)},FOLDER}}",
+        help="what proposes tokens: the draft model, prompt lookup, or a folder or hub id with Medusa heads "
+        "or an EAGLE-3 head; by default the draft model if there is one",
     )
     group.add_argument("--tokenizer", help="folder or hub id of the tokenizer; without it, the target's own")
     group.add_argument(

@@ -11,7 +11,7 @@ import torch
 
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.program import DecodingProgram
-from triforce_tree.drafters.base import Drafter
+from triforce_tree.drafters.base import Drafter, ReadsTarget
 from triforce_tree.drafters.prompt_lookup import PromptLookup
 from triforce_tree.drafters.token_map import TokenMap
 from triforce_tree.drafters.tree_model import TreeDrafter
@@ -53,8 +53,8 @@ class Hierarchy:
         memory: where KV slots are kept, as :meth:`adopt_memory_plan` decided; None if nothing is offloaded.
 
     Raises:
-        ValueError: a drafter's tree is no tree shape, or it reads features of layers that the target does not
-            have.
+        ValueError: a drafter's tree is no tree shape, it was made for another target, or it reads features
+            of layers that the target does not have.
         UnsupportedModelError: the target's logits are not transformers' own, or the draft is recurrent.
     """
 
@@ -69,6 +69,8 @@ class Hierarchy:
         self.draft = draft if isinstance(draft, HFModel) else None
         self.own_drafter = None if isinstance(draft, HFModel) else draft
         if self.own_drafter is not None:
+            if isinstance(self.own_drafter, ReadsTarget):
+                self.own_drafter.attach(target)
             _check_drafter(self.own_drafter, target.layers)
         if self.draft is not None and self.draft.states is not None:
             refuse_draft(self.draft.name)
@@ -336,8 +338,8 @@ def _check_drafter(drafter: Drafter, layers: int) -> None:
     """Raise ValueError where a drafter's tree is no tree shape, or it reads layers that are not there."""
     parse_shape(drafter.tree)
     for layer in drafter.features:
-        if not 0 <= layer < layers:
+        if not 0 <= layer <= layers:
             raise ValueError(
                 f"drafter {drafter.name!r} reads features of layer {layer}, but the target's layers are 0 to "
-                f"{layers - 1}; change drafter.features"
+                f"{layers - 1}, and {layers} is the state after its final norm; change drafter.features"
             )

@@ -18,6 +18,7 @@ from triforce_tree.kv.recurrent_states import RecurrentStates, RowsView
 from triforce_tree.kv.store import KVStore
 from triforce_tree.kv.tree_attention_view import PagedRetrievalView, TreeAttentionView
 from triforce_tree.models.hf_model import HFModel
+from triforce_tree.runtime.features import Features
 from triforce_tree.runtime.stats import Progress
 from triforce_tree.trees.device_shapes import PassLimits, device_tree_shape
 from triforce_tree.trees.shapes import parse_shape
@@ -143,17 +144,27 @@ class FullCache:
         assert self.store is not None
         return self.store
 
-    def prefill(self, prompts: Sequence[Sequence[int]], progress: Progress | None = None) -> None:
-        """Compute keys and values of all but each prompt's last token."""
+    def prefill(
+        self,
+        prompts: Sequence[Sequence[int]],
+        progress: Progress | None = None,
+        features: Features | None = None,
+    ) -> None:
+        """Compute keys and values of all but each prompt's last token.
+
+        Args:
+            features: where their hidden states are kept for the drafter, if it reads any.
+        """
         with self._target.active():
             if self.offloaded is not None:
-                self.offloaded.prefill(prompts, self._prefill_chunk, progress)
+                self.offloaded.prefill(prompts, self._prefill_chunk, progress, features)
                 return
             assert self.store is not None
             for b, prompt in enumerate(prompts):
                 prefill(
-                    self._target, self.store, b, list(prompt[:-1]), self._prefill_chunk, progress, self.states
-                )
+                    self._target, self.store, b, list(prompt[:-1]), self._prefill_chunk, progress,
+                    self.states, features,
+                )  # fmt: skip
         self.update_chunk_means()
 
     def holds(self, lengths: Sequence[int]) -> bool:

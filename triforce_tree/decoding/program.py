@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.choice.controller import LearntChoice
@@ -20,7 +19,7 @@ from triforce_tree.decoding.stages import (
     Stage,
     TreeVerifyStage,
 )
-from triforce_tree.drafters.base import Drafter
+from triforce_tree.drafters.base import Drafter, features_of
 from triforce_tree.kv.offload.host_store import Offload
 from triforce_tree.kv.offload.weights.streamed_weights import check_level_one
 from triforce_tree.kv.store import KVStore
@@ -105,7 +104,7 @@ class DecodingProgram:
         self.states = self._cache.states
         self.retrieval_view, self.gathered_view = self._cache.retrieval_view, self._cache.gathered_view
         features = self.drafter.features if self.drafter is not None else ()
-        self.state = self._new_state(extent, features)
+        self.state = self._new_state(extent)
         if self.states is not None:
             self.state.recurrent = self.states.buffers
         self.full = step_model(target, compiled, features)
@@ -117,20 +116,16 @@ class DecodingProgram:
             )
         self.capture_seconds = 0.0
 
-    def _new_state(self, extent: PassLimits, features: Sequence[int]) -> SequenceState:
+    def _new_state(self, extent: PassLimits) -> SequenceState:
         chain, extra, vocabulary = 0, extent.depth, 0
         if self.levels == 3:
             chain, extra, vocabulary = extent.max_draft_tokens, extent.depth + 1, self.target.vocab_size
-        hidden = self.target.model.config.get_text_config(decoder=True).hidden_size
-        verified = max(extent.max_draft_tokens, extent.depth) + 1
-
-        def buffer() -> Tensor:
-            shape = (self.batch, verified, hidden)
-            return torch.zeros(shape, device=self.device, dtype=self.target.dtype)
-
+        features = features_of(
+            self.drafter, self.target, self.batch, extent.max_draft_tokens + extent.depth + 2
+        )
         return SequenceState(
             self.batch, self.max_seq_len + extent.scratch_slots, chain, max(1, extra), vocabulary,
-            self.device, {layer: buffer() for layer in features},
+            self.device, features,
         )  # fmt: skip
 
     def _low_bit_model(self, compiled: bool, features: Sequence[int]) -> StepModel:
@@ -217,10 +212,11 @@ class DecodingProgram:
             self.state.length.fill_(length)
             self.state.chain.fill_(self.state.max_draft_tokens if chains else 0)
 
-        if self.drafter is not None:
-            self.drafter.start([[0] * (length + 1)] * self.batch)
-        with self._cache.trial(length):
-            yield begin
+        with self.state.trial_features(length):
+            if self.drafter is not None:
+                self.drafter.start([[0] * (length + 1)] * self.batch)
+            with self._cache.trial(length):
+                yield begin
 
     def prefill(self, prompts: Sequence[Sequence[int]], progress: Progress | None = None) -> None:
         """Feed all but each prompt's last token, the first root, to every level.
@@ -232,7 +228,7 @@ class DecodingProgram:
         """
         self._check(prompts)
         try:
-            self._cache.prefill(prompts, progress)
+            self._cache.prefill(prompts, progress, self.state.features)
             self._start(prompts)
         except BaseException:
             self.close()
@@ -245,6 +241,8 @@ class DecodingProgram:
         """
         self._check(prompts)
         if self._cache.holds([len(p) - 1 for p in prompts]):
+            if self.state.features is not None:
+                self.state.features.rewind(torch.tensor([len(p) - 1 for p in prompts], device=self.device))
             self._start(prompts)
         else:
             self.prefill(prompts)
@@ -270,7 +268,6 @@ class DecodingProgram:
         state.has_nan.zero_()
         state.chain.zero_()
         state.retrieval_emitted.zero_()
-        state.feature_count.zero_()
         if self.drafter is not None:
             self.drafter.start(prompts)
         self._cache.set_lengths(lengths)

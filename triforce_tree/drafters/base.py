@@ -14,16 +14,21 @@ follows the target's own distribution if the drafter is *honest* (``docs/lossles
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from triforce_tree.kernels.attention.plan import pack_mask
+from triforce_tree.models.hf_model import HFModel
+from triforce_tree.runtime.features import Features
 from triforce_tree.runtime.sequence_state import SequenceState
 from triforce_tree.trees.device_shapes import DeviceTreeShape
 from triforce_tree.trees.shapes import Shape
 from triforce_tree.verify.probs import Sampler
+
+# A return to the prompt after so many tokens, as in measurements, finds the hidden states before its end.
+_REWOUND = 64
 
 
 @dataclass
@@ -136,6 +141,43 @@ class TokenTree:
         ]
 
 
+@runtime_checkable
+class ReadsTarget(Protocol):
+    """What a drafter has besides if it computes with parts of the target.
+
+    Attributes:
+        feature_window: how many of a sequence's first and of its newest positions it reads the hidden states
+            of, prompt included. Other drafters get those of the tokens of the last passes alone.
+    """
+
+    feature_window: tuple[int, int]
+
+    def attach(self, target: HFModel) -> None:
+        """Take from the target what drafting needs; called before ``bind`` and the reading of ``features``.
+
+        Raises:
+            ValueError: the drafter was made for another target.
+        """
+
+
+def features_of(drafter: "Drafter | None", target: HFModel, batch: int, verified: int) -> Features | None:
+    """Where hidden states are kept for a drafter; None if it reads none.
+
+    Args:
+        target: whose hidden states these are.
+        batch: sequences.
+        verified: most positions after the committed tokens that passes write.
+    """
+    if drafter is None or not drafter.features:
+        return None
+    leading, newest = drafter.feature_window if isinstance(drafter, ReadsTarget) else (0, 1)
+    size = target.model.config.get_text_config(decoder=True).hidden_size
+    return Features(
+        drafter.features, batch, size, leading, max(newest, verified), verified + _REWOUND, target.device,
+        target.dtype,
+    )  # fmt: skip
+
+
 class Drafter(Protocol):
     """Proposes token trees for a batch of B sequences.
 
@@ -153,8 +195,9 @@ class Drafter(Protocol):
         capturable: whether ``propose`` can be captured as a CUDA graph: only torch operations, on tensors
             that keep their addresses, and no wait for the device. False for a drafter that reads tokens on
             the host.
-        features: decoder layers of the target whose hidden states it reads from ``state.features``; ``()``
-            for none.
+        features: which hidden states of the target it reads (``state.newest_features``): i for the output of
+            decoder layer i, the number of layers for the state after the final norm, which the language
+            model head reads; ``()`` for none.
     """
 
     name: str

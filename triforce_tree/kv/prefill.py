@@ -13,7 +13,10 @@ from triforce_tree.kv.recurrent_states import PromptPass, RecurrentStates
 from triforce_tree.kv.store import KVStore
 from triforce_tree.models.attention import AttentionParams
 from triforce_tree.models.hf_model import HFModel
+from triforce_tree.models.hidden_states import hidden_states
 from triforce_tree.models.recurrent.running import ChunkPass
+from triforce_tree.models.step_model import decoder_layers
+from triforce_tree.runtime.features import Features
 from triforce_tree.runtime.stats import Progress
 
 # Fewest queries of one attention call under a window.
@@ -137,6 +140,7 @@ def prefill(
     chunk: int,
     progress: Progress | None,
     states: RecurrentStates | None = None,
+    features: Features | None = None,
 ) -> None:
     """Store keys, values and states of ``tokens`` for one sequence.
 
@@ -144,13 +148,20 @@ def prefill(
         chunk: tokens of a forward.
         progress: called with the tokens of each chunk.
         states: of recurrent layers, if there are any.
+        features: where hidden states are kept for the drafter, if it reads any.
     """
     cache = SequenceRows(store, sequence, states)
-    for start in range(0, len(tokens), chunk):
-        part = tokens[start : start + chunk]
-        model.forward(part, cache, last_only=True)
-        if progress:
-            progress(len(part))
+    if features is not None:
+        features.begin(sequence, 0)
+    layers = features.layers if features is not None else ()
+    with hidden_states(model.running, decoder_layers(model.running), layers) as hidden:
+        for start in range(0, len(tokens), chunk):
+            part = tokens[start : start + chunk]
+            model.forward(part, cache, last_only=True)
+            if features is not None:
+                features.feed(sequence, start, hidden)
+            if progress:
+                progress(len(part))
     store.fed(sequence, len(tokens))
     if states is not None:
         states.lengths[sequence] = len(tokens)

@@ -27,6 +27,7 @@ from triforce_tree.models.experts.modules import expert_modules
 from triforce_tree.models.few_row import few_row_copy, why_not_replaceable
 from triforce_tree.models.fused_linears import fused
 from triforce_tree.models.hf_model import HFModel
+from triforce_tree.models.hidden_states import keep_hidden
 from triforce_tree.models.host_layers import use_fused_layers
 from triforce_tree.models.host_linear import use_few_row_linears
 from triforce_tree.models.length_rope import LengthRope
@@ -138,14 +139,14 @@ class StepModel:
         compiled: fuse each decoder layer's small operations with ``torch.compile``; if that fails, the layers
             run uncompiled, and a warning gives the reason.
         length_rope: the choice of rotary frequencies, if they depend on the sequence length.
-        features: decoder layers whose outputs are kept in ``hidden`` after each call.
+        features: hidden states that are kept in ``hidden`` after each call, see ``keep_hidden``.
         max_positions: size of a learned position table, to which positions are clamped; None for no limit.
             Passes reach beyond the longest sequence; those results are never read, but need some position.
         layers: indices of the layers with attention, in their order; by default all.
 
     Attributes:
         capturable: whether a CUDA graph can capture a call.
-        hidden: by decoder layer, ``[B, T, hidden_size]``.
+        hidden: by element of ``features``, ``[B, T, hidden_size]``.
     """
 
     def __init__(
@@ -174,11 +175,8 @@ class StepModel:
             self._recompile_limit = partial(torch._dynamo.config.patch, recompile_limit=_COMPILED_SHAPES)
             for layer in decoder_layers(clone):
                 layer.forward = _compiled(layer.forward)
-        for index in sorted({*features}):
-            decoder_layers(clone)[index].register_forward_hook(partial(self._keep, index))
-
-    def _keep(self, index: int, layer: nn.Module, args: Any, output: Any) -> None:
-        self.hidden[index] = output[0] if isinstance(output, tuple) else output
+        if features:
+            keep_hidden(clone, decoder_layers(clone), features, self.hidden.__setitem__)
 
     @property
     def device(self) -> torch.device:
@@ -227,7 +225,7 @@ def step_model(model: HFModel, compiled: bool, features: Sequence[int] = ()) -> 
 
     Args:
         compiled: see :class:`StepModel`.
-        features: decoder layers whose outputs are kept.
+        features: hidden states that are kept.
     """
     on_gpu = model.device.type == "cuda"
     replaced = on_gpu and why_not_replaceable(model.model) is None

@@ -9,6 +9,7 @@ import torch
 from enumeration import total_variation
 from families import perturbed, prompt_of, with_rounded_kv
 from generation_distributions import Generations, stranger, target_distribution
+from head_folders import eagle, medusa
 from own_drafters import FixedSiblings, FixedThenDrawn, TableDraws
 from transformers import (
     LogitsProcessorList,
@@ -221,6 +222,23 @@ CASES: dict[str, Case] = {
     "drawn by a table, all": Case(
         2, 4, 2, 1, {}, PROCESSORS["all"], drafter=partial(TableDraws, "static:0;1;0.0", 4)
     ),
+    # Drafters that read the target's hidden states; EAGLE-3 with a window much shorter than the prompt, and
+    # with a draft vocabulary that lacks some of the target's tokens.
+    **{
+        f"{name}, {how}": Case(levels, vocabulary, tokens, passes, options, processors, 2, plan, drafter)
+        for how, levels, vocabulary, tokens, passes, tree, options, processors, plan in (
+            ("chain", 2, 3, 2, None, "chain:2", {}, (), ()),
+            ("siblings, all", 2, 4, 2, 1, "static:0;1;0.0", {}, PROCESSORS["all"], ()),
+            ("best-first", 2, 3, 2, 1, "best-first:2,2", {}, (), ()),
+            ("hierarchy", 3, 3, 2, 1, "static:0;1", {"runner_ups": True}, (), ()),
+            ("hierarchy, two rounds", 3, 2, 3, 1, "chain:1", {"rounds": 2, "gamma": 2}, (), ()),
+            ("off and on", 2, 2, 4, None, "chain:1", {}, (), (1, 0, 1)),
+        )
+        for name, drafter in (
+            ("medusa", partial(medusa, stranger(vocabulary, 0, 2), tree, heads=2)),
+            ("eagle", partial(eagle, stranger(vocabulary, 0, 2), tree, draft_vocabulary=vocabulary - 1)),
+        )
+    },
     **{
         f"{name}, {how}": Case(levels, 4 if how == "all" else 3, 2, 1, options, processors)
         for how, processors in PROCESSORS.items()

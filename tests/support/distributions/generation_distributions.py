@@ -22,7 +22,7 @@ from triforce_tree.decoding.choice.passes import PassKind
 from triforce_tree.decoding.loop import Decoder
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.stop_criteria import Ending
-from triforce_tree.drafters.base import Drafter
+from triforce_tree.drafters.base import Drafter, ReadsTarget
 from triforce_tree.drafters.token_map import TokenMap
 from triforce_tree.drafters.tree_model import TreeDrafter
 from triforce_tree.kv.prefill import prefill
@@ -84,6 +84,8 @@ class Generations:
         self.walks = [Walk() for _ in range(batch)]
         wrapped = HFModel(target)
         drafter = TreeDrafter(HFModel(draft), config, tokens) if isinstance(draft, PreTrainedModel) else draft
+        if isinstance(drafter, ReadsTarget):
+            drafter.attach(wrapped)
         if drafter is not None:
             config = replace(config, tree=drafter.tree)
         self.program = DecodingProgram(
@@ -99,7 +101,10 @@ class Generations:
             # The stages are those of a choice while decoding; the passes are given.
             self.program.config = replace(self.program.config, rounds=1)
         with wrapped.active():
-            prefill(wrapped, self.program.store, 0, self.prompt[:-1], 64, None, self.program.states)
+            features = self.program.state.features
+            prefill(wrapped, self.program.store, 0, self.prompt[:-1], 64, None, self.program.states, features)
+        for buffer in features.buffers if features is not None else ():
+            buffer[1:] = buffer[:1]
         share_first(self.program.store)
         self._states = [state[:1].clone() for state in self._recurrent()]
         self.program.update_chunk_means()

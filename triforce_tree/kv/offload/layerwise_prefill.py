@@ -8,7 +8,7 @@ lacks it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +21,7 @@ from triforce_tree.kv.offload.pinned import HostMemory
 from triforce_tree.kv.prefill import SequenceRows
 from triforce_tree.models.attention import AttentionParams
 from triforce_tree.models.hf_model import HFModel
+from triforce_tree.models.hidden_states import hidden_states
 from triforce_tree.models.step_model import decoder_layers
 from triforce_tree.runtime.stats import Progress
 
@@ -185,13 +186,20 @@ class _Calls:
         self.layers, self.states = layers, states
         self._calls: list[list[tuple[tuple[Any, ...], dict[str, Any]]]] = []
 
-    @contextmanager
-    def recorded(self) -> Iterator[None]:
+    def recorded(self) -> AbstractContextManager[None]:
         """Inside, layers compute nothing: they return their input, and their calls are recorded."""
+        return self._replaced(self._recorder)
+
+    def returning(self, hidden: Tensor) -> AbstractContextManager[None]:
+        """Inside, layers compute nothing, and the model goes on with ``hidden`` after the last."""
+        return self._replaced(lambda index: lambda *args, **kwargs: hidden)
+
+    @contextmanager
+    def _replaced(self, instead: Callable[[int], Callable[..., Tensor]]) -> Iterator[None]:
         forwards = [layer.__dict__.get("forward") for layer in self.layers]
         try:
             for index, layer in enumerate(self.layers):
-                layer.forward = self._recorder(index)
+                layer.forward = instead(index)
             yield
         finally:
             for layer, forward in zip(self.layers, forwards, strict=True):
@@ -210,11 +218,25 @@ class _Calls:
 
         return forward
 
-    def run(self, index: int, chunk: int) -> None:
+    def run(self, index: int, chunk: int) -> Tensor:
         """Layer ``index`` on one chunk; its output replaces its input in ``states``."""
         args, kwargs = self._calls[chunk][index]
         out = self.layers[index](self.states.take(chunk), *args, **kwargs)
-        self.states.put(chunk, out if isinstance(out, Tensor) else out[0])
+        hidden: Tensor = out if isinstance(out, Tensor) else out[0]
+        self.states.put(chunk, hidden)
+        return hidden
+
+
+def _normed(model: HFModel, calls: _Calls, tokens: list[int], cache: _LayerKV, hidden: Tensor) -> Tensor:
+    """The state after the final norm, by the model's own forward from the last layer's output on."""
+    paused = model.streamed.paused() if model.streamed is not None else nullcontext()
+    with (
+        hidden_states(model.running, calls.layers, (model.layers,)) as found,
+        calls.returning(hidden),
+        paused,
+    ):
+        model.forward(tokens, cache, last_only=True, whole=False)
+    return found[model.layers]
 
 
 @torch.no_grad()
@@ -225,6 +247,8 @@ def prefill_by_layers(
     sink: Sink,
     progress: Progress | None = None,
     states: States | None = None,
+    features: Sequence[int] = (),
+    keep: Callable[[int, int, Tensor], None] | None = None,
 ) -> None:
     """Compute keys and values of ``tokens`` in all layers, into ``sink``.
 
@@ -233,6 +257,8 @@ def prefill_by_layers(
         chunk: tokens at once.
         progress: called with numbers of tokens that add up to all; every layer counts alike.
         states: where hidden states are kept; by default on the device.
+        features: which hidden states a drafter reads, see ``keep_hidden``.
+        keep: called with an element of ``features``, the position of a chunk, and its states ``[1, T, H]``.
     """
     if not tokens:
         return
@@ -256,8 +282,12 @@ def prefill_by_layers(
                 waiting[number]()
             cache.length = start
             with model.attending(cache):
-                calls.run(layer, number)
+                hidden = calls.run(layer, number)
             stop = min(start + chunk, len(tokens))
+            if keep is not None and layer in features:
+                keep(layer, start, hidden)
+            if keep is not None and layer == model.layers - 1 and model.layers in features:
+                keep(model.layers, start, _normed(model, calls, tokens[start:stop], cache, hidden))
             if index is not None and buffer is not None:
                 free.append(sink.chunk_done(index, start, buffer[start:stop]))
             done += stop - start

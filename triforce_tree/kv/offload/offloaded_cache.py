@@ -13,6 +13,7 @@ All this concerns layers without a window. Layers with one keep it in a ring on 
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from math import prod
 
 import torch
@@ -28,6 +29,7 @@ from triforce_tree.kv.prefill import SequenceRows
 from triforce_tree.kv.store import KVStore
 from triforce_tree.models.attention import KVShape
 from triforce_tree.models.hf_model import HFModel
+from triforce_tree.runtime.features import Features
 from triforce_tree.runtime.stats import Progress
 
 
@@ -116,8 +118,14 @@ class OffloadedCache:
         """The share of the slots in host memory that the CPU attends to in a pass of ``queries`` tokens."""
         return self.settings.share(queries) if self.attention is not None else 0.0
 
-    def prefill(self, prompts: Sequence[Sequence[int]], chunk: int, progress: Progress | None = None) -> None:
-        """Store keys and values of all but the last token of each prompt."""
+    def prefill(
+        self,
+        prompts: Sequence[Sequence[int]],
+        chunk: int,
+        progress: Progress | None = None,
+        features: Features | None = None,
+    ) -> None:
+        """Store keys and values of all but the last token of each prompt, and their hidden states."""
         self.host.ring.invalidate()
         prefills = []
         for b, prompt in enumerate(prompts):
@@ -126,7 +134,7 @@ class OffloadedCache:
             self.lengths[b] = len(tokens)
             self.host.base[b] = self._base_after(len(tokens))
             prefills.append(OffloadedPrefill(self, b))
-            self._prefill_one(tokens, chunk, prefills[-1], progress)
+            self._prefill_one(b, tokens, chunk, prefills[-1], progress, features)
             # The last layer's keys and values are copied out of memory that the next prefill overwrites.
             self.host.to_host.join()
         for one in prefills:
@@ -134,19 +142,31 @@ class OffloadedCache:
         self._publish()
 
     def _prefill_one(
-        self, tokens: list[int], chunk: int, sink: "OffloadedPrefill", progress: Progress | None
+        self,
+        b: int,
+        tokens: list[int],
+        chunk: int,
+        sink: "OffloadedPrefill",
+        progress: Progress | None,
+        features: Features | None,
     ) -> None:
+        run = partial(prefill_by_layers, self.model, tokens, chunk, sink, progress)
+        if features is not None:
+            features.begin(b, 0)
+            run = partial(
+                run, features=features.layers, keep=lambda i, start, h: features.feed(b, start, {i: h})
+            )
         hidden = len(tokens) * self.model.model.config.get_text_config(decoder=True).hidden_size
         if self.host.last_resident and hidden <= self.store.memory.numel():
             reserved = ReservedStates(self.store.memory, chunk)
-            prefill_by_layers(self.model, tokens, chunk, sink, progress, reserved)
+            run(states=reserved)
             return
         if not self.settings.states_on_host:
-            prefill_by_layers(self.model, tokens, chunk, sink, progress)
+            run()
             return
         states = HostStates(len(tokens), chunk, self.host.device)
         try:
-            prefill_by_layers(self.model, tokens, chunk, sink, progress, states)
+            run(states=states)
         finally:
             states.close()
 
