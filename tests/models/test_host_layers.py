@@ -15,8 +15,8 @@ from transformers import (
 
 from triforce_tree.kernels.cpu.fp32 import layers as fp32
 from triforce_tree.kernels.cpu.fp32.library import library
-from triforce_tree.models.host_layers import use_fused_layers
-from triforce_tree.models.host_linear import use_few_row_linears
+from triforce_tree.models.host.layers import use_fused_layers
+from triforce_tree.models.host.linears import use_few_row_linears
 from triforce_tree.models.model_copy import shallow_copy
 
 pytestmark = pytest.mark.skipif(library() is None, reason="needs a processor with AVX2, and a C compiler")

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor, nn
 
 from triforce_tree.kernels.cpu.fp32.library import library
-from triforce_tree.models import host_linear
-from triforce_tree.models.host_linear import few_row_linears
+from triforce_tree.models.host import linears as host_linear
+from triforce_tree.models.host.linears import few_row_linears
 
 
 @pytest.fixture(params=["C kernel", "oneDNN"])

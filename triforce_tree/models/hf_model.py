@@ -27,7 +27,7 @@ from triforce_tree.models.attention import (
 )
 from triforce_tree.models.experts.streamed import Streamed
 from triforce_tree.models.few_row import quantisation
-from triforce_tree.models.host_linear import few_row_linears
+from triforce_tree.models.host.linears import few_row_linears
 from triforce_tree.models.length_rope import LengthRope
 from triforce_tree.models.model_copy import shallow_copy
 from triforce_tree.models.recorder import Recorder

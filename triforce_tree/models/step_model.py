@@ -28,8 +28,8 @@ from triforce_tree.models.few_row import few_row_copy, why_not_replaceable
 from triforce_tree.models.fused_linears import fused
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.hidden_states import keep_hidden
-from triforce_tree.models.host_layers import use_fused_layers
-from triforce_tree.models.host_linear import use_few_row_linears
+from triforce_tree.models.host.layers import use_fused_layers
+from triforce_tree.models.host.linears import use_few_row_linears
 from triforce_tree.models.length_rope import LengthRope
 from triforce_tree.models.model_copy import shallow_copy, text_decoder
 from triforce_tree.models.recurrent.mixers import attach

@@ -13,7 +13,8 @@ from triforce_tree.drafters.heads.growth import TreeGrowth
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.runtime.distributed import broadcast_tensor
 from triforce_tree.runtime.sequence_state import SequenceState
-from triforce_tree.trees.shapes import Ranks, Shape, Static
+from triforce_tree.trees.sequoia import Ranks
+from triforce_tree.trees.shapes import Shape, Static
 from triforce_tree.verify.probs import Sampler
 
 FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from triforce_tree.kernels.cpu.fp32 import layers as fp32
 from triforce_tree.kernels.cpu.fp32.library import library
 from triforce_tree.kernels.cpu.fp32.linear import MOST_ROWS, gated
-from triforce_tree.models.host_linear import FewRowWeight, few_row_weight
+from triforce_tree.models.host.linears import FewRowWeight, few_row_weight
 
 _ROTARY = "apply_rotary_pos_emb"
 _EPSILONS = ("variance_epsilon", "eps")
