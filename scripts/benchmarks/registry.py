@@ -13,6 +13,10 @@ BENCHMARKS = {
     "linear": ("benchmarks.linear.run", "few-row linear layers: check, time, compare; --quick: less"),
     "host_attention": ("benchmarks.cpu.host_attention", "attention on the CPU, alone and beside the bus"),
     "cpu": ("benchmarks.cpu.speed", "the embedded pair on a CPU beside transformers: README.md"),
+    "verification": (
+        "benchmarks.verification.run",
+        "tokens that traversal verification accepts beside node by node: docs/losslessness.md",
+    ),
     "pair": ("train_pair.evaluate", "what the embedded pair can do: needles, loss, overlaps"),
     "kernels_by_arch": ("checks.kernels_by_arch", "compiles every kernel for GPUs not at hand"),
 }

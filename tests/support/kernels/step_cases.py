@@ -17,6 +17,7 @@ from torch import Tensor
 from triforce_tree.kernels import step
 from triforce_tree.kernels.step.kv_slots import quantized
 from triforce_tree.kernels.step.select import chunk_scores
+from triforce_tree.kernels.step.traversal import FIXED
 
 # How much draft and target agree: (sharp, likeness) of ``acceptance``, from not at all to almost always.
 LIKENESS = ((1.0, 0.0), (2.0, 1.0), (0.3, 10.0), (30.0, 0.2), (0.1, 20.0), (0.5, 100.0))
@@ -300,6 +301,21 @@ def acceptance(
     random_numbers[1].exponential_()
     tree = tokens.to(device), torch.tensor(parents, device=device)
     return Problem("accept_tree", (*tree, p, q, rows.to(device), *random_numbers, depth_of(parents)))
+
+
+def traversal(*args: Any, both: float = 0.0, **options: Any) -> Problem:
+    """``acceptance`` from the leaves on; ``both``: part of the siblings after which all are deterministic."""
+    problem = acceptance(*args, **options)
+    tokens, parents, p, q, rows, *rest = problem.args
+    if both:
+        tokens, rows = tokens.clone(), rows.clone()
+        for b, above in enumerate(parents.tolist()):
+            for node in range(2, len(above)):
+                if above[node] in above[1:node] and random.Random(f"{b} {node}").random() < both:
+                    later = [n for n in range(node, len(above)) if above[n] == above[node]]
+                    tokens[b, later] = torch.randint_like(tokens[b, later], p.shape[2])
+                    rows[b, later] = FIXED
+    return Problem("traverse_tree", (tokens, parents, p, q, rows, *rest))
 
 
 def greedy(batch: int, nodes: int, vocab: int, device: str, seed: int = 0) -> Problem:

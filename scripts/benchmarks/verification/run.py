@@ -1,0 +1,182 @@
+"""How many tokens traversal verification accepts beside verification node by node, on the embedded pair.
+
+    python -m scripts.benchmarks verification [--tokens 64] [--prompts 4] [--context 4096]
+
+The engine decodes with sampling, once with each of the two at all levels, from the same prompts. For every
+tree that a level verifies, the expected number of accepted tokens of both is computed from the tree's
+tokens, p and q: acceptance itself is not sampled. ``same trees`` compares both on the trees of the run with
+traversal verification; ``own trees`` compares the two runs, since chains of level 1 become longer too. Tokens
+a pass include the one that each verification emits itself. Writes docs/results/verification.json.
+"""
+
+import argparse
+import statistics
+import sys
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scripts.benchmarks.common import results
+from scripts.benchmarks.common.engine import drafter_of
+from scripts.benchmarks.cpu.machine import processor
+from scripts.benchmarks.verification import expected
+from triforce_tree import load
+from triforce_tree.config import HierarchyConfig
+from triforce_tree.decoding.loop import Decoder
+from triforce_tree.decoding.program import DecodingProgram
+from triforce_tree.decoding.stages import ChainVerifyStage, RetrievalVerifyStage, TreeVerifyStage
+from triforce_tree.decoding.stop_criteria import Ending
+from triforce_tree.engine import Engine
+from triforce_tree.eval.text import pydoc_text, token_ids
+from triforce_tree.kernels import step
+from triforce_tree.verify.noise import Noise
+from triforce_tree.verify.sampling import ProbsFromLogits
+
+OUT = results.RESULTS / "verification.json"
+# Levels, tree, runner-ups, draft rounds a pass.
+Setting = tuple[int, str, bool, int]
+SETTINGS: tuple[Setting, ...] = (
+    (2, "chain:4", False, 1),
+    (2, "chain:8", False, 1),
+    (2, "best-first:6,5,4", False, 1),
+    (3, "chain:3", False, 4),
+    (3, "chain:3", True, 4),
+    (3, "best-first:6,5,4", False, 4),
+)
+STAGES = {"retrieval_refresh": "retrieval", "retrieval": "retrieval", "target": "target"}
+
+
+class Recording(Noise):
+    """Noise that computes what each tree is expected to give before it is verified.
+
+    Attributes:
+        node_by_node: verify in this way, else by traversal.
+        found: (by traversal, node by node) of each verification: expected tokens, the emitted one included.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.node_by_node = False
+        self.found: list[list[float]] = []
+
+    def accept_tree(
+        self, tokens: Tensor, parents: Tensor, p: Tensor, q: Tensor, q_rows: Tensor, depth: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        tree = tokens, parents, p, q, q_rows
+        if tokens.shape[1] > 1:
+            both = expected.traversal(*tree, depth), expected.node_by_node(*tree, depth)
+            self.found += (1 + torch.stack(both, 1)).tolist()
+        if self.node_by_node:
+            return step.accept_tree(*tree, self.uniform, self.exponential[:, 0], depth)
+        return super().accept_tree(*tree, depth)
+
+
+Found = dict[str, list[list[float]]]
+
+
+def measured(
+    engine: Engine, prompts: Sequence[list[int]], setting: Setting, heats: Sequence[float], count: int
+) -> dict[tuple[float, bool], Found]:
+    """``Recording.found`` by temperature, by whether nodes are verified by themselves, and by level.
+
+    ``count`` new tokens follow each prompt.
+    """
+    levels, tree, runner_ups, rounds = setting
+    assert engine.hierarchy.draft is not None
+    config = HierarchyConfig.from_options(
+        tree=tree, runner_ups=runner_ups, rounds=rounds, gamma=12, budget=512, recent=128
+    )
+    length = max(map(len, prompts)) + count
+    drafter = drafter_of(engine.hierarchy.draft, config, levels)
+    program = DecodingProgram(engine.hierarchy.target, drafter, config, 1, length, levels, noise=Recording)
+    found: dict[tuple[float, bool], Found] = {}
+    for seed, prompt in enumerate(prompts):
+        program.prefill([prompt])
+        for heat, node_by_node in product(heats, (False, True)):
+            decoder = Decoder(program, ProbsFromLogits.at(heat), seed)
+            decoder.controller.fixed = rounds
+            program.rewind([prompt])
+            noises = {stage: _noise(program, stage) for stage in (STAGES if levels == 3 else ("target",))}
+            for noise in noises.values():
+                noise.node_by_node, noise.found = node_by_node, []
+            for _ in decoder.decode([prompt], [Ending(count)]):
+                pass
+            made = found.setdefault((heat, node_by_node), {})
+            for stage, noise in noises.items():
+                made.setdefault(STAGES[stage], []).extend(noise.found)
+    return found
+
+
+def _noise(program: DecodingProgram, stage: str) -> Recording:
+    judged = program.stage(stage)
+    assert isinstance(judged, RetrievalVerifyStage | ChainVerifyStage | TreeVerifyStage)
+    noise = judged.verifier.noise
+    assert isinstance(noise, Recording)
+    return noise
+
+
+def rows_of(setting: Setting, heat: float, ours: Found, theirs: Found) -> list[results.Record]:
+    """A row for each level that verifies, from what was found with traversal and node by node."""
+    levels, tree, runner_ups, rounds = setting
+    rows = []
+    for level, trees in ours.items():
+        here = statistics.fmean(one for one, _ in trees)
+        same = statistics.fmean(other for _, other in trees)
+        own = statistics.fmean(other for _, other in theirs[level])
+        figures = {"traversal": here, "node_by_node_same_trees": same, "node_by_node_own_trees": own}
+        rows.append(
+            {
+                "levels": levels,
+                "tree": tree,
+                "runner_ups": runner_ups,
+                "rounds": rounds,
+                "temperature": heat,
+                "level": level,
+                "verifications": len(trees),
+                **{name: results.rounded(value) for name, value in figures.items()},
+                "gain_same_trees": results.rounded(here / same - 1),
+                "gain_own_trees": results.rounded(here / own - 1),
+            }
+        )
+    return rows
+
+
+def main(words: list[str]) -> int:
+    parser = argparse.ArgumentParser("python -m scripts.benchmarks verification", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--tokens", type=int, default=64, help="new tokens of each prompt")
+    parser.add_argument("--prompts", type=int, default=4, help="prompts")
+    parser.add_argument("--context", type=int, default=4096, help="tokens of each prompt")
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[1.0, 0.6], help="of sampling")
+    parser.add_argument("--out", type=Path, default=OUT, help="results file")
+    options = parser.parse_args(words)
+    engine = load(device="cpu", dtype=torch.float32)
+    assert engine.tokenizer is not None
+    text = token_ids(engine.tokenizer, pydoc_text())
+    apart = (len(text) - options.context) // options.prompts
+    prompts = [text[apart * i :][: options.context] for i in range(options.prompts)]
+    content: results.Record = {
+        **results.header(0, "engine"),
+        "processor": processor(),
+        "text": "pydoc topics",
+        "context": options.context,
+        "prompts": options.prompts,
+        "new_tokens": options.tokens,
+        "rows": [],
+    }
+    for setting in SETTINGS:
+        found = measured(engine, prompts, setting, options.temperatures, options.tokens)
+        for heat in options.temperatures:
+            for row in rows_of(setting, heat, found[heat, False], found[heat, True]):
+                print(row, flush=True)
+                content["rows"].append(row)
+        results.write(options.out, content)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
