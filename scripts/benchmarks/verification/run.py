@@ -2,18 +2,16 @@
 
     python -m scripts.benchmarks verification [--tokens 64] [--prompts 4] [--context 4096]
 
-The engine decodes with sampling, once with each of the two at all levels, from the same prompts. For every
-tree that a level verifies, the expected number of accepted tokens of both is computed from the tree's
-tokens, p and q: acceptance itself is not sampled. ``same trees`` compares both on the trees of the run with
-traversal verification; ``own trees`` compares the two runs, since chains of level 1 become longer too. Tokens
-a pass include the one that each verification emits itself. Writes docs/results/verification.json.
+The engine decodes with sampling. For every tree that a level verifies, the expected number of accepted tokens
+is computed for both from the tree's tokens, p and q: acceptance itself is not sampled. Tokens a verification
+include the one that it emits itself. Chains that level 2 verifies are those of level 1 with traversal
+verification; it made them longer too. Writes docs/results/verification.json.
 """
 
 import argparse
 import statistics
 import sys
 from collections.abc import Sequence
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +30,6 @@ from triforce_tree.decoding.stages import ChainVerifyStage, RetrievalVerifyStage
 from triforce_tree.decoding.stop_criteria import Ending
 from triforce_tree.engine import Engine
 from triforce_tree.eval.text import pydoc_text, token_ids
-from triforce_tree.kernels import step
 from triforce_tree.verify.noise import Noise
 from triforce_tree.verify.sampling import ProbsFromLogits
 
@@ -54,13 +51,11 @@ class Recording(Noise):
     """Noise that computes what each tree is expected to give before it is verified.
 
     Attributes:
-        node_by_node: verify in this way, else by traversal.
         found: (by traversal, node by node) of each verification: expected tokens, the emitted one included.
     """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.node_by_node = False
         self.found: list[list[float]] = []
 
     def accept_tree(
@@ -70,8 +65,6 @@ class Recording(Noise):
         if tokens.shape[1] > 1:
             both = expected.traversal(*tree, depth), expected.node_by_node(*tree, depth)
             self.found += (1 + torch.stack(both, 1)).tolist()
-        if self.node_by_node:
-            return step.accept_tree(*tree, self.uniform, self.exponential[:, 0], depth)
         return super().accept_tree(*tree, depth)
 
 
@@ -80,11 +73,8 @@ Found = dict[str, list[list[float]]]
 
 def measured(
     engine: Engine, prompts: Sequence[list[int]], setting: Setting, heats: Sequence[float], count: int
-) -> dict[tuple[float, bool], Found]:
-    """``Recording.found`` by temperature, by whether nodes are verified by themselves, and by level.
-
-    ``count`` new tokens follow each prompt.
-    """
+) -> dict[float, Found]:
+    """``Recording.found`` by temperature and level, for ``count`` new tokens of each prompt."""
     levels, tree, runner_ups, rounds = setting
     assert engine.hierarchy.draft is not None
     config = HierarchyConfig.from_options(
@@ -93,21 +83,20 @@ def measured(
     length = max(map(len, prompts)) + count
     drafter = drafter_of(engine.hierarchy.draft, config, levels)
     program = DecodingProgram(engine.hierarchy.target, drafter, config, 1, length, levels, noise=Recording)
-    found: dict[tuple[float, bool], Found] = {}
+    found: dict[float, Found] = {heat: {} for heat in heats}
     for seed, prompt in enumerate(prompts):
         program.prefill([prompt])
-        for heat, node_by_node in product(heats, (False, True)):
+        for heat in heats:
             decoder = Decoder(program, ProbsFromLogits.at(heat), seed)
             decoder.controller.fixed = rounds
             program.rewind([prompt])
             noises = {stage: _noise(program, stage) for stage in (STAGES if levels == 3 else ("target",))}
             for noise in noises.values():
-                noise.node_by_node, noise.found = node_by_node, []
+                noise.found = []
             for _ in decoder.decode([prompt], [Ending(count)]):
                 pass
-            made = found.setdefault((heat, node_by_node), {})
             for stage, noise in noises.items():
-                made.setdefault(STAGES[stage], []).extend(noise.found)
+                found[heat].setdefault(STAGES[stage], []).extend(noise.found)
     return found
 
 
@@ -119,15 +108,14 @@ def _noise(program: DecodingProgram, stage: str) -> Recording:
     return noise
 
 
-def rows_of(setting: Setting, heat: float, ours: Found, theirs: Found) -> list[results.Record]:
-    """A row for each level that verifies, from what was found with traversal and node by node."""
+def rows_of(setting: Setting, heat: float, found: Found) -> list[results.Record]:
+    """A row for each level that verifies."""
     levels, tree, runner_ups, rounds = setting
     rows = []
-    for level, trees in ours.items():
-        here = statistics.fmean(one for one, _ in trees)
-        same = statistics.fmean(other for _, other in trees)
-        own = statistics.fmean(other for _, other in theirs[level])
-        figures = {"traversal": here, "node_by_node_same_trees": same, "node_by_node_own_trees": own}
+    for level, trees in found.items():
+        ours, other = (statistics.fmean(column) for column in zip(*trees, strict=True))
+        # Both are expectations for the same trees, which were drawn.
+        spread = statistics.stdev(one - another for one, another in trees) if len(trees) > 1 else 0.0
         rows.append(
             {
                 "levels": levels,
@@ -137,9 +125,10 @@ def rows_of(setting: Setting, heat: float, ours: Found, theirs: Found) -> list[r
                 "temperature": heat,
                 "level": level,
                 "verifications": len(trees),
-                **{name: results.rounded(value) for name, value in figures.items()},
-                "gain_same_trees": results.rounded(here / same - 1),
-                "gain_own_trees": results.rounded(here / own - 1),
+                "tokens_traversal": results.rounded(ours),
+                "tokens_node_by_node": results.rounded(other),
+                "gain": results.rounded(ours / other - 1),
+                "gain_standard_error": results.rounded(spread / len(trees) ** 0.5 / other),
             }
         )
     return rows
@@ -171,7 +160,7 @@ def main(words: list[str]) -> int:
     for setting in SETTINGS:
         found = measured(engine, prompts, setting, options.temperatures, options.tokens)
         for heat in options.temperatures:
-            for row in rows_of(setting, heat, found[heat, False], found[heat, True]):
+            for row in rows_of(setting, heat, found[heat]):
                 print(row, flush=True)
                 content["rows"].append(row)
         results.write(options.out, content)
