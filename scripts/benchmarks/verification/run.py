@@ -44,7 +44,8 @@ SETTINGS: tuple[Setting, ...] = (
     (3, "chain:3", True, 4),
     (3, "best-first:6,5,4", False, 4),
 )
-STAGES = {"retrieval_refresh": "retrieval", "retrieval": "retrieval", "target": "target"}
+# Levels -> stages that verify, and their names; both stages of level 1 have one verifier.
+STAGES = {2: {"target": "target"}, 3: {"retrieval": "retrieval", "target": "target"}}
 
 
 class Recording(Noise):
@@ -90,13 +91,13 @@ def measured(
             decoder = Decoder(program, ProbsFromLogits.at(heat), seed)
             decoder.controller.fixed = rounds
             program.rewind([prompt])
-            noises = {stage: _noise(program, stage) for stage in (STAGES if levels == 3 else ("target",))}
+            noises = {level: _noise(program, stage) for stage, level in STAGES[levels].items()}
             for noise in noises.values():
                 noise.found = []
             for _ in decoder.decode([prompt], [Ending(count)]):
                 pass
-            for stage, noise in noises.items():
-                found[heat].setdefault(STAGES[stage], []).extend(noise.found)
+            for level, noise in noises.items():
+                found[heat].setdefault(level, []).extend(noise.found)
     return found
 
 
