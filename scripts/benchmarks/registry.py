@@ -22,6 +22,10 @@ BENCHMARKS = {
         "benchmarks.retrieval.run",
         "overlap of level 1 with the target by retrieval policy: docs/retrieval.md",
     ),
+    "verification": (
+        "benchmarks.verification.run",
+        "tokens that traversal verification accepts beside node by node: docs/losslessness.md",
+    ),
     "pair": ("train_pair.evaluate", "what the embedded pair can do: needles, loss, overlaps"),
     "kernels_by_arch": ("checks.kernels_by_arch", "compiles every kernel for GPUs not at hand"),
 }

@@ -28,6 +28,7 @@ from triforce_tree.kernels.step import accept_kernels as accept
 from triforce_tree.kernels.step import grow_kernels as grow
 from triforce_tree.kernels.step import kv_slots_kernels, place_kernels
 from triforce_tree.kernels.step import select_kernels as select
+from triforce_tree.kernels.step import traversal_kernels as traversal
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 NAMES = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}
@@ -219,7 +220,9 @@ def _acceptance() -> Iterator[Variant]:
 def _accept(nodes: int, vocabulary: int) -> None:
     tree, probs = _ints(1, nodes), torch.zeros(1, 2, vocabulary)
     p = probs[:, :1].expand(1, nodes, vocabulary)
-    accept.accept_tree(tree, tree, p, probs, tree, torch.zeros(1, nodes), probs[:, 0], 12)
+    verified = tree, tree, p, probs, tree, torch.zeros(1, nodes), probs[:, 0], 12
+    accept.accept_tree(*verified)
+    traversal.traverse_tree(*verified)
     accept.accept_greedy(tree, tree, tree, 12)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import step_cases
 import torch
 from grow_cases import beginning, expansion, placement
-from step_cases import Problem, acceptance, runner_up, selection
+from step_cases import Problem, acceptance, runner_up, selection, traversal
 from torch import Tensor
 
 from scripts.checks.report import Report, need_gpu, parser
@@ -65,8 +65,13 @@ def problems() -> Iterator[Make]:
         yield partial(
             acceptance, 6, nodes, vocab, GPU, *step_cases.LIKENESS[seed % 6], seed % 8 == 7, seed=seed
         )
+        kind: dict[str, float] = ({}, {"fixed": 0.5}, {"both": 0.7})[seed % 3]
+        yield partial(
+            traversal, 6, nodes, vocab, GPU, *step_cases.LIKENESS[seed % 6], seed % 8 == 7, seed=seed, **kind
+        )
     for nodes, vocab in [(16, 128256), (64, 128256), (32, 152064)]:
         yield partial(acceptance, 2, nodes, vocab, GPU, 0.3, 10.0, seed=nodes)
+        yield partial(traversal, 2, nodes, vocab, GPU, 0.3, 10.0, seed=nodes)
     for seed, nodes in enumerate((1, 2, 16, 63, 64, 65, 128, 256)):
         yield partial(step_cases.greedy, 6, nodes, 3 + seed, GPU, seed=seed)
     for shape, exponential in product(
@@ -111,6 +116,7 @@ def captured() -> Iterator[Callable[..., Problem]]:
     yield partial(selection, 3, 4, 1, 3000, 128, 100, HALF, GPU)
     yield partial(selection, 3, 4, 4, 20000, 128, 100, HALF, GPU)
     yield partial(cut, partial(acceptance, 4, 16, 4096, GPU, 0.3, 10.0))
+    yield partial(cut, partial(traversal, 4, 16, 4096, GPU, 0.3, 10.0))
     yield partial(cut, partial(step_cases.greedy, 4, 16, 5, GPU))
     yield partial(runner_up, 4, 6, 4096, True, GPU)
     yield partial(beginning, 4, 5, (8, 6, 4), 300, GPU)

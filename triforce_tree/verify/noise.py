@@ -44,8 +44,8 @@ class Noise:
     def accept_tree(
         self, tokens: Tensor, parents: Tensor, p: Tensor, q: Tensor, q_rows: Tensor, depth: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See ``kernels.step.accept_tree``; the tree has at most ``uniforms`` nodes."""
-        return step.accept_tree(tokens, parents, p, q, q_rows, self.uniform, self.exponential[:, 0], depth)
+        """See ``kernels.step.traverse_tree``; the tree has at most ``uniforms`` nodes."""
+        return step.traverse_tree(tokens, parents, p, q, q_rows, self.uniform, self.exponential[:, 0], depth)
 
     def expand_nodes(
         self, logits: Tensor, temperature: Tensor | None, probs: Tensor, count: int, first: int = 0

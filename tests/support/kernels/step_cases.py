@@ -325,6 +325,21 @@ def acceptance(
     return Problem("accept_tree", (*tree, p, q, rows.to(device), *random_numbers, depth_of(parents)))
 
 
+def traversal(*args: Any, both: float = 0.0, **options: Any) -> Problem:
+    """``acceptance`` from the leaves on; ``both``: part of the siblings after which all are deterministic."""
+    problem = acceptance(*args, **options)
+    tokens, parents, p, q, rows, *rest = problem.args
+    if both:
+        tokens, rows = tokens.clone(), rows.clone()
+        for b, above in enumerate(parents.tolist()):
+            for node in range(2, len(above)):
+                if above[node] in above[1:node] and random.Random(f"{b} {node}").random() < both:
+                    later = [n for n in range(node, len(above)) if above[n] == above[node]]
+                    tokens[b, later] = torch.randint_like(tokens[b, later], p.shape[2])
+                    rows[b, later] = FIXED
+    return Problem("traverse_tree", (tokens, parents, p, q, rows, *rest))
+
+
 def greedy(batch: int, nodes: int, vocab: int, device: str, seed: int = 0) -> Problem:
     """A random tree in which half of the nodes hold the target's argmax."""
     rng = random.Random(seed)

@@ -32,9 +32,17 @@ def step_kernels() -> SimpleNamespace:
         kv_slots_kernels,
         place_kernels,
         select_kernels,
+        traversal_kernels,
     )
 
-    modules = (kv_slots_kernels, select_kernels, accept_kernels, grow_kernels, place_kernels)
+    modules = (
+        kv_slots_kernels,
+        select_kernels,
+        accept_kernels,
+        traversal_kernels,
+        grow_kernels,
+        place_kernels,
+    )
     return SimpleNamespace(
         **{name: getattr(m, name) for m in modules for name in step.__all__ if name in vars(m)}
     )
