@@ -62,13 +62,39 @@ class BestFirst:
         self.widths = tuple(widths)
 
 
-Shape = Static | BestFirst
+@dataclass(frozen=True)
+class WithChain:
+    """A tree, and a chain of ``length`` tokens that is proposed beside it, see ``drafters.merged``.
+
+    ``tree`` is a shape or its name, as :func:`parse_shape` takes it.
+    """
+
+    tree: str | Shape
+    length: int
+
+
+Shape = Static | BestFirst | WithChain
 
 
 def chain_shape(length: int) -> Static:
     """A shape of one proposed token per depth."""
     _check_size(length, length)
     return Static([[0] * length])
+
+
+def with_chain(shape: str | Shape, length: int) -> str | Shape:
+    """The tree of ``shape`` with a chain of ``length`` tokens beside it, in place of its own; 0 for none.
+
+    Raises:
+        ValueError: both have more than ``MOST_NODES`` nodes.
+    """
+    tree = shape.tree if isinstance(shape, WithChain) else shape
+    if not length:
+        return tree
+    parsed = parse_shape(tree)
+    size = parsed.size if isinstance(parsed, Static) else sum(getattr(parsed, "widths", ()))
+    _check_size(size + length, length)
+    return WithChain(tree, length)
 
 
 def sequoia(acceptance: Sequence[float], size: int, depth: int) -> Static:
@@ -183,7 +209,7 @@ def parse_shape(text: str | Shape) -> Shape:
         ValueError: it is none of these, has more than ``MOST_NODES`` nodes, or is deeper than ``MOST_DEPTH``.
     """
     if not isinstance(text, str):
-        if not isinstance(text, Static | BestFirst):
+        if not isinstance(text, Static | BestFirst | WithChain):
             raise ValueError(f"tree={text!r} is neither a name like chain:4 nor a tree shape; {_KNOWN}")
         return text
     shown = text if len(text) < 60 else f"{text[:60]}..."
