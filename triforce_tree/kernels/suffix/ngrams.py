@@ -108,9 +108,9 @@ def match_suffix(
     bounds = zip(committed.tolist(), end.tolist(), last.tolist(), strict=True)
     for b, (limit, stop, (before, kind)) in enumerate(bounds):
         if 0 <= before <= stop:
-            followed = tokens[b, before + 1 : stop + 1][: chain.shape[1]].tolist()
+            came = tokens[b, before + 1 : stop + 1][: chain.shape[1]].tolist()
             right = wrong = 0
-            for token, proposed in zip(followed, chain[b].tolist(), strict=False):
+            for token, proposed in zip(came, chain[b].tolist(), strict=False):
                 if proposed < 0:
                     break
                 if token != proposed:
@@ -124,8 +124,8 @@ def match_suffix(
         if not length:
             continue
         kind = max(c for c, n in enumerate(sizes) if n <= length)
-        followed_sum, judged_sum = counts[b, kind]
-        acceptance = (followed_sum + PRIOR_TOKENS * expected[kind]) / (judged_sum + PRIOR_TOKENS)
+        followed, judged = counts[b, kind]
+        acceptance = (followed + PRIOR_TOKENS * expected[kind]) / (judged + PRIOR_TOKENS)
         likely = acceptance.expand(chain.shape[1]).cumprod(0)
         slots = torch.arange(max(1, int((likely >= least).sum())), device=tokens.device)
         chain[b, : len(slots)] = tokens[b, start + 1 + slots % (stop - start)]
@@ -140,13 +140,15 @@ def _longest(
     hashes = ((newest + 1) * powers[: len(newest)]).cumsum(0)
     known = lengths[lengths <= len(newest)]
     rows = torch.arange(len(known), device=tokens.device)
-    ends = table[rows, _entries(hashes[known - 1], known, table.shape[1])]
-    best = (0, -1)
-    for length, at in zip(known.tolist(), ends.tolist(), strict=True):
-        if not 0 <= at < limit:
+    ends = table[rows, _entries(hashes[known - 1], known, table.shape[1])].tolist()
+    suffix, best, seen = newest.tolist(), (0, -1), set()
+    for length, at in zip(known.tolist(), ends, strict=True):
+        if not 0 <= at < limit or at in seen:
             continue
-        there = tokens[max(0, at + 1 - len(newest)) : at + 1].flip(0)
-        equal = int((there == newest[: len(there)]).long().cumprod(0).sum())
+        seen.add(at)
+        there = tokens[max(0, at + 1 - len(suffix)) : at + 1].tolist()[::-1]
+        pairs = zip(there, suffix, strict=False)
+        equal = next((j for j, (one, other) in enumerate(pairs) if one != other), len(there))
         if equal >= length:
             best = max(best, (equal, at))
     return best
