@@ -59,13 +59,13 @@ def load(
             places is gathered on its first GPU, where it fits. A model is not changed, but for
             ``offload_weights=True``, which moves its layers' weights to page-locked host memory and all else
             to ``device``, and torchrun, under which it is sharded in place.
-        draft: likewise; by default the embedded draft for the embedded target, and prompt lookup for
+        draft: likewise; by default the embedded draft for the embedded target, and suffix matching for
             any other.
-        drafter: what proposes token trees: ``"model"``, the draft; ``"lookup"``, prompt lookup; a folder or
+        drafter: what proposes token trees: ``"model"``, the draft; ``"lookup"``, suffix matching; a folder or
             hub id with Medusa heads or an EAGLE-3 head for the target, recognised from its files; or an
             object: :class:`Medusa`, :class:`Eagle3`, or one of your own
             (:class:`~triforce_tree.drafters.base.Drafter`). The draft model and folders take ``tree``. By
-            default the draft where there is one, and else prompt lookup.
+            default the draft where there is one, and else suffix matching; ``lookup=N`` is both.
         tokenizer: an object, a hub id or a folder; by default the one in the target's folder.
         draft_tokenizer: likewise, by default the one in the draft's folder. A draft of another tokenizer
             proposes the tokens that both vocabularies have.
@@ -109,7 +109,7 @@ def load(
         device = device_of(target.device) if target.device.type == "cuda" else target.device
     group = distributed.join(device)
     if profile is None and (group is not None or own is not None):
-        # Profiles are measured on one GPU, with a draft model or prompt lookup.
+        # Profiles are measured on one GPU, with a draft model or suffix matching.
         profile = False
     own_tokenizer = tokenizer_of(draft_tokenizer, draft, "draft_tokenizer")
     loaded, streamed = load_target(target, config, device, dtype, group, pinned)

@@ -10,6 +10,8 @@ from triforce_tree.trees.topology_files import SUFFIX
 
 # Most tokens of a cache or a window, and most tokens that one pass may propose.
 MOST_TOKENS, MOST_PROPOSED = 2**20, 1024
+# With the root one tile of 16 rows in the target's forward.
+_MATCHED_ALONE = 15
 
 
 NO_OFFLOAD = "an offloaded one has 16; leave out kv_bits, or give offload=False and shorten the prompt"
@@ -127,7 +129,9 @@ class HierarchyConfig:
     (None: chosen from measured acceptance and stage times); ``tree`` the shape of the draft model's token
     trees (see :func:`triforce_tree.trees.shapes.parse_shape`); ``runner_ups`` says whether level 2 also
     verifies one runner-up token at every depth of the chain (None: on a GPU, where more tokens in a forward
-    cost little). ``lookup`` is the number of tokens that prompt lookup proposes when there is no draft model.
+    cost little). ``lookup`` is the most tokens that suffix matching proposes: alone where
+    there is no draft model (None: 15), else beside the draft's trees, in the same pass (None: 0, which is
+    none).
     ``levels`` 3 is the whole hierarchy, 2 the draft under the full target, 1 autoregressive decoding; "auto"
     takes 3 where the prompt is at least twice the retrieval budget and some layer of the target sees
     more of it than a sliding window, else 2. While decoding, passes of fewer levels take their place where
@@ -158,7 +162,7 @@ class HierarchyConfig:
     gamma: int = 12
     tree: str | Shape = "best-first:6,5,4"
     runner_ups: bool | None = None
-    lookup: int = 8
+    lookup: int | None = None
     retrieval_weight_bits: int = 16
     rounds: int | None = None
     prefill_chunk: int | None = None
@@ -172,10 +176,11 @@ class HierarchyConfig:
     retrieval: RetrievalConfig = field(default_factory=RetrievalConfig)
 
     def __post_init__(self) -> None:
-        for name in ("gamma", "lookup", "rounds"):
-            if name != "rounds" or self.rounds is not None:
-                most = MOST_DEPTH if name == "lookup" else MOST_PROPOSED
-                _within(name, getattr(self, name), 1, most)
+        _within("gamma", self.gamma, 1, MOST_PROPOSED)
+        if self.rounds is not None:
+            _within("rounds", self.rounds, 1, MOST_PROPOSED)
+        if self.lookup is not None:
+            _within("lookup", self.lookup, 0, MOST_DEPTH)
         if self.prefill_chunk is not None:
             _within("prefill_chunk", self.prefill_chunk, 1)
         if self.retrieval_weight_bits not in (4, 8, 16):
@@ -186,10 +191,10 @@ class HierarchyConfig:
             raise ValueError(f"levels={self.levels!r} must be 1, 2, 3 or 'auto'")
         if not isinstance(self.runner_ups, bool | None):
             raise ValueError(f"runner_ups={self.runner_ups!r} must be True, False or None")
-        shape = parse_shape(self.tree)
         if isinstance(self.tree, str) and self.tree.endswith(SUFFIX):
             # Its content, so that a file that changes later changes nothing here.
-            object.__setattr__(self, "tree", shape.name)
+            object.__setattr__(self, "tree", parse_shape(self.tree).name)
+        parse_shape(self.tree)
         if not isinstance(self.offload, bool) and self.offload not in (None, "auto"):
             raise ValueError(f"offload={self.offload!r} must be True, False or 'auto'")
         for name in ("gpu_memory", "host_memory"):
@@ -222,6 +227,20 @@ class HierarchyConfig:
 
         if self.kv_bits != 16 and self.offloads is True:
             raise ValueError(f"kv_bits={self.kv_bits} is for a cache on the device; {NO_OFFLOAD}")
+
+    def matched_tokens(self, draft_model: bool) -> int:
+        """Most tokens that suffix matching proposes in a pass, alone or beside a draft model's trees.
+
+        Raises:
+            ValueError: none, where there is no draft model.
+        """
+        if self.lookup == 0 and not draft_model:
+            raise ValueError(
+                "lookup=0 proposes nothing, and there is no draft model; use at least 1, or levels=1"
+            )
+        if self.lookup is None:
+            return 0 if draft_model else _MATCHED_ALONE
+        return self.lookup
 
     @property
     def chooses_levels(self) -> bool:

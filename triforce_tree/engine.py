@@ -50,7 +50,7 @@ class Engine:
 
     Args:
         target: a transformers causal LM.
-        draft: another one, or any :class:`~triforce_tree.drafters.base.Drafter`; None for prompt lookup.
+        draft: another one, or any :class:`~triforce_tree.drafters.base.Drafter`; None for suffix matching.
         tokenizer: for text prompts and ``stop_strings``.
         config: settings of all levels.
         profile: measured settings, used for prompts like those that they were measured with.
@@ -93,7 +93,7 @@ class Engine:
 
         Raises:
             ValueError: impossible options, another ``offload_weights``, ``tree`` without a draft, or
-                ``lookup`` where prompt lookup does not propose.
+                ``lookup`` with a drafter of the user's own.
         """
         check_drafter_options(self.hierarchy.own_drafter, self.hierarchy.draft, options)
         weights = self._config.offload_weights

@@ -121,7 +121,10 @@ BAD = {
         ["generate", "PROMPT", "--target", "TARGET", "--drafter", "lookup", "--tree", "chain:3"],
         "set lookup=N",
     ),
-    "lookup of a draft model": (["generate", "PROMPT", "--lookup", "4"], "lookup=4 is the number"),
+    "lookup of nothing": (
+        ["generate", "PROMPT", "--target", "TARGET", "--lookup", "0"],
+        "lookup=0 proposes nothing",
+    ),
     "positions": (["generate", "PROMPT", "--max-new-tokens", "5000"], "4096 positions"),
     "device": (["generate", "PROMPT", "--device", "abacus"], "device='abacus'"),
     "no model": (["generate", "PROMPT", "--target", "./nowhere"], "'./nowhere'"),

@@ -28,6 +28,7 @@ CASES = {
     "hierarchy, four tokens": Case(3, 4, 1, 1, {"tree": "chain:1", "runner_ups": False, "budget": 12}),
     "runner-ups, four tokens": Case(3, 4, 1, 1, BOTH),
     "two rounds": Case(3, 2, 3, 1, {**BOTH, "rounds": 2}),
+    "merged": Case(2, 3, 2, 1, {"tree": "chain:1", "runner_ups": False, "lookup": 1}),
 }
 
 Noisy = type[EnumeratedNoise]
@@ -52,6 +53,11 @@ def shifted_q(tokens, parents, p, q, q_rows, depth):
 def shifted_p(tokens, parents, p, q, q_rows, depth):
     """Every node has the target distribution of the one before it."""
     return tokens, parents, p.roll(1, 1), q, q_rows, depth
+
+
+def none_fixed(tokens, parents, p, q, q_rows, depth):
+    """The chain beside a tree is judged as if its tokens had been drawn like their siblings."""
+    return tokens, parents, p, q, q_rows.where(q_rows != accept.FIXED, -1), depth
 
 
 def decided(draws: type[CraftedDraws], level: str = "all") -> Noisy:
@@ -220,6 +226,8 @@ FAULTS: dict[str, Fault] = {
     "shifted q at level 2": ("two rounds", judged(shifted_q, "chain"), sound),
     "shifted p at level 1": ("runner-ups", judged(shifted_p, "trees"), sound),
     "shifted p, siblings": ("siblings", judged(shifted_p), sound),
+    "a chain judged as drawn": ("merged", judged(none_fixed), sound),
+    "no residual, merged": ("merged", EnumeratedNoise, no_residual),
     "with replacement": ("siblings", EnumeratedNoise, with_replacement),
     "best runner-up": ("runner-ups, four tokens", BestRunnerUp, sound),
     "runner-up of the next": ("runner-ups, four tokens", RunnerUpOfTheNext, sound),

@@ -55,13 +55,13 @@ def add_models(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--draft",
         help="folder or hub id of the draft model; without it, the embedded draft for the "
-        "embedded target and prompt lookup for any other",
+        "embedded target and suffix matching for any other",
     )
     group.add_argument(
         "--drafter",
         metavar=f"{{{','.join(DRAFTERS)},FOLDER}}",
-        help="what proposes tokens: the draft model, prompt lookup, or a folder or hub id with Medusa heads "
-        "or an EAGLE-3 head; by default the draft model if there is one",
+        help="what proposes tokens: the draft model, suffix matching (lookup), or a folder or hub id with "
+        "Medusa heads or an EAGLE-3 head; by default the draft model if there is one",
     )
     group.add_argument("--tokenizer", help="folder or hub id of the tokenizer; without it, the target's own")
     group.add_argument(
@@ -95,7 +95,11 @@ def add_hierarchy(parser: argparse.ArgumentParser, profile: str | None = NONE) -
             "shape of the draft's token trees: chain:4, best-first:6,5,4 (widths by depth), sequoia:16x4 "
             "(size x depth), static:0;0.0;1 (rank paths), or a file tree.json of rank paths",
         ),
-        "lookup": (int, "tokens that prompt lookup proposes; only without a draft model"),
+        "lookup": (
+            int,
+            "most tokens that suffix matching proposes, which copies what followed the newest tokens before: "
+            "by default 15 without a draft model; with one, beside its trees, by default 0",
+        ),
         "rounds": (
             positive,
             "draft rounds before each pass of the target; by default chosen from measured acceptance and "

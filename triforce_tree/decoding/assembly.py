@@ -12,7 +12,8 @@ import torch
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.base import Drafter, ReadsTarget
-from triforce_tree.drafters.prompt_lookup import PromptLookup
+from triforce_tree.drafters.merged import Merged
+from triforce_tree.drafters.suffix_matching import SuffixMatching
 from triforce_tree.drafters.token_map import TokenMap
 from triforce_tree.drafters.tree_model import TreeDrafter
 from triforce_tree.kv.offload.host_attention import host_attends
@@ -30,7 +31,7 @@ from triforce_tree.runtime import distributed
 from triforce_tree.runtime.executor import free_memory
 from triforce_tree.runtime.locks import generation, held
 from triforce_tree.trees.device_shapes import least_prompt
-from triforce_tree.trees.shapes import chain_shape, parse_shape
+from triforce_tree.trees.shapes import chain_shape, parse_shape, with_chain
 from triforce_tree.verify.sampling import ProbsFromLogits
 
 # Buffers are made for sequences of a multiple of this many tokens, so that they serve longer ones too.
@@ -43,12 +44,12 @@ class Hierarchy:
 
     Args:
         target: level 2, and level 1 on its retrieval cache.
-        draft: a model for level 0, a drafter, or None for prompt lookup.
+        draft: a model for level 0, a drafter, or None for suffix matching.
         config: what each level does.
         tokens: the draft model's token ids for the target's; None where these are the same.
 
     Attributes:
-        own_drafter: the drafter that was given; None for a draft model and for prompt lookup.
+        own_drafter: the drafter that was given; None for a draft model and for suffix matching.
         guard: what of the target was compared with transformers' own forward.
         memory: where KV slots are kept, as :meth:`adopt_memory_plan` decided; None if nothing is offloaded.
 
@@ -87,23 +88,29 @@ class Hierarchy:
 
     @property
     def config(self) -> HierarchyConfig:
-        """The settings; ``tree`` is the drafter's own unless the drafter is a model."""
+        """The settings; ``tree`` is the drafter's, with the chain of suffix matching beside a model's."""
         return self._config
 
     @config.setter
     def config(self, config: HierarchyConfig) -> None:
-        if self.draft is None:
-            tree = chain_shape(config.lookup) if self.own_drafter is None else self.own_drafter.tree
-            config = replace(config, tree=tree)
+        if self.own_drafter is not None:
+            config = replace(config, tree=self.own_drafter.tree)
+        elif self.draft is None:
+            config = replace(config, tree=chain_shape(config.matched_tokens(False)))
+        else:
+            config = replace(config, tree=with_chain(config.tree, config.matched_tokens(True)))
         if self.target.states is not None:
             config = within_limits(self.target.name, config, self.draft is not None)
         self._config = config
 
     def drafter(self) -> Drafter:
         """Level 0 under the current settings; a draft model's has new buffers."""
-        if self.draft is not None:
-            return TreeDrafter(self.draft, self.config, self.tokens)
-        return PromptLookup(self.config.lookup) if self.own_drafter is None else self.own_drafter
+        if self.own_drafter is not None:
+            return self.own_drafter
+        if self.draft is None:
+            return SuffixMatching(self.config.matched_tokens(False))
+        grown, matched = TreeDrafter(self.draft, self.config, self.tokens), self.config.matched_tokens(True)
+        return Merged(grown, SuffixMatching(matched)) if matched else grown
 
     def with_config(self, config: HierarchyConfig) -> "Hierarchy":
         """The same checked models under another configuration."""

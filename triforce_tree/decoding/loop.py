@@ -48,7 +48,7 @@ class Decoder:
         self._generator = torch.Generator(program.device)
         self._generator.manual_seed(seed)
         extent = PassLimits.of(program.config, program.levels)
-        self._depth, self._nodes = extent.depth, extent.nodes
+        self._depth, self._nodes, self._drafted_depth = extent.depth, extent.nodes, extent.drafted_depth
         lowest = [program.drafter.name] if program.drafter is not None else []
         retrieval = ["retrieval"] if program.levels == 3 else []
         self.levels = [LevelStats(name) for name in (*lowest, *retrieval, "target")]
@@ -237,7 +237,7 @@ class Decoder:
             drafter = self.program.drafter
             assert drafter is not None
             # A deterministic drafter proposes a whole tree in one forward.
-            draft.forwards += rounds * (1 if drafter.deterministic else self._depth) * len(running)
+            draft.forwards += rounds * (1 if drafter.deterministic else self._drafted_depth) * len(running)
             draft.emitted += rounds * (self._nodes - 1) * len(running)
             draft.seconds += seconds["prepare"] + seconds["draft"]
             if kind.levels == 3:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from triforce_tree.kernels.attention.plan import pack_mask
+from triforce_tree.kernels.step.accept import FIXED
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.runtime.features import Features
 from triforce_tree.runtime.sequence_state import SequenceState
@@ -50,7 +51,7 @@ class TokenTree:
         probs_rows: int64 ``[B, N]``, the row of ``probs`` for the children of each node, -1 if these are
             deterministic, and ``kernels.step.accept.FIXED`` if it is deterministic itself besides, whatever
             its siblings before it are. Initially row n for node n, or -1 everywhere for a deterministic
-            drafter.
+            drafter; ``FIXED`` for a chain beside the tree.
         depth: depth of the deepest node, the most tokens that can be accepted.
     """
 
@@ -73,9 +74,10 @@ class TokenTree:
                 a deterministic drafter, which reports none.
         """
         depths = torch.tensor(shape.depths)
-        count = len(depths)
-        expanding = count - sum(shape.widths[-1:]) if vocabulary else 0
+        count, grown = len(depths), shape.tree_nodes
+        expanding = grown - sum(shape.widths[-1:]) if vocabulary else 0
         rows = torch.arange(count) if vocabulary else torch.full((count,), -1)
+        rows[grown:] = FIXED
         tree = cls(
             tokens=torch.full((batch, count), -1, device=device),
             parents=torch.tensor(shape.parents, device=device).repeat(batch, 1),
@@ -83,7 +85,7 @@ class TokenTree:
             mask_words=torch.zeros(batch, count, -(-count // 64), dtype=torch.int64, device=device),
             probs=torch.zeros(batch, expanding, vocabulary, device=device),
             probs_rows=rows.to(device).repeat(batch, 1),
-            depth=len(shape.widths),
+            depth=shape.depth,
         )
         tree.update_masks()
         return tree

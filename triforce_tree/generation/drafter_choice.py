@@ -71,7 +71,7 @@ def check_drafter_options(
     """Check that the drafter is there, and takes the options that were given.
 
     Args:
-        drafter: a name, an object, or None for the draft model where there is one, and else prompt lookup.
+        drafter: a name, an object, or None for the draft model where there is one, and else suffix matching.
         draft: the draft model; None without one.
         options: those that the user has given.
 
@@ -82,14 +82,14 @@ def check_drafter_options(
         raise ValueError("drafter='model' needs a draft; give one, or drafter='lookup'")
     if draft is None and "tree" in options and not names_heads(drafter):
         _refuse_tree(options["tree"], drafter)
-    if "lookup" in options:
-        _check_lookup(options["lookup"], drafter, draft)
+    if (lookup := options.get("lookup")) is not None:
+        _check_lookup(lookup, drafter)
 
 
 def _refuse_tree(tree: object, drafter: Drafter | str | Path | None) -> NoReturn:
     if drafter is None or isinstance(drafter, str | Path):
         raise ValueError(
-            f"tree={tree!r} shapes a draft model's trees, but prompt lookup proposes chains; set lookup=N "
+            f"tree={tree!r} shapes a draft model's trees, but suffix matching proposes chains; set lookup=N "
             "instead, or give a draft model"
         )
     raise ValueError(
@@ -98,12 +98,7 @@ def _refuse_tree(tree: object, drafter: Drafter | str | Path | None) -> NoReturn
     )
 
 
-def _check_lookup(lookup: object, drafter: Drafter | str | Path | None, draft: object | None) -> None:
-    if draft is not None:
-        raise ValueError(
-            f"lookup={lookup!r} is the number of tokens that prompt lookup proposes, but the draft model "
-            "proposes here; leave lookup out, or take drafter='lookup' and no draft"
-        )
+def _check_lookup(lookup: object, drafter: Drafter | str | Path | None) -> None:
     if names_heads(drafter):
         raise ValueError(
             f"lookup={lookup!r} is the number of tokens that drafter='lookup' proposes, but the heads in "

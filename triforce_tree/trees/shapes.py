@@ -8,8 +8,10 @@ never on the draws of these children: that would bias the distribution that they
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import overload
 
 from triforce_tree.trees.sequoia import Acceptance, Ranks, best_paths, vectors_by_depth
 from triforce_tree.trees.topology_files import SUFFIX, read_topology, write_topology
@@ -73,13 +75,40 @@ class BestFirst:
         return f"best-first:{','.join(map(str, self.widths))}"
 
 
-Shape = Static | BestFirst
+@dataclass(frozen=True)
+class WithChain:
+    """A tree, and a chain of ``length`` tokens that is proposed beside it, see ``drafters.merged``.
+
+    ``tree`` is a shape or its name, as :func:`parse_shape` takes it.
+    """
+
+    tree: str | Shape
+    length: int
+
+
+Tree = Static | BestFirst
+Shape = Tree | WithChain
 
 
 def chain_shape(length: int) -> Static:
     """A shape of one proposed token per depth."""
     _check_size(length, length)
     return Static([[0] * length])
+
+
+def with_chain(shape: str | Shape, length: int) -> str | Shape:
+    """The tree of ``shape`` with a chain of ``length`` tokens beside it, in place of its own; 0 for none.
+
+    Raises:
+        ValueError: both have more than ``MOST_NODES`` nodes.
+    """
+    tree = shape.tree if isinstance(shape, WithChain) else shape
+    if not length:
+        return tree
+    parsed = parse_shape(tree)
+    size = parsed.size if isinstance(parsed, Static) else sum(getattr(parsed, "widths", ()))
+    _check_size(size + length, length)
+    return WithChain(tree, length)
 
 
 def sequoia(acceptance: Acceptance, size: int, depth: int) -> Static:
@@ -122,18 +151,22 @@ def expected_acceptances(shape: Static, acceptance: Acceptance) -> float:
 DEFAULT_ACCEPTANCE = (0.50, 0.13, 0.06, 0.04, 0.03, 0.02, 0.015, 0.01)
 
 
+@overload
+def parse_shape(text: str) -> Tree: ...
+@overload
+def parse_shape(text: str | Shape) -> Shape: ...
 def parse_shape(text: str | Shape) -> Shape:
     """Parse the name of a shape.
 
     ``chain:4`` | ``best-first:6,5,4`` (widths by depth) | ``sequoia:16x4`` (size x depth) |
     ``static:0;0.0;1`` (rank paths) | the path of a file that :func:`save_shape` wrote, ``tree.json`` |
-    a :class:`Static` or :class:`BestFirst` object.
+    a :class:`Static`, :class:`BestFirst` or :class:`WithChain` object.
 
     Raises:
         ValueError: it is none of these, has more than ``MOST_NODES`` nodes, or is deeper than ``MOST_DEPTH``.
     """
     if not isinstance(text, str):
-        if not isinstance(text, Static | BestFirst):
+        if not isinstance(text, Static | BestFirst | WithChain):
             raise ValueError(f"tree={text!r} is neither a name like chain:4 nor a tree shape; {_KNOWN}")
         return text
     shown = text if len(text) < 60 else f"{text[:60]}..."
@@ -149,7 +182,7 @@ def parse_shape(text: str | Shape) -> Shape:
 _KNOWN = "use chain:4, best-first:6,5,4, sequoia:16x4, static:0;0.0;1 or a file tree.json"
 
 
-def load_shape(path: str | Path) -> Shape:
+def load_shape(path: str | Path) -> Tree:
     """A shape from a JSON file.
 
     Raises:
@@ -159,7 +192,7 @@ def load_shape(path: str | Path) -> Shape:
     return Static(paths) if paths is not None else BestFirst(widths or ())
 
 
-def save_shape(shape: Shape, path: str | Path) -> None:
+def save_shape(shape: Tree, path: str | Path) -> None:
     """Write a shape to a file that ``tree=path`` reads; its name should end in .json.
 
     Raises:
@@ -172,7 +205,7 @@ def save_shape(shape: Shape, path: str | Path) -> None:
 
 
 @lru_cache(maxsize=64)
-def _named(text: str) -> Shape | None:
+def _named(text: str) -> Tree | None:
     kind, _, rest = text.partition(":")
     if kind == "chain":
         return chain_shape(_positive(rest))

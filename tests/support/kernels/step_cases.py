@@ -25,12 +25,13 @@ LIKENESS = ((1.0, 0.0), (2.0, 1.0), (0.3, 10.0), (30.0, 0.2), (0.1, 20.0), (0.5,
 
 @dataclass
 class Problem:
-    """An operator's name and arguments; its results are what it returns and the arguments at ``changed``."""
+    """An operator of a ``package`` and arguments; its results: what it returns, and those at ``changed``."""
 
     op: str
     args: tuple[Any, ...]
     changed: tuple[int, ...] = ()
     compare: Callable[["Problem", list[Tensor], list[Tensor]], None] | None = None
+    package: Any = step
 
     def run(self, op: Callable[..., Any], args: tuple[Any, ...] | None = None) -> list[Tensor]:
         args = self.args if args is None else args
@@ -42,7 +43,7 @@ class Problem:
         return tuple(copy(x) if at in self.changed else x for at, x in enumerate(self.args))
 
     def expected(self) -> list[Tensor]:
-        return self.run(getattr(step, self.op).definition, self.copied())
+        return self.run(getattr(self.package, self.op).definition, self.copied())
 
     def judge(self, made: list[Tensor], exact: list[Tensor]) -> None:
         if self.compare is not None:
@@ -312,11 +313,9 @@ def acceptance(
                 continue
             if rows[b, node] >= 0:
                 q[b, rows[b, node]] = torch.nan
-            # Half of them repeat a sibling, where there is one.
             siblings = [i for i in range(1, nodes) if above[i] == above[node]]
-            repeated = rng.choice(siblings) if rng.random() < 0.5 else node
-            tokens[b, node] = tokens[b, repeated] if repeated != node else rng.randrange(vocab)
-            rows[b, node] = FIXED
+            repeated = int(tokens[b, rng.choice(siblings)])  # or the node's own draw
+            tokens[b, node], rows[b, node] = rng.choice([repeated, rng.randrange(vocab)]), FIXED
     if nan:
         p[0] = torch.nan
     random_numbers = torch.rand(batch, nodes, device=device), torch.empty(batch, vocab, device=device)

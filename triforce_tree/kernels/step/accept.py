@@ -58,7 +58,7 @@ def accept_tree(
     """Recursive rejection sampling over siblings (SpecInfer, Sequoia), for trees drawn without replacement.
 
     A child with zero draft probability (after its rejected siblings are removed) cannot have been drawn and
-    counts as absent. Children that were proposed deterministically, as by prompt lookup, have q(x) = 1: the
+    counts as absent. Children that were proposed deterministically, as by suffix matching, have q(x) = 1: the
     i-th is accepted with probability p_i(x), and its rejection leaves p_{i+1}, which is p_i without x,
     renormalised, or p_i where that leaves nothing. A token that was already rejected counts as absent. Both
     kinds of nodes may occur in one tree, and a node may have both kinds of children: drawn ones, and after
@@ -71,8 +71,8 @@ def accept_tree(
         p: fp32 ``[B, N, V]``, the target's probs at each node.
         q: fp32 ``[B, M, V]``, draft probs; M may be 0 where all proposals are deterministic.
         q_rows: int64 ``[B, N]``, the row of ``q`` that a node's children were drawn from, -1 where they
-            were proposed deterministically; read for nodes with children only. ``FIXED``: as -1, and the node
-            itself was proposed deterministically too, whatever its parent's other children are.
+            were proposed deterministically; read for nodes with drawn children only. ``FIXED``: as -1, and
+            the node itself was proposed deterministically too, whatever its parent's other children are.
         uniforms: fp32 ``[B, N]`` in [0, 1); node x is accepted where ``uniforms[x] < p(x) / q(x)``.
         exponential: fp32 ``[B, V]`` of Exp(1) noise; the emitted token is the argmax of the residual
             probs / exponential, the lowest id among equals. Probs that are NaN emit token 0.
@@ -96,7 +96,8 @@ def accept_drawn(
             target = p[b, node]
             children = [i for i in range(node + 1, len(token)) if parent[i] == node and token[i] >= 0]
             certain = torch.ones_like(target)  # without the rejected tokens
-            draft = certain if row[node] < 0 or not children else q[b, row[node]]
+            drawn = row[node] >= 0 and any(row[child] != FIXED for child in children)
+            draft = q[b, row[node]] if drawn else certain
             for child in children if len(path) <= depth else ():
                 x = token[child]
                 deterministic = row[node] < 0 or row[child] == FIXED

@@ -109,10 +109,10 @@ def _accept_nodes_kernel(
     uniform = tl.load(uniforms_ptr + sequence * uniforms_b + index, mask=real, other=1.0)
     valid = (token >= 0) & (token < vocab) & (parent >= 0) & (parent < index)
     q_row = tl.load(q_rows_ptr + parent, mask=valid, other=-1)
-    valid = valid & (q_row >= _FIXED) & (q_row < q_count)
     # The children of a node were drawn from one row, but for those that are deterministic.
     own_row = tl.load(q_rows_ptr + index, mask=real, other=-1)
     q_row = tl.where(own_row == _FIXED, -1, q_row)
+    valid = valid & (q_row >= _FIXED) & (q_row < q_count)
     p_here = tl.load(p_ptr + parent * p_n + token, mask=valid, other=0.0)
     q_here = tl.load(q_ptr + q_row * q_m + token, mask=valid & (q_row >= 0), other=1.0)
     valid = valid & (q_here > 0.0)
@@ -137,21 +137,18 @@ def _accept_nodes_kernel(
     p_ptr += own_node.to(tl.int64) * p_n
     row = tl.max(tl.where(candidates, q_row, -1), 0)
     q_ptr += tl.where(row < 0, 0, row) * q_m
-    # What the rejection of drawn siblings takes from p of a deterministic child; 0 where there are none.
+    # Of a deterministic child the q of its drawn siblings; 0 where there are none.
     follows = tl.where(candidates & (q_row < 0), index * 0 + row, -1) >= 0
     q_of_fixed = tl.load(q_ptr + token, mask=follows, other=0.0)
     noise_ptr += sequence * noise_b
     outcome = tl.full([], -1, tl.int64)
     coef = tl.full([], 0.0, tl.float32)  # A
     residual, q_left = coef + 1.0, coef + 1.0  # S, T
-    rejections = tl.full([], 0, tl.int32)
-    drawn = tl.full([], 0, tl.int32)
+    rejections, drawn = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
     while reached:
-        accept_prob = p_here - coef * tl.where(q_row >= 0, q_here, q_of_fixed)
-        accept_prob = tl.div_rn(
-            tl.div_rn(tl.where(accept_prob > 0.0, accept_prob, 0.0), residual),
-            tl.where(q_row >= 0, tl.div_rn(q_here, q_left), 1.0),
-        )
+        left = p_here - coef * tl.where(q_row >= 0, q_here, q_of_fixed)
+        q_now = tl.where(q_row >= 0, tl.div_rn(q_here, q_left), 1.0)
+        accept_prob = tl.div_rn(tl.div_rn(tl.where(left > 0.0, left, 0.0), residual), q_now)
         packed = packed_index | ((uniform < accept_prob).to(tl.int64) << 32)
         first_child = tl.min(tl.where(candidates, packed, _NO_NODE), 0)
         no_child = first_child == _NO_NODE
