@@ -10,6 +10,7 @@ from triforce_tree.decoding.cost_table import stage_costs
 from triforce_tree.decoding.draft_length import CostFactors, DraftLengthController, StageSeconds
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.stop_criteria import Ending, finish_reason
+from triforce_tree.kv.cached_tokens import Reuse
 from triforce_tree.runtime.distributed import broadcast_object
 from triforce_tree.runtime.stage_clock import StageClock
 from triforce_tree.runtime.stats import LevelStats, Progress
@@ -23,6 +24,9 @@ Observer = Callable[[list[list[int]], Callable[[int], Tensor]], None]
 
 class Decoder:
     """Decodes a batch of sequences with one :class:`DecodingProgram`.
+
+    Attributes:
+        reused: tokens of each prompt that the last prefill found in the cache.
 
     Args:
         program: made for this batch size; one decoder uses it at a time.
@@ -57,13 +61,20 @@ class Decoder:
             self.controller.resume(learnt)
             self._cost_factors = learnt.cost_factors
         self.prefill_seconds = self.decode_seconds = 0.0
+        self.reused = [0] * program.batch
         self.finish_reasons: list[str | None] = []
         self._clock = StageClock(program.device)
 
-    def prefill(self, prompts: Sequence[Sequence[int]], progress: Progress | None = None) -> None:
-        """Feed the prompts to every level; all but their last tokens, which are the first roots."""
+    def prefill(
+        self, prompts: Sequence[Sequence[int]], progress: Progress | None = None, reuse: Reuse = "none"
+    ) -> None:
+        """Feed the prompts to every level; all but their last tokens, which are the first roots.
+
+        Args:
+            reuse: which tokens that the cache holds from earlier generations are kept.
+        """
         start = time.perf_counter()
-        self.program.prefill(prompts, progress)
+        self.reused = self.program.prefill(prompts, progress, reuse)
         self._clock.synchronize()
         self.prefill_seconds += time.perf_counter() - start
 
@@ -97,6 +108,12 @@ class Decoder:
                 self._count(rounds, report, sum(map(len, new)), expected)
                 self.decode_seconds += time.perf_counter() - start
                 yield new
+        except GeneratorExit:
+            raise
+        except BaseException:
+            # What an interrupted or failed pass left is not to be continued.
+            self.program.cache.forget()
+            raise
         finally:
             if self._learns:
                 self.program.learnt[self._kind] = self.controller.learnt(self._cost_factors)
@@ -166,7 +183,8 @@ class Decoder:
             clock.mark("target")
         self._verified_by = "target" if rounds else "plain"
         report: list[list[int]] = program.state.pass_results().tolist()
-        program.committed([count for count, *_ in report])
+        tokens = [emitted[:count] for count, _, _, _, *emitted in report]
+        program.committed([count for count, *_ in report], tokens)
         program.state.retrieval_emitted.zero_()
         return report
 

@@ -20,6 +20,7 @@ from triforce_tree.decoding.stages import (
     TreeVerifyStage,
 )
 from triforce_tree.drafters.base import Drafter
+from triforce_tree.kv.cached_tokens import Reuse
 from triforce_tree.kv.offload.host_store import Offload
 from triforce_tree.kv.offload.weights.streamed_weights import check_level_one
 from triforce_tree.kv.store import KVStore
@@ -58,9 +59,11 @@ class DecodingProgram:
         offload: how to split the full cache between device and host; None keeps it on the device.
         progress: called with bytes of host memory as they are taken.
         store: KV slots on the device to work on, with whatever they hold; by default new ones.
+        kept: an earlier program's cache to take over, see :class:`FullCache`.
         noise: makes the random numbers of every stage.
 
     Attributes:
+        cache: the target's keys and values.
         state: tokens, lengths and draft chains of the batch.
         full: the target, as levels 2 and plain decoding run it.
         retrieval_model: the target as level 1 runs it; only with three levels.
@@ -89,6 +92,7 @@ class DecodingProgram:
         progress: Callable[[int], None] | None = None,
         store: KVStore | None = None,
         noise: NoiseFactory = Noise,
+        kept: FullCache | None = None,
     ) -> None:
         self.target, self.config, self.levels = target, config, levels
         self.batch, self.max_seq_len = batch, max_seq_len
@@ -106,10 +110,10 @@ class DecodingProgram:
         self.runner_ups = levels == 3 and (
             config.runner_ups is not False if compiled else bool(config.runner_ups)
         )
-        self._cache = FullCache(target, config, batch, max_seq_len, levels, offload, progress, store)
-        self.offloaded, self.full_view = self._cache.offloaded, self._cache.view
-        self.states = self._cache.states
-        self.retrieval_view, self.gathered_view = self._cache.retrieval_view, self._cache.gathered_view
+        self.cache = FullCache(target, config, batch, max_seq_len, levels, offload, progress, store, kept)
+        self.offloaded, self.full_view = self.cache.offloaded, self.cache.view
+        self.states = self.cache.states
+        self.retrieval_view, self.gathered_view = self.cache.retrieval_view, self.cache.gathered_view
         features = self.drafter.features if self.drafter is not None else ()
         self.state = self._new_state(extent, features)
         if self.states is not None:
@@ -148,8 +152,8 @@ class DecodingProgram:
     @property
     def store(self) -> KVStore:
         """KV slots of a full cache on the device."""
-        assert self._cache.store is not None, "the full cache is offloaded"
-        return self._cache.store
+        assert self.cache.store is not None, "the full cache is offloaded"
+        return self.cache.store
 
     def prepare(self, to_probs: ProbsFromLogits) -> None:
         """Select the stages for this kind of sampling, after making and capturing them where there are none.
@@ -192,7 +196,7 @@ class DecodingProgram:
                     draft, Verifier(self.full, to_probs, state, nodes, vocabulary), self.full_view
                 )
         stages["plain"] = PlainStage(
-            self.full, self._cache.token_view, self.retrieval_view, to_probs, state, vocabulary
+            self.full, self.cache.token_view, self.retrieval_view, to_probs, state, vocabulary
         )
         return stages
 
@@ -224,11 +228,13 @@ class DecodingProgram:
 
         if self.drafter is not None:
             self.drafter.start([[0] * (length + 1)] * self.batch)
-        with self._cache.trial(length):
+        with self.cache.trial(length):
             yield begin
 
-    def prefill(self, prompts: Sequence[Sequence[int]], progress: Progress | None = None) -> None:
-        """Feed all but each prompt's last token, the first root, to every level.
+    def prefill(
+        self, prompts: Sequence[Sequence[int]], progress: Progress | None = None, reuse: Reuse = "none"
+    ) -> list[int]:
+        """Feed all but each prompt's last token, the first root, to every level; see ``FullCache.prefill``.
 
         Where an offloaded cache is interrupted in this, its memory is given back and the program closed.
 
@@ -237,11 +243,12 @@ class DecodingProgram:
         """
         self._check(prompts)
         try:
-            self._cache.prefill(prompts, progress)
+            reused = self.cache.prefill(prompts, progress, reuse)
             self._start(prompts)
         except BaseException:
             self.close()
             raise
+        return reused
 
     def rewind(self, prompts: Sequence[Sequence[int]]) -> None:
         """Continue from these prompts, whose keys and values the cache holds: beginnings of its sequences.
@@ -249,7 +256,7 @@ class DecodingProgram:
         Where layers with a window have overwritten what is needed there, the prompts are fed again.
         """
         self._check(prompts)
-        if self._cache.holds([len(p) - 1 for p in prompts]):
+        if self.cache.holds([len(p) - 1 for p in prompts]):
             self._start(prompts)
         else:
             self.prefill(prompts)
@@ -262,8 +269,8 @@ class DecodingProgram:
                     f"a prompt of {len(prompt)} tokens does not fit buffers for {self.levels} levels "
                     f"and {least} to {self.max_seq_len} tokens; use fewer levels or a smaller budget"
                 )
-        if self.target.length_rope is not None:
-            self.target.length_rope.choose_for_texts([len(p) for p in prompts])
+        if (rope := self.target.length_rope) is not None:
+            rope.choose_for_texts([len(p) for p in prompts])
 
     def _start(self, prompts: Sequence[Sequence[int]]) -> None:
         """Set every level to the end of prompts whose keys and values are in the cache."""
@@ -272,21 +279,19 @@ class DecodingProgram:
             state.tokens[b, : len(prompt)] = torch.tensor(prompt, device=self.device)
         state.length.copy_(torch.tensor(lengths, device=self.device))
         state.active.fill_(1)
-        state.has_nan.zero_()
-        state.chain.zero_()
-        state.retrieval_emitted.zero_()
-        state.feature_count.zero_()
+        for counts in (state.has_nan, state.chain, state.retrieval_emitted, state.feature_count):
+            counts.zero_()
         if self.drafter is not None:
             self.drafter.start(prompts)
-        self._cache.set_lengths(lengths)
+        self.cache.begin(prompts)
 
-    def committed(self, counts: Sequence[int]) -> None:
-        """The last pass of level 2 made each sequence so many tokens longer."""
-        self._cache.committed(counts)
+    def committed(self, counts: Sequence[int], tokens: Sequence[Sequence[int]] | None = None) -> None:
+        """The last pass of level 2 made each sequence so many tokens longer; these, if they are known."""
+        self.cache.committed(counts, tokens)
 
     def update_chunk_means(self) -> None:
-        """Compute all chunk means again, after something other than the passes has written KV slots."""
-        self._cache.update_chunk_means()
+        """See :class:`FullCache`."""
+        self.cache.update_chunk_means()
 
     def transferred_bytes(self, tokens: int, plain: bool = False) -> int:
         """Keys, values and weights that a pass of level 2 after so many tokens copies to the device.
@@ -297,7 +302,7 @@ class DecodingProgram:
         queries = 1 if plain or self.levels == 1 else self.max_draft_tokens + 1
         streamed = self.target.streamed
         weights = streamed.pass_bytes(self.batch * queries) if streamed is not None else 0
-        return self._cache.transferred_bytes(tokens, queries) + weights
+        return self.cache.transferred_bytes(tokens, queries) + weights
 
     def serves(self, config: HierarchyConfig) -> bool:
         """Whether setting ``self.config = config`` is all that these settings need.
@@ -312,12 +317,12 @@ class DecodingProgram:
 
     def close(self) -> None:
         """Give an offloaded cache's host memory back; the program cannot be used afterwards."""
-        self._cache.close()
+        self.cache.close()
 
     @property
     def closed(self) -> bool:
         """Whether memory that its stages use was given back."""
-        return self._cache.closed
+        return self.cache.closed
 
     @property
     def stage_names(self) -> Collection[str]:
