@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from triforce_tree.generation.output import GenerateOutput
     from triforce_tree.models.supported import UnsupportedModelError
     from triforce_tree.runtime.stats import LevelStats
+    from triforce_tree.sessions.session import Session
 else:
 
     def __getattr__(name: str) -> Any:
@@ -26,6 +27,7 @@ __all__ = [
     "Engine",
     "GenerateOutput",
     "LevelStats",
+    "Session",
     "UnsupportedModelError",
     "custom_generate",
     "generate",
@@ -37,6 +39,7 @@ _HOMES = {
     "Engine": "triforce_tree.engine",
     "GenerateOutput": "triforce_tree.generation.output",
     "LevelStats": "triforce_tree.runtime.stats",
+    "Session": "triforce_tree.sessions.session",
     "UnsupportedModelError": "triforce_tree.models.supported",
 }
 

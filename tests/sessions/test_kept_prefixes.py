@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import perturbed, prompt_of, tiny
+from families import perturbed, prompt_of, tiny, without_tree
 from program_cases import SMALL
 from recurrent_families import recurrent
 
@@ -28,12 +28,18 @@ def _of(family: str, **options: Any) -> Callable[[], Engine]:
     return made
 
 
-def _recurrent(family: str) -> Callable[[], Engine]:
-    own = {"prefill_chunk": CHUNK, "levels": 1}
+def _recurrent(family: str, levels: int = 1) -> Callable[[], Engine]:
+    own = {"prefill_chunk": CHUNK, "levels": levels, "rounds": 1}
     return lambda: triforce_tree.load(recurrent(family), profile=False, **own)
 
 
+def _looked_up() -> Engine:
+    own = without_tree({**SMALL, "levels": 3})
+    return triforce_tree.load(tiny("llama-gqa"), profile=False, **own)
+
+
 KINDS: dict[str, Callable[[], Engine]] = {
+    "prompt lookup": _looked_up,
     "plain": _of("llama-gqa", levels=1),
     "two levels": _of("llama-gqa", levels=2),
     "three levels": _of("llama-gqa", levels=3),
@@ -45,12 +51,13 @@ KINDS: dict[str, Callable[[], Engine]] = {
     "offloaded, two levels": _of("llama-gqa", levels=2, offload=True),
     "offloaded windows": _of("gemma3", levels=3, offload=True),
     "gated delta rule": _recurrent("qwen3.5"),
+    "gated delta rule, two levels": _recurrent("qwen3.5", 2),
     "mamba-2": _recurrent("granite-4"),
     "short convolutions": _recurrent("lfm2"),
 }
 # Which keep nothing but what their last pass has left.
 AT_THE_END = {"windows", "windows in 8 bits", "chunked windows", "offloaded windows"}
-AT_THE_END |= {"gated delta rule", "mamba-2", "short convolutions"}
+AT_THE_END |= {name for name in KINDS if KINDS[name].__qualname__.startswith("_recurrent")}
 
 
 @pytest.fixture(autouse=True)
@@ -93,10 +100,11 @@ def test_a_session_draws_what_a_cold_engine_draws(kind: str, sampling: dict[str,
         assert session.tokens == expected
         if number == 0:
             assert out.reused_tokens == 0
-        elif "windows" not in kind:
-            # The last pass may have committed tokens after the last one that was asked for.
+        else:
+            # The last pass may have committed tokens after the last one that was asked for. Windows and
+            # states may then have gone on too far, and the end of the last prompt is the next best place.
             before = len(asked) - len(question or [])
-            assert before - 1 <= out.reused_tokens <= before
+            assert before - (10 if kind in AT_THE_END else 1) <= out.reused_tokens <= before
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -211,6 +219,16 @@ def test_frequencies_that_depend_on_the_length() -> None:
     assert out.reused_tokens == limit + 42
     other = own.with_options(prefix_cache=False).generate(more, **how)
     assert new(out, more) == new(other, more)
+
+
+def test_equal_settings_share_buffers() -> None:
+    """Prompt lookup's trees are made anew for each call."""
+    own = engine("prompt lookup").with_options()
+    programs = []
+    for _ in range(2):
+        own.generate(PROMPT, max_new_tokens=3, do_sample=False)
+        programs.append(own.hierarchy._program[1])
+    assert programs[0] is programs[1]
 
 
 def test_changed_weights_are_noticed() -> None:

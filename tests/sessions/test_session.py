@@ -68,6 +68,23 @@ def test_forks_go_on_by_themselves() -> None:
     assert session.tokens == cold(asked)
 
 
+@pytest.mark.parametrize("family", ["gemma3", "lfm2"])
+def test_forks_of_windows_and_states(family: str) -> None:
+    """They go on from the end of the prompt that they have in common, which is copied."""
+    session = made(family).with_options().session(PROMPT)
+    session.generate(**NINE)
+    other = session.fork()
+    tokens = list(session.tokens)
+    session.generate(prompt_of(60), **NINE)
+    for each, question in ((other, [4, 5]), (session.fork(), [6]), (other.fork(), [7])):
+        asked = [*each.tokens, *question]
+        assert each.generate(question, **NINE).reused_tokens >= 149
+        assert each.tokens == cold(asked, family)
+    session.trim(len(tokens) - 9)
+    assert session.generate(**NINE).reused_tokens == 149
+    assert session.tokens == tokens
+
+
 def test_trimmed_tokens_are_forgotten() -> None:
     session = engine().session(PROMPT)
     session.generate(**NINE)

@@ -10,6 +10,7 @@ from torch import Tensor
 from triforce_tree.config import NO_OFFLOAD, HierarchyConfig
 from triforce_tree.decoding.stages import FullView
 from triforce_tree.kv.cached_tokens import CachedTokens, Reuse
+from triforce_tree.kv.marks import Marks
 from triforce_tree.kv.offload.gathered_retrieval import GatheredRetrievalView
 from triforce_tree.kv.offload.host_store import Offload
 from triforce_tree.kv.offload.offloaded_cache import OffloadedCache
@@ -41,7 +42,7 @@ class FullCache:
             holds on the device is taken over: its memory where this cache fits into it, else a copy.
 
     Attributes:
-        cached: which tokens are in the cache.
+        cached, marks: which tokens are in the cache, and where it can be continued.
         store: the slots on the device; None where the cache is offloaded.
         offloaded: None where the cache is on the device.
         states: of the target's recurrent layers; None where it has none.
@@ -88,6 +89,7 @@ class FullCache:
             self.states = RecurrentStates(target.states, batch, target.device, target.dtype)
             self.token_view = _with_states(self.view, self.states, commits=True)
             self.view = _with_states(self.view, self.states, commits=False)
+        self.marks = Marks(self._on_device, self.states, batch)
         if kept is not None and offload is None:
             self._take_over(kept)
 
@@ -184,18 +186,14 @@ class FullCache:
     def reusable(self, prompts: Sequence[Sequence[int]], reuse: Reuse) -> list[int]:
         """How many tokens at the beginning of each prompt need no prefill.
 
-        It is 0 where layers with a window have overwritten what the next token needs, where recurrent layers
-        have gone on from there, and where weights or rotary frequencies have changed.
+        It is 0 where weights or rotary frequencies have changed, and where layers with a window or recurrent
+        ones have gone on too far (``Marks``).
         """
-        if reuse == "none" or self._computed_by != self._target.function_key():
-            return [0] * self._batch
+        if self._computed_by != self._target.function_key():
+            reuse = "none"
         starts = [self.cached.common(b, prompt, reuse) for b, prompt in enumerate(prompts)]
-        return [n if self._continues(b, n) else 0 for b, n in enumerate(starts)]
-
-    def _continues(self, b: int, length: int) -> bool:
-        if self.states is not None and self.states.lengths[b] != length:
-            return False
-        return self._on_device.continues(b, length)
+        starts = [self.marks.start(b, n, copies=reuse == "all") for b, n in enumerate(starts)]
+        return distributed.agreed(starts)
 
     def prefill(
         self,
@@ -212,6 +210,8 @@ class FullCache:
         starts = self.reusable(prompts, reuse)
         if progress and any(starts):
             progress(sum(starts))
+        for b, start in enumerate(starts):
+            self.marks.restore(b, start)
         if all(n and n == len(p) - 1 for n, p in zip(starts, prompts, strict=True)):
             return starts
         try:
@@ -231,6 +231,8 @@ class FullCache:
         self.update_chunk_means()
         for b, (prompt, start) in enumerate(zip(prompts, starts, strict=True)):
             self.cached.fed(b, prompt, start)
+            if reuse == "all":
+                self.marks.add(b, len(prompt) - 1)
         self._computed_by = self._target.function_key()
         return starts
 
@@ -270,6 +272,7 @@ class FullCache:
         """Continue from the ends of prompts, whose keys and values the cache holds."""
         for b, prompt in enumerate(prompts):
             self.cached.begin(b, prompt)
+            self.marks.prune(b, len(prompt) - 1)
         if self.offloaded is not None:
             self.offloaded.set_lengths([len(prompt) - 1 for prompt in prompts])
         if self.gathered_view is not None:

@@ -46,23 +46,23 @@ def hardware(device: torch.device | None = None) -> str:
     return f"{model}, {os.cpu_count()} cores"
 
 
-# Elements of each tensor that a digest of weights looks at.
-_SAMPLES = 64
+# Bytes of each tensor that a digest of weights looks at.
+_SAMPLES = 256
 
 
 def weights_digest(model: PreTrainedModel) -> str:
-    """A digest of the names, shapes and dtypes of all parameters, and of the bytes of some of their elements.
+    """A digest of the names, shapes and dtypes of all parameters, and of some bytes of each.
 
     Any training step changes it, and so does quantisation; a change of a few elements may not.
     """
     found = hashlib.sha256()
     for name, weight in model.named_parameters():
         found.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
-        if weight.device.type != "meta" and weight.numel():
-            flat = weight.detach().flatten()
+        # Tensors of quantisation libraries may have no bytes of their own.
+        if type(weight.data) is torch.Tensor and weight.device.type != "meta" and weight.numel():
+            flat = weight.detach().flatten().contiguous().view(torch.uint8)
             places = torch.linspace(0, flat.numel() - 1, min(_SAMPLES, flat.numel()), dtype=torch.float64)
-            sample = flat[places.long().to(flat.device)].cpu().contiguous()
-            found.update(sample.view(torch.uint8).numpy().tobytes())
+            found.update(flat[places.long().to(flat.device)].cpu().numpy().tobytes())
     return found.hexdigest()[:32]
 
 

@@ -36,6 +36,12 @@ class Static:
             raise ValueError("a static tree needs at least one path, such as [[0], [0, 0], [1]]")
         _check_size(self.size, 1)
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Static) and self.counts == other.counts
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self.counts.items()))
+
     @property
     def size(self) -> int:
         """Proposed tokens, without the root."""
@@ -60,6 +66,12 @@ class BestFirst:
             raise ValueError(f"widths={list(widths)} must be positive; use for example 6,5,4")
         _check_size(sum(widths), len(widths))
         self.widths = tuple(widths)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BestFirst) and self.widths == other.widths
+
+    def __hash__(self) -> int:
+        return hash(self.widths)
 
 
 Shape = Static | BestFirst
