@@ -31,7 +31,7 @@ def whole_chunks(engine: Engine, cold: Engine, text: list[int], prompt: int, new
     """``generate`` keeps whole chunks, and the logits of a cold prefill."""
     how: dict[str, Any] = {"max_new_tokens": new, "do_sample": False, "output_logits": True, "seed": 0}
     engine.generate(text[:prompt], **how)
-    question = [*text[: prompt - 100], *text[prompt + 500 : prompt + 700]]
+    question = [*text[: prompt - 300], *text[prompt + 500 : prompt + 700]]
     warm, other = engine.generate(question, **how), cold.generate(question, **how)
     same = all(torch.equal(a, b) for a, b in zip(warm.logits, other.logits, strict=False))
     tokens = warm.sequences.tolist() == other.sequences.tolist()
