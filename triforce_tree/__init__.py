@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from triforce_tree.generation.output import GenerateOutput
     from triforce_tree.models.supported import UnsupportedModelError
     from triforce_tree.runtime.stats import LevelStats
+    from triforce_tree.sessions.session import Session
 else:
 
     def __getattr__(name: str) -> Any:
@@ -30,6 +31,7 @@ __all__ = [
     "GenerateOutput",
     "LevelStats",
     "Medusa",
+    "Session",
     "UnsupportedModelError",
     "custom_generate",
     "generate",
@@ -43,6 +45,7 @@ _HOMES = {
     "GenerateOutput": "triforce_tree.generation.output",
     "LevelStats": "triforce_tree.runtime.stats",
     "Medusa": "triforce_tree.drafters.heads.medusa",
+    "Session": "triforce_tree.sessions.session",
     "UnsupportedModelError": "triforce_tree.models.supported",
 }
 

@@ -145,6 +145,9 @@ class HierarchyConfig:
     target's own dtype. Output then follows exactly the distribution of the target with that cache, as plain
     decoding (``levels=1``) with the same ``kv_bits`` does.
 
+    ``prefix_cache`` True keeps keys and values of the last call where a prompt begins with the same tokens,
+    in whole chunks of a prefill, so that the text stays the same, bit by bit. It takes no memory.
+
     ``offload`` True keeps the full cache in host memory, as far as ``gpu_memory`` (bytes, or "24GiB": the
     most that the whole engine takes of the device) does not hold it; "auto" does so where the device cannot
     hold all of it, False never; None is "auto" where ``gpu_memory`` or ``host_memory`` is given, and else
@@ -167,6 +170,7 @@ class HierarchyConfig:
     rounds: int | None = None
     prefill_chunk: int | None = None
     kv_bits: int = 16
+    prefix_cache: bool = True
     offload: bool | str | None = None
     gpu_memory: int | str | None = None
     host_memory: int | str | None = None
@@ -185,6 +189,8 @@ class HierarchyConfig:
             _within("prefill_chunk", self.prefill_chunk, 1)
         if self.retrieval_weight_bits not in (4, 8, 16):
             raise ValueError(f"retrieval_weight_bits={self.retrieval_weight_bits!r} must be 16, 8 or 4")
+        if not isinstance(self.prefix_cache, bool):
+            raise ValueError(f"prefix_cache={self.prefix_cache!r} must be True or False")
         if isinstance(self.kv_bits, bool) or self.kv_bits not in (8, 16):
             raise ValueError(f"kv_bits={self.kv_bits!r} must be 16 or 8")
         if self.levels not in ("auto", 1, 2, 3):

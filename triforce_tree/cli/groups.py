@@ -29,6 +29,7 @@ ENGINE_OPTIONS = (
     "window",
     "prefill_chunk",
     "kv_bits",
+    "prefix_cache",
 )
 DRAFTERS = ("model", "lookup")
 MEMORY_OPTIONS = ("offload", "gpu_memory", "host_memory", "offload_weights", "host_attention")
@@ -137,6 +138,10 @@ def add_hierarchy(parser: argparse.ArgumentParser, profile: str | None = NONE) -
             int,
             "bits of the target's keys and values, 16 (its own dtype) or 8: the text is exact for the target "
             "with that cache",
+        ),
+        "prefix_cache": (
+            None,
+            "keep keys and values of the last call for a prompt that begins with the same tokens",
         ),
     }
     for name in ENGINE_OPTIONS:

@@ -10,12 +10,15 @@ from dataclasses import replace
 import torch
 
 from triforce_tree.config import HierarchyConfig
+from triforce_tree.decoding.full_cache import FullCache
+from triforce_tree.decoding.oom_retry import with_or_without
 from triforce_tree.decoding.program import DecodingProgram
-from triforce_tree.drafters.base import Drafter, ReadsTarget
+from triforce_tree.drafters.base import Drafter, ReadsTarget, check_drafter
 from triforce_tree.drafters.merged import Merged
 from triforce_tree.drafters.suffix_matching import SuffixMatching
 from triforce_tree.drafters.token_map import TokenMap
 from triforce_tree.drafters.tree_model import TreeDrafter
+from triforce_tree.kv.cached_tokens import Reuse
 from triforce_tree.kv.offload.host_attention import host_attends
 from triforce_tree.kv.offload.offloaded_cache import one_shape
 from triforce_tree.loading.load_guard import compare_at_load
@@ -31,7 +34,7 @@ from triforce_tree.runtime import distributed
 from triforce_tree.runtime.executor import free_memory
 from triforce_tree.runtime.locks import generation, held
 from triforce_tree.trees.device_shapes import least_prompt
-from triforce_tree.trees.shapes import chain_shape, parse_shape, with_chain
+from triforce_tree.trees.shapes import chain_shape, with_chain
 from triforce_tree.verify.sampling import ProbsFromLogits
 
 # Buffers are made for sequences of a multiple of this many tokens, so that they serve longer ones too.
@@ -72,7 +75,7 @@ class Hierarchy:
         if self.own_drafter is not None:
             if isinstance(self.own_drafter, ReadsTarget):
                 self.own_drafter.attach(target)
-            _check_drafter(self.own_drafter, target.layers)
+            check_drafter(self.own_drafter, target.layers)
         if self.draft is not None and self.draft.states is not None:
             refuse_draft(self.draft.name)
         self.config = config
@@ -287,17 +290,21 @@ class Hierarchy:
         prompts: Sequence[Sequence[int]],
         new_tokens: int,
         pinned: Callable[[int], None] | None = None,
+        reuse: Reuse = "none",
     ) -> DecodingProgram:
         """A program for these prompts: the last one where it serves, else a new one.
 
         Args:
             pinned: called with bytes of host memory as they are taken.
+            reuse: a new program takes over what the last one holds of these prompts, if anything, where both
+                have their caches on the device.
         """
         batch, max_seq_len = len(prompts), max(len(p) for p in prompts) + new_tokens
         rounded = self._rounded(max_seq_len)
         levels = self.levels(min(len(p) for p in prompts), rounded)
         split = self.memory.offload if self.memory is not None else None
         wanted = (self.config, batch, levels, split)
+        kept_cache: list[FullCache] = []
         if self._program is not None:
             kept, program = self._program
             if (
@@ -307,6 +314,8 @@ class Hierarchy:
                 and self._binds(program)
             ):
                 return program
+            if split is None and program.cache.worth_keeping(self.config, prompts, reuse):
+                kept_cache.append(program.cache)
             program.close()  # The new program needs its memory.
             self._program = None
             del program
@@ -318,7 +327,8 @@ class Hierarchy:
         if self.memory is not None and self.target.streamed is not None:
             self.target.streamed.keep_experts(self.memory.resident_experts)
         drafter = self.drafter() if levels > 1 else None
-        program = DecodingProgram(self.target, drafter, self.config, batch, rounded, levels, split, pinned)
+        settings = (self.target, drafter, self.config, batch, rounded, levels, split, pinned)
+        program = with_or_without(kept_cache, lambda cache: DecodingProgram(*settings, kept=cache))
         self._program = (wanted, program)
         self._bound[:] = [weakref.ref(program)]
         if split is not None:
@@ -339,14 +349,3 @@ def _check_bits(target: HFModel, config: HierarchyConfig) -> None:
     """Raise ValueError where the retrieval level cannot have weights of its own."""
     if config.levels in ("auto", 3):
         check_low_bits(target.model, config.retrieval_weight_bits)
-
-
-def _check_drafter(drafter: Drafter, layers: int) -> None:
-    """Raise ValueError where a drafter's tree is no tree shape, or it reads layers that are not there."""
-    parse_shape(drafter.tree)
-    for layer in drafter.features:
-        if not 0 <= layer <= layers:
-            raise ValueError(
-                f"drafter {drafter.name!r} reads features of layer {layer}, but the target's layers are 0 to "
-                f"{layers - 1}, and {layers} is the state after its final norm; change drafter.features"
-            )

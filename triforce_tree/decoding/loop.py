@@ -13,6 +13,7 @@ from triforce_tree.decoding.choice.learnt_table import LearntChoices
 from triforce_tree.decoding.choice.passes import PLAIN, CostFactors, PassKind, StageSeconds
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.stop_criteria import Ending, finish_reason
+from triforce_tree.kv.cached_tokens import Reuse
 from triforce_tree.runtime.distributed import broadcast_object
 from triforce_tree.runtime.stage_clock import StageClock
 from triforce_tree.runtime.stats import LevelStats, Progress
@@ -25,6 +26,9 @@ Observer = Callable[[list[list[int]], Callable[[int], Tensor]], None]
 
 class Decoder:
     """Decodes a batch of sequences with one :class:`DecodingProgram`.
+
+    Attributes:
+        reused: tokens of each prompt that the last prefill found in the cache.
 
     Args:
         program: made for this batch size; one decoder uses it at a time.
@@ -69,13 +73,20 @@ class Decoder:
             self.controller.resume(learnt)
             self._cost_factors = learnt.cost_factors
         self.prefill_seconds = self.decode_seconds = 0.0
+        self.reused = [0] * program.batch
         self.finish_reasons: list[str | None] = []
         self._clock = StageClock(program.device)
 
-    def prefill(self, prompts: Sequence[Sequence[int]], progress: Progress | None = None) -> None:
-        """Feed the prompts to every level; all but their last tokens, which are the first roots."""
+    def prefill(
+        self, prompts: Sequence[Sequence[int]], progress: Progress | None = None, reuse: Reuse = "none"
+    ) -> None:
+        """Feed the prompts to every level; all but their last tokens, which are the first roots.
+
+        Args:
+            reuse: which tokens that the cache holds from earlier generations are kept.
+        """
         start = time.perf_counter()
-        self.program.prefill(prompts, progress)
+        self.reused = self.program.prefill(prompts, progress, reuse)
         self._clock.synchronize()
         self.prefill_seconds += time.perf_counter() - start
 
@@ -110,6 +121,12 @@ class Decoder:
                 self._count(kind, report, sum(map(len, new)), expected, resumed)
                 self.decode_seconds += time.perf_counter() - start
                 yield new
+        except GeneratorExit:
+            raise
+        except BaseException:
+            # What an interrupted or failed pass left is not to be continued.
+            self.program.cache.forget()
+            raise
         finally:
             if self._learnt is not None:
                 self._learnt.keep(self.controller.learnt(self._cost_factors))
@@ -197,7 +214,8 @@ class Decoder:
         clock.mark("target")
         self._verified_by = stage
         report: list[list[int]] = program.state.pass_results().tolist()
-        program.committed([count for count, *_ in report], stage)
+        tokens = [emitted[:count] for count, _, _, _, *emitted in report]
+        program.committed([count for count, *_ in report], tokens, stage)
         if kind.levels == 3:
             program.state.retrieval_emitted.zero_()
         self.passes[kind] += 1

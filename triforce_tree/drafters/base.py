@@ -25,7 +25,7 @@ from triforce_tree.models.hf_model import HFModel
 from triforce_tree.runtime.features import Features
 from triforce_tree.runtime.sequence_state import SequenceState
 from triforce_tree.trees.device_shapes import DeviceTreeShape
-from triforce_tree.trees.shapes import Shape
+from triforce_tree.trees.shapes import Shape, parse_shape
 from triforce_tree.verify.probs import Sampler
 
 # A return to the prompt after so many tokens, as in measurements, finds the hidden states before its end.
@@ -243,3 +243,14 @@ class Drafter(Protocol):
             tree: buffers of the shape that the attribute :attr:`tree` names.
             sampler: turns logits into distributions by the options of the request, and draws from them.
         """
+
+
+def check_drafter(drafter: Drafter, layers: int) -> None:
+    """Raise ValueError where a drafter's tree is no tree shape, or it reads layers that are not there."""
+    parse_shape(drafter.tree)
+    for layer in drafter.features:
+        if not 0 <= layer < layers:
+            raise ValueError(
+                f"drafter {drafter.name!r} reads features of layer {layer}, but the target's layers are 0 to "
+                f"{layers - 1}; change drafter.features"
+            )

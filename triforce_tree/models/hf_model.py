@@ -167,6 +167,21 @@ class HFModel:
         rotary = any(name.endswith("inv_freq") for name, _ in self.model.named_buffers())
         return None if rotary else self.max_positions
 
+    def function_key(self) -> object:
+        """Equal as long as weights and choice of rotary frequencies are the same, as far as torch can tell.
+
+        Changes in place are seen by torch's counters, which writes to ``parameter.data`` pass by. Weights in
+        host memory are taken to stay as they are.
+        """
+        long = self.length_rope.long if self.length_rope is not None else None
+        if self.streamed is not None:
+            return long
+        versions = [
+            (weight.data_ptr(), 0 if weight.is_inference() else weight._version)
+            for weight in self.model.parameters()
+        ]
+        return long, versions
+
     def check_length(self, prompt: int, new: int) -> None:
         """Raise ValueError where prompt and new tokens exceed the positions that the model can take."""
         limit = self.max_positions

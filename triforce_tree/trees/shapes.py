@@ -39,6 +39,12 @@ class Static:
             raise ValueError("a static tree needs at least one path, such as [[0], [0, 0], [1]]")
         _check_size(self.size, 1)
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Static) and self.counts == other.counts
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self.counts.items()))
+
     @property
     def size(self) -> int:
         """Proposed tokens, without the root."""
@@ -73,6 +79,12 @@ class BestFirst:
     def name(self) -> str:
         """As :func:`parse_shape` reads it."""
         return f"best-first:{','.join(map(str, self.widths))}"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BestFirst) and self.widths == other.widths
+
+    def __hash__(self) -> int:
+        return hash(self.widths)
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,9 @@ class Sink(Protocol):
     def buffer(self, tokens: int) -> Tensor:
         """Memory for one layer, ``[tokens, row]`` (``Heads.split``); layers without a window overwrite it."""
 
+    def restore(self, layer: int, kv: Tensor) -> None:
+        """Fill ``kv``, the buffer's beginning, with what the cache holds of ``layer``."""
+
     def chunk_done(self, layer: int, start: int, kv: Tensor) -> Callable[[], None]:
         """``kv``, the buffer from token ``start`` on, holds a chunk of ``layer``.
 
@@ -247,6 +250,7 @@ def prefill_by_layers(
     sink: Sink,
     progress: Progress | None = None,
     states: States | None = None,
+    first: int = 0,
     features: Sequence[int] = (),
     keep: Callable[[int, int, Tensor], None] | None = None,
 ) -> None:
@@ -257,6 +261,7 @@ def prefill_by_layers(
         chunk: tokens at once.
         progress: called with numbers of tokens that add up to all; every layer counts alike.
         states: where hidden states are kept; by default on the device.
+        first: tokens whose keys and values ``sink`` has already; only those after them are computed.
         features: which hidden states a drafter reads, see ``keep_hidden``.
         keep: called with an element of ``features``, the position of a chunk, and its states ``[1, T, H]``.
     """
@@ -266,7 +271,7 @@ def prefill_by_layers(
     buffer = sink.buffer(len(tokens)) if whole else None
     cache = _LayerKV(buffer, sink.rings())
     calls = _Calls(decoder_layers(model.running), states or DeviceStates())
-    starts = range(0, len(tokens), chunk)
+    starts = range(first, len(tokens), chunk)
     with calls.recorded(), model.streamed.paused() if model.streamed is not None else nullcontext():
         for start in starts:
             cache.length = start
@@ -277,6 +282,8 @@ def prefill_by_layers(
     for layer, index in enumerate(sink.host_layers):
         # A layer with a window does not write to the buffer: the next one that does waits for the copies.
         waiting, free = (free, []) if index is not None else ([], free)
+        if first and index is not None and buffer is not None:
+            sink.restore(index, buffer[:first])
         for number, start in enumerate(starts):
             if waiting:
                 waiting[number]()

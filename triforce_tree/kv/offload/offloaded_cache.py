@@ -123,17 +123,28 @@ class OffloadedCache:
         prompts: Sequence[Sequence[int]],
         chunk: int,
         progress: Progress | None = None,
+        starts: Sequence[int] | None = None,
         features: Features | None = None,
     ) -> None:
-        """Store keys and values of all but the last token of each prompt, and their hidden states."""
+        """Store keys and values of all but the last token of each prompt, and their hidden states.
+
+        Args:
+            starts: tokens of each prompt that are in the cache already, and stay.
+            features: where hidden states are kept, if a drafter reads any.
+        """
+        starts = starts or [0] * len(prompts)
         self.host.ring.invalidate()
+        for b, start in enumerate(starts):
+            # The windows' memory is needed for the prefill.
+            for layer in range(self.host.layers if start > self.host.base[b] else 0):
+                self._write_window(layer, b, start - self.host.base[b])
         prefills = []
-        for b, prompt in enumerate(prompts):
+        for b, (prompt, start) in enumerate(zip(prompts, starts, strict=True)):
             tokens = list(prompt[:-1])
             self.rings.fed(b, len(tokens))
             self.lengths[b] = len(tokens)
             self.host.base[b] = self._base_after(len(tokens))
-            prefills.append(OffloadedPrefill(self, b))
+            prefills.append(OffloadedPrefill(self, b, start))
             self._prefill_one(b, tokens, chunk, prefills[-1], progress, features)
             # The last layer's keys and values are copied out of memory that the next prefill overwrites.
             self.host.to_host.join()
@@ -150,13 +161,14 @@ class OffloadedCache:
         progress: Progress | None,
         features: Features | None,
     ) -> None:
-        run = partial(prefill_by_layers, self.model, tokens, chunk, sink, progress)
+        first = sink.start
+        run = partial(prefill_by_layers, self.model, tokens, chunk, sink, progress, first=first)
         if features is not None:
-            features.begin(b, 0)
+            features.begin(b, first)
             run = partial(
                 run, features=features.layers, keep=lambda i, start, h: features.feed(b, start, {i: h})
             )
-        hidden = len(tokens) * self.model.model.config.get_text_config(decoder=True).hidden_size
+        hidden = (len(tokens) - first) * self.model.model.config.get_text_config(decoder=True).hidden_size
         if self.host.last_resident and hidden <= self.store.memory.numel():
             reserved = ReservedStates(self.store.memory, chunk)
             run(states=reserved)
@@ -164,7 +176,7 @@ class OffloadedCache:
         if not self.settings.states_on_host:
             run()
             return
-        states = HostStates(len(tokens), chunk, self.host.device)
+        states = HostStates(len(tokens) - first, chunk, self.host.device)
         try:
             run(states=states)
         finally:
@@ -199,17 +211,18 @@ class OffloadedCache:
         base = self.host.base[b]
         left = self.lengths[b] - base - count
         for layer in range(self.host.layers):
-            windows = [t[layer, b] for t in self.window.kv]
-            evicted = torch.empty(
-                count, self.host.heads.row, device=self.host.device, dtype=self.window.dtype
-            )
-            for part, window in zip(self.host.heads.split(evicted), windows, strict=True):
-                part.copy_(window[:, :count].transpose(0, 1))
-            self.host.write(layer, b, base, evicted)
-            self.store_means(layer, b, base, evicted)
-            for window in windows:
+            self.store_means(layer, b, base, self._write_window(layer, b, count))
+            for window in (t[layer, b] for t in self.window.kv):
                 window[:, :left] = window[:, count : count + left].clone()
         self.host.base[b] = base + count
+
+    def _write_window(self, layer: int, b: int, count: int) -> Tensor:
+        """Copy the window's first ``count`` slots to the host too; return the rows."""
+        rows = torch.empty(count, self.host.heads.row, device=self.host.device, dtype=self.window.dtype)
+        for part, slots in zip(self.host.heads.split(rows), self.window.kv, strict=True):
+            part.copy_(slots[layer, b, :, :count].transpose(0, 1))
+        self.host.write(layer, b, self.host.base[b], rows)
+        return rows
 
     def store_means(self, layer: int, b: int, start: int, kv: Tensor) -> None:
         """Store the mean keys of the chunks in rows ``kv`` ``[n, row]``, which begin at slot ``start``."""
@@ -280,8 +293,12 @@ class OffloadedPrefill:
     until the end; where the last layer is resident, in that layer's memory, so that its own need no copy.
     """
 
-    def __init__(self, cache: OffloadedCache, b: int) -> None:
-        self.cache, self.b = cache, b
+    def __init__(self, cache: OffloadedCache, b: int, start: int = 0) -> None:
+        self.cache, self.b, self.start = cache, b, start
+        self._last: Tensor | None = None
+        if start and cache.host.last_resident:
+            # Every layer is computed in the last one's memory.
+            self._last = cache.host.on_device[-1][b][:start].to("cpu", copy=True)
         newest = cache.lengths[b] - cache.host.base[b]
         shape = (cache.host.layers, newest, cache.host.heads.row)
         self._newest = torch.empty(shape, device=cache.host.device, dtype=cache.model.dtype)
@@ -301,6 +318,13 @@ class OffloadedPrefill:
             return self.cache.host.on_device[-1][self.b][:tokens]
         shape = (tokens, self.cache.host.heads.row)
         return self.cache.store.memory[: prod(shape)].view(shape)
+
+    def restore(self, layer: int, kv: Tensor) -> None:
+        """Fill the buffer's beginning ``kv`` with what the cache holds of a layer."""
+        if self._last is not None and layer == self.cache.host.layers - 1:
+            kv.copy_(self._last)
+        else:
+            self.cache.host.copy_first(layer, self.b, kv)
 
     def chunk_done(self, layer: int, start: int, kv: Tensor) -> Callable[[], None]:
         """Keys and values from token ``start`` on are computed; call the result before overwriting them."""
