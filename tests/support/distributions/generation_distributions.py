@@ -111,7 +111,10 @@ class Generations:
             self.program.config = replace(self.program.config, rounds=1)
         with wrapped.active():
             features = self.program.state.features
-            prefill(wrapped, self.program.store, 0, self.prompt[:-1], 64, None, self.program.states, features)
+            prefill(
+                wrapped, self.program.store, 0, self.prompt[:-1], 64, None, self.program.states,
+                features=features,
+            )  # fmt: skip
         for buffer in features.buffers if features is not None else ():
             buffer[1:] = buffer[:1]
         share_first(self.program.store)
