@@ -15,11 +15,11 @@ def run(args: argparse.Namespace) -> int:
     engine = options.engine_of(args)
     found = engine.explain(given, args.max_new_tokens, args.temperature, args.seed)
     _show(found)
+    if args.json:
+        json_line(found.as_dict())
     if args.png is not None:
         draw(found.tree, found.words, Path(args.png))
         screen().print(f"the last tree is in {args.png}")
-    if args.json:
-        json_line(found.as_dict())
     return 0
 
 

@@ -23,6 +23,9 @@ from triforce_tree.verify.sampling import NAN_LOGITS, ProbsFromLogits
 Observer = Callable[[list[list[int]], Callable[[int], Tensor]], None]
 """Gets each sequence's new tokens of a pass, and a function such as :meth:`Decoder.emitted_logits`."""
 
+# Costs are interpolated anew after this many tokens: they hardly change with each one.
+_COSTS_STEP = 8
+
 
 class Decoder:
     """Decodes a batch of sequences with one :class:`DecodingProgram`.
@@ -67,6 +70,9 @@ class Decoder:
         )
         self._costs = stage_costs(program, to_probs) if self.controller.fixed is None else None
         self._cost_factors: CostFactors = {}
+        # The table's costs at the present length, before the cost factors, and where they are computed anew.
+        self._expected: StageSeconds | None = None
+        self._expected_until = 0
         self._learns = self._costs is not None and not repeatable
         self._learnt = LearntChoices(program, to_probs) if self._learns else None
         if self._learnt is not None and (learnt := self._learnt.last()) is not None:
@@ -108,7 +114,7 @@ class Decoder:
         try:
             while None in self.finish_reasons:
                 start = time.perf_counter()
-                expected = self._set_costs(max(map(len, sequences)))
+                self._set_costs(max(map(len, sequences)))
                 kind = self.controller.choose()
                 self._clock.start()
                 if kind != PLAIN:
@@ -118,7 +124,7 @@ class Decoder:
                 new = self._append(report, sequences, lengths, endings)
                 if observe is not None:
                     observe(new, self.emitted_logits)
-                self._count(kind, report, sum(map(len, new)), expected, resumed)
+                self._count(kind, report, sum(map(len, new)), resumed)
                 self.decode_seconds += time.perf_counter() - start
                 yield new
         except GeneratorExit:
@@ -129,6 +135,7 @@ class Decoder:
             raise
         finally:
             if self._learnt is not None:
+                self._keep_cost_factors()
                 self._learnt.keep(self.controller.learnt(self._cost_factors))
 
     def emitted_logits(self, count: int) -> Tensor:
@@ -139,13 +146,18 @@ class Decoder:
         """
         return self.program.verifier(self._verified_by).emitted_logits(count)
 
-    def _set_costs(self, tokens: int) -> StageSeconds | None:
-        """Set the controller's costs at this context length; return the table's, before the cost factors."""
-        if self._costs is None:
-            return None
-        expected = self._costs.at(tokens)
-        self.controller.costs = expected.scaled(self._cost_factors)
-        return expected
+    def _set_costs(self, tokens: int) -> None:
+        """Set the controller's costs at this context length, every few tokens anew."""
+        if self._costs is None or tokens < self._expected_until:
+            return
+        self._keep_cost_factors()
+        self._expected, self._expected_until = self._costs.at(tokens), tokens + _COSTS_STEP
+        self.controller.costs = self._expected.scaled(self._cost_factors)
+
+    def _keep_cost_factors(self) -> None:
+        """Take over what the last passes have changed of the table's costs."""
+        if self._learns and self._expected is not None and self.controller.costs is not None:
+            self._cost_factors = self.controller.costs.relative_to(self._expected)
 
     def _append(
         self,
@@ -231,14 +243,12 @@ class Decoder:
         kind: PassKind,
         report: list[list[int]],
         emitted: int,
-        expected: StageSeconds | None,
         resumed: bool,
     ) -> None:
         """Add up the statistics of the sequences that were still running, and let the controller learn.
 
         Args:
             emitted: new tokens up to the end of each sequence; the report also counts later ones.
-            expected: the table's costs of this pass.
             resumed: whether the pass before it was plain.
         """
         seconds, rounds = self._clock.seconds(), kind.rounds
@@ -265,13 +275,11 @@ class Decoder:
                 retrieval.accepted += gathered - rounds * len(running)
                 retrieval.emitted += gathered
                 retrieval.seconds += seconds["retrieval"]
-        if self._learns and expected is not None:
+        if self._learns:
             # Rank 0's times, on all ranks: those that chose different passes would wait forever.
             seconds = broadcast_object(seconds)
         if running:
             rejected = sum(row[0] <= row[1] for row in running) if rounds else 0
             self.controller.observe(kind, len(running), gathered, count - len(running), rejected)
-            if self._learns and expected is not None:
+            if self._learns:
                 self.controller.refine(kind, gathered / len(running), seconds, resumed)
-                assert self.controller.costs is not None
-                self._cost_factors = self.controller.costs.relative_to(expected)

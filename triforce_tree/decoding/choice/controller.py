@@ -39,7 +39,7 @@ TRIALS = 0.02
 # Gains are credited up to this many plain passes: where acceptance falls, the loss is bounded by them.
 _MOST_BUDGET = 64.0
 # Share of the budget that the first pass of a trial may lose: what one pass shows may be chance.
-_FIRST_PASS = 0.5
+_FIRST_PASS = 0.75
 # Tokens decoded without drafts after a trial that did not pay: after the first one, and at most.
 _FIRST_PAUSE, _LONGEST_PAUSE = 64, 4096
 # Share of the prior's weight in later trials of a request.

@@ -111,6 +111,12 @@ class Explanation:
             second = self.choices[1] if len(self.choices) > 1 else None
             rest = f"; {second.kind} would take {second.ms_per_token:.2f} ms" if second is not None else ""
             return f"Plain decoding is the fastest at {plain.ms_per_token:.2f} ms a token{rest}."
+        if not best.made:
+            return (
+                f"{best.kind} should be the fastest at {best.ms_per_token:.2f} ms a token, but was not made: "
+                "the loss budget does not cover it yet. Plain decoding takes "
+                f"{plain.ms_per_token:.2f} ms."
+            )
         others = f"the next best, {self.choices[1].kind}, would take {self.choices[1].ms_per_token:.2f} ms"
         return (
             f"{best.kind} is the fastest: {best.tokens:.2f} tokens in {best.ms:.2f} ms, "
