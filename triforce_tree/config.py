@@ -74,8 +74,8 @@ class RetrievalConfig:
     chunks whose mean keys score highest with the root's query. A policy that needs more, or that CUDA graphs
     cannot hold, has attributes which say so (:class:`triforce_tree.kv.chunk_policy.ChunkPolicy`).
 
-    With ``key_variance`` the variances of each chunk's keys are kept as well, and enter its score: a better
-    selection for twice the bytes that are read to select (docs/retrieval.md).
+    With ``key_variance`` the variances of each chunk's keys are kept as well, and enter its score: in some
+    models a better selection, for twice the bytes that are read to select (docs/retrieval.md).
     """
 
     budget: int = 1536

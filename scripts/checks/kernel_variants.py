@@ -191,6 +191,9 @@ def _kv_slots() -> Iterator[Variant]:
             move = partial(kv_slots_kernels.move_kv, *caches, _ints(2, places), start)
             yield Variant(f"move {places}, {name}", move)
         yield Variant(f"means, {name}", partial(kv_slots_kernels.chunk_means, means, caches[0], start, 4, 8))
+        both = torch.cat([means, means], -1)
+        moments = partial(kv_slots_kernels.chunk_means, both, caches[0], start, 4, 8)
+        yield Variant(f"means and variances, {name}", moments)
 
 
 def _retrieval() -> Iterator[Variant]:
@@ -198,10 +201,11 @@ def _retrieval() -> Iterator[Variant]:
     for dim, group, chunks in product((64, 96, 256, 512), (1, 4), (512, 15_360, 131_072)):
         name = f"choice of {chunks} chunks, head_dim {dim}, group {group}"
         yield Variant(name, partial(_select, dim, group, chunks))
+        yield Variant(f"{name}, variances", partial(_select, dim, group, chunks, 2 * dim))
 
 
-def _select(dim: int, group: int, chunks: int) -> None:
-    q, means = torch.zeros(1, group, dim, dtype=BF16), torch.zeros(1, 1, chunks, dim, dtype=BF16)
+def _select(dim: int, group: int, chunks: int, columns: int | None = None) -> None:
+    q, means = torch.zeros(1, group, dim, dtype=BF16), torch.zeros(1, 1, chunks, columns or dim, dtype=BF16)
     select.select_chunks(q, means, _ints(1), _int32(1, 1, 256), 160, 0.1)
 
 

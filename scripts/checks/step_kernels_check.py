@@ -53,6 +53,7 @@ def problems() -> Iterator[Make]:
         yield partial(_append_int8, *shape, dtype, GPU)
     for shape, dtype in product(slots[step_cases.means], BOTH):
         yield partial(step_cases.means_int8, *shape, dtype, GPU)
+        yield partial(step_cases.means, *shape, dtype, GPU, variances=True)
     selections = [
         (1, 32, 1, 15360, 128, 480), (6, 32, 1, 2375, 128, 128), (3, 8, 4, 15424, 128, 480),
         (2, 2, 1, 131072, 128, 480), (2, 2, 4, 40000, 128, 2000), (3, 1, 8, 700, 64, 100),
@@ -60,6 +61,8 @@ def problems() -> Iterator[Make]:
     ]  # fmt: skip
     for shape, ties in product(selections, (False, True)):
         yield partial(selection, *shape, HALF, GPU, integers=ties)
+    for shape in selections[:3]:
+        yield partial(selection, *shape, HALF, GPU, variances=True)
     for seed in range(30):
         nodes, vocab = (1, 8, 16, 64, 256)[seed % 5], (4096, 4096, 32000, 100, 4095)[seed // 6]
         for beside in (0.0, 0.5):
