@@ -5,10 +5,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from triforce_tree.api import custom_generate, generate, load
+    from triforce_tree.drafters.heads.eagle import Eagle3
+    from triforce_tree.drafters.heads.medusa import Medusa
     from triforce_tree.engine import Engine
     from triforce_tree.generation.output import GenerateOutput
     from triforce_tree.models.supported import UnsupportedModelError
     from triforce_tree.runtime.stats import LevelStats
+    from triforce_tree.sessions.session import Session
 else:
 
     def __getattr__(name: str) -> Any:
@@ -23,9 +26,12 @@ else:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Eagle3",
     "Engine",
     "GenerateOutput",
     "LevelStats",
+    "Medusa",
+    "Session",
     "UnsupportedModelError",
     "custom_generate",
     "generate",
@@ -34,9 +40,12 @@ __all__ = [
 
 _HOMES = {
     **dict.fromkeys(__all__, "triforce_tree.api"),
+    "Eagle3": "triforce_tree.drafters.heads.eagle",
     "Engine": "triforce_tree.engine",
     "GenerateOutput": "triforce_tree.generation.output",
     "LevelStats": "triforce_tree.runtime.stats",
+    "Medusa": "triforce_tree.drafters.heads.medusa",
+    "Session": "triforce_tree.sessions.session",
     "UnsupportedModelError": "triforce_tree.models.supported",
 }
 

@@ -23,6 +23,7 @@ from triforce_tree.generation.drafter_choice import Model, check_drafter_options
 from triforce_tree.generation.inputs import Inputs
 from triforce_tree.generation.keywords import checked_seed, checked_stop_strings, refuse_dropped
 from triforce_tree.generation.output import GenerateOutput
+from triforce_tree.generation.streamers import Streamers
 from triforce_tree.loading.checkpoints import PAIR, load_model, load_target, tokenizer_of, unwrapped
 from triforce_tree.loading.gguf import gguf_path
 from triforce_tree.loading.placement import on_one_device
@@ -37,7 +38,7 @@ def load(
     target: Model | None = None,
     draft: Model | None = None,
     *,
-    drafter: Drafter | str | None = None,
+    drafter: Drafter | str | Path | None = None,
     tokenizer: Tokenizer | None = None,
     draft_tokenizer: Tokenizer | None = None,
     gguf_file: str | None = None,
@@ -58,11 +59,13 @@ def load(
             places is gathered on its first GPU, where it fits. A model is not changed, but for
             ``offload_weights=True``, which moves its layers' weights to page-locked host memory and all else
             to ``device``, and torchrun, under which it is sharded in place.
-        draft: likewise; by default the embedded draft for the embedded target, and prompt lookup for
+        draft: likewise; by default the embedded draft for the embedded target, and suffix matching for
             any other.
-        drafter: what proposes token trees: ``"model"``, the draft; ``"lookup"``, prompt lookup; or an object
-            of your own (:class:`~triforce_tree.drafters.base.Drafter`). Only the draft model takes ``tree``.
-            By default the draft where there is one, and else prompt lookup.
+        drafter: what proposes token trees: ``"model"``, the draft; ``"lookup"``, suffix matching; a folder or
+            hub id with Medusa heads or an EAGLE-3 head for the target, recognised from its files; or an
+            object: :class:`Medusa`, :class:`Eagle3`, or one of your own
+            (:class:`~triforce_tree.drafters.base.Drafter`). The draft model and folders take ``tree``. By
+            default the draft where there is one, and else suffix matching; ``lookup=N`` is both.
         tokenizer: an object, a hub id or a folder; by default the one in the target's folder.
         draft_tokenizer: likewise, by default the one in the draft's folder. A draft of another tokenizer
             proposes the tokens that both vocabularies have.
@@ -86,7 +89,7 @@ def load(
         OSError: a model folder without its files, or not in safetensors; too little host memory.
     """
     config = HierarchyConfig.from_options(**options)
-    own = own_drafter(drafter, draft)
+    own = own_drafter(drafter, draft, options)
     if target is None and gguf_file is not None:
         raise ValueError(f"gguf_file={gguf_file!r} needs a target: the folder or hub id that holds it")
     if target is None:
@@ -106,7 +109,7 @@ def load(
         device = device_of(target.device) if target.device.type == "cuda" else target.device
     group = distributed.join(device)
     if profile is None and (group is not None or own is not None):
-        # Profiles are measured on one GPU, with a draft model or prompt lookup.
+        # Profiles are measured on one GPU, with a draft model or suffix matching.
         profile = False
     own_tokenizer = tokenizer_of(draft_tokenizer, draft, "draft_tokenizer")
     loaded, streamed = load_target(target, config, device, dtype, group, pinned)
@@ -132,7 +135,7 @@ def generate(
 def custom_generate(
     draft: Model | None = None,
     *,
-    drafter: Drafter | str | None = None,
+    drafter: Drafter | str | Path | None = None,
     tokenizer: Tokenizer | None = None,
     draft_tokenizer: Tokenizer | None = None,
     streamer: BaseStreamer | None = None,
@@ -153,7 +156,7 @@ def custom_generate(
     engines: dict[int, Engine] = {}
     making = threading.Lock()
     config = HierarchyConfig.from_options(**options)
-    own = own_drafter(drafter, draft)
+    own = own_drafter(drafter, draft, options)
     check_drafter_options(drafter, draft, options)
     source = None if draft is None else unwrapped(draft, "draft")
     others = tokenizer_of(draft_tokenizer, source, "draft_tokenizer")
@@ -174,7 +177,9 @@ def custom_generate(
         refuse_dropped(sys._getframe(1))
         with making:
             if id(model) not in engines:
-                small = None if source is None else load_model(source, model.device, model.dtype)
+                small = None
+                if source is not None:
+                    small = on_one_device(load_model(source, model.device, model.dtype), model.device)
                 measured = profiles.find(False if own is not None else profile, model, small)
                 engines[id(model)] = Engine(
                     model, own or small, own_tokenizer, config, measured, options, draft_tokenizer=others
@@ -183,7 +188,8 @@ def custom_generate(
         criteria = kwargs.pop("stopping_criteria")
         if strings and own_tokenizer is not None:
             criteria = StoppingCriteriaList([*criteria, StopStringCriteria(own_tokenizer, strings)])
-        out = engine.runner(streamer, None, own_seed)(model, input_ids, stopping_criteria=criteria, **kwargs)
+        run_once = engine.runner(Streamers.of(streamer, 1), None, own_seed)
+        out = run_once(model, input_ids, stopping_criteria=criteria, **kwargs)
         wanted = kwargs["generation_config"].return_dict_in_generate
         return out if wanted else out.sequences
 

@@ -6,9 +6,12 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from triforce_tree.trees.shapes import MOST_DEPTH, Shape, parse_shape
+from triforce_tree.trees.topology_files import SUFFIX
 
 # Most tokens of a cache or a window, and most tokens that one pass may propose.
 MOST_TOKENS, MOST_PROPOSED = 2**20, 1024
+# With the root one tile of 16 rows in the target's forward.
+_MATCHED_ALONE = 15
 
 
 NO_OFFLOAD = "an offloaded one has 16; leave out kv_bits, or give offload=False and shorten the prompt"
@@ -68,19 +71,26 @@ class RetrievalConfig:
 
     ``select_chunks`` is the retrieval policy, on every device and for an offloaded cache: a function with the
     arguments of ``triforce_tree.kernels.step.select_chunks``, the default: for each KV head chunk 0 and the
-    chunks whose mean keys score highest with the root's query.
+    chunks whose mean keys score highest with the root's query. A policy that needs more, or that CUDA graphs
+    cannot hold, has attributes which say so (:class:`triforce_tree.kv.chunk_policy.ChunkPolicy`).
+
+    With ``key_variance`` the variances of each chunk's keys are kept as well, and enter its score: in some
+    models a better selection, for twice the bytes that are read to select (docs/retrieval.md).
     """
 
     budget: int = 1536
     chunk: int = 8
     recent: int = 256
     refresh: int = 1
+    key_variance: bool = False
     select_chunks: Callable[..., None] | None = None
 
     def __post_init__(self) -> None:
         for name in ("budget", "chunk", "recent"):
             _within(name, getattr(self, name), 1)
         _within("refresh", self.refresh, 0)
+        if not isinstance(self.key_variance, bool):
+            raise ValueError(f"key_variance={self.key_variance!r} must be True or False")
         if self.select_chunks is not None and not callable(self.select_chunks):
             raise ValueError(
                 f"select_chunks={self.select_chunks!r} must be a function, or None for the default"
@@ -102,6 +112,10 @@ class RetrievalConfig:
                 f"sinks ({self.chunk}) + recent={self.recent}; use budget>={least} or a smaller recent"
             )
 
+    def columns(self, head_dim: int) -> int:
+        """Numbers that are kept of each chunk's keys: their mean, and with ``key_variance`` the variances."""
+        return 2 * head_dim if self.key_variance else head_dim
+
     def chooses(self, forward: int) -> bool:
         """Whether this forward of level 1, counted from 0 after each level-2 pass, selects chunks."""
         return forward == 0 or (self.refresh > 0 and forward % self.refresh == 0)
@@ -115,7 +129,9 @@ class HierarchyConfig:
     (None: chosen from measured acceptance and stage times); ``tree`` the shape of the draft model's token
     trees (see :func:`triforce_tree.trees.shapes.parse_shape`); ``runner_ups`` says whether level 2 also
     verifies one runner-up token at every depth of the chain (None: on a GPU, where more tokens in a forward
-    cost little). ``lookup`` is the number of tokens that prompt lookup proposes when there is no draft model.
+    cost little). ``lookup`` is the most tokens that suffix matching proposes: alone where
+    there is no draft model (None: 15), else beside the draft's trees, in the same pass (None: 0, which is
+    none).
     ``levels`` 3 is the whole hierarchy, 2 the draft under the full target, 1 autoregressive decoding; "auto"
     takes 3 where the prompt is at least twice the retrieval budget and some layer of the target sees
     more of it than a sliding window, else 2. While decoding, passes of fewer levels take their place where
@@ -128,6 +144,9 @@ class HierarchyConfig:
     ``kv_bits`` 8 stores the target's keys and values in 8 bits, with a scale for each vector; 16 is the
     target's own dtype. Output then follows exactly the distribution of the target with that cache, as plain
     decoding (``levels=1``) with the same ``kv_bits`` does.
+
+    ``prefix_cache`` True keeps keys and values of the last call where a prompt begins with the same tokens,
+    in whole chunks of a prefill, so that the text stays the same, bit by bit. It takes no memory.
 
     ``offload`` True keeps the full cache in host memory, as far as ``gpu_memory`` (bytes, or "24GiB": the
     most that the whole engine takes of the device) does not hold it; "auto" does so where the device cannot
@@ -146,11 +165,12 @@ class HierarchyConfig:
     gamma: int = 12
     tree: str | Shape = "best-first:6,5,4"
     runner_ups: bool | None = None
-    lookup: int = 8
+    lookup: int | None = None
     retrieval_weight_bits: int = 16
     rounds: int | None = None
     prefill_chunk: int | None = None
     kv_bits: int = 16
+    prefix_cache: bool = True
     offload: bool | str | None = None
     gpu_memory: int | str | None = None
     host_memory: int | str | None = None
@@ -160,20 +180,26 @@ class HierarchyConfig:
     retrieval: RetrievalConfig = field(default_factory=RetrievalConfig)
 
     def __post_init__(self) -> None:
-        for name in ("gamma", "lookup", "rounds"):
-            if name != "rounds" or self.rounds is not None:
-                most = MOST_DEPTH if name == "lookup" else MOST_PROPOSED
-                _within(name, getattr(self, name), 1, most)
+        _within("gamma", self.gamma, 1, MOST_PROPOSED)
+        if self.rounds is not None:
+            _within("rounds", self.rounds, 1, MOST_PROPOSED)
+        if self.lookup is not None:
+            _within("lookup", self.lookup, 0, MOST_DEPTH)
         if self.prefill_chunk is not None:
             _within("prefill_chunk", self.prefill_chunk, 1)
         if self.retrieval_weight_bits not in (4, 8, 16):
             raise ValueError(f"retrieval_weight_bits={self.retrieval_weight_bits!r} must be 16, 8 or 4")
+        if not isinstance(self.prefix_cache, bool):
+            raise ValueError(f"prefix_cache={self.prefix_cache!r} must be True or False")
         if isinstance(self.kv_bits, bool) or self.kv_bits not in (8, 16):
             raise ValueError(f"kv_bits={self.kv_bits!r} must be 16 or 8")
         if self.levels not in ("auto", 1, 2, 3):
             raise ValueError(f"levels={self.levels!r} must be 1, 2, 3 or 'auto'")
         if not isinstance(self.runner_ups, bool | None):
             raise ValueError(f"runner_ups={self.runner_ups!r} must be True, False or None")
+        if isinstance(self.tree, str) and self.tree.endswith(SUFFIX):
+            # Its content, so that a file that changes later changes nothing here.
+            object.__setattr__(self, "tree", parse_shape(self.tree).name)
         parse_shape(self.tree)
         if not isinstance(self.offload, bool) and self.offload not in (None, "auto"):
             raise ValueError(f"offload={self.offload!r} must be True, False or 'auto'")
@@ -207,6 +233,20 @@ class HierarchyConfig:
 
         if self.kv_bits != 16 and self.offloads is True:
             raise ValueError(f"kv_bits={self.kv_bits} is for a cache on the device; {NO_OFFLOAD}")
+
+    def matched_tokens(self, draft_model: bool) -> int:
+        """Most tokens that suffix matching proposes in a pass, alone or beside a draft model's trees.
+
+        Raises:
+            ValueError: none, where there is no draft model.
+        """
+        if self.lookup == 0 and not draft_model:
+            raise ValueError(
+                "lookup=0 proposes nothing, and there is no draft model; use at least 1, or levels=1"
+            )
+        if self.lookup is None:
+            return 0 if draft_model else _MATCHED_ALONE
+        return self.lookup
 
     @property
     def chooses_levels(self) -> bool:

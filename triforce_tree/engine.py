@@ -1,8 +1,9 @@
 """The engine: a target, its drafter and their settings, behind ``generate``."""
 
 import copy
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +34,8 @@ from triforce_tree.generation.notices import CostNotices
 from triforce_tree.generation.output import GenerateOutput, joined, output_of, placed
 from triforce_tree.generation.request import Job, Request
 from triforce_tree.generation.scores import EmittedScores
+from triforce_tree.generation.streamers import Streamers
+from triforce_tree.kv.cached_tokens import Reuse
 from triforce_tree.kv.offload.weights.streamed_weights import StreamedWeights
 from triforce_tree.loading.vocabularies import token_map
 from triforce_tree.models.hf_model import HFModel
@@ -41,6 +44,7 @@ from triforce_tree.planning.memory_plan import MemoryPlan
 from triforce_tree.planning.profiles import Entry, Profile
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.stats import Progress
+from triforce_tree.sessions.session import RESERVE, Session
 from triforce_tree.verify.sampling import ProbsFromLogits, Stream, derived
 
 
@@ -49,7 +53,7 @@ class Engine:
 
     Args:
         target: a transformers causal LM.
-        draft: another one, or any :class:`~triforce_tree.drafters.base.Drafter`; None for prompt lookup.
+        draft: another one, or any :class:`~triforce_tree.drafters.base.Drafter`; None for suffix matching.
         tokenizer: for text prompts and ``stop_strings``.
         config: settings of all levels.
         profile: measured settings, used for prompts like those that they were measured with.
@@ -76,6 +80,7 @@ class Engine:
         self.profile = profile
         self._given = frozenset(given)
         self._notices = CostNotices()
+        self._in_session, self._room = False, 0
         self._config = config or HierarchyConfig()
         if self._config.offload_weights is True and streamed is None:
             raise ValueError(
@@ -92,7 +97,7 @@ class Engine:
 
         Raises:
             ValueError: impossible options, another ``offload_weights``, ``tree`` without a draft, or
-                ``lookup`` where prompt lookup does not propose.
+                ``lookup`` with a drafter of the user's own.
         """
         check_drafter_options(self.hierarchy.own_drafter, self.hierarchy.draft, options)
         weights = self._config.offload_weights
@@ -106,6 +111,24 @@ class Engine:
         other._config = HierarchyConfig.from_options(**{**self._config.as_options(), **options})
         other.hierarchy = self.hierarchy.with_config(other._config)
         return other
+
+    def session(self, document: Inputs | None = None, *, reserve: int = RESERVE) -> Session:
+        """A text or a conversation of which each call prefills the new tokens alone: see :class:`Session`."""
+        return Session(self, document, reserve)
+
+    def load_session(self, folder: str | Path, *, reserve: int = RESERVE) -> Session:
+        """A session that :meth:`Session.save` wrote; see :meth:`Session.load`."""
+        return Session.load(self, Path(folder), reserve)
+
+    def in_session(self, room: int) -> "Engine":
+        """The same engine over the same buffers, made for ``room`` tokens, which keeps all they hold."""
+        other = copy.copy(self)
+        other._in_session, other._room = True, min(room, self.hierarchy.target.max_positions or room)
+        return other
+
+    @property
+    def _reuse(self) -> Reuse:
+        return "all" if self._in_session else "chunks" if self._config.prefix_cache else "none"
 
     def close(self) -> None:
         """Free the buffers of the last generation, and weights in host memory.
@@ -152,9 +175,6 @@ class Engine:
             to_probs: logits to distributions, for the stages; None where only forwards are run.
             temperature: by which a profile's entry is chosen.
 
-        Yields:
-            buffers, models and stages; the prompts are not prefilled yet.
-
         Raises:
             ValueError: a prompt is too long, or memory is short.
         """
@@ -163,7 +183,7 @@ class Engine:
         with self.hierarchy.generation():
             self._choose_settings(temperature, prompts, new_tokens)
             with self.hierarchy.active():
-                program = self.hierarchy.program(prompts, new_tokens)
+                program = self.hierarchy.program(prompts, new_tokens, reuse=self._reuse)
                 if to_probs is not None:
                     program.prepare(to_probs)
                 yield program
@@ -188,7 +208,7 @@ class Engine:
         stopping_criteria: StoppingCriteriaList | StoppingCriteria | list[StoppingCriteria] | None = None,
         prefix_allowed_tokens_fn: Callable[[int, Tensor], list[int]] | None = None,
         stop_strings: str | list[str] | None = None,
-        streamer: BaseStreamer | None = None,
+        streamer: BaseStreamer | Sequence[BaseStreamer] | None = None,
         seed: int | None = None,
         logprobs: bool = False,
         progress: Progress | None = None,
@@ -208,11 +228,13 @@ class Engine:
                 tokens so far.
             input_ids: token ids by transformers' own keyword, instead.
             attention_mask: of the ids' shape; tokens with mask 0 are padding, on either side, and left out.
-            generation_config, logits_processor, stopping_criteria, prefix_allowed_tokens_fn, stop_strings,
-                streamer: as in transformers; ``stop_strings`` needs a tokenizer.
+            generation_config, logits_processor, stopping_criteria, prefix_allowed_tokens_fn, stop_strings: as
+                in transformers; ``stop_strings`` needs a tokenizer.
+            streamer: as in transformers, or one for each sequence. A ``put`` that returns True ends its
+                sequence.
             seed: of all draws, independent for each sequence; by default from torch's global generator.
             logprobs: return the log-probability of each new token, see :class:`GenerateOutput`.
-            progress: called after each chunk of the prompt with the number of tokens in it.
+            progress: called with the number of kept tokens, then with that of each chunk after it.
             pinned: called with the bytes of host memory that an offloaded cache allocates, as it does.
             kwargs: options of ``GenerationConfig``: max_new_tokens, temperature, top_k, top_p, do_sample,
                 eos_token_id, output_scores, output_logits, ...; one that is not supported raises.
@@ -227,23 +249,20 @@ class Engine:
         )  # fmt: skip
         seed, logprobs = checked_seed(seed), checked_switch("logprobs", logprobs)
         ids, count = request.prompts.ids, len(request.prompts.ids)
-        if streamer is not None and count > 1:
-            raise ValueError(f"a streamer follows one sequence, but the batch has {count}")
+        streamers = Streamers.of(streamer, count)
         padded = request.prompts.left_padded()
 
         def continued(part: slice, seed: int | None) -> GenerateOutput:
             target = without_settings(self.hierarchy.target.model)
             allowed = prefix_allowed_tokens_fn
             out: GenerateOutput = target.generate(
-                padded.ids[part].to(target.device),
-                attention_mask=padded.mask[part].to(target.device),
-                generation_config=request.config,
-                logits_processor=request.processors,
+                padded.ids[part].to(target.device), attention_mask=padded.mask[part].to(target.device),
+                generation_config=request.config, logits_processor=request.processors,
                 stopping_criteria=request.criteria,
                 prefix_allowed_tokens_fn=allowed and (lambda _, sent: allowed(part.start, sent)),
-                custom_generate=self.runner(streamer, progress, seed, pinned, logprobs),
+                custom_generate=self.runner(streamers.part(part), progress, seed, pinned, logprobs),
                 **request.options,
-            )
+            )  # fmt: skip
             return placed(out, ids[part], moves_scores=not self.hierarchy.offloads)
 
         try:
@@ -258,7 +277,7 @@ class Engine:
 
     def runner(
         self,
-        streamer: BaseStreamer | None,
+        streamers: Streamers,
         progress: Progress | None,
         seed: int | None,
         pinned: Callable[[int], None] | None = None,
@@ -267,7 +286,7 @@ class Engine:
         """The ``custom_generate`` callable, which transformers' ``generate`` runs after its preparation.
 
         Args:
-            streamer, progress, seed, pinned, logprobs: as for :meth:`generate`.
+            streamers, progress, seed, pinned, logprobs: as for :meth:`generate`.
         """
 
         def run(
@@ -284,26 +303,22 @@ class Engine:
                 model_inputs,
             )  # fmt: skip
             with self.hierarchy.generation():
-                return self._run(job, streamer, progress, seed, pinned, logprobs)
+                return self._run(job, streamers, progress, seed, pinned, logprobs)
 
         return run
 
     def _run(
-        self,
-        job: Job,
-        streamer: BaseStreamer | None,
-        progress: Progress | None,
-        seed: int | None,
-        pinned: Callable[[int], None] | None,
-        logprobs: bool,
-    ) -> GenerateOutput:
+        self, job: Job, streamers: Streamers, progress: Progress | None, seed: int | None,
+        pinned: Callable[[int], None] | None, logprobs: bool,
+    ) -> GenerateOutput:  # fmt: skip
         prompts, to_probs, endings, new_tokens = job.prompts, job.to_probs, job.endings, job.new_tokens
         for prompt in prompts:
             self.hierarchy.target.check_length(len(prompt), new_tokens)
         alike = (prompts, new_tokens, to_probs.greedy, seed is None, self._config)
         distributed.check_equal("prompts or settings", alike)
         chosen = distributed.broadcast_object(int(torch.randint(2**62, ())) if seed is None else seed)
-        entry = self._choose_settings(job.temperature, prompts, new_tokens)
+        coming = max(new_tokens, self._room - max(map(len, prompts)))
+        entry = self._choose_settings(job.temperature, prompts, coming)
         self._notices.tell(to_probs.reading_text, job.config, len(prompts), self.hierarchy.target.device)
         if not self.hierarchy.together(to_probs, prompts):
             raise _OneByOneError
@@ -311,12 +326,11 @@ class Engine:
         kept_on = torch.device("cpu") if self.hierarchy.offloads else job.input_ids.device
         names = job.outputs | ({"logprobs"} if logprobs else set())
         scores = EmittedScores(names, to_probs, prompts, kept_on)
-        if streamer is not None:
-            streamer.put(job.input_ids.cpu())
+        streamers.begin(job.input_ids)
         with self.hierarchy.active():
             decoder = OomRetryDecoder(
                 lambda number: Decoder(
-                    self.hierarchy.program(prompts, new_tokens, pinned),
+                    self.hierarchy.program(prompts, coming, pinned, self._reuse),
                     to_probs,
                     derived(chosen, Stream.ATTEMPT, number),
                     repeatable=seed is not None,
@@ -326,21 +340,17 @@ class Engine:
             # Only with as many levels: the estimates of two and of three are of different quantities.
             if entry and (estimates := entry.estimates(decoder.controller.levels, self._given)):
                 decoder.controller.expect(**estimates)
-            decoder.prefill(prompts, progress)
+            decoder.prefill(prompts, progress, self._reuse)
             for fresh in decoder.decode(prompts, endings, scores.add if names else None):
                 for sequence, tokens in zip(new, fresh, strict=True):
                     sequence += tokens
-                if streamer is not None:
-                    streamer.put(torch.tensor(fresh[0]))
-        if streamer is not None:
-            streamer.end()
+                streamers.put(fresh, decoder.end)
+        streamers.end()
         out = output_of(job.input_ids, new, job.pad_token, self.tokenizer, decoder)
         for name, value in scores.results().items():
             setattr(out, name, value)
-        if entry is not None and self.profile is not None:
-            out.profile = str(self.profile.path)
-        if self.hierarchy.memory is not None:
-            out.memory = self.hierarchy.memory.as_dict()
+        out.profile = str(self.profile.path) if entry is not None and self.profile is not None else None
+        out.memory = self.hierarchy.memory.as_dict() if self.hierarchy.memory is not None else None
         return out
 
 

@@ -3,7 +3,12 @@
 # Name -> module below ``scripts`` with ``main(words)``, and what it measures.
 BENCHMARKS = {
     "tables": ("benchmarks.tables", "no benchmark: writes the tables of README.md and docs/"),
+    "texts": ("benchmarks.texts.pack", "no benchmark: packs texts of seven kinds into one file"),
     "on_chip": ("benchmarks.on_chip.run", "decoding on one GPU, 122,880 tokens: docs/benchmarks.md"),
+    "prefill": ("benchmarks.on_chip.prefill", "prompts of up to 122,880 tokens on one GPU: docs/prefill.md"),
+    "any_text": ("benchmarks.texts.any_text", "speed on texts of seven kinds: docs/any_text.md"),
+    "never_slower": ("benchmarks.texts.never_slower", "the same by context, beside plain decoding"),
+    "trees": ("benchmarks.texts.trees", "token trees beside chains of equal cost, by kind of text"),
     "offload": ("benchmarks.offload.run", "decoding with the cache in host memory: docs/offloading.md"),
     "parallel": ("benchmarks.offload.parallel", "the same on several cards, under torchrun"),
     "tree_attention": (
@@ -13,6 +18,14 @@ BENCHMARKS = {
     "linear": ("benchmarks.linear.run", "few-row linear layers: check, time, compare; --quick: less"),
     "host_attention": ("benchmarks.cpu.host_attention", "attention on the CPU, alone and beside the bus"),
     "cpu": ("benchmarks.cpu.speed", "the embedded pair on a CPU beside transformers: README.md"),
+    "retrieval": (
+        "benchmarks.retrieval.run",
+        "overlap of level 1 with the target by retrieval policy: docs/retrieval.md",
+    ),
+    "verification": (
+        "benchmarks.verification.run",
+        "tokens that traversal verification accepts beside node by node: docs/losslessness.md",
+    ),
     "pair": ("train_pair.evaluate", "what the embedded pair can do: needles, loss, overlaps"),
     "kernels_by_arch": ("checks.kernels_by_arch", "compiles every kernel for GPUs not at hand"),
 }

@@ -15,6 +15,9 @@ from scripts.benchmarks.cpu import tables as cpu
 from scripts.benchmarks.linear import tables as linear
 from scripts.benchmarks.offload import tables as offload
 from scripts.benchmarks.on_chip import tables as on_chip
+from scripts.benchmarks.retrieval import tables as retrieval
+from scripts.benchmarks.texts import tables as texts
+from scripts.benchmarks.verification import tables as verification
 from scripts.checks.models import table as models_table
 
 RESULTS = ROOT / "docs" / "results"
@@ -77,7 +80,7 @@ front = listing(FRONT, front_rows, front_note, left=2)
 TABLES = {
     "front": Table(on_chip.FILE, front, f"{on_chip.COMMAND} 7b"),
     **on_chip.TABLES, **offload.TABLES, **attention.TABLES, **linear.TABLES, **cpu.TABLES,
-    **models_table.TABLES,
+    **models_table.TABLES, **texts.TABLES, **retrieval.TABLES, **verification.TABLES,
 }  # fmt: skip
 
 

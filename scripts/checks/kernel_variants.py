@@ -28,6 +28,7 @@ from triforce_tree.kernels.step import accept_kernels as accept
 from triforce_tree.kernels.step import grow_kernels as grow
 from triforce_tree.kernels.step import kv_slots_kernels, place_kernels
 from triforce_tree.kernels.step import select_kernels as select
+from triforce_tree.kernels.step import traversal_kernels as traversal
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 NAMES = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}
@@ -190,6 +191,9 @@ def _kv_slots() -> Iterator[Variant]:
             move = partial(kv_slots_kernels.move_kv, *caches, _ints(2, places), start)
             yield Variant(f"move {places}, {name}", move)
         yield Variant(f"means, {name}", partial(kv_slots_kernels.chunk_means, means, caches[0], start, 4, 8))
+        both = torch.cat([means, means], -1)
+        moments = partial(kv_slots_kernels.chunk_means, both, caches[0], start, 4, 8)
+        yield Variant(f"means and variances, {name}", moments)
 
 
 def _retrieval() -> Iterator[Variant]:
@@ -197,10 +201,11 @@ def _retrieval() -> Iterator[Variant]:
     for dim, group, chunks in product((64, 96, 256, 512), (1, 4), (512, 15_360, 131_072)):
         name = f"choice of {chunks} chunks, head_dim {dim}, group {group}"
         yield Variant(name, partial(_select, dim, group, chunks))
+        yield Variant(f"{name}, variances", partial(_select, dim, group, chunks, 2 * dim))
 
 
-def _select(dim: int, group: int, chunks: int) -> None:
-    q, means = torch.zeros(1, group, dim, dtype=BF16), torch.zeros(1, 1, chunks, dim, dtype=BF16)
+def _select(dim: int, group: int, chunks: int, columns: int | None = None) -> None:
+    q, means = torch.zeros(1, group, dim, dtype=BF16), torch.zeros(1, 1, chunks, columns or dim, dtype=BF16)
     select.select_chunks(q, means, _ints(1), _int32(1, 1, 256), 160, 0.1)
 
 
@@ -219,7 +224,9 @@ def _acceptance() -> Iterator[Variant]:
 def _accept(nodes: int, vocabulary: int) -> None:
     tree, probs = _ints(1, nodes), torch.zeros(1, 2, vocabulary)
     p = probs[:, :1].expand(1, nodes, vocabulary)
-    accept.accept_tree(tree, tree, p, probs, tree, torch.zeros(1, nodes), probs[:, 0], 12)
+    verified = tree, tree, p, probs, tree, torch.zeros(1, nodes), probs[:, 0], 12
+    accept.accept_tree(*verified)
+    traversal.traverse_tree(*verified)
     accept.accept_greedy(tree, tree, tree, 12)
 
 

@@ -2,8 +2,8 @@
 
     python -m scripts.checks.step_kernels_check
 
-Problems are those of ``step_cases.py`` and ``grow_cases.py`` in ``tests/support/kernels``. Ends with status 1
-where an operator differs from its reference.
+Problems are those of ``step_cases.py``, ``grow_cases.py`` and ``suffix_cases.py`` in
+``tests/support/kernels``. Ends with status 1 where an operator differs from its reference.
 """
 
 import sys
@@ -15,11 +15,11 @@ from typing import Any
 import step_cases
 import torch
 from grow_cases import beginning, expansion, placement
-from step_cases import Problem, acceptance, runner_up, selection
+from step_cases import Problem, acceptance, runner_up, selection, traversal
+from suffix_cases import graft, indexing, matching
 from torch import Tensor
 
 from scripts.checks.report import Report, need_gpu, parser
-from triforce_tree.kernels import step
 
 HALF, SINGLE = torch.bfloat16, torch.float32
 BOTH = (HALF, SINGLE)
@@ -53,6 +53,7 @@ def problems() -> Iterator[Make]:
         yield partial(_append_int8, *shape, dtype, GPU)
     for shape, dtype in product(slots[step_cases.means], BOTH):
         yield partial(step_cases.means_int8, *shape, dtype, GPU)
+        yield partial(step_cases.means, *shape, dtype, GPU, variances=True)
     selections = [
         (1, 32, 1, 15360, 128, 480), (6, 32, 1, 2375, 128, 128), (3, 8, 4, 15424, 128, 480),
         (2, 2, 1, 131072, 128, 480), (2, 2, 4, 40000, 128, 2000), (3, 1, 8, 700, 64, 100),
@@ -60,13 +61,22 @@ def problems() -> Iterator[Make]:
     ]  # fmt: skip
     for shape, ties in product(selections, (False, True)):
         yield partial(selection, *shape, HALF, GPU, integers=ties)
+    for shape in selections[:3]:
+        yield partial(selection, *shape, HALF, GPU, variances=True)
     for seed in range(30):
         nodes, vocab = (1, 8, 16, 64, 256)[seed % 5], (4096, 4096, 32000, 100, 4095)[seed // 6]
+        for beside in (0.0, 0.5):
+            yield partial(
+                acceptance, 6, nodes, vocab, GPU, *step_cases.LIKENESS[seed % 6], seed % 8 == 7, seed=seed,
+                beside=beside,
+            )  # fmt: skip
+        kind: dict[str, float] = ({}, {"fixed": 0.5}, {"both": 0.7})[seed % 3]
         yield partial(
-            acceptance, 6, nodes, vocab, GPU, *step_cases.LIKENESS[seed % 6], seed % 8 == 7, seed=seed
+            traversal, 6, nodes, vocab, GPU, *step_cases.LIKENESS[seed % 6], seed % 8 == 7, seed=seed, **kind
         )
     for nodes, vocab in [(16, 128256), (64, 128256), (32, 152064)]:
         yield partial(acceptance, 2, nodes, vocab, GPU, 0.3, 10.0, seed=nodes)
+        yield partial(traversal, 2, nodes, vocab, GPU, 0.3, 10.0, seed=nodes)
     for seed, nodes in enumerate((1, 2, 16, 63, 64, 65, 128, 256)):
         yield partial(step_cases.greedy, 6, nodes, 3 + seed, GPU, seed=seed)
     for shape, exponential in product(
@@ -87,6 +97,12 @@ def problems() -> Iterator[Make]:
     ]  # fmt: skip
     for shape, seed in product(placements, range(8)):
         yield partial(placement, *shape, GPU, seed % 2 == 1, seed // 2 % 2 == 1, seed // 4 == 1, seed)
+    for seed, (batch, most, entries) in enumerate([(1, 4000, 1 << 13), (6, 900, 64), (3, 70, 1 << 20)]):
+        yield partial(indexing, batch, most, GPU, entries, seed, (0, 17)[seed % 2])
+        for length in (1, 15, 128):
+            yield partial(matching, batch, most, GPU, length, 2 + seed, seed, entries)
+    for nodes, length in [(1, 1), (16, 15), (16, 48), (60, 20), (256, 128)]:
+        yield partial(graft, 6, nodes, length, GPU, nodes)
 
 
 def _append_int8(*shape: Any) -> Problem:
@@ -111,6 +127,7 @@ def captured() -> Iterator[Callable[..., Problem]]:
     yield partial(selection, 3, 4, 1, 3000, 128, 100, HALF, GPU)
     yield partial(selection, 3, 4, 4, 20000, 128, 100, HALF, GPU)
     yield partial(cut, partial(acceptance, 4, 16, 4096, GPU, 0.3, 10.0))
+    yield partial(cut, partial(traversal, 4, 16, 4096, GPU, 0.3, 10.0))
     yield partial(cut, partial(step_cases.greedy, 4, 16, 5, GPU))
     yield partial(runner_up, 4, 6, 4096, True, GPU)
     yield partial(beginning, 4, 5, (8, 6, 4), 300, GPU)
@@ -118,13 +135,17 @@ def captured() -> Iterator[Callable[..., Problem]]:
         yield partial(expanded, vocab, exponential)
     for fixed in (False, True):
         yield partial(placement, 4, 8, 6, 6, GPU, fixed)
+    yield partial(indexing, 4, 300, GPU, 256)
+    yield partial(matching, 4, 300, GPU, 15)
+    yield partial(graft, 4, 16, 15, GPU)
+    yield partial(cut, partial(acceptance, 4, 32, 4096, GPU, 0.3, 10.0, beside=0.5))
 
 
 def replayed(make: Callable[..., Problem]) -> None:
     """Capture with one set of inputs, replay with that and two others; each replay twice, bit for bit."""
     torch.manual_seed(0)
     sets = [make(seed=seed) for seed in range(3)]
-    op = getattr(step, sets[0].op)
+    op = getattr(sets[0].package, sets[0].op)
     buffers = tuple(step_cases.copy(x) if isinstance(x, Tensor) else x for x in sets[0].args)
 
     def fill(problem: Problem) -> None:
@@ -150,6 +171,11 @@ def replayed(make: Callable[..., Problem]) -> None:
             torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
+def _agrees(make: Make) -> None:
+    problem = make()
+    step_cases.agree(problem, problem.package)
+
+
 def named(make: object) -> str:
     """Maker and arguments."""
     if not isinstance(make, partial):
@@ -163,7 +189,7 @@ def main() -> int:
     made.parse_args()
     need_gpu(made)
     report = Report()
-    runs = [(named(make), lambda make=make: step_cases.agree(make(), step)) for make in problems()]
+    runs = [(named(make), partial(_agrees, make)) for make in problems()]
     runs += [(f"graph: {named(make)}", partial(replayed, make)) for make in captured()]
     with torch.inference_mode():
         for seed, (name, check) in enumerate(runs):

@@ -1,5 +1,6 @@
 """``generate`` with --chat, --messages and --system, and the sampling of a checkpoint."""
 
+import io
 import json
 import shutil
 from pathlib import Path
@@ -137,3 +138,64 @@ def test_sampling_is_the_checkpoints_own(
     assert "generation_config" not in err
     out = run(capsys, "generate", prompt, *pair.options, "--max-new-tokens", "3", "--json")[1]
     assert last_object(out)["sampling"] == {"temperature": 0}, "a checkpoint that does not sample is greedy"
+
+
+LINES = (
+    "What does the import statement bind?\n\nAnd a name?\n/save {folder}\n/reset\nWhat is it?\n/quit\nmore\n"
+)
+
+
+@pytest.fixture
+def ask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], pair: TinyPair) -> Any:
+    """The command ``chat`` with these lines on stdin."""
+
+    def asked(target: object, lines: str, *words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+        models = ["--target", str(target), "--draft", pair.draft, "--device", "cpu"]
+        settings = ["--levels", "1", "--max-new-tokens", "12", "--temperature", "0", "--json"]
+        return run(capsys, "chat", *models, *settings, *words)
+
+    return asked
+
+
+@pytest.mark.parametrize("templated", [True, False])
+def test_a_conversation_about_a_document(
+    ask: Any, pair: TinyPair, folder: Path, prompt: str, tmp_path: Path, templated: bool
+) -> None:
+    target = folder if templated else Path(pair.target)
+    saved = tmp_path / "saved"
+    code, out, err = ask(target, LINES.format(folder=saved), "--file", prompt)
+    assert code == 0, err
+    made = last_object(out)
+    first, second, third = made["turns"]
+    assert [turn["new_tokens"] for turn in made["turns"]] == [12, 12, 12]
+    assert first["reused_tokens"] == 0
+    assert second["reused_tokens"] > first["prompt_tokens"]
+    assert second["prompt_tokens"] > third["reused_tokens"] > 100, "the document stays"
+    document = Path(prompt).read_text(encoding="utf-8").rstrip()
+    engine = triforce_tree.load(target, device="cpu", levels=1)
+    asked: Any = f"{document}\n\n{QUESTION}\n"
+    if templated:
+        asked = [{"role": "user", "content": f"{document}\n\n{QUESTION}"}]
+    assert first["text"] == engine.generate(asked, max_new_tokens=12, temperature=0).text
+    assert first["text"].strip() in out
+    assert f"of {second['prompt_tokens']:,} prompt tokens kept" in " ".join(err.split())
+    again = last_object(ask(target, "And then?\n", "--load", str(saved))[1])["turns"][0]
+    # Of the last answer the template's text may have other tokens than those that were drawn.
+    assert again["reused_tokens"] >= second["prompt_tokens"] - 1
+
+
+BAD_CHATS: dict[str, tuple[list[str], str, str]] = {
+    "a command": ([], "/nothing\n", "/nothing is no command; there are /quit, /reset, /save FOLDER"),
+    "no folder": (["--load", "/nowhere"], "x\n", "/nowhere holds no session"),
+    "both": (["--load", "/nowhere", "--system", "x"], "x\n", "--load continues a saved conversation"),
+    "no template": (["--system", "x"], "x\n", "--system needs a tokenizer with a chat template"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CHATS)
+def test_bad_chats(ask: Any, pair: TinyPair, case: str) -> None:
+    words, lines, message = BAD_CHATS[case]
+    code, _, err = ask(pair.target, lines, *words)
+    assert code == 2
+    assert message in err

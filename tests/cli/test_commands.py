@@ -16,14 +16,20 @@ from wrong_acceptance import accept_all_proposals
 
 from triforce_tree import __version__
 from triforce_tree.cli import console, entry
-from triforce_tree.cli.bench import arguments as bench_arguments
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.eval import baselines, results
+from triforce_tree.eval import results
 
 
 @pytest.mark.parametrize(
     "command",
-    [["generate"], ["explain"], ["bench", "text"], ["bench", "needle"], ["check"], ["tune"], ["demo"]],
+    [
+        ["generate"],
+        ["explain"],
+        *(["bench", kind] for kind in ("text", "needle", "ruler")),
+        ["check"],
+        ["tune"],
+        ["demo"],
+    ],
 )
 def test_help_shows_defaults(capsys: pytest.CaptureFixture[str], command: list[str]) -> None:
     code, out, _ = run(capsys, *command, "--help")
@@ -40,10 +46,6 @@ def test_help_imports_no_large_library() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.endswith("set()\n")
-
-
-def test_help_names_every_method() -> None:
-    assert tuple(baselines.METHODS) == bench_arguments.METHODS
 
 
 def test_ctrl_c_while_libraries_load(
@@ -119,7 +121,10 @@ BAD = {
         ["generate", "PROMPT", "--target", "TARGET", "--drafter", "lookup", "--tree", "chain:3"],
         "set lookup=N",
     ),
-    "lookup of a draft model": (["generate", "PROMPT", "--lookup", "4"], "lookup=4 is the number"),
+    "lookup of nothing": (
+        ["generate", "PROMPT", "--target", "TARGET", "--lookup", "0"],
+        "lookup=0 proposes nothing",
+    ),
     "positions": (["generate", "PROMPT", "--max-new-tokens", "5000"], "4096 positions"),
     "device": (["generate", "PROMPT", "--device", "abacus"], "device='abacus'"),
     "no model": (["generate", "PROMPT", "--target", "./nowhere"], "'./nowhere'"),
@@ -128,6 +133,9 @@ BAD = {
     "huge tree": (["generate", "PROMPT", "--tree", "chain:100000"], "at most 1024 proposed tokens"),
     "huge gamma": (["generate", "PROMPT", "--gamma", "1000000000"], "at most 1024"),
     "rows as text": (["bench", "text", "--file", "some.jsonl"], "--dataset some.jsonl"),
+    "no such kind": (["bench", "text", "--text", "novels"], "text 'novels' is unknown; use a kind"),
+    "texts without a name": (["bench", "text", "--texts", "some.xz"], "give --text NAME as well"),
+    "copies of one length": (["check", "--text", "copied"], "use --text python-topics here"),
     "no data": (["bench", "text", "--dataset", "/nowhere/some.jsonl"], "no such file: '/nowhere/some.jsonl'"),
     "picture": (["bench", "needle", "--plot", "map.xyz"], "'map.xyz' names no image format"),
     "no picture": (["bench", "needle", "--plot", "map"], "'map' names no image format"),
@@ -242,52 +250,6 @@ def test_demo(capsys: pytest.CaptureFixture[str], pair: TinyPair) -> None:
     assert result["prompt_tokens"] == 2100
     assert {"new_tokens", "speedup", "ms_per_token", "baseline_ms_per_token"} <= result.keys()
     assert len(result["levels"]) == 3
-
-
-def test_bench_text_continues_an_interrupted_run(
-    capsys: pytest.CaptureFixture[str], pair: TinyPair, tmp_path: Path
-) -> None:
-    out_file = tmp_path / "r.jsonl"
-    argv = [
-        "bench",
-        "text",
-        *pair.options,
-        "--context",
-        "90",
-        "--new-tokens",
-        "8",
-        "--prompts",
-        "2",
-    ]
-    argv += ["--out", str(out_file), "--json"]
-    code, out, _ = run(capsys, *argv)
-    first = last_object(out)
-    assert code == 0
-    assert len(first["rows"]) == 14
-    for row in first["rows"]:
-        assert list(row) == [
-            "method", "temperature", "context", "new_tokens", "ms_per_token", "speedup_vs_best_baseline",
-            "acceptance", "repeated_8grams",
-        ]  # fmt: skip
-    lines = out_file.read_text().splitlines(keepends=True)
-    out_file.write_text("".join(lines[:10]) + lines[10][:20])  # killed while it wrote
-    assert len(last_object(run(capsys, *argv)[1])["rows"]) == 14
-    again = out_file.read_text().splitlines(keepends=True)
-    assert len(again) == len(lines)
-    assert again[:10] == lines[:10]
-    code, _, err = run(capsys, *argv, "--new-tokens", "9")
-    assert code == 2
-    assert "new_tokens=8, now it is 9" in err
-
-
-def test_bench_needle(capsys: pytest.CaptureFixture[str], pair: TinyPair) -> None:
-    code, out, err = run(
-        capsys, "bench", "needle", *pair.options, "--lengths", "200", "--depths", "0", "1", "--trials", "1",
-        "--through", "hierarchy", "target", "--json",
-    )  # fmt: skip
-    assert code == 0
-    assert last_object(out)["accuracy"]["target"]["200"].keys() == {"0", "1"}
-    assert "needle accuracy" in err
 
 
 def test_check_passes_and_names_trees(capsys: pytest.CaptureFixture[str], pair: TinyPair) -> None:

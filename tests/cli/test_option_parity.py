@@ -62,7 +62,15 @@ def test_their_defaults_are_the_same() -> None:
 
 @pytest.mark.parametrize(
     "command",
-    [["generate"], ["explain"], ["bench", "text"], ["bench", "needle"], ["check"], ["tune"], ["demo"]],
+    [
+        ["generate"],
+        ["chat"],
+        ["explain"],
+        *(["bench", kind] for kind in ("text", "needle", "ruler")),
+        ["check"],
+        ["tune"],
+        ["demo"],
+    ],
 )
 def test_every_command_has_the_options_of_the_hierarchy(command: list[str]) -> None:
     assert {a.dest for a in actions(*command)} >= set(groups.ENGINE_OPTIONS) | {
@@ -83,7 +91,8 @@ GIVEN = {
     "levels": ("2", 2), "gamma": ("5", 5), "tree": ("chain:3", "chain:3"),
     "rounds": ("2", 2), "runner_ups": (None, True), "budget": ("64", 64), "chunk": ("16", 16),
     "recent": ("32", 32), "refresh": ("0", 0), "retrieval_weight_bits": ("8", 8), "sinks": ("2", 2),
-    "window": ("64", 64), "prefill_chunk": ("128", 128), "kv_bits": ("8", 8),
+    "window": ("64", 64), "prefill_chunk": ("128", 128), "kv_bits": ("8", 8), "key_variance": (None, True),
+    "prefix_cache": (None, True),
 }  # fmt: skip
 
 
@@ -105,7 +114,9 @@ def test_lookup_reaches_an_engine_without_a_draft(pair: TinyPair) -> None:
     assert engine.hierarchy.config.lookup == 3
 
 
-@pytest.mark.parametrize("name", ["offload", "offload_weights", "host_attention", "runner_ups"])
+@pytest.mark.parametrize(
+    "name", ["offload", "offload_weights", "host_attention", "runner_ups", "prefix_cache"]
+)
 def test_switches_can_be_turned_off(name: str) -> None:
     args = arguments.parser().parse_args(["generate", f"--no-{name.replace('_', '-')}"])
     assert getattr(args, name) is False

@@ -8,7 +8,7 @@ from program_cases import GREEDY, NEW, PROMPTS, SAMPLED, decoded, draft_of, mode
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.base import TokenTree
-from triforce_tree.drafters.prompt_lookup import PromptLookup
+from triforce_tree.drafters.suffix_matching import SuffixMatching
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.step_model import StepModel
 from triforce_tree.trees.device_shapes import DeviceTreeShape
@@ -88,7 +88,7 @@ def test_a_lookup_that_finds_nothing_forwards_the_root_alone(
     config = HierarchyConfig.from_options(
         levels=levels, lookup=5, tree="chain:5", gamma=4, rounds=1, budget=24, chunk=4, recent=8
     )
-    program = DecodingProgram(target, PromptLookup(5), config, 1, 150, levels)
+    program = DecodingProgram(target, SuffixMatching(5), config, 1, 150, levels)
     vocabulary = sorted({*prompt_of(60)})
     decoded(program, [vocabulary], [3])
     judged = program.stage("target" if levels == 2 else "retrieval_refresh").view

@@ -11,7 +11,7 @@ from generation_cases import BOTH, Case
 from torch import Tensor
 
 from triforce_tree.kernels import step
-from triforce_tree.kernels.step import accept
+from triforce_tree.kernels.step import accept, traversal
 from triforce_tree.kernels.step.draws import draw_tokens
 from triforce_tree.kv.tree_attention_view import PagedRetrievalView
 from triforce_tree.runtime.sequence_state import SequenceState
@@ -28,6 +28,7 @@ CASES = {
     "hierarchy, four tokens": Case(3, 4, 1, 1, {"tree": "chain:1", "runner_ups": False, "budget": 12}),
     "runner-ups, four tokens": Case(3, 4, 1, 1, BOTH),
     "two rounds": Case(3, 2, 3, 1, {**BOTH, "rounds": 2}),
+    "merged": Case(2, 3, 2, 1, {"tree": "chain:1", "runner_ups": False, "lookup": 1}),
 }
 
 Noisy = type[EnumeratedNoise]
@@ -52,6 +53,11 @@ def shifted_q(tokens, parents, p, q, q_rows, depth):
 def shifted_p(tokens, parents, p, q, q_rows, depth):
     """Every node has the target distribution of the one before it."""
     return tokens, parents, p.roll(1, 1), q, q_rows, depth
+
+
+def none_fixed(tokens, parents, p, q, q_rows, depth):
+    """The chain beside a tree is judged as if its tokens had been drawn like their siblings."""
+    return tokens, parents, p, q, q_rows.where(q_rows != accept.FIXED, -1), depth
 
 
 def decided(draws: type[CraftedDraws], level: str = "all") -> Noisy:
@@ -131,14 +137,18 @@ def sound(patch: pytest.MonkeyPatch) -> None:
 
 def refusal(change: Callable[..., tuple[Tensor, Tensor]]) -> Callable[[pytest.MonkeyPatch], None]:
     def plant(patch: pytest.MonkeyPatch) -> None:
-        rule = accept.refused
-        patch.setattr(accept, "refused", lambda p, q, *rest: change(p, q, *rule(p, q, *rest)))
+        rule = traversal.residual
+        patch.setattr(traversal, "residual", lambda *args: change(args, *rule(*args)))
 
     return plant
 
 
-no_residual = refusal(lambda p, q, left, others: (p, others))
-with_replacement = refusal(lambda p, q, left, others: (left, q))
+no_residual = refusal(lambda args, weight, target: (weight, args[1]))
+kept_weight = refusal(lambda args, weight, target: (args[0], target))
+
+
+def with_replacement(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(traversal, "without", lambda draft, token: draft)
 
 
 def no_residual_at(level: str) -> Noisy:
@@ -163,6 +173,22 @@ def chain_probs_late(patch: pytest.MonkeyPatch) -> None:
         lengthen(self, emitted, count, None if probs is None else probs.roll(1, 1))
 
     patch.setattr(SequenceState, "append_drafted", late)
+
+
+def weak_ends_dropped(patch: pytest.MonkeyPatch) -> None:
+    """The chain ends before a token that level 1 finds improbable: an end that looks at the next draw."""
+    lengthen = SequenceState.append_drafted
+
+    def shortened(self: SequenceState, emitted: Tensor, count: Tensor, probs: Tensor) -> None:
+        lengthen(self, emitted, count, probs)
+        end = (self.chain - 1).clamp_min(0)[:, None]
+        token = self.tokens.gather(1, self.length[:, None] + 1 + end)
+        chance = self.chain_probs.gather(1, end[..., None].expand(-1, 1, probs.shape[2]))[:, 0].gather(
+            1, token
+        )
+        self.chain -= ((chance[:, 0] < 0.4) & (self.chain > 0)).long()
+
+    patch.setattr(SequenceState, "append_drafted", shortened)
 
 
 def chunks_of_the_children(patch: pytest.MonkeyPatch) -> None:
@@ -191,12 +217,17 @@ FAULTS: dict[str, Fault] = {
     "no residual, hierarchy": ("hierarchy", EnumeratedNoise, no_residual),
     "no residual at level 1": ("hierarchy", no_residual_at("trees"), sound),
     "no residual at level 2": ("runner-ups", no_residual_at("chain"), sound),
+    "weights stay, chain": ("longer chain", EnumeratedNoise, kept_weight),
+    "weights stay, hierarchy": ("two rounds", EnumeratedNoise, kept_weight),
+    "weak ends dropped": ("two rounds", EnumeratedNoise, weak_ends_dropped),
     "one uniform, chain": ("longer chain", decided(OneUniform), sound),
     "one uniform, siblings": ("siblings", decided(OneUniform), sound),
     "one uniform at level 2": ("two rounds", decided(OneUniform, "chain"), sound),
     "shifted q at level 2": ("two rounds", judged(shifted_q, "chain"), sound),
     "shifted p at level 1": ("runner-ups", judged(shifted_p, "trees"), sound),
     "shifted p, siblings": ("siblings", judged(shifted_p), sound),
+    "a chain judged as drawn": ("merged", judged(none_fixed), sound),
+    "no residual, merged": ("merged", EnumeratedNoise, no_residual),
     "with replacement": ("siblings", EnumeratedNoise, with_replacement),
     "best runner-up": ("runner-ups, four tokens", BestRunnerUp, sound),
     "runner-up of the next": ("runner-ups, four tokens", RunnerUpOfTheNext, sound),

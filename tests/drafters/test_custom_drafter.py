@@ -13,11 +13,15 @@ from torch import Tensor
 
 import triforce_tree
 from triforce_tree import Engine
+from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.choice.controller import PassController
 from triforce_tree.decoding.choice.passes import PLAIN, PassKind
+from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.base import TokenTree
+from triforce_tree.models.hf_model import HFModel
 from triforce_tree.runtime.sequence_state import SequenceState
 from triforce_tree.verify.probs import Sampler
+from triforce_tree.verify.sampling import ProbsFromLogits
 
 NEW = 24
 PROMPTS = [prompt_of(length) for length in (41, 60, 52)]
@@ -127,7 +131,11 @@ def test_resumed_is_set_after_autoregressive_passes(monkeypatch: pytest.MonkeyPa
 class Features(FixedSiblings):
     """Copies the hidden states that are available at the first proposal of each pass."""
 
-    features = (0, 1)
+    features = (0, 1, 3)  # of a target with three layers: the last is the state after the final norm
+    feature_window = (3, 6)
+
+    def attach(self, target: HFModel) -> None:
+        self.target = target
 
     def __init__(self) -> None:
         super().__init__("static:0;1;0.0", 64)
@@ -142,12 +150,17 @@ class Features(FixedSiblings):
 
     def propose(self, state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:
         if self.active:
+            if not self.seen:
+                positions = torch.arange(3).expand(state.batch, -1)
+                first = {layer: state.features.read(layer, positions) for layer in self.features}
+                assert state.features.known_leading.tolist() == [3] * state.batch
+                self.leading = [{layer: states[b] for layer, states in first.items()} for b in self.active]
             self.seen.append(
                 {
                     b: (
                         int(state.length[b]),
                         int(state.feature_count[b]),
-                        {layer: states[b].clone() for layer, states in state.features.items()},
+                        {layer: state.newest_features(layer, 6)[b] for layer in self.features},
                     )
                     for b in self.active
                 }
@@ -157,30 +170,60 @@ class Features(FixedSiblings):
 
 
 @levels_2_and_3
-def test_features_are_the_targets_hidden_states(levels: int) -> None:
-    """Those of the nodes that the last verification accepted, the root first."""
+@pytest.mark.parametrize("offload", [False, True])
+def test_features_are_the_targets_hidden_states(levels: int, offload: bool) -> None:
+    """Of the newest positions, those of the prompt included, after each verification."""
     target = perturbed(tiny("llama-gqa", num_hidden_layers=3), 0.0)
     drafter = Features()
-    engine = triforce_tree.load(target, drafter=drafter, levels=levels, rounds=1, **SMALL)
+    options = {**SMALL, "offload": offload, "prefill_chunk": 16, "rounds": 1}
+    engine = triforce_tree.load(target, drafter=drafter, levels=levels, **options)
     for _ in range(2):
-        # The second generation starts without the features of the first.
         out = engine.generate(PROMPTS, max_new_tokens=NEW, do_sample=False)
         width = out.sequences.shape[1] - NEW
-        counts = set()
         for b, prompt in enumerate(PROMPTS):
             tokens = [*prompt, *out.sequences[b, width:].tolist()]
             with torch.no_grad():
                 hidden = target(torch.tensor([tokens]), output_hidden_states=True).hidden_states
-            assert drafter.seen[0][b][1] == 0, "nothing was verified yet"
-            for seen in drafter.seen[1:]:
+            first = drafter.leading[b]
+            for layer in drafter.features:
+                torch.testing.assert_close(
+                    first[layer], hidden[layer + (layer < 3)][0, :3], rtol=1e-3, atol=1e-4
+                )
+            for seen in drafter.seen:
                 if b not in seen:
                     continue
                 end, count, states = seen[b]
-                counts.add(count)
+                assert count >= 6
                 for layer in drafter.features:
-                    expected = hidden[layer + 1][0, end - count : end]
-                    torch.testing.assert_close(states[layer][:count], expected, rtol=1e-3, atol=1e-4)
-        assert len(counts) > 1, "something was accepted"
+                    # transformers gives the input of the first layer first, and the normed state last.
+                    expected = hidden[layer + (layer < 3)][0, end - 6 : end]
+                    torch.testing.assert_close(states[layer], expected, rtol=1e-3, atol=1e-4)
+        assert len(drafter.seen) > 3
+
+
+def test_features_of_a_stage_are_those_of_its_own_forward() -> None:
+    """Where acceptance is no part of a graph, another stage's forward or capture may come in between."""
+    target = perturbed(tiny("llama-gqa", num_hidden_layers=3), 0.0)
+    drafter = Features()
+    config = HierarchyConfig.from_options(tree=drafter.tree, **SMALL)
+    program = DecodingProgram(HFModel(target), drafter, config, 1, 80, 2)
+    program.prepare(ProbsFromLogits(greedy=True))
+    program.prefill(PROMPTS[:1])
+    generator = torch.Generator()
+    program.run("draft", generator)
+    (forward, accept), plain = program.stage("target").steps(), program.stage("plain").steps()[0]
+    forward.run()
+    plain.run()
+    accept.run()
+    count = int(program.state.count[0])
+    tokens = program.state.sequence(0)
+    with torch.no_grad():
+        hidden = target(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    for layer in drafter.features:
+        expected = hidden[layer + (layer < 3)][:, -1 - count : -1]
+        torch.testing.assert_close(
+            program.state.newest_features(layer, count), expected, rtol=1e-3, atol=1e-4
+        )
 
 
 def without(name: str) -> object:
@@ -222,7 +265,7 @@ def test_invalid_drafters_are_refused_at_load(name: str) -> None:
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("layer", [-1, 2])
+@pytest.mark.parametrize("layer", [-1, 3])
 def test_features_of_missing_layers_are_refused(layer: int) -> None:
     drafter = Features()
     drafter.features = (0, layer)

@@ -10,13 +10,15 @@ import torch
 from enumerated_noise import EnumeratedNoise
 from enumeration import NOISE, exact_distribution, summed, total_variation
 from generation_cases import BOTH, TOKENS, Case
-from generation_distributions import Generations
+from generation_distributions import Generations, stranger
+from head_folders import eagle, medusa
 from own_drafters import FixedSiblings, FixedThenDrawn, TableDraws
 from torch import Tensor
 
 from triforce_tree.decoding.stages import DraftStage
 from triforce_tree.drafters.base import Drafter, TokenTree
-from triforce_tree.drafters.prompt_lookup import PromptLookup
+from triforce_tree.drafters.suffix_matching import SuffixMatching
+from triforce_tree.kernels.step.accept import FIXED
 from triforce_tree.kernels.step.draws import draw_tokens
 from triforce_tree.runtime.sequence_state import SequenceState
 from triforce_tree.verify.probs import Sampler
@@ -27,11 +29,13 @@ class Proposal:
     """A token tree; node 0 is the root, and siblings are in the order of their draws.
 
     ``probs``: the reported distribution ``[V]`` of each node's children; None if they are deterministic.
+    ``fixed``: nodes that are deterministic whatever their siblings are.
     """
 
     tokens: list[int]
     parents: list[int]
     probs: list[Tensor | None]
+    fixed: frozenset[int] = frozenset()
 
     def children(self, node: int) -> list[int]:
         return [i for i, parent in enumerate(self.parents) if parent == node and self.tokens[i] >= 0]
@@ -63,7 +67,8 @@ def proposal(tree: TokenTree, b: int) -> Proposal:
     """The tree of sequence b. Nodes of the last depth have no children, and no distribution either."""
     rows, known = tree.probs_rows[b].tolist(), tree.probs.shape[1]
     probs = [tree.probs[b, row].clone() if 0 <= row < known else None for row in rows]
-    return Proposal(tree.tokens[b].tolist(), tree.parents[b].tolist(), probs)
+    fixed = frozenset(node for node, row in enumerate(rows) if row == FIXED)
+    return Proposal(tree.tokens[b].tolist(), tree.parents[b].tolist(), probs, fixed)
 
 
 def chains(generations: Generations) -> list[Proposal]:
@@ -106,11 +111,23 @@ DRAFTERS: dict[str, tuple[Case, Propose]] = {
         name: (Case(2, 4, 1, options={"tree": "static:1;0.0"}, token_map=ids), trees)
         for name, ids in TOKENS.items()
     },
-    "lookup": drafting(2, 3, trees, partial(PromptLookup, 3)),
+    "lookup": drafting(2, 3, trees, partial(SuffixMatching, 3)),
     "fixed siblings": drafting(2, 3, trees, partial(FixedSiblings, "static:0;1;2;0.0;0.1", 3)),
     "drawn by a table": drafting(2, 3, trees, partial(TableDraws, "static:1;0.1;1.0", 3)),
     "drawn below fixed": drafting(2, 3, trees, partial(FixedThenDrawn, "static:0;1;0.0;0.1", 3)),
-    "level 1, lookup": drafting(3, 3, chains, partial(PromptLookup, 2), runner_ups=True, rounds=1, gamma=2),
+    **{
+        f"{name}, {tree}": (
+            Case(2, 3, 1, layers=2, drafter=partial(kind, stranger(3, 0, 2), tree)),
+            trees,
+        )
+        for name, kind in (("medusa", medusa), ("eagle", partial(eagle, draft_vocabulary=2)))
+        for tree in ("static:1;0.1", "best-first:2,2")
+    },
+    "merged, chain": drafting(2, 3, trees, tree="chain:2", lookup=3),
+    "merged, siblings": drafting(2, 4, trees, tree="static:2", lookup=2),
+    "merged, best-first": drafting(2, 3, trees, tree="best-first:2,2", lookup=4),
+    "level 1, merged": drafting(3, 3, chains, tree="static:0;1", lookup=2, runner_ups=False),
+    "level 1, lookup": drafting(3, 3, chains, partial(SuffixMatching, 2), runner_ups=True, rounds=1, gamma=2),
     "level 1, fixed siblings": drafting(
         3, 3, chains, partial(FixedSiblings, "static:0;1;0.0", 3), runner_ups=False
     ),
@@ -145,14 +162,21 @@ def dishonesty(proposals: list[tuple[Proposal, float]]) -> float:
     """The largest distance, over all nodes, of drawn siblings from the reported distribution.
 
     Given a node's path and its number of children, the children must be draws without replacement; this also
-    means that their number does not depend on the draws.
+    means that their number does not depend on the draws. Deterministic siblings of drawn ones must be the
+    same each time, but for one that was drawn.
     """
     reported: dict[tuple[Any, ...], Tensor | None] = {}
 
     def families():
         for tree, chance in proposals:
             for node in range(len(tree.tokens)):
-                drawn = tuple(tree.tokens[i] for i in tree.children(node))
+                children = tree.children(node)
+                drawn = tuple(tree.tokens[i] for i in children if i not in tree.fixed)
+                assert [i in tree.fixed for i in children] == sorted(i in tree.fixed for i in children)
+                if children:
+                    prefix = tuple(token for token, _ in tree.path(node))
+                    certain = {tree.tokens[i] for i in children if i in tree.fixed}
+                    after.setdefault(prefix, []).append((certain, set(drawn)))
                 if not drawn:
                     continue
                 key, probs = (tree.path(node), len(drawn)), tree.probs[node]
@@ -161,8 +185,13 @@ def dishonesty(proposals: list[tuple[Proposal, float]]) -> float:
                 assert probs is None or torch.allclose(known, probs, atol=1e-6), "one path, one distribution"
                 yield (key, drawn), chance
 
+    after: dict[tuple[int, ...], list[tuple[set[int], set[int]]]] = {}
     masses, worst = summed(families()), 0.0
     assert masses
+    for found in after.values():
+        certain = set().union(*(fixed for fixed, _ in found))
+        absent = any(not fixed and not certain <= drawn for fixed, drawn in found)
+        worst = max(worst, float(len(certain) > 1 or absent))
     for key, probs in reported.items():
         drawn = {tokens: mass for (other, tokens), mass in masses.items() if other == key}
         total = sum(drawn.values())
@@ -185,14 +214,14 @@ def test_siblings_are_drawn_from_the_reported_distribution(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name, (_, propose) in DRAFTERS.items() if propose is trees])
 def test_the_shape_of_a_tree_does_not_depend_on_the_draws_it_places(name: str) -> None:
-    """The numbers of children at one depth are a function of the nodes down to that depth."""
+    """The numbers of drawn children at one depth are a function of the nodes down to that depth."""
     shapes: dict[tuple[Any, ...], tuple[int, ...]] = {}
     for tree, _ in proposals(name):
         nodes = [i for i, token in enumerate(tree.tokens) if token >= 0]
         for depth in range(max(map(tree.depth, nodes))):
             above = [i for i in nodes if tree.depth(i) <= depth]
             key = (depth, tuple((tree.tokens[i], tree.parents[i]) for i in above))
-            shape = tuple(len(tree.children(i)) for i in above)
+            shape = tuple(len(set(tree.children(i)) - tree.fixed) for i in above)
             assert shapes.setdefault(key, shape) == shape
 
 

@@ -188,6 +188,33 @@ def test_acceptance_by_rank(generator: torch.Generator) -> None:
     assert float(many.sum()) == pytest.approx(1, abs=1e-4)
 
 
+def test_acceptance_by_depth_is_that_below_accepted_nodes(generator: torch.Generator) -> None:
+    # Runs of accepted positions: below an accepted node acceptance is higher than on average.
+    accepted = torch.zeros(60, 2)
+    accepted[:30, 0] = 1
+    by_depth = overlap.by_depth(accepted, 3)
+    assert by_depth[0] == pytest.approx([0.5, 0])
+    assert by_depth[1] == pytest.approx([29 / 30, 0])
+    assert by_depth[2] == pytest.approx([28 / 29, 0])
+    # A sibling counts as well: the path goes on below the one that was accepted.
+    accepted[:30] = torch.tensor([0.25, 0.25])
+    assert overlap.by_depth(accepted, 2)[1] == pytest.approx([0.25 * 29 / 30] * 2)
+    # Where positions are independent, depth makes no difference.
+    many = torch.rand(40_000, 1, generator=generator)
+    assert [a for [a] in overlap.by_depth(many, 3)] == pytest.approx([0.5] * 3, abs=0.02)
+    p, q = torch.rand(2, 20, 30, generator=generator).softmax(-1)
+    for by_position, mean in (
+        (overlap.greedy_by_position(p, q, 4), overlap.greedy_ranks(p, q, 4)),
+        (
+            overlap.sampling_by_position(p, q, 4, torch.Generator().manual_seed(1)),
+            overlap.sampling_ranks(p, q, 4, torch.Generator().manual_seed(1)),
+        ),
+    ):
+        assert by_position.shape == (20, 4)
+        torch.testing.assert_close(by_position.mean(0), mean)
+        assert float(by_position.sum(-1).max()) <= 1 + 1e-5
+
+
 def test_a_comparison_reports_the_first_difference(engine: Engine, ids: list[int]) -> None:
     a = engine.generate(ids[:60], do_sample=False, max_new_tokens=10)
     b = engine.with_options(levels=1).generate(ids[:60], do_sample=False, max_new_tokens=10)

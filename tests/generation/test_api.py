@@ -59,11 +59,6 @@ def test_a_streamer_sees_the_prompt_and_every_token_once(engine: Engine, capsys)
     assert capsys.readouterr().out.strip() == text_of(EXPECTED[:5]).strip()
 
 
-def test_a_streamer_needs_a_single_sequence(engine: Engine) -> None:
-    with pytest.raises(ValueError, match=r"streamer.*2"):
-        engine.generate(torch.tensor([PROMPT] * 2), streamer=Collect(), max_new_tokens=3)
-
-
 def test_one_call_does_it_all() -> None:
     draft = perturbed(TARGET, 0.1)
     out = triforce_tree.generate(PROMPT, TARGET, draft, levels=3, max_new_tokens=9, do_sample=False, **SMALL)

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 
 import triforce_tree
 from triforce_tree.config import HierarchyConfig, RetrievalConfig, StreamingConfig
-from triforce_tree.drafters.prompt_lookup import PromptLookup
+from triforce_tree.drafters.suffix_matching import SuffixMatching
+from triforce_tree.trees.shapes import WithChain
 
 TARGET = tiny("llama-gqa")
 
@@ -103,7 +104,8 @@ BAD_OPTIONS = [
     ({"sinks": -1}, ("sinks=-1", "at least 0")),
     ({"window": 0}, ("window=0", "at least 1")),
     ({"prefill_chunk": 0}, ("prefill_chunk=0", "at least 1")),
-    ({"lookup": 0}, ("lookup=0", "at least 1")),
+    ({"lookup": 0}, ("lookup=0", "no draft model", "at least 1")),
+    ({"lookup": -1}, ("lookup=-1", "at least 0")),
     ({"gamma": 10**9}, ("gamma=1000000000", "at most 1024")),
     ({"lookup": 129}, ("lookup=129", "at most 128")),
     ({"rounds": 10**9}, ("rounds=1000000000", "at most 1024")),
@@ -130,12 +132,12 @@ def test_settings(options: dict, words: tuple[str, ...]) -> None:
         triforce_tree.load(TARGET, **options)
 
 
-LOOKUP_TREE = says("tree='chain:3'", "prompt lookup proposes chains", "set lookup=N", "draft model")
+LOOKUP_TREE = says("tree='chain:3'", "suffix matching proposes chains", "set lookup=N", "draft model")
 OWN_TREE = says("tree='chain:3'", "drafter 'fixed' has a tree of its own", "change drafter.tree")
 
 
 @pytest.mark.parametrize("drafter", [None, "lookup"])
-def test_tree_is_refused_where_prompt_lookup_proposes(drafter: str | None) -> None:
+def test_tree_is_refused_where_suffix_matching_proposes(drafter: str | None) -> None:
     with pytest.raises(ValueError, match=LOOKUP_TREE):
         triforce_tree.load(TARGET, drafter=drafter, tree="chain:3")
     with pytest.raises(ValueError, match=LOOKUP_TREE):
@@ -154,26 +156,24 @@ def test_tree_is_refused_where_the_users_own_drafter_proposes() -> None:
         triforce_tree.load(TARGET, drafter=own).with_options(levels=2, tree="chain:3")
 
 
-MODEL_LOOKUP = says("lookup=8", "the draft model proposes here", "leave lookup out", "drafter='lookup'")
 OWN_LOOKUP = says("lookup=8", "drafter 'fixed' is an object", "leave lookup out", "use that name")
 
 
-def test_lookup_is_refused_where_the_draft_model_proposes() -> None:
+def test_lookup_is_merged_into_the_trees_of_a_draft_model() -> None:
     for more in ({}, {"drafter": "model"}):
-        with pytest.raises(ValueError, match=MODEL_LOOKUP):
-            triforce_tree.load(TARGET, TARGET, lookup=8, **more)
-        with pytest.raises(ValueError, match=MODEL_LOOKUP):
-            triforce_tree.custom_generate(TARGET, lookup=8, **more)
-    with pytest.raises(ValueError, match=MODEL_LOOKUP):
-        triforce_tree.load(lookup=8)
-    with pytest.raises(ValueError, match=MODEL_LOOKUP):
-        triforce_tree.load(TARGET, TARGET).with_options(lookup=8)
+        engine = triforce_tree.load(TARGET, TARGET, lookup=8, **more)
+        assert engine.hierarchy.drafter().matcher.length == 8
+        assert engine.hierarchy.config.tree == WithChain(HierarchyConfig().tree, 8)
+        # Other options leave the chain as it is, and lookup=0 removes it.
+        assert engine.with_options(gamma=3, tree="chain:2").hierarchy.config.tree == WithChain("chain:2", 8)
+        assert engine.with_options(lookup=0).hierarchy.config.tree == HierarchyConfig().tree
+    assert not hasattr(triforce_tree.load(TARGET, TARGET).hierarchy.drafter(), "matcher")
 
 
 def test_lookup_is_refused_where_the_users_own_drafter_proposes() -> None:
     own = FixedSiblings("static:0;1", VOCABULARY)
     with pytest.raises(ValueError, match=says("lookup=8", "drafter 'lookup' is an object")):
-        triforce_tree.load(TARGET, drafter=PromptLookup(4), lookup=8)
+        triforce_tree.load(TARGET, drafter=SuffixMatching(4), lookup=8)
     with pytest.raises(ValueError, match=OWN_LOOKUP):
         triforce_tree.load(TARGET, drafter=own, lookup=8)
     with pytest.raises(ValueError, match=OWN_LOOKUP):
@@ -182,7 +182,7 @@ def test_lookup_is_refused_where_the_users_own_drafter_proposes() -> None:
         triforce_tree.load(TARGET, drafter=own).with_options(lookup=8)
 
 
-def test_lookup_is_taken_where_prompt_lookup_proposes() -> None:
+def test_lookup_is_taken_where_suffix_matching_proposes() -> None:
     for more in ({}, {"drafter": "lookup"}):
         engine = triforce_tree.load(TARGET, lookup=3, **more)
         assert engine.with_options(lookup=5).hierarchy.drafter().length == 5

@@ -123,9 +123,37 @@ def test_prefix_functions_get_the_index_of_their_sequence() -> None:
     assert calls == {0: PROMPT[:5], 1: ids[1, :5].tolist()}
 
 
-def test_a_streamer_needs_a_single_sequence(engine: Engine) -> None:
-    with pytest.raises(ValueError, match=r"streamer.*2"):
-        engine.generate(torch.tensor([PROMPT] * 2), streamer=Collect(), max_new_tokens=3)
+def test_each_sequence_may_have_a_streamer(engine: Engine) -> None:
+    rows = torch.tensor([PROMPT, PROMPT[::-1]])
+    whole = engine.generate(rows, max_new_tokens=16, do_sample=False).sequences[:, len(PROMPT) :].tolist()
+    streamers = [Collect(), Collect()]
+    engine.generate(rows, streamer=streamers, max_new_tokens=16, do_sample=False)
+    for streamer, row, new in zip(streamers, rows.tolist(), whole, strict=True):
+        assert [t for part in streamer.parts for t in part] == [*row, *new]
+        assert streamer.ended == 1
+    with pytest.raises(ValueError, match=r"the batch has 2, and 1 streamers were given"):
+        engine.generate(rows, streamer=Collect(), max_new_tokens=3)
+
+
+@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.1}], ids=["together", "one by one"])
+def test_a_streamer_ends_its_sequence(engine: Engine, options: dict[str, float]) -> None:
+    class Ends(Collect):
+        def put(self, value: torch.Tensor) -> bool:
+            super().put(value)
+            return len(self.parts) > 1  # after the prompt and the first tokens
+
+    rows = torch.tensor([PROMPT, PROMPT[::-1]])
+    whole = engine.generate(rows, max_new_tokens=24, do_sample=False, **options)
+    streamers = [Ends(), Collect()]
+    out = engine.generate(rows, streamer=streamers, max_new_tokens=24, do_sample=False, **options)
+    first = [t for part in streamers[0].parts[1:] for t in part]
+    assert len(streamers[0].parts) == 2
+    assert 0 < len(first) < 24
+    assert out.finish_reason == ["stop", "length"]
+    assert out.new_tokens == [len(first), 24]
+    new = out.sequences[:, len(PROMPT) :].tolist()
+    assert new[0][: len(first)] == first
+    assert new[1] == whole.sequences[1, len(PROMPT) :].tolist()
 
 
 def test_custom_generate_counts_from_the_padded_width() -> None:

@@ -17,7 +17,7 @@ from transformers import (
 
 import triforce_tree
 from triforce_tree import Engine
-from triforce_tree.drafters.prompt_lookup import PromptLookup
+from triforce_tree.drafters.suffix_matching import SuffixMatching
 
 NEW, VOCABULARY = 16, 40
 TARGET = tiny("llama-gqa", vocab_size=VOCABULARY)
@@ -119,7 +119,7 @@ SAMPLED = {
     "plain": Case(1, 3, 3, processors=BOUND),
     "chain": Case(2, 3, 2, None, {"tree": "chain:2", "runner_ups": False}, BOUND),
     "live tree": Case(2, 3, 2, 1, {"tree": "best-first:2,2", "runner_ups": False}, BOUND),
-    "lookup": Case(2, 3, 3, None, {}, BOUND, drafter=partial(PromptLookup, 2)),
+    "lookup": Case(2, 3, 3, None, {}, BOUND, drafter=partial(SuffixMatching, 2)),
     "runner-ups": Case(3, 3, 2, 1, {"tree": "chain:1", "runner_ups": True}, BOUND),
     "own": Case(3, 3, 2, 1, {"runner_ups": False}, BOUND, drafter=partial(FixedSiblings, "static:0;1", 3)),
 }

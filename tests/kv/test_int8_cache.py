@@ -11,7 +11,7 @@ from program_cases import SMALL, decoded, program_of
 import triforce_tree
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.program import DecodingProgram
-from triforce_tree.drafters.prompt_lookup import PromptLookup
+from triforce_tree.drafters.suffix_matching import SuffixMatching
 from triforce_tree.kernels.attention.plan import Heads
 from triforce_tree.kernels.attention.reference import tree_attention
 from triforce_tree.kernels.step.kv_slots import dequantized, quantized
@@ -68,7 +68,7 @@ def test_the_cache_changes_the_logits() -> None:
 @pytest.mark.parametrize("levels", [2, 3])
 def test_prompt_lookup(levels: int) -> None:
     config = HierarchyConfig.from_options(**{**SMALL, "kv_bits": 8})
-    program = DecodingProgram(HFModel(tiny("llama-gqa")), PromptLookup(3), config, 2, 180, levels)
+    program = DecodingProgram(HFModel(tiny("llama-gqa")), SuffixMatching(3), config, 2, 180, levels)
     assert decoded(program, PROMPTS, [NEW, NEW])[0] == expected("llama-gqa")
 
 

@@ -90,6 +90,28 @@ def test_other_models_are_returned_as_they_are() -> None:
         triforce_tree.load(model)
 
 
+def test_a_draft_elsewhere_is_copied_to_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "available_device_bytes", lambda *_: None)
+    model, device = tiny("llama-gqa"), torch.device("meta")
+    own = on_one_device(model, device)
+    assert {tensor.device for tensor in [*own.parameters(), *own.buffers()]} == {device}
+    assert {tensor.device for tensor in [*model.parameters(), *model.buffers()]} == {CPU}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_draft_on_the_cpu_of_a_target_on_a_gpu(streamed: bool) -> None:
+    plain, prompt = tiny("llama-gqa"), prompt_of(60)
+    target = tiny("llama-gqa") if streamed else tiny("llama-gqa").to("cuda")
+    options = {"offload_weights": True, "device": "cuda"} if streamed else {}
+    draft = perturbed(plain, 0.1)
+    out = triforce_tree.load(target, draft, **SMALL, **options, levels=2).generate(
+        prompt, max_new_tokens=8, do_sample=False
+    )
+    assert out.sequences[0, 60:].tolist() == greedy(plain, prompt, 8)
+    assert draft.device == CPU
+
+
 class Packed(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -1,11 +1,21 @@
-"""Few rows through oneDNN: torch's result, other libraries' layers unchanged, everything restored."""
+"""Few rows by the C kernel or oneDNN: torch's result, other libraries' layers unchanged, all restored."""
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from triforce_tree.models import host_linear
-from triforce_tree.models.host_linear import few_row_linears
+from triforce_tree.kernels.cpu.fp32.library import library
+from triforce_tree.models.host import linears as host_linear
+from triforce_tree.models.host.linears import few_row_linears
+
+
+@pytest.fixture(params=["C kernel", "oneDNN"])
+def few_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "oneDNN":
+        monkeypatch.setattr(host_linear, "library", lambda: None)
+    elif library() is None:
+        pytest.skip("needs a processor with AVX2, and a C compiler")
+
 
 needs_onednn = pytest.mark.skipif(not host_linear.ONEDNN, reason="this torch has no oneDNN")
 
@@ -21,6 +31,7 @@ def forwards(model: nn.Module) -> dict[str, object]:
 
 
 @needs_onednn
+@pytest.mark.usefixtures("few_rows")
 @pytest.mark.parametrize("rows", [1, 2, 7, 32, 64, 65, 300])
 @pytest.mark.parametrize("bias", [False, True])
 def test_the_result_equals_torchs(rows: int, bias: bool) -> None:
@@ -64,8 +75,38 @@ def test_the_outer_of_two_nested_contexts_restores() -> None:
     assert not forwards(model)
 
 
-def test_without_onednn_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_kernels_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_linear, "ONEDNN", False)
+    monkeypatch.setattr(host_linear, "library", lambda: None)
     model = nn.Sequential(nn.Linear(8, 8))
     with few_row_linears(model):
         assert not forwards(model)
+
+
+@pytest.mark.skipif(library() is None, reason="needs a processor with AVX2, and a C compiler")
+@pytest.mark.parametrize("change", ["in place", "exchanged"])
+def test_changed_weights_are_used(change: str) -> None:
+    """The kernel reads a copy in 16 bits, where one has the same values."""
+    model = nn.Sequential(nn.Linear(32, 48, bias=False))
+    x = torch.randn(1, 3, 32)
+    with torch.no_grad(), few_row_linears(model):
+        model[0].weight.copy_(model[0].weight.bfloat16())
+        torch.testing.assert_close(model(x), x @ model[0].weight.mT)
+        new = torch.randn(48, 32)
+        if change == "in place":
+            model[0].weight.copy_(new)
+        else:
+            model[0].weight = nn.Parameter(new)
+        torch.testing.assert_close(model(x), x @ new.mT)
+
+
+@pytest.mark.skipif(library() is None, reason="needs a processor with AVX2, and a C compiler")
+def test_memory_limits_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(48, 32).bfloat16().float()
+    model = nn.Sequential(nn.Linear(32, 48, bias=False))
+    model[0].weight = nn.Parameter(weight)
+    for share, dtype in ((0.25, torch.bfloat16), (0.0, torch.float32)):
+        monkeypatch.setattr(host_linear, "_MOST_MEMORY", share)
+        host_linear._narrowed.clear()
+        with few_row_linears(model):
+            assert vars(model[0])["forward"].args[1].matrix().weight.dtype == dtype

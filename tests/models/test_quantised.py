@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import greedy, perturbed, prompt_of, tiny
+from families import greedy, perturbed, prompt_of, small, tiny
 from messages import says
 from model_folders import settings
 from torch import Tensor, nn
@@ -223,22 +223,36 @@ def test_speeds_of_a_quantised_model_are_kept_apart() -> None:
     assert shape_of(marked(tiny("llama-gqa"))) != shape_of(TARGET)
 
 
-@pytest.mark.parametrize("change", [quantised, wrapped])
+@pytest.mark.parametrize("change", [quantised, wrapped, None])
 def test_layers_that_wait_for_the_device_are_called_directly(
     change: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def waits(run: Any, device: Any, pool: Any) -> None:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    model = HFModel(change(tiny("llama-gqa")))
+    model = HFModel(change(tiny("llama-gqa")) if change else tiny("llama-gqa"))
+    replaced = change is None
     with model.active():
         step = step_model(model, compiled=False)
-        assert captures(step, model)
+        assert captures(step, model, replaced)
         assert not caplog.messages
         monkeypatch.setattr(capture_probe, "Captured", waits)
-        assert not captures(step, model)
+        assert not captures(step, model, replaced)
     [said] = caplog.messages
-    assert re.search("LlamaForCausalLM runs without CUDA graphs.*quantised.*not permitted", said)
+    assert re.search("LlamaForCausalLM runs without CUDA graphs.*not permitted", said)
+    assert ("quantised" in said) != replaced
+
+
+@pytest.mark.gpu
+def test_experts_that_are_looped_over_on_the_host_are_called_directly(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = small("AriaTextConfig", "AriaTextForCausalLM").to("cuda")
+    out = triforce_tree.load(model, perturbed(model, 0.05), levels=3, rounds=2, **SMALL).generate(
+        prompt_of(90), max_new_tokens=12, do_sample=False
+    )
+    assert out.sequences[0, 90:].tolist() == greedy(model, prompt_of(90), 12)
+    assert "AriaTextForCausalLM runs without CUDA graphs" in caplog.text
 
 
 def test_a_graph_that_ignores_its_input_is_not_used() -> None:

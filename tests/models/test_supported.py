@@ -10,7 +10,7 @@ from program_cases import decoded, program_of
 import triforce_tree
 from triforce_tree import UnsupportedModelError
 from triforce_tree.kernels.device import KNOWN, emulated
-from triforce_tree.models import step_model as step_model
+from triforce_tree.models.experts import few_row
 from triforce_tree.models.experts.few_row import FEW_ROW_EXPERTS, FEW_ROW_OR_GROUPED
 from triforce_tree.models.hf_model import HFModel
 
@@ -95,28 +95,28 @@ def test_experts_on_a_gpu(arch: str, before: str) -> None:
         for dtype in (torch.bfloat16, torch.float16):
             model = tiny("mixtral").to(dtype)
             model.set_experts_implementation(before)
-            step_model._capturable_experts(model, gpu)
+            few_row.use_capturable_experts(model, gpu)
             # torch's grouped products take many rows where a graph can hold them: bf16, sm_90 and sm_100.
             grouped = arch == "sm_90" and dtype == torch.bfloat16
             expected = FEW_ROW_OR_GROUPED if grouped else FEW_ROW_EXPERTS
             assert model.config._experts_implementation == expected
         # What the user chose is kept.
         model.set_experts_implementation("batched_mm")
-        step_model._capturable_experts(model, gpu)
+        few_row.use_capturable_experts(model, gpu)
         assert model.config._experts_implementation == "batched_mm"
         # Our kernel takes 16 bits only.
         single = tiny("mixtral")
-        step_model._capturable_experts(single, gpu)
+        few_row.use_capturable_experts(single, gpu)
         assert single.config._experts_implementation == "batched_mm"
         # Models without experts raise if asked for an implementation.
-        step_model._capturable_experts(tiny("llama-gqa"), gpu)
+        few_row.use_capturable_experts(tiny("llama-gqa"), gpu)
 
 
 @pytest.mark.parametrize("captures, expected", [(True, "grouped_mm"), (False, "batched_mm")])
 def test_experts_use_an_implementation_that_can_be_captured(
     captures: bool, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step_model, "grouped_products_capture", lambda device: captures)
+    monkeypatch.setattr(few_row, "grouped_products_capture", lambda device: captures)
     target = tiny("mixtral")
     assert target.config._experts_implementation == "grouped_mm"
     draft = perturbed(target, 0.05)

@@ -206,10 +206,13 @@ def test_a_plan_as_json() -> None:
     assert made["options"]["budget"] == 4096
 
 
-def test_planned_bytes_are_those_that_a_program_allocates() -> None:
+@pytest.mark.parametrize("variance", [False, True], ids=["means", "variances too"])
+def test_planned_bytes_are_those_that_a_program_allocates(variance: bool) -> None:
     target = tiny("llama-gqa")
     models = HFModel(target), HFModel(perturbed(target, 0.1))
-    options = {"budget": 64, "chunk": 4, "recent": 16, "gamma": 8, "levels": 3}
+    options = {
+        "budget": 64, "chunk": 4, "recent": 16, "gamma": 8, "levels": 3, "key_variance": variance
+    }  # fmt: skip
     config = HierarchyConfig.from_options(offload=True, **options)
     sizes = Sizes.of(*models, config)
     tensors = [*target.parameters(), *target.buffers()]

@@ -63,6 +63,7 @@ class TestTwoRanks:
             assert rank["minima"] == [0, -1, 2**50]
             assert rank["tensor"] == [[0.0] * 3] * 2
             assert rank["sum"] == [3.0, 3.0]
+            assert rank["agreed"] == [5, 0]
             assert rank["refusal"].startswith("numbers of rank 1 differ from rank 0's")
 
     @pytest.mark.parametrize("family", parallel_ranks.SHARDED)
@@ -79,6 +80,14 @@ class TestTwoRanks:
     ) -> None:
         own = expected(parallel_ranks.SETUPS[setup].get("kv_bits", 16))
         assert [result["generations"][setup] for result in results] == [own] * 2
+
+    def test_a_session_keeps_what_all_ranks_hold(self, results: list[dict[str, Any]]) -> None:
+        asked = [*parallel_ranks.PROMPT, *expected(), 1, 2, 3]
+        own = greedy(parallel_ranks.models()[0], asked, 8, attention_mask=torch.ones(1, len(asked)))
+        for result in results:
+            tokens, reused = result["generations"]["session"]
+            assert tokens == asked + own
+            assert reused >= len(asked) - 4
 
     def test_sampled_tokens_are_equal_on_all_ranks(self, results: list[dict[str, Any]]) -> None:
         first, second = (result["generations"] for result in results)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from triforce_tree.config import HierarchyConfig
+from triforce_tree.eval.texts.python_files import docstrings
 from triforce_tree.trees.device_shapes import device_tree_shape
 from triforce_tree.trees.shapes import parse_shape
 
@@ -92,9 +93,9 @@ def test_texts_are_read_as_rings(script: Any) -> None:
     prompts = script("benchmarks.common.texts")
     assert prompts.cut([1, 2, 3, 4], 6, 3) == [3, 4, 1]
     code = 'def f(a, *, b=1):\n    """' + "word " * 20 + '"""\n\n\ndef g():\n    """Short."""\n'
-    assert prompts.docstrings(code).startswith("f(a, *, b=1)\n\n   word word")
-    assert "Short" not in prompts.docstrings(code)
-    assert prompts.docstrings("not Python (") == ""
+    assert docstrings(code).startswith("f(a, *, b=1)\n\n   word word")
+    assert "Short" not in docstrings(code)
+    assert docstrings("not Python (") == ""
 
 
 def test_every_ablation_is_a_setting_of_the_engine(script: Any) -> None:

@@ -215,3 +215,10 @@ def test_expected_acceptances_is_the_sum_over_paths() -> None:
     for a, b in itertools.pairwise([2, 4, 8, 16]):
         first, second = (expected_acceptances(sequoia(ACCEPTANCE[0], n, 4), ACCEPTANCE[0]) for n in (a, b))
         assert first < second
+
+
+def test_shapes_of_the_same_nodes_are_equal() -> None:
+    """Settings are compared by them: buffers and graphs serve equal settings."""
+    assert chain_shape(3) == Static([[0], [0, 0], [0, 0, 0]]) != chain_shape(4)
+    assert BestFirst([3, 2]) == BestFirst((3, 2)) != BestFirst([2, 3])
+    assert len({chain_shape(3), chain_shape(3), BestFirst([1]), BestFirst([1])}) == 2

@@ -1,13 +1,18 @@
 """The distribution of the tokens that one acceptance emits, by enumeration, for honest trees."""
 
 import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from acceptance_trees import DRAWN, Tree, accepted, grown, paths_of, probs_of
 from enumeration import NOISE, EnumeratingRandom, Walk, exact_distribution, outcomes, total_variation
+from torch import Tensor
 
-from triforce_tree.kernels.step import accept
+from triforce_tree.kernels.step import traversal
+from triforce_tree.kernels.step.accept import FIXED
 
 
 def draft_probs(rows: int, vocabulary: int = 3, seed: int = 0) -> torch.Tensor:
@@ -49,6 +54,28 @@ TREES = {
         Tree([0, *[DRAWN] * 6], [-1, 0, 0, 0, 1, 2, 3], [0, 1, 1, 1, -1, -1, -1]),
         2,
     ),
+    "chain with runner-ups": (Tree([0, *[DRAWN] * 4], [-1, 0, 1, 0, 1], [0, 1, -1, -1, -1]), 3),
+    "deep siblings": (Tree([0, *[DRAWN] * 4], [-1, 0, 0, 2, 2], [0, -1, 1, -1, -1]), 3),
+    "drawn and deterministic siblings": (
+        Tree([0, DRAWN, 1, 2, DRAWN, 0], [-1, 0, 0, 0, 1, 3], [0, 1, FIXED, FIXED, -1, -1]),
+        3,
+    ),
+    "deterministic siblings beside the second of two drawn": (
+        Tree([0, DRAWN, DRAWN, DRAWN, 1, 2], [-1, 0, 0, 2, 2, 4], [0, -1, 1, -1, FIXED, -1]),
+        3,
+    ),
+    "deterministic beside all": (
+        Tree([0, DRAWN, DRAWN, 2, 0, 2], [-1, 0, 0, 0, 0, 0], [0, -1, -1, *[FIXED] * 3]),
+        2,
+    ),
+    "chain beside a tree": (
+        Tree([0, DRAWN, DRAWN, 2, 1], [-1, 0, 1, 0, 3], [0, 1, -1, FIXED, FIXED]),
+        3,
+    ),
+    "chain that leaves a tree": (
+        Tree([0, DRAWN, DRAWN, DRAWN, 1, 2], [-1, 0, 0, 1, 1, 2], [1, 0, -1, -1, FIXED, FIXED]),
+        3,
+    ),
     "deterministic": (Tree([0, 1, 1], [-1, 0, 1], [-1] * 3), 3),
     "two deterministic": (Tree([0, 1, 2, 1], [-1, 0, 0, 1], [-1] * 4), 3),
     "all deterministic": (Tree([0, 2, 0, 1, 1], [-1, 0, 0, 0, 1], [-1] * 5), 3),
@@ -89,15 +116,32 @@ def test_disjoint_supports_are_lossless() -> None:
     assert results == {((0,), 1): 0.25, ((0,), 2): 0.75}
 
 
-@pytest.mark.parametrize("fault", ["residual", "replacement"])
+FAULTS = ["residual", "replacement", "weight", "residual of p", "nodes by themselves"]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_wrong_residual_is_detected(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """p in place of norm(max(p - q, 0)); q that still has the rejected siblings."""
-    tree, length = TREES["siblings"]
-    rule = accept.refused
+    """p in place of the residual; q that still has the rejected siblings; a weight that rejections leave as
+    it is; the residual of p in place of that of a p; nodes judged by themselves.
+    """
+    tree, length = TREES["siblings" if fault == "replacement" else "chain"]
+    rule = traversal.residual
+    with monkeypatch.context() as patch:
+        if fault == "replacement":
+            patch.setattr(traversal, "without", lambda draft, token: draft)
+        else:
+            patch.setattr(traversal, "residual", partial(_wrong, fault, rule))
+        assert distance(tree, length) > 0.003
+    assert distance(tree, length) < NOISE
 
-    def wrong(p: torch.Tensor, q: torch.Tensor, *rest) -> tuple[torch.Tensor, torch.Tensor]:
-        residual, without_rejected = rule(p, q, *rest)
-        return (p, without_rejected) if fault == "residual" else (residual, q)
 
-    monkeypatch.setattr(accept, "refused", wrong)
-    assert distance(tree, length) > 0.01
+def _wrong(
+    fault: str, rule: Callable[..., tuple[Tensor, Tensor]], weight: Tensor, p: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    after, left = rule(weight, p, *rest)
+    if fault == "residual":
+        return after, p
+    if fault == "weight":
+        return weight, left
+    of_p = rule(torch.ones_like(weight), p, *rest)
+    return (after, of_p[1]) if fault == "residual of p" else (weight * of_p[0], of_p[1])

@@ -18,6 +18,7 @@ from triforce_tree.cli.groups import (
     add_text_source,
 )
 from triforce_tree.cli.parsing import HelpFormatter, Parser, positive
+from triforce_tree.cli.serve import arguments as serve
 
 
 def parser() -> Parser:
@@ -30,9 +31,11 @@ def parser() -> Parser:
     commands = top.add_subparsers(required=True, metavar="command")
     _generate(commands)
     _explain(commands)
+    _chat(commands)
     bench.add(commands)
     _check(commands)
     _tune(commands)
+    serve.add(commands)
     _demo(commands)
     return top
 
@@ -82,6 +85,24 @@ def _explain(subparsers: Any) -> None:
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the most probable token")
     parser.add_argument("--seed", type=int, default=0, help="of all draws")
     parser.add_argument("--png", metavar="FILE", help="also draw the last tree; needs matplotlib")
+    add_models(parser)
+    add_hierarchy(parser, AUTO)
+
+
+def _chat(subparsers: Any) -> None:
+    parser = add_parser(
+        subparsers,
+        "chat",
+        "triforce_tree.cli.chat",
+        "Ask questions about a text, one a line, by the tokenizer's chat template if it has one; answers go "
+        "to stdout, and only new tokens are prefilled. /reset forgets all but the text, /save FOLDER writes "
+        "the conversation with its keys and values, /quit ends.",
+    )
+    parser.add_argument("--file", help="the text; without it the conversation begins with the first line")
+    parser.add_argument("--load", metavar="FOLDER", help="go on with a conversation that /save wrote")
+    parser.add_argument("--system", metavar="TEXT", help="system message")
+    parser.add_argument("--max-new-tokens", type=positive, default=256, help="most tokens of an answer")
+    add_sampling(parser)
     add_models(parser)
     add_hierarchy(parser, AUTO)
 

@@ -42,7 +42,8 @@ def run(args: argparse.Namespace) -> int:
         show.print(levels_table(out.levels or []))
         ms = ms_per_token(out)
         show.print(
-            f"prefill of {len(prompt)} tokens in {out.prefill_seconds:.1f} s, {out.new_tokens} new tokens"
+            f"prefill of {len(prompt)} tokens{reused(out)} in {out.prefill_seconds:.1f} s, "
+            f"{out.new_tokens} new tokens"
             + (f" at {ms:.1f} ms each" if ms else "")
             + f"; ended by {'Ctrl-C' if interrupt.requested else out.finish_reason}"
         )
@@ -68,6 +69,11 @@ def run(args: argparse.Namespace) -> int:
     if interrupt.requested:
         return 130
     return int(comparison is not None and comparison.failed)
+
+
+def reused(out: GenerateOutput) -> str:
+    """How many tokens of the prompt an earlier call had prefilled, in words; nothing where there are none."""
+    return f" ({out.reused_tokens:,} of them kept)" if out.reused_tokens else ""
 
 
 def generate(

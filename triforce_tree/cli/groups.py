@@ -23,11 +23,13 @@ ENGINE_OPTIONS = (
     "chunk",
     "recent",
     "refresh",
+    "key_variance",
     "retrieval_weight_bits",
     "sinks",
     "window",
     "prefill_chunk",
     "kv_bits",
+    "prefix_cache",
 )
 DRAFTERS = ("model", "lookup")
 MEMORY_OPTIONS = ("offload", "gpu_memory", "host_memory", "offload_weights", "host_attention")
@@ -54,13 +56,13 @@ def add_models(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--draft",
         help="folder or hub id of the draft model; without it, the embedded draft for the "
-        "embedded target and prompt lookup for any other",
+        "embedded target and suffix matching for any other",
     )
     group.add_argument(
         "--drafter",
-        choices=DRAFTERS,
-        help="what proposes tokens: the draft model or prompt lookup; by default the draft model if there "
-        "is one",
+        metavar=f"{{{','.join(DRAFTERS)},FOLDER}}",
+        help="what proposes tokens: the draft model, suffix matching (lookup), or a folder or hub id with "
+        "Medusa heads or an EAGLE-3 head; by default the draft model if there is one",
     )
     group.add_argument("--tokenizer", help="folder or hub id of the tokenizer; without it, the target's own")
     group.add_argument(
@@ -92,9 +94,13 @@ def add_hierarchy(parser: argparse.ArgumentParser, profile: str | None = NONE) -
         "tree": (
             str,
             "shape of the draft's token trees: chain:4, best-first:6,5,4 (widths by depth), sequoia:16x4 "
-            "(size x depth), static:0;0.0;1 (rank paths)",
+            "(size x depth), static:0;0.0;1 (rank paths), or a file tree.json of rank paths",
         ),
-        "lookup": (int, "tokens that prompt lookup proposes; only without a draft model"),
+        "lookup": (
+            int,
+            "most tokens that suffix matching proposes, which copies what followed the newest tokens before: "
+            "by default 15 without a draft model; with one, beside its trees, by default 0",
+        ),
         "rounds": (
             positive,
             "draft rounds before each pass of the target; by default chosen from measured acceptance and "
@@ -112,6 +118,11 @@ def add_hierarchy(parser: argparse.ArgumentParser, profile: str | None = NONE) -
             "retrieval-level passes from one selection of chunks to the next; 0: once for each pass of the "
             "target",
         ),
+        "key_variance": (
+            None,
+            "score retrieved chunks by the variances of their keys as well: better chunks for twice the "
+            "bytes that are read to select them",
+        ),
         "retrieval_weight_bits": (
             int,
             "bits of the retrieval level's weights, 16, 8 or 4: fewer are faster and do not change the "
@@ -127,6 +138,10 @@ def add_hierarchy(parser: argparse.ArgumentParser, profile: str | None = NONE) -
             int,
             "bits of the target's keys and values, 16 (its own dtype) or 8: the text is exact for the target "
             "with that cache",
+        ),
+        "prefix_cache": (
+            None,
+            "keep keys and values of the last call for a prompt that begins with the same tokens",
         ),
     }
     for name in ENGINE_OPTIONS:
@@ -236,6 +251,15 @@ def add_text_source(parser: argparse.ArgumentParser) -> None:
         "--dataset",
         help="Hugging Face data set, for example emozilla/pg19-test, or a .jsonl, .json, .csv or .parquet "
         "file",
+    )
+    source.add_argument(
+        "--text",
+        metavar="NAME",
+        help="a text of this kind (documentation, prose, verse, code, dialogue, tables, copied), or of "
+        "this name",
+    )
+    group.add_argument(
+        "--texts", metavar="FILE", help="with --text: where python -m scripts.benchmarks texts packed them"
     )
     group.add_argument("--split", default="test", help="of the data set")
     group.add_argument("--column", default="text", help="of the data set")

@@ -14,6 +14,7 @@ from triforce_tree.cli.groups import AUTO, ENGINE_OPTIONS, MEMORY_OPTIONS, NONE
 from triforce_tree.config import bytes_of
 from triforce_tree.engine import Engine
 from triforce_tree.eval import text
+from triforce_tree.eval.texts import registry
 from triforce_tree.generation.options import check_sampling_options
 from triforce_tree.planning.machine import bound_memory
 from triforce_tree.runtime import distributed
@@ -83,6 +84,19 @@ def seed_of(args: argparse.Namespace) -> int:
     return secrets.randbits(31) if args.seed is None else args.seed
 
 
+def recorded(args: argparse.Namespace, *omitted: str) -> dict[str, Any]:
+    """What a benchmark keeps of its options: the engine's but ``omitted``, profile and tokenizers."""
+    settings: dict[str, Any] = {
+        "options": {name: getattr(args, name) for name in ENGINE_OPTIONS if name not in omitted}
+    }
+    if args.profile != NONE:
+        settings["profile"] = args.profile
+    for name in ("tokenizer", "draft_tokenizer"):
+        if getattr(args, name) is not None:
+            settings[name] = getattr(args, name)
+    return settings
+
+
 def documents(args: argparse.Namespace) -> tuple[str, Iterable[str]]:
     """The name of the text, and its documents."""
     if args.dataset:
@@ -95,4 +109,21 @@ def documents(args: argparse.Namespace) -> tuple[str, Iterable[str]]:
                 f"{args.file} --column NAME"
             )
         return args.file, [text.read_text(args.file)]
+    if args.text:
+        source, found = text_source(args)
+        if source.copies is not None:
+            raise ValueError(
+                f"--text {args.text}: passages are copied for prompts of one length, which bench text makes; "
+                f"use --text {source.copies} here"
+            )
+        return source.name, [found]
+    if args.texts:
+        raise ValueError(f"--texts {args.texts} holds texts by name; give --text NAME as well")
     return text.PYDOC, [text.pydoc_text()]
+
+
+def text_source(args: argparse.Namespace) -> tuple[registry.TextSource, str]:
+    """The text that ``--text`` names, from ``--texts`` or from this machine."""
+    here = registry.Texts(args.texts)
+    source = here.first(args.text)
+    return source, here.read(source)

@@ -10,11 +10,15 @@ from dataclasses import replace
 import torch
 
 from triforce_tree.config import HierarchyConfig
+from triforce_tree.decoding.full_cache import FullCache
+from triforce_tree.decoding.oom_retry import with_or_without
 from triforce_tree.decoding.program import DecodingProgram
-from triforce_tree.drafters.base import Drafter
-from triforce_tree.drafters.prompt_lookup import PromptLookup
+from triforce_tree.drafters.base import Drafter, ReadsTarget, check_drafter
+from triforce_tree.drafters.merged import Merged
+from triforce_tree.drafters.suffix_matching import SuffixMatching
 from triforce_tree.drafters.token_map import TokenMap
 from triforce_tree.drafters.tree_model import TreeDrafter
+from triforce_tree.kv.cached_tokens import Reuse
 from triforce_tree.kv.offload.host_attention import host_attends
 from triforce_tree.kv.offload.offloaded_cache import one_shape
 from triforce_tree.loading.load_guard import compare_at_load
@@ -30,7 +34,7 @@ from triforce_tree.runtime import distributed
 from triforce_tree.runtime.executor import free_memory
 from triforce_tree.runtime.locks import generation, held
 from triforce_tree.trees.device_shapes import least_prompt
-from triforce_tree.trees.shapes import chain_shape, parse_shape
+from triforce_tree.trees.shapes import chain_shape, with_chain
 from triforce_tree.verify.sampling import ProbsFromLogits
 
 # Buffers are made for sequences of a multiple of this many tokens, so that they serve longer ones too.
@@ -43,18 +47,18 @@ class Hierarchy:
 
     Args:
         target: level 2, and level 1 on its retrieval cache.
-        draft: a model for level 0, a drafter, or None for prompt lookup.
+        draft: a model for level 0, a drafter, or None for suffix matching.
         config: what each level does.
         tokens: the draft model's token ids for the target's; None where these are the same.
 
     Attributes:
-        own_drafter: the drafter that was given; None for a draft model and for prompt lookup.
+        own_drafter: the drafter that was given; None for a draft model and for suffix matching.
         guard: what of the target was compared with transformers' own forward.
         memory: where KV slots are kept, as :meth:`adopt_memory_plan` decided; None if nothing is offloaded.
 
     Raises:
-        ValueError: a drafter's tree is no tree shape, or it reads features of layers that the target does not
-            have.
+        ValueError: a drafter's tree is no tree shape, it was made for another target, or it reads features
+            of layers that the target does not have.
         UnsupportedModelError: the target's logits are not transformers' own, or the draft is recurrent.
     """
 
@@ -69,7 +73,9 @@ class Hierarchy:
         self.draft = draft if isinstance(draft, HFModel) else None
         self.own_drafter = None if isinstance(draft, HFModel) else draft
         if self.own_drafter is not None:
-            _check_drafter(self.own_drafter, target.layers)
+            if isinstance(self.own_drafter, ReadsTarget):
+                self.own_drafter.attach(target)
+            check_drafter(self.own_drafter, target.layers)
         if self.draft is not None and self.draft.states is not None:
             refuse_draft(self.draft.name)
         self.config = config
@@ -85,23 +91,29 @@ class Hierarchy:
 
     @property
     def config(self) -> HierarchyConfig:
-        """The settings; ``tree`` is the drafter's own unless the drafter is a model."""
+        """The settings; ``tree`` is the drafter's, with the chain of suffix matching beside a model's."""
         return self._config
 
     @config.setter
     def config(self, config: HierarchyConfig) -> None:
-        if self.draft is None:
-            tree = chain_shape(config.lookup) if self.own_drafter is None else self.own_drafter.tree
-            config = replace(config, tree=tree)
+        if self.own_drafter is not None:
+            config = replace(config, tree=self.own_drafter.tree)
+        elif self.draft is None:
+            config = replace(config, tree=chain_shape(config.matched_tokens(False)))
+        else:
+            config = replace(config, tree=with_chain(config.tree, config.matched_tokens(True)))
         if self.target.states is not None:
             config = within_limits(self.target.name, config, self.draft is not None)
         self._config = config
 
     def drafter(self) -> Drafter:
         """Level 0 under the current settings; a draft model's has new buffers."""
-        if self.draft is not None:
-            return TreeDrafter(self.draft, self.config, self.tokens)
-        return PromptLookup(self.config.lookup) if self.own_drafter is None else self.own_drafter
+        if self.own_drafter is not None:
+            return self.own_drafter
+        if self.draft is None:
+            return SuffixMatching(self.config.matched_tokens(False))
+        grown, matched = TreeDrafter(self.draft, self.config, self.tokens), self.config.matched_tokens(True)
+        return Merged(grown, SuffixMatching(matched)) if matched else grown
 
     def with_config(self, config: HierarchyConfig) -> "Hierarchy":
         """The same checked models under another configuration."""
@@ -278,17 +290,21 @@ class Hierarchy:
         prompts: Sequence[Sequence[int]],
         new_tokens: int,
         pinned: Callable[[int], None] | None = None,
+        reuse: Reuse = "none",
     ) -> DecodingProgram:
         """A program for these prompts: the last one where it serves, else a new one.
 
         Args:
             pinned: called with bytes of host memory as they are taken.
+            reuse: a new program takes over what the last one holds of these prompts, if anything, where both
+                have their caches on the device.
         """
         batch, max_seq_len = len(prompts), max(len(p) for p in prompts) + new_tokens
         rounded = self._rounded(max_seq_len)
         levels = self.levels(min(len(p) for p in prompts), rounded)
         split = self.memory.offload if self.memory is not None else None
         wanted = (self.config, batch, levels, split)
+        kept_cache: list[FullCache] = []
         if self._program is not None:
             kept, program = self._program
             if (
@@ -298,6 +314,8 @@ class Hierarchy:
                 and self._binds(program)
             ):
                 return program
+            if split is None and program.cache.worth_keeping(self.config, prompts, reuse):
+                kept_cache.append(program.cache)
             program.close()  # The new program needs its memory.
             self._program = None
             del program
@@ -309,7 +327,8 @@ class Hierarchy:
         if self.memory is not None and self.target.streamed is not None:
             self.target.streamed.keep_experts(self.memory.resident_experts)
         drafter = self.drafter() if levels > 1 else None
-        program = DecodingProgram(self.target, drafter, self.config, batch, rounded, levels, split, pinned)
+        settings = (self.target, drafter, self.config, batch, rounded, levels, split, pinned)
+        program = with_or_without(kept_cache, lambda cache: DecodingProgram(*settings, kept=cache))
         self._program = (wanted, program)
         self._bound[:] = [weakref.ref(program)]
         if split is not None:
@@ -330,14 +349,3 @@ def _check_bits(target: HFModel, config: HierarchyConfig) -> None:
     """Raise ValueError where the retrieval level cannot have weights of its own."""
     if config.levels in ("auto", 3):
         check_low_bits(target.model, config.retrieval_weight_bits)
-
-
-def _check_drafter(drafter: Drafter, layers: int) -> None:
-    """Raise ValueError where a drafter's tree is no tree shape, or it reads layers that are not there."""
-    parse_shape(drafter.tree)
-    for layer in drafter.features:
-        if not 0 <= layer < layers:
-            raise ValueError(
-                f"drafter {drafter.name!r} reads features of layer {layer}, but the target's layers are 0 to "
-                f"{layers - 1}; change drafter.features"
-            )

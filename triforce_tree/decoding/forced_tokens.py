@@ -15,6 +15,8 @@ from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.stages import DraftStage
 from triforce_tree.drafters.base import TokenTree
 from triforce_tree.kernels.attention.plan import pack_mask
+from triforce_tree.kv.offload.gathered_retrieval import GatheredRetrievalView
+from triforce_tree.kv.tree_attention_view import PagedRetrievalView
 from triforce_tree.trees.ancestors import ancestor_mask
 from triforce_tree.trees.device_shapes import DeviceTreeShape
 
@@ -54,7 +56,9 @@ def draft_probs(program: DecodingProgram, count: int, generator: torch.Generator
     return torch.stack(probs)
 
 
-def retrieval_logits(program: DecodingProgram, tokens: Sequence[int], step: int) -> Tensor:
+def retrieval_logits(
+    program: DecodingProgram, tokens: Sequence[int], step: int, view: PagedRetrievalView | None = None
+) -> Tensor:
     """Level 1's logits ``[T, V]`` over a chain of T tokens, the first of which is the root.
 
     Each forward feeds a new root and the tokens after it, and sees earlier ones through the KV slots that
@@ -63,9 +67,19 @@ def retrieval_logits(program: DecodingProgram, tokens: Sequence[int], step: int)
     Args:
         program: of three levels, fed with one sequence, which ends with ``tokens[0]``.
         step: tokens of one forward; at most the nodes of the drafter's trees.
+        view: another retrieval view of the program's store, for as many nodes; by default the program's own.
     """
-    view = program.retrieval_view or program.gathered_view
-    assert view is not None, "a program of three levels has a retrieval view"
+    found = view or program.retrieval_view or program.gathered_view
+    assert found is not None, "a program of three levels has a retrieval view"
+    return _retrieval_logits(program, tokens, step, found)
+
+
+def _retrieval_logits(
+    program: DecodingProgram,
+    tokens: Sequence[int],
+    step: int,
+    view: PagedRetrievalView | GatheredRetrievalView,
+) -> Tensor:
     nodes, device = view.mask.shape[0], program.device
     step = min(step, nodes)
     own_bits = pack_mask(torch.eye(nodes, dtype=torch.bool, device=device))
@@ -81,7 +95,7 @@ def retrieval_logits(program: DecodingProgram, tokens: Sequence[int], step: int)
         ids[0, :count], depths[:count] = torch.tensor(part, device=device), tree.depths
         words[:, :count, : tree.mask_words.shape[2]] = tree.mask_words
         root = program.state.length + first
-        view.refreshing = program.config.retrieval.chooses(number)
+        view.refreshing = view.config.chooses(number)
         if view.refreshing:
             view.refresh(root, program.state.length)
         view.begin(root, words)

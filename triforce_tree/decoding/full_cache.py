@@ -1,7 +1,7 @@
 """The target's KV cache of a batch, on the device or split with the host, and each level's views of it."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -9,6 +9,8 @@ from torch import Tensor
 
 from triforce_tree.config import NO_OFFLOAD, HierarchyConfig
 from triforce_tree.decoding.stages import FullView
+from triforce_tree.kv.cached_tokens import CachedTokens, Reuse
+from triforce_tree.kv.marks import Marks
 from triforce_tree.kv.offload.gathered_retrieval import GatheredRetrievalView
 from triforce_tree.kv.offload.host_store import Offload
 from triforce_tree.kv.offload.offloaded_cache import OffloadedCache
@@ -18,6 +20,8 @@ from triforce_tree.kv.recurrent_states import RecurrentStates, RowsView
 from triforce_tree.kv.store import KVStore
 from triforce_tree.kv.tree_attention_view import PagedRetrievalView, TreeAttentionView
 from triforce_tree.models.hf_model import HFModel
+from triforce_tree.runtime import distributed
+from triforce_tree.runtime.features import Features
 from triforce_tree.runtime.stats import Progress
 from triforce_tree.trees.device_shapes import PassLimits, device_tree_shape
 from triforce_tree.trees.shapes import parse_shape
@@ -38,8 +42,11 @@ class FullCache:
         offload: how to split the cache between device and host; None keeps it on the device.
         pinned: called with bytes of host memory as they are taken.
         store: KV slots on the device to work on, with whatever they hold; by default new ones.
+        kept: an earlier cache of the same target, batch and bits, which must not be used any more. What it
+            holds on the device is taken over: its memory where this cache fits into it, else a copy.
 
     Attributes:
+        cached, marks: which tokens are in the cache, and where it can be continued.
         store: the slots on the device; None where the cache is offloaded.
         offloaded: None where the cache is on the device.
         states: of the target's recurrent layers; None where it has none.
@@ -63,11 +70,14 @@ class FullCache:
         offload: Offload | None = None,
         pinned: Callable[[int], None] | None = None,
         store: KVStore | None = None,
+        kept: "FullCache | None" = None,
     ) -> None:
         self._target, self._batch, self._max_seq_len = target, batch, max_seq_len
         self._arrangement = self._weights_at()
         self._prefill_chunk = chunk_tokens(config.prefill_chunk, target.device)
         self._limits = PassLimits.of(config, levels)
+        self.cached = CachedTokens(batch, self._prefill_chunk)
+        self._computed_by: object = None
         self.store: KVStore | None = None
         self.offloaded: OffloadedCache | None = None
         self.retrieval_view: PagedRetrievalView | None = None
@@ -77,7 +87,7 @@ class FullCache:
         if offload is not None:
             self._offload(config, levels, offload, pinned)
         else:
-            self._keep_on_device(config, levels, store)
+            self._keep_on_device(config, levels, store, kept.store if kept is not None else None)
         # Tokens of each sequence, and how many of them the chunk means take account of.
         self._lengths, self._means_to = [0] * batch, [0] * batch
         self.token_view = self.view
@@ -85,6 +95,9 @@ class FullCache:
             self.states = RecurrentStates(target.states, batch, target.device, target.dtype)
             self.token_view = _with_states(self.view, self.states, commits=True)
             self.view = _with_states(self.view, self.states, commits=False)
+        self.marks = Marks(self._on_device, self.states, batch)
+        if kept is not None and offload is None:
+            self._take_over(kept)
 
     def _offload(
         self,
@@ -101,8 +114,8 @@ class FullCache:
             recent, page = retrieval.recent, retrieval.chunk
             slots = (retrieval.budget - recent) // page * page
         self.offloaded = OffloadedCache(
-            self._target, self._batch, self._max_seq_len, recent, limits.scratch_slots, slots, page, offload,
-            pinned,
+            self._target, self._batch, self._max_seq_len, recent, limits.scratch_slots, slots, page,
+            retrieval.columns(self._target.heads.dim), offload, pinned,
         )  # fmt: skip
         self.view = partial(StreamedView, self.offloaded)
         if levels == 3:
@@ -110,11 +123,19 @@ class FullCache:
                 self.offloaded, limits.nodes, retrieval, _tree_depths(config)
             )
 
-    def _keep_on_device(self, config: HierarchyConfig, levels: int, store: KVStore | None) -> None:
+    def _keep_on_device(
+        self, config: HierarchyConfig, levels: int, store: KVStore | None, kept: KVStore | None
+    ) -> None:
         target, retrieval, limits = self._target, config.retrieval, self._limits
         page = retrieval.chunk if levels == 3 else 64
         scratch = limits.scratch_slots
         positions = self._max_seq_len + scratch
+        if (
+            store is None
+            and kept is not None
+            and kept.serves(self._batch, max(positions, retrieval.budget), scratch, page, config.kv_bits)
+        ):
+            store = kept
         if store is None:
             slots = max(positions, retrieval.budget if levels == 3 else 0)
             store = KVStore(
@@ -135,6 +156,31 @@ class FullCache:
                 own, limits.nodes, retrieval, limits.max_draft_tokens + 1, _tree_depths(config)
             )
 
+    def worth_keeping(self, config: HierarchyConfig, prompts: Sequence[Sequence[int]], reuse: Reuse) -> bool:
+        """Whether another cache, on the device, may take over what this one holds of these prompts."""
+        alike = self._batch == len(prompts) and self.store is not None and self.store.bits == config.kv_bits
+        if not alike or distributed.current() is not None:
+            return False
+        return any(self.cached.common(b, prompt, reuse) for b, prompt in enumerate(prompts))
+
+    def _take_over(self, kept: "FullCache") -> None:
+        """Take up what an earlier cache holds."""
+        assert self.store is not None
+        assert kept.store is not None
+        lengths = [len(tokens) for tokens in kept.cached.held]
+        if self.store.memory is not kept.store.memory:
+            copied = [self.store.take(kept.store, b, length) for b, length in enumerate(lengths)]
+            lengths = [n if done else 0 for n, done in zip(lengths, copied, strict=True)]
+        if self.states is not None and kept.states is not None:
+            self.states.restore(kept.states.buffers)
+            self.states.lengths = list(kept.states.lengths)
+        chunk, self.cached, self._computed_by = self.cached.chunk, kept.cached, kept._computed_by
+        for b, length in enumerate(lengths):
+            self.cached.keep(b, length)
+        if self.cached.chunk != chunk:
+            self.cached.chunk, self.cached.whole = chunk, [0] * self._batch
+        self.update_chunk_means()
+
     @property
     def _on_device(self) -> KVStore:
         """Slots on the device: all of them, or those of an offloaded cache's layers with a window."""
@@ -143,18 +189,85 @@ class FullCache:
         assert self.store is not None
         return self.store
 
-    def prefill(self, prompts: Sequence[Sequence[int]], progress: Progress | None = None) -> None:
-        """Compute keys and values of all but each prompt's last token."""
-        with self._target.active():
-            if self.offloaded is not None:
-                self.offloaded.prefill(prompts, self._prefill_chunk, progress)
-                return
-            assert self.store is not None
-            for b, prompt in enumerate(prompts):
-                prefill(
-                    self._target, self.store, b, list(prompt[:-1]), self._prefill_chunk, progress, self.states
-                )
+    def reusable(self, prompts: Sequence[Sequence[int]], reuse: Reuse) -> list[int]:
+        """How many tokens at the beginning of each prompt need no prefill.
+
+        It is 0 where weights or rotary frequencies have changed, and where layers with a window or recurrent
+        ones have gone on too far (``Marks``).
+        """
+        if self._computed_by != self._target.function_key():
+            reuse = "none"
+        starts = [self.cached.common(b, prompt, reuse) for b, prompt in enumerate(prompts)]
+        starts = [self.marks.start(b, n, copies=reuse == "all") for b, n in enumerate(starts)]
+        return distributed.agreed(starts)
+
+    def prefill(
+        self,
+        prompts: Sequence[Sequence[int]],
+        progress: Progress | None = None,
+        reuse: Reuse = "none",
+        features: Features | None = None,
+    ) -> list[int]:
+        """Compute keys and values of all but each prompt's last token; return how many there were already.
+
+        Args:
+            progress: called with numbers of tokens; those that are in the cache already come first.
+            reuse: which tokens that the cache holds are kept.
+            features: where hidden states are kept for the drafter, if it reads any: those of new tokens.
+        """
+        starts = self.reusable(prompts, reuse)
+        if progress and any(starts):
+            progress(sum(starts))
+        for b, start in enumerate(starts):
+            self.marks.restore(b, start)
+        if all(n and n == len(p) - 1 for n, p in zip(starts, prompts, strict=True)):
+            if features is not None:
+                for b, start in enumerate(starts):
+                    features.begin(b, start)
+            return starts
+        try:
+            with self._target.active():
+                if self.offloaded is not None:
+                    self.offloaded.prefill(prompts, self._prefill_chunk, progress, starts, features)
+                else:
+                    assert self.store is not None
+                    for b, (prompt, start) in enumerate(zip(prompts, starts, strict=True)):
+                        prefill(
+                            self._target, self.store, b, list(prompt[:-1]), self._prefill_chunk, progress,
+                            self.states, start, features,
+                        )  # fmt: skip
+        except BaseException:
+            self.forget()
+            raise
         self.update_chunk_means()
+        for b, (prompt, start) in enumerate(zip(prompts, starts, strict=True)):
+            self.cached.fed(b, prompt, start)
+            if reuse == "all":
+                self.marks.add(b, len(prompt) - 1)
+        self._computed_by = self._target.function_key()
+        return starts
+
+    def restored(self, tokens: Sequence[int], whole: int) -> None:
+        """All but the last token of the only sequence were written from a file; ``whole``: of the tokens."""
+        length = len(tokens) - 1
+        self._on_device.fed(0, length)
+        if self.states is not None:
+            self.states.lengths = [length]
+        if self.offloaded is not None:
+            self.offloaded.host.ring.invalidate()
+            self.offloaded.lengths[0], unit = length, self.offloaded.host.unit
+            self.offloaded.host.base[0] = length // unit * unit
+            self.offloaded.set_lengths([length])
+        self.cached.begin(0, tokens)
+        self.cached.whole[0] = whole
+        self._computed_by = self._target.function_key()
+        self.update_chunk_means()
+
+    def forget(self) -> None:
+        """Reuse nothing of what the cache holds."""
+        self.cached.clear()
+        if self.states is not None:
+            self.states.invalidate()
 
     def holds(self, lengths: Sequence[int]) -> bool:
         """Whether decoding may continue after the first ``lengths`` tokens of what was written.
@@ -166,27 +279,35 @@ class FullCache:
             return False
         return self._on_device.holds(lengths)
 
-    def set_lengths(self, lengths: Sequence[int]) -> None:
-        """Continue after so many tokens of each sequence, which the cache holds."""
-        self._lengths = list(lengths)
+    def begin(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Continue from the ends of prompts, whose keys and values the cache holds."""
+        for b, prompt in enumerate(prompts):
+            self.cached.begin(b, prompt)
+            self.marks.prune(b, len(prompt) - 1)
+        lengths = [len(prompt) - 1 for prompt in prompts]
+        self._lengths = lengths
         self._means_to = [min(pair) for pair in zip(self._means_to, lengths, strict=True)]
         if self.offloaded is not None:
-            self.offloaded.set_lengths(lengths)
+            self.offloaded.set_lengths([len(prompt) - 1 for prompt in prompts])
         if self.gathered_view is not None:
             self.gathered_view.fill()
 
-    def committed(self, counts: Sequence[int], with_means: bool = False) -> None:
+    def committed(
+        self, counts: Sequence[int], tokens: Sequence[Sequence[int]] | None = None, with_means: bool = False
+    ) -> None:
         """The last pass of the target made each sequence so many tokens longer.
 
         Args:
+            tokens: those of each sequence; None where they are not known.
             with_means: whether it has updated the chunk means, which were up to date before it.
         """
         before = self._lengths
         self._lengths = [length + count for length, count in zip(before, counts, strict=True)]
         self._means_to = self._lengths if with_means else list(map(min, self._means_to, before))
+        self.cached.grown(tokens)
         self._on_device.grown(counts)
         if self.states is not None:
-            self.states.invalidate()
+            self.states.grown(counts)
         if self.offloaded is not None:
             self.offloaded.committed(counts)
 
@@ -215,29 +336,15 @@ class FullCache:
     def trial(self, length: int) -> Iterator[None]:
         """Inside, passes may write after made-up sequences of ``length`` tokens; what they write is undone.
 
-        Afterwards the sequences must be fed again, or :meth:`set_lengths` called.
+        Afterwards the sequences must be fed again, or :meth:`begin` called.
         """
-        try:
-            if self.offloaded is not None:
-                with self.offloaded.trial(length):
-                    yield
-                return
-            assert self.store is not None
-            stop = length + self._limits.scratch_slots + 1
-            groups = [group for group in self.store.groups if not group.ring]
-            written = [t[..., length:stop, :] for group in groups for t in group.parts]
-            before = [slots.clone() for slots in written]
-            try:
-                yield
-            finally:
-                for slots, old in zip(written, before, strict=True):
-                    slots.copy_(old)
-                if length < self._max_seq_len - 1:
-                    self.update_chunk_means()
-        finally:
-            self._on_device.invalidate()
-            if self.states is not None:
-                self.states.invalidate()
+        count = self._limits.scratch_slots + 1
+        offloaded = self.offloaded.trial(length) if self.offloaded is not None else nullcontext()
+        states = self.states.saved() if self.states is not None else nullcontext()
+        with self._on_device.saved(length, count), states, offloaded:
+            yield
+        if length < self._max_seq_len - 1:
+            self.update_chunk_means()
 
     def transferred_bytes(self, tokens: int, queries: int) -> int:
         """Keys and values that a pass of the target over ``queries`` tokens copies to the device.

@@ -13,6 +13,7 @@ from triforce_tree.decoding.choice.learnt_table import LearntChoices
 from triforce_tree.decoding.choice.passes import PLAIN, CostFactors, PassKind, StageSeconds
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.stop_criteria import Ending, finish_reason
+from triforce_tree.kv.cached_tokens import Reuse
 from triforce_tree.runtime.distributed import broadcast_object
 from triforce_tree.runtime.stage_clock import StageClock
 from triforce_tree.runtime.stats import LevelStats, Progress
@@ -28,6 +29,9 @@ _COSTS_STEP = 8
 
 class Decoder:
     """Decodes a batch of sequences with one :class:`DecodingProgram`.
+
+    Attributes:
+        reused: tokens of each prompt that the last prefill found in the cache.
 
     Args:
         program: made for this batch size; one decoder uses it at a time.
@@ -51,7 +55,7 @@ class Decoder:
         self._generator = torch.Generator(program.device)
         self._generator.manual_seed(seed)
         extent = PassLimits.of(program.config, program.levels)
-        self._depth, self._nodes = extent.depth, extent.nodes
+        self._depth, self._nodes, self._drafted_depth = extent.depth, extent.nodes, extent.drafted_depth
         lowest = [program.drafter.name] if program.drafter is not None else []
         retrieval = ["retrieval"] if program.levels == 3 else []
         self.levels = [LevelStats(name) for name in (*lowest, *retrieval, "target")]
@@ -75,13 +79,20 @@ class Decoder:
             self.controller.resume(learnt)
             self._cost_factors = learnt.cost_factors
         self.prefill_seconds = self.decode_seconds = 0.0
+        self.reused = [0] * program.batch
         self.finish_reasons: list[str | None] = []
         self._clock = StageClock(program.device)
 
-    def prefill(self, prompts: Sequence[Sequence[int]], progress: Progress | None = None) -> None:
-        """Feed the prompts to every level; all but their last tokens, which are the first roots."""
+    def prefill(
+        self, prompts: Sequence[Sequence[int]], progress: Progress | None = None, reuse: Reuse = "none"
+    ) -> None:
+        """Feed the prompts to every level; all but their last tokens, which are the first roots.
+
+        Args:
+            reuse: which tokens that the cache holds from earlier generations are kept.
+        """
         start = time.perf_counter()
-        self.program.prefill(prompts, progress)
+        self.reused = self.program.prefill(prompts, progress, reuse)
         self._clock.synchronize()
         self.prefill_seconds += time.perf_counter() - start
 
@@ -116,6 +127,12 @@ class Decoder:
                 self._count(kind, report, sum(map(len, new)), resumed)
                 self.decode_seconds += time.perf_counter() - start
                 yield new
+        except GeneratorExit:
+            raise
+        except BaseException:
+            # What an interrupted or failed pass left is not to be continued.
+            self.program.cache.forget()
+            raise
         finally:
             if self._learnt is not None:
                 self._keep_cost_factors()
@@ -169,9 +186,18 @@ class Decoder:
                     self.finish_reasons[b], ended = reason, True
                     break
         if ended:
-            running = [reason is None for reason in self.finish_reasons]
-            self.program.state.active.copy_(torch.tensor(running, device=self.program.device))
+            self._update_active()
         return new
+
+    def end(self, row: int) -> None:
+        """End a sequence after the tokens that were yielded last."""
+        if self.finish_reasons[row] is None:
+            self.finish_reasons[row] = "stop"
+            self._update_active()
+
+    def _update_active(self) -> None:
+        running = [reason is None for reason in self.finish_reasons]
+        self.program.state.active.copy_(torch.tensor(running, device=self.program.device))
 
     def _prepare(self, sequences: list[list[int]], kind: PassKind, resumed: bool) -> None:
         """Let the drafter catch up with what was committed, and the retrieval level after other passes."""
@@ -200,7 +226,8 @@ class Decoder:
         clock.mark("target")
         self._verified_by = stage
         report: list[list[int]] = program.state.pass_results().tolist()
-        program.committed([count for count, *_ in report], stage)
+        tokens = [emitted[:count] for count, _, _, _, *emitted in report]
+        program.committed([count for count, *_ in report], tokens, stage)
         if kind.levels == 3:
             program.state.retrieval_emitted.zero_()
         self.passes[kind] += 1
@@ -238,7 +265,7 @@ class Decoder:
             drafter = self.program.drafter
             assert drafter is not None
             # A deterministic drafter proposes a whole tree in one forward.
-            draft.forwards += rounds * (1 if drafter.deterministic else self._depth) * len(running)
+            draft.forwards += rounds * (1 if drafter.deterministic else self._drafted_depth) * len(running)
             draft.emitted += rounds * (self._nodes - 1) * len(running)
             draft.seconds += seconds["prepare"] + seconds["draft"]
             if kind.levels == 3:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -9,8 +10,28 @@ from torch import Tensor
 from triforce_tree.decoding.choice.controller import PassController
 from triforce_tree.decoding.loop import Decoder, Observer
 from triforce_tree.decoding.stop_criteria import Ending
+from triforce_tree.kv.cached_tokens import Reuse
 from triforce_tree.runtime.executor import free_memory
 from triforce_tree.runtime.stats import LevelStats, Progress, added
+
+Made = TypeVar("Made")
+Kept = TypeVar("Kept")
+
+
+def with_or_without(kept: list[Kept], make: Callable[[Kept | None], Made]) -> Made:
+    """What ``make`` makes of the object in ``kept``, or of None if there is none.
+
+    Where the device cannot hold it beside what is made, it is dropped: no other reference to it may be left.
+    """
+    if kept:
+        try:
+            return make(kept[0])
+        except torch.OutOfMemoryError as error:
+            # The traceback's frames hold tensors.
+            error.__traceback__ = None
+    kept.clear()
+    free_memory()
+    return make(None)
 
 
 class OomRetryDecoder:
@@ -33,6 +54,7 @@ class OomRetryDecoder:
         self.finish_reasons: list[str | None] = []
         self._decoder: Decoder | None = None
         self._progress: Progress | None = None
+        self._reuse: Reuse = "none"
         self._retried(lambda: None)
 
     @property
@@ -59,9 +81,17 @@ class OomRetryDecoder:
     def decode_seconds(self) -> float:
         return self._seconds[1] + (self._decoder.decode_seconds if self._decoder else 0.0)
 
-    def prefill(self, prompts: Sequence[Sequence[int]], progress: Progress | None = None) -> None:
-        """Feed the prompts to every level."""
-        self._progress = progress
+    @property
+    def reused(self) -> list[int]:
+        """Tokens of each prompt that were in the cache."""
+        assert self._decoder is not None
+        return self._decoder.reused
+
+    def prefill(
+        self, prompts: Sequence[Sequence[int]], progress: Progress | None = None, reuse: Reuse = "none"
+    ) -> None:
+        """Feed the prompts to every level, as ``Decoder.prefill`` does."""
+        self._progress, self._reuse = progress, reuse
         self._retried(lambda: self._feed(prompts))
 
     def decode(
@@ -108,9 +138,15 @@ class OomRetryDecoder:
                 self._shrink_plan(out_of_memory)
                 self._retried(lambda: self._feed(sequences))
 
+    def end(self, row: int) -> None:
+        """End a sequence after the tokens that were yielded last."""
+        assert self._decoder is not None
+        self._decoder.end(row)
+        self.finish_reasons[row] = self._decoder.finish_reasons[row]
+
     def _feed(self, sequences: Sequence[Sequence[int]]) -> None:
         assert self._decoder is not None
-        self._decoder.prefill(sequences, self._progress)
+        self._decoder.prefill(sequences, self._progress, self._reuse)
 
     def _retried(self, work: Callable[[], None]) -> None:
         """Make a decoder if there is none, and do ``work`` with it; retry both with less memory."""

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.choice.controller import LearntChoice
@@ -20,7 +19,8 @@ from triforce_tree.decoding.stages import (
     Stage,
     TreeVerifyStage,
 )
-from triforce_tree.drafters.base import Drafter
+from triforce_tree.drafters.base import Drafter, features_of
+from triforce_tree.kv.cached_tokens import Reuse
 from triforce_tree.kv.offload.host_store import Offload
 from triforce_tree.kv.offload.weights.streamed_weights import check_level_one
 from triforce_tree.kv.store import KVStore
@@ -50,9 +50,11 @@ class DecodingProgram:
         offload: how to split the full cache between device and host; None keeps it on the device.
         progress: called with bytes of host memory as they are taken.
         store: KV slots on the device to work on, with whatever they hold; by default new ones.
+        kept: an earlier program's cache to take over, see :class:`FullCache`.
         noise: makes the random numbers of every stage.
 
     Attributes:
+        cache: the target's keys and values.
         state: tokens, lengths and draft chains of the batch.
         full: the target, as levels 2 and plain decoding run it.
         retrieval_model: the target as level 1 runs it; only with three levels.
@@ -82,6 +84,7 @@ class DecodingProgram:
         progress: Callable[[int], None] | None = None,
         store: KVStore | None = None,
         noise: NoiseFactory = Noise,
+        kept: FullCache | None = None,
     ) -> None:
         self.target, self.config, self.levels = target, config, levels
         self.batch, self.max_seq_len = batch, max_seq_len
@@ -100,12 +103,12 @@ class DecodingProgram:
         self.runner_ups = levels == 3 and (
             config.runner_ups is not False if compiled else bool(config.runner_ups)
         )
-        self._cache = FullCache(target, config, batch, max_seq_len, levels, offload, progress, store)
-        self.offloaded, self.full_view = self._cache.offloaded, self._cache.view
-        self.states = self._cache.states
-        self.retrieval_view, self.gathered_view = self._cache.retrieval_view, self._cache.gathered_view
+        self.cache = FullCache(target, config, batch, max_seq_len, levels, offload, progress, store, kept)
+        self.offloaded, self.full_view = self.cache.offloaded, self.cache.view
+        self.states = self.cache.states
+        self.retrieval_view, self.gathered_view = self.cache.retrieval_view, self.cache.gathered_view
         features = self.drafter.features if self.drafter is not None else ()
-        self.state = self._new_state(extent, features)
+        self.state = self._new_state(extent)
         if self.states is not None:
             self.state.recurrent = self.states.buffers
         self.full = step_model(target, compiled, features)
@@ -117,33 +120,31 @@ class DecodingProgram:
             )
         self.capture_seconds = 0.0
 
-    def _new_state(self, extent: PassLimits, features: Sequence[int]) -> SequenceState:
+    def _new_state(self, extent: PassLimits) -> SequenceState:
         chain, extra, vocabulary = 0, extent.depth, 0
         if self.levels == 3:
             chain, extra, vocabulary = extent.max_draft_tokens, extent.depth + 1, self.target.vocab_size
-        hidden = self.target.model.config.get_text_config(decoder=True).hidden_size
-        verified = max(extent.max_draft_tokens, extent.depth) + 1
-
-        def buffer() -> Tensor:
-            shape = (self.batch, verified, hidden)
-            return torch.zeros(shape, device=self.device, dtype=self.target.dtype)
-
+        features = features_of(
+            self.drafter, self.target, self.batch, extent.max_draft_tokens + extent.depth + 2
+        )
         return SequenceState(
             self.batch, self.max_seq_len + extent.scratch_slots, chain, max(1, extra), vocabulary,
-            self.device, {layer: buffer() for layer in features},
+            self.device, features,
         )  # fmt: skip
 
     def _low_bit_model(self, compiled: bool, features: Sequence[int]) -> StepModel:
         target = self.target
         bring = target.streamed.bring if target.streamed is not None else None
         clone = low_bit_copy(target.model, self.config.retrieval_weight_bits, bring)
-        return StepModel(clone, compiled, target.length_rope, features, target.learned_positions)
+        step = StepModel(clone, compiled, target.length_rope, features, target.learned_positions)
+        step.capturable = step.capturable and target.capturable is not False
+        return step
 
     @property
     def store(self) -> KVStore:
         """KV slots of a full cache on the device."""
-        assert self._cache.store is not None, "the full cache is offloaded"
-        return self._cache.store
+        assert self.cache.store is not None, "the full cache is offloaded"
+        return self.cache.store
 
     def prepare(self, to_probs: ProbsFromLogits) -> None:
         """Select the stages for this kind of sampling, after making and capturing them where there are none.
@@ -185,7 +186,7 @@ class DecodingProgram:
                 stages["target_tree" if view is not None else "target"] = TreeVerifyStage(
                     draft, Verifier(self.full, to_probs, state, nodes, vocabulary), self.full_view
                 )
-        stages["plain"] = PlainStage(self.full, self._cache.token_view, to_probs, state, vocabulary)
+        stages["plain"] = PlainStage(self.full, self.cache.token_view, to_probs, state, vocabulary)
         return stages
 
     def _captured(self, stages: dict[str, Stage], to_probs: DeviceProbs) -> dict[str, Callable[[], None]]:
@@ -215,13 +216,16 @@ class DecodingProgram:
             self.state.length.fill_(length)
             self.state.chain.fill_(self.state.max_draft_tokens if chains else 0)
 
-        if self.drafter is not None:
-            self.drafter.start([[0] * (length + 1)] * self.batch)
-        with self._cache.trial(length):
-            yield begin
+        with self.state.trial_features(length):
+            if self.drafter is not None:
+                self.drafter.start([[0] * (length + 1)] * self.batch)
+            with self.cache.trial(length):
+                yield begin
 
-    def prefill(self, prompts: Sequence[Sequence[int]], progress: Progress | None = None) -> None:
-        """Feed all but each prompt's last token, the first root, to every level.
+    def prefill(
+        self, prompts: Sequence[Sequence[int]], progress: Progress | None = None, reuse: Reuse = "none"
+    ) -> list[int]:
+        """Feed all but each prompt's last token, the first root, to every level; see ``FullCache.prefill``.
 
         Where an offloaded cache is interrupted in this, its memory is given back and the program closed.
 
@@ -230,11 +234,12 @@ class DecodingProgram:
         """
         self._check(prompts)
         try:
-            self._cache.prefill(prompts, progress)
+            reused = self.cache.prefill(prompts, progress, reuse, self.state.features)
             self._start(prompts)
         except BaseException:
             self.close()
             raise
+        return reused
 
     def rewind(self, prompts: Sequence[Sequence[int]]) -> None:
         """Continue from these prompts, whose keys and values the cache holds: beginnings of its sequences.
@@ -242,7 +247,9 @@ class DecodingProgram:
         Where layers with a window have overwritten what is needed there, the prompts are fed again.
         """
         self._check(prompts)
-        if self._cache.holds([len(p) - 1 for p in prompts]):
+        if self.cache.holds([len(p) - 1 for p in prompts]):
+            if self.state.features is not None:
+                self.state.features.rewind(torch.tensor([len(p) - 1 for p in prompts], device=self.device))
             self._start(prompts)
         else:
             self.prefill(prompts)
@@ -255,8 +262,8 @@ class DecodingProgram:
                     f"a prompt of {len(prompt)} tokens does not fit buffers for {self.levels} levels "
                     f"and {least} to {self.max_seq_len} tokens; use fewer levels or a smaller budget"
                 )
-        if self.target.length_rope is not None:
-            self.target.length_rope.choose_for_texts([len(p) for p in prompts])
+        if (rope := self.target.length_rope) is not None:
+            rope.choose_for_texts([len(p) for p in prompts])
 
     def _start(self, prompts: Sequence[Sequence[int]]) -> None:
         """Set every level to the end of prompts whose keys and values are in the cache."""
@@ -265,25 +272,32 @@ class DecodingProgram:
             state.tokens[b, : len(prompt)] = torch.tensor(prompt, device=self.device)
         state.length.copy_(torch.tensor(lengths, device=self.device))
         state.active.fill_(1)
-        state.has_nan.zero_()
-        state.chain.zero_()
-        state.retrieval_emitted.zero_()
-        state.feature_count.zero_()
+        for counts in (state.has_nan, state.chain, state.retrieval_emitted):
+            counts.zero_()
         if self.drafter is not None:
             self.drafter.start(prompts)
-        self._cache.set_lengths(lengths)
+        self.cache.begin(prompts)
 
-    def committed(self, counts: Sequence[int], stage: str = "target") -> None:
-        """The last pass of level 2, which ended with this stage, made each sequence so many tokens longer."""
-        self._cache.committed(counts, with_means=self.levels == 3 and stage == "target")
+    def committed(
+        self,
+        counts: Sequence[int],
+        tokens: Sequence[Sequence[int]] | None = None,
+        stage: str = "target",
+    ) -> None:
+        """The last pass of level 2, which ended with this stage, made each sequence so many tokens longer.
+
+        Args:
+            tokens: these, if they are known.
+        """
+        self.cache.committed(counts, tokens, with_means=self.levels == 3 and stage == "target")
 
     def resume_retrieval(self) -> None:
         """Bring the chunk means up to date before a pass of three levels: the other passes leave them."""
-        self._cache.catch_up_means()
+        self.cache.catch_up_means()
 
     def update_chunk_means(self) -> None:
-        """Compute all chunk means again, after something other than the passes has written KV slots."""
-        self._cache.update_chunk_means()
+        """See :class:`FullCache`."""
+        self.cache.update_chunk_means()
 
     def transferred_bytes(self, tokens: int, plain: bool = False) -> int:
         """Keys, values and weights that a pass of level 2 after so many tokens copies to the device.
@@ -294,7 +308,7 @@ class DecodingProgram:
         queries = 1 if plain or self.levels == 1 else self.max_draft_tokens + 1
         streamed = self.target.streamed
         weights = streamed.pass_bytes(self.batch * queries) if streamed is not None else 0
-        return self._cache.transferred_bytes(tokens, queries) + weights
+        return self.cache.transferred_bytes(tokens, queries) + weights
 
     def serves(self, config: HierarchyConfig) -> bool:
         """Whether setting ``self.config = config`` is all that these settings need.
@@ -310,12 +324,12 @@ class DecodingProgram:
 
     def close(self) -> None:
         """Give an offloaded cache's host memory back; the program cannot be used afterwards."""
-        self._cache.close()
+        self.cache.close()
 
     @property
     def closed(self) -> bool:
         """Whether memory that its stages use was given back."""
-        return self._cache.closed
+        return self.cache.closed
 
     def last_stage(self, levels: int) -> str:
         """The target's stage in passes of so many levels."""

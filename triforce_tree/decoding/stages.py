@@ -197,7 +197,8 @@ class TreeVerifyStage:
 
     def _commit(self) -> None:
         _commit(self.state, self.view, self.verifier.accept(self.tree, self._root))
-        self.state.proposed.fill_(self.tree.depth)
+        # A drafter that finds nothing to propose was not rejected.
+        self.state.proposed.copy_(torch.where(self.tree.tokens >= 0, self.tree.depths, 0).amax(1))
 
 
 def _commit(state: SequenceState, view: KVView, acceptance: Acceptance) -> None:

@@ -1,1 +1,1 @@
-"""Drafters, which propose token trees: the protocol (``base``), the draft model, prompt lookup."""
+"""Drafters, which propose token trees: the protocol (``base``), the draft model, suffix matching, both."""

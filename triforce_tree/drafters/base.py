@@ -7,22 +7,29 @@ follows the target's own distribution if the drafter is *honest* (``docs/lossles
 
 * the children of a node are drawn, without replacement and in the order of their slots, from the distribution
   that the drafter reports for that node (:meth:`Sampler.children` does this); or they are deterministic: a
-  function of the tokens before them alone, with no distribution reported;
+  function of the tokens before them alone, with no distribution reported; or some are drawn and those after
+  them deterministic;
 * how many children a node gets may depend on anything but the draws of these children.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from triforce_tree.kernels.attention.plan import pack_mask
+from triforce_tree.kernels.step.accept import FIXED
+from triforce_tree.models.hf_model import HFModel
+from triforce_tree.runtime.features import Features
 from triforce_tree.runtime.sequence_state import SequenceState
 from triforce_tree.trees.device_shapes import DeviceTreeShape
-from triforce_tree.trees.shapes import Shape
+from triforce_tree.trees.shapes import Shape, parse_shape
 from triforce_tree.verify.probs import Sampler
+
+# A return to the prompt after so many tokens, as in measurements, finds the hidden states before its end.
+_REWOUND = 64
 
 
 @dataclass
@@ -42,7 +49,9 @@ class TokenTree:
             that node 64 l + j is the node itself or its ancestor.
         probs: fp32 ``[B, M, V]``, the distributions that children were drawn from.
         probs_rows: int64 ``[B, N]``, the row of ``probs`` for the children of each node, -1 if these are
-            deterministic. Initially row n for node n, or -1 everywhere for a deterministic drafter.
+            deterministic, and ``kernels.step.accept.FIXED`` if it is deterministic itself besides, whatever
+            its siblings before it are. Initially row n for node n, or -1 everywhere for a deterministic
+            drafter; ``FIXED`` for a chain beside the tree.
         depth: depth of the deepest node, the most tokens that can be accepted.
     """
 
@@ -65,9 +74,10 @@ class TokenTree:
                 a deterministic drafter, which reports none.
         """
         depths = torch.tensor(shape.depths)
-        count = len(depths)
-        expanding = count - sum(shape.widths[-1:]) if vocabulary else 0
+        count, grown = len(depths), shape.tree_nodes
+        expanding = grown - sum(shape.widths[-1:]) if vocabulary else 0
         rows = torch.arange(count) if vocabulary else torch.full((count,), -1)
+        rows[grown:] = FIXED
         tree = cls(
             tokens=torch.full((batch, count), -1, device=device),
             parents=torch.tensor(shape.parents, device=device).repeat(batch, 1),
@@ -75,7 +85,7 @@ class TokenTree:
             mask_words=torch.zeros(batch, count, -(-count // 64), dtype=torch.int64, device=device),
             probs=torch.zeros(batch, expanding, vocabulary, device=device),
             probs_rows=rows.to(device).repeat(batch, 1),
-            depth=len(shape.widths),
+            depth=shape.depth,
         )
         tree.update_masks()
         return tree
@@ -133,6 +143,43 @@ class TokenTree:
         ]
 
 
+@runtime_checkable
+class ReadsTarget(Protocol):
+    """What a drafter has besides if it computes with parts of the target.
+
+    Attributes:
+        feature_window: how many of a sequence's first and of its newest positions it reads the hidden states
+            of, prompt included. Other drafters get those of the tokens of the last passes alone.
+    """
+
+    feature_window: tuple[int, int]
+
+    def attach(self, target: HFModel) -> None:
+        """Take from the target what drafting needs; called before ``bind`` and the reading of ``features``.
+
+        Raises:
+            ValueError: the drafter was made for another target.
+        """
+
+
+def features_of(drafter: "Drafter | None", target: HFModel, batch: int, verified: int) -> Features | None:
+    """Where hidden states are kept for a drafter; None if it reads none.
+
+    Args:
+        target: whose hidden states these are.
+        batch: sequences.
+        verified: most positions after the committed tokens that passes write.
+    """
+    if drafter is None or not drafter.features:
+        return None
+    leading, newest = drafter.feature_window if isinstance(drafter, ReadsTarget) else (0, 1)
+    size = target.model.config.get_text_config(decoder=True).hidden_size
+    return Features(
+        drafter.features, batch, size, leading, max(newest, verified), verified + _REWOUND, target.device,
+        target.dtype,
+    )  # fmt: skip
+
+
 class Drafter(Protocol):
     """Proposes token trees for a batch of B sequences.
 
@@ -150,8 +197,9 @@ class Drafter(Protocol):
         capturable: whether ``propose`` can be captured as a CUDA graph: only torch operations, on tensors
             that keep their addresses, and no wait for the device. False for a drafter that reads tokens on
             the host.
-        features: decoder layers of the target whose hidden states it reads from ``state.features``; ``()``
-            for none.
+        features: which hidden states of the target it reads (``state.newest_features``): i for the output of
+            decoder layer i, the number of layers for the state after the final norm, which the language
+            model head reads; ``()`` for none.
     """
 
     name: str
@@ -195,3 +243,14 @@ class Drafter(Protocol):
             tree: buffers of the shape that the attribute :attr:`tree` names.
             sampler: turns logits into distributions by the options of the request, and draws from them.
         """
+
+
+def check_drafter(drafter: Drafter, layers: int) -> None:
+    """Raise ValueError where a drafter's tree is no tree shape, or it reads layers that are not there."""
+    parse_shape(drafter.tree)
+    for layer in drafter.features:
+        if not 0 <= layer < layers:
+            raise ValueError(
+                f"drafter {drafter.name!r} reads features of layer {layer}, but the target's layers are 0 to "
+                f"{layers - 1}; change drafter.features"
+            )

@@ -19,7 +19,7 @@ from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.step_model import step_model
 from triforce_tree.runtime.sequence_state import SequenceState
 from triforce_tree.trees.device_shapes import device_tree_shape
-from triforce_tree.trees.shapes import Shape, parse_shape
+from triforce_tree.trees.shapes import Shape, parse_shape, with_chain
 from triforce_tree.verify.probs import Sampler
 
 # Positions after its window that a draft with learned positions must have at least; deep trees take more.
@@ -37,7 +37,7 @@ class TreeDrafter:
 
     Args:
         draft: the checked model.
-        config: shape of the trees, sinks and window.
+        config: shape of the trees, sinks and window. A chain beside the trees is left to others.
         tokens: its token ids for the target's; None where these are the same.
     """
 
@@ -47,13 +47,13 @@ class TreeDrafter:
 
     def __init__(self, draft: HFModel, config: HierarchyConfig, tokens: TokenMap | None = None) -> None:
         self.draft, self.config = draft, config.streaming
-        self.tree: str | Shape = config.tree
+        self.tree: str | Shape = with_chain(config.tree, 0)
         own = step_model(draft, compiled=draft.device.type == "cuda")
         self.model: Forwards = own if tokens is None else MappedModel(own, tokens)
         self.shape = shape = device_tree_shape(parse_shape(config.tree))
         self.capturable = self.model.capturable
         # The chain of level 1 and a tree after it.
-        beyond = max(_BEYOND_WINDOW, config.gamma + len(shape.widths))
+        beyond = max(_BEYOND_WINDOW, config.gamma + shape.depth)
         needed = self.config.sinks + 2 * self.config.window + beyond
         limit = draft.learned_positions
         if limit is not None and needed > limit:
@@ -63,13 +63,13 @@ class TreeDrafter:
                 f"window<={window}, or choose another draft"
             )
         self.depth = len(shape.widths)
-        self.nodes = 1 + sum(shape.widths)
+        self.nodes = shape.tree_nodes
         # As many as one verification by level 1 (depth + 1) and one by level 2 (1 more) can add.
-        self.refeed_tokens = self.depth + 2
+        self.refeed_tokens = shape.depth + 2
 
     def bind(self, state: SequenceState) -> None:
         batch, shape, device = state.batch, self.shape, self.model.device
-        self._scratch_slots = state.max_draft_tokens + self.depth + 2 + self.refeed_tokens + self.nodes
+        self._scratch_slots = state.max_draft_tokens + 2 * self.refeed_tokens + self.nodes
         capacity = self.config.sinks + 2 * self.config.window + self._scratch_slots
         self.store = KVStore(self.draft.kv_layers, batch, capacity, device, self.draft.dtype)
         # Tokens between the sinks and the window, which the cache does not hold; the same on the host.

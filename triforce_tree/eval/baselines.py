@@ -69,7 +69,7 @@ class Stamps(StoppingCriteria):
 
 def ours(levels: int) -> Method:
     def run(engine: Engine, job: Job) -> Sample:
-        out = engine.with_options(levels=levels).generate(
+        out = engine.with_options(levels=levels, prefix_cache=False).generate(
             job.prompt,
             stopping_criteria=StoppingCriteriaList([job.stop] if job.stop else []),
             progress=job.progress,

@@ -30,9 +30,9 @@ from triforce_tree.eval.own_forward import as_ids, last_logits, last_position_lo
 from triforce_tree.eval.ties import (
     NOISE_POSITIONS,
     chain_logits,
-    common_prefix,
     forward_noise,
 )
+from triforce_tree.kv.cached_tokens import common_prefix
 from triforce_tree.loading.rounding import relative_error
 from triforce_tree.verify.sampling import NAN_LOGITS, ProbsFromLogits
 from triforce_tree.verify.verifier import Acceptance

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from triforce_tree.engine import Engine
-from triforce_tree.eval.ties import Difference, common_prefix, first_difference
+from triforce_tree.eval.ties import Difference, first_difference
 from triforce_tree.generation.output import GenerateOutput
+from triforce_tree.kv.cached_tokens import common_prefix
 
 
 def token_count(out: GenerateOutput) -> int:
@@ -113,6 +114,7 @@ def summary(out: GenerateOutput, comparison: Comparison | None = None) -> dict[s
     """A generation as a JSON object."""
     result: dict[str, Any] = {
         "prompt_tokens": out.sequences.shape[1] - token_count(out),
+        "reused_tokens": out.reused_tokens,
         "new_tokens": out.new_tokens,
         "finish_reason": out.finish_reason,
         "prefill_seconds": out.prefill_seconds,

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
@@ -105,22 +106,14 @@ def measure(
         wanted: whether to continue, called before each needle.
     """
     engines = {"hierarchy": engine, "target": engine.with_options(levels=1)}
-    for length in lengths:
-        for depth in depths:
-            for trial in range(trials):
-                for decoder in through:
-                    if not wanted():
-                        return
-                    key = {"through": decoder, "length": length, "depth": depth, "trial": trial}
-                    record = records.find(**key)
-                    if record is None:
-                        needle = haystack.needle(length, depth, trial, seed)
-                        hit = found(engines[decoder], needle, stop, progress(key, len(needle.prompt)))
-                        if not wanted():
-                            return
-                        record = {**key, "found": hit}
-                        records.add(record)
-                    done(record)
+
+    def answer(key: Record) -> Record:
+        needle = haystack.needle(key["length"], key["depth"], key["trial"], seed)
+        return {"found": found(engines[key["through"]], needle, stop, progress(key, len(needle.prompt)))}
+
+    cells = product(lengths, depths, range(trials), through)
+    keys = ({"through": by, "length": n, "depth": depth, "trial": i} for n, depth, i, by in cells)
+    records.fill(keys, answer, wanted, done)
 
 
 def accuracy(records: Sequence[Record], **key: object) -> float | None:

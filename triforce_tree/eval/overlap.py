@@ -78,20 +78,25 @@ def overlap(p: Tensor, q: Tensor) -> float:
 
 def greedy_ranks(p: Tensor, q: Tensor, ranks: int) -> Tensor:
     """Share of positions ``[ranks]`` where p's most probable token is the r-th of q."""
+    return greedy_by_position(p, q, ranks).mean(0)
+
+
+def greedy_by_position(p: Tensor, q: Tensor, ranks: int) -> Tensor:
+    """fp32 ``[T, ranks]``: 1 where p's most probable token is the r-th of q."""
     best = p.argmax(-1, keepdim=True)
-    return (q.topk(ranks, dim=-1).indices == best).float().mean(0)
+    return (q.topk(ranks, dim=-1).indices == best).float()
 
 
 class _AcceptanceSums:
-    """Draws that add up the probabilities of acceptance by sibling rank, and refuse every sibling."""
+    """Draws that keep the probabilities of acceptance by position and rank, and refuse every sibling."""
 
     def __init__(self, positions: int, ranks: int) -> None:
-        self.accepted, self._refused = torch.zeros(ranks), torch.ones(positions)
+        self.accepted, self._refused = torch.zeros(positions, ranks), torch.ones(positions)
 
     def accept(self, probability: Tensor, *position: int) -> bool:
         at, node = position
         probability = probability.cpu().clamp(max=1)
-        self.accepted[node - 1] += self._refused[at] * probability
+        self.accepted[at, node - 1] += self._refused[at] * probability
         self._refused[at] *= 1 - probability
         return False
 
@@ -108,6 +113,11 @@ def sampling_ranks(p: Tensor, q: Tensor, ranks: int, generator: torch.Generator)
     The siblings are drawn; of the acceptances the probabilities are summed, which has a smaller variance
     than counting.
     """
+    return sampling_by_position(p, q, ranks, generator).mean(0)
+
+
+def sampling_by_position(p: Tensor, q: Tensor, ranks: int, generator: torch.Generator) -> Tensor:
+    """fp32 ``[T, ranks]``: what :func:`sampling_ranks` is the mean of."""
     count = min(ranks, q.shape[-1])
     exponential = torch.empty_like(q).exponential_(generator=generator)
     drawn = NoiseDraws(exponential[:, None]).choose_distinct(q[:, None], count)[:, 0]
@@ -116,7 +126,31 @@ def sampling_ranks(p: Tensor, q: Tensor, ranks: int, generator: torch.Generator)
     parents[:, 0] = -1
     sums = _AcceptanceSums(len(p), ranks)
     accept_drawn(sums, tokens, parents, p[:, None], q[:, None], torch.zeros_like(tokens), depth=1)
-    return sums.accepted / len(p)
+    return sums.accepted
+
+
+def by_depth(accepted: Tensor, depths: int) -> list[list[float]]:
+    """Acceptance by depth and rank, of a tree's nodes whose ancestors were all accepted.
+
+    Positions where one token is accepted lie together in a text, so that acceptance is higher below accepted
+    nodes than it is on average. A path that begins at position t is at t + d - 1 in depth d, with the
+    probability that some sibling was accepted at each position before.
+
+    Args:
+        accepted: ``[T, ranks]`` at successive positions, by :func:`greedy_by_position` or
+            :func:`sampling_by_position`.
+        depths: fewer than T.
+    """
+    accepted = accepted.cpu()
+    any_rank, reached = accepted.sum(-1).clamp(max=1), torch.ones(len(accepted))
+    found = []
+    for depth in range(depths):
+        here = accepted[depth:]
+        weights = reached[: len(here)]
+        mean = (weights[:, None] * here).sum(0) / weights.sum().clamp(min=1e-9)
+        found.append([float(a) for a in mean])
+        reached = weights * any_rank[depth:]
+    return found
 
 
 def acceptance_by_rank(

@@ -85,6 +85,32 @@ class Records:
         if self.path is not None:
             self._append(self.path, record)
 
+    def fill(
+        self,
+        keys: Iterable[Record],
+        measure: Callable[[Record], Record],
+        wanted: Callable[[], bool],
+        done: Callable[[Record], None],
+    ) -> None:
+        """Measure what is lacking.
+
+        Args:
+            keys: of all records, in the order of the measurements.
+            measure: the values for a key; where ``wanted`` is False after it, they are discarded.
+            wanted: whether to continue, called before and after each measurement.
+            done: called with every record.
+        """
+        for key in keys:
+            if not wanted():
+                return
+            record = self.find(**key)
+            if record is None:
+                record = {**key, **measure(key)}
+                if not wanted():
+                    return
+                self.add(record)
+            done(record)
+
     def _resume(self, path: Path) -> None:
         whole, _, cut_off = path.read_text(encoding="utf-8").rpartition("\n")
         try:

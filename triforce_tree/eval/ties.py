@@ -13,6 +13,7 @@ from torch import Tensor
 from triforce_tree.decoding.forced_tokens import target_logits
 from triforce_tree.engine import Engine
 from triforce_tree.eval.own_forward import as_ids, last_logits, prefilled
+from triforce_tree.kv.cached_tokens import common_prefix
 
 NOISE_POSITIONS = 16
 
@@ -51,11 +52,6 @@ def first_difference(
     logits = last_logits(engine, tokens)
     gap = float(logits.max() - torch.minimum(logits[ours[at]], logits[theirs[at]]))
     return Difference(gap, forward_noise(engine, [*tokens, theirs[at]]), target.dtype.itemsize >= 4)
-
-
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the prefix that two texts share."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def forward_noise(engine: Engine, tokens: Sequence[int]) -> float:

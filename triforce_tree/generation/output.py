@@ -30,6 +30,9 @@ class GenerateOutput(GenerateDecoderOnlyOutput):
     logits, whatever the sampling options. All three are 0 after the end of a sequence. They are on the device
     of ``sequences``, or in host memory where KV slots are offloaded.
 
+    ``reused_tokens``: of the prompt, those whose keys and values were kept from an earlier call; a list for a
+    batch.
+
     ``levels``: statistics of each level over all sequences, level 0 first. ``prefill_seconds`` and
     ``decode_seconds``: host time. ``capture_seconds``: compiling and capturing CUDA graphs, once for all
     prompts that fit them. ``profile``: the file whose settings were used; None for the engine's own.
@@ -46,6 +49,7 @@ class GenerateOutput(GenerateDecoderOnlyOutput):
     capture_seconds: float | None = None
     profile: str | None = None
     memory: dict[str, Any] | None = None
+    reused_tokens: int | list[int] | None = None
 
 
 def output_of(
@@ -66,6 +70,7 @@ def output_of(
         new_tokens=by_row([len(tokens) for tokens in new]),
         text=by_row(texts) if texts else None,
         capture_seconds=decoder.capture_seconds,
+        reused_tokens=by_row(decoder.reused),
     )
 
 
@@ -118,7 +123,7 @@ def joined(outputs: Sequence[GenerateOutput], ids: Tensor, padding: int) -> Gene
     if last.logprobs is not None:
         rows = [cast(Tensor, o.logprobs)[0] for o in outputs]
         last.logprobs = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    for name in ("finish_reason", "new_tokens", "text"):
+    for name in ("finish_reason", "new_tokens", "text", "reused_tokens"):
         values = [getattr(o, name) for o in outputs]
         setattr(last, name, None if None in values else by_row(values))
     return last

@@ -28,7 +28,7 @@ class Operator(Protocol[P, R]):
 
 
 def operator(
-    name: str, writes: tuple[str, ...] = (), triton: str | None = None
+    name: str, writes: tuple[str, ...] = (), triton: str | None = None, cpu: str | None = None
 ) -> Callable[[Callable[P, R]], Operator[P, R]]:
     """Register a function of tensors and numbers as operator ``triforce_tree::name``, without autograd.
 
@@ -41,6 +41,8 @@ def operator(
         triton: a module of the same package, as ``".module"``, with a function of the same name and
             arguments, which serves CUDA tensors. It is imported at the first call on a GPU, so that
             machines without Triton can import the package. None: the function itself serves all devices.
+        cpu: the same for tensors on the CPU: a module whose function serves them, and calls the definition
+            for those that its kernel cannot.
     """
 
     def register_operator(function: Callable[P, R]) -> Operator[P, R]:
@@ -49,6 +51,8 @@ def operator(
         _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
         if triton is not None:
             _LIBRARY.impl(name, _launcher(triton, function.__module__, name), "CUDA")
+        if cpu is not None:
+            _LIBRARY.impl(name, _launcher(cpu, function.__module__, name), "CPU")
         if schema.endswith("-> ()"):
             fake(name)(lambda *_, **__: None)
         overload = getattr(getattr(torch.ops, _NAMESPACE), name).default

@@ -13,7 +13,10 @@ from triforce_tree.kv.recurrent_states import PromptPass, RecurrentStates
 from triforce_tree.kv.store import KVStore
 from triforce_tree.models.attention import AttentionParams
 from triforce_tree.models.hf_model import HFModel
+from triforce_tree.models.hidden_states import hidden_states
 from triforce_tree.models.recurrent.running import ChunkPass
+from triforce_tree.models.step_model import decoder_layers
+from triforce_tree.runtime.features import Features
 from triforce_tree.runtime.stats import Progress
 
 # Fewest queries of one attention call under a window.
@@ -25,19 +28,22 @@ class SequenceRows:
 
     Args:
         store: keys and values.
-        sequence: which of its sequences; it begins anew.
+        sequence: which of its sequences.
         states: of recurrent layers, if there are any.
+        length: tokens that it has already; 0 begins anew.
 
     Attributes:
         length: tokens that are in the cache.
     """
 
-    def __init__(self, store: KVStore, sequence: int, states: RecurrentStates | None = None) -> None:
-        self.store, self.sequence = store, sequence
-        self.length = 0
+    def __init__(
+        self, store: KVStore, sequence: int, states: RecurrentStates | None = None, length: int = 0
+    ) -> None:
+        self.store, self.sequence, self.length = store, sequence, length
         self.recurrent: ChunkPass | None = None
         if states is not None:
-            states.clear(sequence)
+            if not length:
+                states.clear(sequence)
             self.recurrent = PromptPass(states, sequence)
 
     def positions(self, count: int) -> Tensor:
@@ -137,6 +143,8 @@ def prefill(
     chunk: int,
     progress: Progress | None,
     states: RecurrentStates | None = None,
+    start: int = 0,
+    features: Features | None = None,
 ) -> None:
     """Store keys, values and states of ``tokens`` for one sequence.
 
@@ -144,13 +152,21 @@ def prefill(
         chunk: tokens of a forward.
         progress: called with the tokens of each chunk.
         states: of recurrent layers, if there are any.
+        start: tokens whose keys, values and states are in the cache; only those after them are computed.
+        features: where hidden states are kept for the drafter, if it reads any.
     """
-    cache = SequenceRows(store, sequence, states)
-    for start in range(0, len(tokens), chunk):
-        part = tokens[start : start + chunk]
-        model.forward(part, cache, last_only=True)
-        if progress:
-            progress(len(part))
+    cache = SequenceRows(store, sequence, states, start)
+    if features is not None:
+        features.begin(sequence, start)
+    layers = features.layers if features is not None else ()
+    with hidden_states(model.running, decoder_layers(model.running), layers) as hidden:
+        for first in range(start, len(tokens), chunk):
+            part = tokens[first : first + chunk]
+            model.forward(part, cache, last_only=True)
+            if features is not None:
+                features.feed(sequence, first, hidden)
+            if progress:
+                progress(len(part))
     store.fed(sequence, len(tokens))
     if states is not None:
         states.lengths[sequence] = len(tokens)

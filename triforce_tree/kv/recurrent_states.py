@@ -8,6 +8,9 @@ the recurrences read for each row, which is small (no weights are applied to it 
 :meth:`RowsView.move` repeats the recurrences alone for the accepted rows.
 """
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -28,7 +31,7 @@ class RecurrentStates:
     Attributes:
         convolutions: ``[B, channels, columns]`` of each convolution.
         recurrences: ``[B, H, V, K]`` of each recurrence.
-        lengths: tokens of each sequence that they hold, as far as the host knows; None after a pass.
+        lengths: tokens of each sequence that they hold; None where the host does not know.
         proposed: the last pass over proposed tokens that was called, not replayed as a CUDA graph.
     """
 
@@ -56,6 +59,30 @@ class RecurrentStates:
         """Apply the first ``count`` tokens of each sequence of the last pass over proposed tokens."""
         if self.proposed is not None:
             self.proposed.commit(self.ones * count)
+
+    def grown(self, counts: Sequence[int]) -> None:
+        """A pass committed so many tokens of each sequence; 0 for one that has ended.
+
+        Passes of one token each apply it to every sequence, also to one that has ended.
+        """
+        self.lengths = [
+            length + count if length is not None and count else None
+            for length, count in zip(self.lengths, counts, strict=True)
+        ]
+
+    def restore(self, buffers: Sequence[Tensor]) -> None:
+        """Copy states of the same shapes; ``lengths`` are left to the caller."""
+        for own, state in zip(self.buffers, buffers, strict=True):
+            own.copy_(state)
+
+    @contextmanager
+    def saved(self) -> Iterator[None]:
+        """Inside, passes may change the states; afterwards they are as before."""
+        before = [state.clone() for state in self.buffers]
+        try:
+            yield
+        finally:
+            self.restore(before)
 
     def invalidate(self) -> None:
         """Passes may have changed them, by how much only the device knows."""

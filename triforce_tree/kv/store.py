@@ -6,7 +6,8 @@ forwards may still see, in a *ring*: position r is in slot ``r % ring``, and old
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -85,6 +86,12 @@ class KVGroup:
         count = (batch - 1) * self.pages_apart + self.slots // page
         strides = (page * dim, self.slots * dim, dim, 1)
         return slots.as_strided((count, heads, page, dim), strides, slots.storage_offset())
+
+    def slots_of(self, positions: range) -> slice | Tensor:
+        """Where a run of positions is kept."""
+        if not self.ring:
+            return slice(positions.start, positions.stop)
+        return torch.arange(positions.start, positions.stop, device=self.k.device) % self.ring
 
     def runs(self, start: int, stop: int) -> list[tuple[slice, slice]]:
         """The slots of positions ``start`` to ``stop``, at most S of them: contiguous runs of slots, with the
@@ -181,6 +188,46 @@ class KVStore:
         ring = -(-(shape.window + self.scratch) // RING_PAGE) * RING_PAGE
         return ring if ring < self.rows else 0
 
+    def serves(self, batch: int, positions: int, scratch: int, page: int, bits: int) -> bool:
+        """Whether a cache of so many positions of each sequence, with tables of such pages, fits into it."""
+        enough = self.batch == batch and self.rows >= positions and self.rows % page == 0
+        return enough and self.bits == bits and (self.scratch is None or self.scratch >= scratch)
+
+    def take(self, source: "KVStore", sequence: int, length: int) -> bool:
+        """Copy the first ``length`` positions of a sequence from a store of the same layers and bits.
+
+        Returns:
+            whether ``source`` still had all that the next token needs; otherwise nothing was copied.
+        """
+        if not source.continues(sequence, length):
+            return False
+        for group in self.groups:
+            for place, layer in enumerate(group.layers):
+                number, index = source.place(layer)
+                other = source.groups[number]
+                window = group.shape.window if group.ring else other.shape.window if other.ring else None
+                positions = range(max(0, length - window) if window is not None else 0, length)
+                for old, new in zip(other.parts, group.parts, strict=True):
+                    own, theirs = new[place, sequence], old[index, sequence]
+                    own[:, group.slots_of(positions)] = theirs[:, other.slots_of(positions)]
+        self.fed(sequence, length)
+        return True
+
+    @contextmanager
+    def saved(self, start: int, count: int) -> Iterator[None]:
+        """Inside, the slots of ``count`` positions from ``start`` on may be overwritten."""
+        written = [
+            (slots, group.slots_of(range(start, start + min(count, group.slots))))
+            for group in self.groups
+            for slots in group.parts
+        ]
+        before = [slots[..., places, :].clone() for slots, places in written]
+        try:
+            yield
+        finally:
+            for (slots, places), old in zip(written, before, strict=True):
+                slots[..., places, :] = old
+
     def check_room(self, batch: int, positions: int, scratch: int) -> None:
         """Raise ValueError where ``positions`` of a sequence, ``scratch`` of them scratch, do not fit."""
         enough = self.scratch is None or self.scratch >= scratch
@@ -263,7 +310,7 @@ class KVStore:
                 step.move_kv(*group.scales, index, start, group.ring)
 
     def fed(self, sequence: int, length: int) -> None:
-        """A sequence was prefilled from its beginning, with ``length`` tokens."""
+        """A sequence was prefilled up to ``length`` tokens."""
         self._lengths[sequence] = length
 
     def grown(self, counts: Sequence[int]) -> None:
@@ -271,12 +318,12 @@ class KVStore:
         # In place: all stores that share the memory share the list.
         self._lengths[:] = [length + count for length, count in zip(self._lengths, counts, strict=True)]
 
-    def invalidate(self) -> None:
-        """Any slots of the rings may have been overwritten."""
-        self._lengths[:] = [self.rows] * self.batch
-
     def holds(self, lengths: Sequence[int]) -> bool:
-        """Whether decoding can continue from these lengths, none beyond what was written.
+        """Whether decoding can continue from these lengths, none beyond what was written."""
+        return all(self.continues(b, length) for b, length in enumerate(lengths))
+
+    def continues(self, sequence: int, length: int) -> bool:
+        """Whether a sequence can be continued from its first ``length`` tokens, which were written.
 
         A ring keeps the slots that the last position sees, but not those that much earlier ones do.
         """
@@ -285,7 +332,7 @@ class KVStore:
                 assert group.shape.window is not None
                 assert self.scratch is not None
                 spare = group.ring - group.shape.window - self.scratch
-                if any(written > new + spare for written, new in zip(self._lengths, lengths, strict=True)):
+                if self._lengths[sequence] > length + spare:
                     return False
         return True
 

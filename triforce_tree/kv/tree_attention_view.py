@@ -14,6 +14,7 @@ from triforce_tree.config import RetrievalConfig
 from triforce_tree.kernels import step
 from triforce_tree.kernels.attention import planned
 from triforce_tree.kernels.attention.plan import Heads, Plan, pack_mask, plan_trees
+from triforce_tree.kv.chunk_policy import BoundPolicy
 from triforce_tree.kv.store import KVGroup, KVStore
 from triforce_tree.kv.window import Window
 from triforce_tree.models.attention import AttentionParams, KVShape
@@ -180,7 +181,7 @@ class _Retrieved:
 
     Attributes:
         table: int32 ``[layers, B, H_kv, pages]``: the selected chunks, ascending, then the recent ones.
-        means: ``[layers, B, H_kv, C, D]``, the mean key of every chunk.
+        means: ``[layers, B, H_kv, C, D]``, the mean key of every chunk; ``2 D`` with ``key_variance``.
         first_page: int64 ``[B, 1]``, the first page of each sequence.
         plan: attention over the slots of the table.
     """
@@ -224,6 +225,8 @@ class PagedRetrievalView(TreeAttentionView):
         chunk, device = config.chunk, store.device
         self.config = config
         self.slots = (config.budget - config.recent) // chunk
+        self._policy = BoundPolicy(config)
+        self.capturable = self._policy.capturable
         self.refreshing = False
         recent = -(-(config.recent + max_growth + queries) // chunk) + 2
         self._recent = torch.arange(recent, device=device)
@@ -236,10 +239,11 @@ class PagedRetrievalView(TreeAttentionView):
 
     def _retrieved(self, group: KVGroup, plan: Plan, pages: int) -> _Retrieved:
         layers, batch, heads, _, dim = group.k.shape
-        device = group.k.device
+        device, size = group.k.device, (layers, batch, heads)
+        columns = self.config.columns(dim)
         return _Retrieved(
-            table=torch.zeros(layers, batch, heads, pages, dtype=torch.int32, device=device),
-            means=torch.zeros(layers, batch, heads, self.chunks, dim, device=device, dtype=self.store.dtype),
+            table=torch.zeros(*size, pages, dtype=torch.int32, device=device),
+            means=torch.zeros(*size, self.chunks, columns, device=device, dtype=self.store.dtype),
             first_page=torch.arange(batch, device=device)[:, None] * group.pages_apart,
             plan=replace(plan, lengths=self._visible),
         )
@@ -274,7 +278,7 @@ class PagedRetrievalView(TreeAttentionView):
             return super().__call__(layer, q, k, v, params)
         table = retrieved.table[place]
         if self.refreshing:
-            select = self.config.select_chunks or step.select_chunks
+            select = self._policy(layer, lambda: self._keys(layer))
             select(q[:, :, 0], retrieved.means[place], self.boundary, table, self.slots, params.scale)
             if self.store.batch > 1:
                 table[:, :, : self.slots] += retrieved.first_page[:, :, None].int()
@@ -282,6 +286,11 @@ class PagedRetrievalView(TreeAttentionView):
         group = self.store.groups[number]
         scales = group.paged_scales(place)
         return self._attend(q, *group.paged(place), retrieved.plan, params, table=table, scales=scales)
+
+    def _keys(self, layer: int) -> Tensor:
+        """The layer's keys ``[B, H_kv, S, D]`` as numbers."""
+        keys, scales = self.store.layer(layer)[0], self.store.scales(layer)
+        return keys if scales is None else (keys * scales[0]).to(self.store.dtype)
 
     def update_chunk_means(self, first: Tensor, count: int) -> None:
         """Recompute the mean keys of ``count`` chunks from chunk ``first[b]`` on, after a commit."""

@@ -1,5 +1,7 @@
 """Gathers a model that accelerate has spread over devices, host memory or disk onto one device.
 
+A draft that lies wholly on another device than its target is copied in the same way.
+
 A level runs on one device: its passes are CUDA graphs over buffers there. The copy shares all tensors that
 are on that device with the user's model, which is not changed and keeps its hooks.
 """
@@ -18,12 +20,12 @@ _ELSEWHERE = ("cpu", "disk")
 
 
 def on_one_device(model: PreTrainedModel, device: torch.device | None = None) -> PreTrainedModel:
-    """A copy of a spread model on one device, without hooks; any other model itself.
+    """A copy on one device, without hooks, of a model that is spread or elsewhere; any other model itself.
 
     Args:
         model: as ``from_pretrained(device_map=...)`` or ``accelerate.dispatch_model`` leave it. Quantised
             ones are returned as they are (and refused later), as their weights belong to their library.
-        device: where to gather; by default the first GPU of its ``hf_device_map``, or the CPU.
+        device: where it has to be; by default the first GPU of its ``hf_device_map``, or the CPU.
 
     Raises:
         ValueError: the device has too little memory left.
@@ -31,7 +33,10 @@ def on_one_device(model: PreTrainedModel, device: torch.device | None = None) ->
     places = list((getattr(model, "hf_device_map", None) or {}).values())
     spread = len({str(place) for place in places}) > 1 or "disk" in places
     hooked = any("_hf_hook" in vars(module) for module in model.modules())
-    if not (spread and hooked) or quantisation(model) is not None:
+    spread = spread and hooked
+    if not spread and device is not None and model.device != device:
+        spread, places = True, [str(model.device)]
+    if not spread or quantisation(model) is not None:
         return model
     if device is None:
         # accelerate names a GPU by its number, or as torch does.
@@ -60,8 +65,9 @@ def _check_room(model: PreTrainedModel, device: torch.device, places: list[Any])
     free = available_device_bytes(device, None)
     if free is not None and coming > free:
         spread = ", ".join(sorted({str(place) for place in places}))
+        where = f"spread over {spread}" if len(places) > 1 else f"on {spread}"
         raise ValueError(
-            f"{type(model).__name__} is spread over {spread} (hf_device_map), and {device} has "
+            f"{type(model).__name__} is {where}, and {device} has "
             f"{free / 2**30:.1f} GiB left for the {coming / 2**30:.1f} GiB that are elsewhere; give its "
             "folder with offload_weights=True, which streams the weights of its layers from host memory"
         )

@@ -18,7 +18,7 @@ _PADDED_TO, _MOST_PADDING = 64, 0.01
 # From here on a pair of tokenizers is as good as one, such as those of a model and its chat version.
 _NEARLY_ALL = 0.9
 _SPACE_OF_BYTES, _SPACE_OF_PIECES = "Ġ", "▁"
-_OTHER = "choose another draft, or none (prompt lookup)"
+_OTHER = "choose another draft, or none (suffix matching)"
 _LOG = logging.getLogger(__name__)
 
 

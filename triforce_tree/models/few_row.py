@@ -16,7 +16,7 @@ from triforce_tree.kernels.linear import reference
 from triforce_tree.kernels.linear.configs import LEAST_BLOCK, MOST_PLAIN_ROWS, MOST_ROWS
 from triforce_tree.models.experts.few_row import LowBitExperts
 from triforce_tree.models.experts.modules import is_fused
-from triforce_tree.models.host_linear import is_plain_linear
+from triforce_tree.models.host.linears import is_plain_linear
 from triforce_tree.models.model_copy import text_decoder
 
 _HALF = (torch.bfloat16, torch.float16)

@@ -27,7 +27,7 @@ from triforce_tree.models.attention import (
 )
 from triforce_tree.models.experts.streamed import Streamed
 from triforce_tree.models.few_row import quantisation
-from triforce_tree.models.host_linear import few_row_linears
+from triforce_tree.models.host.linears import few_row_linears
 from triforce_tree.models.length_rope import LengthRope
 from triforce_tree.models.model_copy import shallow_copy
 from triforce_tree.models.recorder import Recorder
@@ -116,7 +116,7 @@ class HFModel:
         streamed: the weights of its layers, if they are kept in host memory.
 
     Attributes:
-        capturable: whether CUDA graphs can hold linear layers of other libraries in it; None until tried.
+        capturable: whether CUDA graphs can hold its forwards; None until tried.
         calls: how each layer with attention attends, by its index.
         kv_shapes: what these layers keep, in their order; ``kv_layers`` by layer, None for one without.
         states: shapes of the states of recurrent layers; None if there are none.
@@ -166,6 +166,21 @@ class HFModel:
         """Size of the position embedding table; None for rotary embeddings, which are defined everywhere."""
         rotary = any(name.endswith("inv_freq") for name, _ in self.model.named_buffers())
         return None if rotary else self.max_positions
+
+    def function_key(self) -> object:
+        """Equal as long as weights and choice of rotary frequencies are the same, as far as torch can tell.
+
+        Changes in place are seen by torch's counters, which writes to ``parameter.data`` pass by. Weights in
+        host memory are taken to stay as they are.
+        """
+        long = self.length_rope.long if self.length_rope is not None else None
+        if self.streamed is not None:
+            return long
+        versions = [
+            (weight.data_ptr(), 0 if weight.is_inference() else weight._version)
+            for weight in self.model.parameters()
+        ]
+        return long, versions
 
     def check_length(self, prompt: int, new: int) -> None:
         """Raise ValueError where prompt and new tokens exceed the positions that the model can take."""

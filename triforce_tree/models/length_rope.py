@@ -37,6 +37,7 @@ class LengthRope:
         kind: ``longrope`` or ``dynamic``.
 
     Attributes:
+        long: whether the long set is in use.
         waits_for_host: the family's forward reads a tensor's value on the host, so it cannot be captured.
     """
 
@@ -122,6 +123,7 @@ class LengthRope:
 
     def choose(self, long: bool) -> None:
         """Use the long or the short set in all forwards from now on."""
+        self.long = long
         self._limit.fill_(_NO_LIMIT if long else self.original - 1)
         self._beyond.fill_(self.original if long else 0)
         for used, sets in self._frequencies.values():

@@ -22,16 +22,14 @@ from triforce_tree.models.attention import (
     scales_queries,
     take_over_query_scales,
 )
-from triforce_tree.models.experts.few_row import (
-    FEW_ROW_EXPERTS,
-    FEW_ROW_OR_GROUPED,
-    grouped_products_capture,
-)
+from triforce_tree.models.experts.few_row import use_capturable_experts
 from triforce_tree.models.experts.modules import expert_modules
 from triforce_tree.models.few_row import few_row_copy, why_not_replaceable
 from triforce_tree.models.fused_linears import fused
 from triforce_tree.models.hf_model import HFModel
-from triforce_tree.models.host_linear import use_few_row_linears
+from triforce_tree.models.hidden_states import keep_hidden
+from triforce_tree.models.host.layers import use_fused_layers
+from triforce_tree.models.host.linears import use_few_row_linears
 from triforce_tree.models.length_rope import LengthRope
 from triforce_tree.models.model_copy import shallow_copy, text_decoder
 from triforce_tree.models.recurrent.mixers import attach
@@ -141,14 +139,14 @@ class StepModel:
         compiled: fuse each decoder layer's small operations with ``torch.compile``; if that fails, the layers
             run uncompiled, and a warning gives the reason.
         length_rope: the choice of rotary frequencies, if they depend on the sequence length.
-        features: decoder layers whose outputs are kept in ``hidden`` after each call.
+        features: hidden states that are kept in ``hidden`` after each call, see ``keep_hidden``.
         max_positions: size of a learned position table, to which positions are clamped; None for no limit.
             Passes reach beyond the longest sequence; those results are never read, but need some position.
         layers: indices of the layers with attention, in their order; by default all.
 
     Attributes:
         capturable: whether a CUDA graph can capture a call.
-        hidden: by decoder layer, ``[B, T, hidden_size]``.
+        hidden: by element of ``features``, ``[B, T, hidden_size]``.
     """
 
     def __init__(
@@ -169,7 +167,7 @@ class StepModel:
         self._scales_queries = scales_queries(clone)
         take_over_query_scales(clone)
         attach(self.model, in_chunks=False)
-        _capturable_experts(self.model, next(self.model.parameters()).device)
+        use_capturable_experts(self.model, next(self.model.parameters()).device)
         if length_rope is not None:
             length_rope.attach(self.model)
         self._recompile_limit: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -177,11 +175,8 @@ class StepModel:
             self._recompile_limit = partial(torch._dynamo.config.patch, recompile_limit=_COMPILED_SHAPES)
             for layer in decoder_layers(clone):
                 layer.forward = _compiled(layer.forward)
-        for index in sorted({*features}):
-            decoder_layers(clone)[index].register_forward_hook(partial(self._keep, index))
-
-    def _keep(self, index: int, layer: nn.Module, args: Any, output: Any) -> None:
-        self.hidden[index] = output[0] if isinstance(output, tuple) else output
+        if features:
+            keep_hidden(clone, decoder_layers(clone), features, self.hidden.__setitem__)
 
     @property
     def device(self) -> torch.device:
@@ -230,40 +225,55 @@ def step_model(model: HFModel, compiled: bool, features: Sequence[int] = ()) -> 
 
     Args:
         compiled: see :class:`StepModel`.
-        features: decoder layers whose outputs are kept.
+        features: hidden states that are kept.
     """
     on_gpu = model.device.type == "cuda"
     replaced = on_gpu and why_not_replaceable(model.model) is None
     clone = few_row_copy(model.model) if replaced else shallow_copy(model.model)
     if not on_gpu:
-        use_few_row_linears(clone)
+        use_fused_layers(clone, use_few_row_linears(clone))
     # The compiler cannot see that streamed experts are overwritten inside a layer.
     compiled = compiled and replaced and not _streams_experts(model)
     step = StepModel(clone, compiled, model.length_rope, features, model.learned_positions, list(model.calls))
     # Streamed linear layers make the host wait for their copies.
     step.capturable = step.capturable and (model.streamed is None or model.streamed.capturable)
-    if on_gpu and not replaced and step.capturable:
+    if on_gpu and step.capturable:
         if model.capturable is None:
-            model.capturable = captures(step, model)
+            model.capturable = captures(step, model, replaced)
         step.capturable = model.capturable
     return step
 
 
-def captures(step: StepModel, model: HFModel) -> bool:
-    """Whether CUDA graphs can hold a model with linear layers of another library; logs why they cannot."""
+def captures(step: StepModel, model: HFModel, replaced: bool) -> bool:
+    """Whether CUDA graphs can hold a model's forwards; logs why they cannot.
+
+    Args:
+        replaced: whether its linear layers are ours. One number of tokens then shows what its other layers
+            do, and without the compiler, whose kernels take seconds: it keeps no layer that waits.
+    """
+    linears = "" if replaced else f" with its linear layers ({why_not_replaceable(model.model)})"
+    if replaced:
+        if model.states is not None:
+            return True  # Our own scans and states are all that such layers have beside linear ones.
+        step = StepModel(
+            few_row_copy(model.model),
+            False,
+            model.length_rope,
+            (),
+            model.learned_positions,
+            list(model.calls),
+        )
 
     def run(tokens: Tensor) -> Tensor:
         return step(tokens, torch.arange(tokens.shape[1], device=tokens.device)[None], _no_attention)
 
-    for rows in _TRIED_ROWS:
+    for count in _TRIED_ROWS[1:2] if replaced else _TRIED_ROWS:
         # Two inputs without a token in common.
-        first = torch.arange(2 * rows, device=model.device).remainder(model.vocab_size)
-        inputs = first[:rows][None], first[rows:][None]
-        if reason := why_not_capturable(run, *inputs):
+        first = torch.arange(2 * count, device=model.device).remainder(model.vocab_size)
+        if reason := why_not_capturable(run, first[:count][None], first[count:][None]):
             _LOG.warning(
-                "%s runs without CUDA graphs, as they cannot hold a forward of %d tokens with its linear "
-                "layers (%s): %s",
-                model.name, rows, why_not_replaceable(model.model), reason,
+                "%s runs without CUDA graphs, as they cannot hold a forward of %d tokens%s: %s",
+                model.name, count, linears, reason,
             )  # fmt: skip
             return False
     # Of the graphs, before memory is planned.
@@ -278,25 +288,6 @@ def _no_attention(layer: int, q: Tensor, k: Tensor, v: Tensor, params: Attention
 
 def _streams_experts(model: HFModel) -> bool:
     return model.streamed is not None and bool(expert_modules(model.model))
-
-
-def _capturable_experts(clone: PreTrainedModel, device: torch.device) -> None:
-    """Give a clone an experts implementation that never waits for the host, unless it has one.
-
-    Grouped products read the group sizes on the host, except for bf16 on some architectures; the eager loop
-    over experts does so everywhere. Batched products gather each token's experts and never do; our own
-    neither gather nor wait, but take 16-bit weights only.
-    """
-    if not clone._can_set_experts_implementation():
-        return
-    before = getattr(clone.config.get_text_config(decoder=True), "_experts_implementation", None)
-    if device.type == "cuda" and before in ("grouped_mm", "eager"):
-        grouped = clone.dtype == torch.bfloat16 and grouped_products_capture(device)
-        few_rows = FEW_ROW_OR_GROUPED if grouped else FEW_ROW_EXPERTS
-        half = clone.dtype in (torch.bfloat16, torch.float16)
-        clone.set_experts_implementation(few_rows if half else "batched_mm")
-    elif before == "grouped_mm" and not grouped_products_capture(device):
-        clone.set_experts_implementation("batched_mm")
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:

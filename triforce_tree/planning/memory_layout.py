@@ -190,7 +190,8 @@ def offloaded(
         recent = retrieval.recent
         slots = (retrieval.budget - recent) // retrieval.chunk * retrieval.chunk
         chunks = max_seq_len // retrieval.chunk * layers * sizes.kv_heads * batch
-        means = chunks * (sizes.head_dim * sizes.itemsize + 4)  # with the slot of each chunk, int32
+        # With the slot of each chunk, int32.
+        means = chunks * (retrieval.columns(sizes.head_dim) * sizes.itemsize + 4)
     store_slots = slots + window_slots(recent, unit, PassLimits.of(config, levels).scratch_slots)
     store = round_up(store_slots, _PAGE) * layers * slot_bytes * batch
     hidden = memory_map.hidden_states(sizes, workload.prompt)
@@ -278,7 +279,7 @@ def on_device(sizes: Sizes, machine: Machine, config: HierarchyConfig, workload:
     means = 0
     if levels == 3:
         chunks = max_seq_len // config.retrieval.chunk * sizes.full_layers * workload.batch
-        means = chunks * sizes.kv_heads * sizes.head_dim * sizes.itemsize
+        means = chunks * sizes.kv_heads * config.retrieval.columns(sizes.head_dim) * sizes.itemsize
     chunk = config.prefill_chunk or 4096
     device = {
         "weights": sizes.weights - sizes.streamed,

@@ -159,6 +159,12 @@ def all_gather_object(value: T) -> list[T]:
     return gathered
 
 
+def agreed(values: Sequence[int]) -> list[int]:
+    """Each of the values where all processes have the same one, else 0."""
+    gathered = all_gather_object(list(values))
+    return [own if len(set(of_all)) == 1 else 0 for own, *of_all in zip(values, *gathered, strict=True)]
+
+
 def check_equal(what: str, value: object) -> None:
     """Check that ``value`` is the same on all processes; different values would make them hang later.
 

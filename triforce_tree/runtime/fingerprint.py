@@ -1,11 +1,12 @@
 """Names of machines and models, the keys under which measurements are stored."""
 
+import hashlib
 import os
 import platform
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 def shape_of(model: PreTrainedModel) -> str:
@@ -43,3 +44,29 @@ def hardware(device: torch.device | None = None) -> str:
     except OSError:
         pass
     return f"{model}, {os.cpu_count()} cores"
+
+
+# Bytes of each tensor that a digest of weights looks at.
+_SAMPLES = 256
+
+
+def weights_digest(model: PreTrainedModel) -> str:
+    """A digest of the names, shapes and dtypes of all parameters, and of some bytes of each.
+
+    Any training step changes it, and so does quantisation; a change of a few elements may not.
+    """
+    found = hashlib.sha256()
+    for name, weight in model.named_parameters():
+        found.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
+        # Tensors of quantisation libraries may have no bytes of their own.
+        if type(weight.data) is torch.Tensor and weight.device.type != "meta" and weight.numel():
+            flat = weight.detach().flatten().contiguous().view(torch.uint8)
+            places = torch.linspace(0, flat.numel() - 1, min(_SAMPLES, flat.numel()), dtype=torch.float64)
+            found.update(flat[places.long().to(flat.device)].cpu().numpy().tobytes())
+    return found.hexdigest()[:32]
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A digest of a tokenizer's vocabulary."""
+    words = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    return hashlib.sha256(repr(words).encode()).hexdigest()[:32]

@@ -1,7 +1,12 @@
 """The sequences of a batch while they are decoded, in buffers that CUDA graphs read and write."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
+
+from triforce_tree.runtime.features import Features
 
 
 class SequenceState:
@@ -18,7 +23,7 @@ class SequenceState:
         extra: most tokens that one verification may write beyond ``max_draft_tokens``.
         vocabulary: V of the distributions that are kept for the chain; 0 if there are no chains.
         device: of the buffers.
-        features: buffers for hidden states by decoder layer.
+        features: where hidden states of the target are kept; None for none.
 
     Attributes:
         tokens: int64 ``[B, capacity]``.
@@ -31,9 +36,9 @@ class SequenceState:
         new_tokens: int64 ``[B, F]``, the first ``count`` of which the last pass committed.
         count, proposed, retrieval_emitted: int64 ``[B]``: tokens that the last pass committed, draft tokens
             that it verified, and tokens that level 1 had emitted for it.
-        features: by decoder layer, ``[B, F, hidden_size]``: hidden states of the target from which the tokens
-            of the last verification were predicted, the first ``feature_count`` ``[B]`` of each sequence. In
-            levels=3 these are level 1's, until level 2 has verified the chain.
+        features: hidden states of the target, of the newest positions before ``end``: the token at position
+            p + 1 was drawn by the state at p. In levels=3 those of the chain are level 1's, until level 2
+            has verified it. None where the drafter reads none; see :meth:`newest_features`.
         has_nan: bool ``[]``, whether logits held NaN.
         recurrent: states of the target's recurrent layers, which :meth:`save` copies too.
     """
@@ -46,7 +51,7 @@ class SequenceState:
         extra: int,
         vocabulary: int,
         device: torch.device,
-        features: dict[int, Tensor] | None = None,
+        features: Features | None = None,
     ) -> None:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
@@ -63,7 +68,7 @@ class SequenceState:
         self.active = torch.ones_like(self.length)
         self.new_tokens, self.count = zeros(batch, max(max_draft_tokens, extra) + 1), zeros(batch)
         self.proposed, self.retrieval_emitted = zeros(batch), zeros(batch)
-        self.features, self.feature_count = features or {}, zeros(batch)
+        self.features = features
         self.has_nan = torch.zeros((), dtype=torch.bool, device=device)
         self.recurrent: list[Tensor] = []
 
@@ -97,8 +102,9 @@ class SequenceState:
 
     @property
     def _state(self) -> list[Tensor]:
-        counts = [self.length, self.chain, self.active, self.retrieval_emitted, self.feature_count]
-        return [self.tokens, *counts, *self.features.values(), *self.recurrent]
+        counts = [self.length, self.chain, self.active, self.retrieval_emitted]
+        kept = self.features.buffers if self.features is not None else []
+        return [self.tokens, *counts, *kept, *self.recurrent]
 
     def pass_results(self) -> Tensor:
         """What the host reads after a pass, in one tensor and so with one copy: int64 ``[B, F + 4]``.
@@ -112,19 +118,55 @@ class SequenceState:
         """Set ``has_nan`` if any are NaN; the host reads it once per pass."""
         self.has_nan |= torch.isnan(numbers).any()
 
-    def keep_features(self, hidden: dict[int, Tensor], path: Tensor, count: Tensor) -> None:
+    def keep_features(self, hidden: dict[int, Tensor], path: Tensor, root: Tensor) -> None:
         """Keep the hidden states of accepted nodes for the drafter.
 
         Args:
-            hidden: by decoder layer, ``[B, N, hidden_size]``.
-            path: int64 ``[B, D + 1]``, accepted nodes, the first ``count`` ``[B]`` of each row.
+            hidden: by element of ``features.layers``, ``[B, N, hidden_size]``.
+            path: int64 ``[B, D + 1]``, accepted nodes, -1 after the last; what is kept for those is
+                overwritten before it is read.
+            root: int64 ``[B]``, the position of node 0.
         """
-        for layer, kept in self.features.items():
-            states = hidden[layer]
-            nodes = path.clamp_min(0)[..., None].expand(-1, -1, states.shape[2])
-            kept[:, : path.shape[1]] = states.gather(1, nodes)
-        if self.features:
-            self.feature_count.copy_(count)
+        if self.features is None:
+            return
+        index = path.clamp_min(0)[..., None]
+        accepted = {
+            layer: hidden[layer].gather(1, index.expand(-1, -1, hidden[layer].shape[2]))
+            for layer in self.features.layers
+        }
+        self.features.write(accepted, root)
+
+    def newest_features(self, layer: int, count: int) -> Tensor:
+        """Hidden states of the positions ``end - count`` to ``end - 1``, ``[B, count, hidden_size]``.
+
+        The last ``feature_count`` of them are known, the others arbitrary.
+
+        Args:
+            layer: an element of the drafter's ``features``.
+        """
+        assert self.features is not None, "the drafter's attribute features is empty"
+        offsets = torch.arange(-count, 0, device=self.device)
+        return self.features.read(layer, self.end[:, None] + offsets)
+
+    @property
+    def feature_count(self) -> Tensor:
+        """int64 ``[B]``, how many positions before ``end`` have hidden states; 0 without any."""
+        if self.features is None:
+            return torch.zeros_like(self.length)
+        return (self.end - self.features.first).clamp(0, self.features.history)
+
+    @contextmanager
+    def trial_features(self, length: int) -> Iterator[None]:
+        """Inside, passes may write hidden states after made-up sequences; afterwards all are as before."""
+        if self.features is None:
+            yield
+            return
+        kept = self.features.save()
+        self.features.rewind(torch.full_like(self.length, length))
+        try:
+            yield
+        finally:
+            self.features.restore(kept)
 
     def append_drafted(self, emitted: Tensor, count: Tensor, probs: Tensor | None) -> None:
         """Append the tokens that level 1 emitted to the chain, as far as ``max_draft_tokens`` allows.

@@ -6,10 +6,11 @@ draws of these children (``kernels.step.place_nodes``).
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.trees.shapes import BestFirst, Ranks, Shape, parse_shape
+from triforce_tree.trees.sequoia import Ranks
+from triforce_tree.trees.shapes import BestFirst, Shape, WithChain, parse_shape
 
 _TILE = 16
 """KV slots in host memory are read in tiles of this many."""
@@ -24,15 +25,28 @@ class DeviceTreeShape:
         places: ``places[d]`` are the (parent, rank) pairs of the nodes at depth d + 1, parents counted among
             the nodes at depth d: a static topology (chains, Medusa's lists, Sequoia's trees). None: the most
             probable continuations by the draft distributions (best-first as in EAGLE-2 and DDTree).
+        chain: nodes of a chain beside the tree, after all of its own; the first at depth 1.
     """
 
     widths: tuple[int, ...]
     places: tuple[tuple[tuple[int, int], ...], ...] | None = None
+    chain: int = 0
+
+    @property
+    def depth(self) -> int:
+        """Depth of the deepest node."""
+        return max(len(self.widths), self.chain)
+
+    @property
+    def tree_nodes(self) -> int:
+        """Nodes of the tree, without those of the chain."""
+        return 1 + sum(self.widths)
 
     @property
     def depths(self) -> list[int]:
         """The depth of each node, the root first."""
-        return [0, *(d + 1 for d, width in enumerate(self.widths) for _ in range(width))]
+        tree = (d + 1 for d, width in enumerate(self.widths) for _ in range(width))
+        return [0, *tree, *range(1, self.chain + 1)]
 
     @property
     def parents(self) -> list[int]:
@@ -43,7 +57,8 @@ class DeviceTreeShape:
             start = len(parents)
             parents += [first + slot for slot in above]
             first = start
-        return parents
+        start = len(parents)
+        return parents + [0, *range(start, start + self.chain)][: self.chain]
 
     def siblings(self, depth: int) -> int:
         """Most children of a node at ``depth``."""
@@ -54,6 +69,8 @@ class DeviceTreeShape:
 
 def device_tree_shape(shape: Shape) -> DeviceTreeShape:
     """The layout of a shape's nodes."""
+    if isinstance(shape, WithChain):
+        return replace(device_tree_shape(parse_shape(shape.tree)), chain=shape.length)
     if isinstance(shape, BestFirst):
         return DeviceTreeShape(shape.widths)
     places = tuple(_places(shape.counts))
@@ -67,17 +84,19 @@ class PassLimits:
     Attributes:
         depth, nodes: of level 0's trees, the root included in ``nodes``; 0 and 1 without trees.
         max_draft_tokens: most tokens of a path that is proposed to level 2.
+        drafted_depth: depth of these trees without a chain beside them: as many forwards of a draft model.
     """
 
     depth: int
     nodes: int
     max_draft_tokens: int
+    drafted_depth: int = 0
 
     @classmethod
     def of(cls, config: HierarchyConfig, levels: int) -> "PassLimits":
-        shape = device_tree_shape(parse_shape(config.tree)) if levels > 1 else None
-        depth, nodes = (len(shape.widths), 1 + sum(shape.widths)) if shape is not None else (0, 1)
-        return cls(depth, nodes, config.gamma if levels == 3 else depth)
+        shape = device_tree_shape(parse_shape(config.tree)) if levels > 1 else DeviceTreeShape(())
+        depth, nodes = shape.depth, shape.tree_nodes + shape.chain
+        return cls(depth, nodes, config.gamma if levels == 3 else depth, len(shape.widths))
 
     @property
     def scratch_slots(self) -> int:

@@ -10,9 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from pathlib import Path
+from typing import overload
 
-Ranks = tuple[int, ...]
+from triforce_tree.trees.sequoia import Acceptance, Ranks, best_paths, vectors_by_depth
+from triforce_tree.trees.topology_files import SUFFIX, read_topology, write_topology
+
 # Limits of a tree: every proposed token is verified in one forward, every depth takes a forward of the draft.
 MOST_NODES, MOST_DEPTH = 1024, 128
 
@@ -36,10 +39,21 @@ class Static:
             raise ValueError("a static tree needs at least one path, such as [[0], [0, 0], [1]]")
         _check_size(self.size, 1)
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Static) and self.counts == other.counts
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self.counts.items()))
+
     @property
     def size(self) -> int:
         """Proposed tokens, without the root."""
         return sum(self.counts.values())
+
+    @property
+    def paths(self) -> list[Ranks]:
+        """The rank paths of all nodes, those of a parent's children together."""
+        return [(*parent, rank) for parent, count in self.counts.items() for rank in range(count)]
 
     @property
     def name(self) -> str:
@@ -61,8 +75,31 @@ class BestFirst:
         _check_size(sum(widths), len(widths))
         self.widths = tuple(widths)
 
+    @property
+    def name(self) -> str:
+        """As :func:`parse_shape` reads it."""
+        return f"best-first:{','.join(map(str, self.widths))}"
 
-Shape = Static | BestFirst
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BestFirst) and self.widths == other.widths
+
+    def __hash__(self) -> int:
+        return hash(self.widths)
+
+
+@dataclass(frozen=True)
+class WithChain:
+    """A tree, and a chain of ``length`` tokens that is proposed beside it, see ``drafters.merged``.
+
+    ``tree`` is a shape or its name, as :func:`parse_shape` takes it.
+    """
+
+    tree: str | Shape
+    length: int
+
+
+Tree = Static | BestFirst
+Shape = Tree | WithChain
 
 
 def chain_shape(length: int) -> Static:
@@ -71,100 +108,53 @@ def chain_shape(length: int) -> Static:
     return Static([[0] * length])
 
 
-def sequoia(acceptance: Sequence[float], size: int, depth: int) -> Static:
+def with_chain(shape: str | Shape, length: int) -> str | Shape:
+    """The tree of ``shape`` with a chain of ``length`` tokens beside it, in place of its own; 0 for none.
+
+    Raises:
+        ValueError: both have more than ``MOST_NODES`` nodes.
+    """
+    tree = shape.tree if isinstance(shape, WithChain) else shape
+    if not length:
+        return tree
+    parsed = parse_shape(tree)
+    size = parsed.size if isinstance(parsed, Static) else sum(getattr(parsed, "widths", ()))
+    _check_size(size + length, length)
+    return WithChain(tree, length)
+
+
+def sequoia(acceptance: Acceptance, size: int, depth: int) -> Static:
     """The tree of ``size`` proposed tokens and at most ``depth`` depths with most expected accepted tokens.
 
-    Sequoia (arXiv 2402.12374, section 3.2): T[m, l] is the best expectation of a tree of m nodes and l depths
-    below its root, T[m, l, b] the same with b children; the b-th child, accepted with probability
-    ``acceptance[b - 1]`` given that its parent was, takes y of the m nodes:
-    T[m, l, b] = max_y T[m - y, l, b - 1] + acceptance[b - 1] * (1 + T[y - 1, l - 1]).
-
     Args:
-        acceptance: probability that the sibling of rank r is the accepted one, r = 0, 1, ...
+        acceptance: probability that the sibling of rank r is the accepted one, r = 0, 1, ...; or such a
+            vector for each depth (see :mod:`triforce_tree.trees.sequoia`).
         size: proposed tokens.
         depth: length of the longest path.
+
+    Raises:
+        ValueError: no probabilities, or no tree of this size.
     """
     if size < 1 or depth < 1:
         raise ValueError(f"size={size} and depth={depth} must be at least 1")
-    if not acceptance or min(acceptance) < 0 or sum(acceptance) > 1 + 1e-6:
-        raise ValueError(
-            f"acceptance={list(acceptance)} must be probabilities of sum at most 1; use for example 0.5, 0.2"
-        )
     _check_size(size, depth)
-    levels = _plans(acceptance, size, depth)
-    paths: list[Ranks] = []
-
-    def walk(parent: Ranks, nodes: int, level: int) -> None:
-        if nodes == 0 or level == 0:
-            return
-        for rank, subtree in enumerate(levels[min(level, len(levels)) - 1].sizes(nodes)):
-            paths.append((*parent, rank))
-            walk((*parent, rank), subtree - 1, level - 1)
-
-    walk((), size, depth)
-    return Static(paths)
+    return Static(best_paths(acceptance, size, depth))
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """The best allocation of the nodes below one node to the subtrees of its children.
+def expected_acceptances(shape: Static, acceptance: Acceptance) -> float:
+    """Expected accepted tokens of a static tree, without the bonus.
 
-    Attributes:
-        children: int ``[size + 1]``, the number of children if there are m nodes to allocate.
-        last_sizes: int ``[ranks, size + 1]``, of m nodes, those in the subtree of the last of rank + 1
-            children.
+    Args:
+        acceptance: by rank, or by depth and rank.
     """
-
-    children: Any
-    last_sizes: Any
-
-    def sizes(self, nodes: int) -> list[int]:
-        """Nodes in the subtree of each child, the child included."""
-        sizes = []
-        for rank in reversed(range(int(self.children[nodes]))):
-            sizes.append(int(self.last_sizes[rank][nodes]))
-            nodes -= sizes[-1]
-        return sizes[::-1]
-
-
-def _plans(acceptance: Sequence[float], size: int, depth: int) -> list[_Plan]:
-    """The best plans for 1, 2, ... depths below a node, up to ``depth`` or until one more gains nothing."""
-    # Imported here, since the command line's help does not need it.
-    import numpy as np
-
-    plans = []
-    # gains[m]: the best expectation of at most m nodes below a node, with one depth more in each iteration.
-    gains = np.zeros(size + 1)
-    for _ in range(depth):
-        # values[m] with children 1..b, each of at least one node; -inf if m are too few.
-        best, values = np.zeros(size + 1), np.zeros(size + 1)
-        children, last_sizes = np.zeros(size + 1, dtype=int), []
-        for rank in range(min(len(acceptance), size)):
-            padded = np.concatenate([np.full(size, -np.inf), values])
-            # [m, y - 1]: the expectation of m - y nodes below the earlier children.
-            before = np.lib.stride_tricks.sliding_window_view(padded, size)[:-1, ::-1]
-            total = before + acceptance[rank] * (1 + gains[:-1])
-            last_sizes.append(total.argmax(axis=1) + 1)
-            values = total.max(axis=1)
-            children[values > best] = rank + 1
-            best = np.maximum(best, values)
-        plans.append(_Plan(children, np.stack(last_sizes)))
-        if np.array_equal(best, gains):
-            # This plan is also the best for more depths.
-            break
-        gains = best
-    return plans
-
-
-def expected_acceptances(shape: Static, acceptance: Sequence[float]) -> float:
-    """Expected accepted tokens of a static tree if acceptance depends on rank alone; without the bonus."""
-    total = 0.0
+    vectors, total = vectors_by_depth(acceptance), 0.0
     frontier: list[tuple[Ranks, float]] = [((), 1.0)]
     while frontier:
         parent, chance = frontier.pop()
-        for rank in range(min(shape.counts.get(parent, 0), len(acceptance))):
-            total += chance * acceptance[rank]
-            frontier.append(((*parent, rank), chance * acceptance[rank]))
+        vector = vectors[min(len(parent), len(vectors) - 1)]
+        for rank in range(min(shape.counts.get(parent, 0), len(vector))):
+            total += chance * vector[rank]
+            frontier.append(((*parent, rank), chance * vector[rank]))
     return total
 
 
@@ -173,22 +163,27 @@ def expected_acceptances(shape: Static, acceptance: Sequence[float]) -> float:
 DEFAULT_ACCEPTANCE = (0.50, 0.13, 0.06, 0.04, 0.03, 0.02, 0.015, 0.01)
 
 
+@overload
+def parse_shape(text: str) -> Tree: ...
+@overload
+def parse_shape(text: str | Shape) -> Shape: ...
 def parse_shape(text: str | Shape) -> Shape:
     """Parse the name of a shape.
 
     ``chain:4`` | ``best-first:6,5,4`` (widths by depth) | ``sequoia:16x4`` (size x depth) |
-    ``static:0;0.0;1`` (rank paths) | a :class:`Static` or :class:`BestFirst` object.
+    ``static:0;0.0;1`` (rank paths) | the path of a file that :func:`save_shape` wrote, ``tree.json`` |
+    a :class:`Static`, :class:`BestFirst` or :class:`WithChain` object.
 
     Raises:
         ValueError: it is none of these, has more than ``MOST_NODES`` nodes, or is deeper than ``MOST_DEPTH``.
     """
     if not isinstance(text, str):
-        if not isinstance(text, Static | BestFirst):
+        if not isinstance(text, Static | BestFirst | WithChain):
             raise ValueError(f"tree={text!r} is neither a name like chain:4 nor a tree shape; {_KNOWN}")
         return text
     shown = text if len(text) < 60 else f"{text[:60]}..."
     try:
-        shape = _named(text)
+        shape = load_shape(text) if text.endswith(SUFFIX) else _named(text)
     except ValueError as error:
         raise ValueError(f"tree={shown!r} cannot be read: {error}") from error
     if shape is None:
@@ -196,11 +191,33 @@ def parse_shape(text: str | Shape) -> Shape:
     return shape
 
 
-_KNOWN = "use chain:4, best-first:6,5,4, sequoia:16x4 or static:0;0.0;1"
+_KNOWN = "use chain:4, best-first:6,5,4, sequoia:16x4, static:0;0.0;1 or a file tree.json"
+
+
+def load_shape(path: str | Path) -> Tree:
+    """A shape from a JSON file.
+
+    Raises:
+        ValueError: there is no such file, or it holds no tree within the limits.
+    """
+    paths, widths = read_topology(path)
+    return Static(paths) if paths is not None else BestFirst(widths or ())
+
+
+def save_shape(shape: Tree, path: str | Path) -> None:
+    """Write a shape to a file that ``tree=path`` reads; its name should end in .json.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    if isinstance(shape, BestFirst):
+        write_topology(path, widths=list(shape.widths))
+    else:
+        write_topology(path, paths=[list(ranks) for ranks in shape.paths])
 
 
 @lru_cache(maxsize=64)
-def _named(text: str) -> Shape | None:
+def _named(text: str) -> Tree | None:
     kind, _, rest = text.partition(":")
     if kind == "chain":
         return chain_shape(_positive(rest))

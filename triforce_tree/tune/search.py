@@ -11,7 +11,7 @@ from typing import Any
 
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.trees.device_shapes import PassLimits
-from triforce_tree.trees.shapes import chain_shape, parse_shape, sequoia
+from triforce_tree.trees.shapes import chain_shape, parse_shape, sequoia, with_chain
 
 Options = dict[str, Any]
 Measure = Callable[[Options, Options | None], float]
@@ -66,7 +66,7 @@ GRID = (
         ordered=False,
         levels=(2, 3),
     ),
-    Coordinate("lookup", (4, 8, 16), levels=(2, 3)),
+    Coordinate("lookup", (4, 8, 15, 31), levels=(2, 3)),
     Coordinate("retrieval_weight_bits", (16, 8, 4), ordered=False),
     Coordinate("gamma", (4, 6, 8, 12, 16, 24)),
     Coordinate("budget", (512, 1024, 1536, 2048, 3072, 4096, 6144, 8192)),
@@ -98,7 +98,7 @@ class Space:
 
     @property
     def _inapplicable(self) -> str:
-        """Only a draft model takes the option ``tree``, and only prompt lookup ``lookup``."""
+        """Only a draft model takes the option ``tree``; ``lookup`` is searched where there is none."""
         return "lookup" if self.draft else "tree"
 
     def coordinates(self, acceptance: Sequence[float] = ()) -> list[Coordinate]:
@@ -124,9 +124,11 @@ class Space:
 
         On a GPU also settings for long contexts, where the context is long enough.
         """
-        own = self.start.as_options()
+        own = self._own
         options = {"levels": own["levels"]}
         options |= {c.name: own[c.name] for c in GRID if c.name != self._inapplicable}
+        if not self.draft:
+            options["lookup"] = self.start.matched_tokens(draft_model=False)
         if options["runner_ups"] is None:
             options["runner_ups"] = self.gpu
         if 2 * options["budget"] > self.context:
@@ -153,7 +155,8 @@ class Space:
         values = {c.name: c.values for c in self.grid}
         shapes = [parse_shape(self.start.tree)]
         if self.draft:
-            shapes += [parse_shape(tree) for tree in (*values.get("tree", ()), _LONG_ON_GPU["tree"])]
+            trees = (*values.get("tree", ()), _LONG_ON_GPU["tree"])
+            shapes += [parse_shape(with_chain(tree, self.start.matched_tokens(True))) for tree in trees]
         else:
             shapes += [chain_shape(length) for length in values.get("lookup", ())]
         found = [PassLimits.of(replace(self.start, tree=shape), 2) for shape in shapes]
@@ -167,14 +170,22 @@ class Space:
 
     def complete(self, options: Options) -> Options:
         """All options that reproduce a measurement, whatever the defaults are."""
-        own = self.start.as_options()
+        own = self._own
         carried = {name: own[name] for name, levels in _CARRIED.items() if options["levels"] in levels}
         found = relevant(options) | carried
         found.pop(self._inapplicable, None)
+        if self.draft and self.start.lookup and options["levels"] > 1:
+            found["lookup"] = self.start.lookup
         return found
 
     def config(self, options: Options) -> HierarchyConfig:
-        return HierarchyConfig.from_options(**{**self.start.as_options(), **options})
+        return HierarchyConfig.from_options(**{**self._own, **options})
+
+    @property
+    def _own(self) -> Options:
+        """The options of ``start``; the chain beside its trees follows from ``lookup``."""
+        own = self.start.as_options()
+        return own | {"tree": with_chain(own["tree"], 0)}
 
 
 def relevant(options: Options) -> Options:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from triforce_tree.kernels import step
+from triforce_tree.kernels.cpu.fp32.noise import fill_exponential
 
 
 class Noise:
@@ -36,15 +37,15 @@ class Noise:
     def draw(self, generator: torch.Generator) -> None:
         """Redraw the numbers for the next run."""
         if self.exponential.numel():
-            self.exponential.exponential_(generator=generator)
+            fill_exponential(self.exponential, generator)
         if self.uniform.numel():
             self.uniform.uniform_(generator=generator)
 
     def accept_tree(
         self, tokens: Tensor, parents: Tensor, p: Tensor, q: Tensor, q_rows: Tensor, depth: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See ``kernels.step.accept_tree``; the tree has at most ``uniforms`` nodes."""
-        return step.accept_tree(tokens, parents, p, q, q_rows, self.uniform, self.exponential[:, 0], depth)
+        """See ``kernels.step.traverse_tree``; the tree has at most ``uniforms`` nodes."""
+        return step.traverse_tree(tokens, parents, p, q, q_rows, self.uniform, self.exponential[:, 0], depth)
 
     def expand_nodes(
         self, logits: Tensor, temperature: Tensor | None, probs: Tensor, count: int, first: int = 0

@@ -55,6 +55,7 @@ class Verifier:
         self.noise = to_probs.noise(state.batch, 1, vocabulary, nodes)
         self.acceptance: Acceptance
         self._logits: Tensor
+        self._hidden: dict[int, Tensor] = {}
 
     def steps(self, forward: Callable[[], None], accept: Callable[[], None], view: KVView) -> list[Step]:
         """The steps of a stage that calls :meth:`forward` over ``view`` first, then :meth:`accept`."""
@@ -79,6 +80,8 @@ class Verifier:
         self._logits = self.model(
             tree.tokens.clamp_min(0), root[:, None] + tree.depths, view, states=view.recurrent
         )
+        # Another stage's forward, or its capture, replaces those of the model.
+        self._hidden = dict(self.model.hidden)
 
     def accept(self, tree: TokenTree, root: Tensor) -> Acceptance:
         """Accept nodes, and draw the token after them, by the logits of the last forward."""
@@ -98,7 +101,7 @@ class Verifier:
             )
         accepted = tree.tokens.gather(1, path[:, 1:].clamp_min(0))
         emitted = torch.cat([accepted, last[:, None]], 1).scatter(1, count[:, None] - 1, last[:, None])
-        self.state.keep_features(self.model.hidden, path, count)
+        self.state.keep_features(self._hidden, path, root)
         self.acceptance = Acceptance(path, count, emitted, p)
         return self.acceptance
 

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[3]
 PACKAGE = "triforce_tree"
 # Where code lies in the package, and what no import statement names: C files, and the modules of kernels that
 # operators load at their first call on a GPU.
-_C_FILES = ("kernels/cpu/*.c", "kernels/cpu/*.h")
+_C_FILES = ("kernels/cpu/**/*.c", "kernels/cpu/**/*.h")
 _KERNELS = ("kernels/**/*.py",)
 # Area -> patterns of the files in the package that it begins with.
 AREAS: dict[str, tuple[str, ...]] = {

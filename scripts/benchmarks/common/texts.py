@@ -5,22 +5,16 @@ topics, which were held out of it, and docstrings and source code of packages th
 that is not installed, or too short, is left out.
 """
 
-import ast
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
-from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from triforce_tree.eval import text
+from triforce_tree.eval.texts.python_files import python_texts
 
-# Shorter docstrings say little but their function's name.
-_LEAST_DOC = 80
 # More than the characters of a token, on average.
 _CHARACTERS = 5
-_SKIPPED = ("/tests/", "/test/", "/testing/", "/_vendor/", "/vendor/")
 
 
 @dataclass(frozen=True)
@@ -108,38 +102,7 @@ def cut(ids: Sequence[int], start: int, length: int) -> list[int]:
 
 def pieces(source: Source) -> Iterator[str]:
     """A source's texts, one a file, in the order of their paths."""
-    if not source.packages:
+    if source.packages:
+        yield from python_texts(source.packages, source.code)
+    else:
         yield text.pydoc_text()
-        return
-    for package in source.packages:
-        spec = find_spec(package)
-        for folder in spec.submodule_search_locations or [] if spec else []:
-            for path in sorted(Path(folder).rglob("*.py")):
-                if any(part in path.as_posix() for part in _SKIPPED):
-                    continue
-                piece = path.read_text(encoding="utf-8", errors="replace")
-                piece = piece if source.code else docstrings(piece)
-                if piece.strip():
-                    yield piece
-
-
-def docstrings(code: str) -> str:
-    """The docstrings of a module and all that it defines, each below its name and arguments."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            tree = ast.parse(code)
-    except SyntaxError:
-        return ""
-    parts = [ast.get_docstring(tree) or ""]
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            continue
-        doc = ast.get_docstring(node)
-        if doc is None or len(doc) < _LEAST_DOC:
-            continue
-        is_class = isinstance(node, ast.ClassDef)
-        head = f"class {node.name}" if is_class else f"{node.name}({ast.unparse(node.args)})"
-        indented = "\n".join(f"   {line}".rstrip() for line in doc.splitlines())
-        parts.append(f"{head}\n\n{indented}")
-    return "\n\n".join(part for part in parts if part)

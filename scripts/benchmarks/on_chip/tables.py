@@ -3,14 +3,32 @@
 from collections.abc import Sequence
 from functools import partial
 
-from scripts.benchmarks.common.markdown import Columns, Record, Rows, Table, listing, origin, rows_of
+from scripts.benchmarks.common.markdown import (
+    Columns,
+    Record,
+    Rows,
+    Table,
+    listing,
+    noted,
+    origin,
+    rows_of,
+)
 from scripts.benchmarks.common.results import PLAIN
 
-FILE = "on_chip_h200.json"
+FILE, PREFILL_FILE = "on_chip_h200.json", "prefill_h200.json"
 HEADLINES = ("7b", "8b", "batch")
 # Speed-ups that TriForce (arXiv 2404.11912) reports for Llama-2-7B on an A100, by batch,
 # context and temperature.
 TRIFORCE = {(1, 122_880, 0.0): 2.31, (1, 122_880, 0.6): 2.19, (1, 122_880, 1.0): 2.08, (6, 19_456, 0.0): 1.90}
+PREFILL: Columns = {
+    "model": "{shape}", "context": "{context:,}", "chunk": "{chunk:,}",
+    "attention": lambda row: PREFILL_PATHS[row["path"]],
+    "**seconds**": "**{seconds:.2f}**", "first prompt, s": "{first_seconds:.2f}", "TFLOP/s": "{tflops:.0f}",
+    "of the product": "?{roofline_share:pct}",
+}  # fmt: skip
+PREFILL_PATHS = {
+    "engine": "cuDNN before the chunk, without a mask", "flash": "torch's flash attention, causal",
+}  # fmt: skip
 STAGES = {
     "draft": "0: draft grows a tree",
     "retrieval_refresh": "1: first pass, chooses chunks",
@@ -136,4 +154,17 @@ _MAKERS = {
     "texts": ("7b", texts),
 }
 COMMAND = "python -m scripts.benchmarks on_chip --part"
-TABLES = {f"on_chip_{name}": Table(FILE, make, f"{COMMAND} {part}") for name, (part, make) in _MAKERS.items()}
+_PREFILL_NOTE = (
+    "One {hardware}, bf16, batch 1, torch {versions[torch]}; a product of 8192 x 8192 matrices has "
+    "{matmul_tflops:.0f} TFLOP/s in the same run. "
+)
+TABLES = {
+    "prefill": Table(
+        PREFILL_FILE,
+        listing(PREFILL, caption=noted(_PREFILL_NOTE, PREFILL_FILE)),
+        "python -m scripts.benchmarks prefill",
+    )
+}
+TABLES |= {
+    f"on_chip_{name}": Table(FILE, make, f"{COMMAND} {part}") for name, (part, make) in _MAKERS.items()
+}

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -75,3 +76,50 @@ def test_no_scores_of_a_chunk_over_all_positions(dim: int, softcap: float | None
     own = [size for size in made.sizes if size != k.nbytes]
     assert max(own) == 4 * (1 << 26)
     assert 3 * max(own) > prefill.block_bytes(16, dim, dim, 2) > max(own)
+
+
+@pytest.mark.parametrize("before", [1, 8, 9, 30, 64])
+@pytest.mark.parametrize("queries", [8, 11, 16])
+def test_prefix_and_chunk_are_merged(before: int, queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes: set[tuple[int, int]] = set()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
+        keys, values = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+        scores = (q @ keys.mT * scale).masked_fill(~mask.tril() if causal else ~mask, -torch.inf)
+        return scores.softmax(-1) @ values, scores.logsumexp(-1)
+
+    def cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+        shapes.add((q.shape[2], k.shape[2]))
+        return attend(q, k, v, scale, causal)
+
+    monkeypatch.setattr(prefill, "_BLOCK", 8)
+    monkeypatch.setattr(prefill, "_cudnn", cudnn)
+    monkeypatch.setattr(prefill, "_flash", attend)
+    positions = before + queries
+    q, k, v = (
+        torch.randn(2, 4, queries, 16),
+        torch.randn(2, 2, positions, 16),
+        torch.randn(2, 2, positions, 16),
+    )
+    exact = prefill.causal_attention(q.double(), k.double(), v.double(), scale=0.3)
+    out = prefill._prefix_and_chunk(q, k, v, 0.3)
+    torch.testing.assert_close(out.double(), exact, atol=1e-5, rtol=1e-5)
+    # cuDNN makes a plan for each of these.
+    assert all(size % 8 == 0 and (size // 8).bit_count() == 1 for rows, size in shapes if rows != size)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_heads, dim", [(4, 128), (2, 128), (2, 64), (1, 256)])
+@pytest.mark.parametrize("before, queries", [(4096, 4096), (13_000, 4096), (8192, 5000)])
+def test_prefix_and_chunk_on_a_gpu(kv_heads: int, dim: int, before: int, queries: int) -> None:
+    positions = before + queries
+    q, k, v = (
+        torch.randn(1, count, length, dim, device="cuda", dtype=torch.bfloat16)
+        for count, length in ((4, queries), (kv_heads, positions), (kv_heads, positions))
+    )
+    if not prefill._cudnn_pays(q):
+        pytest.skip("cuDNN's attention is used on Hopper and Blackwell only")
+    out = prefill.causal_attention(q, k, v, scale=dim**-0.5)
+    exact = prefill.attention_in_blocks(q.float(), k.float(), v.float(), scale=dim**-0.5)
+    assert (out.float() - exact).norm() <= 0.005 * exact.norm()

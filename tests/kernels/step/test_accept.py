@@ -14,6 +14,7 @@ from scipy import stats
 from triton_ops import DEVICE, runs_kernels
 
 from triforce_tree.kernels import step
+from triforce_tree.kernels.step.accept import FIXED
 
 
 @pytest.fixture
@@ -42,8 +43,9 @@ def test_reference_acceptance_is_recursive_rejection(seed) -> None:
     likeness = step_cases.LIKENESS[seed % 6]
     fixed = (0.0, 0.5, 1.0)[seed % 3]
     problem = step_cases.acceptance(
-        4, 3 + seed, (3, 9, 60, 9)[seed % 4], "cpu", *likeness, seed=seed, fixed=fixed
-    )
+        4, 3 + seed, (3, 9, 60, 9)[seed % 4], "cpu", *likeness, seed=seed, fixed=fixed,
+        beside=(0.0, 0.5)[seed % 2],
+    )  # fmt: skip
     *tensors, depth = problem.args
     path, count, following = problem.expected()
     for b in range(4):
@@ -126,6 +128,43 @@ def test_deterministic_proposals(seed, fixed, ops) -> None:
     for nan in (False, True):
         problem = step_cases.acceptance(2, nodes, vocab, DEVICE, sharp, likeness, nan, seed, fixed)
         step_cases.agree(problem, ops)
+
+
+@runs_kernels
+@pytest.mark.parametrize("fixed", [0.0, 0.5], ids=["beside drawn", "both"])
+@pytest.mark.parametrize("seed", range(12))
+def test_deterministic_siblings_of_drawn_ones(seed, fixed, ops) -> None:
+    torch.manual_seed(seed)
+    nodes, vocab = (3, 5, 9, 17, 33, 33)[seed % 6], (3, 7, 50, 300, 4200)[seed % 5]
+    sharp, likeness = step_cases.LIKENESS[seed % 6]
+    for nan in (False, True):
+        problem = step_cases.acceptance(2, nodes, vocab, DEVICE, sharp, likeness, nan, seed, fixed, 0.6)
+        assert nodes < 9 or (problem.args[4] == FIXED).any()
+        step_cases.agree(problem, ops)
+
+
+@runs_kernels
+@pytest.mark.parametrize("case", range(4))
+def test_a_deterministic_sibling_is_judged_by_the_residual_of_the_drawn_ones(case, ops) -> None:
+    """Uniforms just below and above its acceptance probability; a drawn sibling's token counts once."""
+    p = torch.tensor([0.4, 0.1, 0.3, 0.2], device=DEVICE)
+    q = torch.tensor([0.1, 0.7, 0.2, 0.0], device=DEVICE)
+    # Token 1 is drawn and rejected: the residual is (3, 0, 1, 2) / 6; without token 3, (3, 0, 1, 0) / 4.
+    token = (3, 3, 1, 3)[case]
+    tokens = torch.tensor([[0, 1, token, 2]], device=DEVICE)
+    rows = torch.tensor([[0, -1, FIXED, FIXED]], device=DEVICE)
+    uniforms = torch.tensor([[0.0, 1 / 7 + 1e-3, 0.0, 0.0]], device=DEVICE)
+    uniforms[0, 2] = (1 / 3 - 1e-3, 1 / 3 + 1e-3, 0.0, 1 / 3 + 1e-3)[case]
+    # Of case 2, where token 1 counts once, the residual of the drawn sibling still holds for token 2.
+    uniforms[0, 3] = (0.0, 1 / 4 - 1e-3, 1 / 6 - 1e-3, 1 / 4 + 1e-3)[case]
+    parents = torch.tensor([[-1, 0, 0, 0]], device=DEVICE)
+    exponential = torch.ones(1, 4, device=DEVICE)
+    args = (tokens, parents, p.expand(1, 4, 4), q.expand(1, 1, 4), rows, uniforms, exponential, 1)
+    problem = step_cases.Problem("accept_tree", args)
+    step_cases.agree(problem, ops)
+    path, count, following = (x.tolist() for x in problem.expected())
+    assert (path, count) == (([[0, (2, 3, 3, -1)[case]]]), [(2, 2, 2, 1)[case]])
+    assert case < 3 or following == [0]
 
 
 @runs_kernels

@@ -3,7 +3,7 @@
 import pytest
 import step_cases
 import torch
-from batched_ops import accept_tree, append_kv, attention, move_kv
+from batched_ops import append_kv, attention, move_kv, traverse_tree
 
 from triforce_tree.kernels import step
 from triforce_tree.kernels.attention import planned
@@ -46,13 +46,13 @@ def test_batched_acceptance_equals_the_definition(seed: int) -> None:
     torch.manual_seed(seed)
     rejected = 0
     for likeness in step_cases.LIKENESS:
-        args = step_cases.acceptance(
+        args = step_cases.traversal(
             40, (1, 2, 5, 9, 17, 33)[seed], 7, "cpu", *likeness, False, seed, fixed=(0.0, 0.5, 1.0)[seed % 3]
         ).args
         for depth in (args[-1], 1):
-            expected = step.accept_tree(*args[:-1], depth)
+            expected = step.traverse_tree(*args[:-1], depth)
             assert all(
-                torch.equal(*pair) for pair in zip(accept_tree(*args[:-1], depth), expected, strict=True)
+                torch.equal(*pair) for pair in zip(traverse_tree(*args[:-1], depth), expected, strict=True)
             )
             rejected += int((expected[1] <= depth).sum())
     assert rejected

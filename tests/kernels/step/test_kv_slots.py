@@ -4,6 +4,7 @@ The kernels run in Triton's interpreter where there is no GPU, which rounds bf16
 here, bf16 in ``scripts/checks/step_kernels_check.py``.
 """
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,8 @@ import triton_ops
 from triton_ops import DEVICE, runs_kernels
 
 from triforce_tree.kernels import step
+from triforce_tree.kernels.step import select
+from triforce_tree.kernels.step.kv_slots import key_moments
 
 HALF, SINGLE = torch.float16, torch.float32
 
@@ -137,8 +140,21 @@ def test_kv_slots_by_hand() -> None:
     [(1, 2, 1, 16, 1, 16, 8), (2, 3, 2, 70, 5, 24, 6), (1, 3, 1, 300, 40, 128, 8), (1, 1, 1, 60, 5, 512, 8)],
 )
 @pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=str)
-def test_chunk_means(shape, dtype, ops) -> None:
-    step_cases.agree(step_cases.means(*shape, dtype, DEVICE), ops)
+@pytest.mark.parametrize("variances", [False, True], ids=["means", "variances too"])
+def test_chunk_means(shape, dtype, variances, ops) -> None:
+    step_cases.agree(step_cases.means(*shape, dtype, DEVICE, variances=variances), ops)
+
+
+@runs_kernels
+def test_variances_of_keys_that_differ_little(ops) -> None:
+    """Keys of 1,000 and a deviation of 1: a mean of squares less the squared mean would lose its digits."""
+    made = torch.full((1, 1, 1, 3, 32), torch.nan, device=DEVICE)
+    k = 1000 + torch.randn(1, 1, 1, 24, 16, device=DEVICE)
+    ops.chunk_means(made, k, torch.zeros(1, dtype=torch.int64, device=DEVICE), 3, 8)
+    exact = k[0, 0, 0].double().unflatten(0, (3, 8))
+    mean, variance = made[0, 0, 0].double().split(16, -1)
+    torch.testing.assert_close(mean, exact.mean(1), rtol=1e-5, atol=0)
+    torch.testing.assert_close(variance, exact.var(1, unbiased=False), rtol=1e-3, atol=0)
 
 
 @runs_kernels
@@ -166,6 +182,18 @@ def test_select_chunks(shape, integers, group, held, ops, monkeypatch) -> None:
 
 
 @runs_kernels
+@pytest.mark.parametrize("group", [1, 3])
+def test_select_chunks_by_variances(group, ops) -> None:
+    problem = step_cases.selection(2, 3, group, 70, 24, 8, HALF, DEVICE, variances=True)
+    step_cases.agree(problem, ops)
+    q, means, limit, table, slots, scale = problem.args
+    without = table.clone()
+    step.select_chunks(q, means[..., :24].contiguous(), limit, without, slots, scale)
+    step.select_chunks(*problem.args)
+    assert not torch.equal(table, without), "the variances change nothing"
+
+
+@runs_kernels
 @pytest.mark.parametrize("value", [0.0, -0.0, torch.inf, -torch.inf, torch.nan], ids=str)
 def test_selection_from_equal_or_non_finite_scores(value, ops) -> None:
     """Scores that are equal, infinite or NaN: ties go to the lowest chunks."""
@@ -189,6 +217,19 @@ def test_reference_selection_ranks_by_softmax(group) -> None:
         probs = torch.stack([(keys @ q[b, h * group + g] * 0.25).softmax(0) for g in range(group)]).amax(0)
         probs[0] = torch.inf
         assert table[b, h].tolist() == sorted(probs.topk(9).indices.tolist())
+
+
+def test_variance_term_estimates_the_attention_of_gaussian_keys() -> None:
+    """With the factor 1/2 a score is the logarithm of the mean of exp(scale q.k) over many such keys."""
+    torch.manual_seed(0)
+    keys = torch.randn(1, 1, 4, 20_000, 8) * torch.rand(1, 1, 4, 1, 8) + torch.randn(1, 1, 4, 1, 8)
+    q, limit = torch.randn(1, 1, 8), torch.tensor([4])
+    exact = (0.5 * keys @ q[0, 0]).logsumexp(-1) - math.log(20_000)
+    without = select.chunk_scores(q, key_moments(keys, 3, 8), limit, 0.5)
+    score = select.chunk_scores(q, key_moments(keys, 3, 16), limit, 0.5)
+    term = (score - without) * 0.5 / select.VARIANCE_WEIGHT
+    torch.testing.assert_close(without + term, exact, rtol=0, atol=0.02)
+    assert (exact - without).amax() > 0.05
 
 
 @pytest.mark.parametrize("levels", [2, 5, 10**6], ids=["two scores", "five", "all different"])

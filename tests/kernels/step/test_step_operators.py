@@ -36,6 +36,7 @@ def test_fakes_agree_with_the_operators(ops) -> None:
         step_cases.means(1, 2, 1, 16, 1, 16, 8, SINGLE, DEVICE),
         step_cases.selection(1, 2, 2, 20, 16, 5, SINGLE, DEVICE),
         step_cases.acceptance(2, 5, 7, DEVICE),
+        step_cases.traversal(2, 5, 7, DEVICE),
         step_cases.greedy(2, 5, 7, DEVICE),
         step_cases.runner_up(1, 2, 5, True, DEVICE),
         grow_cases.beginning(2, 4, (3, 2), 20, DEVICE),
@@ -62,7 +63,7 @@ def test_triton_is_imported_for_cuda_tensors_only() -> None:
 
 @runs_kernels
 def test_kernels_have_the_signatures_of_their_operators(ops) -> None:
-    assert len(step.__all__) == 10
+    assert len(step.__all__) == 11
     for name in step.__all__:
         operator = getattr(step, name)
         assert signature(operator) == signature(operator.definition) == signature(getattr(ops, name))

@@ -19,7 +19,7 @@ from triforce_tree.api import Engine
 from triforce_tree.cli.entry import main
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.program import DecodingProgram
-from triforce_tree.drafters.prompt_lookup import PromptLookup
+from triforce_tree.drafters.suffix_matching import SuffixMatching
 from triforce_tree.kv.offload.host_store import Offload
 from triforce_tree.kv.offload.pinned import HostMemoryError
 from triforce_tree.kv.offload.weights.streamed_weights import StreamedWeights
@@ -138,7 +138,7 @@ def test_impossible_combinations_are_refused() -> None:
         own.with_options(offload_weights=False)
     target, config = own.hierarchy.target, HierarchyConfig.from_options(**SMALL)
     with pytest.raises(ValueError, match="retrieval_weight_bits=8 or 4"):
-        DecodingProgram(target, PromptLookup(), config, 1, 200, 3, Offload())
+        DecodingProgram(target, SuffixMatching(), config, 1, 200, 3, Offload())
     with pytest.raises(ValueError, match=r"use triforce_tree.load"):
         Engine(models()[0], config=HierarchyConfig(offload_weights=True))
     with pytest.raises(ValueError, match=r"offload_weights='yes' must be"):

@@ -71,8 +71,9 @@ def test_settings_of_the_retrieval(options: dict[str, object]):
     assert decoded(program, PROMPTS[:2], NEW[:2])[0] == references(PROMPTS[:2], NEW[:2])
 
 
-def test_long_sequences_are_evicted_many_times():
-    program = program_of(3, 1, max_seq_len=400)
+@pytest.mark.parametrize("variance", [False, True], ids=["means", "variances too"])
+def test_long_sequences_are_evicted_many_times(variance: bool):
+    program = program_of(3, 1, max_seq_len=400, key_variance=variance)
     assert decoded(program, PROMPTS[:1], [250])[0] == references(PROMPTS[:1], [250])
     assert program.offloaded is not None
     assert program.offloaded.host.base[0] >= 83 + 250 - 1 - 8 - 16 - 5
@@ -80,8 +81,11 @@ def test_long_sequences_are_evicted_many_times():
     assert means is not None
     host, chunk = program.offloaded.host, program.offloaded.chunk
     for layer in range(host.layers):
-        keys = host.heads.split(host.read(layer, 0, 0, host.base[0]))[0].unflatten(0, (-1, chunk)).mean(1)
-        torch.testing.assert_close(means[layer, 0, :, : keys.shape[0]], keys.transpose(0, 1))
+        keys = host.heads.split(host.read(layer, 0, 0, host.base[0]))[0].unflatten(0, (-1, chunk))
+        kept = keys.mean(1)
+        if variance:
+            kept = torch.cat([kept, keys.var(1, unbiased=False)], -1)
+        torch.testing.assert_close(means[layer, 0, :, : kept.shape[0]], kept.transpose(0, 1))
 
 
 def test_gathered_chunks_are_copies_of_the_host_stores():

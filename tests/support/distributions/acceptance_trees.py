@@ -1,4 +1,4 @@
-"""Acceptance of small trees by its definition, with every draw enumerated."""
+"""Verification of small trees by its definition, with every draw enumerated."""
 
 import zlib
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from enumerated_noise import WalkDraws
 from enumeration import Walk
 from torch import Tensor
 
-from triforce_tree.kernels.step.accept import accept_drawn
+from triforce_tree.kernels.step.traversal import traverse_drawn
 
 DRAWN = None
 """Stands for a token that is drawn, without replacement, from the row of q of its parent."""
@@ -34,8 +34,8 @@ def grown(tree: Tree, q: Tensor, walk: Walk) -> list[int]:
     """The tokens of the tree, with those drawn that are ``DRAWN``."""
     tokens = list(tree.tokens)
     for parent, row in enumerate(tree.rows):
-        children = [i for i, above in enumerate(tree.parents) if above == parent]
-        if children and tokens[children[0]] is DRAWN:
+        children = [i for i, above in enumerate(tree.parents) if above == parent and tokens[i] is DRAWN]
+        if children:
             drawn = WalkDraws([walk]).choose_distinct(q[None, row, None], len(children))
             for child, token in zip(children, drawn.flatten().tolist(), strict=True):
                 tokens[child] = token
@@ -46,7 +46,7 @@ def accepted(
     tokens: Sequence[int], tree: Tree, p: Tensor, q: Tensor, walk: Walk
 ) -> tuple[tuple[int, ...], int]:
     """The accepted nodes, and the token after them; ``p`` is ``[N, V]`` and ``q`` ``[M, V]``."""
-    path, count, following = accept_drawn(
+    path, count, following = traverse_drawn(
         WalkDraws([walk]),
         torch.tensor([list(tokens)]),
         torch.tensor([list(tree.parents)]),

@@ -17,7 +17,7 @@ from triforce_tree.models.hf_model import HFModel
 
 def use_batched_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     """Vectorised attention, moves of KV slots and acceptance, for statistics over many short sequences."""
-    monkeypatch.setattr(step, "accept_tree", accept_tree)
+    monkeypatch.setattr(step, "traverse_tree", traverse_tree)
     monkeypatch.setattr(step, "append_kv", append_kv)
     monkeypatch.setattr(step, "move_kv", move_kv)
     monkeypatch.setattr(planned, "run", attention)
@@ -126,7 +126,7 @@ def attention(
     return out.reshape(*q.shape[:2], -1)
 
 
-def accept_tree(
+def traverse_tree(
     tokens: Tensor,
     parents: Tensor,
     p: Tensor,
@@ -136,32 +136,48 @@ def accept_tree(
     exponential: Tensor,
     depth: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``step.accept_tree`` in one pass over all nodes, since children come after their parents."""
+    """``step.traverse_tree`` in one pass over all nodes: each is judged as if its siblings were rejected."""
     batch, nodes = tokens.shape
     every = torch.arange(batch)
+    # Deterministic children have draft probabilities of one, which become zero for rejected tokens.
+    q = torch.cat([q, torch.ones_like(p[:, :1])] if q.shape[1] else [torch.ones_like(p[:, :1])], 1)
+    last = q.shape[1] - 1
+    rows = torch.where(q_rows < 0, last, q_rows.clamp(0, last))
+    draft, target, weight = q[every[:, None], rows], p.clone(), torch.zeros_like(uniforms)
+    level, exists = torch.zeros_like(tokens), torch.zeros_like(tokens, dtype=torch.bool)
+    weight[:, 0], exists[:, 0] = 1.0, True
+    for child in range(1, nodes):
+        above, x = parents[:, child].clamp_min(0), tokens[:, child].clamp_min(0)[:, None]
+        fixed, a = (rows[every, above] == last)[:, None], weight[every, above][:, None]
+        mass, proposal = a * target[every, above], draft[every, above]
+        chance = proposal.gather(1, x)
+        level[:, child] = level[every, above] + 1
+        there = (
+            exists[every, above] & (tokens[:, child] >= 0) & (chance[:, 0] > 0) & (level[:, child] <= depth)
+        )
+        exists[:, child] = there
+        weight[:, child] = torch.where(there, (mass.gather(1, x) / chance)[:, 0].clamp(max=1), 0.0)
+        left = torch.where(fixed, without(mass, x), (mass - proposal).clamp_min(0))
+        total = left.sum(1, keepdim=True)
+        after = torch.where(total > 0, total / (1 - a + total), (a >= 1).float())
+        others = without(proposal, x)
+        others = torch.where(fixed, others, normalised(others, others))
+        weight[every, above] = torch.where(there[:, None], after, a)[:, 0]
+        target[every, above] = torch.where(
+            there[:, None], normalised(left, target[every, above]), target[every, above]
+        )
+        draft[every, above] = torch.where(there[:, None], others, proposal)
+    found = exists & (uniforms < weight)
+    for child in reversed(range(1, nodes)):
+        found[every, parents[:, child].clamp_min(0)] |= found[:, child]
     node, count = torch.zeros_like(tokens[:, 0]), torch.ones_like(tokens[:, 0])
     path = torch.full((batch, depth + 1), -1)
     path[:, 0] = 0
-    # Deterministic children have draft probabilities of one, which become zero for rejected tokens.
-    q = torch.cat([q, torch.ones_like(p[:, :1])] if q.shape[1] else [torch.ones_like(p[:, :1])], 1)
-    q_rows = torch.where(q_rows == -1, q.shape[1] - 1, q_rows.clamp(0, q.shape[1] - 1))
-    target, row = p[:, 0], q_rows[:, 0]
-    draft = q[every, row]
     for child in range(1, nodes):
-        x = tokens[:, child].clamp_min(0)[:, None]
-        chance = draft.gather(1, x)[:, 0]
-        judged = (parents[:, child] == node) & (tokens[:, child] >= 0) & (count <= depth) & (chance > 0)
-        accepted = judged & (uniforms[:, child] < target.gather(1, x)[:, 0] / chance)
-        rejected, fixed = (judged & ~accepted)[:, None], (row == q.shape[1] - 1)[:, None]
-        residual = torch.where(fixed, target.scatter(1, x, 0.0), (target - draft).clamp_min(0))
-        target = torch.where(rejected, normalised(residual, target), target)
-        rest = without(draft, x)
-        draft = torch.where(rejected, torch.where(fixed, rest, normalised(rest, rest)), draft)
-        target = torch.where(accepted[:, None], p[:, child], target)
-        row = torch.where(accepted, q_rows[:, child], row)
-        draft = torch.where(accepted[:, None], q[every, row], draft)
+        accepted = found[:, child] & (parents[:, child] == node)
         path[every[accepted], count[accepted]] = child
         node, count = torch.where(accepted, child, node), count + accepted
+    target = target[every, node]
     return path, count, torch.where(target > 0, target / exponential, 0.0).argmax(1)
 
 

@@ -4,7 +4,7 @@ import torch
 from enumeration import Walk
 from torch import Tensor
 
-from triforce_tree.kernels.step import accept, grow
+from triforce_tree.kernels.step import accept, grow, traversal
 from triforce_tree.verify.noise import Noise, NoiseFactory
 
 
@@ -43,7 +43,7 @@ class CraftedDraws(WalkDraws):
     """Random numbers with which an op must make the decisions of the walks.
 
     Attributes:
-        exponential: fp32 ``[B, rows, V]``, or ``[B, V]`` for ``accept_tree``.
+        exponential: fp32 ``[B, rows, V]``, or ``[B, V]`` for ``traverse_tree``.
         uniform: fp32 ``[B, N]``.
     """
 
@@ -106,7 +106,7 @@ class EnumeratedNoise(Noise):
     ) -> tuple[Tensor, Tensor, Tensor]:
         draws = self.draws(self.walks, self.exponential[:, 0].cpu(), self.uniform.cpu())
         on_host = (x.cpu() for x in (tokens, parents, p, q, q_rows))
-        decided = accept.accept_drawn(draws, *on_host, depth)
+        decided = traversal.traverse_drawn(draws, *on_host, depth)
         if self.operators:
             self.exponential[:, 0], self.uniform[:] = draws.exponential, draws.uniform
             _equal(decided, super().accept_tree(tokens, parents, p, q, q_rows, depth))

@@ -9,6 +9,7 @@ import torch
 from enumeration import total_variation
 from families import perturbed, prompt_of, with_rounded_kv
 from generation_distributions import Generations, stranger, target_distribution
+from head_folders import eagle, medusa
 from own_drafters import FixedSiblings, FixedThenDrawn, TableDraws
 from transformers import (
     LogitsProcessorList,
@@ -20,7 +21,8 @@ from transformers import (
 
 from triforce_tree.decoding.choice.passes import PLAIN, PassKind
 from triforce_tree.drafters.base import Drafter
-from triforce_tree.drafters.prompt_lookup import PromptLookup
+from triforce_tree.drafters.merged import Merged
+from triforce_tree.drafters.suffix_matching import SuffixMatching
 from triforce_tree.drafters.token_map import TokenMap
 from triforce_tree.verify.sampling import ProbsFromLogits
 
@@ -106,6 +108,12 @@ PROCESSORS: dict[str, tuple[Any, ...]] = {
     "top-p": (TOP_P,),
     "all": (HOT, TopKLogitsWarper(3), TopPLogitsWarper(0.9)),
 }
+
+
+def _merged(kind: Callable[[str, int], Drafter], tree: str, vocabulary: int) -> Drafter:
+    return Merged(kind(tree, vocabulary), SuffixMatching(2))
+
+
 BOTH = {"tree": "chain:1", "runner_ups": True}
 # Vocabularies that are padded to different sizes; different ones, where the draft reads two of the target's
 # tokens as one, lacks one of them, and has two of its own.
@@ -192,16 +200,33 @@ CASES: dict[str, Case] = {
     ),
     "hierarchy off and on": Case(3, 2, 3, None, {**BOTH, "gamma": 2}, plan=(0, 1, 0)),
     # Drafters without a model.
-    "lookup": Case(2, 3, 3, drafter=partial(PromptLookup, 3)),
-    "lookup, short suffixes": Case(2, 2, 4, drafter=partial(PromptLookup, 2, 1)),
-    "lookup, hierarchy": Case(3, 3, 2, options={"runner_ups": False}, drafter=partial(PromptLookup, 2)),
+    "lookup": Case(2, 3, 3, drafter=partial(SuffixMatching, 3)),
+    "lookup, two tokens": Case(2, 2, 4, drafter=partial(SuffixMatching, 2)),
+    "lookup, hierarchy": Case(3, 3, 2, options={"runner_ups": False}, drafter=partial(SuffixMatching, 2)),
     "lookup, runner-ups": Case(
-        3, 3, 2, 1, {"runner_ups": True, "gamma": 2}, drafter=partial(PromptLookup, 1)
+        3, 3, 2, 1, {"runner_ups": True, "gamma": 2}, drafter=partial(SuffixMatching, 1)
     ),
     "lookup, two rounds": Case(
-        3, 2, 3, 1, {"runner_ups": True, "rounds": 2, "refresh": 0}, drafter=partial(PromptLookup, 2)
+        3, 2, 3, 1, {"runner_ups": True, "rounds": 2, "refresh": 0}, drafter=partial(SuffixMatching, 2)
     ),
-    "lookup off and on": Case(2, 2, 4, plan=(1, 0, 1), drafter=partial(PromptLookup, 2)),
+    "lookup off and on": Case(2, 2, 4, plan=(1, 0, 1), drafter=partial(SuffixMatching, 2)),
+    # Suffix matching merged into the trees of others.
+    "merged, chain": Case(2, 3, 3, None, {"lookup": 3, **_chain(1)}),
+    "merged, tree": Case(2, 3, 3, 1, {"lookup": 3, **_tree("best-first:2,2")}),
+    "merged, siblings": Case(2, 4, 2, 1, {"lookup": 2, **_tree("static:2")}, PROCESSORS["all"]),
+    "merged, alike": Case(2, 3, 2, None, {"lookup": 2, **_tree("static:0;1")}, likeness=0.3),
+    "merged, hierarchy": Case(3, 3, 2, 1, {"lookup": 2, **_tree("static:0;1")}),
+    "merged, runner-ups": Case(3, 2, 3, 1, {**BOTH, "lookup": 3, "gamma": 2}),
+    "merged, two rounds": Case(3, 2, 3, 1, {"lookup": 2, **_chain(1), "rounds": 2}),
+    "merged, off and on": Case(2, 2, 4, None, {"lookup": 2, **_chain(1)}, plan=(1, 0, 1, 0)),
+    **{
+        f"merged with {name}": Case(2, 3, 3, 1, drafter=partial(_merged, kind, tree, 3))
+        for name, kind, tree in (
+            ("fixed siblings", FixedSiblings, "static:0;1;0.0"),
+            ("drawn by a table", TableDraws, "static:0;1;0.0"),
+            ("drawn below fixed", FixedThenDrawn, "static:0;0.0"),
+        )
+    },
     **{
         f"{name}, {levels} levels": Case(
             levels, 3, tokens, passes, {"runner_ups": False}, drafter=partial(kind, tree, 3)
@@ -221,6 +246,23 @@ CASES: dict[str, Case] = {
     "drawn by a table, all": Case(
         2, 4, 2, 1, {}, PROCESSORS["all"], drafter=partial(TableDraws, "static:0;1;0.0", 4)
     ),
+    # Drafters that read the target's hidden states; EAGLE-3 with a window much shorter than the prompt, and
+    # with a draft vocabulary that lacks some of the target's tokens.
+    **{
+        f"{name}, {how}": Case(levels, vocabulary, tokens, passes, options, processors, 2, plan, drafter)
+        for how, levels, vocabulary, tokens, passes, tree, options, processors, plan in (
+            ("chain", 2, 3, 2, None, "chain:2", {}, (), ()),
+            ("siblings, all", 2, 4, 2, 1, "static:0;1;0.0", {}, PROCESSORS["all"], ()),
+            ("best-first", 2, 3, 2, 1, "best-first:2,2", {}, (), ()),
+            ("hierarchy", 3, 3, 2, 1, "static:0;1", {"runner_ups": True}, (), ()),
+            ("hierarchy, two rounds", 3, 2, 3, 1, "chain:1", {"rounds": 2, "gamma": 2}, (), ()),
+            ("off and on", 2, 2, 4, None, "chain:1", {}, (), (1, 0, 1)),
+        )
+        for name, drafter in (
+            ("medusa", partial(medusa, stranger(vocabulary, 0, 2), tree, heads=2)),
+            ("eagle", partial(eagle, stranger(vocabulary, 0, 2), tree, draft_vocabulary=vocabulary - 1)),
+        )
+    },
     **{
         f"{name}, {how}": Case(levels, 4 if how == "all" else 3, 2, 1, options, processors)
         for how, processors in PROCESSORS.items()

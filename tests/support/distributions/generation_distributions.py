@@ -22,11 +22,14 @@ from triforce_tree.decoding.choice.passes import PassKind
 from triforce_tree.decoding.loop import Decoder
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.stop_criteria import Ending
-from triforce_tree.drafters.base import Drafter
+from triforce_tree.drafters.base import Drafter, ReadsTarget
+from triforce_tree.drafters.merged import Merged
+from triforce_tree.drafters.suffix_matching import SuffixMatching
 from triforce_tree.drafters.token_map import TokenMap
 from triforce_tree.drafters.tree_model import TreeDrafter
 from triforce_tree.kv.prefill import prefill
 from triforce_tree.models.hf_model import HFModel
+from triforce_tree.trees.shapes import with_chain
 from triforce_tree.verify.sampling import ProbsFromLogits
 
 Result = TypeVar("Result")
@@ -83,7 +86,15 @@ class Generations:
         config = HierarchyConfig.from_options(**{**SMALL, **options})
         self.walks = [Walk() for _ in range(batch)]
         wrapped = HFModel(target)
-        drafter = TreeDrafter(HFModel(draft), config, tokens) if isinstance(draft, PreTrainedModel) else draft
+        self.window: TreeDrafter | None = None
+        drafter = None if isinstance(draft, PreTrainedModel) else draft
+        if isinstance(draft, PreTrainedModel):
+            matched = config.matched_tokens(True)
+            config = replace(config, tree=with_chain(config.tree, matched))
+            drafter = self.window = TreeDrafter(HFModel(draft), config, tokens)
+            drafter = Merged(drafter, SuffixMatching(matched)) if matched else drafter
+        if isinstance(drafter, ReadsTarget):
+            drafter.attach(wrapped)
         if drafter is not None:
             config = replace(config, tree=drafter.tree)
         self.program = DecodingProgram(
@@ -99,12 +110,18 @@ class Generations:
             # The stages are those of a choice while decoding; the passes are given.
             self.program.config = replace(self.program.config, rounds=1)
         with wrapped.active():
-            prefill(wrapped, self.program.store, 0, self.prompt[:-1], 64, None, self.program.states)
+            features = self.program.state.features
+            prefill(
+                wrapped, self.program.store, 0, self.prompt[:-1], 64, None, self.program.states,
+                features=features,
+            )  # fmt: skip
+        for buffer in features.buffers if features is not None else ():
+            buffer[1:] = buffer[:1]
         share_first(self.program.store)
         self._states = [state[:1].clone() for state in self._recurrent()]
         self.program.update_chunk_means()
-        if isinstance(self.program.drafter, TreeDrafter):
-            _cache_windows(self.program.drafter)
+        if self.window is not None and levels > 1:
+            _cache_windows(self.window)
 
     def distribution(
         self,

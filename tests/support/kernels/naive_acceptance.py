@@ -21,10 +21,11 @@ def accept_one_tree(tokens, parents, p, q, q_rows, uniforms, exponential, depth)
             token, row = tokens[child], int(q_rows[node])
             if token in rejected:
                 continue
+            certain = row < 0 or int(q_rows[child]) == -2
             # The draft distribution without the rejected tokens.
-            draft = torch.ones_like(probs) if row < 0 else q[row].double()
+            draft = torch.ones_like(probs) if certain else q[row].double()
             draft[rejected] = 0.0
-            if row >= 0:
+            if not certain:
                 draft = draft / draft.sum()
             if not draft[token] > 0:
                 continue
@@ -32,7 +33,7 @@ def accept_one_tree(tokens, parents, p, q, q_rows, uniforms, exponential, depth)
                 path.append(child)
                 break
             rejected.append(token)
-            proposal = torch.zeros_like(probs).index_fill(0, torch.tensor(token), 1.0) if row < 0 else draft
+            proposal = torch.zeros_like(probs).index_fill(0, torch.tensor(token), 1.0) if certain else draft
             residual = probs - torch.minimum(probs, proposal)
             probs = residual / residual.sum() if residual.sum() > 0 else probs
         else:

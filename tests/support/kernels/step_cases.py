@@ -15,6 +15,7 @@ from kernels_cases import poisoned_memory
 from torch import Tensor
 
 from triforce_tree.kernels import step
+from triforce_tree.kernels.step.accept import FIXED
 from triforce_tree.kernels.step.kv_slots import quantized
 from triforce_tree.kernels.step.select import chunk_scores
 
@@ -24,12 +25,13 @@ LIKENESS = ((1.0, 0.0), (2.0, 1.0), (0.3, 10.0), (30.0, 0.2), (0.1, 20.0), (0.5,
 
 @dataclass
 class Problem:
-    """An operator's name and arguments; its results are what it returns and the arguments at ``changed``."""
+    """An operator of a ``package`` and arguments; its results: what it returns, and those at ``changed``."""
 
     op: str
     args: tuple[Any, ...]
     changed: tuple[int, ...] = ()
     compare: Callable[["Problem", list[Tensor], list[Tensor]], None] | None = None
+    package: Any = step
 
     def run(self, op: Callable[..., Any], args: tuple[Any, ...] | None = None) -> list[Tensor]:
         args = self.args if args is None else args
@@ -41,7 +43,7 @@ class Problem:
         return tuple(copy(x) if at in self.changed else x for at, x in enumerate(self.args))
 
     def expected(self) -> list[Tensor]:
-        return self.run(getattr(step, self.op).definition, self.copied())
+        return self.run(getattr(self.package, self.op).definition, self.copied())
 
     def judge(self, made: list[Tensor], exact: list[Tensor]) -> None:
         if self.compare is not None:
@@ -165,12 +167,14 @@ def means(
     dtype: torch.dtype,
     device: str,
     seed: int = 0,
+    variances: bool = False,
 ) -> Problem:
     """Keys interleaved with values in one tensor; the first and last sequences are at the two ends."""
     rng = random.Random(seed)
     places = size // chunk
     k = _randn(layers, 2, batch, heads, size, dim, dtype=dtype, device=device)[:, 0]
-    made = torch.full((layers, batch, heads, places - 1, dim), torch.nan, dtype=dtype, device=device)
+    columns = 2 * dim if variances else dim
+    made = torch.full((layers, batch, heads, places - 1, columns), torch.nan, dtype=dtype, device=device)
     first = [0] + [rng.randrange(places) for _ in range(batch - 2)] + [places - 1]
     args = (made, k, torch.tensor(first[:batch], device=device), count, chunk)
     return Problem("chunk_means", args, (0,), _close_means)
@@ -187,7 +191,9 @@ def means_int8(*args: Any, seed: int = 0) -> Problem:
 def _close_means(problem: Problem, made: list[Tensor], exact: list[Tensor]) -> None:
     # Another order of summation may differ by rounding.
     eps = torch.finfo(made[0].dtype).eps
-    torch.testing.assert_close(made[0], exact[0], rtol=2 * eps, atol=2 * eps, equal_nan=True)
+    dim = problem.args[1].shape[-1]
+    for own, other in zip(made[0].split(dim, -1), exact[0].split(dim, -1), strict=True):
+        torch.testing.assert_close(own, other, rtol=4 * eps, atol=2 * eps, equal_nan=True)
 
 
 def selection(
@@ -201,6 +207,7 @@ def selection(
     device: str,
     integers: bool = False,
     seed: int = 0,
+    variances: bool = False,
 ) -> Problem:
     """Means beyond each sequence's limit are NaN; integers give exact scores with many ties."""
     rng = random.Random(seed)
@@ -208,6 +215,8 @@ def selection(
     m = _randn(batch, heads, chunks, dim, dtype=torch.float32, device=device)
     if integers:
         q, m = q.mul_(0.6).round_(), m.round_()
+    if variances:
+        m = torch.cat([m, 20 * torch.rand_like(m)], -1)
     q, m = q.to(dtype), m.to(dtype)
     limit = [chunks] + [rng.randint(slots, chunks) for _ in range(batch - 2)] + [slots]
     for b, count in enumerate(limit[:batch]):
@@ -275,10 +284,12 @@ def acceptance(
     nan: bool = False,
     seed: int = 0,
     fixed: float = 0.0,
+    beside: float = 0.0,
 ) -> Problem:
     """A random tree drawn from q; ``sharp`` scales the logits, ``likeness`` the part that p and q share.
 
-    The children of a node are proposed deterministically with probability ``fixed``; of 1, q is empty.
+    The children of a node are proposed deterministically with probability ``fixed``; of 1, q is empty. A node
+    without later siblings that were drawn is itself proposed deterministically with probability ``beside``.
     """
     rng = random.Random(seed)
     parents = [random_parents(nodes, rng) for _ in range(batch)]
@@ -294,12 +305,38 @@ def acceptance(
         q[at[0].to(device), at[1].to(device)] = torch.nan
         rows[certain] = -1
         q = q if fixed < 1 else q[:, :0]
+    for b, above in enumerate(parents):
+        drawn_after: set[int] = set()
+        for node in reversed(range(1, nodes)):
+            if above[node] in drawn_after or rng.random() >= beside:
+                drawn_after.add(above[node])
+                continue
+            if rows[b, node] >= 0:
+                q[b, rows[b, node]] = torch.nan
+            siblings = [i for i in range(1, nodes) if above[i] == above[node]]
+            repeated = int(tokens[b, rng.choice(siblings)])  # or the node's own draw
+            tokens[b, node], rows[b, node] = rng.choice([repeated, rng.randrange(vocab)]), FIXED
     if nan:
         p[0] = torch.nan
     random_numbers = torch.rand(batch, nodes, device=device), torch.empty(batch, vocab, device=device)
     random_numbers[1].exponential_()
     tree = tokens.to(device), torch.tensor(parents, device=device)
     return Problem("accept_tree", (*tree, p, q, rows.to(device), *random_numbers, depth_of(parents)))
+
+
+def traversal(*args: Any, both: float = 0.0, **options: Any) -> Problem:
+    """``acceptance`` from the leaves on; ``both``: part of the siblings after which all are deterministic."""
+    problem = acceptance(*args, **options)
+    tokens, parents, p, q, rows, *rest = problem.args
+    if both:
+        tokens, rows = tokens.clone(), rows.clone()
+        for b, above in enumerate(parents.tolist()):
+            for node in range(2, len(above)):
+                if above[node] in above[1:node] and random.Random(f"{b} {node}").random() < both:
+                    later = [n for n in range(node, len(above)) if above[n] == above[node]]
+                    tokens[b, later] = torch.randint_like(tokens[b, later], p.shape[2])
+                    rows[b, later] = FIXED
+    return Problem("traverse_tree", (tokens, parents, p, q, rows, *rest))
 
 
 def greedy(batch: int, nodes: int, vocab: int, device: str, seed: int = 0) -> Problem:

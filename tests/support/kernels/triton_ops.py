@@ -1,11 +1,11 @@
 """Triton kernels in tests: on a GPU, else in the interpreter; tests skip where neither is available."""
 
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
-from triforce_tree.kernels import step
+from triforce_tree.kernels import step, suffix
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -32,9 +32,27 @@ def step_kernels() -> SimpleNamespace:
         kv_slots_kernels,
         place_kernels,
         select_kernels,
+        traversal_kernels,
     )
 
-    modules = (kv_slots_kernels, select_kernels, accept_kernels, grow_kernels, place_kernels)
-    return SimpleNamespace(
-        **{name: getattr(m, name) for m in modules for name in step.__all__ if name in vars(m)}
+    modules = (
+        kv_slots_kernels,
+        select_kernels,
+        accept_kernels,
+        traversal_kernels,
+        grow_kernels,
+        place_kernels,
     )
+    return _named(step.__all__, *modules)
+
+
+def suffix_kernels() -> SimpleNamespace:
+    """The Triton implementations of the operators of suffix matching, by name."""
+    require_triton()
+    from triforce_tree.kernels.suffix import graft_kernels, ngrams_kernels
+
+    return _named(suffix.__all__, graft_kernels, ngrams_kernels)
+
+
+def _named(names: list[str], *modules: ModuleType) -> SimpleNamespace:
+    return SimpleNamespace(**{name: getattr(m, name) for m in modules for name in names if name in vars(m)})

@@ -62,7 +62,7 @@ def logits_of(split: Offload, width: int = 7, family: str = "llama-gqa") -> tupl
     """Of the last ``width`` tokens, from an offloaded cache, and from one on the device."""
     target, prompt = HFModel(model(family)), PROMPTS[1]
     step = StepModel(few_row_copy(target.model))
-    cache = OffloadedCache(target, 1, 160, 0, 40, 0, 0, split)
+    cache = OffloadedCache(target, 1, 160, 0, 40, 0, 0, 0, split)
     store = KVStore(target.kv_shapes, 1, 200, target.device, target.dtype)
     with target.active():
         cache.prefill([prompt[: len(prompt) + 1 - width]], 16)

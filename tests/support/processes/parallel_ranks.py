@@ -91,6 +91,10 @@ def generations() -> dict[str, Any]:
         result[name] = generated(parallel)
         if name in ("on the device", "offloaded", "a narrower draft"):
             result[f"{name}, sampled"] = generated(parallel, do_sample=True, top_k=0, seed=7)
+    session = engine().session(PROMPT)
+    session.generate(max_new_tokens=NEW, do_sample=False)
+    out = session.generate([1, 2, 3], max_new_tokens=8, do_sample=False)
+    result["session"] = [session.tokens, out.reused_tokens]
     return result
 
 
@@ -130,6 +134,7 @@ def communication() -> dict[str, Any]:
             torch.full((2, 3), float(RANK), dtype=torch.bfloat16)
         ).tolist(),
         "sum": tensor_parallel.all_reduce(torch.full((2,), RANK + 1.0)).tolist(),
+        "agreed": distributed.agreed([5, RANK]),
         "refusal": refusal,
     }
 

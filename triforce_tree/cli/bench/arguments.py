@@ -1,4 +1,4 @@
-"""The options of ``bench text`` and ``bench needle``; nothing here imports torch, as in ``cli.arguments``."""
+"""The options of ``bench``; nothing here imports torch, as in ``cli.arguments``."""
 
 from typing import Any
 
@@ -16,13 +16,17 @@ METHODS = (
     "transformers-prompt-lookup",
 )
 
+# The names in eval.ruler.TASKS.
+TASKS = ("single", "multi-key", "multi-value", "multi-query", "variables", "common-words", "frequent-words")
+
 
 def add(commands: Any) -> None:
     """Add the command to the subparsers of the command line."""
-    bench = commands.add_parser("bench", help="Measure speed (text) or retrieval accuracy (needle).")
+    bench = commands.add_parser("bench", help="Measure speed (text) or accuracy (needle, ruler).")
     kinds = bench.add_subparsers(required=True, metavar="kind")
     _text(kinds)
     _needle(kinds)
+    _ruler(kinds)
 
 
 def _text(kinds: Any) -> None:
@@ -76,6 +80,41 @@ def _needle(kinds: Any) -> None:
         help="positions of the number: 0 is the start, 1 the end",
     )
     parser.add_argument("--trials", type=positive, default=2, help="needles for each length and depth")
+    _answers(parser, "names, numbers and positions")
+    parser.add_argument("--plot", help="image file for a heat map, such as map.png (pip install matplotlib)")
+    add_text_source(parser)
+    add_models(parser)
+    add_hierarchy(parser)
+
+
+def _ruler(kinds: Any) -> None:
+    parser = add_parser(
+        kinds,
+        "ruler",
+        "triforce_tree.cli.bench.ruler",
+        "Ask for what was planted into a long text, in seven ways (after RULER): greedy decoding, share of "
+        "the expected strings in the answer.",
+    )
+    parser.add_argument(
+        "--lengths", type=positive, nargs="+", default=[4096, 8192], metavar="N", help="tokens of each prompt"
+    )
+    parser.add_argument(
+        "--tasks",
+        nargs="+",
+        choices=TASKS,
+        default=list(TASKS),
+        metavar="NAME",
+        help="of: " + ", ".join(TASKS),
+    )
+    parser.add_argument("--trials", type=positive, default=2, help="questions for each length and task")
+    _answers(parser, "words, numbers and positions")
+    add_text_source(parser)
+    add_models(parser)
+    add_hierarchy(parser)
+
+
+def _answers(parser: Any, drawn: str) -> None:
+    """What benchmarks of accuracy share."""
     parser.add_argument(
         "--through",
         nargs="+",
@@ -83,11 +122,7 @@ def _needle(kinds: Any) -> None:
         default=["hierarchy"],
         help="decode with all levels, with the target alone, or with both",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of names, numbers and positions")
+    parser.add_argument("--seed", type=int, default=0, help=f"of {drawn}")
     parser.add_argument(
         "--out", help="JSON-lines file for the answers; an interrupted run continues with the same file"
     )
-    parser.add_argument("--plot", help="image file for a heat map, such as map.png (pip install matplotlib)")
-    add_text_source(parser)
-    add_models(parser)
-    add_hierarchy(parser)

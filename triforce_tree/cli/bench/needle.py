@@ -7,7 +7,6 @@ from typing import Any
 
 from triforce_tree.cli import options
 from triforce_tree.cli.console import Interrupt, bar, json_line, plain_table, screen
-from triforce_tree.cli.groups import ENGINE_OPTIONS, NONE
 from triforce_tree.eval import needle
 from triforce_tree.eval.results import Record, Records, check_writable, header
 
@@ -24,13 +23,8 @@ def run(args: argparse.Namespace) -> int:
         "seed": args.seed,
         "text": source,
         "target": args.target or "embedded",
-        "options": {name: getattr(args, name) for name in ENGINE_OPTIONS},
+        **options.recorded(args),
     }
-    if args.profile != NONE:
-        settings["profile"] = args.profile
-    for name in ("tokenizer", "draft_tokenizer"):
-        if getattr(args, name) is not None:
-            settings[name] = getattr(args, name)
     records = Records(args.out, settings)
     engine = options.engine_of(args)
     assert engine.tokenizer is not None

@@ -6,14 +6,18 @@ from typing import Any
 
 from triforce_tree.cli import options
 from triforce_tree.cli.console import Interrupt, bar, json_line, plain_table, screen
-from triforce_tree.cli.groups import ENGINE_OPTIONS, NONE
 from triforce_tree.eval import speed, text
 from triforce_tree.eval.baselines import usable_methods
 from triforce_tree.eval.results import Record, Records, header
+from triforce_tree.eval.texts import registry
 
 
 def run(args: argparse.Namespace) -> int:
-    source, texts = options.documents(args)
+    if args.text:
+        kind, content = options.text_source(args)
+        source = kind.name
+    else:
+        source, texts = options.documents(args)
     settings = speed.settings(
         args.context,
         args.new_tokens,
@@ -22,18 +26,17 @@ def run(args: argparse.Namespace) -> int:
         args.target or "embedded",
         args.draft or args.drafter or "default",
     )
-    settings["options"] = {name: getattr(args, name) for name in ENGINE_OPTIONS if name != "levels"}
-    if args.profile != NONE:
-        settings["profile"] = args.profile
-    for name in ("tokenizer", "draft_tokenizer"):
-        if getattr(args, name) is not None:
-            settings[name] = getattr(args, name)
+    settings |= options.recorded(args, "levels")
     records = Records(args.out, settings)
     engine = options.engine_of(args)
     assert engine.tokenizer is not None
     methods = args.methods or usable_methods(engine)
     speed.check_methods(engine, methods)
-    prompts = text.prompts(texts, engine.tokenizer, args.context, args.prompts)
+    if args.text:
+        ids = text.token_ids(engine.tokenizer, content)
+        prompts = registry.prompts(kind, ids, args.context, args.prompts)
+    else:
+        prompts = text.prompts(texts, engine.tokenizer, args.context, args.prompts)
     progress = bar("generations")
     task = progress.add_task("measuring", total=len(prompts) * len(args.temperatures) * len(methods))
 

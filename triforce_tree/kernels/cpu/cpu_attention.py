@@ -1,17 +1,11 @@
 """The C kernel for attention on the CPU (``cpu_attention.c``): supported processors, compilation, calls.
 
-It is compiled on first use with the machine's C compiler, which Triton needs as well, into
-``~/.cache/triforce-tree/kernels`` (or below ``XDG_CACHE_HOME``), once per version of source and flags.
+It is compiled on first use (:mod:`~triforce_tree.kernels.cpu.build`).
 """
 
 import ctypes
-import hashlib
 import logging
 import os
-import shlex
-import shutil
-import subprocess
-import tempfile
 from collections import deque
 from collections.abc import Sequence
 from functools import cache
@@ -21,13 +15,14 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from triforce_tree.runtime.user_folders import user_cache
+from triforce_tree.kernels.cpu.build import shared_library
 
 _LOG = logging.getLogger(__name__)
 _SOURCE = Path(__file__).with_suffix(".c")
-_HEADERS = ("cpu_shared.h", "cpu_tiles.h", "cpu_block_bf16.h", "cpu_block_fp32.h")
-_SOURCES = (_SOURCE, *map(_SOURCE.with_name, _HEADERS))
-_FLAGS = ("-O3", "-std=gnu11", "-fopenmp", "-shared", "-fPIC")
+_HEADERS = [
+    _SOURCE.with_name(name)
+    for name in ("cpu_shared.h", "cpu_tiles.h", "cpu_block_bf16.h", "cpu_block_fp32.h")
+]
 _AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "fma", "f16c")
 # CPU flags that each instruction set needs, by their names in Linux; fastest first.
 _BF16_INSTRUCTIONS = {
@@ -36,7 +31,6 @@ _BF16_INSTRUCTIONS = {
 }
 _FP32_INSTRUCTIONS = {"AVX-512": _AVX512, "AVX2": ("avx2", "fma", "f16c")}
 _INSTRUCTIONS = {torch.bfloat16: _BF16_INSTRUCTIONS | _FP32_INSTRUCTIONS, torch.float16: _FP32_INSTRUCTIONS}
-_COMPILERS = ("cc", "gcc", "clang")
 _ALIGNMENT = 64
 _MOST_DIM = 512
 _P, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
@@ -70,6 +64,11 @@ def instructions(dtype: torch.dtype = torch.bfloat16) -> tuple[str, ...]:
         # Intel's bf16 dot products are slower than fp32 (docs/offloading.md), and AMX may be denied.
         available.sort(key="AVX-512 BF16".__eq__)
     return tuple(available)
+
+
+def fp32_instructions() -> dict[str, tuple[str, ...]]:
+    """Instruction sets for products in fp32 that this processor has, fastest first, and their CPU flags."""
+    return {way: needed for way, needed in _FP32_INSTRUCTIONS.items() if _flags().issuperset(needed)}
 
 
 def supports(dim: int, dtype: torch.dtype) -> bool:
@@ -250,31 +249,4 @@ def _loaded(path: Path) -> ctypes.CDLL:
 
 
 def _built(instructions: Sequence[str], dtype: torch.dtype) -> Path:
-    # Compiler flags are Linux's names, but for the separators.
-    named = (name.replace("avx512_", "avx512").replace("amx_", "amx-") for name in instructions)
-    flags = (*_FLAGS, *(f"-m{name}" for name in named), *(("-DFP16",) if dtype == torch.float16 else ()))
-    compiler = shlex.split(os.environ.get("CC") or next(filter(shutil.which, _COMPILERS), ""))
-    if not compiler:
-        raise OSError(
-            f"the kernel needs a C compiler, and none of {', '.join(_COMPILERS)} is found; install gcc"
-        )
-    version = hashlib.sha256(
-        b"\0".join([*(f.read_bytes() for f in _SOURCES), *(word.encode() for word in (*compiler, *flags))])
-    )
-    folder = user_cache("kernels")
-    path = folder / f"{_SOURCE.stem}-{version.hexdigest()[:16]}.so"
-    if path.exists():
-        return path
-    folder.mkdir(parents=True, exist_ok=True)
-    # Moved to its final name only when complete: another process may build the same file.
-    with tempfile.TemporaryDirectory(dir=folder) as own:
-        built = Path(own) / path.name
-        command = [*compiler, *flags, str(_SOURCE), "-o", str(built), "-lm"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise OSError(
-                f"the kernel cannot be compiled: {' '.join(command)} exited with {done.returncode}: "
-                f"{done.stderr.strip()[-500:]}; use gcc 11 or clang 12 or newer (set CC to choose a compiler)"
-            )
-        built.replace(path)
-    return path
+    return shared_library(_SOURCE, _HEADERS, instructions, ("-DFP16",) if dtype == torch.float16 else ())

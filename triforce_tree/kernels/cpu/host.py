@@ -1,6 +1,7 @@
 """Tree attention on the CPU, without the log-sum-exp, which decoding there does not need.
 
-The same function as ``reference.tree_attention``, optimised: the scale is applied to the queries, the softmax
+In fp32 by the C kernel (``fp32/attention.py``), where the machine has a compiler; else by torch:
+the same function as ``reference.tree_attention``, optimised: the scale is applied to the queries, the softmax
 is one fused call, and the two products run head by head through oneDNN where torch has it. For a few query
 rows against tens of thousands of KV positions torch's default GEMM repacks the cache at each call; oneDNN
 reads it in place and takes about half the time (16 queries, 16,384 positions, 3 heads of 128).
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from triforce_tree.kernels.attention import reference
 from triforce_tree.kernels.attention.plan import FirstVisible, Plan
+from triforce_tree.kernels.cpu.fp32.attention import attention as fp32_attention
 from triforce_tree.kernels.step.kv_slots import dequantized
 
 # Below this many KV positions one batched product for all heads is faster than a call per head: it takes
@@ -50,6 +52,10 @@ def planned_attention(
     Returns:
         ``[queries, H_q, D_v]``, for the queries in ``q``.
     """
+    if scales is None:
+        out = fp32_attention(q, k, v, plan, scale, table, first, softcap, sinks)
+        if out is not None:
+            return out
     how: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks}
     outs = [
         tree_attention(*tensors, first=own, **how)[0].transpose(0, 1)

@@ -10,6 +10,7 @@ from triforce_tree.kernels.step.accept import accept_greedy, accept_tree, second
 from triforce_tree.kernels.step.grow import begin_tree, expand_nodes, place_nodes
 from triforce_tree.kernels.step.kv_slots import append_kv, chunk_means, move_kv
 from triforce_tree.kernels.step.select import select_chunks
+from triforce_tree.kernels.step.traversal import traverse_tree
 
 __all__ = [
     "accept_greedy",
@@ -22,4 +23,5 @@ __all__ = [
     "place_nodes",
     "second_choice",
     "select_chunks",
+    "traverse_tree",
 ]

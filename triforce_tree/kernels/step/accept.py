@@ -8,6 +8,9 @@ from torch import Tensor
 from triforce_tree.kernels.operators import fake, operator
 from triforce_tree.kernels.step.draws import Draws, NoiseDraws
 
+FIXED = -2
+"""The row of ``q`` of a node that was proposed deterministically, as are its children."""
+
 
 @operator("accept_greedy", triton=".accept_kernels")
 def accept_greedy(tokens: Tensor, parents: Tensor, best: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -55,17 +58,21 @@ def accept_tree(
     """Recursive rejection sampling over siblings (SpecInfer, Sequoia), for trees drawn without replacement.
 
     A child with zero draft probability (after its rejected siblings are removed) cannot have been drawn and
-    counts as absent. Children that were proposed deterministically, as by prompt lookup, have q(x) = 1: the
+    counts as absent. Children that were proposed deterministically, as by suffix matching, have q(x) = 1: the
     i-th is accepted with probability p_i(x), and its rejection leaves p_{i+1}, which is p_i without x,
     renormalised, or p_i where that leaves nothing. A token that was already rejected counts as absent. Both
-    kinds of nodes may occur in one tree.
+    kinds of nodes may occur in one tree, and a node may have both kinds of children: drawn ones, and after
+    them deterministic ones, whose own ``q_rows`` is ``FIXED``. The latter are judged by what the rejection of
+    the former left: with the residual p_i of the drawn children as the first p of the rule above. A token may
+    be proposed by both; it then counts for the drawn child alone.
 
     Args:
         tokens, parents, depth: as for ``accept_greedy``; siblings are in draw order.
         p: fp32 ``[B, N, V]``, the target's probs at each node.
         q: fp32 ``[B, M, V]``, draft probs; M may be 0 where all proposals are deterministic.
         q_rows: int64 ``[B, N]``, the row of ``q`` that a node's children were drawn from, -1 where they
-            were proposed deterministically; read for nodes with children only.
+            were proposed deterministically; read for nodes with drawn children only. ``FIXED``: as -1, and
+            the node itself was proposed deterministically too, whatever its parent's other children are.
         uniforms: fp32 ``[B, N]`` in [0, 1); node x is accepted where ``uniforms[x] < p(x) / q(x)``.
         exponential: fp32 ``[B, V]`` of Exp(1) noise; the emitted token is the argmax of the residual
             probs / exponential, the lowest id among equals. Probs that are NaN emit token 0.
@@ -88,10 +95,13 @@ def accept_drawn(
             node, accepted = path[-1], False
             target = p[b, node]
             children = [i for i in range(node + 1, len(token)) if parent[i] == node and token[i] >= 0]
-            deterministic = bool(children) and row[node] == -1
-            draft = torch.ones_like(target) if deterministic or not children else q[b, row[node]]
+            certain = torch.ones_like(target)  # without the rejected tokens
+            drawn = row[node] >= 0 and any(row[child] != FIXED for child in children)
+            draft = q[b, row[node]] if drawn else certain
             for child in children if len(path) <= depth else ():
                 x = token[child]
+                deterministic = row[node] < 0 or row[child] == FIXED
+                draft = certain if deterministic else draft
                 if not draft[x] > 0:
                     continue
                 if draws.accept(target[x] / draft[x], b, child):
@@ -99,6 +109,7 @@ def accept_drawn(
                     accepted = True
                     break
                 target, draft = refused(target, draft, x, deterministic)
+                certain = certain.index_fill(0, torch.tensor(x, device=target.device), 0.0)
         paths.append(path)
         emitted.append(max(0, int(draws.choose(target, b))))
     return _packed(paths, emitted, depth, tokens)

@@ -10,9 +10,9 @@ No residual is ever stored. Rejections of children drawn from one q leave
 
 where T_k is the sum of q without the rejected tokens, since max((p - a q)+ - b q, 0) is (p - (a + b) q)+,
 and a rejected token has probability 0 in the residual: p(x) < q(x). Children that were proposed
-deterministically leave p without the rejected tokens, and S_k is the sum of that. So a rejection costs one
-pass over the vocabulary, and where no sibling is left that pass finds the emitted token too. ``accept`` holds
-the definitions.
+deterministically leave p_k without the rejected tokens, and S_k is the sum of that; A_k stays as the drawn
+siblings before them left it. So a rejection costs one pass over the vocabulary, and where no sibling is left
+that pass finds the emitted token too. ``accept`` holds the definitions.
 """
 
 import torch
@@ -21,21 +21,23 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-from triforce_tree.kernels.step.accept import empty_results
+from triforce_tree.kernels.step.accept import FIXED, empty_results
 
 _BLOCK_V = 4096
 _NO_NODE = tl.constexpr(2**63 - 1)
+_FIXED = tl.constexpr(FIXED)
 
 
 @triton.jit
 def _scan_vocab(
-    p_ptr, q_ptr, noise_ptr, rejected_ptr, rejections, fixed, vocab, coef, emit, BLOCK: tl.constexpr
+    p_ptr, q_ptr, noise_ptr, rejected_ptr, drawn, rejections, vocab, coef, emit, BLOCK: tl.constexpr
 ):
     """One pass over the vocabulary: the sum of (p - coef q)+, the sum of q without the rejected tokens, and
     the argmax of (p - coef q)+ / exponential.
 
-    Where proposals were deterministic (``fixed``) there is no q, and the residual is p without the rejected
-    tokens. Noise is read where ``emit``, ``q`` where a token was rejected; NaN counts as 0.
+    The first ``drawn`` of the rejected tokens were drawn; the others were proposed deterministically, and the
+    residual is without them. Noise is read where ``emit``, ``q`` where a drawn token was rejected; NaN counts
+    as 0.
     """
     residual_sum = tl.zeros([BLOCK], tl.float32)
     q_sum = tl.zeros([BLOCK], tl.float32)
@@ -46,14 +48,14 @@ def _scan_vocab(
         inside = token < vocab
         p = tl.load(p_ptr + token, mask=inside, other=0.0)
         # Blocks on both sides: Triton's interpreter makes no mask of a block and a scalar.
-        q = tl.load(q_ptr + token, mask=inside & (token * 0 + tl.where(fixed, 0, rejections) > 0), other=0.0)
+        q = tl.load(q_ptr + token, mask=inside & (token * 0 + drawn > 0), other=0.0)
         exponential = tl.load(noise_ptr + token, mask=inside & (token * 0 + emit > 0), other=1.0)
         residual = p - coef * q
         residual = tl.where(residual > 0.0, residual, 0.0)
         for at in range(rejections):
             rejected = token == tl.load(rejected_ptr + at)
             q = tl.where(rejected, 0.0, q)
-            residual = tl.where(rejected & (token * 0 + fixed.to(tl.int32) > 0), 0.0, residual)
+            residual = tl.where(rejected & (token * 0 + at >= token * 0 + drawn), 0.0, residual)
         residual_sum += residual
         q_sum += q
         weight = tl.where(residual > 0.0, tl.div_rn(residual, exponential), 0.0)
@@ -73,7 +75,7 @@ def _accept_nodes_kernel(
     parents_ptr,
     p_ptr,  # fp32 [B, N, V]
     q_ptr,  # fp32 [B, M, V]
-    q_rows_ptr,  # int64 [B, N]; -1: proposed deterministically
+    q_rows_ptr,  # int64 [B, N]; -1 and -2 as in ``accept.accept_tree``
     uniforms_ptr,  # fp32 [B, N]
     noise_ptr,  # fp32 [B, V]
     tokens_b,
@@ -107,7 +109,10 @@ def _accept_nodes_kernel(
     uniform = tl.load(uniforms_ptr + sequence * uniforms_b + index, mask=real, other=1.0)
     valid = (token >= 0) & (token < vocab) & (parent >= 0) & (parent < index)
     q_row = tl.load(q_rows_ptr + parent, mask=valid, other=-1)
-    valid = valid & (q_row >= -1) & (q_row < q_count)
+    # The children of a node were drawn from one row, but for those that are deterministic.
+    own_row = tl.load(q_rows_ptr + index, mask=real, other=-1)
+    q_row = tl.where(own_row == _FIXED, -1, q_row)
+    valid = valid & (q_row >= _FIXED) & (q_row < q_count)
     p_here = tl.load(p_ptr + parent * p_n + token, mask=valid, other=0.0)
     q_here = tl.load(q_ptr + q_row * q_m + token, mask=valid & (q_row >= 0), other=1.0)
     valid = valid & (q_here > 0.0)
@@ -131,18 +136,19 @@ def _accept_nodes_kernel(
     rejected_ptr += sequence * nodes + tl.sum((valid & (parent < own_node)).to(tl.int32), 0)
     p_ptr += own_node.to(tl.int64) * p_n
     row = tl.max(tl.where(candidates, q_row, -1), 0)
-    fixed = row < 0
-    q_ptr += tl.where(fixed, 0, row) * q_m
+    q_ptr += tl.where(row < 0, 0, row) * q_m
+    # Of a deterministic child the q of its drawn siblings; 0 where there are none.
+    follows = tl.where(candidates & (q_row < 0), index * 0 + row, -1) >= 0
+    q_of_fixed = tl.load(q_ptr + token, mask=follows, other=0.0)
     noise_ptr += sequence * noise_b
     outcome = tl.full([], -1, tl.int64)
     coef = tl.full([], 0.0, tl.float32)  # A
     residual, q_left = coef + 1.0, coef + 1.0  # S, T
-    rejections = tl.full([], 0, tl.int32)
+    rejections, drawn = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
     while reached:
-        accept_prob = p_here - coef * q_here
-        accept_prob = tl.div_rn(
-            tl.div_rn(tl.where(accept_prob > 0.0, accept_prob, 0.0), residual), tl.div_rn(q_here, q_left)
-        )
+        left = p_here - coef * tl.where(q_row >= 0, q_here, q_of_fixed)
+        q_now = tl.where(q_row >= 0, tl.div_rn(q_here, q_left), 1.0)
+        accept_prob = tl.div_rn(tl.div_rn(tl.where(left > 0.0, left, 0.0), residual), q_now)
         packed = packed_index | ((uniform < accept_prob).to(tl.int64) << 32)
         first_child = tl.min(tl.where(candidates, packed, _NO_NODE), 0)
         no_child = first_child == _NO_NODE
@@ -151,6 +157,7 @@ def _accept_nodes_kernel(
             reached = own_node < 0
         else:
             rejected = first_child & 0xFFFFFFFF
+            fixed = tl.max(tl.where(index == (first_child >> 33), (q_row < 0).to(tl.int32), 0), 0) > 0
             candidates = candidates & (token != rejected)
             exhausted = tl.max(candidates.to(tl.int32), 0) == 0
             next_coef = coef
@@ -158,10 +165,11 @@ def _accept_nodes_kernel(
                 next_coef = tl.where(fixed, coef, coef + residual / q_left)
                 tl.store(rejected_ptr + rejections, rejected.to(tl.int32))
                 rejections += 1
+                drawn += tl.where(fixed, 0, 1)
             # The list is written by one thread and read by all.
             tl.debug_barrier()
             mass, q_mass, best_token = _scan_vocab(
-                p_ptr, q_ptr, noise_ptr, rejected_ptr, rejections, fixed, vocab, next_coef, exhausted, BLOCK_V
+                p_ptr, q_ptr, noise_ptr, rejected_ptr, drawn, rejections, vocab, next_coef, exhausted, BLOCK_V
             )
             # An empty residual leaves p unchanged, and the next iteration continues with it.
             coef, residual = tl.where(mass > 0.0, next_coef, coef), tl.where(mass > 0.0, mass, residual)

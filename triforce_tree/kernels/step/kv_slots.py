@@ -32,7 +32,12 @@ def dequantized(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mul(x, scale, out=torch.empty(x.shape, dtype=dtype, device=x.device))
 
 
-@operator("append_kv", writes=("k_cache", "v_cache", "k_scale", "v_scale"), triton=".kv_slots_kernels")
+@operator(
+    "append_kv",
+    writes=("k_cache", "v_cache", "k_scale", "v_scale"),
+    triton=".kv_slots_kernels",
+    cpu="..cpu.fp32.append",
+)
 def append_kv(
     k_cache: Tensor,
     v_cache: Tensor,
@@ -111,10 +116,12 @@ def chunk_means(
 ) -> None:
     """Recompute the mean keys of chunks ``first[b] ... first[b] + count - 1`` of every layer, in place.
 
+    Where ``means`` has twice as many columns as the keys, the others receive the variances of the components.
+
     Chunks that are not wholly inside S, or beyond the size of ``means``, are left alone.
 
     Args:
-        means: ``[L, B, H, C, D]``.
+        means: ``[L, B, H, C, D]`` or ``[L, B, H, C, 2 D]``.
         k: keys ``[L, B, H, S, D]``; both have any strides with the last dimension dense.
         first: int64 ``[B]``, not negative.
         count: chunks of each sequence.
@@ -130,4 +137,12 @@ def chunk_means(
             if k_scale is not None:
                 keys = keys * k_scale[:, sequence, :, slots]
             keys = keys.unflatten(2, (end - begin, chunk))
-            means[:, sequence, :, begin:end] = keys.mean(3).to(means.dtype)
+            means[:, sequence, :, begin:end] = key_moments(keys, 3, means.shape[4]).to(means.dtype)
+
+
+def key_moments(keys: Tensor, dim: int, columns: int) -> Tensor:
+    """Mean over dimension ``dim`` of ``[..., D]``, followed by the variance where ``columns`` is 2 D."""
+    mean = keys.mean(dim, dtype=torch.float32)
+    if columns == keys.shape[-1]:
+        return mean
+    return torch.cat([mean, keys.float().var(dim, unbiased=False)], -1)

@@ -145,6 +145,15 @@ def _move(base, stride, source, target, column, there):
 
 
 @triton.jit
+def _chunk_keys(chunk_start, k_s, scales, scale_s, position, inside, there):
+    """Keys ``position`` of some chunks, fp32."""
+    keys = tl.load(chunk_start + position * k_s, mask=there, other=0.0).to(tl.float32)
+    if scales is not None:
+        keys *= tl.load(scales + position * scale_s, mask=inside, other=0.0)[:, None]
+    return keys
+
+
+@triton.jit
 def _means_kernel(
     means_ptr,  # [L, B, H, C, D] with strides, changed in place
     k_ptr,  # [L, B, H, S, D] with strides
@@ -168,6 +177,7 @@ def _means_kernel(
     count,
     CHUNK: tl.constexpr,
     DIM: tl.constexpr,
+    VARIANCES: tl.constexpr,  # whether means have 2 D columns
     BLOCK_C: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -180,18 +190,23 @@ def _means_kernel(
     there = inside[:, None] & (column < DIM)
     base = k_ptr + layer * k_l + sequence * k_b + head * k_h
     chunk_start = base + chunk[:, None] * CHUNK * k_s + column
+    scales = scale_ptr
+    if scale_ptr is not None:
+        scales += layer * scale_l + sequence * scale_b + head * scale_h + chunk * CHUNK * scale_s
     total = tl.zeros([BLOCK_C, BLOCK_D], tl.float32)
     for position in tl.static_range(CHUNK):
-        keys = tl.load(chunk_start + position * k_s, mask=there, other=0.0).to(tl.float32)
-        if scale_ptr is not None:
-            slot = (
-                layer * scale_l + sequence * scale_b + head * scale_h + (chunk * CHUNK + position) * scale_s
-            )
-            keys *= tl.load(scale_ptr + slot, mask=inside, other=0.0)[:, None]
-        total += keys
-    out = means_ptr + layer * means_l + sequence * means_b + head * means_h
-    mean = (total / CHUNK).to(means_ptr.dtype.element_ty)
-    tl.store(out + chunk[:, None] * means_c + column, mean, mask=there)
+        total += _chunk_keys(chunk_start, k_s, scales, scale_s, position, inside, there)
+    mean = total / CHUNK
+    out = (
+        means_ptr + layer * means_l + sequence * means_b + head * means_h + chunk[:, None] * means_c + column
+    )
+    tl.store(out, mean.to(means_ptr.dtype.element_ty), mask=there)
+    if VARIANCES:
+        squares = tl.zeros([BLOCK_C, BLOCK_D], tl.float32)
+        for position in tl.static_range(CHUNK):
+            keys = _chunk_keys(chunk_start, k_s, scales, scale_s, position, inside, there) - mean
+            squares += keys * keys
+        tl.store(out + DIM, (squares / CHUNK).to(means_ptr.dtype.element_ty), mask=there)
 
 
 def append_kv(
@@ -260,7 +275,7 @@ def chunk_means(
     _means_kernel[(layers * batch * heads, triton.cdiv(count, block_c))](
         means, k, k_scale, first.contiguous(),
         *_strides(means), *_strides(k), *_scale_strides((k, k_scale)), batch, heads, places, count,
-        CHUNK=chunk, DIM=dim, BLOCK_C=block_c, BLOCK_D=block_d,
+        CHUNK=chunk, DIM=dim, VARIANCES=means.shape[4] > dim, BLOCK_C=block_c, BLOCK_D=block_d,
     )  # fmt: skip
 
 

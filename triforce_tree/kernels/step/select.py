@@ -5,16 +5,23 @@ from torch import Tensor
 
 from triforce_tree.kernels.operators import operator
 
+VARIANCE_WEIGHT = 0.25
+"""Factor of the variance term of a score. The logarithm of the mean of exp(q.k) over keys with a Gaussian
+distribution would have 0.5; the sum over a few keys lies below its expectation (docs/retrieval.md)."""
+
 
 def chunk_scores(q: Tensor, means: Tensor, limit: Tensor, scale: float) -> Tensor:
     """Retrieval scores of chunks for each KV head; only their order matters.
 
-    The maximum over the query heads of the group of the log-softmax over the candidates; for a group of one
-    the raw score, whose order is the same. Logarithms do not underflow as probabilities do.
+    The score of a query is ``scale * q.mean``, plus ``VARIANCE_WEIGHT * scale**2 * q**2.var`` with variances,
+    which estimates the attention that the chunk receives. A KV head takes the maximum over the query heads of
+    its group of the log-softmax over the candidates; for a group of one the raw score, whose order is the
+    same. Logarithms do not underflow as probabilities do.
 
     Args:
         q: ``[B, H_q, D]``, one query a sequence.
-        means: ``[B, H, C, D]``.
+        means: ``[B, H, C, D]``, the mean key of each chunk; or ``[B, H, C, 2 D]``, and then the variance of
+            each of its components.
         limit: int64 ``[B]``; candidates are chunks ``0 ... limit[b] - 1``.
         scale: factor on the raw scores.
 
@@ -23,7 +30,9 @@ def chunk_scores(q: Tensor, means: Tensor, limit: Tensor, scale: float) -> Tenso
     """
     batch, heads, chunks, dim = means.shape
     group = q.shape[1] // heads
-    packed = q.reshape(batch, heads, group, dim).float()
+    packed = q.reshape(batch, heads, group, -1).float()
+    if dim == 2 * packed.shape[-1]:
+        packed = torch.cat([packed, VARIANCE_WEIGHT * scale * packed.square()], -1)
     scores = (packed @ means.float().transpose(-1, -2)) * scale
     outside = torch.arange(chunks, device=q.device) >= limit[:, None]
     scores = scores.masked_fill(outside[:, None, None], -torch.inf)

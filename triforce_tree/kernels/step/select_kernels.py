@@ -12,6 +12,8 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
+from triforce_tree.kernels.step.select import VARIANCE_WEIGHT
+
 # Chunks per program of the first launch.
 _BLOCK = 64
 # Most scores that a program holds in registers; more are processed in blocks of half as many.
@@ -29,7 +31,7 @@ def _score_kernel(
     top_ptr,  # fp32 [B, H_q, blocks], largest score of a block
     mass_ptr,  # fp32 [B, H_q, blocks], sum of exp(score - largest)
     q_ptr,  # [B, H_q, D] with strides
-    means_ptr,  # [B, H, C, D] with strides
+    means_ptr,  # [B, H, C, DIM] with strides
     limit_ptr,  # int64 [B]
     q_b,
     q_h,
@@ -40,8 +42,10 @@ def _score_kernel(
     chunks,
     blocks,
     scale,
+    variance_weight,
     GROUP: tl.constexpr,
-    DIM: tl.constexpr,
+    DIM: tl.constexpr,  # D, or 2 D with variances
+    Q_DIM: tl.constexpr,  # D
     BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -57,7 +61,9 @@ def _score_kernel(
         for member in range(GROUP):
             row = pair * GROUP + member
             q_at = q_ptr + sequence * q_b + (head * GROUP + member) * q_h
-            q = tl.load(q_at + column, mask=inside, other=0.0).to(tl.float32)
+            q = tl.load(q_at + column % Q_DIM, mask=inside, other=0.0).to(tl.float32)
+            if DIM > Q_DIM:
+                q = tl.where(column < Q_DIM, q, variance_weight * scale * q * q)
             score = tl.sum(means.to(tl.float32) * q[None, :], 1) * scale
             tl.store(score_ptr + row * chunks + chunk, score, mask=real)
             if GROUP > 1:
@@ -210,6 +216,8 @@ def select_chunks(q: Tensor, means: Tensor, limit: Tensor, table: Tensor, slots:
     """See ``select.select_chunks``; the workspace holds fp32 ``[B, H_q, C]`` scores."""
     batch, heads, chunks, dim = means.shape
     q_heads = q.shape[1]
+    if dim not in (q.shape[2], 2 * q.shape[2]):
+        raise ValueError(f"means of {dim} columns do not fit queries of {q.shape[2]}; give D or 2 D")
     if q.stride(2) != 1:
         q = q.contiguous()
     if means.stride(3) != 1 or table.dtype != torch.int32 or table.shape[2] < slots:
@@ -228,8 +236,8 @@ def select_chunks(q: Tensor, means: Tensor, limit: Tensor, table: Tensor, slots:
     options = {} if knobs.runtime.interpret else {"num_warps": max(4, _BLOCK * block_d // 4096)}
     _score_kernel[(blocks, batch * heads)](
         scores, tops, masses, q, means, limit, q.stride(0), q.stride(1), *means.stride()[:3],
-        heads, chunks, blocks, scale,
-        GROUP=group, DIM=dim, BLOCK_D=block_d, BLOCK=_BLOCK, **options,
+        heads, chunks, blocks, scale, VARIANCE_WEIGHT,
+        GROUP=group, DIM=dim, Q_DIM=q.shape[2], BLOCK_D=block_d, BLOCK=_BLOCK, **options,
     )  # fmt: skip
     held = chunks <= _HELD
     block = triton.next_power_of_2(chunks) if held else _HELD // 2

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from triforce_tree.config import RetrievalConfig
 from triforce_tree.kernels import exchange, step
+from triforce_tree.kv.chunk_policy import BoundPolicy
 from triforce_tree.kv.offload.offloaded_cache import OffloadedCache
 from triforce_tree.kv.offload.offloaded_view import OffloadedView
 from triforce_tree.models.attention import AttentionParams
@@ -41,6 +42,13 @@ class GatheredRetrievalView(OffloadedView):
     ) -> None:
         super().__init__(cache, cache.store, cache.slots, queries, depths=depths)
         self.chunk, self.config = config.chunk, config
+        policy = BoundPolicy(config)
+        if policy.needs_context:
+            raise ValueError(
+                "this select_chunks needs all keys, which an offloaded cache has in host memory; give one "
+                "that works on mean keys, or offload=False"
+            )
+        self.capturable = policy.capturable
         self.slots = cache.slots // config.chunk
         self.refreshing = False
         assert cache.means is not None

@@ -64,7 +64,7 @@ class Piece:
 
 
 class HostStore:
-    """Keys and values of every layer of B sequences, written in order and never changed.
+    """Keys and values of every layer of B sequences, written in order; what a shorter prefix keeps stays.
 
     A slot is a row of the keys of all heads and then their values (``Heads.split``), so that any run of slots
     is one copy, whatever the widths of keys and values. A layer is cut
@@ -238,6 +238,15 @@ class HostStore:
             return CopyEvent(None)
         first = start + resident - first_on_host
         return self.to_host.copy(self.on_host[layer][b][first : first + size - resident], kv[resident:])
+
+    def copy_first(self, layer: int, b: int, out: Tensor) -> None:
+        """Copy the first rows to ``out`` ``[n, row]`` on the device; rows that are there already stay."""
+        self.to_host.join()
+        resident = self.on_device[layer][b][: out.shape[0]]
+        if resident.data_ptr() != out.data_ptr():
+            out[: resident.shape[0]] = resident
+        on_host = self.on_host[layer][b][: out.shape[0] - resident.shape[0]]
+        out[resident.shape[0] :].copy_(on_host, non_blocking=True)
 
     def read(self, layer: int, b: int, start: int, stop: int) -> Tensor:
         """The rows ``[stop - start, row]`` of slots ``[start, stop)``, on the device."""

@@ -8,7 +8,7 @@ lacks it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +21,7 @@ from triforce_tree.kv.offload.pinned import HostMemory
 from triforce_tree.kv.prefill import SequenceRows
 from triforce_tree.models.attention import AttentionParams
 from triforce_tree.models.hf_model import HFModel
+from triforce_tree.models.hidden_states import hidden_states
 from triforce_tree.models.step_model import decoder_layers
 from triforce_tree.runtime.stats import Progress
 
@@ -41,6 +42,9 @@ class Sink(Protocol):
 
     def buffer(self, tokens: int) -> Tensor:
         """Memory for one layer, ``[tokens, row]`` (``Heads.split``); layers without a window overwrite it."""
+
+    def restore(self, layer: int, kv: Tensor) -> None:
+        """Fill ``kv``, the buffer's beginning, with what the cache holds of ``layer``."""
 
     def chunk_done(self, layer: int, start: int, kv: Tensor) -> Callable[[], None]:
         """``kv``, the buffer from token ``start`` on, holds a chunk of ``layer``.
@@ -185,13 +189,20 @@ class _Calls:
         self.layers, self.states = layers, states
         self._calls: list[list[tuple[tuple[Any, ...], dict[str, Any]]]] = []
 
-    @contextmanager
-    def recorded(self) -> Iterator[None]:
+    def recorded(self) -> AbstractContextManager[None]:
         """Inside, layers compute nothing: they return their input, and their calls are recorded."""
+        return self._replaced(self._recorder)
+
+    def returning(self, hidden: Tensor) -> AbstractContextManager[None]:
+        """Inside, layers compute nothing, and the model goes on with ``hidden`` after the last."""
+        return self._replaced(lambda index: lambda *args, **kwargs: hidden)
+
+    @contextmanager
+    def _replaced(self, instead: Callable[[int], Callable[..., Tensor]]) -> Iterator[None]:
         forwards = [layer.__dict__.get("forward") for layer in self.layers]
         try:
             for index, layer in enumerate(self.layers):
-                layer.forward = self._recorder(index)
+                layer.forward = instead(index)
             yield
         finally:
             for layer, forward in zip(self.layers, forwards, strict=True):
@@ -210,11 +221,25 @@ class _Calls:
 
         return forward
 
-    def run(self, index: int, chunk: int) -> None:
+    def run(self, index: int, chunk: int) -> Tensor:
         """Layer ``index`` on one chunk; its output replaces its input in ``states``."""
         args, kwargs = self._calls[chunk][index]
         out = self.layers[index](self.states.take(chunk), *args, **kwargs)
-        self.states.put(chunk, out if isinstance(out, Tensor) else out[0])
+        hidden: Tensor = out if isinstance(out, Tensor) else out[0]
+        self.states.put(chunk, hidden)
+        return hidden
+
+
+def _normed(model: HFModel, calls: _Calls, tokens: list[int], cache: _LayerKV, hidden: Tensor) -> Tensor:
+    """The state after the final norm, by the model's own forward from the last layer's output on."""
+    paused = model.streamed.paused() if model.streamed is not None else nullcontext()
+    with (
+        hidden_states(model.running, calls.layers, (model.layers,)) as found,
+        calls.returning(hidden),
+        paused,
+    ):
+        model.forward(tokens, cache, last_only=True, whole=False)
+    return found[model.layers]
 
 
 @torch.no_grad()
@@ -225,6 +250,9 @@ def prefill_by_layers(
     sink: Sink,
     progress: Progress | None = None,
     states: States | None = None,
+    first: int = 0,
+    features: Sequence[int] = (),
+    keep: Callable[[int, int, Tensor], None] | None = None,
 ) -> None:
     """Compute keys and values of ``tokens`` in all layers, into ``sink``.
 
@@ -233,6 +261,9 @@ def prefill_by_layers(
         chunk: tokens at once.
         progress: called with numbers of tokens that add up to all; every layer counts alike.
         states: where hidden states are kept; by default on the device.
+        first: tokens whose keys and values ``sink`` has already; only those after them are computed.
+        features: which hidden states a drafter reads, see ``keep_hidden``.
+        keep: called with an element of ``features``, the position of a chunk, and its states ``[1, T, H]``.
     """
     if not tokens:
         return
@@ -240,7 +271,7 @@ def prefill_by_layers(
     buffer = sink.buffer(len(tokens)) if whole else None
     cache = _LayerKV(buffer, sink.rings())
     calls = _Calls(decoder_layers(model.running), states or DeviceStates())
-    starts = range(0, len(tokens), chunk)
+    starts = range(first, len(tokens), chunk)
     with calls.recorded(), model.streamed.paused() if model.streamed is not None else nullcontext():
         for start in starts:
             cache.length = start
@@ -251,13 +282,19 @@ def prefill_by_layers(
     for layer, index in enumerate(sink.host_layers):
         # A layer with a window does not write to the buffer: the next one that does waits for the copies.
         waiting, free = (free, []) if index is not None else ([], free)
+        if first and index is not None and buffer is not None:
+            sink.restore(index, buffer[:first])
         for number, start in enumerate(starts):
             if waiting:
                 waiting[number]()
             cache.length = start
             with model.attending(cache):
-                calls.run(layer, number)
+                hidden = calls.run(layer, number)
             stop = min(start + chunk, len(tokens))
+            if keep is not None and layer in features:
+                keep(layer, start, hidden)
+            if keep is not None and layer == model.layers - 1 and model.layers in features:
+                keep(model.layers, start, _normed(model, calls, tokens[start:stop], cache, hidden))
             if index is not None and buffer is not None:
                 free.append(sink.chunk_done(index, start, buffer[start:stop]))
             done += stop - start

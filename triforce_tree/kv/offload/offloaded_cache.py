@@ -13,12 +13,14 @@ All this concerns layers without a window. Layers with one keep it in a ring on 
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from math import prod
 
 import torch
 from torch import Tensor
 
 from triforce_tree.kernels.attention.plan import Heads
+from triforce_tree.kernels.step.kv_slots import key_moments
 from triforce_tree.kv.offload.host_attention import HostAttention, check_host_attention
 from triforce_tree.kv.offload.host_store import HostStore, Offload
 from triforce_tree.kv.offload.layerwise_prefill import HostStates, ReservedStates, prefill_by_layers
@@ -27,6 +29,7 @@ from triforce_tree.kv.prefill import SequenceRows
 from triforce_tree.kv.store import KVStore
 from triforce_tree.models.attention import KVShape
 from triforce_tree.models.hf_model import HFModel
+from triforce_tree.runtime.features import Features
 from triforce_tree.runtime.stats import Progress
 
 
@@ -41,6 +44,7 @@ class OffloadedCache:
         scratch_slots: slots after the committed ones that forwards may write.
         slots: KV slots for gathered chunks, in front of the window in the same memory.
         chunk: tokens of a chunk of the retrieval, whose mean keys are kept; 0 without a retrieval.
+        columns: of ``means``; see ``RetrievalConfig.columns``.
         settings: how the cache is split.
         progress: called with bytes of host memory as they are allocated.
 
@@ -51,7 +55,8 @@ class OffloadedCache:
             to.
         window: the same without the gathered chunks.
         base: int64 ``[B]``, tokens of each sequence that are in the host store.
-        means: ``[layers, B, H_kv, C, D]``, the mean key of each chunk before ``base``; None without chunks.
+        means: ``[layers, B, H_kv, C, columns]``, what is kept of the keys of each chunk before ``base``; None
+            without chunks.
         settings: as given; the CPU's shares may be changed between two passes.
         attention: on the CPU; None where the settings give it no share.
 
@@ -70,6 +75,7 @@ class OffloadedCache:
         scratch_slots: int,
         slots: int,
         chunk: int,
+        columns: int,
         settings: Offload,
         progress: Callable[[int], None] | None = None,
     ) -> None:
@@ -106,23 +112,40 @@ class OffloadedCache:
         self.means: Tensor | None = None
         if chunk:
             count = self.host.slots // chunk
-            self.means = torch.zeros(layers, batch, heads.kv, count, heads.dim, device=device, dtype=dtype)
+            self.means = torch.zeros(layers, batch, heads.kv, count, columns, device=device, dtype=dtype)
 
     def share(self, queries: int) -> float:
         """The share of the slots in host memory that the CPU attends to in a pass of ``queries`` tokens."""
         return self.settings.share(queries) if self.attention is not None else 0.0
 
-    def prefill(self, prompts: Sequence[Sequence[int]], chunk: int, progress: Progress | None = None) -> None:
-        """Store keys and values of all but the last token of each prompt."""
+    def prefill(
+        self,
+        prompts: Sequence[Sequence[int]],
+        chunk: int,
+        progress: Progress | None = None,
+        starts: Sequence[int] | None = None,
+        features: Features | None = None,
+    ) -> None:
+        """Store keys and values of all but the last token of each prompt, and their hidden states.
+
+        Args:
+            starts: tokens of each prompt that are in the cache already, and stay.
+            features: where hidden states are kept, if a drafter reads any.
+        """
+        starts = starts or [0] * len(prompts)
         self.host.ring.invalidate()
+        for b, start in enumerate(starts):
+            # The windows' memory is needed for the prefill.
+            for layer in range(self.host.layers if start > self.host.base[b] else 0):
+                self._write_window(layer, b, start - self.host.base[b])
         prefills = []
-        for b, prompt in enumerate(prompts):
+        for b, (prompt, start) in enumerate(zip(prompts, starts, strict=True)):
             tokens = list(prompt[:-1])
             self.rings.fed(b, len(tokens))
             self.lengths[b] = len(tokens)
             self.host.base[b] = self._base_after(len(tokens))
-            prefills.append(OffloadedPrefill(self, b))
-            self._prefill_one(tokens, chunk, prefills[-1], progress)
+            prefills.append(OffloadedPrefill(self, b, start))
+            self._prefill_one(b, tokens, chunk, prefills[-1], progress, features)
             # The last layer's keys and values are copied out of memory that the next prefill overwrites.
             self.host.to_host.join()
         for one in prefills:
@@ -130,19 +153,32 @@ class OffloadedCache:
         self._publish()
 
     def _prefill_one(
-        self, tokens: list[int], chunk: int, sink: "OffloadedPrefill", progress: Progress | None
+        self,
+        b: int,
+        tokens: list[int],
+        chunk: int,
+        sink: "OffloadedPrefill",
+        progress: Progress | None,
+        features: Features | None,
     ) -> None:
-        hidden = len(tokens) * self.model.model.config.get_text_config(decoder=True).hidden_size
+        first = sink.start
+        run = partial(prefill_by_layers, self.model, tokens, chunk, sink, progress, first=first)
+        if features is not None:
+            features.begin(b, first)
+            run = partial(
+                run, features=features.layers, keep=lambda i, start, h: features.feed(b, start, {i: h})
+            )
+        hidden = (len(tokens) - first) * self.model.model.config.get_text_config(decoder=True).hidden_size
         if self.host.last_resident and hidden <= self.store.memory.numel():
             reserved = ReservedStates(self.store.memory, chunk)
-            prefill_by_layers(self.model, tokens, chunk, sink, progress, reserved)
+            run(states=reserved)
             return
         if not self.settings.states_on_host:
-            prefill_by_layers(self.model, tokens, chunk, sink, progress)
+            run()
             return
-        states = HostStates(len(tokens), chunk, self.host.device)
+        states = HostStates(len(tokens) - first, chunk, self.host.device)
         try:
-            prefill_by_layers(self.model, tokens, chunk, sink, progress, states)
+            run(states=states)
         finally:
             states.close()
 
@@ -175,24 +211,26 @@ class OffloadedCache:
         base = self.host.base[b]
         left = self.lengths[b] - base - count
         for layer in range(self.host.layers):
-            windows = [t[layer, b] for t in self.window.kv]
-            evicted = torch.empty(
-                count, self.host.heads.row, device=self.host.device, dtype=self.window.dtype
-            )
-            for part, window in zip(self.host.heads.split(evicted), windows, strict=True):
-                part.copy_(window[:, :count].transpose(0, 1))
-            self.host.write(layer, b, base, evicted)
-            self.store_means(layer, b, base, evicted)
-            for window in windows:
+            self.store_means(layer, b, base, self._write_window(layer, b, count))
+            for window in (t[layer, b] for t in self.window.kv):
                 window[:, :left] = window[:, count : count + left].clone()
         self.host.base[b] = base + count
+
+    def _write_window(self, layer: int, b: int, count: int) -> Tensor:
+        """Copy the window's first ``count`` slots to the host too; return the rows."""
+        rows = torch.empty(count, self.host.heads.row, device=self.host.device, dtype=self.window.dtype)
+        for part, slots in zip(self.host.heads.split(rows), self.window.kv, strict=True):
+            part.copy_(slots[layer, b, :, :count].transpose(0, 1))
+        self.host.write(layer, b, self.host.base[b], rows)
+        return rows
 
     def store_means(self, layer: int, b: int, start: int, kv: Tensor) -> None:
         """Store the mean keys of the chunks in rows ``kv`` ``[n, row]``, which begin at slot ``start``."""
         if self.means is not None and kv.shape[0]:
-            keys = self.host.heads.split(kv)[0].unflatten(0, (-1, self.chunk)).mean(1, dtype=torch.float32)
+            keys = self.host.heads.split(kv)[0].unflatten(0, (-1, self.chunk))
+            moments = key_moments(keys, 1, self.means.shape[4])
             first = start // self.chunk
-            self.means[layer, b, :, first : first + keys.shape[0]] = keys.transpose(0, 1).to(kv.dtype)
+            self.means[layer, b, :, first : first + len(moments)] = moments.transpose(0, 1).to(kv.dtype)
 
     def set_lengths(self, lengths: Sequence[int]) -> None:
         """Shorten each sequence to its first tokens, as they were right after a prefill of that length.
@@ -255,8 +293,12 @@ class OffloadedPrefill:
     until the end; where the last layer is resident, in that layer's memory, so that its own need no copy.
     """
 
-    def __init__(self, cache: OffloadedCache, b: int) -> None:
-        self.cache, self.b = cache, b
+    def __init__(self, cache: OffloadedCache, b: int, start: int = 0) -> None:
+        self.cache, self.b, self.start = cache, b, start
+        self._last: Tensor | None = None
+        if start and cache.host.last_resident:
+            # Every layer is computed in the last one's memory.
+            self._last = cache.host.on_device[-1][b][:start].to("cpu", copy=True)
         newest = cache.lengths[b] - cache.host.base[b]
         shape = (cache.host.layers, newest, cache.host.heads.row)
         self._newest = torch.empty(shape, device=cache.host.device, dtype=cache.model.dtype)
@@ -276,6 +318,13 @@ class OffloadedPrefill:
             return self.cache.host.on_device[-1][self.b][:tokens]
         shape = (tokens, self.cache.host.heads.row)
         return self.cache.store.memory[: prod(shape)].view(shape)
+
+    def restore(self, layer: int, kv: Tensor) -> None:
+        """Fill the buffer's beginning ``kv`` with what the cache holds of a layer."""
+        if self._last is not None and layer == self.cache.host.layers - 1:
+            kv.copy_(self._last)
+        else:
+            self.cache.host.copy_first(layer, self.b, kv)
 
     def chunk_done(self, layer: int, start: int, kv: Tensor) -> Callable[[], None]:
         """Keys and values from token ``start`` on are computed; call the result before overwriting them."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.integrations.moe import (
     ExpertsInterface,
     batched_mm_experts_forward,
@@ -34,6 +35,25 @@ def grouped_products_capture(device: torch.device) -> bool:
     """Whether a CUDA graph can capture torch's grouped product of bf16 matrices on this device."""
     # torch has a kernel for these two architectures; on others it copies the group sizes to the host.
     return device.type != "cuda" or describe(device).capability[0] in (9, 10)
+
+
+def use_capturable_experts(clone: PreTrainedModel, device: torch.device) -> None:
+    """Give a clone an experts implementation that never waits for the host, unless it has one.
+
+    Grouped products read the group sizes on the host, except for bf16 on some architectures; the eager loop
+    over experts does so everywhere. Batched products gather each token's experts and never do; our own
+    neither gather nor wait, but take 16-bit weights only.
+    """
+    if not clone._can_set_experts_implementation():
+        return
+    before = getattr(clone.config.get_text_config(decoder=True), "_experts_implementation", None)
+    if device.type == "cuda" and before in ("grouped_mm", "eager"):
+        grouped = clone.dtype == torch.bfloat16 and grouped_products_capture(device)
+        few_rows = FEW_ROW_OR_GROUPED if grouped else FEW_ROW_EXPERTS
+        half = clone.dtype in (torch.bfloat16, torch.float16)
+        clone.set_experts_implementation(few_rows if half else "batched_mm")
+    elif before == "grouped_mm" and not grouped_products_capture(device):
+        clone.set_experts_implementation("batched_mm")
 
 
 def _few_row_or_grouped(module: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:

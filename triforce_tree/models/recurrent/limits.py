@@ -27,7 +27,13 @@ def within_limits(name: str, config: HierarchyConfig, draft_model: bool) -> Hier
             f"levels=3 is not possible with {name}: level 1 would need recurrent states of its own, after "
             "tokens that level 2 has not verified; use levels=2 or levels='auto'"
         )
-    if all(width == 1 for width in device_tree_shape(parse_shape(config.tree)).widths):
+    shape = device_tree_shape(parse_shape(config.tree))
+    if shape.widths and shape.chain:
+        raise ValueError(
+            f"lookup={shape.chain} adds a branch to the draft's trees, and {name} would need a recurrent "
+            "state for every branch; leave lookup out"
+        )
+    if all(width == 1 for width in shape.widths):
         return config
     if draft_model and config.tree == HierarchyConfig().tree:
         return replace(config, tree=_CHAIN)
@@ -41,7 +47,7 @@ def refuse_draft(name: str) -> NoReturn:
     """Raise UnsupportedModelError: a draft has recurrent layers."""
     raise UnsupportedModelError(
         f"{name} keeps recurrent state, and a draft sees a window of the newest tokens, which a state cannot "
-        "be cut to; use a draft without such layers, or none (prompt lookup)"
+        "be cut to; use a draft without such layers, or none (suffix matching)"
     )
 
 

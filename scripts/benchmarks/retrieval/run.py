@@ -1,0 +1,207 @@
+"""Overlap of level 1 with the target for each retrieval policy: docs/results/retrieval_policies.json.
+
+    python -m scripts.benchmarks retrieval --context 16384 --budgets 1024
+    python -m scripts.benchmarks retrieval --device cuda --context 122880 --budgets 4096 --text prose.txt
+    python -m scripts.benchmarks retrieval --gguf FOLDER/FILE.gguf --context 7400 --budgets 512 1024
+
+Overlap is the mean of sum(min(p, q)) at temperature 1 over the tokens that follow a prompt in its text, given
+to all levels: the chance that level 2 accepts a token of level 1. All policies see the same KV slots. The
+text is Python's help topics, and files of your own. Rows of other models, texts and sizes stay in the file.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.utils import logging
+
+import triforce_tree
+from scripts.benchmarks.common.command import parser
+from scripts.benchmarks.common.results import RESULTS, Record, header, write
+from scripts.benchmarks.retrieval import policies
+from scripts.benchmarks.retrieval.tables import FILE
+from triforce_tree.config import RetrievalConfig
+from triforce_tree.decoding import forced_tokens
+from triforce_tree.decoding.program import DecodingProgram
+from triforce_tree.eval import overlap, results, text
+from triforce_tree.kv.tree_attention_view import PagedRetrievalView
+from triforce_tree.verify.sampling import ProbsFromLogits
+
+# Every view's chunks divide the pages of one store.
+_PAGE = 16
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A line of the table.
+
+    Attributes:
+        name: as the table shows it.
+        select: makes the function that selects; None: the default.
+        chunk: tokens.
+        variance: see ``RetrievalConfig.key_variance``.
+        own_query: whether each token selects by its own query, and not by that of its forward's root.
+    """
+
+    name: str
+    select: Callable[..., Any] | None = None
+    chunk: int = 8
+    variance: bool = False
+    own_query: bool = False
+
+
+POLICIES = (
+    Policy("StreamingLLM", lambda received: policies.newest),
+    Policy("H2O", lambda received: policies.HeavyHitters(received, 8)),
+    Policy("TriForce: mean keys, one build", lambda received: policies.OneBuild()),
+    Policy("Quest", lambda received: policies.Bounds()),
+    Policy("mean keys"),
+    Policy("mean keys", chunk=16),
+    Policy("mean keys", chunk=4),
+    Policy("means and variances", chunk=16, variance=True),
+    Policy("means and variances", variance=True),
+    Policy("means and variances", chunk=4, variance=True),
+    Policy("Top-K of all keys", chunk=1),
+    Policy("means and variances, own query", variance=True, own_query=True),
+    Policy("Top-K of all keys, own query", chunk=1, own_query=True),
+)
+
+
+def views(
+    program: DecodingProgram, budget: int, chosen: Sequence[Policy], received: Sequence[Tensor] | None
+) -> Iterator[tuple[Policy, PagedRetrievalView]]:
+    """A view of the program's store for each policy."""
+    own = program.retrieval_view
+    assert own is not None
+    nodes = own.mask.shape[0]
+    for policy in chosen:
+        config = RetrievalConfig(
+            budget, policy.chunk, key_variance=policy.variance,
+            select_chunks=policy.select(received) if policy.select else None,
+        )  # fmt: skip
+        store = program.store.in_pages(policy.chunk)
+        view = PagedRetrievalView(store, nodes, config, program.max_draft_tokens + 1, list(range(nodes)))
+        view.update_chunk_means(torch.zeros(1, dtype=torch.int64, device=program.device), view.chunks)
+        yield policy, view
+
+
+@torch.no_grad()
+def measure(
+    engine: triforce_tree.Engine,
+    tokens: Sequence[int],
+    prompt: int,
+    budget: int,
+    chosen: Sequence[Policy],
+    received: Sequence[Tensor] | None,
+) -> list[list[float]]:
+    """For each policy, the overlap at every token after the prompt."""
+    at, to_probs = prompt, ProbsFromLogits.at(1.0)
+    options = {"levels": 3, "budget": max(budget, 2 * _PAGE + 256), "chunk": _PAGE}
+    options["budget"] = -(-options["budget"] // _PAGE) * _PAGE
+    found: list[list[float]] = [[] for _ in chosen]
+    made = engine.with_options(**options)
+    with made.program([tokens[:at]], len(tokens) - at, to_probs, 1.0) as program:
+        program.prefill([tokens[:at]], None)
+        of_policies = list(views(program, budget, chosen, received))
+        while at < len(tokens):
+            stop = min(at + program.max_draft_tokens + 1, len(tokens))
+            chain = tokens[at - 1 : stop - 1]
+            forced_tokens.offer(program, tokens[:at], chain[1:])
+            level_1 = []
+            for policy, view in of_policies:
+                count = 1 if policy.own_query else overlap.LEVEL_1_STEP
+                level_1.append(to_probs(forced_tokens.retrieval_logits(program, chain, count, view), list))
+            target = to_probs(forced_tokens.target_logits(program, chain), list)
+            for values, q in zip(found, level_1, strict=True):
+                values += torch.minimum(q, target).sum(-1).tolist()
+            root = program.state.length.clone()
+            forced_tokens.commit(program, stop - at)
+            for policy, view in of_policies:
+                view.update_chunk_means(root // policy.chunk, (stop - at) // policy.chunk + 2)
+            at = stop
+    return found
+
+
+def rows(found: Sequence[Sequence[float]], chosen: Sequence[Policy], place: Record) -> Iterator[Record]:
+    """A row for each policy: mean, its standard error, and the difference to mean keys of the same text."""
+    [base] = [f for f, p in zip(found, chosen, strict=True) if p == Policy("mean keys")]
+    for values, policy in zip(found, chosen, strict=True):
+        one, less = torch.tensor(values), torch.tensor(values) - torch.tensor(base)
+        error = len(values) ** -0.5
+        yield {
+            **place, "policy": policy.name, "chunk": policy.chunk, "own_query": policy.own_query,
+            "overlap": round(float(one.mean()), 4), "error": round(float(one.std()) * error, 4),
+            "gain": round(float(less.mean()), 4), "gain_error": round(float(less.std()) * error, 4),
+        }  # fmt: skip
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    made = parser("benchmarks retrieval", __doc__, tiny=False)
+    add = made.add_argument
+    add("--gguf", type=Path, help="a target as GGUF; without it, the embedded pair's")
+    add("--device", default="cpu", help="cpu or cuda")
+    add("--context", type=int, default=16_384, help="tokens of each prompt")
+    add("--budgets", type=int, nargs="+", default=[1024], help="tokens of the retrieval cache")
+    add("--new", type=int, default=130, help="tokens after each prompt")
+    add("--prompts", type=int, default=1, help="prompts of each text")
+    add("--text", type=Path, nargs="*", default=[], help="files of text besides Python's help topics")
+    add("--no-docs", action="store_true", help="leave out Python's help topics")
+    add("--only", nargs="*", help="names of the policies to measure; mean keys always are")
+    args = made.parse_args(words)
+    out = results.check_writable(args.out or RESULTS / FILE)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    wanted = [p for p in POLICIES if not args.only or p.name in args.only or p == Policy("mean keys")]
+    source: dict[str, Any] = {"device": args.device, "dtype": torch.float32, "profile": False}
+    if args.gguf:
+        load = partial(triforce_tree.load, args.gguf.parent, gguf_file=args.gguf.name, lookup=4, **source)
+    else:
+        load = partial(triforce_tree.load, **source)
+    engine = load()
+    model = args.gguf.stem if args.gguf else "embedded pair"
+    assert engine.tokenizer is not None
+    texts = {} if args.no_docs else {"Python's help topics": text.pydoc_text()}
+    texts |= {path.stem: text.read_text(path) for path in args.text}
+    found: dict[str, list[list[float]]] = {}
+    for name, content in texts.items():
+        ids = text.token_ids(engine.tokenizer, content[: 8 * args.prompts * (args.context + args.new)])
+        for number in range(args.prompts):
+            first = number * (len(ids) - args.context - args.new) // max(1, args.prompts - 1)
+            tokens = ids[first : first + args.context + args.new]
+            if len(tokens) < args.context + args.new:
+                made.error(f"{name}: {len(ids)} tokens are too few for a prompt of {args.context}")
+            received = None
+            if any(p.name == "H2O" for p in wanted):
+                received = policies.received_attention(engine.hierarchy.target.model, tokens[: args.context])
+            for budget in args.budgets:
+                values = measure(engine, tokens, args.context, budget, wanted, received)
+                place = {"model": model, "text": name, "context": args.context, "budget": budget}
+                old = found.setdefault(json.dumps(place), [[] for _ in wanted])
+                for all_of, new in zip(old, values, strict=True):
+                    all_of += new
+                keep(out, args.seed, [*rows(old, wanted, place)])
+
+
+def keep(out: Path, seed: int, fresh: list[Record]) -> None:
+    """Put rows into the file, in the place of older ones of the same policy, model, text and sizes."""
+    key = ("model", "context", "budget", "text", "policy", "chunk")
+    content = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"evaluated": {}, "rows": []}
+    new = {tuple(row[k] for k in key) for row in fresh}
+    others = [row for row in content["rows"] if tuple(row[k] for k in key) not in new]
+    order = {(p.name, p.chunk): i for i, p in enumerate(POLICIES)}
+    content["rows"] = sorted(
+        [*others, *fresh],
+        key=lambda row: (*(row[k] for k in key[:4]), order.get((row["policy"], row["chunk"]), 99)),
+    )
+    place = "{model}, {context} tokens, budget {budget}, {text}".format(**fresh[0])
+    content["evaluated"][place] = header(seed, "api")
+    write(out, content)
+    for row in fresh:
+        print(
+            "{policy}, chunk {chunk}, budget {budget}: {overlap:.4f} ({gain:+.4f})".format(**row), flush=True
+        )

@@ -1,0 +1,141 @@
+"""The command lines of ``any_text`` and ``never_slower``: shapes, texts, contexts, a time limit."""
+
+import argparse
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+from scripts.benchmarks.common.command import TINY_DRAFT, TINY_SHAPES, parser, results_folder
+from scripts.benchmarks.common.results import RESULTS, ResultsFile, settings_of
+from scripts.benchmarks.texts.grid import Grid, GridRun, TimeLimit, rows
+from triforce_tree.eval.texts.registry import SOURCES, MissingTextError, Texts, TextSource, named
+
+PAIR = "pair"
+SHAPES = {"7b": "llama-2-7b", "8b": "llama-3.1-8b", "13b": "llama-2-13b", PAIR: None}
+
+
+def measure(
+    words: Sequence[str] | None, name: str, doc: str | None, contexts: Sequence[int], one_a_kind: bool
+) -> int:
+    """Measure what the results file lacks; the exit code is 3 where the time limit ended it.
+
+    Args:
+        name: of the benchmark, and the beginning of its results file's name.
+        contexts: by default.
+        one_a_kind: take the first text of a kind that is here, rather than all of them.
+    """
+    made = _parser(name, doc, contexts)
+    args = made.parse_args(words)
+    device = torch.device("cuda" if torch.cuda.is_available() and not args.tiny else "cpu")
+    inflated = [shape for shape in args.shapes if shape != PAIR]
+    if device.type == "cpu" and inflated and not args.tiny:
+        made.error(f"there is no GPU here for {', '.join(inflated)}; use --shapes pair, or --tiny")
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch._dynamo.config.recompile_limit = 128
+    limit = TimeLimit(args.seconds)
+    try:
+        texts = Texts(args.texts)
+        sources, missing = chosen_sources(texts, args.kinds, one_a_kind)
+    except (ValueError, OSError) as error:
+        made.error(str(error))
+    file_name = f"{name}_{machine_of(device)}.json"
+    path = results_folder(args.out, args.tiny) / file_name
+    complete = True
+    for shape in args.shapes:
+        wide = TINY_SHAPES[SHAPES[shape] or ""] if args.tiny and shape != PAIR else SHAPES[shape]
+        grid = Grid(
+            wide, TINY_DRAFT if args.tiny else None, tuple(sources), tuple(args.contexts),
+            tuple(args.temperatures), tuple(range(args.seed, args.seed + args.seeds)), args.new_tokens,
+            args.plain_tokens, dict(args.set),
+        )  # fmt: skip
+        model = "embedded pair" if wide is None else f"{wide} inflated"
+        plan = {"shape": shape, "model": model, "options": grid.options}
+        settings = settings_of(plan, args.seed, device.type == "cpu")
+        file = ResultsFile(path, shape, settings, rows, None if args.tiny else RESULTS / file_name)
+        for text in missing:
+            file.note(text)
+        run = GridRun(grid, file, texts, device, limit, args.seed)
+        complete &= run.measure()
+        file.write()
+        for row in file.rows:
+            print(json.dumps(row))
+        if not complete:
+            run.say("the time limit ends this run; the same command goes on from here")
+            break
+    return 0 if complete else 3
+
+
+def _parser(name: str, doc: str | None, contexts: Sequence[int]) -> argparse.ArgumentParser:
+    made = parser(f"benchmarks {name}", doc)
+    add = made.add_argument
+    add("--shapes", nargs="+", choices=list(SHAPES), default=["7b", "8b"], help="models; pair: not inflated")
+    add("--contexts", type=int, nargs="+", default=list(contexts), help="prompt tokens")
+    add("--kinds", nargs="+", help="kinds of text, or texts by name; by default all")
+    add("--temperatures", type=float, nargs="+", default=[0.0, 0.6, 1.0], help="0 is greedy")
+    add("--seeds", type=int, default=2, help="how many, where tokens are drawn")
+    add("--new-tokens", type=int, default=128, help="of each text")
+    add("--plain-tokens", type=int, default=48, help="of plain decoding")
+    add("--texts", type=Path, help="file that `texts` wrote; by default what is installed")
+    add("--seconds", type=float, help="end before this many, with what is measured")
+    add(
+        "--set",
+        type=option,
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUE",
+        help="engine options",
+    )
+    return made
+
+
+def option(text: str) -> tuple[str, Any]:
+    """``budget=8192``: a number, or true, false and null in JSON; anything else is a string."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is no option; write NAME=VALUE")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+def machine_of(device: torch.device) -> str:
+    """``h200`` of an NVIDIA H200; ``cpu``."""
+    if device.type == "cpu":
+        return "cpu"
+    name = torch.cuda.get_device_name(device)
+    found = re.search(r"[A-Z]+\d+\w*", name)
+    return (found[0] if found else name.replace(" ", "_")).lower()
+
+
+def chosen_sources(
+    texts: Texts, kinds: Sequence[str] | None, one_a_kind: bool
+) -> tuple[list[TextSource], list[str]]:
+    """The texts that are wanted and here, and what is said of those that are not.
+
+    Raises:
+        ValueError: a kind is unknown, or no text is here.
+    """
+    wanted = kinds or list(dict.fromkeys(source.kind for source in SOURCES))
+    found: list[TextSource] = []
+    missing: list[str] = []
+    for kind in wanted:
+        before = len(found)
+        for source in named(kind):
+            if one_a_kind and len(found) > before:
+                break
+            try:
+                texts.read(source)
+            except MissingTextError as error:
+                missing.append(str(error))
+                continue
+            found.append(source)
+    if not found:
+        raise ValueError(f"no text is here: {missing[0]}")
+    return found, missing

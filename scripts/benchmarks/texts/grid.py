@@ -1,0 +1,325 @@
+"""One shape on a grid of texts, contexts and temperatures: our engine and plain decoding, in one process.
+
+Each text is prefilled once for its longest context; shorter contexts are beginnings of it, and every
+temperature and plain decoding start again from the same keys and values. (Prompts that copy passages are
+made for one length, and are prefilled at each.) Programs and settings are those that ``Engine.generate``
+would take for the prompt; what earlier requests taught the engine is forgotten before each measurement.
+"""
+
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+import triforce_tree
+from scripts.benchmarks.common.results import OURS, PLAIN, STATIC, Record, ResultsFile
+from scripts.benchmarks.common.timing import synchronize, timed
+from scripts.benchmarks.on_chip.transformers_static import static_decoding
+from triforce_tree import Engine
+from triforce_tree.decoding.loop import Decoder
+from triforce_tree.decoding.program import DecodingProgram
+from triforce_tree.decoding.stop_criteria import Ending
+from triforce_tree.eval.results import repeated_share
+from triforce_tree.eval.text import token_ids
+from triforce_tree.eval.texts.registry import Texts, TextSource, prompts
+from triforce_tree.loading.inflate import inflate_pair
+from triforce_tree.runtime.executor import free_memory
+from triforce_tree.trees.device_shapes import PassLimits
+from triforce_tree.verify.sampling import ProbsFromLogits
+
+# Tokens decoded before anything is timed, with drafts and without: kernels are compiled then.
+_WARM_UP, _PLAIN_WARM_UP = 8, 2
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What is measured of one shape.
+
+    Attributes:
+        shape, draft_shape: what the embedded pair is inflated to; None: the pair as it is.
+        sources: the texts.
+        contexts: prompt tokens.
+        seeds: of sampled texts; greedy ones have the first one.
+        new_tokens, plain_tokens: of each text with drafts and without.
+        options: of the engine, where they are not its defaults.
+    """
+
+    shape: str | None
+    draft_shape: str | None
+    sources: tuple[TextSource, ...]
+    contexts: tuple[int, ...]
+    temperatures: tuple[float, ...] = (0.0, 0.6, 1.0)
+    seeds: tuple[int, ...] = (0, 1)
+    new_tokens: int = 128
+    plain_tokens: int = 48
+    options: Record = field(default_factory=dict)
+
+    def keys(self, source: TextSource, context: int, temperature: float, static: bool) -> list[Record]:
+        """The measurements of one cell: ours by seed, then plain decoding."""
+        place = {
+            "text": source.name, "kind": source.kind, "context": context, "temperature": temperature,
+        }  # fmt: skip
+        seeds = self.seeds if temperature > 0 else self.seeds[:1]
+        ours = [{"method": OURS, **place, "seed": seed, "new_tokens": self.new_tokens} for seed in seeds]
+        plain = {"seed": self.seeds[0], "new_tokens": self.plain_tokens}
+        methods = [PLAIN, *([STATIC] if static and temperature == 0 else [])]
+        return ours + [{"method": method, **place, **plain} for method in methods]
+
+
+class TimeLimit:
+    """Ends a run in time: whether the longest step so far would still fit.
+
+    Args:
+        seconds: from now on; None for no limit.
+    """
+
+    def __init__(self, seconds: float | None) -> None:
+        self._start, self._seconds, self._longest = time.perf_counter(), seconds, 0.0
+        self._step = self._start
+
+    @property
+    def elapsed(self) -> float:
+        return time.perf_counter() - self._start
+
+    def reached(self) -> bool:
+        """Called before each step."""
+        now = time.perf_counter()
+        self._longest, self._step = max(self._longest, now - self._step), now
+        return self._seconds is not None and self.elapsed + self._longest > self._seconds
+
+
+class GridRun:
+    """Measures what a grid lacks.
+
+    Args:
+        grid: of one shape.
+        file: what is measured already, and where measurements go.
+        texts: where the texts are read from.
+        device: of the models; bf16 on a GPU, else fp32.
+        limit: ends the run.
+        seed: of the weights without effect.
+    """
+
+    def __init__(
+        self, grid: Grid, file: ResultsFile, texts: Texts, device: torch.device, limit: TimeLimit, seed: int
+    ) -> None:
+        self.grid, self.file, self.device, self.limit = grid, file, device, limit
+        self._texts, self._seed = texts, seed
+        self._program: DecodingProgram | None = None
+        self._fed: list[int] = []
+        self._prefill_seconds = 0.0
+        self._warm: set[tuple[int, float]] = set()
+        self._ids: tuple[str, list[int]] = ("", [])
+
+    def measure(self) -> bool:
+        """Measure what is missing, as far as the time goes; whether it was all."""
+        static = self.device.type == "cpu"
+        contexts = sorted(self.grid.contexts, reverse=True)
+        cells = [(source, context) for source in self.grid.sources for context in contexts]
+        missing = [
+            (source, context)
+            for source, context in cells
+            if any(
+                self.file.find(**key) is None
+                for t in self.grid.temperatures
+                for key in self.grid.keys(source, context, t, static)
+            )
+        ]
+        if not missing:
+            return True
+        if self.limit.reached():
+            return False
+        self.say(f"{self.grid.shape or 'embedded pair'}: loading ...")
+        engine = self._engine()
+        # Prompts of as many levels together: they share a program, which takes long to capture.
+        levels = {context: engine.hierarchy.levels(context) for context in contexts}
+        missing.sort(key=lambda cell: -levels[cell[1]])
+        try:
+            return all(self._text(engine, source, context, static) for source, context in missing)
+        finally:
+            self._program = None
+            engine.close()
+            del engine
+            free_memory()
+
+    def say(self, text: str) -> None:
+        print(f"[{self.limit.elapsed:6.1f} s] {text}", file=sys.stderr, flush=True)
+
+    def _engine(self) -> Engine:
+        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        options = self.grid.options
+        if self.grid.shape is None:
+            return triforce_tree.load(device=self.device, dtype=dtype, profile=False, **options)
+        draft_shape = self.grid.draft_shape or "llama-68m"
+        target, draft, tokenizer = inflate_pair(self.grid.shape, self.device, dtype, draft_shape, self._seed)
+        return triforce_tree.load(target, draft, tokenizer=tokenizer, profile=False, **options)
+
+    def _text(self, engine: Engine, source: TextSource, context: int, static: bool) -> bool:
+        """One text at one context; False where the time is up."""
+        if self._ids[0] != source.name:
+            self._ids = source.name, token_ids(engine.tokenizer, self._texts.read(source))
+        try:
+            [prompt] = prompts(source, self._ids[1], context)
+        except ValueError as error:
+            self.say(str(error))
+            self.file.note(str(error))
+            return True
+        for temperature in self.grid.temperatures:
+            to_probs = ProbsFromLogits.at(temperature)
+            for key in self.grid.keys(source, context, temperature, static):
+                if self.file.find(**key) is not None:
+                    continue
+                if self.limit.reached():
+                    return False
+                with engine.program([prompt], self.grid.new_tokens, to_probs, temperature) as program:
+                    self._feed(program, prompt)
+                    self._sample(engine, program, prompt, key)
+        return True
+
+    def _feed(self, program: DecodingProgram, prompt: list[int]) -> None:
+        """The prompt's keys and values, where the cache does not hold them."""
+        if self._program is program and self._fed[: len(prompt)] == prompt:
+            program.rewind([prompt])
+            # Passes after a longer prompt have gone into the mean of the chunk that this one ends in.
+            program.update_chunk_means()
+        else:
+            if self._program is not program:
+                self._warm.clear()
+            self._program, self._fed = program, []
+            _, self._prefill_seconds = timed(self.device, lambda: program.prefill([prompt]))
+            self.say(f"prefill of {len(prompt):,} tokens {self._prefill_seconds:.2f} s")
+        # What follows the prompt is about to be overwritten.
+        self._fed = list(prompt)
+
+    def _sample(self, engine: Engine, program: DecodingProgram, prompt: list[int], key: Record) -> None:
+        if key["method"] == STATIC:
+            target = engine.hierarchy.target
+            found = static_decoding(target, program.store, [prompt], key["new_tokens"], compiled=False)
+            # It has cleared all that follows the prompt.
+            self._fed = list(prompt)
+            self.add(key | {"ms_per_token": found["ms_per_token"]})
+            return
+        temperature, plain = key["temperature"], key["method"] == PLAIN
+        if (len(prompt), temperature) not in self._warm:
+            self._warm.add((len(prompt), temperature))
+            for rounds, tokens in ((None, _WARM_UP), (0, _PLAIN_WARM_UP)):
+                self.decode(program, prompt, temperature, self._seed, tokens, rounds)
+        rounds = 0 if plain else None
+        measured = self.decode(program, prompt, temperature, key["seed"], key["new_tokens"], rounds)
+        self.add(key | measured | {"prefill_seconds": self._prefill_seconds})
+
+    def decode(
+        self,
+        program: DecodingProgram,
+        prompt: list[int],
+        temperature: float,
+        seed: int,
+        new: int,
+        rounds: int | None = None,
+    ) -> Record:
+        """Decode after the prompt, which the cache holds; ``rounds`` 0 without drafts."""
+        program.learnt.clear()
+        decoder = Decoder(program, ProbsFromLogits.at(temperature), seed)
+        if rounds is not None:
+            decoder.controller.fixed = rounds
+        program.rewind([prompt])
+        synchronize(self.device)
+        tokens: list[int] = []
+        passes = plain_passes = drafted = 0
+        for [fresh] in decoder.decode([prompt], [Ending(new)]):
+            before, drafted = drafted, decoder.levels[0].forwards if program.levels > 1 else 0
+            passes += 1
+            plain_passes += drafted == before
+            tokens += fresh
+        levels = decoder.levels
+        measured: Record = {
+            "ms_per_token": 1e3 * decoder.decode_seconds / len(tokens),
+            "tokens_per_pass": len(tokens) / passes,
+            "repeated_8grams": repeated_share(tokens),
+            "tokens": tokens,
+        }
+        if rounds != 0:
+            depth = PassLimits.of(program.config, program.levels).depth
+            drafting = max(1, passes - plain_passes)
+            options = program.config.as_options()
+            names = ("gamma", "budget", "chunk") if program.levels == 3 else ()
+            measured |= {
+                "acceptance": {v.name: v.acceptance_rate for v in levels if v.acceptance_rate is not None},
+                "mean_accepted_length": {v.name: v.mean_accepted_length for v in levels[1:] if v.forwards},
+                "chosen": {
+                    "levels": program.levels,
+                    "tree": str(options["tree"]) if program.levels > 1 else None,
+                    "rounds": levels[0].forwards / max(1, depth) / drafting if program.levels > 1 else 0.0,
+                    "plain_passes": plain_passes / passes,
+                    **{name: options[name] for name in names},
+                },
+            }
+        return measured
+
+    def add(self, sample: Record) -> None:
+        self.file.add(sample)
+        names = ("text", "context", "temperature", "method", "seed", "ms_per_token", "tokens_per_pass")
+        said = (sample.get(name) for name in names)
+        self.say(", ".join(f"{v:.2f}" if isinstance(v, float) else str(v) for v in said if v is not None))
+
+
+def rows(part: str, header: Record, samples: list[Record]) -> list[Record]:
+    """A row for each text, context and temperature, with medians over seeds.
+
+    ``plain_ms_per_token`` is that of the faster of the plain methods that were measured there; ``worst`` and
+    ``best`` are the speed-ups of the slowest and the fastest of our runs.
+    """
+    found: dict[tuple[str, int, float], list[Record]] = {}
+    for s in samples:
+        if s["method"] == OURS:
+            found.setdefault((s["text"], s["context"], s["temperature"]), []).append(s)
+    made = []
+    for (text, context, temperature), ours in found.items():
+        beside = {
+            s["method"]: s["ms_per_token"]
+            for s in samples
+            if (s["text"], s["context"]) == (text, context)
+            and (s["method"] == STATIC or (s["method"] == PLAIN and s["temperature"] == temperature))
+        }
+        if PLAIN not in beside:
+            continue
+        plain = min(beside, key=lambda method: beside[method])
+        times = [s["ms_per_token"] for s in ours]
+        speed = {
+            "ms_per_token": statistics.median(times),
+            "plain_ms_per_token": beside[plain],
+            "speedup": beside[plain] / statistics.median(times),
+            "worst": beside[plain] / max(times),
+            "best": beside[plain] / min(times),
+        }
+        made.append(
+            {
+                "part": part, "machine": header["hardware"], "model": header["settings"]["model"],
+                "shape": header["settings"]["shape"], "text": text, "kind": ours[0]["kind"],
+                "context": context, "temperature": temperature, "settings": header["settings"]["options"],
+                "runs": len(ours), **{name: round(value, 4) for name, value in speed.items()}, "plain": plain,
+                **{
+                    name: round(statistics.median(s[name] for s in ours), 4)
+                    for name in ("repeated_8grams", "tokens_per_pass", "prefill_seconds")
+                },
+                **{
+                    name: _medians([s[name] for s in ours])
+                    for name in ("acceptance", "mean_accepted_length", "chosen")
+                },
+            }
+        )  # fmt: skip
+    return made
+
+
+def _medians(of: Sequence[Record]) -> Record:
+    """The medians of figures by name; of anything else the first value."""
+    names = dict.fromkeys(name for one in of for name in one)
+    values = {name: [one[name] for one in of if one.get(name) is not None] for name in names}
+    return {
+        name: round(statistics.median(held), 4) if isinstance(held[0], float) else held[0]
+        for name, held in values.items()
+        if held
+    }

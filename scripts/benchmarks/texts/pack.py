@@ -1,0 +1,45 @@
+"""Write the texts of all kinds into one compressed file, for machines without their packages.
+
+    python -m scripts.benchmarks texts                  # texts.json.xz; what is missing, and how to get it
+    python -m scripts.benchmarks any_text --texts texts.json.xz
+
+Of each text the file keeps what a prompt of 122,880 tokens needs. Their licences, which the file names, all
+permit copies. git ignores the file.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from triforce_tree.eval.text import token_ids
+from triforce_tree.eval.texts import packed
+from triforce_tree.eval.texts.registry import SOURCES, MissingTextError, Texts
+from triforce_tree.loading.checkpoints import PAIR, load_tokenizer
+
+FILE = "texts.json.xz"
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    made = argparse.ArgumentParser(
+        prog="python -m scripts.benchmarks texts", description=(__doc__ or "").partition("\n")[0]
+    )
+    made.add_argument("--out", type=Path, default=Path(FILE), help="the file to write")
+    made.add_argument("--tokens", type=int, default=packed.KEPT_TOKENS, help="most tokens of each text")
+    made.add_argument("--all", action="store_true", help="exit code 1 where a text is missing")
+    args = made.parse_args(words)
+    tokenizer, here = load_tokenizer(PAIR / "target"), Texts()
+    found: dict[str, str] = {}
+    missing = 0
+    for source in (source for source in SOURCES if source.copies is None):
+        try:
+            found[source.name] = here.read(source)
+        except MissingTextError as error:
+            missing += 1
+            print(f"missing: {error}")
+            continue
+        kept = len(token_ids(tokenizer, packed.beginning(found[source.name], tokenizer, args.tokens)))
+        print(f"{source.name:16} {source.kind:14} {kept:9,} tokens  {source.what} ({source.licence})")
+    licences = {source.name: source.licence for source in SOURCES}
+    size = packed.write(args.out, found, licences, tokenizer, args.tokens)
+    print(f"{args.out}: {len(found)} texts, {size / 1e6:.2f} MB")
+    return int(args.all and missing > 0)

@@ -1,0 +1,213 @@
+"""Tables and plots of docs/any_text.md from the results of ``any_text``, ``never_slower`` and ``trees``."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from scripts.benchmarks.common.markdown import Columns, Record, Table, file_note, grid, listing, noted
+from triforce_tree.eval.texts.registry import KINDS, SOURCES
+
+ANY_TEXT, NEVER_SLOWER, NEVER_SLOWER_CPU = (
+    "any_text_h200.json",
+    "never_slower_h200.json",
+    "never_slower_cpu.json",
+)
+COMMAND = "python -m scripts.benchmarks any_text --texts texts.json.xz"
+GRID_COMMAND = "python -m scripts.benchmarks never_slower --texts texts.json.xz"
+# Slower than this counts as slower: clocks differ by as much from run to run.
+SLOWER = 0.98
+_WHAT = {source.name: source.what for source in SOURCES}
+
+
+def _levels(row: Record) -> str:
+    """Acceptance by level, the lowest first."""
+    return ", ".join(f"{name} {value:.2f}" for name, value in row["acceptance"].items())
+
+
+ANY_TEXT_COLUMNS: Columns = {
+    "kind": "{kind}", "text": lambda row: _WHAT.get(row["text"], row["text"]), "model": "{model}",
+    "context": "{context:,}", "T": "{temperature:g}", "ms/token": "{ms_per_token:.2f}",
+    "plain": "{plain_ms_per_token:.2f}", "**speed-up**": "**{speedup:.2f}x**",
+    "slowest run": "{worst:.2f}x", "fastest run": "{best:.2f}x",
+    "repeated 8-grams": "{repeated_8grams:pct}", "tokens a pass": "{tokens_per_pass:.1f}",
+    "accepted by": _levels,
+}  # fmt: skip
+SUMMARY: Columns = {
+    "model": "{model}", "context": "{context:,}", "T": "{temperature:g}", "texts": "{texts}",
+    "lowest": "{lowest:.2f}x ({lowest_text})", "median": "**{median:.2f}x**",
+    "highest": "{highest:.2f}x ({highest_text})",
+}  # fmt: skip
+
+
+def _kind(row: Record) -> int:
+    return KINDS.index(row["kind"])
+
+
+def _sorted(content: Record) -> list[Record]:
+    """By model, temperature, then kind."""
+    return sorted(
+        content["rows"], key=lambda r: (r["model"], r["context"], r["temperature"], _kind(r), r["text"])
+    )
+
+
+def summary(content: Record) -> list[Record]:
+    """The lowest, the median and the highest speed-up over all texts."""
+    cells: dict[tuple[Any, ...], list[Record]] = {}
+    for row in _sorted(content):
+        cells.setdefault((row["model"], row["context"], row["temperature"]), []).append(row)
+    made = []
+    for (model, context, temperature), found in cells.items():
+        low, high = (choose(found, key=lambda r: r["speedup"]) for choose in (min, max))
+        made.append(
+            {
+                "model": model, "context": context, "temperature": temperature, "texts": len(found),
+                "lowest": low["speedup"], "lowest_text": low["kind"],
+                "median": statistics.median(r["speedup"] for r in found),
+                "highest": high["speedup"], "highest_text": high["kind"],
+            }
+        )  # fmt: skip
+    return made
+
+
+def by_context(content: Record) -> str | None:
+    """A line for each model, kind and temperature, a column for each context; below 0.98 in bold."""
+    if not (rows := _sorted(content)):
+        return None
+    contexts = sorted({row["context"] for row in rows})
+    lines: dict[tuple[Any, ...], dict[int, float]] = {}
+    for row in rows:
+        place = (row["model"], row["kind"], row["text"], f"{row['temperature']:g}")
+        lines.setdefault(place, {})[row["context"]] = row["speedup"]
+
+    def shown(speedup: float | None) -> str:
+        if speedup is None:
+            return ""
+        return f"**{speedup:.2f}**" if speedup < SLOWER else f"{speedup:.2f}"
+
+    cells = [
+        [model, kind, t, *(shown(found.get(n)) for n in contexts)]
+        for (model, kind, _, t), found in lines.items()
+    ]
+    slower = [row for row in rows if row["speedup"] < SLOWER]
+    least = min(row["speedup"] for row in rows)
+    note = (
+        f"Speed-up over plain decoding in the same process; of {len(rows)} cells {len(slower)} are below "
+        f"{SLOWER:g}, the lowest is {least:.2f}. "
+    )
+    headings = ["model", "kind of text", "T", *(f"{n:,}" for n in contexts)]
+    return grid(headings, cells, left=2) + "\n" + note + _origin(content) + "\n"
+
+
+def _origin(content: Record) -> str:
+    """Machine, versions and what was not measured."""
+    told = []
+    for name, part in content["parts"].items():
+        versions = part["versions"]
+        told.append(
+            f"{name}: {part['hardware']}, torch {versions['torch']}, transformers "
+            f"{versions['transformers']}, {part['date']}."
+        )
+        told += [f"Not measured in {name}: {text}." for text in part["notes"]]
+    return " ".join(dict.fromkeys(told))
+
+
+def _caption(file: str) -> Callable[[Record, Sequence[Record]], str]:
+    return lambda content, rows: f"{_origin(content)} {file_note(file, content['parts'])}"
+
+
+def _by_context(file: str) -> Callable[[Record], str | None]:
+    def make(content: Record) -> str | None:
+        found = by_context(content)
+        return found and f"{found.rstrip()} {file_note(file, content['parts'])}"
+
+    return make
+
+
+# A tree beside the chain of equal cost; see ``trees.py``.
+TREES = "trees.json"
+TREES_COLUMNS: Columns = {
+    "kind of text": "{kind}", "verified by": lambda row: row["link"].partition("-> ")[2],
+    "costs of": "{machine}", "T": "{temperature:g}",
+    "accepted at rank 1, 2, 3": lambda row: ", ".join(f"{a:.2f}" for a in row["acceptance"][:3]),
+    "best tree": "{tree[name]}", "tokens a pass": "{tree[tokens]:.2f}",
+    "chain of equal cost": "{chain[name]}", "its tokens a pass": "{chain[tokens]:.2f}",
+    "tokens, tree to chain": "**{gain:.2f}x**", "best chain": "{best_chain[name]}",
+    "speed, best tree to best chain": "**{speed_gain:.2f}x**",
+    "by depth and rank": "{speed_gain_by_depth:.2f}x",
+}  # fmt: skip
+_TREES_NOTE = (
+    "{context:,} prompt tokens, {positions} judged positions of each text; embedded pair, fp32. Costs: stage "
+    "times of `docs/results/on_chip_h200.json`; passes of `docs/results/cpu_tree_forward.json`, where a "
+    "draft step takes {draft_share:pct} of a target pass over one token, as measured with the acceptance "
+    "({hardware}). {date}. "
+)
+
+
+def _trees_note(content: Record, rows: Sequence[Record]) -> str:
+    share = content["cpu_ms"]["draft_step"] / content["cpu_ms"]["target"]
+    return noted(_TREES_NOTE, TREES)({**content, "draft_share": share}, rows)
+
+
+def _trees(content: Record) -> list[Record]:
+    return sorted(content["rows"], key=lambda r: (r["machine"], r["link"], r["temperature"], _kind(r)))
+
+
+TREES_COMMAND = "python -m scripts.benchmarks trees --texts texts.json.xz"
+TABLES = {
+    "trees": Table(TREES, listing(TREES_COLUMNS, _trees, _trees_note), TREES_COMMAND),
+    "any_text_summary": Table(ANY_TEXT, listing(SUMMARY, summary, _caption(ANY_TEXT)), COMMAND),
+    "any_text": Table(ANY_TEXT, listing(ANY_TEXT_COLUMNS, _sorted, _caption(ANY_TEXT), left=2), COMMAND),
+    "never_slower": Table(NEVER_SLOWER, _by_context(NEVER_SLOWER), GRID_COMMAND),
+    "never_slower_cpu": Table(
+        NEVER_SLOWER_CPU, _by_context(NEVER_SLOWER_CPU), f"{GRID_COMMAND} --shapes pair --contexts 1024 4096"
+    ),
+}
+
+
+def plot_texts(axis: Any, rows: list[Record]) -> None:
+    """Speed-up of each text; a bar a temperature."""
+    names = list(dict.fromkeys((r["model"], r["text"]) for r in rows))
+    temperatures = sorted({r["temperature"] for r in rows})
+    height = 0.8 / len(temperatures)
+    for index, temperature in enumerate(temperatures):
+        found = {(r["model"], r["text"]): r for r in rows if r["temperature"] == temperature}
+        places = [(at, found[name]) for at, name in enumerate(names) if name in found]
+        axis.barh(
+            [at + index * height for at, _ in places], [r["speedup"] for _, r in places], height,
+            xerr=[
+                [r["speedup"] - r["worst"] for _, r in places], [r["best"] - r["speedup"] for _, r in places]
+            ],
+            label=f"T={temperature:g}",
+        )  # fmt: skip
+    middle = height * (len(temperatures) - 1) / 2
+    axis.set_yticks(
+        [at + middle for at in range(len(names))], [", ".join(name) for name in names], fontsize=7
+    )
+    axis.invert_yaxis()
+    axis.axvline(1, color="grey", linewidth=0.8)
+    axis.set_xlabel("speed-up over plain decoding; lines: slowest and fastest run")
+    axis.legend(fontsize=7)
+
+
+def plot_contexts(axis: Any, rows: list[Record]) -> None:
+    """Speed-up over the length of the prompt, a line for each kind; of one model and temperature."""
+    model, temperature = rows[0]["model"], min(r["temperature"] for r in rows)
+    for kind in KINDS:
+        mine = [r for r in rows if (r["kind"], r["model"], r["temperature"]) == (kind, model, temperature)]
+        mine.sort(key=lambda r: r["context"])
+        if mine:
+            axis.plot([r["context"] for r in mine], [r["speedup"] for r in mine], "o-", label=kind)
+    axis.set_xscale("log", base=2)
+    ticks = sorted({r["context"] for r in rows})
+    axis.set_xticks(ticks, [f"{n / 1024:g}K" for n in ticks], fontsize=7)
+    axis.axhline(1, color="grey", linewidth=0.8)
+    axis.set_ylim(bottom=0)
+    axis.set(xlabel="prompt, tokens", ylabel="speed-up over plain decoding")
+    axis.set_title(f"{model}, T={temperature:g}", fontsize=9)
+    axis.legend(fontsize=7)
+
+
+PLOTS = {
+    "any_text": (ANY_TEXT, _sorted, (8, 1.5, 0.12), plot_texts),
+    "never_slower": (NEVER_SLOWER, _sorted, (7, 4, 0), plot_contexts),
+}

@@ -1,0 +1,106 @@
+"""Check kept prefixes and sessions where they run: bits of a cold prefill, texts, saved files, times.
+
+    python -m scripts.checks.check_sessions --prompt 60000
+    python -m scripts.checks.check_sessions --dtype float32 --prompt 20000
+    python -m scripts.checks.check_sessions --device cpu --dtype float32 --prompt 3000 --new 12
+
+Uses the embedded pair, with a cache on the device in 16 and 8 bits, and offloaded. In 32 bits sessions must
+give the text of a cold engine; in 16 bits a tie may tell them apart. Exit code 1 where anything fails; the
+last line is JSON.
+"""
+
+import sys
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from scripts.checks.report import Report, parser
+from triforce_tree import Engine, load
+from triforce_tree.eval.text import pydoc_text, token_ids
+
+CACHES: dict[str, dict[str, Any]] = {
+    "device": {},
+    "8 bits": {"kv_bits": 8},
+    "offloaded": {"offload": True},
+}
+
+
+def whole_chunks(engine: Engine, cold: Engine, text: list[int], prompt: int, new: int) -> dict[str, Any]:
+    """``generate`` keeps whole chunks, and the logits of a cold prefill."""
+    how: dict[str, Any] = {"max_new_tokens": new, "do_sample": False, "output_logits": True, "seed": 0}
+    engine.generate(text[:prompt], **how)
+    question = [*text[: prompt - 300], *text[prompt + 500 : prompt + 700]]
+    warm, other = engine.generate(question, **how), cold.generate(question, **how)
+    same = all(torch.equal(a, b) for a, b in zip(warm.logits, other.logits, strict=False))
+    tokens = warm.sequences.tolist() == other.sequences.tolist()
+    kept = int(warm.reused_tokens or 0)  # type: ignore[arg-type]
+    return {
+        "passed": tokens and same and kept > 0,
+        "kept": kept,
+        "tokens_equal": tokens,
+        "bits_equal": same,
+        "prefill_seconds": warm.prefill_seconds,
+        "cold_prefill_seconds": other.prefill_seconds,
+    }
+
+
+def session_text(engine: Engine, cold: Engine, text: list[int], prompt: int, new: int) -> dict[str, Any]:
+    """Three calls, a fork and a saved session, each against a cold engine."""
+    how: dict[str, Any] = {"max_new_tokens": new, "do_sample": False, "seed": 0}
+    session = engine.session(text[:prompt])
+    session.generate(**how)
+    seconds, equal = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        session.save(folder)
+        fork = session.fork()
+        for each, at in ((session, 0), (fork, 300), (session, 600)):
+            asked = [*each.tokens, *text[prompt + at : prompt + at + 200]]
+            out = each.generate(asked[len(each.tokens) :], **how)
+            seconds.append(out.prefill_seconds)
+            equal.append(each.tokens == cold.generate(asked, **how).sequences[0].tolist())
+        loaded = engine.load_session(folder)
+        asked = [*loaded.tokens, *text[prompt : prompt + 200]]
+        out = loaded.generate(text[prompt : prompt + 200], **how)
+        equal.append(loaded.tokens == cold.generate(asked, **how).sequences[0].tolist())
+        kept = int(out.reused_tokens or 0)  # type: ignore[arg-type]
+    exact = engine.hierarchy.target.dtype == torch.float32
+    return {
+        "passed": kept >= prompt and (all(equal) or not exact),
+        "texts_equal": equal,
+        "prefill_seconds": seconds,
+        "kept_after_load": kept,
+    }
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    made = parser(__doc__)
+    made.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="of torch")
+    made.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"), help="of models")
+    made.add_argument("--prompt", type=int, default=60_000, help="tokens of the document")
+    made.add_argument("--new", type=int, default=64, help="tokens of an answer")
+    args = made.parse_args(words)
+    report = Report()
+    dtype = getattr(torch, args.dtype)
+    # Two copies of the models: host memory holds one offloaded cache of a model at a time.
+    warm, cold = (load(device=args.device, dtype=dtype, profile=False) for _ in range(2))
+    assert warm.tokenizer is not None
+    text = token_ids(warm.tokenizer, pydoc_text())
+    for name, options in CACHES.items():
+        cold_engine = cold.with_options(prefix_cache=False, **options)
+        for check in (whole_chunks, session_text):
+            engine = warm.with_options(**options)
+            report.attempt(
+                f"{check.__name__}, {name}",
+                lambda check=check, engine=engine, cold=cold_engine: check(  # type: ignore[misc]
+                    engine, cold, text, args.prompt, args.new
+                ),
+            )
+            engine.close()
+        cold_engine.close()
+    return report.finish(device=args.device, dtype=args.dtype, rows=report.rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,222 @@
+"""Trains drafting heads for the embedded target by distillation, and measures their expected acceptance.
+
+    python -m scripts.train_pair.heads --kind medusa --data data --out medusa --minutes 4
+    python -m scripts.train_pair.heads --kind eagle --data data --out eagle --minutes 4
+
+``--data`` holds token files (``text.py``, or ``tokenizer.py``); where there are none, they are made from
+packages that are installed. Heads learn the target's own distribution at each depth, given the text:
+cross-entropy first, then also the overlap sum of min(p, q), the probability of acceptance. The folder in
+``--out`` has the published format and serves ``triforce_tree.load(drafter=...)``; it is saved every half
+minute, and ``--resume`` goes on from it. ``--minutes`` bounds training and the evaluation on Python's help
+topics; ``--engine`` then decodes with the heads. The last line of the output is one JSON object, also in
+``training.json``.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from scripts.train_pair.data import Facts, Stream
+from scripts.train_pair.heads.evaluate import by_depth, draft_overlap, engine_figures, states
+from scripts.train_pair.heads.networks import EagleHead, MedusaHeads, restore, save
+from scripts.train_pair.heads.text import TOKENIZER, prepare
+from scripts.train_pair.optim import PairOptimizer
+from triforce_tree.eval.text import pydoc_text
+from triforce_tree.loading.checkpoints import PAIR
+
+SINKS = 4
+# Tokens of a segment whose loss is left out: a window is never that empty.
+_COLD = 48
+
+
+def log(**row: object) -> None:
+    print(json.dumps(row), flush=True)
+
+
+class Training:
+    """One training within a time budget.
+
+    Args:
+        args: the command line's.
+        heads: the network.
+        target: what it learns from.
+        stream: batches of tokens.
+        deadline: ``time.monotonic()`` at which training stops.
+    """
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        heads: MedusaHeads | EagleHead,
+        target: LlamaForCausalLM,
+        stream: Stream,
+        deadline: float,
+    ) -> None:
+        self.args, self.heads, self.target, self.stream = args, heads, target, stream
+        self.deadline, self.device = deadline, target.device
+        self.optimizer = PairOptimizer(heads, args.muon_rate, args.adam_rate, args.decay)
+        self.steps = 0
+
+    def run(self) -> None:
+        began = saved = time.monotonic()
+        budget = max(1e-3, self.deadline - began)
+        while (now := time.monotonic()) < self.deadline and self.steps < self.args.steps:
+            progress = (now - began) / budget
+            context = self.args.contexts[self.steps % len(self.args.contexts)]
+            loss, overlaps = self.losses(context, progress)
+            loss.backward()
+            # The last half decays to 2 % of the peak rates.
+            decay = min(1.0, max(0.02, 2 * (1 - progress)))
+            self.optimizer.step(decay * min(1.0, (self.steps + 1) / 40))
+            if self.steps % self.args.log_every == 0:
+                if not torch.isfinite(loss):
+                    raise FloatingPointError(f"loss {loss.item()} at step {self.steps}; lower --muon-rate")
+                shown = [round(x, 3) for x in overlaps.tolist()]
+                log(step=self.steps, seconds=round(now - began, 1), context=context,
+                    loss=round(loss.item(), 4), overlap=shown)  # fmt: skip
+            self.steps += 1
+            if now - saved > 30:
+                save(self.heads, self.args.out)
+                saved = now
+
+    def losses(self, context: int, progress: float) -> tuple[Tensor, Tensor]:
+        """The loss of a batch, and the overlap of each depth."""
+        args, heads, segment = self.args, self.heads, min(self.args.segment, context - SINKS)
+        rows = max(1, args.tokens // context)
+        tokens = self.stream.batch(rows, context, 0.15, 1.0)[0]
+        with torch.no_grad():
+            found = states(self.target, tokens, heads.features)
+        final = found[self.target.config.num_hidden_layers]
+        count = max(1, args.segments // rows)
+        starts = torch.randint(SINKS, context - segment + 1, (rows, count), device=self.device)
+        at = starts[..., None] + torch.arange(segment, device=self.device)
+        at = torch.cat([torch.arange(SINKS, device=self.device).expand(rows, count, SINKS), at], -1)
+        index = at.flatten(0, 1)  # [rows * count, SINKS + segment]
+        row = torch.arange(rows, device=self.device).repeat_interleave(count)[:, None]
+        cold = SINKS + min(_COLD, segment // 4)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+            made = heads(tokens[row, index], [found[layer][row, index] for layer in heads.features])
+            losses, overlaps = [], []
+            direct = min(1.0, max(0.0, 2 * progress - 0.5))
+            for depth, x in enumerate(made):
+                kept = slice(cold, index.shape[1] - heads.depths)
+                # Position i predicts token i + depth + 2, the target from position i + depth + 1.
+                right = final[row, (index + depth + 1).clamp_max(context - 1)][:, kept]
+                entropy, overlap = self.compare(x[:, kept], right)
+                losses.append((entropy + direct * (1 - overlap)) * args.depth_weight**depth)
+                overlaps.append(overlap.detach())
+        return torch.stack(losses).sum(), torch.stack(overlaps)
+
+    def compare(self, made: Tensor, final: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean cross-entropy against the target's distribution and mean overlap, of states ``[N, T, H]``."""
+        head = self.target.lm_head.weight
+        log_q = F.linear(made, head.to(made.dtype)).float().log_softmax(-1)
+        with torch.no_grad():
+            p = F.linear(final, head).float().softmax(-1)
+        return -(p * log_q).sum(-1).mean(), torch.minimum(p, log_q.exp()).sum(-1).mean()
+
+
+def measured(
+    args: argparse.Namespace, heads: MedusaHeads | EagleHead, target: LlamaForCausalLM
+) -> dict[str, Any]:
+    """Expected acceptance by depth on Python's help topics, which no data of the training holds."""
+    ids = Tokenizer.from_file(str(TOKENIZER)).encode(pydoc_text()).ids
+    text, found = torch.tensor(ids), dict[str, Any]()
+    for context in args.evaluate:
+        window = min(args.window, context - SINKS - 2)
+        found[f"{args.kind}_overlap_{context}"] = by_depth(
+            heads, target, text, context, args.windows, args.new, SINKS, window
+        )
+        found[f"draft_overlap_{context}"] = draft_overlap(target, text, context, args.windows, args.new)
+        log(**found)
+    return found
+
+
+def write(out: Path, result: dict[str, Any]) -> None:
+    (out / "training.json").write_text(json.dumps(result))
+    log(**result)
+
+
+def arguments(words: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.train_pair.heads",
+        description=(__doc__ or "").partition("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--kind", choices=("medusa", "eagle"), required=True, help="what to train")
+    add("--data", type=Path, default=Path("heads_data"), help="token files; made where there are none")
+    add("--out", type=Path, required=True, help="folder of the heads")
+    add("--minutes", type=float, default=4.0, help="for everything but the making of --data")
+    add("--steps", type=int, default=10**9, help="most steps")
+    add("--depths", type=int, default=0, help="heads, or unrolled steps; 0: 4 heads, 5 steps")
+    add("--layers", type=int, default=1, help="residual blocks of a Medusa head")
+    add("--mlp", type=int, default=768, help="width of the EAGLE layer's MLP")
+    add("--window", type=int, default=512, help="pairs of the drafter's cache in the evaluation")
+    add("--contexts", type=int, nargs="+", default=[4096, 4096, 16384, 65536], help="taken in turn")
+    add("--tokens", type=int, default=65536, help="that the target reads in a step")
+    add("--segments", type=int, default=64, help="parts of these that the heads learn from")
+    add("--segment", type=int, default=640, help="tokens of such a part")
+    add("--muon-rate", type=float, default=0.01, help="peak learning rate of matrices")
+    add("--adam-rate", type=float, default=2e-3, help="of vectors")
+    add("--decay", type=float, default=0.02, help="weight decay of matrices")
+    add("--depth-weight", type=float, default=0.9, help="of the loss, for each depth more")
+    add("--evaluate", type=int, nargs="+", default=[2048, 65536], help="contexts of the evaluation")
+    add("--windows", type=int, default=8, help="of the held-out text, for each")
+    add("--new", type=int, default=256, help="positions of each")
+    add("--log-every", type=int, default=50, help="steps")
+    add("--engine", action="store_true", help="also decode after the first of --evaluate, in fp32")
+    add("--resume", action="store_true", help="go on from the heads in --out")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
+    add("--seed", type=int, default=0, help="of all draws")
+    return parser.parse_args(words)
+
+
+def main(words: list[str] | None = None) -> None:
+    args = arguments(words)
+    torch.manual_seed(args.seed)
+    if not list(args.data.glob("*.npy")):
+        log(data=str(args.data), tokens=prepare(args.data, 4.0))
+    began, device = time.monotonic(), torch.device(args.device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    target = LlamaForCausalLM.from_pretrained(PAIR / "target", dtype=dtype).to(device).eval()
+    target.requires_grad_(False)
+    heads: MedusaHeads | EagleHead
+    if args.kind == "medusa":
+        heads = MedusaHeads(target, args.depths or 4, args.layers)
+    else:
+        heads = EagleHead(target, args.depths or 5, args.mlp, SINKS)
+    resumed = args.resume and restore(heads, args.out)
+    heads.to(device)
+    stream = Stream(args.data, Facts(Tokenizer.from_file(str(TOKENIZER))), device, args.seed)
+    parameters = sum(p.numel() for p in heads.parameters())
+    log(what=args.kind, parameters=parameters, corpus_tokens=len(stream.tokens), resumed=bool(resumed))
+    # A fifth is left for the evaluation, a minute at most.
+    whole = 60 * args.minutes
+    training = Training(args, heads, target, stream, began + whole - min(60.0, whole / 5))
+    training.run()
+    stored = save(heads, args.out)
+    # The figures are those of the weights as they are saved.
+    restore(heads, args.out)
+    result = {
+        "kind": args.kind, "steps": training.steps, "train_seconds": round(time.monotonic() - began, 1),
+        "bytes": stored, "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+    }  # fmt: skip
+    result |= measured(args, heads, target)
+    result["seconds"] = round(time.monotonic() - began, 1)
+    write(args.out, result)
+    if args.engine:
+        ids = Tokenizer.from_file(str(TOKENIZER)).encode(pydoc_text()).ids
+        write(args.out, result | engine_figures(args.out, ids, args.evaluate[0], args.new, device.type))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""Medusa heads: their distributions, formats and trees, and errors."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from families import greedy, prompt_of, tiny
+from head_folders import medusa_folder
+from torch import Tensor
+
+import triforce_tree
+from triforce_tree.drafters.base import TokenTree
+from triforce_tree.drafters.heads.files import read_weights
+from triforce_tree.drafters.heads.medusa import FILES, Medusa, medusa_tree
+from triforce_tree.runtime.sequence_state import SequenceState
+from triforce_tree.verify.probs import Sampler
+
+TARGET = tiny("llama-gqa")
+PROMPTS = [prompt_of(length) for length in (41, 60)]
+NEW = 16
+EXPECTED = [greedy(TARGET, prompt, NEW) for prompt in PROMPTS]
+# Level 1 sees everything, so that its hidden states are those of plain forwards.
+WHOLE = {"gamma": 5, "budget": 256, "chunk": 32, "recent": 64}
+
+
+def reference(folder: Path, hidden: Tensor, head: int, layers: int) -> Tensor:
+    """Logits of one head as the paper defines it."""
+    weights = read_weights(folder, FILES)
+    for layer in range(layers):
+        linear = F.linear(
+            hidden, weights[f"{head}.{layer}.linear.weight"], weights[f"{head}.{layer}.linear.bias"]
+        )
+        hidden = hidden + F.silu(linear)
+    last = weights.get(f"{head}.{layers}.weight")
+    return TARGET.lm_head(hidden) if last is None else F.linear(hidden, last)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("levels", "layers", "tied"), [(2, 1, False), (3, 2, False), (2, 2, True)])
+def test_children_follow_the_heads(levels: int, layers: int, tied: bool, tmp_path: Path) -> None:
+    """Of the state after the final norm at the position before the root; the text is the target's own."""
+    folder = medusa_folder(tmp_path, TARGET, 3, layers, tied)
+    drafter = Medusa(folder, [[0], [0, 0], [1], [0, 0, 0], [1, 0]])
+    trees = 0
+    propose = drafter.propose
+
+    def checked(state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:
+        nonlocal trees
+        propose(state, tree, sampler)
+        for b in range(state.batch):
+            tokens = state.sequence(b)
+            hidden = TARGET.model(torch.tensor([tokens[:-1]])).last_hidden_state[0, -1]
+            for node, depth in enumerate(tree.depths.tolist()[: tree.probs.shape[1]]):
+                expected = reference(folder, hidden, depth, layers).softmax(-1)
+                torch.testing.assert_close(tree.probs[b, node], expected, rtol=1e-3, atol=1e-5)
+                children = [i for i, p in enumerate(tree.parents[b].tolist()) if p == node]
+                best = expected.topk(len(children)).indices.tolist()
+                assert tree.tokens[b, children].tolist() == best
+        trees += 1
+
+    drafter.propose = checked  # type: ignore[method-assign]
+    engine = triforce_tree.load(TARGET, drafter=drafter, levels=levels, rounds=2, **WHOLE)
+    out = engine.generate(PROMPTS, max_new_tokens=NEW, do_sample=False)
+    assert [row[-NEW:] for row in out.sequences.tolist()] == EXPECTED
+    assert out.levels[0].name == "medusa"
+    assert trees > 4
+
+
+@pytest.mark.parametrize("written", [{"pickled": True}, {"prefix": "medusa_head."}, {}])
+def test_published_formats(written: dict[str, object], tmp_path: Path) -> None:
+    folder = medusa_folder(tmp_path, TARGET, **written)  # type: ignore[arg-type]
+    engine = triforce_tree.load(TARGET, drafter=str(folder), tree="static:0.0;1", levels=2)
+    drafter = engine.hierarchy.own_drafter
+    assert isinstance(drafter, Medusa)
+    assert drafter.features == (TARGET.config.num_hidden_layers,)
+    plain = Medusa(medusa_folder(tmp_path / "plain", TARGET), "static:0.0;1")
+    plain.attach(engine.hierarchy.target)
+    hidden = torch.randn(2, TARGET.config.hidden_size)
+    torch.testing.assert_close(drafter.logits(hidden), plain.logits(hidden))
+    out = engine.generate(PROMPTS[0], max_new_tokens=NEW, do_sample=False)
+    assert out.sequences[0].tolist() == [*PROMPTS[0], *EXPECTED[0]]
+
+
+def test_the_published_tree() -> None:
+    assert medusa_tree(4).size == medusa_tree(5).size == 63
+    assert medusa_tree(3).size == 61
+    counts = medusa_tree(4).counts
+    assert counts[()] == counts[0,] == counts[0, 0] == 10
+    assert counts[1,] == 7
+    assert counts[0, 0, 0] == 2
+
+
+def test_no_code_of_a_pickle_is_run(tmp_path: Path) -> None:
+    class Harmful:
+        def __reduce__(self) -> object:
+            return (Path.touch, (tmp_path / "ran",))
+
+    torch.save({"0.0.linear.weight": Harmful()}, tmp_path / "medusa_lm_head.pt")
+    with pytest.raises(ValueError, match=r"medusa_lm_head.pt cannot be read as weights .*; copy or download"):
+        Medusa(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+OTHER = tiny("llama-gqa", hidden_size=48, num_attention_heads=4)
+WIDER = tiny("llama-gqa", vocab_size=80)
+
+
+def test_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"holds neither Medusa heads .* nor an EAGLE-3 head"):
+        triforce_tree.load(TARGET, drafter=tmp_path)
+    folder = medusa_folder(tmp_path / "heads", TARGET)
+    for target, what in (
+        (OTHER, r"0.0.linear.weight in .* is \[32, 32\], and for this target it must be \[48, 48\]"),
+        (WIDER, r"0.1.weight in .* is \[64, 32\], and for this target it must be \[80, 32\]"),
+    ):
+        with pytest.raises(ValueError, match=what):
+            triforce_tree.load(target, drafter=folder)
+    with pytest.raises(ValueError, match=r"the tree has 4 depths, and .* has 3 Medusa heads"):
+        triforce_tree.load(TARGET, drafter=folder, tree="chain:4")
+    with pytest.raises(ValueError, match="uses no draft model, and one was given"):
+        triforce_tree.load(TARGET, TARGET, drafter=folder)
+    with pytest.raises(ValueError, match=r"lookup=3 is the number .* the heads in .* propose here"):
+        triforce_tree.load(TARGET, drafter=folder, lookup=3)
+    (folder / "config.json").write_text(json.dumps({"medusa_num_heads": 5}))
+    with pytest.raises(ValueError, match=r"medusa_num_heads=5 in .* must be 1 to 3, as its weights are"):
+        Medusa(folder)
+    (folder / "medusa_lm_head.safetensors").write_bytes(b"not tensors")
+    with pytest.raises(ValueError, match="cannot be read as weights"):
+        Medusa(folder)

@@ -1,0 +1,195 @@
+"""Suffix matching as a drafter, alone and merged into other trees; its search: ``tests/kernels/suffix``."""
+
+import random
+from functools import partial
+
+import pytest
+import torch
+from families import greedy, perturbed, tiny
+from own_drafters import FixedSiblings, TableDraws
+
+import triforce_tree
+from triforce_tree.drafters.base import Drafter, TokenTree
+from triforce_tree.drafters.merged import Merged
+from triforce_tree.drafters.suffix_matching import SuffixMatching
+from triforce_tree.kernels.step.accept import FIXED
+from triforce_tree.runtime.sequence_state import SequenceState
+from triforce_tree.trees.device_shapes import device_tree_shape
+from triforce_tree.trees.shapes import parse_shape
+from triforce_tree.verify.noise import Noise
+from triforce_tree.verify.probs import DeviceProbs, Sampler
+from triforce_tree.verify.sampling import ProbsFromLogits
+
+CPU = torch.device("cpu")
+CAPACITY = 300
+
+
+class Proposing:
+    """Sequences that are proposed for, with committed tokens and a provisional chain."""
+
+    def __init__(self, drafter: Drafter, prompts: list[list[int]], vocabulary: int = 0) -> None:
+        self.drafter, self.sequences = drafter, [list(prompt) for prompt in prompts]
+        batch = len(prompts)
+        self.state = SequenceState(batch, CAPACITY, 4, 4, 0, CPU)
+        # Tokens after the end of a sequence are left over from earlier passes.
+        self.state.tokens.random_(3)
+        to_probs = DeviceProbs(ProbsFromLogits(), CPU, Noise)
+        self.tree = TokenTree.of(device_tree_shape(parse_shape(drafter.tree)), batch, vocabulary, CPU)
+        nodes = self.tree.probs.shape[1]
+        self.sampler = Sampler(to_probs, to_probs.noise(batch, nodes, vocabulary))
+        self.write([[] for _ in prompts])
+        drafter.bind(self.state)
+        drafter.start(prompts)
+
+    def write(self, chains: list[list[int]]) -> None:
+        for b, (sequence, chain) in enumerate(zip(self.sequences, chains, strict=True)):
+            row = torch.tensor([*sequence, *chain])
+            self.state.tokens[b, : len(row)] = row
+            self.state.length[b], self.state.chain[b] = len(sequence) - 1, len(chain)
+
+    def propose(self, chains: list[list[int]] | None = None) -> list[list[int]]:
+        """What is proposed in a line; of a chain the tokens that are used."""
+        chains = chains or [[] for _ in self.sequences]
+        self.write(chains)
+        self.drafter.prepare(self.sequences, resumed=False)
+        self.drafter.propose(self.state, self.tree, self.sampler)
+        roots = [[*sequence, *chain][-1] for sequence, chain in zip(self.sequences, chains, strict=True)]
+        assert self.tree.tokens[:, 0].tolist() == roots
+        return [[token for token in row if token >= 0] for row in self.tree.tokens[:, 1:].tolist()]
+
+    def commit(self, *tokens: list[int]) -> None:
+        for sequence, more in zip(self.sequences, tokens, strict=True):
+            sequence += more
+
+
+def text(count: int, seed: int = 0, least: int = 100) -> list[int]:
+    """Tokens without a repetition."""
+    return random.Random(seed).sample(range(least, least + 10 * count), count)
+
+
+def test_a_text_without_repetition_gets_no_proposal() -> None:
+    assert Proposing(SuffixMatching(4), [text(50), [5]]).propose() == [[], []]
+
+
+def test_longer_matches_get_longer_proposals() -> None:
+    passage = text(80)
+    lengths = []
+    for matched in (1, 2, 4, 8, 20, 40, 70):
+        prompt = [1, *passage, 2, *passage[80 - 10 - matched : 70]]
+        [proposed] = Proposing(SuffixMatching(30), [prompt]).propose()
+        assert proposed == [*passage[70:], 2, *prompt[82:]][: len(proposed)]
+        lengths.append(len(proposed))
+    assert lengths[0] == 0, "a single token is no match"
+    assert lengths == sorted(lengths)
+    assert lengths[1] >= 1
+    assert lengths[4] >= 12
+    assert lengths[-1] == 30
+
+
+def test_the_index_follows_committed_tokens_and_not_the_chain() -> None:
+    """Tokens that passes commit are found, a few at a time or many, and those of a dropped chain are not."""
+    passage = text(40)
+    run = Proposing(SuffixMatching(8), [[*text(20, 1, 9000)], text(20, 2, 9000)])
+    assert run.propose() == [[], []]
+    for first in range(0, 36, 3):
+        run.commit(passage[first : first + 3], [])
+        run.propose([[7, 8], []])
+    # More at once than a pass commits: decoded without the drafter.
+    run.commit([1, *text(30, 3, 20_000), 7], passage[:35])
+    assert run.propose([[], passage[:4]]) == [[], passage[4 : 4 + len(run.propose([[], passage[:4]])[1])]]
+    run.commit([], [])
+    # 7, 8 was never committed.
+    assert run.propose([[8], []])[0] == []
+    run.commit(passage[:12], [])
+    assert run.propose()[0][:5] == passage[12:17]
+
+
+def test_a_new_start_forgets_the_last_sequences() -> None:
+    passage = text(40)
+    run = Proposing(SuffixMatching(8), [passage])
+    run.sequences = [[1, *passage[5:15]]]
+    run.write([[]])
+    run.drafter.start(run.sequences)
+    assert run.propose() == [[]]
+
+
+def test_proposals_that_do_not_follow_become_shorter() -> None:
+    """The acceptance of a class of matches is estimated while decoding, per sequence."""
+    rng = random.Random(0)
+    passage = text(60)
+    run = Proposing(SuffixMatching(8), [passage, passage])
+    lengths = []
+    for _ in range(12):
+        start = rng.randrange(40)
+        run.commit([rng.randrange(50), *passage[start : start + 8]], [99, *passage[start : start + 8]])
+        made = run.propose()
+        lengths.append([len(proposed) for proposed in made])
+        # In the first sequence nothing of it follows, in the second all of it.
+        run.commit([50 + rng.randrange(40)], made[1])
+    assert lengths[0][0] == lengths[0][1] > 4
+    assert lengths[-1][0] <= 2
+    assert lengths[-1][1] == 8
+
+
+def test_a_merged_tree_is_that_of_its_drafter_where_nothing_matches() -> None:
+    alone = Proposing(TableDraws("static:0;1;0.0", 5), [[0, 1, 2, 3, 4]], vocabulary=5)
+    merged = Proposing(
+        Merged(TableDraws("static:0;1;0.0", 5), SuffixMatching(6)), [[0, 1, 2, 3, 4]], vocabulary=5
+    )
+    alone.sampler.noise.exponential.copy_(merged.sampler.noise.exponential.exponential_())
+    assert merged.propose() == alone.propose()
+    assert merged.tree.used_nodes == alone.tree.nodes == 4
+    for name in ("parents", "mask_words", "probs_rows"):
+        torch.testing.assert_close(getattr(merged.tree, name)[:, :4], getattr(alone.tree, name))
+    torch.testing.assert_close(merged.tree.probs, alone.tree.probs)
+    assert merged.tree.probs_rows[:, 4:].eq(FIXED).all()
+
+
+def test_a_merged_chain_shares_the_nodes_of_the_tree() -> None:
+    """The children of token t in this tree are 2 t + 0 and 2 t + 1, modulo 100."""
+    fixed = FixedSiblings("static:0;1;0.0", 100)
+    prompt = [3, 10, 20, 40, 77, 78, 79, 10, 50, 51, 3, 10]
+    run = Proposing(Merged(fixed, SuffixMatching(6)), [prompt])
+    run.propose()
+    tokens, parents = run.tree.tokens[0].tolist(), run.tree.parents[0].tolist()
+    assert tokens[:4] == [10, 20, 21, 40]
+    # 20 and 40 are nodes of the tree, and the chain goes on below them.
+    assert tokens[4:6] == [-1, -1]
+    [*chain] = [token for token in tokens[6:] if token >= 0]
+    assert chain == [77, 78, 79, 10][: len(chain)]
+    assert not chain or parents[6] == 3
+
+
+TARGET = tiny("llama-gqa", vocab_size=16)
+SMALL = {"gamma": 5, "lookup": 4, "budget": 24, "chunk": 4, "recent": 8}
+PHRASE = [3, 9, 1, 4, 12, 7]
+ENGINES = {
+    "alone": partial(triforce_tree.load, TARGET, drafter="lookup"),
+    "with a draft": partial(
+        triforce_tree.load, TARGET, perturbed(TARGET, 0.1), tree="best-first:2,2", window=16
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("rounds", [1, 2, None])
+@pytest.mark.parametrize("levels", [2, 3])
+def test_greedy_tokens_equal_the_targets(levels: int, rounds: int | None, name: str) -> None:
+    engine = ENGINES[name](levels=levels, rounds=rounds, **SMALL)
+    prompts = [(PHRASE * 9)[:length] for length in (50, 37, 41)]
+    out = engine.generate(prompts, max_new_tokens=40, do_sample=False)
+    width = out.sequences.shape[1]
+    for prompt, row in zip(prompts, out.sequences.tolist(), strict=True):
+        assert row[width - 40 :] == greedy(TARGET, prompt, 40)
+    assert out.levels[0].name == ("draft" if name != "alone" else "lookup")
+    if rounds is not None:
+        # The greedy output of so small a model soon repeats itself.
+        assert out.levels[-1].accepted > 20
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_many_tokens_are_committed_in_a_pass_where_the_text_copies(name: str) -> None:
+    engine = ENGINES[name](levels=2, rounds=1, **SMALL | {"lookup": 15})
+    loop = greedy(TARGET, PHRASE, 200)
+    out = engine.generate([[*PHRASE, *loop]], max_new_tokens=96, do_sample=False)
+    assert out.levels[-1].forwards <= 96 / 12

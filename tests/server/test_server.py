@@ -1,0 +1,223 @@
+"""The server, asked by OpenAI's own client over HTTP."""
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from urllib.request import urlopen
+
+import openai
+import pytest
+import uvicorn
+
+import triforce_tree
+from triforce_tree.engine import Engine
+from triforce_tree.server.app import Served, create_app
+from triforce_tree.server.scheduler import Limits
+
+KEY, NAME = "sk-test", "pair"
+PROMPT = "The import statement is used to bring a module into"
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+LIMITS = Limits(waiting=4, batch=3, new_tokens=500)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    made = triforce_tree.load(device="cpu", levels=2, profile=False)
+    assert made.tokenizer is not None
+    made.tokenizer.chat_template = TEMPLATE
+    return made
+
+
+@pytest.fixture(scope="module")
+def url(engine: Engine) -> Iterator[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        server = uvicorn.Server(
+            uvicorn.Config(create_app(engine, Served(NAME, KEY, LIMITS)), log_level="error")
+        )
+        thread = threading.Thread(target=lambda: server.run(sockets=[free]))
+        thread.start()
+        while not server.started:
+            time.sleep(0.01)
+        yield f"http://127.0.0.1:{free.getsockname()[1]}"
+        server.should_exit = True
+        thread.join()
+
+
+@pytest.fixture
+def client(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
+
+
+def expected(engine: Engine, prompt: str, tokens: int) -> str:
+    return str(engine.generate(prompt, max_new_tokens=tokens, do_sample=False).text)
+
+
+def metric(url: str, name: str) -> float:
+    text = urlopen(f"{url}/metrics").read().decode()
+    values = [
+        line.rpartition(" ")[2] for line in text.splitlines() if line.startswith(f"triforce_tree_{name}")
+    ]
+    return sum(map(float, values))
+
+
+def test_completions_are_the_targets_text(client: openai.OpenAI, engine: Engine) -> None:
+    answer = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=24, temperature=0)
+    [choice] = answer.choices
+    assert choice.text == expected(engine, PROMPT, 24)
+    assert choice.finish_reason == "length"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 24
+    assert answer.usage.prompt_tokens == len(engine.tokenizer(PROMPT)["input_ids"])
+    details = answer.usage.completion_tokens_details
+    assert details is not None
+    assert details.accepted_prediction_tokens is not None
+    assert 0 <= details.accepted_prediction_tokens < 24
+
+
+def test_streams_are_the_same_text(client: openai.OpenAI, engine: Engine) -> None:
+    stream = client.completions.create(
+        model=NAME, prompt=PROMPT, max_tokens=24, temperature=0, stream=True,
+        stream_options={"include_usage": True},
+    )  # fmt: skip
+    chunks = list(stream)
+    texts = [choice.text for chunk in chunks for choice in chunk.choices]
+    assert "".join(texts) == expected(engine, PROMPT, 24)
+    assert sum(map(bool, texts)) > 2
+    assert [c.finish_reason for chunk in chunks for c in chunk.choices if c.finish_reason] == ["length"]
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 24
+
+
+def test_chats_take_the_template(client: openai.OpenAI, engine: Engine) -> None:
+    messages = [{"role": "user", "content": PROMPT}]
+    prompt = f"user: {PROMPT}\nassistant:"
+    answer = client.chat.completions.create(model=NAME, messages=messages, max_tokens=16, temperature=0)
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.choices[0].message.content == expected(engine, prompt, 16)
+    chunks = client.chat.completions.create(
+        model=NAME, messages=messages, max_completion_tokens=16, temperature=0, stream=True
+    )
+    texts = [chunk.choices[0].delta.content or "" for chunk in chunks]
+    assert "".join(texts) == answer.choices[0].message.content
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_strings_are_not_part_of_the_text(client: openai.OpenAI, engine: Engine, stream: bool) -> None:
+    whole = expected(engine, PROMPT, 60)
+    stop = whole[20:26]  # in the middle of words
+    given = {"model": NAME, "prompt": PROMPT, "max_tokens": 60, "temperature": 0, "stop": [stop, "\0never"]}
+    answer = client.completions.create(**given, stream=stream)
+    choices = [choice for chunk in (answer if stream else [answer]) for choice in chunk.choices]
+    assert "".join(choice.text for choice in choices) == whole[: whole.index(stop)]
+    assert choices[-1].finish_reason == "stop"
+
+
+def test_seeds_repeat_and_choices_differ(client: openai.OpenAI) -> None:
+    def texts(**more: object) -> list[str]:
+        answer = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=16, **more)
+        return [choice.text for choice in answer.choices]
+
+    once = texts(seed=5, n=3)
+    assert once == texts(seed=5, n=3)
+    assert len(set(once)) == 3
+    assert len(set(texts(n=3))) == 3
+
+
+def test_logprobs_are_the_targets(client: openai.OpenAI, engine: Engine) -> None:
+    answer = client.chat.completions.create(
+        model=NAME, messages=[{"role": "user", "content": PROMPT}], max_tokens=6, temperature=0,
+        logprobs=True, top_logprobs=3,
+    )  # fmt: skip
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    assert len(logprobs.content) == 6
+    for entry in logprobs.content:
+        assert len(entry.top_logprobs) == 3
+        # Greedy: the chosen token is the most probable one.
+        assert entry.top_logprobs[0].token == entry.token
+        assert entry.top_logprobs[0].logprob == pytest.approx(entry.logprob, abs=1e-4)
+    plain = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=6, temperature=0, logprobs=2)
+    assert plain.choices[0].logprobs is not None
+    assert len(plain.choices[0].logprobs.token_logprobs) == 6
+
+
+def test_prompts_of_a_list_come_back_in_order(client: openai.OpenAI, engine: Engine) -> None:
+    prompts = [PROMPT, "A list comprehension", "Class definitions, like"]
+    answer = client.completions.create(model=NAME, prompt=prompts, max_tokens=10, temperature=0)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert [choice.text for choice in answer.choices] == [expected(engine, p, 10) for p in prompts]
+
+
+@pytest.mark.parametrize(
+    "change, status, said",
+    [
+        ({"model": "other"}, 404, "'other' is not served here; use 'pair'"),
+        ({"temperature": -1}, 400, "temperature"),
+        ({"max_tokens": 501}, 400, "501 new tokens are more than the 500"),
+        ({"prompt": ""}, 400, "empty"),
+        ({"extra_body": {"logit_bias": {"5": 1}}}, 400, "logit_bias is not supported"),
+        ({"extra_body": {"frequency_penalty": 0.5}}, 400, "frequency_penalty is not supported"),
+        ({"stream": True, "logprobs": 1}, 400, "leave out stream or logprobs"),
+        ({"prompt": ["a"] * 5}, 429, "at most 4 requests wait"),
+    ],
+    ids=lambda value: None if isinstance(value, (dict, int)) else str(value)[:20],
+)
+def test_refusals(client: openai.OpenAI, change: dict[str, object], status: int, said: str) -> None:
+    with pytest.raises(openai.APIStatusError) as raised:
+        client.completions.create(**{"model": NAME, "prompt": PROMPT, "max_tokens": 4, **change})
+    assert raised.value.status_code == status
+    assert said in raised.value.message
+
+
+def test_a_wrong_key_is_refused(url: str) -> None:
+    with pytest.raises(openai.AuthenticationError, match="wrong or missing API key"):
+        openai.OpenAI(base_url=f"{url}/v1", api_key="other", max_retries=0).models.list()
+
+
+def test_the_model_is_listed_and_healthy(client: openai.OpenAI, url: str) -> None:
+    assert [model.id for model in client.models.list()] == [NAME]
+    assert urlopen(f"{url}/health").status == 200
+
+
+def test_requests_that_wait_together_are_one_batch(
+    client: openai.OpenAI, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    generate = engine.generate
+
+    def counted(prompts: list[list[int]], **how: object) -> object:
+        sizes.append(len(prompts))
+        return generate(prompts, **how)
+
+    monkeypatch.setattr(engine, "generate", counted)
+    texts = {n: expected(SimpleNamespace(generate=generate), PROMPT, n) for n in (40, 12)}
+
+    def ask(tokens: int) -> str:
+        answer = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=tokens, temperature=0)
+        return answer.choices[0].text
+
+    with ThreadPoolExecutor(5) as pool:
+        first = pool.submit(ask, 40)
+        while not sizes:
+            time.sleep(0.005)
+        others = [pool.submit(ask, 12) for _ in range(3)]
+        assert first.result() == texts[40]
+        assert [other.result() for other in others] == [texts[12]] * 3
+    assert sizes[0] == 1
+    assert sum(sizes) == 4
+    assert max(sizes) > 1
+
+
+def test_a_client_that_leaves_ends_its_text(client: openai.OpenAI, url: str) -> None:
+    before, cancelled = metric(url, "new_tokens_total"), metric(url, 'sequences_total{outcome="cancelled"}')
+    stream = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=500, temperature=0, stream=True)
+    next(iter(stream))
+    stream.close()
+    while metric(url, 'sequences_total{outcome="cancelled"}') == cancelled or metric(url, "running"):
+        time.sleep(0.01)
+    assert metric(url, "new_tokens_total") - before < 500

@@ -1,0 +1,274 @@
+"""Sessions: fork, trim, what may be asked, messages, memory in reserve; saved ones."""
+
+import json
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from api_cases import characters
+from families import perturbed, prompt_of, tiny
+from program_cases import SMALL
+from recurrent_families import recurrent
+from safetensors.torch import load_file
+
+import triforce_tree
+from triforce_tree import Engine
+from triforce_tree.kv import store as store_module
+from triforce_tree.sessions import saved
+
+PROMPT = prompt_of(150)
+NINE: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False}
+TEMPLATE = (
+    "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}. {% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+
+
+@pytest.fixture(autouse=True)
+def _small_rings(monkeypatch: pytest.MonkeyPatch, poisoned_empty: None) -> None:
+    monkeypatch.setattr(store_module, "RING_PAGE", 8)
+    monkeypatch.setattr(saved, "_BLOCK_UNITS", 2)
+
+
+@cache
+def made(family: str, **options: Any) -> Engine:
+    if family == "lfm2":
+        return triforce_tree.load(recurrent(family), profile=False, levels=1, prefill_chunk=16)
+    target = tiny(family)
+    tokenizer = characters()
+    tokenizer.chat_template = TEMPLATE
+    own = {**SMALL, "window": 40, **options}
+    return triforce_tree.load(target, perturbed(target, 0.05), tokenizer=tokenizer, profile=False, **own)
+
+
+def engine(**options: Any) -> Engine:
+    return made("llama-gqa").with_options(**options)
+
+
+def cold(prompt: list[int], family: str = "llama-gqa") -> list[int]:
+    return made(family).with_options(prefix_cache=False).generate(prompt, **NINE).sequences[0].tolist()
+
+
+def test_forks_go_on_by_themselves() -> None:
+    session = engine().session(PROMPT)
+    session.generate(**NINE)
+    other = session.fork()
+    tokens = list(session.tokens)
+    session.generate([1, 2, 3], **NINE)
+    out = other.generate([4, 5], **NINE)
+    assert out.reused_tokens >= len(tokens) - 1, "what they have in common"
+    assert other.tokens == cold([*tokens, 4, 5])
+    assert session.tokens == cold([*tokens, 1, 2, 3])
+    asked = [*session.tokens, 6]
+    out = session.generate([6], **NINE)
+    assert out.reused_tokens >= len(tokens) - 1
+    assert session.tokens == cold(asked)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "lfm2"])
+def test_forks_of_windows_and_states(family: str) -> None:
+    """They go on from the end of the prompt that they have in common, which is copied."""
+    session = made(family).with_options().session(PROMPT)
+    session.generate(**NINE)
+    other = session.fork()
+    tokens = list(session.tokens)
+    session.generate(prompt_of(60), **NINE)
+    for each, question in ((other, [4, 5]), (session.fork(), [6]), (other.fork(), [7])):
+        asked = [*each.tokens, *question]
+        assert each.generate(question, **NINE).reused_tokens >= 149
+        assert each.tokens == cold(asked, family)
+    session.trim(len(tokens) - 9)
+    assert session.generate(**NINE).reused_tokens == 149
+    assert session.tokens == tokens
+
+
+def test_trimmed_tokens_are_forgotten() -> None:
+    session = engine().session(PROMPT)
+    session.generate(**NINE)
+    session.trim(101)
+    assert session.tokens == PROMPT[:101]
+    out = session.generate([7, 7, 7], **NINE)
+    assert out.reused_tokens == 101
+    assert session.tokens == cold([*PROMPT[:101], 7, 7, 7])
+    session.trim(len(session.tokens) - 4)
+    asked = list(session.tokens)
+    assert session.generate(**NINE).reused_tokens == len(asked) - 1, "nothing to prefill"
+    assert session.tokens == cold(asked)
+    for wrong in (-1, len(session.tokens) + 1):
+        with pytest.raises(ValueError, match=f"length={wrong} must lie between 0 and the"):
+            session.trim(wrong)
+
+
+def test_memory_in_reserve_is_taken_at_once() -> None:
+    own = engine()
+    session = own.session(PROMPT, reserve=1500)
+    session.generate(**NINE)
+    program = own.hierarchy._program[1]
+    assert 150 + 1500 <= program.max_seq_len <= 2048
+    session.generate(prompt_of(1200), **NINE)
+    assert own.hierarchy._program[1] is program
+
+
+def test_prefill_before_the_first_question() -> None:
+    session = engine().session(PROMPT)
+    counted: list[int] = []
+    assert session.prefill(counted.append) == 0
+    assert sum(counted) == 149
+    assert session.prefill() == 149
+    assert session.generate([3], **NINE).reused_tokens == 149
+    assert session.tokens == cold([*PROMPT, 3])
+
+
+def test_text_and_its_continuation() -> None:
+    session = engine().session("A text that goes on for a while. ")
+    out = session.generate("And on. ", **NINE)
+    assert (
+        session.tokens[:-9]
+        == made("llama-gqa").tokenizer("A text that goes on for a while. And on. ")["input_ids"]
+    )
+    assert out.new_tokens == 9
+    assert session.messages is None
+
+
+def test_a_conversation() -> None:
+    """Each call renders all messages; what the template has written before is kept."""
+    own = engine()
+    tokenizer = own.tokenizer
+    session = own.session([{"role": "system", "content": "Be brief. " * 12}])
+    assert session.tokens == []
+    first = session.generate("Who is it", **NINE)
+    assert [m["role"] for m in session.messages] == ["system", "user", "assistant"]
+    assert session.messages[-1]["content"] == first.text
+    messages = [*session.messages, {"role": "user", "content": "Why"}]
+    out = session.generate(messages[-1:], **NINE)
+    rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)[
+        "input_ids"
+    ]
+    assert session.tokens == cold(list(rendered))
+    assert out.reused_tokens >= len(first.sequences[0]) - 9 - 1
+    length = len(first.sequences[0])
+    session.trim(length)
+    assert len(session.messages) == 3
+    session.trim(3)
+    assert [m["role"] for m in session.messages] == ["system"]
+
+
+WRONG: dict[str, tuple[Any, Any, str]] = {
+    "rows": ([[1, 2], [3, 4]], None, "a session is one sequence, not 2; open one for each"),
+    "texts": (["a", "b"], None, "a session is one sequence, not 2"),
+    "chats": ([[{"role": "user", "content": "a"}]] * 2, None, "a session is one conversation, not 2"),
+    "messages after text": ([1, 2], [{"role": "user", "content": "a"}], "this session continues a text"),
+    "ids after messages": ([{"role": "user", "content": "a"}], [1, 2], "this session is a conversation"),
+    "nothing": (None, None, "there is nothing to continue"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_refusals(case: str) -> None:
+    document, question, message = WRONG[case]
+    with pytest.raises(ValueError, match=message):
+        engine().session(document).generate(question, **NINE)
+
+
+def test_a_refused_call_leaves_the_session_as_it_was() -> None:
+    session = engine().session(PROMPT)
+    session.generate(**NINE)
+    before = list(session.tokens)
+    with pytest.raises(ValueError, match="exceed the model's 2048 positions"):
+        session.generate(max_new_tokens=4000)
+    assert session.tokens == before
+    session.generate([2], **NINE)
+    assert session.tokens == cold([*before, 2])
+
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "device": ("llama-gqa", {}),
+    "8 bits": ("llama-gqa", {"kv_bits": 8}),
+    "windows": ("gemma3", {}),
+    "offloaded": ("llama-gqa", {"offload": True}),
+    "offloaded windows": ("gemma3", {"offload": True}),
+    "recurrent": ("lfm2", {}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_saved_and_loaded(kind: str, tmp_path: Path) -> None:
+    family, options = KINDS[kind]
+    own = made(family).with_options(**options)
+    session = own.session(PROMPT, reserve=100)
+    session.generate(**NINE)
+    session.save(tmp_path / "one")
+    tokens = list(session.tokens)
+    expected = session.generate([1, 2], **NINE).sequences[0].tolist()
+    other = made(family).with_options(**options)
+    loaded = other.load_session(tmp_path / "one", reserve=100)
+    assert loaded.tokens == tokens
+    out = loaded.generate([1, 2], **NINE)
+    assert out.reused_tokens == len(tokens) - 1
+    assert loaded.tokens == expected
+    sizes = [path.stat().st_size for path in (tmp_path / "one").glob("layer-*")]
+    assert len(sizes) == sum(shape is not None for shape in own.hierarchy.target.kv_layers)
+
+
+@pytest.mark.parametrize("family", ["llama-gqa", "gemma3"])
+def test_from_the_device_to_the_host_and_back(family: str, tmp_path: Path) -> None:
+    session = made(family).with_options().session(PROMPT)
+    session.generate(**NINE)
+    session.save(tmp_path / "device")
+    tokens = list(session.tokens)
+    loaded = made(family).with_options(offload=True).load_session(tmp_path / "device")
+    loaded.save(tmp_path / "host")
+    for path in (tmp_path / "device").glob("layer-*"):
+        for name, part in load_file(path).items():
+            assert torch.equal(part, load_file(tmp_path / "host" / path.name)[name])
+    again = made(family).with_options().load_session(tmp_path / "host")
+    for each in (loaded, again):
+        assert each.generate([8], **NINE).reused_tokens == len(tokens) - 1
+        assert each.tokens == cold([*tokens, 8], family)
+
+
+def test_a_conversation_is_saved(tmp_path: Path) -> None:
+    own = engine()
+    session = own.session([{"role": "user", "content": "Who is it"}])
+    session.generate(**NINE)
+    session.save(tmp_path)
+    loaded = engine().load_session(tmp_path)
+    assert (loaded.messages, loaded.turns) == (session.messages, session.turns)
+    loaded.generate("Why", **NINE)
+    session.generate("Why", **NINE)
+    assert loaded.tokens == session.tokens
+
+
+def test_other_models_and_damaged_files_are_refused(tmp_path: Path) -> None:
+    session = engine().session(PROMPT)
+    session.generate(**NINE)
+    session.save(tmp_path / "s")
+    with torch.no_grad():
+        target = tiny("llama-gqa")
+        target.lm_head.weight.mul_(1.01)
+    changed = triforce_tree.load(target, profile=False, levels=1)
+    cases = {
+        "model='LlamaForCausalLM llama-2x32.* load that model": made("gemma3"),
+        "weights='.* load the weights that it was saved with": changed,
+        "kv_bits=16, this engine has 8; give the engine this kv_bits": engine(kv_bits=8),
+    }
+    for message, other in cases.items():
+        with pytest.raises(ValueError, match=message):
+            other.load_session(tmp_path / "s")
+    file = tmp_path / "s" / "session.json"
+    found = json.loads(file.read_text())
+    file.write_text(json.dumps({**found, "tokenizer": "x"}))
+    with pytest.raises(ValueError, match=r"tokenizer='x', this engine has .* load the tokenizer"):
+        engine().load_session(tmp_path / "s")
+    file.write_text(json.dumps(found))
+    (tmp_path / "s" / "layer-00001.safetensors").write_bytes(b"no")
+    with pytest.raises(ValueError, match=r"layer-00001\.safetensors is damaged"):
+        engine().load_session(tmp_path / "s")
+    shutil.rmtree(tmp_path / "s")
+    with pytest.raises(FileNotFoundError, match=r"holds no session, as session\.json is missing"):
+        engine().load_session(tmp_path / "s")
+    with pytest.raises(ValueError, match="the session has no tokens yet"):
+        engine().session().save(tmp_path)

@@ -1,0 +1,76 @@
+"""``triforce-tree bench ruler``: accuracy on synthetic long-context tasks, by prompt length."""
+
+import argparse
+import statistics
+from itertools import product
+from typing import Any
+
+from triforce_tree.cli import options
+from triforce_tree.cli.console import Interrupt, bar, json_line, plain_table, screen
+from triforce_tree.eval import ruler
+from triforce_tree.eval.results import Record, Records, header
+
+
+def run(args: argparse.Namespace) -> int:
+    source, texts = options.documents(args)
+    settings = {
+        "benchmark": "ruler",
+        "seed": args.seed,
+        "text": source,
+        "target": args.target or "embedded",
+        **options.recorded(args),
+    }
+    records = Records(args.out, settings)
+    engine = options.engine_of(args)
+    assert engine.tokenizer is not None
+    made = ruler.Ruler(next(iter(texts)), engine.tokenizer, max(args.lengths))
+    for task in args.tasks:
+        made.question(task, min(args.lengths), 0)  # raises for too short a length, before any measurement
+    engines = {"hierarchy": engine, "target": engine.with_options(levels=1)}
+    cells = product(args.lengths, args.tasks, range(args.trials), args.through)
+    keys = [{"through": by, "task": task, "length": n, "trial": i} for n, task, i, by in cells]
+    progress = bar("questions")
+    asking = progress.add_task("asking", total=len(keys))
+    with Interrupt() as interrupt, progress:
+
+        def answer(key: Record) -> Record:
+            progress.update(asking, description=f"{key['task']}, {key['length']:,} tokens")
+            question = made.question(key["task"], key["length"], key["trial"], args.seed)
+            return ruler.answered(
+                engines[key["through"]], question, interrupt, lambda count: interrupt.check()
+            )
+
+        records.fill(keys, answer, lambda: not interrupt.requested, lambda record: progress.advance(asking))
+    for by in args.through:
+        rows = [
+            (
+                task,
+                *(
+                    "" if (mean := _mean(records, by, task, n)) is None else f"{mean:.2f}"
+                    for n in args.lengths
+                ),
+            )
+            for task in args.tasks
+        ]
+        columns = ("task", *(f"{n:,}" for n in args.lengths))
+        screen().print(plain_table(f"share of answers found, by prompt tokens, {by}", columns, rows))
+    if args.json:
+        json_line({**header(args.seed), "interrupted": interrupt.requested, "scores": _scores(args, records)})
+    return 130 if interrupt.requested else 0
+
+
+def _mean(records: Records, by: str, task: str, length: int) -> float | None:
+    found = [
+        record["score"]
+        for record in records.all
+        if (record["through"], record["task"], record["length"]) == (by, task, length)
+    ]
+    return statistics.fmean(found) if found else None
+
+
+def _scores(args: argparse.Namespace, records: Records) -> dict[str, Any]:
+    """Mean scores by levels, task and length."""
+    return {
+        by: {task: {str(n): _mean(records, by, task, n) for n in args.lengths} for task in args.tasks}
+        for by in args.through
+    }

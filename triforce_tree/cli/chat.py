@@ -1,0 +1,157 @@
+"""``triforce-tree chat``: questions about a document, one after the other; only new tokens are prefilled."""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from transformers import StoppingCriteriaList
+
+from triforce_tree.cli import options
+from triforce_tree.cli.console import Interrupt, PinningBar, PrefillBar, TextOut, json_line, screen
+from triforce_tree.engine import Engine
+from triforce_tree.eval.compare import ms_per_token, token_count
+from triforce_tree.eval.text import read_text
+from triforce_tree.generation.output import GenerateOutput
+from triforce_tree.sessions.session import Session
+
+COMMANDS = "/quit, /reset, /save FOLDER"
+
+
+def run(args: argparse.Namespace) -> int:
+    document = "" if args.file is None else read_text(args.file).rstrip()
+    if args.load is not None and (document or args.system is not None):
+        raise ValueError("--load continues a saved conversation; leave out --file and --system")
+    options.check_sampling(args)
+    seed = options.seed_of(args)
+    engine = options.engine_of(args)
+    if args.system is not None and not _has_template(engine):
+        raise ValueError("--system needs a tokenizer with a chat template; put the text into --file")
+    more = {"max_new_tokens": args.max_new_tokens, **options.sampling_of(args, engine)}
+    chat = Chat(engine, document, args.system)
+    if args.load is not None:
+        chat.session = engine.load_session(args.load)
+        screen().print(f"{len(chat.session.tokens):,} tokens read from {args.load}", markup=False)
+    turns: list[dict[str, Any]] = []
+    for line in _lines():
+        name, _, rest = line.partition(" ")
+        if name == "/quit":
+            break
+        if name == "/reset":
+            chat.reset()
+        elif name == "/save" and rest.strip():
+            chat.session.save(Path(rest.strip()))
+            screen().print(f"saved in {rest.strip()}", markup=False)
+        elif name.startswith("/"):
+            _tell(ValueError(f"{name} is no command; there are {COMMANDS}"))
+        else:
+            try:
+                # A seed of its own for each answer, the same in every run.
+                out, interrupted = chat.ask(line, seed=seed + len(turns), **more)
+            except ValueError as error:
+                _tell(error)
+                continue
+            turns.append(_turn(line, out, interrupted))
+            screen().print(_summary(out))
+    if args.json:
+        json_line({"seed": seed, "turns": turns, "tokens": len(chat.session.tokens)})
+    return 0
+
+
+class Chat:
+    """A conversation about a document, by the tokenizer's chat template if it has one, else as plain text.
+
+    Attributes:
+        session: what was said so far.
+    """
+
+    def __init__(self, engine: Engine, document: str, system: str | None) -> None:
+        self._engine, self._document = engine, document
+        self._system = [] if system is None else [{"role": "system", "content": system}]
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all but the document, whose keys and values stay in the buffers."""
+        if _has_template(self._engine):
+            self.session: Session = self._engine.session(self._system or None)
+        else:
+            self.session = self._engine.session(self._document or None)
+
+    def ask(self, question: str, **more: Any) -> tuple[GenerateOutput, bool]:
+        """Stream the answer to stdout; returns it, and whether Ctrl-C has ended it."""
+        assert self._engine.tokenizer is not None
+        asked: Any = f"\n\n{question}\n" if self.session.tokens else f"{question}\n"
+        if self.session.messages is not None or _has_template(self._engine):
+            first = not self.session.messages or self.session.messages == self._system
+            before = f"{self._document}\n\n" if first and self._document else ""
+            asked = [{"role": "user", "content": before + question}]
+        tokens = len(self.session.prompt(asked))
+        with (
+            Interrupt() as interrupt,
+            PrefillBar(tokens - 1, interrupt) as progress,
+            PinningBar(0, interrupt) as pinned,
+        ):
+            out = self.session.generate(
+                asked,
+                stopping_criteria=StoppingCriteriaList([interrupt]),
+                streamer=TextOut(self._engine.tokenizer),
+                progress=progress,
+                pinned=pinned,
+                **more,
+            )
+            return out, interrupt.requested
+
+
+def _has_template(engine: Engine) -> bool:
+    return bool(getattr(engine.tokenizer, "chat_template", None))
+
+
+def _lines() -> Iterator[str]:
+    """What is typed, or the lines of stdin where it is no terminal, without empty ones."""
+    if not sys.stdin.isatty():
+        yield from (line.strip() for line in sys.stdin if line.strip())
+        return
+    show = screen()
+    show.print(f"ask about the text; {COMMANDS}; Ctrl-C ends an answer")
+    while True:
+        try:
+            line = show.input("> ").strip()
+        except EOFError:
+            return
+        if line:
+            yield line
+
+
+def _tell(error: ValueError) -> None:
+    """Show what is wrong with a line to whoever types it; without a terminal the program ends."""
+    if not sys.stdin.isatty():
+        raise error
+    screen().print(str(error), markup=False)
+
+
+def _summary(out: GenerateOutput) -> str:
+    ms = ms_per_token(out)
+    speed = f" at {1e3 / ms:.1f} a second" if ms else ""
+    return (
+        f"{out.new_tokens} tokens{speed}; {out.reused_tokens:,} of {_prompt_tokens(out):,} prompt tokens "
+        f"kept, the others prefilled in {out.prefill_seconds:.1f} s"
+    )
+
+
+def _prompt_tokens(out: GenerateOutput) -> int:
+    return out.sequences.shape[1] - token_count(out)
+
+
+def _turn(question: str, out: GenerateOutput, interrupted: bool) -> dict[str, Any]:
+    return {
+        "question": question,
+        "text": out.text,
+        "prompt_tokens": _prompt_tokens(out),
+        "new_tokens": out.new_tokens,
+        "reused_tokens": out.reused_tokens,
+        "prefill_seconds": out.prefill_seconds,
+        "ms_per_token": ms_per_token(out),
+        "finish_reason": out.finish_reason,
+        "interrupted": interrupted,
+    }

@@ -1,0 +1,31 @@
+"""The options of ``serve``; nothing here imports torch, as in ``cli.arguments``."""
+
+from typing import Any
+
+from triforce_tree.cli.groups import add_hierarchy, add_models, add_parser
+from triforce_tree.cli.parsing import positive
+
+
+def add(subparsers: Any) -> None:
+    """Add the command to the subparsers of the command line."""
+    parser = add_parser(
+        subparsers,
+        "serve",
+        "triforce_tree.cli.serve.run",
+        "Answer OpenAI's chat completions and completions over HTTP; needs pip install '.[server]'.",
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all")
+    parser.add_argument("--port", type=positive, default=8000, help="port to listen on")
+    parser.add_argument("--model-name", help="what clients call the model; by default what --target names")
+    parser.add_argument(
+        "--api-key", help="that clients have to send; by default $TRIFORCE_TREE_API_KEY, else anyone may ask"
+    )
+    parser.add_argument("--max-waiting", type=positive, default=64, help="requests in the queue before 429")
+    parser.add_argument("--max-batch", type=positive, default=4, help="sequences decoded together")
+    parser.add_argument(
+        "--max-batch-tokens", type=positive, default=65_536, metavar="N",
+        help="tokens of all prompts that are decoded together; a longer prompt is decoded alone",
+    )  # fmt: skip
+    parser.add_argument("--max-new-tokens", type=positive, default=4096, help="most of one request")
+    add_models(parser)
+    add_hierarchy(parser)

@@ -1,0 +1,31 @@
+"""Which heads a folder holds, recognised from its files."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from triforce_tree.drafters.base import Drafter
+from triforce_tree.drafters.heads import eagle, medusa
+from triforce_tree.drafters.heads.files import CONFIG, weights_file
+
+FILES = (CONFIG, *medusa.FILES, *eagle.FILES)
+
+
+def heads_in(folder: Path, options: Mapping[str, Any]) -> Drafter:
+    """The drafter of a folder.
+
+    Args:
+        options: of which ``tree`` is used, and by EAGLE-3 ``sinks`` and ``window``.
+
+    Raises:
+        OSError, ValueError: there are no heads, or they cannot be used.
+    """
+    chosen = {name: options[name] for name in ("tree", "sinks", "window") if options.get(name) is not None}
+    if weights_file(folder, medusa.FILES) is not None:
+        return medusa.Medusa(folder, chosen.get("tree"))
+    if weights_file(folder, eagle.FILES) is not None:
+        return eagle.Eagle3(folder, **chosen)
+    raise FileNotFoundError(
+        f"{str(folder)!r} holds neither Medusa heads ({' or '.join(medusa.FILES)}) nor an EAGLE-3 head "
+        f"({' or '.join(eagle.FILES)}); give the folder of one"
+    )

@@ -1,0 +1,208 @@
+"""EAGLE-3: a decoder layer that continues the target's hidden states (Li et al., arXiv 2503.01840)."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from triforce_tree.drafters.base import TokenTree
+from triforce_tree.drafters.heads.eagle_layer import EagleLayer, attend, rotated
+from triforce_tree.drafters.heads.files import CONFIG, read_weights, settings
+from triforce_tree.drafters.heads.growth import TreeGrowth
+from triforce_tree.models.hf_model import HFModel
+from triforce_tree.runtime.distributed import broadcast_tensor
+from triforce_tree.runtime.sequence_state import SequenceState
+from triforce_tree.trees.shapes import Shape
+from triforce_tree.verify.probs import Sampler
+
+FILES = ("model.safetensors", "pytorch_model.bin")
+DEFAULT_TREE = "best-first:6,6,5,4,3"
+
+
+class Eagle3:
+    """One decoder layer over pairs of a hidden state of the target and the token after it.
+
+    Pair i is the fused hidden state at position i with the token at i + 1; from it and the pairs before it
+    the layer predicts the token at i + 2. Nodes of the tree pair their token with the layer's own output for
+    their parent. Keys and values do not depend on the layer's attention, so those of committed tokens are
+    computed from the target's hidden states as these become known, and nothing is ever recomputed.
+
+    The cache keeps the first ``sinks`` pairs and the newest ``window``, at positions counted within it
+    (StreamingLLM, arXiv 2309.17453): heads are trained on short texts, and serve any context that way. Keys
+    are stored unrotated.
+
+    Args:
+        folder: ``config.json`` and ``model.safetensors`` or ``pytorch_model.bin``, as
+            github.com/SafeAILab/EAGLE has them. The target's ``embed_tokens`` or ``lm_head`` stand in for
+            those that are not there.
+        tree: a shape or its name; the default chooses its topology by the head's own probabilities.
+        sinks, window: pairs in the cache.
+
+    Raises:
+        OSError, ValueError: the folder has no such files, or a size is out of range.
+    """
+
+    name = "eagle3"
+    deterministic = False
+    capturable = True
+
+    def __init__(
+        self, folder: str | Path, tree: str | Shape = DEFAULT_TREE, sinks: int = 4, window: int = 512
+    ) -> None:
+        self.folder, self.tree = Path(folder), tree
+        if not 0 <= sinks <= window or window < 1:
+            raise ValueError(f"sinks={sinks} and window={window} must be 0 <= sinks <= window, window >= 1")
+        self.sinks, self.window = sinks, window
+        self.feature_window = (sinks, window)
+        self.settings = settings(self.folder)
+        if "hidden_size" not in self.settings:
+            raise ValueError(
+                f"{str(self.folder)!r} has no {CONFIG} with a hidden_size; give the whole folder"
+            )
+        self._weights = read_weights(self.folder, FILES)
+        if "fc.weight" not in self._weights or not any(n.startswith("midlayer.") for n in self._weights):
+            raise ValueError(
+                f"{str(self.folder)!r} holds no EAGLE-3 head: it has no fc and midlayer (heads of EAGLE 1 "
+                "and 2 read other hidden states, and are not supported)"
+            )
+        self._growth = TreeGrowth(tree)
+        self.features: tuple[int, ...] = ()
+
+    def attach(self, target: HFModel) -> None:
+        self._layers = self._feature_layers(target.layers)
+        self.features = tuple(dict.fromkeys(self._layers))
+        model = target.model
+        self.layer = EagleLayer(
+            self._weights, self.settings, self.folder, model.get_input_embeddings(),
+            model.get_output_embeddings(), model.config.get_text_config(decoder=True).hidden_size,
+            target.vocab_size, target.device, target.dtype,
+        )  # fmt: skip
+
+    def _feature_layers(self, layers: int) -> list[int]:
+        """The three layers whose outputs are fused. In the files j means the input of layer j."""
+        nested: Any = self.settings.get("eagle_config") or {}
+        key = "eagle_aux_hidden_state_layer_ids"
+        inputs = nested.get(key) or self.settings.get(key) or [2, layers // 2, layers - 3]
+        if len(inputs) != 3 or not all(isinstance(j, int) and 1 <= j <= layers for j in inputs):
+            raise ValueError(
+                f"the head in {str(self.folder)!r} reads the inputs of layers {inputs}, and must read three "
+                f"of 1 to {layers}, as many as the target has; give a head that was trained for this target"
+            )
+        return [j - 1 for j in inputs]
+
+    def bind(self, state: SequenceState) -> None:
+        self._state, growth, layer = state, self._growth, self.layer
+        growth.bind(state.batch, state.device)
+        # Pairs that one pass of the target can add; provisional ones must not overwrite those in the window.
+        self._fresh = max(state.max_draft_tokens, growth.depth) + 2
+        self._ring = self.window + state.max_draft_tokens + state.extra + 4
+        self._slots = self.sinks + self._ring
+        # One slot more takes what is not to be kept; then the nodes of the tree.
+        self._nodes_at = self._slots + 1
+        shape = (state.batch, layer.kv_heads, self._nodes_at + growth.nodes, layer.head_dim)
+        self._keys, self._values = (
+            torch.zeros(shape, device=state.device, dtype=layer.fc.dtype) for _ in range(2)
+        )
+        self._raw_keys = torch.zeros_like(self._keys[:, :, : self._slots + 1])
+        self._cos, self._sin = layer.angles(self.sinks + self.window + growth.depth + 1, state.device)
+        self._bits = torch.arange(64, device=state.device)
+        self._hidden = torch.zeros(
+            state.batch, growth.nodes, layer.fc.shape[0], device=state.device, dtype=layer.fc.dtype
+        )
+
+    def start(self, sequences: Sequence[Sequence[int]]) -> None:
+        self._fill([len(tokens) - 1 for tokens in sequences])
+
+    def prepare(self, sequences: Sequence[Sequence[int] | None], resumed: bool) -> None:
+        if resumed:
+            self._fill([0 if tokens is None else len(tokens) - 1 for tokens in sequences])
+
+    @torch.no_grad()
+    def _fill(self, ends: list[int]) -> None:
+        """Compute the pairs of the cache before each sequence's token ``ends[b]``."""
+        end = torch.tensor(ends, device=self._state.device)[:, None]
+        newest = end + torch.arange(-self.window, 0, device=end.device)
+        first = torch.arange(self.sinks, device=end.device).expand(len(ends), -1)
+        self._store(first, first < end)
+        self._store(newest, newest >= self.sinks)
+
+    def _store(self, positions: Tensor, kept: Tensor) -> Tensor:
+        """Compute keys and values of the pairs at ``positions`` ``[B, T]``, and store those to be ``kept``.
+
+        Returns:
+            queries ``[B, H_q, T, D]``; hidden states are left in ``self._fused``.
+        """
+        state = self._state
+        assert state.features is not None
+        tokens = state.tokens.gather(1, (positions + 1).clamp(0, state.capacity - 1))
+        self._fused = self.layer.fuse([state.features.read(layer, positions) for layer in self._layers])
+        q, k, v = self.layer.project(tokens, self._fused)
+        ring = self.sinks + (positions - self.sinks) % self._ring
+        slots = torch.where(positions < self.sinks, positions, ring)
+        index = torch.where(kept & (positions >= 0), slots, self._slots)[:, None, :, None].expand_as(k)
+        self._raw_keys.scatter_(2, index, k)
+        self._values.scatter_(2, index, v)
+        return q
+
+    @torch.no_grad()
+    def propose(self, state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:
+        growth, layer, end = self._growth, self.layer, state.end[:, None]
+        growth.begin(state, tree)
+        fresh = end + torch.arange(-self._fresh, 0, device=state.device)
+        q = self._store(fresh, fresh >= 0)[:, :, -1:]
+        dropped = (end - self.window - self.sinks).clamp_min(0)
+        visible = self._rotate_cache(end, dropped)
+        hidden = self._fused[:, -1:]
+        for d, nodes in enumerate(growth.frontiers):
+            count = nodes.stop - nodes.start
+            if d:
+                above = self._hidden.gather(1, tree.parents[:, nodes, None].expand(-1, -1, hidden.shape[2]))
+                q, k, v = layer.project(growth.ids[d - 1], above)
+                hidden = above
+            # Of the pair of the root it is that of the token before it.
+            position = (end - 1 - dropped + d).clamp(0, len(self._cos) - 1).expand(-1, count)
+            cos, sin = self._cos[position], self._sin[position]
+            slots = slice(self._nodes_at + nodes.start, self._nodes_at + nodes.stop)
+            if d:
+                self._keys[:, :, slots], self._values[:, :, slots] = rotated(k, cos, sin), v
+            mask = torch.cat([visible[:, None].expand(-1, count, -1), self._ancestors(tree, nodes)], 2)
+            seen = slice(0, slots.stop)
+            attended = attend(
+                rotated(q, cos, sin), self._keys[:, :, seen], self._values[:, :, seen], mask, layer.scale
+            )
+            hidden = layer.finish(hidden, attended)
+            self._hidden[:, nodes] = hidden
+            logits = broadcast_tensor(layer.logits(hidden).contiguous())
+            growth.place(d, logits, state, tree, sampler)
+
+    def _rotate_cache(self, end: Tensor, dropped: Tensor) -> Tensor:
+        """Turn the cached keys to their positions in the window.
+
+        Returns:
+            which slots are visible, bool ``[B, slots + 1]``.
+        """
+        state = self._state
+        assert state.features is not None
+        slot = torch.arange(self._slots + 1, device=end.device)
+        # The newest pair that such a slot of the ring can hold.
+        newest = end - 1 - (end - 1 - slot) % self._ring
+        sink = slot < self.sinks
+        pairs = torch.where(sink, slot, newest)
+        known, first = state.features.known_leading[:, None], state.features.first[:, None]
+        visible = torch.where(
+            sink,
+            (pairs < end) & ((pairs < known) | (pairs >= first)),
+            (pairs >= self.sinks + dropped) & (pairs >= first) & (slot < self._slots),
+        )
+        positions = torch.where(sink, slot, pairs - dropped).clamp(0, len(self._cos) - 1)
+        keys = rotated(self._raw_keys, self._cos[positions], self._sin[positions])
+        self._keys[:, :, : self._nodes_at] = keys
+        return visible
+
+    def _ancestors(self, tree: TokenTree, nodes: slice) -> Tensor:
+        """Bool ``[B, F, stop]``: which nodes are ancestors of each of these or itself, without the root."""
+        bits = (tree.mask_words[:, nodes, :, None] >> self._bits & 1).flatten(2).bool()
+        # The root's pair is in the cache.
+        return bits[:, :, : nodes.stop] & (torch.arange(nodes.stop, device=bits.device) > 0)

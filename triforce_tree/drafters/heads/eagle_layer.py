@@ -1,0 +1,180 @@
+"""The network of an EAGLE-3 head: a fusion of three hidden states, one decoder layer, a vocabulary."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
+
+from triforce_tree.drafters.heads.files import take
+from triforce_tree.drafters.token_map import ABSENT
+
+# The frequencies of these do not depend on the length of the sequence.
+_ROPES = ("default", "linear", "llama3", "yarn")
+
+
+class EagleLayer:
+    """The weights of an EAGLE-3 head, and what they compute (github.com/SafeAILab/EAGLE, ``cnets.py``).
+
+    Args:
+        weights: tensors by their published names.
+        config: contents of ``config.json``.
+        folder: where they are from, for messages.
+        embeddings: the target's own, which the head shares unless it has others.
+        head: the target's language model head, which the head shares if it has none.
+        size, vocabulary: the target's hidden size and vocabulary size.
+        device, dtype: of the computation.
+
+    Raises:
+        ValueError: weights are missing, of other shapes, or of another rotary embedding.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[str, Tensor],
+        config: Mapping[str, Any],
+        folder: Path,
+        embeddings: nn.Module,
+        head: nn.Module,
+        size: int,
+        vocabulary: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        try:
+            llama: Any = LlamaConfig.from_dict(dict(config))
+        except Exception as error:  # third-party code on values of unknown origin
+            why = " ".join(str(error).split())[:160]
+            raise ValueError(f"config.json in {str(folder)!r} cannot be used ({why})") from error
+
+        def get(name: str, *shape: int) -> Tensor:
+            return take(weights, name, shape, folder).to(device, dtype)
+
+        own = llama.hidden_size
+        self.heads: int = llama.num_attention_heads
+        self.kv_heads: int = llama.num_key_value_heads
+        self.head_dim: int = llama.head_dim
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"{self.heads} heads in {str(folder)!r} are no multiple of {self.kv_heads} KV heads"
+            )
+        self.scale: float = self.head_dim**-0.5
+        self.fc = get("fc.weight", own, 3 * size)
+        layer = "midlayer."
+        rows = [self.heads * self.head_dim, *[self.kv_heads * self.head_dim] * 2]
+        parts = [f"{layer}self_attn.{name}_proj" for name in "qkv"]
+        self._widths = rows
+        self.qkv = torch.cat([get(f"{p}.weight", n, 2 * own) for p, n in zip(parts, rows, strict=True)])
+        self.bias = None
+        if f"{parts[0]}.bias" in weights:
+            self.bias = torch.cat([get(f"{p}.bias", n) for p, n in zip(parts, rows, strict=True)])
+        self.out = get(f"{layer}self_attn.o_proj.weight", own, rows[0])
+        self.gate_up = torch.cat([get(f"{layer}mlp.{name}_proj.weight", -1, own) for name in ("gate", "up")])
+        self.down = get(f"{layer}mlp.down_proj.weight", own, len(self.gate_up) // 2)
+
+        def norm(name: str) -> LlamaRMSNorm:
+            made = LlamaRMSNorm(own, llama.rms_norm_eps)
+            made.weight = nn.Parameter(get(name, own), requires_grad=False)
+            return made
+
+        self.input_norm, self.hidden_norm = (
+            norm(f"{layer}input_layernorm.weight"),
+            norm(f"{layer}hidden_norm.weight"),
+        )
+        self.mlp_norm, self.norm = norm(f"{layer}post_attention_layernorm.weight"), norm("norm.weight")
+        self._embed(weights, own, size, vocabulary, embeddings, get)
+        self._vocabulary(weights, own, size, vocabulary, head, folder, get)
+        rope = llama.rope_parameters["rope_type"]
+        if rope not in _ROPES:
+            raise ValueError(
+                f"rope_type={rope!r} in {str(folder)!r} is not supported; known are {', '.join(_ROPES)}"
+            )
+        self._rotary = LlamaRotaryEmbedding(llama).to(device)
+
+    def _embed(self, weights: Any, own: int, size: int, vocabulary: int, shared: nn.Module, get: Any) -> None:
+        self._embeddings: Any = shared
+        if "embed_tokens.weight" in weights or own != size:
+            table = get("embed_tokens.weight", vocabulary, own)
+            self._embeddings = lambda ids: F.embedding(ids, table)
+
+    def _vocabulary(
+        self, weights: Any, own: int, size: int, vocabulary: int, shared: nn.Module, folder: Path, get: Any
+    ) -> None:
+        self._head: Any = shared
+        self._columns: Tensor | None = None
+        self._absent: Tensor | None = None
+        if "lm_head.weight" not in weights and own == size:
+            return
+        head = get("lm_head.weight", -1, own)
+        self._head = lambda x: F.linear(x, head)
+        if "d2t" not in weights:
+            get("lm_head.weight", vocabulary, own)
+            return
+        # The target's id of draft token i is i + d2t[i].
+        ids = take(weights, "d2t", (len(head),), folder).long() + torch.arange(len(head))
+        if len(ids.unique()) < len(ids) or not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+            raise ValueError(
+                f"d2t in {str(folder)!r} does not map {len(head)} draft tokens to different ones of the "
+                f"target's {vocabulary}; give heads that were trained for this target"
+            )
+        columns = torch.full((vocabulary,), -1)
+        columns[ids] = torch.arange(len(ids))
+        self._columns, self._absent = columns.clamp_min(0).to(head.device), (columns < 0).to(head.device)
+
+    def angles(self, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Cosines and sines ``[count, head_dim]`` fp32 of positions 0 to ``count - 1``."""
+        positions = torch.arange(count, device=device)[None]
+        cos, sin = self._rotary(torch.zeros(1, device=device), positions)
+        return cos[0], sin[0]
+
+    def fuse(self, states: Sequence[Tensor]) -> Tensor:
+        """One hidden state ``[B, T, H]`` of the target's three ``[B, T, hidden_size]``."""
+        return F.linear(torch.cat(list(states), -1).to(self.fc.dtype), self.fc)
+
+    def project(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries ``[B, H_q, T, D]``, keys and values ``[B, H_kv, T, D]``, not rotated.
+
+        Args:
+            tokens: int64 ``[B, T]``, the tokens after the positions of ``hidden``.
+            hidden: ``[B, T, H]``, fused ones, or the layer's own outputs.
+        """
+        embedded = self.input_norm(self._embeddings(tokens).to(hidden.dtype))
+        both = F.linear(torch.cat([embedded, self.hidden_norm(hidden)], -1), self.qkv, self.bias)
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in both.split(self._widths, -1))
+        return q, k, v
+
+    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """The layer's output ``[B, T, H]``, given its attention's ``[B, H_q, T, D]``."""
+        hidden = hidden + F.linear(attended.transpose(1, 2).flatten(2), self.out)
+        gate, up = F.linear(self.mlp_norm(hidden), self.gate_up).chunk(2, -1)
+        return hidden + F.linear(F.silu(gate) * up, self.down)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """``[B, T, V]`` over the target's vocabulary, of the layer's outputs."""
+        logits: Tensor = self._head(self.norm(hidden))
+        if self._columns is None or self._absent is None:
+            return logits
+        return logits.index_select(2, self._columns).float().masked_fill_(self._absent, ABSENT)
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Queries or keys ``[B, H, T, D]`` turned by the angles ``[B, T, D]`` of their positions."""
+    turned: Tensor = x.float() * cos[:, None] + rotate_half(x.float()) * sin[:, None]
+    return turned.to(x.dtype)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Attention ``[B, H_q, T, D]`` under a mask ``[B, T, S]``; finite where nothing is visible.
+
+    Args:
+        q: ``[B, H_q, T, D]``; k, v: ``[B, H_kv, S, D]``; all rotated.
+    """
+    groups = q.shape[1] // k.shape[1]
+    grouped = q.unflatten(1, (-1, groups))  # [B, H_kv, G, T, D]
+    scores = torch.matmul(grouped, k[:, :, None].mT).float() * scale
+    probs = scores.masked_fill(~mask[:, None, None], ABSENT).softmax(-1).to(v.dtype)
+    return torch.matmul(probs, v[:, :, None]).flatten(1, 2)

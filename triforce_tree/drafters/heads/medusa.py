@@ -1,0 +1,132 @@
+"""Medusa heads: predictions of several tokens ahead from one hidden state (Cai et al., arXiv 2401.10774)."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from triforce_tree.drafters.base import TokenTree
+from triforce_tree.drafters.heads.files import read_weights, settings, take
+from triforce_tree.drafters.heads.growth import TreeGrowth
+from triforce_tree.models.hf_model import HFModel
+from triforce_tree.runtime.distributed import broadcast_tensor
+from triforce_tree.runtime.sequence_state import SequenceState
+from triforce_tree.trees.sequoia import Ranks
+from triforce_tree.trees.shapes import Shape, Static
+from triforce_tree.verify.probs import Sampler
+
+FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
+
+# Medusa's tree of 63 nodes for Vicuna-7B (mc_sim_7b_63): how many children each node has.
+_CHILDREN: dict[Ranks, int] = {
+    (): 10,
+    (0,): 10, (1,): 7, (2,): 3, (3,): 2, **{(rank,): 1 for rank in range(4, 10)},
+    (0, 0): 10, (0, 1): 3, (0, 2): 2, **{(0, rank): 1 for rank in range(3, 8)},
+    (1, 0): 2, (2, 0): 1,
+    (0, 0, 0): 2,
+}  # fmt: skip
+
+
+def medusa_tree(heads: int) -> Static:
+    """The tree ``mc_sim_7b_63``, cut to the depth that ``heads`` heads reach: 4 or more make it whole."""
+    return Static((*node, count - 1) for node, count in _CHILDREN.items() if len(node) < heads)
+
+
+class Medusa:
+    """Heads that predict the tokens after the next one from the last hidden state after the final norm.
+
+    Head k predicts the token at depth k of the tree (the root is the token that the target itself has drawn
+    from that state). Its distribution does not depend on the tokens in between, so all nodes of a depth
+    share it; the children of each are drawn from it without replacement, so that output is exact at any
+    temperature. The lossy "typical acceptance" of the paper is not here.
+
+    Args:
+        folder: with ``medusa_lm_head.safetensors`` or ``.pt``, and ``config.json`` as
+            github.com/FasterDecoding/Medusa has it (``medusa_num_heads``, ``medusa_num_layers``). A head
+            without its last matrix uses the target's own language model head.
+        tree: a shape, its name (``static:0;0.0;1``) or a list of rank paths, at most as deep as there are
+            heads; by default ``mc_sim_7b_63``.
+
+    Raises:
+        OSError, ValueError: the folder has no such files, or they cannot be used with the tree.
+    """
+
+    name = "medusa"
+    deterministic = False
+    capturable = True
+    feature_window = (0, 1)
+
+    def __init__(self, folder: str | Path, tree: str | Shape | Iterable[Sequence[int]] | None = None) -> None:
+        self.folder = Path(folder)
+        self._weights = read_weights(self.folder, FILES)
+        prefixed = [name for name in self._weights if name.startswith("medusa_head.")]
+        for name in prefixed:
+            self._weights[name.removeprefix("medusa_head.")] = self._weights.pop(name)
+        found = {int(name.split(".")[0]) for name in self._weights if name.split(".")[0].isdigit()}
+        config = settings(self.folder)
+        self.heads = config.get("medusa_num_heads", len(found))
+        self.layers = config.get("medusa_num_layers", 1)
+        for name, value, most in (("heads", self.heads, len(found)), ("layers", self.layers, 64)):
+            if not isinstance(value, int) or not 0 < value <= most:
+                raise ValueError(
+                    f"medusa_num_{name}={value!r} in {str(self.folder)!r} must be 1 to {most}, as its "
+                    "weights are; copy or download them again"
+                )
+        if tree is not None and not isinstance(tree, str | Shape):
+            tree = Static(tree)
+        self.tree: str | Shape = medusa_tree(self.heads) if tree is None else tree
+        self._growth = TreeGrowth(self.tree)
+        if self._growth.depth > self.heads:
+            raise ValueError(
+                f"the tree has {self._growth.depth} depths, and {str(self.folder)!r} has {self.heads} Medusa "
+                f"heads, one for each; use a tree of at most {self.heads}"
+            )
+        self.features: tuple[int, ...] = ()
+
+    def attach(self, target: HFModel) -> None:
+        size = target.model.config.get_text_config(decoder=True).hidden_size
+        self.features = (target.layers,)
+        blocks: list[tuple[Tensor, Tensor]] = []
+
+        def stacked(name: str, *shape: int) -> Tensor:
+            parts = [self._take(f"{k}.{name}", shape) for k in range(self._growth.depth)]
+            return torch.stack(parts).to(target.device, target.dtype)
+
+        for layer in range(self.layers):
+            weight = stacked(f"{layer}.linear.weight", size, size)
+            blocks.append((weight.mT.contiguous(), stacked(f"{layer}.linear.bias", size)[:, None]))
+        self._blocks = blocks
+        self._last: Tensor | None = None
+        if f"0.{self.layers}.weight" in self._weights:
+            self._last = stacked(f"{self.layers}.weight", target.vocab_size, size).mT.contiguous()
+        self._own_head = target.model.get_output_embeddings()
+
+    def _take(self, name: str, shape: Sequence[int]) -> Tensor:
+        return take(self._weights, name, shape, self.folder)
+
+    def bind(self, state: SequenceState) -> None:
+        self._growth.bind(state.batch, state.device)
+
+    def start(self, sequences: Sequence[Sequence[int]]) -> None: ...
+
+    def prepare(self, sequences: Sequence[Sequence[int] | None], resumed: bool) -> None: ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """``[K, N, V]`` of the first K heads, one for each depth of the tree, of ``[N, hidden_size]``."""
+        x = hidden.expand(self._growth.depth, *hidden.shape)
+        for weight, bias in self._blocks:
+            x = x + F.silu(torch.baddbmm(bias, x, weight))
+        logits: Tensor = self._own_head(x) if self._last is None else torch.bmm(x, self._last)
+        return logits
+
+    @torch.no_grad()
+    def propose(self, state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:
+        hidden = state.newest_features(self.features[0], 1)[:, 0]
+        logits = broadcast_tensor(self.logits(hidden).contiguous())
+        self._growth.begin(state, tree)
+        for depth, nodes in enumerate(self._growth.frontiers):
+            # All nodes of a depth draw from one distribution, each on its own.
+            shared = logits[depth][:, None].expand(-1, nodes.stop - nodes.start, -1)
+            self._growth.place(depth, shared, state, tree, sampler)

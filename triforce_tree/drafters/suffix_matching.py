@@ -1,0 +1,108 @@
+"""Suffix matching as a drafter: it proposes what followed an earlier occurrence of the newest tokens.
+
+Prompt lookup (Saxena 2023) searches for n-grams of one to three tokens. As in SuffixDecoding (Oliaro et al.,
+arXiv 2411.04975) and SAM Decoding (Hu et al., arXiv 2411.10666) the longest match is looked for here, and a
+longer one gets a longer proposal; instead of a suffix tree or automaton, which takes pointer chases on the
+host, an index of n-grams of a few lengths is kept on the device (``kernels.suffix``).
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from triforce_tree.drafters.base import TokenTree
+from triforce_tree.kernels.suffix import index_ngrams, match_suffix
+from triforce_tree.kernels.suffix.ngrams import MOST_ENTRIES, powers
+from triforce_tree.runtime.sequence_state import SequenceState
+from triforce_tree.trees.shapes import Shape, chain_shape
+from triforce_tree.verify.probs import Sampler
+
+# Lengths of the n-grams in the index, and the acceptance that is expected of a match which reaches each.
+_EXPECTED = {2: 0.3, 3: 0.45, 4: 0.55, 6: 0.65, 8: 0.8, 16: 0.93, 32: 0.97, 64: 0.99}
+# A token is proposed where the probability that all up to it are accepted is at least this: about what
+# verifying one token more costs, of a pass.
+_LEAST = 0.1
+
+
+class SuffixMatching:
+    """A drafter without a model. It reads a few entries a token, however long the sequence is.
+
+    The text that is searched is all committed tokens; the suffix includes the provisional chain. See
+    ``kernels.suffix.match_suffix`` for which occurrence is taken, and how long a proposal is.
+
+    Args:
+        length: most tokens to propose.
+    """
+
+    name = "lookup"
+    deterministic = True
+    capturable = True
+    features: tuple[int, ...] = ()
+
+    def __init__(self, length: int = 15) -> None:
+        self.tree: str | Shape = chain_shape(length)
+        self.length = length
+
+    def bind(self, state: SequenceState) -> None:
+        batch, device, classes = state.batch, state.device, len(_EXPECTED)
+        entries = 1 << (2 * state.capacity - 1).bit_length()
+        self._state = state
+        self._lengths = torch.tensor(list(_EXPECTED), device=device)
+        self._expected = torch.tensor(list(_EXPECTED.values()), device=device)
+        self._powers = powers(max(_EXPECTED), device)
+        self._table = torch.full(
+            (batch, classes, min(entries, MOST_ENTRIES)), -1, dtype=torch.int32, device=device
+        )
+        # N-grams that end before this position are in the index.
+        self._indexed = torch.zeros(batch, dtype=torch.int64, device=device)
+        self._chain = torch.full((batch, self.length), -1, device=device)
+        self._last = torch.tensor([-1, 0], device=device).repeat(batch, 1)
+        self._counts = torch.zeros(batch, classes, 2, device=device)
+        # As many tokens as a pass commits; the same on the host, as of the last call of ``prepare``.
+        self._most_new = state.new_tokens.shape[1]
+        self._known = [0] * batch
+
+    def start(self, sequences: Sequence[Sequence[int]]) -> None:
+        self._table.fill_(-1)
+        self._indexed.zero_()
+        self._last.copy_(self._last.new_tensor([-1, 0]))
+        self._counts.zero_()
+        self._known = [len(sequence) for sequence in sequences]
+        self._catch_up()
+
+    def prepare(self, sequences: Sequence[Sequence[int] | None], resumed: bool) -> None:
+        grown = [
+            len(sequence) - known if sequence is not None else 0
+            for sequence, known in zip(sequences, self._known, strict=True)
+        ]
+        self._known = [known + more for known, more in zip(self._known, grown, strict=True)]
+        if max(grown) > self._most_new:
+            self._catch_up()
+
+    def propose(self, state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:
+        tree.tokens[:, 0] = state.newest
+        tree.tokens[:, 1:] = self.chain(state)
+
+    def chain(self, state: SequenceState) -> Tensor:
+        """The proposed tokens after the newest one, int64 ``[B, length]``, padded with -1."""
+        # A state that was restored may be shorter.
+        torch.minimum(self._indexed, state.length, out=self._indexed)
+        self._index(state.length, self._most_new)
+        torch.minimum(self._indexed + self._most_new, state.length, out=self._indexed)
+        match_suffix(
+            self._chain, self._last, self._counts, self._table, state.tokens, self._lengths, self._powers,
+            self._expected, state.length, state.end, _LEAST,
+        )  # fmt: skip
+        return self._chain
+
+    def _catch_up(self) -> None:
+        """Enter all n-grams of the sequences that are known."""
+        until = torch.tensor([known - 1 for known in self._known], device=self._indexed.device)
+        self._index(until, max(1, *self._known))
+        self._indexed.copy_(until)
+
+    def _index(self, until: Tensor, count: int) -> None:
+        index_ngrams(
+            self._table, self._state.tokens, self._lengths, self._powers, self._indexed, until, count
+        )

@@ -1,0 +1,70 @@
+"""Attention with a plan for fp32 on the CPU, by ``attention.h``."""
+
+import struct
+import threading
+
+import torch
+from torch import Tensor
+
+from triforce_tree.kernels.attention.plan import FirstVisible, Plan
+from triforce_tree.kernels.cpu.fp32.library import usable
+
+_ATTENTION = struct.Struct("34qdd")
+# Values are processed by vectors of up to 16 elements.
+_VECTOR = 16
+
+
+class _Work(threading.local):
+    """Workspace of a thread's calls."""
+
+    buffer = torch.empty(0, dtype=torch.uint8)
+
+
+_work = _Work()
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: Plan,
+    scale: float,
+    table: Tensor | None = None,
+    first: FirstVisible | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor | None:
+    """``host.planned_attention`` without ``scales``; None where the C kernel does not serve the arguments.
+
+    It serves fp32 keys and values, the latter of a multiple of 16 elements, and plans with as many queries
+    for each sequence. What a query gets does not depend on the other queries, bit for bit.
+    """
+    library = usable(q, k, v)
+    batch, heads = plan.lengths.shape[0], plan.heads
+    if library is None or v.shape[3] % _VECTOR or plan.max_queries * batch != plan.queries:
+        return None
+    tokens = q.shape[0] // batch
+    out = q.new_empty(q.shape[0], q.shape[1], v.shape[3])
+    at_token, at_head = q.stride(0), q.stride(1)
+    table_at = (0, 0, 0)
+    if table is not None:
+        table_at = table.data_ptr(), table.stride(0), table.stride(1) if table.ndim == 3 else 0
+    firsts = (0, 0, 0) if first is None else tuple(t.data_ptr() for t in first)
+    if sinks is not None:
+        sinks = sinks.float().contiguous()
+    threads = torch.get_num_threads()
+    while True:
+        work = _work.buffer
+        request = _ATTENTION.pack(
+            q.data_ptr(), tokens * at_token, at_head, at_token,
+            k.data_ptr(), v.data_ptr(), *k.stride()[:3], *v.stride()[:3],
+            *table_at, k.shape[2], plan.lengths.data_ptr(), plan.segments.data_ptr(),
+            plan.mask.data_ptr(), plan.mask.shape[1], *firsts, 0 if sinks is None else sinks.data_ptr(),
+            out.data_ptr(), work.data_ptr(), work.numel(), batch, tokens, heads.kv, heads.group,
+            q.shape[2], v.shape[3], threads, scale, softcap or 0.0,
+        )  # fmt: skip
+        needed = library.attention(request)
+        if not needed:
+            return out
+        # Rounded up to a power of 2, as sequences grow; memory pages that are never touched cost nothing.
+        _work.buffer = torch.empty(1 << (needed - 1).bit_length(), dtype=torch.uint8)

@@ -1,0 +1,94 @@
+/* Products of a few rows with weight matrices, read once from memory. */
+
+/* Rows of one weight matrix. */
+typedef struct {
+    const char *weights; /* [outs, length], dense */
+    const float *bias;   /* [outs], or NULL */
+    int64_t kind;        /* of the weights' elements */
+} Matrix;
+
+/* Rows ``begin`` to ``end`` of a matrix, by all rows of x; results [rows] of ``out`` begin with row ``begin``'s. */
+INLINE void multiply_rows(const Matrix *matrix, int kind, int64_t begin, int64_t end, const float *x, int64_t rows,
+                          int64_t length, float *out, int64_t out_row) {
+    const int64_t row_bytes = length * element_bytes(kind), together = equal_parts(rows, MOST_LEFT);
+    for (int64_t n = begin; n < end;) {
+        const int right = end - n >= RIGHT ? RIGHT : 1;
+        const char *at[RIGHT], *ahead[RIGHT];
+        for (int i = 0; i < right; i++) {
+            at[i] = matrix->weights + (n + i) * row_bytes;
+            ahead[i] = at[i] + RIGHT * row_bytes;
+        }
+        for (int64_t m = 0; m < rows; m += together) {
+            const int left = min_of(together, rows - m);
+            float *to = out + m * out_row + n - begin;
+            if (right == RIGHT)
+                dots_of(at, m ? NULL : ahead, kind, RIGHT, x + m * length, length, left, length, to, out_row);
+            else
+                dots_of(at, NULL, kind, 1, x + m * length, length, left, length, to, out_row);
+            if (matrix->bias)
+                for (int i = 0; i < left; i++)
+                    for (int j = 0; j < right; j++)
+                        to[i * out_row + j] += matrix->bias[n + j];
+        }
+        n += right;
+    }
+}
+
+static void multiply(const Matrix *matrix, int64_t begin, int64_t end, const float *x, int64_t rows, int64_t length,
+                     float *out, int64_t out_row) {
+    switch (matrix->kind) {
+    case FLOAT32: return multiply_rows(matrix, FLOAT32, begin, end, x, rows, length, out, out_row);
+    case BFLOAT16: return multiply_rows(matrix, BFLOAT16, begin, end, x, rows, length, out, out_row);
+    case HALF: return multiply_rows(matrix, HALF, begin, end, x, rows, length, out, out_row);
+    }
+}
+
+typedef struct {
+    const float *x; /* [rows, length] */
+    float *out;     /* [rows, outs] */
+    Matrix matrix;
+    int64_t rows, length, outs, threads;
+} LinearRequest;
+
+void linear(const void *argument) {
+    const LinearRequest *request = argument;
+    const int64_t blocks = (request->outs + RIGHT - 1) / RIGHT, threads = request->threads;
+#pragma omp parallel for num_threads(threads) if (blocks >= 2 * threads)
+    for (int64_t part = 0; part < threads; part++) {
+        const int64_t begin = blocks * part / threads * RIGHT, end = blocks * (part + 1) / threads * RIGHT;
+        multiply(&request->matrix, begin, min_of(end, request->outs), request->x, request->rows, request->length,
+                 request->out + begin, request->outs);
+    }
+}
+
+typedef struct {
+    const float *x; /* [rows, length] */
+    float *out;     /* [rows, outs] */
+    Matrix gate, up;
+    int64_t rows, length, outs, threads;
+} GatedRequest;
+
+enum { GATED_OUTS = 64 }; /* columns whose gates are kept before they are multiplied */
+
+/* silu(x gate^T) * (x up^T). */
+void gated(const void *argument) {
+    const GatedRequest *request = argument;
+    const int64_t rows = request->rows, outs = request->outs, blocks = (outs + GATED_OUTS - 1) / GATED_OUTS;
+#pragma omp parallel for num_threads(request->threads) schedule(dynamic, 1)
+    for (int64_t block = 0; block < blocks; block++) {
+        const int64_t begin = block * GATED_OUTS, end = min_of(begin + GATED_OUTS, outs), count = end - begin;
+        float gates[MOST_GATED * GATED_OUTS];
+        multiply(&request->gate, begin, end, request->x, rows, request->length, gates, GATED_OUTS);
+        multiply(&request->up, begin, end, request->x, rows, request->length, request->out + begin, outs);
+        for (int64_t m = 0; m < rows; m++)
+            for (int64_t n = 0; n < count; n += LANES) {
+                float *up = request->out + m * outs + begin + n;
+                const int part = min_of(LANES, count - n);
+                const vec gate = load_part((const char *)(gates + m * GATED_OUTS + n), FLOAT32, part);
+                const vec silu = gate / (broadcast(1) + exp_of(broadcast(0) - gate));
+                float result[LANES];
+                store(result, silu * load_part((const char *)up, FLOAT32, part));
+                memcpy(up, result, part * sizeof(float));
+            }
+    }
+}

@@ -1,0 +1,24 @@
+"""Random numbers on the CPU: torch's Exp(1) takes 20 ns a number, and a stage of sampling needs one for every
+token of the vocabulary at every node that draws."""
+
+import struct
+
+import torch
+from torch import Tensor
+
+from triforce_tree.kernels.cpu.fp32.library import usable
+
+_NOISE = struct.Struct("4q")
+
+
+def fill_exponential(out: Tensor, generator: torch.Generator) -> None:
+    """Fill fp32 numbers with draws from Exp(1), all above 0, as ``out.exponential_(generator=generator)``.
+
+    On the CPU they follow from one draw of the generator, whatever the number of threads.
+    """
+    library = usable(out) if out.is_contiguous() else None
+    if library is None:
+        out.exponential_(generator=generator)
+        return
+    seed = int(torch.randint(2**63 - 1, (), generator=generator))
+    library.exponential(_NOISE.pack(out.data_ptr(), seed, out.numel(), torch.get_num_threads()))

@@ -1,0 +1,154 @@
+/* Shared by the kernels of fp32.c: loads of weights in 16 bits, sums over a vector, exponentials. */
+#include "../cpu_shared.h"
+
+#include <math.h>
+#include <stddef.h>
+
+#define INLINE static inline __attribute__((always_inline))
+
+/* How the rows of a matrix are stored; both 16-bit types are converted to fp32 exactly. */
+enum { FLOAT32 = 0, BFLOAT16 = 1, HALF = 2 };
+
+#ifdef __AVX512F__
+enum { MOST_LEFT = 6 }; /* rows of x that are multiplied together: 24 sums, 4 rows of weights and one of x in registers */
+#else
+enum { MOST_LEFT = 2 };
+#endif
+enum { RIGHT = 4 }; /* rows of weights that are */
+
+INLINE int element_bytes(int kind) { return kind == FLOAT32 ? 4 : 2; }
+
+INLINE vec load_as(const char *at, int kind) {
+    if (kind == FLOAT32)
+        return load((const float *)at);
+#ifdef __AVX512F__
+    const __m256i x = _mm256_loadu_si256((const __m256i *)at);
+    return kind == HALF ? _mm512_cvtph_ps(x) : _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
+#else
+    const __m128i x = _mm_loadu_si128((const __m128i *)at);
+    return kind == HALF ? _mm256_cvtph_ps(x) : _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16));
+#endif
+}
+
+/* Rows that are processed together, at most ``most``: as equal parts of ``rows`` as may be. */
+static inline int64_t equal_parts(int64_t rows, int64_t most) {
+    const int64_t parts = (rows + most - 1) / most;
+    return (rows + parts - 1) / parts;
+}
+
+/* The first ``count`` elements, then zeros. */
+static inline vec load_part(const char *at, int kind, int count) {
+    char padded[LANES * 4] = {0};
+    memcpy(padded, at, count * element_bytes(kind));
+    return load_as(padded, kind);
+}
+
+static inline float sum_of(vec x) {
+    float lanes[LANES], sum = 0;
+    store(lanes, x);
+    for (int i = 0; i < LANES; i++)
+        sum += lanes[i];
+    return sum;
+}
+
+static inline float max_in(vec x) {
+    float lanes[LANES], most = -INFINITY;
+    store(lanes, x);
+    for (int i = 0; i < LANES; i++)
+        most = fmaxf(most, lanes[i]);
+    return most;
+}
+
+/* The sums over the elements of each of four vectors. */
+INLINE __m128 sums_of(vec a, vec b, vec c, vec d) {
+#ifdef __AVX512F__
+    const vec ab = _mm512_unpacklo_ps(a, b) + _mm512_unpackhi_ps(a, b);
+    const vec cd = _mm512_unpacklo_ps(c, d) + _mm512_unpackhi_ps(c, d);
+    const __m512d x = _mm512_castps_pd(ab), y = _mm512_castps_pd(cd);
+    const vec each = _mm512_castpd_ps(_mm512_unpacklo_pd(x, y)) + _mm512_castpd_ps(_mm512_unpackhi_pd(x, y));
+    const __m256 half = _mm512_castps512_ps256(each) + _mm512_extractf32x8_ps(each, 1);
+#else
+    const vec ab = _mm256_unpacklo_ps(a, b) + _mm256_unpackhi_ps(a, b);
+    const vec cd = _mm256_unpacklo_ps(c, d) + _mm256_unpackhi_ps(c, d);
+    const __m256d x = _mm256_castps_pd(ab), y = _mm256_castps_pd(cd);
+    const __m256 half = _mm256_castpd_ps(_mm256_unpacklo_pd(x, y)) + _mm256_castpd_ps(_mm256_unpackhi_pd(x, y));
+#endif
+    return _mm256_castps256_ps128(half) + _mm256_extractf128_ps(half, 1);
+}
+
+/* e^x to within two units of the last place, for x from -87 to 88; beyond, the value there. NaN stays NaN. */
+static inline vec exp_of(vec x) {
+    const vec shift = broadcast(0x1.8p23f);
+    x = max_of(broadcast(-87.0f), x);
+    x = broadcast(0) - max_of(broadcast(-88.0f), broadcast(0) - x);
+    const vec whole = fmadd(x, broadcast(0x1.715476p0f), shift), count = whole - shift;
+    vec part = fmadd(count, broadcast(-0x1.62e4p-1f), x);
+    part = fmadd(count, broadcast(-0x1.7f7d1cp-20f), part);
+    vec y = broadcast(1.0f / 5040);
+    y = fmadd(y, part, broadcast(1.0f / 720));
+    y = fmadd(y, part, broadcast(1.0f / 120));
+    y = fmadd(y, part, broadcast(1.0f / 24));
+    y = fmadd(y, part, broadcast(1.0f / 6));
+    y = fmadd(y, part, broadcast(0.5f));
+    y = fmadd(y, part, broadcast(1.0f));
+    y = fmadd(y, part, broadcast(1.0f));
+    return scaled_by_exp2(y, whole);
+}
+
+/* out[m * out_row + i] = the product of row m of x with row i of the ``right`` (at most RIGHT) others, at ``at``.
+ * Each is summed in the same order, whatever ``left`` and ``right`` are. Meanwhile the rows ``ahead`` are prefetched. */
+INLINE void dots(const char *const *at, const char *const *ahead, int kind, int right, const float *x, int64_t x_row,
+                 int left, int length, float *out, int64_t out_row) {
+    vec sums[MOST_LEFT][RIGHT];
+    const int bytes = element_bytes(kind), whole = length / LANES * LANES;
+#pragma GCC unroll 8
+    for (int m = 0; m < left; m++)
+#pragma GCC unroll 4
+        for (int i = 0; i < RIGHT; i++)
+            sums[m][i] = broadcast(0);
+    for (int at_element = 0; at_element < whole; at_element += LANES) {
+        vec rows[RIGHT];
+#pragma GCC unroll 4
+        for (int i = 0; i < right; i++) {
+            rows[i] = load_as(at[i] + at_element * bytes, kind);
+            if (ahead)
+                _mm_prefetch(ahead[i] + at_element * bytes, _MM_HINT_T0);
+        }
+#pragma GCC unroll 8
+        for (int m = 0; m < left; m++) {
+            const vec row = load(x + m * x_row + at_element);
+#pragma GCC unroll 4
+            for (int i = 0; i < right; i++)
+                sums[m][i] = fmadd(rows[i], row, sums[m][i]);
+        }
+    }
+    if (length > whole)
+        for (int m = 0; m < left; m++) {
+            const vec row = load_part((const char *)(x + m * x_row + whole), FLOAT32, length - whole);
+            for (int i = 0; i < right; i++)
+                sums[m][i] = fmadd(load_part(at[i] + whole * bytes, kind, length - whole), row, sums[m][i]);
+        }
+#pragma GCC unroll 8
+    for (int m = 0; m < left; m++) {
+        const __m128 four = sums_of(sums[m][0], sums[m][1], sums[m][2], sums[m][3]);
+        if (right == RIGHT)
+            _mm_storeu_ps(out + m * out_row, four);
+        else
+            out[m * out_row] = _mm_cvtss_f32(four);
+    }
+}
+
+/* The same with any ``left`` up to MOST_LEFT. */
+INLINE void dots_of(const char *const *at, const char *const *ahead, int kind, int right, const float *x,
+                    int64_t x_row, int left, int length, float *out, int64_t out_row) {
+    switch (left) {
+    case 1: return dots(at, ahead, kind, right, x, x_row, 1, length, out, out_row);
+    case 2: return dots(at, ahead, kind, right, x, x_row, 2, length, out, out_row);
+#ifdef __AVX512F__
+    case 3: return dots(at, ahead, kind, right, x, x_row, 3, length, out, out_row);
+    case 4: return dots(at, ahead, kind, right, x, x_row, 4, length, out, out_row);
+    case 5: return dots(at, ahead, kind, right, x, x_row, 5, length, out, out_row);
+    case 6: return dots(at, ahead, kind, right, x, x_row, 6, length, out, out_row);
+#endif
+    }
+}

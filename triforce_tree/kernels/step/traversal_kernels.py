@@ -1,0 +1,289 @@
+"""Triton kernels of traversal verification; ``traversal`` holds the definition.
+
+What a node's weight and residual become when its children are rejected depends on tokens and probabilities
+alone, never on decisions. So all nodes are judged in parallel, each by a program that computes the weights
+on the path from the root to it, and a second kernel finds the first accepted one in the definition's order.
+
+No residual is ever stored. With b the weight with which a node is reached, the rejections of children leave
+
+    a_k p_k = (b p - A_k q)+ / C_k,    a_k = R_k / C_k,    R_k = sum (b p - A_k q)+,
+    A_{k+1} = A_k + C_k / T_k,    C_{k+1} = C_k (1 - a_k + R_{k+1} / C_k),    A_0 = 0,    C_0 = 1
+
+where T_k is the sum of q without the rejected tokens, since max((m - A q)+ / C - q / T, 0) is
+(m - (A + C / T) q)+ / C, and a rejected token has mass 0 in it. A child that was proposed deterministically
+leaves A as it is, and its token has mass 0 from then on. A rejection costs one pass over the vocabulary; the
+last one at a node finds the token that is emitted if the node is accepted. First children need no pass for
+their weight, so those of a chain need one each, in parallel.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from triforce_tree.kernels.step.accept import FIXED, empty_results
+from triforce_tree.kernels.step.grow_kernels import warps
+
+_BLOCK_V = 4096
+_FIXED = tl.constexpr(FIXED)
+_NOT_ACCEPTED = tl.constexpr(-1)
+
+
+@triton.jit
+def _scan_vocab(
+    p_ptr,
+    q_ptr,
+    noise_ptr,
+    rejected_ptr,
+    rejections,
+    drawn,
+    kept,
+    vocab,
+    weight,
+    coef,
+    emit,
+    BLOCK: tl.constexpr,
+):
+    """One pass over the vocabulary: the sum of m = (weight p - coef q)+, the sum of q without the rejected
+    tokens, and the argmax of m / exponential.
+
+    A rejected token of -1 - x was proposed deterministically: m is without x, but for the ``kept``-th. Noise
+    is read where ``emit``, ``q`` where there are ``drawn`` tokens among the rejected ones; NaN counts as 0.
+    """
+    mass_sum = tl.zeros([BLOCK], tl.float32)
+    q_sum = tl.zeros([BLOCK], tl.float32)
+    best = tl.zeros([BLOCK], tl.float32)
+    best_token = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, vocab, BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        inside = token < vocab
+        # Blocks on both sides: Triton's interpreter makes no mask of a block and a scalar.
+        p = tl.load(p_ptr + token, mask=inside, other=0.0)
+        q = tl.load(q_ptr + token, mask=inside & (token * 0 + drawn > 0), other=0.0)
+        exponential = tl.load(noise_ptr + token, mask=inside & (token * 0 + emit > 0), other=1.0)
+        mass = weight * p - coef * q
+        mass = tl.where(mass > 0.0, mass, 0.0)
+        for at in range(rejections):
+            rejected = tl.load(rejected_ptr + at)
+            q = tl.where(token == rejected, 0.0, q)
+            mass = tl.where((token == -1 - rejected) & (token * 0 + at != kept), 0.0, mass)
+        mass_sum += mass
+        q_sum += q
+        score = tl.where(mass > 0.0, tl.div_rn(mass, exponential), 0.0)
+        better = score > best
+        best_token, best = tl.where(better, token, best_token), tl.where(better, score, best)
+    top = tl.max(best, 0)
+    # Elements that met nothing positive hold token 0, which is also what probs of sum 0 emit.
+    token = tl.min(tl.where(best == top, best_token, 2147483647), 0)
+    return tl.sum(mass_sum, 0), tl.sum(q_sum, 0), token
+
+
+@triton.jit
+def _judge_kernel(
+    outcome_ptr,  # int64 [B, N]: the token to emit if the node is accepted, else -1
+    rejected_ptr,  # int32 [B, N], scratch: rejected tokens, siblings together
+    tokens_ptr,  # int64 [B, N]; this and the next inputs have a stride between sequences
+    parents_ptr,
+    p_ptr,  # fp32 [B, N, V]
+    q_ptr,  # fp32 [B, M, V]
+    q_rows_ptr,  # int64 [B, N]
+    uniforms_ptr,  # fp32 [B, N]
+    noise_ptr,  # fp32 [B, V]
+    tokens_b,
+    parents_b,
+    p_b,
+    p_n,
+    q_b,
+    q_m,
+    q_rows_b,
+    uniforms_b,
+    noise_b,
+    nodes,
+    q_count,
+    vocab,
+    depth,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    own_node = tl.program_id(0)
+    sequence = tl.program_id(1).to(tl.int64)
+    parents_ptr += sequence * parents_b
+    q_rows_ptr += sequence * q_rows_b
+    p_ptr += sequence * p_b
+    q_ptr += sequence * q_b
+    rejected_ptr += sequence * nodes
+    noise_ptr += sequence * noise_b
+
+    # p and q of each node's token at its parent.
+    index = tl.arange(0, BLOCK_N)
+    real = index < nodes
+    token = tl.load(tokens_ptr + sequence * tokens_b + index, mask=real, other=-1)
+    parent = tl.load(parents_ptr + index, mask=real, other=-1)
+    own_row = tl.load(q_rows_ptr + index, mask=real, other=-1)
+    valid = (token >= 0) & (token < vocab) & (parent >= 0) & (parent < index)
+    q_row = tl.load(q_rows_ptr + parent, mask=valid, other=-1)
+    valid = valid & (q_row < q_count)
+    fixed = (q_row < 0) | (own_row == _FIXED)
+    p_here = tl.load(p_ptr + parent * p_n + token, mask=valid, other=0.0)
+    q_here = tl.load(q_ptr + q_row * q_m + token, mask=valid & (q_row >= 0), other=0.0)
+    valid = valid & (fixed | (q_here > 0.0))
+
+    # The path from the root; parents precede their children, so the order of indices is that of depths.
+    on_path = index == own_node
+    level, node = 0, own_node
+    while node > 0:
+        above = tl.load(parents_ptr + node).to(tl.int32)
+        node = tl.where(above < node, above, -1)
+        on_path = on_path | (index == node)
+        level += 1
+    uniform = tl.load(uniforms_ptr + sequence * uniforms_b + own_node)
+    alive = (node == 0) & (level <= depth)
+
+    reached = tl.full([], 1.0, tl.float32)  # b
+    node, level = own_node * 0, 0
+    outcome = tl.full([], _NOT_ACCEPTED, tl.int64)
+    while alive:
+        is_own = node == own_node
+        below = tl.min(tl.where(on_path & (index > node), index, BLOCK_N), 0)
+        candidates = valid & (parent == node) & (level < depth)
+        place = rejected_ptr + tl.sum((valid & (parent < node)).to(tl.int32), 0)
+        row = tl.load(q_rows_ptr + node)
+        q_of_node = q_ptr + tl.where((row >= 0) & (row < q_count), row, 0) * q_m
+        p_of_node = p_ptr + node.to(tl.int64) * p_n
+        weight, coef = reached, reached * 0.0  # a, A
+        scale, q_left = coef + 1.0, coef + 1.0  # C, T
+        rejections, drawn, kept = node * 0, node * 0, node * 0 - 1
+        scanned, emitted = node < 0, node * 0
+        child = tl.min(tl.where(candidates, index, BLOCK_N), 0)
+        while (child < BLOCK_N) & (child != below):
+            is_child = index == child
+            rejected = tl.sum(tl.where(is_child, token, 0), 0)
+            is_fixed = tl.max((is_child & fixed).to(tl.int32), 0) > 0
+            candidates = candidates & (token != rejected)
+            child = tl.min(tl.where(candidates, index, BLOCK_N), 0)
+            tl.store(place + rejections, tl.where(is_fixed, -1 - rejected, rejected).to(tl.int32))
+            rejections += 1
+            drawn += tl.where(is_fixed, 0, 1)
+            next_coef = tl.where(is_fixed, coef, coef + scale / q_left)
+            # The list is written by one thread and read by all.
+            tl.debug_barrier()
+            emit = is_own & (child == BLOCK_N)
+            mass, q_mass, token_here = _scan_vocab(
+                p_of_node, q_of_node, noise_ptr, place, rejections, drawn, kept, vocab, reached, next_coef,
+                emit, BLOCK_V,
+            )  # fmt: skip
+            share = tl.div_rn(mass, scale)
+            rest = 1.0 - weight + share
+            # An empty residual leaves p as it is, with a weight of 1 or 0.
+            empty = mass <= 0.0
+            weight = tl.where(empty, tl.where(weight >= 1.0, 1.0, 0.0), tl.div_rn(share, rest))
+            scale = tl.where(empty, scale, scale * rest)
+            coef = tl.where(empty, coef, next_coef)
+            kept = tl.where(empty & is_fixed, rejections - 1, kept)
+            q_left = tl.where(is_fixed, q_left, q_mass)
+            scanned, emitted = emit & (mass > 0.0), token_here
+            candidates = candidates & (index * 0.0 + weight > 0.0)
+            child = tl.where(weight > 0.0, child, BLOCK_N)
+        if is_own:
+            accepted = (node == 0) | (uniform < weight)
+            if accepted & ~scanned:
+                tl.debug_barrier()
+                _, _, emitted = _scan_vocab(
+                    p_of_node, q_of_node, noise_ptr, place, rejections, drawn, kept, vocab, reached, coef,
+                    is_own, BLOCK_V,
+                )  # fmt: skip
+            outcome = tl.where(accepted, emitted.to(tl.int64), _NOT_ACCEPTED)
+            alive = node < 0
+        else:
+            # Where an equal sibling removed it, the child is never reached.
+            is_child = (index == below) & candidates
+            p_child = tl.sum(tl.where(is_child, p_here, 0.0), 0)
+            q_child = tl.sum(tl.where(is_child, q_here, 0.0), 0)
+            is_fixed = tl.max((is_child & fixed).to(tl.int32), 0) > 0
+            mass = reached * p_child - coef * q_child
+            mass = tl.div_rn(tl.where(mass > 0.0, mass, 0.0), scale)
+            chance = tl.div_rn(mass, tl.where(is_fixed, 1.0, tl.div_rn(q_child, q_left)))
+            exists = tl.max(is_child.to(tl.int32), 0) > 0
+            reached = tl.where(exists & (chance > 0.0), tl.minimum(chance, 1.0), 0.0)
+            node, level = below, level + 1
+            # Rejections only lower a weight, so a node whose first weight is too low is not accepted.
+            alive = (reached > 0.0) & ((node != own_node) | (uniform < reached))
+    tl.store(outcome_ptr + sequence * nodes + own_node, outcome)
+
+
+@triton.jit
+def _first_kernel(
+    path_ptr,  # int64 [B, depth + 1]
+    count_ptr,  # int64 [B]
+    next_ptr,  # int64 [B]
+    found_ptr,  # int32 [B, N], scratch: whether a node is accepted or above an accepted one
+    outcome_ptr,  # int64 [B, N]
+    parents_ptr,  # int64 [B, N], with a stride between sequences
+    parents_b,
+    nodes,
+    depth,
+    BLOCK_N: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    sequence = tl.program_id(0).to(tl.int64)
+    index, slot = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_P)
+    real = index < nodes
+    parents_ptr += sequence * parents_b
+    found_ptr += sequence * nodes
+    outcomes = tl.load(outcome_ptr + sequence * nodes + index, mask=real, other=-1)
+    parent = tl.load(parents_ptr + index, mask=real, other=-1).to(tl.int32)
+    tl.store(found_ptr + index, (outcomes >= 0).to(tl.int32), mask=real)
+    tl.debug_barrier()
+    above = tl.where(real & (outcomes >= 0), parent, -1)
+    for _ in range(1, depth):
+        tl.store(found_ptr + above, index * 0 + 1, mask=above > 0)
+        above = tl.load(parents_ptr + above, mask=above > 0, other=-1).to(tl.int32)
+    tl.debug_barrier()
+    found = tl.load(found_ptr + index, mask=real, other=0) > 0
+    path = tl.where(slot == 0, 0, -1).to(tl.int64)
+    count, node = 1, 0
+    child = tl.min(tl.where(found & (parent == 0), index, BLOCK_N), 0)
+    while (child < BLOCK_N) & (count <= depth):
+        path = tl.where(slot == count, child.to(tl.int64), path)
+        count += 1
+        node = child
+        child = tl.min(tl.where(found & (parent == node), index, BLOCK_N), 0)
+    tl.store(path_ptr + sequence * (depth + 1) + slot, path, mask=slot <= depth)
+    tl.store(count_ptr + sequence, count)
+    tl.store(next_ptr + sequence, tl.sum(tl.where(index == node, outcomes, 0), 0))
+
+
+def traverse_tree(
+    tokens: Tensor,
+    parents: Tensor,
+    p: Tensor,
+    q: Tensor,
+    q_rows: Tensor,
+    uniforms: Tensor,
+    exponential: Tensor,
+    depth: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See ``traversal.traverse_tree``; probs and noise must be fp32."""
+    batch, nodes = tokens.shape
+    vocab = p.shape[2]
+    tokens, parents, q_rows, uniforms = (_dense(x) for x in (tokens, parents, q_rows, uniforms))
+    p, q, exponential = (_dense(x) for x in (p, q, exponential))
+    outcome = torch.empty(batch, nodes, dtype=torch.int64, device=p.device)
+    scratch = torch.empty(2, batch, nodes, dtype=torch.int32, device=p.device)
+    block_n, block_v = triton.next_power_of_2(nodes), min(_BLOCK_V, triton.next_power_of_2(vocab))
+    _judge_kernel[(nodes, batch)](
+        outcome, scratch[0], tokens, parents, p, q, q_rows, uniforms, exponential,
+        tokens.stride(0), parents.stride(0), p.stride(0), p.stride(1), q.stride(0), q.stride(1),
+        q_rows.stride(0), uniforms.stride(0), exponential.stride(0), nodes, q.shape[1], vocab, depth,
+        BLOCK_N=block_n, BLOCK_V=block_v, **warps(max(1, min(16, block_v // 256))),
+    )  # fmt: skip
+    path, count, following = empty_results(tokens, depth)
+    _first_kernel[(batch,)](
+        path, count, following, scratch[1], outcome, parents, parents.stride(0), nodes, depth,
+        BLOCK_N=block_n, BLOCK_P=triton.next_power_of_2(depth + 1), **warps(max(1, block_n // 256)),
+    )  # fmt: skip
+    return path, count, following
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()

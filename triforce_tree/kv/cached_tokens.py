@@ -1,0 +1,78 @@
+"""Which tokens a KV cache holds: what a later prompt may begin with without computing it again."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+Reuse = Literal["none", "chunks", "all"]
+"""Which cached tokens a prefill keeps: none; those computed in whole chunks from a prompt's beginning, as the
+same prefill would compute them again, bit by bit; or all of them, tokens of decoding passes included."""
+
+
+class CachedTokens:
+    """The tokens of B sequences, as the host knows them from prefills and from what passes committed.
+
+    The last token of a sequence is the root of its next pass, whose keys and values are not cached yet. Where
+    the tokens of a pass are not known, the sequence ends before them.
+
+    Args:
+        batch: B.
+        chunk: tokens of one forward of a prefill.
+
+    Attributes:
+        held: tokens of each sequence whose keys and values the cache holds.
+        whole: how many of them, a multiple of ``chunk``, were computed in whole chunks from the beginning.
+    """
+
+    def __init__(self, batch: int, chunk: int) -> None:
+        self.chunk = chunk
+        self.held: list[list[int]] = [[] for _ in range(batch)]
+        self.whole = [0] * batch
+        self._roots: list[int | None] = [None] * batch
+
+    def clear(self) -> None:
+        """Nothing is known to be in the cache any more."""
+        for b in range(len(self.held)):
+            self.keep(b, 0)
+
+    def keep(self, b: int, count: int) -> None:
+        """Sequence b is overwritten from position ``count`` on."""
+        del self.held[b][count:]
+        self.whole[b] = min(self.whole[b], count // self.chunk * self.chunk)
+        self._roots[b] = None
+
+    def fed(self, b: int, prompt: Sequence[int], start: int) -> None:
+        """All but the last token of a prompt are in the cache, those from ``start`` on by a prefill."""
+        self.keep(b, start)
+        if start == self.whole[b]:
+            self.whole[b] = (len(prompt) - 1) // self.chunk * self.chunk
+        self.held[b] = list(prompt[:-1])
+
+    def begin(self, b: int, prompt: Sequence[int]) -> None:
+        """A sequence continues from a prompt all but the last token of which is in the cache."""
+        self.keep(b, len(prompt) - 1)
+        self.held[b], self._roots[b] = list(prompt[:-1]), prompt[-1]
+
+    def grown(self, tokens: Sequence[Sequence[int]] | None) -> None:
+        """A pass committed these tokens of each sequence; None where they are not known."""
+        for b, root in enumerate(self._roots):
+            new = tokens[b] if tokens is not None else None
+            if root is None or new is None:
+                self._roots[b] = None
+            elif new:
+                self.held[b] += [root, *new[:-1]]
+                self._roots[b] = new[-1]
+
+    def common(self, b: int, prompt: Sequence[int], reuse: Reuse) -> int:
+        """How many tokens at the beginning of a prompt are in the cache, its last one not counted."""
+        if reuse == "none":
+            return 0
+        limit = min(len(prompt) - 1, len(self.held[b]))
+        if reuse == "chunks":
+            limit = min(limit, self.whole[b])
+        count = common_prefix(self.held[b][:limit], prompt)
+        return count // self.chunk * self.chunk if reuse == "chunks" else count
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """Length of the prefix that two texts share."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

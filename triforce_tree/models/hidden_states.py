@@ -1,0 +1,58 @@
+"""Hidden states of a model's forwards, for drafters that read them."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from triforce_tree.models.model_copy import text_decoder
+
+Keep = Callable[[int, Tensor], None]
+
+
+def keep_hidden(
+    model: PreTrainedModel, layers: nn.ModuleList, features: Sequence[int], keep: Keep
+) -> list[RemovableHandle]:
+    """Call ``keep`` with hidden states ``[B, T, hidden_size]`` in every forward of a model from now on.
+
+    Args:
+        layers: its decoder layers.
+        features: indices of layers whose outputs are wanted; their number stands for the state after the
+            final norm, which the language model head reads.
+        keep: called with an element of ``features`` and the states.
+    """
+    handles = []
+    for index in sorted({*features}):
+        module = layers[index] if index < len(layers) else _decoder(model)
+        handles.append(module.register_forward_hook(partial(_pass_on, keep, index)))
+    return handles
+
+
+@contextmanager
+def hidden_states(
+    model: PreTrainedModel, layers: nn.ModuleList, features: Sequence[int]
+) -> Iterator[dict[int, Tensor]]:
+    """Yields what holds the hidden states of the last forward inside, by element of ``features``."""
+    hidden: dict[int, Tensor] = {}
+    handles = keep_hidden(model, layers, features, hidden.__setitem__)
+    try:
+        yield hidden
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _decoder(model: PreTrainedModel) -> nn.Module:
+    decoder = text_decoder(model)
+    return model.base_model if decoder is model else decoder
+
+
+def _pass_on(keep: Keep, index: int, module: nn.Module, args: Any, output: Any) -> None:
+    if not isinstance(output, Tensor):
+        states = getattr(output, "last_hidden_state", None)
+        output = output[0] if states is None else states
+    keep(index, output)

@@ -1,0 +1,1 @@
+"""Modules and linear layers of models on a CPU."""

@@ -1,0 +1,140 @@
+"""Norms, gated MLPs and rotary embeddings of a model on the CPU, each in one call for few tokens.
+
+A decoder layer of transformers is some 60 calls of torch, which take longer than its products where a pass
+has a few tokens. What a module computes is not read from its class: ours replaces its forward only where both
+give the same numbers.
+"""
+
+import inspect
+from collections.abc import Callable, Collection
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from triforce_tree.kernels.cpu.fp32 import layers as fp32
+from triforce_tree.kernels.cpu.fp32.library import library
+from triforce_tree.kernels.cpu.fp32.linear import MOST_ROWS, gated
+from triforce_tree.models.host.linears import FewRowWeight, few_row_weight
+
+_ROTARY = "apply_rotary_pos_emb"
+_EPSILONS = ("variance_epsilon", "eps")
+_TRIED_ROWS, _TRIED_DIM = 3, 8
+_TOLERANCE = 1e-5
+
+
+@torch.no_grad()
+def use_fused_layers(model: nn.Module, linears: Collection[nn.Linear]) -> None:
+    """Let the modules of a copy of a model whose results ours equal compute by the C library, for good.
+
+    Args:
+        model: from ``shallow_copy``.
+        linears: those whose forwards ``use_few_row_linears`` has replaced.
+    """
+    if library() is None or torch.get_default_device().type == "meta":
+        return
+    few_row = set(linears)
+    rotaries: dict[type, FunctionType | None] = {}
+    for module in model.modules():
+        if "forward" in vars(module):
+            continue
+        own = type(module).forward
+        if (eps := _epsilon(module)) is not None:
+            _replace(module, partial(_norm, module, eps), module._parameters["weight"].shape[0])  # type: ignore[union-attr]
+        elif (parts := _gated_parts(module, few_row)) is not None:
+            gate, up, down = parts
+            forward = partial(_mlp, MethodType(own, module), down, few_row_weight(gate), few_row_weight(up))
+            _replace(module, forward, gate.in_features)
+        elif _ROTARY in getattr(getattr(own, "__code__", None), "co_names", ()):
+            if type(module) not in rotaries:
+                rotaries[type(module)] = _with_rotary(own)
+            if (replaced := rotaries[type(module)]) is not None:
+                module.forward = MethodType(replaced, module)
+
+
+def _replace(module: nn.Module, forward: Callable[[Tensor], Tensor], size: int) -> None:
+    """Replace a module's forward by one that gives the same results for rows ``[..., size]``."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, _TRIED_ROWS, size, generator=generator)
+    # Small numbers show where an epsilon is added.
+    for tried in (x, 1e-3 * x):
+        try:
+            expected, found = type(module).forward(module, tried), forward(tried)
+        except (TypeError, AttributeError, RuntimeError):
+            return
+        if not isinstance(expected, Tensor) or not _equal(found, expected):
+            return
+    module.forward = forward
+
+
+def _equal(found: Tensor, expected: Tensor) -> bool:
+    largest = max(float(expected.abs().max()), torch.finfo(torch.float32).tiny)
+    return found.shape == expected.shape and bool((found - expected).abs().max() <= _TOLERANCE * largest)
+
+
+def _epsilon(module: nn.Module) -> float | None:
+    """The epsilon of what may be an RMS norm in fp32 on the CPU; None for other modules."""
+    weight = module._parameters.get("weight")
+    if weight is None or weight.dim() != 1 or len(module._parameters) > 1 or module._modules:
+        return None
+    on_host = weight.dtype == torch.float32 and weight.device.type == "cpu" and weight.is_contiguous()
+    eps = next((getattr(module, name) for name in _EPSILONS if hasattr(module, name)), None)
+    return eps if on_host and isinstance(eps, float) else None
+
+
+def _norm(module: Any, eps: float, x: Tensor) -> Tensor:
+    return fp32.rms_norm(x, module.weight, eps)
+
+
+def _gated_parts(
+    module: nn.Module, few_row: Collection[nn.Linear]
+) -> tuple[nn.Linear, nn.Linear, nn.Linear] | None:
+    """The gate, up and down projections of what may be a gated MLP; None for other modules."""
+    parts = [module._modules.get(name) for name in ("gate_proj", "up_proj", "down_proj")]
+    if not all(isinstance(part, nn.Linear) and part in few_row and not _hooked(part) for part in parts):
+        return None
+    gate, up, down = parts
+    return gate, up, down  # type: ignore[return-value]
+
+
+def _hooked(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def _mlp(
+    own: Callable[[Tensor], Tensor], down: nn.Linear, gate: FewRowWeight, up: FewRowWeight, x: Tensor
+) -> Tensor:
+    if x.numel() > MOST_ROWS * x.shape[-1]:
+        return own(x)
+    out: Tensor = down(gated(x, gate.matrix(), up.matrix()))
+    return out
+
+
+def _with_rotary(forward: Callable[..., Any]) -> FunctionType | None:
+    """An attention module's forward that finds our rotary embedding under transformers' name.
+
+    None where the family's own computes something else, or the forward is wrapped.
+    """
+    if not isinstance(forward, FunctionType) or inspect.unwrap(forward) is not forward:
+        return None
+    own = forward.__globals__.get(_ROTARY)
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, _TRIED_ROWS), (1, _TRIED_ROWS), (_TRIED_ROWS,), (_TRIED_ROWS,))
+    tried = [torch.randn(1, *shape, _TRIED_DIM, generator=generator) for shape in shapes]
+    try:
+        expected, found = own(*tried), fp32.rotary(*tried)  # type: ignore[misc]
+    except (TypeError, RuntimeError, ValueError):
+        return None
+    if found is None or not all(map(_equal, found, expected)):
+        return None
+
+    def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **keywords: Any) -> Any:
+        fused = None if args or keywords else fp32.rotary(q, k, cos, sin)
+        return own(q, k, cos, sin, *args, **keywords) if fused is None else fused  # type: ignore[misc]
+
+    names = {**forward.__globals__, _ROTARY: rotary}
+    copy = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    copy.__kwdefaults__ = forward.__kwdefaults__
+    return copy

@@ -1,0 +1,131 @@
+"""Linear layers for few fp32 rows on the CPU, through our C kernel, or else oneDNN.
+
+A tree forward multiplies 1 to 64 rows by each weight matrix. torch's default GEMM is optimised for more rows,
+and reads the weights at half of the memory's speed. Weights whose values all fit 16 bits, as those of most
+checkpoints do, are read from a copy in 16 bits: the same numbers in half of the bytes.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TypeGuard
+
+import psutil
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from triforce_tree.kernels.cpu.fp32 import linear as fp32
+from triforce_tree.kernels.cpu.fp32.library import library
+from triforce_tree.kernels.cpu.host import ONEDNN
+
+_MOST_ROWS = 64
+# Share of the available memory that copies in 16 bits may take.
+_MOST_MEMORY = 0.25
+# Of eight bits there are floating-point types too, which no product of torch takes without scales.
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether a module is torch's own linear layer with floating-point weights, run by its own ``forward``.
+
+    Quantisation libraries have layer classes of their own, or tensor classes in ``nn.Linear``, or replace the
+    ``forward`` of single layers.
+    """
+    return (
+        type(module) is nn.Linear
+        and "forward" not in vars(module)
+        and type(module.weight.data) is Tensor
+        and module.weight.dtype in _DTYPES
+    )
+
+
+@contextmanager
+def few_row_linears(model: nn.Module) -> Iterator[None]:
+    """Inside, plain fp32 ``nn.Linear`` layers on the CPU run few rows through our kernel or oneDNN.
+
+    Layers whose ``forward`` another library has replaced are left alone.
+    """
+    replaced = use_few_row_linears(model)
+    try:
+        yield
+    finally:
+        for layer in replaced:
+            vars(layer).pop("forward", None)
+
+
+def use_few_row_linears(model: nn.Module) -> list[nn.Linear]:
+    """Let plain fp32 ``nn.Linear`` layers on the CPU run few rows so for good; returns them."""
+    native = library() is not None
+    replaced = [
+        layer
+        for layer in model.modules()
+        if (native or ONEDNN)
+        and is_plain_linear(layer)
+        and layer.weight.device.type == "cpu"
+        and layer.weight.dtype == torch.float32
+    ]
+    copies = sum(layer.weight.nbytes for layer in replaced if layer.weight not in _narrowed) // 2
+    narrow = copies <= _MOST_MEMORY * psutil.virtual_memory().available
+    for layer in replaced:
+        weight = FewRowWeight(layer, narrow) if native and layer.weight.is_contiguous() else None
+        layer.forward = partial(_linear, layer, weight)  # type: ignore[method-assign]
+    return replaced
+
+
+class FewRowWeight:
+    """A layer's weight as the C kernel reads it.
+
+    Args:
+        layer: with fp32 weights on the CPU.
+        narrow: use a copy in 16 bits where that has the same values.
+    """
+
+    def __init__(self, layer: nn.Linear, narrow: bool = True) -> None:
+        self._layer, self._narrow = layer, narrow
+        self._matrix: fp32.Matrix | None = None
+        self._made_from: tuple[int, int] | None = None
+
+    def matrix(self) -> fp32.Matrix:
+        """Made at the first call, and again after the weight was changed in place or exchanged."""
+        weight = self._layer.weight
+        source = _state(weight)
+        if self._matrix is None or source != self._made_from:
+            copy = _in_16_bits(weight, source) if self._narrow else None
+            bias = None if self._layer.bias is None else self._layer.bias.detach()
+            self._matrix = fp32.matrix(weight.detach() if copy is None else copy, bias)
+            self._made_from = source
+        return self._matrix
+
+
+def few_row_weight(layer: nn.Linear) -> FewRowWeight:
+    """The weight of a layer whose forward :func:`use_few_row_linears` has replaced."""
+    weight: FewRowWeight | None = vars(layer)["forward"].args[1]
+    return FewRowWeight(layer, narrow=False) if weight is None else weight
+
+
+# By weight: the copy, None where 16 bits do not hold its values, and the state that it was made from.
+_narrowed = WeakTensorKeyDictionary()
+
+
+def _in_16_bits(weight: Tensor, state: tuple[int, int]) -> Tensor | None:
+    found = _narrowed.get(weight)
+    if found is None or found[1] != state:
+        found = fp32.narrowed(weight.detach()), state
+        _narrowed[weight] = found
+    copy: Tensor | None = found[0]
+    return copy
+
+
+def _state(weight: Tensor) -> tuple[int, int]:
+    """Differs after every change of a weight's values, as far as torch counts them."""
+    return weight.data_ptr(), -1 if weight.is_inference() else weight._version
+
+
+def _linear(layer: nn.Linear, weight: FewRowWeight | None, x: Tensor) -> Tensor:
+    if weight is not None and x.numel() <= fp32.MOST_ROWS * x.shape[-1]:
+        return fp32.linear(x, weight.matrix())
+    if not ONEDNN or x.shape[-2] > _MOST_ROWS:
+        return nn.functional.linear(x, layer.weight, layer.bias)
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, layer.weight, layer.bias, "none", [], "")
+    return out

@@ -1,0 +1,114 @@
+"""Hidden states of the target by position, in buffers that CUDA graphs write and drafters read."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+
+class Features:
+    """Hidden states of B sequences at their first and newest positions.
+
+    Those of the first ``leading`` positions have slots of their own, all others a ring: what a pass writes
+    after the end of a sequence never overwrites the newest ``history`` positions before it.
+
+    Args:
+        layers: which hidden states: decoder layer i's output for i, and for the number of layers the state
+            after the final norm, which the language model head reads.
+        batch: B.
+        size: hidden size.
+        leading: S, first positions to keep.
+        history: newest positions to keep.
+        beyond: most positions after a sequence's committed tokens that passes write.
+        device, dtype: of the hidden states.
+
+    Attributes:
+        first: int64 ``[B]``, the position from which on hidden states were kept. Those of the positions
+            ``max(first, end - history)`` to ``end - 1`` can be read.
+        known_leading: int64 ``[B]``, how many of the first positions are kept.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[int],
+        batch: int,
+        size: int,
+        leading: int,
+        history: int,
+        beyond: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.leading, self.history, self._ring = leading, history, history + beyond
+        shape = (batch, leading + self._ring, size)
+        self._states = {layer: torch.zeros(shape, device=device, dtype=dtype) for layer in layers}
+        counters = torch.zeros(3, batch, dtype=torch.int64, device=device)
+        self.first: Tensor = counters[0]
+        self.known_leading: Tensor = counters[1]
+        # After the last position that was written.
+        self._stop: Tensor = counters[2]
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return tuple(self._states)
+
+    def _slots(self, positions: Tensor) -> Tensor:
+        ring = self.leading + (positions - self.leading) % self._ring
+        return torch.where(positions < self.leading, positions.clamp_min(0), ring)
+
+    def write(self, hidden: Mapping[int, Tensor], start: Tensor) -> None:
+        """Keep hidden states ``[B, T, hidden_size]`` by layer, of the positions from ``start`` ``[B]`` on."""
+        for layer, kept in self._states.items():
+            states = hidden[layer]
+            count = states.shape[1]
+            positions = start[:, None] + torch.arange(count, device=start.device)
+            index = self._slots(positions)[..., None].expand_as(states)
+            kept.scatter_(1, index, states.to(kept.dtype))
+            torch.maximum(self._stop, start + count, out=self._stop)
+
+    def read(self, layer: int, positions: Tensor) -> Tensor:
+        """``[B, T, hidden_size]`` of positions ``[B, T]``; arbitrary where they are not kept."""
+        kept = self._states[layer]
+        return kept.gather(1, self._slots(positions)[..., None].expand(-1, -1, kept.shape[2]))
+
+    def begin(self, b: int, start: int) -> None:
+        """Sequence b is fed from position ``start`` on; what is kept of earlier ones is not used."""
+        self.first[b] = self._stop[b] = start
+        self.known_leading[b].clamp_(max=start)
+
+    def feed(self, b: int, start: int, hidden: Mapping[int, Tensor]) -> None:
+        """Keep hidden states ``[1, T, hidden_size]`` by layer, of sequence b from position ``start`` on.
+
+        Layers may be fed one after the other, each from the first position on.
+        """
+        for layer, (states,) in hidden.items():
+            kept = self._states[layer]
+            stop = start + len(states)
+            newest = max(start, stop - self._ring)
+            for first, last in ((start, min(stop, self.leading)), (newest, stop)):
+                if first < last:
+                    slots = self._slots(torch.arange(first, last, device=kept.device))
+                    kept[b, slots] = states[first - start : last - start].to(kept.dtype)
+            self._stop[b] = stop
+        if start <= self.leading and int(self.known_leading[b]) >= start:
+            self.known_leading[b] = min(start + states.shape[0], self.leading)
+
+    def rewind(self, lengths: Tensor) -> None:
+        """Continue after ``lengths`` ``[B]`` tokens: what was overwritten since is not used."""
+        torch.maximum(self.first, self._stop - self._ring, out=self.first)
+        torch.minimum(self.known_leading, lengths, out=self.known_leading)
+        self._stop.copy_(lengths)
+
+    def save(self) -> list[Tensor]:
+        """A copy of all buffers."""
+        return [tensor.clone() for tensor in self.buffers]
+
+    def restore(self, saved: Sequence[Tensor]) -> None:
+        """Return to what :meth:`save` copied."""
+        for tensor, value in zip(self.buffers, saved, strict=True):
+            tensor.copy_(value)
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """All that passes change."""
+        return [self.first, self.known_leading, self._stop, *self._states.values()]

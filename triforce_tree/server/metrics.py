@@ -1,0 +1,73 @@
+"""Figures of a server for Prometheus."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from triforce_tree.server.scheduler import Scheduler, Sequence
+
+_SECONDS = (0.1, 0.3, 1, 3, 10, 30, 100, 300)
+
+
+class Metrics:
+    """Counts what ends; all names begin with ``triforce_tree_``."""
+
+    def __init__(self) -> None:
+        self._registry = registry = CollectorRegistry()
+
+        def named(name: str) -> str:
+            return f"triforce_tree_{name}"
+
+        self._requests = Counter(
+            named("sequences"), "Sequences by how they ended.", ["outcome"], registry=registry
+        )
+        self._prompt = Counter(named("prompt_tokens"), "Tokens of prompts.", registry=registry)
+        self._new = Counter(named("new_tokens"), "Tokens generated.", registry=registry)
+        self._proposed = Counter(
+            named("proposed_tokens"), "Tokens that the target verified.", registry=registry
+        )
+        self._accepted = Counter(named("accepted_tokens"), "Of these, accepted.", registry=registry)
+        self._waited = Histogram(
+            named("waiting_seconds"), "In the queue.", buckets=_SECONDS, registry=registry
+        )
+        self._prefill = Histogram(
+            named("prefill_seconds"), "Of a batch.", buckets=_SECONDS, registry=registry
+        )
+        self._token = Histogram(
+            named("token_seconds"), "Decoding, for each new token of a sequence.",
+            buckets=(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5), registry=registry,
+        )  # fmt: skip
+        self._waiting = Gauge(named("waiting"), "Sequences in the queue.", registry=registry)
+        self._running = Gauge(named("running"), "Sequences that are decoded now.", registry=registry)
+
+    def watch(self, scheduler: Scheduler) -> None:
+        """Report the queue of this scheduler."""
+        self._waiting.set_function(lambda: scheduler.waiting)
+        self._running.set_function(lambda: scheduler.running)
+
+    def refused(self) -> None:
+        """A request found the queue full."""
+        self._requests.labels("refused").inc()
+
+    def ended(self, sequence: Sequence) -> None:
+        """A sequence has ended, in whatever way."""
+        self._waited.observe(sequence.waited)
+        output = sequence.output
+        if output is None:
+            self._requests.labels("cancelled" if sequence.error is None else "failed").inc()
+            return
+        self._requests.labels("cancelled" if sequence.cancelled else "ended").inc()
+        new = int(sequence.result("new_tokens"))
+        self._prompt.inc(len(sequence.prompt))
+        self._new.inc(new)
+        if new and output.decode_seconds is not None:
+            self._token.observe(output.decode_seconds / new)
+        if sequence.row == 0:
+            # Statistics are of the whole batch.
+            if output.prefill_seconds is not None:
+                self._prefill.observe(output.prefill_seconds)
+            if output.levels:
+                self._proposed.inc(output.levels[-1].proposed)
+                self._accepted.inc(output.levels[-1].accepted)
+
+    def exposed(self) -> bytes:
+        """All figures in Prometheus' text format."""
+        return generate_latest(self._registry)

@@ -1,0 +1,152 @@
+"""Bodies of the OpenAI API's replies."""
+
+import time
+import uuid
+from collections.abc import Sequence as Sequences
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from triforce_tree.server.protocol import ChatRequest, CompletionRequest
+from triforce_tree.server.scheduler import Sequence
+
+Asked = ChatRequest | CompletionRequest
+
+
+class Reply:
+    """The replies to one request.
+
+    Args:
+        asked: the request.
+        model: name of the model that is served.
+        tokenizer: of it.
+    """
+
+    def __init__(self, asked: Asked, model: str, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._chat = isinstance(asked, ChatRequest)
+        self._alternatives, self._tokenizer = asked.alternatives, tokenizer
+        prefix, kind = ("chatcmpl", "chat.completion") if self._chat else ("cmpl", "text_completion")
+        self._kind = kind
+        self._head = {
+            "id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model,
+        }  # fmt: skip
+
+    def whole(self, sequences: Sequences[Sequence]) -> dict[str, Any]:
+        """All texts, after they have ended."""
+        choices = []
+        for index, sequence in enumerate(sequences):
+            assert sequence.stream is not None
+            text = sequence.stream.text
+            choice: dict[str, Any] = {
+                "index": index, "finish_reason": reason(sequence), "logprobs": self._logprobs(sequence),
+            }  # fmt: skip
+            choice |= {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
+            choices.append(choice)
+        return {**self._head, "object": self._kind, "choices": choices, "usage": usage(sequences)}
+
+    def piece(self, index: int, text: str, first: bool = False) -> dict[str, Any]:
+        """A piece of one text."""
+        return self._chunk(index, text, None, first)
+
+    def last(self, index: int, sequence: Sequence) -> dict[str, Any]:
+        """The end of one text."""
+        return self._chunk(index, "", reason(sequence), False)
+
+    def usage_alone(self, sequences: Sequences[Sequence]) -> dict[str, Any]:
+        """The chunk that ends a stream with ``include_usage``."""
+        return self._stream_head() | {"choices": [], "usage": usage(sequences)}
+
+    def _stream_head(self) -> dict[str, Any]:
+        return {**self._head, "object": "chat.completion.chunk" if self._chat else self._kind}
+
+    def _chunk(self, index: int, text: str, why: str | None, first: bool) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": index, "finish_reason": why, "logprobs": None}
+        if self._chat:
+            choice["delta"] = ({"role": "assistant"} if first else {}) | ({"content": text} if text else {})
+        else:
+            choice["text"] = text
+        return self._stream_head() | {"choices": [choice]}
+
+    def _logprobs(self, sequence: Sequence) -> dict[str, Any] | None:
+        """Log-probabilities of the target's own distribution, whatever the sampling options."""
+        if self._alternatives is None:
+            return None
+        output, row = sequence.output, sequence.row
+        assert output is not None
+        assert output.logprobs is not None
+        count = sequence.result("new_tokens")
+        chosen = output.sequences[row, output.sequences.shape[1] - output.logprobs.shape[1] :][:count]
+        entries = []
+        for at, (token, value) in enumerate(
+            zip(chosen.tolist(), output.logprobs[row].tolist(), strict=False)
+        ):
+            best: list[tuple[int, float]] = []
+            if self._alternatives:
+                assert output.logits is not None
+                top = output.logits[at][row].float().log_softmax(-1).topk(self._alternatives)
+                best = list(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+            entries.append((token, value, best))
+        return self._chat_logprobs(entries) if self._chat else self._completion_logprobs(entries)
+
+    def _chat_logprobs(self, entries: list[tuple[int, float, list[tuple[int, float]]]]) -> dict[str, Any]:
+        def entry(token: int, value: float) -> dict[str, Any]:
+            text = self._text(token)
+            return {"token": text, "logprob": value, "bytes": list(text.encode())}
+
+        content = [
+            entry(token, value) | {"top_logprobs": [entry(*pair) for pair in best]}
+            for token, value, best in entries
+        ]
+        return {"content": content, "refusal": None}
+
+    def _completion_logprobs(
+        self, entries: list[tuple[int, float, list[tuple[int, float]]]]
+    ) -> dict[str, Any]:
+        tokens = [self._text(token) for token, _, _ in entries]
+        return {
+            "tokens": tokens,
+            "token_logprobs": [value for _, value, _ in entries],
+            "top_logprobs": [{self._text(token): value for token, value in best} for _, _, best in entries],
+            "text_offset": [sum(map(len, tokens[:at])) for at in range(len(tokens))],
+        }
+
+    def _text(self, token: int) -> str:
+        return str(self._tokenizer.decode([token]))
+
+
+def reason(sequence: Sequence) -> str:
+    """Why a text ended, in the API's words."""
+    assert sequence.stream is not None
+    return (
+        "length" if not sequence.stream.stopped and sequence.result("finish_reason") == "length" else "stop"
+    )
+
+
+def usage(sequences: Sequences[Sequence]) -> dict[str, Any]:
+    """Tokens of a request; ``accepted_prediction_tokens`` are those that drafting saved a pass for.
+
+    Sequences that were decoded in one batch share its statistics: their counts are those of the batch, once.
+    """
+    new = sum(int(sequence.result("new_tokens")) for sequence in sequences)
+    # A prompt counts once, however many texts continue it.
+    prompts = {id(sequence.prompt): len(sequence.prompt) for sequence in sequences}
+    outputs = {id(sequence.output): sequence.output for sequence in sequences}.values()
+    targets = [output.levels[-1] for output in outputs if output is not None and output.levels]
+    accepted = sum(level.accepted for level in targets)
+    prompt = sum(prompts.values())
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": new,
+        "total_tokens": prompt + new,
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": sum(level.proposed for level in targets) - accepted,
+        },
+    }
+
+
+def outputs_wanted(alternatives: int | None) -> dict[str, Any]:
+    """Options of ``generate`` for log-probabilities and so many alternatives."""
+    if alternatives is None:
+        return {}
+    return {"logprobs": True} | ({"output_logits": True} if alternatives else {})

@@ -1,0 +1,84 @@
+"""Tokens of a running generation as pieces of text, cut at stop strings."""
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, TextStreamer
+
+
+class TextStream(TextStreamer):
+    """A streamer of one sequence. Text that may be the beginning of a stop string is held back.
+
+    Args:
+        tokenizer: of the target.
+        stop: strings before which the text ends.
+        emit: called with each piece of text, in the thread of the generation.
+        cancelled: whether nobody waits for the text any more.
+
+    Attributes:
+        text: all that was emitted.
+        stopped: whether a stop string was found.
+        count: new tokens, those of a stop string included.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stop: Sequence[str],
+        emit: Callable[[str], None],
+        cancelled: Callable[[], bool],
+    ) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._stop, self._emit, self._cancelled = tuple(stop), emit, cancelled
+        self._held, self._prompt, self._done = "", True, False
+        self.text, self.stopped, self.count = "", False, 0
+
+    def put(self, value: Tensor) -> bool:
+        """Whether the sequence is to end."""
+        if not self._prompt:
+            self.count += value.numel()
+        self._prompt = False
+        super().put(value)  # type: ignore[no-untyped-call]
+        if self._stop and not self.stopped:
+            # The streamer holds the last word back; a stop string may be in it.
+            self.stopped = self._first(self._held + self._pending())[1] is not None
+        return self.stopped or self._cancelled()
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self._held += text
+        at, found = self._first(self._held)
+        if found is not None:
+            self.stopped = True
+            self._send(self._held[:at])
+            self._held, self._done = "", True
+            return
+        keep = 0 if stream_end else self._possible_beginning()
+        cut = len(self._held) - keep
+        self._send(self._held[:cut])
+        self._held = self._held[cut:]
+
+    def _send(self, text: str) -> None:
+        if text and not self._done:
+            self.text += text
+            self._emit(text)
+
+    def _pending(self) -> str:
+        """Text of the tokens that were not finalised yet."""
+        if not self.token_cache:
+            return ""
+        return str(self.tokenizer.decode(self.token_cache, **self.decode_kwargs))[self.print_len :]
+
+    def _first(self, text: str) -> tuple[int, str | None]:
+        """Where the first stop string begins, and which it is."""
+        found = [(text.find(string), string) for string in self._stop if string in text]
+        return min(found) if found else (-1, None)
+
+    def _possible_beginning(self) -> int:
+        """Characters at the end of the held text with which a stop string may begin."""
+        sizes = (
+            size
+            for string in self._stop
+            for size in range(min(len(string) - 1, len(self._held)), 0, -1)
+            if self._held.endswith(string[:size])
+        )
+        return max(sizes, default=0)

@@ -1,0 +1,258 @@
+"""A text or a conversation that goes on over many calls: only its new tokens are prefilled."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from triforce_tree.decoding.program import DecodingProgram
+from triforce_tree.generation.chat import Message, chat_ids, chats_of
+from triforce_tree.generation.inputs import Inputs, prompts_of, real_rows
+from triforce_tree.generation.output import GenerateOutput
+from triforce_tree.runtime.stats import Progress
+from triforce_tree.sessions import saved
+
+if TYPE_CHECKING:
+    from triforce_tree.engine import Engine
+
+RESERVE = 4096
+"""Tokens after the first prompt that a session takes memory for at once."""
+
+
+class Session:
+    """One sequence that is continued again and again.
+
+    Its keys and values stay in the engine's buffers, those of the last generation. A call that finds them
+    there prefills what follows the longest common prefix; after another generation of the same engine, or of
+    another session with other tokens, that prefix is short, and the text is prefilled again: two documents
+    that take turns need an engine each, ``engine.with_options()``, over the same models (host memory holds
+    one offloaded cache at a time). Layers with sliding windows and recurrent layers can be continued where
+    their last generation ended, and at the ends of the first and the newest prompts, of which copies are
+    kept.
+
+    The text is that of :meth:`Engine.generate` for the whole sequence. In 16 bits two nearly equal logits may
+    change their order, as keys and values of generated tokens are kept as decoding passes computed them.
+
+    Args:
+        engine: its models and settings.
+        document: what the session begins with: text, token ids of one sequence, or messages.
+        reserve: tokens after the first prompt that memory is taken for at once. A longer sequence gets larger
+            buffers with as many tokens in reserve, to which keys and values are copied where the device holds
+            both, and which are prefilled anew where it does not, or where they are offloaded.
+
+    Attributes:
+        tokens: all token ids so far. In a conversation that begins with messages they are those of the last
+            call's, none before the first: what a chat template writes depends on what follows.
+        messages: the conversation so far, answers included; None for a text.
+
+        begun: messages before the first call.
+        turns: after each call in a conversation, the numbers of tokens and of messages.
+
+    Raises:
+        ValueError: several sequences; text without a tokenizer; messages without a chat template.
+    """
+
+    def __init__(self, engine: "Engine", document: Inputs | None = None, reserve: int = RESERVE) -> None:
+        if reserve < 0:
+            raise ValueError(f"reserve={reserve} must be at least 0")
+        self._engine, self._reserve, self._room = engine, reserve, 0
+        self.turns: list[tuple[int, int]] = []
+        self._coming: tuple[Inputs | None, list[Message] | None, list[int]] | None = None
+        self.tokens: list[int] = []
+        self.messages: list[Message] | None = None
+        chats = chats_of(document)
+        if chats is not None:
+            self.messages = self._one(chats)
+        elif document is not None:
+            self.tokens = self._ids(document)
+        # Messages before the first turn.
+        self.begun = len(self.messages or ())
+
+    def generate(self, question: Inputs | None = None, **kwargs: Any) -> GenerateOutput:
+        """Continue the session by what ``question`` says, and by the model's answer to it.
+
+        Args:
+            question: text or token ids, appended to the tokens as they are, without special tokens; None adds
+                nothing. In a conversation a text is a message of the user, and messages are appended to it.
+            kwargs: of :meth:`Engine.generate`.
+
+        Returns:
+            the output, whose ``sequences`` are the whole session and whose ``reused_tokens`` were kept.
+
+        Raises:
+            ValueError: as :meth:`Engine.generate`; nothing to continue; messages in a session of text. The
+                session is then as before.
+        """
+        if self._coming is None or self._coming[0] is not question:
+            self.prompt(question)
+        assert self._coming is not None
+        _, messages, prompt = self._coming
+        self._coming = None
+        out = self._continuing(len(prompt)).generate(prompt, **kwargs)
+        self.tokens = out.sequences[0].tolist()
+        if messages is not None:
+            if out.text is None:
+                raise ValueError("a conversation needs a tokenizer: load(..., tokenizer=...)")
+            answer = str(out.text)
+            if messages[-1]["role"] == "assistant":
+                answer = f"{messages.pop()['content']}{answer}"
+            self.messages = [*messages, {"role": "assistant", "content": answer}]
+            self.turns.append((len(self.tokens), len(self.messages)))
+        return out
+
+    def prompt(self, question: Inputs | None = None) -> list[int]:
+        """The token ids that :meth:`generate` would continue for this question.
+
+        Raises:
+            ValueError: as :meth:`generate`.
+        """
+        messages, ids = self._asked(question)
+        self._coming = (question, messages, ids)
+        return ids
+
+    def prefill(self, progress: Progress | None = None) -> int:
+        """Compute keys and values of all tokens but the last now; return how many were there already.
+
+        Args:
+            progress: called with numbers of tokens.
+
+        Raises:
+            ValueError: there are no tokens yet, or memory is short.
+        """
+        with self.program(progress) as (_, reused):
+            return reused
+
+    def trim(self, length: int) -> None:
+        """Forget all tokens after the first ``length``, and messages of turns that end after them.
+
+        Raises:
+            ValueError: there are not so many tokens.
+        """
+        if not 0 <= length <= len(self.tokens):
+            raise ValueError(f"length={length} must lie between 0 and the {len(self.tokens)} tokens so far")
+        del self.tokens[length:]
+        self._coming = None
+        if self.messages is not None:
+            self.turns = [turn for turn in self.turns if turn[0] <= length]
+            del self.messages[self.turns[-1][1] if self.turns else self.begun :]
+
+    def fork(self) -> "Session":
+        """Another session with the same tokens, which goes on by itself.
+
+        Both use the engine's buffers in turn: what they have in common is kept once, and what one of them has
+        beyond it is prefilled again when it follows a call of the other. No memory is copied.
+        """
+        other = copy.copy(self)
+        other.tokens, other.turns = list(self.tokens), list(self.turns)
+        other.messages = None if self.messages is None else list(self.messages)
+        return other
+
+    def save(self, folder: str | Path) -> None:
+        """Write the session into a folder: tokens, messages, keys and values of each layer.
+
+        Keys and values that are not in the buffers any more are computed first. They are copied layer by
+        layer, so that host memory holds one of them at a time.
+
+        Raises:
+            ValueError: there are no tokens yet; several processes share the target.
+            OSError: the folder cannot be written.
+        """
+        saved.save(self, Path(folder))
+
+    @classmethod
+    def load(cls, engine: "Engine", folder: str | Path, reserve: int = RESERVE) -> "Session":
+        """A session that :meth:`save` wrote, with its keys and values in the engine's buffers.
+
+        Args:
+            engine: over the same weights, with the same tokenizer and ``kv_bits``; offloaded or not.
+            reserve: tokens after its own that memory is taken for.
+
+        Raises:
+            ValueError: it was saved with others, or a file is damaged.
+            OSError: a file is missing.
+        """
+        tokens, found = saved.read(engine, Path(folder))
+        session = cls(engine, tokens, reserve)
+        session.messages, session.begun = found["messages"], found["begun"]
+        session.turns = [(length, messages) for length, messages in found["turns"]]
+        with session.buffers() as program:
+            saved.fill(program, session.tokens, found, Path(folder))
+        return session
+
+    @contextmanager
+    def program(self, progress: Progress | None = None) -> Iterator[tuple[DecodingProgram, int]]:
+        """A context with the engine's buffers, which hold the session, and how many tokens they held before.
+
+        Raises:
+            ValueError: there are no tokens yet, or memory is short.
+        """
+        if not self.tokens:
+            raise ValueError("the session has no tokens yet; call generate first, or give it a document")
+        with self.buffers() as program:
+            yield program, program.prefill([self.tokens], progress, "all")[0]
+
+    @contextmanager
+    def buffers(self) -> Iterator[DecodingProgram]:
+        """A context with the engine's buffers, made for the session's tokens and those in reserve."""
+        engine = self._continuing(len(self.tokens))
+        with engine.program([self.tokens], max(1, self._room - len(self.tokens)), None, 0.0) as program:
+            yield program
+
+    @property
+    def engine(self) -> "Engine":
+        return self._engine
+
+    def _continuing(self, length: int) -> "Engine":
+        limit = self._engine.hierarchy.target.max_positions or length + self._reserve
+        if length >= self._room:
+            self._room = min(length + self._reserve, limit)
+        return self._engine.in_session(self._room)
+
+    def _asked(self, question: Inputs | None) -> tuple[list[Message] | None, list[int]]:
+        """The messages, in a conversation, and the token ids that the next call continues."""
+        chats = chats_of(question)
+        if self.messages is None and chats is not None and not self.tokens:
+            self.messages = []
+        if self.messages is None:
+            if chats is not None:
+                raise ValueError(
+                    "this session continues a text, and the question is a list of messages; give text, or "
+                    "begin the session with messages"
+                )
+            prompt = [*self.tokens, *(self._ids(question) if question is not None else [])]
+            if not prompt:
+                raise ValueError("there is nothing to continue; give the session a document or a question")
+            return None, prompt
+        new: list[Message] = []
+        if chats is not None:
+            new = self._one(chats)
+        elif isinstance(question, str):
+            new = [{"role": "user", "content": question}]
+        elif question is not None:
+            raise ValueError("this session is a conversation; give text, or messages")
+        messages = [*self.messages, *new]
+        if self._engine.tokenizer is None:
+            raise ValueError("messages need a tokenizer: load(..., tokenizer=...)")
+        return messages, chat_ids(self._engine.tokenizer, messages)
+
+    def _ids(self, given: Inputs) -> list[int]:
+        """Token ids of one sequence; special tokens are added to the first text only."""
+        if isinstance(given, str) and self.tokens:
+            if self._engine.tokenizer is None:
+                raise ValueError("a text prompt needs a tokenizer: load(..., tokenizer=...)")
+            given = self._engine.tokenizer(given, add_special_tokens=False, verbose=False)["input_ids"]
+            if not given:
+                return []
+        target = self._engine.hierarchy.target
+        limits = target.vocab_size, target.max_positions
+        prompts = prompts_of(given, None, None, self._engine.tokenizer, *limits, 0)
+        rows = real_rows(prompts.ids, prompts.mask)
+        if len(rows) > 1:
+            raise ValueError(f"a session is one sequence, not {len(rows)}; open one for each")
+        return rows[0]
+
+    def _one(self, chats: list[Any]) -> list[Message]:
+        if len(chats) > 1:
+            raise ValueError(f"a session is one conversation, not {len(chats)}; open one for each")
+        return list(chats[0])

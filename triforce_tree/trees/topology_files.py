@@ -1,0 +1,44 @@
+"""Topologies of token trees in JSON files: ``{"paths": [[0], [0, 0], [1]]}`` or ``{"widths": [6, 5, 4]}``.
+
+A list alone is one of paths, Medusa's form.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from triforce_tree.runtime.json_files import read_json
+
+SUFFIX = ".json"
+_FORM = 'the file must hold {"paths": [[0], [0, 0], [1]]} or {"widths": [6, 5, 4]}'
+
+
+def read_topology(path: str | Path) -> tuple[list[list[int]] | None, list[int] | None]:
+    """(rank paths, None) of a static tree, or (None, widths) of a best-first one.
+
+    Raises:
+        ValueError: there is no such file, or it holds neither.
+    """
+    try:
+        held = read_json(Path(path))
+    except FileNotFoundError as error:
+        raise ValueError("there is no such file") from error
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{error}; {_FORM}") from error
+    if isinstance(held, list):
+        held = {"paths": held}
+    known = held.keys() & {"paths", "widths"} if isinstance(held, dict) else set()
+    if known == {"paths"} and isinstance(held["paths"], list) and all(map(_integers, held["paths"])):
+        return held["paths"], None
+    if known == {"widths"} and _integers(held["widths"]):
+        return None, held["widths"]
+    raise ValueError(_FORM)
+
+
+def write_topology(path: str | Path, **content: Any) -> None:
+    """Write ``paths`` or ``widths``, and whatever tells where they come from."""
+    Path(path).write_text(json.dumps(content) + "\n", encoding="utf-8")
+
+
+def _integers(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(r, int) and not isinstance(r, bool) for r in value)
