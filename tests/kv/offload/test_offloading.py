@@ -138,10 +138,10 @@ def test_prompt_lookup_drafts_for_an_offloaded_cache(levels: int) -> None:
 def test_hidden_states_on_the_host_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     make = assembly.DecodingProgram
 
-    def with_states_on_host(*args: Any) -> DecodingProgram:
+    def with_states_on_host(*args: Any, **kept: Any) -> DecodingProgram:
         *others, split, pinned = args
         assert isinstance(split, Offload)
-        return make(*others, replace(split, states_on_host=True), pinned)
+        return make(*others, replace(split, states_on_host=True), pinned, **kept)
 
     monkeypatch.setattr(assembly, "DecodingProgram", with_states_on_host)
     for chunk in (16, 75, 1024):
