@@ -21,7 +21,7 @@ from triforce_tree.verify.probs import DeviceProbs, Sampler
 from triforce_tree.verify.sampling import ProbsFromLogits
 
 CPU = torch.device("cpu")
-CAPACITY = 300
+CAPACITY = 450
 
 
 class Proposing:
@@ -187,9 +187,14 @@ def test_greedy_tokens_equal_the_targets(levels: int, rounds: int | None, name: 
         assert out.levels[-1].accepted > 20
 
 
-@pytest.mark.parametrize("name", ENGINES)
-def test_many_tokens_are_committed_in_a_pass_where_the_text_copies(name: str) -> None:
-    engine = ENGINES[name](levels=2, rounds=1, **SMALL | {"lookup": 15})
-    loop = greedy(TARGET, PHRASE, 200)
-    out = engine.generate([[*PHRASE, *loop]], max_new_tokens=96, do_sample=False)
-    assert out.levels[-1].forwards <= 96 / 12
+def test_many_tokens_are_committed_in_a_pass_where_the_text_copies() -> None:
+    passage = text(150)
+    run = Proposing(SuffixMatching(15), [[*text(40, 1, 9000), *passage, *passage[:4]]])
+    coming, passes = passage[4:], 0
+    while coming:
+        [proposed] = run.propose()
+        same = [a == b for a, b in zip(proposed, coming, strict=False)]
+        accepted = same.index(False) if False in same else len(same)
+        run.commit(coming[: accepted + 1])
+        coming, passes = coming[accepted + 1 :], passes + 1
+    assert passes <= len(passage) / 12
