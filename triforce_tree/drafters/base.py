@@ -249,8 +249,8 @@ def check_drafter(drafter: Drafter, layers: int) -> None:
     """Raise ValueError where a drafter's tree is no tree shape, or it reads layers that are not there."""
     parse_shape(drafter.tree)
     for layer in drafter.features:
-        if not 0 <= layer < layers:
+        if not 0 <= layer <= layers:
             raise ValueError(
                 f"drafter {drafter.name!r} reads features of layer {layer}, but the target's layers are 0 to "
-                f"{layers - 1}; change drafter.features"
+                f"{layers - 1}, and {layers} is the state after its final norm; change drafter.features"
             )

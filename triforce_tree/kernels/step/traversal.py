@@ -45,8 +45,8 @@ def traverse_tree(
         p: fp32 ``[B, N, V]``, the target's probs at each node.
         q: fp32 ``[B, M, V]``, draft probs; M may be 0 where all proposals are deterministic.
         q_rows: int64 ``[B, N]``, the row of ``q`` that a node's children were drawn from, negative where they
-            were proposed deterministically; read for nodes with children only. ``FIXED``: the node itself was
-            proposed deterministically too, whatever its siblings are.
+            were proposed deterministically; read for nodes with drawn children only. ``FIXED``: the node
+            itself was proposed deterministically too, whatever its siblings are.
         uniforms: fp32 ``[B, N]`` in [0, 1); node u is accepted where ``uniforms[u] < a(u)``, the root always.
         exponential: fp32 ``[B, V]`` of Exp(1) noise; the emitted token is the argmax of the last p /
             exponential, the lowest id among equals. Probs that are NaN emit token 0.
@@ -103,7 +103,8 @@ class _Tree:
     def _visit(self, node: int, weight: Tensor, level: int) -> tuple[list[int], Tensor] | None:
         """The path from ``node`` on and the probs after it; None if nothing from here on is accepted."""
         target, row = self.p[node], self.rows[node]
-        draft = self.q[row] if row >= 0 and self.children[node] else target
+        drawn = row >= 0 and any(self.rows[child] != FIXED for child in self.children[node])
+        draft = self.q[row] if drawn else target
         rejected: set[int] = set()
         for child in self.children[node] if level < self.depth else ():
             x, fixed = self.tokens[child], row < 0 or self.rows[child] == FIXED

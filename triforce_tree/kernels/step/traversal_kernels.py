@@ -122,6 +122,8 @@ def _judge_kernel(
     own_row = tl.load(q_rows_ptr + index, mask=real, other=-1)
     valid = (token >= 0) & (token < vocab) & (parent >= 0) & (parent < index)
     q_row = tl.load(q_rows_ptr + parent, mask=valid, other=-1)
+    # Of a node whose children are all deterministic the row is not read.
+    q_row = tl.where((own_row == _FIXED) & (q_row >= q_count), -1, q_row)
     valid = valid & (q_row < q_count)
     fixed = (q_row < 0) | (own_row == _FIXED)
     p_here = tl.load(p_ptr + parent * p_n + token, mask=valid, other=0.0)
