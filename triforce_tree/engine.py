@@ -32,7 +32,7 @@ from triforce_tree.generation.inputs import Ids, Inputs, prompt_of
 from triforce_tree.generation.keywords import checked_seed, checked_switch
 from triforce_tree.generation.notices import CostNotices
 from triforce_tree.generation.output import GenerateOutput, joined, output_of, placed
-from triforce_tree.generation.request import Job, Request
+from triforce_tree.generation.request import Job, OneByOneError, Request
 from triforce_tree.generation.scores import EmittedScores
 from triforce_tree.generation.streamers import Streamers
 from triforce_tree.kv.cached_tokens import Reuse
@@ -96,15 +96,15 @@ class Engine:
         """An engine over the same models with other options (those of :func:`load`).
 
         Raises:
-            ValueError: impossible options, another ``offload_weights``, ``tree`` without a draft, or
-                ``lookup`` with a drafter of the user's own.
+            ValueError: impossible options; another ``offload_weights``; ``tree`` or ``lookup`` where the
+                drafter does not take them.
         """
         check_drafter_options(self.hierarchy.own_drafter, self.hierarchy.draft, options)
-        weights = self._config.offload_weights
-        if options.get("offload_weights", weights) != weights:
+        given, weights = options.get("offload_weights"), self._config.offload_weights
+        if given not in (None, weights):
             raise ValueError(
-                f"offload_weights={options['offload_weights']!r} differs from {weights!r}, with which the "
-                "weights were placed; load the models anew"
+                f"offload_weights={given!r} differs from {weights!r}, with which the weights were placed; "
+                "load the models anew"
             )
         other = copy.copy(self)
         other._given = self._given | options.keys()
@@ -133,8 +133,7 @@ class Engine:
     def close(self) -> None:
         """Free the buffers of the last generation, and weights in host memory.
 
-        Without such weights the next generation allocates anew; with them the engine cannot generate any
-        more, and raises RuntimeError.
+        With such weights the engine cannot generate any more, and raises RuntimeError.
         """
         with self.hierarchy.generation():
             self.hierarchy.release()
@@ -159,10 +158,10 @@ class Engine:
         # Both are measured with the full cache and all weights on the device.
         if hierarchy.offloads or hierarchy.target.streamed is not None:
             return None
+        longest, models = max(map(len, prompts)), (hierarchy.target, hierarchy.draft)
         hierarchy.config, entry = chosen_settings(
-            self._config, self._given, hierarchy.target, hierarchy.draft, max(map(len, prompts)), temperature,
-            self.profile,
-        )  # fmt: skip
+            self._config, self._given, *models, longest, temperature, self.profile
+        )
         return entry
 
     @contextmanager
@@ -267,7 +266,7 @@ class Engine:
 
         try:
             return continued(slice(0, count), seed)
-        except _OneByOneError:
+        except OneByOneError:
             # The first sequence draws as it would alone.
             outputs = [
                 continued(slice(n, n + 1), derived(seed, Stream.ROW, n) if n and seed is not None else seed)
@@ -314,29 +313,27 @@ class Engine:
         prompts, to_probs, endings, new_tokens = job.prompts, job.to_probs, job.endings, job.new_tokens
         for prompt in prompts:
             self.hierarchy.target.check_length(len(prompt), new_tokens)
-        alike = (prompts, new_tokens, to_probs.greedy, seed is None, self._config)
-        distributed.check_equal("prompts or settings", alike)
+        distributed.check_equal(
+            "prompts or settings", (prompts, new_tokens, to_probs.greedy, seed is None, self._config)
+        )
         chosen = distributed.broadcast_object(int(torch.randint(2**62, ())) if seed is None else seed)
         coming = max(new_tokens, self._room - max(map(len, prompts)))
         entry = self._choose_settings(job.temperature, prompts, coming)
         self._notices.tell(to_probs.reading_text, job.config, len(prompts), self.hierarchy.target.device)
         if not self.hierarchy.together(to_probs, prompts):
-            raise _OneByOneError
+            raise OneByOneError
         new: list[list[int]] = [[] for _ in prompts]
         kept_on = torch.device("cpu") if self.hierarchy.offloads else job.input_ids.device
         names = job.outputs | ({"logprobs"} if logprobs else set())
         scores = EmittedScores(names, to_probs, prompts, kept_on)
         streamers.begin(job.input_ids)
         with self.hierarchy.active():
-            decoder = OomRetryDecoder(
-                lambda number: Decoder(
-                    self.hierarchy.program(prompts, coming, pinned, self._reuse),
-                    to_probs,
-                    derived(chosen, Stream.ATTEMPT, number),
-                    repeatable=seed is not None,
-                ),
-                self.hierarchy.shrink,
-            )
+
+            def make(number: int) -> Decoder:
+                program = self.hierarchy.program(prompts, coming, pinned, self._reuse)
+                return Decoder(program, to_probs, derived(chosen, Stream.ATTEMPT, number), seed is not None)
+
+            decoder = OomRetryDecoder(make, self.hierarchy.shrink)
             # Only with as many levels: the estimates of two and of three are of different quantities.
             if entry and (estimates := entry.estimates(decoder.controller.levels, self._given)):
                 decoder.controller.expect(**estimates)
@@ -346,13 +343,7 @@ class Engine:
                     sequence += tokens
                 streamers.put(fresh, decoder.end)
         streamers.end()
-        out = output_of(job.input_ids, new, job.pad_token, self.tokenizer, decoder)
-        for name, value in scores.results().items():
-            setattr(out, name, value)
+        out = output_of(job.input_ids, new, job.pad_token, self.tokenizer, decoder, scores.results())
         out.profile = str(self.profile.path) if entry is not None and self.profile is not None else None
         out.memory = self.hierarchy.memory.as_dict() if self.hierarchy.memory is not None else None
         return out
-
-
-class _OneByOneError(Exception):
-    """These sequences cannot be decoded as one batch; caught in :meth:`Engine.generate`."""

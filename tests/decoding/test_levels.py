@@ -226,7 +226,8 @@ def test_a_pass_of_three_levels_selects_among_chunks_of_all_passes() -> None:
         for sequence, tokens in zip(sequences, new, strict=True):
             sequence += tokens
     program.retrieval_view.retrieved[0].means[..., 12:, :] = torch.nan
-    program._cache._means_to = [min(48, tokens) for tokens in program._cache._means_to]
+    means = program.cache.means
+    means._known = [min(48, tokens) for tokens in means._known]
     program.rewind([sequence[:-3] for sequence in sequences])
     program.resume_retrieval()
     fresh = program_of(model("llama-gqa"), draft_of("llama-gqa"), 3, 3)

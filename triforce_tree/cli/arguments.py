@@ -71,7 +71,7 @@ def _explain(subparsers: Any) -> None:
     parser = add_parser(
         subparsers,
         "explain",
-        "triforce_tree.cli.explain",
+        "triforce_tree.cli.explain.run",
         "Continue a text, and show which passes were chosen and why: acceptance by level, depth and rank, "
         "the time of each stage beside its roofline, what other choices would cost, and a drafted tree.",
     )

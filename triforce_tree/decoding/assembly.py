@@ -347,5 +347,4 @@ class Hierarchy:
 
 def _check_bits(target: HFModel, config: HierarchyConfig) -> None:
     """Raise ValueError where the retrieval level cannot have weights of its own."""
-    if config.levels in ("auto", 3):
-        check_low_bits(target.model, config.retrieval_weight_bits)
+    check_low_bits(target.model, config.retrieval_weight_bits if config.levels in ("auto", 3) else 16)

@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from triforce_tree.config import NO_OFFLOAD, HierarchyConfig
+from triforce_tree.decoding.chunk_means import ChunkMeans
 from triforce_tree.decoding.stages import FullView
 from triforce_tree.kv.cached_tokens import CachedTokens, Reuse
 from triforce_tree.kv.marks import Marks
@@ -16,7 +16,7 @@ from triforce_tree.kv.offload.host_store import Offload
 from triforce_tree.kv.offload.offloaded_cache import OffloadedCache
 from triforce_tree.kv.offload.offloaded_view import StreamedView
 from triforce_tree.kv.prefill import chunk_tokens, prefill
-from triforce_tree.kv.recurrent_states import RecurrentStates, RowsView
+from triforce_tree.kv.recurrent_states import RecurrentStates, with_states
 from triforce_tree.kv.store import KVStore
 from triforce_tree.kv.tree_attention_view import PagedRetrievalView, TreeAttentionView
 from triforce_tree.models.hf_model import HFModel
@@ -26,7 +26,6 @@ from triforce_tree.runtime.stats import Progress
 from triforce_tree.trees.device_shapes import PassLimits, device_tree_shape
 from triforce_tree.trees.shapes import parse_shape
 
-_MEANS_STEP = 64
 """Means of a multiple of this many chunks are computed at a time."""
 
 
@@ -88,13 +87,12 @@ class FullCache:
             self._offload(config, levels, offload, pinned)
         else:
             self._keep_on_device(config, levels, store, kept.store if kept is not None else None)
-        # Tokens of each sequence, and how many of them the chunk means take account of.
-        self._lengths, self._means_to = [0] * batch, [0] * batch
+        self.means = ChunkMeans(self.retrieval_view, batch, max_seq_len)
         self.token_view = self.view
         if target.states is not None:
             self.states = RecurrentStates(target.states, batch, target.device, target.dtype)
-            self.token_view = _with_states(self.view, self.states, commits=True)
-            self.view = _with_states(self.view, self.states, commits=False)
+            self.token_view = with_states(self.view, self.states, commits=True)
+            self.view = with_states(self.view, self.states, commits=False)
         self.marks = Marks(self._on_device, self.states, batch)
         if kept is not None and offload is None:
             self._take_over(kept)
@@ -120,7 +118,7 @@ class FullCache:
         self.view = partial(StreamedView, self.offloaded)
         if levels == 3:
             self.gathered_view = GatheredRetrievalView(
-                self.offloaded, limits.nodes, retrieval, _tree_depths(config)
+                self.offloaded, limits.nodes, retrieval, device_tree_shape(parse_shape(config.tree)).depths
             )
 
     def _keep_on_device(
@@ -153,7 +151,11 @@ class FullCache:
         self.view = view
         if levels == 3:
             self.retrieval_view = PagedRetrievalView(
-                own, limits.nodes, retrieval, limits.max_draft_tokens + 1, _tree_depths(config)
+                own,
+                limits.nodes,
+                retrieval,
+                limits.max_draft_tokens + 1,
+                device_tree_shape(parse_shape(config.tree)).depths,
             )
 
     def worth_keeping(self, config: HierarchyConfig, prompts: Sequence[Sequence[int]], reuse: Reuse) -> bool:
@@ -179,7 +181,7 @@ class FullCache:
             self.cached.keep(b, length)
         if self.cached.chunk != chunk:
             self.cached.chunk, self.cached.whole = chunk, [0] * self._batch
-        self.update_chunk_means()
+        self.means.update_all()
 
     @property
     def _on_device(self) -> KVStore:
@@ -239,7 +241,7 @@ class FullCache:
         except BaseException:
             self.forget()
             raise
-        self.update_chunk_means()
+        self.means.update_all()
         for b, (prompt, start) in enumerate(zip(prompts, starts, strict=True)):
             self.cached.fed(b, prompt, start)
             if reuse == "all":
@@ -261,7 +263,7 @@ class FullCache:
         self.cached.begin(0, tokens)
         self.cached.whole[0] = whole
         self._computed_by = self._target.function_key()
-        self.update_chunk_means()
+        self.means.update_all()
 
     def forget(self) -> None:
         """Reuse nothing of what the cache holds."""
@@ -285,10 +287,9 @@ class FullCache:
             self.cached.begin(b, prompt)
             self.marks.prune(b, len(prompt) - 1)
         lengths = [len(prompt) - 1 for prompt in prompts]
-        self._lengths = lengths
-        self._means_to = [min(pair) for pair in zip(self._means_to, lengths, strict=True)]
+        self.means.begin(lengths)
         if self.offloaded is not None:
-            self.offloaded.set_lengths([len(prompt) - 1 for prompt in prompts])
+            self.offloaded.set_lengths(lengths)
         if self.gathered_view is not None:
             self.gathered_view.fill()
 
@@ -301,9 +302,7 @@ class FullCache:
             tokens: those of each sequence; None where they are not known.
             with_means: whether it has updated the chunk means, which were up to date before it.
         """
-        before = self._lengths
-        self._lengths = [length + count for length, count in zip(before, counts, strict=True)]
-        self._means_to = self._lengths if with_means else list(map(min, self._means_to, before))
+        self.means.committed(counts, with_means)
         self.cached.grown(tokens)
         self._on_device.grown(counts)
         if self.states is not None:
@@ -311,47 +310,23 @@ class FullCache:
         if self.offloaded is not None:
             self.offloaded.committed(counts)
 
-    def update_chunk_means(self) -> None:
-        """Compute all chunk means again, after something other than the passes has written KV slots."""
-        if self.retrieval_view is not None:
-            self._update_means([0] * self._batch, self.retrieval_view.chunks)
-        self._means_to = [self._max_seq_len] * self._batch
-
-    def catch_up_means(self) -> None:
-        """Compute the means of chunks with tokens that were committed by passes that do not need them."""
-        view, stale = self.retrieval_view, zip(self._means_to, self._lengths, strict=True)
-        if view is None or all(means >= length for means, length in stale):
-            return
-        first = [min(pair) // view.config.chunk for pair in zip(self._means_to, self._lengths, strict=True)]
-        self._update_means(first, max(self._lengths) // view.config.chunk + 1 - min(first))
-        self._means_to = list(self._lengths)
-
-    def _update_means(self, first: Sequence[int], count: int) -> None:
-        assert self.retrieval_view is not None
-        # In multiples, so that few kernels are compiled; chunks without all of their tokens are not read.
-        count = -(-count // _MEANS_STEP) * _MEANS_STEP
-        self.retrieval_view.update_chunk_means(torch.tensor(first, device=self._target.device), count)
-
     @contextmanager
     def trial(self, length: int) -> Iterator[None]:
         """Inside, passes may write after made-up sequences of ``length`` tokens; what they write is undone.
 
         Afterwards the sequences must be fed again, or :meth:`begin` called.
         """
-        count = self._limits.scratch_slots + 1
         offloaded = self.offloaded.trial(length) if self.offloaded is not None else nullcontext()
         states = self.states.saved() if self.states is not None else nullcontext()
-        with self._on_device.saved(length, count), states, offloaded:
+        with self._on_device.saved(length, self._limits.scratch_slots + 1), states, offloaded:
             yield
         if length < self._max_seq_len - 1:
-            self.update_chunk_means()
+            self.means.update_all()
 
     def transferred_bytes(self, tokens: int, queries: int) -> int:
-        """Keys and values that a pass of the target over ``queries`` tokens copies to the device.
+        """Bytes of keys and values that a pass over ``queries`` tokens of each sequence copies to the device.
 
-        Args:
-            tokens: committed tokens of each sequence.
-            queries: new tokens of a sequence.
+        ``tokens`` are committed before it.
         """
         if self.offloaded is None:
             return 0
@@ -373,17 +348,3 @@ class FullCache:
 
     def _weights_at(self) -> int:
         return self._target.streamed.arrangement if self._target.streamed is not None else 0
-
-
-def _with_states(view: FullView, states: RecurrentStates, commits: bool) -> FullView:
-    """Views that also have the states of recurrent layers (:class:`RowsView`)."""
-
-    def made(queries: int, mask: Tensor | None, depths: Sequence[int] | None) -> RowsView:
-        return RowsView(view(queries, mask, depths), states, commits)
-
-    return made
-
-
-def _tree_depths(config: HierarchyConfig) -> list[int]:
-    """Of each node of the draft's trees."""
-    return device_tree_shape(parse_shape(config.tree)).depths

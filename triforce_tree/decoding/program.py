@@ -10,9 +10,9 @@ import torch
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.choice.controller import LearntChoice
 from triforce_tree.decoding.full_cache import FullCache
+from triforce_tree.decoding.stage_set import stages_of
 from triforce_tree.decoding.stages import (
     ChainVerifyStage,
-    DraftStage,
     PlainStage,
     PreparedStages,
     RetrievalVerifyStage,
@@ -155,39 +155,11 @@ class DecodingProgram:
         if key not in self._prepared:
             start = time.perf_counter()
             own = DeviceProbs(to_probs, self.device, self._noise)
-            stages = self._stages(own)
+            stages = stages_of(self, own)
             self._prepared[key] = PreparedStages(own, stages, self._captured(stages, own))
             self.capture_seconds += time.perf_counter() - start
         self._current = self._prepared[key]
         self._current.to_probs.set(to_probs)
-
-    def _stages(self, to_probs: DeviceProbs) -> dict[str, Stage]:
-        state, vocabulary = self.state, self.target.vocab_size
-        stages: dict[str, Stage] = {}
-        if self.drafter is not None:
-            draft = DraftStage(self.drafter, to_probs, state, vocabulary)
-            stages["draft"] = draft
-            nodes = draft.tree.nodes
-            view = self.retrieval_view or self.gathered_view
-            if view is not None:
-                verifier = Verifier(self.retrieval_model, to_probs, state, nodes, vocabulary)
-                for name, choosing in (("retrieval_refresh", True), ("retrieval", False)):
-                    stages[name] = RetrievalVerifyStage(draft, verifier, view, self.runner_ups, choosing)
-                stages["target"] = ChainVerifyStage(
-                    self.full,
-                    self.full_view,
-                    self.retrieval_view,
-                    to_probs,
-                    state,
-                    vocabulary,
-                    self.runner_ups,
-                )
-            if view is None or self.two_levels:
-                stages["target_tree" if view is not None else "target"] = TreeVerifyStage(
-                    draft, Verifier(self.full, to_probs, state, nodes, vocabulary), self.full_view
-                )
-        stages["plain"] = PlainStage(self.full, self.cache.token_view, to_probs, state, vocabulary)
-        return stages
 
     def _captured(self, stages: dict[str, Stage], to_probs: DeviceProbs) -> dict[str, Callable[[], None]]:
         """What runs each stage; on a GPU captured on made-up sequences of the greatest length."""
@@ -293,11 +265,11 @@ class DecodingProgram:
 
     def resume_retrieval(self) -> None:
         """Bring the chunk means up to date before a pass of three levels: the other passes leave them."""
-        self.cache.catch_up_means()
+        self.cache.means.catch_up()
 
     def update_chunk_means(self) -> None:
         """See :class:`FullCache`."""
-        self.cache.update_chunk_means()
+        self.cache.means.update_all()
 
     def transferred_bytes(self, tokens: int, plain: bool = False) -> int:
         """Keys, values and weights that a pass of level 2 after so many tokens copies to the device.

@@ -1,6 +1,6 @@
 """The output of a generation: transformers' own, with statistics."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -58,8 +58,13 @@ def output_of(
     padding: int,
     tokenizer: PreTrainedTokenizerBase | None,
     decoder: OomRetryDecoder,
+    scores: Mapping[str, Any],
 ) -> GenerateOutput:
-    """The output of a decoder that has continued ``input_ids`` ``[B, W]`` by ``new``."""
+    """The output of a decoder that has continued ``input_ids`` ``[B, W]`` by ``new``.
+
+    Args:
+        scores: what was asked for of ``logits``, ``scores`` and ``logprobs``.
+    """
     texts = tokenizer and [str(tokenizer.decode(list(t), skip_special_tokens=True)) for t in new]
     return GenerateOutput(
         sequences=appended(input_ids, new, padding),
@@ -71,6 +76,7 @@ def output_of(
         text=by_row(texts) if texts else None,
         capture_seconds=decoder.capture_seconds,
         reused_tokens=by_row(decoder.reused),
+        **scores,
     )
 
 

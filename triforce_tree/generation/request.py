@@ -175,3 +175,7 @@ class Job:
         if not self.config.do_sample:
             return 0.0
         return 1.0 if self.config.temperature is None else self.config.temperature
+
+
+class OneByOneError(Exception):
+    """These sequences cannot be decoded as one batch; caught in ``Engine.generate``."""

@@ -8,7 +8,7 @@ the recurrences read for each row, which is small (no weights are applied to it 
 :meth:`RowsView.move` repeats the recurrences alone for the accepted rows.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -198,3 +198,14 @@ def _all_rows(state: Tensor, rows: Rows, counts: Tensor | None) -> Tensor:
     out = torch.empty_like(rows.v, memory_format=torch.contiguous_format)
     linear_recurrence(state, rows.q, rows.k, rows.v, rows.decay, rows.rates, rows.beta, counts, out)
     return out
+
+
+def with_states(
+    view: Callable[[int, Tensor | None, Sequence[int] | None], KVView], states: RecurrentStates, commits: bool
+) -> Callable[[int, Tensor | None, Sequence[int] | None], RowsView]:
+    """Makes of a function that makes views one that makes them with the states (:class:`RowsView`)."""
+
+    def made(queries: int, mask: Tensor | None, depths: Sequence[int] | None) -> RowsView:
+        return RowsView(view(queries, mask, depths), states, commits)
+
+    return made

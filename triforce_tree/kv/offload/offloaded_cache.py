@@ -14,7 +14,6 @@ All this concerns layers without a window. Layers with one keep it in a ring on 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from math import prod
 
 import torch
 from torch import Tensor
@@ -25,7 +24,7 @@ from triforce_tree.kv.offload.host_attention import HostAttention, check_host_at
 from triforce_tree.kv.offload.host_store import HostStore, Offload
 from triforce_tree.kv.offload.layerwise_prefill import HostStates, ReservedStates, prefill_by_layers
 from triforce_tree.kv.offload.layout import eviction_block, window_slots
-from triforce_tree.kv.prefill import SequenceRows
+from triforce_tree.kv.offload.offloaded_prefill import OffloadedPrefill
 from triforce_tree.kv.store import KVStore
 from triforce_tree.models.attention import KVShape
 from triforce_tree.models.hf_model import HFModel
@@ -157,7 +156,7 @@ class OffloadedCache:
         b: int,
         tokens: list[int],
         chunk: int,
-        sink: "OffloadedPrefill",
+        sink: OffloadedPrefill,
         progress: Progress | None,
         features: Features | None,
     ) -> None:
@@ -284,65 +283,6 @@ class OffloadedCache:
         if self.attention is not None:
             self.attention.close()
         self.host.close()
-
-
-class OffloadedPrefill:
-    """Where the keys and values of one sequence's prefill go, layer by layer; see ``layerwise_prefill.Sink``.
-
-    Each layer's are computed in the memory of gathered chunks and window, so the newest tokens are kept apart
-    until the end; where the last layer is resident, in that layer's memory, so that its own need no copy.
-    """
-
-    def __init__(self, cache: OffloadedCache, b: int, start: int = 0) -> None:
-        self.cache, self.b, self.start = cache, b, start
-        self._last: Tensor | None = None
-        if start and cache.host.last_resident:
-            # Every layer is computed in the last one's memory.
-            self._last = cache.host.on_device[-1][b][:start].to("cpu", copy=True)
-        newest = cache.lengths[b] - cache.host.base[b]
-        shape = (cache.host.layers, newest, cache.host.heads.row)
-        self._newest = torch.empty(shape, device=cache.host.device, dtype=cache.model.dtype)
-
-    @property
-    def host_layers(self) -> list[int | None]:
-        """See ``OffloadedCache``."""
-        return self.cache.host_layers
-
-    def rings(self) -> SequenceRows:
-        """The cache of layers with a window."""
-        return SequenceRows(self.cache.rings, self.b)
-
-    def buffer(self, tokens: int) -> Tensor:
-        """Memory for one layer's rows ``[tokens, row]``."""
-        if self.cache.host.last_resident:
-            return self.cache.host.on_device[-1][self.b][:tokens]
-        shape = (tokens, self.cache.host.heads.row)
-        return self.cache.store.memory[: prod(shape)].view(shape)
-
-    def restore(self, layer: int, kv: Tensor) -> None:
-        """Fill the buffer's beginning ``kv`` with what the cache holds of a layer."""
-        if self._last is not None and layer == self.cache.host.layers - 1:
-            kv.copy_(self._last)
-        else:
-            self.cache.host.copy_first(layer, self.b, kv)
-
-    def chunk_done(self, layer: int, start: int, kv: Tensor) -> Callable[[], None]:
-        """Keys and values from token ``start`` on are computed; call the result before overwriting them."""
-        count = max(0, min(self.cache.host.base[self.b] - start, kv.shape[0]))
-        return self.cache.host.write(layer, self.b, start, kv[:count]).wait
-
-    def layer_done(self, layer: int, kv: Tensor) -> None:
-        """All keys and values of a layer are computed."""
-        base = self.cache.host.base[self.b]
-        self.cache.store_means(layer, self.b, 0, kv[:base])
-        self._newest[layer] = kv[base:]
-
-    def commit(self) -> None:
-        """Copy the newest tokens into the window."""
-        if self.cache.host.layers:
-            parts = self.cache.host.heads.split(self._newest)
-            for slots, part in zip(self.cache.window.kv, parts, strict=True):
-                slots[:, self.b, :, : part.shape[1]] = part.transpose(1, 2)
 
 
 def _by_window(shapes: Sequence[KVShape]) -> tuple[list[KVShape | None], list[KVShape | None]]:

@@ -1,0 +1,1 @@
+"""``triforce-tree explain``."""

@@ -1,0 +1,61 @@
+"""The mean keys of the retrieval cache's chunks, kept up to date with what passes commit."""
+
+from collections.abc import Sequence
+
+import torch
+
+from triforce_tree.kv.tree_attention_view import PagedRetrievalView
+
+# Chunks are updated in multiples of so many: few kernels are compiled, and what lies beyond is not read.
+_STEP = 64
+
+
+class ChunkMeans:
+    """Which means are up to date: passes without the retrieval level leave them.
+
+    Args:
+        view: of the retrieval level; None where there are no means, or an offloaded cache keeps them itself.
+        batch: B sequences.
+        max_seq_len: most tokens of a sequence.
+    """
+
+    def __init__(self, view: PagedRetrievalView | None, batch: int, max_seq_len: int) -> None:
+        self._view, self._most = view, max_seq_len
+        # Tokens of each sequence, and how many of them the means take account of.
+        self._lengths, self._known = [0] * batch, [0] * batch
+
+    def begin(self, lengths: Sequence[int]) -> None:
+        """Sequences continue after so many tokens."""
+        self._lengths = list(lengths)
+        self._known = [min(pair) for pair in zip(self._known, lengths, strict=True)]
+
+    def committed(self, counts: Sequence[int], with_means: bool) -> None:
+        """A pass made each sequence so many tokens longer.
+
+        Args:
+            with_means: whether it has updated the means, which were up to date before it.
+        """
+        before = self._lengths
+        self._lengths = [length + count for length, count in zip(before, counts, strict=True)]
+        self._known = self._lengths if with_means else list(map(min, self._known, before))
+
+    def update_all(self) -> None:
+        """Compute all means again, after something other than the passes has written KV slots."""
+        if self._view is not None:
+            self._update([0] * len(self._known), self._view.chunks)
+        self._known = [self._most] * len(self._known)
+
+    def catch_up(self) -> None:
+        """Compute the means of chunks with tokens that were committed by passes that do not need them."""
+        pairs = list(zip(self._known, self._lengths, strict=True))
+        if self._view is None or all(known >= length for known, length in pairs):
+            return
+        chunk = self._view.config.chunk
+        first = [min(pair) // chunk for pair in pairs]
+        self._update(first, max(self._lengths) // chunk + 1 - min(first))
+        self._known = list(self._lengths)
+
+    def _update(self, first: Sequence[int], count: int) -> None:
+        assert self._view is not None
+        starts = torch.tensor(first, device=self._view.store.device)
+        self._view.update_chunk_means(starts, -(-count // _STEP) * _STEP)

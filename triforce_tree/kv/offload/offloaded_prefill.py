@@ -1,0 +1,72 @@
+"""Where the keys and values of a prompt go in an offloaded cache."""
+
+from collections.abc import Callable
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from triforce_tree.kv.prefill import SequenceRows
+
+if TYPE_CHECKING:
+    from triforce_tree.kv.offload.offloaded_cache import OffloadedCache
+
+
+class OffloadedPrefill:
+    """Where the keys and values of one sequence's prefill go, layer by layer; see ``layerwise_prefill.Sink``.
+
+    Each layer's are computed in the memory of gathered chunks and window, so the newest tokens are kept apart
+    until the end; where the last layer is resident, in that layer's memory, so that its own need no copy.
+    """
+
+    def __init__(self, cache: "OffloadedCache", b: int, start: int = 0) -> None:
+        self.cache, self.b, self.start = cache, b, start
+        self._last: Tensor | None = None
+        if start and cache.host.last_resident:
+            # Every layer is computed in the last one's memory.
+            self._last = cache.host.on_device[-1][b][:start].to("cpu", copy=True)
+        newest = cache.lengths[b] - cache.host.base[b]
+        shape = (cache.host.layers, newest, cache.host.heads.row)
+        self._newest = torch.empty(shape, device=cache.host.device, dtype=cache.model.dtype)
+
+    @property
+    def host_layers(self) -> list[int | None]:
+        """See ``OffloadedCache``."""
+        return self.cache.host_layers
+
+    def rings(self) -> SequenceRows:
+        """The cache of layers with a window."""
+        return SequenceRows(self.cache.rings, self.b)
+
+    def buffer(self, tokens: int) -> Tensor:
+        """Memory for one layer's rows ``[tokens, row]``."""
+        if self.cache.host.last_resident:
+            return self.cache.host.on_device[-1][self.b][:tokens]
+        shape = (tokens, self.cache.host.heads.row)
+        return self.cache.store.memory[: prod(shape)].view(shape)
+
+    def restore(self, layer: int, kv: Tensor) -> None:
+        """Fill the buffer's beginning ``kv`` with what the cache holds of a layer."""
+        if self._last is not None and layer == self.cache.host.layers - 1:
+            kv.copy_(self._last)
+        else:
+            self.cache.host.copy_first(layer, self.b, kv)
+
+    def chunk_done(self, layer: int, start: int, kv: Tensor) -> Callable[[], None]:
+        """Keys and values from token ``start`` on are computed; call the result before overwriting them."""
+        count = max(0, min(self.cache.host.base[self.b] - start, kv.shape[0]))
+        return self.cache.host.write(layer, self.b, start, kv[:count]).wait
+
+    def layer_done(self, layer: int, kv: Tensor) -> None:
+        """All keys and values of a layer are computed."""
+        base = self.cache.host.base[self.b]
+        self.cache.store_means(layer, self.b, 0, kv[:base])
+        self._newest[layer] = kv[base:]
+
+    def commit(self) -> None:
+        """Copy the newest tokens into the window."""
+        if self.cache.host.layers:
+            parts = self.cache.host.heads.split(self._newest)
+            for slots, part in zip(self.cache.window.kv, parts, strict=True):
+                slots[:, self.b, :, : part.shape[1]] = part.transpose(1, 2)
