@@ -86,7 +86,7 @@ def passes(engine: Engine, name: str, prompt: list[int], bandwidth: float) -> di
     generator = torch.Generator(program.device).manual_seed(0)
     with hierarchy.active(), program.trial(len(prompt)) as begin:
         for _ in range(_REPEATS):
-            begin()
+            begin(True)
             if "draft" in program.stage_names:
                 program.run("draft", generator)
             before = streamed.copied if streamed else 0

@@ -14,8 +14,9 @@ from typing import Any
 
 import step_cases
 import torch
+from acceptance_cases import LIKENESS, acceptance, greedy, runner_up, traversal
 from grow_cases import beginning, expansion, placement
-from step_cases import Problem, acceptance, runner_up, selection, traversal
+from step_cases import Problem, selection
 from suffix_cases import graft, indexing, matching
 from torch import Tensor
 
@@ -67,18 +68,26 @@ def problems() -> Iterator[Make]:
         nodes, vocab = (1, 8, 16, 64, 256)[seed % 5], (4096, 4096, 32000, 100, 4095)[seed // 6]
         for beside in (0.0, 0.5):
             yield partial(
-                acceptance, 6, nodes, vocab, GPU, *step_cases.LIKENESS[seed % 6], seed % 8 == 7, seed=seed,
+                acceptance, 6, nodes, vocab, GPU, *LIKENESS[seed % 6], seed % 8 == 7, seed=seed,
                 beside=beside,
             )  # fmt: skip
         kind: dict[str, float] = ({}, {"fixed": 0.5}, {"both": 0.7})[seed % 3]
         yield partial(
-            traversal, 6, nodes, vocab, GPU, *step_cases.LIKENESS[seed % 6], seed % 8 == 7, seed=seed, **kind
+            traversal,
+            6,
+            nodes,
+            vocab,
+            GPU,
+            *LIKENESS[seed % 6],
+            seed % 8 == 7,
+            seed=seed,
+            **kind,
         )
     for nodes, vocab in [(16, 128256), (64, 128256), (32, 152064)]:
         yield partial(acceptance, 2, nodes, vocab, GPU, 0.3, 10.0, seed=nodes)
         yield partial(traversal, 2, nodes, vocab, GPU, 0.3, 10.0, seed=nodes)
     for seed, nodes in enumerate((1, 2, 16, 63, 64, 65, 128, 256)):
-        yield partial(step_cases.greedy, 6, nodes, 3 + seed, GPU, seed=seed)
+        yield partial(greedy, 6, nodes, 3 + seed, GPU, seed=seed)
     for shape, exponential in product(
         [(1, 1, 5), (6, 12, 4096), (2, 12, 128256), (1, 4, 4095)], (True, False)
     ):
@@ -128,7 +137,7 @@ def captured() -> Iterator[Callable[..., Problem]]:
     yield partial(selection, 3, 4, 4, 20000, 128, 100, HALF, GPU)
     yield partial(cut, partial(acceptance, 4, 16, 4096, GPU, 0.3, 10.0))
     yield partial(cut, partial(traversal, 4, 16, 4096, GPU, 0.3, 10.0))
-    yield partial(cut, partial(step_cases.greedy, 4, 16, 5, GPU))
+    yield partial(cut, partial(greedy, 4, 16, 5, GPU))
     yield partial(runner_up, 4, 6, 4096, True, GPU)
     yield partial(beginning, 4, 5, (8, 6, 4), 300, GPU)
     for vocab, exponential in product((4096, 32000), (False, True)):

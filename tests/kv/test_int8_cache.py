@@ -114,7 +114,7 @@ def test_a_trial_leaves_slots_and_scales_as_they_were() -> None:
     [group] = program.store.groups
     before = [part[..., :59, :].clone() for part in group.parts]
     with program.trial(30) as begin:
-        begin()
+        begin(False)
         for part in group.parts:
             part[..., 30:33, :] = 1
     for part, old in zip(group.parts, before, strict=True):

@@ -227,7 +227,7 @@ def test_a_trial_leaves_rings_and_states_as_they_were(kind: str) -> None:
     parts += program.states.buffers if program.states is not None else []
     before = [part.clone() for part in parts]
     with own.hierarchy.active(), program.trial(70) as begin:
-        begin()
+        begin(False)
         program.run("plain", torch.Generator())
         assert not all(torch.equal(a, b) for a, b in zip(parts, before, strict=True))
     for part, old in zip(parts, before, strict=True):

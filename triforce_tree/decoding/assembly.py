@@ -303,7 +303,7 @@ class Hierarchy:
         rounded = self._rounded(max_seq_len)
         levels = self.levels(min(len(p) for p in prompts), rounded)
         split = self.memory.offload if self.memory is not None else None
-        wanted = (self.config, batch, levels, split)
+        wanted = (self.config, batch, levels, split, self.target.parameter_ids)
         kept_cache: list[FullCache] = []
         if self._program is not None:
             kept, program = self._program

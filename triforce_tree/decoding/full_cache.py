@@ -191,15 +191,15 @@ class FullCache:
         assert self.store is not None
         return self.store
 
-    def reusable(self, prompts: Sequence[Sequence[int]], reuse: Reuse) -> list[int]:
-        """How many tokens at the beginning of each prompt need no prefill.
+    def reusable(self, prompts: Sequence[Sequence[int]], reuse: Reuse, newest: int = 0) -> list[int]:
+        """How many tokens at the beginning of each prompt need no prefill; the ``newest`` are fed anew.
 
         It is 0 where weights or rotary frequencies have changed, and where layers with a window or recurrent
         ones have gone on too far (``Marks``).
         """
         if self._computed_by != self._target.function_key():
             reuse = "none"
-        starts = [self.cached.common(b, prompt, reuse) for b, prompt in enumerate(prompts)]
+        starts = [self.cached.common(b, prompt, reuse, newest) for b, prompt in enumerate(prompts)]
         starts = [self.marks.start(b, n, copies=reuse == "all") for b, n in enumerate(starts)]
         return distributed.agreed(starts)
 
@@ -217,7 +217,7 @@ class FullCache:
             reuse: which tokens that the cache holds are kept.
             features: where hidden states are kept for the drafter, if it reads any: those of new tokens.
         """
-        starts = self.reusable(prompts, reuse)
+        starts = self.reusable(prompts, reuse, features.history if features is not None else 0)
         if progress and any(starts):
             progress(sum(starts))
         for b, start in enumerate(starts):

@@ -62,11 +62,15 @@ class CachedTokens:
                 self.held[b] += [root, *new[:-1]]
                 self._roots[b] = new[-1]
 
-    def common(self, b: int, prompt: Sequence[int], reuse: Reuse) -> int:
-        """How many tokens at the beginning of a prompt are in the cache, its last one not counted."""
+    def common(self, b: int, prompt: Sequence[int], reuse: Reuse, newest: int = 0) -> int:
+        """How many tokens at the beginning of a prompt are in the cache, its last one not counted.
+
+        Args:
+            newest: tokens before the last one that are not counted either: a drafter needs their states.
+        """
         if reuse == "none":
             return 0
-        limit = min(len(prompt) - 1, len(self.held[b]))
+        limit = max(0, min(len(prompt) - 1 - newest, len(self.held[b])))
         if reuse == "chunks":
             limit = min(limit, self.whole[b])
         count = common_prefix(self.held[b][:limit], prompt)

@@ -182,6 +182,11 @@ class HFModel:
         ]
         return long, versions
 
+    @property
+    def parameter_ids(self) -> tuple[int, ...]:
+        """Other ones where modules of the model were replaced, of which copies do not know."""
+        return tuple(map(id, self.model.parameters()))
+
     def check_length(self, prompt: int, new: int) -> None:
         """Raise ValueError where prompt and new tokens exceed the positions that the model can take."""
         limit = self.max_positions

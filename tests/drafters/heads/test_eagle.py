@@ -12,6 +12,8 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 import triforce_tree
+from triforce_tree.decoding.choice.controller import PassController
+from triforce_tree.decoding.choice.passes import PLAIN, PassKind
 from triforce_tree.drafters.base import TokenTree
 from triforce_tree.drafters.heads.eagle import FILES, Eagle3
 from triforce_tree.drafters.heads.files import read_weights
@@ -128,10 +130,8 @@ def test_children_follow_the_head(name: str, tmp_path: Path) -> None:
 @torch.no_grad()
 def test_passes_without_the_drafter_leave_no_gap(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The hidden states of autoregressive passes enter the cache too."""
-    from triforce_tree.decoding.draft_length import DraftLengthController
-
-    plan = iter([1, 0, 0, 0, 0, 1, 1, 0] * 20)
-    monkeypatch.setattr(DraftLengthController, "rounds", lambda self: next(plan))
+    plan = iter([PassKind(2, 1) if drafts else PLAIN for drafts in [1, 0, 0, 0, 0, 1, 1, 0] * 20])
+    monkeypatch.setattr(PassController, "choose", lambda self: next(plan))
     test_children_follow_the_head("window", tmp_path)
 
 

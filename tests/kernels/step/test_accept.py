@@ -5,6 +5,7 @@ The kernels run in Triton's interpreter where there is no GPU; see ``test_kv_slo
 
 from types import SimpleNamespace
 
+import acceptance_cases
 import pytest
 import step_cases
 import torch
@@ -40,9 +41,9 @@ def test_greedy_acceptance_by_hand() -> None:
 @pytest.mark.parametrize("seed", range(12))
 def test_reference_acceptance_is_recursive_rejection(seed) -> None:
     torch.manual_seed(seed)
-    likeness = step_cases.LIKENESS[seed % 6]
+    likeness = acceptance_cases.LIKENESS[seed % 6]
     fixed = (0.0, 0.5, 1.0)[seed % 3]
-    problem = step_cases.acceptance(
+    problem = acceptance_cases.acceptance(
         4, 3 + seed, (3, 9, 60, 9)[seed % 4], "cpu", *likeness, seed=seed, fixed=fixed,
         beside=(0.0, 0.5)[seed % 2],
     )  # fmt: skip
@@ -59,7 +60,7 @@ def test_reference_acceptance_is_recursive_rejection(seed) -> None:
 def test_reference_greedy_finds_the_longest_accepted_path(seed) -> None:
     """Among all nodes: every token on the path is the target's argmax at its parent."""
     torch.manual_seed(seed)
-    problem = step_cases.greedy(3, 12, 4, "cpu", seed)
+    problem = acceptance_cases.greedy(3, 12, 4, "cpu", seed)
     tokens, parents, best, depth = problem.args
     path, count, following = problem.expected()
     for b in range(3):
@@ -84,7 +85,7 @@ def test_reference_acceptance_samples_the_target_distribution() -> None:
     target = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.4, 0.1, 0.25, 0.25]])
     draft = torch.tensor([[0.5, 0.3, 0.15, 0.05], [0.1, 0.2, 0.3, 0.4]])
     q_rows = torch.tensor([[0, 1, 1, 1]]).expand(runs, -1)
-    tokens = step_cases.honest_tokens(parents, draft.expand(runs, -1, -1), q_rows, absent=0.0)
+    tokens = acceptance_cases.honest_tokens(parents, draft.expand(runs, -1, -1), q_rows, absent=0.0)
     path, count, following = step.accept_tree(
         tokens,
         torch.tensor(parents),
@@ -111,7 +112,9 @@ def test_accept_tree(seed, ops) -> None:
     torch.manual_seed(seed)
     nodes, vocab = (1, 2, 5, 9, 17, 33, 33)[seed % 7], (3, 7, 50, 300, 4200)[seed % 5]
     for nan in (False, True):
-        problem = step_cases.acceptance(2, nodes, vocab, DEVICE, *step_cases.LIKENESS[seed % 6], nan, seed)
+        problem = acceptance_cases.acceptance(
+            2, nodes, vocab, DEVICE, *acceptance_cases.LIKENESS[seed % 6], nan, seed
+        )
         step_cases.agree(problem, ops)
         problem.args = (*problem.args[:-1], 1)  # deeper nodes are not read
         step_cases.agree(problem, ops)
@@ -124,9 +127,9 @@ def test_deterministic_proposals(seed, fixed, ops) -> None:
     """``q_rows`` of -1: some nodes' children, or all, were proposed deterministically."""
     torch.manual_seed(seed)
     nodes, vocab = (2, 5, 9, 17, 33, 33)[seed % 6], (3, 7, 50, 300, 4200)[seed % 5]
-    sharp, likeness = step_cases.LIKENESS[seed % 6]
+    sharp, likeness = acceptance_cases.LIKENESS[seed % 6]
     for nan in (False, True):
-        problem = step_cases.acceptance(2, nodes, vocab, DEVICE, sharp, likeness, nan, seed, fixed)
+        problem = acceptance_cases.acceptance(2, nodes, vocab, DEVICE, sharp, likeness, nan, seed, fixed)
         step_cases.agree(problem, ops)
 
 
@@ -136,9 +139,9 @@ def test_deterministic_proposals(seed, fixed, ops) -> None:
 def test_deterministic_siblings_of_drawn_ones(seed, fixed, ops) -> None:
     torch.manual_seed(seed)
     nodes, vocab = (3, 5, 9, 17, 33, 33)[seed % 6], (3, 7, 50, 300, 4200)[seed % 5]
-    sharp, likeness = step_cases.LIKENESS[seed % 6]
+    sharp, likeness = acceptance_cases.LIKENESS[seed % 6]
     for nan in (False, True):
-        problem = step_cases.acceptance(2, nodes, vocab, DEVICE, sharp, likeness, nan, seed, fixed, 0.6)
+        problem = acceptance_cases.acceptance(2, nodes, vocab, DEVICE, sharp, likeness, nan, seed, fixed, 0.6)
         assert nodes < 9 or (problem.args[4] == FIXED).any()
         step_cases.agree(problem, ops)
 
@@ -261,14 +264,14 @@ def test_an_empty_residual_keeps_the_target_probs(ops) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_accept_greedy(seed, ops) -> None:
     torch.manual_seed(seed)
-    step_cases.agree(step_cases.greedy(3, (1, 2, 7, 16, 33, 64)[seed], 3 + seed, DEVICE, seed), ops)
+    step_cases.agree(acceptance_cases.greedy(3, (1, 2, 7, 16, 33, 64)[seed], 3 + seed, DEVICE, seed), ops)
 
 
 @runs_kernels
 @pytest.mark.parametrize("shape", [(1, 1, 5), (2, 3, 300), (1, 4, 4200)], ids=str)
 @pytest.mark.parametrize("exponential", [True, False], ids=["exponential", "greedy"])
 def test_second_choice(shape, exponential, ops) -> None:
-    step_cases.agree(step_cases.runner_up(*shape, exponential, DEVICE), ops)
+    step_cases.agree(acceptance_cases.runner_up(*shape, exponential, DEVICE), ops)
 
 
 def test_second_choice_by_hand() -> None:

@@ -1,7 +1,7 @@
 """The batched operators that statistical tests use instead of the definitions give the same results."""
 
+import acceptance_cases
 import pytest
-import step_cases
 import torch
 from batched_ops import append_kv, attention, move_kv, traverse_tree
 
@@ -45,8 +45,8 @@ def test_batched_kv_writes_equal_the_definitions() -> None:
 def test_batched_acceptance_equals_the_definition(seed: int) -> None:
     torch.manual_seed(seed)
     rejected = 0
-    for likeness in step_cases.LIKENESS:
-        args = step_cases.traversal(
+    for likeness in acceptance_cases.LIKENESS:
+        args = acceptance_cases.traversal(
             40, (1, 2, 5, 9, 17, 33)[seed], 7, "cpu", *likeness, False, seed, fixed=(0.0, 0.5, 1.0)[seed % 3]
         ).args
         for depth in (args[-1], 1):

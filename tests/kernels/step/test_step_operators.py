@@ -7,6 +7,7 @@ from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 
+import acceptance_cases
 import grow_cases
 import pytest
 import step_cases
@@ -35,10 +36,10 @@ def test_fakes_agree_with_the_operators(ops) -> None:
         step_cases.move_in_ring(2, 1, 2, 20, 3, 16, SINGLE, DEVICE, ring=20),
         step_cases.means(1, 2, 1, 16, 1, 16, 8, SINGLE, DEVICE),
         step_cases.selection(1, 2, 2, 20, 16, 5, SINGLE, DEVICE),
-        step_cases.acceptance(2, 5, 7, DEVICE),
-        step_cases.traversal(2, 5, 7, DEVICE),
-        step_cases.greedy(2, 5, 7, DEVICE),
-        step_cases.runner_up(1, 2, 5, True, DEVICE),
+        acceptance_cases.acceptance(2, 5, 7, DEVICE),
+        acceptance_cases.traversal(2, 5, 7, DEVICE),
+        acceptance_cases.greedy(2, 5, 7, DEVICE),
+        acceptance_cases.runner_up(1, 2, 5, True, DEVICE),
         grow_cases.beginning(2, 4, (3, 2), 20, DEVICE),
         grow_cases.expansion(2, 2, 7, 3, SINGLE, True, DEVICE, 0.5),
         grow_cases.expansion(1, 2, 7, 3, SINGLE, False, DEVICE),
@@ -75,7 +76,7 @@ def test_kernels_have_the_signatures_of_their_operators(ops) -> None:
 @pytest.mark.gpu
 def test_operators_dispatch_by_device() -> None:
     """The same call runs the kernel on a GPU and the definition on the CPU."""
-    problem = step_cases.greedy(3, 16, 9, "cpu")
+    problem = acceptance_cases.greedy(3, 16, 9, "cpu")
     on_gpu = [x.cuda() if isinstance(x, torch.Tensor) else x for x in problem.args]
     for made, exact in zip(step.accept_greedy(*on_gpu), step.accept_greedy(*problem.args), strict=True):
         assert made.is_cuda

@@ -5,6 +5,7 @@ The kernel runs in Triton's interpreter where there is no GPU; see ``test_kv_slo
 
 from types import SimpleNamespace
 
+import acceptance_cases
 import pytest
 import step_cases
 import torch
@@ -25,8 +26,8 @@ def ops() -> SimpleNamespace:
 @pytest.mark.parametrize("seed", range(8))
 def test_the_definition_is_that_of_the_paper(seed, kind) -> None:
     torch.manual_seed(seed)
-    likeness = step_cases.LIKENESS[seed % 6]
-    problem = step_cases.traversal(
+    likeness = acceptance_cases.LIKENESS[seed % 6]
+    problem = acceptance_cases.traversal(
         4, 3 + seed, (3, 9, 60, 9)[seed % 4], "cpu", *likeness, seed=seed, **KINDS[kind]
     )
     *tensors, depth = problem.args
@@ -44,8 +45,10 @@ def test_the_definition_is_that_of_the_paper(seed, kind) -> None:
 def test_the_kernel_decides_as_the_definition(seed, kind, ops) -> None:
     torch.manual_seed(seed)
     nodes, vocab = (1, 2, 5, 9, 17, 33)[seed], (3, 7, 50, 300, 4200)[seed % 5]
-    likeness = step_cases.LIKENESS[seed % 6]
-    problem = step_cases.traversal(2, nodes, vocab, DEVICE, *likeness, seed % 2 == 1, seed, **KINDS[kind])
+    likeness = acceptance_cases.LIKENESS[seed % 6]
+    problem = acceptance_cases.traversal(
+        2, nodes, vocab, DEVICE, *likeness, seed % 2 == 1, seed, **KINDS[kind]
+    )
     step_cases.agree(problem, ops)
     if nodes > 1:
         problem.args = (*problem.args[:-1], 1)  # deeper nodes are not read
@@ -77,7 +80,7 @@ def test_a_long_chain_with_runner_ups(ops) -> None:
     shared = torch.randn(6, 2 * length + 1, vocab, device=DEVICE) * 3
     p, q = ((torch.randn_like(shared) * 0.3 + shared).softmax(-1) for _ in range(2))
     rows = torch.arange(2 * length + 1).expand(6, -1)
-    tokens = step_cases.honest_tokens([parents] * 6, q, rows, absent=0.0)
+    tokens = acceptance_cases.honest_tokens([parents] * 6, q, rows, absent=0.0)
     for b in range(6):
         tokens[b, 2 * b + 1 : length + 1], tokens[b, length + 2 * b + 1 :] = -1, -1
     tensors = tokens, torch.tensor(parents).expand(6, -1), p, q[:, :length], rows

@@ -3,7 +3,8 @@
 import random
 
 import torch
-from step_cases import Problem, random_parents
+from acceptance_cases import random_parents
+from step_cases import Problem
 from torch import Tensor
 
 from triforce_tree.kernels import suffix

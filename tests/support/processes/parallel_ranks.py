@@ -158,13 +158,9 @@ def decisions() -> dict[str, Any]:
         result["different prompts"] = str(error)
 
     # A clock by which draft rounds are slow on one rank and fast on the other.
-    names = {
-        "draft": 1e-3 if RANK else 1.0,
-        "retrieval_refresh": 1e-3 if RANK else 1.0,
-        "retrieval": 0.0,
-        "target": 0.1,
-    }
-    stage_clock.StageClock.seconds = lambda self: {**names, "plain": 0.1}
+    slow = 1e-3 if RANK else 1.0
+    names = {"prepare": 0.0, "draft": slow, "retrieval": slow, "target": 0.1, "run": 0.1}
+    stage_clock.StageClock.seconds = lambda self: dict(names)
     adaptive = engine(rounds=None)
     out = adaptive.generate(PROMPT, max_new_tokens=NEW, do_sample=False)
     result["passes"] = [level.forwards for level in out.levels or []]

@@ -79,6 +79,8 @@ def _epsilon(module: nn.Module) -> float | None:
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 1 or len(module._parameters) > 1 or module._modules:
         return None
+    if len(inspect.signature(type(module).forward).parameters) != 2:
+        return None  # A gated norm takes a gate beside its input.
     on_host = weight.dtype == torch.float32 and weight.device.type == "cpu" and weight.is_contiguous()
     eps = next((getattr(module, name) for name in _EPSILONS if hasattr(module, name)), None)
     return eps if on_host and isinstance(eps, float) else None
