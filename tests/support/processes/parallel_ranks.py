@@ -159,7 +159,7 @@ def decisions() -> dict[str, Any]:
 
     # A clock by which draft rounds are slow on one rank and fast on the other.
     slow = 1e-3 if RANK else 1.0
-    names = {"prepare": 0.0, "draft": slow, "retrieval": slow, "target": 0.1, "run": 0.1}
+    names = {"prepare": 1e-4, "draft": slow, "retrieval": slow, "target": 0.1, "run": 0.1}
     stage_clock.StageClock.seconds = lambda self: dict(names)
     adaptive = engine(rounds=None)
     out = adaptive.generate(PROMPT, max_new_tokens=NEW, do_sample=False)
