@@ -243,7 +243,8 @@ class PassController:
         old = self.costs
         if old is None:
             return
-        measured = {name: seconds[name] / kind.rounds for name in ("draft", "retrieval") if seconds.get(name)}
+        drafting = ("draft", "retrieval") if kind.rounds else ()
+        measured = {name: seconds[name] / kind.rounds for name in drafting if seconds.get(name)}
         factor = seconds["target"] / old.verification(kind, self._filled(kind, gathered))
         for name in {1: ("plain",), 2: ("tree",), 3: ("chain", "root")}[kind.levels]:
             if (value := getattr(old, name)) < math.inf:
