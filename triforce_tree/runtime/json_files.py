@@ -80,7 +80,10 @@ class JsonTable:
         except (OSError, ValueError) as error:
             self._warn(f"cannot be read ({error})")
             return {}
-        if not isinstance(held, dict) or held.get("version") != self._version:
+        version = held.get("version") if isinstance(held, dict) else None
+        if isinstance(version, int) and version < self._version:
+            return {}  # of an earlier release; the next entry replaces it
+        if version != self._version:
             self._warn(f"is no table of version {self._version}")
             return {}
         entries = held.get("entries")

@@ -16,6 +16,7 @@ from triforce_tree.decoding.choice.cost_table import CostTable
 from triforce_tree.decoding.choice.passes import STAGE_FIELDS, StageSeconds
 from triforce_tree.decoding.choice.stage_costs import StageCosts, measure
 from triforce_tree.decoding.loop import Decoder
+from triforce_tree.runtime.json_files import JsonTable
 
 COSTS = StageCosts((100, 500), (StageSeconds(0.008, 0.001, tree=0.01), StageSeconds(0.02, 0.001, tree=0.03)))
 SETTINGS = {"machine": "abacus", "levels": 3}
@@ -77,6 +78,18 @@ def test_the_oldest_entries_are_dropped(path: Path, monkeypatch: pytest.MonkeyPa
         False,
         False,
     ]
+
+
+def test_a_table_of_an_earlier_release_is_replaced_silently(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "table.json"
+    path.write_text('{"version": 1, "entries": {"a": {}}}')
+    table = JsonTable(path, 2, 10, "")
+    assert table.entries() == {}
+    table.put("b", {"x": 1})
+    assert table.entries() == {"b": {"x": 1}}
+    assert not caplog.messages
 
 
 @pytest.mark.parametrize(
