@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCrit
 
 from triforce_tree.engine import Engine
 from triforce_tree.eval.results import Record, Records
-from triforce_tree.eval.text import token_ids
+from triforce_tree.eval.text import surrounding, token_ids
 from triforce_tree.pair import needle as planted
 from triforce_tree.runtime.stats import Progress
 
@@ -38,11 +38,8 @@ class Haystack:
 
     def __init__(self, text: str, tokenizer: PreTrainedTokenizerBase, longest: int) -> None:
         self.tokenizer = tokenizer
-        self.ids = token_ids(tokenizer, text)
-        if not self.ids:
-            raise ValueError("the text around the needle is empty; give another")
         # A short text is repeated; the needle is still in it once.
-        self.ids *= 1 + (2 * longest) // len(self.ids)
+        self.ids = surrounding(tokenizer, text, longest, "needle")
 
     def needle(self, length: int, depth: float, trial: int, seed: int = 0) -> Needle:
         """A prompt of ``length`` tokens with its needle at ``depth`` (0 the start, 1 the end)."""

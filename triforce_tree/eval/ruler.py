@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCrit
 
 from triforce_tree.engine import Engine
 from triforce_tree.eval.results import Record
-from triforce_tree.eval.text import token_ids
+from triforce_tree.eval.text import surrounding, token_ids
 from triforce_tree.pair.needle import DIGITS, names
 from triforce_tree.runtime.stats import Progress
 
@@ -62,10 +62,7 @@ class Ruler:
 
     def __init__(self, text: str, tokenizer: PreTrainedTokenizerBase, longest: int) -> None:
         self.tokenizer = tokenizer
-        self.ids = token_ids(tokenizer, text)
-        if not self.ids:
-            raise ValueError("the text around the planted sentences is empty; give another")
-        self.ids *= 1 + (2 * longest) // len(self.ids)
+        self.ids = surrounding(tokenizer, text, longest, "planted sentences")
 
     def question(self, task: str, length: int, trial: int, seed: int = 0) -> Question:
         """A question of ``length`` tokens.

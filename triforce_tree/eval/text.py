@@ -74,6 +74,21 @@ def _rows(name: str, split: str) -> Iterator[dict[str, Any]]:
         raise ValueError(f"data set {name!r} cannot be read ({in_one_line(error)})") from error
 
 
+def surrounding(tokenizer: PreTrainedTokenizerBase, text: str, longest: int, what: str) -> list[int]:
+    """Ids of a text, repeated where it is short, to cut prompts of up to ``longest`` tokens from.
+
+    Args:
+        what: is planted into them.
+
+    Raises:
+        ValueError: the text is empty.
+    """
+    ids = token_ids(tokenizer, text)
+    if not ids:
+        raise ValueError(f"the text around the {what} is empty; give another")
+    return ids * (1 + (2 * longest) // len(ids))
+
+
 def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Ids of a text of any length, without the warning that it exceeds the model."""
     return encoded(tokenizer, text)
