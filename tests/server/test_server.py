@@ -3,14 +3,17 @@
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from typing import Any
 from urllib.request import urlopen
 
 import openai
 import pytest
+import torch
 import uvicorn
+from transformers import StoppingCriteria, StoppingCriteriaList
 
 import triforce_tree
 from triforce_tree.engine import Engine
@@ -20,6 +23,8 @@ from triforce_tree.server.scheduler import Limits
 KEY, NAME = "sk-test", "pair"
 PROMPT = "The import statement is used to bring a module into"
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+# Seconds that a thread may take on a busy machine.
+PATIENCE = 60
 LIMITS = Limits(waiting=4, batch=3, new_tokens=500)
 
 
@@ -40,8 +45,7 @@ def url(engine: Engine) -> Iterator[str]:
         )
         thread = threading.Thread(target=lambda: server.run(sockets=[free]))
         thread.start()
-        while not server.started:
-            time.sleep(0.01)
+        until(lambda: server.started)
         yield f"http://127.0.0.1:{free.getsockname()[1]}"
         server.should_exit = True
         thread.join()
@@ -50,6 +54,13 @@ def url(engine: Engine) -> Iterator[str]:
 @pytest.fixture
 def client(url: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
+
+
+def until(reached: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE
+    while not reached():
+        assert time.monotonic() < end
+        time.sleep(0.005)
 
 
 def expected(engine: Engine, prompt: str, tokens: int) -> str:
@@ -203,8 +214,7 @@ def test_requests_that_wait_together_are_one_batch(
 
     with ThreadPoolExecutor(5) as pool:
         first = pool.submit(ask, 40)
-        while not sizes:
-            time.sleep(0.005)
+        until(lambda: bool(sizes))
         others = [pool.submit(ask, 12) for _ in range(3)]
         assert first.result() == texts[40]
         assert [other.result() for other in others] == [texts[12]] * 3
@@ -213,11 +223,30 @@ def test_requests_that_wait_together_are_one_batch(
     assert max(sizes) > 1
 
 
-def test_a_client_that_leaves_ends_its_text(client: openai.OpenAI, url: str) -> None:
+def test_a_client_that_leaves_ends_its_text(
+    client: openai.OpenAI, engine: Engine, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generate, left = engine.generate, threading.Event()
+
+    def after_it_has_left(prompts: list[list[int]], **how: Any) -> object:
+        [nobody_waits] = how["stopping_criteria"]
+
+        class Waits(StoppingCriteria):
+            """The second pass ends when the server knows that the client has left: decoding is faster."""
+
+            def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+                if left.wait(PATIENCE):
+                    until(lambda: nobody_waits.true)
+                return nobody_waits(input_ids, scores)
+
+        return generate(prompts, **{**how, "stopping_criteria": StoppingCriteriaList([Waits()])})
+
+    monkeypatch.setattr(engine, "generate", after_it_has_left)
     before, cancelled = metric(url, "new_tokens_total"), metric(url, 'sequences_total{outcome="cancelled"}')
     stream = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=500, temperature=0, stream=True)
     next(iter(stream))
     stream.close()
-    while metric(url, 'sequences_total{outcome="cancelled"}') == cancelled or metric(url, "running"):
-        time.sleep(0.01)
-    assert metric(url, "new_tokens_total") - before < 500
+    left.set()
+    until(lambda: metric(url, 'sequences_total{outcome="cancelled"}') > cancelled)
+    until(lambda: not metric(url, "running"))
+    assert metric(url, "new_tokens_total") - before < 100
