@@ -19,6 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.drafters.base import Drafter
 from triforce_tree.engine import Engine
+from triforce_tree.generation.batch.run import RunOptions
 from triforce_tree.generation.drafter_choice import Model, check_drafter_options, own_drafter
 from triforce_tree.generation.inputs import Inputs
 from triforce_tree.generation.keywords import checked_seed, checked_stop_strings, refuse_dropped
@@ -188,7 +189,7 @@ def custom_generate(
         criteria = kwargs.pop("stopping_criteria")
         if strings and own_tokenizer is not None:
             criteria = StoppingCriteriaList([*criteria, StopStringCriteria(own_tokenizer, strings)])
-        run_once = engine.runner(Streamers.of(streamer, 1), None, own_seed)
+        run_once = engine.runner(RunOptions(Streamers.of(streamer, 1), seed=own_seed))
         out = run_once(model, input_ids, stopping_criteria=criteria, **kwargs)
         wanted = kwargs["generation_config"].return_dict_in_generate
         return out if wanted else out.sequences

@@ -254,6 +254,11 @@ class HierarchyConfig:
         return self.levels == "auto" and self.rounds is None
 
     @property
+    def level_one_bits(self) -> int:
+        """Bits of level 1's weights; 16 where there is no level 1."""
+        return self.retrieval_weight_bits if self.levels in ("auto", 3) else 16
+
+    @property
     def offloads(self) -> bool | str:
         """Whether the full cache may live in host memory: True, False or "auto"."""
         if self.offload is None:

@@ -26,12 +26,14 @@ from triforce_tree.decoding.loop import Decoder
 from triforce_tree.decoding.oom_retry import OomRetryDecoder
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.base import Drafter
+from triforce_tree.generation.batch.joining import Joining
+from triforce_tree.generation.batch.run import BatchRun, RunOptions
 from triforce_tree.generation.checkpoint_settings import without_settings
 from triforce_tree.generation.drafter_choice import check_drafter_options
 from triforce_tree.generation.inputs import Ids, Inputs, prompt_of
-from triforce_tree.generation.keywords import checked_seed, checked_switch
+from triforce_tree.generation.keywords import checked_count, checked_seed, checked_switch
 from triforce_tree.generation.notices import CostNotices
-from triforce_tree.generation.output import GenerateOutput, joined, output_of, placed
+from triforce_tree.generation.output import GenerateOutput, joined, placed
 from triforce_tree.generation.request import Job, OneByOneError, Request
 from triforce_tree.generation.scores import EmittedScores
 from triforce_tree.generation.streamers import Streamers
@@ -45,7 +47,7 @@ from triforce_tree.planning.profiles import Entry, Profile
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.stats import Progress
 from triforce_tree.sessions.session import RESERVE, Session
-from triforce_tree.verify.sampling import ProbsFromLogits, Stream, derived
+from triforce_tree.verify.sampling import ProbsFromLogits
 
 
 class Engine:
@@ -212,6 +214,8 @@ class Engine:
         logprobs: bool = False,
         progress: Progress | None = None,
         pinned: Callable[[int], None] | None = None,
+        max_batch: int | None = None,
+        joining: Joining | None = None,
         **kwargs: Any,
     ) -> GenerateOutput:
         """Continue a prompt, by exactly the target's own distribution.
@@ -223,18 +227,21 @@ class Engine:
             inputs: text, token ids ``[L]`` or ``[B, L]`` (tensor, array, list; rows of a list may differ in
                 length), a list of texts, what a tokenizer returns, or a list of messages (dicts with role and
                 content; a last one of the assistant is continued) or of such lists, by the tokenizer's chat
-                template. Sequences of a batch run together, or one by one where a logits processor reads the
-                tokens so far.
+                template. Sequences of a batch run together, as many as memory holds, and one that has ended
+                makes room for the next; or one by one where a logits processor reads the tokens so far.
             input_ids: token ids by transformers' own keyword, instead.
             attention_mask: of the ids' shape; tokens with mask 0 are padding, on either side, and left out.
             generation_config, logits_processor, stopping_criteria, prefix_allowed_tokens_fn, stop_strings: as
                 in transformers; ``stop_strings`` needs a tokenizer.
             streamer: as in transformers, or one for each sequence. A ``put`` that returns True ends its
                 sequence.
-            seed: of all draws, independent for each sequence; by default from torch's global generator.
+            seed: of all draws, each sequence's own (``decoding.loop.sequence_seed``); by default from torch's
+                global generator.
             logprobs: return the log-probability of each new token, see :class:`GenerateOutput`.
             progress: called with the number of kept tokens, then with that of each chunk after it.
             pinned: called with the bytes of host memory that an offloaded cache allocates, as it does.
+            max_batch: most sequences that are decoded together; by default as many as memory holds.
+            joining: where further prompts come from while the batch runs.
             kwargs: options of ``GenerationConfig``: max_new_tokens, temperature, top_k, top_p, do_sample,
                 eos_token_id, output_scores, output_logits, ...; one that is not supported raises.
 
@@ -246,12 +253,14 @@ class Engine:
             self.hierarchy.target, self.tokenizer, inputs, input_ids, attention_mask, generation_config,
             logits_processor, stopping_criteria, stop_strings, kwargs,
         )  # fmt: skip
-        seed, logprobs = checked_seed(seed), checked_switch("logprobs", logprobs)
         ids, count = request.prompts.ids, len(request.prompts.ids)
-        streamers = Streamers.of(streamer, count)
+        how = RunOptions(
+            Streamers.of(streamer, count), progress, checked_seed(seed), pinned,
+            checked_switch("logprobs", logprobs), checked_count("max_batch", max_batch), joining,
+        )  # fmt: skip
         padded = request.prompts.left_padded()
 
-        def continued(part: slice, seed: int | None) -> GenerateOutput:
+        def continued(part: slice, how: RunOptions) -> GenerateOutput:
             target = without_settings(self.hierarchy.target.model)
             allowed = prefix_allowed_tokens_fn
             out: GenerateOutput = target.generate(
@@ -259,34 +268,18 @@ class Engine:
                 generation_config=request.config, logits_processor=request.processors,
                 stopping_criteria=request.criteria,
                 prefix_allowed_tokens_fn=allowed and (lambda _, sent: allowed(part.start, sent)),
-                custom_generate=self.runner(streamers.part(part), progress, seed, pinned, logprobs),
-                **request.options,
+                custom_generate=self.runner(how), **request.options,
             )  # fmt: skip
             return placed(out, ids[part], moves_scores=not self.hierarchy.offloads)
 
         try:
-            return continued(slice(0, count), seed)
+            return continued(slice(0, count), how)
         except OneByOneError:
-            # The first sequence draws as it would alone.
-            outputs = [
-                continued(slice(n, n + 1), derived(seed, Stream.ROW, n) if n and seed is not None else seed)
-                for n in range(count)
-            ]
+            outputs = [continued(slice(n, n + 1), how.alone(n)) for n in range(count)]
             return joined(outputs, ids, request.pad_token)
 
-    def runner(
-        self,
-        streamers: Streamers,
-        progress: Progress | None,
-        seed: int | None,
-        pinned: Callable[[int], None] | None = None,
-        logprobs: bool = False,
-    ) -> Callable[..., GenerateOutput]:
-        """The ``custom_generate`` callable, which transformers' ``generate`` runs after its preparation.
-
-        Args:
-            streamers, progress, seed, pinned, logprobs: as for :meth:`generate`.
-        """
+    def runner(self, how: RunOptions) -> Callable[..., GenerateOutput]:
+        """The ``custom_generate`` callable, which transformers' ``generate`` runs after its preparation."""
 
         def run(
             model: PreTrainedModel,
@@ -302,48 +295,44 @@ class Engine:
                 model_inputs,
             )  # fmt: skip
             with self.hierarchy.generation():
-                return self._run(job, streamers, progress, seed, pinned, logprobs)
+                return self._run(job, how)
 
         return run
 
-    def _run(
-        self, job: Job, streamers: Streamers, progress: Progress | None, seed: int | None,
-        pinned: Callable[[int], None] | None, logprobs: bool,
-    ) -> GenerateOutput:  # fmt: skip
-        prompts, to_probs, endings, new_tokens = job.prompts, job.to_probs, job.endings, job.new_tokens
+    def _run(self, job: Job, how: RunOptions) -> GenerateOutput:
+        prompts, to_probs, new_tokens, seed = job.prompts, job.to_probs, job.new_tokens, how.seed
+        hierarchy, most = self.hierarchy, min(how.max_batch or len(prompts), len(prompts))
         for prompt in prompts:
-            self.hierarchy.target.check_length(len(prompt), new_tokens)
+            hierarchy.target.check_length(len(prompt), new_tokens)
         distributed.check_equal(
             "prompts or settings", (prompts, new_tokens, to_probs.greedy, seed is None, self._config)
         )
         chosen = distributed.broadcast_object(int(torch.randint(2**62, ())) if seed is None else seed)
-        coming = max(new_tokens, self._room - max(map(len, prompts)))
-        entry = self._choose_settings(job.temperature, prompts, coming)
-        self._notices.tell(to_probs.reading_text, job.config, len(prompts), self.hierarchy.target.device)
-        if not self.hierarchy.together(to_probs, prompts):
+        longest = sorted(prompts, key=len)[-most:]
+        coming = max(new_tokens, self._room - len(longest[-1]))
+        entry = self._choose_settings(job.temperature, longest, coming)
+        self._notices.tell(to_probs.reading_text, job.config, len(prompts), hierarchy.target.device)
+        if not hierarchy.together(to_probs, prompts) or (hierarchy.offloads and most < len(prompts)):
             raise OneByOneError
-        new: list[list[int]] = [[] for _ in prompts]
-        kept_on = torch.device("cpu") if self.hierarchy.offloads else job.input_ids.device
-        names = job.outputs | ({"logprobs"} if logprobs else set())
-        scores = EmittedScores(names, to_probs, prompts, kept_on)
-        streamers.begin(job.input_ids)
-        with self.hierarchy.active():
+        rows = how.rows(hierarchy, most, len(longest[-1]), coming)
+        kept_on = torch.device("cpu") if hierarchy.offloads else job.input_ids.device
+        names = job.outputs | ({"logprobs"} if how.logprobs else set())
+        scores = EmittedScores(names, to_probs, prompts, kept_on) if names else None
+        # Rows without a sequence are made for one like the first.
+        first = [*prompts[:rows], *prompts[:1] * (rows - len(prompts))]
+        room = len(longest[-1]) + coming - max(map(len, first))
+        with hierarchy.active():
 
             def make(number: int) -> Decoder:
-                program = self.hierarchy.program(prompts, coming, pinned, self._reuse)
-                return Decoder(program, to_probs, derived(chosen, Stream.ATTEMPT, number), seed is not None)
+                program = hierarchy.program(first, room, how.pinned, self._reuse)
+                return Decoder(program, to_probs, chosen, seed is not None, number)
 
-            decoder = OomRetryDecoder(make, self.hierarchy.shrink)
+            decoder = OomRetryDecoder(make, hierarchy.shrink)
             # Only with as many levels: the estimates of two and of three are of different quantities.
             if entry and (estimates := entry.estimates(decoder.controller.levels, self._given)):
                 decoder.controller.expect(**estimates)
-            decoder.prefill(prompts, progress, self._reuse)
-            for fresh in decoder.decode(prompts, endings, scores.add if names else None):
-                for sequence, tokens in zip(new, fresh, strict=True):
-                    sequence += tokens
-                streamers.put(fresh, decoder.end)
-        streamers.end()
-        out = output_of(job.input_ids, new, job.pad_token, self.tokenizer, decoder, scores.results())
+            run = BatchRun(job, how, decoder, rows, scores, self.tokenizer, hierarchy)
+            out = run.decode(self._reuse)
         out.profile = str(self.profile.path) if entry is not None and self.profile is not None else None
-        out.memory = self.hierarchy.memory.as_dict() if self.hierarchy.memory is not None else None
+        out.memory = hierarchy.memory.as_dict() if hierarchy.memory is not None else None
         return out

@@ -86,7 +86,7 @@ class Hierarchy:
         self._offloaded: list[DecodingProgram] = []
         # The program whose state a user's drafter is bound to, shared by all configurations as well.
         self._bound: list[weakref.ref[DecodingProgram]] = []
-        _check_bits(target, config)
+        check_low_bits(target.model, config.level_one_bits)
         self.guard = compare_at_load(target)
 
     @property
@@ -117,7 +117,7 @@ class Hierarchy:
 
     def with_config(self, config: HierarchyConfig) -> "Hierarchy":
         """The same checked models under another configuration."""
-        _check_bits(self.target, config)
+        check_low_bits(self.target.model, config.level_one_bits)
         other = copy.copy(self)
         other.config = config
         other.memory = other._planned = other._program = None
@@ -158,6 +158,11 @@ class Hierarchy:
             return False
         windows = [shape.window for shape in self.target.kv_shapes]
         return any(window is None or window >= max_seq_len for window in windows)
+
+    @property
+    def last_program(self) -> DecodingProgram | None:
+        """That of the last generation, as long as it is kept."""
+        return self._program[1] if self._program is not None else None
 
     @property
     def offloads(self) -> bool:
@@ -343,8 +348,3 @@ class Hierarchy:
         """``max_seq_len`` rounded up for longer sequences to come, as far as the model has positions."""
         rounded = -(-max_seq_len // _MAX_SEQ_LEN_STEP) * _MAX_SEQ_LEN_STEP
         return max(max_seq_len, min(rounded, self.target.max_positions or rounded))
-
-
-def _check_bits(target: HFModel, config: HierarchyConfig) -> None:
-    """Raise ValueError where the retrieval level cannot have weights of its own."""
-    check_low_bits(target.model, config.retrieval_weight_bits if config.levels in ("auto", 3) else 16)

@@ -29,6 +29,10 @@ class ChunkMeans:
         self._lengths = list(lengths)
         self._known = [min(pair) for pair in zip(self._known, lengths, strict=True)]
 
+    def replace(self, b: int, length: int) -> None:
+        """Another sequence of so many tokens takes the place of sequence b; its means are not up to date."""
+        self._lengths[b], self._known[b] = length, 0
+
     def committed(self, counts: Sequence[int], with_means: bool) -> None:
         """A pass made each sequence so many tokens longer.
 

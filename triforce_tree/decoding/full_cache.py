@@ -4,8 +4,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 
-from torch import Tensor
-
 from triforce_tree.config import NO_OFFLOAD, HierarchyConfig
 from triforce_tree.decoding.chunk_means import ChunkMeans
 from triforce_tree.decoding.stages import FullView
@@ -25,8 +23,6 @@ from triforce_tree.runtime.features import Features
 from triforce_tree.runtime.stats import Progress
 from triforce_tree.trees.device_shapes import PassLimits, device_tree_shape
 from triforce_tree.trees.shapes import parse_shape
-
-"""Means of a multiple of this many chunks are computed at a time."""
 
 
 class FullCache:
@@ -144,11 +140,7 @@ class FullCache:
             raise ValueError(f"kv_bits={config.kv_bits}, but the given store has {store.bits}; make another")
         store.check_room(self._batch, positions, scratch)
         self.store = own = store.in_pages(page)
-
-        def view(queries: int, mask: Tensor | None, depths: Sequence[int] | None) -> TreeAttentionView:
-            return TreeAttentionView(own, queries, mask=mask, depths=depths)
-
-        self.view = view
+        self.view = lambda queries, mask, depths: TreeAttentionView(own, queries, mask=mask, depths=depths)
         if levels == 3:
             self.retrieval_view = PagedRetrievalView(
                 own,
@@ -177,10 +169,7 @@ class FullCache:
             self.states.restore(kept.states.buffers)
             self.states.lengths = list(kept.states.lengths)
         chunk, self.cached, self._computed_by = self.cached.chunk, kept.cached, kept._computed_by
-        for b, length in enumerate(lengths):
-            self.cached.keep(b, length)
-        if self.cached.chunk != chunk:
-            self.cached.chunk, self.cached.whole = chunk, [0] * self._batch
+        self.cached.taken_over(lengths, chunk)
         self.means.update_all()
 
     @property
@@ -191,7 +180,7 @@ class FullCache:
         assert self.store is not None
         return self.store
 
-    def reusable(self, prompts: Sequence[Sequence[int]], reuse: Reuse, newest: int = 0) -> list[int]:
+    def reusable(self, prompts: Sequence[Sequence[int]], reuse: Reuse, newest: int, first: int) -> list[int]:
         """How many tokens at the beginning of each prompt need no prefill; the ``newest`` are fed anew.
 
         It is 0 where weights or rotary frequencies have changed, and where layers with a window or recurrent
@@ -199,8 +188,8 @@ class FullCache:
         """
         if self._computed_by != self._target.function_key():
             reuse = "none"
-        starts = [self.cached.common(b, prompt, reuse, newest) for b, prompt in enumerate(prompts)]
-        starts = [self.marks.start(b, n, copies=reuse == "all") for b, n in enumerate(starts)]
+        starts = [self.cached.common(b, prompt, reuse, newest) for b, prompt in enumerate(prompts, first)]
+        starts = [self.marks.start(b, n, copies=reuse == "all") for b, n in enumerate(starts, first)]
         return distributed.agreed(starts)
 
     def prefill(
@@ -209,6 +198,7 @@ class FullCache:
         progress: Progress | None = None,
         reuse: Reuse = "none",
         features: Features | None = None,
+        row: int | None = None,
     ) -> list[int]:
         """Compute keys and values of all but each prompt's last token; return how many there were already.
 
@@ -216,15 +206,17 @@ class FullCache:
             progress: called with numbers of tokens; those that are in the cache already come first.
             reuse: which tokens that the cache holds are kept.
             features: where hidden states are kept for the drafter, if it reads any: those of new tokens.
+            row: of the only prompt, where the other sequences go on (in a cache on the device).
         """
-        starts = self.reusable(prompts, reuse, features.history if features is not None else 0)
+        first = row or 0
+        starts = self.reusable(prompts, reuse, features.history if features is not None else 0, first)
         if progress and any(starts):
             progress(sum(starts))
-        for b, start in enumerate(starts):
+        for b, start in enumerate(starts, first):
             self.marks.restore(b, start)
         if all(n and n == len(p) - 1 for n, p in zip(starts, prompts, strict=True)):
             if features is not None:
-                for b, start in enumerate(starts):
+                for b, start in enumerate(starts, first):
                     features.begin(b, start)
             return starts
         try:
@@ -233,7 +225,7 @@ class FullCache:
                     self.offloaded.prefill(prompts, self._prefill_chunk, progress, starts, features)
                 else:
                     assert self.store is not None
-                    for b, (prompt, start) in enumerate(zip(prompts, starts, strict=True)):
+                    for b, (prompt, start) in enumerate(zip(prompts, starts, strict=True), first):
                         prefill(
                             self._target, self.store, b, list(prompt[:-1]), self._prefill_chunk, progress,
                             self.states, start, features,
@@ -241,8 +233,9 @@ class FullCache:
         except BaseException:
             self.forget()
             raise
-        self.means.update_all()
-        for b, (prompt, start) in enumerate(zip(prompts, starts, strict=True)):
+        if row is None:
+            self.means.update_all()
+        for b, (prompt, start) in enumerate(zip(prompts, starts, strict=True), first):
             self.cached.fed(b, prompt, start)
             if reuse == "all":
                 self.marks.add(b, len(prompt) - 1)
@@ -281,12 +274,18 @@ class FullCache:
             return False
         return self._on_device.holds(lengths)
 
-    def begin(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Continue from the ends of prompts, whose keys and values the cache holds."""
-        for b, prompt in enumerate(prompts):
+    def begin(self, prompts: Sequence[Sequence[int]], row: int | None = None) -> None:
+        """Continue from the ends of prompts, whose keys and values the cache holds.
+
+        ``row``: that of the only prompt, where the other sequences go on.
+        """
+        for b, prompt in enumerate(prompts, row or 0):
             self.cached.begin(b, prompt)
             self.marks.prune(b, len(prompt) - 1)
         lengths = [len(prompt) - 1 for prompt in prompts]
+        if row is not None:
+            self.means.replace(row, *lengths)
+            return
         self.means.begin(lengths)
         if self.offloaded is not None:
             self.offloaded.set_lengths(lengths)
@@ -330,8 +329,7 @@ class FullCache:
         """
         if self.offloaded is None:
             return 0
-        target = self._target
-        slot = target.layers * target.heads.row * target.dtype.itemsize
+        slot = self._target.layers * self._target.heads.row * self._target.dtype.itemsize
         on_host = max(0, self._batch * tokens * slot - self.offloaded.host.resident_bytes)
         return int((1 - self.offloaded.share(queries)) * on_host)
 

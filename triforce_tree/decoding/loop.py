@@ -3,6 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -18,42 +19,57 @@ from triforce_tree.runtime.distributed import broadcast_object
 from triforce_tree.runtime.stage_clock import StageClock
 from triforce_tree.runtime.stats import LevelStats, Progress
 from triforce_tree.trees.device_shapes import PassLimits
-from triforce_tree.verify.sampling import NAN_LOGITS, ProbsFromLogits
-
-Observer = Callable[[list[list[int]], Callable[[int], Tensor]], None]
-"""Gets each sequence's new tokens of a pass, and a function such as :meth:`Decoder.emitted_logits`."""
+from triforce_tree.verify.sampling import NAN_LOGITS, ProbsFromLogits, Stream, derived
 
 # Costs are interpolated anew after this many tokens: they hardly change with each one.
 _COSTS_STEP = 8
 
+Observer = Callable[[list[list[int]], Callable[[int], Tensor]], None]
+"""Gets each sequence's new tokens of a pass, and a function such as :meth:`Decoder.emitted_logits`."""
+
+
+def sequence_seed(seed: int, number: int) -> int:
+    """The seed of a sequence's draws in a batch with this seed; the first one draws as it would alone."""
+    return derived(seed, Stream.ROW, number) if number else seed
+
 
 class Decoder:
     """Decodes a batch of sequences with one :class:`DecodingProgram`.
-
-    Attributes:
-        reused: tokens of each prompt that the last prefill found in the cache.
 
     Args:
         program: made for this batch size; one decoder uses it at a time.
         to_probs: logits to probabilities.
         seed: of all draws, 0 to 2**63 - 1.
         repeatable: same seed, same tokens: the choice of passes follows from the table of stage costs and
-            the tokens alone. Else it also follows from times measured while decoding, and from what earlier
-            decoders that were not repeatable left (``learnt_table.py``).
+            the tokens alone, and each sequence of a batch has draws of its own, those that it has alone with
+            the seed :func:`sequence_seed`. Else the choice also follows from times measured while decoding,
+            and from what earlier decoders that were not repeatable left (``learnt_table.py``).
+        attempt: number of earlier decoders of the same generation; each draws new random numbers.
 
     Attributes:
+        finish_reasons: why the sequence in each row has ended; None while it runs.
+        reused: tokens of each prompt that its prefill found in the cache.
         levels: statistics, level 0 first.
         passes: number of passes by kind.
+        report: of the last pass by row: tokens that it committed, and draft tokens that it verified.
         after_stage: called with the name of each stage after it was started, for measurements.
     """
 
     def __init__(
-        self, program: DecodingProgram, to_probs: ProbsFromLogits, seed: int, repeatable: bool = False
+        self,
+        program: DecodingProgram,
+        to_probs: ProbsFromLogits,
+        seed: int,
+        repeatable: bool = False,
+        attempt: int = 0,
     ) -> None:
         self.program = program
         program.prepare(to_probs)
-        self._generator = torch.Generator(program.device)
-        self._generator.manual_seed(seed)
+        self._seed, self._attempt = seed, attempt
+        self._generators = [
+            torch.Generator(program.device).manual_seed(self._seed_of(number))
+            for number in range(program.batch if repeatable else 1)
+        ]
         extent = PassLimits.of(program.config, program.levels)
         self._depth, self._nodes, self._drafted_depth = extent.depth, extent.nodes, extent.drafted_depth
         lowest = [program.drafter.name] if program.drafter is not None else []
@@ -81,6 +97,7 @@ class Decoder:
         self.prefill_seconds = self.decode_seconds = 0.0
         self.reused = [0] * program.batch
         self.finish_reasons: list[str | None] = []
+        self.report: list[tuple[int, int]] = []
         self._clock = StageClock(program.device)
 
     def prefill(
@@ -91,37 +108,53 @@ class Decoder:
         Args:
             reuse: which tokens that the cache holds from earlier generations are kept.
         """
+        with self._prefilling():
+            self.reused = self.program.prefill(prompts, progress, reuse)
+
+    @contextmanager
+    def _prefilling(self) -> Iterator[None]:
         start = time.perf_counter()
-        self.reused = self.program.prefill(prompts, progress, reuse)
+        yield
         self._clock.synchronize()
         self.prefill_seconds += time.perf_counter() - start
 
     def decode(
-        self, prompts: Sequence[Sequence[int]], endings: Sequence[Ending], observe: Observer | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        endings: Sequence[Ending | None],
+        observe: Observer | None = None,
     ) -> Iterator[list[list[int]]]:
         """Yield each sequence's new tokens as passes of level 2 commit them; none for one that has ended.
 
+        Before it asks for the next pass the caller may put other sequences into the place of those that have
+        ended, see :meth:`replace`.
+
         Args:
+            endings: of each sequence; None for a row without one, whose prompt is a placeholder.
             observe: called after each pass, before its tokens are counted and yielded.
 
         Raises:
             ValueError: the model returned NaN.
         """
         # The caller may append to the prompts meanwhile.
-        sequences, lengths = [list(prompt) for prompt in prompts], [len(prompt) for prompt in prompts]
-        self.finish_reasons = [None] * len(sequences)
+        self._sequences, self._lengths = [list(prompt) for prompt in prompts], list(map(len, prompts))
+        self._endings = list(endings)
+        self.finish_reasons = [None if ending is not None else "empty" for ending in endings]
+        if None in self._endings:
+            self._update_active()
         after_plain = False
         try:
             while None in self.finish_reasons:
                 start = time.perf_counter()
-                self._set_costs(max(map(len, sequences)))
+                self._set_costs(max(map(len, self._sequences)))
                 kind = self.controller.choose()
                 self._clock.start()
                 if kind != PLAIN:
-                    self._prepare(sequences, kind, resumed=after_plain)
+                    self._prepare(kind, resumed=after_plain)
                 report = self._pass(kind)
                 resumed, after_plain = after_plain, kind == PLAIN
-                new = self._append(report, sequences, lengths, endings)
+                new = self._append(report)
+                self.report = [(count, proposed) for count, proposed, *_ in report]
                 if observe is not None:
                     observe(new, self.emitted_logits)
                 self._count(kind, report, sum(map(len, new)), resumed)
@@ -159,35 +192,61 @@ class Decoder:
         if self._learns and self._expected is not None and self.controller.costs is not None:
             self._cost_factors = self.controller.costs.relative_to(self._expected)
 
-    def _append(
-        self,
-        report: list[list[int]],
-        sequences: list[list[int]],
-        lengths: Sequence[int],
-        endings: Sequence[Ending],
-    ) -> list[list[int]]:
-        """Append the tokens of a pass to the running sequences, each up to its end; return the new tokens.
-
-        Args:
-            lengths: of the prompts.
-        """
+    def _append(self, report: list[list[int]]) -> list[list[int]]:
+        """Append the tokens of a pass to the running sequences, each up to its end; return the new tokens."""
         new: list[list[int]] = []
         ended = False
         for b, (count, _, _, broken, *tokens) in enumerate(report):
             if broken:
                 raise ValueError(NAN_LOGITS)
             new.append([])
+            sequence, ending = self._sequences[b], self._endings[b]
             for token in tokens[:count] if self.finish_reasons[b] is None else []:
+                assert ending is not None
                 new[b].append(token)
-                sequences[b].append(token)
-                emitted = len(sequences[b]) - lengths[b]
-                reason = finish_reason(sequences[b], token, emitted, endings[b])
+                sequence.append(token)
+                reason = finish_reason(sequence, token, len(sequence) - self._lengths[b], ending)
                 if reason:
                     self.finish_reasons[b], ended = reason, True
                     break
         if ended:
             self._update_active()
         return new
+
+    def replace(
+        self,
+        row: int,
+        prompt: Sequence[int],
+        ending: Ending,
+        number: int = 0,
+        progress: Progress | None = None,
+        reuse: Reuse = "none",
+    ) -> None:
+        """Prefill another sequence in the place of one that has ended; the others go on with the next pass.
+
+        Only between two passes, where ``program.replaces``.
+
+        Args:
+            number: of the sequence, for its draws: see :func:`sequence_seed`.
+
+        Raises:
+            ValueError: the prompt is too long for the buffers.
+        """
+        self._sequences[row], self._lengths[row], self._endings[row] = list(prompt), len(prompt), ending
+        with self._prefilling():
+            self.reused[row] = self.program.replace(row, self._sequences, progress, reuse)
+        self.draws_of(row, number)
+        self.finish_reasons[row] = None
+        # The costs of another length may hold again.
+        self._expected_until = 0
+
+    def draws_of(self, row: int, number: int) -> None:
+        """Let a row have the draws of sequence ``number`` from its beginning on, if it has any of its own."""
+        if len(self._generators) > 1:
+            self._generators[row].manual_seed(self._seed_of(number))
+
+    def _seed_of(self, number: int) -> int:
+        return derived(sequence_seed(self._seed, number), Stream.ATTEMPT, self._attempt)
 
     def end(self, row: int) -> None:
         """End a sequence after the tokens that were yielded last."""
@@ -199,13 +258,13 @@ class Decoder:
         running = [reason is None for reason in self.finish_reasons]
         self.program.state.active.copy_(torch.tensor(running, device=self.program.device))
 
-    def _prepare(self, sequences: list[list[int]], kind: PassKind, resumed: bool) -> None:
+    def _prepare(self, kind: PassKind, resumed: bool) -> None:
         """Let the drafter catch up with what was committed, and the retrieval level after other passes."""
         program = self.program
         if program.drafter is not None:
             running = [
                 sequence if reason is None else None
-                for sequence, reason in zip(sequences, self.finish_reasons, strict=True)
+                for sequence, reason in zip(self._sequences, self.finish_reasons, strict=True)
             ]
             program.drafter.prepare(running, resumed)
         if kind.levels == 3:
@@ -234,7 +293,7 @@ class Decoder:
         return report
 
     def _run(self, stage: str) -> None:
-        self.program.run(stage, self._generator)
+        self.program.run(stage, *self._generators)
         if self.after_stage is not None:
             self.after_stage(stage)
 

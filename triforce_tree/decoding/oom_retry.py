@@ -9,6 +9,7 @@ from torch import Tensor
 
 from triforce_tree.decoding.choice.controller import PassController
 from triforce_tree.decoding.loop import Decoder, Observer
+from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.stop_criteria import Ending
 from triforce_tree.kv.cached_tokens import Reuse
 from triforce_tree.runtime.executor import free_memory
@@ -55,12 +56,23 @@ class OomRetryDecoder:
         self._decoder: Decoder | None = None
         self._progress: Progress | None = None
         self._reuse: Reuse = "none"
+        # By row; the numbers of sequences decide about their draws.
+        self._sequences: list[list[int]] = []
+        self._endings: list[Ending | None] = []
+        self._emitted: list[int] = []
+        self._numbers: list[int] = []
+        self._joining: list[int] = []
         self._retried(lambda: None)
 
     @property
     def controller(self) -> PassController:
         assert self._decoder is not None
         return self._decoder.controller
+
+    @property
+    def program(self) -> DecodingProgram:
+        assert self._decoder is not None
+        return self._decoder.program
 
     @property
     def levels(self) -> list[LevelStats]:
@@ -70,8 +82,7 @@ class OomRetryDecoder:
 
     @property
     def capture_seconds(self) -> float:
-        assert self._decoder is not None
-        return self._decoder.program.capture_seconds
+        return self.program.capture_seconds
 
     @property
     def prefill_seconds(self) -> float:
@@ -80,6 +91,12 @@ class OomRetryDecoder:
     @property
     def decode_seconds(self) -> float:
         return self._seconds[1] + (self._decoder.decode_seconds if self._decoder else 0.0)
+
+    @property
+    def report(self) -> list[tuple[int, int]]:
+        """See :class:`Decoder`."""
+        assert self._decoder is not None
+        return self._decoder.report
 
     @property
     def reused(self) -> list[int]:
@@ -92,17 +109,22 @@ class OomRetryDecoder:
     ) -> None:
         """Feed the prompts to every level, as ``Decoder.prefill`` does."""
         self._progress, self._reuse = progress, reuse
+        self._numbers = list(range(len(prompts)))
         self._retried(lambda: self._feed(prompts))
 
     def decode(
-        self, prompts: Sequence[Sequence[int]], endings: Sequence[Ending], observe: Observer | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        endings: Sequence[Ending | None],
+        observe: Observer | None = None,
     ) -> Iterator[list[list[int]]]:
         """Yield each sequence's new tokens, as ``Decoder.decode`` does.
 
         Where memory runs out in ``observe``, the pass is repeated.
         """
-        sequences, emitted = [list(p) for p in prompts], [0] * len(prompts)
-        reasons: list[str | None] = [None] * len(sequences)
+        self._sequences, self._emitted = [list(p) for p in prompts], [0] * len(prompts)
+        self._endings, sequences, emitted = list(endings), self._sequences, self._emitted
+        reasons: list[str | None] = [None if ending is not None else "empty" for ending in endings]
         self.finish_reasons = reasons
 
         def running(new: list[list[int]]) -> list[list[int]]:
@@ -115,8 +137,8 @@ class OomRetryDecoder:
         while None in reasons:
             # A sequence that has ended stays in the batch; its later tokens are dropped below.
             rest = [
-                replace(ending, max_new_tokens=max(1, ending.max_new_tokens - count))
-                for ending, count in zip(endings, emitted, strict=True)
+                ending and replace(ending, max_new_tokens=max(1, ending.max_new_tokens - count))
+                for ending, count in zip(self._endings, emitted, strict=True)
             ]
             out_of_memory: torch.OutOfMemoryError | None = None
             try:
@@ -130,6 +152,7 @@ class OomRetryDecoder:
                         sequences[b] += tokens
                         reasons[b] = self._decoder.finish_reasons[b]
                     yield new
+                    self._join()
                     if None not in reasons:
                         return
             except torch.OutOfMemoryError as error:
@@ -144,9 +167,28 @@ class OomRetryDecoder:
         self._decoder.end(row)
         self.finish_reasons[row] = self._decoder.finish_reasons[row]
 
+    def replace(self, row: int, prompt: Sequence[int], ending: Ending, number: int) -> None:
+        """Put another sequence into the place of one that has ended, before the next pass."""
+        self._sequences[row], self._emitted[row], self._endings[row] = list(prompt), 0, ending
+        self._numbers[row], self.finish_reasons[row] = number, None
+        self._joining.append(row)
+
+    def _join(self) -> None:
+        """Prefill what :meth:`replace` was called with; memory that runs out is noticed in ``decode``."""
+        assert self._decoder is not None
+        joining, self._joining = self._joining, []
+        for row in joining:
+            ending = self._endings[row]
+            assert ending is not None
+            self._decoder.replace(
+                row, self._sequences[row], ending, self._numbers[row], self._progress, self._reuse
+            )
+
     def _feed(self, sequences: Sequence[Sequence[int]]) -> None:
         assert self._decoder is not None
         self._decoder.prefill(sequences, self._progress, self._reuse)
+        for row, number in enumerate(self._numbers):
+            self._decoder.draws_of(row, number)
 
     def _retried(self, work: Callable[[], None]) -> None:
         """Make a decoder if there is none, and do ``work`` with it; retry both with less memory."""

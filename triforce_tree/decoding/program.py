@@ -10,6 +10,7 @@ import torch
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.choice.controller import LearntChoice
 from triforce_tree.decoding.full_cache import FullCache
+from triforce_tree.decoding.program_parts import low_bit_model, new_state
 from triforce_tree.decoding.stage_set import stages_of
 from triforce_tree.decoding.stages import (
     ChainVerifyStage,
@@ -19,16 +20,14 @@ from triforce_tree.decoding.stages import (
     Stage,
     TreeVerifyStage,
 )
-from triforce_tree.drafters.base import Drafter, features_of
+from triforce_tree.drafters.base import Drafter, start_one
 from triforce_tree.kv.cached_tokens import Reuse
 from triforce_tree.kv.offload.host_store import Offload
 from triforce_tree.kv.offload.weights.streamed_weights import check_level_one
 from triforce_tree.kv.store import KVStore
-from triforce_tree.models.few_row import low_bit_copy
 from triforce_tree.models.hf_model import HFModel
-from triforce_tree.models.step_model import StepModel, step_model
+from triforce_tree.models.step_model import step_model
 from triforce_tree.runtime.executor import executor
-from triforce_tree.runtime.sequence_state import SequenceState
 from triforce_tree.runtime.stats import Progress
 from triforce_tree.trees.device_shapes import PassLimits, least_prompt
 from triforce_tree.verify.noise import Noise, NoiseFactory
@@ -108,7 +107,7 @@ class DecodingProgram:
         self.states = self.cache.states
         self.retrieval_view, self.gathered_view = self.cache.retrieval_view, self.cache.gathered_view
         features = self.drafter.features if self.drafter is not None else ()
-        self.state = self._new_state(extent)
+        self.state = new_state(target, self.drafter, extent, batch, max_seq_len, levels)
         if self.states is not None:
             self.state.recurrent = self.states.buffers
         self.full = step_model(target, compiled, features)
@@ -116,29 +115,11 @@ class DecodingProgram:
             self.drafter.bind(self.state)
         if levels == 3:
             self.retrieval_model = (
-                self.full if config.retrieval_weight_bits == 16 else self._low_bit_model(compiled, features)
+                self.full
+                if config.retrieval_weight_bits == 16
+                else low_bit_model(target, config.retrieval_weight_bits, compiled, features)
             )
         self.capture_seconds = 0.0
-
-    def _new_state(self, extent: PassLimits) -> SequenceState:
-        chain, extra, vocabulary = 0, extent.depth, 0
-        if self.levels == 3:
-            chain, extra, vocabulary = extent.max_draft_tokens, extent.depth + 1, self.target.vocab_size
-        features = features_of(
-            self.drafter, self.target, self.batch, extent.max_draft_tokens + extent.depth + 2
-        )
-        return SequenceState(
-            self.batch, self.max_seq_len + extent.scratch_slots, chain, max(1, extra), vocabulary,
-            self.device, features,
-        )  # fmt: skip
-
-    def _low_bit_model(self, compiled: bool, features: Sequence[int]) -> StepModel:
-        target = self.target
-        bring = target.streamed.bring if target.streamed is not None else None
-        clone = low_bit_copy(target.model, self.config.retrieval_weight_bits, bring)
-        step = StepModel(clone, compiled, target.length_rope, features, target.learned_positions)
-        step.capturable = step.capturable and target.capturable is not False
-        return step
 
     @property
     def store(self) -> KVStore:
@@ -211,6 +192,37 @@ class DecodingProgram:
         except BaseException:
             self.close()
             raise
+        return reused
+
+    @property
+    def replaces(self) -> bool:
+        """Whether :meth:`replace` works: an offloaded cache is prefilled in memory that all sequences use."""
+        return self.offloaded is None
+
+    def replace(
+        self,
+        row: int,
+        sequences: Sequence[Sequence[int]],
+        progress: Progress | None = None,
+        reuse: Reuse = "none",
+    ) -> int:
+        """Put another sequence into a row whose sequence has ended; the others go on. Returns what it reused.
+
+        Args:
+            sequences: all committed tokens of each sequence; of ``row`` the new prompt.
+
+        Raises:
+            ValueError: the prompt is too long for the buffers.
+        """
+        prompt, state = sequences[row], self.state
+        self._check([prompt])
+        [reused] = self.cache.prefill([prompt], progress, reuse, state.features, row)
+        state.tokens[row, : len(prompt)] = torch.tensor(prompt, device=self.device)
+        state.length[row], state.active[row] = len(prompt) - 1, 1
+        state.chain[row] = state.retrieval_emitted[row] = 0
+        if self.drafter is not None:
+            start_one(self.drafter, row, sequences)
+        self.cache.begin([prompt], row)
         return reused
 
     def rewind(self, prompts: Sequence[Sequence[int]]) -> None:
@@ -328,8 +340,11 @@ class DecodingProgram:
         assert isinstance(stage, RetrievalVerifyStage | ChainVerifyStage | TreeVerifyStage | PlainStage)
         return stage.verifier
 
-    def run(self, name: str, generator: torch.Generator) -> None:
-        """Run one stage with fresh random numbers."""
+    def run(self, name: str, *generators: torch.Generator) -> None:
+        """Run one stage with fresh random numbers, from one generator or one for each sequence."""
         for noise in self._current.stages[name].noise:
-            noise.draw(generator)
+            if len(generators) == 1:
+                noise.draw(*generators)
+            else:
+                noise.draw_rows(generators)
         self._current.runs[name]()

@@ -162,6 +162,29 @@ class ReadsTarget(Protocol):
         """
 
 
+@runtime_checkable
+class StartsOne(Protocol):
+    """What a drafter has besides if it can begin one sequence of a batch while the others go on.
+
+    Of other drafters ``start`` is called again with all sequences.
+    """
+
+    def start_one(self, b: int, sequences: Sequence[Sequence[int]]) -> None:
+        """Begin a new sequence in the place of sequence b, which has ended; arguments as of ``start``."""
+
+
+def start_one(drafter: "Drafter", b: int, sequences: Sequence[Sequence[int]]) -> None:
+    """Begin a new sequence in the place of sequence b.
+
+    Args:
+        sequences: all committed tokens of each sequence, the new one's included.
+    """
+    if isinstance(drafter, StartsOne):
+        drafter.start_one(b, sequences)
+    else:
+        drafter.start(sequences)
+
+
 def features_of(drafter: "Drafter | None", target: HFModel, batch: int, verified: int) -> Features | None:
     """Where hidden states are kept for a drafter; None if it reads none.
 
@@ -185,6 +208,8 @@ class Drafter(Protocol):
 
     Calls come in this order: ``bind`` once; ``start`` for every new batch of prompts; then, until all
     sequences have ended, ``prepare`` and at least one ``propose`` before each verification by the target.
+    Where a sequence that has ended makes room for another one, ``start`` is called again with all of them, or
+    ``start_one`` if the drafter has it (:class:`StartsOne`).
     With ``levels=2`` the target verifies each tree. With ``levels=3`` the retrieval model verifies each tree
     and appends the tokens that it emits to a provisional chain, at whose end the next tree begins; after
     several such rounds the target verifies the chain.
@@ -218,7 +243,8 @@ class Drafter(Protocol):
         """Begin new sequences; also called with made-up ones when stages are captured or timed.
 
         Args:
-            sequences: the token ids of each prompt; the last token is the root of the first tree.
+            sequences: the token ids of each prompt, or of a sequence that goes on; the last token is the root
+                of the first tree.
         """
 
     def prepare(self, sequences: Sequence[Sequence[int] | None], resumed: bool) -> None:

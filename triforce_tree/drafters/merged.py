@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from triforce_tree.drafters.base import Drafter, TokenTree
+from triforce_tree.drafters.base import Drafter, TokenTree, start_one
 from triforce_tree.drafters.suffix_matching import SuffixMatching
 from triforce_tree.kernels.suffix import graft_chain
 from triforce_tree.runtime.sequence_state import SequenceState
@@ -47,6 +47,10 @@ class Merged:
     def start(self, sequences: Sequence[Sequence[int]]) -> None:
         self.drafter.start(sequences)
         self.matcher.start(sequences)
+
+    def start_one(self, b: int, sequences: Sequence[Sequence[int]]) -> None:
+        start_one(self.drafter, b, sequences)
+        self.matcher.start_one(b, sequences)
 
     def prepare(self, sequences: Sequence[Sequence[int] | None], resumed: bool) -> None:
         self.drafter.prepare(sequences, resumed)

@@ -71,6 +71,14 @@ class SuffixMatching:
         self._known = [len(sequence) for sequence in sequences]
         self._catch_up()
 
+    def start_one(self, b: int, sequences: Sequence[Sequence[int]]) -> None:
+        self._table[b] = -1
+        self._indexed[b] = 0
+        self._last[b] = self._last.new_tensor([-1, 0])
+        self._counts[b] = 0
+        self._known[b] = len(sequences[b])
+        self._catch_up()
+
     def prepare(self, sequences: Sequence[Sequence[int] | None], resumed: bool) -> None:
         grown = [
             len(sequence) - known if sequence is not None else 0

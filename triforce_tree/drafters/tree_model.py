@@ -130,6 +130,9 @@ class TreeDrafter:
             rope.choose_for_window(self.store.rows)
         self.prepare(sequences, resumed=True)
 
+    def start_one(self, b: int, sequences: Sequence[Sequence[int]]) -> None:
+        self._recompute_window(b, sequences[b])
+
     def prepare(self, sequences: Sequence[Sequence[int] | None], resumed: bool) -> None:
         """Recompute windows that have no slots left for another pass, or that lack tokens."""
         for b, sequence in enumerate(sequences):

@@ -148,6 +148,17 @@ def checked_seed(seed: Any) -> int | None:
     return index(seed)
 
 
+def checked_count(name: str, value: Any) -> int | None:
+    """A whole number from 1 on, or None.
+
+    Raises:
+        ValueError: something else.
+    """
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ValueError(f"{name}={value!r} must be a whole number from 1 on, or None")
+    return value
+
+
 def checked_switch(name: str, value: Any) -> bool:
     """An option that is on or off; None is off.
 

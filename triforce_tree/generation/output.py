@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from triforce_tree.decoding.oom_retry import OomRetryDecoder
+from triforce_tree.generation.batch.running_batch import BatchSequence
 from triforce_tree.generation.scores import by_position
 from triforce_tree.runtime.stats import LevelStats, added
 
@@ -54,28 +54,34 @@ class GenerateOutput(GenerateDecoderOnlyOutput):
 
 def output_of(
     input_ids: Tensor,
-    new: Sequence[Sequence[int]],
+    sequences: Sequence[BatchSequence],
     padding: int,
     tokenizer: PreTrainedTokenizerBase | None,
-    decoder: OomRetryDecoder,
+    capture_seconds: float,
     scores: Mapping[str, Any],
 ) -> GenerateOutput:
-    """The output of a decoder that has continued ``input_ids`` ``[B, W]`` by ``new``.
+    """The output of sequences that have ended, whose prompts are ``input_ids`` ``[B, W]``.
+
+    Its statistics are the target's alone, over these sequences.
 
     Args:
         scores: what was asked for of ``logits``, ``scores`` and ``logprobs``.
     """
+    new = [sequence.new for sequence in sequences]
+    levels: list[LevelStats] = []
+    for sequence in sequences:
+        levels = added(levels, [sequence.target])
     texts = tokenizer and [str(tokenizer.decode(list(t), skip_special_tokens=True)) for t in new]
     return GenerateOutput(
         sequences=appended(input_ids, new, padding),
-        levels=decoder.levels,
-        finish_reason=by_row(decoder.finish_reasons),
-        prefill_seconds=decoder.prefill_seconds,
-        decode_seconds=decoder.decode_seconds,
+        levels=levels,
+        finish_reason=by_row([sequence.finish_reason for sequence in sequences]),
+        prefill_seconds=max(sequence.prefill_seconds for sequence in sequences),
+        decode_seconds=max(sequence.decode_seconds for sequence in sequences),
         new_tokens=by_row([len(tokens) for tokens in new]),
         text=by_row(texts) if texts else None,
-        capture_seconds=decoder.capture_seconds,
-        reused_tokens=by_row(decoder.reused),
+        capture_seconds=capture_seconds,
+        reused_tokens=by_row([sequence.reused for sequence in sequences]),
         **scores,
     )
 

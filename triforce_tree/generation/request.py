@@ -1,8 +1,8 @@
 """One call of ``generate``, checked before and after transformers' own preparation."""
 
 import copy
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -117,6 +117,7 @@ class Job:
         to_probs: logits to distributions.
         endings: of each sequence.
         config: all options.
+        criteria: the user's own among the stopping criteria, and stop strings.
     """
 
     input_ids: Tensor
@@ -124,6 +125,7 @@ class Job:
     to_probs: ProbsFromLogits
     endings: list[Ending]
     config: GenerationConfig
+    criteria: StoppingCriteriaList
 
     @classmethod
     def read(
@@ -154,7 +156,13 @@ class Job:
         # Where processors read the tokens so far, sequences of a batch come here one by one.
         to_probs = probs_from_options(config, processors, padding[0])
         endings = [ending_of(config, criteria, width, input_ids.device, own) for own in padding]
-        return cls(input_ids, prompts, to_probs, endings, config)
+        return cls(input_ids, prompts, to_probs, endings, config, criteria)
+
+    def ending(self, prompt: Sequence[int]) -> Ending:
+        """That of a sequence which joins the others, with as many new tokens."""
+        device = self.input_ids.device
+        own = ending_of(self.config, self.criteria, len(prompt), device)
+        return replace(own, max_new_tokens=self.new_tokens)
 
     @property
     def pad_token(self) -> int:

@@ -20,7 +20,7 @@ class EmittedScores:
     Args:
         names: what is wanted, of ``"logits"``, ``"scores"`` and ``"logprobs"``.
         to_probs: its processors make scores of logits.
-        prompts: of each sequence.
+        prompts: of each sequence; others may be added by :meth:`begin`.
         device: that keeps the results.
     """
 
@@ -31,37 +31,48 @@ class EmittedScores:
         prompts: Sequence[Sequence[int]],
         device: torch.device,
     ) -> None:
-        self._to_probs, self._prompts, self._device = to_probs, prompts, device
+        self._to_probs, self._device = to_probs, device
         # By name and sequence, [V] or [] of each token.
         self._rows: dict[str, list[list[Tensor]]] = {name: [[] for _ in prompts] for name in names}
-        self._texts: list[Tensor] = []
+        self._texts = [torch.tensor(list(prompt)) for prompt in prompts]
 
-    def add(self, new: Sequence[Sequence[int]], logits_of: Callable[[int], Tensor]) -> None:
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Add a sequence, the next in number."""
+        for rows in self._rows.values():
+            rows.append([])
+        self._texts.append(torch.tensor(list(prompt)))
+
+    def add(
+        self,
+        numbers: Sequence[int | None],
+        new: Sequence[Sequence[int]],
+        logits_of: Callable[[int], Tensor],
+    ) -> None:
         """Add the tokens of a pass; all of them or, where memory runs out, none.
 
         Args:
-            new: each sequence's new tokens; none for one that has ended.
+            numbers: of the sequence in each row; None for a row without one.
+            new: new tokens of each row; none for a sequence that has ended.
             logits_of: returns the logits that the first n tokens were chosen by, fp32 ``[B, n, V]``.
         """
         most = max(map(len, new))
         if most == 0:
             return
         logits = logits_of(most)
-        if not self._texts:
-            self._texts = [torch.tensor(list(prompt), device=logits.device) for prompt in self._prompts]
-        texts = [
-            torch.cat([text, text.new_tensor(list(tokens))])
-            for text, tokens in zip(self._texts, new, strict=True)
-        ]
+        grown = [(n, b) for b, n in enumerate(numbers) if n is not None and new[b]]
+        texts = {
+            n: torch.cat([self._texts[n].to(logits.device), torch.tensor(new[b], device=logits.device)])
+            for n, b in grown
+        }
         parts = [
-            (self._rows[name][b], self._result(name, logits[b, : len(tokens)], texts[b]).to(self._device))
-            for b, tokens in enumerate(new)
+            (self._rows[name][n], self._result(name, logits[b, : len(new[b])], texts[n]).to(self._device))
+            for n, b in grown
             for name in self._rows
-            if tokens
         ]
         for rows, part in parts:
             rows += part.unbind()
-        self._texts = texts
+        for n, text in texts.items():
+            self._texts[n] = text
 
     def _result(self, name: str, logits: Tensor, text: Tensor) -> Tensor:
         """``[n, V]`` or ``[n]`` of a text's last n tokens, which were chosen by ``logits`` ``[n, V]``."""
@@ -74,9 +85,11 @@ class EmittedScores:
             return logits
         return self._to_probs.scores(logits, lambda: [text[: n - count] for n in range(count)])
 
-    def results(self) -> dict[str, Any]:
-        """The fields of the output by name; empties this collection."""
-        found: dict[str, Any] = {name: by_position(rows) for name, rows in self._rows.items()}
+    def results(self, numbers: Sequence[int]) -> dict[str, Any]:
+        """The fields of the output of these sequences by name; removes their rows."""
+        found: dict[str, Any] = {
+            name: by_position([rows[n] for n in numbers]) for name, rows in self._rows.items()
+        }
         if "logprobs" in found:
             found["logprobs"] = torch.stack(found["logprobs"], 1)
         return found

@@ -1,6 +1,6 @@
 """Streamers of a batch: each follows one sequence."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ class Streamers:
     """
 
     def __init__(self, streamers: Sequence[BaseStreamer] = ()) -> None:
-        self._streamers = list(streamers)
+        self._streamers: list[BaseStreamer | None] = list(streamers)
 
     @classmethod
     def of(cls, given: Any, count: int) -> "Streamers":
@@ -36,20 +36,28 @@ class Streamers:
 
     def part(self, rows: slice) -> "Streamers":
         """Those of some sequences."""
-        return Streamers(self._streamers[rows])
+        return Streamers([each for each in self._streamers[rows] if each is not None])
 
     def begin(self, ids: Tensor) -> None:
         """Send the prompts ``[B, W]``."""
         for row, streamer in enumerate(self._streamers):
+            assert streamer is not None
             streamer.put(ids[row : row + 1].cpu())
 
-    def put(self, fresh: Sequence[Sequence[int]], end: Callable[[int], None]) -> None:
-        """Send the new tokens of each sequence; ``end`` is called with those that their streamers end."""
-        for row, (streamer, tokens) in enumerate(zip(self._streamers, fresh, strict=bool(self._streamers))):
-            # transformers' own return None.
-            if tokens and streamer.put(torch.tensor(tokens)) is True:
-                end(row)
+    def join(self, streamer: BaseStreamer | None, number: int, prompt: Sequence[int]) -> None:
+        """Send its prompt to the streamer of a further sequence, if it has one."""
+        self._streamers += [None] * (number + 1 - len(self._streamers))
+        self._streamers[number] = streamer
+        if streamer is not None:
+            streamer.put(torch.tensor([list(prompt)]))
 
-    def end(self) -> None:
-        for streamer in self._streamers:
+    def put(self, number: int, tokens: Sequence[int]) -> bool:
+        """Send new tokens of a sequence; whether its streamer ends it."""
+        streamer = self._streamers[number] if self._streamers else None
+        # transformers' own return None.
+        return streamer is not None and streamer.put(torch.tensor(tokens)) is True
+
+    def end(self, number: int) -> None:
+        """A sequence has ended."""
+        if self._streamers and (streamer := self._streamers[number]) is not None:
             streamer.end()

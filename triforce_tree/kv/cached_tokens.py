@@ -40,6 +40,13 @@ class CachedTokens:
         self.whole[b] = min(self.whole[b], count // self.chunk * self.chunk)
         self._roots[b] = None
 
+    def taken_over(self, lengths: Sequence[int], chunk: int) -> None:
+        """Another cache holds so many tokens of each sequence now, with prefills of such chunks."""
+        for b, length in enumerate(lengths):
+            self.keep(b, length)
+        if self.chunk != chunk:
+            self.chunk, self.whole = chunk, [0] * len(self.whole)
+
     def fed(self, b: int, prompt: Sequence[int], start: int) -> None:
         """All but the last token of a prompt are in the cache, those from ``start`` on by a prefill."""
         self.keep(b, start)

@@ -1,5 +1,6 @@
 """The random decisions of the stages, made on the device."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -40,6 +41,14 @@ class Noise:
             fill_exponential(self.exponential, generator)
         if self.uniform.numel():
             self.uniform.uniform_(generator=generator)
+
+    def draw_rows(self, generators: Sequence[torch.Generator]) -> None:
+        """Redraw each sequence's numbers from a generator of its own, as alone in a batch of one."""
+        for b, generator in enumerate(generators):
+            if self.exponential.numel():
+                fill_exponential(self.exponential[b], generator)
+            if self.uniform.numel():
+                self.uniform[b].uniform_(generator=generator)
 
     def accept_tree(
         self, tokens: Tensor, parents: Tensor, p: Tensor, q: Tensor, q_rows: Tensor, depth: int

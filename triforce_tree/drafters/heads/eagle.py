@@ -115,6 +115,12 @@ class Eagle3:
     def start(self, sequences: Sequence[Sequence[int]]) -> None:
         self._fill([len(tokens) - 1 for tokens in sequences])
 
+    def start_one(self, b: int, sequences: Sequence[Sequence[int]]) -> None:
+        # With end 0 nothing of the others is stored.
+        ends = [0] * self._state.batch
+        ends[b] = len(sequences[b]) - 1
+        self._fill(ends)
+
     def prepare(self, sequences: Sequence[Sequence[int] | None], resumed: bool) -> None:
         if resumed:
             self._fill([0 if tokens is None else len(tokens) - 1 for tokens in sequences])

@@ -1,0 +1,42 @@
+"""Prompts that join a batch while it runs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from transformers.generation.streamers import BaseStreamer
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A prompt that joins a running batch.
+
+    Attributes:
+        prompt: token ids.
+        streamer: gets its tokens; None for nobody.
+    """
+
+    prompt: list[int]
+    streamer: BaseStreamer | None = None
+
+
+class Joining(Protocol):
+    """Where prompts come from while a batch runs, which share all its options.
+
+    Sequences are numbered in the order in which they begin, the batch's own first. Prompts do not join where
+    sequences are decoded one by one, or where keys and values are in host memory.
+    """
+
+    def next(self, fits: Callable[[list[int]], bool]) -> Joined | None:
+        """The next prompt, or None if there is none now; asked between passes while there is room.
+
+        Args:
+            fits: whether the batch's buffers and levels serve a prompt; no other may be returned.
+        """
+
+    def ended(self, number: int, output: Any) -> None:
+        """A sequence has ended; ``output`` is a ``GenerateOutput`` of it alone.
+
+        Its ``levels`` have the target alone. ``prefill_seconds`` are of all prompts that joined with it,
+        ``decode_seconds`` of the passes from its first to its last one.
+        """

@@ -1,0 +1,160 @@
+"""One generation: its sequences in a running batch, their streamers, scores and outputs."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from triforce_tree.decoding.assembly import Hierarchy
+from triforce_tree.decoding.loop import sequence_seed
+from triforce_tree.decoding.oom_retry import OomRetryDecoder
+from triforce_tree.generation.batch.joining import Joining
+from triforce_tree.generation.batch.running_batch import BatchSequence, RunningBatch
+from triforce_tree.generation.output import GenerateOutput, output_of
+from triforce_tree.generation.request import Job
+from triforce_tree.generation.scores import EmittedScores
+from triforce_tree.generation.streamers import Streamers
+from triforce_tree.kv.cached_tokens import Reuse
+from triforce_tree.planning.batch_size import fitting_batch
+from triforce_tree.runtime.stats import Progress
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What :meth:`Engine.generate` takes beside transformers' own options; see there."""
+
+    streamers: Streamers = field(default_factory=Streamers)
+    progress: Progress | None = None
+    seed: int | None = None
+    pinned: Callable[[int], None] | None = None
+    logprobs: bool = False
+    max_batch: int | None = None
+    joining: Joining | None = None
+
+    def alone(self, number: int) -> "RunOptions":
+        """Those of one of the sequences, which draws as it does in the batch, or would alone."""
+        seed = self.seed if self.seed is None else sequence_seed(self.seed, number)
+        own = self.streamers.part(slice(number, number + 1))
+        return replace(self, streamers=own, seed=seed, joining=None)
+
+    def rows(self, hierarchy: Hierarchy, most: int, prompt: int, new_tokens: int) -> int:
+        """How many sequences to decode together, up to ``most``, or more where further prompts may join."""
+        if hierarchy.memory is not None:
+            # Planned for as many.
+            return most
+        if self.joining is not None and self.max_batch and hierarchy.target.device.type == "cuda":
+            # A row without a sequence costs little there, and cannot be added later.
+            most = self.max_batch
+        freed, last = 0, hierarchy.last_program
+        if last is not None:
+            if last.batch == most and last.max_seq_len >= prompt + new_tokens:
+                return most
+            freed = last.store.memory.nbytes if last.offloaded is None else 0
+        return fitting_batch(
+            hierarchy.target, hierarchy.draft, hierarchy.config, most, prompt, new_tokens, freed
+        )
+
+
+class BatchRun:
+    """Decodes the sequences of a job, and those that join them.
+
+    Args:
+        job: the prompts and options.
+        how: streamers and progress, and where further prompts come from.
+        decoder: of ``rows`` sequences.
+        scores: what is wanted of the target's logits; None for nothing.
+        tokenizer: for the texts of the output.
+        hierarchy: whose levels these are.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        how: RunOptions,
+        decoder: OomRetryDecoder,
+        rows: int,
+        scores: EmittedScores | None,
+        tokenizer: PreTrainedTokenizerBase | None,
+        hierarchy: Hierarchy,
+    ) -> None:
+        self._job, self._how, self._decoder = job, how, decoder
+        self._scores, self._tokenizer, self._hierarchy = scores, tokenizer, hierarchy
+        self._given = [
+            BatchSequence(number, prompt, ending)
+            for number, (prompt, ending) in enumerate(zip(job.prompts, job.endings, strict=True))
+        ]
+        self._begun = 0
+        self._count = len(self._given)
+        self._batch = RunningBatch(decoder, rows, self._next, self._ended)
+
+    def decode(self, reuse: Reuse) -> GenerateOutput:
+        """Decode all of them; returns the output of the job's own sequences."""
+        streamers, batch, observe = self._how.streamers, self._batch, self._observe
+        streamers.begin(self._job.input_ids)
+        batch.prefill(self._how.progress, reuse)
+        for fresh in batch.decode(observe if self._scores is not None else None):
+            for sequence, tokens in fresh:
+                if streamers.put(sequence.number, tokens):
+                    batch.end(sequence)
+        out = self._output(self._job.input_ids, self._given, handed_over=self._how.joining is not None)
+        out.levels, decoder = self._decoder.levels, self._decoder
+        out.prefill_seconds, out.decode_seconds = decoder.prefill_seconds, decoder.decode_seconds
+        return out
+
+    def _observe(
+        self,
+        rows: Sequence[BatchSequence | None],
+        new: list[list[int]],
+        logits_of: Callable[[int], Tensor],
+    ) -> None:
+        assert self._scores is not None
+        self._scores.add([row.number if row is not None else None for row in rows], new, logits_of)
+
+    def _next(self) -> BatchSequence | None:
+        """The next sequence: of the job, then of those that join."""
+        if self._begun < len(self._given):
+            self._begun += 1
+            return self._given[self._begun - 1]
+        joining = self._how.joining
+        # Between passes alone, when the decoder is running.
+        joined = joining.next(self._fits) if joining is not None and self._decoder.report else None
+        if joined is None:
+            return None
+        sequence = BatchSequence(self._count, list(joined.prompt), self._job.ending(joined.prompt))
+        self._count += 1
+        self._how.streamers.join(joined.streamer, sequence.number, sequence.prompt)
+        if self._scores is not None:
+            self._scores.begin(sequence.prompt)
+        return sequence
+
+    def _fits(self, prompt: list[int]) -> bool:
+        """Whether the buffers and levels of the batch serve another prompt."""
+        program, job = self._decoder.program, self._job
+        return (
+            len(prompt) + job.new_tokens <= program.max_seq_len
+            and self._hierarchy.levels(len(prompt), program.max_seq_len) <= program.levels
+            and self._hierarchy.together(job.to_probs, [job.prompts[0], prompt])
+        )
+
+    def _ended(self, sequence: BatchSequence) -> None:
+        self._how.streamers.end(sequence.number)
+        if self._how.joining is not None:
+            ids = self._job.input_ids.new_tensor([sequence.prompt])
+            self._how.joining.ended(sequence.number, self._output(ids, [sequence]))
+
+    def _output(
+        self, input_ids: Tensor, sequences: Sequence[BatchSequence], handed_over: bool = False
+    ) -> GenerateOutput:
+        """The output of some sequences, ``input_ids`` ``[B, W]``.
+
+        Args:
+            handed_over: each of them has had its scores in an output of its own.
+        """
+        scores: dict[str, Any] = {}
+        if self._scores is not None and not handed_over:
+            scores = self._scores.results([sequence.number for sequence in sequences])
+        return output_of(
+            input_ids, sequences, self._job.pad_token, self._tokenizer, self._decoder.capture_seconds, scores
+        )

@@ -1,0 +1,51 @@
+"""How many sequences the device's memory holds at a time."""
+
+import torch
+
+from triforce_tree.config import HierarchyConfig
+from triforce_tree.kv.offload.pinned import available
+from triforce_tree.models.hf_model import HFModel
+from triforce_tree.planning import memory_map
+from triforce_tree.planning.memory_layout import Workload, on_device
+from triforce_tree.planning.memory_map import Machine, Sizes
+from triforce_tree.runtime import distributed
+
+# Allocated when the models were loaded.
+_LOADED = ("weights", "weight slots", "draft")
+
+
+def fitting_batch(
+    target: HFModel,
+    draft: HFModel | None,
+    config: HierarchyConfig,
+    wanted: int,
+    prompt: int,
+    new_tokens: int,
+    freed: int = 0,
+) -> int:
+    """How many sequences of ``prompt + new_tokens`` tokens fit beside the models: 1 to ``wanted``.
+
+    Args:
+        config: nothing of it is offloaded.
+        freed: bytes that are in use, and are given back before new buffers are made.
+    """
+    if wanted == 1:
+        return 1
+    sizes, free = Sizes.of(target, draft, config), free_bytes(target.device) + freed
+
+    def needed(batch: int) -> int:
+        plan = on_device(sizes, Machine(0, 0, 1.0, 1.0), config, Workload(batch, prompt, new_tokens))
+        return plan.peak - sum(plan.device[name] for name in _LOADED) + memory_map.reserve(free)
+
+    first, second = needed(1), needed(2)
+    # Each sequence takes the same.
+    fits = 1 + max(0, free - first) // max(1, second - first)
+    return int(distributed.all_reduce_min([min(wanted, fits)])[0])
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that new tensors can take, memory that torch's allocator holds unused included."""
+    if device.type != "cuda":
+        return available()[0]
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
