@@ -320,14 +320,20 @@ class Engine:
         scores = EmittedScores(names, to_probs, prompts, kept_on) if names else None
         # Rows without a sequence are made for one like the first.
         first = [*prompts[:rows], *prompts[:1] * (rows - len(prompts))]
-        room = len(longest[-1]) + coming - max(map(len, first))
+        most_tokens, least = len(longest[-1]) + coming, min(map(len, first))
         with hierarchy.active():
 
-            def make(number: int) -> Decoder:
-                program = hierarchy.program(first, room, how.pinned, self._reuse)
+            def make(number: int, sequences: Sequence[Sequence[int]]) -> Decoder:
+                nonlocal most_tokens
+                # The levels are those of the first prompts: shorter ones that have joined do not count.
+                alike = [each if len(each) >= least else first[0] for each in sequences]
+                room = most_tokens - max(map(len, alike))
+                reuse: Reuse = "all" if len(sequences) > len(first) else self._reuse
+                program = hierarchy.program(alike, room, how.pinned, reuse)
+                most_tokens = program.max_seq_len
                 return Decoder(program, to_probs, chosen, seed is not None, number)
 
-            decoder = OomRetryDecoder(make, hierarchy.shrink)
+            decoder = OomRetryDecoder(make, first, hierarchy.shrink)
             # Only with as many levels: the estimates of two and of three are of different quantities.
             if entry and (estimates := entry.estimates(decoder.controller.levels, self._given)):
                 decoder.controller.expect(**estimates)

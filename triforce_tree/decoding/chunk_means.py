@@ -41,7 +41,7 @@ class ChunkMeans:
         """
         before = self._lengths
         self._lengths = [length + count for length, count in zip(before, counts, strict=True)]
-        self._known = self._lengths if with_means else list(map(min, self._known, before))
+        self._known = list(self._lengths) if with_means else list(map(min, self._known, before))
 
     def update_all(self) -> None:
         """Compute all means again, after something other than the passes has written KV slots."""

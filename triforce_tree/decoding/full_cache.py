@@ -37,8 +37,9 @@ class FullCache:
         offload: how to split the cache between device and host; None keeps it on the device.
         pinned: called with bytes of host memory as they are taken.
         store: KV slots on the device to work on, with whatever they hold; by default new ones.
-        kept: an earlier cache of the same target, batch and bits, which must not be used any more. What it
-            holds on the device is taken over: its memory where this cache fits into it, else a copy.
+        kept: an earlier cache of the same target and bits, and of no larger batch, which must not be used any
+            more. What it holds on the device is taken over: its memory where this cache fits into it, else a
+            copy.
 
     Attributes:
         cached, marks: which tokens are in the cache, and where it can be continued.
@@ -152,10 +153,10 @@ class FullCache:
 
     def worth_keeping(self, config: HierarchyConfig, prompts: Sequence[Sequence[int]], reuse: Reuse) -> bool:
         """Whether another cache, on the device, may take over what this one holds of these prompts."""
-        alike = self._batch == len(prompts) and self.store is not None and self.store.bits == config.kv_bits
+        alike = self._batch <= len(prompts) and self.store is not None and self.store.bits == config.kv_bits
         if not alike or distributed.current() is not None:
             return False
-        return any(self.cached.common(b, prompt, reuse) for b, prompt in enumerate(prompts))
+        return any(self.cached.common(b, prompt, reuse) for b, prompt in enumerate(prompts[: self._batch]))
 
     def _take_over(self, kept: "FullCache") -> None:
         """Take up what an earlier cache holds."""
@@ -166,10 +167,9 @@ class FullCache:
             copied = [self.store.take(kept.store, b, length) for b, length in enumerate(lengths)]
             lengths = [n if done else 0 for n, done in zip(lengths, copied, strict=True)]
         if self.states is not None and kept.states is not None:
-            self.states.restore(kept.states.buffers)
-            self.states.lengths = list(kept.states.lengths)
-        chunk, self.cached, self._computed_by = self.cached.chunk, kept.cached, kept._computed_by
-        self.cached.taken_over(lengths, chunk)
+            self.states.take(kept.states)
+        self._computed_by = kept._computed_by
+        self.cached.take(kept.cached, lengths)
         self.means.update_all()
 
     @property

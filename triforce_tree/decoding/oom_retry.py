@@ -38,16 +38,27 @@ def with_or_without(kept: list[Kept], make: Callable[[Kept | None], Made]) -> Ma
 class OomRetryDecoder:
     """A :class:`Decoder` that is replaced by one with less memory whenever there is not enough.
 
+    It is also replaced where more sequences are to be decoded together than it has rows.
+
     Args:
-        make: makes a decoder within the current memory plan, from the number of earlier ones: each must draw
-            new random numbers.
+        make: makes a decoder within the current memory plan, from the number of earlier ones (each must draw
+            new random numbers) and from the sequences in its rows.
+        first: the sequences that the first decoder is made for.
         shrink: reduces the memory plan; False where it cannot be reduced further.
+
+    Attributes:
+        reused: tokens of the prompt in each row that were in the cache.
 
     Raises:
         torch.OutOfMemoryError: there is not enough memory, and the plan cannot be reduced further.
     """
 
-    def __init__(self, make: Callable[[int], Decoder], shrink: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        make: Callable[[int, Sequence[Sequence[int]]], Decoder],
+        first: Sequence[Sequence[int]],
+        shrink: Callable[[], bool],
+    ) -> None:
         self._make, self._shrink = make, shrink
         self._made = 0
         self._levels: list[LevelStats] = []
@@ -57,11 +68,13 @@ class OomRetryDecoder:
         self._progress: Progress | None = None
         self._reuse: Reuse = "none"
         # By row; the numbers of sequences decide about their draws.
-        self._sequences: list[list[int]] = []
+        self._sequences = [list(sequence) for sequence in first]
         self._endings: list[Ending | None] = []
         self._emitted: list[int] = []
         self._numbers: list[int] = []
         self._joining: list[int] = []
+        self._growing = False
+        self.reused = [0] * len(first)
         self._retried(lambda: None)
 
     @property
@@ -93,16 +106,16 @@ class OomRetryDecoder:
         return self._seconds[1] + (self._decoder.decode_seconds if self._decoder else 0.0)
 
     @property
+    def _found(self) -> list[int]:
+        """Tokens of each row that the last prefills found in the cache."""
+        assert self._decoder is not None
+        return self._decoder.reused
+
+    @property
     def report(self) -> list[tuple[int, int]]:
         """See :class:`Decoder`."""
         assert self._decoder is not None
         return self._decoder.report
-
-    @property
-    def reused(self) -> list[int]:
-        """Tokens of each prompt that were in the cache."""
-        assert self._decoder is not None
-        return self._decoder.reused
 
     def prefill(
         self, prompts: Sequence[Sequence[int]], progress: Progress | None = None, reuse: Reuse = "none"
@@ -111,6 +124,7 @@ class OomRetryDecoder:
         self._progress, self._reuse = progress, reuse
         self._numbers = list(range(len(prompts)))
         self._retried(lambda: self._feed(prompts))
+        self.reused = list(self._found)
 
     def decode(
         self,
@@ -152,6 +166,8 @@ class OomRetryDecoder:
                         sequences[b] += tokens
                         reasons[b] = self._decoder.finish_reasons[b]
                     yield new
+                    if self._growing:
+                        break
                     self._join()
                     if None not in reasons:
                         return
@@ -160,6 +176,8 @@ class OomRetryDecoder:
             if out_of_memory is not None:
                 self._shrink_plan(out_of_memory)
                 self._retried(lambda: self._feed(sequences))
+            elif self._growing:
+                self._grow()
 
     def end(self, row: int) -> None:
         """End a sequence after the tokens that were yielded last."""
@@ -173,6 +191,30 @@ class OomRetryDecoder:
         self._numbers[row], self.finish_reasons[row] = number, None
         self._joining.append(row)
 
+    def grow(self, rows: int) -> None:
+        """Have so many rows from the next pass on, the new ones without sequences: see :meth:`replace`."""
+        more = rows - len(self._sequences)
+        # In place: :meth:`decode` goes on with these lists.
+        self._sequences += [[0] for _ in range(more)]
+        self._emitted += [0] * more
+        self._endings += [None] * more
+        self._numbers += [0] * more
+        self.finish_reasons += ["empty"] * more
+        self.reused += [0] * more
+        self._growing = True
+
+    def _grow(self) -> None:
+        """Go on with a decoder of more rows, which keeps all that is cached of the running sequences."""
+        self._growing, joining, self._joining = False, self._joining, []
+        self._drop()
+        self._reuse, reuse = "all", self._reuse
+        try:
+            self._retried(lambda: self._feed(self._sequences))
+        finally:
+            self._reuse = reuse
+        for row in joining:
+            self.reused[row] = self._found[row]
+
     def _join(self) -> None:
         """Prefill what :meth:`replace` was called with; memory that runs out is noticed in ``decode``."""
         assert self._decoder is not None
@@ -183,6 +225,7 @@ class OomRetryDecoder:
             self._decoder.replace(
                 row, self._sequences[row], ending, self._numbers[row], self._progress, self._reuse
             )
+            self.reused[row] = self._found[row]
 
     def _feed(self, sequences: Sequence[Sequence[int]]) -> None:
         assert self._decoder is not None
@@ -196,7 +239,7 @@ class OomRetryDecoder:
             try:
                 if self._decoder is None:
                     self._made += 1
-                    self._decoder = self._make(self._made - 1)
+                    self._decoder = self._make(self._made - 1, self._sequences)
                 work()
                 return
             except torch.OutOfMemoryError as error:
@@ -205,12 +248,16 @@ class OomRetryDecoder:
 
     def _shrink_plan(self, error: torch.OutOfMemoryError) -> None:
         """Drop the decoder and reduce the memory plan; raise ``error`` where it cannot be reduced."""
-        if self._decoder is not None:
-            self._levels = self.levels
-            self._seconds = [self.prefill_seconds, self.decode_seconds]
-        self._decoder = None
+        self._drop()
         # The traceback's frames hold tensors; graphs and their buffers are freed by the collector alone.
         error.__traceback__ = None
         if not self._shrink():
             raise error
         free_memory()
+
+    def _drop(self) -> None:
+        """Keep the decoder's statistics alone."""
+        if self._decoder is not None:
+            self._levels = self.levels
+            self._seconds = [self.prefill_seconds, self.decode_seconds]
+        self._decoder = None

@@ -40,12 +40,11 @@ class CachedTokens:
         self.whole[b] = min(self.whole[b], count // self.chunk * self.chunk)
         self._roots[b] = None
 
-    def taken_over(self, lengths: Sequence[int], chunk: int) -> None:
-        """Another cache holds so many tokens of each sequence now, with prefills of such chunks."""
+    def take(self, kept: "CachedTokens", lengths: Sequence[int]) -> None:
+        """The first sequences are those of another cache, of which so many tokens each were taken over."""
         for b, length in enumerate(lengths):
-            self.keep(b, length)
-        if self.chunk != chunk:
-            self.chunk, self.whole = chunk, [0] * len(self.whole)
+            kept.keep(b, length)
+            self.held[b], self.whole[b] = kept.held[b], kept.whole[b] if kept.chunk == self.chunk else 0
 
     def fed(self, b: int, prompt: Sequence[int], start: int) -> None:
         """All but the last token of a prompt are in the cache, those from ``start`` on by a prefill."""

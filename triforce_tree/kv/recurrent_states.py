@@ -75,6 +75,12 @@ class RecurrentStates:
         for own, state in zip(self.buffers, buffers, strict=True):
             own.copy_(state)
 
+    def take(self, kept: "RecurrentStates") -> None:
+        """Copy the states of the first sequences from those of as many sequences, or fewer."""
+        for own, state in zip(self.buffers, kept.buffers, strict=True):
+            own[: kept.batch].copy_(state)
+        self.lengths[: kept.batch] = kept.lengths
+
     @contextmanager
     def saved(self) -> Iterator[None]:
         """Inside, passes may change the states; afterwards they are as before."""

@@ -27,6 +27,13 @@ class Joining(Protocol):
     sequences are decoded one by one, or where keys and values are in host memory.
     """
 
+    def wanted(self) -> int:
+        """How many sequences could be decoded together now, those of the batch included.
+
+        Where it costs nothing, on a CPU, the batch gets as many rows; on a GPU it has ``max_batch`` from the
+        beginning, as its stages are captured for a number of rows.
+        """
+
     def next(self, fits: Callable[[list[int]], bool]) -> Joined | None:
         """The next prompt, or None if there is none now; asked between passes while there is room.
 

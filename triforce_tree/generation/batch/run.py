@@ -98,10 +98,21 @@ class BatchRun:
             for sequence, tokens in fresh:
                 if streamers.put(sequence.number, tokens):
                     batch.end(sequence)
+            if self._how.joining is not None:
+                self._grow(self._how.joining.wanted())
         out = self._output(self._job.input_ids, self._given, handed_over=self._how.joining is not None)
         out.levels, decoder = self._decoder.levels, self._decoder
         out.prefill_seconds, out.decode_seconds = decoder.prefill_seconds, decoder.decode_seconds
         return out
+
+    def _grow(self, wanted: int) -> None:
+        """Have rows for so many sequences, where rows can be added and memory holds them."""
+        program = self._decoder.program
+        if wanted <= self._batch.rows or program.device.type != "cpu" or not program.replaces:
+            return
+        rows = self._how.rows(self._hierarchy, wanted, program.max_seq_len, 0)
+        if rows > self._batch.rows:
+            self._batch.grow(rows)
 
     def _observe(
         self,

@@ -109,6 +109,16 @@ class RunningBatch:
                 if reason is not None:
                     self._replace(number, reason)
 
+    @property
+    def rows(self) -> int:
+        """How many sequences can be decoded together."""
+        return len(self._rows)
+
+    def grow(self, rows: int) -> None:
+        """Have so many rows from the next pass on; after a pass, before the next one is asked for."""
+        self._rows += [None] * (rows - len(self._rows))
+        self._decoder.grow(rows)
+
     def end(self, sequence: BatchSequence) -> None:
         """End a sequence after the tokens that were yielded last."""
         self._decoder.end(self._rows.index(sequence))
