@@ -18,7 +18,7 @@ from triforce_tree.decoding import full_cache
 from triforce_tree.decoding.loop import sequence_seed
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.base import TokenTree
-from triforce_tree.generation.batch.joining import Joined
+from triforce_tree.generation.batch.joining import Fits, Joined
 from triforce_tree.generation.output import GenerateOutput
 from triforce_tree.planning import batch_size
 from triforce_tree.planning.batch_size import fitting_batch
@@ -235,12 +235,12 @@ class Waiting:
     def wanted(self) -> int:
         return self.rows if self.prompts else 0
 
-    def next(self, fits: Callable[[list[int]], bool]) -> Joined | None:
-        self.refused += not fits([1] * 5000)
+    def next(self, fits: Fits) -> Joined | None:
+        self.refused += not fits([1] * 5000, 1)
         if not self.prompts:
             return None
-        assert fits(self.prompts[0])
-        return Joined(self.prompts.pop(0), self.streamers[-len(self.prompts) - 1])
+        assert fits(self.prompts[0], NEW)
+        return Joined(self.prompts.pop(0), NEW, self.streamers[-len(self.prompts) - 1])
 
     def ended(self, number: int, output: GenerateOutput) -> None:
         self.outputs[number] = output

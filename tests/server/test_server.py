@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 from urllib.request import urlopen
@@ -18,7 +19,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 import triforce_tree
 from triforce_tree.engine import Engine
 from triforce_tree.server.app import Served, create_app
-from triforce_tree.server.scheduler import Limits
+from triforce_tree.server.scheduler import Limits, Scheduler, Sequence, _Batch
 
 KEY, NAME = "sk-test", "pair"
 PROMPT = "The import statement is used to bring a module into"
@@ -73,6 +74,20 @@ def metric(url: str, name: str) -> float:
         line.rpartition(" ")[2] for line in text.splitlines() if line.startswith(f"triforce_tree_{name}")
     ]
     return sum(map(float, values))
+
+
+@contextmanager
+def released(event: threading.Event) -> Iterator[None]:
+    """Nobody waits for the event longer than this lasts."""
+    try:
+        yield
+    finally:
+        event.set()
+
+
+def metric_of(client: openai.OpenAI) -> Callable[[], float]:
+    url = str(client.base_url).removesuffix("/v1/")
+    return lambda: metric(url, "waiting ")
 
 
 def test_completions_are_the_targets_text(client: openai.OpenAI, engine: Engine) -> None:
@@ -195,32 +210,82 @@ def test_the_model_is_listed_and_healthy(client: openai.OpenAI, url: str) -> Non
     assert urlopen(f"{url}/health").status == 200
 
 
-def test_requests_that_wait_together_are_one_batch(
+def test_requests_join_a_batch_that_runs(
     client: openai.OpenAI, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes: list[int] = []
-    generate = engine.generate
+    """Those of like settings; one with others waits, and a few may go before it."""
+    batches: list[int] = []
+    began: list[int] = []
+    generate, joining, go = engine.generate, Scheduler.joining, threading.Event()
 
     def counted(prompts: list[list[int]], **how: object) -> object:
-        sizes.append(len(prompts))
+        batches.append(len(prompts))
+        began.extend([how["max_new_tokens"]] * len(prompts))
         return generate(prompts, **how)
 
-    monkeypatch.setattr(engine, "generate", counted)
-    texts = {n: expected(SimpleNamespace(generate=generate), PROMPT, n) for n in (40, 12)}
+    def after_all_have_come(self: Scheduler, *args: Any) -> Sequence | None:
+        go.wait(PATIENCE)
+        taken = joining(self, *args)
+        if taken is not None:
+            began.append(taken.settings["max_new_tokens"])
+        return taken
 
-    def ask(tokens: int) -> str:
-        answer = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=tokens, temperature=0)
+    def after_all_wait(self: Scheduler, *args: Any) -> int:
+        go.wait(PATIENCE)
+        return wanted(self, *args)
+
+    wanted = Scheduler.wanted
+    monkeypatch.setattr(engine, "generate", counted)
+    monkeypatch.setattr(Scheduler, "joining", after_all_have_come)
+    monkeypatch.setattr(Scheduler, "wanted", after_all_wait)
+    lengths = (40, 12, 9, 11)
+    texts = {n: expected(SimpleNamespace(generate=generate), PROMPT, n) for n in lengths}
+    asked = metric_of(client)
+
+    def ask(tokens: int, temperature: float = 0) -> str:
+        answer = client.completions.create(
+            model=NAME, prompt=PROMPT, max_tokens=tokens, temperature=temperature
+        )
         return answer.choices[0].text
 
-    with ThreadPoolExecutor(5) as pool:
+    with ThreadPoolExecutor(5) as pool, released(go):
         first = pool.submit(ask, 40)
-        until(lambda: bool(sizes))
-        others = [pool.submit(ask, 12) for _ in range(3)]
+        until(lambda: bool(batches))
+        other = pool.submit(ask, 5, 1.0)
+        until(lambda: asked() == 1)
+        others = {n: pool.submit(ask, n) for n in (12, 9, 11)}
+        until(lambda: asked() == 4)
+        go.set()
         assert first.result() == texts[40]
-        assert [other.result() for other in others] == [texts[12]] * 3
-    assert sizes[0] == 1
-    assert sum(sizes) == 4
-    assert max(sizes) > 1
+        assert {n: answer.result() for n, answer in others.items()} == {n: texts[n] for n in others}
+        other.result()
+    assert batches == [1, 1]
+    assert began[0] == 40
+    assert sorted(began[1:4]) == [9, 11, 12]
+    assert began[4] == 5
+
+
+def test_a_request_is_overtaken_a_few_times_only(engine: Engine) -> None:
+    """No later than after as many as a batch may hold, and by none that does not fit."""
+    scheduler = Scheduler(engine, Limits(waiting=40, batch=3), lambda sequence: None)
+    scheduler.close()
+
+    def one(temperature: float) -> Sequence:
+        settings = {"max_new_tokens": 4, "seed": None, "temperature": temperature}
+        return Sequence([1, 2], settings, (), lambda piece: None)
+
+    queued = [one(0.5), *(one(1.0) for _ in range(8))]
+    scheduler._closed = False
+    scheduler._queue.extend(queued)
+    batch = _Batch(scheduler, [one(1.0)])
+    assert scheduler.wanted(batch) == 3
+    assert scheduler.joining(batch, lambda prompt, new: False) is None
+    taken = []
+    while (sequence := scheduler.joining(batch, lambda prompt, new: True)) is not None:
+        taken.append(sequence)
+        batch.running.pop(min(batch.running))
+    assert taken == queued[1:4]
+    assert list(scheduler._queue) == [queued[0], *queued[4:]]
 
 
 def test_a_client_that_leaves_ends_its_text(

@@ -158,11 +158,11 @@ class Job:
         endings = [ending_of(config, criteria, width, input_ids.device, own) for own in padding]
         return cls(input_ids, prompts, to_probs, endings, config, criteria)
 
-    def ending(self, prompt: Sequence[int]) -> Ending:
-        """That of a sequence which joins the others, with as many new tokens."""
+    def ending(self, prompt: Sequence[int], new_tokens: int) -> Ending:
+        """That of a sequence which joins the others."""
         device = self.input_ids.device
         own = ending_of(self.config, self.criteria, len(prompt), device)
-        return replace(own, max_new_tokens=self.new_tokens)
+        return replace(own, max_new_tokens=new_tokens)
 
     @property
     def pad_token(self) -> int:

@@ -90,6 +90,8 @@ class EmittedScores:
         found: dict[str, Any] = {
             name: by_position([rows[n] for n in numbers]) for name, rows in self._rows.items()
         }
+        for n in numbers:
+            self._texts[n] = self._texts[n][:0]
         if "logprobs" in found:
             found["logprobs"] = torch.stack(found["logprobs"], 1)
         return found

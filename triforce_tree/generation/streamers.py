@@ -61,3 +61,4 @@ class Streamers:
         """A sequence has ended."""
         if self._streamers and (streamer := self._streamers[number]) is not None:
             streamer.end()
+            self._streamers[number] = None

@@ -29,7 +29,10 @@ class Metrics:
             named("waiting_seconds"), "In the queue.", buckets=_SECONDS, registry=registry
         )
         self._prefill = Histogram(
-            named("prefill_seconds"), "Of a batch.", buckets=_SECONDS, registry=registry
+            named("prefill_seconds"),
+            "Of prompts that began together.",
+            buckets=_SECONDS,
+            registry=registry,
         )
         self._token = Histogram(
             named("token_seconds"), "Decoding, for each new token of a sequence.",

@@ -1,13 +1,16 @@
-"""Requests in a bounded queue, decoded by one thread: those of like settings that wait together, as a batch.
+"""Requests in a bounded queue, decoded by one thread: those of like settings, as a batch.
 
-An engine decodes one batch at a time, as all levels share its buffers. While a batch runs, requests wait; the
-next batch takes the oldest one and all others with its settings, as far as ``Limits`` allows.
+An engine decodes one batch at a time, as all levels share its buffers. A batch begins with the oldest request
+that waits and all others with its settings, as far as ``Limits`` allows; later ones join it while it runs, at
+the end of any pass. Those that cannot wait for its end, and no more than ``Limits.batch`` of those that came
+later join before them.
 """
 
+import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +19,7 @@ from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from triforce_tree.engine import Engine
+from triforce_tree.generation.batch.joining import Fits, Joined
 from triforce_tree.generation.output import GenerateOutput
 from triforce_tree.server.text_stream import TextStream
 
@@ -47,12 +51,13 @@ class Sequence:
 
     Attributes:
         prompt: token ids.
-        settings: options of ``generate``, of which equal ones can be decoded together; a seed is one of them.
+        settings: options of ``generate``; where all but ``max_new_tokens`` are equal, sequences can be
+            decoded together. A seed is one of them.
         stop: strings before which its text ends.
         emit: called with pieces of text while it is decoded, then once with None; in the scheduler's thread.
         cancelled: set by anyone, when nobody waits for it any more.
         stream: its text so far; set when decoding begins.
-        output, row: of the batch that it was decoded in, once it has ended.
+        output, row: that it is in, once it has ended: its own, or of several that were decoded one by one.
         error: why it could not be decoded.
     """
 
@@ -81,19 +86,58 @@ class Sequence:
 class _AllCancelled(StoppingCriteria):
     """Ends a batch that nobody waits for."""
 
-    def __init__(self, batch: list[Sequence]) -> None:
-        self._batch = batch
+    def __init__(self, running: Mapping[int, Sequence]) -> None:
+        self._running = running
 
     @property
     def true(self) -> bool:
-        return all(sequence.cancelled for sequence in self._batch)
+        return all(sequence.cancelled for sequence in self._running.values())
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
         return input_ids.new_full((input_ids.shape[0],), self.true, dtype=torch.bool)
 
 
+def _sampling(sequence: Sequence) -> dict[str, Any]:
+    """The settings that sequences of a batch must share."""
+    return {name: value for name, value in sequence.settings.items() if name != "max_new_tokens"}
+
+
 class _NobodyWaitsError(Exception):
     """Raised in prefill."""
+
+
+class _Batch:
+    """A batch, and a ``Joining`` of the sequences that come while it runs.
+
+    Attributes:
+        running: its sequences that have not ended, by number, in the order in which they began.
+        overtaken: how many of them began before others that came earlier.
+    """
+
+    def __init__(self, scheduler: "Scheduler", sequences: list[Sequence]) -> None:
+        self._scheduler, self._numbers = scheduler, itertools.count()
+        self.running: dict[int, Sequence] = {}
+        self.overtaken = 0
+        for sequence in sequences:
+            self.add(sequence)
+
+    def add(self, sequence: Sequence) -> None:
+        """The sequence begins."""
+        self.running[next(self._numbers)] = sequence
+
+    def wanted(self) -> int:
+        return self._scheduler.wanted(self)
+
+    def next(self, fits: Fits) -> Joined | None:
+        sequence = self._scheduler.joining(self, fits)
+        if sequence is None:
+            return None
+        return Joined(sequence.prompt, sequence.settings["max_new_tokens"], sequence.stream)
+
+    def ended(self, number: int, output: GenerateOutput) -> None:
+        sequence = self.running.pop(number)
+        sequence.output = output
+        self._scheduler.ended(sequence)
 
 
 class Scheduler:
@@ -151,9 +195,7 @@ class Scheduler:
                 self._changed.wait_for(lambda: self._closed or self._queue)
                 batch = self._next_batch()
             if batch:
-                self.running = len(batch)
-                self._decode(batch)
-                self.running = 0
+                self._decode(_Batch(self, batch))
             elif self._closed:
                 return
 
@@ -161,50 +203,98 @@ class Scheduler:
         """Take the oldest sequence from the queue, and others that can be decoded with it."""
         batch: list[Sequence] = []
         left: deque[Sequence] = deque()
-        tokens = 0
         for sequence in self._queue:
-            fits = len(batch) < self.limits.batch and (
-                not batch or tokens + len(sequence.prompt) <= self.limits.batch_tokens
-            )
-            alike = not batch or sequence.settings == batch[0].settings
             if sequence.cancelled:
                 sequence.emit(None)
-            elif fits and alike and (not batch or sequence.settings["seed"] is None):
-                # A seed is of a whole batch: a text that must repeat is decoded alone.
+            elif self._joins(sequence, batch) and sequence.settings == (batch or [sequence])[0].settings:
                 batch.append(sequence)
-                tokens += len(sequence.prompt)
             else:
                 left.append(sequence)
         self._queue = left
+        for sequence in batch:
+            self._begin(sequence)
         return batch
 
-    def _decode(self, batch: list[Sequence]) -> None:
-        tokenizer, over = self.engine.tokenizer, _AllCancelled(batch)
+    def _joins(self, sequence: Sequence, running: list[Sequence]) -> bool:
+        """Whether a sequence can be decoded together with those that run."""
+        if not running:
+            return True
+        tokens = sum(len(each.prompt) for each in running) + len(sequence.prompt)
+        room = len(running) < self.limits.batch and tokens <= self.limits.batch_tokens
+        # A text that must repeat is decoded alone: which passes are made depends on the whole batch.
+        alike = _sampling(sequence) == _sampling(running[0])
+        return room and alike and sequence.settings["seed"] is None
+
+    def _begin(self, sequence: Sequence) -> None:
+        tokenizer = self.engine.tokenizer
         assert tokenizer is not None
-        for row, sequence in enumerate(batch):
-            sequence.waited = time.monotonic() - sequence.began
-            sequence.row = row
-            sequence.stream = TextStream(tokenizer, sequence.stop, sequence.emit, sequence.left)
+        sequence.waited = time.monotonic() - sequence.began
+        sequence.stream = TextStream(tokenizer, sequence.stop, sequence.emit, sequence.left)
+        self.running += 1
+
+    def wanted(self, batch: _Batch) -> int:
+        """How many sequences could be decoded together now, those of the batch included."""
+        with self._changed:
+            running = list(batch.running.values())
+            for sequence in self._queue:
+                if not sequence.cancelled and self._joins(sequence, running):
+                    running.append(sequence)
+            return len(running)
+
+    def joining(self, batch: _Batch, fits: Fits) -> Sequence | None:
+        """Take the next sequence that joins a batch from the queue; None if there is none."""
+        with self._changed:
+            if self._closed:
+                return None
+            running, waits = list(batch.running.values()), False
+            for sequence in self._queue:
+                if sequence.cancelled:
+                    continue
+                new = sequence.settings["max_new_tokens"]
+                if running and self._joins(sequence, running) and fits(sequence.prompt, new):
+                    batch.overtaken += waits
+                    self._queue.remove(sequence)
+                    batch.add(sequence)
+                    self._begin(sequence)
+                    return sequence
+                waits = True
+                if batch.overtaken >= self.limits.batch:
+                    return None
+            return None
+
+    def _decode(self, batch: _Batch) -> None:
+        over, given = _AllCancelled(batch.running), list(batch.running.values())
 
         def check(tokens: int) -> None:
             if over.true or self._closed:
                 raise _NobodyWaitsError
 
+        error: Exception | None = None
         try:
             output = self.engine.generate(
-                [sequence.prompt for sequence in batch],
-                streamer=[sequence.stream for sequence in batch if sequence.stream is not None],
+                [sequence.prompt for sequence in given],
+                streamer=[sequence.stream for sequence in given if sequence.stream is not None],
                 stopping_criteria=StoppingCriteriaList([over]),
                 progress=check,
-                **batch[0].settings,
+                max_batch=self.limits.batch,
+                joining=batch,
+                **given[0].settings,
             )
-            for sequence in batch:
-                sequence.output = output
+            for row, sequence in enumerate(given):
+                if row in batch.running:
+                    # Decoded one by one.
+                    sequence.row = row
+                    batch.ended(row, output)
         except _NobodyWaitsError:
             pass
-        except Exception as error:  # whatever it is, the server goes on
-            for sequence in batch:
-                sequence.error = error
-        for sequence in batch:
-            self._done(sequence)
-            sequence.emit(None)
+        except Exception as problem:  # whatever it is, the server goes on
+            error = problem
+        for sequence in batch.running.values():
+            sequence.error = error
+            self.ended(sequence)
+
+    def ended(self, sequence: Sequence) -> None:
+        """A sequence has ended, in whatever way."""
+        self.running -= 1
+        self._done(sequence)
+        sequence.emit(None)

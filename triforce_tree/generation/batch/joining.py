@@ -6,6 +6,9 @@ from typing import Any, Protocol
 
 from transformers.generation.streamers import BaseStreamer
 
+Fits = Callable[[list[int], int], bool]
+"""Whether the buffers and levels of a batch serve a prompt, and so many new tokens after it."""
+
 
 @dataclass(frozen=True)
 class Joined:
@@ -13,15 +16,17 @@ class Joined:
 
     Attributes:
         prompt: token ids.
+        new_tokens: most of them.
         streamer: gets its tokens; None for nobody.
     """
 
     prompt: list[int]
+    new_tokens: int
     streamer: BaseStreamer | None = None
 
 
 class Joining(Protocol):
-    """Where prompts come from while a batch runs, which share all its options.
+    """Where prompts come from while a batch runs; they share all its options but the number of new tokens.
 
     Sequences are numbered in the order in which they begin, the batch's own first. Prompts do not join where
     sequences are decoded one by one, or where keys and values are in host memory.
@@ -34,12 +39,8 @@ class Joining(Protocol):
         beginning, as its stages are captured for a number of rows.
         """
 
-    def next(self, fits: Callable[[list[int]], bool]) -> Joined | None:
-        """The next prompt, or None if there is none now; asked between passes while there is room.
-
-        Args:
-            fits: whether the batch's buffers and levels serve a prompt; no other may be returned.
-        """
+    def next(self, fits: Fits) -> Joined | None:
+        """The next prompt, which ``fits``, or None; asked between passes where a row is free."""
 
     def ended(self, number: int, output: Any) -> None:
         """A sequence has ended; ``output`` is a ``GenerateOutput`` of it alone.

@@ -133,18 +133,20 @@ class BatchRun:
         joined = joining.next(self._fits) if joining is not None and self._decoder.report else None
         if joined is None:
             return None
-        sequence = BatchSequence(self._count, list(joined.prompt), self._job.ending(joined.prompt))
+        sequence = BatchSequence(
+            self._count, list(joined.prompt), self._job.ending(joined.prompt, joined.new_tokens)
+        )
         self._count += 1
         self._how.streamers.join(joined.streamer, sequence.number, sequence.prompt)
         if self._scores is not None:
             self._scores.begin(sequence.prompt)
         return sequence
 
-    def _fits(self, prompt: list[int]) -> bool:
+    def _fits(self, prompt: list[int], new_tokens: int) -> bool:
         """Whether the buffers and levels of the batch serve another prompt."""
         program, job = self._decoder.program, self._job
         return (
-            len(prompt) + job.new_tokens <= program.max_seq_len
+            len(prompt) + new_tokens <= program.max_seq_len
             and self._hierarchy.levels(len(prompt), program.max_seq_len) <= program.levels
             and self._hierarchy.together(job.to_probs, [job.prompts[0], prompt])
         )
