@@ -19,6 +19,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
+from triforce_tree.branching.tree import tree_of
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.assembly import Hierarchy
 from triforce_tree.decoding.explain.explanation import Explanation, explained
@@ -120,6 +121,8 @@ class Engine:
         """A session that :meth:`Session.save` wrote; see :meth:`Session.load`."""
         return Session.load(self, Path(folder), reserve)
 
+    tree = tree_of
+
     def in_session(self, room: int) -> "Engine":
         """The same engine over the same buffers, made for ``room`` tokens, which keeps all they hold."""
         other = copy.copy(self)
@@ -131,10 +134,7 @@ class Engine:
         return "all" if self._in_session else "chunks" if self._config.prefix_cache else "none"
 
     def close(self) -> None:
-        """Free the buffers of the last generation, and weights in host memory.
-
-        With such weights the engine cannot generate any more, and raises RuntimeError.
-        """
+        """Free the last generation's buffers, and weights in host memory: calls then raise RuntimeError."""
         with self.hierarchy.generation():
             self.hierarchy.release()
             if self.hierarchy.target.streamed is not None:
