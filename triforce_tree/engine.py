@@ -19,7 +19,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from triforce_tree.branching.tree import tree_of
+from triforce_tree.branching.several import tree_of, with_several
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.assembly import Hierarchy
 from triforce_tree.decoding.explain.explanation import Explanation, explained
@@ -196,6 +196,7 @@ class Engine:
         with self.program([prompt], max_new_tokens, to_probs, temperature) as program:
             return explained(program, to_probs, prompt, max_new_tokens, seed, self.tokenizer)
 
+    @with_several
     def generate(
         self,
         inputs: Inputs | None = None,
@@ -236,7 +237,7 @@ class Engine:
             progress: called with the number of kept tokens, then with that of each chunk after it.
             pinned: called with the bytes of host memory that an offloaded cache allocates, as it does.
             kwargs: options of ``GenerationConfig``: max_new_tokens, temperature, top_k, top_p, do_sample,
-                eos_token_id, output_scores, output_logits, ...; one that is not supported raises.
+                num_beams, num_return_sequences, output_scores, ...; one that is not supported raises.
 
         Raises:
             ValueError: an empty or too long prompt, an unsupported option, NaN logits.

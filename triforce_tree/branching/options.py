@@ -1,6 +1,7 @@
 """Sampling options for leaves of a tree, prepared by transformers as for each of their texts alone."""
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +12,30 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 
 from triforce_tree.decoding.stop_criteria import Ending
 from triforce_tree.generation.checkpoint_settings import without_settings
-from triforce_tree.generation.options import ending_of
+from triforce_tree.generation.inputs import real_rows
+from triforce_tree.generation.options import SEVERAL, ending_of
 from triforce_tree.generation.request import Job, Request
+from triforce_tree.models.supported import UnsupportedModelError
+from triforce_tree.runtime import distributed
 from triforce_tree.verify.sampling import ProbsFromLogits, Stream, derived
 
 if TYPE_CHECKING:
     from triforce_tree.engine import Engine
+
+
+def check_engine(engine: "Engine") -> None:
+    """Raise where a tree cannot be computed as the engine's settings say."""
+    target, config = engine.hierarchy.target, engine.hierarchy.config
+    if target.states is not None:
+        raise UnsupportedModelError(
+            f"{target.name} has recurrent layers, whose states cannot be shared by the branches of a tree"
+        )
+    if config.kv_bits != 16:
+        raise ValueError(f"kv_bits={config.kv_bits} is not supported by a tree; leave it out")
+    if config.offloads is True or config.streams is True:
+        raise ValueError("a tree keeps its keys and values on the device; leave out offload")
+    if distributed.current() is not None:
+        raise ValueError("a tree runs on one rank; start it without torchrun")
 
 
 @dataclass(frozen=True)
@@ -82,6 +101,56 @@ def leaf_options(engine: "Engine", length: int, options: dict[str, Any]) -> Leaf
             "nodes, or use score"
         )
     return made
+
+
+_OF_THE_CALL = ("inputs", "input_ids", "attention_mask", "streamer", "pinned")
+_NO_OPTIONS = ("seed", "logprobs", "progress", "prefix_allowed_tokens_fn")
+
+
+@dataclass(frozen=True)
+class Given:
+    """The prompts of a call.
+
+    Attributes:
+        ids, mask: int64 ``[B, W]``, padded on the left.
+        rows: the same without padding.
+        request: the arguments, without those of ``SEVERAL``.
+    """
+
+    ids: Tensor
+    mask: Tensor
+    rows: list[list[int]]
+    request: Request
+
+
+def given_prompts(engine: "Engine", inputs: Any, kwargs: Mapping[str, Any]) -> tuple[Given, dict[str, Any]]:
+    """The prompts, and all other keywords of :meth:`Engine.generate` without those of ``SEVERAL``.
+
+    Raises:
+        ValueError: as of :meth:`Engine.generate`.
+    """
+    options = {name: value for name, value in kwargs.items() if name not in (*_OF_THE_CALL, *SEVERAL)}
+    config = options.get("generation_config")
+    if isinstance(config, Mapping):
+        config = {name: value for name, value in config.items() if name not in SEVERAL}
+    elif config is not None:
+        config = copy.deepcopy(config)
+        for name in SEVERAL:
+            setattr(config, name, None)
+    options["generation_config"] = config
+    # Given, so that those of the checkpoint do not count.
+    options |= {"num_beams": 1, "num_return_sequences": 1}
+    processors, criteria, strings = (
+        options.get(name) for name in ("logits_processor", "stopping_criteria", "stop_strings")
+    )
+    named = ("generation_config", "logits_processor", "stopping_criteria", "stop_strings", *_NO_OPTIONS)
+    request = Request.read(
+        engine.hierarchy.target, engine.tokenizer, inputs, kwargs.get("input_ids"),
+        kwargs.get("attention_mask"), config, processors, criteria, strings,
+        {name: value for name, value in options.items() if name not in named},
+    )  # fmt: skip
+    padded = request.prompts.left_padded()
+    return Given(padded.ids, padded.mask, real_rows(padded.ids, padded.mask), request), options
 
 
 class Draws:

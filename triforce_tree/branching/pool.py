@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from triforce_tree.kv.store import KVGroup, KVStore
@@ -100,11 +101,12 @@ class KVPool:
         """Give pages back."""
         self._free[list(pages)] = True
 
-    def move(self, source: Tensor, target: Tensor) -> None:
+    def move(self, source: np.ndarray, target: np.ndarray) -> None:
         """Copy the slots ``source`` of all layers to the slots ``target``, int64 ``[n]``."""
+        old, new = (torch.from_numpy(slots).to(self.store.device) for slots in (source, target))
         for group in self.store.groups:
             for slots in group.kv:
-                slots[:, 0, :, target] = slots[:, 0, :, source]
+                slots[:, 0].index_copy_(2, new, slots[:, 0].index_select(2, old))
 
     def single_slots(self, layer: int) -> tuple[Tensor, Tensor]:
         """K and V of a layer as pages of one slot, ``[slots, H_kv, 1, D]``, without a copy."""

@@ -89,6 +89,25 @@ class TreeRows:
             numbers = [number for number, tip in enumerate(tips) if tip in place]
             yield numbers, logits[[place[tips[number]] for number in numbers]]
 
+    def join(self, node: Node) -> None:
+        """Make the only child of a node a part of it; its rows are copied behind the node's own.
+
+        Raises:
+            TreeFullError: there is no room for the child's rows beside themselves.
+        """
+        [child] = node.children
+        first, page = len(node.tokens), self.pool.page
+        assert node.stored == first, "the rows of a node with children that were computed are stored"
+        self.room({node: first + len(child.tokens)})
+        self.pool.move(child.slots(0, child.stored, page), node.slots(first, first + child.stored, page))
+        node.append(child.tokens, child.logprobs)
+        node.stored += child.stored
+        node.children, child.children = child.children, []
+        for below in node.children:
+            below.parent = node
+        child.parent = None
+        self.release(child)
+
     def release(self, node: Node) -> None:
         """Take a node and all below it out of the tree, and free their pages."""
         if node.parent is not None:

@@ -10,15 +10,13 @@ from torch import Tensor
 
 from triforce_tree.branching.leaves import Leaf, decode
 from triforce_tree.branching.node import Node
-from triforce_tree.branching.options import Draws, leaf_options
+from triforce_tree.branching.options import Draws, check_engine, leaf_options
 from triforce_tree.branching.pool import KVPool, slot_bytes
 from triforce_tree.branching.rows import TreeRows
 from triforce_tree.branching.scoring import fill_logprobs
 from triforce_tree.generation.inputs import Inputs, check_rows, prompt_of
 from triforce_tree.generation.keywords import checked_seed
 from triforce_tree.kv.prefill import chunk_tokens
-from triforce_tree.models.supported import UnsupportedModelError
-from triforce_tree.runtime import distributed
 from triforce_tree.runtime.stats import Progress
 
 if TYPE_CHECKING:
@@ -81,7 +79,7 @@ class TextTree:
         progress: Progress | None = None,
     ) -> None:
         target, config = engine.hierarchy.target, engine.hierarchy.config
-        _check(engine)
+        check_engine(engine)
         tokens = prompt_of(prompt, engine.tokenizer, target.vocab_size, target.max_positions)
         self._engine, self._target, self._prompt_tokens = engine, target, len(tokens)
         self._check_length(0, 1)
@@ -135,13 +133,18 @@ class TextTree:
         return node
 
     def generate(
-        self, nodes: Node | Sequence[Node], *, max_new_tokens: int, seed: int | None = None, **options: Any
+        self,
+        nodes: Node | Sequence[Node],
+        *,
+        max_new_tokens: int | None = None,
+        seed: int | None = None,
+        **options: Any,
     ) -> list[Branch]:
         """Continue leaves, all together, each by exactly the target's own distribution after its text.
 
         Args:
             nodes: leaves, which are extended in place; one token of each is in every forward.
-            max_new_tokens: of each leaf.
+            max_new_tokens: of each leaf; by default as of :meth:`Engine.generate`.
             seed: of all draws. A leaf's depend on the seed and on its place in ``nodes`` alone. By default
                 from torch's global generator.
             options: of :meth:`Engine.generate`: temperature, top_k, top_p, do_sample, eos_token_id,
@@ -159,7 +162,7 @@ class TextTree:
         chosen = checked_seed(seed)
         if chosen is None:
             chosen = int(torch.randint(2**62, ()))
-        options["max_new_tokens"] = max_new_tokens
+        options = {**options, "max_new_tokens": max_new_tokens}
         by_length = {n: leaf_options(self._engine, n, options) for n in {node.stop for node in given}}
         leaves = []
         for number, node in enumerate(given):
@@ -267,25 +270,3 @@ class TextTree:
     def _text(self, tokens: Sequence[int]) -> str | None:
         tokenizer = self._engine.tokenizer
         return str(tokenizer.decode(list(tokens), skip_special_tokens=True)) if tokenizer else None
-
-
-def _check(engine: "Engine") -> None:
-    """Raise where a tree cannot be computed as the engine's settings say."""
-    target, config = engine.hierarchy.target, engine.hierarchy.config
-    if target.states is not None:
-        raise UnsupportedModelError(
-            f"{target.name} has recurrent layers, whose states cannot be shared by the branches of a tree"
-        )
-    if config.kv_bits != 16:
-        raise ValueError(f"kv_bits={config.kv_bits} is not supported by a tree; leave it out")
-    if config.offloads is True or config.streams is True:
-        raise ValueError("a tree keeps its keys and values on the device; leave out offload")
-    if distributed.current() is not None:
-        raise ValueError("a tree runs on one rank; start it without torchrun")
-
-
-def tree_of(
-    engine: "Engine", prompt: Inputs, *, max_bytes: int | None = None, progress: Progress | None = None
-) -> TextTree:
-    """A text that branches, after a prompt that is prefilled now: see :class:`TextTree`."""
-    return TextTree(engine, prompt, max_bytes, progress)
