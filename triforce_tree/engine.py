@@ -19,7 +19,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from triforce_tree.branching.several import tree_of, with_several
+from triforce_tree.branching.several.calls import tree_of, with_several
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.assembly import Hierarchy
 from triforce_tree.decoding.explain.explanation import Explanation, explained

@@ -12,8 +12,8 @@ from transformers import GenerationConfig, LogitsProcessor
 
 import triforce_tree
 from triforce_tree import Engine
-from triforce_tree.branching import beam_search, beams
 from triforce_tree.branching.node import Node
+from triforce_tree.branching.several import beam_search, beams
 from triforce_tree.eval.goodness_of_fit import chi_square, chi_square_p
 
 PROMPT = prompt_of(40)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from transformers import LogitsProcessorList, PrefixConstrainedLogitsProcessor
 
-from triforce_tree.branching.beam_search import beam_search
 from triforce_tree.branching.options import given_prompts, leaf_options
 from triforce_tree.branching.pool import slot_bytes
+from triforce_tree.branching.several.beam_search import beam_search
 from triforce_tree.branching.tree import Branch, TextTree
 from triforce_tree.generation.inputs import Inputs
 from triforce_tree.generation.keywords import as_list, checked_seed, checked_switch

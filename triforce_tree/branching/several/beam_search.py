@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from transformers.generation.utils import GenerateBeamDecoderOnlyOutput
 
-from triforce_tree.branching.beams import BeamTree, beam_model, beam_pool
 from triforce_tree.branching.options import check_engine, given_prompts, leaf_options
 from triforce_tree.branching.rows import TreeRows
+from triforce_tree.branching.several.beams import BeamTree, beam_model, beam_pool
 from triforce_tree.generation.checkpoint_settings import without_settings
 from triforce_tree.generation.keywords import checked_seed
 from triforce_tree.generation.output import GenerateOutput, by_row
