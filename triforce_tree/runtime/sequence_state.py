@@ -40,6 +40,7 @@ class SequenceState:
             p + 1 was drawn by the state at p. In levels=3 those of the chain are level 1's, until level 2
             has verified it. None where the drafter reads none; see :meth:`newest_features`.
         has_nan: bool ``[]``, whether logits held NaN.
+        made_up: whether sequences are made-up ones, whose tokens are not in ``tokens``.
         recurrent: states of the target's recurrent layers, which :meth:`save` copies too.
     """
 
@@ -70,6 +71,7 @@ class SequenceState:
         self.proposed, self.retrieval_emitted = zeros(batch), zeros(batch)
         self.features = features
         self.has_nan = torch.zeros((), dtype=torch.bool, device=device)
+        self.made_up = False
         self.recurrent: list[Tensor] = []
 
     @property
@@ -156,17 +158,18 @@ class SequenceState:
         return (self.end - self.features.first).clamp(0, self.features.history)
 
     @contextmanager
-    def trial_features(self, length: int) -> Iterator[None]:
+    def trial(self, length: int) -> Iterator[None]:
         """Inside, passes may write hidden states after made-up sequences; afterwards all are as before."""
-        if self.features is None:
-            yield
-            return
-        kept = self.features.save()
-        self.features.rewind(torch.full_like(self.length, length))
+        kept = self.features.save() if self.features is not None else []
+        if self.features is not None:
+            self.features.rewind(torch.full_like(self.length, length))
+        self.made_up = True
         try:
             yield
         finally:
-            self.features.restore(kept)
+            self.made_up = False
+            if self.features is not None:
+                self.features.restore(kept)
 
     def append_drafted(self, emitted: Tensor, count: Tensor, probs: Tensor | None) -> None:
         """Append the tokens that level 1 emitted to the chain, as far as ``max_draft_tokens`` allows.
