@@ -10,7 +10,16 @@ from collections.abc import Sequence
 
 from scripts.benchmarks.attention import tables as attention
 from scripts.benchmarks.common.code_digest import ROOT, mark
-from scripts.benchmarks.common.markdown import Columns, Record, Table, cell, file_note, listing, rows_of
+from scripts.benchmarks.common.markdown import (
+    Columns,
+    Record,
+    Table,
+    cell,
+    file_note,
+    listing,
+    rows_of,
+    vocabulary_note,
+)
 from scripts.benchmarks.cpu import tables as cpu
 from scripts.benchmarks.linear import tables as linear
 from scripts.benchmarks.offload import tables as offload
@@ -67,8 +76,17 @@ def front_rows(content: Record) -> list[Record]:
     return rows
 
 
+def _part(content: Record, row: Record) -> Record:
+    """The header of a row's part, in either of the two files."""
+    offloaded = (held(offload.FILE) or NOTHING)["parts"]
+    found: Record = offloaded[row["part"]] if "gpu_memory_cap_gib" in row else content["parts"][row["part"]]
+    return found
+
+
 def front_note(content: Record, rows: list[Record]) -> str:
     note = cell(_FRONT_NOTE, content["parts"]["7b"])
+    known = {f"{r['shape']}: {vocabulary_note(_part(content, r)['settings'])}": None for r in rows}
+    note += f"Models: {'; '.join(known)}. "
     files = {on_chip.FILE: (content, on_chip.HEADLINES)}
     files |= {offload.FILE: (held(offload.FILE) or NOTHING, tuple(_OFFLOADED))}
     for file, (found, names) in files.items():
