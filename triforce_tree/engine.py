@@ -19,6 +19,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
+from triforce_tree.branching.several.calls import tree_of, with_several
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.assembly import Hierarchy
 from triforce_tree.decoding.explain.explanation import Explanation, explained
@@ -122,6 +123,8 @@ class Engine:
         """A session that :meth:`Session.save` wrote; see :meth:`Session.load`."""
         return Session.load(self, Path(folder), reserve)
 
+    tree = tree_of
+
     def in_session(self, room: int) -> "Engine":
         """The same engine over the same buffers, made for ``room`` tokens, which keeps all they hold."""
         other = copy.copy(self)
@@ -133,10 +136,7 @@ class Engine:
         return "all" if self._in_session else "chunks" if self._config.prefix_cache else "none"
 
     def close(self) -> None:
-        """Free the buffers of the last generation, and weights in host memory.
-
-        With such weights the engine cannot generate any more, and raises RuntimeError.
-        """
+        """Free the last generation's buffers, and weights in host memory: calls then raise RuntimeError."""
         with self.hierarchy.generation():
             self.hierarchy.release()
             if self.hierarchy.target.streamed is not None:
@@ -198,6 +198,7 @@ class Engine:
         with self.program([prompt], max_new_tokens, to_probs, temperature) as program:
             return explained(program, to_probs, prompt, max_new_tokens, seed, self.tokenizer)
 
+    @with_several
     def generate(
         self,
         inputs: Inputs | None = None,
@@ -235,7 +236,7 @@ class Engine:
                 in transformers; ``stop_strings`` needs a tokenizer.
             streamer: as in transformers, or one for each sequence. A ``put`` that returns True ends its
                 sequence.
-            seed: of all draws, each sequence's own (``decoding.loop.sequence_seed``); by default from torch's
+            seed: of all draws, each sequence's own (``verify.draws.sequence_seed``); by default from torch's
                 global generator.
             logprobs: return the log-probability of each new token, see :class:`GenerateOutput`.
             progress: called with the number of kept tokens, then with that of each chunk after it.
@@ -243,7 +244,7 @@ class Engine:
             max_batch: most sequences that are decoded together; by default as many as memory holds.
             joining: where further prompts come from while the batch runs.
             kwargs: options of ``GenerationConfig``: max_new_tokens, temperature, top_k, top_p, do_sample,
-                eos_token_id, output_scores, output_logits, ...; one that is not supported raises.
+                num_beams, num_return_sequences, output_scores, ...; one that is not supported raises.
 
         Raises:
             ValueError: an empty or too long prompt, an unsupported option, NaN logits.

@@ -21,8 +21,7 @@ from triforce_tree.models.hf_model import HFModel
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.features import Features
 from triforce_tree.runtime.stats import Progress
-from triforce_tree.trees.device_shapes import PassLimits, device_tree_shape
-from triforce_tree.trees.shapes import parse_shape
+from triforce_tree.trees.device_shapes import PassLimits, tree_shapes
 
 
 class FullCache:
@@ -114,9 +113,8 @@ class FullCache:
         )  # fmt: skip
         self.view = partial(StreamedView, self.offloaded)
         if levels == 3:
-            self.gathered_view = GatheredRetrievalView(
-                self.offloaded, limits.nodes, retrieval, device_tree_shape(parse_shape(config.tree)).depths
-            )
+            shape = tree_shapes(config)[0]
+            self.gathered_view = GatheredRetrievalView(self.offloaded, shape.nodes, retrieval, shape.depths)
 
     def _keep_on_device(
         self, config: HierarchyConfig, levels: int, store: KVStore | None, kept: KVStore | None
@@ -143,13 +141,9 @@ class FullCache:
         self.store = own = store.in_pages(page)
         self.view = lambda queries, mask, depths: TreeAttentionView(own, queries, mask=mask, depths=depths)
         if levels == 3:
-            self.retrieval_view = PagedRetrievalView(
-                own,
-                limits.nodes,
-                retrieval,
-                limits.max_draft_tokens + 1,
-                device_tree_shape(parse_shape(config.tree)).depths,
-            )
+            shape = tree_shapes(config)[0]
+            growth = limits.max_draft_tokens + 1 + limits.nodes - shape.nodes
+            self.retrieval_view = PagedRetrievalView(own, shape.nodes, retrieval, growth, shape.depths)
 
     def worth_keeping(self, config: HierarchyConfig, prompts: Sequence[Sequence[int]], reuse: Reuse) -> bool:
         """Whether another cache, on the device, may take over what this one holds of these prompts."""
@@ -234,7 +228,7 @@ class FullCache:
             self.forget()
             raise
         if row is None:
-            self.means.update_all()
+            self.means.written(starts, [len(prompt) - 1 for prompt in prompts])
         for b, (prompt, start) in enumerate(zip(prompts, starts, strict=True), first):
             self.cached.fed(b, prompt, start)
             if reuse == "all":

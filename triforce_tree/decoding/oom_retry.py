@@ -231,7 +231,7 @@ class OomRetryDecoder:
         assert self._decoder is not None
         self._decoder.prefill(sequences, self._progress, self._reuse)
         for row, number in enumerate(self._numbers):
-            self._decoder.draws_of(row, number)
+            self._decoder.draws.begin(row, number)
 
     def _retried(self, work: Callable[[], None]) -> None:
         """Make a decoder if there is none, and do ``work`` with it; retry both with less memory."""

@@ -8,7 +8,6 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from triforce_tree.decoding.assembly import Hierarchy
-from triforce_tree.decoding.loop import sequence_seed
 from triforce_tree.decoding.oom_retry import OomRetryDecoder
 from triforce_tree.generation.batch.joining import Joining
 from triforce_tree.generation.batch.running_batch import BatchSequence, RunningBatch
@@ -19,6 +18,7 @@ from triforce_tree.generation.streamers import Streamers
 from triforce_tree.kv.cached_tokens import Reuse
 from triforce_tree.planning.batch_size import fitting_batch
 from triforce_tree.runtime.stats import Progress
+from triforce_tree.verify.draws import sequence_seed
 
 
 @dataclass(frozen=True)

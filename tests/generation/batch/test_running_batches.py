@@ -15,7 +15,6 @@ from recurrent_families import RECURRENT, recurrent
 import triforce_tree
 from triforce_tree import Engine
 from triforce_tree.decoding import full_cache
-from triforce_tree.decoding.loop import sequence_seed
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.base import TokenTree
 from triforce_tree.generation.batch.joining import Fits, Joined
@@ -25,6 +24,7 @@ from triforce_tree.planning.batch_size import fitting_batch
 from triforce_tree.planning.memory_layout import Workload, on_device
 from triforce_tree.planning.memory_map import Machine, Sizes
 from triforce_tree.runtime.sequence_state import SequenceState
+from triforce_tree.verify.draws import sequence_seed
 from triforce_tree.verify.probs import Sampler
 
 # Short ones follow long ones and the other way around.
