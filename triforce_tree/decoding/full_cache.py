@@ -15,6 +15,7 @@ from triforce_tree.kv.offload.offloaded_cache import OffloadedCache
 from triforce_tree.kv.offload.offloaded_view import StreamedView
 from triforce_tree.kv.prefill import chunk_tokens, prefill
 from triforce_tree.kv.recurrent_states import RecurrentStates, with_states
+from triforce_tree.kv.shared_prefix import copy_prefix
 from triforce_tree.kv.store import KVStore
 from triforce_tree.kv.tree_attention_view import PagedRetrievalView, TreeAttentionView
 from triforce_tree.models.hf_model import HFModel
@@ -181,7 +182,7 @@ class FullCache:
         ones have gone on too far (``Marks``).
         """
         if self._computed_by != self._target.function_key():
-            reuse = "none"
+            self.cached.clear()
         starts = [self.cached.common(b, prompt, reuse, newest) for b, prompt in enumerate(prompts, first)]
         starts = [self.marks.start(b, n, copies=reuse == "all") for b, n in enumerate(starts, first)]
         return distributed.agreed(starts)
@@ -203,7 +204,8 @@ class FullCache:
             row: of the only prompt, where the other sequences go on (in a cache on the device).
         """
         first = row or 0
-        starts = self.reusable(prompts, reuse, features.history if features is not None else 0, first)
+        newest = features.history if features is not None else 0
+        starts = self.reusable(prompts, reuse, newest, first)
         if progress and any(starts):
             progress(sum(starts))
         for b, start in enumerate(starts, first):
@@ -213,22 +215,28 @@ class FullCache:
                 for b, start in enumerate(starts, first):
                     features.begin(b, start)
             return starts
+        own = list(starts)
         try:
             with self._target.active():
                 if self.offloaded is not None:
                     self.offloaded.prefill(prompts, self._prefill_chunk, progress, starts, features)
                 else:
                     assert self.store is not None
-                    for b, (prompt, start) in enumerate(zip(prompts, starts, strict=True), first):
+                    for b, prompt in enumerate(prompts, first):
+                        start = own[b - first]
+                        if reuse != "none" and self.states is None:
+                            start = copy_prefix(self.store, self.cached, b, prompt, start, features, progress)
+                            starts[b - first] = start
                         prefill(
                             self._target, self.store, b, list(prompt[:-1]), self._prefill_chunk, progress,
                             self.states, start, features,
                         )  # fmt: skip
+                        self.cached.fed(b, prompt, start)
         except BaseException:
             self.forget()
             raise
         if row is None:
-            self.means.written(starts, [len(prompt) - 1 for prompt in prompts])
+            self.means.written(own, [len(prompt) - 1 for prompt in prompts])
         for b, (prompt, start) in enumerate(zip(prompts, starts, strict=True), first):
             self.cached.fed(b, prompt, start)
             if reuse == "all":

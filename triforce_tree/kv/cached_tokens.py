@@ -48,6 +48,11 @@ class CachedTokens:
             kept.keep(b, length)
             self.held[b], self.whole[b] = kept.held[b], kept.whole[b] if kept.chunk == self.chunk else 0
 
+    def copied(self, b: int, prompt: Sequence[int], count: int) -> None:
+        """The first ``count`` tokens of a prompt, whole chunks, were copied to sequence b."""
+        self.keep(b, 0)
+        self.held[b], self.whole[b] = list(prompt[:count]), count
+
     def fed(self, b: int, prompt: Sequence[int], start: int) -> None:
         """All but the last token of a prompt are in the cache, those from ``start`` on by a prefill."""
         self.keep(b, start)

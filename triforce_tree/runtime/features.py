@@ -76,6 +76,12 @@ class Features:
         self.first[b] = self._stop[b] = start
         self.known_leading[b].clamp_(max=start)
 
+    def copy_leading(self, source: int, b: int) -> None:
+        """Sequence b begins like another one: take over the states of its first positions."""
+        for kept in self._states.values():
+            kept[b, : self.leading] = kept[source, : self.leading]
+        self.known_leading[b] = self.known_leading[source]
+
     def feed(self, b: int, start: int, hidden: Mapping[int, Tensor]) -> None:
         """Keep hidden states ``[1, T, hidden_size]`` by layer, of sequence b from position ``start`` on.
 
