@@ -43,7 +43,7 @@ def test_more_siblings_than_tokens(tree: str, to_probs: ProbsFromLogits) -> None
     decoder = Decoder(program, to_probs, 0)
     decoder.prefill(prompts)
     tree = program.stage("draft").tree
-    program.run("draft", decoder._generator)
+    program.run("draft", *decoder.draws.generators)
     for tokens, parents in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
         children: dict[int, list[int]] = {}
         for token, parent in zip(tokens[1:], parents[1:], strict=True):
@@ -61,7 +61,7 @@ def test_trees_have_the_shape_they_should(tree: str, to_probs: ProbsFromLogits) 
     program = program_of(model("llama-gqa"), draft_of("llama-gqa"), 2, 3, tree=tree)
     decoder = Decoder(program, to_probs, 0)
     decoder.prefill(PROMPTS)
-    program.run("draft", decoder._generator)
+    program.run("draft", *decoder.draws.generators)
     grown, shape = program.stage("draft").tree, parse_shape(tree)
     for b in range(3):
         tokens, parents = grown.tokens[b].tolist(), grown.parents[b].tolist()

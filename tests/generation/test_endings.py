@@ -135,7 +135,7 @@ def test_level_1_gathers_what_its_rounds_bring_up_to_gamma(gamma: int, rounds: i
     program.rewind([PROMPT])
     for done in range(rounds):
         for stage in ("draft", "retrieval" if done else "retrieval_refresh"):
-            program.run(stage, decoder._generator)
+            program.run(stage, *decoder.draws.generators)
     state, count = program.state, min(gamma, 4 * rounds)
     assert int(state.chain) == count
     chain = state.tokens[0, len(PROMPT) : len(PROMPT) + count].tolist()
