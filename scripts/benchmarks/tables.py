@@ -9,7 +9,6 @@ import re
 from collections.abc import Sequence
 
 from scripts.benchmarks.attention import tables as attention
-from scripts.benchmarks.common.code_digest import ROOT, mark
 from scripts.benchmarks.common.markdown import Columns, Record, Table, cell, file_note, listing, rows_of
 from scripts.benchmarks.cpu import tables as cpu
 from scripts.benchmarks.linear import tables as linear
@@ -19,6 +18,7 @@ from scripts.benchmarks.retrieval import tables as retrieval
 from scripts.benchmarks.texts import tables as texts
 from scripts.benchmarks.verification import tables as verification
 from scripts.checks.models import table as models_table
+from triforce_tree.eval.report.code_digest import ROOT, mark
 
 RESULTS = ROOT / "docs" / "results"
 # The table on README's first screen: (part, batch, context) in the order of the lines; then parts offloaded.
