@@ -115,11 +115,11 @@ BAD = {
     "no rows": ("notes.txt", "hello", r"is no file of rows; --data takes a \.jsonl"),
     "no JSON": ("rows.jsonl", "hello\n", r"holds no JSON objects"),
     "no object": ("rows.json", "[3]", r"a int instead of an object"),
-    "no column": ("rows.jsonl", '{"text": "x"}\n', r"no column 'context', but text; its schema: context in"),
+    "no column": ("rows.jsonl", '{"text": "x"}\n', r"no column 'context', but text; needed are context, input, answers, all_"),
     "no answer": ("rows.jsonl", '{"context": "x", "input": "y", "answers": [], "all_classes": 0}', "no ans"),
     "too few": ("rows.jsonl", json.dumps(ROWS["longbench"]), r"has 1 rows here, 2 are wanted; .* --prompts"),
     "no zip": ("rows.zip", "hello", r"is no zip archive"),
-    "empty folder": ("", None, r"has no qasper\.jsonl, with context in context"),
+    "empty folder": ("", None, r"has no qasper\.jsonl, with the columns context"),
 }  # fmt: skip
 
 
@@ -150,6 +150,23 @@ def test_without_a_network_the_sentence_names_the_offline_way(data: Any) -> None
     assert "\n" not in message
     assert "give --data FILE, a .jsonl, .json, .parquet, .csv or .zip file" in message
     assert data.schema in message
+
+
+def test_what_was_fetched_before_is_read_without_a_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
+        archive.writestr("data/qasper.jsonl", json.dumps(ROWS["longbench"]))
+
+    def held(repository: str, name: str, repo_type: str, local_files_only: bool) -> str:
+        assert (repository, repo_type, local_files_only) == (LONGBENCH.repository, "dataset", True)
+        return str(tmp_path / name)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", held)
+    [found] = examples(LONGBENCH, "qasper", None, 1)
+    assert found.context == "Ann met Bob."
 
 
 def test_long_prompts_lose_the_middle_of_their_text_alone(tokenizer: Any) -> None:

@@ -63,8 +63,9 @@ class DataSet:
 
     @property
     def schema(self) -> str:
-        """The columns in one phrase, for error messages."""
-        return ", ".join(f"{what} in {path}" for what, path in self.columns.items())
+        """The columns in one phrase, for error messages; where their names do not say it, what they hold."""
+        named = self.columns.items()
+        return ", ".join(path if path == what else f"{path} ({what})" for what, path in named)
 
 
 def _f1(tokens: int, prompt: str = _ASK) -> Task:

@@ -16,6 +16,7 @@ from triforce_tree.loading.model_files import in_one_line
 
 Row = dict[str, Any]
 _SUFFIXES = (*ROWS, ".zip")
+_SECONDS = 10.0  # to wait for the hub's first answer
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def _value(data: DataSet, row: Row, path: str) -> Any:
             found = [part[name] for part in found] if isinstance(found, list) else found[name]
         except (KeyError, TypeError) as error:
             raise ValueError(
-                f"a row of {data.name} has no column {path!r}, but {', '.join(sorted(row))}; its schema: "
+                f"a row of {data.name} has no column {path!r}, but {', '.join(sorted(row))}; needed are "
                 f"{data.schema}"
             ) from error
     return found
@@ -104,22 +105,40 @@ def _rows(data: DataSet, task: str, path: str | None) -> Iterator[Row]:
 
 
 def _of_hub(data: DataSet, task: str) -> Iterator[Row]:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.utils import logging
+
+    # Its warnings would surround the one sentence below.
+    logging.set_verbosity_error()
+    unreachable = _why_unreachable(data.repository)
     try:
         if data.file is None:
+            if unreachable is not None:
+                raise unreachable
             yield from dataset_rows(data.repository, "test")
             return
-        from huggingface_hub import hf_hub_download
-
         name, _, member = data.file.format(task=task).partition(":")
-        path = Path(hf_hub_download(data.repository, name, repo_type="dataset"))
+        # What was fetched before is read without a network.
+        offline = unreachable is not None
+        path = Path(hf_hub_download(data.repository, name, repo_type="dataset", local_files_only=offline))
     except Exception as error:  # of any class: two libraries and the network
-        below = error.__cause__
-        cause = below if isinstance(error, ValueError) and isinstance(below, Exception) else error
         raise ValueError(
-            f"{data.name} cannot be fetched from {data.repository} ({in_one_line(cause, 120)}); without a "
-            f"network give --data FILE, a {_listed(_SUFFIXES)} file or a folder of them with {data.schema}"
+            f"{data.name} cannot be fetched from {data.repository} ({in_one_line(unreachable or error, 100)}); "
+            f"without a network give --data FILE, a {_listed(_SUFFIXES)} file or a folder of them with the "
+            f"columns {data.schema}"
         ) from error
     yield from _of_archive(data, path, member) if member else _of_file(path)
+
+
+def _why_unreachable(repository: str) -> Exception | None:
+    """What one request to the hub ends with; downloads try again for half a minute. None if all is well."""
+    from huggingface_hub import HfApi
+
+    try:
+        HfApi().dataset_info(repository, timeout=_SECONDS)
+    except Exception as error:  # the network's own classes differ by release
+        return error
+    return None
 
 
 def _of_path(data: DataSet, task: str, path: Path) -> Iterator[Row]:
@@ -144,7 +163,7 @@ def _of_folder(data: DataSet, task: str, folder: Path) -> Sequence[Path]:
         files = [path for path in files if path.stem == task]
     if not files:
         name = f"{task}.jsonl" if task else f"{_listed(ROWS)} file"
-        raise ValueError(f"{str(folder)!r} has no {name}, with {data.schema}; give another --data")
+        raise ValueError(f"{str(folder)!r} has no {name} with the columns {data.schema}; give another --data")
     return files
 
 
