@@ -115,11 +115,11 @@ BAD = {
     "no rows": ("notes.txt", "hello", r"is no file of rows; --data takes a \.jsonl"),
     "no JSON": ("rows.jsonl", "hello\n", r"holds no JSON objects"),
     "no object": ("rows.json", "[3]", r"a int instead of an object"),
-    "no column": ("rows.jsonl", '{"text": "x"}\n', r"no column 'context', but text; needed are context, input, answers, all_"),
+    "no column": ("rows.jsonl", '{"text": "x"}\n', "no column 'context', but text; needed are context"),
     "no answer": ("rows.jsonl", '{"context": "x", "input": "y", "answers": [], "all_classes": 0}', "no ans"),
     "too few": ("rows.jsonl", json.dumps(ROWS["longbench"]), r"has 1 rows here, 2 are wanted; .* --prompts"),
     "no zip": ("rows.zip", "hello", r"is no zip archive"),
-    "empty folder": ("", None, r"has no qasper\.jsonl, with the columns context"),
+    "empty folder": ("", None, r"has no qasper\.jsonl with the columns context"),
 }  # fmt: skip
 
 

@@ -122,10 +122,10 @@ def _of_hub(data: DataSet, task: str) -> Iterator[Row]:
         offline = unreachable is not None
         path = Path(hf_hub_download(data.repository, name, repo_type="dataset", local_files_only=offline))
     except Exception as error:  # of any class: two libraries and the network
+        why = in_one_line(unreachable or error, 100)
         raise ValueError(
-            f"{data.name} cannot be fetched from {data.repository} ({in_one_line(unreachable or error, 100)}); "
-            f"without a network give --data FILE, a {_listed(_SUFFIXES)} file or a folder of them with the "
-            f"columns {data.schema}"
+            f"{data.name} cannot be fetched from {data.repository} ({why}); without a network give "
+            f"--data FILE, a {_listed(_SUFFIXES)} file or a folder of them with the columns {data.schema}"
         ) from error
     yield from _of_archive(data, path, member) if member else _of_file(path)
 
