@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -106,10 +107,9 @@ def _rows(data: DataSet, task: str, path: str | None) -> Iterator[Row]:
 
 def _of_hub(data: DataSet, task: str) -> Iterator[Row]:
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.utils import logging
 
     # Its warnings would surround the one sentence below.
-    logging.set_verbosity_error()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     unreachable = _why_unreachable(data.repository)
     try:
         if data.file is None:
