@@ -9,7 +9,6 @@ import re
 from collections.abc import Sequence
 
 from scripts.benchmarks.attention import tables as attention
-from scripts.benchmarks.common.code_digest import ROOT, mark
 from scripts.benchmarks.common.markdown import (
     Columns,
     Record,
@@ -27,6 +26,7 @@ from scripts.benchmarks.retrieval import tables as retrieval
 from scripts.benchmarks.texts import tables as texts
 from scripts.benchmarks.verification import tables as verification
 from scripts.checks.models import table as models_table
+from triforce_tree.eval.report.code_digest import ROOT, mark
 
 RESULTS = ROOT / "docs" / "results"
 # The table on README's first screen. Greedy texts are left out: those of a small model repeat themselves,

@@ -68,3 +68,10 @@ def depth(text: str) -> float:
     if not 0 <= value <= 1:
         raise argparse.ArgumentTypeError(f"{value} must lie between 0 (the start) and 1 (the end)")
     return value
+
+
+def temperature(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{value} must be at least 0, which is greedy")
+    return value
