@@ -10,7 +10,15 @@ from collections.abc import Sequence
 
 from scripts.benchmarks.attention import tables as attention
 from scripts.benchmarks.common.code_digest import ROOT, mark
-from scripts.benchmarks.common.markdown import Columns, Record, Table, file_note, listing, rows_of
+from scripts.benchmarks.common.markdown import (
+    Columns,
+    Record,
+    Table,
+    file_note,
+    listing,
+    rows_of,
+    vocabulary_note,
+)
 from scripts.benchmarks.cpu import tables as cpu
 from scripts.benchmarks.linear import tables as linear
 from scripts.benchmarks.offload import tables as offload
@@ -89,10 +97,20 @@ def _on_two_cores() -> list[Record]:
     return [ours | place | figures | {"where": f"{ours['context']:,}"}]
 
 
+def _part(content: Record, row: Record) -> Record:
+    """The header of a row's part, in either of the two files."""
+    offloaded = (held(offload.FILE) or NOTHING)["parts"]
+    found: Record = offloaded[row["part"]] if "gpu_memory_cap_gib" in row else content["parts"][row["part"]]
+    return found
+
+
 def front_note(content: Record, rows: list[Record]) -> str:
+    known = {
+        f"{r['size']}: {vocabulary_note(_part(content, r)['settings'])}": None for r in rows if "part" in r
+    }
     files = {on_chip.FILE: (content, [part for part, _, _ in _ON_CARD])}
     files |= {offload.FILE: (held(offload.FILE) or NOTHING, [*_OFFLOADED])}
-    note = ""
+    note = f"Models: {'; '.join(known)}. "
     for file, (found, names) in files.items():
         note += file_note(file, {name: found["parts"][name] for name in names if name in found["parts"]})
     if (two_cores := held(cpu.SPEED)) is not None:

@@ -56,6 +56,26 @@ def _generate(subparsers: Any) -> None:
     add_chat(parser)
     parser.add_argument("--max-new-tokens", type=positive, default=256, help="most tokens to generate")
     parser.add_argument(
+        "--num-beams",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="beam search with N beams, as transformers', that share the prompt's keys and values; 1 is none",
+    )
+    parser.add_argument(
+        "--num-return-sequences",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="N texts after one prompt, which is stored and read once: samples, or the best beams",
+    )
+    parser.add_argument(
+        "--length-penalty",
+        type=float,
+        metavar="X",
+        help="with beams: scores are divided by the length to the power of X; without it the checkpoint's",
+    )
+    parser.add_argument(
         "--compare",
         action="store_true",
         help="then decode the same prompt with the target alone; exit code 1 if greedy texts differ and no "
