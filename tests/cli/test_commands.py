@@ -326,6 +326,10 @@ def test_check_passes_and_names_trees(capsys: pytest.CaptureFixture[str], pair: 
     assert all(forward["error"] < 1e-5 for forward in result["forwards"])
     assert len(result["acceptance"]["greedy"]["draft -> retrieval"]) == 8
     assert "--tree 'static:" in err
+    said = " ".join(err.split())
+    assert re.search(
+        r"no difference to the target was found; sampling off by 0\.\d\d in total variation", said
+    )
 
 
 def test_check_fails_with_code_1(

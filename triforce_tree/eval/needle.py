@@ -121,27 +121,43 @@ def check_picture(path: str | Path) -> None:
 
 
 def heat_map(
-    records: Sequence[Record], through: str, lengths: Sequence[int], depths: Sequence[float], path: Path
+    records: Sequence[Record],
+    through: str,
+    lengths: Sequence[int],
+    depths: Sequence[float],
+    path: Path,
+    model: str = "",
 ) -> None:
     """Write an image of the accuracy by length and depth."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(2 + len(lengths), 1.5 + 0.5 * len(depths)), layout="constrained")
-    draw(figure.add_subplot(), records, through, lengths, depths)
+    draw(figure.add_subplot(), records, through, lengths, depths, model)
     figure.savefig(path)
 
 
 def draw(
-    axes: Any, records: Sequence[Record], through: str, lengths: Sequence[int], depths: Sequence[float]
+    axes: Any,
+    records: Sequence[Record],
+    through: str,
+    lengths: Sequence[int],
+    depths: Sequence[float],
+    model: str = "",
 ) -> None:
-    """The heat map on axes of matplotlib."""
+    """The heat map on axes of matplotlib; the title names the model and the trials of a cell."""
     cells = [[accuracy(records, through=through, length=n, depth=d) for n in lengths] for d in depths]
     values = [[float("nan") if c is None else c for c in row] for row in cells]
     image = axes.imshow(values, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
     axes.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths])
     axes.set_yticks(range(len(depths)), [f"{100 * d:.0f} %" for d in depths])
-    axes.set(xlabel="prompt, tokens", ylabel="depth of the needle", title=f"needle accuracy, {through}")
+    trials = len({r.get("trial", 0) for r in records})
+    title = f"needle accuracy, {model + ', ' if model else ''}{through}, {trials} a cell"
+    axes.set(xlabel="prompt, tokens", ylabel="depth of the needle")
+    axes.set_title(title, fontsize="medium", wrap=True)
     for y, row in enumerate(cells):
         for x, value in enumerate(row):
-            axes.text(x, y, "" if value is None else f"{value:.2f}", ha="center", va="center")
+            # The colours of the ends are dark.
+            ink = "black" if value is None or 0.2 < value < 0.8 else "white"
+            text = "" if value is None else f"{value:.2f}"
+            axes.text(x, y, text, ha="center", va="center", color=ink)
     axes.figure.colorbar(image, ax=axes)

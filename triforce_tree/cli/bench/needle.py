@@ -56,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
         )
     code = finish(args, records, interrupt.requested)
     if args.plot and records.all:
-        needle.heat_map(records.all, args.through[0], args.lengths, args.depths, Path(args.plot))
+        name = Path(args.target).name if args.target else "embedded pair"
+        needle.heat_map(records.all, args.through[0], args.lengths, args.depths, Path(args.plot), name)
     if args.json:
         cells = {
             levels: {
