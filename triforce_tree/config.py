@@ -10,6 +10,7 @@ from triforce_tree.trees.topology_files import SUFFIX
 
 # Most tokens of a cache or a window, and most tokens that one pass may propose.
 MOST_TOKENS, MOST_PROPOSED = 2**20, 1024
+_MOST_RANKS = 1024
 # With the root one tile of 16 rows in the target's forward.
 _MATCHED_ALONE = 15
 
@@ -145,6 +146,9 @@ class HierarchyConfig:
     target's own dtype. Output then follows exactly the distribution of the target with that cache, as plain
     decoding (``levels=1``) with the same ``kv_bits`` does.
 
+    ``context_parallel`` C splits the keys and values of every sequence by position over C of the W
+    processes that torchrun started, where C divides W; W / C processes each split the target's heads.
+
     ``prefix_cache`` True keeps keys and values of the last call where a prompt begins with the same tokens,
     in whole chunks of a prefill, so that the text stays the same, bit by bit. It takes no memory.
 
@@ -171,6 +175,7 @@ class HierarchyConfig:
     prefill_chunk: int | None = None
     kv_bits: int = 16
     prefix_cache: bool = True
+    context_parallel: int = 1
     offload: bool | str | None = None
     gpu_memory: int | str | None = None
     host_memory: int | str | None = None
@@ -233,6 +238,20 @@ class HierarchyConfig:
 
         if self.kv_bits != 16 and self.offloads is True:
             raise ValueError(f"kv_bits={self.kv_bits} is for a cache on the device; {NO_OFFLOAD}")
+        _within("context_parallel", self.context_parallel, 1, _MOST_RANKS)
+        if self.context_parallel > 1 and (refused := self._not_split()) is not None:
+            raise ValueError(
+                f"context_parallel={self.context_parallel} does not work with {refused}; leave one of them "
+                "out"
+            )
+
+    def _not_split(self) -> str | None:
+        """An option that needs all keys and values of a sequence in one process."""
+        if self.offloads:
+            return "an offloaded cache (offload, gpu_memory, host_memory, offload_weights)"
+        if self.kv_bits != 16:
+            return f"kv_bits={self.kv_bits}"
+        return "select_chunks" if self.retrieval.select_chunks is not None else None
 
     def matched_tokens(self, draft_model: bool) -> int:
         """Most tokens that suffix matching proposes in a pass, alone or beside a draft model's trees.

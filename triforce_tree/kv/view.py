@@ -10,6 +10,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from triforce_tree.config import RetrievalConfig
+from triforce_tree.kv.store import KVStore
 from triforce_tree.models.attention import AttentionParams
 from triforce_tree.models.recurrent.running import RecurrentPass
 
@@ -72,3 +74,25 @@ class RetrievalView(KVView, Protocol):
             root: int64 ``[B]``, position of the root.
             committed: int64 ``[B]``, tokens whose keys may be selected.
         """
+
+
+class ChunkedView(RetrievalView, Protocol):
+    """A retrieval view that keeps the mean keys of its chunks on the device.
+
+    Attributes:
+        config: budget and recent window of the slots of this process.
+        chunks: most chunks of a sequence in these slots.
+        store: these slots, whose page is the chunk.
+    """
+
+    @property
+    def config(self) -> RetrievalConfig: ...
+
+    @property
+    def chunks(self) -> int: ...
+
+    @property
+    def store(self) -> KVStore: ...
+
+    def update_chunk_means(self, first: Tensor, count: int) -> None:
+        """Recompute the mean keys of ``count`` chunks of the text from chunk ``first[b]`` on."""
