@@ -82,6 +82,7 @@ class ChunkedView(RetrievalView, Protocol):
     Attributes:
         config: budget and recent window of the slots of this process.
         chunks: most chunks of a sequence in these slots.
+        mask: int64 ``[B * T, words]``, the visible new tokens of each query.
         store: these slots, whose page is the chunk.
     """
 
@@ -90,6 +91,9 @@ class ChunkedView(RetrievalView, Protocol):
 
     @property
     def chunks(self) -> int: ...
+
+    @property
+    def mask(self) -> Tensor: ...
 
     @property
     def store(self) -> KVStore: ...

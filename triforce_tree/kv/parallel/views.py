@@ -144,6 +144,11 @@ class SplitRetrievalView(SplitView):
         return self._retrieval.chunks
 
     @property
+    def mask(self) -> Tensor:
+        """Of this rank; all 0 where another one sees the new tokens."""
+        return self._retrieval.mask
+
+    @property
     def store(self) -> KVStore:
         """This rank's slots."""
         return self._retrieval.store
