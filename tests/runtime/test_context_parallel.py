@@ -14,6 +14,7 @@ from processes import ROOT, Ended, ranks_of
 
 from triforce_tree import load
 from triforce_tree.config import HierarchyConfig
+from triforce_tree.kernels.attention import prefill, reference
 from triforce_tree.kv.parallel.split import SequenceSplit
 from triforce_tree.runtime.distributed import Group
 
@@ -161,3 +162,20 @@ def test_what_does_not_combine_is_refused(options: dict[str, Any], message: str)
 def test_one_process_is_refused() -> None:
     with pytest.raises(ValueError, match="context_parallel=2 needs a multiple of 2 processes"):
         load(tiny("llama"), context_parallel=2)
+
+
+@pytest.mark.parametrize("softcap, sinks", [(None, False), (5.0, True)])
+@pytest.mark.parametrize("causal, positions", [(True, 9), (True, 30), (False, 30), (False, 1)])
+def test_attention_to_a_part_has_its_log_sum_exp(
+    softcap: float | None, sinks: bool, causal: bool, positions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefill, "_SCORES", 1)
+    monkeypatch.setattr(prefill, "_QUERIES", 4)
+    q = torch.randn(1, 4, 9, 8)
+    k, v = torch.randn(2, 1, 2, positions, 8)
+    logits = torch.randn(4) if sinks else None
+    found = prefill.attention_states(q, k, v, scale=0.4, causal=causal, softcap=softcap, sinks=logits)
+    mask = torch.ones(9, positions).tril(positions - 9 if causal else positions).bool()
+    exact = reference.tree_attention(q, k, v, mask, scale=0.4, softcap=softcap, sinks=logits)
+    for one, other in zip(found, exact, strict=True):
+        assert torch.allclose(one, other, atol=1e-5)

@@ -15,8 +15,7 @@ from triforce_tree.kv.store import KVStore
 from triforce_tree.kv.tree_attention_view import PagedRetrievalView, TreeAttentionView
 from triforce_tree.kv.view import ChunkedView
 from triforce_tree.models.hf_model import HFModel
-from triforce_tree.trees.device_shapes import PassLimits, device_tree_shape
-from triforce_tree.trees.shapes import parse_shape
+from triforce_tree.trees.device_shapes import PassLimits, tree_shapes
 
 
 class DeviceSlots(NamedTuple):
@@ -74,9 +73,9 @@ def device_slots(
 
     retrieval_view = None
     if levels == 3:
-        depths = device_tree_shape(parse_shape(config.tree)).depths
-        growth = limits.max_draft_tokens + 1
-        retrieval_view = PagedRetrievalView(own, limits.nodes, retrieval, growth, depths)
+        shape = tree_shapes(config)[0]
+        growth = limits.max_draft_tokens + 1 + limits.nodes - shape.nodes
+        retrieval_view = PagedRetrievalView(own, shape.nodes, retrieval, growth, shape.depths)
     return DeviceSlots(own, None, view, retrieval_view)
 
 
@@ -91,7 +90,7 @@ def _over_ranks(
     )  # fmt: skip
     retrieval_view = None
     if levels == 3:
-        depths = device_tree_shape(parse_shape(config.tree)).depths
-        growth = limits.max_draft_tokens + 1
-        retrieval_view = SplitRetrievalView(split, limits.nodes, retrieval, growth, depths)
+        shape = tree_shapes(config)[0]
+        growth = limits.max_draft_tokens + 1 + limits.nodes - shape.nodes
+        retrieval_view = SplitRetrievalView(split, shape.nodes, retrieval, growth, shape.depths)
     return DeviceSlots(split.whole, split, partial(SplitView, split), retrieval_view)

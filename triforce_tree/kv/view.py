@@ -6,6 +6,7 @@ slots a layer sees: all of them, a sliding window, the chunks that a retrieval p
 host memory.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -97,6 +98,9 @@ class ChunkedView(RetrievalView, Protocol):
 
     @property
     def store(self) -> KVStore: ...
+
+    def beside(self, queries: int, depths: Sequence[int]) -> RetrievalView:
+        """The same view for another number of new tokens, see ``PagedRetrievalView``."""
 
     def update_chunk_means(self, first: Tensor, count: int) -> None:
         """Recompute the mean keys of ``count`` chunks of the text from chunk ``first[b]`` on."""

@@ -78,7 +78,6 @@ def stages(program: DecodingProgram, context: int, runs: int) -> Record:
             seconds = []
             for _ in range(runs + 1):
                 begin(name != "draft")
-                distributed.traffic.clear()
                 seconds.append(timed(program.device, run)[1])
             found["ms"][name] = 1e3 * statistics.median(seconds[1:])
     return found

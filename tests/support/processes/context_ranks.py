@@ -28,7 +28,7 @@ SETUPS: dict[str, tuple[str, dict[str, Any]]] = {
     "one KV head": ("llama-mqa", {"levels": 2, "prefill_chunk": 37}),
     "windows": ("mistral-window", {"levels": 2}),
     "windows and capped scores": ("gemma2", {"levels": 3}),
-    "auto": ("llama-gqa", {"levels": "auto", "rounds": None, "tree": "chain:3"}),
+    "auto": ("llama-gqa", {"levels": "auto", "rounds": None, "tree": "chain:3", "other_trees": "chain:1"}),
 }
 # Setups whose proposals do not depend on what the retrieval level selects.
 SAMPLED = ("two levels", "one level", "one KV head", "windows")

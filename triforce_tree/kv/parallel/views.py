@@ -1,5 +1,6 @@
 """KV views over ranks: each attends to its own positions, and one collective a layer merges the results."""
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -165,6 +166,13 @@ class SplitRetrievalView(SplitView):
     def refresh(self, root: Tensor, committed: Tensor) -> None:
         """See :class:`RetrievalView`."""
         self._retrieval.refresh(self._split.counts(root), self._split.counts(committed))
+
+    def beside(self, queries: int, depths: Sequence[int]) -> "SplitRetrievalView":
+        """The same view for another number of new tokens, see :class:`PagedRetrievalView`."""
+        other = copy.copy(self)
+        other._retrieval = self._retrieval.beside(queries, depths)
+        other._take(self._slots, other._retrieval, queries, None, depths)
+        return other
 
     def update_chunk_means(self, first: Tensor, count: int) -> None:
         """Recompute the mean keys of this rank's chunks among ``count`` of all from ``first[b]`` on."""
