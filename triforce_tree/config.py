@@ -164,6 +164,9 @@ class HierarchyConfig:
     target's own dtype. Output then follows exactly the distribution of the target with that cache, as plain
     decoding (``levels=1``) with the same ``kv_bits`` does.
 
+    ``context_parallel`` C splits the keys and values of every sequence by position over C of the W
+    processes that torchrun started, where C divides W; W / C processes each split the target's heads.
+
     ``prefix_cache`` True keeps keys and values of the last call where a prompt begins with the same tokens,
     in whole chunks of a prefill, so that the text stays the same, bit by bit. It takes no memory.
 
@@ -191,6 +194,7 @@ class HierarchyConfig:
     prefill_chunk: int | None = None
     kv_bits: int = 16
     prefix_cache: bool = True
+    context_parallel: int = 1
     offload: bool | str | None = None
     gpu_memory: int | str | None = None
     host_memory: int | str | None = None
@@ -255,6 +259,15 @@ class HierarchyConfig:
 
         if self.kv_bits != 16 and self.offloads is True:
             raise ValueError(f"kv_bits={self.kv_bits} is for a cache on the device; {NO_OFFLOAD}")
+        _within("context_parallel", self.context_parallel, 1)
+        refused = {
+            "an offloaded cache (offload, gpu_memory, host_memory, offload_weights)": self.offloads,
+            f"kv_bits={self.kv_bits}": self.kv_bits != 16,
+            "select_chunks": self.retrieval.select_chunks,
+        }
+        if self.context_parallel > 1 and (named := [name for name, given in refused.items() if given]):
+            split = f"context_parallel={self.context_parallel}"
+            raise ValueError(f"{split} does not work with {named[0]}; leave one of them out")
 
     def matched_tokens(self, draft_model: bool) -> int:
         """Most tokens that suffix matching proposes in a pass, alone or beside a draft model's trees.

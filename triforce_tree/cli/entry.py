@@ -72,6 +72,8 @@ def _run(args: argparse.Namespace) -> int:
             raise
         return _failed(_message(error), 1)
     except (RuntimeError, MemoryError) as error:
+        if distributed.lost_rank(error) and not args.traceback:
+            return _failed("another process has ended; its own message, if it left one, says why", 1)
         # The CPU's allocator has no error of its own.
         short = isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error)
         if args.traceback or not short:

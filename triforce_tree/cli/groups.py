@@ -33,7 +33,9 @@ ENGINE_OPTIONS = (
     "prefix_cache",
 )
 DRAFTERS = ("model", "lookup")
-MEMORY_OPTIONS = ("offload", "gpu_memory", "host_memory", "offload_weights", "host_attention")
+MEMORY_OPTIONS = (
+    "offload", "gpu_memory", "host_memory", "offload_weights", "host_attention", "context_parallel",
+)  # fmt: skip
 
 
 def add_parser(subparsers: Any, name: str, module: str, summary: str) -> argparse.ArgumentParser:
@@ -172,6 +174,14 @@ def add_hierarchy(parser: argparse.ArgumentParser, profile: str | None = NONE) -
 
 def add_memory(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("memory")
+    group.add_argument(
+        "--context-parallel",
+        type=positive,
+        action=Given,
+        metavar="C",
+        help="under torchrun: split the keys and values of the text by position over C processes, and the "
+        "target's heads over the others; by default 1, heads alone",
+    )
     group.add_argument(
         "--offload",
         "--no-offload",
