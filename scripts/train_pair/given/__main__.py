@@ -137,7 +137,7 @@ class Distillation:
 
     def compared(self, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
         """Cross-entropy and overlap ``[N]``; logits are made for some positions at a time, and made again for
-        the gradient: for 65,536 positions of 49,152 entries they would take 26 GB."""
+        the gradient: for 32,768 positions of 49,152 entries they would take 13 GB."""
         own, others = self.draft.lm_head.weight, self.target.lm_head.weight
         found = [
             checkpoint(self.compare, x, own, y, others, use_reentrant=False)
@@ -172,7 +172,7 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     add("--layers", type=int, default=2, help="of the draft")
     add("--head-dim", type=int, default=64, help="of the draft")
     add("--mlp", type=int, default=768, help="neurons of a layer of the draft")
-    add("--tokens", type=int, default=65536, help="that the target reads in a step")
+    add("--tokens", type=int, default=32768, help="that the target reads in a step")
     add("--length", type=int, default=4096, help="tokens of context of the target while it teaches")
     add("--muon-rate", type=float, default=0.015, help="learning rate of the matrices")
     add("--adam-rate", type=float, default=1.5e-3, help="learning rate of everything else")
