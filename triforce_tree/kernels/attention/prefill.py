@@ -1,7 +1,5 @@
 """Causal attention of a prefill chunk over the preceding positions and itself."""
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -88,11 +86,6 @@ def _prefix_and_chunk(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         parts.append(_flash(q, k[:, :, start:before], v[:, :, start:before], scale, causal=False))
     attend = _cudnn if queries % _BLOCK == 0 else _flash
     parts.append(attend(q, k[:, :, before:], v[:, :, before:], scale, causal=True))
-    return _merged(parts)
-
-
-def _merged(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Attention over all positions from outputs ``[B, H_q, T, D]`` and log-sum-exps of disjoint parts."""
     # The results lie in memory as [B, T, H_q, D]: merged as they lie, they are copied at full speed.
     outs, lses = (torch.stack([t.transpose(1, 2) for t in some]) for some in zip(*parts, strict=True))
     return merge_states(outs, lses)[0].transpose(1, 2)
@@ -111,8 +104,11 @@ def _prefix_and_chunk_on_host(q: Tensor, k: Tensor, v: Tensor, scale: float) -> 
     """
     before = k.shape[2] - q.shape[2]
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    prefix = flash(q, k[:, :, :before], v[:, :, :before], 0.0, False, scale=scale)
-    return _merged([prefix, flash(q, k[:, :, before:], v[:, :, before:], 0.0, True, scale=scale)])
+    out, lse = flash(q, k[:, :, before:], v[:, :, before:], 0.0, True, scale=scale)
+    prefix, prefix_lse = flash(q, k[:, :, :before], v[:, :, :before], 0.0, False, scale=scale)
+    # As ``merge_states``, of two parts none of which is empty: one pass over the outputs.
+    share = (prefix_lse - lse).sigmoid_()[..., None]
+    return torch.lerp(out.float(), prefix.float(), share).to(q.dtype)
 
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
