@@ -1,7 +1,7 @@
 """Settings of the hierarchy: frozen dataclasses, checked when they are made."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -12,6 +12,8 @@ from triforce_tree.trees.topology_files import SUFFIX
 MOST_TOKENS, MOST_PROPOSED = 2**20, 1024
 # With the root one tile of 16 rows in the target's forward.
 _MATCHED_ALONE = 15
+# Each tree takes stages of its own: captured graphs, and seconds to measure them.
+_MOST_OTHER_TREES = 2
 
 
 NO_OFFLOAD = "an offloaded one has 16; leave out kv_bits, or give offload=False and shorten the prompt"
@@ -20,6 +22,21 @@ NO_OFFLOAD = "an offloaded one has 16; leave out kv_bits, or give offload=False 
 def _within(name: str, value: object, least: int, most: int = MOST_TOKENS) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise ValueError(f"{name}={value!r} must be an integer of at least {least} and at most {most}")
+
+
+def _trees(given: str | Sequence[str | Shape]) -> tuple[str | Shape, ...]:
+    """The shapes of ``other_trees``; those of files with their content."""
+    if isinstance(given, str):
+        given = () if given == "none" else given.split()
+    trees = tuple(parse_shape(t).name if isinstance(t, str) and t.endswith(SUFFIX) else t for t in given)
+    for tree in trees:
+        parse_shape(tree)
+    if len(trees) > _MOST_OTHER_TREES:
+        raise ValueError(
+            f"other_trees names {len(trees)} trees, and each takes stages of its own; name at most "
+            f"{_MOST_OTHER_TREES}"
+        )
+    return trees
 
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -127,11 +144,13 @@ class HierarchyConfig:
 
     ``gamma`` is γ2, the most tokens that level 1 proposes to one level-2 pass, in ``rounds`` forwards
     (None: chosen from measured acceptance and stage times); ``tree`` the shape of the draft model's token
-    trees (see :func:`triforce_tree.trees.shapes.parse_shape`); ``runner_ups`` says whether level 2 also
-    verifies one runner-up token at every depth of the chain (None: on a GPU, where more tokens in a forward
-    cost little). ``lookup`` is the most tokens that suffix matching proposes: alone where
-    there is no draft model (None: 15), else beside the draft's trees, in the same pass (None: 0, which is
-    none).
+    trees (see :func:`triforce_tree.trees.shapes.parse_shape`); ``other_trees`` are at most two further
+    shapes that passes may take instead, where they are expected to be faster (names in one string, or a
+    sequence; "none" for none; None: by the device where ``tree`` is not given, else none). ``runner_ups``
+    says whether level 2 also verifies one runner-up token at every depth of the chain (None: on a GPU, where
+    more tokens in a forward cost little). ``lookup`` is the most tokens that suffix matching proposes: alone
+    where there is no draft model (None: 15), else beside the draft's trees, in the same pass (None: 0, which
+    is none).
     ``levels`` 3 is the whole hierarchy, 2 the draft under the full target, 1 autoregressive decoding; "auto"
     takes 3 where the prompt is at least twice the retrieval budget and some layer of the target sees
     more of it than a sliding window, else 2. While decoding, passes of fewer levels take their place where
@@ -166,6 +185,7 @@ class HierarchyConfig:
     levels: int | str = "auto"
     gamma: int = 12
     tree: str | Shape = "best-first:6,5,4"
+    other_trees: str | Sequence[str | Shape] | None = None
     runner_ups: bool | None = None
     lookup: int | None = None
     retrieval_weight_bits: int = 16
@@ -206,6 +226,8 @@ class HierarchyConfig:
             # Its content, so that a file that changes later changes nothing here.
             object.__setattr__(self, "tree", parse_shape(self.tree).name)
         parse_shape(self.tree)
+        if self.other_trees is not None:
+            object.__setattr__(self, "other_trees", _trees(self.other_trees))
         if not isinstance(self.offload, bool) and self.offload not in (None, "auto"):
             raise ValueError(f"offload={self.offload!r} must be True, False or 'auto'")
         for name in ("gpu_memory", "host_memory"):
@@ -252,6 +274,16 @@ class HierarchyConfig:
         if self.lookup is None:
             return 0 if draft_model else _MATCHED_ALONE
         return self.lookup
+
+    @property
+    def shapes(self) -> tuple[str | Shape, ...]:
+        """The trees that passes may propose, ``tree`` first; it alone where rounds are given."""
+        return self.trees[:1] if self.rounds is not None or self.levels == 1 else self.trees
+
+    @property
+    def trees(self) -> tuple[str | Shape, ...]:
+        """``tree`` and ``other_trees``."""
+        return (self.tree, *(self.other_trees or ()))
 
     @property
     def chooses_levels(self) -> bool:

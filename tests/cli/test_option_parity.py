@@ -18,7 +18,7 @@ PYTHON_ONLY = {"select_chunks", "pinned"}
 # Of `generate` itself, and of the command line.
 NOT_OF_LOAD = {
     "prompt", "chat", "messages", "system", "max_new_tokens", "compare", "temperature", "top_p", "top_k",
-    "seed", "json", "traceback", "help",
+    "num_beams", "num_return_sequences", "length_penalty", "seed", "json", "traceback", "help",
 }  # fmt: skip
 # The words of the command line for None, and for what None means there.
 WORDS = {"profile": (groups.AUTO, None)}
@@ -89,6 +89,7 @@ def test_the_names_of_drafters_are_the_same() -> None:
 
 GIVEN = {
     "levels": ("2", 2), "gamma": ("5", 5), "tree": ("chain:3", "chain:3"),
+    "other_trees": ("chain:2 best-first:2,2", ("chain:2", "best-first:2,2")),
     "rounds": ("2", 2), "runner_ups": (None, True), "budget": ("64", 64), "chunk": ("16", 16),
     "recent": ("32", 32), "refresh": ("0", 0), "retrieval_weight_bits": ("8", 8), "sinks": ("2", 2),
     "window": ("64", 64), "prefill_chunk": ("128", 128), "kv_bits": ("8", 8), "key_variance": (None, True),

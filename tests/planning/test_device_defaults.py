@@ -17,8 +17,22 @@ def options(
 
 
 def test_a_cpu_keeps_the_defaults() -> None:
-    config = HierarchyConfig()
-    assert device_defaults(config, (), gpu=False, prompt=122_880, group=4, trees=True) is config
+    defaults = HierarchyConfig().as_options()
+    assert options(gpu=False, trees=False) == defaults
+    assert options(gpu=False) == {**defaults, "other_trees": ("best-first:2,2,1", "chain:2")}
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+def test_other_trees_are_for_trees_and_memory_that_were_not_given(gpu: bool) -> None:
+    found = options(gpu=gpu)["other_trees"]
+    assert len(found) == 2
+    assert options(gpu=gpu)["tree"] not in found
+    for given in (("tree",), ("other_trees",)):
+        assert options(given=given, gpu=gpu)["other_trees"] is None
+    for changed in ({"tree": "chain:3"}, {"gpu_memory": "8GiB"}, {"offload": True}, {"lookup": 4}):
+        own = HierarchyConfig.from_options(**changed)
+        assert options(own, gpu=gpu)["other_trees"] is None, changed
+    assert options(trees=False, gpu=gpu)["other_trees"] is None
 
 
 def test_a_gpu_has_its_own() -> None:

@@ -23,6 +23,7 @@ ENGINE_OPTIONS = (
     "levels",
     "gamma",
     "tree",
+    "other_trees",
     "lookup",
     "rounds",
     "runner_ups",
@@ -102,6 +103,11 @@ def add_hierarchy(parser: argparse.ArgumentParser, profile: str | None = NONE) -
             str,
             "shape of the draft's token trees: chain:4, best-first:6,5,4 (widths by depth), sequoia:16x4 "
             "(size x depth), static:0;0.0;1 (rank paths), or a file tree.json of rank paths",
+        ),
+        "other_trees": (
+            str,
+            "at most two further shapes, as in 'chain:2 best-first:2,2', among which passes choose by "
+            "acceptance and stage times, or none; by default the device's where --tree is not given",
         ),
         "lookup": (
             int,

@@ -13,7 +13,7 @@ from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.full_cache import FullCache
 from triforce_tree.decoding.oom_retry import with_or_without
 from triforce_tree.decoding.program import DecodingProgram
-from triforce_tree.drafters.base import Drafter, ReadsTarget, check_drafter
+from triforce_tree.drafters.base import Drafter, ReadsTarget, check_drafter, shapes_of
 from triforce_tree.drafters.merged import Merged
 from triforce_tree.drafters.suffix_matching import SuffixMatching
 from triforce_tree.drafters.token_map import TokenMap
@@ -99,11 +99,12 @@ class Hierarchy:
     @config.setter
     def config(self, config: HierarchyConfig) -> None:
         if self.own_drafter is not None:
-            config = replace(config, tree=self.own_drafter.tree)
+            trees = shapes_of(self.own_drafter)
         elif self.draft is None:
-            config = replace(config, tree=chain_shape(config.matched_tokens(False)))
+            trees = (chain_shape(config.matched_tokens(False)),)
         else:
-            config = replace(config, tree=with_chain(config.tree, config.matched_tokens(True)))
+            trees = tuple(with_chain(shape, config.matched_tokens(True)) for shape in config.trees)
+        config = replace(config, tree=trees[0], other_trees=trees[1:])
         if self.target.states is not None:
             config = within_limits(self.target.name, config, self.draft is not None)
         self._config = config
@@ -287,11 +288,9 @@ class Hierarchy:
 
     def program(
         self,
-        prompts: Sequence[Sequence[int]],
-        new_tokens: int,
-        pinned: Callable[[int], None] | None = None,
-        reuse: Reuse = "none",
-    ) -> DecodingProgram:
+        prompts: Sequence[Sequence[int]], new_tokens: int,
+        pinned: Callable[[int], None] | None = None, reuse: Reuse = "none",
+    ) -> DecodingProgram:  # fmt: skip
         """A program for these prompts: the last one where it serves, else a new one.
 
         Args:

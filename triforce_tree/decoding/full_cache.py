@@ -24,8 +24,7 @@ from triforce_tree.models.hf_model import HFModel
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.features import Features
 from triforce_tree.runtime.stats import Progress
-from triforce_tree.trees.device_shapes import PassLimits, device_tree_shape
-from triforce_tree.trees.shapes import parse_shape
+from triforce_tree.trees.device_shapes import PassLimits, tree_shapes
 
 
 class FullCache:
@@ -117,9 +116,8 @@ class FullCache:
         )  # fmt: skip
         self.view = partial(StreamedView, self.offloaded)
         if levels == 3:
-            self.gathered_view = GatheredRetrievalView(
-                self.offloaded, limits.nodes, retrieval, device_tree_shape(parse_shape(config.tree)).depths
-            )
+            shape = tree_shapes(config)[0]
+            self.gathered_view = GatheredRetrievalView(self.offloaded, shape.nodes, retrieval, shape.depths)
 
     def _keep_on_device(
         self, config: HierarchyConfig, levels: int, store: KVStore | None, kept: KVStore | None
@@ -150,13 +148,9 @@ class FullCache:
 
         self.view = view
         if levels == 3:
-            self.retrieval_view = PagedRetrievalView(
-                own,
-                limits.nodes,
-                retrieval,
-                limits.max_draft_tokens + 1,
-                device_tree_shape(parse_shape(config.tree)).depths,
-            )
+            shape = tree_shapes(config)[0]
+            growth = limits.max_draft_tokens + 1 + limits.nodes - shape.nodes
+            self.retrieval_view = PagedRetrievalView(own, shape.nodes, retrieval, growth, shape.depths)
 
     def worth_keeping(self, config: HierarchyConfig, prompts: Sequence[Sequence[int]], reuse: Reuse) -> bool:
         """Whether another cache, on the device, may take over what this one holds of these prompts."""

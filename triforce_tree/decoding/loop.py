@@ -1,5 +1,6 @@
 """The decoding loop: the stages of a pass, one wait for the device, endings, statistics, choice of passes."""
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -8,23 +9,25 @@ import torch
 from torch import Tensor
 
 from triforce_tree.decoding.choice.controller import PassController
-from triforce_tree.decoding.choice.cost_table import stage_costs
+from triforce_tree.decoding.choice.cost_table import other_costs, stage_costs
+from triforce_tree.decoding.choice.costs_by_length import CostsByLength
 from triforce_tree.decoding.choice.learnt_table import LearntChoices
-from triforce_tree.decoding.choice.passes import PLAIN, CostFactors, PassKind, StageSeconds
+from triforce_tree.decoding.choice.passes import PLAIN, PassKind
 from triforce_tree.decoding.program import DecodingProgram
+from triforce_tree.decoding.stage_set import stage_name
 from triforce_tree.decoding.stop_criteria import Ending, finish_reason
 from triforce_tree.kv.cached_tokens import Reuse
+from triforce_tree.runtime import distributed
 from triforce_tree.runtime.distributed import broadcast_object
+from triforce_tree.runtime.executor import free_memory
 from triforce_tree.runtime.stage_clock import StageClock
 from triforce_tree.runtime.stats import LevelStats, Progress
-from triforce_tree.trees.device_shapes import PassLimits
 from triforce_tree.verify.sampling import NAN_LOGITS, ProbsFromLogits
 
 Observer = Callable[[list[list[int]], Callable[[int], Tensor]], None]
 """Gets each sequence's new tokens of a pass, and a function such as :meth:`Decoder.emitted_logits`."""
 
-# Costs are interpolated anew after this many tokens: they hardly change with each one.
-_COSTS_STEP = 8
+_LOG = logging.getLogger(__name__)
 
 
 class Decoder:
@@ -54,8 +57,6 @@ class Decoder:
         program.prepare(to_probs)
         self._generator = torch.Generator(program.device)
         self._generator.manual_seed(seed)
-        extent = PassLimits.of(program.config, program.levels)
-        self._depth, self._nodes, self._drafted_depth = extent.depth, extent.nodes, extent.drafted_depth
         lowest = [program.drafter.name] if program.drafter is not None else []
         retrieval = ["retrieval"] if program.levels == 3 else []
         self.levels = [LevelStats(name) for name in (*lowest, *retrieval, "target")]
@@ -63,21 +64,25 @@ class Decoder:
         self.after_stage: Callable[[str], None] | None = None
         self.controller = PassController(
             program.levels,
-            extent.depth,
+            program.shapes[0].depth,
             program.max_draft_tokens,
             program.config.rounds,
             program.two_levels,
+            program.shapes,
         )
-        self._costs = stage_costs(program, to_probs) if self.controller.fixed is None else None
-        self._cost_factors: CostFactors = {}
-        # The table's costs at the present length, before the cost factors, and where they are computed anew.
-        self._expected: StageSeconds | None = None
-        self._expected_until = 0
+        self._costs: CostsByLength | None = None
+        if self.controller.fixed is None:
+            first = stage_costs(program, to_probs)
+            self._costs = CostsByLength(self.controller, first, other_costs(program, to_probs, first))
         self._learns = self._costs is not None and not repeatable
         self._learnt = LearntChoices(program, to_probs) if self._learns else None
-        if self._learnt is not None and (learnt := self._learnt.last()) is not None:
+        if (
+            self._costs is not None
+            and self._learnt is not None
+            and (learnt := self._learnt.last()) is not None
+        ):
             self.controller.resume(learnt)
-            self._cost_factors = learnt.cost_factors
+            self._costs.factors = learnt.cost_factors
         self.prefill_seconds = self.decode_seconds = 0.0
         self.reused = [0] * program.batch
         self.finish_reasons: list[str | None] = []
@@ -114,11 +119,12 @@ class Decoder:
         try:
             while None in self.finish_reasons:
                 start = time.perf_counter()
-                self._set_costs(max(map(len, sequences)))
+                if self._costs is not None:
+                    self._costs.at(max(map(len, sequences)), measured=self._learns)
                 kind = self.controller.choose()
                 self._clock.start()
                 if kind != PLAIN:
-                    self._prepare(sequences, kind, resumed=after_plain)
+                    kind = self._prepare(sequences, kind, resumed=after_plain)
                 report = self._pass(kind)
                 resumed, after_plain = after_plain, kind == PLAIN
                 new = self._append(report, sequences, lengths, endings)
@@ -134,9 +140,8 @@ class Decoder:
             self.program.cache.forget()
             raise
         finally:
-            if self._learnt is not None:
-                self._keep_cost_factors()
-                self._learnt.keep(self.controller.learnt(self._cost_factors))
+            if self._learnt is not None and self._costs is not None:
+                self._learnt.keep(self.controller.learnt(self._costs.kept_factors()))
 
     def emitted_logits(self, count: int) -> Tensor:
         """The target's logits by which the last pass chose the first ``count`` new tokens of each sequence.
@@ -145,19 +150,6 @@ class Decoder:
             fp32 ``[B, count, V]``; arbitrary for tokens that a sequence did not emit.
         """
         return self.program.verifier(self._verified_by).emitted_logits(count)
-
-    def _set_costs(self, tokens: int) -> None:
-        """Set the controller's costs at this context length, every few tokens anew."""
-        if self._costs is None or tokens < self._expected_until:
-            return
-        self._keep_cost_factors()
-        self._expected, self._expected_until = self._costs.at(tokens), tokens + _COSTS_STEP
-        self.controller.costs = self._expected.scaled(self._cost_factors)
-
-    def _keep_cost_factors(self) -> None:
-        """Take over what the last passes have changed of the table's costs."""
-        if self._learns and self._expected is not None and self.controller.costs is not None:
-            self._cost_factors = self.controller.costs.relative_to(self._expected)
 
     def _append(
         self,
@@ -199,8 +191,12 @@ class Decoder:
         running = [reason is None for reason in self.finish_reasons]
         self.program.state.active.copy_(torch.tensor(running, device=self.program.device))
 
-    def _prepare(self, sequences: list[list[int]], kind: PassKind, resumed: bool) -> None:
-        """Let the drafter catch up with what was committed, and the retrieval level after other passes."""
+    def _prepare(self, sequences: list[list[int]], kind: PassKind, resumed: bool) -> PassKind:
+        """Let the drafter catch up with what was committed, and the retrieval level after other passes.
+
+        Returns:
+            the pass to make: with trees of the first shape, where memory is short for another one's stages.
+        """
         program = self.program
         if program.drafter is not None:
             running = [
@@ -211,21 +207,37 @@ class Decoder:
         if kind.levels == 3:
             program.resume_retrieval()
         self._clock.mark("prepare")
+        if kind.shape:
+            try:
+                program.prepare_shape(kind.shape)
+            except torch.OutOfMemoryError:
+                if distributed.current() is not None:
+                    raise
+                _LOG.warning(
+                    "device memory is short for the stages of other_trees; passes go on without them"
+                )
+                free_memory()
+                self.controller.other_costs = [None] * len(self.controller.other_costs)
+                kind = kind._replace(shape=0)
+            self._clock.mark("capture")
+        return kind
 
     def _pass(self, kind: PassKind) -> list[list[int]]:
         program, clock = self.program, self._clock
         for done in range(kind.rounds):
-            self._run("draft")
+            self._run(stage_name("draft", kind.shape))
             clock.mark("draft")
             if kind.levels == 3:
                 name = "retrieval_refresh" if program.config.retrieval.chooses(done) else "retrieval"
-                self._run(name)
+                self._run(stage_name(name, kind.shape))
                 clock.mark("retrieval")
-        stage = program.last_stage(kind.levels)
+        stage = program.last_stage(kind.levels, kind.shape)
         self._run(stage)
         clock.mark("target")
         self._verified_by = stage
         report: list[list[int]] = program.state.pass_results().tolist()
+        if program.state.rank_counts is not None:
+            program.state.rank_counts.zero_()
         tokens = [emitted[:count] for count, _, _, _, *emitted in report]
         program.committed([count for count, *_ in report], tokens, stage)
         if kind.levels == 3:
@@ -264,14 +276,15 @@ class Decoder:
             draft = self.levels[0]
             drafter = self.program.drafter
             assert drafter is not None
+            shape = self.program.shapes[kind.shape]
             # A deterministic drafter proposes a whole tree in one forward.
-            draft.forwards += rounds * (1 if drafter.deterministic else self._drafted_depth) * len(running)
-            draft.emitted += rounds * (self._nodes - 1) * len(running)
+            draft.forwards += rounds * (1 if drafter.deterministic else len(shape.widths)) * len(running)
+            draft.emitted += rounds * (shape.nodes - 1) * len(running)
             draft.seconds += seconds["prepare"] + seconds["draft"]
             if kind.levels == 3:
                 retrieval = self.levels[1]
                 retrieval.forwards += rounds * len(running)
-                retrieval.proposed += rounds * self._depth * len(running)
+                retrieval.proposed += rounds * shape.depth * len(running)
                 retrieval.accepted += gathered - rounds * len(running)
                 retrieval.emitted += gathered
                 retrieval.seconds += seconds["retrieval"]
@@ -280,6 +293,9 @@ class Decoder:
             seconds = broadcast_object(seconds)
         if running:
             rejected = sum(row[0] <= row[1] for row in running) if rounds else 0
-            self.controller.observe(kind, len(running), gathered, count - len(running), rejected)
+            ranks = None
+            if rounds and self.program.state.rank_counts is not None:
+                ranks = (*self.program.state.ranks_of(running), rounds * len(running))
+            self.controller.observe(kind, len(running), gathered, count - len(running), rejected, ranks)
             if self._learns:
                 self.controller.refine(kind, gathered / len(running), seconds, resumed)

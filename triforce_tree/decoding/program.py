@@ -1,6 +1,5 @@
 """The stages of decoding for one batch size, context length and configuration, over buffers made once."""
 
-import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -9,17 +8,18 @@ import torch
 
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.choice.controller import LearntChoice
+from triforce_tree.decoding.choice.tree_acceptance import MOST_RANKS
 from triforce_tree.decoding.full_cache import FullCache
-from triforce_tree.decoding.stage_set import stages_of
+from triforce_tree.decoding.prepared_stages import PreparedStages, prepare_shape, prepared
+from triforce_tree.decoding.stage_set import stage_name
 from triforce_tree.decoding.stages import (
     ChainVerifyStage,
     PlainStage,
-    PreparedStages,
     RetrievalVerifyStage,
     Stage,
     TreeVerifyStage,
 )
-from triforce_tree.drafters.base import Drafter, features_of
+from triforce_tree.drafters.base import Drafter, features_of, grown_shapes
 from triforce_tree.kv.cached_tokens import Reuse
 from triforce_tree.kv.offload.host_store import Offload
 from triforce_tree.kv.offload.weights.streamed_weights import check_level_one
@@ -27,10 +27,9 @@ from triforce_tree.kv.store import KVStore
 from triforce_tree.models.few_row import low_bit_copy
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.step_model import StepModel, step_model
-from triforce_tree.runtime.executor import executor
 from triforce_tree.runtime.sequence_state import SequenceState
 from triforce_tree.runtime.stats import Progress
-from triforce_tree.trees.device_shapes import PassLimits, least_prompt
+from triforce_tree.trees.device_shapes import DeviceTreeShape, PassLimits, least_prompt
 from triforce_tree.verify.noise import Noise, NoiseFactory
 from triforce_tree.verify.probs import DeviceProbs
 from triforce_tree.verify.sampling import ProbsFromLogits
@@ -60,6 +59,8 @@ class DecodingProgram:
         retrieval_model: the target as level 1 runs it; only with three levels.
         states: of the target's recurrent layers; None where it has none.
         full_view, offloaded, retrieval_view, gathered_view: see :class:`FullCache`.
+        shapes: of the drafter's trees, the configured one first. The stages of the others are made and
+            captured by :meth:`prepare_shape`, where a pass first takes them.
         max_draft_tokens: most tokens that are proposed to level 2 in a line.
         runner_ups: whether level 2 also verifies one runner-up beside each token of the chain.
         capture_seconds: spent on making stages and capturing them.
@@ -108,6 +109,9 @@ class DecodingProgram:
         self.states = self.cache.states
         self.retrieval_view, self.gathered_view = self.cache.retrieval_view, self.cache.gathered_view
         features = self.drafter.features if self.drafter is not None else ()
+        self.shapes = grown_shapes(self.drafter) if self.drafter is not None else [DeviceTreeShape(())]
+        if offload is not None:
+            del self.shapes[1:]
         self.state = self._new_state(extent)
         if self.states is not None:
             self.state.recurrent = self.states.buffers
@@ -127,9 +131,11 @@ class DecodingProgram:
         features = features_of(
             self.drafter, self.target, self.batch, extent.max_draft_tokens + extent.depth + 2
         )
+        # Acceptance by rank is needed to compare shapes.
+        depths = max(len(shape.widths) for shape in self.shapes)
         return SequenceState(
             self.batch, self.max_seq_len + extent.scratch_slots, chain, max(1, extra), vocabulary,
-            self.device, features,
+            self.device, features, (depths, MOST_RANKS) if len(self.shapes) > 1 else None,
         )  # fmt: skip
 
     def _low_bit_model(self, compiled: bool, features: Sequence[int]) -> StepModel:
@@ -153,27 +159,21 @@ class DecodingProgram:
         """
         key = DeviceProbs.key(to_probs)
         if key not in self._prepared:
-            start = time.perf_counter()
-            own = DeviceProbs(to_probs, self.device, self._noise)
-            stages = stages_of(self, own)
-            self._prepared[key] = PreparedStages(own, stages, self._captured(stages, own))
-            self.capture_seconds += time.perf_counter() - start
+            self._prepared[key], seconds = prepared(self, DeviceProbs(to_probs, self.device, self._noise))
+            self.capture_seconds += seconds
         self._current = self._prepared[key]
         self._current.to_probs.set(to_probs)
 
-    def _captured(self, stages: dict[str, Stage], to_probs: DeviceProbs) -> dict[str, Callable[[], None]]:
-        """What runs each stage; on a GPU captured on made-up sequences of the greatest length."""
-        if self.device.type != "cuda":
-            return {name: executor(stage.steps(), self.device) for name, stage in stages.items()}
-        runs: dict[str, Callable[[], None]] = {}
-        with self.trial(self.max_seq_len - 1) as begin:
-            for name, stage in stages.items():
-                begin(False)
-                runs[name] = executor(stage.steps(), self.device)
-                if self.offloaded is not None and name in ("target", "plain") and to_probs.capturable:
-                    # These are called directly: one run compiles their kernels now, not while decoding.
-                    runs[name]()
-        return runs
+    def prepare_shape(self, number: int) -> None:
+        """Make and capture the stages for trees of one shape, unless they are there.
+
+        Between two passes, or inside :meth:`trial`: the state of the sequences is as before afterwards, and
+        KV slots after their ends are overwritten, as by any pass.
+
+        Raises:
+            torch.OutOfMemoryError: device memory is short; the stages are not there then.
+        """
+        self.capture_seconds += prepare_shape(self, self._current, number)
 
     @contextmanager
     def trial(self, length: int) -> Iterator[Callable[[bool], None]]:
@@ -244,8 +244,9 @@ class DecodingProgram:
             state.tokens[b, : len(prompt)] = torch.tensor(prompt, device=self.device)
         state.length.copy_(torch.tensor(lengths, device=self.device))
         state.active.fill_(1)
-        for counts in (state.has_nan, state.chain, state.retrieval_emitted):
-            counts.zero_()
+        for counts in (state.has_nan, state.chain, state.retrieval_emitted, state.rank_counts):
+            if counts is not None:
+                counts.zero_()
         if self.drafter is not None:
             self.drafter.start(prompts)
         self.cache.begin(prompts)
@@ -304,11 +305,13 @@ class DecodingProgram:
         """Whether memory that its stages use was given back."""
         return self.cache.closed
 
-    def last_stage(self, levels: int) -> str:
-        """The target's stage in passes of so many levels."""
+    def last_stage(self, levels: int, shape: int = 0) -> str:
+        """The target's stage in passes of so many levels, with trees of one shape."""
         if levels == 1:
             return "plain"
-        return "target_tree" if levels < self.levels else "target"
+        if levels == 3:
+            return "target"
+        return stage_name("target_tree" if levels < self.levels else "target", shape)
 
     @property
     def stage_names(self) -> Collection[str]:

@@ -17,19 +17,18 @@ if TYPE_CHECKING:
     from triforce_tree.decoding.program import DecodingProgram
 
 
+def stage_name(name: str, shape: int) -> str:
+    """A stage of the trees of one shape: ``draft``, ``draft/1`` for shape 1."""
+    return f"{name}/{shape}" if shape else name
+
+
 def stages_of(program: "DecodingProgram", to_probs: DeviceProbs) -> dict[str, Stage]:
-    """The stages of a program for one kind of sampling, by name."""
+    """The stages of a program for one kind of sampling, by name, with those of the first shape of tree."""
     state, vocabulary = program.state, program.target.vocab_size
     stages: dict[str, Stage] = {}
     if program.drafter is not None:
-        draft = DraftStage(program.drafter, to_probs, state, vocabulary)
-        stages["draft"] = draft
-        nodes = draft.tree.nodes
-        view = program.retrieval_view or program.gathered_view
-        if view is not None:
-            verifier = Verifier(program.retrieval_model, to_probs, state, nodes, vocabulary)
-            for name, choosing in (("retrieval_refresh", True), ("retrieval", False)):
-                stages[name] = RetrievalVerifyStage(draft, verifier, view, program.runner_ups, choosing)
+        stages |= tree_stages(program, to_probs, 0)
+        if program.levels == 3:
             stages["target"] = ChainVerifyStage(
                 program.full,
                 program.full_view,
@@ -39,9 +38,27 @@ def stages_of(program: "DecodingProgram", to_probs: DeviceProbs) -> dict[str, St
                 vocabulary,
                 program.runner_ups,
             )
-        if view is None or program.two_levels:
-            stages["target_tree" if view is not None else "target"] = TreeVerifyStage(
-                draft, Verifier(program.full, to_probs, state, nodes, vocabulary), program.full_view
-            )
     stages["plain"] = PlainStage(program.full, program.cache.token_view, to_probs, state, vocabulary)
     return stages
+
+
+def tree_stages(program: "DecodingProgram", to_probs: DeviceProbs, shape: int) -> dict[str, Stage]:
+    """The stages that propose and verify trees of one shape."""
+    assert program.drafter is not None
+    state, vocabulary = program.state, program.target.vocab_size
+    draft = DraftStage(program.drafter, to_probs, state, vocabulary, shape)
+    stages: dict[str, Stage] = {"draft": draft}
+    nodes = draft.tree.nodes
+    view = program.retrieval_view or program.gathered_view
+    if view is not None:
+        if shape:
+            assert program.retrieval_view is not None, "an offloaded cache has trees of one shape"
+            view = program.retrieval_view.beside(nodes, draft.tree.depths.tolist())
+        verifier = Verifier(program.retrieval_model, to_probs, state, nodes, vocabulary)
+        for name, choosing in (("retrieval_refresh", True), ("retrieval", False)):
+            stages[name] = RetrievalVerifyStage(draft, verifier, view, program.runner_ups, choosing)
+    if view is None or program.two_levels:
+        stages["target_tree" if view is not None else "target"] = TreeVerifyStage(
+            draft, Verifier(program.full, to_probs, state, nodes, vocabulary), program.full_view
+        )
+    return {stage_name(name, shape): stage for name, stage in stages.items()}

@@ -8,22 +8,20 @@
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from triforce_tree.drafters.base import Drafter, TokenTree
+from triforce_tree.drafters.base import Drafter, TokenTree, grown_shapes
 from triforce_tree.kv.tree_attention_view import PagedRetrievalView
 from triforce_tree.kv.view import KVView, RetrievalView
 from triforce_tree.models.step_model import StepModel
 from triforce_tree.runtime.executor import Step
 from triforce_tree.runtime.sequence_state import SequenceState
 from triforce_tree.trees.ancestors import ancestor_mask
-from triforce_tree.trees.device_shapes import DeviceTreeShape, device_tree_shape
-from triforce_tree.trees.shapes import parse_shape
+from triforce_tree.trees.device_shapes import DeviceTreeShape
 from triforce_tree.verify.noise import Noise
 from triforce_tree.verify.probs import DeviceProbs, Sampler
 from triforce_tree.verify.verifier import Acceptance, Verifier
@@ -40,26 +38,20 @@ class Stage(Protocol):
     def steps(self) -> list[Step]: ...
 
 
-@dataclass(frozen=True)
-class PreparedStages:
-    """The stages for one kind of sampling, and what runs each of them."""
-
-    to_probs: DeviceProbs
-    stages: dict[str, Stage]
-    runs: dict[str, Callable[[], None]]
-
-
 class DraftStage:
-    """The drafter proposes a tree for each sequence; ``tree`` holds the last ones."""
+    """The drafter proposes a tree for each sequence; ``tree`` holds the last ones.
+
+    Args:
+        number: of the tree's shape among those of the drafter.
+    """
 
     def __init__(
-        self, drafter: Drafter, to_probs: DeviceProbs, state: SequenceState, vocabulary: int
+        self, drafter: Drafter, to_probs: DeviceProbs, state: SequenceState, vocabulary: int, number: int = 0
     ) -> None:
         self.drafter, self.state = drafter, state
         reported = 0 if drafter.deterministic else vocabulary
-        self.tree = TokenTree.of(
-            device_tree_shape(parse_shape(drafter.tree)), state.batch, reported, state.device
-        )
+        shape = grown_shapes(drafter)[number]
+        self.tree = TokenTree.of(shape, state.batch, reported, state.device, number)
         self.noise = [to_probs.noise(state.batch, self.tree.probs.shape[1], reported)]
         self.sampler = Sampler(to_probs, self.noise[0])
 
@@ -106,6 +98,7 @@ class RetrievalVerifyStage:
 
     def _lengthen(self) -> None:
         path, count, emitted, p = self.verifier.accept(self.tree, self._root)
+        self.state.count_ranks(self.tree.tokens, self.tree.parents, path)
         self.view.move(path)
         probs = p.gather(1, path.clamp_min(0)[..., None].expand(-1, -1, p.shape[2]))
         if self.runner_ups:
@@ -196,7 +189,9 @@ class TreeVerifyStage:
         self.verifier.forward(self.tree, self._root, self.view, self.tree.mask_words)
 
     def _commit(self) -> None:
-        _commit(self.state, self.view, self.verifier.accept(self.tree, self._root))
+        acceptance = self.verifier.accept(self.tree, self._root)
+        self.state.count_ranks(self.tree.tokens, self.tree.parents, acceptance.path)
+        _commit(self.state, self.view, acceptance)
         # A drafter that finds nothing to propose was not rejected.
         self.state.proposed.copy_(torch.where(self.tree.tokens >= 0, self.tree.depths, 0).amax(1))
 

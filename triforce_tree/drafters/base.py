@@ -24,7 +24,7 @@ from triforce_tree.kernels.step.accept import FIXED
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.runtime.features import Features
 from triforce_tree.runtime.sequence_state import SequenceState
-from triforce_tree.trees.device_shapes import DeviceTreeShape
+from triforce_tree.trees.device_shapes import DeviceTreeShape, device_tree_shape
 from triforce_tree.trees.shapes import Shape, parse_shape
 from triforce_tree.verify.probs import Sampler
 
@@ -53,6 +53,7 @@ class TokenTree:
             its siblings before it are. Initially row n for node n, or -1 everywhere for a deterministic
             drafter; ``FIXED`` for a chain beside the tree.
         depth: depth of the deepest node, the most tokens that can be accepted.
+        shape: number of its shape among those of the drafter, see :class:`GrowsShapes`.
     """
 
     tokens: Tensor
@@ -62,9 +63,12 @@ class TokenTree:
     probs: Tensor
     probs_rows: Tensor
     depth: int
+    shape: int = 0
 
     @classmethod
-    def of(cls, shape: DeviceTreeShape, batch: int, vocabulary: int, device: torch.device) -> "TokenTree":
+    def of(
+        cls, shape: DeviceTreeShape, batch: int, vocabulary: int, device: torch.device, number: int = 0
+    ) -> "TokenTree":
         """A tree without tokens.
 
         Args:
@@ -72,6 +76,7 @@ class TokenTree:
             batch: B.
             vocabulary: V; distributions are kept for the M = N - widths[-1] nodes above the last depth. 0 for
                 a deterministic drafter, which reports none.
+            number: of the shape among those of the drafter.
         """
         depths = torch.tensor(shape.depths)
         count, grown = len(depths), shape.tree_nodes
@@ -86,6 +91,7 @@ class TokenTree:
             probs=torch.zeros(batch, expanding, vocabulary, device=device),
             probs_rows=rows.to(device).repeat(batch, 1),
             depth=shape.depth,
+            shape=number,
         )
         tree.update_masks()
         return tree
@@ -160,6 +166,28 @@ class ReadsTarget(Protocol):
         Raises:
             ValueError: the drafter was made for another target.
         """
+
+
+@runtime_checkable
+class GrowsShapes(Protocol):
+    """What a drafter has besides if it grows trees of several shapes, among which decoding chooses.
+
+    Attributes:
+        shapes: the attribute ``tree`` first. ``propose`` grows the one whose number is ``tree.shape`` of the
+            buffers that it is given; which one that is was chosen before the pass began.
+    """
+
+    shapes: tuple[str | Shape, ...]
+
+
+def shapes_of(drafter: "Drafter") -> tuple[str | Shape, ...]:
+    """The shapes of a drafter's trees, its attribute ``tree`` first."""
+    return drafter.shapes if isinstance(drafter, GrowsShapes) else (drafter.tree,)
+
+
+def grown_shapes(drafter: "Drafter") -> list[DeviceTreeShape]:
+    """The layouts of a drafter's trees, that of the attribute ``tree`` first."""
+    return [device_tree_shape(parse_shape(shape)) for shape in shapes_of(drafter)]
 
 
 def features_of(drafter: "Drafter | None", target: HFModel, batch: int, verified: int) -> Features | None:

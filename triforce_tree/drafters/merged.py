@@ -5,12 +5,11 @@ from dataclasses import replace
 
 import torch
 
-from triforce_tree.drafters.base import Drafter, TokenTree
+from triforce_tree.drafters.base import Drafter, TokenTree, grown_shapes, shapes_of
 from triforce_tree.drafters.suffix_matching import SuffixMatching
 from triforce_tree.kernels.suffix import graft_chain
 from triforce_tree.runtime.sequence_state import SequenceState
-from triforce_tree.trees.device_shapes import device_tree_shape
-from triforce_tree.trees.shapes import Shape, parse_shape, with_chain
+from triforce_tree.trees.shapes import Shape, with_chain
 from triforce_tree.verify.probs import Sampler
 
 
@@ -34,15 +33,20 @@ class Merged:
         self.name, self.features = drafter.name, drafter.features
         self.deterministic = drafter.deterministic
         self.capturable = drafter.capturable and matcher.capturable
-        self.tree: str | Shape = with_chain(drafter.tree, matcher.length)
+        self.shapes: tuple[str | Shape, ...] = tuple(
+            with_chain(shape, matcher.length) for shape in shapes_of(drafter)
+        )
+        self.tree: str | Shape = self.shapes[0]
 
     def bind(self, state: SequenceState) -> None:
         self.drafter.bind(state)
         self.matcher.bind(state)
-        shape = device_tree_shape(parse_shape(self.drafter.tree))
-        self._own = TokenTree.of(shape, state.batch, 0, state.device)
-        if not self.deterministic:
-            self._own.probs_rows.copy_(torch.arange(self._own.nodes))
+        self._own = [
+            TokenTree.of(shape, state.batch, 0, state.device, number)
+            for number, shape in enumerate(grown_shapes(self.drafter))
+        ]
+        for own in self._own if not self.deterministic else ():
+            own.probs_rows.copy_(torch.arange(own.nodes))
 
     def start(self, sequences: Sequence[Sequence[int]]) -> None:
         self.drafter.start(sequences)
@@ -53,7 +57,7 @@ class Merged:
         self.matcher.prepare(sequences, resumed)
 
     def propose(self, state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:
-        own = replace(self._own, probs=tree.probs)
+        own = replace(self._own[tree.shape], probs=tree.probs)
         self.drafter.propose(state, own, sampler)
         graft_chain(
             tree.tokens, tree.parents, tree.mask_words, tree.probs_rows,

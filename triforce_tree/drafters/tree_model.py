@@ -1,25 +1,22 @@
 """The draft model as a drafter: it grows the token trees of all sequences together, one forward per depth."""
 
 from collections.abc import Sequence
-from functools import partial
-from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.drafters.base import TokenTree
+from triforce_tree.drafters.grown_tree import GrownTree
 from triforce_tree.drafters.token_map import Forwards, MappedModel, TokenMap
-from triforce_tree.kernels import step
 from triforce_tree.kv.prefill import windowed_attention
 from triforce_tree.kv.store import KVStore
-from triforce_tree.kv.tree_attention_view import TreeAttentionView
 from triforce_tree.models.attention import AttentionParams
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.step_model import step_model
 from triforce_tree.runtime.sequence_state import SequenceState
-from triforce_tree.trees.device_shapes import device_tree_shape
-from triforce_tree.trees.shapes import Shape, parse_shape, with_chain
+from triforce_tree.trees.device_shapes import tree_shapes
+from triforce_tree.trees.shapes import Shape, with_chain
 from triforce_tree.verify.probs import Sampler
 
 # Positions after its window that a draft with learned positions must have at least; deep trees take more.
@@ -37,7 +34,7 @@ class TreeDrafter:
 
     Args:
         draft: the checked model.
-        config: shape of the trees, sinks and window. A chain beside the trees is left to others.
+        config: shapes of the trees, sinks and window. A chain beside the trees is left to others.
         tokens: its token ids for the target's; None where these are the same.
     """
 
@@ -47,13 +44,15 @@ class TreeDrafter:
 
     def __init__(self, draft: HFModel, config: HierarchyConfig, tokens: TokenMap | None = None) -> None:
         self.draft, self.config = draft, config.streaming
-        self.tree: str | Shape = with_chain(config.tree, 0)
+        self.shapes: tuple[str | Shape, ...] = tuple(with_chain(shape, 0) for shape in config.shapes)
+        self.tree: str | Shape = self.shapes[0]
         own = step_model(draft, compiled=draft.device.type == "cuda")
         self.model: Forwards = own if tokens is None else MappedModel(own, tokens)
-        self.shape = shape = device_tree_shape(parse_shape(config.tree))
+        laid_out = tree_shapes(config)
         self.capturable = self.model.capturable
+        deepest = max(shape.depth for shape in laid_out)
         # The chain of level 1 and a tree after it.
-        beyond = max(_BEYOND_WINDOW, config.gamma + shape.depth)
+        beyond = max(_BEYOND_WINDOW, config.gamma + deepest)
         needed = self.config.sinks + 2 * self.config.window + beyond
         limit = draft.learned_positions
         if limit is not None and needed > limit:
@@ -62,68 +61,25 @@ class TreeDrafter:
                 f"{draft.name} has {limit} learned positions, and its window needs {needed}; set "
                 f"window<={window}, or choose another draft"
             )
-        self.depth = len(shape.widths)
-        self.nodes = shape.tree_nodes
+        self.depth = len(laid_out[0].widths)
         # As many as one verification by level 1 (depth + 1) and one by level 2 (1 more) can add.
-        self.refeed_tokens = shape.depth + 2
+        self.refeed_tokens = deepest + 2
+        self.grown = [GrownTree(shape, self.refeed_tokens) for shape in laid_out]
+        self.nodes = max(grown.nodes for grown in self.grown)
 
     def bind(self, state: SequenceState) -> None:
-        batch, shape, device = state.batch, self.shape, self.model.device
+        batch, device = state.batch, self.model.device
         self._scratch_slots = state.max_draft_tokens + 2 * self.refeed_tokens + self.nodes
         capacity = self.config.sinks + 2 * self.config.window + self._scratch_slots
         self.store = KVStore(self.draft.kv_layers, batch, capacity, device, self.draft.dtype)
         # Tokens between the sinks and the window, which the cache does not hold; the same on the host.
         self.dropped = torch.zeros(batch, dtype=torch.int64, device=device)
         self._dropped_on_host = [0] * batch
-        starts = [0, *accumulate(shape.widths, initial=1)]
-        self._frontiers = [slice(a, b) for a, b in pairwise(starts[:-1])]  # the nodes that get children
-
-        def buffer(*size: int, fill: int = 0, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.full(size, fill, dtype=dtype, device=device)
-
-        self._path_probs = buffer(batch, self.nodes, fill=1, dtype=torch.float32)
-        self._pairs = [
-            None if shape.places is None else torch.tensor(shape.places[d], device=device).T.contiguous()
-            for d in range(self.depth)
-        ]
-        # Inputs of the forwards: the newest tokens of the sequence, then the nodes of each depth.
-        refeed = self.refeed_tokens
-        self._ids = [buffer(batch, width) for width in (refeed, *shape.widths)]
-        self._positions = buffer(batch, refeed - 1 + self.nodes)
-        depths = [0] + [d + 1 for d, width in enumerate(shape.widths) for _ in range(width)]
-        self._offsets = torch.tensor([*range(1 - refeed, 0), *depths], device=device)
-        # The first KV slot that each forward writes, and its distance from the root's.
-        self._first_slots = buffer(self.depth, batch)
-        self._first_offsets = torch.tensor([1 - refeed, *starts[1 : self.depth]], device=device)
-        self._lengths = buffer(batch, dtype=torch.int32)
-        causal = torch.ones(refeed, refeed, dtype=torch.bool).tril()
-        self._views = [TreeAttentionView(self.store, refeed, mask=causal)]
-        for width, nodes in zip(shape.widths, self._frontiers[1:], strict=False):
-            tail_depths = [*range(refeed - 1), *(refeed - 1 + d for d in depths[: nodes.stop])]
-            view = TreeAttentionView(self.store, width, tail=len(tail_depths), depths=tail_depths)
-            self._views.append(view)
-        for view, first_slot in zip(self._views, self._first_slots, strict=True):
-            view.follow(first_slot, self._lengths)
+        for grown in self.grown:
+            grown.bind(self.store)
 
     def propose(self, state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:
-        end, before = state.end, self.refeed_tokens - 1
-        step.begin_tree(
-            self._ids[0], self._positions, tree.tokens, self._first_slots, self._lengths,
-            state.tokens, end, self.dropped, self._offsets, self._first_offsets,
-        )  # fmt: skip
-        for d, nodes in enumerate(self._frontiers):
-            columns = slice(before + nodes.start if d else 0, before + nodes.stop)
-            logits = self.model(
-                self._ids[d], self._positions[:, columns], self._views[d], last=nodes.stop - nodes.start
-            )
-            probs = tree.probs[:, nodes]
-            paths = partial(tree.paths, state, end, nodes)
-            draws, by_rank = sampler.children(logits, probs, self.shape.siblings(d), nodes, paths)
-            mask = self._views[d + 1].mask if d + 1 < self.depth else None
-            step.place_nodes(
-                tree.tokens, tree.parents, tree.mask_words, self._path_probs, self._ids[d + 1], mask,
-                draws, by_rank, probs, self._pairs[d], nodes.start, before,
-            )  # fmt: skip
+        self.grown[tree.shape].grow(self.model, self.dropped, state, tree, sampler)
 
     def start(self, sequences: Sequence[Sequence[int]]) -> None:
         if (rope := self.draft.length_rope) is not None:

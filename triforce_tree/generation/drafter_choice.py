@@ -80,20 +80,25 @@ def check_drafter_options(
     """
     if draft is None and drafter == "model":
         raise ValueError("drafter='model' needs a draft; give one, or drafter='lookup'")
-    if draft is None and "tree" in options and not names_heads(drafter):
-        _refuse_tree(options["tree"], drafter)
+    for name in ("tree", "other_trees") if draft is None else ():
+        if name in options and not (names_heads(drafter) and name == "tree"):
+            _refuse_tree(name, options[name], drafter)
     if (lookup := options.get("lookup")) is not None:
         _check_lookup(lookup, drafter)
 
 
-def _refuse_tree(tree: object, drafter: Drafter | str | Path | None) -> NoReturn:
+def _refuse_tree(name: str, tree: object, drafter: Drafter | str | Path | None) -> NoReturn:
+    if names_heads(drafter):
+        raise ValueError(
+            f"{name}={tree!r} is for a draft model, and heads grow one shape of tree; leave it out"
+        )
     if drafter is None or isinstance(drafter, str | Path):
         raise ValueError(
-            f"tree={tree!r} shapes a draft model's trees, but suffix matching proposes chains; set lookup=N "
-            "instead, or give a draft model"
+            f"{name}={tree!r} shapes a draft model's trees, but suffix matching proposes chains; set "
+            "lookup=N instead, or give a draft model"
         )
     raise ValueError(
-        f"tree={tree!r} shapes a draft model's trees, but drafter {drafter.name!r} has a tree of its own; "
+        f"{name}={tree!r} shapes a draft model's trees, but drafter {drafter.name!r} has a tree of its own; "
         "change drafter.tree instead"
     )
 

@@ -4,6 +4,7 @@ A forward writes its keys and values after the committed slots. :meth:`TreeAtten
 accepted ones; the next forward overwrites the others.
 """
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -247,6 +248,23 @@ class PagedRetrievalView(TreeAttentionView):
             first_page=torch.arange(batch, device=device)[:, None] * group.pages_apart,
             plan=replace(plan, lengths=self._visible),
         )
+
+    def beside(self, queries: int, depths: Sequence[int]) -> "PagedRetrievalView":
+        """The same view for another number of new tokens: both see, and refresh, one selection of chunks.
+
+        Args:
+            queries: T, at most as many as ``max_growth`` of this view allows for.
+            depths: as for ``TreeAttentionView``.
+        """
+        other = copy.copy(self)
+        TreeAttentionView.__init__(other, self.store, queries, depths=depths)
+        other.capturable = self.capturable
+        other._visible = torch.zeros_like(self._visible)
+        other.retrieved = [
+            None if own is None else replace(own, plan=replace(plan, lengths=other._visible))
+            for own, plan in zip(self.retrieved, other._plans, strict=True)
+        ]
+        return other
 
     @property
     def chunks(self) -> int:

@@ -15,6 +15,10 @@ from triforce_tree.planning.profiles import Entry, Profile
 # buffers and graphs are made anew for other settings.
 _RETRIEVAL = ((98_304, 4096, 32), (49_152, 4096, 16), (32_768, 4096, 8), (8192, 2048, 8), (0, 1024, 8))
 _TREE = "best-first:4,4,4,3"
+# What passes may propose instead. On a GPU a pass over 64 rows costs little more than one over 16, and a
+# chain is drafted fastest. On a CPU each verified token has its price: trees of two to five tokens were the
+# best there (``docs/results/trees.json``).
+_OTHER_TREES = {True: ("best-first:16,17,16,14", "chain:6"), False: ("best-first:2,2,1", "chain:2")}
 _GAMMA, _GROUPED_GAMMA = 20, 15
 # From this many query heads for each KV head on a chain of 16 tokens fills a tile of the attention kernel.
 _GROUPED = 4
@@ -33,23 +37,27 @@ def device_defaults(
 
     Args:
         given: names of options that stay as they are, even at their defaults.
-        gpu: whether the target is on one; a CPU's defaults are those of ``HierarchyConfig``.
+        gpu: whether the target is on one; a CPU's defaults are those of ``HierarchyConfig``, but for
+            ``other_trees``.
         prompt: tokens of the longest prompt.
         group: query heads of the target for each KV head.
         trees: whether a draft model grows trees of any shape.
     """
-    if not gpu:
-        return config
     options, defaults = config.as_options(), HierarchyConfig().as_options()
     free = {name for name in options if name not in given and options[name] == defaults[name]}
-    chosen: dict[str, Any] = {"gamma": _GROUPED_GAMMA if group >= _GROUPED else _GAMMA}
-    if trees:
-        chosen["tree"] = _TREE
-    if group >= _GROUPED:
-        chosen["runner_ups"] = False
-    if free >= _RETRIEVAL_NAMES:
-        _, budget, chunk = next(step for step in _RETRIEVAL if prompt >= step[0])
-        chosen |= {"budget": budget, "chunk": chunk}
+    chosen: dict[str, Any] = {}
+    # Buffers of more shapes are not in the memory plan; with a chain beside them shapes differ little.
+    if trees and "tree" in free and config.offloads is False and not config.lookup:
+        chosen["other_trees"] = _OTHER_TREES[gpu]
+    if gpu:
+        chosen["gamma"] = _GROUPED_GAMMA if group >= _GROUPED else _GAMMA
+        if trees:
+            chosen["tree"] = _TREE
+        if group >= _GROUPED:
+            chosen["runner_ups"] = False
+        if free >= _RETRIEVAL_NAMES:
+            _, budget, chunk = next(step for step in _RETRIEVAL if prompt >= step[0])
+            chosen |= {"budget": budget, "chunk": chunk}
     return HierarchyConfig.from_options(
         **{**options, **{name: value for name, value in chosen.items() if name in free}}
     )
@@ -74,4 +82,8 @@ def chosen_settings(
     entry = profile.nearest(prompt, temperature) if profile is not None else None
     if entry is None:
         return config, None
-    return HierarchyConfig.from_options(**{**config.as_options(), **entry.options_for(given)}), entry
+    measured = entry.options_for(given)
+    if "tree" in measured and "other_trees" not in given:
+        # The fastest that was measured.
+        measured = {"other_trees": (), **measured}
+    return HierarchyConfig.from_options(**{**config.as_options(), **measured}), entry

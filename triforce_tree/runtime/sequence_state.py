@@ -1,6 +1,6 @@
 """The sequences of a batch while they are decoded, in buffers that CUDA graphs read and write."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -24,6 +24,7 @@ class SequenceState:
         vocabulary: V of the distributions that are kept for the chain; 0 if there are no chains.
         device: of the buffers.
         features: where hidden states of the target are kept; None for none.
+        ranks: (D, R), depths and sibling ranks to count acceptance by; None to count nothing.
 
     Attributes:
         tokens: int64 ``[B, capacity]``.
@@ -39,6 +40,9 @@ class SequenceState:
         features: hidden states of the target, of the newest positions before ``end``: the token at position
             p + 1 was drawn by the state at p. In levels=3 those of the chain are level 1's, until level 2
             has verified it. None where the drafter reads none; see :meth:`newest_features`.
+        rank_counts: int64 ``[2, B, D, R]``, of the drafter's trees that were verified since ``commit``: how
+            often the accepted path reached a node of depth d with a child of rank r, and how often that
+            child was accepted. None where nothing is counted.
         has_nan: bool ``[]``, whether logits held NaN.
         made_up: whether sequences are made-up ones, whose tokens are not in ``tokens``.
         recurrent: states of the target's recurrent layers, which :meth:`save` copies too.
@@ -53,6 +57,7 @@ class SequenceState:
         vocabulary: int,
         device: torch.device,
         features: Features | None = None,
+        ranks: tuple[int, int] | None = None,
     ) -> None:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
@@ -70,6 +75,7 @@ class SequenceState:
         self.new_tokens, self.count = zeros(batch, max(max_draft_tokens, extra) + 1), zeros(batch)
         self.proposed, self.retrieval_emitted = zeros(batch), zeros(batch)
         self.features = features
+        self.rank_counts = zeros(2, batch, *ranks) if ranks is not None else None
         self.has_nan = torch.zeros((), dtype=torch.bool, device=device)
         self.made_up = False
         self.recurrent: list[Tensor] = []
@@ -111,10 +117,46 @@ class SequenceState:
     def pass_results(self) -> Tensor:
         """What the host reads after a pass, in one tensor and so with one copy: int64 ``[B, F + 4]``.
 
-        ``count``, ``proposed``, ``retrieval_emitted``, ``has_nan``, then ``new_tokens``.
+        ``count``, ``proposed``, ``retrieval_emitted``, ``has_nan``, then ``new_tokens``; where they are kept,
+        then ``rank_counts`` too.
         """
         columns = [self.count, self.proposed, self.retrieval_emitted, self.has_nan.expand(self.batch).long()]
-        return torch.cat([torch.stack(columns, 1), self.new_tokens], 1)
+        counted = [] if self.rank_counts is None else [part.flatten(1) for part in self.rank_counts]
+        return torch.cat([torch.stack(columns, 1), self.new_tokens, *counted], 1)
+
+    def ranks_of(self, report: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[list[int]]]:
+        """``rank_counts`` of a report's rows of :meth:`pass_results`, summed: ``[D][R]`` each."""
+        assert self.rank_counts is not None
+        depths, ranks = self.rank_counts.shape[2:]
+        first, size = 4 + self.new_tokens.shape[1], depths * ranks
+        sums = [
+            sum(column) for column in zip(*(row[first : first + 2 * size] for row in report), strict=True)
+        ]
+        tried, accepted = (
+            [sums[at + d * ranks : at + (d + 1) * ranks] for d in range(depths)] for at in (0, size)
+        )
+        return tried, accepted
+
+    def count_ranks(self, tokens: Tensor, parents: Tensor, path: Tensor) -> None:
+        """Add the acceptance of one verification of the drafter's trees to ``rank_counts``.
+
+        Args:
+            tokens, parents: int64 ``[B, N]``, of the trees.
+            path: int64 ``[B, D + 1]``, accepted nodes from the root on, -1 after the last.
+        """
+        if self.rank_counts is None:
+            return
+        depths, ranks = self.rank_counts.shape[2:]
+        depths = min(depths, path.shape[1] - 1)
+        parent, child = path[:, :depths, None], path[:, 1 : depths + 1, None]
+        node = torch.arange(tokens.shape[1], device=tokens.device)
+        children = (parents[:, None] == parent) & (parent >= 0) & (tokens >= 0)[:, None] & (node > 0)
+        rank = torch.arange(ranks, device=tokens.device)
+        running = self.active[:, None, None] > 0
+        tried = (rank < children.sum(2, keepdim=True)) & running
+        earlier = (children & (node < child)).sum(2, keepdim=True)
+        self.rank_counts[0, :, :depths] += tried
+        self.rank_counts[1, :, :depths] += tried & (child >= 0) & (rank == earlier)
 
     def check_nan(self, numbers: Tensor) -> None:
         """Set ``has_nan`` if any are NaN; the host reads it once per pass."""

@@ -43,6 +43,11 @@ class DeviceTreeShape:
         return 1 + sum(self.widths)
 
     @property
+    def nodes(self) -> int:
+        """All nodes, the root included."""
+        return self.tree_nodes + self.chain
+
+    @property
     def depths(self) -> list[int]:
         """The depth of each node, the root first."""
         tree = (d + 1 for d, width in enumerate(self.widths) for _ in range(width))
@@ -77,26 +82,29 @@ def device_tree_shape(shape: Shape) -> DeviceTreeShape:
     return DeviceTreeShape(tuple(len(pairs) for pairs in places), places)
 
 
+def tree_shapes(config: HierarchyConfig) -> list[DeviceTreeShape]:
+    """The layouts of ``config.shapes``."""
+    return [device_tree_shape(parse_shape(shape)) for shape in config.shapes]
+
+
 @dataclass(frozen=True)
 class PassLimits:
     """The most tokens that the passes of a configuration draft and write.
 
     Attributes:
-        depth, nodes: of level 0's trees, the root included in ``nodes``; 0 and 1 without trees.
+        depth, nodes: most of level 0's trees, the root included in ``nodes``; 0 and 1 without trees.
         max_draft_tokens: most tokens of a path that is proposed to level 2.
-        drafted_depth: depth of these trees without a chain beside them: as many forwards of a draft model.
     """
 
     depth: int
     nodes: int
     max_draft_tokens: int
-    drafted_depth: int = 0
 
     @classmethod
     def of(cls, config: HierarchyConfig, levels: int) -> "PassLimits":
-        shape = device_tree_shape(parse_shape(config.tree)) if levels > 1 else DeviceTreeShape(())
-        depth, nodes = shape.depth, shape.tree_nodes + shape.chain
-        return cls(depth, nodes, config.gamma if levels == 3 else depth, len(shape.widths))
+        shapes = tree_shapes(config) if levels > 1 else [DeviceTreeShape(())]
+        depth, nodes = max(shape.depth for shape in shapes), max(shape.nodes for shape in shapes)
+        return cls(depth, nodes, config.gamma if levels == 3 else depth)
 
     @property
     def scratch_slots(self) -> int:

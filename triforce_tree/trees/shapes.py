@@ -102,6 +102,13 @@ Tree = Static | BestFirst
 Shape = Tree | WithChain
 
 
+def shape_name(shape: str | Shape) -> str:
+    """The name that :func:`parse_shape` reads; with ``+ 8`` for a chain of 8 tokens beside the tree."""
+    if isinstance(shape, WithChain):
+        return f"{shape_name(shape.tree)} + {shape.length}"
+    return shape if isinstance(shape, str) else shape.name
+
+
 def chain_shape(length: int) -> Static:
     """A shape of one proposed token per depth."""
     _check_size(length, length)

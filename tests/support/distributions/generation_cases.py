@@ -198,6 +198,39 @@ CASES: dict[str, Case] = {
     "two levels first": Case(
         3, 2, 3, None, {**BOTH, "gamma": 2, "rounds": None}, plan=(PassKind(2, 1), PassKind(3, 1))
     ),
+    # Trees of several shapes, in any order.
+    "shapes change": Case(
+        2,
+        3,
+        3,
+        None,
+        {**_tree("chain:1"), "other_trees": ("static:0;1", "best-first:2,1"), "rounds": None},
+        plan=(PassKind(2, 1, 1), PassKind(2, 1), PassKind(2, 1, 2)),
+    ),
+    "shapes change, deep after flat": Case(
+        2,
+        2,
+        4,
+        None,
+        {**_tree("best-first:2"), "other_trees": ("chain:3",), "rounds": None},
+        plan=(PassKind(2, 1, 1), PassKind(2, 1), PLAIN),
+    ),
+    "shapes change, hierarchy": Case(
+        3,
+        2,
+        3,
+        None,
+        {**BOTH, "gamma": 2, "other_trees": ("static:0;1",), "rounds": None},
+        plan=(PassKind(3, 1, 1), PassKind(2, 1, 1), PassKind(3, 1)),
+    ),
+    "shapes change, merged": Case(
+        2,
+        3,
+        3,
+        1,
+        {**_chain(1), "lookup": 2, "other_trees": ("static:0;1",), "rounds": None},
+        plan=(PassKind(2, 1, 1),),
+    ),
     "hierarchy off and on": Case(3, 2, 3, None, {**BOTH, "gamma": 2}, plan=(0, 1, 0)),
     # Drafters without a model.
     "lookup": Case(2, 3, 3, drafter=partial(SuffixMatching, 3)),

@@ -68,7 +68,11 @@ class Generations:
 
     Attributes:
         runs: of the last enumeration.
+        chooser: makes what chooses the passes of a decoder; only with a batch of one, since its sequences
+            would choose together. None for a plan.
     """
+
+    chooser: Callable[[Decoder], Callable[[], PassKind]] | None = None
 
     def __init__(
         self,
@@ -90,7 +94,8 @@ class Generations:
         drafter = None if isinstance(draft, PreTrainedModel) else draft
         if isinstance(draft, PreTrainedModel):
             matched = config.matched_tokens(True)
-            config = replace(config, tree=with_chain(config.tree, matched))
+            trees = tuple(with_chain(tree, matched) for tree in config.trees)
+            config = replace(config, tree=trees[0], other_trees=trees[1:])
             drafter = self.window = TreeDrafter(HFModel(draft), config, tokens)
             drafter = Merged(drafter, SuffixMatching(matched)) if matched else drafter
         if isinstance(drafter, ReadsTarget):
@@ -182,6 +187,8 @@ class Generations:
                 for kind in plan
             )
             decoder.controller.choose = lambda: next(kinds)
+        if self.chooser is not None:
+            decoder.controller.choose = self.chooser(decoder)
         for state, after_prompt in zip(self._recurrent(), self._states, strict=True):
             state.copy_(after_prompt.expand_as(state))
         if self.program.states is not None:

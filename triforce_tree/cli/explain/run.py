@@ -31,6 +31,8 @@ def _show(found: Explanation) -> None:
     show.print(found.why())
     made = ", ".join(f"{kind}: {count}" for kind, count in found.passes.items())
     show.print(f"passes: {made}; {found.tokens_per_pass:.2f} new tokens each")
+    for number, tree in enumerate(found.trees[1:], 2):
+        show.print(f"tree {number}: {tree}")
     if found.choices:
         rows = [
             (c.kind, str(c.made), f"{c.tokens:.2f}", f"{c.ms:.2f}", f"{c.ms_per_token:.2f}")

@@ -14,8 +14,8 @@ Three rules bound what a choice may cost where it does not pay:
 * Pauses. Where no kind of pass is likely to beat plain decoding, drafting pauses, longer after each trial
   that did not pay, and is then tried again with new estimates: the text may have changed, or the trial may
   have been unlucky.
-* Trials of the other number of levels are made only where they would be better at the upper end of the
-  confidence interval, and cost at most ``TRIALS`` of the tokens.
+* Trials of other numbers of levels and of other shapes of trees are made only where they would be better at
+  the upper end of the confidence interval, and cost at most ``TRIALS`` of the tokens together.
 
 A later request may resume from what an earlier one learnt: its estimates, its costs, and its loss budget,
 never more than ``START_BUDGET``, so that the bound holds for each request and for all of them together.
@@ -23,12 +23,12 @@ Pauses end with the request.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from triforce_tree.decoding.choice.estimates import Estimates, Learnt, tokens_of
-from triforce_tree.decoding.choice.passes import PLAIN, CostFactors, PassKind, StageSeconds
+from triforce_tree.decoding.choice.estimates import Estimates, Learnt, Ranks, tokens_of
+from triforce_tree.decoding.choice.passes import OF_SHAPE, PLAIN, CostFactors, Option, PassKind, StageSeconds
+from triforce_tree.trees.device_shapes import DeviceTreeShape
 
 START_BUDGET = 3.0
 """Plain passes that drafting may lose before it has gained anything."""
@@ -68,28 +68,6 @@ class LearntChoice:
     cost_factors: CostFactors
 
 
-class Option(NamedTuple):
-    """What is expected of a kind of pass: tokens of a sequence, and seconds.
-
-    Attributes:
-        most_tokens: at the upper end of the acceptance's confidence interval.
-    """
-
-    kind: PassKind
-    tokens: float
-    most_tokens: float
-    seconds: float
-
-    @property
-    def rate(self) -> float:
-        """Tokens per second and sequence."""
-        return self.tokens / self.seconds
-
-    @property
-    def highest_rate(self) -> float:
-        return self.most_tokens / self.seconds
-
-
 class PassController:
     """Chooses the kind of each pass, without a clock or random numbers.
 
@@ -102,9 +80,12 @@ class PassController:
         max_draft_tokens: most tokens of the chain; with two levels ``depth``.
         fixed: always this many rounds (one at most with two levels), whatever they cost.
         two_levels: with three levels: whether passes of two levels may be chosen as well.
+        shapes: of the draft's trees, where passes may have trees of several: that of ``depth`` first.
 
     Attributes:
-        costs: set before ``choose`` is called, unless rounds are fixed; may be changed at any time.
+        costs: with trees of the first shape. Set before ``choose`` is called, unless rounds are fixed; may be
+            changed at any time.
+        other_costs: with trees of each other shape; None for one that passes must not take.
         estimates: of acceptance, and of what a round brings.
     """
 
@@ -115,13 +96,16 @@ class PassController:
         max_draft_tokens: int,
         fixed: int | None = None,
         two_levels: bool = False,
+        shapes: Sequence[DeviceTreeShape] = (),
     ) -> None:
-        self.levels, self.depth, self.max_draft_tokens = levels, depth, max_draft_tokens
+        self.levels, self.max_draft_tokens = levels, max_draft_tokens
+        self._depths = [depth, *(shape.depth for shape in shapes[1:])]
         self.fixed = fixed if fixed is None or levels > 2 else min(fixed, 1)
         if levels == 1:
             self.fixed = 0
         self.costs: StageSeconds | None = None
-        self.estimates = Estimates(levels, depth, two_levels)
+        self.other_costs: Sequence[StageSeconds | None] = [None] * len(shapes[1:])
+        self.estimates = Estimates(levels, self._depths, two_levels, shapes)
         self._kinds = {1: (), 2: (2,), 3: (2, 3) if two_levels else (3,)}[levels]
         self._budget = START_BUDGET
         self._trials = _FIRST_TRIALS
@@ -178,7 +162,7 @@ class PassController:
             best = max(affordable, key=lambda option: option.rate)
             return (self._worth_a_trial(affordable, best) or best).kind
         # The cheapest pass shows whether a longer one would pay.
-        cheapest = [PassKind(levels, 1) for levels in self._kinds]
+        cheapest = [PassKind(levels, 1, shape) for levels in self._kinds for shape in self._shapes]
         needed, kind = min((self._needed(kind), kind) for kind in cheapest)
         if self._passes == 0 and needed <= self._budget:
             return kind
@@ -191,26 +175,40 @@ class PassController:
 
     def options(self) -> list[Option]:
         """What is expected of each kind of pass up to the best number of rounds, plain decoding first."""
-        costs = self._costs
-        found = [Option(PLAIN, 1.0, 1.0, costs.plain)]
-        if 2 in self._kinds:
-            a, error = self.estimates.of(2)
-            kind, depth = PassKind(2, 1), self.depth
-            found.append(Option(kind, tokens_of(a, depth), tokens_of(a + error, depth), costs.of(kind)))
-        if 3 in self._kinds:
-            a, error = self.estimates.of(3)
-            gathered, most = self.tokens_per_round, self.max_draft_tokens
-            for rounds in range(1, math.ceil(most / gathered) + 1):
-                kind, chain = PassKind(3, rounds), min(float(most), rounds * gathered)
-                seconds = costs.of(kind, chain / most)
-                found.append(Option(kind, tokens_of(a, chain), tokens_of(a + error, chain), seconds))
-                if rounds > 1 and found[-1].highest_rate < found[-2].highest_rate:
-                    # Further rounds bring less and less in the same time.
-                    break
+        found = [Option(PLAIN, 1.0, 1.0, self._costs.plain)]
+        for shape in self._shapes:
+            if 2 in self._kinds:
+                a, error = self.estimates.of(2, shape)
+                kind, depth = PassKind(2, 1, shape), self._depths[shape]
+                seconds = self._costs_of(shape).of(kind)
+                tokens, most = tokens_of(a, depth), tokens_of(a + error, depth)
+                found.append(Option(kind, tokens, most, seconds, self.estimates.doubt(2, shape)))
+            if 3 in self._kinds:
+                found += self._options_of_rounds(shape)
+        return found
+
+    def _options_of_rounds(self, shape: int) -> list[Option]:
+        """Passes of three levels up to the best number of rounds."""
+        a, error = self.estimates.of(3)
+        gathered, doubt = self.estimates.per_round_of(shape), self.estimates.doubt(3, shape)
+        most, costs, found = float(self.max_draft_tokens), self._costs_of(shape), list[Option]()
+        for rounds in range(1, math.ceil(most / gathered) + 1):
+            kind, chain = PassKind(3, rounds, shape), min(most, rounds * gathered)
+            seconds = costs.of(kind, chain / most)
+            found.append(Option(kind, tokens_of(a, chain), tokens_of(a + error, chain), seconds, doubt))
+            if rounds > 1 and found[-1].highest_rate < found[-2].highest_rate:
+                # Further rounds bring less and less in the same time.
+                break
         return found
 
     def observe(
-        self, kind: PassKind, sequences: int = 1, gathered: int = 0, accepted: int = 0, rejected: int = 0
+        self,
+        kind: PassKind,
+        sequences: int = 1,
+        gathered: int = 0,
+        accepted: int = 0,
+        rejected: int = 0,
+        ranks: Ranks | None = None,
     ) -> None:
         """Update the estimates after a pass. Counts are sums over the sequences that were still running.
 
@@ -221,13 +219,14 @@ class PassController:
             accepted: draft tokens that the target accepted.
             rejected: sequences in which it rejected one. A rejection ends the chain, so
                 accepted / (accepted + rejected) estimates the acceptance.
+            ranks: acceptance of the draft's trees by depth and rank, where there are several shapes.
         """
         if self.fixed is None:
             self._charge(kind, 1 + accepted / sequences, gathered / sequences)
         if kind.levels == 1:
             return
         self._passes += 1
-        self.estimates.observe(kind, gathered / sequences, accepted, rejected)
+        self.estimates.observe(kind, gathered / sequences, accepted, rejected, ranks)
 
     def refine(
         self, kind: PassKind, gathered: float, seconds: Mapping[str, float], resumed: bool = False
@@ -240,9 +239,9 @@ class PassController:
                 ``prepare`` before the first one.
             resumed: whether the pass before it was plain.
         """
-        old = self.costs
-        if old is None:
+        if self.costs is None:
             return
+        old = self._costs_of(kind.shape)
         drafting = ("draft", "retrieval") if kind.rounds else ()
         measured = {name: seconds[name] / kind.rounds for name in drafting if seconds.get(name)}
         factor = seconds["target"] / old.verification(kind, self._filled(kind, gathered))
@@ -252,7 +251,22 @@ class PassController:
         if old.prepare and resumed and seconds.get("prepare"):
             measured["prepare"] = seconds["prepare"]
         new = {name: _mean(getattr(old, name), value) for name, value in measured.items()}
-        self.costs = StageSeconds(**{**vars(old), **new})
+        common = {name: seconds for name, seconds in new.items() if name not in OF_SHAPE}
+        changed = [
+            None if costs is None else replace(costs, **(new if shape == kind.shape else common))
+            for shape, costs in enumerate((self.costs, *self.other_costs))
+        ]
+        self.costs, self.other_costs = changed[0], changed[1:]
+
+    @property
+    def _shapes(self) -> list[int]:
+        """The shapes of trees that passes may take."""
+        return [0, *(n for n, costs in enumerate(self.other_costs, 1) if costs is not None)]
+
+    def _costs_of(self, shape: int) -> StageSeconds:
+        costs = self.other_costs[shape - 1] if shape else self._costs
+        assert costs is not None, "passes take only trees whose costs are known"
+        return costs
 
     @property
     def _costs(self) -> StageSeconds:
@@ -264,25 +278,42 @@ class PassController:
         return gathered / self.max_draft_tokens if kind.levels == 3 else 1.0
 
     def _worth_a_trial(self, options: list[Option], best: Option) -> Option | None:
-        """A pass of another number of levels that may be better than the best, if trials may cost so much."""
-        others = [option for option in options if option.kind.levels != best.kind.levels]
-        other = max(others, key=lambda option: option.rate, default=best)
-        if other.highest_rate <= best.rate:
-            return None
-        # Tokens that the best kind of pass is expected to yield in the same time, beyond the other's own.
-        cost = other.seconds * best.rate - other.tokens
-        if cost > self._trials:
-            return None
-        self._trial = other.kind, cost
-        return other
+        """A pass of other levels or trees that may be better than the best, if trials may cost so much."""
+
+        def group(option: Option) -> tuple[int, int]:
+            return option.kind.levels, option.kind.shape
+
+        # The best of each group that may be better; the most promising one first.
+        groups: dict[tuple[int, int], Option] = {}
+        for option in sorted(options, key=lambda option: option.rate):
+            groups[group(option)] = option
+        groups.pop(group(best))
+        found = [(self._promise(option, best), option) for option in groups.values()]
+        hopeful = [(rate, option) for rate, option in found if rate > best.rate]
+        for _, other in sorted(hopeful, reverse=True):
+            # Tokens that the best kind of pass is expected to yield in the same time, beyond the other's own.
+            cost = other.seconds * best.rate - other.tokens
+            if cost <= self._trials:
+                self._trial = other.kind, cost
+                return other
+        return None
+
+    @staticmethod
+    def _promise(option: Option, best: Option) -> float:
+        """The rate that it may have: acceptance is as uncertain for trees of other shapes, but no more."""
+        if option.kind.levels == best.kind.levels:
+            return (1 + option.doubt * (option.tokens - 1)) / option.seconds
+        return option.highest_rate
 
     def _worst_loss(self, kind: PassKind) -> float:
         """Plain passes that a pass loses if it yields a single token."""
-        most = kind.rounds * (self.depth + 1)
+        most = kind.rounds * (self._depths[kind.shape] + 1)
         return self._seconds(kind, self._filled(kind, most)) / self._costs.plain - 1
 
     def _seconds(self, kind: PassKind, filled: float) -> float:
-        return self._costs.of(kind, filled) + (self._costs.prepare if self._last_plain else 0.0)
+        return self._costs_of(kind.shape).of(kind, filled) + (
+            self._costs.prepare if self._last_plain else 0.0
+        )
 
     def _needed(self, kind: PassKind) -> float:
         """The least budget with which a pass is made."""

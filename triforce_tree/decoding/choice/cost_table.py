@@ -13,10 +13,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from triforce_tree.decoding.choice.passes import STAGE_FIELDS, StageSeconds
-from triforce_tree.decoding.choice.stage_costs import StageCosts, measure, settings_of
+from triforce_tree.decoding.choice.stage_costs import StageCosts, measure, measure_shape, settings_of
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.runtime import distributed
+from triforce_tree.runtime.executor import free_memory
 from triforce_tree.runtime.json_files import JsonTable
 from triforce_tree.runtime.user_folders import user_cache
 from triforce_tree.verify.probs import DeviceProbs
@@ -111,6 +114,45 @@ def stage_costs(
 def _prepared(program: DecodingProgram, to_probs: ProbsFromLogits) -> ProbsFromLogits:
     program.prepare(to_probs)
     return to_probs
+
+
+def other_costs(
+    program: DecodingProgram, to_probs: ProbsFromLogits, first: StageCosts, table: CostTable | None = None
+) -> list[StageCosts | None]:
+    """The costs with trees of each shape but the first; None where device memory is short for its stages.
+
+    Where they are measured, sequences must be fed or rewound afterwards.
+
+    Args:
+        first: with trees of the first shape.
+        program, to_probs, table: as for :func:`stage_costs`.
+    """
+    table, found = table or user_table(), list[StageCosts | None]()
+    for shape in range(1, len(program.shapes)):
+        settings = settings_of(program, DeviceProbs.kind(to_probs), None) | {"shape": shape}
+        costs = distributed.broadcast_object(table.find(settings))
+        # Processors that depend on the text must not see a made-up one: their shapes are those known.
+        if costs is None and to_probs.context_free:
+            costs = _measured_shape(program, shape, first)
+            if costs is not None and distributed.is_first_rank():
+                costs = table.add(settings, costs)
+            costs = distributed.broadcast_object(costs)
+        found.append(costs)
+    return found
+
+
+def _measured_shape(program: DecodingProgram, shape: int, first: StageCosts) -> StageCosts | None:
+    start = time.perf_counter()
+    try:
+        return measure_shape(program, shape, first, program.config.retrieval.refresh)
+    except torch.OutOfMemoryError:
+        if distributed.current() is not None:
+            raise
+        _LOG.warning("device memory is short for the stages of other_trees; passes go on with tree alone")
+        free_memory()
+        return None
+    finally:
+        program.capture_seconds += time.perf_counter() - start
 
 
 @cache

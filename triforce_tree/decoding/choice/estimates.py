@@ -1,9 +1,13 @@
 """Running estimates of acceptance, and of the tokens that a round of drafting brings."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from triforce_tree.decoding.choice.passes import PassKind
+from triforce_tree.decoding.choice.tree_acceptance import ByRank, TreeAcceptance
+from triforce_tree.trees.device_shapes import DeviceTreeShape
+from triforce_tree.trees.shapes import DEFAULT_ACCEPTANCE
 
 # Share of the evidence that is kept from one drafting pass to the next.
 _KEPT = 0.98
@@ -12,6 +16,9 @@ _PRIOR_TOKENS, _PRIOR_ROUNDS = 3.0, 2.0
 _PRIOR_ACCEPTANCE = 0.9
 # The upper end of a confidence interval is this many standard errors above the estimate.
 _STANDARD_ERRORS = 1.0
+
+Ranks = tuple[Sequence[Sequence[int]], Sequence[Sequence[int]], int]
+"""Tried and accepted children by depth and rank, and the number of trees; see :class:`TreeAcceptance`."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +29,7 @@ class Learnt:
         acceptance: of a chain's tokens by the target.
         tokens_per_round: that the retrieval level adds to the chain.
         tree_acceptance: of a tree's depths by the target; None: not known.
+        by_rank: acceptance of trees by depth and sibling rank; empty: not known.
 
     Raises:
         ValueError: an acceptance is not within 0 and 1, or a round brings less than a token.
@@ -30,9 +38,10 @@ class Learnt:
     acceptance: float
     tokens_per_round: float
     tree_acceptance: float | None = None
+    by_rank: ByRank = ()
 
     def __post_init__(self) -> None:
-        for value in (self.acceptance, self.tree_acceptance):
+        for value in (self.acceptance, self.tree_acceptance, *(a for row in self.by_rank for a in row)):
             if value is not None and not 0 <= value <= 1:
                 raise ValueError(f"acceptance={value!r} must be within 0 and 1")
         if not 1 <= self.tokens_per_round < math.inf:
@@ -63,17 +72,22 @@ class Estimates:
 
     Where passes of two and of three levels are both possible, each says something about the other: a tree's
     depths that the retrieval level accepts are mostly accepted by the target too. What is inferred so weighs
-    as much as an expectation.
+    as much as an expectation. Where there are several shapes of trees, acceptance by depth and rank says what
+    is expected of each, whichever shapes it was observed with.
 
     Args:
         levels: most levels of a pass.
-        depth: of the draft's trees.
+        depths: of the draft's trees, by shape.
         two_levels: with three levels: whether passes of two levels are possible too.
+        shapes: of the trees; empty where there is one.
     """
 
-    def __init__(self, levels: int, depth: int, two_levels: bool) -> None:
-        self._depth, self._mixed, self._levels = depth, two_levels, levels
-        self._expected = Learnt(_PRIOR_ACCEPTANCE, 1 + 0.5 * depth)
+    def __init__(
+        self, levels: int, depths: Sequence[int], two_levels: bool, shapes: Sequence[DeviceTreeShape] = ()
+    ) -> None:
+        self._depths, self._mixed, self._levels = depths, two_levels, levels
+        self._shapes = shapes if len(shapes) > 1 else ()
+        self._expected = Learnt(_PRIOR_ACCEPTANCE, 1 + 0.5 * depths[0])
         # Estimates at the end of the last trial, or those of an earlier request.
         self._last: Learnt | None = None
         self._begin(1.0, self._expected)
@@ -105,44 +119,67 @@ class Estimates:
 
     @property
     def tree(self) -> float:
-        """Probability that the target accepts one of a node's children, in a tree of the drafter."""
-        own = self._tree
-        if not self._mixed:
-            return own.value
-        inferred = self._chain.value * acceptance_of(self._round.value, self._depth)
-        return (own.sum + _PRIOR_TOKENS * inferred) / (own.weight + _PRIOR_TOKENS)
+        """:meth:`tree_of` the first shape."""
+        return self.tree_of(0)
 
     @property
     def per_round(self) -> float:
-        """Draft tokens that a round adds; with two levels the tree's depth."""
-        if self._levels < 3:
-            return float(self._depth)
-        own = self._round
-        if not self._mixed:
-            return own.value
-        weight = min(_PRIOR_ROUNDS, self._tree.weight / max(1, self._depth))
-        inferred = tokens_of(self._tree.value, self._depth) if self._tree.weight else 1.0
-        return (own.sum + weight * inferred) / (own.weight + weight)
+        """:meth:`per_round_of` the first shape."""
+        return self.per_round_of(0)
 
-    def of(self, levels: int) -> tuple[float, float]:
+    def tree_of(self, shape: int) -> float:
+        """Probability that the target accepts one of a node's children, in a tree of this shape."""
+        depth = self._depths[shape]
+        if self._by_rank is not None:
+            return acceptance_of(self._by_rank.expected(2, shape), depth)
+        total, weight = self._tree.sum, self._tree.weight
+        if self._mixed:
+            total += _PRIOR_TOKENS * self._chain.value * acceptance_of(self._round.value, depth)
+            weight += _PRIOR_TOKENS
+        return total / weight
+
+    def per_round_of(self, shape: int) -> float:
+        """Draft tokens that a round with trees of this shape adds; with two levels the tree's depth."""
+        depth = self._depths[shape]
+        if self._levels < 3:
+            return float(depth)
+        if self._by_rank is not None:
+            return self._by_rank.expected(3, shape)
+        total, weight = self._round.sum, self._round.weight
+        if self._mixed and self._tree.weight:
+            more = min(_PRIOR_ROUNDS, self._tree.weight / max(1, depth))
+            total, weight = total + more * tokens_of(self._tree.value, depth), weight + more
+        return total / weight
+
+    def doubt(self, levels: int, shape: int) -> float:
+        """Factor by which trees of this shape may yield more than is expected, beside those of the others."""
+        return 1.0 if self._by_rank is None else self._by_rank.doubt(levels, shape)
+
+    def of(self, levels: int, shape: int = 0) -> tuple[float, float]:
         """The target's acceptance in passes of so many levels, and the half-width of its interval."""
         a, judged = self.chain, self._chain.weight
         if levels == 2:
-            a, judged = self.tree, self._tree.weight + (_PRIOR_TOKENS if self._mixed else 0.0)
+            inferred = _PRIOR_TOKENS if self._mixed else 0.0
+            a, judged = self.tree_of(shape), self._tree.weight + inferred
         return a, _STANDARD_ERRORS * math.sqrt(max(0.0, a * (1 - a)) / judged)
 
-    def observe(self, kind: PassKind, gathered: float, accepted: int, rejected: int) -> None:
+    def observe(
+        self, kind: PassKind, gathered: float, accepted: int, rejected: int, ranks: Ranks | None = None
+    ) -> None:
         """Take up a drafting pass; arguments as of ``PassController.observe``, ``gathered`` per sequence."""
         for mean in (self._chain, self._round, self._tree):
             mean.forget()
         (self._tree if kind.levels == 2 else self._chain).add(accepted, accepted + rejected)
         if kind.levels == 3:
             self._round.add(gathered, kind.rounds)
+        if self._by_rank is not None and ranks is not None:
+            self._by_rank.observe(*ranks, kind.levels, kind.shape)
 
     @property
     def _now(self) -> Learnt:
         known = self._levels == 2 or self._tree.weight > 0
-        return Learnt(self.chain, max(1.0, self._round.value), self._tree.value if known else None)
+        table = self._unused if self._by_rank is None else self._by_rank.table()
+        return Learnt(self.chain, max(1.0, self._round.value), self.tree if known else None, table)
 
     def _begin(self, weight: float, learnt: Learnt) -> None:
         """Replace the evidence by these estimates, weighing ``weight`` times the usual prior."""
@@ -152,6 +189,10 @@ class Estimates:
         if tree is None and self._levels == 2:
             tree = learnt.acceptance
         self._tree = _Mean(tree or 0.0, 0.0 if tree is None else weight * _PRIOR_TOKENS)
+        # A table that this request does not need is left to later ones as it is.
+        self._unused, self._by_rank = learnt.by_rank, None
+        if self._shapes:
+            self._by_rank = TreeAcceptance(self._shapes, learnt.by_rank or (DEFAULT_ACCEPTANCE,))
 
 
 def tokens_of(acceptance: float, chain: float) -> float:

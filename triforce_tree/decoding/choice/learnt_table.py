@@ -70,7 +70,9 @@ class LearntChoices:
         self._program.learnt[self._kind] = learnt
         if distributed.is_first_rank():
             named = {name: self._settings[name] for name in ("target", "drafter", "temperature", "context")}
-            entry = {**asdict(learnt.estimates), "budget": learnt.budget, "settings": named}
+            by_rank = [[round(a, 4) for a in row] for row in learnt.estimates.by_rank]
+            entry = {**asdict(learnt.estimates), "by_rank": by_rank}
+            entry |= {"budget": learnt.budget, "settings": named}
             self._file.put(JsonTable.key(self._settings), entry)
 
 
@@ -92,8 +94,9 @@ def _learnt(entry: Any) -> LearntChoice | None:
             float(entry["acceptance"]),
             float(entry["tokens_per_round"]),
             None if tree is None else float(tree),
+            tuple(tuple(float(a) for a in row) for row in entry.get("by_rank", ())),
         )
         budget = float(entry["budget"])
-    except (KeyError, TypeError, ValueError, OverflowError):
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
         return None
     return LearntChoice(estimates, budget, {}) if budget == budget else None

@@ -13,18 +13,46 @@ class PassKind(NamedTuple):
         levels: 1: the target alone decodes a token. 2: the target verifies the drafter's tree. 3: the
             retrieval level verifies the drafter's trees in ``rounds`` rounds, the target what they accepted.
         rounds: of drafting; 0 with one level, 1 with two.
+        shape: number of the shape of the drafter's trees, the configured one first.
     """
 
     levels: int
     rounds: int
+    shape: int = 0
 
     def __str__(self) -> str:
+        tree = f", tree {self.shape + 1}" if self.shape else ""
         if self.levels < 3:
-            return "plain" if self.levels == 1 else "2 levels"
-        return f"3 levels, {self.rounds} round{'s' if self.rounds > 1 else ''}"
+            return "plain" if self.levels == 1 else f"2 levels{tree}"
+        return f"3 levels, {self.rounds} round{'s' if self.rounds > 1 else ''}{tree}"
 
 
 PLAIN = PassKind(1, 0)
+
+
+class Option(NamedTuple):
+    """What is expected of a kind of pass: tokens of a sequence, and seconds.
+
+    Attributes:
+        most_tokens: at the upper end of the acceptance's confidence interval.
+        doubt: factor by which the pass may yield more, beside passes of as many levels with other trees.
+    """
+
+    kind: PassKind
+    tokens: float
+    most_tokens: float
+    seconds: float
+    doubt: float = 1.0
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second and sequence."""
+        return self.tokens / self.seconds
+
+    @property
+    def highest_rate(self) -> float:
+        return self.most_tokens / self.seconds
+
 
 CostFactors = dict[str, float]
 """Measured seconds of the stages as multiples of the expected ones, by field of :class:`StageSeconds`."""
@@ -32,7 +60,7 @@ CostFactors = dict[str, float]
 
 @dataclass(frozen=True)
 class StageSeconds:
-    """Seconds of each stage for a batch; infinite for a stage that the program does not have.
+    """Seconds of each stage for a batch, with trees of one shape; infinite for a stage that there is not.
 
     Attributes:
         plain: an autoregressive pass of the target.
@@ -97,4 +125,6 @@ class StageSeconds:
         return StageSeconds(**{name: value * factors.get(name, 1.0) for name, value in vars(self).items()})
 
 
+OF_SHAPE = ("draft", "retrieval", "tree")
+"""The stages whose seconds depend on the shape of the trees."""
 STAGE_FIELDS = tuple(field.name for field in fields(StageSeconds))

@@ -15,16 +15,15 @@ from typing import Any, Protocol
 import torch
 from transformers import PreTrainedModel
 
-from triforce_tree.decoding.choice.passes import StageSeconds
+from triforce_tree.decoding.choice.passes import OF_SHAPE, StageSeconds
 from triforce_tree.decoding.program import DecodingProgram
+from triforce_tree.decoding.stage_set import stage_name
 from triforce_tree.drafters.base import Drafter
 from triforce_tree.kv.offload.bandwidth import bandwidths
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.fingerprint import hardware, shape_of
 from triforce_tree.runtime.stage_clock import StageClock
-from triforce_tree.trees.device_shapes import device_tree_shape
-from triforce_tree.trees.shapes import parse_shape
 
 # Most samples of a stage, and seconds after which no more are taken; after the first one, the warm-up.
 _SAMPLES, _ENOUGH, _LONG = 6, 0.1, 1.0
@@ -100,6 +99,8 @@ class MeasuredStages(Protocol):
 
     def run(self, name: str, generator: torch.Generator) -> None: ...
 
+    def prepare_shape(self, number: int) -> None: ...
+
     @property
     def drafter(self) -> Drafter | None: ...
 
@@ -138,10 +139,7 @@ def measure(
         prepare = timer.of_preparation(longest)
     lowest = {"draft": found.get("draft", math.inf), "prepare": prepare}
     if (refreshing := found.get("retrieval_refresh")) is not None:
-        retrieval = found.get("retrieval", refreshing)
-        # One of ``refresh`` rounds refreshes.
-        verified = retrieval if refresh == 0 else (refreshing + (refresh - 1) * retrieval) / refresh
-        lowest["retrieval"] = verified
+        lowest["retrieval"] = _verified(refreshing, found.get("retrieval"), refresh)
     if transferred is not None:
         bus = bandwidths(stages.device)[0]
         lengths = [max(1, longest * n // _OFFLOADED_LENGTHS) for n in range(1, _OFFLOADED_LENGTHS + 1)]
@@ -158,6 +156,51 @@ def measure(
         return _rounded([longest], lowest, [at_longest])
     with stages.trial(short) as begin:
         return _rounded([short, longest], lowest, [timer.of_target(target, begin), at_longest])
+
+
+def measure_shape(stages: MeasuredStages, shape: int, first: StageCosts, refresh: int = 1) -> StageCosts:
+    """The same with trees of another shape: its own stages are run, other seconds are those of ``first``.
+
+    Args:
+        shape: its number.
+        first: costs with trees of the first shape, on a device: at one or two lengths.
+        refresh: as for :func:`measure`.
+
+    Raises:
+        torch.OutOfMemoryError: device memory is short for its stages.
+    """
+    timer, measured = _Timer(stages), list[dict[str, float]]()
+    drafting = [stage_name(name, shape) for name in ("draft", "retrieval_refresh", "retrieval")]
+    verifying = stage_name("target_tree" if stages.levels == 3 else "target", shape)
+    found: dict[str, float] = {}
+    for length in reversed(first.lengths):
+        with stages.trial(length) as begin:
+            begin(False)
+            stages.prepare_shape(shape)
+            for name in drafting if not found else ():
+                if name in stages.stage_names and (name != drafting[2] or refresh != 1):
+                    found[name] = timer.seconds_of(name, partial(begin, False))
+            verified = timer.of_target({"tree": verifying}, begin)
+        measured.insert(0, verified)
+    lowest = {"draft": found[drafting[0]]}
+    if drafting[1] in found:
+        lowest["retrieval"] = _verified(found[drafting[1]], found.get(drafting[2]), refresh)
+    own = _rounded(
+        first.lengths,
+        lowest,
+        [{"plain": at.plain, **to} for at, to in zip(first.seconds, measured, strict=True)],
+    )
+    changed = [
+        replace(seconds, **{name: getattr(other, name) for name in OF_SHAPE})
+        for seconds, other in zip(first.seconds, own.seconds, strict=True)
+    ]
+    return StageCosts(first.lengths, tuple(changed))
+
+
+def _verified(refreshing: float, retrieval: float | None, refresh: int) -> float:
+    """Seconds of the retrieval level in a round, one of ``refresh`` of which refreshes."""
+    other = refreshing if retrieval is None else retrieval
+    return other if refresh == 0 else (refreshing + (refresh - 1) * other) / refresh
 
 
 class _Timer:
@@ -253,7 +296,8 @@ def settings_of(
             f"{transferred(program.max_seq_len, plain):.0e}" for plain in (False, True)
         ]
     if program.levels > 1:
-        settings |= {"tree": repr(device_tree_shape(parse_shape(config.tree))), **asdict(config.streaming)}
+        tree, *others = map(repr, program.shapes)
+        settings |= {"tree": tree, **asdict(config.streaming), **({"other trees": others} if others else {})}
     if program.levels == 3:
         settings |= {
             "max_draft_tokens": program.max_draft_tokens,

@@ -7,13 +7,15 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from triforce_tree.decoding.choice.passes import PassKind
+from triforce_tree.decoding.choice.passes import OF_SHAPE, PassKind
 from triforce_tree.decoding.explain.roofs import roofs_ms
 from triforce_tree.decoding.explain.tally import AcceptanceTally, DepthCounts, Node
 from triforce_tree.decoding.loop import Decoder
 from triforce_tree.decoding.program import DecodingProgram
+from triforce_tree.decoding.stage_set import stage_name
 from triforce_tree.decoding.stop_criteria import Ending
 from triforce_tree.kv.offload.bandwidth import bandwidths
+from triforce_tree.trees.shapes import shape_name
 from triforce_tree.verify.sampling import ProbsFromLogits
 
 # Fields of StageSeconds: the stage whose bytes they read, with two levels and with three.
@@ -69,6 +71,7 @@ class Explanation:
         acceptance: by level, then depth: verifications that reached it, and accepted tokens by sibling rank.
         stages: times by the table of stage costs; empty where rounds are given.
         choices: kinds of passes, the fastest one first; empty where rounds are given.
+        trees: the shapes that passes may propose, the configured one first.
         tree: the last tree of the drafter that was verified.
         words: the text of each of its tokens.
         text: the new text; None without a tokenizer.
@@ -82,6 +85,7 @@ class Explanation:
     acceptance: dict[str, list[DepthCounts]]
     stages: list[StageTime]
     choices: list[Choice]
+    trees: list[str]
     tree: list[Node]
     words: list[str]
     text: str | None
@@ -91,7 +95,7 @@ class Explanation:
         return {
             **asdict(self),
             "options": {name: value for name, value in self.options.items() if not callable(value)}
-            | {"tree": str(self.options["tree"])},
+            | {"tree": self.trees[0], "other_trees": self.trees[1:]},
             "acceptance": {
                 level: [
                     {"tried": depth.tried, "accepted_by_rank": by_rank(depth.accepted)} for depth in depths
@@ -160,6 +164,7 @@ def explained(
         acceptance=tally.depths,
         stages=_stages(program, decoder, length),
         choices=_choices(decoder, decoder.passes),
+        trees=[shape_name(shape) for shape in program.config.shapes[: len(program.shapes)]],
         tree=tally.tree,
         words=words,
         text=str(tokenizer.decode(new, skip_special_tokens=True)) if tokenizer else None,
@@ -178,6 +183,11 @@ def _stages(program: DecodingProgram, decoder: Decoder, length: int) -> list[Sta
         stage, seconds = stages[program.levels == 3], getattr(costs, name)
         if stage in program.stage_names and seconds < float("inf"):
             found.append(StageTime(stage, 1e3 * seconds, roofs.get(stage)))
+    for shape, other in enumerate(decoder.controller.other_costs, 1):
+        for name in OF_SHAPE if other is not None else ():
+            if (seconds := getattr(other, name)) < float("inf"):
+                named = stage_name(_STAGES[name][program.levels == 3], shape)
+                found.append(StageTime(named, 1e3 * seconds, None))
     return found
 
 

@@ -63,7 +63,9 @@ class AcceptanceTally:
         self.tree: list[Node] = []
 
     def __call__(self, stage: str) -> None:
-        judged = self._program.stage(stage) if stage in LEVELS else None
+        # Stages of other shapes of trees: ``target_tree/1``.
+        name = stage.partition("/")[0]
+        judged = self._program.stage(stage) if name in LEVELS else None
         if not isinstance(judged, RetrievalVerifyStage | ChainVerifyStage | TreeVerifyStage):
             return
         tokens, parents = judged.tree.tokens[0].tolist(), judged.tree.parents[0].tolist()
@@ -75,7 +77,7 @@ class AcceptanceTally:
             ranks.append(seen[parent])
             # The root's token is not a proposal.
             seen[parent] += int(node > 0 and tokens[node] >= 0)
-        depths = self.depths.setdefault(LEVELS[stage], [])
+        depths = self.depths.setdefault(LEVELS[name], [])
         for depth, node in enumerate(path):
             if not seen[node] or depth >= judged.tree.depth:
                 break

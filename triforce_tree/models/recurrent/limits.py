@@ -33,6 +33,7 @@ def within_limits(name: str, config: HierarchyConfig, draft_model: bool) -> Hier
             f"lookup={shape.chain} adds a branch to the draft's trees, and {name} would need a recurrent "
             "state for every branch; leave lookup out"
         )
+    config = replace(config, other_trees=())
     if all(width == 1 for width in shape.widths):
         return config
     if draft_model and config.tree == HierarchyConfig().tree:

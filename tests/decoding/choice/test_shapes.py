@@ -1,0 +1,207 @@
+"""Trees of several shapes in one program: exactness, stages made where they are needed, counts by rank."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import cycle
+from zlib import crc32
+
+import pytest
+import torch
+from enumeration import NOISE
+from generation_cases import Case
+from program_cases import GREEDY, NEW, PROMPTS, SAMPLED, draft_of, model, program_of, references
+
+from triforce_tree.decoding import loop, prepared_stages
+from triforce_tree.decoding.choice.passes import PLAIN, PassKind, StageSeconds
+from triforce_tree.decoding.choice.stage_costs import StageCosts
+from triforce_tree.decoding.explain.tally import AcceptanceTally
+from triforce_tree.decoding.loop import Decoder
+from triforce_tree.decoding.program import DecodingProgram
+from triforce_tree.decoding.stages import DraftStage
+from triforce_tree.decoding.stop_criteria import Ending
+from triforce_tree.verify.sampling import ProbsFromLogits
+
+OTHERS = ("chain:4", "best-first:5,4,3,2")
+KINDS = {
+    2: [PassKind(2, 1, 1), PassKind(2, 1), PassKind(2, 1, 2), PLAIN, PassKind(2, 1, 1)],
+    3: [PassKind(3, 2, 2), PassKind(2, 1, 1), PassKind(3, 1), PLAIN, PassKind(3, 2, 1), PassKind(2, 1, 2)],
+}
+
+
+def shaped(levels: int, batch: int = 3, family: str = "llama-gqa", **options: object) -> DecodingProgram:
+    options = {"rounds": None, "other_trees": OTHERS, **options}
+    return program_of(model(family), draft_of(family), levels, batch, **options)
+
+
+def switched(
+    program: DecodingProgram, to_probs: ProbsFromLogits = GREEDY, seed: int = 0, plan: object = None
+) -> tuple[list[list[int]], Decoder]:
+    """The new tokens of ``PROMPTS`` where passes of all kinds and shapes take turns, and the decoder."""
+    prompts = PROMPTS[: program.batch]
+    decoder = Decoder(program, to_probs, seed, repeatable=True)
+    decoder.prefill(prompts)
+    kinds = cycle(plan or KINDS[program.levels])
+    decoder.controller.choose = lambda: next(kinds)
+    new: list[list[int]] = [[] for _ in prompts]
+    for blocks in decoder.decode(prompts, [Ending(count) for count in NEW[: len(prompts)]]):
+        for tokens, block in zip(new, blocks, strict=True):
+            tokens += block
+    return new, decoder
+
+
+@pytest.fixture(autouse=True)
+def known_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = StageCosts((100,), (StageSeconds(1.0, 0.1, 0.1, chain=1.2, tree=1.2),))
+    monkeypatch.setattr(loop, "stage_costs", lambda *_: costs)
+    monkeypatch.setattr(loop, "other_costs", lambda program, *_: [costs] * (len(program.shapes) - 1))
+
+
+@pytest.mark.parametrize("family", ["llama-gqa", "mistral-window"])
+@pytest.mark.parametrize("levels", [2, 3])
+def test_trees_may_change_with_every_pass(levels: int, family: str) -> None:
+    program = shaped(levels, family=family)
+    new, decoder = switched(program)
+    assert new == references(family)
+    assert {kind.shape for kind in decoder.passes} == {0, 1, 2}
+    for level in decoder.levels:
+        assert 0 <= level.accepted <= level.proposed or level.name == "draft"
+    drawn = [switched(program, SAMPLED, 4)[0] for _ in range(2)]
+    assert drawn[0] == drawn[1]
+
+
+@pytest.mark.parametrize("levels", [2, 3])
+def test_a_tree_beside_others_draws_as_it_does_alone(levels: int) -> None:
+    """The deepest tree decides how many tokens the draft feeds again, and buffers; nothing else changes."""
+    plan = [PassKind(levels, 1), PLAIN, PassKind(levels, 1)]
+    alone, among = (
+        switched(shaped(levels, tree="chain:4", other_trees=others), SAMPLED, 7, plan)[0]
+        for others in ((), ("best-first:3,2,1",))
+    )
+    assert alone == among
+
+
+def test_stages_are_made_where_a_pass_first_takes_them() -> None:
+    program = shaped(3)
+    program.prepare(GREEDY)
+    assert not [name for name in program.stage_names if "/" in name]
+    switched(program, plan=[PassKind(3, 1), PassKind(3, 1, 2)])
+    own = {"draft/2", "retrieval_refresh/2", "retrieval/2", "target_tree/2"}
+    assert {name for name in program.stage_names if "/" in name} == own
+    program.prepare(SAMPLED)
+    assert not [name for name in program.stage_names if "/" in name], "each kind of sampling has its own"
+
+
+@pytest.mark.parametrize("levels", [2, 3])
+def test_a_capture_between_passes_leaves_no_trace(levels: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where each stage is run twice before it is captured: the tokens are the same."""
+    expected = [switched(shaped(levels), to_probs, 2)[0] for to_probs in (GREEDY, SAMPLED)]
+    plain = prepared_stages.executor
+
+    def warmed(steps: object, device: torch.device) -> Callable[[], None]:
+        run = plain(steps, device)
+        if capturing:
+            run(), run()
+        return run
+
+    capturing: list[bool] = []
+    monkeypatch.setattr(prepared_stages, "executor", warmed)
+    program = shaped(levels)
+    for to_probs, tokens in zip((GREEDY, SAMPLED), expected, strict=True):
+        capturing.clear()
+        program.prepare(to_probs)
+        capturing.append(True)
+        assert switched(program, to_probs, 2)[0] == tokens
+
+
+def test_short_memory_leaves_the_first_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    def short(self: DecodingProgram, number: int) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(DecodingProgram, "prepare_shape", short)
+    new, decoder = switched(shaped(2))
+    assert new == references()
+    assert {kind.shape for kind in decoder.passes} == {0}
+    assert decoder.controller.other_costs == [None, None]
+
+
+@pytest.mark.parametrize("to_probs", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("levels", [2, 3])
+def test_counts_by_rank_are_those_of_the_paths(levels: int, to_probs: ProbsFromLogits) -> None:
+    """Beside a count on the host, from the trees themselves."""
+    program = shaped(levels, 1)
+    program.prepare(to_probs)
+    seen: list[tuple[list[list[int]], list[list[int]]]] = []
+    observe = Decoder._count
+
+    def counted(self: Decoder, kind: PassKind, report: list[list[int]], *rest: object) -> None:
+        if kind.levels > 1:
+            seen.append(program.state.ranks_of(report))
+        observe(self, kind, report, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Decoder, "_count", counted)
+        tally = AcceptanceTally(program)
+        patch.setattr(Decoder, "_run", lambda self, name: (program.run(name, self._generator), tally(name)))
+        switched(program, to_probs, 3)
+    tried, accepted = (torch.tensor([counts[part] for counts in seen]).sum(0) for part in (0, 1))
+    names = [name for name in tally.depths if name != "target" or levels == 2]
+    for depth in range(tried.shape[0]):
+        found = [tally.depths[name][depth] for name in names if depth < len(tally.depths[name])]
+        assert tried[depth, 0] == sum(counts.tried for counts in found)
+        for rank in range(tried.shape[1]):
+            assert accepted[depth, rank] == sum(counts.accepted[rank] for counts in found)
+    assert (accepted <= tried).all()
+    assert accepted[:, 1:].sum() > 0
+
+
+LAW = Case(
+    2, 2, 4, None,
+    {"tree": "chain:1", "other_trees": ("static:0;1;0.0",), "runner_ups": False, "rounds": None},
+)  # fmt: skip
+
+
+def test_a_shape_may_depend_on_what_earlier_passes_rejected() -> None:
+    """Whichever tokens were proposed, accepted and rejected before: later draws are fresh."""
+
+    def chooser(decoder: Decoder) -> Callable[[], PassKind]:
+        history: list[object] = []
+        observe = decoder.controller.observe
+
+        def observed(kind: PassKind, *counts: object) -> None:
+            tree = decoder.program.stage("draft" if not kind.shape else "draft/1").tree
+            history.append((counts, tree.tokens.tolist()))
+            observe(kind, *counts)
+
+        decoder.controller.observe = observed
+        return lambda: PassKind(2, 1, crc32(str(history[-1:]).encode()) % 2 if history else 1)
+
+    generations = LAW.generations(batch=1)
+    generations.chooser = chooser
+    assert LAW.distance(generations) < NOISE
+
+
+def test_a_shape_that_depends_on_the_draws_of_its_pass_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: a chain that is dropped for a tree of another shape where its token is not the first one."""
+    case = replace(LAW, tokens=2)
+    propose = DraftStage.steps
+
+    def steps(self: DraftStage) -> object:
+        [step] = propose(self)
+
+        def redrawn() -> None:
+            step.run()
+            chosen = self.tree.tokens[:, 1] == 0
+            self.tree.tokens[:, 1:] = torch.where(chosen[:, None], self.tree.tokens[:, 1:], -1)
+
+        return [step._replace(run=redrawn)]
+
+    assert case.distance(case.generations()) < NOISE
+    monkeypatch.setattr(DraftStage, "steps", steps)
+    assert case.distance(case.generations()) > 100 * NOISE
+
+
+def test_a_drafter_of_one_shape_has_one() -> None:
+    program = shaped(2, other_trees=())
+    assert len(program.shapes) == 1
+    assert program.state.rank_counts is None
+    assert len(shaped(2, rounds=1).shapes) == 1, "given rounds are kept"

@@ -1,0 +1,185 @@
+"""Simulated decoding with trees of several shapes, on given costs and acceptance by depth and rank."""
+
+import random
+from collections.abc import Callable, Sequence
+
+from triforce_tree.decoding.choice.controller import PassController
+from triforce_tree.decoding.choice.estimates import tokens_of
+from triforce_tree.decoding.choice.passes import PLAIN, PassKind, StageSeconds
+from triforce_tree.decoding.choice.tree_acceptance import MOST_RANKS, ByRank
+from triforce_tree.trees.device_shapes import DeviceTreeShape, device_tree_shape
+from triforce_tree.trees.shapes import parse_shape
+
+SHAPES = [
+    device_tree_shape(parse_shape(name)) for name in ("best-first:6,5,4", "static:0.0;0.1;1.0", "chain:3")
+]
+GAMMA = 24
+
+
+class Simulation:
+    """Passes of one sequence.
+
+    Args:
+        seconds: of a draft step, and of the verification of a tree of so many nodes by the target and by the
+            retrieval level, in units of a plain pass.
+        acceptance: by depth and rank, of trees by whoever verifies them; may change with the tokens made.
+        levels: 2, 3, or 0 for a choice between them.
+        chain: acceptance of a chain's tokens by the target, with three levels.
+    """
+
+    def __init__(
+        self,
+        seconds: tuple[float, Callable[[int], float], Callable[[int], float]],
+        acceptance: ByRank | Callable[[int], ByRank],
+        levels: int = 2,
+        chain: float = 0.95,
+        shapes: Sequence[DeviceTreeShape] = SHAPES,
+    ) -> None:
+        step, target, retrieval = seconds
+        self.acceptance, self.levels, self.chain, self.shapes = acceptance, levels, chain, shapes
+        self.costs = []
+        for shape in shapes:
+            parts = {"draft": step * len(shape.widths)}
+            if levels != 3:
+                parts["tree"] = target(shape.nodes)
+            if levels != 2:
+                parts |= {"retrieval": retrieval(shape.nodes), "chain": target(GAMMA + 1)}
+            self.costs.append(StageSeconds(1.0, **parts))
+
+    def controller(self, shapes: Sequence[int] | None = None) -> PassController:
+        """One that may choose all shapes, or these."""
+        taken = [self.shapes[n] for n in shapes or range(len(self.shapes))]
+        costs = [self.costs[n] for n in shapes or range(len(self.shapes))]
+        depth = taken[0].depth
+        made = PassController(
+            self.levels or 3, depth, depth if self.levels == 2 else GAMMA, None, self.levels == 0, taken
+        )
+        made.costs, made.other_costs = costs[0], costs[1:]
+        return made
+
+    def accepted(self, shape: DeviceTreeShape, made: int, rng: random.Random) -> list[tuple[int, int | None]]:
+        """Children offered and the accepted rank, None for none, at each depth that the path reached.
+
+        Best-first trees have the topology that is best on average.
+        """
+        by_rank = self.acceptance(made) if callable(self.acceptance) else self.acceptance
+        path, node, found = topology(shape, by_rank), 0, []
+        for depth in range(len(shape.widths)):
+            children = path[depth].get(node, [])
+            chances = by_rank[min(depth, len(by_rank) - 1)]
+            if not children:
+                break
+            draw, rank = rng.random(), None
+            for r in range(len(children)):
+                draw -= chances[r] if r < len(chances) else 0.0
+                if draw < 0:
+                    rank = r
+                    break
+            found.append((len(children), rank))
+            if rank is None:
+                break
+            node = children[rank]
+        return found
+
+    def run(
+        self, control: PassController, tokens: int, seed: int = 0
+    ) -> tuple[float, list[tuple[PassKind, int]]]:
+        """Tokens in the time of a plain pass, and each pass with the tokens that it yielded."""
+        rng, made, time, passes = random.Random(seed), 0, 0.0, []
+        while made < tokens:
+            kind = control.choose()
+            shape, costs = control_shape(control, self, kind)
+            if kind == PLAIN:
+                control.observe(PLAIN)
+                time, made = time + 1.0, made + 1
+                passes.append((kind, 1))
+                continue
+            depths = max(len(s.widths) for s in self.shapes)
+            tried, accepted = ([[0] * MOST_RANKS for _ in range(depths)] for _ in range(2))
+            yields = []
+            for _ in range(kind.rounds):
+                steps = self.accepted(shape, made, rng)
+                for depth, (offered, rank) in enumerate(steps):
+                    for r in range(min(offered, MOST_RANKS)):
+                        tried[depth][r] += 1
+                    if rank is not None:
+                        accepted[depth][rank] += 1
+                yields.append(1 + sum(rank is not None for _, rank in steps))
+            ranks = (tried, accepted, kind.rounds)
+            if kind.levels == 2:
+                count, gathered, filled = yields[0] - 1, 0, 1.0
+                rejected = int(count < shape.depth)
+            else:
+                gathered = sum(yields)
+                length = min(GAMMA, gathered)
+                count = next((n for n in range(length) if rng.random() >= self.chain), length)
+                rejected, filled = int(count < length), length / GAMMA
+            control.observe(kind, 1, gathered, count, rejected, ranks)
+            time += costs.of(kind, filled)
+            made += 1 + count
+            passes.append((kind, 1 + count))
+        return made / time, passes
+
+    def rates(self, acceptance: ByRank) -> dict[tuple[int, int, int], float]:
+        """Expected tokens in the time of a plain pass, by levels, rounds and shape, if always chosen."""
+        found = {(1, 0, 0): 1.0}
+        for n, (shape, costs) in enumerate(zip(self.shapes, self.costs, strict=True)):
+            chances = path_lengths(shape, acceptance)
+            mean = 1 + sum(length * chance for length, chance in enumerate(chances))
+            if self.levels != 3:
+                found[2, 1, n] = mean / costs.of(PassKind(2, 1))
+            for rounds in range(1, GAMMA + 1) if self.levels != 2 else ():
+                lengths = {0: 1.0}
+                for _ in range(rounds):
+                    longer: dict[int, float] = {}
+                    for length, mass in lengths.items():
+                        for more, chance in enumerate(chances):
+                            total = min(GAMMA, length + 1 + more)
+                            longer[total] = longer.get(total, 0.0) + mass * chance
+                    lengths = longer
+                tokens = sum(mass * tokens_of(self.chain, length) for length, mass in lengths.items())
+                filled = sum(mass * length for length, mass in lengths.items()) / GAMMA
+                found[3, rounds, n] = tokens / costs.of(PassKind(3, rounds), filled)
+        return found
+
+
+def control_shape(
+    control: PassController, simulation: Simulation, kind: PassKind
+) -> tuple[DeviceTreeShape, StageSeconds]:
+    costs = control.other_costs[kind.shape - 1] if kind.shape else control.costs
+    assert costs is not None
+    return simulation.shapes[kind.shape], costs
+
+
+def topology(shape: DeviceTreeShape, acceptance: ByRank) -> list[dict[int, list[int]]]:
+    """The children of each node, by depth of their parents; nodes are numbered within their depth."""
+    frontier, found = [1.0], []
+    for depth, width in enumerate(shape.widths):
+        by_rank = acceptance[min(depth, len(acceptance) - 1)]
+        if shape.places is None:
+            pairs = [(mass * a, p, r) for p, mass in enumerate(frontier) for r, a in enumerate(by_rank)]
+            kept = sorted(pairs, key=lambda pair: -pair[0])[:width]
+            places = sorted((parent, rank) for _, parent, rank in kept)
+        else:
+            places = list(shape.places[depth])
+        children: dict[int, list[int]] = {}
+        for node, (parent, _) in enumerate(places):
+            children.setdefault(parent, []).append(node)
+        found.append(children)
+        frontier = [frontier[p] * (by_rank[r] if r < len(by_rank) else 0.0) for p, r in places]
+    return found
+
+
+def path_lengths(shape: DeviceTreeShape, acceptance: ByRank) -> list[float]:
+    """The probability of each number of accepted tokens."""
+    reached, frontier = [1.0], {0: 1.0}
+    for depth, children in enumerate(topology(shape, acceptance)):
+        by_rank = acceptance[min(depth, len(acceptance) - 1)]
+        frontier = {
+            child: mass * by_rank[rank]
+            for node, mass in frontier.items()
+            for rank, child in enumerate(children.get(node, []))
+            if rank < len(by_rank)
+        }
+        reached.append(sum(frontier.values()))
+    return [a - b for a, b in zip(reached, [*reached[1:], 0.0], strict=True)]

@@ -1,0 +1,69 @@
+"""The controller's costs at the present length of the context, with the factors that were measured."""
+
+from collections.abc import Sequence
+
+from triforce_tree.decoding.choice.controller import PassController
+from triforce_tree.decoding.choice.passes import CostFactors, StageSeconds
+from triforce_tree.decoding.choice.stage_costs import StageCosts
+
+# Costs are interpolated anew after this many tokens: they hardly change with each one.
+_STEP = 8
+
+
+class CostsByLength:
+    """Sets a controller's costs from the table's.
+
+    Args:
+        controller: whose costs these are.
+        first: with trees of the first shape.
+        others: with those of the others; None for a shape that passes must not take.
+
+    Attributes:
+        factors: measured seconds as multiples of the table's, by field of ``StageSeconds``; those of other
+            shapes with their number: ``draft/1``.
+    """
+
+    def __init__(
+        self, controller: PassController, first: StageCosts, others: Sequence[StageCosts | None] = ()
+    ) -> None:
+        self._controller, self._first, self._others = controller, first, others
+        self.factors: CostFactors = {}
+        # The table's costs, before the factors, and the length from which on they are computed anew.
+        self._expected: list[StageSeconds | None] = []
+        self._until = 0
+
+    def at(self, tokens: int, measured: bool) -> None:
+        """Set the costs after so many tokens, every few tokens anew.
+
+        Args:
+            measured: whether the controller's costs hold times measured since the last call.
+        """
+        if tokens < self._until:
+            return
+        if measured:
+            self.kept_factors()
+        controller = self._controller
+        dropped = [bool(self._expected) and costs is None for costs in controller.other_costs]
+        first, others = self._first.at(tokens), [None if o is None else o.at(tokens) for o in self._others]
+        others = [None if gone else own for own, gone in zip(others, dropped, strict=True)]
+        self._expected, self._until = [first, *others], tokens + _STEP
+        controller.costs = first.scaled(self.factors)
+        controller.other_costs = [
+            None if own is None else own.scaled(self._of_shape(shape)) for shape, own in enumerate(others, 1)
+        ]
+
+    def kept_factors(self) -> CostFactors:
+        """Take over what the last passes have changed of the table's costs."""
+        now = (self._controller.costs, *self._controller.other_costs)
+        for shape, (own, expected) in enumerate(zip(now, self._expected, strict=False)):
+            if own is not None and expected is not None:
+                ending = f"/{shape}" if shape else ""
+                factors = own.relative_to(expected)
+                self.factors = self.factors | {name + ending: factor for name, factor in factors.items()}
+        return self.factors
+
+    def _of_shape(self, shape: int) -> CostFactors:
+        """The factors of all stages with trees of one shape."""
+        ending = f"/{shape}"
+        own = {name.removesuffix(ending): f for name, f in self.factors.items() if name.endswith(ending)}
+        return {name: f for name, f in self.factors.items() if "/" not in name} | own
