@@ -257,7 +257,6 @@ class HierarchyConfig:
                 "host_attention=True needs KV slots in host memory, but nothing is offloaded; give "
                 "offload=True or gpu_memory, or leave it out"
             )
-
         if self.kv_bits != 16 and self.offloads is True:
             raise ValueError(f"kv_bits={self.kv_bits} is for a cache on the device; {NO_OFFLOAD}")
 
@@ -319,8 +318,7 @@ class HierarchyConfig:
         return 0 if isinstance(self.prefix_cache, bool) else bytes_of(self.prefix_cache)
 
     @property
-    def level_one_bits(self) -> int:
-        """Bits of level 1's weights; 16 where there is no level 1."""
+    def level_one_bits(self) -> int:  # of its weights, 16 where there is no level 1
         return self.retrieval_weight_bits if self.levels in ("auto", 3) else 16
 
     def as_options(self) -> dict[str, Any]:

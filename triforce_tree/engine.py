@@ -231,8 +231,7 @@ class Engine:
             attention_mask: of the ids' shape; tokens with mask 0 are padding, on either side, and left out.
             generation_config, logits_processor, stopping_criteria, prefix_allowed_tokens_fn, stop_strings: as
                 in transformers; ``stop_strings`` needs a tokenizer.
-            streamer: as in transformers, or one for each sequence; see :class:`Streamers` for what else it
-                may do.
+            streamer: as in transformers, or one for each sequence; see :class:`Streamers`.
             seed: of all draws, independent for each sequence; by default from torch's global generator.
             logprobs: return the log-probability of each new token, see :class:`GenerateOutput`.
             progress: called with the number of kept tokens, then with that of each chunk after it.
