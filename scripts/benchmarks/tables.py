@@ -22,6 +22,7 @@ from scripts.benchmarks.cpu import tables as cpu
 from scripts.benchmarks.linear import tables as linear
 from scripts.benchmarks.offload import tables as offload
 from scripts.benchmarks.on_chip import tables as on_chip
+from scripts.benchmarks.requests import tables as requests
 from scripts.benchmarks.retrieval import tables as retrieval
 from scripts.benchmarks.texts import tables as texts
 from scripts.benchmarks.verification import tables as verification
@@ -123,6 +124,7 @@ TABLES = {
     "front": Table(on_chip.FILE, front, f"{on_chip.COMMAND} 7b"),
     **on_chip.TABLES, **offload.TABLES, **attention.TABLES, **linear.TABLES, **cpu.TABLES,
     **models_table.TABLES, **texts.TABLES, **retrieval.TABLES, **verification.TABLES,
+    **requests.TABLES,
 }  # fmt: skip
 
 
