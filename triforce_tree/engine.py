@@ -139,6 +139,7 @@ class Engine:
         """Free the last generation's buffers, and weights in host memory: calls then raise RuntimeError."""
         with self.hierarchy.generation():
             self.hierarchy.release()
+            self.hierarchy.prefixes.clear()
             if self.hierarchy.target.streamed is not None:
                 self.hierarchy.target.streamed.close()
 
@@ -234,8 +235,7 @@ class Engine:
             attention_mask: of the ids' shape; tokens with mask 0 are padding, on either side, and left out.
             generation_config, logits_processor, stopping_criteria, prefix_allowed_tokens_fn, stop_strings: as
                 in transformers; ``stop_strings`` needs a tokenizer.
-            streamer: as in transformers, or one for each sequence. A ``put`` that returns True ends its
-                sequence.
+            streamer: as in transformers, or one for each sequence; see :class:`Streamers`.
             seed: of all draws, each sequence's own (``verify.draws.sequence_seed``); by default from torch's
                 global generator.
             logprobs: return the log-probability of each new token, see :class:`GenerateOutput`.
@@ -313,7 +313,8 @@ class Engine:
         coming = max(new_tokens, self._room - len(longest[-1]))
         entry = self._choose_settings(job.temperature, longest, coming)
         self._notices.tell(to_probs.reading_text, job.config, len(prompts), hierarchy.target.device)
-        if not hierarchy.together(to_probs, prompts) or (hierarchy.offloads and most < len(prompts)):
+        whole = hierarchy.offloads or self._config.context_parallel > 1
+        if not hierarchy.together(to_probs, prompts) or (whole and most < len(prompts)):
             raise OneByOneError
         rows = how.rows(hierarchy, most, len(longest[-1]), coming)
         kept_on = torch.device("cpu") if hierarchy.offloads else job.input_ids.device

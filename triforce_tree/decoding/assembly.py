@@ -19,6 +19,7 @@ from triforce_tree.drafters.suffix_matching import SuffixMatching
 from triforce_tree.drafters.token_map import TokenMap
 from triforce_tree.drafters.tree_model import TreeDrafter
 from triforce_tree.kv.cached_tokens import Reuse
+from triforce_tree.kv.kept_prefixes import KeptPrefixes
 from triforce_tree.kv.offload.host_attention import host_attends
 from triforce_tree.kv.offload.offloaded_cache import one_shape
 from triforce_tree.loading.load_guard import compare_at_load
@@ -84,6 +85,7 @@ class Hierarchy:
         self._program: tuple[object, DecodingProgram] | None = None
         # Shared by all configurations of these models: host memory holds one full cache at a time.
         self._offloaded: list[DecodingProgram] = []
+        self.prefixes = KeptPrefixes()  # of texts that buffers held before, shared likewise
         # The program whose state a user's drafter is bound to, shared by all configurations as well.
         self._bound: list[weakref.ref[DecodingProgram]] = []
         check_low_bits(target.model, config.level_one_bits)
@@ -157,8 +159,7 @@ class Hierarchy:
         """
         if self.target.states is not None:
             return False
-        windows = [shape.window for shape in self.target.kv_shapes]
-        return any(window is None or window >= max_seq_len for window in windows)
+        return any(s.window is None or s.window >= max_seq_len for s in self.target.kv_shapes)
 
     @property
     def last_program(self) -> DecodingProgram | None:
@@ -173,17 +174,11 @@ class Hierarchy:
     def together(self, to_probs: ProbsFromLogits, prompts: Sequence[Sequence[int]]) -> bool:
         """Whether these prompts can be decoded as one batch."""
         rope = self.target.length_rope
-        return len(prompts) == 1 or (
-            to_probs.context_free and not (rope is not None and rope.mixed([len(p) for p in prompts]))
-        )
+        mixed = rope is not None and rope.mixed([len(p) for p in prompts])
+        return len(prompts) == 1 or (to_probs.context_free and not mixed)
 
     def adopt_memory_plan(self, lengths: Sequence[int], new_tokens: int, given: Collection[str] = ()) -> None:
-        """Take up the plan of :meth:`plan_memory` with its settings.
-
-        Raises:
-            DoesNotFitError: memory is short.
-            ValueError: what would have to be offloaded cannot be.
-        """
+        """Take up the plan of :meth:`plan_memory` with its settings; raises what that does."""
         self.memory = None
         self.memory = self.plan_memory(lengths, new_tokens, given)
         if self.memory is not None:
@@ -320,6 +315,8 @@ class Hierarchy:
                 return program
             if split is None and program.cache.worth_keeping(self.config, prompts, reuse):
                 kept_cache.append(program.cache)
+            else:
+                program.cache.keep_prefixes()
             program.close()  # The new program needs its memory.
             self._program = None
             del program
@@ -333,6 +330,9 @@ class Hierarchy:
         drafter = self.drafter() if levels > 1 else None
         settings = (self.target, drafter, self.config, batch, rounded, levels, split, pinned)
         program = with_or_without(kept_cache, lambda cache: DecodingProgram(*settings, kept=cache))
+        if limit := self.config.prefix_bytes:
+            self.prefixes.bound(limit)
+            program.cache.exchange_with(self.prefixes)
         self._program = (wanted, program)
         self._bound[:] = [weakref.ref(program)]
         if split is not None:

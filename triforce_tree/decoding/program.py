@@ -194,7 +194,7 @@ class DecodingProgram:
     @property
     def replaces(self) -> bool:
         """Whether :meth:`replace` works: an offloaded cache is prefilled in memory that all sequences use."""
-        return self.offloaded is None
+        return self.offloaded is None and self.cache.split is None
 
     def replace(
         self,
@@ -207,9 +207,6 @@ class DecodingProgram:
 
         Args:
             sequences: all committed tokens of each sequence; of ``row`` the new prompt.
-
-        Raises:
-            ValueError: the prompt is too long for the buffers.
         """
         prompt, state = sequences[row], self.state
         self._check([prompt])
@@ -290,7 +287,8 @@ class DecodingProgram:
         queries = 1 if plain or self.levels == 1 else self.max_draft_tokens + 1
         streamed = self.target.streamed
         weights = streamed.pass_bytes(self.batch * queries) if streamed is not None else 0
-        return self.cache.transferred_bytes(tokens, queries) + weights
+        cached = self.offloaded.transferred_bytes(tokens, queries) if self.offloaded is not None else 0
+        return cached + weights
 
     def serves(self, config: HierarchyConfig) -> bool:
         """Whether setting ``self.config = config`` is all that these settings need.

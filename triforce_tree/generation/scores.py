@@ -85,6 +85,10 @@ class EmittedScores:
             return logits
         return self._to_probs.scores(logits, lambda: [text[: n - count] for n in range(count)])
 
+    def newest(self, b: int, count: int) -> dict[str, list[Tensor]]:
+        """What is wanted of the last tokens of sequence b, by name: ``[V]`` or ``[]`` of each."""
+        return {name: rows[b][len(rows[b]) - count :] for name, rows in self._rows.items()}
+
     def results(self, numbers: Sequence[int]) -> dict[str, Any]:
         """The fields of the output of these sequences by name; removes their rows."""
         found: dict[str, Any] = {

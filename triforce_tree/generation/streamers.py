@@ -7,12 +7,16 @@ import torch
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
+from triforce_tree.generation.scores import EmittedScores
+
 
 class Streamers:
     """None, or one for each sequence.
 
     Args:
-        streamers: as transformers' own; a ``put`` that returns True ends its sequence.
+        streamers: as transformers' own; a ``put`` that returns True ends its sequence. One with a method
+            ``put_scores`` gets a dict before each put: of the logits, scores and log-probabilities that the
+            call asks for, those of the tokens that follow.
     """
 
     def __init__(self, streamers: Sequence[BaseStreamer] = ()) -> None:
@@ -51,9 +55,15 @@ class Streamers:
         if streamer is not None:
             streamer.put(torch.tensor([list(prompt)]))
 
-    def put(self, number: int, tokens: Sequence[int]) -> bool:
-        """Send new tokens of a sequence; whether its streamer ends it."""
+    def put(self, number: int, tokens: Sequence[int], scores: EmittedScores | None = None) -> bool:
+        """Send new tokens of a sequence; whether its streamer ends it.
+
+        Args:
+            scores: of these tokens, for streamers that take them.
+        """
         streamer = self._streamers[number] if self._streamers else None
+        if scores is not None and (put_scores := getattr(streamer, "put_scores", None)):
+            put_scores(scores.newest(number, len(tokens)))
         # transformers' own return None.
         return streamer is not None and streamer.put(torch.tensor(tokens)) is True
 

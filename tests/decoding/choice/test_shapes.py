@@ -141,7 +141,9 @@ def test_counts_by_rank_are_those_of_the_paths(levels: int, to_probs: ProbsFromL
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Decoder, "_count", counted)
         tally = AcceptanceTally(program)
-        patch.setattr(Decoder, "_run", lambda self, name: (program.run(name, *self.draws.generators), tally(name)))
+        patch.setattr(
+            Decoder, "_run", lambda self, name: (program.run(name, *self.draws.generators), tally(name))
+        )
         switched(program, to_probs, 3)
     tried, accepted = (torch.tensor([counts[part] for counts in seen]).sum(0) for part in (0, 1))
     names = [name for name in tally.depths if name != "target" or levels == 2]

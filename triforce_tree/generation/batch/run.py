@@ -41,7 +41,7 @@ class RunOptions:
 
     def rows(self, hierarchy: Hierarchy, most: int, prompt: int, new_tokens: int) -> int:
         """How many sequences to decode together, up to ``most``, or more where further prompts may join."""
-        if hierarchy.memory is not None:
+        if hierarchy.memory is not None or hierarchy.config.context_parallel > 1:
             # Planned for as many.
             return most
         if self.joining is not None and self.max_batch and hierarchy.target.device.type == "cuda":
@@ -96,7 +96,7 @@ class BatchRun:
         batch.prefill(self._how.progress, reuse)
         for fresh in batch.decode(observe if self._scores is not None else None):
             for sequence, tokens in fresh:
-                if streamers.put(sequence.number, tokens):
+                if streamers.put(sequence.number, tokens, self._scores):
                     batch.end(sequence)
             if self._how.joining is not None:
                 self._grow(self._how.joining.wanted())
