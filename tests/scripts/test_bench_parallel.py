@@ -1,4 +1,4 @@
-"""The benchmarks `parallel` and `split` by two processes on a CPU: rows, what each rank streams, the table."""
+"""The benchmarks `parallel` and `split` by two processes on a CPU: rows, what ranks stream, the table."""
 
 import json
 from pathlib import Path
