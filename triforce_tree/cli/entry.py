@@ -17,7 +17,9 @@ from triforce_tree.cli.arguments import parser
 def main(argv: Sequence[str] | None = None) -> int:
     nowhere = sys.stdout is None
     _open_closed_streams()
-    args = parser().parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    args = parser().parse_args(words)
+    args.words = words
     if nowhere:
         return _failed("stdout is closed, and results go there; redirect it to a file or /dev/null", 2)
     try:

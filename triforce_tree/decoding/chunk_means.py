@@ -48,6 +48,10 @@ class ChunkMeans:
         self._lengths = list(lengths)
         self.catch_up()
 
+    def lost(self, b: int, start: int) -> None:
+        """KV slots of sequence b from ``start`` on hold another text, of which no means are known."""
+        self._known[b] = min(self._known[b], start)
+
     def update_all(self) -> None:
         """Compute all means again, after something other than the passes has written KV slots."""
         if self._view is not None:

@@ -9,6 +9,7 @@ from triforce_tree.decoding.chunk_means import ChunkMeans
 from triforce_tree.decoding.device_slots import device_slots
 from triforce_tree.decoding.stages import FullView
 from triforce_tree.kv.cached_tokens import CachedTokens, Reuse
+from triforce_tree.kv.kept_prefixes import KeptPrefixes, PrefixExchange
 from triforce_tree.kv.marks import Marks
 from triforce_tree.kv.offload.gathered_retrieval import GatheredRetrievalView
 from triforce_tree.kv.offload.host_store import Offload
@@ -77,6 +78,7 @@ class FullCache:
         self._limits = PassLimits.of(config, levels)
         self.cached = CachedTokens(batch, self._prefill_chunk)
         self._computed_by: object = None
+        self._exchange: PrefixExchange | None = None
         self.store: KVStore | None = None
         self.offloaded: OffloadedCache | None = None
         self.split: SplitStore | None = None
@@ -183,6 +185,10 @@ class FullCache:
             reuse: which tokens that the cache holds are kept.
             features: where hidden states are kept for the drafter, if it reads any: those of new tokens.
         """
+        if self._exchange is not None and reuse != "none":
+            now = self._target.function_key()
+            self._exchange.before(prompts, self.reusable(prompts, reuse), self._computed_by, now, features)
+            self._computed_by = now
         starts = self.reusable(prompts, reuse, features.history if features is not None else 0)
         if progress and any(starts):
             progress(sum(starts))
@@ -216,6 +222,16 @@ class FullCache:
         self._computed_by = self._target.function_key()
         return starts
 
+    def exchange_with(self, prefixes: KeptPrefixes) -> None:
+        """From now on keep copies of texts before they are overwritten, where :class:`PrefixExchange` can."""
+        if self.states is None and distributed.current() is None:
+            self._exchange = PrefixExchange.of(prefixes, self.store, self.cached, self.means)
+
+    def keep_prefixes(self) -> None:
+        """Keep copies of all texts: the cache is not used any more."""
+        if self._exchange is not None:
+            self._exchange.keep(self._computed_by)
+
     def restored(self, tokens: Sequence[int], whole: int) -> None:
         """All but the last token of the only sequence were written from a file; ``whole``: of the tokens."""
         length = len(tokens) - 1
@@ -241,8 +257,7 @@ class FullCache:
     def holds(self, lengths: Sequence[int]) -> bool:
         """Whether decoding may continue after the first ``lengths`` tokens of what was written.
 
-        Layers with a window may have overwritten what is needed there, and recurrent layers keep no earlier
-        states.
+        Rings may have overwritten what is needed there, and recurrent layers keep no earlier states.
         """
         if self.states is not None and self.states.lengths != list(lengths):
             return False
@@ -280,9 +295,7 @@ class FullCache:
     @contextmanager
     def trial(self, length: int) -> Iterator[None]:
         """Inside, passes may write after made-up sequences of ``length`` tokens; what they write is undone.
-
-        Afterwards the sequences must be fed again, or :meth:`begin` called.
-        """
+        Afterwards the sequences must be fed again, or :meth:`begin` called."""
         offloaded = self.offloaded.trial(length) if self.offloaded is not None else nullcontext()
         states = self.states.saved() if self.states is not None else nullcontext()
         count = self._limits.scratch_slots + 1
@@ -291,18 +304,6 @@ class FullCache:
             yield
         if length < self._max_seq_len - 1:
             self.means.update_all()
-
-    def transferred_bytes(self, tokens: int, queries: int) -> int:
-        """Bytes of keys and values that a pass over ``queries`` tokens of each sequence copies to the device.
-
-        ``tokens`` are committed before it.
-        """
-        if self.offloaded is None:
-            return 0
-        target = self._target
-        slot = target.layers * target.heads.row * target.dtype.itemsize
-        on_host = max(0, self._batch * tokens * slot - self.offloaded.host.resident_bytes)
-        return int((1 - self.offloaded.share(queries)) * on_host)
 
     def close(self) -> None:
         """Give an offloaded cache's host memory back; the cache cannot be used afterwards."""
