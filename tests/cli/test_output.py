@@ -30,7 +30,7 @@ def test_a_text_that_is_not_the_targets_ends_with_code_1(
     accept_all_proposals(monkeypatch)
     words = {
         "generate": ["generate", prompt, "--max-new-tokens", "30", "--compare", "--json"],
-        "demo": ["demo", "--prompt-tokens", "300", "--new-tokens", "30"],
+        "demo": ["demo", "--prompt-tokens", "300", "--new-tokens", "30", "--json"],
     }[command]
     small = ["--budget", "64", "--recent", "32", "--levels", "3"]
     assert main([*words, *pair.options, *small]) == 1

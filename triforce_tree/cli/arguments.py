@@ -56,6 +56,26 @@ def _generate(subparsers: Any) -> None:
     add_chat(parser)
     parser.add_argument("--max-new-tokens", type=positive, default=256, help="most tokens to generate")
     parser.add_argument(
+        "--num-beams",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="beam search with N beams, as transformers', that share the prompt's keys and values; 1 is none",
+    )
+    parser.add_argument(
+        "--num-return-sequences",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="N texts after one prompt, which is stored and read once: samples, or the best beams",
+    )
+    parser.add_argument(
+        "--length-penalty",
+        type=float,
+        metavar="X",
+        help="with beams: scores are divided by the length to the power of X; without it the checkpoint's",
+    )
+    parser.add_argument(
         "--compare",
         action="store_true",
         help="then decode the same prompt with the target alone; exit code 1 if greedy texts differ and no "
@@ -193,19 +213,19 @@ def _demo(subparsers: Any) -> None:
         subparsers,
         "demo",
         "triforce_tree.cli.demo",
-        "Continue a long part of Python's own help text with the embedded pair, and compare with "
-        "autoregressive decoding. Always ends with one line of JSON.",
+        "Ask for a number that is hidden in a long part of Python's own help text, and continue the text, "
+        "with the embedded pair: by three levels and by the target alone in turns, piece by piece.",
     )
-    parser.add_argument("--prompt-tokens", type=positive, default=8192, help="tokens of the prompt")
+    parser.add_argument("--prompt-tokens", type=positive, default=12_288, help="tokens of the prompt")
     parser.add_argument(
         "--start",
         type=positive,
-        default=105_000,
-        help="token of the help text at which the prompt begins",
+        help="token of the help text at which the prompt begins; without it, the prompt ends before a "
+        "passage that does not repeat itself",
     )
     parser.add_argument("--new-tokens", type=positive, default=192, help="tokens to generate")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the most probable token")
-    parser.add_argument("--seed", type=int, default=0, help="of all draws")
+    parser.add_argument("--seed", type=int, default=0, help="of the hidden number, and of all draws")
     add_models(parser)
     add_hierarchy(parser, AUTO)
     parser.set_defaults(levels=3, given=frozenset({"levels"}))

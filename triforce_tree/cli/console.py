@@ -154,10 +154,60 @@ class TextOut(TextStreamer):
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        # A character that stdout cannot encode becomes "?" instead of an error.
-        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-        sys.stdout.write(text.encode(encoding, "replace").decode(encoding) + "\n" * stream_end)
+        sys.stdout.write(encodable(text) + "\n" * stream_end)
         sys.stdout.flush()
+
+
+class LevelText:
+    """Writes new text to stdout, on a terminal each token in the colour of the level that proposed it.
+
+    Args:
+        tokenizer: of the target.
+        names: of the levels, level 0 first.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, names: Sequence[str]) -> None:
+        self._tokenizer, self._console = tokenizer, Console(highlight=False, soft_wrap=True)
+        self._styles = dict(zip(names, ("green", "yellow"), strict=False)) | {names[-1]: "bold magenta"}
+        self._tokens: list[int] = []
+        self._shown = ""
+
+    @property
+    def legend(self) -> Text:
+        """Which colour is which level's; empty where there are none."""
+        if not self._console.is_terminal or self._console.no_color:
+            return Text()
+        parts = Text("tokens proposed by: ")
+        for name, style in self._styles.items():
+            parts.append(f"{name}  ", style)
+        return parts
+
+    def put(self, tokens: Sequence[int], origins: Sequence[str]) -> None:
+        """Write tokens, and the level that proposed each."""
+        for token, origin in zip(tokens, origins, strict=True):
+            self._tokens.append(token)
+            text = str(self._tokenizer.decode(self._tokens, skip_special_tokens=True))
+            # The token may be a part of a character.
+            if not text.endswith("\ufffd"):
+                self._write(text[len(self._shown) :], self._styles.get(origin))
+                self._shown = text
+
+    def end(self) -> None:
+        self._write("\n")
+
+    def _write(self, text: str, style: str | None = None) -> None:
+        if style is None or not self.legend:
+            # As it is: rich would expand tabs.
+            self._console.file.write(encodable(text))
+        else:
+            self._console.print(Text(encodable(text), style), end="")
+        self._console.file.flush()
+
+
+def encodable(text: str) -> str:
+    """The text with "?" for each character that stdout cannot encode."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    return text.encode(encoding, "replace").decode(encoding)
 
 
 def levels_table(levels: Sequence[LevelStats]) -> Table:

@@ -1,20 +1,61 @@
 """``triforce-tree demo``: three levels against the target alone, on what every installation has.
 
-A long prompt of real English is continued by the embedded pair with three levels, then by the target alone,
-in the same process.
+A long prompt of real English, in which a number is hidden, is prefilled once. The number is asked for, and
+the text is continued: by all levels and by the target alone in turns, in the same process.
 """
 
 import argparse
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from rich.text import Text
+
 from triforce_tree.cli import options
-from triforce_tree.cli.console import Interrupt, json_line, levels_table, screen
-from triforce_tree.cli.generate import generate
-from triforce_tree.eval.compare import compared, summary
+from triforce_tree.cli.console import (
+    Interrupt,
+    LevelText,
+    PrefillBar,
+    json_line,
+    levels_table,
+    memory_table,
+    screen,
+)
+from triforce_tree.decoding.explain.drawing import as_lines
+from triforce_tree.decoding.explain.side_by_side import Piece, SideBySide, Speeds
+from triforce_tree.decoding.explain.tally import Node
+from triforce_tree.decoding.loop import Decoder
+from triforce_tree.decoding.program import DecodingProgram
+from triforce_tree.decoding.stop_criteria import Ending
+from triforce_tree.engine import Engine
+from triforce_tree.eval.compare import difference_verdict, judged
+from triforce_tree.eval.needle import ANSWER_TOKENS
+from triforce_tree.eval.results import repeated_share
 from triforce_tree.eval.text import pydoc_text, token_ids
 from triforce_tree.generation.options import check_sampling_options
+from triforce_tree.kv.cached_tokens import common_prefix
+from triforce_tree.pair import needle as planted
+from triforce_tree.verify.sampling import ProbsFromLogits
 
-WARM_UP_PROMPT, WARM_UP_TOKENS = 256, 16
+# Where the prompt ends by default: what follows this sentence in the topic on sequence types does not repeat.
+_PASSAGE = re.compile(r"function call with a 3-tuple as the\s+sole\s+argument\.\s+")
+# The hidden number's position, as a share of the prompt.
+_DEPTH = 0.125
+
+
+@dataclass(frozen=True)
+class HiddenNumber:
+    """A number in the prompt, and the question for it."""
+
+    name: str
+    number: str
+
+    @classmethod
+    def drawn(cls, seed: int) -> "HiddenNumber":
+        draw = random.Random(seed)
+        return cls(draw.choice(planted.names()), "".join(draw.choices("0123456789", k=planted.DIGITS)))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -22,37 +63,147 @@ def run(args: argparse.Namespace) -> int:
     check_sampling_options({"temperature": args.temperature})
     engine = options.engine_of(args)
     assert engine.tokenizer is not None
-    ids = token_ids(engine.tokenizer, pydoc_text())
-    stop = args.start + args.prompt_tokens
-    if stop > len(ids):
-        raise ValueError(
-            f"--start {args.start} + --prompt-tokens {args.prompt_tokens} exceeds the help topics' "
-            f"{len(ids)} tokens; use less of either"
-        )
-    prompt = ids[args.start : stop]
-    alone = engine.with_options(levels=1)
+    hidden = HiddenNumber.drawn(args.seed)
+    prompt = _prompt(engine, args, token_ids(engine.tokenizer, planted.fact(hidden.name, hidden.number)))
+    question = token_ids(engine.tokenizer, planted.question(hidden.name))
+    to_probs = ProbsFromLogits.at(args.temperature)
+    show.print(
+        f"{len(prompt):,} tokens of Python's help topics, an eighth of them before this: "
+        f"{planted.fact(hidden.name, hidden.number).strip()}"
+    )
+    new_tokens = args.new_tokens + len(question) + ANSWER_TOKENS
+    if (plan := engine.memory_plan(len(prompt), new_tokens)) is not None:
+        show.print(memory_table(plan))
+    with (
+        Interrupt() as interrupt,
+        engine.program([prompt], new_tokens, to_probs, args.temperature) as program,
+    ):
+        with PrefillBar(len(prompt) + len(question) - 1, interrupt) as progress:
+            program.prefill([[*prompt, *question]], progress)
+        answer = _answer(engine, program, [*prompt, *question], interrupt)
+        show.print(Text.assemble(planted.question(hidden.name).strip(), (answer, "bold")))
+        pair = SideBySide(program, to_probs, args.seed, lambda: interrupt.requested, _stop_tokens(engine))
+        pieces = _continued(engine, pair, prompt, args.new_tokens)
+    ours = [token for piece in pieces for token in piece.tokens]
+    alone = [token for piece in pieces for token in piece.alone]
     greedy = args.temperature == 0
-    more: dict[str, Any] = {
-        "max_new_tokens": args.new_tokens,
-        "seed": args.seed,
-        "temperature": args.temperature,
-    }
-    if not greedy:
-        more["top_k"] = 0
-    show.print(f"{len(prompt)} tokens of Python's help topics, ending in")
-    show.print("  ..." + str(engine.tokenizer.decode(prompt[-48:])).replace("\n", "\n  "), markup=False)
-    with Interrupt() as interrupt:
-        for each in (engine, alone):
-            each.generate(prompt[:WARM_UP_PROMPT], do_sample=False, max_new_tokens=WARM_UP_TOKENS)
-        out = generate(engine, prompt, interrupt, show=True, **more)
-        show.print(levels_table(out.levels or []))
-        comparison = None
-        if not interrupt.requested:
-            baseline = generate(alone, prompt, interrupt, show=False, **more)
-            if not interrupt.requested:
-                comparison = compared(engine, prompt, out, baseline, greedy)
-                show.print(comparison.verdict())
-    json_line(summary(out, comparison))
+    differs = greedy and ours != alone
+    found = judged(engine, prompt, ours, alone) if differs else None
+    speeds = Speeds.of(pieces)
+    show.print(levels_table(pair.levels))
+    _show_tree(engine, pair.trees)
+    verdict = difference_verdict(common_prefix(ours, alone), found) if differs else _verdict(pieces, greedy)
+    show.print(f"{_speed(speeds, program.levels)}{verdict}", markup=False)
+    if args.json:
+        result: dict[str, Any] = {
+            "prompt_tokens": len(prompt),
+            "new_tokens": len(ours),
+            "text": engine.tokenizer.decode(ours),
+            "repeated_8grams": repeated_share(ours),
+            "needle": asdict(hidden) | {"answer": answer, "found": answer.strip().startswith(hidden.number)},
+            "identical": (not differs) if greedy else None,
+            "first_difference": common_prefix(ours, alone) if differs else None,
+            "tie": found.tie if found else None,
+            "failed": found is not None and not found.tie,
+            "speedup": speeds and speeds.speedup,
+            "ms_per_token": speeds and speeds.ms_per_token,
+            "baseline_ms_per_token": speeds and speeds.alone_ms_per_token,
+            "levels": [level.as_dict() for level in pair.levels],
+            "interrupted": interrupt.requested,
+        }
+        json_line(result)
     if interrupt.requested:
         return 130
-    return int(comparison is not None and comparison.failed)
+    return int(found is not None and not found.tie)
+
+
+def _prompt(engine: Engine, args: argparse.Namespace, fact: list[int]) -> list[int]:
+    """A part of the help topics with the fact in it."""
+    assert engine.tokenizer is not None
+    text, count = pydoc_text(), args.prompt_tokens
+    if args.start is None and (passage := _PASSAGE.search(text)):
+        # A last blank begins the next token.
+        text = text[: passage.end() - 1]
+    ids = token_ids(engine.tokenizer, text)
+    start = max(0, len(ids) - count) if args.start is None else args.start
+    if start + count > len(ids):
+        raise ValueError(
+            f"--prompt-tokens {count}"
+            + (f" after --start {start}" if args.start is not None else "")
+            + f" exceeds the help topics' {len(ids)} tokens; use less"
+        )
+    if count <= 2 * len(fact):
+        raise ValueError(
+            f"--prompt-tokens {count} must be more than {2 * len(fact)}: a number is hidden there"
+        )
+    shown = ids[start + len(fact) : start + count]
+    at = round(_DEPTH * len(shown))
+    return [*shown[:at], *fact, *shown[at:]]
+
+
+def _answer(engine: Engine, program: DecodingProgram, prompt: list[int], interrupt: Interrupt) -> str:
+    """The greedy answer to a question at the end of a prompt, by all levels."""
+    assert engine.tokenizer is not None
+    decoder = Decoder(program, ProbsFromLogits.at(0.0), 0, repeatable=True)
+    program.rewind([prompt])
+    new: list[int] = []
+    for [fresh] in decoder.decode([prompt], [Ending(ANSWER_TOKENS, _stop_tokens(engine))]):
+        interrupt.check()
+        new += fresh
+    return str(engine.tokenizer.decode(new, skip_special_tokens=True)).split("\n")[0]
+
+
+def _stop_tokens(engine: Engine) -> frozenset[int]:
+    ids = engine.hierarchy.target.model.generation_config.eos_token_id
+    return frozenset(ids if isinstance(ids, list) else [] if ids is None else [ids])
+
+
+def _continued(engine: Engine, pair: SideBySide, prompt: list[int], new_tokens: int) -> list[Piece]:
+    """Continue the prompt in turns, and write the text to stdout as it comes."""
+    assert engine.tokenizer is not None
+    out = LevelText(engine.tokenizer, [level.name for level in pair.levels])
+    ending = str(engine.tokenizer.decode(prompt[-48:])).rstrip()
+    screen().print(f"\nThe text ends in\n  ...{ending}".replace("\n", "\n  "), markup=False)
+    screen().print("and goes on\n")
+    if out.legend:
+        screen().print(out.legend)
+    pieces = []
+    for piece in pair.pieces(prompt, new_tokens):
+        out.put(piece.tokens, piece.origins)
+        pieces.append(piece)
+    out.end()
+    return pieces
+
+
+def _show_tree(engine: Engine, trees: Sequence[Sequence[Node]]) -> None:
+    """The tree that shows most: whose accepted path is long, and leaves the drafter's first choices."""
+    if not trees:
+        return
+    assert engine.tokenizer is not None
+
+    def shown(tree: Sequence[Node]) -> int:
+        accepted = [node for node in tree if node.accepted and node.parent >= 0]
+        return len(accepted) + 2 * sum(node.rank > 0 for node in accepted)
+
+    tree = max(trees, key=shown)
+    words = [str(engine.tokenizer.decode([node.token])) for node in tree]
+    screen().print("a drafted token tree, with the draft's probability of each token", style="bold")
+    for line in as_lines(tree, words):
+        screen().print(f"  {line}", markup=False, style="green" if line.endswith("accepted") else None)
+    screen().print()
+
+
+def _speed(speeds: Speeds | None, levels: int) -> str:
+    if speeds is None:
+        return ""
+    return (
+        f"{speeds.speedup:.2f}x: {levels} levels {speeds.ms_per_token:.1f} ms a token, the target alone "
+        f"{speeds.alone_ms_per_token:.1f} ms, medians of {speeds.pieces} turns; "
+    )
+
+
+def _verdict(pieces: Sequence[Piece], greedy: bool) -> str:
+    count = sum(len(piece.tokens) for piece in pieces)
+    if not greedy:
+        return f"{count} tokens sampled from the target's own distribution"
+    return f"all {count} tokens identical"

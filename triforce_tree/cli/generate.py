@@ -35,6 +35,8 @@ def run(args: argparse.Namespace) -> int:
     prompt = encoded(engine.tokenizer, given, engine.hierarchy.target.max_positions)
     sampling = options.sampling_of(args, engine)
     greedy = sampling["temperature"] == 0
+    if args.num_beams > 1 or args.num_return_sequences > 1:
+        return _several(args, engine, prompt, seed, sampling)
     with Interrupt() as interrupt:
         more = {"max_new_tokens": args.max_new_tokens, "seed": seed, **sampling}
         out = generate(engine, prompt, interrupt, show=True, **more)
@@ -69,6 +71,41 @@ def run(args: argparse.Namespace) -> int:
     if interrupt.requested:
         return 130
     return int(comparison is not None and comparison.failed)
+
+
+def _several(
+    args: argparse.Namespace, engine: Engine, prompt: list[int], seed: int, sampling: dict[str, Any]
+) -> int:
+    """Several texts of one prompt: to stdout, each after a line on the screen that numbers it."""
+    if args.compare:
+        raise ValueError("--compare decodes one text; leave out --num-beams and --num-return-sequences")
+    more = {"num_beams": args.num_beams, "num_return_sequences": args.num_return_sequences}
+    if args.length_penalty is not None:
+        more["length_penalty"] = args.length_penalty
+    assert engine.tokenizer is not None
+    show = TextOut(engine.tokenizer)
+    with Interrupt() as interrupt:
+        with PrefillBar(len(prompt) - 1, interrupt) as progress:
+            out = engine.generate(
+                prompt,
+                stopping_criteria=StoppingCriteriaList([interrupt]),
+                progress=progress,
+                max_new_tokens=args.max_new_tokens,
+                seed=seed,
+                **more,
+                **sampling,
+            )
+        columns: tuple[Any, ...] = (out.text, out.new_tokens, out.finish_reason)
+        texts, counts, reasons = ([c] if args.num_return_sequences == 1 else c for c in columns)
+        for number, text in enumerate(texts):
+            reason = "Ctrl-C" if interrupt.requested else reasons[number]
+            screen().print(f"text {number + 1} of {len(texts)}, {counts[number]} tokens, ended by {reason}:")
+            show.on_finalized_text(text, stream_end=True)
+    if args.json:
+        found = {"texts": texts, "new_tokens": counts, "finish_reasons": reasons}
+        extra = {"seed": seed, "sampling": sampling, "interrupted": interrupt.requested}
+        json_line({"prompt_tokens": len(prompt), **more, **found, **extra})
+    return 130 if interrupt.requested else 0
 
 
 def reused(out: GenerateOutput) -> str:

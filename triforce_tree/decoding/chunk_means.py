@@ -39,6 +39,15 @@ class ChunkMeans:
         self._lengths = [length + count for length, count in zip(before, counts, strict=True)]
         self._known = self._lengths if with_means else list(map(min, self._known, before))
 
+    def written(self, starts: Sequence[int], lengths: Sequence[int]) -> None:
+        """Take account of a prefill that wrote each sequence's KV slots from ``starts[b]`` to ``lengths[b]``.
+
+        The means of whole chunks before ``starts[b]`` stay as they are.
+        """
+        self._known = [min(pair) for pair in zip(self._known, starts, strict=True)]
+        self._lengths = list(lengths)
+        self.catch_up()
+
     def update_all(self) -> None:
         """Compute all means again, after something other than the passes has written KV slots."""
         if self._view is not None:

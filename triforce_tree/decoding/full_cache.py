@@ -25,8 +25,6 @@ from triforce_tree.runtime.features import Features
 from triforce_tree.runtime.stats import Progress
 from triforce_tree.trees.device_shapes import PassLimits, tree_shapes
 
-"""Means of a multiple of this many chunks are computed at a time."""
-
 
 class FullCache:
     """Keys and values of every committed token, and scratch slots after them that passes overwrite.
@@ -235,7 +233,7 @@ class FullCache:
         except BaseException:
             self.forget()
             raise
-        self.means.update_all()
+        self.means.written(starts, [len(prompt) - 1 for prompt in prompts])
         for b, (prompt, start) in enumerate(zip(prompts, starts, strict=True)):
             self.cached.fed(b, prompt, start)
             if reuse == "all":

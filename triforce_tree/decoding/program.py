@@ -186,7 +186,7 @@ class DecodingProgram:
             self.state.length.fill_(length)
             self.state.chain.fill_(self.state.max_draft_tokens if chains else 0)
 
-        with self.state.trial_features(length):
+        with self.state.trial(length):
             if self.drafter is not None:
                 self.drafter.start([[0] * (length + 1)] * self.batch)
             with self.cache.trial(length):

@@ -14,6 +14,7 @@ from torch import Tensor
 from triforce_tree.drafters.base import TokenTree
 from triforce_tree.kernels.suffix import index_ngrams, match_suffix
 from triforce_tree.kernels.suffix.ngrams import MOST_ENTRIES, powers
+from triforce_tree.kv.cached_tokens import common_prefix
 from triforce_tree.runtime.sequence_state import SequenceState
 from triforce_tree.trees.device_shapes import PassLimits
 from triforce_tree.trees.shapes import Shape, chain_shape
@@ -67,10 +68,17 @@ class SuffixMatching:
         # As many tokens as a pass commits; the same on the host, as of the last call of ``prepare``.
         self._most_new = state.new_tokens.shape[1]
         self._known = [0] * batch
+        # The committed tokens of each sequence, which the index was made of; None where they are not known.
+        self._texts: list[Sequence[int] | None] = [None] * batch
 
     def start(self, sequences: Sequence[Sequence[int]]) -> None:
-        self._table.fill_(-1)
-        self._indexed.zero_()
+        # An index of a beginning of the new text goes on: it holds the same positions as a new one would.
+        for b, (sequence, indexed) in enumerate(zip(sequences, self._indexed.tolist(), strict=True)):
+            text = self._texts[b]
+            if text is None or indexed > min(common_prefix(text, sequence), len(sequence) - 1):
+                self._table[b].fill_(-1)
+                self._indexed[b] = 0
+        self._texts = [None if self._state.made_up else sequence for sequence in sequences]
         self._last.copy_(self._last.new_tensor([-1, 0]))
         self._counts.zero_()
         self._known = [len(sequence) for sequence in sequences]
@@ -82,6 +90,9 @@ class SuffixMatching:
             for sequence, known in zip(sequences, self._known, strict=True)
         ]
         self._known = [known + more for known, more in zip(self._known, grown, strict=True)]
+        for b, sequence in enumerate(sequences):
+            if sequence is not None and self._texts[b] is not None:
+                self._texts[b] = sequence
         if max(grown) > self._most_new:
             self._catch_up()
 

@@ -80,15 +80,19 @@ class Comparison:
         return f"{self.speedup:.2f}x: {ours:.1f} ms a token, target alone {baseline:.1f} ms; {tokens}"
 
     def _difference_verdict(self) -> str:
-        text = f"texts differ from token {self.first_difference} on"
-        found = self.difference
-        if found is None:
-            return f"{text}; too little memory to tell a tie from a failure"
-        numbers = f"gap {found.gap:.2g}, noise {found.noise:.2g}"
-        if found.tie:
-            return f"{text}: a tie ({numbers})"
-        why = "there are no ties in 32 bits" if found.exact else "no tie"
-        return f"{text}: FAILED, {why} ({numbers})"
+        return difference_verdict(self.first_difference or 0, self.difference)
+
+
+def difference_verdict(token: int, found: Difference | None) -> str:
+    """What is said of greedy texts that differ from this new token on; None: memory was short for judging."""
+    text = f"texts differ from token {token} on"
+    if found is None:
+        return f"{text}; too little memory to tell a tie from a failure"
+    numbers = f"gap {found.gap:.2g}, noise {found.noise:.2g}"
+    if found.tie:
+        return f"{text}: a tie ({numbers})"
+    why = "there are no ties in 32 bits" if found.exact else "no tie"
+    return f"{text}: FAILED, {why} ({numbers})"
 
 
 def compared(
@@ -103,11 +107,17 @@ def compared(
     result = Comparison(ours, baseline, greedy)
     if result.identical is not False:
         return result
+    return Comparison(ours, baseline, greedy, judged(engine, prompt, new_ids(ours), new_ids(baseline)))
+
+
+def judged(
+    engine: Engine, prompt: Sequence[int], ours: Sequence[int], baseline: Sequence[int]
+) -> Difference | None:
+    """The first difference of two texts; None where there is none, and where memory was short for judging."""
     try:
-        difference = first_difference(engine, prompt, new_ids(ours), new_ids(baseline))
+        return first_difference(engine, prompt, ours, baseline)
     except torch.OutOfMemoryError:
-        difference = None
-    return Comparison(ours, baseline, greedy, difference)
+        return None
 
 
 def summary(out: GenerateOutput, comparison: Comparison | None = None) -> dict[str, Any]:

@@ -17,6 +17,9 @@ def chats_of(given: Any) -> list[Chat] | None:
     """
     if not isinstance(given, (list, tuple)) or not given:
         return None
+    # By types first: a long prompt of token ids is looked through at the interpreter's speed.
+    if not any(issubclass(kind, (Mapping, list, tuple)) for kind in set(map(type, given))):
+        return None
     if not any(map(_holds_message, given)):
         return None
     chats: list[Any] = [given] if isinstance(given[0], Mapping) else list(given)

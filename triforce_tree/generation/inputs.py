@@ -81,14 +81,18 @@ def prompts_of(
             raise ValueError(f"{what} a tokenizer: load(..., tokenizer=...)")
         given = [encoded(tokenizer, each, positions) for each in chats or texts or ()]
     rows = [_whole(row, "token id") for row in _rows(given, "the prompt")]
-    if attention_mask is None and getattr(given, "ndim", 0) == 2:
+    if attention_mask is None and getattr(given, "ndim", 0) == 2 and inferred is not None:
         mask = [[int(token != inferred) for token in row] for row in rows]
     elif attention_mask is None:
         mask = [[1] * len(row) for row in rows]
     else:
         mask = _mask(rows, attention_mask)
     check_rows(
-        [[t for t, m in zip(*both, strict=True) if m] for both in zip(rows, mask, strict=True)], vocabulary
+        [
+            [t for t, m in zip(row, seen, strict=True) if m] if 0 in seen else row
+            for row, seen in zip(rows, mask, strict=True)
+        ],
+        vocabulary,
     )
     width = max(map(len, rows))
     device = given.device if isinstance(given, Tensor) else None
@@ -141,8 +145,9 @@ def check_rows(rows: list[list[int]], vocabulary: int) -> None:
     for row in rows:
         if not row:
             raise ValueError("the prompt is empty; give at least one token")
-        if not 0 <= min(row) <= max(row) < vocabulary:
-            worst = max(row) if max(row) >= vocabulary else min(row)
+        least, most = min(row), max(row)
+        if least < 0 or most >= vocabulary:
+            worst = most if most >= vocabulary else least
             raise ValueError(f"token id {worst} lies outside the vocabulary of {vocabulary}")
 
 
@@ -171,7 +176,7 @@ def _texts(given: Any) -> list[str] | None:
         raise ValueError("the prompt is bytes; decode it: generate(data.decode('utf-8'))")
     if not isinstance(given, (list, tuple)):
         return None
-    kinds = {type(item) for item in given}
+    kinds = set(map(type, given))
     if not any(issubclass(kind, str) for kind in kinds):
         return None
     if len(kinds) > 1:
@@ -187,6 +192,8 @@ def _rows(given: Any, what: str) -> list[Any]:
         return list(given) if given.ndim == 2 else [given]
     if not isinstance(given, (list, tuple, range)):
         raise ValueError(f"{what} is of type {type(given).__name__}; {_FORMS}")
+    if set(map(type, given)) == {int}:
+        return [given]
     nested = [isinstance(item, (list, tuple, range)) or getattr(item, "ndim", 0) > 0 for item in given]
     if any(nested) and not all(nested):
         raise ValueError(f"{what} mixes rows and single numbers; give [L], or [B, L] for a batch")
@@ -201,6 +208,8 @@ def _whole(row: Any, what: str) -> list[int]:
             raise ValueError(f"{what}s are {kind} of shape {list(row.shape)}; give integers, such as int64")
         numbers: list[int] = row.tolist()
         return numbers
+    if set(map(type, row)) == {int}:
+        return list(row)
     try:
         if any(isinstance(item, (bool, np.bool_)) for item in row):
             raise TypeError

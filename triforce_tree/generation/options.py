@@ -27,6 +27,9 @@ HONOURED = frozenset(
     transformers_version
     """.split()  # noqa: SIM905 - a list would take a line for each name
 )
+# Options that ask for several texts of a prompt, and those that they alone read: ``branching`` carries them
+# out, and they are refused elsewhere.
+SEVERAL = ("num_beams", "num_return_sequences", "length_penalty", "early_stopping")
 # Defaults that transformers fills in; with these values the options have no effect.
 _NEUTRAL = {
     "num_beams": 1,

@@ -30,6 +30,8 @@ class GenerateOutput(GenerateDecoderOnlyOutput):
     logits, whatever the sampling options. All three are 0 after the end of a sequence. They are on the device
     of ``sequences``, or in host memory where KV slots are offloaded.
 
+    ``sequences_scores`` (with ``output_scores=True``), ``beam_indices``: of beam search, as in transformers.
+
     ``reused_tokens``: of the prompt, those whose keys and values were kept from an earlier call; a list for a
     batch.
 
@@ -50,6 +52,8 @@ class GenerateOutput(GenerateDecoderOnlyOutput):
     profile: str | None = None
     memory: dict[str, Any] | None = None
     reused_tokens: int | list[int] | None = None
+    sequences_scores: Tensor | None = None
+    beam_indices: Tensor | None = None
 
 
 def output_of(

@@ -7,6 +7,8 @@ Reuse = Literal["none", "chunks", "all"]
 """Which cached tokens a prefill keeps: none; those computed in whole chunks from a prompt's beginning, as the
 same prefill would compute them again, bit by bit; or all of them, tokens of decoding passes included."""
 
+_BLOCK = 4096
+
 
 class CachedTokens:
     """The tokens of B sequences, as the host knows them from prefills and from what passes committed.
@@ -79,4 +81,10 @@ class CachedTokens:
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     """Length of the prefix that two texts share."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    count = min(len(a), len(b))
+    # Whole blocks are compared at once: a kept prefix may have 100,000 tokens.
+    for start in range(0, count, _BLOCK):
+        one, other = (list(text[start : min(start + _BLOCK, count)]) for text in (a, b))
+        if one != other:
+            return start + next(i for i, (x, y) in enumerate(zip(one, other, strict=True)) if x != y)
+    return count

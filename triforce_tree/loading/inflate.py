@@ -2,9 +2,8 @@
 
 Speed at real size can then be measured with real acceptance and no download: an inflated model reads
 every byte and does every operation of its shape, its caches are full-size, and its logits are the small
-model's. Its quality is that of the small model, so its figures are always labelled "inflated". Its
-vocabulary and positions are the small model's too: with the embedded pair's 4,096 tokens, ``llama-2-7b``
-has 6.51 G weights instead of 6.74, ``llama-3.1-8b`` 7.01 instead of 8.03.
+model's. Its quality is that of the small model, so its figures are always labelled "inflated". Positions are
+the small model's too.
 
 Write d for the small hidden size and D for the large one. The residual stream x becomes [x; 0]. Its mean
 of squares is then d/D of what it was, so RMSNorm gives
@@ -28,26 +27,32 @@ on zeros (power, not arithmetic). Rows are outputs, columns inputs:
 About three tenths of the weights of ``llama-2-7b`` are zeros (o and down), and D - d of the D inputs of
 q, k, v, gate and up; the speed of decoding, which is bound by memory, does not depend on them.
 
-Under grouped-query attention each small KV head gets KV heads of its own. The query heads of such a group
-that have no small head are copies of one that has, without effect on the output: a retrieval cache
-selects chunks by the whole group, and random queries would disturb the selection.
+Heads (``inflated_heads``): KV heads and their query heads find places in the groups of the large shape, and
+heads of h dimensions become heads of m h, for any integer m.
 
-Rounding: all but the norm weights are copied bit for bit. sqrt(d/D) is no power of two, so a norm weight
-in bf16 is rounded once more. The embedded target's logits in bf16 are 0.77% (of their standard deviation,
-root mean square) off its fp32 ones; inflated to hidden size 4096 it is 0.81%. Padding x with a multiple
-of itself instead of zeros can keep the weights bit-exact, and gave 0.75%: not worth another zero block in
-every projection. In fp32 the difference is 1e-6.
+Vocabulary: entry v + i of a vocabulary larger than the small model's v is a copy of entry i mod v, except
+that its logit is lower by s = ``_SHIFT`` / r, where r is the root mean square of the small model's last
+residual stream (0.5 to 210 in the models that were looked at): more than 1,000 for every r below 4,096, so
+that its probability is exactly 0 in fp32 at every temperature up to 10. Neither sampling nor top-k can
+tell the small model's distribution from the large one's, while embedding, lm_head, softmax, noise and top-k
+have the large size. s comes from dimension d of the stream, where every embedding has a constant c and no
+layer writes. c² is taken out of ε: ε' D + c² = ε d, so that the norms are still the small model's. Entry d is
+zero in all norm weights but the last one's, which is ``_GAIN``; there lm_head has zeros in its first v rows
+and a large negative number in the others. c and these numbers are powers of two, exact in bf16.
+
+Rounding: all but the norm weights, and the queries where heads grow, are copied bit for bit. sqrt(d/D) is
+in general no power of two, so a norm weight in bf16 is rounded once more. The embedded target's logits in
+bf16 are 0.77% (of their standard deviation, root mean square) off its fp32 ones; inflated to hidden size
+4096 it is 0.81%. Padding x with a multiple of itself instead of zeros can keep the weights bit-exact, and
+gave 0.75%: not worth another zero block in every projection. In fp32 the difference is 1e-6.
 """
 
 import copy
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import astuple, dataclass
-from types import MappingProxyType
+from dataclasses import replace
 
 import torch
-from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -58,85 +63,15 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from triforce_tree.loading.checkpoints import PAIR, load_model, load_tokenizer
+from triforce_tree.loading.inflated_heads import HeadPlaces
+from triforce_tree.loading.llama_shapes import SHAPES, Shape
 from triforce_tree.models.few_row import quantisation
 
-_SPELLING = "hidden x layers x heads/kv_heads x head_dim x mlp, as in 1024x12x8/4x128x4096"
+__all__ = ["SHAPES", "Shape", "inflate", "inflate_pair", "inflate_two"]
+
 _NORM_SPREAD = 0.1  # of free norm weights, relative to their mean
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The sizes that decide the bytes and FLOPs of a Llama, without vocabulary and positions.
-
-    Args:
-        hidden, layers, heads, kv_heads, head_dim, mlp: counts, as in a LlamaConfig.
-        tied: one matrix serves as embedding and as lm_head.
-    """
-
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    mlp: int
-    tied: bool = False
-
-    def __post_init__(self) -> None:
-        if min(astuple(self)[:6]) < 1:
-            raise ValueError(f"shape {self} has a size below 1; all sizes must be positive")
-        if self.heads % self.kv_heads:
-            raise ValueError(
-                f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}; choose one that is"
-            )
-
-    def __str__(self) -> str:
-        hidden, layers, heads, kv_heads, head_dim, mlp, tied = astuple(self)
-        return f"{hidden}x{layers}x{heads}/{kv_heads}x{head_dim}x{mlp}{'-tied' if tied else ''}"
-
-    def parameters(self, vocab_size: int) -> int:
-        """Number of parameters of such a model."""
-        attention = 2 * (self.heads + self.kv_heads) * self.head_dim * self.hidden
-        layer = attention + 3 * self.mlp * self.hidden + 2 * self.hidden
-        return self.layers * layer + (1 if self.tied else 2) * vocab_size * self.hidden + self.hidden
-
-    @classmethod
-    def parse(cls, text: str) -> "Shape":
-        """A name in :data:`SHAPES`, or sizes such as ``1024x12x8/4x128x4096``, followed by ``-tied`` if tied.
-
-        Raises:
-            ValueError: neither a known name nor six numbers.
-        """
-        if text in SHAPES:
-            return SHAPES[text]
-        found = re.fullmatch(r"(\d+)x(\d+)x(\d+)/(\d+)x(\d+)x(\d+)(-tied)?", text)
-        if found is None:
-            raise ValueError(f"unknown shape {text!r}; give one of {', '.join(SHAPES)}, or {_SPELLING}")
-        hidden, layers, heads, kv_heads, head_dim, mlp = map(int, found.groups()[:6])
-        return cls(hidden, layers, heads, kv_heads, head_dim, mlp, tied=found[7] is not None)
-
-    @classmethod
-    def of(cls, config: LlamaConfig) -> "Shape":
-        return cls(
-            config.hidden_size,
-            config.num_hidden_layers,
-            config.num_attention_heads,
-            config.num_key_value_heads or config.num_attention_heads,
-            config.head_dim or config.hidden_size // config.num_attention_heads,
-            config.intermediate_size,
-            config.tie_word_embeddings,
-        )
-
-
-# The originals' shapes, from the configurations of meta-llama/Llama-2-7b-hf, meta-llama/Llama-3.1-8B,
-# meta-llama/Llama-2-13b-hf and JackFram/llama-68m.
-SHAPES: Mapping[str, Shape] = MappingProxyType(
-    {
-        "llama-2-7b": Shape(4096, 32, 32, 32, 128, 11008),
-        "llama-3.1-8b": Shape(4096, 32, 32, 8, 128, 14336),
-        "llama-2-13b": Shape(5120, 40, 40, 40, 128, 13824),
-        "llama-68m": Shape(768, 2, 12, 12, 64, 3072),
-    }
-)
+# See "Vocabulary" above.
+_SHIFT, _GAIN = 2.0**22, 2.0**4
 
 
 @torch.no_grad()
@@ -153,7 +88,8 @@ def inflate(
 
     Args:
         model: a LlamaForCausalLM; it is only read.
-        shape: no smaller than the model's in any respect, of the same head_dim.
+        shape: no smaller than the model's in any respect, its head_dim a multiple of the model's. A
+            vocabulary larger than the model's needs a larger hidden size too.
         device, dtype: of the new model; the model's own by default.
         seed: of the free entries; they are reproducible on the same kind of device.
 
@@ -177,11 +113,32 @@ def inflate(
     with torch.device(device):
         # Its frequencies are not in the state dict, and to_empty() does not keep them.
         big.model.rotary_emb = LlamaRotaryEmbedding(config=config)
+    heads.check_frequencies(small, big)
     _fill(big, small.config.hidden_size, torch.Generator(device).manual_seed(seed))
     _copy(small, big, heads)
+    if config.vocab_size > small.config.vocab_size:
+        _append_entries(small, big)
     big.generation_config = copy.deepcopy(small.generation_config)
     big.eval()
     return big
+
+
+def inflate_two(
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    shape: str | Shape,
+    draft_shape: str | Shape = "llama-68m",
+    device: str | torch.device | None = None,
+    seed: int = 0,
+) -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
+    """A target and its draft, inflated; the draft's vocabulary is that of the target's shape.
+
+    Raises:
+        ValueError: the target or the draft does not fit into its shape.
+    """
+    big = inflate(target, shape, device, seed=seed)
+    own = Shape.parse(draft_shape) if isinstance(draft_shape, str) else draft_shape
+    return big, inflate(draft, replace(own, vocabulary=big.config.vocab_size), device, seed=seed)
 
 
 def inflate_pair(
@@ -191,12 +148,12 @@ def inflate_pair(
     draft_shape: str | Shape = "llama-68m",
     seed: int = 0,
 ) -> tuple[LlamaForCausalLM, LlamaForCausalLM, PreTrainedTokenizerBase]:
-    """The embedded pair at real size: (target, draft, tokenizer).
+    """The embedded pair at real size, with the vocabulary of the target's shape: (target, draft, tokenizer).
 
     Args:
         shape: the target's, of head_dim 128.
         device, dtype: as :func:`triforce_tree.loading.checkpoints.load_model` chooses them.
-        draft_shape: the draft's, of head_dim 64.
+        draft_shape: the draft's, of head_dim 64; its vocabulary is the target's.
         seed: of the free entries.
 
     Raises:
@@ -205,8 +162,7 @@ def inflate_pair(
     small = [load_model(PAIR / name, device, dtype) for name in ("target", "draft")]
     tokenizer = load_tokenizer(PAIR / "target")
     assert tokenizer is not None, "the embedded pair has a tokenizer"
-    target, draft = (inflate(m, s, seed=seed) for m, s in zip(small, (shape, draft_shape), strict=True))
-    return target, draft, tokenizer
+    return *inflate_two(small[0], small[1], shape, draft_shape, seed=seed), tokenizer
 
 
 def _plain_llama(model: PreTrainedModel) -> LlamaForCausalLM:
@@ -223,13 +179,8 @@ def _plain_llama(model: PreTrainedModel) -> LlamaForCausalLM:
     return model
 
 
-def _fit(small: Shape, big: Shape) -> "_Heads":
+def _fit(small: Shape, big: Shape) -> HeadPlaces:
     """The places of the small model's heads; raises ValueError if it does not fit into the shape."""
-    if small.head_dim != big.head_dim:
-        raise ValueError(
-            f"head_dim={big.head_dim} of the shape differs from the model's {small.head_dim}, on which its "
-            f"rotary frequencies and its softmax depend; choose a shape of head_dim {small.head_dim}"
-        )
     for field in ("hidden", "layers", "heads", "mlp"):
         if getattr(big, field) < getattr(small, field):
             raise ValueError(
@@ -245,52 +196,29 @@ def _fit(small: Shape, big: Shape) -> "_Heads":
         raise ValueError(
             "the shape ties lm_head to the embedding, but the model's are separate; leave out -tied"
         )
-    heads = _Heads.place(small, big)
-    if len(heads.kv) > big.kv_heads:
+    _fit_vocabulary(small, big)
+    return HeadPlaces.of(small, big)
+
+
+def _fit_vocabulary(small: Shape, big: Shape) -> None:
+    own, wanted = small.vocabulary or 0, big.vocabulary
+    if wanted is None or wanted == own:
+        return
+    if wanted < own:
         raise ValueError(
-            f"kv_heads={big.kv_heads} of the shape is too few: {small.heads}/{small.kv_heads} heads of the "
-            f"model need {len(heads.kv)} in groups of {big.heads // big.kv_heads}; raise kv_heads or heads"
+            f"vocabulary={wanted} of the shape is less than the model's {own}; choose a larger one, or a "
+            f"shape without one"
         )
-    return heads
-
-
-@dataclass(frozen=True)
-class _Heads:
-    """Which small head each of the first heads of the new model holds; the heads after them are random.
-
-    ``kv[i]`` is the small KV head of KV head i, and ``query[i]`` the small query head of query head i;
-    ``copies`` are the query heads whose output is zeroed, as another one has the same small head.
-    """
-
-    kv: list[int]
-    query: list[int]
-    copies: list[int]
-
-    @classmethod
-    def place(cls, small: Shape, big: Shape) -> "_Heads":
-        group, big_group = small.heads // small.kv_heads, big.heads // big.kv_heads
-        # A group that is too large for one KV head is distributed over several copies of it.
-        shares = -(-group // big_group)
-        kv: list[int] = []
-        query: list[int] = []
-        copies: list[int] = []
-        for head in range(small.kv_heads):
-            members = range(head * group, (head + 1) * group)
-            for first in range(0, shares * big_group, big_group):
-                share = members[first : first + big_group]
-                kv.append(head)
-                copies += range(len(query) + len(share), len(query) + big_group)
-                query += [*share, *[share[0]] * (big_group - len(share))]
-        return cls(kv, query, copies)
-
-    def spread(self, name: str, weight: Tensor, head_dim: int) -> Tensor:
-        """A small projection with its heads at their places in the new model."""
-        if name.endswith("o_proj.weight"):
-            columns: Tensor = weight.unflatten(1, (-1, head_dim))[:, self.query]
-            columns[:, self.copies] = 0.0
-            return columns.flatten(1)
-        rows: Tensor = weight.unflatten(0, (-1, head_dim))
-        return rows[self.query if name.endswith("q_proj.weight") else self.kv].flatten(0, 1)
+    if big.tied:
+        raise ValueError(
+            f"vocabulary={wanted} of the shape is more than the model's {own}, and the appended entries need "
+            "an lm_head of their own; leave out -tied"
+        )
+    if big.hidden == small.hidden:
+        raise ValueError(
+            f"hidden={big.hidden} of the shape is the model's, and a vocabulary of {wanted} instead of {own} "
+            "entries takes one dimension more; choose a larger hidden size"
+        )
 
 
 def _config(small: LlamaConfig, shape: Shape) -> LlamaConfig:
@@ -299,11 +227,29 @@ def _config(small: LlamaConfig, shape: Shape) -> LlamaConfig:
     config.num_hidden_layers = shape.layers
     config.num_attention_heads = shape.heads
     config.num_key_value_heads = shape.kv_heads
+    config.head_dim = shape.head_dim
     config.intermediate_size = shape.mlp
     config.tie_word_embeddings = shape.tied
-    config.rms_norm_eps = small.rms_norm_eps * small.hidden_size / shape.hidden
+    config.vocab_size = shape.vocabulary or small.vocab_size
+    constant = _constant(small) if config.vocab_size > small.vocab_size else 0.0
+    config.rms_norm_eps = (small.rms_norm_eps * small.hidden_size - constant**2) / shape.hidden
     config.inflated_from = str(Shape.of(small))
     return config
+
+
+def _constant(small: LlamaConfig) -> float:
+    """c of the module's docstring: the largest power of two with c² <= ε d / 2.
+
+    Raises:
+        ValueError: ε is too small.
+    """
+    half = small.rms_norm_eps * small.hidden_size / 2
+    if half < 1e-10:
+        raise ValueError(
+            f"rms_norm_eps={small.rms_norm_eps:g} of the model leaves no room for entries of a larger "
+            "vocabulary; choose a shape of the model's own vocabulary"
+        )
+    return 2.0 ** math.floor(math.log2(half) / 2)
 
 
 def _fill(big: LlamaForCausalLM, small_hidden: int, generator: torch.Generator) -> None:
@@ -320,17 +266,47 @@ def _fill(big: LlamaForCausalLM, small_hidden: int, generator: torch.Generator) 
             weight.normal_(0.0, spread, generator=generator)
 
 
-def _copy(small: LlamaForCausalLM, big: LlamaForCausalLM, heads: _Heads) -> None:
+def _copy(small: LlamaForCausalLM, big: LlamaForCausalLM, heads: HeadPlaces) -> None:
     """Copy the small model's weights to their places; see the table above."""
     config, targets = small.config, big.state_dict()
     for name, weight in small.state_dict().items():
+        target = targets[_renumbered(name, config.num_hidden_layers, big.config.num_hidden_layers)]
         if ".self_attn." in name:
-            weight = heads.spread(name, weight, Shape.of(config).head_dim)
-        elif weight.dim() == 1:
+            heads.copy(name, weight, target)
+            continue
+        if weight.dim() == 1:
             # In double precision, so that the product is rounded once.
             weight = weight.double() * math.sqrt(config.hidden_size / big.config.hidden_size)
-        target = targets[_renumbered(name, config.num_hidden_layers, big.config.num_hidden_layers)]
         target[tuple(map(slice, weight.shape))].copy_(weight)
+
+
+def _append_entries(small: LlamaForCausalLM, big: LlamaForCausalLM) -> None:
+    """Entries of the vocabulary after the small model's, and dimension d of the residual stream.
+
+    Raises:
+        ValueError: the numbers that keep them from being drawn exceed the dtype.
+    """
+    hidden, own, count = small.config.hidden_size, small.config.vocab_size, big.config.vocab_size
+    constant = _constant(small.config)
+    # The last norm's output there is _GAIN · constant · sqrt(D/d) / r.
+    scale = _GAIN * constant * math.sqrt(big.config.hidden_size / hidden)
+    weight = 2.0 ** math.ceil(math.log2(_SHIFT / scale))
+    if weight > torch.finfo(big.dtype).max:
+        raise ValueError(
+            f"entries of a larger vocabulary cannot be kept from being drawn in {big.dtype}; use "
+            "torch.bfloat16 or torch.float32"
+        )
+    embedding, head = big.model.embed_tokens.weight, big.lm_head.weight
+    for matrix in (embedding, head):
+        for start in range(own, count, own):
+            stop = min(start + own, count)
+            matrix[start:stop, :hidden].copy_(matrix[: stop - start, :hidden])
+    embedding[:, hidden] = constant
+    head[:own, hidden] = 0.0
+    head[own:, hidden] = -weight
+    for name, norm in big.named_parameters():
+        if norm.dim() == 1:
+            norm[hidden] = _GAIN if name == "model.norm.weight" else 0.0
 
 
 def _renumbered(name: str, small_layers: int, big_layers: int) -> str:

@@ -16,6 +16,7 @@ _ROUNDING_16 = 0.08
 NOISE = 2.0**-8
 """A unit in the last place of bf16. Relative noise of this size on the embeddings shows how far rounding
 carries: where it changes the choice of experts, it changes logits far more than ``rounding_limit``."""
+_UNDERFLOW = 104.0  # exp(-104) is 0 in fp32
 MOST_ROUNDING = 0.5
 """Logits that differ by more are never taken for rounded ones."""
 
@@ -30,10 +31,16 @@ def rounding_limit(model: HFModel) -> float:
 def relative_error(ours: Tensor, reference: Tensor) -> float:
     """Relative difference of logits ``[T, V]``: the median over the tokens.
 
-    In 16 bits a near tie between experts may be resolved differently, which changes single tokens.
+    In 16 bits a near tie between experts may be resolved differently, which changes single tokens. Entries
+    whose probability is 0 in fp32 may be any number that low: they are compared with that bound, and would
+    otherwise hide the difference of all others (masked or padded vocabularies have thousands of them).
     """
-    size = (reference - reference.mean(-1, keepdim=True)).norm(dim=-1)
-    return float(((ours - reference).norm(dim=-1) / size).median())
+    bound = reference.amax(-1, keepdim=True) - _UNDERFLOW
+    low = reference <= bound
+    mean = reference.masked_fill(low, 0.0).sum(-1, keepdim=True) / (~low).sum(-1, keepdim=True)
+    size = (reference - mean).masked_fill(low, 0.0).norm(dim=-1)
+    error = torch.where(low, (ours - bound).clamp_min(0.0), ours - reference).norm(dim=-1)
+    return float((error / size).median())
 
 
 @contextmanager

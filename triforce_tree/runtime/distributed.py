@@ -171,6 +171,8 @@ def check_equal(what: str, value: object) -> None:
     Raises:
         ValueError: it differs; on every process, naming ``what``.
     """
+    if current() is None:
+        return
     digests = all_gather_object(hashlib.sha256(repr(value).encode()).hexdigest())
     different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if different:

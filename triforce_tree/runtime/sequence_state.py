@@ -44,6 +44,7 @@ class SequenceState:
             often the accepted path reached a node of depth d with a child of rank r, and how often that
             child was accepted. None where nothing is counted.
         has_nan: bool ``[]``, whether logits held NaN.
+        made_up: whether sequences are made-up ones, whose tokens are not in ``tokens``.
         recurrent: states of the target's recurrent layers, which :meth:`save` copies too.
     """
 
@@ -76,6 +77,7 @@ class SequenceState:
         self.features = features
         self.rank_counts = zeros(2, batch, *ranks) if ranks is not None else None
         self.has_nan = torch.zeros((), dtype=torch.bool, device=device)
+        self.made_up = False
         self.recurrent: list[Tensor] = []
 
     @property
@@ -198,17 +200,18 @@ class SequenceState:
         return (self.end - self.features.first).clamp(0, self.features.history)
 
     @contextmanager
-    def trial_features(self, length: int) -> Iterator[None]:
+    def trial(self, length: int) -> Iterator[None]:
         """Inside, passes may write hidden states after made-up sequences; afterwards all are as before."""
-        if self.features is None:
-            yield
-            return
-        kept = self.features.save()
-        self.features.rewind(torch.full_like(self.length, length))
+        kept = self.features.save() if self.features is not None else []
+        if self.features is not None:
+            self.features.rewind(torch.full_like(self.length, length))
+        self.made_up = True
         try:
             yield
         finally:
-            self.features.restore(kept)
+            self.made_up = False
+            if self.features is not None:
+                self.features.restore(kept)
 
     def append_drafted(self, emitted: Tensor, count: Tensor, probs: Tensor | None) -> None:
         """Append the tokens that level 1 emitted to the chain, as far as ``max_draft_tokens`` allows.

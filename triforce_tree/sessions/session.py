@@ -90,6 +90,11 @@ class Session:
         _, messages, prompt = self._coming
         self._coming = None
         out = self._continuing(len(prompt)).generate(prompt, **kwargs)
+        if len(out.sequences) > 1:
+            raise ValueError(
+                f"a session goes on with one text, not {len(out.sequences)}; leave out num_return_sequences, "
+                "or use engine.tree"
+            )
         self.tokens = out.sequences[0].tolist()
         if messages is not None:
             if out.text is None:

@@ -9,13 +9,13 @@ from transformers.utils import logging
 
 from scripts.benchmarks.common.results import RESULTS, Record
 
-# A tiny pair that has room for the embedded one.
+# A tiny pair that has room for the embedded one, its vocabulary a little larger.
 TINY_SHAPES = {
-    "llama-2-7b": "384x6x3/3x128x1152",
-    "llama-3.1-8b": "768x7x6/3x128x1152",
-    "llama-2-13b": "512x7x4/4x128x1152",
+    "llama-2-7b": "512x6x4/4x128x1152-v4160",
+    "llama-3.1-8b": "768x7x6/3x128x1152-v5001",
+    "llama-2-13b": "512x7x4/4x128x1152-v4160",
 }
-TINY_DRAFT = "256x2x4/4x64x512"
+TINY_DRAFT = "320x2x5/5x64x512"
 # What is changed in a hierarchy for tiny models.
 TINY_OPTIONS: Record = {
     "gamma": 6, "tree": "best-first:3,2", "budget": 128, "recent": 32, "window": 64,

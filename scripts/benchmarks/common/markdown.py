@@ -6,6 +6,7 @@ from string import Formatter
 from typing import Any
 
 from scripts.benchmarks.common.code_digest import mark
+from scripts.benchmarks.common.results import PAIR_VOCABULARY
 
 Record = dict[str, Any]
 # Heading -> "{ms_per_token:.2f}" over a row, or a function of the row. A leading "?" lets a figure be absent.
@@ -98,6 +99,13 @@ class Table:
     command: str
 
 
+def vocabulary_note(settings: Record) -> str:
+    """The vocabulary of an inflated pair; the pair's own where a file is older than inflated ones."""
+    if (entries := settings.get("vocabulary")) is None:
+        return f"vocabulary of {PAIR_VOCABULARY:,} entries (the embedded pair's)"
+    return f"vocabulary of {entries:,} entries"
+
+
 def file_note(file: str, runs: Mapping[str, Record]) -> str:
     """The end of a caption: the file, and whether the code under the figures is still the same.
 
@@ -131,7 +139,8 @@ def origin(
     for name, part in parts.items():
         run = (
             f"{part['hardware']}, {measured(part)}, torch {part['versions']['torch']}, transformers "
-            f"{part['versions']['transformers']}, engine {part['settings']['engine']}, {part['date']}."
+            f"{part['versions']['transformers']}, engine {part['settings']['engine']}, "
+            f"{vocabulary_note(part['settings'])}, {part['date']}."
         )
         runs.setdefault(run, []).append(name)
         notes += [f"{note} {name}: {text}." for text in part["notes"]]

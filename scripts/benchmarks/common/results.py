@@ -13,6 +13,7 @@ from typing import Any
 
 from scripts.benchmarks.common.code_digest import ROOT, digest, digests
 from triforce_tree.eval import results
+from triforce_tree.loading.llama_shapes import Shape
 
 Record = dict[str, Any]
 # Rows of a part from its name, header and measurements.
@@ -24,6 +25,8 @@ RESULTS = ROOT / "docs" / "results"
 OURS, PLAIN, STATIC = "triforce", "autoregressive", "transformers-static"
 STREAMED, ATTENDED = "streamed autoregressive", "autoregressive with attention on the CPU"
 METHODS = (PLAIN, STATIC, STREAMED, ATTENDED)
+# The embedded pair's. Results that name no vocabulary were measured with it, in models of any shape.
+PAIR_VOCABULARY = 4096
 # What a row is about; the key of a measurement holds the rest as well.
 CELL = ("batch", "context", "new_tokens", "temperature", "setting")
 _KEYS = ("method", "prompt", "start", "sources", "exact")
@@ -128,6 +131,11 @@ def settings_of(plan: Record, seed: int, tiny: bool) -> Record:
     """What must agree for measurements to be put together: a part's plan, the engine, the machine."""
     dtype = "float32" if tiny else "bfloat16"
     return {**plan, "seed": seed, "engine": digest("engine")[:12], "gpu": results.hardware(), "dtype": dtype}
+
+
+def inflated_vocabulary(shape: str) -> int:
+    """Entries of the vocabulary of the embedded pair inflated to this shape."""
+    return Shape.parse(shape).vocabulary or PAIR_VOCABULARY
 
 
 def having(samples: Iterable[Record], **key: Any) -> list[Record]:

@@ -26,7 +26,16 @@ from scripts.benchmarks.common.command import (
 )
 from scripts.benchmarks.common.compare import replay
 from scripts.benchmarks.common.engine import Bench, Prompts, Run
-from scripts.benchmarks.common.results import OURS, PLAIN, RESULTS, Record, ResultsFile, Rows, settings_of
+from scripts.benchmarks.common.results import (
+    OURS,
+    PLAIN,
+    RESULTS,
+    Record,
+    ResultsFile,
+    Rows,
+    inflated_vocabulary,
+    settings_of,
+)
 from scripts.benchmarks.common.texts import SOURCES, Library, Source
 from triforce_tree.eval.results import repeated_share
 from triforce_tree.runtime.executor import free_memory
@@ -81,7 +90,8 @@ class Plan(ABC):
 
     def as_dict(self) -> Record:
         """What must agree for measurements to stand side by side."""
-        return {name: asdict(self)[name] for name in ("shape", "draft_shape", "options")}
+        named = {name: asdict(self)[name] for name in ("shape", "draft_shape", "options")}
+        return named | {"vocabulary": inflated_vocabulary(self.shape)}
 
     def step(self, number: int, batch: int, context: int, setting: Record, *keys: Record) -> Step:
         """A step whose keys differ from the usual one by ``keys``; without any, one for each temperature."""
@@ -113,7 +123,8 @@ class Session(ABC):
         self.plan, self.file, self.device, self.seed = plan, file, device, seed
         file.mine |= self.machine()
         free_memory()
-        self.say(f"{plan.shape}: inflating ...")
+        entries = inflated_vocabulary(plan.shape)
+        self.say(f"{plan.shape}: inflating, with a vocabulary of {entries:,} entries ...")
         self.bench: Bench = self.new_bench()
         self.library = Library(self.bench.tokenizer, max(n for _, n in plan.cells), self.sources)
 

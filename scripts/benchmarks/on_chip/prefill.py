@@ -88,6 +88,7 @@ def main(words: Sequence[str]) -> int:
             for chunk in chunks:
                 for how in args.paths:
                     row: Record = {"shape": shape, "context": context, "chunk": chunk, "path": how}
+                    row["vocabulary"] = model.vocab_size
                     row |= measure(model, context, chunk, how, args.runs)
                     row["tflops"] = flops(model, context) / row["seconds"] / 1e12
                     row["roofline_share"] = row["tflops"] / peak if peak else None

@@ -12,6 +12,7 @@ from scripts.benchmarks.common.markdown import (
     noted,
     origin,
     rows_of,
+    vocabulary_note,
 )
 from scripts.benchmarks.common.results import PLAIN
 
@@ -158,10 +159,17 @@ _PREFILL_NOTE = (
     "One {hardware}, bf16, batch 1, torch {versions[torch]}; a product of 8192 x 8192 matrices has "
     "{matmul_tflops:.0f} TFLOP/s in the same run. "
 )
+
+
+def _prefill_caption(content: Record, rows: Sequence[Record]) -> str:
+    entries = "; ".join({f"{row['shape']}: {vocabulary_note(row)}": None for row in rows})
+    return noted(f"{_PREFILL_NOTE}{entries}. ", PREFILL_FILE)(content, rows)
+
+
 TABLES = {
     "prefill": Table(
         PREFILL_FILE,
-        listing(PREFILL, caption=noted(_PREFILL_NOTE, PREFILL_FILE)),
+        listing(PREFILL, caption=_prefill_caption),
         "python -m scripts.benchmarks prefill",
     )
 }

@@ -11,7 +11,13 @@ import torch
 from transformers.utils import logging
 
 from scripts.benchmarks.common.command import TINY_DRAFT, TINY_SHAPES, parser, results_folder
-from scripts.benchmarks.common.results import RESULTS, ResultsFile, settings_of
+from scripts.benchmarks.common.results import (
+    PAIR_VOCABULARY,
+    RESULTS,
+    ResultsFile,
+    inflated_vocabulary,
+    settings_of,
+)
 from scripts.benchmarks.texts.grid import Grid, GridRun, TimeLimit, rows
 from triforce_tree.eval.texts.registry import SOURCES, MissingTextError, Texts, TextSource, named
 
@@ -55,7 +61,8 @@ def measure(
             args.plain_tokens, dict(args.set),
         )  # fmt: skip
         model = "embedded pair" if wide is None else f"{wide} inflated"
-        plan = {"shape": shape, "model": model, "options": grid.options}
+        entries = PAIR_VOCABULARY if wide is None else inflated_vocabulary(wide)
+        plan = {"shape": shape, "model": model, "options": grid.options, "vocabulary": entries}
         settings = settings_of(plan, args.seed, device.type == "cpu")
         file = ResultsFile(path, shape, settings, rows, None if args.tiny else RESULTS / file_name)
         for text in missing:

@@ -4,7 +4,16 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from scripts.benchmarks.common.markdown import Columns, Record, Table, file_note, grid, listing, noted
+from scripts.benchmarks.common.markdown import (
+    Columns,
+    Record,
+    Table,
+    file_note,
+    grid,
+    listing,
+    noted,
+    vocabulary_note,
+)
 from triforce_tree.eval.texts.registry import KINDS, SOURCES
 
 ANY_TEXT, NEVER_SLOWER, NEVER_SLOWER_CPU = (
@@ -105,7 +114,7 @@ def _origin(content: Record) -> str:
         versions = part["versions"]
         told.append(
             f"{name}: {part['hardware']}, torch {versions['torch']}, transformers "
-            f"{versions['transformers']}, {part['date']}."
+            f"{versions['transformers']}, {vocabulary_note(part['settings'])}, {part['date']}."
         )
         told += [f"Not measured in {name}: {text}." for text in part["notes"]]
     return " ".join(dict.fromkeys(told))

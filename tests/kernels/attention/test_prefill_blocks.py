@@ -123,3 +123,25 @@ def test_prefix_and_chunk_on_a_gpu(kv_heads: int, dim: int, before: int, queries
     out = prefill.causal_attention(q, k, v, scale=dim**-0.5)
     exact = prefill.attention_in_blocks(q.float(), k.float(), v.float(), scale=dim**-0.5)
     assert (out.float() - exact).norm() <= 0.005 * exact.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("before, queries, kv_heads", [(1, 7, 4), (150, 17, 2), (33, 70, 1)])
+def test_prefix_and_chunk_on_a_cpu(
+    before: int, queries: int, kv_heads: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No mask is made over all positions; the error is that of one call with such a mask."""
+    positions = before + queries
+    q = torch.randn(2, 4, queries, 24, dtype=dtype)
+    # As in a cache: slots after the last position hold anything.
+    k, v = (torch.full((2, kv_heads, positions + 9, 24), torch.nan, dtype=dtype) for _ in range(2))
+    for slots in (k, v):
+        slots[:, :, :positions] = torch.randn(2, kv_heads, positions, 24)
+    k, v = k[:, :, :positions], v[:, :, :positions]
+    exact = prefill.causal_attention(q.double(), k.double(), v.double(), scale=0.3)
+    bias = prefill.causal_lower_right(queries, positions)
+    masked = prefill.F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=0.3, enable_gqa=True)
+    monkeypatch.setattr(prefill.F, "scaled_dot_product_attention", lambda *_, **__: pytest.fail("a mask"))
+    out = prefill.causal_attention(q, k, v, scale=0.3)
+    assert out.dtype == dtype
+    assert (out.double() - exact).norm() <= 2 * (masked.double() - exact).norm() + 1e-7 * exact.norm()

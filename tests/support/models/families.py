@@ -277,6 +277,19 @@ def prompt_of(length: int, vocab_size: int = VOCABULARY) -> list[int]:
     return torch.randint(vocab_size, (length,), generator=generator).tolist()
 
 
+# Relative to the logits' standard deviation, in fp32: sums over more terms, in another order.
+INFLATED_TOLERANCE = 1e-4
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel, ids: list[int]) -> Tensor:
+    return model(torch.tensor([ids])).logits[0].float()
+
+
+def relative_error(ours: Tensor, exact: Tensor) -> float:
+    return float((ours - exact).abs().max() / exact.std())
+
+
 # Settings with which a short prompt uses all three levels.
 SMALL_SETTINGS = {
     "gamma": 3,

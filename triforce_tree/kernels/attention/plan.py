@@ -158,7 +158,7 @@ def plan_trees(
         kv_dtype: of keys and values where it is not ``dtype``: int8.
     """
     counts = [m.shape[0] for m in masks]
-    config = config or _config_for(max(counts) * heads.group, heads, dtype, device, kv_dtype)
+    config = config or config_for(max(counts) * heads.group, heads, dtype, device, kv_dtype)
     tails = [m.shape[1] for m in masks]
     total, words = sum(counts), max(1, -(-max(tails) // 64))
     packed = [pack_mask(m, words).to(device) for m in masks]
@@ -192,7 +192,7 @@ def plan_nodes(
     Other arguments as in ``plan_trees``.
     """
     most = max(count for *_, count in nodes)
-    config = config or _config_for(most * heads.group, heads, dtype, device)
+    config = config or config_for(most * heads.group, heads, dtype, device)
     per_block = max(1, config.block_m // heads.group)
     pieces = [
         (row, min(chunk or size, start + size - row), query, min(per_block, first + count - query))
@@ -231,11 +231,11 @@ def plan_pieces(
     Returns:
         plans for 1, 2, ... pieces. They share one workspace, so they must run on one stream.
     """
-    config = replace(_config_for(queries * heads.group, heads, dtype, device), align=0)
+    config = replace(config_for(queries * heads.group, heads, dtype, device), align=0)
     # The tiles that ``schedule.spans`` computes.
     full, ragged = divmod(query_rows, config.block_n)
     tiles = heads.kv * max(1, full + -(-ragged // EDGE))
-    limit = min(tiles, _slices(queries * heads.group, device, config))
+    limit = min(tiles, slices_for(queries * heads.group, device, config))
     cuts = next(cuts for cuts in range(limit, 0, -1) if tiles % cuts == 0)
     masks = [torch.ones(queries, 0, dtype=torch.bool)] * most
     plan = plan_trees(
@@ -278,9 +278,9 @@ def _make(
     counts = columns[4]
     most = max(counts)
     query_rows = most * heads.group
-    config = config or _config_for(query_rows, heads, dtype, device)
+    config = config or config_for(query_rows, heads, dtype, device)
     units = len(counts) * heads.kv
-    slices = units if split == NODE else slices or _slices(query_rows, device, config)
+    slices = units if split == NODE else slices or slices_for(query_rows, device, config)
     pieces = (sum(counts) * heads.kv + slices * most) * heads.group
 
     # One transfer for all integers, so that a plan costs less than the launches that it saves.
@@ -316,7 +316,7 @@ def _make(
     )
 
 
-def _config_for(
+def config_for(
     query_rows: int,
     heads: Heads,
     dtype: torch.dtype,
@@ -331,7 +331,7 @@ def _config_for(
     return choose(query_rows, dim, dtype.itemsize, describe(device), value_dim, kv_bytes)
 
 
-def _slices(query_rows: int, device: torch.device | str, config: KernelConfig) -> int:
+def slices_for(query_rows: int, device: torch.device | str, config: KernelConfig) -> int:
     """One slice for each resident program of the device, divided by the sibling tiles of a slice."""
     programs = describe(device).processors * config.programs_per_sm
     return max(1, programs // -(-query_rows // config.block_m))

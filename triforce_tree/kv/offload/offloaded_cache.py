@@ -132,6 +132,8 @@ class OffloadedCache:
             features: where hidden states are kept, if a drafter reads any.
         """
         starts = starts or [0] * len(prompts)
+        # Before the first of these positions chunk means are known, and stay.
+        with_means = [min(pair) for pair in zip(self.host.base, starts, strict=True)]
         self.host.ring.invalidate()
         for b, start in enumerate(starts):
             # The windows' memory is needed for the prefill.
@@ -143,7 +145,7 @@ class OffloadedCache:
             self.rings.fed(b, len(tokens))
             self.lengths[b] = len(tokens)
             self.host.base[b] = self._base_after(len(tokens))
-            prefills.append(OffloadedPrefill(self, b, start))
+            prefills.append(OffloadedPrefill(self, b, start, with_means[b]))
             self._prefill_one(b, tokens, chunk, prefills[-1], progress, features)
             # The last layer's keys and values are copied out of memory that the next prefill overwrites.
             self.host.to_host.join()

@@ -18,10 +18,16 @@ class OffloadedPrefill:
 
     Each layer's are computed in the memory of gathered chunks and window, so the newest tokens are kept apart
     until the end; where the last layer is resident, in that layer's memory, so that its own need no copy.
+
+    Args:
+        cache: whose sequence ``b`` is prefilled.
+        start: its tokens that are in the cache already.
+        with_means: tokens of whole chunks before this one have their chunk means already.
     """
 
-    def __init__(self, cache: "OffloadedCache", b: int, start: int = 0) -> None:
+    def __init__(self, cache: "OffloadedCache", b: int, start: int = 0, with_means: int = 0) -> None:
         self.cache, self.b, self.start = cache, b, start
+        self._first_mean = with_means // cache.chunk * cache.chunk if cache.chunk else 0
         self._last: Tensor | None = None
         if start and cache.host.last_resident:
             # Every layer is computed in the last one's memory.
@@ -60,8 +66,9 @@ class OffloadedPrefill:
 
     def layer_done(self, layer: int, kv: Tensor) -> None:
         """All keys and values of a layer are computed."""
-        base = self.cache.host.base[self.b]
-        self.cache.store_means(layer, self.b, 0, kv[:base])
+        base, first = self.cache.host.base[self.b], self._first_mean
+        if first < base:
+            self.cache.store_means(layer, self.b, first, kv[first:base])
         self._newest[layer] = kv[base:]
 
     def commit(self) -> None:

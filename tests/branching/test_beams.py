@@ -1,0 +1,188 @@
+"""Beam search is transformers' own, and several texts of a prompt are independent."""
+
+from collections import Counter
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from api_cases import Collect, characters
+from families import prompt_of, tiny
+from transformers import GenerationConfig, LogitsProcessor
+
+import triforce_tree
+from triforce_tree import Engine
+from triforce_tree.branching.node import Node
+from triforce_tree.branching.several import beam_search, beams
+from triforce_tree.eval.goodness_of_fit import chi_square, chi_square_p
+
+PROMPT = prompt_of(40)
+# Of different lengths, padded on the left.
+BATCH = torch.tensor([PROMPT, [0] * 7 + prompt_of(60)[27:]])
+MASK = torch.tensor([[1] * 40, [0] * 7 + [1] * 33])
+
+
+@pytest.fixture(autouse=True)
+def _poisoned(poisoned_empty: None) -> None:
+    pass
+
+
+@cache
+def engine(family: str = "llama-gqa", seed: int = 0, **settings: Any) -> Engine:
+    return triforce_tree.load(tiny(family, seed, **settings), profile=False, tokenizer=characters())
+
+
+def check(made: Engine, ids: torch.Tensor = BATCH, mask: torch.Tensor = MASK, **options: Any) -> Any:
+    """Beams, scores and the way to them equal transformers'."""
+    how = {
+        "max_new_tokens": 16, "do_sample": False, "output_scores": True, "return_dict_in_generate": True,
+        "pad_token_id": 0, "attention_mask": mask, **options,
+    }  # fmt: skip
+    exact = made.hierarchy.target.model.generate(ids, **how)
+    found = made.generate(ids, **how)
+    assert torch.equal(found.sequences, exact.sequences)
+    assert torch.equal(found.beam_indices, exact.beam_indices)
+    torch.testing.assert_close(found.sequences_scores, exact.sequences_scores, atol=1e-5, rtol=1e-5)
+    for ours, theirs in zip(found.scores, exact.scores, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    return found
+
+
+@pytest.mark.parametrize(
+    "family, seed",
+    [("llama-gqa", 0), ("llama-gqa", 1), ("llama-gqa", 2), ("llama", 0), ("mistral-window", 0), ("gemma2", 0),
+     ("qwen3", 1), ("gpt-neox", 2)],
+)  # fmt: skip
+def test_beams_are_transformers_own(family: str, seed: int) -> None:
+    check(engine(family, seed), num_beams=4)
+    found = check(
+        engine(family, seed), num_beams=3, num_return_sequences=2, eos_token_id=[5, 9, 17], length_penalty=0.6
+    )
+    assert len(found.text) == len(found.new_tokens) == 4
+    for row, count, reason in zip(found.sequences, found.new_tokens, found.finish_reason, strict=True):
+        new = row[40 : 40 + count].tolist()
+        assert reason == ("eos" if new[-1] in (5, 9, 17) else "length")
+
+
+class Own(LogitsProcessor):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores - 0.3 * torch.nn.functional.one_hot(input_ids[:, -1], scores.shape[1])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 5, "early_stopping": True, "eos_token_id": [5, 9, 11, 13], "num_return_sequences": 5},
+        {"num_beams": 3, "early_stopping": "never", "length_penalty": -0.5, "eos_token_id": 7},
+        {"num_beams": 3, "repetition_penalty": 1.5, "no_repeat_ngram_size": 2, "min_new_tokens": 5},
+        {"num_beams": 2, "logits_processor": [Own()], "eos_token_id": 3},
+        {"num_beams": 2, "prefix_allowed_tokens_fn": lambda batch, sent: [batch, 5 + len(sent) % 3, 9]},
+        {"generation_config": GenerationConfig(num_beams=3, length_penalty=2.0)},
+    ],
+    ids=lambda options: next(reversed(options)),
+)
+def test_options_of_beam_search(options: dict[str, Any]) -> None:
+    check(engine(), **options)
+
+
+def test_beam_samples_by_seed() -> None:
+    made = engine()
+    how: dict[str, Any] = {"num_beams": 3, "do_sample": True, "temperature": 1.5, "max_new_tokens": 12}
+    torch.manual_seed(11)
+    exact = made.hierarchy.target.model.generate(torch.tensor([PROMPT]), pad_token_id=0, **how)
+    state = torch.get_rng_state()
+    assert torch.equal(made.generate(torch.tensor([PROMPT]), seed=11, **how).sequences, exact)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_beams_share_their_rows_and_give_them_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every step the live nodes hold the beams' texts, each row once, and nothing else."""
+    trees: list[Any] = []
+    most = [0]
+
+    class Watched(beams.BeamTree):
+        def step(self, *args: Any) -> torch.Tensor:
+            logits = super().step(*args)
+            trees.append(self)
+            nodes: list[Node] = []
+            stack = [self._root]
+            while stack:
+                nodes.append(stack.pop())
+                stack += nodes[-1].children
+            pool = self._rows.pool
+            slots = [slot for node in nodes for slot in node.slots(0, node.stored, pool.page).tolist()]
+            assert len(set(slots)) == len(slots)
+            assert pool.pages - pool.free_pages == sum(len(node.pages) for node in nodes)
+            texts = {
+                (node.path[1], *node.text_tokens[: i + 1]) for node in self._beams for i in range(node.stop)
+            }
+            assert len(slots) == len(texts)
+            most[0] = max(most[0], len(nodes))
+            return logits
+
+    monkeypatch.setattr(beam_search, "BeamTree", Watched)
+    check(engine(), num_beams=4, max_new_tokens=40)
+    assert len(trees) == 40
+    # Two prompts, an empty root, and less than two nodes for each beam.
+    assert most[0] <= 3 + 2 * 2 * 4
+
+
+def test_several_samples_of_a_prompt() -> None:
+    made = engine(vocab_size=6)
+    how: dict[str, Any] = {"temperature": 1.2, "max_new_tokens": 2, "logprobs": True}
+    prompt = [1, 2, 3, 4, 5]
+    out = made.generate([prompt, prompt[:4]], num_return_sequences=300, seed=5, **how)
+    assert out.sequences.shape == (600, 7)
+    assert out.logprobs.shape == (600, 2)
+    model = made.hierarchy.target.model
+    for number, text in enumerate((prompt, prompt[:4])):
+        rows = out.sequences[300 * number :][:300]
+        counts = Counter((rows[:, 5] * 6 + rows[:, 6]).tolist())
+        logits = model(torch.tensor([[*text, token] for token in range(6)])).logits / 1.2
+        exact = logits[0, -2].softmax(-1)[:, None] * logits[:, -1].softmax(-1)
+        assert chi_square_p(*chi_square(counts, exact.flatten())) > 1e-3
+        raw = (1.2 * logits[0, -2]).log_softmax(-1)
+        torch.testing.assert_close(out.logprobs[300 * number :][:300, 0], raw[rows[:, 5]], atol=1e-5, rtol=0)
+    again = made.generate([prompt, prompt[:4]], num_return_sequences=300, seed=5, **how)
+    assert torch.equal(again.sequences, out.sequences)
+    assert len(out.text) == len(out.finish_reason) == len(out.new_tokens) == 600
+    first = made.generate(prompt, num_return_sequences=2, seed=5, **how)
+    assert torch.equal(first.sequences, out.sequences[:2])
+
+
+def test_samples_obey_constraints() -> None:
+    out = engine().generate(
+        [PROMPT, PROMPT[:9]], num_return_sequences=3, do_sample=True, max_new_tokens=5,
+        prefix_allowed_tokens_fn=lambda batch, sent: [10 + batch, 20 + batch],
+    )  # fmt: skip
+    new = out.sequences[:, 40:]
+    assert set(new[:3].flatten().tolist()) == {10, 20}
+    assert set(new[3:].flatten().tolist()) == {11, 21}
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"num_beams": 2, "num_return_sequences": 3}, "num_return_sequences=3 exceeds num_beams=2"),
+        ({"num_return_sequences": 3}, "num_return_sequences=3 of greedy decoding are 3 equal texts"),
+        ({"num_beams": 0}, "num_beams=0 must be an integer of at least 1"),
+        ({"num_beams": 2, "logprobs": True}, "logprobs=True is not supported with num_beams=2"),
+        ({"num_beams": 2, "streamer": Collect()}, "a streamer takes one text as it is made"),
+        ({"num_beams": 2, "num_beam_groups": 2}, "num_beam_groups=2 is not supported"),
+        ({"num_beams": 2, "max_new_tokens": 5000}, "exceed the model's 2048 positions"),
+        ({"num_return_sequences": 2, "do_sample": True, "output_scores": True}, "output_scores"),
+        ({"length_penalty": 2.0}, "length_penalty=2.0 is not supported"),
+    ],
+)
+def test_what_is_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        engine().generate(PROMPT, **{"max_new_tokens": 5, "do_sample": False, **options})
+
+
+def test_a_session_is_one_text() -> None:
+    session = engine().session(PROMPT)
+    found = session.generate(num_beams=3, max_new_tokens=6, do_sample=False)
+    assert session.tokens == found.sequences[0].tolist()
+    with pytest.raises(ValueError, match="a session goes on with one text, not 2"):
+        session.generate(num_return_sequences=2, do_sample=True, max_new_tokens=3)
+    assert session.tokens == found.sequences[0].tolist()

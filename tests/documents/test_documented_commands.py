@@ -1,0 +1,101 @@
+"""Commands, code, links and the index of README.md, CONTRIBUTING.md and docs/ are true of this tree."""
+
+import re
+import shlex
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from scripts.benchmarks.registry import BENCHMARKS
+from triforce_tree.cli.arguments import parser
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+INLINE = re.compile(r"`((?:triforce-tree|python -m) [^`]+)`")
+LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+
+
+def commands(text: str) -> list[str]:
+    """Lines of blocks without a language, and commands between backticks."""
+    blocks = [block for language, block in BLOCK.findall(text) if language in ("", "sh", "bash")]
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    outside = BLOCK.sub("", text)
+    return [line.strip() for line in lines] + [found.replace("\n", " ") for found in INLINE.findall(outside)]
+
+
+def check(command: str) -> bool:
+    """Whether it is a command of this project; raises AssertionError for one that would be refused."""
+    if not re.match(r"(\w+=\S+ )*(\.venv/bin/)?(triforce-tree|python|make|torchrun)\b", command):
+        return False
+    words = shlex.split(command, comments=True)
+    while "=" in words[0]:
+        words.pop(0)
+    # Under torchrun each process runs what follows its own options.
+    if words[0] == "torchrun" and "-m" in words:
+        words = ["python", *words[words.index("-m") :]]
+    for end in ("|", ">", "&"):
+        words = words[: words.index(end)] if end in words else words
+    program, *given = words
+    if program == "make":
+        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
+        assert {word for word in given if "=" not in word} <= set(targets), command
+    elif program.endswith("triforce-tree") or given[:2] == ["-m", "triforce_tree"]:
+        given = given[2:] if given[:1] == ["-m"] else given
+        assert not _exit_code(given), f"{command}: refused"
+    elif given[:1] == ["-m"]:
+        assert find_spec(given[1]) is not None, f"{command}: no such module"
+        if given[1] == "scripts.benchmarks" and len(given) > 2 and given[2] != "NAME":
+            assert given[2] in BENCHMARKS, f"{command}: no such benchmark"
+    elif given and not given[0].startswith("-"):
+        assert (ROOT / given[0]).is_file(), f"{command}: no such file"
+    return True
+
+
+def _exit_code(words: list[str]) -> object:
+    """Of the command line's parser, 0 for a command that it takes."""
+    try:
+        parser().parse_args(words)
+    except SystemExit as end:  # of --help, too
+        return end.code
+    return 0
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_parse_and_code_compiles(page: Path) -> None:
+    text = page.read_text("utf-8")
+    checked = [command for command in commands(text) if check(command)]
+    for language, block in BLOCK.findall(text):
+        if language == "python":
+            compile(block, str(page), "exec")
+    assert checked or page.parent.name != "guides"
+
+
+def test_a_wrong_command_is_noticed() -> None:
+    for wrong in (
+        "triforce-tree generate book.txt --speed 9",
+        "triforce-tree dance",
+        "make coffee",
+        "python -m scripts.benchmarks nothing",
+        "python -m scripts.nothing",
+        "python examples/nothing.py",
+    ):
+        with pytest.raises((AssertionError, ModuleNotFoundError)):
+            check(wrong)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    targets = LINK.findall(page.read_text("utf-8"))
+    here = [target for target in targets if "://" not in target]
+    missing = [target for target in here if not (page.parent / target).exists()]
+    assert not missing
+
+
+def test_the_index_lists_every_page() -> None:
+    index = ROOT / "docs" / "README.md"
+    listed = {(index.parent / target).resolve() for target in LINK.findall(index.read_text("utf-8"))}
+    pages = {page for page in PAGES if page.is_relative_to(index.parent)} - {index}
+    assert not pages - listed
+    assert "docs/README.md" in (ROOT / "README.md").read_text("utf-8")

@@ -1,0 +1,111 @@
+"""What goes on from kept keys and values: chunk means and the index of n-grams, the same as made anew."""
+
+from typing import Any
+
+import pytest
+import torch
+from families import perturbed, prompt_of, tiny, without_tree
+from program_cases import SMALL
+from torch import Tensor
+
+import triforce_tree
+from triforce_tree import Engine
+from triforce_tree.drafters import suffix_matching
+from triforce_tree.kv.cached_tokens import common_prefix
+from triforce_tree.kv.offload.offloaded_cache import OffloadedCache
+from triforce_tree.kv.tree_attention_view import PagedRetrievalView
+
+PROMPT, QUESTION = prompt_of(700), prompt_of(21)
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 9}
+
+
+def engine(**options: Any) -> Engine:
+    target = tiny("llama-gqa")
+    own = {**SMALL, "levels": 3, "window": 40, **options}
+    return triforce_tree.load(target, perturbed(target, 0.05), profile=False, **own)
+
+
+def chunk_means(made: Engine, length: int) -> list[Tensor]:
+    """Of all chunks that are whole."""
+    cache = made.hierarchy._program[1].cache
+    if cache.offloaded is not None:
+        found, length = [cache.offloaded.means], cache.offloaded.host.base[0]
+    else:
+        found = [one.means for one in cache.retrieval_view.retrieved if one is not None]
+    return [means[:, 0, :, : length // SMALL["chunk"]] for means in found]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"kv_bits": 8}, {"key_variance": True}, {"offload": True}], ids=lambda o: str([*o])
+)
+def test_chunk_means_before_kept_tokens_stay(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, poisoned_empty: None
+) -> None:
+    """Only those after them are computed, and all have the bits of a cold prefill."""
+    computed: list[int] = []
+    update, store = PagedRetrievalView.update_chunk_means, OffloadedCache.store_means
+
+    def updated(self: PagedRetrievalView, first: Tensor, count: int) -> None:
+        computed.append(int(first))
+        update(self, first, count)
+
+    def stored(self: OffloadedCache, layer: int, b: int, start: int, kv: Tensor) -> None:
+        computed.append(start // SMALL["chunk"])
+        store(self, layer, b, start, kv)
+
+    monkeypatch.setattr(PagedRetrievalView, "update_chunk_means", updated)
+    monkeypatch.setattr(OffloadedCache, "store_means", stored)
+    warm = engine(**options)
+    warm.generate(PROMPT, **GREEDY)
+    prompt = [*PROMPT[:650], *QUESTION]
+    for asked in (prompt, [*prompt, *QUESTION]):
+        computed.clear()
+        out = warm.generate(asked, **GREEDY)
+        assert out.reused_tokens >= 640
+        # An offloaded cache's window has none, so that some before the kept tokens are missing.
+        assert min(computed) >= (560 if "offload" in options else 640) // SMALL["chunk"]
+        cold = engine(**options, prefix_cache=False)
+        same = cold.generate(asked, **GREEDY)
+        assert out.sequences.tolist() == same.sequences.tolist()
+        for ours, theirs in zip(chunk_means(warm, len(asked)), chunk_means(cold, len(asked)), strict=True):
+            assert torch.equal(ours, theirs)
+            assert not ours.isnan().any()
+
+
+def test_the_index_of_ngrams_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt that begins with the last text enters what follows; any other makes the index anew."""
+    entered: list[int] = []
+    index = suffix_matching.index_ngrams
+
+    def indexed(table: Tensor, tokens: Tensor, lengths: Tensor, powers: Tensor, *rest: Any) -> None:
+        entered.append(int((rest[1] - rest[0]).max()))
+        index(table, tokens, lengths, powers, *rest)
+
+    monkeypatch.setattr(suffix_matching, "index_ngrams", indexed)
+    own = triforce_tree.load(tiny("llama-gqa"), profile=False, **without_tree({**SMALL, "levels": 2}))
+    cold = own.with_options(prefix_cache=False)
+    session = own.session(PROMPT)
+    session.generate(**GREEDY)
+    drafter = own.hierarchy._program[1].drafter
+    for question, goes_on in ((QUESTION, True), (QUESTION[:1], True), (None, True), (QUESTION, False)):
+        if not goes_on:
+            session.trim(len(PROMPT) + 3)
+        asked = [*session.tokens, *(question or [])]
+        entered.clear()
+        out = session.generate(question, **GREEDY)
+        assert own.hierarchy._program[1].drafter is drafter
+        assert (max(entered) < 100) == goes_on
+        anew, state = torch.full_like(drafter._table, -1), drafter._state
+        first, until = torch.zeros_like(drafter._indexed), drafter._indexed
+        index(anew, state.tokens, drafter._lengths, drafter._powers, first, until, int(until))
+        assert torch.equal(drafter._table, anew)
+        assert out.sequences.tolist() == cold.generate(asked, **GREEDY).sequences.tolist()
+
+
+@pytest.mark.parametrize("at", [0, 1, 4095, 4096, 4097, 9999, 10_000])
+def test_common_prefixes(at: int) -> None:
+    text = list(range(10_000))
+    other = [*text[:at], -1, *text[at + 1 :]] if at < len(text) else [*text, 5]
+    assert common_prefix(text, other) == common_prefix(other, text) == at
+    assert common_prefix(text, other[:7]) == min(at, 7)
+    assert common_prefix([], text) == 0

@@ -1,0 +1,203 @@
+"""Forwards of the target over a tree of texts, in buffers that CUDA graphs may hold."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from triforce_tree.branching.layout import Feed, Layout, arranged
+from triforce_tree.branching.node import Node
+from triforce_tree.branching.pool import KVPool
+from triforce_tree.kernels.attention import nodes as node_attention
+from triforce_tree.kernels.attention import planned
+from triforce_tree.kernels.attention.nodes import NodePlan
+from triforce_tree.kernels.attention.plan import Heads, Plan, plan_trees
+from triforce_tree.models.attention import AttentionParams, KVShape
+from triforce_tree.models.hf_model import HFModel
+from triforce_tree.models.step_model import StepModel, step_model
+from triforce_tree.runtime.executor import Step, executor
+
+MOST_QUERIES = 256
+"""Most tokens of one forward."""
+_LEAST_SEGMENTS = 16
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Capacities of a forward's buffers: on a GPU powers of two, so that few of them are captured."""
+
+    queries: int
+    segments: int
+    owners: int
+    tail: int
+
+    @classmethod
+    def of(cls, layout: Layout, on_gpu: bool) -> "Sizes":
+        queries = sum(feed.size for feed in layout.feeds)
+        tail = max((segment.tail for segment in layout.segments), default=0)
+        sizes = queries, max(len(layout.segments), 1), max(layout.owners, 1), tail
+        if not on_gpu:
+            return cls(*sizes)
+        queries = _power(queries, 8)
+        segments = _power(sizes[1], _LEAST_SEGMENTS)
+        return cls(queries, segments, _power(sizes[2], queries), 64 if tail <= 64 else MOST_QUERIES)
+
+
+def _power(number: int, least: int) -> int:
+    return max(least, 1 << (number - 1).bit_length())
+
+
+class _WindowSlots:
+    """What the queries see of layers with one kind of window: a table of single slots for each query.
+
+    Such layers see few positions, which every query reads for itself.
+    """
+
+    def __init__(self, shape: KVShape, heads: Sequence[Heads], queries: int, pool: KVPool) -> None:
+        assert shape.window is not None
+        device, dtype = pool.store.device, pool.store.dtype
+        self._window, self._chunked = shape.window, shape.chunked
+        self.table = torch.zeros(queries, shape.window, dtype=torch.int32, device=device)
+        nothing = [torch.ones(1, 0, dtype=torch.bool)] * queries
+        self.plans = {h: plan_trees(h, nothing, [0] * queries, device=device, dtype=dtype) for h in heads}
+
+    def set(self, layout: Layout, page: int) -> None:
+        query = 0
+        table = np.zeros(tuple(self.table.shape), dtype=np.int32)
+        counts = [0] * len(table)
+        for node, start, count in layout.feeds:
+            for row in range(start, start + count):
+                position = node.start + row
+                seen = position % self._window if self._chunked else min(position, self._window - 1)
+                slots = node.path_slots(row + 1, seen + 1, page)
+                table[query, : len(slots)] = slots
+                counts[query] = len(slots)
+                query += 1
+        self.table.copy_(torch.from_numpy(table))
+        lengths = torch.tensor(counts, dtype=torch.int32)
+        for plan in self.plans.values():
+            plan.lengths.copy_(lengths)
+
+
+class _Buffers:
+    """One forward's inputs, plans and logits; captured on a GPU where the model can be.
+
+    Args:
+        model: the target's forwards.
+        pool: keys and values.
+        shapes: of the target's layers, with their windows.
+        sizes: capacities.
+    """
+
+    def __init__(self, model: StepModel, pool: KVPool, shapes: Sequence[KVShape], sizes: Sizes) -> None:
+        device, dtype = pool.store.device, pool.store.dtype
+        self._model, self._pool, self.sizes = model, pool, sizes
+        self._ids = torch.zeros(3, sizes.queries, dtype=torch.int64, device=device)
+        whole = {shape.heads for shape in shapes if shape.window is None}
+        self._plans = {
+            heads: NodePlan(
+                heads, sizes.queries, sizes.segments, sizes.owners, sizes.tail, device=device, dtype=dtype
+            )
+            for heads in sorted(whole, key=repr)
+        }
+        self._windows: dict[tuple[int, bool], _WindowSlots] = {}
+        for shape in shapes:
+            if shape.window is not None and (kind := (shape.window, shape.chunked)) not in self._windows:
+                alike = {s.heads for s in shapes if (s.window, s.chunked) == kind}
+                self._windows[kind] = _WindowSlots(shape, [*alike], sizes.queries, pool)
+        self._table = torch.zeros(sizes.segments, max(1, pool.pages), dtype=torch.int32, device=device)
+        # What each row of the table was written from.
+        self._written: list[tuple[Node, tuple[int, ...]] | None] = [None] * sizes.segments
+        self.logits = torch.empty(0)
+        # Made of zeros, so that the trial runs of a capture write to slot 0, which nobody reads.
+        self._run = executor([Step(self._forward, model.capturable)], device)
+
+    def __call__(self, layout: Layout) -> Tensor:
+        """Logits ``[T, V]`` of the layout's queries, until the next forward."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        for node, start, count in layout.feeds:
+            stop = start + count
+            tokens += node.tokens[start:stop]
+            positions += range(node.start + start, node.start + stop)
+            fresh = max(start, node.stored)
+            slots += [row % self._pool.page for row in range(start, min(fresh, stop))]
+            slots += node.slots(fresh, stop, self._pool.page).tolist()
+        self._ids.zero_()
+        self._ids[:, : len(tokens)] = torch.tensor([tokens, positions, slots])
+        for plan in self._plans.values():
+            plan.set(layout.segments)
+        for window in self._windows.values():
+            window.set(layout, self._pool.page)
+        if self._plans:
+            for row, node in enumerate(layout.nodes):
+                pages = tuple(node.pages)
+                if self._written[row] != (node, pages):
+                    self._table[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+                    self._written[row] = node, pages
+        self._run()
+        return self.logits[0, : len(tokens)]
+
+    def _forward(self) -> None:
+        tokens, positions, _ = self._ids
+        self.logits = self._model(tokens[None], positions[None], self._attend)
+
+    def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
+        store = self._pool.store
+        for cached, new in zip(store.layer(layer), (k, v), strict=True):
+            cached[0].index_copy_(1, self._ids[2], new[0].to(cached.dtype))
+        number, place = store.place(layer)
+        group = store.groups[number]
+        queries = q[0].transpose(0, 1)
+        how: dict[str, Any] = {"scale": params.scale, "softcap": params.softcap, "sinks": params.sinks}
+        if params.window is None:
+            plan, table = self._plans[group.shape.heads], self._table
+            return node_attention.states(queries, *group.paged(place), plan, table=table, **how)[0][None]
+        window = self._windows[params.window, params.chunked]
+        own: Plan = window.plans[group.shape.heads]
+        out = planned.run(queries, *self._pool.single_slots(layer), own, table=window.table, **how)
+        return out[None]
+
+
+class TreeForward:
+    """The target's logits after tokens of many nodes at once, one attention call a layer over all of them.
+
+    Args:
+        target: the model, inside ``active()`` for every call.
+    """
+
+    def __init__(self, target: HFModel) -> None:
+        self._target = target
+        self.model = step_model(target, compiled=target.device.type == "cuda")
+        self._pool: KVPool | None = None
+        self._buffers: dict[Sizes, _Buffers] = {}
+
+    def __call__(self, pool: KVPool, feeds: Sequence[Feed]) -> Tensor:
+        """Logits ``[T, V]`` of all tokens of the feeds, in the feeds' order.
+
+        Rows that are not stored yet are stored in the nodes' pages, which must be there. The logits hold
+        until the next call.
+        """
+        layout, on_gpu = arranged(feeds), pool.store.device.type == "cuda"
+        sizes = Sizes.of(layout, on_gpu)
+        if pool is not self._pool:
+            self._buffers, self._pool = {}, pool
+        if sizes not in self._buffers:
+            if not on_gpu:
+                self._buffers.clear()
+            make = partial(_Buffers, self.model, pool, self._target.kv_shapes)
+            self._buffers[sizes] = make(sizes)
+        logits = self._buffers[sizes](layout)
+        for node, start, count in layout.feeds:
+            node.stored = max(node.stored, start + count)
+        order = {feed.node: number for number, feed in enumerate(layout.feeds)}
+        if [order[feed.node] for feed in feeds] == list(range(len(feeds))):
+            return logits
+        ends = np.cumsum([feed.size for feed in layout.feeds])
+        rows = [range(ends[order[f.node]] - f.size, ends[order[f.node]]) for f in feeds]
+        return logits[[row for own in rows for row in own]]

@@ -1,0 +1,182 @@
+"""Sampling options for leaves of a tree, prepared by transformers as for each of their texts alone."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+
+from triforce_tree.decoding.stop_criteria import Ending
+from triforce_tree.generation.checkpoint_settings import without_settings
+from triforce_tree.generation.inputs import real_rows
+from triforce_tree.generation.options import SEVERAL, ending_of
+from triforce_tree.generation.request import Job, Request
+from triforce_tree.models.supported import UnsupportedModelError
+from triforce_tree.runtime import distributed
+from triforce_tree.verify.sampling import ProbsFromLogits, Stream, derived
+
+if TYPE_CHECKING:
+    from triforce_tree.engine import Engine
+
+
+def check_engine(engine: "Engine") -> None:
+    """Raise where a tree cannot be computed as the engine's settings say."""
+    target, config = engine.hierarchy.target, engine.hierarchy.config
+    if target.states is not None:
+        raise UnsupportedModelError(
+            f"{target.name} has recurrent layers, whose states cannot be shared by the branches of a tree"
+        )
+    if config.kv_bits != 16:
+        raise ValueError(f"kv_bits={config.kv_bits} is not supported by a tree; leave it out")
+    if config.offloads is True or config.streams is True:
+        raise ValueError("a tree keeps its keys and values on the device; leave out offload")
+    if distributed.current() is not None:
+        raise ValueError("a tree runs on one rank; start it without torchrun")
+
+
+@dataclass(frozen=True)
+class LeafOptions:
+    """Of a text of one length.
+
+    Attributes:
+        to_probs: logits to distributions.
+        job: all that transformers prepared.
+        criteria: its stopping criteria.
+    """
+
+    to_probs: ProbsFromLogits
+    job: Job
+    criteria: StoppingCriteriaList
+
+    def ending(self, device: torch.device) -> Ending:
+        """When a leaf ends; each needs its own, which follows its text."""
+        return ending_of(self.job.config, self.criteria, self.job.input_ids.shape[1], device)
+
+
+def leaf_options(engine: "Engine", length: int, options: dict[str, Any]) -> LeafOptions:
+    """What transformers' ``generate`` makes of options for a text of ``length`` tokens.
+
+    Processors and criteria depend on the length of a text, not on its tokens, when they are made.
+
+    Raises:
+        ValueError: an option that is not supported, as of :meth:`Engine.generate`.
+    """
+    target, own = engine.hierarchy.target, dict(options)
+    config, processors, criteria, strings = (
+        own.pop(name, None)
+        for name in ("generation_config", "logits_processor", "stopping_criteria", "stop_strings")
+    )
+    request = Request.read(
+        target, engine.tokenizer, [0] * length, None, None, config, processors, criteria, strings, own
+    )
+    found: list[LeafOptions] = []
+
+    def prepared(
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **model_inputs: Any,
+    ) -> Tensor:
+        job = Job.read(
+            target, input_ids, logits_processor, stopping_criteria, generation_config, model_inputs
+        )
+        found.append(LeafOptions(job.to_probs, job, stopping_criteria))
+        return input_ids
+
+    without_settings(target.model).generate(
+        request.prompts.ids.to(target.device), attention_mask=request.prompts.mask.to(target.device),
+        generation_config=request.config, logits_processor=request.processors,
+        stopping_criteria=request.criteria, custom_generate=prepared, **request.options,
+    )  # fmt: skip
+    [made] = found
+    if made.job.outputs:
+        raise ValueError(
+            "output_scores and output_logits are not supported for leaves of a tree; read the logprobs of "
+            "nodes, or use score"
+        )
+    return made
+
+
+_OF_THE_CALL = ("inputs", "input_ids", "attention_mask", "streamer", "pinned")
+_NO_OPTIONS = ("seed", "logprobs", "progress", "prefix_allowed_tokens_fn")
+
+
+@dataclass(frozen=True)
+class Given:
+    """The prompts of a call.
+
+    Attributes:
+        ids, mask: int64 ``[B, W]``, padded on the left.
+        rows: the same without padding.
+        request: the arguments, without those of ``SEVERAL``.
+    """
+
+    ids: Tensor
+    mask: Tensor
+    rows: list[list[int]]
+    request: Request
+
+
+def given_prompts(engine: "Engine", inputs: Any, kwargs: Mapping[str, Any]) -> tuple[Given, dict[str, Any]]:
+    """The prompts, and all other keywords of :meth:`Engine.generate` without those of ``SEVERAL``.
+
+    Raises:
+        ValueError: as of :meth:`Engine.generate`.
+    """
+    options = {name: value for name, value in kwargs.items() if name not in (*_OF_THE_CALL, *SEVERAL)}
+    config = options.get("generation_config")
+    if isinstance(config, Mapping):
+        config = {name: value for name, value in config.items() if name not in SEVERAL}
+    elif config is not None:
+        config = copy.deepcopy(config)
+        for name in SEVERAL:
+            setattr(config, name, None)
+    options["generation_config"] = config
+    # Given, so that those of the checkpoint do not count.
+    options |= {"num_beams": 1, "num_return_sequences": 1}
+    processors, criteria, strings = (
+        options.get(name) for name in ("logits_processor", "stopping_criteria", "stop_strings")
+    )
+    named = ("generation_config", "logits_processor", "stopping_criteria", "stop_strings", *_NO_OPTIONS)
+    request = Request.read(
+        engine.hierarchy.target, engine.tokenizer, inputs, kwargs.get("input_ids"),
+        kwargs.get("attention_mask"), config, processors, criteria, strings,
+        {name: value for name, value in options.items() if name not in named},
+    )  # fmt: skip
+    padded = request.prompts.left_padded()
+    return Given(padded.ids, padded.mask, real_rows(padded.ids, padded.mask), request), options
+
+
+class Draws:
+    """Random numbers of one leaf, which depend on its seed alone and not on the other leaves.
+
+    Args:
+        seed: of the call.
+        number: of the leaf in it.
+    """
+
+    def __init__(self, seed: int, number: int) -> None:
+        self._generator = np.random.Generator(np.random.PCG64(derived(seed, Stream.ROW, number)))
+
+    def next(self) -> float:
+        """The next one, in [0, 1)."""
+        # The largest double below 1 times a sum may round to the sum.
+        return min(self._generator.random(), 1 - 2.0**-40)
+
+
+def drawn(scores: Tensor, draws: Sequence[Draws] | None) -> list[int]:
+    """One token for each row of processed logits, fp32 ``[N, V]``: the most probable without ``draws``."""
+    if draws is None:
+        best: list[int] = scores.argmax(-1).tolist()
+        return best
+    # The inverse of the cumulated probabilities, summed in fp64: a token of probability 0 is never drawn.
+    cumulated = scores.softmax(-1).double().cumsum(-1)
+    numbers = torch.tensor([[own.next()] for own in draws], dtype=torch.float64, device=scores.device)
+    tokens: list[int] = torch.searchsorted(cumulated, numbers * cumulated[:, -1:], right=True)[:, 0].tolist()
+    return tokens

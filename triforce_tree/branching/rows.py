@@ -1,0 +1,135 @@
+"""The rows of KV of a tree: pages for them, forwards that fill them, logits after them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from triforce_tree.branching.forward import MOST_QUERIES, TreeForward
+from triforce_tree.branching.layout import Feed
+from triforce_tree.branching.node import Node
+from triforce_tree.branching.path import prefill_path
+from triforce_tree.branching.pool import KVPool
+from triforce_tree.models.hf_model import HFModel
+from triforce_tree.runtime.stats import Progress
+
+
+class TreeRows:
+    """Keys and values of a tree's nodes, each row once.
+
+    All methods that compute are called inside ``target.active()``.
+
+    Args:
+        target: whose keys and values they are.
+        pool: pages for them.
+        chunk: tokens of a forward of a long run of one node's tokens.
+    """
+
+    def __init__(self, target: HFModel, pool: KVPool, chunk: int) -> None:
+        self._target, self.pool, self._chunk = target, pool, chunk
+        self._forward = TreeForward(target)
+
+    def missing_pages(self, needs: Mapping[Node, int]) -> int:
+        """Pages that so many rows of each node take beyond those that it owns."""
+        return sum(max(0, self.pool.pages_of(rows) - len(node.pages)) for node, rows in needs.items())
+
+    def room(self, needs: Mapping[Node, int]) -> None:
+        """Give each node pages for so many rows.
+
+        Raises:
+            TreeFullError: they are not free; no node got any.
+        """
+        self.pool.check(self.missing_pages(needs))
+        for node, rows in needs.items():
+            missing = self.pool.pages_of(rows) - len(node.pages)
+            if missing > 0:
+                node.pages += self.pool.allocate(missing, node.pages[-1] if node.pages else None)
+
+    def fill(self, needs: Mapping[Node, int], progress: Progress | None = None) -> None:
+        """Store the first so many rows of each node; parents come before their children.
+
+        Args:
+            progress: called with the tokens of each chunk of a long run.
+        """
+        self.room(needs)
+        feeds: list[Feed] = []
+        for node, rows in needs.items():
+            missing = rows - node.stored
+            if missing > MOST_QUERIES:
+                self.logits(feeds)
+                feeds = []
+                prefill_path(self._target, self.pool, node, missing, self._chunk, progress)
+            elif missing > 0:
+                if sum(feed.size for feed in feeds) + missing > MOST_QUERIES:
+                    self.logits(feeds)
+                    feeds = []
+                feeds.append(Feed(node, node.stored, missing))
+        self.logits(feeds)
+
+    def logits(self, feeds: Sequence[Feed]) -> Tensor:
+        """Logits ``[T, V]`` after each token of the feeds, until the next call.
+
+        Rows that are not stored yet are stored, in pages that the nodes own. At most ``MOST_QUERIES`` tokens
+        are fed, and one run of a node.
+        """
+        return self._forward(self.pool, feeds) if feeds else torch.empty(0)
+
+    def last_logits(self, tips: Sequence[Node]) -> Iterator[tuple[list[int], Tensor]]:
+        """Logits after the last tokens of nodes, all of whose earlier rows are stored.
+
+        Yields:
+            numbers of some of the nodes and their logits ``[n, V]``, until the next item.
+        """
+        self.room({tip: len(tip.tokens) for tip in tips})
+        distinct = list(dict.fromkeys(tips))
+        for first in range(0, len(distinct), MOST_QUERIES):
+            part = distinct[first : first + MOST_QUERIES]
+            logits = self.logits([Feed(node, len(node.tokens) - 1, 1) for node in part])
+            place = {node: number for number, node in enumerate(part)}
+            numbers = [number for number, tip in enumerate(tips) if tip in place]
+            yield numbers, logits[[place[tips[number]] for number in numbers]]
+
+    def join(self, node: Node) -> None:
+        """Make the only child of a node a part of it; its rows are copied behind the node's own.
+
+        Raises:
+            TreeFullError: there is no room for the child's rows beside themselves.
+        """
+        [child] = node.children
+        first, page = len(node.tokens), self.pool.page
+        assert node.stored == first, "the rows of a node with children that were computed are stored"
+        self.room({node: first + len(child.tokens)})
+        self.pool.move(child.slots(0, child.stored, page), node.slots(first, first + child.stored, page))
+        node.append(child.tokens, child.logprobs)
+        node.stored += child.stored
+        node.children, child.children = child.children, []
+        for below in node.children:
+            below.parent = node
+        child.parent = None
+        self.release(child)
+
+    def release(self, node: Node) -> None:
+        """Take a node and all below it out of the tree, and free their pages."""
+        if node.parent is not None:
+            node.parent.children.remove(node)
+        stack = [node]
+        while stack:
+            gone = stack.pop()
+            stack += gone.children
+            self.pool.release(gone.pages)
+            gone.pages, gone.children, gone.stored, gone.alive = [], [], 0, False
+        node.parent = None
+
+
+def needs_before(leaves: Sequence[Node]) -> dict[Node, int]:
+    """Rows of each node of the leaves' texts, parents first, that the last tokens of these texts depend on.
+
+    All rows but those of last tokens, and those too where another leaf's text goes on after them.
+    """
+    needs: dict[Node, int] = {}
+    for leaf in leaves:
+        tip = leaf.tip
+        for node in leaf.path:
+            rows = len(node.tokens)
+            needs[node] = max(needs.get(node, 0), rows - 1 if node is tip else rows)
+    return needs

@@ -1,0 +1,1 @@
+"""Several texts of one prompt by ``generate``: beams and samples, on a tree."""

@@ -1,0 +1,129 @@
+"""Beam search: transformers' own, over forwards of a tree of texts.
+
+``model.generate(num_beams=...)`` selects beams and scores them. It gets a copy of the model whose forward is
+:class:`BeamTree`: each prompt is stored and read once for all its beams, a beam that goes on alone grows a
+node, and beams that part become children of one. What no beam goes through any more is freed.
+"""
+
+import copy
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from triforce_tree.branching.node import Node
+from triforce_tree.branching.pool import KVPool
+from triforce_tree.branching.rows import TreeRows, needs_before
+from triforce_tree.generation.inputs import real_rows
+from triforce_tree.models.hf_model import HFModel
+from triforce_tree.runtime.stats import Progress
+
+
+class BeamTree(Cache):
+    """The texts of all beams as one tree, as a cache that transformers reorders.
+
+    Args:
+        rows: keys and values.
+        width: beams of each prompt.
+        progress: called with the tokens of each chunk of a long prompt.
+    """
+
+    def __init__(self, rows: TreeRows, width: int, progress: Progress | None = None) -> None:
+        super().__init__(layers=[])
+        self._rows, self._width, self._progress = rows, width, progress
+        # An empty node before all prompts.
+        self._root = Node(None)
+        # By row of transformers' batch: the node at whose end the beam's text ends.
+        self._beams: list[Node] = []
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """0: transformers then passes whole prompts, and afterwards the newest tokens."""
+        return 0
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i goes on from what row ``beam_idx[i]``, int64 ``[rows]``, was."""
+        before = self._beams
+        self._beams = [before[int(index)] for index in beam_idx.tolist()]
+        # All that nobody needs goes first: what is left of a node's children decides what is joined.
+        above = [self._released(node) for node in dict.fromkeys(before)]
+        for node in above:
+            self._join(node)
+
+    def step(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """Logits ``[rows, V]`` after prompts ``[rows, W]``, then after a new token ``[rows, 1]`` of each."""
+        if not self._beams:
+            mask = None if attention_mask is None else attention_mask[:: self._width]
+            for prompt in real_rows(input_ids[:: self._width], mask):
+                node = Node(self._root, prompt)
+                self._root.children.append(node)
+                self._beams += [node] * self._width
+            self._rows.fill(needs_before(self._root.children), self._progress)
+        else:
+            self._append(input_ids[:, -1].tolist())
+        found: Tensor | None = None
+        for numbers, logits in self._rows.last_logits(self._beams):
+            if found is None:
+                found = logits.new_zeros(len(self._beams), logits.shape[1])
+            found[numbers] = logits
+        assert found is not None
+        return found
+
+    def _append(self, tokens: Sequence[int]) -> None:
+        shared = Counter(self._beams)
+        for row, (node, token) in enumerate(zip(self._beams, tokens, strict=True)):
+            if shared[node] > 1:
+                child = Node(node)
+                node.children.append(child)
+                self._beams[row] = node = child
+            node.append([token])
+
+    def _released(self, node: Node) -> Node:
+        """Free what no beam goes through from this node upwards; return the first node that is kept."""
+        kept = set(self._beams)
+        while node not in kept and not node.children and node.parent is not None:
+            parent = node.parent
+            self._rows.release(node)
+            node = parent
+        return node
+
+    def _join(self, node: Node) -> None:
+        """Make a node and its only child one, so that texts do not become chains of short nodes."""
+        if not node.alive or node is self._root or node in self._beams:
+            return
+        while len(node.children) == 1:
+            [child] = node.children
+            self._rows.join(node)
+            self._beams = [node if beam is child else beam for beam in self._beams]
+
+
+def beam_model(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of a model whose forward asks the :class:`BeamTree` that it gets as its cache."""
+
+    def forward(
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: BeamTree | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int = 0,
+        **_: Any,
+    ) -> CausalLMOutputWithPast:
+        assert past_key_values is not None
+        logits = past_key_values.step(input_ids, attention_mask)
+        return CausalLMOutputWithPast(logits=logits[:, None], past_key_values=past_key_values)
+
+    other = copy.copy(model)
+    vars(other).update(forward=forward, _compiled_call_impl=None)
+    return other
+
+
+def beam_pool(target: HFModel, prompts: Sequence[Sequence[int]], width: int, new_tokens: int) -> KVPool:
+    """Pages for ``width`` beams after each prompt, none of which share any new token."""
+    pool = KVPool(target, 0)
+    pages = sum(pool.pages_of(len(prompt)) for prompt in prompts)
+    # A beam's rows lie in up to three nodes whose last page is not full, and one that is being joined.
+    pages += len(prompts) * width * (pool.pages_of(new_tokens) + 4)
+    return KVPool(target, pages * pool.page)

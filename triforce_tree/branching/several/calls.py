@@ -1,0 +1,116 @@
+"""What ``Engine`` takes from this folder: ``tree``, and several texts of one prompt by ``generate``."""
+
+from collections.abc import Callable, Mapping
+from functools import wraps
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+from transformers import LogitsProcessorList, PrefixConstrainedLogitsProcessor
+
+from triforce_tree.branching.options import given_prompts, leaf_options
+from triforce_tree.branching.pool import slot_bytes
+from triforce_tree.branching.several.beam_search import beam_search
+from triforce_tree.branching.tree import Branch, TextTree
+from triforce_tree.generation.inputs import Inputs
+from triforce_tree.generation.keywords import as_list, checked_seed, checked_switch
+from triforce_tree.generation.output import GenerateOutput, appended, by_row
+from triforce_tree.runtime.stats import Progress
+from triforce_tree.verify.sampling import Stream, derived
+
+if TYPE_CHECKING:
+    from triforce_tree.engine import Engine
+
+Generate = TypeVar("Generate", bound=Callable[..., GenerateOutput])
+
+
+def with_several(generate: Generate) -> Generate:
+    """``Engine.generate`` that also carries out ``num_beams`` and ``num_return_sequences``.
+
+    Each prompt is then stored and read once for all its texts. They are decoded plainly, a token of each in a
+    forward. Beams are those of transformers' ``generate``, scores included; samples are independent.
+    """
+
+    @wraps(generate)
+    def run(engine: "Engine", *args: Any, **kwargs: Any) -> GenerateOutput:
+        beams, count = (_number(name, kwargs) for name in ("num_beams", "num_return_sequences"))
+        if beams == count == 1:
+            return generate(engine, *args, **kwargs)
+        inputs, others = args[0] if args else kwargs.get("inputs"), {**kwargs, "inputs": None}
+        if kwargs.get("streamer") is not None:
+            asked = f"num_beams={beams}" if beams > 1 else f"num_return_sequences={count}"
+            raise ValueError(f"a streamer takes one text as it is made, not those of {asked}; leave out one")
+        if beams == 1:
+            return _samples(engine, inputs, count, others)
+        if count > beams:
+            raise ValueError(f"num_return_sequences={count} exceeds num_beams={beams}; ask for as many beams")
+        return beam_search(engine, inputs, beams, count, others)
+
+    return cast(Generate, run)
+
+
+def tree_of(
+    engine: "Engine", prompt: Inputs, *, max_bytes: int | None = None, progress: Progress | None = None
+) -> TextTree:
+    """A text that branches, after a prompt that is prefilled now: see :class:`TextTree`."""
+    return TextTree(engine, prompt, max_bytes, progress)
+
+
+def _number(name: str, kwargs: Mapping[str, Any]) -> int:
+    config = kwargs.get("generation_config")
+    value = kwargs.get(name)
+    if value is None and config is not None:
+        value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+    if value is None:
+        return 1
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}={value!r} must be an integer of at least 1")
+    return value
+
+
+def _samples(engine: "Engine", inputs: Any, count: int, kwargs: dict[str, Any]) -> GenerateOutput:
+    """``count`` texts of each prompt, drawn independently; arguments as of :meth:`Engine.generate`."""
+    prompts, options = given_prompts(engine, inputs, kwargs)
+    logprobs = checked_switch("logprobs", options.pop("logprobs", None))
+    seed = checked_seed(options.pop("seed", None))
+    chosen = int(torch.randint(2**62, ())) if seed is None else seed
+    progress, allowed = options.pop("progress", None), options.pop("prefix_allowed_tokens_fn", None)
+    branches: list[Branch] = []
+    prefill = decode = 0.0
+    for number, prompt in enumerate(prompts.rows):
+        own = dict(options)
+        if allowed is not None:
+            constraint = PrefixConstrainedLogitsProcessor(_of_prompt(allowed, number), 1)
+            own["logits_processor"] = LogitsProcessorList(
+                [*as_list("logits_processor", own.get("logits_processor")), constraint]
+            )
+        how = leaf_options(engine, len(prompt), own)
+        if how.to_probs.greedy:
+            raise ValueError(
+                f"num_return_sequences={count} of greedy decoding are {count} equal texts; "
+                "set do_sample=True, or num_beams"
+            )
+        # Whatever the size of a page, each text and the prompt have one that is not full.
+        slots = len(prompt) + 64 + count * (how.job.new_tokens + 64)
+        start = perf_counter()
+        tree = TextTree(engine, prompt, slots * slot_bytes(engine.hierarchy.target), progress)
+        prefill, start = prefill + perf_counter() - start, perf_counter()
+        branches += tree.generate(
+            tree.fork(tree.root, count), seed=derived(chosen, Stream.ATTEMPT, number), **own
+        )
+        decode += perf_counter() - start
+    new = [branch.tokens for branch in branches]
+    found = [torch.tensor(branch.logprobs) for branch in branches]
+    return GenerateOutput(
+        sequences=appended(prompts.ids.repeat_interleave(count, 0), new, prompts.request.pad_token),
+        finish_reason=by_row([branch.finish_reason for branch in branches]),
+        prefill_seconds=prefill,
+        decode_seconds=decode,
+        new_tokens=by_row([len(tokens) for tokens in new]),
+        text=None if engine.tokenizer is None else by_row([branch.text for branch in branches]),
+        logprobs=torch.nn.utils.rnn.pad_sequence(found, batch_first=True) if logprobs else None,
+    )
+
+
+def _of_prompt(allowed: Callable[[int, Any], list[int]], number: int) -> Callable[[int, Any], list[int]]:
+    return lambda _, sent: allowed(number, sent)

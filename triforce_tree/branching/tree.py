@@ -1,0 +1,272 @@
+"""A text that branches: every node stores its keys and values once, and all leaves are decoded together."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from triforce_tree.branching.leaves import Leaf, decode
+from triforce_tree.branching.node import Node
+from triforce_tree.branching.options import Draws, check_engine, leaf_options
+from triforce_tree.branching.pool import KVPool, slot_bytes
+from triforce_tree.branching.rows import TreeRows
+from triforce_tree.branching.scoring import fill_logprobs
+from triforce_tree.generation.inputs import Inputs, check_rows, prompt_of
+from triforce_tree.generation.keywords import checked_seed
+from triforce_tree.kv.prefill import chunk_tokens
+from triforce_tree.runtime.stats import Progress
+
+if TYPE_CHECKING:
+    from triforce_tree.engine import Engine
+
+RESERVE = 16_384
+"""KV slots after the prompt that a tree has by default."""
+
+
+@dataclass(frozen=True)
+class Branch:
+    """What :meth:`TextTree.generate` added to one leaf.
+
+    Attributes:
+        node: the leaf.
+        tokens: the new token ids, an EOS token included.
+        text: theirs, without special tokens; None without a tokenizer.
+        logprobs: of each new token by the target's raw logits, whatever the sampling options.
+        finish_reason: "eos", "stop" or "length".
+    """
+
+    node: Node
+    tokens: list[int]
+    text: str | None
+    logprobs: list[float]
+    finish_reason: str
+
+
+class TextTree:
+    """A tree whose root begins with a prompt, and whose nodes continue their parents' texts.
+
+    A node without children can be extended, by given or by generated tokens; :meth:`fork` gives it children.
+    Keys and values of a node's tokens are computed when they are first needed and stored once, for all texts
+    that go through the node; :meth:`prune` frees them. All leaves of a call are decoded together, one token
+    each in a forward, by one attention call a layer that reads every node once (DeFT, arXiv 2404.00242).
+    There is no speculation: each token of a leaf is a token of a plain decoding pass.
+
+    Args:
+        engine: its target and tokenizer.
+        prompt: of one text: text, token ids or messages.
+        max_bytes: memory for keys and values of the whole tree, taken at once; by default for the prompt and
+            ``RESERVE`` more tokens.
+        progress: called with the prompt's tokens of each chunk as they are prefilled.
+
+    Attributes:
+        root: begins with the prompt.
+        max_bytes: memory for keys and values.
+
+    Raises:
+        TreeFullError: ``max_bytes`` does not hold the prompt.
+        UnsupportedModelError: a target with recurrent layers, whose states cannot be shared.
+        ValueError: a bad prompt, an engine that offloads its cache or keeps it in 8 bits, several ranks.
+    """
+
+    def __init__(
+        self,
+        engine: "Engine",
+        prompt: Inputs,
+        max_bytes: int | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        target, config = engine.hierarchy.target, engine.hierarchy.config
+        check_engine(engine)
+        tokens = prompt_of(prompt, engine.tokenizer, target.vocab_size, target.max_positions)
+        self._engine, self._target, self._prompt_tokens = engine, target, len(tokens)
+        self._check_length(0, 1)
+        bytes_of_slot = slot_bytes(target)
+        if max_bytes is not None and max_bytes < bytes_of_slot:
+            raise ValueError(
+                f"max_bytes={max_bytes} holds no token, whose keys and values take {bytes_of_slot} bytes; "
+                "leave it out, or give more"
+            )
+        slots = len(tokens) + RESERVE if max_bytes is None else max_bytes // bytes_of_slot
+        self.root = Node(None, tokens)
+        with engine.hierarchy.generation(), target.active():
+            pool = KVPool(target, slots)
+            self._rows = TreeRows(target, pool, chunk_tokens(config.prefill_chunk, target.device))
+            self.max_bytes = pool.bytes
+            self._choose_rope()
+            self._function = target.function_key()
+            self._rows.fill({self.root: len(tokens) - 1}, progress)
+
+    def fork(self, node: Node, n: int = 2) -> list[Node]:
+        """``n`` new children of a node, without tokens yet. A node may be forked again and again.
+
+        Raises:
+            ValueError: ``n`` is less than 1, or the node is not in the tree.
+        """
+        if n < 1:
+            raise ValueError(f"n={n} must be at least 1")
+        self._check_nodes([node])
+        children = [Node(node) for _ in range(n)]
+        node.children += children
+        return children
+
+    def extend(self, node: Node, tokens: str | Sequence[int]) -> Node:
+        """Append tokens, or a text without special tokens, to a node without children; return the node.
+
+        Raises:
+            ValueError: it has children, or a token is not in the vocabulary.
+            TreeFullError: the budget does not hold them.
+        """
+        self._check_nodes([node], leaves=True)
+        if isinstance(tokens, str):
+            if self._engine.tokenizer is None:
+                raise ValueError("a text needs a tokenizer: load(..., tokenizer=...)")
+            tokens = self._engine.tokenizer(tokens, add_special_tokens=False, verbose=False)["input_ids"]
+        new = [int(token) for token in tokens]
+        if new:
+            check_rows([new], self._target.vocab_size)
+            self._check_length(node.stop, len(new))
+            self._rows.room({node: len(node.tokens) + len(new)})
+            node.append(new)
+        return node
+
+    def generate(
+        self,
+        nodes: Node | Sequence[Node],
+        *,
+        max_new_tokens: int | None = None,
+        seed: int | None = None,
+        **options: Any,
+    ) -> list[Branch]:
+        """Continue leaves, all together, each by exactly the target's own distribution after its text.
+
+        Args:
+            nodes: leaves, which are extended in place; one token of each is in every forward.
+            max_new_tokens: of each leaf; by default as of :meth:`Engine.generate`.
+            seed: of all draws. A leaf's depend on the seed and on its place in ``nodes`` alone. By default
+                from torch's global generator.
+            options: of :meth:`Engine.generate`: temperature, top_k, top_p, do_sample, eos_token_id,
+                stop_strings, logits_processor, ...; each means what it does for the leaf's text alone.
+
+        Returns:
+            what was added, in the order of ``nodes``.
+
+        Raises:
+            ValueError: a node with children, one given twice, an unsupported option, NaN logits.
+            TreeFullError: the budget does not hold so many tokens of every leaf; nothing was generated.
+        """
+        given = [nodes] if isinstance(nodes, Node) else list(nodes)
+        self._check_nodes(given, leaves=True)
+        chosen = checked_seed(seed)
+        if chosen is None:
+            chosen = int(torch.randint(2**62, ()))
+        options = {**options, "max_new_tokens": max_new_tokens}
+        by_length = {n: leaf_options(self._engine, n, options) for n in {node.stop for node in given}}
+        leaves = []
+        for number, node in enumerate(given):
+            own = by_length[node.stop]
+            ending = own.ending(self._target.device)
+            self._check_length(node.stop, ending.max_new_tokens)
+            draws = None if own.to_probs.greedy else Draws(chosen, number)
+            leaves.append(Leaf(node, own.to_probs, ending, draws, node.text_tokens))
+        with self._computing():
+            decode(self._rows, leaves)
+        return [
+            Branch(leaf.node, leaf.new, self._text(leaf.new), leaf.logprobs, str(leaf.reason))
+            for leaf in leaves
+        ]
+
+    def score(self, nodes: Node | Sequence[Node]) -> list[Tensor]:
+        """Log-probabilities of the nodes' own tokens, each given all tokens before it, by the raw logits.
+
+        Returns:
+            fp32 ``[tokens of the node]`` for each, in host memory; 0 for the first token of the whole text,
+            which nothing predicts.
+
+        Raises:
+            ValueError: a node that is not in the tree, NaN logits.
+            TreeFullError: the budget does not hold the rows that the scores depend on.
+        """
+        given = [nodes] if isinstance(nodes, Node) else list(nodes)
+        self._check_nodes(given)
+        with self._computing():
+            if self.root in given:
+                self.root.logprobs[0] = 0.0
+            fill_logprobs(self._rows, given)
+        return [torch.tensor(node.logprobs, dtype=torch.float32) for node in given]
+
+    def prune(self, node: Node) -> None:
+        """Remove a node and all below it, and free their keys and values.
+
+        Raises:
+            ValueError: the root, or a node that is not in the tree.
+        """
+        self._check_nodes([node])
+        if node.parent is None:
+            raise ValueError("the root cannot be pruned; close the tree instead")
+        self._rows.release(node)
+
+    def text(self, node: Node) -> str:
+        """The whole text up to a node's end, without special tokens.
+
+        Raises:
+            ValueError: there is no tokenizer.
+        """
+        text = self._text(node.text_tokens)
+        if text is None:
+            raise ValueError("a text needs a tokenizer: load(..., tokenizer=...)")
+        return text
+
+    @property
+    def leaves(self) -> list[Node]:
+        """The nodes without children, in depth-first order."""
+        found, stack = [], [self.root]
+        while stack:
+            node = stack.pop()
+            stack += reversed(node.children)
+            if not node.children:
+                found.append(node)
+        return found
+
+    @property
+    def used_bytes(self) -> int:
+        """Of ``max_bytes``, those of pages that nodes own."""
+        pool = self._rows.pool
+        return (pool.pages - pool.free_pages) * pool.page_bytes
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        with self._engine.hierarchy.generation(), self._target.active():
+            self._choose_rope()
+            if self._target.function_key() != self._function:
+                raise ValueError(
+                    "the target's weights have changed since the tree was made, and its keys and values are "
+                    "those of the old ones; make another tree"
+                )
+            yield
+
+    def _choose_rope(self) -> None:
+        if self._target.length_rope is not None:
+            self._target.length_rope.choose_for_texts([self._prompt_tokens])
+
+    def _check_length(self, tokens: int, new: int) -> None:
+        """Raise ValueError where a text of ``tokens + new`` exceeds the model's positions."""
+        prompt = self._prompt_tokens
+        self._target.check_length(prompt, max(0, tokens - prompt) + new)
+
+    def _check_nodes(self, nodes: Sequence[Node], leaves: bool = False) -> None:
+        for node in nodes:
+            if not node.alive or node.path[0] is not self.root:
+                raise ValueError(f"{node} is not in this tree: it was pruned, or belongs to another tree")
+            if leaves and node.children:
+                raise ValueError(
+                    f"{node} has children, which continue its text as it is; fork it, and use the new child"
+                )
+        if leaves and len(set(nodes)) < len(nodes):
+            raise ValueError("a node was given twice; fork it, and give its children")
+
+    def _text(self, tokens: Sequence[int]) -> str | None:
+        tokenizer = self._engine.tokenizer
+        return str(tokenizer.decode(list(tokens), skip_special_tokens=True)) if tokenizer else None

@@ -1,0 +1,156 @@
+"""Several levels and the target alone in turns over one prompt: one prefill, and one machine's load for both.
+
+Both decode the same pieces of text, one after the other. What else runs on the machine then slows both, and
+the median over the pieces leaves out those that it slowed unequally.
+"""
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from triforce_tree.decoding.explain.origins import OriginTally
+from triforce_tree.decoding.explain.tally import AcceptanceTally, Node
+from triforce_tree.decoding.loop import Decoder
+from triforce_tree.decoding.program import DecodingProgram
+from triforce_tree.decoding.stop_criteria import Ending
+from triforce_tree.runtime.stats import LevelStats
+from triforce_tree.verify.sampling import ProbsFromLogits, Stream, derived
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A few tokens by each of the two.
+
+    Attributes:
+        tokens: by all levels; ``origins``: the level that proposed each.
+        seconds: of decoding them.
+        alone: tokens by the target alone after the same text: of a greedy text as many, and the same ones.
+            Of a sampled text they are other draws, and are not continued.
+        alone_seconds: of decoding those.
+    """
+
+    tokens: list[int]
+    origins: list[str]
+    seconds: float
+    alone: list[int]
+    alone_seconds: float
+
+    @property
+    def ms_per_token(self) -> float:
+        return 1e3 * self.seconds / len(self.tokens)
+
+    @property
+    def alone_ms_per_token(self) -> float:
+        return 1e3 * self.alone_seconds / len(self.alone)
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Medians over pieces: milliseconds a token of both, and the median of the pieces' own ratios."""
+
+    ms_per_token: float
+    alone_ms_per_token: float
+    speedup: float
+    pieces: int
+
+    @classmethod
+    def of(cls, pieces: Sequence[Piece]) -> "Speeds | None":
+        """Without the first piece, which warms both up, where there are others; None without any."""
+        timed = list(pieces[1:] or pieces)
+        if not timed:
+            return None
+        return cls(
+            statistics.median(piece.ms_per_token for piece in timed),
+            statistics.median(piece.alone_ms_per_token for piece in timed),
+            statistics.median(piece.alone_ms_per_token / piece.ms_per_token for piece in timed),
+            len(timed),
+        )
+
+
+class SideBySide:
+    """Decodes one prompt by all levels and by the target alone, in turns.
+
+    Args:
+        program: which holds the prompt, or more of the text than that.
+        to_probs: logits to probabilities.
+        seed: of all draws.
+        stop: whether to end, asked after each pass.
+        stop_tokens: ids that end the text.
+
+    Attributes:
+        trees: drafted trees of the first piece, in the order in which they were verified.
+    """
+
+    def __init__(
+        self,
+        program: DecodingProgram,
+        to_probs: ProbsFromLogits,
+        seed: int,
+        stop: Callable[[], bool] = lambda: False,
+        stop_tokens: frozenset[int] = frozenset(),
+    ) -> None:
+        self._program, self._greedy, self._stop = program, to_probs.greedy, stop
+        self._stop_tokens = stop_tokens
+        # A sampled text repeats by its seed only where the choice of passes does.
+        self._ours = Decoder(program, to_probs, seed, repeatable=not to_probs.greedy)
+        self._alone = Decoder(program, to_probs, derived(seed, Stream.ROW, 1), repeatable=True)
+        self._alone.controller.fixed = 0
+        self.trees: list[list[Node]] = []
+
+    @property
+    def levels(self) -> list[LevelStats]:
+        """Statistics of all levels, level 0 first."""
+        return self._ours.levels
+
+    def pieces(self, prompt: Sequence[int], new_tokens: int, least: int = 16) -> Iterator[Piece]:
+        """Decode in pieces of at least ``least`` tokens, ``new_tokens`` in all.
+
+        A greedy text ends with the first piece in which the two differ.
+        """
+        text, end = list(prompt), len(prompt) + new_tokens
+        while len(text) < end and not self._stop():
+            # What the one that runs last leaves in the cache is continued, and must be the text's.
+            if self._greedy:
+                tokens, origins, seconds = self._by_levels(text, least, end - len(text))
+                alone, alone_seconds = self._run(self._alone, text, len(tokens), len(tokens))
+            else:
+                count = min(least, end - len(text))
+                alone, alone_seconds = self._run(self._alone, text, count, count)
+                tokens, origins, seconds = self._by_levels(text, least, end - len(text))
+            if not tokens or not alone:
+                return
+            yield Piece(tokens, origins, seconds, alone, alone_seconds)
+            text += tokens
+            if (self._greedy and alone != tokens) or tokens[-1] in self._stop_tokens:
+                return
+
+    def _by_levels(self, text: list[int], least: int, most: int) -> tuple[list[int], list[str], float]:
+        origins = OriginTally(self._program)
+        first = not self.trees
+        seen = AcceptanceTally(self._program)
+
+        def note(stage: str) -> None:
+            origins(stage)
+            # Of the first piece alone, which is not timed: it costs more than the names of levels.
+            if first:
+                before = seen.tree
+                seen(stage)
+                if seen.tree is not before:
+                    self.trees.append(seen.tree)
+
+        self._ours.after_stage = note
+        tokens, seconds = self._run(self._ours, text, least, most)
+        return tokens, origins.names[: len(tokens)], seconds
+
+    def _run(self, decoder: Decoder, text: list[int], least: int, most: int) -> tuple[list[int], float]:
+        """At least ``least`` tokens after the text, at most ``most``, and their seconds."""
+        self._program.rewind([text])
+        if self._program.levels == 3:
+            # Chunk means that the other one left behind: not a part of decoding.
+            self._program.resume_retrieval()
+        before, new = decoder.decode_seconds, list[int]()
+        for [fresh] in decoder.decode([text], [Ending(most, self._stop_tokens)]):
+            new += fresh
+            if len(new) >= least or self._stop():
+                break
+        return new, decoder.decode_seconds - before

@@ -1,0 +1,208 @@
+"""Attention over tree-shaped KV whose shape changes from step to step: a plan in fixed buffers, and its
+definition in plain torch.
+
+Each node of the tree keeps its keys and values in pages of its own, once for all texts that go through it.
+The queries are in depth-first order, so that those which see a node are a range: DeFT-Flatten (arXiv
+2404.00242, section 3.3) over all nodes in one call. ``plan.plan_nodes`` plans one topology without pages.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from triforce_tree.kernels.attention import reference
+from triforce_tree.kernels.attention.plan import FLATTEN, Heads, Plan, config_for, pack_mask, slices_for
+from triforce_tree.kernels.cpu.host import gathered_rows, tail_mask
+
+
+class Segment(NamedTuple):
+    """KV positions of one node, and the range of queries that sees them.
+
+    Attributes:
+        node: row of the page table.
+        length: positions, from the node's first, that all these queries see.
+        tail: positions after them; query ``first + i`` sees the first ``i + 1`` of them. 0, or ``queries``.
+        first, queries: the range.
+    """
+
+    node: int
+    length: int
+    tail: int
+    first: int
+    queries: int
+
+
+class NodePlan:
+    """A plan for up to so many queries over up to so many segments; :meth:`set` describes one forward.
+
+    Captured graphs may hold ``plan``: its buffers keep their addresses, and what a forward does not use is
+    empty.
+
+    Args:
+        heads: of the attention.
+        queries, segments: most of each in a forward.
+        owners: most pairs of a query and a segment that it sees.
+        tail: most positions of a segment's tail.
+        device, dtype: of queries and KV.
+
+    Attributes:
+        plan: for ``launch.run``.
+    """
+
+    def __init__(
+        self,
+        heads: Heads,
+        queries: int,
+        segments: int,
+        owners: int,
+        tail: int,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        config = config_for(queries * heads.group, heads, dtype, device)
+        # A segment with more queries is cut into pieces, which run side by side and share KV through L2.
+        self._most = max(1, min(queries, config.block_m // heads.group))
+        # At least two: the kernel treats a single segment as a whole sequence.
+        count = max(2, segments + owners // self._most)
+        slices = slices_for(self._most * heads.group, device, config)
+        sizes = (count, 6 * count, queries + 1, owners)
+        ends = [0]
+        for size in sizes:
+            # Aligned to 16 bytes: Triton specialises kernels on the alignment of their pointers.
+            ends.append(ends[-1] + -(-size // 4) * 4)
+        self._host = torch.zeros(ends[-1], dtype=torch.int32)
+        self._device = torch.zeros(ends[-1], dtype=torch.int32, device=device)
+        self._parts = [slice(start, start + size) for start, size in zip(ends, sizes, strict=False)]
+        lengths, columns, owner_start, owner = (self._device[part] for part in self._parts)
+        pieces = (owners * heads.kv + slices * self._most) * heads.group
+        exact = dtype == torch.float32
+        self._tail = tail
+        self.plan = Plan(
+            heads=heads,
+            config=config,
+            split=FLATTEN,
+            queries=queries,
+            lengths=lengths,
+            segments=columns.view(6, count),
+            mask=torch.zeros(queries, max(1, -(-tail // 64)), dtype=torch.int64, device=device),
+            owner_start=owner_start,
+            owners=owner,
+            partial_out=torch.empty(pieces, heads.value_dim, dtype=torch.float32, device=device),
+            partial_lse=torch.empty(pieces, dtype=torch.float64 if exact else torch.float32, device=device),
+            bounds=torch.empty(count * heads.kv, 2, dtype=torch.int32, device=device),
+            slices=slices,
+            max_queries=self._most,
+        )
+
+    def set(self, segments: Sequence[Segment]) -> None:
+        """Describe the coming forward.
+
+        Raises:
+            ValueError: more segments, pairs of queries and segments, or tail positions than planned.
+        """
+        pieces = [
+            (segment, first, min(first + self._most, segment.first + segment.queries))
+            for segment in segments
+            for first in range(segment.first, segment.first + segment.queries, self._most)
+        ]
+        queries, capacity = self.plan.queries, self.plan.lengths.shape[0]
+        seen: list[list[int]] = [[] for _ in range(queries)]
+        columns: list[list[int]] = [[] for _ in range(7)]
+        earlier = 0
+        for number, (segment, first, stop) in enumerate(pieces):
+            row = (segment.length, segment.node, 0, segment.tail, first, stop - first, earlier)
+            for column, value in zip(columns, row, strict=True):
+                column.append(value)
+            earlier += stop - first
+            for query in range(first, stop):
+                seen[query].append(number)
+        tail = max((segment.tail for segment in segments), default=0)
+        if len(pieces) > capacity or earlier > self.plan.owners.shape[0] or tail > self._tail:
+            raise ValueError(
+                f"{len(pieces)} segments, {earlier} pairs of a query and a segment, tails of {tail} exceed "
+                f"the plan's {capacity}, {self.plan.owners.shape[0]} and {self._tail}; make a larger plan"
+            )
+        starts = [0]
+        for own in seen:
+            starts.append(starts[-1] + len(own))
+        self._host.zero_()
+        lengths, table, owner_start, owner = (self._host[part] for part in self._parts)
+        lengths[: len(pieces)] = torch.tensor(columns[0], dtype=torch.int32)
+        table.view(6, capacity)[:, : len(pieces)] = torch.tensor(columns[1:], dtype=torch.int32)
+        owner_start.copy_(torch.tensor(starts, dtype=torch.int32))
+        owner[:earlier] = torch.tensor([piece for own in seen for piece in own], dtype=torch.int32)
+        self._device.copy_(self._host)
+        for segment in segments:
+            if segment.tail:
+                causal = torch.ones(segment.queries, segment.tail, dtype=torch.bool).tril()
+                words = pack_mask(causal, self.plan.mask.shape[1])
+                self.plan.mask[segment.first : segment.first + segment.queries] = words.to(
+                    self._device.device
+                )
+
+
+def states(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: NodePlan,
+    *,
+    scale: float,
+    table: Tensor,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of all queries over the nodes that they see: the Triton kernel on CUDA, else its definition.
+
+    Args:
+        q: ``[T, H_q, D]``; T is the plan's number of queries, or less on the CPU.
+        k, v: pages ``[pages, H_kv, page, D]`` and ``[pages, H_kv, page, D_v]``.
+        table: int32 ``[nodes, pages of a node]``.
+        scale, softcap, sinks: as for ``launch.run``.
+
+    Returns:
+        out ``[T, H_q, D_v]`` in q's dtype and natural-log lse fp32 ``[T, H_q]``; (0, -inf) for a query that
+        sees nothing.
+    """
+    if q.is_cuda:
+        from triforce_tree.kernels.attention import launch
+
+        return launch.run(q, k, v, plan.plan, scale=scale, table=table, softcap=softcap, sinks=sinks)
+    return definition(q, k, v, plan, scale=scale, table=table, softcap=softcap, sinks=sinks)
+
+
+def definition(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: NodePlan,
+    *,
+    scale: float,
+    table: Tensor,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """:func:`states` in plain torch: attention over each segment, merged (DeFT, section 3.2)."""
+    kv_heads, made = k.shape[1], plan.plan
+    out = q.new_zeros(*q.shape[:2], v.shape[3], dtype=torch.float32)
+    lse = torch.full(q.shape[:2], -torch.inf, device=q.device)
+    for length, (node, _, tail, first, count, _) in zip(
+        made.lengths.tolist(), made.segments.T.tolist(), strict=True
+    ):
+        if not count or not length + tail:
+            continue
+        own, pages = slice(first, first + count), table[node].expand(kv_heads, -1)
+        keys, values = (gathered_rows(t, pages, 0, length + tail) for t in (k, v))
+        mask = tail_mask(made.mask[own], tail)
+        queries = q[own].transpose(0, 1)[None]
+        part, part_lse = reference.tree_attention(queries, keys, values, mask, scale=scale, softcap=softcap)
+        outs = torch.stack([out[own], part[0].transpose(0, 1).float()])
+        lses = torch.stack([lse[own], part_lse[0].transpose(0, 1)])
+        out[own], lse[own] = reference.merge_states(outs, lses)
+    if sinks is not None:
+        total = torch.logaddexp(lse, sinks.float())
+        out, lse = out * (lse - total).exp()[..., None], total
+    return out.to(q.dtype), lse
