@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from triforce_tree.api import custom_generate, generate, load
+    from triforce_tree.branching.pool import TreeFullError
+    from triforce_tree.branching.tree import TextTree
     from triforce_tree.drafters.heads.eagle import Eagle3
     from triforce_tree.drafters.heads.medusa import Medusa
     from triforce_tree.engine import Engine
@@ -32,6 +34,8 @@ __all__ = [
     "LevelStats",
     "Medusa",
     "Session",
+    "TextTree",
+    "TreeFullError",
     "UnsupportedModelError",
     "custom_generate",
     "generate",
@@ -46,6 +50,8 @@ _HOMES = {
     "LevelStats": "triforce_tree.runtime.stats",
     "Medusa": "triforce_tree.drafters.heads.medusa",
     "Session": "triforce_tree.sessions.session",
+    "TextTree": "triforce_tree.branching.tree",
+    "TreeFullError": "triforce_tree.branching.pool",
     "UnsupportedModelError": "triforce_tree.models.supported",
 }
 

@@ -78,7 +78,7 @@ def load(
             measured nearest to its prompt's length and temperature; ``options`` take precedence.
         pinned: called with the bytes of host memory that offloaded weights allocate, as they do.
         options: levels, gamma, tree, runner_ups, lookup, retrieval_weight_bits, rounds, prefill_chunk,
-            kv_bits, offload, gpu_memory, host_memory, offload_weights, host_attention
+            kv_bits, context_parallel, offload, gpu_memory, host_memory, offload_weights, host_attention
             (:class:`HierarchyConfig`), budget, chunk, recent, refresh, select_chunks
             (:class:`RetrievalConfig`), sinks, window (:class:`StreamingConfig`).
 
@@ -108,11 +108,15 @@ def load(
         # It is not moved.
         device = device_of(target.device) if target.device.type == "cuda" else target.device
     group = distributed.join(device)
+    grid = distributed.arrange(config.context_parallel)
     if profile is None and (group is not None or own is not None):
         # Profiles are measured on one GPU, with a draft model or suffix matching.
         profile = False
     own_tokenizer = tokenizer_of(draft_tokenizer, draft, "draft_tokenizer")
-    loaded, streamed = load_target(target, config, device, dtype, group, pinned)
+    if group is not None:
+        device = group.device
+    heads = grid.tensor if grid is not None and grid.tensor.size > 1 else None
+    loaded, streamed = load_target(target, config, device, dtype, heads, pinned)
     small = None if draft is None else on_one_device(load_model(draft, loaded.device, dtype), loaded.device)
     measured = profiles.find(profile, loaded, small)
     return Engine(loaded, own or small, tokenizer, config, measured, options, streamed, own_tokenizer)

@@ -164,8 +164,13 @@ class HierarchyConfig:
     target's own dtype. Output then follows exactly the distribution of the target with that cache, as plain
     decoding (``levels=1``) with the same ``kv_bits`` does.
 
+    ``context_parallel`` C splits the keys and values of every sequence by position over C of the W
+    processes that torchrun started, where C divides W; W / C processes each split the target's heads.
+
     ``prefix_cache`` True keeps keys and values of the last call where a prompt begins with the same tokens,
-    in whole chunks of a prefill, so that the text stays the same, bit by bit. It takes no memory.
+    in whole chunks of a prefill, so that the text stays the same, bit by bit. It takes no memory. A size
+    (``"16GiB"``, or bytes) also keeps chunks of the texts before in so much host memory, those used longest
+    ago dropped first: for caches on the device without sliding windows, recurrent layers or several ranks.
 
     ``offload`` True keeps the full cache in host memory, as far as ``gpu_memory`` (bytes, or "24GiB": the
     most that the whole engine takes of the device) does not hold it; "auto" does so where the device cannot
@@ -190,7 +195,8 @@ class HierarchyConfig:
     rounds: int | None = None
     prefill_chunk: int | None = None
     kv_bits: int = 16
-    prefix_cache: bool = True
+    prefix_cache: bool | int | str = True
+    context_parallel: int = 1
     offload: bool | str | None = None
     gpu_memory: int | str | None = None
     host_memory: int | str | None = None
@@ -210,7 +216,10 @@ class HierarchyConfig:
         if self.retrieval_weight_bits not in (4, 8, 16):
             raise ValueError(f"retrieval_weight_bits={self.retrieval_weight_bits!r} must be 16, 8 or 4")
         if not isinstance(self.prefix_cache, bool):
-            raise ValueError(f"prefix_cache={self.prefix_cache!r} must be True or False")
+            try:
+                bytes_of(self.prefix_cache)
+            except ValueError as error:
+                raise ValueError(f"prefix_cache={error}; or give True or False") from error
         if isinstance(self.kv_bits, bool) or self.kv_bits not in (8, 16):
             raise ValueError(f"kv_bits={self.kv_bits!r} must be 16 or 8")
         if self.levels not in ("auto", 1, 2, 3):
@@ -252,9 +261,17 @@ class HierarchyConfig:
                 "host_attention=True needs KV slots in host memory, but nothing is offloaded; give "
                 "offload=True or gpu_memory, or leave it out"
             )
-
         if self.kv_bits != 16 and self.offloads is True:
             raise ValueError(f"kv_bits={self.kv_bits} is for a cache on the device; {NO_OFFLOAD}")
+        _within("context_parallel", self.context_parallel, 1)
+        refused = {
+            "an offloaded cache (offload, gpu_memory, host_memory, offload_weights)": self.offloads,
+            f"kv_bits={self.kv_bits}": self.kv_bits != 16,
+            "select_chunks": self.retrieval.select_chunks,
+        }
+        if self.context_parallel > 1 and (named := [name for name, given in refused.items() if given]):
+            split = f"context_parallel={self.context_parallel}"
+            raise ValueError(f"{split} does not work with {named[0]}; leave one of them out")
 
     def matched_tokens(self, draft_model: bool) -> int:
         """Most tokens that suffix matching proposes in a pass, alone or beside a draft model's trees.
@@ -307,6 +324,15 @@ class HierarchyConfig:
     def host_bytes(self) -> int | None:
         """Host memory limit; None for all but what is left to the system."""
         return None if self.host_memory is None else bytes_of(self.host_memory)
+
+    @property
+    def prefix_bytes(self) -> int:
+        """Host memory for keys and values of texts before the last ones; 0 for none."""
+        return 0 if isinstance(self.prefix_cache, bool) else bytes_of(self.prefix_cache)
+
+    @property
+    def level_one_bits(self) -> int:  # of its weights, 16 where there is no level 1
+        return self.retrieval_weight_bits if self.levels in ("auto", 3) else 16
 
     def as_options(self) -> dict[str, Any]:
         """All options as one flat dict, as ``from_options`` takes them."""

@@ -137,6 +137,7 @@ class Engine:
         """Free the last generation's buffers, and weights in host memory: calls then raise RuntimeError."""
         with self.hierarchy.generation():
             self.hierarchy.release()
+            self.hierarchy.prefixes.clear()
             if self.hierarchy.target.streamed is not None:
                 self.hierarchy.target.streamed.close()
 
@@ -230,8 +231,7 @@ class Engine:
             attention_mask: of the ids' shape; tokens with mask 0 are padding, on either side, and left out.
             generation_config, logits_processor, stopping_criteria, prefix_allowed_tokens_fn, stop_strings: as
                 in transformers; ``stop_strings`` needs a tokenizer.
-            streamer: as in transformers, or one for each sequence. A ``put`` that returns True ends its
-                sequence.
+            streamer: as in transformers, or one for each sequence; see :class:`Streamers`.
             seed: of all draws, independent for each sequence; by default from torch's global generator.
             logprobs: return the log-probability of each new token, see :class:`GenerateOutput`.
             progress: called with the number of kept tokens, then with that of each chunk after it.
@@ -342,7 +342,7 @@ class Engine:
             for fresh in decoder.decode(prompts, endings, scores.add if names else None):
                 for sequence, tokens in zip(new, fresh, strict=True):
                     sequence += tokens
-                streamers.put(fresh, decoder.end)
+                streamers.put(fresh, decoder.end, scores)
         streamers.end()
         out = output_of(job.input_ids, new, job.pad_token, self.tokenizer, decoder, scores.results())
         out.profile = str(self.profile.path) if entry is not None and self.profile is not None else None

@@ -6,11 +6,20 @@ BENCHMARKS = {
     "texts": ("benchmarks.texts.pack", "no benchmark: packs texts of seven kinds into one file"),
     "on_chip": ("benchmarks.on_chip.run", "decoding on one GPU, 122,880 tokens: docs/benchmarks.md"),
     "prefill": ("benchmarks.on_chip.prefill", "prompts of up to 122,880 tokens on one GPU: docs/prefill.md"),
+    "requests": (
+        "benchmarks.requests.run",
+        "whole requests, cold and a second turn, beside plain decoding: docs/sessions.md",
+    ),
     "any_text": ("benchmarks.texts.any_text", "speed on texts of seven kinds: docs/any_text.md"),
     "never_slower": ("benchmarks.texts.never_slower", "the same by context, beside plain decoding"),
+    "real_model": (
+        "benchmarks.texts.real_model",
+        "three levels of SmolLM2 and of its function at 8B: docs/benchmarks.md",
+    ),
     "trees": ("benchmarks.texts.trees", "token trees beside chains of equal cost, by kind of text"),
     "offload": ("benchmarks.offload.run", "decoding with the cache in host memory: docs/offloading.md"),
     "parallel": ("benchmarks.offload.parallel", "the same on several cards, under torchrun"),
+    "split": ("benchmarks.cards.split", "stages on several cards, a text split by position or by heads"),
     "tree_attention": (
         "benchmarks.attention.run",
         "tree attention beside its peers; --check: the gate",

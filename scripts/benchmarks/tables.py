@@ -9,7 +9,6 @@ import re
 from collections.abc import Sequence
 
 from scripts.benchmarks.attention import tables as attention
-from scripts.benchmarks.common.code_digest import ROOT, mark
 from scripts.benchmarks.common.markdown import (
     Columns,
     Record,
@@ -23,10 +22,12 @@ from scripts.benchmarks.cpu import tables as cpu
 from scripts.benchmarks.linear import tables as linear
 from scripts.benchmarks.offload import tables as offload
 from scripts.benchmarks.on_chip import tables as on_chip
+from scripts.benchmarks.requests import tables as requests
 from scripts.benchmarks.retrieval import tables as retrieval
 from scripts.benchmarks.texts import tables as texts
 from scripts.benchmarks.verification import tables as verification
 from scripts.checks.models import table as models_table
+from triforce_tree.eval.report.code_digest import ROOT, mark
 
 RESULTS = ROOT / "docs" / "results"
 # The table on README's first screen. Greedy texts are left out: those of a small model repeat themselves,
@@ -123,6 +124,7 @@ TABLES = {
     "front": Table(on_chip.FILE, front, f"{on_chip.COMMAND} 7b"),
     **on_chip.TABLES, **offload.TABLES, **attention.TABLES, **linear.TABLES, **cpu.TABLES,
     **models_table.TABLES, **texts.TABLES, **retrieval.TABLES, **verification.TABLES,
+    **requests.TABLES,
 }  # fmt: skip
 
 

@@ -3,8 +3,9 @@
     python -m scripts.train_pair.corpus --source python=docstrings:asyncio code=code:json docs=manuals.jsonl \
         --held-out LIB/pydoc_data/topics.py --out corpus
 
-A source is GROUP=TEXTS: a package's docstrings or sources as installed here, or a data set (on the Hugging
-Face hub, a folder, or a .jsonl, .json, .parquet or .csv file with a column ``text``).
+A source is GROUP=TEXTS: a package's docstrings or sources as installed here, the text files of a folder such
+as system documentation (files:/usr/share/doc), or a data set (on the Hugging Face hub, a folder, or a .jsonl,
+.json, .parquet or .csv file with a column ``text``).
 
 Held out: Python's ``pydoc_data.topics`` (every version found). A paragraph that shares a shingle of ten
 words with it is dropped, as is a shorter one that is a paragraph of it. A paragraph seen before (words equal,
@@ -13,8 +14,10 @@ digits ignored) is dropped too, and a document that loses most of its text that 
 """
 
 import argparse
+import gzip
 import json
 import re
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +27,9 @@ from triforce_tree.eval.text import dataset_texts
 WORD = re.compile(r"[a-z0-9_]+")
 SHINGLE = 10  # words
 SHORTEST = 300  # characters of a document
+# Suffixes of texts, without .gz; none is that of a README.
+PROSE = ("", "txt", "md", "rst", "pod", "tex", "texi")
+_DULL = re.compile(r"copyright|licen[cs]e|copying|changelog|changes|authors|manifest|md5|index")
 
 
 def topics_text(path: Path) -> list[str]:
@@ -38,7 +44,25 @@ def documents(source: str) -> Iterator[str]:
     kind, _, package = source.partition(":")
     if kind in ("docstrings", "code") and package:
         return pieces(Source(package, (package,), kind == "code"))
+    if kind == "files":
+        return file_texts(Path(package))
     return dataset_texts(source, split="train")
+
+
+def file_texts(folder: Path) -> Iterator[str]:
+    """Texts in the files below a folder, in the order of their paths, without licences and change logs."""
+    for path in sorted(folder.rglob("*")):
+        name = path.name.removesuffix(".gz").lower()
+        kind = name.rpartition(".")[2] if "." in name else ""
+        if kind not in PROSE or _DULL.search(name) or not path.is_file() or path.is_symlink():
+            continue
+        try:
+            data = path.read_bytes()
+            text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
+        except (OSError, EOFError, zlib.error, UnicodeDecodeError):
+            continue
+        if "\0" not in text:
+            yield text
 
 
 def words_of(text: str) -> list[str]:

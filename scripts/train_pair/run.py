@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -15,14 +16,19 @@ from transformers import GenerationConfig, LlamaForCausalLM
 from scripts.train_pair.tokenizer import FILES
 
 # The one special token of the tokenizer.
-_ENDS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+_ENDS: Mapping[str, int] = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 
 
 class Run:
-    """Where this process runs and where it writes."""
+    """Where this process runs and where it writes.
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.args, self.out = args, Path(args.out)
+    Args:
+        args: the command line's; ``data`` is the folder that the tokenizer's files are copied from.
+        ends: ids of special tokens, for the saved configuration.
+    """
+
+    def __init__(self, args: argparse.Namespace, ends: Mapping[str, int] = _ENDS) -> None:
+        self.args, self.out, self.ends = args, Path(args.out), dict(ends)
         self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         cuda = torch.cuda.is_available()
         self.device = (
@@ -53,8 +59,8 @@ class Run:
             small = LlamaForCausalLM(copy.deepcopy(model.config)).to(torch.bfloat16)
             small.load_state_dict(model.state_dict())
             # Not while training: a padding token's embedding would get no gradient.
-            small.config.update(_ENDS)
-            small.generation_config = GenerationConfig(**_ENDS)
+            small.config.update(self.ends)
+            small.generation_config = GenerationConfig(**self.ends)
             small.save_pretrained(folder, max_shard_size="14MB")
             for file in FILES:
                 shutil.copy(self.args.data / file, folder)

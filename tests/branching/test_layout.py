@@ -131,6 +131,8 @@ def test_kernel_and_definition_over_ragged_nodes(
     )
     options = {"scale": 0.2, "table": table, "sinks": sinks, **how}
     found = [node_attention.definition(q, *kv, plan, **options)]
+    if not q.is_cuda:
+        found.append(node_attention.states(q, *kv, plan, **options))
     with poisoned_memory():
         found.append(launch.run(q, *kv, plan.plan, **options))
     for out, lse in found:

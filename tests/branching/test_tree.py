@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from api_cases import characters, text_of
 from families import greedy, prompt_of, tiny
 from recurrent_families import recurrent
 
@@ -167,6 +168,41 @@ def test_options_mean_what_they_do_for_each_text_alone() -> None:
         assert branch.finish_reason == ("eos" if branch.tokens[-1] == stop else "length")
     plain = tree.generate(tree.fork(tree.root, 1), max_new_tokens=9, eos_token_id=stop, **GREEDY)
     assert plain[0].tokens == greedy(model, PROMPT, 9, eos_token_id=stop, pad_token_id=stop)
+
+
+def test_stop_strings_end_each_leaf_by_itself() -> None:
+    made = triforce_tree.load(tiny("llama-gqa"), profile=False, tokenizer=characters())
+    tree, leaves = grown(made)
+    texts = [leaf.text_tokens for leaf in leaves]
+    stop = text_of(greedy(made.hierarchy.target.model, texts[0], 9)[3:5])
+    branches = tree.generate(leaves, max_new_tokens=25, stop_strings=stop, **GREEDY)
+    for text, branch in zip(texts, branches, strict=True):
+        alone = made.generate(text, max_new_tokens=25, stop_strings=stop, **GREEDY)
+        assert (branch.tokens, branch.text) == (alone.sequences[0, len(text) :].tolist(), alone.text)
+        assert branch.finish_reason == alone.finish_reason
+    assert branches[0].finish_reason == "stop"
+    assert tree.text(leaves[0]).endswith(stop)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["llama-gqa", "mistral-window", "gemma2"])
+def test_on_a_gpu(family: str) -> None:
+    """Forwards of several sizes, captured, beside transformers in fp32."""
+    model = tiny(family).cuda()
+    made = triforce_tree.load(model, profile=False)
+    tree, leaves = grown(made)
+    leaves += tree.fork(tree.root, 13)
+    texts = [leaf.text_tokens for leaf in leaves]
+    branches = tree.generate(leaves, max_new_tokens=40, **GREEDY)
+    for text, branch in zip(texts, branches, strict=True):
+        assert branch.tokens == greedy(model, text, 40)
+    for node, found in zip(leaves, tree.score(leaves), strict=True):
+        ids = torch.tensor([node.text_tokens], device="cuda")
+        exact = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        torch.testing.assert_close(found, exact[node.start - 1 :].cpu(), atol=1e-4, rtol=0)
+    ids = torch.tensor([PROMPT], device="cuda")
+    how = {"num_beams": 4, "max_new_tokens": 20, "do_sample": False}
+    assert torch.equal(made.generate(ids, **how).sequences, model.generate(ids, **how))
 
 
 def test_logprobs_are_those_of_the_raw_logits() -> None:

@@ -1,5 +1,6 @@
 """The benchmarks of the command line, on a tiny pair."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -53,10 +54,11 @@ def test_bench_text_continues_an_interrupted_run(
 def test_bench_needle(capsys: pytest.CaptureFixture[str], pair: TinyPair) -> None:
     code, out, err = run(
         capsys, "bench", "needle", *pair.options, "--lengths", "200", "--depths", "0", "1", "--trials", "1",
-        "--through", "hierarchy", "target", "--json",
+        "--through", "hierarchy", "target", "streaming-llm", "--budget", "64", "--recent", "32", "--json",
     )  # fmt: skip
     assert code == 0
-    assert last_object(out)["accuracy"]["target"]["200"].keys() == {"0", "1"}
+    accuracy = last_object(out)["accuracy"]
+    assert accuracy["target"]["200"].keys() == accuracy["streaming-llm"]["200"].keys() == {"0", "1"}
     assert "needle accuracy" in err
 
 
@@ -76,3 +78,86 @@ def test_bench_ruler(capsys: pytest.CaptureFixture[str], pair: TinyPair, tmp_pat
     code, out, _ = run(capsys, *how)
     assert (tmp_path / "answers.jsonl").read_text() == lines
     assert last_object(out)["scores"] == scores
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> str:
+    """Rows in LongBench's schema."""
+    rows = [
+        {
+            "context": f"The owner of house {n} is Bob{n}. " + "A line of other words. " * 60,
+            "input": f"Who owns house {n}?", "answers": [f"Bob{n}"], "all_classes": None,
+        }
+        for n in range(2)
+    ]  # fmt: skip
+    (tmp_path / "data").mkdir()
+    path = tmp_path / "data" / "qasper.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path.parent)
+
+
+def test_public_data_continues_is_reported_and_measured_again(
+    capsys: pytest.CaptureFixture[str], pair: TinyPair, tmp_path: Path, questions: str
+) -> None:
+    out_file = tmp_path / "run.jsonl"
+    small = ["--budget", "64", "--recent", "32", "--chunk", "8", "--new-tokens", "6", "--prompts", "2"]
+    methods = ["--methods", "triforce-3-level", "transformers-dynamic", "streaming-llm"]
+    argv = ["bench", "longbench", "--data", questions, *pair.options, *small, *methods, "--lengths", "300"]
+    argv += ["--temperatures", "0", "--out", str(out_file), "--json"]
+    code, out, err = run(capsys, *argv)
+    assert code == 0
+    result = last_object(out)
+    assert [row["method"] for row in result["rows"]] == methods[1:]
+    [answers] = result["answers"]
+    assert answers["hierarchy"] == answers["target"]
+    assert (answers["compared"], answers["identical"]) == (2, 2)
+    assert "streaming-llm (lossy)" in err
+    assert (tmp_path / "run.md").exists()
+    lines = out_file.read_text().splitlines(keepends=True)
+    assert len(lines) == 1 + 2 * (3 + 2)
+    first = json.loads(lines[0])
+    assert {"command", "commit", "engine", "versions", "hardware", "seed"} <= first["about"].keys()
+    assert {"data_digest", "template", "metric"} <= first["settings"].keys()
+    # A run that was ended measures what is missing.
+    out_file.write_text("".join(lines[:4]) + lines[4][:9])
+    assert run(capsys, *argv)[0] == 0
+    again = out_file.read_text().splitlines(keepends=True)
+    assert again[:4] == lines[:4]
+    assert len(again) == len(lines)
+    # Other data are not put beside these.
+    rows = Path(questions, "qasper.jsonl")
+    rows.write_text(rows.read_text().replace("Bob1", "Eve"))
+    code, _, err = run(capsys, *argv)
+    assert code == 2
+    assert "was made with data_digest=" in err
+    rows.write_text(rows.read_text().replace("Eve", "Bob1"))
+    code, out, _ = run(capsys, "report", str(tmp_path), "--json")
+    assert code == 0
+    assert last_object(out)["results"] == [str(out_file)]
+    code, out, err = run(capsys, "bench", "verify", str(out_file), "--json")
+    assert code == 0
+    figures = last_object(out)["rows"]
+    assert len(figures) == 3 + 3 + 2  # times, speed-ups, scores
+    assert all(row["here"] is not None for row in figures)
+    assert "ratio" in err
+
+
+def test_books_have_speed_alone(capsys: pytest.CaptureFixture[str], pair: TinyPair, tmp_path: Path) -> None:
+    path = tmp_path / "books.jsonl"
+    path.write_text(json.dumps({"text": "Once upon a time there was a book. " * 40}) + "\n")
+    words = ["bench", "pg19", "--data", str(path), *pair.options, "--prompts", "1", "--new-tokens", "4"]
+    words += [
+        "--temperatures",
+        "0",
+        "--methods",
+        "triforce-autoregressive",
+        "--lengths",
+        "50",
+        "90",
+        "--json",
+    ]
+    code, out, _ = run(capsys, *words, "--json")
+    assert code == 0
+    result = last_object(out)
+    assert [row["context"] for row in result["rows"]] == [50, 90]
+    assert result["answers"] == []

@@ -26,7 +26,7 @@ from triforce_tree.eval import results
     [
         ["generate"],
         ["explain"],
-        *(["bench", kind] for kind in ("text", "needle", "ruler")),
+        *(["bench", kind] for kind in ("text", "needle", "ruler", "longbench")),
         ["check"],
         ["tune"],
         ["demo"],
@@ -147,6 +147,17 @@ BAD = {
     "not a file": (["bench", "text", "--out", "/dev/full"], "/dev/full"),
     "short needle": (["bench", "needle", "--lengths", "9"], "length=9"),
     "depth": (["bench", "needle", "--depths", "2"], "between 0"),
+    "no network": (["bench", "pg19"], "without a network give --data FILE, a .jsonl, .json, .parquet"),
+    "no rows": (
+        ["bench", "narrativeqa", "--data", "/nowhere.jsonl"],
+        "no such file: '/nowhere.jsonl'",
+    ),
+    "no task": (
+        ["bench", "infinitebench", "--task", "poems"],
+        "has no task 'poems'; use one of passkey",
+    ),
+    "no templates": (["bench", "longbench", "--templates", "/nowhere.json"], "/nowhere.json: No such file"),
+    "cold": (["bench", "longbench", "--temperatures", "-1"], "-1.0 must be at least 0"),
     "greedy check": (["check", "--temperature", "0"], "temperature=0.0"),
     "demo prompt": (["demo", "--prompt-tokens", "99999999"], "99999999"),
     "demo start": (["demo", "--start", "99999999"], "--start 99999999"),
@@ -167,6 +178,24 @@ def test_bad_input_ends_with_one_line_and_code_2(
     assert code == 2
     assert out == ""
     assert len(err.strip().splitlines()) == 1, err
+    assert needed in err
+
+
+@pytest.mark.parametrize(
+    "words, needed",
+    [
+        (["report", "/nowhere"], "no such folder: '/nowhere'"),
+        (["bench", "verify", "/nowhere.jsonl"], "/nowhere.jsonl: No such file"),
+        (["bench", "verify", "README.md"], "is not a results file"),
+    ],
+)
+def test_bad_results_end_with_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str], needed: str
+) -> None:
+    monkeypatch.chdir(Path(__file__).parents[2])
+    code, out, err = run(capsys, *words)
+    assert (code, out) == (2, "")
+    assert len(err.strip().splitlines()) == 1
     assert needed in err
 
 
@@ -297,6 +326,10 @@ def test_check_passes_and_names_trees(capsys: pytest.CaptureFixture[str], pair: 
     assert all(forward["error"] < 1e-5 for forward in result["forwards"])
     assert len(result["acceptance"]["greedy"]["draft -> retrieval"]) == 8
     assert "--tree 'static:" in err
+    said = " ".join(err.split())
+    assert re.search(
+        r"no difference to the target was found; sampling off by 0\.\d\d in total variation", said
+    )
 
 
 def test_check_fails_with_code_1(

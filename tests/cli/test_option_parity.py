@@ -66,7 +66,7 @@ def test_their_defaults_are_the_same() -> None:
         ["generate"],
         ["chat"],
         ["explain"],
-        *(["bench", kind] for kind in ("text", "needle", "ruler")),
+        *(["bench", kind] for kind in ("text", "needle", "ruler", "pg19", "longbench")),
         ["check"],
         ["tune"],
         ["demo"],
@@ -93,7 +93,7 @@ GIVEN = {
     "rounds": ("2", 2), "runner_ups": (None, True), "budget": ("64", 64), "chunk": ("16", 16),
     "recent": ("32", 32), "refresh": ("0", 0), "retrieval_weight_bits": ("8", 8), "sinks": ("2", 2),
     "window": ("64", 64), "prefill_chunk": ("128", 128), "kv_bits": ("8", 8), "key_variance": (None, True),
-    "prefix_cache": (None, True),
+    "prefix_cache": ("2GiB", "2GiB"),
 }  # fmt: skip
 
 
@@ -122,3 +122,12 @@ def test_switches_can_be_turned_off(name: str) -> None:
     args = arguments.parser().parse_args(["generate", f"--no-{name.replace('_', '-')}"])
     assert getattr(args, name) is False
     assert args.given == {name}
+
+
+def test_prefix_cache_is_a_switch_or_a_size(capsys: pytest.CaptureFixture[str]) -> None:
+    parsed = arguments.parser().parse_args(["generate", "--prefix-cache"])
+    assert parsed.prefix_cache is True
+    assert parsed.given == {"prefix_cache"}
+    with pytest.raises(SystemExit):
+        arguments.parser().parse_args(["generate", "--no-prefix-cache", "2GiB"])
+    assert "--no-prefix-cache takes no size; leave 2GiB out" in capsys.readouterr().err

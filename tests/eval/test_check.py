@@ -267,3 +267,18 @@ def test_contexts_of_the_sampling_test_are_uncertain(engine: Engine) -> None:
     assert len(chosen) == 3
     assert all(tokens[: len(c)] == c for c in chosen)
     assert all(100 < len(c) <= 200 for c in chosen)
+
+
+@pytest.mark.parametrize("draws, freedom", [(1600, 80), (400, 5), (160, 12)])
+def test_what_a_test_would_have_found_is_what_it_finds(draws: int, freedom: int) -> None:
+    stats = pytest.importorskip("scipy.stats")
+    distance = goodness_of_fit.detectable(draws, freedom, check.SIGNIFICANCE)
+    critical = stats.chi2.isf(check.SIGNIFICANCE, freedom)
+    power = stats.ncx2.sf(critical, freedom, 4 * draws * distance**2)
+    assert power == pytest.approx(0.9, abs=0.02)
+
+
+def test_more_draws_find_less() -> None:
+    distances = [goodness_of_fit.detectable(draws, 20, check.SIGNIFICANCE) for draws in (40, 400, 4000)]
+    assert distances == sorted(distances, reverse=True)
+    assert goodness_of_fit.detectable(0, 0, check.SIGNIFICANCE) == 1

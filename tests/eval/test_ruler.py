@@ -9,6 +9,7 @@ import triforce_tree
 from triforce_tree.cli.bench import arguments
 from triforce_tree.engine import Engine
 from triforce_tree.eval import ruler
+from triforce_tree.eval.ablations.through import answer_by
 
 
 @pytest.fixture(scope="module")
@@ -78,5 +79,9 @@ def test_the_command_line_names_every_task() -> None:
 
 def test_levels_give_the_same_answers(made: ruler.Ruler, engine: Engine) -> None:
     question = made.question("single", 1200, 0)
-    answers = [ruler.answered(engine.with_options(levels=levels), question, None, None) for levels in (1, 2)]
+    two = engine.with_options(levels=2)
+    answers = [
+        ruler.answered(answer_by(two, name), question, made.tokenizer, None, None)
+        for name in ("hierarchy", "target")
+    ]
     assert answers[0] == answers[1]

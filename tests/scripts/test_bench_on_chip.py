@@ -125,3 +125,24 @@ def test_parts_list_each_measurement_once(script: Any) -> None:
     assert {key["start"] for step in parts["ablations-7b"].steps() for key in step.keys} == {
         122_880 - 2048 * i for i in range(4)
     }
+
+
+def test_whole_requests_are_measured(script: Any, tmp_path: Path) -> None:
+    """Cold and second turn, ours beside plain decoding with the same greedy text."""
+    words = ["--tiny", "--shapes", "llama-2-7b", "--runs", "1", "--out", str(tmp_path)]
+    assert script("benchmarks.requests.run").main(words) == 0
+    tables = script("benchmarks.requests.tables")
+    content = json.loads((tmp_path / tables.FILE).read_text())
+    cold, second = content["rows"]
+    assert [row["turn"] for row in (cold, second)] == ["cold", "second turn"]
+    assert cold["reused_tokens"] == 0
+    assert cold["prompt_tokens"] > cold["context"] == 384
+    answered = cold["prompt_tokens"] + cold["new_tokens"]
+    assert answered - 2 <= second["reused_tokens"] < answered < second["prompt_tokens"]
+    for row in (cold, second):
+        assert row["same_tokens"] == row["new_tokens"] == 8
+        for timed in (row, row["plain"]):
+            assert 0 < timed["prefill_seconds"] < timed["first_token_seconds"] < timed["seconds"]
+        assert row["speedup"] == row["plain"]["seconds"] / row["seconds"]
+    [table] = tables.TABLES.values()
+    assert f"| {second['prompt_tokens']:,} | {second['reused_tokens']:,} |" in table.make(content)

@@ -157,6 +157,45 @@ def test_logprobs_are_the_targets(client: openai.OpenAI, engine: Engine) -> None
     assert len(plain.choices[0].logprobs.token_logprobs) == 6
 
 
+@pytest.mark.parametrize("stop", [None, ["the"]])
+def test_streams_have_the_logprobs_of_whole_replies(
+    client: openai.OpenAI, engine: Engine, stop: list[str] | None
+) -> None:
+    """Each token once, in the chunks as they come, for both texts of a request."""
+    given = {"model": NAME, "max_tokens": 40, "seed": 3, "n": 2, "temperature": 1.1, "stop": stop}
+    chat = {**given, "messages": [{"role": "user", "content": PROMPT}], "logprobs": True, "top_logprobs": 3}
+    whole = client.chat.completions.create(**chat)
+    chunks = list(client.chat.completions.create(**chat, stream=True))
+    for choice in whole.choices:
+        own = [c for chunk in chunks for c in chunk.choices if c.index == choice.index]
+        assert "".join(c.delta.content or "" for c in own) == choice.message.content
+        with_some = [c for c in own if c.logprobs is not None]
+        assert len(with_some) > (1 if stop else 2)
+        entries = [entry for c in with_some for entry in c.logprobs.content]
+        assert choice.logprobs is not None
+        assert entries == choice.logprobs.content
+        assert all(len(entry.top_logprobs) == 3 for entry in entries)
+        # Text never comes before its tokens.
+        tokens = text = ""
+        for c in own:
+            tokens += "".join(entry.token for entry in (c.logprobs.content if c.logprobs else []))
+            text += c.delta.content or ""
+            assert tokens.startswith(text)
+
+
+def test_logprobs_in_streams_are_those_of_generate(client: openai.OpenAI, engine: Engine) -> None:
+    given = {"model": NAME, "prompt": PROMPT, "max_tokens": 20, "temperature": 0, "logprobs": 0}
+    chunks = list(client.completions.create(**given, stream=True))
+    found = [c.logprobs for chunk in chunks for c in chunk.choices if c.logprobs is not None]
+    expected = engine.generate(PROMPT, max_new_tokens=20, do_sample=False, logprobs=True)
+    values = [value for logprobs in found for value in logprobs.token_logprobs]
+    assert values == pytest.approx(expected.logprobs[0].tolist(), abs=1e-5)
+    texts = [token for logprobs in found for token in logprobs.tokens]
+    offsets = [offset for logprobs in found for offset in logprobs.text_offset]
+    assert "".join(texts) == expected.text
+    assert offsets == [len("".join(texts[:at])) for at in range(len(texts))]
+
+
 def test_prompts_of_a_list_come_back_in_order(client: openai.OpenAI, engine: Engine) -> None:
     prompts = [PROMPT, "A list comprehension", "Class definitions, like"]
     answer = client.completions.create(model=NAME, prompt=prompts, max_tokens=10, temperature=0)
@@ -173,7 +212,6 @@ def test_prompts_of_a_list_come_back_in_order(client: openai.OpenAI, engine: Eng
         ({"prompt": ""}, 400, "empty"),
         ({"extra_body": {"logit_bias": {"5": 1}}}, 400, "logit_bias is not supported"),
         ({"extra_body": {"frequency_penalty": 0.5}}, 400, "frequency_penalty is not supported"),
-        ({"stream": True, "logprobs": 1}, 400, "leave out stream or logprobs"),
         ({"prompt": ["a"] * 5}, 429, "at most 4 requests wait"),
     ],
     ids=lambda value: None if isinstance(value, (dict, int)) else str(value)[:20],

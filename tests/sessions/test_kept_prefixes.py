@@ -286,8 +286,3 @@ def test_a_failed_generation_leaves_nothing_to_keep() -> None:
     out = own.generate(PROMPT, max_new_tokens=3, do_sample=False)
     other = cold("plain").generate(PROMPT, max_new_tokens=3, do_sample=False)
     assert out.sequences.tolist() == other.sequences.tolist()
-
-
-def test_the_option_is_checked() -> None:
-    with pytest.raises(ValueError, match="prefix_cache=3 must be True or False"):
-        triforce_tree.load(tiny("llama-gqa"), prefix_cache=3)

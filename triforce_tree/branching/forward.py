@@ -23,12 +23,17 @@ from triforce_tree.runtime.executor import Step, executor
 
 MOST_QUERIES = 256
 """Most tokens of one forward."""
-_LEAST_SEGMENTS = 16
+# Least capacities on a GPU: a tree changes a little with every token, and its forward's size should not.
+_LEAST_SEGMENTS, _LEAST_DEPTH = 16, 4
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Capacities of a forward's buffers: on a GPU powers of two, so that few of them are captured."""
+    """Capacities of a forward's buffers: on a GPU powers of two, so that few of them are captured.
+
+    Attributes:
+        queries, segments, owners, tail: as for ``NodePlan``.
+    """
 
     queries: int
     segments: int
@@ -44,7 +49,8 @@ class Sizes:
             return cls(*sizes)
         queries = _power(queries, 8)
         segments = _power(sizes[1], _LEAST_SEGMENTS)
-        return cls(queries, segments, _power(sizes[2], queries), 64 if tail <= 64 else MOST_QUERIES)
+        owners = _power(sizes[2], _LEAST_DEPTH * queries)
+        return cls(queries, segments, owners, tail and (64 if tail <= 64 else MOST_QUERIES))
 
 
 def _power(number: int, least: int) -> int:
@@ -84,7 +90,7 @@ class _WindowSlots:
 
 
 class _Buffers:
-    """One forward's inputs, plans and logits; captured on a GPU where the model can be.
+    """One forward's inputs, plans and logits; one token a node is captured on a GPU where the model can be.
 
     Args:
         model: the target's forwards.
@@ -113,8 +119,9 @@ class _Buffers:
         # What each row of the table was written from.
         self._written: list[tuple[Node, tuple[int, ...]] | None] = [None] * sizes.segments
         self.logits = torch.empty(0)
-        # Made of zeros, so that the trial runs of a capture write to slot 0, which nobody reads.
-        self._run = executor([Step(self._forward, model.capturable)], device)
+        # Runs of several tokens come once, and are not worth a capture. Buffers are zero at first, so that
+        # the trial runs of a capture write to slot 0, which nobody reads.
+        self._run = executor([Step(self._forward, model.capturable and not sizes.tail)], device)
 
     def __call__(self, layout: Layout) -> Tensor:
         """Logits ``[T, V]`` of the layout's queries, until the next forward."""

@@ -1,6 +1,5 @@
 """Long runs of one node's tokens into its pages, in chunks, as prompts are prefilled."""
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +26,8 @@ class PathRows:
 
     def __init__(self, pool: KVPool, node: Node) -> None:
         self._pool, self._node, self._row = pool, node, node.stored
+        # By tokens of the chunk and positions that its layers see, the slots of both.
+        self._places: dict[tuple[int, int], tuple[Tensor, slice | Tensor]] = {}
 
     def positions(self, count: int) -> Tensor:
         first = self._node.start + self._row
@@ -35,19 +36,23 @@ class PathRows:
     def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
         pool, node, count = self._pool, self._node, k.shape[2]
         stop = self._row + count
-        fresh = torch.from_numpy(node.slots(self._row, stop, pool.page)).to(k.device)
-        cached = pool.store.layer(layer.layer_idx)
-        for slots, new in zip(cached, (k, v), strict=True):
-            slots[0].index_copy_(1, fresh, new[0].to(slots.dtype))
         visible = length = node.start + stop
         if params.window is not None:
             visible = min(length, params.window + count - 1)
-        seen = _selection(node.path_slots(stop, visible, pool.page), k.device)
+        if (count, visible) not in self._places:
+            rows = torch.from_numpy(node.slots(self._row, stop, pool.page)).to(k.device)
+            path = node.path_slots(stop, visible, pool.page)
+            self._places[count, visible] = rows, _selection(path, k.device)
+        fresh, seen = self._places[count, visible]
+        cached = pool.store.layer(layer.layer_idx)
+        for slots, new in zip(cached, (k, v), strict=True):
+            slots[0].index_copy_(1, fresh, new[0].to(slots.dtype))
         keys, values = (slots[:, :, seen] for slots in cached)
         # Layers that share another's keys may have been left with the last queries alone.
-        return windowed_attention(q, keys, values, replace(params), length - q.shape[2])
+        return windowed_attention(q, keys, values, params, length - q.shape[2])
 
     def advance(self, count: int) -> None:
+        self._places.clear()
         self._row += count
         self._node.stored = self._row
 

@@ -17,7 +17,9 @@ from triforce_tree.cli.arguments import parser
 def main(argv: Sequence[str] | None = None) -> int:
     nowhere = sys.stdout is None
     _open_closed_streams()
-    args = parser().parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    args = parser().parse_args(words)
+    args.words = words
     if nowhere:
         return _failed("stdout is closed, and results go there; redirect it to a file or /dev/null", 2)
     try:
@@ -70,6 +72,8 @@ def _run(args: argparse.Namespace) -> int:
             raise
         return _failed(_message(error), 1)
     except (RuntimeError, MemoryError) as error:
+        if distributed.lost_rank(error) and not args.traceback:
+            return _failed("another process has ended; its own message, if it left one, says why", 1)
         # The CPU's allocator has no error of its own.
         short = isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error)
         if args.traceback or not short:

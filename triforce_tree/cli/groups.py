@@ -6,7 +6,14 @@ Nothing here imports torch or transformers, as in ``arguments``.
 import argparse
 from typing import Any
 
-from triforce_tree.cli.parsing import Given, GivenSwitch, HelpFormatter, levels, positive
+from triforce_tree.cli.parsing import (
+    Given,
+    GivenSizeOrSwitch,
+    GivenSwitch,
+    HelpFormatter,
+    levels,
+    positive,
+)
 from triforce_tree.config import HierarchyConfig
 
 DEFAULTS = HierarchyConfig().as_options()
@@ -33,7 +40,9 @@ ENGINE_OPTIONS = (
     "prefix_cache",
 )
 DRAFTERS = ("model", "lookup")
-MEMORY_OPTIONS = ("offload", "gpu_memory", "host_memory", "offload_weights", "host_attention")
+MEMORY_OPTIONS = (
+    "offload", "gpu_memory", "host_memory", "offload_weights", "host_attention", "context_parallel",
+)  # fmt: skip
 
 
 def add_parser(subparsers: Any, name: str, module: str, summary: str) -> argparse.ArgumentParser:
@@ -147,7 +156,8 @@ def add_hierarchy(parser: argparse.ArgumentParser, profile: str | None = NONE) -
         ),
         "prefix_cache": (
             None,
-            "keep keys and values of the last call for a prompt that begins with the same tokens",
+            "keep keys and values of the last call for a prompt that begins with the same tokens; with a "
+            "size, as in 16GiB, also those of texts before it, in so much host memory",
         ),
     }
     for name in ENGINE_OPTIONS:
@@ -155,7 +165,9 @@ def add_hierarchy(parser: argparse.ArgumentParser, profile: str | None = NONE) -
         flag = name.replace("_", "-")
         if kind is None:
             switch = (f"--{flag}", f"--no-{flag}")
-            group.add_argument(*switch, dest=name, default=DEFAULTS[name], action=GivenSwitch, help=text)
+            sized = name == "prefix_cache"
+            action: type[Given] = GivenSizeOrSwitch if sized else GivenSwitch
+            group.add_argument(*switch, dest=name, default=DEFAULTS[name], action=action, help=text)
         else:
             group.add_argument(f"--{flag}", type=kind, default=DEFAULTS[name], action=Given, help=text)
     parser.set_defaults(given=frozenset(), profile=NONE, **dict.fromkeys(MEMORY_OPTIONS))
@@ -172,6 +184,14 @@ def add_hierarchy(parser: argparse.ArgumentParser, profile: str | None = NONE) -
 
 def add_memory(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("memory")
+    group.add_argument(
+        "--context-parallel",
+        type=positive,
+        action=Given,
+        metavar="C",
+        help="under torchrun: split the keys and values of the text by position over C processes, and the "
+        "target's heads over the others; by default 1, heads alone",
+    )
     group.add_argument(
         "--offload",
         "--no-offload",

@@ -41,6 +41,25 @@ class GivenSwitch(Given):
         super().__call__(parser, namespace, not (option_string or "").startswith("--no-"), option_string)
 
 
+class GivenSizeOrSwitch(Given):
+    """As :class:`GivenSwitch`, or the size of memory that follows the flag."""
+
+    def __init__(self, option_strings: list[str], dest: str, **kwargs: Any) -> None:
+        super().__init__(option_strings, dest, nargs="?", metavar="SIZE", **kwargs)
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        negative = (option_string or "").startswith("--no-")
+        if negative and values is not None:
+            parser.error(f"{option_string} takes no size; leave {values} out")
+        super().__call__(parser, namespace, not negative if values is None else values, option_string)
+
+
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
     """Shows defaults other than None and False."""
 
@@ -67,4 +86,11 @@ def depth(text: str) -> float:
     value = float(text)
     if not 0 <= value <= 1:
         raise argparse.ArgumentTypeError(f"{value} must lie between 0 (the start) and 1 (the end)")
+    return value
+
+
+def temperature(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{value} must be at least 0, which is greedy")
     return value

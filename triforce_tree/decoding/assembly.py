@@ -19,6 +19,7 @@ from triforce_tree.drafters.suffix_matching import SuffixMatching
 from triforce_tree.drafters.token_map import TokenMap
 from triforce_tree.drafters.tree_model import TreeDrafter
 from triforce_tree.kv.cached_tokens import Reuse
+from triforce_tree.kv.kept_prefixes import KeptPrefixes
 from triforce_tree.kv.offload.host_attention import host_attends
 from triforce_tree.kv.offload.offloaded_cache import one_shape
 from triforce_tree.loading.load_guard import compare_at_load
@@ -84,9 +85,10 @@ class Hierarchy:
         self._program: tuple[object, DecodingProgram] | None = None
         # Shared by all configurations of these models: host memory holds one full cache at a time.
         self._offloaded: list[DecodingProgram] = []
+        self.prefixes = KeptPrefixes()  # of texts that buffers held before, shared likewise
         # The program whose state a user's drafter is bound to, shared by all configurations as well.
         self._bound: list[weakref.ref[DecodingProgram]] = []
-        _check_bits(target, config)
+        check_low_bits(target.model, config.level_one_bits)
         self.guard = compare_at_load(target)
 
     @property
@@ -118,7 +120,7 @@ class Hierarchy:
 
     def with_config(self, config: HierarchyConfig) -> "Hierarchy":
         """The same checked models under another configuration."""
-        _check_bits(self.target, config)
+        check_low_bits(self.target.model, config.level_one_bits)
         other = copy.copy(self)
         other.config = config
         other.memory = other._planned = other._program = None
@@ -157,8 +159,7 @@ class Hierarchy:
         """
         if self.target.states is not None:
             return False
-        windows = [shape.window for shape in self.target.kv_shapes]
-        return any(window is None or window >= max_seq_len for window in windows)
+        return any(s.window is None or s.window >= max_seq_len for s in self.target.kv_shapes)
 
     @property
     def offloads(self) -> bool:
@@ -168,9 +169,8 @@ class Hierarchy:
     def together(self, to_probs: ProbsFromLogits, prompts: Sequence[Sequence[int]]) -> bool:
         """Whether these prompts can be decoded as one batch."""
         rope = self.target.length_rope
-        return len(prompts) == 1 or (
-            to_probs.context_free and not (rope is not None and rope.mixed([len(p) for p in prompts]))
-        )
+        mixed = rope is not None and rope.mixed([len(p) for p in prompts])
+        return len(prompts) == 1 or (to_probs.context_free and not mixed)
 
     def adopt_memory_plan(self, lengths: Sequence[int], new_tokens: int, given: Collection[str] = ()) -> None:
         """Take up the plan of :meth:`plan_memory` with its settings.
@@ -315,6 +315,8 @@ class Hierarchy:
                 return program
             if split is None and program.cache.worth_keeping(self.config, prompts, reuse):
                 kept_cache.append(program.cache)
+            else:
+                program.cache.keep_prefixes()
             program.close()  # The new program needs its memory.
             self._program = None
             del program
@@ -328,6 +330,9 @@ class Hierarchy:
         drafter = self.drafter() if levels > 1 else None
         settings = (self.target, drafter, self.config, batch, rounded, levels, split, pinned)
         program = with_or_without(kept_cache, lambda cache: DecodingProgram(*settings, kept=cache))
+        if limit := self.config.prefix_bytes:
+            self.prefixes.bound(limit)
+            program.cache.exchange_with(self.prefixes)
         self._program = (wanted, program)
         self._bound[:] = [weakref.ref(program)]
         if split is not None:
@@ -342,8 +347,3 @@ class Hierarchy:
         """``max_seq_len`` rounded up for longer sequences to come, as far as the model has positions."""
         rounded = -(-max_seq_len // _MAX_SEQ_LEN_STEP) * _MAX_SEQ_LEN_STEP
         return max(max_seq_len, min(rounded, self.target.max_positions or rounded))
-
-
-def _check_bits(target: HFModel, config: HierarchyConfig) -> None:
-    """Raise ValueError where the retrieval level cannot have weights of its own."""
-    check_low_bits(target.model, config.retrieval_weight_bits if config.levels in ("auto", 3) else 16)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from triforce_tree.kv.tree_attention_view import PagedRetrievalView
+from triforce_tree.kv.view import ChunkedView
 
 # Chunks are updated in multiples of so many: few kernels are compiled, and what lies beyond is not read.
 _STEP = 64
@@ -19,7 +19,7 @@ class ChunkMeans:
         max_seq_len: most tokens of a sequence.
     """
 
-    def __init__(self, view: PagedRetrievalView | None, batch: int, max_seq_len: int) -> None:
+    def __init__(self, view: ChunkedView | None, batch: int, max_seq_len: int) -> None:
         self._view, self._most = view, max_seq_len
         # Tokens of each sequence, and how many of them the means take account of.
         self._lengths, self._known = [0] * batch, [0] * batch
@@ -47,6 +47,10 @@ class ChunkMeans:
         self._known = [min(pair) for pair in zip(self._known, starts, strict=True)]
         self._lengths = list(lengths)
         self.catch_up()
+
+    def lost(self, b: int, start: int) -> None:
+        """KV slots of sequence b from ``start`` on hold another text, of which no means are known."""
+        self._known[b] = min(self._known[b], start)
 
     def update_all(self) -> None:
         """Compute all means again, after something other than the passes has written KV slots."""

@@ -16,7 +16,7 @@ from triforce_tree.decoding.stages import DraftStage
 from triforce_tree.drafters.base import TokenTree
 from triforce_tree.kernels.attention.plan import pack_mask
 from triforce_tree.kv.offload.gathered_retrieval import GatheredRetrievalView
-from triforce_tree.kv.tree_attention_view import PagedRetrievalView
+from triforce_tree.kv.view import ChunkedView
 from triforce_tree.trees.ancestors import ancestor_mask
 from triforce_tree.trees.device_shapes import DeviceTreeShape
 
@@ -57,7 +57,7 @@ def draft_probs(program: DecodingProgram, count: int, generator: torch.Generator
 
 
 def retrieval_logits(
-    program: DecodingProgram, tokens: Sequence[int], step: int, view: PagedRetrievalView | None = None
+    program: DecodingProgram, tokens: Sequence[int], step: int, view: ChunkedView | None = None
 ) -> Tensor:
     """Level 1's logits ``[T, V]`` over a chain of T tokens, the first of which is the root.
 
@@ -78,7 +78,7 @@ def _retrieval_logits(
     program: DecodingProgram,
     tokens: Sequence[int],
     step: int,
-    view: PagedRetrievalView | GatheredRetrievalView,
+    view: ChunkedView | GatheredRetrievalView,
 ) -> Tensor:
     nodes, device = view.mask.shape[0], program.device
     step = min(step, nodes)

@@ -4,21 +4,23 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 
-from torch import Tensor
-
 from triforce_tree.config import NO_OFFLOAD, HierarchyConfig
 from triforce_tree.decoding.chunk_means import ChunkMeans
+from triforce_tree.decoding.device_slots import device_slots
 from triforce_tree.decoding.stages import FullView
 from triforce_tree.kv.cached_tokens import CachedTokens, Reuse
+from triforce_tree.kv.kept_prefixes import KeptPrefixes, PrefixExchange
 from triforce_tree.kv.marks import Marks
 from triforce_tree.kv.offload.gathered_retrieval import GatheredRetrievalView
 from triforce_tree.kv.offload.host_store import Offload
 from triforce_tree.kv.offload.offloaded_cache import OffloadedCache
 from triforce_tree.kv.offload.offloaded_view import StreamedView
-from triforce_tree.kv.prefill import chunk_tokens, prefill
+from triforce_tree.kv.parallel.prefill import SplitSequenceRows
+from triforce_tree.kv.parallel.store import SplitStore
+from triforce_tree.kv.prefill import SequenceRows, chunk_tokens, prefill
 from triforce_tree.kv.recurrent_states import RecurrentStates, with_states
 from triforce_tree.kv.store import KVStore
-from triforce_tree.kv.tree_attention_view import PagedRetrievalView, TreeAttentionView
+from triforce_tree.kv.view import ChunkedView
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.features import Features
@@ -44,6 +46,8 @@ class FullCache:
     Attributes:
         cached, marks: which tokens are in the cache, and where it can be continued.
         store: the slots on the device; None where the cache is offloaded.
+        split: slots that several ranks keep; None where each keeps all of them. ``store`` then has the layers
+            with a window alone.
         offloaded: None where the cache is on the device.
         states: of the target's recurrent layers; None where it has none.
         view: makes views for the target's forwards; ``token_view`` for those of one token that is committed.
@@ -74,16 +78,21 @@ class FullCache:
         self._limits = PassLimits.of(config, levels)
         self.cached = CachedTokens(batch, self._prefill_chunk)
         self._computed_by: object = None
+        self._exchange: PrefixExchange | None = None
         self.store: KVStore | None = None
         self.offloaded: OffloadedCache | None = None
-        self.retrieval_view: PagedRetrievalView | None = None
+        self.split: SplitStore | None = None
+        self.retrieval_view: ChunkedView | None = None
         self.gathered_view: GatheredRetrievalView | None = None
         self.states: RecurrentStates | None = None
         self.view: FullView
         if offload is not None:
             self._offload(config, levels, offload, pinned)
         else:
-            self._keep_on_device(config, levels, store, kept.store if kept is not None else None)
+            made = device_slots(
+                target, config, batch, max_seq_len, levels, store, kept.store if kept is not None else None
+            )
+            self.store, self.split, self.view, self.retrieval_view = made
         self.means = ChunkMeans(self.retrieval_view, batch, max_seq_len)
         self.token_view = self.view
         if target.states is not None:
@@ -116,39 +125,6 @@ class FullCache:
         if levels == 3:
             shape = tree_shapes(config)[0]
             self.gathered_view = GatheredRetrievalView(self.offloaded, shape.nodes, retrieval, shape.depths)
-
-    def _keep_on_device(
-        self, config: HierarchyConfig, levels: int, store: KVStore | None, kept: KVStore | None
-    ) -> None:
-        target, retrieval, limits = self._target, config.retrieval, self._limits
-        page = retrieval.chunk if levels == 3 else 64
-        scratch = limits.scratch_slots
-        positions = self._max_seq_len + scratch
-        if (
-            store is None
-            and kept is not None
-            and kept.serves(self._batch, max(positions, retrieval.budget), scratch, page, config.kv_bits)
-        ):
-            store = kept
-        if store is None:
-            slots = max(positions, retrieval.budget if levels == 3 else 0)
-            store = KVStore(
-                target.kv_layers, self._batch, slots, target.device, target.dtype, page, scratch,
-                bits=config.kv_bits,
-            )  # fmt: skip
-        if store.bits != config.kv_bits:
-            raise ValueError(f"kv_bits={config.kv_bits}, but the given store has {store.bits}; make another")
-        store.check_room(self._batch, positions, scratch)
-        self.store = own = store.in_pages(page)
-
-        def view(queries: int, mask: Tensor | None, depths: Sequence[int] | None) -> TreeAttentionView:
-            return TreeAttentionView(own, queries, mask=mask, depths=depths)
-
-        self.view = view
-        if levels == 3:
-            shape = tree_shapes(config)[0]
-            growth = limits.max_draft_tokens + 1 + limits.nodes - shape.nodes
-            self.retrieval_view = PagedRetrievalView(own, shape.nodes, retrieval, growth, shape.depths)
 
     def worth_keeping(self, config: HierarchyConfig, prompts: Sequence[Sequence[int]], reuse: Reuse) -> bool:
         """Whether another cache, on the device, may take over what this one holds of these prompts."""
@@ -209,6 +185,10 @@ class FullCache:
             reuse: which tokens that the cache holds are kept.
             features: where hidden states are kept for the drafter, if it reads any: those of new tokens.
         """
+        if self._exchange is not None and reuse != "none":
+            now = self._target.function_key()
+            self._exchange.before(prompts, self.reusable(prompts, reuse), self._computed_by, now, features)
+            self._computed_by = now
         starts = self.reusable(prompts, reuse, features.history if features is not None else 0)
         if progress and any(starts):
             progress(sum(starts))
@@ -225,10 +205,11 @@ class FullCache:
                     self.offloaded.prefill(prompts, self._prefill_chunk, progress, starts, features)
                 else:
                     assert self.store is not None
+                    rows = partial(SplitSequenceRows, self.split) if self.split else SequenceRows
                     for b, (prompt, start) in enumerate(zip(prompts, starts, strict=True)):
                         prefill(
                             self._target, self.store, b, list(prompt[:-1]), self._prefill_chunk, progress,
-                            self.states, start, features,
+                            self.states, start, features, rows,
                         )  # fmt: skip
         except BaseException:
             self.forget()
@@ -240,6 +221,16 @@ class FullCache:
                 self.marks.add(b, len(prompt) - 1)
         self._computed_by = self._target.function_key()
         return starts
+
+    def exchange_with(self, prefixes: KeptPrefixes) -> None:
+        """From now on keep copies of texts before they are overwritten, where :class:`PrefixExchange` can."""
+        if self.states is None and distributed.current() is None:
+            self._exchange = PrefixExchange.of(prefixes, self.store, self.cached, self.means)
+
+    def keep_prefixes(self) -> None:
+        """Keep copies of all texts: the cache is not used any more."""
+        if self._exchange is not None:
+            self._exchange.keep(self._computed_by)
 
     def restored(self, tokens: Sequence[int], whole: int) -> None:
         """All but the last token of the only sequence were written from a file; ``whole``: of the tokens."""
@@ -266,8 +257,7 @@ class FullCache:
     def holds(self, lengths: Sequence[int]) -> bool:
         """Whether decoding may continue after the first ``lengths`` tokens of what was written.
 
-        Layers with a window may have overwritten what is needed there, and recurrent layers keep no earlier
-        states.
+        Rings may have overwritten what is needed there, and recurrent layers keep no earlier states.
         """
         if self.states is not None and self.states.lengths != list(lengths):
             return False
@@ -305,27 +295,15 @@ class FullCache:
     @contextmanager
     def trial(self, length: int) -> Iterator[None]:
         """Inside, passes may write after made-up sequences of ``length`` tokens; what they write is undone.
-
-        Afterwards the sequences must be fed again, or :meth:`begin` called.
-        """
+        Afterwards the sequences must be fed again, or :meth:`begin` called."""
         offloaded = self.offloaded.trial(length) if self.offloaded is not None else nullcontext()
         states = self.states.saved() if self.states is not None else nullcontext()
-        with self._on_device.saved(length, self._limits.scratch_slots + 1), states, offloaded:
+        count = self._limits.scratch_slots + 1
+        split = self.split.saved(length, count) if self.split is not None else nullcontext()
+        with self._on_device.saved(length, count), states, offloaded, split:
             yield
         if length < self._max_seq_len - 1:
             self.means.update_all()
-
-    def transferred_bytes(self, tokens: int, queries: int) -> int:
-        """Bytes of keys and values that a pass over ``queries`` tokens of each sequence copies to the device.
-
-        ``tokens`` are committed before it.
-        """
-        if self.offloaded is None:
-            return 0
-        target = self._target
-        slot = target.layers * target.heads.row * target.dtype.itemsize
-        on_host = max(0, self._batch * tokens * slot - self.offloaded.host.resident_bytes)
-        return int((1 - self.offloaded.share(queries)) * on_host)
 
     def close(self) -> None:
         """Give an offloaded cache's host memory back; the cache cannot be used afterwards."""

@@ -279,7 +279,8 @@ class DecodingProgram:
         queries = 1 if plain or self.levels == 1 else self.max_draft_tokens + 1
         streamed = self.target.streamed
         weights = streamed.pass_bytes(self.batch * queries) if streamed is not None else 0
-        return self.cache.transferred_bytes(tokens, queries) + weights
+        cached = self.offloaded.transferred_bytes(tokens, queries) if self.offloaded is not None else 0
+        return cached + weights
 
     def serves(self, config: HierarchyConfig) -> bool:
         """Whether setting ``self.config = config`` is all that these settings need.

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from triforce_tree.drafters.base import Drafter, TokenTree, grown_shapes
-from triforce_tree.kv.tree_attention_view import PagedRetrievalView
-from triforce_tree.kv.view import KVView, RetrievalView
+from triforce_tree.kv.view import ChunkedView, KVView, RetrievalView
 from triforce_tree.models.step_model import StepModel
 from triforce_tree.runtime.executor import Step
 from triforce_tree.runtime.sequence_state import SequenceState
@@ -120,7 +119,7 @@ class ChainVerifyStage:
         self,
         model: StepModel,
         full: FullView,
-        means: PagedRetrievalView | None,
+        means: ChunkedView | None,
         to_probs: DeviceProbs,
         state: SequenceState,
         vocabulary: int,

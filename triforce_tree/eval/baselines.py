@@ -7,10 +7,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+)
 
 from triforce_tree.engine import Engine
+from triforce_tree.eval.ablations import streaming
+from triforce_tree.eval.ablations.no_draft import without_draft
 from triforce_tree.runtime.stats import Progress
+from triforce_tree.verify.sampling import ProbsFromLogits
 
 
 @dataclass(frozen=True)
@@ -68,8 +77,12 @@ class Stamps(StoppingCriteria):
 
 
 def ours(levels: int) -> Method:
+    return _generate(lambda engine: engine.with_options(levels=levels, prefix_cache=False))
+
+
+def _generate(chosen: Callable[[Engine], Engine]) -> Method:
     def run(engine: Engine, job: Job) -> Sample:
-        out = engine.with_options(levels=levels, prefix_cache=False).generate(
+        out = chosen(engine).generate(
             job.prompt,
             stopping_criteria=StoppingCriteriaList([job.stop] if job.stop else []),
             progress=job.progress,
@@ -135,20 +148,46 @@ def transformers_generate(assisted: bool = False, **options: Any) -> Method:
     return run
 
 
+def streaming_llm(engine: Engine, job: Job) -> Sample:
+    """The target on sinks and newest tokens alone, as many as the retrieval budget. Lossy."""
+    options = job.sampling(engine)
+    processors = LogitsProcessorList()
+    if job.temperature > 0:
+        processors.append(TemperatureLogitsWarper(job.temperature))
+    if ends := options.get("suppress_tokens"):
+        processors.append(SuppressTokensLogitsProcessor(ends, str(engine.hierarchy.target.device)))
+    tokens, prefill, seconds = streaming.decode(
+        engine,
+        job.prompt,
+        job.new_tokens,
+        ProbsFromLogits(processors, greedy=job.temperature == 0),
+        job.seed,
+        job.stop,
+    )
+    return Sample(prefill, seconds, len(tokens), tokens)
+
+
 METHODS: dict[str, Method] = {
     "triforce-3-level": ours(3),
     "triforce-2-level": ours(2),
+    "triforce-no-draft": _generate(without_draft),
     "triforce-autoregressive": ours(1),
+    "streaming-llm": streaming_llm,
     "transformers-static": transformers_generate(cache_implementation="static"),
     "transformers-dynamic": transformers_generate(),
     "transformers-assistant": transformers_generate(assisted=True),
     "transformers-prompt-lookup": transformers_generate(prompt_lookup_num_tokens=10),
 }
+# Whose text is not the target's; and what is measured only where it is named.
+LOSSY = frozenset({"streaming-llm"})
+BY_NAME_ALONE = LOSSY | {"triforce-no-draft"}
+# Which transformers' generate compiles on a GPU.
+COMPILED = frozenset({"transformers-static"})
 # Without prompt lookup: where a greedy model falls into a loop, it copies the loop.
 BASELINES = frozenset({"transformers-static", "transformers-dynamic", "transformers-assistant"})
 
 
 def usable_methods(engine: Engine) -> list[str]:
-    """All methods, or without a draft model of the target's vocabulary those that need none."""
+    """The usual methods, or without a draft model of the target's vocabulary those that need none."""
     assists = engine.hierarchy.draft is not None and engine.hierarchy.tokens is None
-    return [name for name in METHODS if assists or name != "transformers-assistant"]
+    return [n for n in METHODS if n not in BY_NAME_ALONE and (assists or n != "transformers-assistant")]

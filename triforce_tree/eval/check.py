@@ -25,7 +25,7 @@ from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.stages import ChainVerifyStage, RetrievalVerifyStage, TreeVerifyStage
 from triforce_tree.drafters.base import TokenTree
 from triforce_tree.engine import Engine
-from triforce_tree.eval.goodness_of_fit import chi_square, chi_square_p, shift, shift_p
+from triforce_tree.eval.goodness_of_fit import chi_square, chi_square_p, detectable, shift, shift_p
 from triforce_tree.eval.own_forward import as_ids, last_logits, last_position_logits, own_decoding
 from triforce_tree.eval.ties import (
     NOISE_POSITIONS,
@@ -108,6 +108,11 @@ class Sampling:
     @property
     def passed(self) -> bool:
         return min(self.p_value, self.shift_p_value) >= SIGNIFICANCE and not self.refused_emitted
+
+    @property
+    def detectable(self) -> float:
+        """The total variation distance from which on the chi-square test alone finds nine errors in ten."""
+        return detectable(self.draws * self.contexts, self.bins, SIGNIFICANCE)
 
 
 @dataclass

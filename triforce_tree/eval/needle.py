@@ -5,10 +5,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any
 
-from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
+from transformers import PreTrainedTokenizerBase, StoppingCriteria
 
 from triforce_tree.engine import Engine
+from triforce_tree.eval.ablations.through import Answer, answer_by
 from triforce_tree.eval.results import Record, Records
 from triforce_tree.eval.text import surrounding, token_ids
 from triforce_tree.pair import needle as planted
@@ -60,16 +62,9 @@ class Haystack:
         return Needle([*hay[:at], *fact, *hay[at:], *question], number)
 
 
-def found(engine: Engine, needle: Needle, stop: StoppingCriteria | None, progress: Progress | None) -> bool:
+def found(answer: Answer, needle: Needle, stop: StoppingCriteria | None, progress: Progress | None) -> bool:
     """Whether greedy decoding begins its answer with exactly the number."""
-    out = engine.generate(
-        needle.prompt,
-        do_sample=False,
-        max_new_tokens=ANSWER_TOKENS,
-        stopping_criteria=StoppingCriteriaList([stop] if stop else []),
-        progress=progress,
-    )
-    return str(out.text or "").strip().startswith(needle.number)
+    return answer(needle.prompt, ANSWER_TOKENS, stop, progress).strip().startswith(needle.number)
 
 
 def measure(
@@ -95,18 +90,18 @@ def measure(
         depths: of the needles, 0 ... 1.
         trials: needles for each length and depth.
         records: gets every answer.
-        through: "hierarchy" (the engine as it is), "target" (the target alone), or both.
+        through: what answers, names of ``eval.ablations.through``.
         seed: of names, numbers and positions.
         stop: ends a generation early; its answer is discarded.
         progress: makes a prefill callback for a key and a number of tokens.
         done: called with every record.
         wanted: whether to continue, called before each needle.
     """
-    engines = {"hierarchy": engine, "target": engine.with_options(levels=1)}
+    answers = {by: answer_by(engine, by) for by in through}
 
     def answer(key: Record) -> Record:
         needle = haystack.needle(key["length"], key["depth"], key["trial"], seed)
-        return {"found": found(engines[key["through"]], needle, stop, progress(key, len(needle.prompt)))}
+        return {"found": found(answers[key["through"]], needle, stop, progress(key, len(needle.prompt)))}
 
     cells = product(lengths, depths, range(trials), through)
     keys = ({"through": by, "length": n, "depth": depth, "trial": i} for n, depth, i, by in cells)
@@ -126,21 +121,43 @@ def check_picture(path: str | Path) -> None:
 
 
 def heat_map(
-    records: Sequence[Record], through: str, lengths: Sequence[int], depths: Sequence[float], path: Path
+    records: Sequence[Record],
+    through: str,
+    lengths: Sequence[int],
+    depths: Sequence[float],
+    path: Path,
+    model: str = "",
 ) -> None:
     """Write an image of the accuracy by length and depth."""
     from matplotlib.figure import Figure
 
-    cells = [[accuracy(records, through=through, length=n, depth=d) for n in lengths] for d in depths]
     figure = Figure(figsize=(2 + len(lengths), 1.5 + 0.5 * len(depths)), layout="constrained")
-    axes = figure.add_subplot()
+    draw(figure.add_subplot(), records, through, lengths, depths, model)
+    figure.savefig(path)
+
+
+def draw(
+    axes: Any,
+    records: Sequence[Record],
+    through: str,
+    lengths: Sequence[int],
+    depths: Sequence[float],
+    model: str = "",
+) -> None:
+    """The heat map on axes of matplotlib; the title names the model and the trials of a cell."""
+    cells = [[accuracy(records, through=through, length=n, depth=d) for n in lengths] for d in depths]
     values = [[float("nan") if c is None else c for c in row] for row in cells]
     image = axes.imshow(values, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
     axes.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths])
     axes.set_yticks(range(len(depths)), [f"{100 * d:.0f} %" for d in depths])
-    axes.set(xlabel="prompt, tokens", ylabel="depth of the needle", title=f"needle accuracy, {through}")
+    trials = len({r.get("trial", 0) for r in records})
+    title = f"needle accuracy, {model + ', ' if model else ''}{through}, {trials} a cell"
+    axes.set(xlabel="prompt, tokens", ylabel="depth of the needle")
+    axes.set_title(title, fontsize="medium", wrap=True)
     for y, row in enumerate(cells):
         for x, value in enumerate(row):
-            axes.text(x, y, "" if value is None else f"{value:.2f}", ha="center", va="center")
-    figure.colorbar(image, ax=axes)
-    figure.savefig(path)
+            # The colours of the ends are dark.
+            ink = "black" if value is None or 0.2 < value < 0.8 else "white"
+            text = "" if value is None else f"{value:.2f}"
+            axes.text(x, y, text, ha="center", va="center", color=ink)
+    axes.figure.colorbar(image, ax=axes)

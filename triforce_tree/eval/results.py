@@ -59,22 +59,28 @@ class Records:
     Args:
         path: the file; None keeps the records in memory only.
         settings: must be the same for old and new records to be comparable.
+        about: where the measurements come from, kept beside the settings when the file is made.
+
+    Attributes:
+        about: that of the file.
 
     Raises:
         ValueError: the file belongs to other settings or is no results file.
         OSError: it cannot be written.
     """
 
-    def __init__(self, path: str | Path | None, settings: Record) -> None:
+    def __init__(self, path: str | Path | None, settings: Record, about: Record | None = None) -> None:
         self.path = check_writable(path) if path is not None else None
         self.settings = json.loads(json.dumps(settings))
+        self.about = about or {}
         self.all: list[Record] = []
         if self.path is None:
             return
         if self.path.exists() and self.path.stat().st_size:
             self._resume(self.path)
         else:
-            self._append(self.path, {"settings": self.settings})
+            about = {"about": self.about} if self.about else {}
+            self._append(self.path, {"settings": self.settings, **about})
 
     def find(self, **key: Any) -> Record | None:
         """The record with these values, or None."""
@@ -112,30 +118,48 @@ class Records:
             done(record)
 
     def _resume(self, path: Path) -> None:
-        whole, _, cut_off = path.read_text(encoding="utf-8").rpartition("\n")
-        try:
-            head, *rest = [json.loads(line) for line in whole.splitlines()]
-            settings = head["settings"]
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise ValueError(
-                f"{str(path)!r} is not a results file of this command; give another path"
-            ) from error
+        head, rest, complete = _read_lines(path)
+        settings = head["settings"]
         for name in sorted({*settings, *self.settings}):
             if settings.get(name) != self.settings.get(name):
                 raise ValueError(
                     f"{str(path)!r} was made with {name}={settings.get(name)!r}, now it is "
                     f"{self.settings.get(name)!r}; give another path, or delete the file to start again"
                 )
-        if cut_off:
-            # The run was killed while writing: that measurement is repeated.
-            with path.open("r+b") as file:
-                file.truncate(len(whole.encode()) + 1)
-        self.all = rest
+        # Where a run was killed while writing, that measurement is repeated.
+        with path.open("r+b") as file:
+            file.truncate(complete)
+        self.all, self.about = rest, head.get("about", {})
 
     @staticmethod
     def _append(path: Path, record: Record) -> None:
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
+
+
+def read(path: str | Path) -> Records:
+    """A results file to look at: nothing is written to it.
+
+    Raises:
+        ValueError: it is no results file.
+        OSError: it cannot be read.
+    """
+    head, rest, _ = _read_lines(Path(path))
+    records = Records(None, head["settings"], head.get("about"))
+    records.all = rest
+    return records
+
+
+def _read_lines(path: Path) -> tuple[Record, list[Record], int]:
+    """The first line, the others, and the bytes of all that are complete."""
+    try:
+        whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
+        head, *rest = [json.loads(line) for line in whole.splitlines()]
+        if not isinstance(head["settings"], dict):
+            raise TypeError("settings are an object")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{str(path)!r} is not a results file of this command; give another path") from error
+    return head, rest, len(whole.encode()) + 1
 
 
 def header(seed: int) -> Record:

@@ -9,9 +9,9 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
+from transformers import PreTrainedTokenizerBase, StoppingCriteria
 
-from triforce_tree.engine import Engine
+from triforce_tree.eval.ablations.through import Answer
 from triforce_tree.eval.results import Record
 from triforce_tree.eval.text import surrounding, token_ids
 from triforce_tree.pair.needle import DIGITS, names
@@ -217,17 +217,13 @@ TASKS = (*_PLANTED, *_WORD_LISTS)
 
 
 def answered(
-    engine: Engine, question: Question, stop: StoppingCriteria | None, progress: Progress | None
+    answer: Answer,
+    question: Question,
+    tokenizer: PreTrainedTokenizerBase,
+    stop: StoppingCriteria | None,
+    progress: Progress | None,
 ) -> Record:
     """The greedy answer and its score."""
-    assert engine.tokenizer is not None
-    needed = sum(len(token_ids(engine.tokenizer, f" {answer},")) for answer in question.answers)
-    out = engine.generate(
-        question.prompt,
-        do_sample=False,
-        max_new_tokens=needed + _SPARE_TOKENS,
-        stopping_criteria=StoppingCriteriaList([stop] if stop else []),
-        progress=progress,
-    )
-    text = str(out.text or "")
+    needed = sum(len(token_ids(tokenizer, f" {expected},")) for expected in question.answers)
+    text = answer(question.prompt, needed + _SPARE_TOKENS, stop, progress)
     return {"score": question.score(text), "answer": text}

@@ -1,11 +1,12 @@
 """Speed of every method on the same prompts, in turns, so that load on the machine affects all alike."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from transformers import StoppingCriteria
 
 from triforce_tree.engine import Engine
-from triforce_tree.eval.baselines import BASELINES, METHODS, Job
+from triforce_tree.eval.baselines import BASELINES, COMPILED, METHODS, Job
 from triforce_tree.eval.results import Record, Records, repeated_share, speed_rows
 
 WARM_UP_PROMPT, WARM_UP_TOKENS = 64, 8
@@ -44,6 +45,7 @@ def measure(
     stop: StoppingCriteria | None = None,
     done: Callable[[Record], None] = lambda record: None,
     wanted: Callable[[], bool] = lambda: True,
+    place: Record | None = None,
 ) -> None:
     """Measure what ``records`` lacks.
 
@@ -58,6 +60,7 @@ def measure(
         stop: ends a generation early; its measurement is discarded.
         done: called with every record, old ones included.
         wanted: whether to continue, called before each generation.
+        place: what else a record is found by, such as the length of these prompts.
     """
     warm: set[tuple[str, float]] = set()
     for number, prompt in enumerate(prompts):
@@ -65,12 +68,12 @@ def measure(
             for method in methods:
                 if not wanted():
                     return
-                key = {"prompt": number, "temperature": temperature, "method": method}
+                key = {**(place or {}), "prompt": number, "temperature": temperature, "method": method}
                 record = records.find(**key)
                 if record is None:
                     if (method, temperature) not in warm:
-                        short = list(prompt[:WARM_UP_PROMPT])
-                        METHODS[method](engine, Job(short, temperature, WARM_UP_TOKENS, seed))
+                        first = Job(list(prompt), temperature, new_tokens, seed)
+                        METHODS[method](engine, _warm_up(engine, method, first))
                         warm.add((method, temperature))
                     job = Job(list(prompt), temperature, new_tokens, seed + number, stop)
                     sample = METHODS[method](engine, job)
@@ -78,6 +81,7 @@ def measure(
                         return
                     record = {
                         **key,
+                        "prompt_tokens": len(prompt),
                         "prefill_seconds": sample.prefill_seconds,
                         "decode_seconds": sample.decode_seconds,
                         "timed_tokens": sample.timed_tokens,
@@ -87,6 +91,13 @@ def measure(
                     }
                     records.add(record)
                 done(record)
+
+
+def _warm_up(engine: Engine, method: str, job: Job) -> Job:
+    """A short generation; on a GPU transformers' static decoding compiles for the size of its cache."""
+    if method in COMPILED and engine.hierarchy.target.device.type == "cuda":
+        return job
+    return replace(job, prompt=job.prompt[:WARM_UP_PROMPT], new_tokens=WARM_UP_TOKENS)
 
 
 def rows(records: Records, context: int, new_tokens: int) -> list[Record]:

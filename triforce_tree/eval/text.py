@@ -50,7 +50,7 @@ def dataset_texts(name: str, split: str = "test", column: str = "text") -> Itera
         ValueError: the column is not there, or the file cannot be read.
         FileNotFoundError: there is no such file.
     """
-    for row in _rows(name, split):
+    for row in dataset_rows(name, split):
         if column not in row:
             raise ValueError(
                 f"data set {name!r} has no column {column!r}; its columns: {', '.join(sorted(row))}"
@@ -58,7 +58,8 @@ def dataset_texts(name: str, split: str = "test", column: str = "text") -> Itera
         yield str(row[column])
 
 
-def _rows(name: str, split: str) -> Iterator[dict[str, Any]]:
+def dataset_rows(name: str, split: str) -> Iterator[dict[str, Any]]:
+    """Rows of a data set, streamed; arguments and errors as of :func:`dataset_texts`."""
     import datasets
 
     # It would report errors a second time.

@@ -74,6 +74,10 @@ class EmittedScores:
             return logits
         return self._to_probs.scores(logits, lambda: [text[: n - count] for n in range(count)])
 
+    def newest(self, b: int, count: int) -> dict[str, list[Tensor]]:
+        """What is wanted of the last tokens of sequence b, by name: ``[V]`` or ``[]`` of each."""
+        return {name: rows[b][len(rows[b]) - count :] for name, rows in self._rows.items()}
+
     def results(self) -> dict[str, Any]:
         """The fields of the output by name; empties this collection."""
         found: dict[str, Any] = {name: by_position(rows) for name, rows in self._rows.items()}

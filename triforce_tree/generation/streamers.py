@@ -7,12 +7,16 @@ import torch
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
+from triforce_tree.generation.scores import EmittedScores
+
 
 class Streamers:
     """None, or one for each sequence.
 
     Args:
-        streamers: as transformers' own; a ``put`` that returns True ends its sequence.
+        streamers: as transformers' own; a ``put`` that returns True ends its sequence. One with a method
+            ``put_scores`` gets a dict before each put: of the logits, scores and log-probabilities that the
+            call asks for, those of the tokens that follow.
     """
 
     def __init__(self, streamers: Sequence[BaseStreamer] = ()) -> None:
@@ -43,9 +47,17 @@ class Streamers:
         for row, streamer in enumerate(self._streamers):
             streamer.put(ids[row : row + 1].cpu())
 
-    def put(self, fresh: Sequence[Sequence[int]], end: Callable[[int], None]) -> None:
-        """Send the new tokens of each sequence; ``end`` is called with those that their streamers end."""
+    def put(
+        self, fresh: Sequence[Sequence[int]], end: Callable[[int], None], scores: EmittedScores | None = None
+    ) -> None:
+        """Send the new tokens of each sequence; ``end`` is called with those that their streamers end.
+
+        Args:
+            scores: of these tokens, for streamers that take them.
+        """
         for row, (streamer, tokens) in enumerate(zip(self._streamers, fresh, strict=bool(self._streamers))):
+            if tokens and scores is not None and (put_scores := getattr(streamer, "put_scores", None)):
+                put_scores(scores.newest(row, len(tokens)))
             # transformers' own return None.
             if tokens and streamer.put(torch.tensor(tokens)) is True:
                 end(row)

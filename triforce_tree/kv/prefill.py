@@ -1,5 +1,6 @@
 """Prompts into the full cache, one sequence at a time, in chunks."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -145,6 +146,7 @@ def prefill(
     states: RecurrentStates | None = None,
     start: int = 0,
     features: Features | None = None,
+    rows: Callable[..., SequenceRows] = SequenceRows,
 ) -> None:
     """Store keys, values and states of ``tokens`` for one sequence.
 
@@ -154,8 +156,9 @@ def prefill(
         states: of recurrent layers, if there are any.
         start: tokens whose keys, values and states are in the cache; only those after them are computed.
         features: where hidden states are kept for the drafter, if it reads any.
+        rows: makes the cache of the sequence, with the arguments of :class:`SequenceRows`.
     """
-    cache = SequenceRows(store, sequence, states, start)
+    cache = rows(store, sequence, states, start)
     if features is not None:
         features.begin(sequence, start)
     layers = features.layers if features is not None else ()

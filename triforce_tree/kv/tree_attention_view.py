@@ -7,6 +7,7 @@ accepted ones; the next forward overwrites the others.
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -249,7 +250,7 @@ class PagedRetrievalView(TreeAttentionView):
             plan=replace(plan, lengths=self._visible),
         )
 
-    def beside(self, queries: int, depths: Sequence[int]) -> "PagedRetrievalView":
+    def beside(self, queries: int, depths: Sequence[int]) -> Self:
         """The same view for another number of new tokens: both see, and refresh, one selection of chunks.
 
         Args:

@@ -6,10 +6,13 @@ slots a layer sees: all of them, a sliding window, the chunks that a retrieval p
 host memory.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
 
+from triforce_tree.config import RetrievalConfig
+from triforce_tree.kv.store import KVStore
 from triforce_tree.models.attention import AttentionParams
 from triforce_tree.models.recurrent.running import RecurrentPass
 
@@ -72,3 +75,32 @@ class RetrievalView(KVView, Protocol):
             root: int64 ``[B]``, position of the root.
             committed: int64 ``[B]``, tokens whose keys may be selected.
         """
+
+
+class ChunkedView(RetrievalView, Protocol):
+    """A retrieval view that keeps the mean keys of its chunks on the device.
+
+    Attributes:
+        config: budget and recent window of the slots of this process.
+        chunks: most chunks of a sequence in these slots.
+        mask: int64 ``[B * T, words]``, the visible new tokens of each query.
+        store: these slots, whose page is the chunk.
+    """
+
+    @property
+    def config(self) -> RetrievalConfig: ...
+
+    @property
+    def chunks(self) -> int: ...
+
+    @property
+    def mask(self) -> Tensor: ...
+
+    @property
+    def store(self) -> KVStore: ...
+
+    def beside(self, queries: int, depths: Sequence[int]) -> RetrievalView:
+        """The same view for another number of new tokens, see ``PagedRetrievalView``."""
+
+    def update_chunk_means(self, first: Tensor, count: int) -> None:
+        """Recompute the mean keys of ``count`` chunks of the text from chunk ``first[b]`` on."""

@@ -37,7 +37,7 @@ class RowParallel(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in_features / shards]`` to ``[..., out_features]``, the same on all ranks."""
-        out: Tensor = all_reduce(self.linear(x))
+        out: Tensor = all_reduce(self.linear(x), self.shards)
         return out if self.bias is None else out + self.bias
 
 

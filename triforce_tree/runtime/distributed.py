@@ -1,15 +1,17 @@
-"""Tensor parallelism over processes of one device each: the process group and its communication.
+"""Processes of one device each that decode together: the process group and its communication.
 
-``torchrun`` starts the processes and sets their ranks in the environment. Each holds a share of the target's
-heads and neurons (``models/tensor_parallel.py``). Values that every rank computes may differ in their last
-bits, so all values that decisions depend on come from rank 0: logits, seeds, times, stopping criteria.
+``torchrun`` starts the processes and sets their ranks in the environment. ``C`` of them split the KV slots of
+each sequence (``kv/parallel``), and within each such part the others hold a share of the target's heads and
+neurons (``models/tensor_parallel.py``). Values that every rank computes may differ in their last bits, so all
+values that decisions depend on come from rank 0: logits, seeds, times, stopping criteria.
 """
 
 import gc
 import hashlib
 import os
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -20,15 +22,31 @@ from torch import Tensor
 # Loading may take one process minutes longer than another; torchrun notices a process that dies.
 _TIMEOUT = timedelta(minutes=10)
 T = TypeVar("T")
+# What gloo says of a connection whose other end is gone.
+_LOST = re.compile(r"[Cc]onnection (closed|reset|refused)|Broken pipe|gloo.*(?:peer|Timed out)", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Group:
-    """The processes that decode together; all of them make the same calls of the engine."""
+    """Processes that decode together; all of them make the same calls of the engine.
+
+    Attributes:
+        processes: torch's process group; None for that of all processes.
+    """
 
     rank: int
     size: int
     device: torch.device
+    processes: Any = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """One process's place among T x C: its ``tensor`` group of T adjacent ranks splits the heads, and its
+    ``context`` group of C ranks, T apart, the KV slots of every sequence."""
+
+    tensor: Group
+    context: Group
 
 
 @dataclass
@@ -38,8 +56,30 @@ class _Joined:
     """A gloo group: communication between hosts must not wait for the devices."""
     initialised: bool
     """Whether torch.distributed was initialised here, and not by the calling program."""
+    grids: dict[int, Grid] = field(default_factory=dict)
+    """By the size of the context groups."""
 
 
+@dataclass
+class Traffic:
+    """Collectives of this process on devices, by name: calls, and bytes that each of them hands over.
+
+    Replays of a captured graph run no Python and are not counted.
+    """
+
+    calls: dict[str, int] = field(default_factory=dict)
+    bytes: dict[str, int] = field(default_factory=dict)
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        self.calls[name] = self.calls.get(name, 0) + 1
+        self.bytes[name] = self.bytes.get(name, 0) + tensor.nbytes
+
+    def clear(self) -> None:
+        self.calls.clear()
+        self.bytes.clear()
+
+
+traffic = Traffic()
 _joined: _Joined | None = None
 
 
@@ -98,6 +138,62 @@ def join(device: str | torch.device | None = None) -> Group | None:
     return _joined.group
 
 
+def arrange(context: int) -> Grid | None:
+    """Divide all processes into context groups of ``context`` ranks, and tensor groups of the others.
+
+    Every process must call it, with the same number; another call returns the same grid.
+
+    Returns:
+        None for ``context`` 1 in a process without others.
+
+    Raises:
+        ValueError: ``context`` does not divide the number of processes.
+    """
+    size = _joined.group.size if _joined is not None else 1
+    if size % context:
+        started = f"{size} processes" if size > 1 else "one process"
+        raise ValueError(
+            f"context_parallel={context} needs a multiple of {context} processes, and this is {started}; "
+            f"start torchrun --nproc-per-node {context}, or leave context_parallel out"
+        )
+    if _joined is None:
+        return None
+    if context not in _joined.grids:
+        tensor = size // context
+        rows = [range(first, first + tensor) for first in range(0, size, tensor)]
+        columns = [range(first, size, tensor) for first in range(tensor)]
+        _joined.grids[context] = Grid(_part(rows), _part(columns))
+    return _joined.grids[context]
+
+
+def _part(parts: Sequence[range]) -> Group:
+    """This process's group among those that all processes make."""
+    assert _joined is not None
+    everyone, found = _joined.group, None
+    for ranks in parts:
+        # One group is all; one of a single rank communicates with nobody.
+        made = dist.new_group(list(ranks), timeout=_TIMEOUT) if 1 < len(ranks) < everyone.size else None
+        if everyone.rank in ranks:
+            found = Group(ranks.index(everyone.rank), len(ranks), everyone.device, made)
+            if made is not None:
+                # Communicators are made by their first collective, which no captured graph may be.
+                dist.all_reduce(torch.zeros(1, device=everyone.device), group=made)
+    assert found is not None
+    return found
+
+
+def grid(context: int) -> Grid | None:
+    """What :func:`arrange` made for this number; None where it was not called."""
+    return _joined.grids.get(context) if _joined is not None else None
+
+
+def lost_rank(error: BaseException) -> bool:
+    """Whether a collective failed because another process has ended."""
+    if _joined is None or not isinstance(error, RuntimeError):
+        return False
+    return isinstance(error, dist.DistError) or bool(_LOST.search(str(error)))
+
+
 def leave() -> None:
     """Leave the group at the end of a program; every process must, with no communication under way."""
     global _joined
@@ -113,8 +209,18 @@ def leave() -> None:
 def broadcast_tensor(tensor: Tensor) -> Tensor:
     """Overwrite a contiguous tensor with rank 0's values; without a group return it as it is."""
     if _joined is not None:
+        traffic.add("broadcast", tensor)
         dist.broadcast(tensor, 0)
     return tensor
+
+
+def all_gather_tensor(tensor: Tensor, group: Group) -> Tensor:
+    """The contiguous tensors of all ranks of a group, ``[size, ...]``; capturable in a CUDA graph."""
+    # gloo takes one dimension.
+    out = tensor.new_empty(group.size * tensor.numel())
+    traffic.add("all_gather", tensor)
+    dist.all_gather_into_tensor(out, tensor.view(-1), group=group.processes)
+    return out.view(group.size, *tensor.shape)
 
 
 def broadcast_object(value: T) -> T:
@@ -183,15 +289,20 @@ def check_equal(what: str, value: object) -> None:
 
 
 @torch.library.custom_op("triforce_tree::all_reduce", mutates_args=())
-def all_reduce(x: Tensor) -> Tensor:
-    """The sum over all processes; opaque to torch.compile, and capturable in a CUDA graph."""
+def all_reduce(x: Tensor, size: int = 0) -> Tensor:
+    """The sum over the tensor group of ``size`` processes, by default over all.
+
+    It is opaque to torch.compile, and capturable in a CUDA graph.
+    """
     out = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(out)
+    traffic.add("all_reduce", out)
+    made = grid(_joined.group.size // size) if size and _joined is not None else None
+    dist.all_reduce(out, group=made.tensor.processes if made is not None else None)
     return out
 
 
 @all_reduce.register_fake
-def _(x: Tensor) -> Tensor:
+def _(x: Tensor, size: int = 0) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 

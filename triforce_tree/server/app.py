@@ -21,10 +21,13 @@ from triforce_tree.server.metrics import Metrics
 from triforce_tree.server.protocol import ChatRequest, CompletionRequest, error
 from triforce_tree.server.replies import Asked, Reply, outputs_wanted
 from triforce_tree.server.scheduler import Limits, QueueFullError, Scheduler, Sequence
+from triforce_tree.server.text_stream import TokenLogprobs
 
 # Seconds between looks at whether a client that waits for a whole reply is still there.
 _LOOK = 0.2
-_Pieces = asyncio.Queue[tuple[int, str | None]]
+# Which text, its next piece or None at its end, and the log-probabilities of the tokens since the last piece.
+_Pieces = asyncio.Queue[tuple[int, str | None, list[TokenLogprobs]]]
+_Emit = Callable[[int, Sequence, str | None], None]
 
 
 @dataclass(frozen=True)
@@ -125,8 +128,6 @@ class _Service:
             raise HTTPException(404, f"model {asked.model!r} is not served here; use {self.served.name!r}")
         if (name := asked.unsupported()) is not None:
             raise HTTPException(400, f"{name} is not supported; leave it out")
-        if asked.stream and asked.alternatives is not None:
-            raise HTTPException(400, "logprobs come with whole replies only; leave out stream or logprobs")
         pieces: _Pieces = asyncio.Queue()
         try:
             emit = _emitter(pieces, asyncio.get_running_loop())
@@ -146,7 +147,7 @@ class _Service:
             running = len(sequences)
             while running:
                 with contextlib.suppress(TimeoutError):
-                    _, piece = await asyncio.wait_for(pieces.get(), _LOOK)
+                    _, piece, _ = await asyncio.wait_for(pieces.get(), _LOOK)
                     running -= piece is None
                 if await request.is_disconnected():
                     return Response(status_code=499)
@@ -166,21 +167,21 @@ class _Service:
                 yield _event(reply.piece(index, "", first=True))
             running = len(sequences)
             while running:
-                index, text = await pieces.get()
+                index, text, logprobs = await pieces.get()
                 if text is not None:
-                    yield _event(reply.piece(index, text))
+                    yield _event(reply.piece(index, text, logprobs))
                     continue
                 running -= 1
                 sequence = sequences[index]
                 if sequence.error is not None:
                     yield _event(error(_one_line(sequence.error), "server_error"))
                 elif sequence.output is not None:
-                    yield _event(reply.last(index, sequence))
+                    yield _event(reply.last(index, sequence, logprobs))
             if usage and all(sequence.output is not None for sequence in sequences):
                 yield _event(reply.usage_alone(sequences))
             yield "data: [DONE]\n\n"
 
-    def _sequences(self, asked: Asked, emit: Callable[[int, str | None], None]) -> list[Sequence]:
+    def _sequences(self, asked: Asked, emit: _Emit) -> list[Sequence]:
         """The sequences of a request; tokenising a long prompt takes a while.
 
         Raises:
@@ -203,17 +204,24 @@ class _Service:
             for number in range(asked.choices):
                 # Choices of one seed differ, and repeat.
                 own = settings | ({"seed": asked.seed + number} if asked.seed is not None else {})
-                made.append(Sequence(ids, own, asked.stop_strings, partial(emit, len(made))))
+                sequence = Sequence(ids, own, asked.stop_strings, _unheard)
+                sequence.emit = partial(emit, len(made), sequence)
+                made.append(sequence)
         return made
 
 
-def _emitter(pieces: _Pieces, loop: asyncio.AbstractEventLoop) -> Callable[[int, str | None], None]:
+def _unheard(text: str | None) -> None:
+    """Before the sequence knows whom to tell."""
+
+
+def _emitter(pieces: _Pieces, loop: asyncio.AbstractEventLoop) -> _Emit:
     """A function that another thread calls to queue a piece of the text with this index."""
 
-    def emit(index: int, text: str | None) -> None:
+    def emit(index: int, sequence: Sequence, text: str | None) -> None:
+        logprobs = sequence.stream.take_logprobs() if sequence.stream is not None else []
         # The loop may have ended with the server.
         with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(pieces.put_nowait, (index, text))
+            loop.call_soon_threadsafe(pieces.put_nowait, (index, text, logprobs))
 
     return emit
 

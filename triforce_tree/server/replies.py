@@ -3,12 +3,14 @@
 import time
 import uuid
 from collections.abc import Sequence as Sequences
+from itertools import accumulate
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from triforce_tree.server.protocol import ChatRequest, CompletionRequest
 from triforce_tree.server.scheduler import Sequence
+from triforce_tree.server.text_stream import TokenLogprobs
 
 Asked = ChatRequest | CompletionRequest
 
@@ -25,6 +27,8 @@ class Reply:
     def __init__(self, asked: Asked, model: str, tokenizer: PreTrainedTokenizerBase) -> None:
         self._chat = isinstance(asked, ChatRequest)
         self._alternatives, self._tokenizer = asked.alternatives, tokenizer
+        # Characters of each text's tokens so far.
+        self._offsets: dict[int, int] = {}
         prefix, kind = ("chatcmpl", "chat.completion") if self._chat else ("cmpl", "text_completion")
         self._kind = kind
         self._head = {
@@ -38,19 +42,22 @@ class Reply:
             assert sequence.stream is not None
             text = sequence.stream.text
             choice: dict[str, Any] = {
-                "index": index, "finish_reason": reason(sequence), "logprobs": self._logprobs(sequence),
+                "index": index, "finish_reason": reason(sequence),
+                "logprobs": self._logprobs(sequence.stream.logprobs, index),
             }  # fmt: skip
             choice |= {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
             choices.append(choice)
         return {**self._head, "object": self._kind, "choices": choices, "usage": usage(sequences)}
 
-    def piece(self, index: int, text: str, first: bool = False) -> dict[str, Any]:
-        """A piece of one text."""
-        return self._chunk(index, text, None, first)
+    def piece(
+        self, index: int, text: str, logprobs: Sequences[TokenLogprobs] = (), first: bool = False
+    ) -> dict[str, Any]:
+        """A piece of one text, with the log-probabilities of the tokens since the last piece."""
+        return self._chunk(index, text, None, logprobs, first)
 
-    def last(self, index: int, sequence: Sequence) -> dict[str, Any]:
+    def last(self, index: int, sequence: Sequence, logprobs: Sequences[TokenLogprobs] = ()) -> dict[str, Any]:
         """The end of one text."""
-        return self._chunk(index, "", reason(sequence), False)
+        return self._chunk(index, "", reason(sequence), logprobs, False)
 
     def usage_alone(self, sequences: Sequences[Sequence]) -> dict[str, Any]:
         """The chunk that ends a stream with ``include_usage``."""
@@ -59,36 +66,29 @@ class Reply:
     def _stream_head(self) -> dict[str, Any]:
         return {**self._head, "object": "chat.completion.chunk" if self._chat else self._kind}
 
-    def _chunk(self, index: int, text: str, why: str | None, first: bool) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": index, "finish_reason": why, "logprobs": None}
+    def _chunk(
+        self, index: int, text: str, why: str | None, logprobs: Sequences[TokenLogprobs], first: bool
+    ) -> dict[str, Any]:
+        own = self._logprobs(logprobs, index) if logprobs else None
+        choice: dict[str, Any] = {"index": index, "finish_reason": why, "logprobs": own}
         if self._chat:
             choice["delta"] = ({"role": "assistant"} if first else {}) | ({"content": text} if text else {})
         else:
             choice["text"] = text
         return self._stream_head() | {"choices": [choice]}
 
-    def _logprobs(self, sequence: Sequence) -> dict[str, Any] | None:
-        """Log-probabilities of the target's own distribution, whatever the sampling options."""
+    def _logprobs(self, entries: Sequences[TokenLogprobs], index: int) -> dict[str, Any] | None:
+        """Log-probabilities of the target's own distribution, whatever the sampling options.
+
+        Args:
+            entries: of new tokens that follow those of the last call for this text.
+        """
         if self._alternatives is None:
             return None
-        output, row = sequence.output, sequence.row
-        assert output is not None
-        assert output.logprobs is not None
-        count = sequence.result("new_tokens")
-        chosen = output.sequences[row, output.sequences.shape[1] - output.logprobs.shape[1] :][:count]
-        entries = []
-        for at, (token, value) in enumerate(
-            zip(chosen.tolist(), output.logprobs[row].tolist(), strict=False)
-        ):
-            best: list[tuple[int, float]] = []
-            if self._alternatives:
-                assert output.logits is not None
-                top = output.logits[at][row].float().log_softmax(-1).topk(self._alternatives)
-                best = list(zip(top.indices.tolist(), top.values.tolist(), strict=True))
-            entries.append((token, value, best))
-        return self._chat_logprobs(entries) if self._chat else self._completion_logprobs(entries)
+        entries = [entry._replace(best=entry.best[: self._alternatives]) for entry in entries]
+        return self._chat_logprobs(entries) if self._chat else self._completion_logprobs(entries, index)
 
-    def _chat_logprobs(self, entries: list[tuple[int, float, list[tuple[int, float]]]]) -> dict[str, Any]:
+    def _chat_logprobs(self, entries: Sequences[TokenLogprobs]) -> dict[str, Any]:
         def entry(token: int, value: float) -> dict[str, Any]:
             text = self._text(token)
             return {"token": text, "logprob": value, "bytes": list(text.encode())}
@@ -99,15 +99,16 @@ class Reply:
         ]
         return {"content": content, "refusal": None}
 
-    def _completion_logprobs(
-        self, entries: list[tuple[int, float, list[tuple[int, float]]]]
-    ) -> dict[str, Any]:
+    def _completion_logprobs(self, entries: Sequences[TokenLogprobs], index: int) -> dict[str, Any]:
         tokens = [self._text(token) for token, _, _ in entries]
+        start = self._offsets.get(index, 0)
+        ends = [start + length for length in accumulate(map(len, tokens))]
+        self._offsets[index] = ends[-1] if ends else start
         return {
             "tokens": tokens,
             "token_logprobs": [value for _, value, _ in entries],
             "top_logprobs": [{self._text(token): value for token, value in best} for _, _, best in entries],
-            "text_offset": [sum(map(len, tokens[:at])) for at in range(len(tokens))],
+            "text_offset": [start, *ends[:-1]] if ends else [],
         }
 
     def _text(self, token: int) -> str:

@@ -1,9 +1,22 @@
 """Tokens of a running generation as pieces of text, cut at stop strings."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TextStreamer
+
+# As many alternatives as the API reports.
+_MOST_ALTERNATIVES = 20
+
+
+class TokenLogprobs(NamedTuple):
+    """A token and its log-probability, and the most probable tokens with theirs where they are wanted."""
+
+    token: int
+    logprob: float
+    best: list[tuple[int, float]]
 
 
 class TextStream(TextStreamer):
@@ -19,6 +32,7 @@ class TextStream(TextStreamer):
         text: all that was emitted.
         stopped: whether a stop string was found.
         count: new tokens, those of a stop string included.
+        logprobs: of all new tokens, by the target's own distribution; empty where they are not wanted.
     """
 
     def __init__(
@@ -32,17 +46,39 @@ class TextStream(TextStreamer):
         self._stop, self._emit, self._cancelled = tuple(stop), emit, cancelled
         self._held, self._prompt, self._done = "", True, False
         self.text, self.stopped, self.count = "", False, 0
+        self.logprobs: list[TokenLogprobs] = []
+        self._coming: list[tuple[float, list[tuple[int, float]]]] = []
+        self._taken = 0
 
     def put(self, value: Tensor) -> bool:
         """Whether the sequence is to end."""
         if not self._prompt:
             self.count += value.numel()
+            for token, scores in zip(value.tolist(), self._coming, strict=False):
+                self.logprobs.append(TokenLogprobs(token, *scores))
         self._prompt = False
         super().put(value)  # type: ignore[no-untyped-call]
         if self._stop and not self.stopped:
             # The streamer holds the last word back; a stop string may be in it.
             self.stopped = self._first(self._held + self._pending())[1] is not None
         return self.stopped or self._cancelled()
+
+    def put_scores(self, scores: Mapping[str, Sequence[Tensor]]) -> None:
+        """Take what the call asks for of the next tokens: ``logprobs``, and ``logits`` for alternatives."""
+        values = [value.item() for value in scores.get("logprobs", ())]
+        best: list[list[tuple[int, float]]] = [[] for _ in values]
+        if logits := scores.get("logits"):
+            rows = torch.stack(list(logits)).float().log_softmax(-1)
+            top = rows.topk(min(_MOST_ALTERNATIVES, rows.shape[1]))
+            pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+            best = [list(zip(*pair, strict=True)) for pair in pairs]
+        self._coming = list(zip(values, best, strict=True))
+
+    def take_logprobs(self) -> list[TokenLogprobs]:
+        """Those of the tokens since the last call."""
+        found = self.logprobs[self._taken :]
+        self._taken += len(found)
+        return found
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         self._held += text

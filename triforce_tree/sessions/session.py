@@ -27,9 +27,9 @@ class Session:
     there prefills what follows the longest common prefix; after another generation of the same engine, or of
     another session with other tokens, that prefix is short, and the text is prefilled again: two documents
     that take turns need an engine each, ``engine.with_options()``, over the same models (host memory holds
-    one offloaded cache at a time). Layers with sliding windows and recurrent layers can be continued where
-    their last generation ended, and at the ends of the first and the newest prompts, of which copies are
-    kept.
+    one offloaded cache at a time), or ``prefix_cache`` with a size. Layers with sliding windows and recurrent
+    layers can be continued where their last generation ended, and at the ends of the first and the newest
+    prompts, of which copies are kept.
 
     The text is that of :meth:`Engine.generate` for the whole sequence. In 16 bits two nearly equal logits may
     change their order, as keys and values of generated tokens are kept as decoding passes computed them.

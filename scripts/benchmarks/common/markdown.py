@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from string import Formatter
 from typing import Any
 
-from scripts.benchmarks.common.code_digest import mark
 from scripts.benchmarks.common.results import PAIR_VOCABULARY
+from triforce_tree.eval.report.code_digest import mark
 
 Record = dict[str, Any]
 # Heading -> "{ms_per_token:.2f}" over a row, or a function of the row. A leading "?" lets a figure be absent.

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.benchmarks.common.code_digest import ROOT, digest, digests
 from triforce_tree.eval import results
+from triforce_tree.eval.report.code_digest import ROOT, digest, digests
 from triforce_tree.loading.llama_shapes import Shape
 
 Record = dict[str, Any]

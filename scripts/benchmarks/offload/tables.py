@@ -13,6 +13,7 @@ from scripts.benchmarks.common.markdown import (
     noted,
     origin,
     rows_of,
+    vocabulary_note,
 )
 
 FILE, PARALLEL, TUNED = "offload_h200.json", "offload_parallel_h200.json", "tune_h200.json"
@@ -158,7 +159,17 @@ COMMAND = "python -m scripts.benchmarks offload --part"
 PARALLEL_COMMAND = "torchrun --nproc-per-node 2 -m scripts.benchmarks parallel"
 _parallel = listing(PARALLEL_SPEED, caption=partial(origin, file=PARALLEL, measured=_links))
 _TUNED_NOTE = "{target}. {hardware}, torch {versions[torch]}, commit {commit}, {date}. "
-_tuned = listing(TUNING, lambda content: content["entries"], noted(_TUNED_NOTE, TUNED))
+
+
+def _tuned_caption(content: Record, rows: Sequence[Record]) -> str:
+    """Names the vocabulary of an inflated target where the file does."""
+    note = _TUNED_NOTE
+    if "vocabulary" in content:
+        note = note.replace("{target}.", f"{{target}}, {vocabulary_note(content)}.")
+    return noted(note, TUNED)(content, rows)
+
+
+_tuned = listing(TUNING, lambda content: content["entries"], _tuned_caption)
 TABLES = {
     **{f"offload_{name}": Table(FILE, make, f"{COMMAND} {part}") for name, (part, make) in _OFFLOAD.items()},
     "parallel_speed": Table(PARALLEL, _parallel, PARALLEL_COMMAND),

@@ -3,7 +3,7 @@
 import argparse
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from scripts.benchmarks.common.command import TINY_DRAFT, TINY_SHAPES, parser, r
 from scripts.benchmarks.common.results import (
     PAIR_VOCABULARY,
     RESULTS,
+    Record,
     ResultsFile,
     inflated_vocabulary,
     settings_of,
@@ -35,53 +36,85 @@ def measure(
         contexts: by default.
         one_a_kind: take the first text of a kind that is here, rather than all of them.
     """
-    made = _parser(name, doc, contexts)
+    made = grid_parser(name, doc, contexts, SHAPES, ["7b", "8b"])
     args = made.parse_args(words)
-    device = torch.device("cuda" if torch.cuda.is_available() and not args.tiny else "cpu")
+    device = device_for(args)
     inflated = [shape for shape in args.shapes if shape != PAIR]
     if device.type == "cpu" and inflated and not args.tiny:
         made.error(f"there is no GPU here for {', '.join(inflated)}; use --shapes pair, or --tiny")
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    torch._dynamo.config.recompile_limit = 128
     limit = TimeLimit(args.seconds)
-    try:
-        texts = Texts(args.texts)
-        sources, missing = chosen_sources(texts, args.kinds, one_a_kind)
-    except (ValueError, OSError) as error:
-        made.error(str(error))
+    texts, sources, missing = found_texts(made, args, one_a_kind)
     file_name = f"{name}_{machine_of(device)}.json"
     path = results_folder(args.out, args.tiny) / file_name
     complete = True
     for shape in args.shapes:
         wide = TINY_SHAPES[SHAPES[shape] or ""] if args.tiny and shape != PAIR else SHAPES[shape]
-        grid = Grid(
-            wide, TINY_DRAFT if args.tiny else None, tuple(sources), tuple(args.contexts),
-            tuple(args.temperatures), tuple(range(args.seed, args.seed + args.seeds)), args.new_tokens,
-            args.plain_tokens, dict(args.set),
-        )  # fmt: skip
+        grid = grid_of(args, wide, sources, args.contexts, dict(args.set))
         model = "embedded pair" if wide is None else f"{wide} inflated"
         entries = PAIR_VOCABULARY if wide is None else inflated_vocabulary(wide)
         plan = {"shape": shape, "model": model, "options": grid.options, "vocabulary": entries}
         settings = settings_of(plan, args.seed, device.type == "cpu")
         file = ResultsFile(path, shape, settings, rows, None if args.tiny else RESULTS / file_name)
-        for text in missing:
-            file.note(text)
-        run = GridRun(grid, file, texts, device, limit, args.seed)
-        complete &= run.measure()
-        file.write()
-        for row in file.rows:
-            print(json.dumps(row))
+        complete = measure_grid(GridRun(grid, file, texts, device, limit, args.seed), missing)
         if not complete:
-            run.say("the time limit ends this run; the same command goes on from here")
             break
     return 0 if complete else 3
 
 
-def _parser(name: str, doc: str | None, contexts: Sequence[int]) -> argparse.ArgumentParser:
+def device_for(args: argparse.Namespace) -> torch.device:
+    """The GPU, or the CPU where there is none or the run is tiny; silences transformers."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch._dynamo.config.recompile_limit = 128
+    return torch.device("cuda" if torch.cuda.is_available() and not args.tiny else "cpu")
+
+
+def found_texts(
+    made: argparse.ArgumentParser, args: argparse.Namespace, one_a_kind: bool
+) -> tuple[Texts, list[TextSource], list[str]]:
+    """Where texts are read from, those that are here, and what is said of the others; ends without any."""
+    try:
+        texts = Texts(args.texts)
+        return texts, *chosen_sources(texts, args.kinds, one_a_kind)
+    except (ValueError, OSError) as error:
+        made.error(str(error))
+
+
+def grid_of(
+    args: argparse.Namespace,
+    wide: str | None,
+    sources: Sequence[TextSource],
+    contexts: Sequence[int],
+    options: Record,
+) -> Grid:
+    """The grid of the command line's temperatures, seeds and lengths."""
+    seeds = tuple(range(args.seed, args.seed + args.seeds))
+    return Grid(
+        wide, TINY_DRAFT if args.tiny else None, tuple(sources), tuple(contexts), tuple(args.temperatures),
+        seeds, args.new_tokens, args.plain_tokens, options,
+    )  # fmt: skip
+
+
+def measure_grid(run: GridRun, missing: Sequence[str]) -> bool:
+    """Measure what the run's file lacks and print its rows; whether it was all."""
+    for text in missing:
+        run.file.note(text)
+    complete = run.measure()
+    run.file.write()
+    for row in run.file.rows:
+        print(json.dumps(row))
+    if not complete:
+        run.say("the time limit ends this run; the same command goes on from here")
+    return complete
+
+
+def grid_parser(
+    name: str, doc: str | None, contexts: Sequence[int], shapes: Iterable[str], default: Sequence[str]
+) -> argparse.ArgumentParser:
+    """Of a benchmark that measures grids; ``shapes`` are the models that it knows."""
     made = parser(f"benchmarks {name}", doc)
     add = made.add_argument
-    add("--shapes", nargs="+", choices=list(SHAPES), default=["7b", "8b"], help="models; pair: not inflated")
+    add("--shapes", nargs="+", choices=list(shapes), default=list(default), help="models; pair: not inflated")
     add("--contexts", type=int, nargs="+", default=list(contexts), help="prompt tokens")
     add("--kinds", nargs="+", help="kinds of text, or texts by name; by default all")
     add("--temperatures", type=float, nargs="+", default=[0.0, 0.6, 1.0], help="0 is greedy")

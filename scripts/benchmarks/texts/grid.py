@@ -9,7 +9,7 @@ would take for the prompt; what earlier requests taught the engine is forgotten 
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -101,13 +101,21 @@ class GridRun:
         device: of the models; bf16 on a GPU, else fp32.
         limit: ends the run.
         seed: of the weights without effect.
+        new_engine: makes the engine, where it is not that of the embedded pair.
     """
 
     def __init__(
-        self, grid: Grid, file: ResultsFile, texts: Texts, device: torch.device, limit: TimeLimit, seed: int
+        self,
+        grid: Grid,
+        file: ResultsFile,
+        texts: Texts,
+        device: torch.device,
+        limit: TimeLimit,
+        seed: int,
+        new_engine: Callable[[], Engine] | None = None,
     ) -> None:
         self.grid, self.file, self.device, self.limit = grid, file, device, limit
-        self._texts, self._seed = texts, seed
+        self._texts, self._seed, self._new_engine = texts, seed, new_engine
         self._program: DecodingProgram | None = None
         self._fed: list[int] = []
         self._prefill_seconds = 0.0
@@ -132,7 +140,7 @@ class GridRun:
             return True
         if self.limit.reached():
             return False
-        self.say(f"{self.grid.shape or 'embedded pair'}: loading ...")
+        self.say(f"{self.file.mine['settings']['model']}: loading ...")
         engine = self._engine()
         # Prompts of as many levels together: they share a program, which takes long to capture.
         levels = {context: engine.hierarchy.levels(context) for context in contexts}
@@ -149,6 +157,8 @@ class GridRun:
         print(f"[{self.limit.elapsed:6.1f} s] {text}", file=sys.stderr, flush=True)
 
     def _engine(self) -> Engine:
+        if self._new_engine is not None:
+            return self._new_engine()
         dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         options = self.grid.options
         if self.grid.shape is None:

@@ -161,11 +161,29 @@ def _trees(content: Record) -> list[Record]:
     return sorted(content["rows"], key=lambda r: (r["machine"], r["link"], r["temperature"], _kind(r)))
 
 
+# A model that others trained beside the embedded pair; see ``real_model.py``.
+REAL_MODEL, REAL_MODEL_CPU = "real_model_h200.json", "real_model_cpu.json"
+REAL_MODEL_COMMAND = "python -m scripts.benchmarks real_model --draft smollm2/draft"
+REAL_MODEL_COLUMNS: Columns = {
+    "model": "{model}", "kind of text": "{kind}", "context": "{context:,}", "T": "{temperature:g}",
+    "retrieval accepts": "?{acceptance[retrieval]:.2f}", "target accepts": "?{acceptance[target]:.2f}",
+    "tokens a pass": "{tokens_per_pass:.1f}", "ms/token": "{ms_per_token:.2f}",
+    "plain": "{plain_ms_per_token:.2f}", "**speed-up**": "**{speedup:.2f}x**",
+    "repeated 8-grams": "{repeated_8grams:pct}",
+}  # fmt: skip
+
+
+def _real_model(file: str) -> Table:
+    return Table(file, listing(REAL_MODEL_COLUMNS, _sorted, _caption(file), left=2), REAL_MODEL_COMMAND)
+
+
 TREES_COMMAND = "python -m scripts.benchmarks trees --texts texts.json.xz"
 TABLES = {
     "trees": Table(TREES, listing(TREES_COLUMNS, _trees, _trees_note), TREES_COMMAND),
     "any_text_summary": Table(ANY_TEXT, listing(SUMMARY, summary, _caption(ANY_TEXT)), COMMAND),
     "any_text": Table(ANY_TEXT, listing(ANY_TEXT_COLUMNS, _sorted, _caption(ANY_TEXT), left=2), COMMAND),
+    "real_model": _real_model(REAL_MODEL),
+    "real_model_cpu": _real_model(REAL_MODEL_CPU),
     "never_slower": Table(NEVER_SLOWER, _by_context(NEVER_SLOWER), GRID_COMMAND),
     "never_slower_cpu": Table(
         NEVER_SLOWER_CPU, _by_context(NEVER_SLOWER_CPU), f"{GRID_COMMAND} --shapes pair --contexts 1024 4096"

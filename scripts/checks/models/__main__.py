@@ -23,7 +23,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from scripts.benchmarks.common.code_digest import code_alone
 from scripts.benchmarks.common.results import RESULTS, header, write
 from scripts.checks.models import workers
 from scripts.checks.models.build import variants_of
@@ -32,6 +31,7 @@ from scripts.checks.models.outcomes import BAD, Row
 from scripts.checks.models.paths import PATHS
 from scripts.checks.models.sample import SAMPLE
 from scripts.checks.report import last_line, parser
+from triforce_tree.eval.report.code_digest import code_alone
 from triforce_tree.eval.results import check_writable
 
 FILE = "models.json"

@@ -10,6 +10,7 @@ from tiny_pair import TinyPair
 from wrong_acceptance import accept_all_proposals
 
 from triforce_tree.cli.console import LevelText
+from triforce_tree.decoding.explain.origins import OriginTally
 from triforce_tree.decoding.explain.side_by_side import Piece, SideBySide, Speeds
 from triforce_tree.decoding.loop import Decoder
 from triforce_tree.decoding.program import DecodingProgram
@@ -57,6 +58,12 @@ def test_every_token_has_the_level_that_proposed_it(levels: int, to_probs: Probs
     assert seen["target"] in (passes - 1, passes)
     assert seen["draft"] > 0
     assert (seen["retrieval"] > 0) == (levels == 3)
+
+
+def test_drafts_of_other_shapes_are_no_verifications() -> None:
+    origins = OriginTally(prefilled())
+    origins("draft/1")
+    assert not origins.names
 
 
 def test_a_sampled_text_goes_on_from_its_own_draws() -> None:

@@ -3,18 +3,32 @@
 from typing import Any
 
 from triforce_tree.cli.groups import add_hierarchy, add_models, add_parser, add_text_source
-from triforce_tree.cli.parsing import depth, positive
+from triforce_tree.cli.parsing import depth, positive, temperature
 
 # The names in eval.baselines.METHODS.
 METHODS = (
     "triforce-3-level",
     "triforce-2-level",
+    "triforce-no-draft",
     "triforce-autoregressive",
+    "streaming-llm",
     "transformers-static",
     "transformers-dynamic",
     "transformers-assistant",
     "transformers-prompt-lookup",
 )
+
+# The data sets in eval.public.catalogue, with the task that is taken without --task.
+PUBLIC = {
+    "pg19": ("books (PG-19): speed", None),
+    "narrativeqa": ("questions about whole books (NarrativeQA): speed and ROUGE-L", ""),
+    "longbench": ("LongBench's English tasks: speed and each task's metric", "qasper"),
+    "longbench-v2": ("LongBench v2, multiple choice: speed and accuracy", ""),
+    "infinitebench": (
+        "InfiniteBench, 100,000 tokens and more: speed and metrics",
+        "longbook_qa_eng",
+    ),
+}
 
 # The names in eval.ruler.TASKS.
 TASKS = ("single", "multi-key", "multi-value", "multi-query", "variables", "common-words", "frequent-words")
@@ -22,11 +36,24 @@ TASKS = ("single", "multi-key", "multi-value", "multi-query", "variables", "comm
 
 def add(commands: Any) -> None:
     """Add the command to the subparsers of the command line."""
-    bench = commands.add_parser("bench", help="Measure speed (text) or accuracy (needle, ruler).")
+    bench = commands.add_parser(
+        "bench", help="Measure speed (text), accuracy (needle, ruler), or both (public data sets)."
+    )
     kinds = bench.add_subparsers(required=True, metavar="kind")
     _text(kinds)
     _needle(kinds)
     _ruler(kinds)
+    for name, (what, task) in PUBLIC.items():
+        _public(kinds, name, what, task)
+    _verify(kinds)
+    report = add_parser(
+        commands,
+        "report",
+        "triforce_tree.cli.bench.report",
+        "Write FOLDER/report.html from the results files of bench --out in a folder: tables, plots and all "
+        "measurements in one file.",
+    )
+    report.add_argument("folder", help="with .jsonl files of bench --out")
 
 
 def _text(kinds: Any) -> None:
@@ -41,18 +68,98 @@ def _text(kinds: Any) -> None:
     parser.add_argument("--new-tokens", type=positive, default=128, help="tokens to generate")
     parser.add_argument("--prompts", type=positive, default=3, help="number of different prompts")
     parser.add_argument(
-        "--temperatures", type=float, nargs="+", default=[0.0, 0.8], metavar="T", help="0 is greedy"
+        "--temperatures", type=temperature, nargs="+", default=[0.0, 0.8], metavar="T", help="0 is greedy"
     )
-    parser.add_argument(
-        "--methods", nargs="+", choices=sorted(METHODS), metavar="NAME", help="of: " + ", ".join(METHODS)
-    )
+    _methods(parser)
     parser.add_argument("--seed", type=int, default=0, help="of all draws")
-    parser.add_argument(
-        "--out", help="JSON-lines file for the measurements; an interrupted run continues with the same file"
-    )
+    _out(parser)
     add_text_source(parser)
     add_models(parser)
     add_hierarchy(parser)
+
+
+def _methods(parser: Any) -> None:
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        choices=METHODS,
+        metavar="NAME",
+        help="without it all but triforce-no-draft and streaming-llm, which is lossy; of: "
+        + ", ".join(METHODS),
+    )
+
+
+def _public(kinds: Any, name: str, what: str, task: str | None) -> None:
+    parser = add_parser(
+        kinds,
+        name,
+        "triforce_tree.cli.bench.public",
+        f"{what[0].upper()}{what[1:]}. Rows are fetched from the hub, or read from --data.",
+    )
+    parser.set_defaults(data_set=name, task="", templates=None, parts=["speed"])
+    parser.add_argument(
+        "--data",
+        metavar="PATH",
+        help="rows in the data set's own columns: a .jsonl, .json, .parquet, .csv or .zip file, or a folder",
+    )
+    if task:
+        parser.add_argument("--task", default=task, metavar="NAME", help="a task of the data set")
+    parser.add_argument(
+        "--lengths",
+        type=positive,
+        nargs="+",
+        default=[8192],
+        metavar="N",
+        help="tokens of each prompt"
+        if task is None
+        else "most tokens of each prompt: a longer one loses the middle of its text",
+    )
+    parser.add_argument("--prompts", type=positive, default=3, help="number of rows of the data")
+    parser.add_argument(
+        "--temperatures", type=temperature, nargs="+", default=[0.0, 0.6], metavar="T", help="0 is greedy"
+    )
+    parser.add_argument("--new-tokens", type=positive, default=128, help="tokens to generate for speed")
+    _methods(parser)
+    if task is not None:
+        parser.add_argument(
+            "--parts",
+            nargs="+",
+            choices=("speed", "answers"),
+            default=["speed", "answers"],
+            metavar="NAME",
+            help="speed times all methods; answers scores those of all levels and of the target alone",
+        )
+        parser.add_argument(
+            "--templates",
+            metavar="FILE",
+            help="JSON object of prompts by task, with {context} and {input}, in place of our own",
+        )
+    parser.add_argument("--seed", type=int, default=0, help="of all draws")
+    _out(parser)
+    add_models(parser)
+    add_hierarchy(parser)
+
+
+def _verify(kinds: Any) -> None:
+    parser = add_parser(
+        kinds,
+        "verify",
+        "triforce_tree.cli.bench.verify",
+        "Run the command of a results file again on this machine, and show its figures beside one's own.",
+    )
+    parser.add_argument("results", help="file of bench --out; with --mine also one of docs/results")
+    mine = parser.add_mutually_exclusive_group()
+    mine.add_argument("--mine", metavar="FILE", help="one's own results, instead of measuring")
+    mine.add_argument("--out", help="JSON-lines file for one's own results")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1 ...; without it, that of the command")
+
+
+def _out(parser: Any) -> None:
+    parser.add_argument(
+        "--out",
+        help="JSON-lines file for the measurements, with a table (.md) and a plot (.png) beside it; an "
+        "interrupted run continues with the same file",
+    )
 
 
 def _needle(kinds: Any) -> None:
@@ -118,11 +225,10 @@ def _answers(parser: Any, drawn: str) -> None:
     parser.add_argument(
         "--through",
         nargs="+",
-        choices=("hierarchy", "target"),
+        choices=("hierarchy", "target", "streaming-llm"),
         default=["hierarchy"],
-        help="decode with all levels, with the target alone, or with both",
+        help="decode with all levels, with the target alone, with the target on sinks and a window of the "
+        "retrieval budget (lossy), or with several of these",
     )
     parser.add_argument("--seed", type=int, default=0, help=f"of {drawn}")
-    parser.add_argument(
-        "--out", help="JSON-lines file for the answers; an interrupted run continues with the same file"
-    )
+    _out(parser)

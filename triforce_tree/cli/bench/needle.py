@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from triforce_tree.cli import options
-from triforce_tree.cli.console import Interrupt, bar, json_line, plain_table, screen
+from triforce_tree.cli.bench.running import finish, records_of
+from triforce_tree.cli.console import Interrupt, bar, json_line
 from triforce_tree.eval import needle
-from triforce_tree.eval.results import Record, Records, check_writable, header
+from triforce_tree.eval.results import Record, check_writable, header
 
 
 def run(args: argparse.Namespace) -> int:
@@ -25,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
         "target": args.target or "embedded",
         **options.recorded(args),
     }
-    records = Records(args.out, settings)
+    records = records_of(args, settings)
     engine = options.engine_of(args)
     assert engine.tokenizer is not None
     haystack = needle.Haystack(next(iter(texts)), engine.tokenizer, max(args.lengths))
@@ -53,9 +54,10 @@ def run(args: argparse.Namespace) -> int:
             done=lambda record: progress.advance(task),
             wanted=lambda: not interrupt.requested,
         )
-    _show(args, records)
+    code = finish(args, records, interrupt.requested)
     if args.plot and records.all:
-        needle.heat_map(records.all, args.through[0], args.lengths, args.depths, Path(args.plot))
+        name = Path(args.target).name if args.target else "embedded pair"
+        needle.heat_map(records.all, args.through[0], args.lengths, args.depths, Path(args.plot), name)
     if args.json:
         cells = {
             levels: {
@@ -68,16 +70,4 @@ def run(args: argparse.Namespace) -> int:
             for levels in args.through
         }
         json_line({**header(args.seed), "interrupted": interrupt.requested, "accuracy": cells})
-    return 130 if interrupt.requested else 0
-
-
-def _show(args: argparse.Namespace, records: Records) -> None:
-    for levels in args.through:
-        rows = []
-        for depth in args.depths:
-            cells = [
-                needle.accuracy(records.all, through=levels, length=n, depth=depth) for n in args.lengths
-            ]
-            rows.append((f"{100 * depth:.0f} %", *("" if c is None else f"{c:.2f}" for c in cells)))
-        columns = ("depth", *(f"{n:,}" for n in args.lengths))
-        screen().print(plain_table(f"needle accuracy by prompt tokens, {levels}", columns, rows))
+    return code

@@ -6,8 +6,10 @@ from itertools import product
 from typing import Any
 
 from triforce_tree.cli import options
-from triforce_tree.cli.console import Interrupt, bar, json_line, plain_table, screen
+from triforce_tree.cli.bench.running import finish, records_of
+from triforce_tree.cli.console import Interrupt, bar, json_line
 from triforce_tree.eval import ruler
+from triforce_tree.eval.ablations.through import answer_by
 from triforce_tree.eval.results import Record, Records, header
 
 
@@ -20,13 +22,13 @@ def run(args: argparse.Namespace) -> int:
         "target": args.target or "embedded",
         **options.recorded(args),
     }
-    records = Records(args.out, settings)
+    records = records_of(args, settings)
     engine = options.engine_of(args)
     assert engine.tokenizer is not None
     made = ruler.Ruler(next(iter(texts)), engine.tokenizer, max(args.lengths))
     for task in args.tasks:
         made.question(task, min(args.lengths), 0)  # raises for too short a length, before any measurement
-    engines = {"hierarchy": engine, "target": engine.with_options(levels=1)}
+    by_name = {name: answer_by(engine, name) for name in args.through}
     cells = product(args.lengths, args.tasks, range(args.trials), args.through)
     keys = [{"through": by, "task": task, "length": n, "trial": i} for n, task, i, by in cells]
     progress = bar("questions")
@@ -37,26 +39,18 @@ def run(args: argparse.Namespace) -> int:
             progress.update(asking, description=f"{key['task']}, {key['length']:,} tokens")
             question = made.question(key["task"], key["length"], key["trial"], args.seed)
             return ruler.answered(
-                engines[key["through"]], question, interrupt, lambda count: interrupt.check()
+                by_name[key["through"]],
+                question,
+                made.tokenizer,
+                interrupt,
+                lambda count: interrupt.check(),
             )
 
         records.fill(keys, answer, lambda: not interrupt.requested, lambda record: progress.advance(asking))
-    for by in args.through:
-        rows = [
-            (
-                task,
-                *(
-                    "" if (mean := _mean(records, by, task, n)) is None else f"{mean:.2f}"
-                    for n in args.lengths
-                ),
-            )
-            for task in args.tasks
-        ]
-        columns = ("task", *(f"{n:,}" for n in args.lengths))
-        screen().print(plain_table(f"share of answers found, by prompt tokens, {by}", columns, rows))
+    code = finish(args, records, interrupt.requested)
     if args.json:
         json_line({**header(args.seed), "interrupted": interrupt.requested, "scores": _scores(args, records)})
-    return 130 if interrupt.requested else 0
+    return code
 
 
 def _mean(records: Records, by: str, task: str, length: int) -> float | None:

@@ -26,7 +26,8 @@ class OriginTally:
         self.names: list[str] = []
 
     def __call__(self, stage: str) -> None:
-        if stage == "draft":
+        # Stages of other shapes of trees: ``draft/1``.
+        if stage.partition("/")[0] == "draft":
             return
         judged = self._program.stage(stage)
         acceptance = self._program.acceptance(stage)

@@ -15,6 +15,7 @@ from torch import Tensor
 from triforce_tree.kernels.attention import reference
 from triforce_tree.kernels.attention.plan import FLATTEN, Heads, Plan, config_for, pack_mask, slices_for
 from triforce_tree.kernels.cpu.host import gathered_rows, tail_mask
+from triforce_tree.kernels.cpu.host_nodes import node_attention
 
 
 class Segment(NamedTuple):
@@ -155,7 +156,7 @@ def states(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of all queries over the nodes that they see: the Triton kernel on CUDA, else its definition.
+    """Attention of all queries over the nodes that they see: the Triton kernel on CUDA, else ``host_nodes``.
 
     Args:
         q: ``[T, H_q, D]``; T is the plan's number of queries, or less on the CPU.
@@ -171,7 +172,7 @@ def states(
         from triforce_tree.kernels.attention import launch
 
         return launch.run(q, k, v, plan.plan, scale=scale, table=table, softcap=softcap, sinks=sinks)
-    return definition(q, k, v, plan, scale=scale, table=table, softcap=softcap, sinks=sinks)
+    return node_attention(q, k, v, plan.plan, scale=scale, table=table, softcap=softcap, sinks=sinks)
 
 
 def definition(

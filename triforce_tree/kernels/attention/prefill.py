@@ -1,7 +1,5 @@
 """Causal attention of a prefill chunk over the preceding positions and itself."""
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -72,30 +70,72 @@ def _cudnn_pays(q: Tensor) -> bool:
 
 
 def _prefix_and_chunk(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """``causal_attention`` of the positions before the chunk, without a mask, and of the chunk itself.
+    """``causal_attention`` of the positions before the chunk, without a mask, and of the chunk itself."""
+    before = k.shape[2] - q.shape[2]
+    parts = _unmasked(q, k[:, :, :before], v[:, :, :before], scale)
+    attend = _cudnn if q.shape[2] % _BLOCK == 0 else _flash
+    parts.append(attend(q, k[:, :, before:], v[:, :, before:], scale, causal=True))
+    return _merged(parts)[0]
 
-    The positions before it go in blocks of ``_BLOCK`` times a power of two, so that all lengths are made of a
-    few shapes; what is left of them, and a chunk of another length, go to flash attention.
+
+def _unmasked(q: Tensor, k: Tensor, v: Tensor, scale: float) -> list[tuple[Tensor, Tensor]]:
+    """Attention to all of k, in parts, by cuDNN and torch's flash attention.
+
+    The positions go in blocks of ``_BLOCK`` times a power of two, so that all lengths are made of a few
+    shapes; what is left of them goes to flash attention.
     """
-    queries, before = q.shape[2], k.shape[2] - q.shape[2]
-    parts, start = [], 0
-    for power in reversed(range((before // _BLOCK).bit_length())):
-        if before - start >= (size := _BLOCK << power):
+    parts, start, count = [], 0, k.shape[2]
+    for power in reversed(range((count // _BLOCK).bit_length())):
+        if count - start >= (size := _BLOCK << power):
             stop = start + size
             parts.append(_cudnn(q, k[:, :, start:stop], v[:, :, start:stop], scale, causal=False))
             start = stop
-    if start < before:
-        parts.append(_flash(q, k[:, :, start:before], v[:, :, start:before], scale, causal=False))
-    attend = _cudnn if queries % _BLOCK == 0 else _flash
-    parts.append(attend(q, k[:, :, before:], v[:, :, before:], scale, causal=True))
-    return _merged(parts)
+    if start < count:
+        parts.append(_flash(q, k[:, :, start:], v[:, :, start:], scale, causal=False))
+    return parts
 
 
-def _merged(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Attention over all positions from outputs ``[B, H_q, T, D]`` and log-sum-exps of disjoint parts."""
+def _merged(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """The union of parts: ``[B, H_q, T, D]``, and its log-sum-exps ``[B, H_q, T]``."""
     # The results lie in memory as [B, T, H_q, D]: merged as they lie, they are copied at full speed.
     outs, lses = (torch.stack([t.transpose(1, 2) for t in some]) for some in zip(*parts, strict=True))
-    return merge_states(outs, lses)[0].transpose(1, 2)
+    out, lse = merge_states(outs, lses)
+    return out.transpose(1, 2), lse.transpose(1, 2)
+
+
+def attention_states(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    causal: bool,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention to a part of the positions that queries see, to be merged with that to the others.
+
+    Args:
+        q: ``[B, H_q, T, D]``.
+        k, v: ``[B, H_kv, S, D]`` and ``[B, H_kv, S, D_v]``, S at least 1.
+        causal: query t sees positions 0 ... S - T + t; else all of them.
+
+    Returns:
+        ``[B, H_q, T, D_v]``, and the natural log-sum-exps, fp32 ``[B, H_q, T]``.
+    """
+    half = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
+    plain = softcap is None and sinks is None and k.shape[3] == v.shape[3] <= FLASH_DIM
+    # Flash attention aligns its mask to the last position only where queries and positions are as many.
+    square = not causal or q.shape[2] == k.shape[2]
+    if plain and square and _flash_on_host(q, k, v):
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        on_host: tuple[Tensor, Tensor] = flash(q, k, v, 0.0, causal, scale=scale)
+        return on_host
+    if not (half and plain and square and torch.version.hip is None):
+        return _in_blocks(q, k, v, scale, causal, None, softcap, sinks)
+    if causal or not _cudnn_pays(q):
+        return _flash(q, k, v, scale, causal)
+    return _merged(_unmasked(q, k, v, scale))
 
 
 def _flash_on_host(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -112,7 +152,7 @@ def _prefix_and_chunk_on_host(q: Tensor, k: Tensor, v: Tensor, scale: float) -> 
     before = k.shape[2] - q.shape[2]
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     prefix = flash(q, k[:, :, :before], v[:, :, :before], 0.0, False, scale=scale)
-    return _merged([prefix, flash(q, k[:, :, before:], v[:, :, before:], 0.0, True, scale=scale)])
+    return _merged([prefix, flash(q, k[:, :, before:], v[:, :, before:], 0.0, True, scale=scale)])[0]
 
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
@@ -147,11 +187,27 @@ def attention_in_blocks(
     scores of a chunk over all positions in memory. Here the softmax is that of FlashAttention-2
     (arXiv 2307.08691, section 3.1), with scores, sums and outputs of a block in fp32.
     """
+    return _in_blocks(q, k, v, scale, True, window, softcap, sinks)[0]
+
+
+def _in_blocks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """:func:`attention_in_blocks` and its log-sum-exps; without ``causal`` all queries see all positions."""
     (batch, q_heads, queries, dim), value_dim = q.shape, v.shape[3]
-    kv_heads, before = k.shape[1], k.shape[2] - queries
+    kv_heads, positions = k.shape[1], k.shape[2]
+    # Without a mask all positions lie before the queries.
+    before = positions - queries if causal else positions
     group, sums = q_heads // kv_heads, torch.promote_types(q.dtype, torch.float32)
     size = max(256, _SCORES // (batch * q_heads * min(queries, _QUERIES)))
-    parts = []
+    parts, lses = [], []
     for start in range(0, queries, _QUERIES):
         stop = min(queries, start + _QUERIES)
         rows = q[:, :, start:stop].reshape(batch * kv_heads, -1, dim)  # [B * H_kv, G * t, D]
@@ -165,8 +221,9 @@ def attention_in_blocks(
         total = torch.zeros(*weight.shape, value_dim, dtype=sums, device=q.device)
         position = torch.arange(before + start, before + stop, device=q.device).repeat(group)[:, None]
         first = 0 if window is None else max(0, before + start - window + 1)
-        for at in range(first, before + stop, size):
-            end = min(at + size, before + stop)
+        last = min(before + stop, positions)
+        for at in range(first, last, size):
+            end = min(at + size, last)
             keys, values = (t[:, :, at:end].flatten(0, 1) for t in (k, v))
             scores = _product(rows, keys.transpose(1, 2), sums).mul_(scale)
             if softcap is not None:
@@ -186,7 +243,10 @@ def attention_in_blocks(
             total.mul_(rescale[..., None]).add_(_product(probs.to(v.dtype), values, sums))
             best = top
         parts.append(total.div_(weight[..., None]).to(q.dtype).view(batch, q_heads, stop - start, value_dim))
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+        lses.append((best + weight.log()).float().view(batch, q_heads, stop - start))
+    if len(parts) == 1:
+        return parts[0], lses[0]
+    return torch.cat(parts, 2), torch.cat(lses, 2)
 
 
 def block_bytes(q_heads: int, dim: int, value_dim: int, itemsize: int) -> int:

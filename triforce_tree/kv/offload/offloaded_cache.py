@@ -117,6 +117,15 @@ class OffloadedCache:
         """The share of the slots in host memory that the CPU attends to in a pass of ``queries`` tokens."""
         return self.settings.share(queries) if self.attention is not None else 0.0
 
+    def transferred_bytes(self, tokens: int, queries: int) -> int:
+        """Bytes of keys and values that a pass over ``queries`` tokens of each sequence copies to the device.
+
+        ``tokens`` are committed before it.
+        """
+        slot = self.model.layers * self.model.heads.row * self.model.dtype.itemsize
+        on_host = max(0, len(self.lengths) * tokens * slot - self.host.resident_bytes)
+        return int((1 - self.share(queries)) * on_host)
+
     def prefill(
         self,
         prompts: Sequence[Sequence[int]],

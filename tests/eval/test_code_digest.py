@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 
+from triforce_tree.eval.report import code_digest
+
 
 @pytest.fixture
-def digests(script: Any) -> Any:
-    return script("benchmarks.common.code_digest")
+def digests() -> Any:
+    return code_digest
 
 
 def test_wording_is_not_code(digests: Any) -> None:

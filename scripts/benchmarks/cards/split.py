@@ -1,0 +1,188 @@
+"""Seconds of each stage of decoding on several cards: a text split by position, by heads, and on one card.
+
+    python -m scripts.benchmarks split                                      # one card, where the cache fits
+    torchrun --nproc-per-node 2 -m scripts.benchmarks split                 # two, by position and by heads
+    torchrun --nproc-per-node 2 -m scripts.benchmarks split --tiny          # the same code, on a CPU
+
+Models are the embedded pair in real shapes. KV slots hold random numbers, and nothing is prefilled: a stage
+takes the same time whatever the numbers are. Rows of other cards, shapes and contexts in the file are kept. A
+row's collectives are those of one pass of plain decoding and of level 2 (calls, and bytes that a rank hands
+over, without the broadcast of the logits), and `merge_ms` is the time of the merging ones alone.
+"""
+
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from scripts.benchmarks.common.command import (
+    TINY_DRAFT,
+    TINY_OPTIONS,
+    TINY_SHAPES,
+    device_of,
+    parser,
+    results_folder,
+)
+from scripts.benchmarks.common.results import Record, header, write
+from scripts.benchmarks.common.timing import timed
+from triforce_tree import load
+from triforce_tree.decoding.program import DecodingProgram
+from triforce_tree.kv.parallel.split import merged_bytes, merged_over_ranks
+from triforce_tree.loading.inflate import inflate_pair
+from triforce_tree.runtime import distributed
+from triforce_tree.runtime.executor import Step, executor, free_memory
+from triforce_tree.verify.sampling import ProbsFromLogits
+
+FILE = "sequence_parallel_h200x2.json"
+POSITION, HEADS, ONE = "by position", "by heads", "one card"
+OPTIONS: Record = {"levels": 3, "gamma": 15, "tree": "best-first:4,4,4,3", "budget": 4096, "chunk": 32}
+# Device memory that is left to activations, graphs and NCCL.
+_SPARE = 12 << 30
+
+
+def fits(target: PreTrainedModel, context: int, cards: int, way: str, device: torch.device) -> bool:
+    """Whether weights and cache are expected to fit; decided alike by all ranks, before any allocates."""
+    if device.type != "cuda":
+        return True
+    config = target.config
+    slot = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 2
+    weights = sum(w.nbytes for w in target.parameters())
+    return (
+        weights + context * slot // (1 if way == ONE else cards) + _SPARE < torch.cuda.mem_get_info(device)[1]
+    )
+
+
+def fill(program: DecodingProgram) -> None:
+    """Random keys and values in all slots of this rank."""
+    split = program.cache.split
+    for store in [program.store] if split is None else [split.part, split.whole]:
+        for group in store.groups:
+            for slots in group.kv:
+                slots.normal_()
+
+
+def stages(program: DecodingProgram, context: int, runs: int) -> Record:
+    """Median milliseconds of each stage after ``context`` tokens, and what one run communicates."""
+    generator = torch.Generator(program.device).manual_seed(0)
+    found: Record = {"ms": {}, "collectives": {}}
+    with program.trial(context) as begin:
+        for name in program.stage_names:
+
+            def run(name: str = name) -> None:
+                program.run(name, generator)
+
+            seconds = []
+            for _ in range(runs + 1):
+                begin(name != "draft")
+                seconds.append(timed(program.device, run)[1])
+            found["ms"][name] = 1e3 * statistics.median(seconds[1:])
+    return found
+
+
+def merge_ms(program: DecodingProgram, queries: int, runs: int) -> float:
+    """Milliseconds of the merging collectives of one forward over so many tokens."""
+    assert program.cache.split is not None
+    group, target = program.cache.split.split.group, program.target
+    heads = target.heads
+    out = torch.randn(queries, heads.query, heads.value_dim, device=target.device, dtype=target.dtype)
+    lse = torch.randn(queries, heads.query, device=target.device)
+
+    def merge_all() -> None:
+        for _ in range(target.layers):
+            merged_over_ranks(out, lse, group)
+
+    run = executor([Step(merge_all)], target.device)
+    return 1e3 * statistics.median([timed(target.device, run)[1] for _ in range(runs + 1)][1:])
+
+
+def measure(
+    models: tuple[PreTrainedModel, PreTrainedModel],
+    context: int,
+    way: str,
+    cards: int,
+    runs: int,
+    options: Record,
+) -> Record:
+    """One row's measurements."""
+    parallel = cards if way == POSITION else 1
+    engine = load(*models, profile=False, prefix_cache=False, context_parallel=parallel, **options)
+    try:
+        with torch.no_grad(), engine.program([[0] * context], 64, ProbsFromLogits.at(0.0), 0.0) as program:
+            fill(program)
+            found = stages(program, context, runs)
+            split, target = program.cache.split, program.target
+            kv = [program.store] if split is None else [split.part, split.whole]
+            found["kv_bytes"] = sum(part.nbytes for s in kv for g in s.groups for part in g.kv)
+            stage = program.stage("target")
+            queries = {"plain": 1, "target": stage.tree.nodes}  # type: ignore[attr-defined]
+            for name, count in queries.items():
+                if way == POSITION:
+                    size = merged_bytes(
+                        count, target.heads.query, target.heads.value_dim, target.dtype.itemsize
+                    )
+                    found["collectives"][name] = {"calls": target.layers, "bytes": target.layers * size}
+                elif way == HEADS:
+                    size = count * target.model.config.hidden_size * target.dtype.itemsize
+                    found["collectives"][name] = {
+                        "calls": 2 * target.layers,
+                        "bytes": 2 * target.layers * size,
+                    }
+            if way == POSITION:
+                found["merge_ms"] = {name: merge_ms(program, n, runs) for name, n in queries.items()}
+    finally:
+        engine.close()
+    return found
+
+
+def main(words: Sequence[str]) -> int:
+    made = parser("benchmarks split", __doc__)
+    made.add_argument("--shapes", nargs="+", default=["llama-3.1-8b", "llama-2-7b"], metavar="SHAPE")
+    made.add_argument("--contexts", nargs="+", type=int, default=[122_880, 524_288, 1_048_576], metavar="N")
+    made.add_argument("--runs", type=int, default=20, help="timed runs of a stage after the first one")
+    args = made.parse_args(words)
+    device = device_of(made, args.tiny)
+    group = distributed.join(device.type)
+    cards, device = (group.size, group.device) if group is not None else (1, device)
+    contexts, runs = ([1024], 2) if args.tiny else (args.contexts, args.runs)
+    shapes = ["llama-2-13b"] if args.tiny else args.shapes
+    options = TINY_OPTIONS | {"levels": 3} if args.tiny else OPTIONS
+    dtype = torch.float32 if args.tiny else torch.bfloat16
+    path = results_folder(args.out, args.tiny) / FILE
+    rows: list[Record] = _rows_of(path)
+    for shape in shapes:
+        small = (TINY_SHAPES[shape], TINY_DRAFT) if args.tiny else (shape, "llama-68m")
+        target, draft, _ = inflate_pair(small[0], device, dtype, small[1])
+        # Positions do not change the time.
+        for model in (target, draft):
+            model.config.max_position_embeddings = 1 << 21
+        # Splitting heads changes the model, so it comes last.
+        for way in (POSITION, HEADS) if cards > 1 else (ONE,):
+            for context in contexts:
+                row: Record = {"shape": shape, "context": context, "way": way, "cards": cards}
+                rows = [r for r in rows if any(r[name] != row[name] for name in row)]
+                if fits(target, context, cards, way, device):
+                    row |= measure((target, draft), context, way, cards, runs, options)
+                else:
+                    row["fits"] = False
+                rows.append(row)
+                free_memory()
+                if distributed.is_first_rank():
+                    print(json.dumps(row), flush=True)
+                    write(path, header(args.seed, "engine") | {"options": options, "rows": rows})
+        del target, draft
+        free_memory()
+    distributed.leave()
+    return 0
+
+
+def _rows_of(path: Path) -> list[Record]:
+    rows: list[Record] = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,157 @@
+"""Whole requests: a prompt with a question, and a second question behind it, ours beside plain decoding.
+
+    python -m scripts.benchmarks requests
+    python -m scripts.benchmarks requests --shapes llama-3.1-8b --contexts 32768 122880
+
+A request is timed from the call of ``session.generate`` with token ids to its return, its first token when
+a streamer gets it. The first run of each engine compiles and captures; its seconds stand apart. Before each
+cold request the kept keys and values are forgotten. Both engines have the same models, one after the other,
+as the keys and values of both may not fit together.
+"""
+
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+import triforce_tree
+from scripts.benchmarks.common.command import (
+    TINY_DRAFT,
+    TINY_OPTIONS,
+    TINY_SHAPES,
+    device_of,
+    parser,
+    results_folder,
+)
+from scripts.benchmarks.common.results import Record, header, write
+from scripts.benchmarks.common.timing import synchronize
+from scripts.benchmarks.requests.tables import FILE
+from triforce_tree import Engine
+from triforce_tree.eval.text import token_ids
+from triforce_tree.eval.texts.registry import Texts, named, prompts
+from triforce_tree.loading.inflate import inflate_pair
+from triforce_tree.runtime.executor import free_memory
+from triforce_tree.sessions.session import Session
+
+QUESTIONS = (
+    "\n\nQuestion: What is described first in the text above?\nAnswer:",
+    "\n\nQuestion: Which of these topics is described at most length, and why?\nAnswer:",
+)
+TURNS = ("cold", "second turn")
+# Medians over runs are kept of these.
+_SECONDS = ("prefill_seconds", "first_token_seconds", "decode_seconds", "seconds")
+
+
+class FirstToken:
+    """A streamer that notes when the first new tokens came."""
+
+    def __init__(self) -> None:
+        self.stamps: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.stamps.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Nothing is held back."""
+
+
+def request(session: Session, question: Sequence[int], new_tokens: int) -> Record:
+    """Seconds of one request, and what was kept for it."""
+    device, streamer = session.engine.hierarchy.target.device, FirstToken()
+    how: dict[str, Any] = {"do_sample": False, "max_new_tokens": new_tokens, "eos_token_id": []}
+    synchronize(device)
+    start = time.perf_counter()
+    out = session.generate(list(question), streamer=streamer, **how)
+    synchronize(device)
+    seconds = time.perf_counter() - start
+    # The streamer gets the prompt first.
+    return {
+        "prompt_tokens": len(session.tokens) - int(out.new_tokens), "reused_tokens": out.reused_tokens,
+        "new_tokens": out.new_tokens, "prefill_seconds": out.prefill_seconds,
+        "first_token_seconds": streamer.stamps[1] - start, "decode_seconds": out.decode_seconds,
+        "seconds": seconds, "tokens": session.tokens[-int(out.new_tokens) :],
+    }  # fmt: skip
+
+
+def conversation(engine: Engine, document: list[int], new_tokens: int) -> list[Record]:
+    """The requests of one run: a cold one and a second turn."""
+    questions = [token_ids(engine.tokenizer, text) for text in QUESTIONS]
+    # Room for all turns, so that no request makes new buffers.
+    room = sum(map(len, questions)) + len(QUESTIONS) * new_tokens
+    session = engine.session(document, reserve=room)
+    with session.buffers() as program:
+        program.cache.forget()
+    return [request(session, question, new_tokens) for question in questions]
+
+
+def measure(engine: Engine, document: list[int], new_tokens: int, runs: int) -> list[Record]:
+    """A record for each turn: medians of the runs after the first one, and the seconds of that."""
+    try:
+        first, *others = (conversation(engine, document, new_tokens) for _ in range(1 + runs))
+    finally:
+        engine.hierarchy.release()
+    records = []
+    for number, turn in enumerate(TURNS):
+        same = [run[number] for run in others]
+        record = same[0] | {name: statistics.median(each[name] for each in same) for name in _SECONDS}
+        records.append({"turn": turn, "first_run_seconds": first[number]["seconds"], **record})
+    return records
+
+
+def rows_of(shape: str, context: int, ours: list[Record], plain: list[Record]) -> list[Record]:
+    """A row for each turn, with plain decoding beside it."""
+    rows = []
+    for own, other in zip(ours, plain, strict=True):
+        tokens, reference = own.pop("tokens"), other.pop("tokens")
+        same = next(
+            (n for n, (a, b) in enumerate(zip(tokens, reference, strict=True)) if a != b), len(tokens)
+        )
+        rows.append({
+            "shape": shape, "context": context, **own, "plain": {name: other[name] for name in _SECONDS},
+            "speedup": other["seconds"] / own["seconds"],
+            "of_cold_first_token": own["first_token_seconds"] / ours[0]["first_token_seconds"],
+            # Greedy texts part at ties, after which the questions of later turns stand behind other texts.
+            "same_tokens": same,
+        })  # fmt: skip
+    return rows
+
+
+def main(words: Sequence[str]) -> int:
+    made = parser("benchmarks requests", __doc__)
+    made.add_argument("--shapes", nargs="+", default=["llama-2-7b", "llama-3.1-8b"], metavar="SHAPE")
+    made.add_argument("--contexts", nargs="+", type=int, default=[32_768, 122_880], metavar="N")
+    made.add_argument("--new", type=int, default=256, help="tokens of an answer")
+    made.add_argument("--runs", type=int, default=2, help="timed runs after the first one")
+    made.add_argument("--text", default="python-topics", help="what the prompts are cut from, by name")
+    args = made.parse_args(words)
+    device = device_of(made, args.tiny)
+    contexts, new = ([384], 8) if args.tiny else (args.contexts, args.new)
+    dtype = torch.float32 if args.tiny else torch.bfloat16
+    options: Record = {**TINY_OPTIONS, "prefill_chunk": 128} if args.tiny else {}
+    [source] = named(args.text)
+    text = Texts().read(source)
+    path, rows = results_folder(args.out, args.tiny) / FILE, list[Record]()
+    head = header(args.seed, "engine") | {"text": source.name, "new_tokens": new, "runs": args.runs}
+    for shape in args.shapes:
+        sizes = (TINY_SHAPES[shape], TINY_DRAFT) if args.tiny else (shape, "llama-68m")
+        target, draft, tokenizer = inflate_pair(sizes[0], device, dtype, sizes[1], args.seed)
+        engine = triforce_tree.load(target, draft, tokenizer=tokenizer, profile=False, **options)
+        plain = engine.with_options(levels=1)
+        ids = token_ids(tokenizer, text)
+        for context in contexts:
+            [document] = prompts(source, ids, context)
+            measured = [measure(own, document, new, args.runs) for own in (engine, plain)]
+            rows += rows_of(shape, context, *measured)
+            print(*rows[-len(TURNS) :], sep="\n", flush=True)
+            write(path, head | {"rows": rows})
+        engine.close()
+        del engine, plain, target, draft
+        free_memory()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

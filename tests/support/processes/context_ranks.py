@@ -1,0 +1,129 @@
+"""The jobs of each process in the tests of context parallelism; each rank writes one JSON file of results.
+
+WORLD_SIZE=3 RANK=0 ... python tests/support/processes/context_ranks.py JOB FOLDER
+"""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from families import perturbed, prompt_of, tiny
+from program_cases import SMALL
+from transformers import StoppingCriteria
+
+from triforce_tree import Engine, load
+from triforce_tree.runtime import distributed
+
+RANK, SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+PROMPT, NEW = prompt_of(150), 16
+# name -> family, options of the engine
+SETUPS: dict[str, tuple[str, dict[str, Any]]] = {
+    "three levels": ("llama-gqa", {"levels": 3}),
+    "two levels": ("llama-gqa", {"levels": 2}),
+    "one level": ("llama-gqa", {"levels": 1}),
+    "one KV head": ("llama-mqa", {"levels": 2, "prefill_chunk": 37}),
+    "windows": ("mistral-window", {"levels": 2}),
+    "windows and capped scores": ("gemma2", {"levels": 3}),
+    "auto": ("llama-gqa", {"levels": "auto", "rounds": None, "tree": "chain:3", "other_trees": "chain:1"}),
+}
+# Setups whose proposals do not depend on what the retrieval level selects.
+SAMPLED = ("two levels", "one level", "one KV head", "windows")
+
+
+def engine(family: str, **options: Any) -> Engine:
+    target = tiny(family)
+    draft = perturbed(target, 0.05)
+    return load(target, draft, device="cpu", profile=False, **{**SMALL, "runner_ups": True, **options})
+
+
+def generated(made: Engine, **more: Any) -> list[int]:
+    """The new tokens of one generation."""
+    out = made.generate(PROMPT, **{"max_new_tokens": NEW, "do_sample": False, **more})
+    return out.sequences[0, len(PROMPT) :].tolist()
+
+
+def generations(context: int, names: tuple[str, ...]) -> dict[str, Any]:
+    """Greedy and sampled tokens of some setups."""
+    result: dict[str, Any] = {}
+    for name in names:
+        family, options = SETUPS[name]
+        made = engine(family, context_parallel=context, **options)
+        result[name] = generated(made)
+        result[f"{name}, sampled"] = generated(made, do_sample=True, top_k=0, seed=7)
+    return result
+
+
+def two() -> dict[str, Any]:
+    """Two ranks, every setup; what a pass communicates; a batch, a session, and a short prompt."""
+    result = generations(2, tuple(SETUPS))
+    made = engine("llama-gqa", context_parallel=2, levels=2)
+    batch = made.generate([PROMPT, PROMPT[:61], PROMPT[:3]], max_new_tokens=NEW, do_sample=False)
+    result["batch"] = batch.sequences.tolist()
+    session = made.session(PROMPT)
+    session.generate(max_new_tokens=NEW, do_sample=False)
+    out = session.generate([1, 2, 3], max_new_tokens=8, do_sample=False)
+    result["session"] = [session.tokens, out.reused_tokens]
+    with made.program([PROMPT], NEW, None, 0.0) as program:
+        assert program.cache.split is not None
+        split, most = program.cache.split, program.max_seq_len
+        result["slots"] = [split.part.rows, most, split.whole.groups == []]
+    with torch.no_grad(), made.program([PROMPT], NEW, None, 0.0) as program:
+        program.prefill([PROMPT])
+        view = program.full_view(3, None, [0, 1, 2])
+        view.begin(torch.tensor([len(PROMPT) - 1]))
+        distributed.traffic.clear()
+        program.full(torch.tensor([[1, 2, 3]]), torch.arange(3)[None] + len(PROMPT) - 1, view)
+        result["traffic"] = [dict(distributed.traffic.calls), dict(distributed.traffic.bytes)]
+    refused = []
+    for options in ({"context_parallel": 1}, {"context_parallel": 4}):
+        try:
+            generated(engine("llama-gqa", context_parallel=2).with_options(**options), max_new_tokens=2)
+            refused.append("")
+        except ValueError as error:
+            refused.append(str(error))
+    try:
+        engine("llama-gqa", context_parallel=3)
+    except ValueError as error:
+        refused.append(str(error))
+    result["refused"] = refused
+    return result
+
+
+def three() -> dict[str, Any]:
+    """Three ranks: uneven parts, more ranks than KV heads."""
+    return generations(3, ("three levels", "one KV head"))
+
+
+def four() -> dict[str, Any]:
+    """Four ranks: two parts of the text by two of the heads."""
+    return generations(2, ("three levels", "two levels"))
+
+
+def killed() -> dict[str, Any]:
+    """Rank 1 is killed while it generates."""
+
+    class Killed(StoppingCriteria):
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+            if RANK == 1 and input_ids.shape[1] >= len(PROMPT) + 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return torch.full((1,), False)
+
+    made = engine("llama-gqa", context_parallel=SIZE, levels=2)
+    try:
+        return {"tokens": generated(made, stopping_criteria=[Killed()])}
+    except RuntimeError as error:
+        if not distributed.lost_rank(error):
+            raise
+        sys.stdout.write("another process has ended")
+        sys.stdout.flush()
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    result = globals()[sys.argv[1]]()
+    distributed.leave()
+    (Path(sys.argv[2]) / f"{RANK}.json").write_text(json.dumps(result))

@@ -1,0 +1,1 @@
+"""Results files of ``triforce-tree bench`` as tables, plots, reports and comparisons."""

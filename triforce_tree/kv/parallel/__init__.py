@@ -1,0 +1,1 @@
+"""The KV slots of one sequence split over ranks by position (context parallelism)."""

@@ -1,0 +1,103 @@
+"""Which rank keeps which positions, and the collective that merges the attention of all ranks.
+
+Positions go to ranks in blocks, in turn: position p is kept by rank ``p // block % size``. At every length
+each rank holds the same number of positions to within a block, in ascending order, without gaps. Attention is
+exact over any division of the keys, since partial results merge by their log-sum-exps (Tree Attention, arXiv
+2408.04093).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from triforce_tree.kernels.attention.reference import merge_states
+from triforce_tree.runtime.distributed import Group, all_gather_tensor
+
+
+@dataclass(frozen=True)
+class SequenceSplit:
+    """The positions of one rank of a context group.
+
+    Attributes:
+        group: the ranks.
+        block: consecutive positions of a rank, whole chunks of the retrieval.
+    """
+
+    group: Group
+    block: int
+
+    @property
+    def has_tail(self) -> bool:
+        """Whether this rank attends to the new tokens of a forward, which all ranks have.
+
+        It is the last one, which never has more positions than another. Attention sinks of a model count
+        once, too, and are this rank's.
+        """
+        return self.group.rank == self.group.size - 1
+
+    def count(self, length: int) -> int:
+        """How many of the first ``length`` positions this rank keeps: the slot of the next one it does."""
+        cycle = self.block * self.group.size
+        rest = length % cycle - self.group.rank * self.block
+        return length // cycle * self.block + max(0, min(rest, self.block))
+
+    def counts(self, lengths: Tensor) -> Tensor:
+        """:meth:`count` of each element."""
+        cycle = self.block * self.group.size
+        rest = lengths % cycle - self.group.rank * self.block
+        return lengths // cycle * self.block + rest.clamp(0, self.block)
+
+    def most(self, length: int) -> int:
+        """Most positions that any rank keeps of the first ``length``."""
+        return -(-length // (self.block * self.group.size)) * self.block
+
+    def keeps(self, positions: Tensor) -> Tensor:
+        """bool: which positions this rank keeps."""
+        return positions // self.block % self.group.size == self.group.rank
+
+    def kept(self, index: Tensor, start: Tensor) -> Tensor:
+        """Of the moves of a commit those to positions that this rank keeps.
+
+        All ranks hold the new tokens of a forward in the slots after their own positions, in the same order.
+
+        Args:
+            index: int64 ``[B, R]``: new token ``index[b, i]`` becomes position ``start[b] + i``; -1 moves
+                none.
+            start: int64 ``[B]``, committed tokens.
+
+        Returns:
+            int64 ``[B, R]``: new token ``[b, j]`` goes to this rank's j-th slot after its own; -1 moves none.
+        """
+        moves = index.shape[1]
+        own = self.keeps(start[:, None] + torch.arange(moves, device=index.device))
+        # What other ranks keep goes to a column that is cut off.
+        place = torch.where(own, own.cumsum(1) - 1, moves)
+        compact = index.new_full((index.shape[0], moves + 1), -1)
+        return compact.scatter_(1, place, index)[:, :moves]
+
+
+def merged_over_ranks(out: Tensor, lse: Tensor, group: Group) -> Tensor:
+    """Attention to the keys of all ranks of a group, from that to this rank's: one collective.
+
+    Every rank gathers the same bytes and merges them in the same order: results are equal to the bit.
+
+    Args:
+        out: ``[..., D]``; zeros where this rank has no keys.
+        lse: fp32 ``[...]``, natural log-sum-exps; -inf where it has none.
+
+    Returns:
+        ``[..., D]`` in the dtype of ``out``.
+    """
+    width = out.shape[-1] * out.itemsize
+    # Bytes: gloo does not gather all dtypes, and one message takes less time than two.
+    parts = (out.contiguous().view(torch.uint8), lse.float().contiguous()[..., None].view(torch.uint8))
+    gathered = all_gather_tensor(torch.cat(parts, -1), group)
+    outs = gathered[..., :width].contiguous().view(out.dtype)
+    lses = gathered[..., width:].contiguous().view(torch.float32)[..., 0]
+    return merge_states(outs, lses)[0]
+
+
+def merged_bytes(queries: int, heads: int, value_dim: int, itemsize: int) -> int:
+    """Bytes that a rank hands over in one :func:`merged_over_ranks`, once a layer and forward."""
+    return queries * heads * (value_dim * itemsize + 4)

@@ -1,0 +1,188 @@
+"""KV views over ranks: each attends to its own positions, and one collective a layer merges the results."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from triforce_tree.config import RetrievalConfig
+from triforce_tree.kernels.attention import planned
+from triforce_tree.kernels.attention.plan import Plan
+from triforce_tree.kv.parallel.split import SequenceSplit, merged_over_ranks
+from triforce_tree.kv.parallel.store import SplitStore
+from triforce_tree.kv.store import KVStore
+from triforce_tree.kv.tree_attention_view import PagedRetrievalView, TreeAttentionView
+from triforce_tree.models.attention import AttentionParams, KVShape
+
+
+class _PartView(TreeAttentionView):
+    """A view of this rank's slots, whose layers have no window; its lengths count these slots alone."""
+
+    split: SequenceSplit
+
+    def on(self, split: SequenceSplit) -> None:
+        """Attend as one of several ranks: all store the new tokens, and one sees them."""
+        self.split = split
+        if not split.has_tail:
+            self.mask.zero_()
+
+    def begin(self, start: Tensor, mask_words: Tensor | None = None) -> None:
+        super().begin(self.split.counts(start), mask_words if self.split.has_tail else None)
+
+    def _attend(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        plan: Plan,
+        params: AttentionParams,
+        shape: KVShape | None = None,
+        table: Tensor | None = None,
+        scales: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        batch, heads, queries, dim = q.shape
+        packed = q.transpose(1, 2).reshape(batch * queries, heads, dim)
+        sinks = params.sinks if self.split.has_tail else None
+        out, lse = planned.states(
+            packed, keys, values, plan, scale=params.scale, table=table, softcap=params.softcap, sinks=sinks,
+            scales=scales,
+        )  # fmt: skip
+        return merged_over_ranks(out, lse, self.split.group).view(batch, queries, heads, -1)
+
+
+class _PartRetrievalView(_PartView, PagedRetrievalView):
+    """The retrieval of this rank, among its own chunks."""
+
+
+class SplitView:
+    """T new tokens a sequence over slots that several ranks keep: a :class:`KVView`.
+
+    Args:
+        store: this rank's.
+        queries, mask, depths: as for :class:`TreeAttentionView`.
+    """
+
+    capturable = True
+    recurrent = None
+
+    def __init__(
+        self,
+        store: SplitStore,
+        queries: int,
+        mask: Tensor | None = None,
+        depths: Sequence[int] | None = None,
+    ) -> None:
+        self._take(store, _PartView(store.part, queries, mask=mask, depths=depths), queries, mask, depths)
+
+    def _take(
+        self,
+        store: SplitStore,
+        part: _PartView,
+        queries: int,
+        mask: Tensor | None,
+        depths: Sequence[int] | None,
+    ) -> None:
+        self._slots, self._split, self._part = store, store.split, part
+        part.on(store.split)
+        self._whole = TreeAttentionView(store.whole, queries, mask=mask, depths=depths)
+        self.resizable = part.resizable
+        self._start = torch.zeros_like(part.at)
+
+    def begin(self, start: Tensor, mask_words: Tensor | None = None) -> None:
+        """See :class:`KVView`; ``start`` counts the tokens of all ranks."""
+        self._start.copy_(start)
+        self._part.begin(start, mask_words)
+        self._whole.begin(start, mask_words)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
+        if self._slots.splits(layer):
+            return self._part(layer, q, k, v, replace(params, window=None, chunked=False))
+        return self._whole(layer, q, k, v, params)
+
+    def move(self, index: Tensor) -> None:
+        """See :class:`KVView`: each rank keeps its own positions of the accepted path."""
+        self._part.move(self._split.kept(index, self._start))
+        self._whole.move(index)
+
+
+class SplitRetrievalView(SplitView):
+    """The retrieval view of slots that several ranks keep.
+
+    Each rank selects its share of the budget among its own chunks, which are every C-th of the text, and
+    shows its share of the recent tokens: nothing is gathered but results of attention. All ranks see their
+    first chunk, and layers with a window all of it.
+
+    Args:
+        store: this rank's, whose page is the chunk.
+        queries, depths: as for :class:`TreeAttentionView`.
+        config: of all ranks together.
+        max_growth: most tokens by which the context grows between two refreshes.
+    """
+
+    def __init__(
+        self,
+        store: SplitStore,
+        queries: int,
+        config: RetrievalConfig,
+        max_growth: int,
+        depths: Sequence[int] | None = None,
+    ) -> None:
+        own = share_of(config, store.split.group.size)
+        self._retrieval = _PartRetrievalView(store.part, queries, own, max_growth, depths)
+        self.capturable = self._retrieval.capturable
+        self._take(store, self._retrieval, queries, None, depths)
+
+    @property
+    def config(self) -> RetrievalConfig:
+        """This rank's share."""
+        return self._retrieval.config
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of this rank."""
+        return self._retrieval.chunks
+
+    @property
+    def mask(self) -> Tensor:
+        """Of this rank; all 0 where another one sees the new tokens."""
+        return self._retrieval.mask
+
+    @property
+    def store(self) -> KVStore:
+        """This rank's slots."""
+        return self._retrieval.store
+
+    @property
+    def refreshing(self) -> bool:
+        """Whether the next forward selects chunks anew."""
+        return self._retrieval.refreshing
+
+    @refreshing.setter
+    def refreshing(self, refreshing: bool) -> None:
+        self._retrieval.refreshing = refreshing
+
+    def refresh(self, root: Tensor, committed: Tensor) -> None:
+        """See :class:`RetrievalView`."""
+        self._retrieval.refresh(self._split.counts(root), self._split.counts(committed))
+
+    def beside(self, queries: int, depths: Sequence[int]) -> "SplitRetrievalView":
+        """The same view for another number of new tokens, see :class:`PagedRetrievalView`."""
+        other = copy.copy(self)
+        other._retrieval = self._retrieval.beside(queries, depths)
+        other._take(self._slots, other._retrieval, queries, None, depths)
+        return other
+
+    def update_chunk_means(self, first: Tensor, count: int) -> None:
+        """Recompute the mean keys of this rank's chunks among ``count`` of all from ``first[b]`` on."""
+        chunk = self._retrieval.config.chunk
+        self._retrieval.update_chunk_means(self._split.counts(first * chunk) // chunk, count)
+
+
+def share_of(config: RetrievalConfig, ranks: int) -> RetrievalConfig:
+    """One rank's share of a retrieval, in whole chunks, rounded up."""
+    chunk = config.chunk
+    recent = -(-config.recent // (ranks * chunk)) * chunk
+    selected = -(-(config.budget - config.recent) // (ranks * chunk)) * chunk
+    return replace(config, recent=recent, budget=recent + selected)
