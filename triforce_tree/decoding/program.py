@@ -125,16 +125,14 @@ class DecodingProgram:
         self.capture_seconds = 0.0
 
     def _new_state(self, extent: PassLimits) -> SequenceState:
-        chain, extra, vocabulary = 0, extent.depth, 0
-        if self.levels == 3:
-            chain, extra, vocabulary = extent.max_draft_tokens, extent.depth + 1, self.target.vocab_size
+        vocabulary = self.target.vocab_size if self.levels == 3 else 0
         features = features_of(
             self.drafter, self.target, self.batch, extent.max_draft_tokens + extent.depth + 2
         )
         # Acceptance by rank is needed to compare shapes.
         depths = max(len(shape.widths) for shape in self.shapes)
         return SequenceState(
-            self.batch, self.max_seq_len + extent.scratch_slots, chain, max(1, extra), vocabulary,
+            self.batch, self.max_seq_len + extent.scratch_slots, extent.chain, extent.extra, vocabulary,
             self.device, features, (depths, MOST_RANKS) if len(self.shapes) > 1 else None,
         )  # fmt: skip
 
