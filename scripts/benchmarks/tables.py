@@ -106,12 +106,13 @@ def _part(content: Record, row: Record) -> Record:
 
 
 def front_note(content: Record, rows: list[Record]) -> str:
-    known = {
-        f"{r['size']}: {vocabulary_note(_part(content, r)['settings'])}": None for r in rows if "part" in r
-    }
+    sizes: dict[str, dict[str, None]] = {}
+    for r in rows:
+        if "part" in r:
+            sizes.setdefault(vocabulary_note(_part(content, r)["settings"]), {})[r["size"]] = None
     files = {on_chip.FILE: (content, [part for part, _, _ in _ON_CARD])}
     files |= {offload.FILE: (held(offload.FILE) or NOTHING, [*_OFFLOADED])}
-    note = f"Models: {'; '.join(known)}. "
+    note = "; ".join(f"{', '.join(names)}: {vocabulary}" for vocabulary, names in sizes.items()) + ". "
     for file, (found, names) in files.items():
         note += file_note(file, {name: found["parts"][name] for name in names if name in found["parts"]})
     if (two_cores := held(cpu.SPEED)) is not None:

@@ -6,9 +6,10 @@ import pytest
 from families import perturbed, tiny
 from model_sizes import LLAMA_2_7B, LLAMA_2_13B, LLAMA_3_1_8B, LONG, STREAMED_13B
 
-from triforce_tree.config import HierarchyConfig, bytes_of
+from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.tree_model import TreeDrafter
+from triforce_tree.memory_size import bytes_of
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.planning.memory_map import GIB, Machine, Sizes, WindowedLayers, weights_fit
 from triforce_tree.planning.memory_plan import DoesNotFitError, MemoryPlan, plan

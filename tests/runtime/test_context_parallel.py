@@ -83,7 +83,8 @@ class TestRanks:
         for result in two:
             rows, most, no_windows = result["slots"]
             assert no_windows
-            assert most / 2 <= rows < most / 2 + 64
+            # Slots for the new tokens of a pass are on both.
+            assert most / 2 <= rows < 0.6 * most
 
     def test_one_collective_a_layer(self, two: list[dict[str, Any]]) -> None:
         # Two layers; three queries of four heads of 8 elements, with a log-sum-exp each; then the logits.

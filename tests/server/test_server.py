@@ -85,11 +85,6 @@ def released(event: threading.Event) -> Iterator[None]:
         event.set()
 
 
-def metric_of(client: openai.OpenAI) -> Callable[[], float]:
-    url = str(client.base_url).removesuffix("/v1/")
-    return lambda: metric(url, "waiting ")
-
-
 def test_completions_are_the_targets_text(client: openai.OpenAI, engine: Engine) -> None:
     answer = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=24, temperature=0)
     [choice] = answer.choices
@@ -249,7 +244,7 @@ def test_the_model_is_listed_and_healthy(client: openai.OpenAI, url: str) -> Non
 
 
 def test_requests_join_a_batch_that_runs(
-    client: openai.OpenAI, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    client: openai.OpenAI, engine: Engine, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of like settings; one with others waits, and a few may go before it."""
     batches: list[int] = []
@@ -278,21 +273,18 @@ def test_requests_join_a_batch_that_runs(
     monkeypatch.setattr(Scheduler, "wanted", after_all_wait)
     lengths = (40, 12, 9, 11)
     texts = {n: expected(SimpleNamespace(generate=generate), PROMPT, n) for n in lengths}
-    asked = metric_of(client)
 
     def ask(tokens: int, temperature: float = 0) -> str:
-        answer = client.completions.create(
-            model=NAME, prompt=PROMPT, max_tokens=tokens, temperature=temperature
-        )
-        return answer.choices[0].text
+        given = {"prompt": PROMPT, "max_tokens": tokens, "temperature": temperature}
+        return client.completions.create(model=NAME, **given).choices[0].text
 
     with ThreadPoolExecutor(5) as pool, released(go):
         first = pool.submit(ask, 40)
         until(lambda: bool(batches))
         other = pool.submit(ask, 5, 1.0)
-        until(lambda: asked() == 1)
+        until(lambda: metric(url, "waiting ") == 1)
         others = {n: pool.submit(ask, n) for n in (12, 9, 11)}
-        until(lambda: asked() == 4)
+        until(lambda: metric(url, "waiting ") == 4)
         go.set()
         assert first.result() == texts[40]
         assert {n: answer.result() for n, answer in others.items()} == {n: texts[n] for n in others}

@@ -11,11 +11,11 @@ import torch
 from triforce_tree.api import load
 from triforce_tree.cli.console import PinningBar, screen
 from triforce_tree.cli.groups import AUTO, ENGINE_OPTIONS, MEMORY_OPTIONS, NONE
-from triforce_tree.config import bytes_of
 from triforce_tree.engine import Engine
 from triforce_tree.eval import text
 from triforce_tree.eval.texts import registry
 from triforce_tree.generation.options import check_sampling_options
+from triforce_tree.memory_size import bytes_of
 from triforce_tree.planning.machine import bound_memory
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.devices import device_of

@@ -222,10 +222,10 @@ class Hierarchy:
         max_seq_len = self._rounded(prompt + new_tokens)
         if config.levels == "auto" and not self._retrieves(max_seq_len):
             config = replace(config, levels=2)
-        weights = sum(memory_map.device_bytes(m) for m in (target, self.draft) if m is not None)
+        sizes = Sizes.of(target, self.draft, config, self.drafter() if config.levels != 1 else None)
+        weights = sum(memory_map.device_bytes(m) for m in (target, self.draft) if m) + sizes.heads_bytes
         streamed = target.streamed.bytes if target.streamed is not None else 0
         machine = measured(target.device, weights, config.gpu_bytes, streamed, config.host_bytes)
-        sizes = Sizes.of(target, self.draft, config)
 
         def planned() -> MemoryPlan:
             # Of the rounded length, so that the buffers serve longer sequences too; else of the exact one.

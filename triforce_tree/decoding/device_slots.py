@@ -1,4 +1,4 @@
-"""The KV slots of a batch on the device: of one process, or its part of those that several ranks keep."""
+"""What a program allocates on the device: KV slots, buffers of its sequences, level 1's own weights."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -7,15 +7,20 @@ from typing import NamedTuple
 from torch import Tensor
 
 from triforce_tree.config import HierarchyConfig
+from triforce_tree.decoding.choice.tree_acceptance import MOST_RANKS
 from triforce_tree.decoding.stages import FullView
+from triforce_tree.drafters.base import Drafter, features_of
 from triforce_tree.kv.parallel.split import SequenceSplit
 from triforce_tree.kv.parallel.store import SplitStore, split_of
 from triforce_tree.kv.parallel.views import SplitRetrievalView, SplitView, share_of
 from triforce_tree.kv.store import KVStore
 from triforce_tree.kv.tree_attention_view import PagedRetrievalView, TreeAttentionView
 from triforce_tree.kv.view import ChunkedView
+from triforce_tree.models.few_row import low_bit_copy
 from triforce_tree.models.hf_model import HFModel
-from triforce_tree.trees.device_shapes import PassLimits, tree_shapes
+from triforce_tree.models.step_model import StepModel
+from triforce_tree.runtime.sequence_state import SequenceState
+from triforce_tree.trees.device_shapes import DeviceTreeShape, PassLimits, tree_shapes
 
 
 class DeviceSlots(NamedTuple):
@@ -94,3 +99,32 @@ def _over_ranks(
         growth = limits.max_draft_tokens + 1 + limits.nodes - shape.nodes
         retrieval_view = SplitRetrievalView(split, shape.nodes, retrieval, growth, shape.depths)
     return DeviceSlots(split.whole, split, partial(SplitView, split), retrieval_view)
+
+
+def new_state(
+    target: HFModel,
+    drafter: Drafter | None,
+    extent: PassLimits,
+    batch: int,
+    max_seq_len: int,
+    levels: int,
+    shapes: Sequence[DeviceTreeShape],
+) -> SequenceState:
+    """Buffers for ``batch`` sequences of at most ``max_seq_len`` tokens, with trees of these shapes."""
+    vocabulary = target.vocab_size if levels == 3 else 0
+    features = features_of(drafter, target, batch, extent.max_draft_tokens + extent.depth + 2)
+    # Acceptance by rank is needed to compare shapes.
+    ranks = (max(len(shape.widths) for shape in shapes), MOST_RANKS) if len(shapes) > 1 else None
+    return SequenceState(
+        batch, max_seq_len + extent.scratch_slots, extent.chain, extent.extra, vocabulary,
+        target.device, features, ranks,
+    )  # fmt: skip
+
+
+def low_bit_model(target: HFModel, bits: int, compiled: bool, features: Sequence[int]) -> StepModel:
+    """The target on a copy of its weights in ``bits`` 8 or 4, for level 1."""
+    bring = target.streamed.bring if target.streamed is not None else None
+    clone = low_bit_copy(target.model, bits, bring)
+    step = StepModel(clone, compiled, target.length_rope, features, target.learned_positions)
+    step.capturable = step.capturable and target.capturable is not False
+    return step

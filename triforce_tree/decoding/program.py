@@ -8,9 +8,9 @@ import torch
 
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.choice.controller import LearntChoice
+from triforce_tree.decoding.device_slots import low_bit_model, new_state
 from triforce_tree.decoding.full_cache import FullCache
 from triforce_tree.decoding.prepared_stages import PreparedStages, prepare_shape, prepared
-from triforce_tree.decoding.program_parts import low_bit_model, new_state
 from triforce_tree.decoding.stage_set import stage_name
 from triforce_tree.decoding.stages import (
     ChainVerifyStage,

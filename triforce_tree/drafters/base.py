@@ -24,7 +24,7 @@ from triforce_tree.kernels.step.accept import FIXED
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.runtime.features import Features
 from triforce_tree.runtime.sequence_state import SequenceState
-from triforce_tree.trees.device_shapes import DeviceTreeShape, device_tree_shape
+from triforce_tree.trees.device_shapes import DeviceTreeShape, PassLimits, device_tree_shape
 from triforce_tree.trees.shapes import Shape, parse_shape
 from triforce_tree.verify.probs import Sampler
 
@@ -180,11 +180,7 @@ class StartsOne(Protocol):
 
 
 def start_one(drafter: "Drafter", b: int, sequences: Sequence[Sequence[int]]) -> None:
-    """Begin a new sequence in the place of sequence b.
-
-    Args:
-        sequences: all committed tokens of each sequence, the new one's included.
-    """
+    """Begin a new sequence in the place of sequence b; ``sequences`` are all tokens of each."""
     if isinstance(drafter, StartsOne):
         drafter.start_one(b, sequences)
     else:
@@ -201,6 +197,46 @@ class GrowsShapes(Protocol):
     """
 
     shapes: tuple[str | Shape, ...]
+
+
+@runtime_checkable
+class CountsBytes(Protocol):
+    """What a drafter has besides if memory plans count what it allocates.
+
+    Attributes:
+        weight_bytes: on the device, of weights of its own; known after ``attach``.
+    """
+
+    weight_bytes: int
+
+    def buffer_bytes(self, batch: int, capacity: int, limits: PassLimits) -> dict[str, int]:
+        """Bytes that ``bind`` allocates on the device, by use.
+
+        Args:
+            batch: sequences.
+            capacity: most tokens of a sequence, with all that passes write after its end.
+            limits: of the passes.
+        """
+
+
+def drafter_bytes(
+    drafter: "Drafter", batch: int, capacity: int, limits: PassLimits, size: int, itemsize: int
+) -> dict[str, int]:
+    """Bytes on the device, by use, of a drafter and of the hidden states that are kept for it.
+
+    Args:
+        batch, capacity, limits: as for :class:`CountsBytes`.
+        size, itemsize: of the target's hidden states, in elements, and of an element in bytes.
+    """
+    if not isinstance(drafter, CountsBytes):
+        found: dict[str, int] = {}
+    else:
+        found = {"heads": drafter.weight_bytes, **drafter.buffer_bytes(batch, capacity, limits)}
+    if drafter.features:
+        leading, history, beyond = _positions(drafter, limits.max_draft_tokens + limits.depth + 2)
+        kept = batch * (leading + history + beyond)
+        found["hidden states for the drafter"] = len(drafter.features) * kept * size * itemsize
+    return {use: size for use, size in found.items() if size}
 
 
 def shapes_of(drafter: "Drafter") -> tuple[str | Shape, ...]:
@@ -223,12 +259,15 @@ def features_of(drafter: "Drafter | None", target: HFModel, batch: int, verified
     """
     if drafter is None or not drafter.features:
         return None
-    leading, newest = drafter.feature_window if isinstance(drafter, ReadsTarget) else (0, 1)
     size = target.model.config.get_text_config(decoder=True).hidden_size
-    return Features(
-        drafter.features, batch, size, leading, max(newest, verified), verified + _REWOUND, target.device,
-        target.dtype,
-    )  # fmt: skip
+    positions = _positions(drafter, verified)
+    return Features(drafter.features, batch, size, *positions, target.device, target.dtype)
+
+
+def _positions(drafter: "Drafter", verified: int) -> tuple[int, int, int]:
+    """First positions whose hidden states are kept, newest ones, and those that passes write after them."""
+    leading, newest = drafter.feature_window if isinstance(drafter, ReadsTarget) else (0, 1)
+    return leading, max(newest, verified), verified + _REWOUND
 
 
 class Drafter(Protocol):

@@ -1,14 +1,23 @@
 """A drafter's trees with a chain of suffix-matched tokens beside them, verified in the same forward."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
-from triforce_tree.drafters.base import Drafter, TokenTree, grown_shapes, shapes_of, start_one
+from triforce_tree.drafters.base import (
+    CountsBytes,
+    Drafter,
+    TokenTree,
+    grown_shapes,
+    shapes_of,
+    start_one,
+)
 from triforce_tree.drafters.suffix_matching import SuffixMatching
 from triforce_tree.kernels.suffix import graft_chain
 from triforce_tree.runtime.sequence_state import SequenceState
+from triforce_tree.trees.device_shapes import PassLimits
 from triforce_tree.trees.shapes import Shape, with_chain
 from triforce_tree.verify.probs import Sampler
 
@@ -37,6 +46,17 @@ class Merged:
             with_chain(shape, matcher.length) for shape in shapes_of(drafter)
         )
         self.tree: str | Shape = self.shapes[0]
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.drafter.weight_bytes if isinstance(self.drafter, CountsBytes) else 0
+
+    def buffer_bytes(self, batch: int, capacity: int, limits: PassLimits) -> dict[str, int]:
+        parts = [part for part in (self.drafter, self.matcher) if isinstance(part, CountsBytes)]
+        found: Counter[str] = Counter()
+        for part in parts:
+            found.update(part.buffer_bytes(batch, capacity, limits))
+        return dict(found)
 
     def bind(self, state: SequenceState) -> None:
         self.drafter.bind(state)

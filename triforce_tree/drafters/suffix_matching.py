@@ -16,6 +16,7 @@ from triforce_tree.kernels.suffix import index_ngrams, match_suffix
 from triforce_tree.kernels.suffix.ngrams import MOST_ENTRIES, powers
 from triforce_tree.kv.cached_tokens import common_prefix
 from triforce_tree.runtime.sequence_state import SequenceState
+from triforce_tree.trees.device_shapes import PassLimits
 from triforce_tree.trees.shapes import Shape, chain_shape
 from triforce_tree.verify.probs import Sampler
 
@@ -40,21 +41,25 @@ class SuffixMatching:
     deterministic = True
     capturable = True
     features: tuple[int, ...] = ()
+    weight_bytes = 0
 
     def __init__(self, length: int = 15) -> None:
         self.tree: str | Shape = chain_shape(length)
         self.length = length
 
+    def buffer_bytes(self, batch: int, capacity: int, limits: PassLimits) -> dict[str, int]:
+        index = 4 * batch * len(_EXPECTED) * _entries(capacity)
+        counts = batch * (8 * (self.length + 3) + 8 * len(_EXPECTED))
+        return {"suffix index": index, "drafter's buffers": counts}
+
     def bind(self, state: SequenceState) -> None:
         batch, device, classes = state.batch, state.device, len(_EXPECTED)
-        entries = 1 << (2 * state.capacity - 1).bit_length()
         self._state = state
         self._lengths = torch.tensor(list(_EXPECTED), device=device)
         self._expected = torch.tensor(list(_EXPECTED.values()), device=device)
         self._powers = powers(max(_EXPECTED), device)
-        self._table = torch.full(
-            (batch, classes, min(entries, MOST_ENTRIES)), -1, dtype=torch.int32, device=device
-        )
+        shape = (batch, classes, _entries(state.capacity))
+        self._table = torch.full(shape, -1, dtype=torch.int32, device=device)
         # N-grams that end before this position are in the index.
         self._indexed = torch.zeros(batch, dtype=torch.int64, device=device)
         self._chain = torch.full((batch, self.length), -1, device=device)
@@ -125,3 +130,8 @@ class SuffixMatching:
         index_ngrams(
             self._table, self._state.tokens, self._lengths, self._powers, self._indexed, until, count
         )
+
+
+def _entries(capacity: int) -> int:
+    """Of the table of one length of n-grams, for sequences of at most so many tokens."""
+    return int(min(1 << (2 * capacity - 1).bit_length(), MOST_ENTRIES))

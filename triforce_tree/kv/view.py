@@ -7,7 +7,7 @@ host memory.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, Self
 
 from torch import Tensor
 
@@ -99,7 +99,7 @@ class ChunkedView(RetrievalView, Protocol):
     @property
     def store(self) -> KVStore: ...
 
-    def beside(self, queries: int, depths: Sequence[int]) -> RetrievalView:
+    def beside(self, queries: int, depths: Sequence[int]) -> Self:
         """The same view for another number of new tokens, see ``PagedRetrievalView``."""
 
     def update_chunk_means(self, first: Tensor, count: int) -> None:

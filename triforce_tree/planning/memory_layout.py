@@ -7,7 +7,7 @@ from typing import Any
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.kv.offload.host_store import Offload
 from triforce_tree.kv.offload.layout import piece_slots, round_up, window_slots
-from triforce_tree.planning import memory_map
+from triforce_tree.planning import drafter_memory, memory_map
 from triforce_tree.planning.memory_map import GIB, MIB, MOST_GAMMA, Machine, Sizes
 from triforce_tree.planning.pass_time import LEAST_GAMMA, HostKV, best_gamma, pass_tokens
 from triforce_tree.trees.device_shapes import PassLimits, unit_slots
@@ -202,6 +202,7 @@ def offloaded(
         "weights": sizes.weights - sizes.streamed,
         "weight slots": sizes.slots,
         "draft": sizes.draft if levels > 1 else 0,
+        **drafter_memory.uses(sizes, config, levels, max_seq_len, batch),
         "low-bit weights": memory_map.low_bit(sizes, config, levels),
         "level 1: chunks and window": store,
         **_windows(sizes, config, levels, workload),
@@ -285,6 +286,7 @@ def on_device(sizes: Sizes, machine: Machine, config: HierarchyConfig, workload:
         "weights": sizes.weights - sizes.streamed,
         "weight slots": sizes.slots,
         "draft": sizes.draft if levels > 1 else 0,
+        **drafter_memory.uses(sizes, config, levels, workload.max_seq_len, workload.batch),
         "low-bit weights": memory_map.low_bit(sizes, config, levels),
         "KV": full,
         **({"recurrent states": sizes.states * workload.batch} if sizes.states else {}),

@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from triforce_tree.config import HierarchyConfig
+from triforce_tree.drafters.base import CountsBytes, Drafter
 from triforce_tree.kernels.attention.prefill import FLASH_DIM, block_bytes
 from triforce_tree.kv.offload.host_store import Offload
 from triforce_tree.kv.offload.offloaded_view import TOGETHER
@@ -51,7 +52,8 @@ class Sizes:
     ``kv_heads``, ``head_dim`` and ``value_dim`` (0 becomes ``head_dim``) are those of the full-attention
     layers; ``windowed`` layers have a window; ``states`` are one sequence's in recurrent layers;
     ``kv_bits`` are those of the target's keys and values.
-    Streamed weights include the experts, if there are any.
+    Streamed weights include the experts, if there are any. ``drafter`` proposes the trees; None: nothing but
+    a draft model does.
     """
 
     weights: int
@@ -71,6 +73,7 @@ class Sizes:
     value_dim: int = 0
     states: int = 0
     kv_bits: int = 16
+    drafter: Drafter | None = None
 
     def __post_init__(self) -> None:
         if not self.value_dim:
@@ -132,7 +135,9 @@ class Sizes:
         return block_bytes(self.heads, self.head_dim, self.value_dim, self.itemsize)
 
     @classmethod
-    def of(cls, target: HFModel, draft: HFModel | None, config: HierarchyConfig) -> "Sizes":
+    def of(
+        cls, target: HFModel, draft: HFModel | None, config: HierarchyConfig, drafter: Drafter | None = None
+    ) -> "Sizes":
         text_config = target.model.config.get_text_config(decoder=True)
         hidden, draft_bytes = text_config.hidden_size, 0
         if draft is not None:
@@ -163,7 +168,13 @@ class Sizes:
             heads.value_dim,
             0 if target.states is None else target.states.bytes(size),
             bits,
+            drafter,
         )  # fmt: skip
+
+    @property
+    def heads_bytes(self) -> int:
+        """Of the drafter's own weights, which are on the device."""
+        return self.drafter.weight_bytes if isinstance(self.drafter, CountsBytes) else 0
 
 
 def slot_bytes(kv_heads: int, elements: int, itemsize: int, bits: int) -> int:

@@ -22,6 +22,8 @@ from torch import Tensor
 # Loading may take one process minutes longer than another; torchrun notices a process that dies.
 _TIMEOUT = timedelta(minutes=10)
 T = TypeVar("T")
+# Its name from torch 2.13 on; the older one is deprecated there.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 # What gloo says of a connection whose other end is gone.
 _LOST = re.compile(r"[Cc]onnection (closed|reset|refused)|Broken pipe|gloo.*(?:peer|Timed out)", re.DOTALL)
 
@@ -219,7 +221,7 @@ def all_gather_tensor(tensor: Tensor, group: Group) -> Tensor:
     # gloo takes one dimension.
     out = tensor.new_empty(group.size * tensor.numel())
     traffic.add("all_gather", tensor)
-    dist.all_gather_into_tensor(out, tensor.view(-1), group=group.processes)
+    _all_gather(out, tensor.view(-1), group=group.processes)
     return out.view(group.size, *tensor.shape)
 
 

@@ -94,17 +94,25 @@ class PassLimits:
     Attributes:
         depth, nodes: most of level 0's trees, the root included in ``nodes``; 0 and 1 without trees.
         max_draft_tokens: most tokens of a path that is proposed to level 2.
+        chain: the same of level 1's chain; 0 without level 1.
     """
 
     depth: int
     nodes: int
     max_draft_tokens: int
+    chain: int = 0
 
     @classmethod
     def of(cls, config: HierarchyConfig, levels: int) -> "PassLimits":
         shapes = tree_shapes(config) if levels > 1 else [DeviceTreeShape(())]
         depth, nodes = max(shape.depth for shape in shapes), max(shape.nodes for shape in shapes)
-        return cls(depth, nodes, config.gamma if levels == 3 else depth)
+        chain = config.gamma if levels == 3 else 0
+        return cls(depth, nodes, chain or depth, chain)
+
+    @property
+    def extra(self) -> int:
+        """Most tokens that one verification may write beyond ``chain``; at least 1."""
+        return self.depth + 1 if self.chain else max(1, self.depth)
 
     @property
     def scratch_slots(self) -> int:

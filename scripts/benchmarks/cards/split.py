@@ -164,6 +164,7 @@ def main(words: Sequence[str]) -> int:
             for context in contexts:
                 row: Record = {"shape": shape, "context": context, "way": way, "cards": cards}
                 rows = [r for r in rows if any(r[name] != row[name] for name in row)]
+                row["vocabulary"] = target.config.vocab_size
                 if fits(target, context, cards, way, device):
                     row |= measure((target, draft), context, way, cards, runs, options)
                 else:

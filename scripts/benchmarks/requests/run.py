@@ -144,7 +144,8 @@ def main(words: Sequence[str]) -> int:
         for context in contexts:
             [document] = prompts(source, ids, context)
             measured = [measure(own, document, new, args.runs) for own in (engine, plain)]
-            rows += rows_of(shape, context, *measured)
+            entries = target.config.vocab_size
+            rows += [row | {"vocabulary": entries} for row in rows_of(shape, context, *measured)]
             print(*rows[-len(TURNS) :], sep="\n", flush=True)
             write(path, head | {"rows": rows})
         engine.close()

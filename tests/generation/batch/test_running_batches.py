@@ -261,7 +261,7 @@ def test_prompts_join_a_batch_that_runs(monkeypatch: pytest.MonkeyPatch, target:
     fed, prefill = [], full_cache.prefill
 
     def counted(model: Any, store: Any, row: int, tokens: list[int], *how: Any) -> None:
-        *_, start, _ = how
+        start = how[3]
         fed.append(len(tokens) - start)
         prefill(model, store, row, tokens, *how)
 

@@ -39,7 +39,7 @@ def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     prefill, counts = full_cache.prefill, []
 
     def counted(model: Any, store: Any, row: int, tokens: list[int], *how: Any) -> None:
-        *_, start, _ = how
+        start = how[3]
         counts.append(len(tokens) - start)
         prefill(model, store, row, tokens, *how)
 

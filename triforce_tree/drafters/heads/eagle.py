@@ -14,6 +14,7 @@ from triforce_tree.drafters.heads.growth import TreeGrowth
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.runtime.distributed import broadcast_tensor
 from triforce_tree.runtime.sequence_state import SequenceState
+from triforce_tree.trees.device_shapes import PassLimits
 from triforce_tree.trees.shapes import Shape
 from triforce_tree.verify.probs import Sampler
 
@@ -69,6 +70,7 @@ class Eagle3:
             )
         self._growth = TreeGrowth(tree)
         self.features: tuple[int, ...] = ()
+        self.weight_bytes = 0
 
     def attach(self, target: HFModel) -> None:
         self._layers = self._feature_layers(target.layers)
@@ -79,6 +81,17 @@ class Eagle3:
             model.get_output_embeddings(), model.config.get_text_config(decoder=True).hidden_size,
             target.vocab_size, target.device, target.dtype,
         )  # fmt: skip
+        self.weight_bytes = self.layer.weight_bytes
+
+    def buffer_bytes(self, batch: int, capacity: int, limits: PassLimits) -> dict[str, int]:
+        growth, layer = self._growth, self.layer
+        # As ``bind`` and ``DecodingProgram`` size them.
+        slots = self.sinks + self.window + limits.chain + limits.extra + 4 + 1
+        rows = 3 * slots + 2 * growth.nodes
+        cache = batch * layer.kv_heads * rows * layer.head_dim * layer.fc.element_size()
+        hidden = batch * growth.nodes * layer.fc.shape[0] * layer.fc.element_size()
+        angles = 2 * 4 * (self.sinks + self.window + growth.depth + 1) * layer.head_dim
+        return {"drafter's buffers": growth.buffer_bytes(batch) + hidden + angles, "head's cache": cache}
 
     def _feature_layers(self, layers: int) -> list[int]:
         """The three layers whose outputs are fused. In the files j means the input of layer j."""

@@ -29,6 +29,9 @@ class EagleLayer:
         size, vocabulary: the target's hidden size and vocabulary size.
         device, dtype: of the computation.
 
+    Attributes:
+        weight_bytes: of its own weights on the device.
+
     Raises:
         ValueError: weights are missing, of other shapes, or of another rotary embedding.
     """
@@ -51,8 +54,12 @@ class EagleLayer:
             why = " ".join(str(error).split())[:160]
             raise ValueError(f"config.json in {str(folder)!r} cannot be used ({why})") from error
 
+        held: dict[str, int] = {}
+
         def get(name: str, *shape: int) -> Tensor:
-            return take(weights, name, shape, folder).to(device, dtype)
+            weight = take(weights, name, shape, folder).to(device, dtype)
+            held[name] = weight.nbytes
+            return weight
 
         own = llama.hidden_size
         self.heads: int = llama.num_attention_heads
@@ -88,6 +95,9 @@ class EagleLayer:
         self.mlp_norm, self.norm = norm(f"{layer}post_attention_layernorm.weight"), norm("norm.weight")
         self._embed(weights, own, size, vocabulary, embeddings, get)
         self._vocabulary(weights, own, size, vocabulary, head, folder, get)
+        self.weight_bytes = sum(held.values())
+        for table in (self._columns, self._absent):
+            self.weight_bytes += 0 if table is None else table.nbytes
         rope = llama.rope_parameters["rope_type"]
         if rope not in _ROPES:
             raise ValueError(

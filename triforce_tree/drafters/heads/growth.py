@@ -33,6 +33,11 @@ class TreeGrowth:
         self.nodes = starts[-1]
         self.frontiers = [slice(a, b) for a, b in pairwise(starts[:-1])]
 
+    def buffer_bytes(self, batch: int) -> int:
+        """That :meth:`bind` allocates."""
+        tokens, pairs = sum(self.shape.widths), sum(map(len, self.shape.places or ()))
+        return batch * (8 * tokens + 4 * self.nodes) + 16 * pairs
+
     def bind(self, batch: int, device: torch.device) -> None:
         shape = self.shape
         self.ids = [torch.zeros(batch, w, dtype=torch.int64, device=device) for w in shape.widths]

@@ -13,6 +13,7 @@ from triforce_tree.drafters.heads.growth import TreeGrowth
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.runtime.distributed import broadcast_tensor
 from triforce_tree.runtime.sequence_state import SequenceState
+from triforce_tree.trees.device_shapes import PassLimits
 from triforce_tree.trees.sequoia import Ranks
 from triforce_tree.trees.shapes import Shape, Static
 from triforce_tree.verify.probs import Sampler
@@ -84,6 +85,7 @@ class Medusa:
                 f"heads, one for each; use a tree of at most {self.heads}"
             )
         self.features: tuple[int, ...] = ()
+        self.weight_bytes = 0
 
     def attach(self, target: HFModel) -> None:
         size = target.model.config.get_text_config(decoder=True).hidden_size
@@ -101,10 +103,15 @@ class Medusa:
         self._last: Tensor | None = None
         if f"0.{self.layers}.weight" in self._weights:
             self._last = stacked(f"{self.layers}.weight", target.vocab_size, size).mT.contiguous()
+        own = [t for block in blocks for t in block] + ([] if self._last is None else [self._last])
+        self.weight_bytes = sum(t.nbytes for t in own)
         self._own_head = target.model.get_output_embeddings()
 
     def _take(self, name: str, shape: Sequence[int]) -> Tensor:
         return take(self._weights, name, shape, self.folder)
+
+    def buffer_bytes(self, batch: int, capacity: int, limits: PassLimits) -> dict[str, int]:
+        return {"drafter's buffers": self._growth.buffer_bytes(batch)}
 
     def bind(self, state: SequenceState) -> None:
         self._growth.bind(state.batch, state.device)

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -167,7 +168,7 @@ class SplitRetrievalView(SplitView):
         """See :class:`RetrievalView`."""
         self._retrieval.refresh(self._split.counts(root), self._split.counts(committed))
 
-    def beside(self, queries: int, depths: Sequence[int]) -> "SplitRetrievalView":
+    def beside(self, queries: int, depths: Sequence[int]) -> Self:
         """The same view for another number of new tokens, see :class:`PagedRetrievalView`."""
         other = copy.copy(self)
         other._retrieval = self._retrieval.beside(queries, depths)

@@ -1,0 +1,117 @@
+"""Heads, their caches, hidden states and the suffix index in a memory plan, beside what is allocated."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import perturbed, tiny
+from head_folders import eagle_folder, medusa_folder
+from torch import Tensor, nn
+
+from triforce_tree.config import HierarchyConfig
+from triforce_tree.decoding.assembly import Hierarchy
+from triforce_tree.drafters.base import Drafter
+from triforce_tree.drafters.heads.eagle import Eagle3
+from triforce_tree.drafters.heads.medusa import Medusa
+from triforce_tree.drafters.merged import Merged
+from triforce_tree.drafters.suffix_matching import SuffixMatching
+from triforce_tree.models.hf_model import HFModel
+from triforce_tree.planning.drafter_memory import uses
+from triforce_tree.planning.memory_map import GIB, Machine, Sizes
+from triforce_tree.planning.memory_plan import plan
+
+OPTIONS: dict[str, Any] = {"budget": 64, "chunk": 4, "recent": 16, "gamma": 6, "sinks": 2, "window": 24}
+BATCH, LENGTH = 3, 1024
+
+
+def tensors(held: object, depth: int = 0) -> Iterator[Tensor]:
+    """All tensors that an object holds, in lists, closures and objects of drafters too."""
+    if isinstance(held, Tensor):
+        yield held
+    elif isinstance(held, list | tuple):
+        for part in held:
+            yield from tensors(part, depth)
+    elif callable(held) and getattr(held, "__closure__", None):
+        for cell in held.__closure__:
+            yield from tensors(cell.cell_contents, depth)
+    elif type(held).__module__.startswith("triforce_tree.drafters") and depth < 3:
+        for name, part in vars(held).items():
+            if name != "_state":
+                yield from tensors(part, depth + 1)
+    elif isinstance(held, nn.Module) and "Norm" in type(held).__name__:
+        yield from held.parameters()
+
+
+def drafters(folder: Path, target: nn.Module) -> dict[str, Drafter]:
+    return {
+        "medusa": Medusa(medusa_folder(folder / "medusa", target)),
+        "medusa, the target's head": Medusa(medusa_folder(folder / "tied", target, layers=2, tied=True)),
+        "eagle": Eagle3(eagle_folder(folder / "eagle", target, 40), sinks=2, window=24),
+        "eagle, own embeddings": Eagle3(
+            eagle_folder(folder / "own", target, embeddings=True), "static:0;1;0.0", 4, 32
+        ),
+        "suffix": SuffixMatching(15),
+        "merged": Merged(Medusa(medusa_folder(folder / "medusa", target)), SuffixMatching(4)),
+    }
+
+
+NAMES = ["medusa", "medusa, the target's head", "eagle", "eagle, own embeddings", "suffix", "merged"]
+
+
+@pytest.mark.parametrize(("levels", "name"), [*((3, name) for name in NAMES), (2, "eagle")])
+def test_planned_bytes_are_those_that_are_allocated(levels: int, name: str, tmp_path: Path) -> None:
+    target = tiny("llama-gqa")
+    drafter = drafters(tmp_path, target)[name]
+    config = HierarchyConfig.from_options(levels=levels, **OPTIONS)
+    hierarchy = Hierarchy(HFModel(target), drafter, config)
+    program = hierarchy.program([[1] * LENGTH] * BATCH, 0)
+    sizes = Sizes.of(hierarchy.target, None, hierarchy.config, drafter)
+    planned = uses(sizes, hierarchy.config, levels, program.max_seq_len, BATCH)
+    shared = {id(p) for p in target.parameters()}
+    for held in (drafter, getattr(drafter, "drafter", None)):
+        # As they were read, in host memory.
+        if held is not None:
+            vars(held).pop("_weights", None)
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        for t in tensors(drafter)
+        if id(t) not in shared
+    }
+    allocated = sum(storages.values())
+    states = program.state.features
+    kept = 0 if states is None else sum(states._states[layer].nbytes for layer in states.layers)
+    assert planned.get("hidden states for the drafter", 0) == kept
+    own = sum(planned.values()) - kept
+    assert own == pytest.approx(allocated, rel=0.03, abs=4096), planned
+
+
+def test_a_plan_counts_them() -> None:
+    target = tiny("llama-gqa")
+    config = HierarchyConfig.from_options(offload="auto", levels=2, **OPTIONS)
+    models = HFModel(target), HFModel(perturbed(target, 0.1))
+    machine = Machine(GIB, GIB, 5e10, 4e12)
+    without, beside = (
+        plan(Sizes.of(*models, config, drafter), machine, config, OPTIONS, 2, 300, 84)
+        for drafter in (None, SuffixMatching(8))
+    )
+    index = beside.device["suffix index"]
+    # Eight lengths of n-grams, four bytes, a power of two at least twice the tokens.
+    assert index == 2 * 8 * 4 * 2048
+    assert without.device["free"] - beside.device["free"] == index + beside.device["drafter's buffers"]
+    assert "suffix index" not in without.device
+
+
+def test_an_engine_plans_with_its_drafter(tmp_path: Path) -> None:
+    target = tiny("llama-gqa")
+    drafter = drafters(tmp_path, target)["medusa"]
+    config = HierarchyConfig.from_options(gpu_memory="1GiB", **OPTIONS)
+    made = Hierarchy(HFModel(target), drafter, config).plan_memory([200], 50)
+    assert made is not None
+    assert made.device["heads"] == drafter.weight_bytes > 0
+    assert made.device["hidden states for the drafter"] > 0
+    alone = Hierarchy(HFModel(target), None, config).plan_memory([200], 50)
+    assert alone is not None
+    assert alone.device["suffix index"] > 0
+    assert torch.is_tensor(drafter._blocks[0][0])
