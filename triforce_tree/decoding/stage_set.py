@@ -10,6 +10,7 @@ from triforce_tree.decoding.stages import (
     Stage,
     TreeVerifyStage,
 )
+from triforce_tree.kv.view import RetrievalView
 from triforce_tree.verify.probs import DeviceProbs
 from triforce_tree.verify.verifier import Verifier
 
@@ -49,7 +50,7 @@ def tree_stages(program: "DecodingProgram", to_probs: DeviceProbs, shape: int) -
     draft = DraftStage(program.drafter, to_probs, state, vocabulary, shape)
     stages: dict[str, Stage] = {"draft": draft}
     nodes = draft.tree.nodes
-    view = program.retrieval_view or program.gathered_view
+    view: RetrievalView | None = program.retrieval_view or program.gathered_view
     if view is not None:
         if shape:
             assert program.retrieval_view is not None, "an offloaded cache has trees of one shape"
