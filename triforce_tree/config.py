@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from triforce_tree.memory_size import bytes_of
-from triforce_tree.trees.shapes import MOST_DEPTH, Shape, parse_shape
+from triforce_tree.trees.shapes import MOST_DEPTH, Shape, parse_shape, parse_shapes
 from triforce_tree.trees.topology_files import SUFFIX
 
 # Most tokens of a cache or a window, and most tokens that one pass may propose.
@@ -22,21 +22,6 @@ NO_OFFLOAD = "an offloaded one has 16; leave out kv_bits, or give offload=False 
 def _within(name: str, value: object, least: int, most: int = MOST_TOKENS) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise ValueError(f"{name}={value!r} must be an integer of at least {least} and at most {most}")
-
-
-def _trees(given: str | Sequence[str | Shape]) -> tuple[str | Shape, ...]:
-    """The shapes of ``other_trees``; those of files with their content."""
-    if isinstance(given, str):
-        given = () if given == "none" else given.split()
-    trees = tuple(parse_shape(t).name if isinstance(t, str) and t.endswith(SUFFIX) else t for t in given)
-    for tree in trees:
-        parse_shape(tree)
-    if len(trees) > _MOST_OTHER_TREES:
-        raise ValueError(
-            f"other_trees names {len(trees)} trees, and each takes stages of its own; name at most "
-            f"{_MOST_OTHER_TREES}"
-        )
-    return trees
 
 
 @dataclass(frozen=True)
@@ -208,7 +193,7 @@ class HierarchyConfig:
             object.__setattr__(self, "tree", parse_shape(self.tree).name)
         parse_shape(self.tree)
         if self.other_trees is not None:
-            object.__setattr__(self, "other_trees", _trees(self.other_trees))
+            object.__setattr__(self, "other_trees", parse_shapes(self.other_trees, _MOST_OTHER_TREES))
         if not isinstance(self.offload, bool) and self.offload not in (None, "auto"):
             raise ValueError(f"offload={self.offload!r} must be True, False or 'auto'")
         for name in ("gpu_memory", "host_memory"):

@@ -198,6 +198,20 @@ def parse_shape(text: str | Shape) -> Shape:
     return shape
 
 
+def parse_shapes(given: str | Sequence[str | Shape], most: int) -> tuple[str | Shape, ...]:
+    """The shapes of ``other_trees``; those of files with their content."""
+    if isinstance(given, str):
+        given = () if given == "none" else given.split()
+    trees = tuple(parse_shape(t).name if isinstance(t, str) and t.endswith(SUFFIX) else t for t in given)
+    for tree in trees:
+        parse_shape(tree)
+    if len(trees) > most:
+        raise ValueError(
+            f"other_trees names {len(trees)} trees, and each takes stages of its own; name at most {most}"
+        )
+    return trees
+
+
 _KNOWN = "use chain:4, best-first:6,5,4, sequoia:16x4, static:0;0.0;1 or a file tree.json"
 
 
