@@ -277,13 +277,15 @@ def test_tables_come_from_results(script: Any, tmp_path: Path, monkeypatch: pyte
     marked = "a\n<!-- table: cpu_16k -->\nold figures\n<!-- end table -->\nb\n"
     assert "Not measured yet: `python -m scripts.benchmarks cpu`" in make_tables.filled(marked)
     records = results.Records(None, {})
-    for method, seconds in (("triforce-3-level", 1.0), ("transformers-static", 2.5)):
+    for method, seconds in (
+        ("triforce-3-level", 1.0), ("triforce-autoregressive", 2.0), ("transformers-static", 2.5),
+    ):  # fmt: skip
         records.add(record(method, seconds))
     result = {**results.header(0), "code": None, "prompts": 1, "rows": speed.rows(records, 16384, 100)}
     (tmp_path / "cpu_16k.json").write_text(json.dumps(result))
     made = make_tables.filled(marked)
     assert "old figures" not in made
-    assert "| triforce-3-level | 10.0 | 2.50x | 0 % |" in made
+    assert "| triforce-3-level | 10.0 | 2.50x | 2.00x | 0 % |" in made
     assert "no digest of the code under it was kept)." in made
     assert make_tables.filled(made) == made
 
