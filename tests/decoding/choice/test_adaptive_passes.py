@@ -93,7 +93,9 @@ def test_a_request_starts_from_what_the_last_one_learnt(levels: int) -> None:
     assert first.acceptance != fresh.acceptance
     second = Decoder(program, SAMPLED, 0).controller
     assert second.acceptance == pytest.approx(first.acceptance)
-    assert second.tokens_per_round == pytest.approx(first.tokens_per_round, abs=0.05)
+    # What is inferred from passes of the other number of levels weighs otherwise in the new request.
+    left = first.learnt({}).estimates.tokens_per_round
+    assert second.estimates._now.tokens_per_round == pytest.approx(left)
     assert second._budget == min(first._budget, START_BUDGET)
     # Greedy decoding accepts other tokens, and each pass of another refresh costs something else.
     assert Decoder(program, GREEDY, 0).controller.acceptance == fresh.acceptance
@@ -137,7 +139,7 @@ def test_measured_costs_follow_the_context_length(monkeypatch: pytest.MonkeyPatc
     first = decoder.controller.costs
     assert first is not None
     assert first.tree > 1.5 * costs.at(110).tree
-    assert costs.at(120).plain < first.plain < costs.at(130).plain, "the table's, at the length reached"
+    assert costs.at(120).plain <= first.plain < costs.at(130).plain, "the table's, at the length reached"
     later = Decoder(program, SAMPLED, 0)
     later.prefill([PROMPTS[0][:20]])
     next(later.decode([PROMPTS[0][:20]], [Ending(4)]))
