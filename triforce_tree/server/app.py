@@ -14,6 +14,7 @@ from fastapi import Depends, FastAPI, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.types import Receive, Scope, Send
 
 from triforce_tree.engine import Engine
 from triforce_tree.generation.inputs import prompts_of
@@ -114,6 +115,22 @@ def create_app(engine: Engine, served: Served) -> FastAPI:
     return app
 
 
+class _Streamed(StreamingResponse):
+    """Server-sent events of some sequences, which are cancelled when the client has gone.
+
+    Not by the iterator's own end: one that is left while an event is being sent is closed only when it is
+    collected as garbage.
+    """
+
+    def __init__(self, events: AsyncIterator[str], sequences: list[Sequence]) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self._sequences = sequences
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with _cancelled_at_the_end(self._sequences):
+            await super().__call__(scope, receive, send)
+
+
 class _Service:
     """Answers requests through the scheduler."""
 
@@ -142,7 +159,7 @@ class _Service:
         if asked.stream:
             usage = asked.stream_options is not None and asked.stream_options.include_usage
             stream = self._stream(reply, sequences, pieces, usage)
-            return StreamingResponse(stream, media_type="text/event-stream")
+            return _Streamed(stream, sequences)
         with _cancelled_at_the_end(sequences):
             running = len(sequences)
             while running:
@@ -161,25 +178,24 @@ class _Service:
         pieces: _Pieces,
         usage: bool,
     ) -> AsyncIterator[str]:
-        """Server-sent events. Left early, when the client has gone, it cancels the sequences."""
-        with _cancelled_at_the_end(sequences):
-            for index in range(len(sequences)):
-                yield _event(reply.piece(index, "", first=True))
-            running = len(sequences)
-            while running:
-                index, text, logprobs = await pieces.get()
-                if text is not None:
-                    yield _event(reply.piece(index, text, logprobs))
-                    continue
-                running -= 1
-                sequence = sequences[index]
-                if sequence.error is not None:
-                    yield _event(error(_one_line(sequence.error), "server_error"))
-                elif sequence.output is not None:
-                    yield _event(reply.last(index, sequence, logprobs))
-            if usage and all(sequence.output is not None for sequence in sequences):
-                yield _event(reply.usage_alone(sequences))
-            yield "data: [DONE]\n\n"
+        """Server-sent events."""
+        for index in range(len(sequences)):
+            yield _event(reply.piece(index, "", first=True))
+        running = len(sequences)
+        while running:
+            index, text, logprobs = await pieces.get()
+            if text is not None:
+                yield _event(reply.piece(index, text, logprobs))
+                continue
+            running -= 1
+            sequence = sequences[index]
+            if sequence.error is not None:
+                yield _event(error(_one_line(sequence.error), "server_error"))
+            elif sequence.output is not None:
+                yield _event(reply.last(index, sequence, logprobs))
+        if usage and all(sequence.output is not None for sequence in sequences):
+            yield _event(reply.usage_alone(sequences))
+        yield "data: [DONE]\n\n"
 
     def _sequences(self, asked: Asked, emit: _Emit) -> list[Sequence]:
         """The sequences of a request; tokenising a long prompt takes a while.
