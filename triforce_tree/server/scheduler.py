@@ -205,6 +205,7 @@ class Scheduler:
         left: deque[Sequence] = deque()
         for sequence in self._queue:
             if sequence.cancelled:
+                self._done(sequence)
                 sequence.emit(None)
             elif self._joins(sequence, batch) and sequence.settings == (batch or [sequence])[0].settings:
                 batch.append(sequence)
