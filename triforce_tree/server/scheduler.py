@@ -77,6 +77,10 @@ class Sequence:
         """Whether nobody waits for it any more."""
         return self.cancelled
 
+    def end_waiting(self) -> None:
+        """It leaves the queue."""
+        self.waited = time.monotonic() - self.began
+
     def result(self, name: str) -> Any:
         """``finish_reason``, ``new_tokens`` or another value that the output has for each sequence."""
         value = getattr(self.output, name)
@@ -205,6 +209,7 @@ class Scheduler:
         left: deque[Sequence] = deque()
         for sequence in self._queue:
             if sequence.cancelled:
+                sequence.end_waiting()
                 self._done(sequence)
                 sequence.emit(None)
             elif self._joins(sequence, batch) and sequence.settings == (batch or [sequence])[0].settings:
@@ -229,7 +234,7 @@ class Scheduler:
     def _begin(self, sequence: Sequence) -> None:
         tokenizer = self.engine.tokenizer
         assert tokenizer is not None
-        sequence.waited = time.monotonic() - sequence.began
+        sequence.end_waiting()
         sequence.stream = TextStream(tokenizer, sequence.stop, sequence.emit, sequence.left)
         self.running += 1
 
