@@ -1,11 +1,12 @@
-"""The compiled layers of a StepModel: failures of compilation, and other failures."""
+"""The compiled layers of a StepModel: how many versions there are, and failures."""
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from triforce_tree.models import step_model
@@ -14,10 +15,11 @@ from triforce_tree.models.step_model import StepModel
 TOKENS = torch.arange(3)[None]
 
 
-def tiny() -> LlamaForCausalLM:
+def tiny(hidden_size: int = 32) -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=16, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        vocab_size=16, hidden_size=hidden_size, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=2,
         num_key_value_heads=2, bos_token_id=None, eos_token_id=None, pad_token_id=None,
     )  # fmt: skip
     return LlamaForCausalLM(config)
@@ -104,3 +106,24 @@ def test_out_of_memory_before_attention_is_not_a_compilation_failure(
     assert not caplog.records
     short = False
     assert step(TOKENS, TOKENS, Attention()).shape == (1, 3, 16)
+
+
+def test_one_version_of_a_layer_serves_all_layers_and_all_lengths_but_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of both of two models of one class, whose sizes differ."""
+    any_length: list[bool] = []
+
+    def counting(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        any_length.append(any(isinstance(x, torch.SymInt) for x in inputs))
+        return graph
+
+    monkeypatch.setattr(step_model, "fused", counting)
+    models = tiny(), tiny(hidden_size=64)
+    steps = [StepModel(model, compiled=True) for model in models]
+    for length in (5, 1, 9, 2, 16):
+        tokens = torch.arange(length)[None] % 16
+        for model, step in zip(models, steps, strict=True):
+            found, expected = (run(tokens, tokens, Attention()) for run in (step, StepModel(model)))
+            torch.testing.assert_close(found, expected)
+    assert any_length == [True, True, False, False]

@@ -39,8 +39,11 @@ def effective_window(module: nn.Module, window: int | None) -> tuple[int | None,
     """
     config: Any = getattr(module, "config", None)
     kinds: Any = getattr(config, "layer_types", None) or ()
-    index = getattr(module, "layer_idx", None)
-    chunked = isinstance(index, int) and index < len(kinds) and kinds[index] == "chunked_attention"
+    chunked = False
+    # Layers whose index was read are compiled one by one.
+    if "chunked_attention" in kinds:
+        index = getattr(module, "layer_idx", None)
+        chunked = isinstance(index, int) and index < len(kinds) and kinds[index] == "chunked_attention"
     if chunked:
         window = config.attention_chunk_size
     limit = getattr(config, "max_position_embeddings", None)
