@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from triforce_tree.kv.parallel.split import SequenceSplit, merged_over_ranks
 from triforce_tree.kv.parallel.store import SplitStore
 from triforce_tree.kv.store import KVStore
 from triforce_tree.kv.tree_attention_view import PagedRetrievalView, TreeAttentionView
-from triforce_tree.models.attention import AttentionParams, KVShape
+from triforce_tree.models.attention import AttentionParams
 
 
 class _PartView(TreeAttentionView):
@@ -32,25 +32,12 @@ class _PartView(TreeAttentionView):
     def begin(self, start: Tensor, mask_words: Tensor | None = None) -> None:
         super().begin(self.split.counts(start), mask_words if self.split.has_tail else None)
 
-    def _attend(
-        self,
-        q: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        plan: Plan,
-        params: AttentionParams,
-        shape: KVShape | None = None,
-        table: Tensor | None = None,
-        scales: tuple[Tensor, Tensor] | None = None,
+    def _attention(
+        self, q: Tensor, keys: Tensor, values: Tensor, plan: Plan, sinks: Tensor | None, **how: Any
     ) -> Tensor:
-        batch, heads, queries, dim = q.shape
-        packed = q.transpose(1, 2).reshape(batch * queries, heads, dim)
-        sinks = params.sinks if self.split.has_tail else None
-        out, lse = planned.states(
-            packed, keys, values, plan, scale=params.scale, table=table, softcap=params.softcap, sinks=sinks,
-            scales=scales,
-        )  # fmt: skip
-        return merged_over_ranks(out, lse, self.split.group).view(batch, queries, heads, -1)
+        own_sinks = sinks if self.split.has_tail else None
+        out, lse = planned.states(q, keys, values, plan, sinks=own_sinks, **how)
+        return merged_over_ranks(out, lse, self.split.group)
 
 
 class _PartRetrievalView(_PartView, PagedRetrievalView):
