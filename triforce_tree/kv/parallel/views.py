@@ -13,7 +13,6 @@ from triforce_tree.kernels.attention import planned
 from triforce_tree.kernels.attention.plan import Plan
 from triforce_tree.kv.parallel.split import SequenceSplit, merged_over_ranks
 from triforce_tree.kv.parallel.store import SplitStore
-from triforce_tree.kv.store import KVStore
 from triforce_tree.kv.tree_attention_view import PagedRetrievalView, TreeAttentionView
 from triforce_tree.models.attention import AttentionParams
 
@@ -107,6 +106,10 @@ class SplitRetrievalView(SplitView):
         queries, depths: as for :class:`TreeAttentionView`.
         config: of all ranks together.
         max_growth: most tokens by which the context grows between two refreshes.
+
+    Attributes:
+        config: this rank's share.
+        refreshing: see :class:`RetrievalView`.
     """
 
     def __init__(
@@ -117,39 +120,14 @@ class SplitRetrievalView(SplitView):
         max_growth: int,
         depths: Sequence[int] | None = None,
     ) -> None:
-        own = share_of(config, store.split.group.size)
-        self._retrieval = _PartRetrievalView(store.part, queries, own, max_growth, depths)
+        self.config, self.refreshing = share_of(config, store.split.group.size), False
+        self._retrieval = _PartRetrievalView(store.part, queries, self.config, max_growth, depths)
         self.capturable = self._retrieval.capturable
         self._take(store, self._retrieval, queries, None, depths)
 
-    @property
-    def config(self) -> RetrievalConfig:
-        """This rank's share."""
-        return self._retrieval.config
-
-    @property
-    def chunks(self) -> int:
-        """Chunks of this rank."""
-        return self._retrieval.chunks
-
-    @property
-    def mask(self) -> Tensor:
-        """Of this rank; all 0 where another one sees the new tokens."""
-        return self._retrieval.mask
-
-    @property
-    def store(self) -> KVStore:
-        """This rank's slots."""
-        return self._retrieval.store
-
-    @property
-    def refreshing(self) -> bool:
-        """Whether the next forward selects chunks anew."""
-        return self._retrieval.refreshing
-
-    @refreshing.setter
-    def refreshing(self, refreshing: bool) -> None:
-        self._retrieval.refreshing = refreshing
+    def begin(self, start: Tensor, mask_words: Tensor | None = None) -> None:
+        self._retrieval.refreshing = self.refreshing
+        super().begin(start, mask_words)
 
     def refresh(self, root: Tensor, committed: Tensor) -> None:
         """See :class:`RetrievalView`."""
@@ -164,7 +142,7 @@ class SplitRetrievalView(SplitView):
 
     def update_chunk_means(self, first: Tensor, count: int) -> None:
         """Recompute the mean keys of this rank's chunks among ``count`` of all from ``first[b]`` on."""
-        chunk = self._retrieval.config.chunk
+        chunk = self.config.chunk
         self._retrieval.update_chunk_means(self._split.counts(first * chunk) // chunk, count)
 
 
