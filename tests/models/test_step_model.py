@@ -1,13 +1,15 @@
 """The compiled layers of a StepModel: how many versions there are, and failures."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+import families
 import pytest
 import torch
 from torch import Tensor, fx
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from triforce_tree.models import step_model
 from triforce_tree.models.step_model import StepModel
@@ -108,22 +110,28 @@ def test_out_of_memory_before_attention_is_not_a_compilation_failure(
     assert step(TOKENS, TOKENS, Attention()).shape == (1, 3, 16)
 
 
-def test_one_version_of_a_layer_serves_all_layers_and_all_lengths_but_one(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("models", "versions"),
+    [((tiny, partial(tiny, 64)), 2), ((partial(families.tiny, "llama4"),), 2)],
+    ids=["two sizes", "chunks"],
+)
+def test_layers_share_versions_and_one_serves_all_lengths_but_one(
+    models: Sequence[Callable[[], PreTrainedModel]], versions: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of both of two models of one class, whose sizes differ."""
     any_length: list[bool] = []
+
+    def queries(layer: int, q: Tensor, k: Tensor, v: Tensor, *how: Any) -> Tensor:
+        return q.transpose(1, 2).clone(memory_format=torch.contiguous_format)
 
     def counting(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         any_length.append(any(isinstance(x, torch.SymInt) for x in inputs))
         return graph
 
     monkeypatch.setattr(step_model, "fused", counting)
-    models = tiny(), tiny(hidden_size=64)
-    steps = [StepModel(model, compiled=True) for model in models]
+    steps = [[StepModel(make(), compiled=compiled) for compiled in (True, False)] for make in models]
     for length in (5, 1, 9, 2, 16):
         tokens = torch.arange(length)[None] % 16
-        for model, step in zip(models, steps, strict=True):
-            found, expected = (run(tokens, tokens, Attention()) for run in (step, StepModel(model)))
+        for pair in steps:
+            found, expected = (step(tokens, tokens, queries) for step in pair)
             torch.testing.assert_close(found, expected)
-    assert any_length == [True, True, False, False]
+    assert any_length == [True] * versions + [False] * versions

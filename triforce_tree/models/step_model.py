@@ -18,6 +18,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from triforce_tree.models.attention import (
     AttentionParams,
     effective_window,
+    keep_chunks,
     scaled_queries,
     scales_queries,
     take_over_query_scales,
@@ -167,6 +168,7 @@ class StepModel:
         self.model.set_attn_implementation(ATTENTION)
         self._scales_queries = scales_queries(clone)
         take_over_query_scales(clone)
+        keep_chunks(clone)
         attach(self.model, in_chunks=False)
         use_capturable_experts(self.model, next(self.model.parameters()).device)
         if length_rope is not None:
