@@ -18,6 +18,7 @@ from triforce_tree.verify.sampling import ProbsFromLogits
 
 # Every view's chunks divide the pages of one store.
 _PAGE = 16
+RECENT = RetrievalConfig().recent
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,11 @@ POLICIES = (
 
 
 def views(
-    program: DecodingProgram, budget: int, chosen: Sequence[Policy], received: Sequence[Tensor] | None
+    program: DecodingProgram,
+    budget: int,
+    chosen: Sequence[Policy],
+    received: Sequence[Tensor] | None,
+    recent: int = RECENT,
 ) -> Iterator[tuple[Policy, PagedRetrievalView]]:
     """A view of the program's store for each policy."""
     own = program.retrieval_view
@@ -65,7 +70,7 @@ def views(
     nodes = own.mask.shape[0]
     for policy in chosen:
         config = RetrievalConfig(
-            budget, policy.chunk, key_variance=policy.variance,
+            budget, policy.chunk, recent, key_variance=policy.variance,
             select_chunks=policy.select(received) if policy.select else None,
         )  # fmt: skip
         store = program.store.in_pages(policy.chunk)
@@ -82,16 +87,26 @@ def measure(
     budget: int,
     chosen: Sequence[Policy],
     received: Sequence[Tensor] | None,
+    recent: int = RECENT,
 ) -> list[list[float]]:
-    """For each policy, the overlap at every token after the prompt."""
+    """For each policy, the overlap at every token after the prompt.
+
+    Args:
+        tokens: a text, given to all levels.
+        prompt: how many of them are prefilled.
+        budget, recent: of every policy's retrieval cache, in tokens.
+        received: of these ``prompt`` tokens by :func:`policies.received_attention`, for H2O.
+    """
     at, to_probs = prompt, ProbsFromLogits.at(1.0)
-    options = {"levels": 3, "budget": max(budget, 2 * _PAGE + 256), "chunk": _PAGE}
+    options = {"levels": 3, "budget": max(budget, 2 * _PAGE + RECENT), "recent": RECENT}
+    options["chunk"] = _PAGE
     options["budget"] = -(-options["budget"] // _PAGE) * _PAGE
     found: list[list[float]] = [[] for _ in chosen]
     made = engine.with_options(**options)
-    with made.program([tokens[:at]], len(tokens) - at, to_probs, 1.0) as program:
-        program.prefill([tokens[:at]], None)
-        of_policies = list(views(program, budget, chosen, received))
+    text = list(tokens)
+    with made.program([text[:at]], len(tokens) - at, to_probs, 1.0) as program:
+        program.prefill([text[:at]], None)
+        of_policies = list(views(program, budget, chosen, received, recent))
         while at < len(tokens):
             stop = min(at + program.max_draft_tokens + 1, len(tokens))
             chain = tokens[at - 1 : stop - 1]
