@@ -66,7 +66,7 @@ def _entries() -> dict[tuple[str, str, str], _Where]:
         made["table-7", f"{new} new tokens", "speed-up"] = _Where(_ON_CHIP, row)
     for part, context in ((8, 16_384), (4, 32_768), (2, 65_536), (1, 122_880)):
         row = {"part": "lengths", "context": context, "temperature": 0.0}
-        shown = "122K" if part == 1 else f"1/{part} of the context"
+        shown = "the whole context (122K)" if part == 1 else f"1/{part} of the context"
         made["figure-5", shown, "TriForce"] = _Where(_ON_CHIP, row)
     best = {"part": "ablations-7b", "setting": {"budget": 4096}}
     made["figure-6", "(a) budget 4K, the best", "speed-up"] = _Where(_ON_CHIP, best)

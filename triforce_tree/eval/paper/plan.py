@@ -236,7 +236,7 @@ def _sparsity(sizes: Sizes) -> list[Line]:
 def _lengths(sizes: Sizes) -> list[Line]:
     made = []
     for part in (8, 4, 2, 1):
-        shown = "122K" if part == 1 else f"1/{part} of the context"
+        shown = "the whole context (122K)" if part == 1 else f"1/{part} of the context"
         for column, decoders in (("TriForce", _BOTH), ("Naive Policy", {HERE: "naive"})):
             line = _timed(sizes, shown, decoders, context=max(256, sizes.context // part))
             made.append(Line(shown, column, line.cells))
