@@ -7,6 +7,8 @@ from io import BytesIO
 from typing import Any
 
 from triforce_tree.eval import needle
+from triforce_tree.eval.paper import plots as paper_plots
+from triforce_tree.eval.paper import tables as paper
 from triforce_tree.eval.public.answers import OURS, PLAIN
 from triforce_tree.eval.report import machine
 from triforce_tree.eval.report.tables import answers_of, cells, speed_of
@@ -21,6 +23,8 @@ def png(records: Records) -> bytes | None:
     """The plot of a results file; None where it has nothing to show."""
     from matplotlib.figure import Figure
 
+    if records.settings.get("benchmark") == paper.BENCHMARK:
+        return paper_plots.png(records)
     made: list[Callable[[Records, Any], float]] = [_speed, _answers, _needle, _tasks]
     made += [partial(_bars, view=view) for view in machine.VIEWS]
     parts = [part for part in made if part(records, None)]
