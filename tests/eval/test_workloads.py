@@ -105,6 +105,18 @@ def test_ways_agree_with_the_definition(way: str) -> None:
                 torch.testing.assert_close(out, exact.view(4, 32), rtol=1e-4, atol=1e-5)
 
 
+def test_ranges_of_nodes_cover_each_path_once() -> None:
+    for seed in range(3):
+        made = problem(random_workload(seed))
+        ranges = attention.node_ranges(made)
+        for query, path in enumerate(made.paths):
+            seen = [
+                row for start, rows, first, count in ranges if first <= query < first + count
+                for row in range(start, start + rows)
+            ]  # fmt: skip
+            assert sorted(seen) == sorted(path.tolist())
+
+
 def test_a_measurement_has_bytes_on_paper_or_a_reason() -> None:
     made = problem(random_workload(3))
     found = attention.measure(made, attention.BY_SEQUENCES, CEILINGS)

@@ -92,18 +92,28 @@ def flattened(problem: Problem, q: Tensor) -> Calls:
     return made
 
 
+def node_ranges(problem: Problem) -> list[tuple[int, int, int, int]]:
+    """The nodes for ``plan_nodes``: first row, rows, first query, queries of each."""
+    return [
+        (problem.starts[segment.node], segment.length, segment.first, segment.queries)
+        for segment in problem.layout.segments
+    ]
+
+
 def by_nodes(problem: Problem, q: Tensor, chunk: int | None = None) -> Calls:
     """Each node, or each ``chunk`` positions of one, by a program of its own (DeFT-Node, -Node-Chunk)."""
     if problem.device.type != "cuda":
         raise NotImplementedError("a CPU has no programs to divide nodes over")
     from triforce_tree.kernels.attention import launch
 
-    segments = [
-        (problem.starts[segment.node], segment.length, segment.first, segment.queries)
-        for segment in problem.layout.segments
-    ]
     plan = plan_nodes(
-        problem.heads, segments, len(q), device=problem.device, dtype=problem.dtype, split=NODE, chunk=chunk
+        problem.heads,
+        node_ranges(problem),
+        len(q),
+        device=problem.device,
+        dtype=problem.dtype,
+        split=NODE,
+        chunk=chunk,
     )
 
     def call(k: Tensor, v: Tensor) -> Tensor:
