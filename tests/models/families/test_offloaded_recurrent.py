@@ -13,6 +13,7 @@ from recurrent_families import RECURRENT, Foreknowledge, recurrent
 import triforce_tree
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.program import DecodingProgram
+from triforce_tree.kv.offload import layout
 from triforce_tree.kv.offload.host_store import Offload
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.planning.memory_map import Machine, Sizes
@@ -22,6 +23,13 @@ pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 PROMPTS = [prompt_of(length) for length in (83, 57)]
 NEW = 24
+
+
+@pytest.fixture(autouse=True)
+def _small_eviction_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens leave the device window while decoding."""
+    monkeypatch.setattr(layout, "EVICTED_TOGETHER", 8)
+
 
 model = cache(recurrent)
 
@@ -59,6 +67,7 @@ def test_greedy_text_of_every_family(family: str) -> None:
     assert 0 < decoder.levels[-1].accepted < decoder.levels[-1].proposed
     held, target = used.offloaded, used.target
     assert held is not None
+    assert held.host.base[0] > len(PROMPTS[0]), "no slots were evicted while decoding"
     attends = [shape is not None for shape in target.kv_layers]
     assert [index is not None for index in held.host_layers] == attends
     assert held.host.layers == sum(attends)
