@@ -65,6 +65,12 @@ def test_layers_are_those_of_the_decoder(name: str) -> None:
     assert not any(isinstance(module, FewRowLinear) for module in encoder.modules())
 
 
+def test_layers_of_a_model_that_calls_its_output_layer_decoder() -> None:
+    made = small("ModernBertDecoderConfig", "ModernBertDecoderForCausalLM", global_attn_every_n_layers=2)
+    assert isinstance(made.get_decoder(), nn.Linear)
+    assert decoder_layers(made) is made.model.layers
+
+
 class HostReads(TorchDispatchMode):
     """Counts the operators that copy values or sizes to the host, which a CUDA graph cannot capture."""
 

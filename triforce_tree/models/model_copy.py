@@ -15,7 +15,9 @@ from transformers.configuration_utils import PreTrainedConfig
 
 def text_decoder(model: nn.Module) -> nn.Module:
     """The part of a multimodal model that decodes text, without its encoders; else the model itself."""
-    return model.get_decoder() if isinstance(model, PreTrainedModel) else model
+    decoder = model.get_decoder() if isinstance(model, PreTrainedModel) else model
+    # Some call their output layer so (ModernBERT's decoder).
+    return model if isinstance(decoder, nn.Linear) else decoder
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
