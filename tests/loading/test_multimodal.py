@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from families import SMALL_SETTINGS, greedy, perturbed, prompt_of, tiny, without_tree
+from families import SMALL_SETTINGS, greedy, perturbed, prompt_of, small, tiny, without_tree
 from messages import says
 from multimodal import IMAGE, MULTIMODAL, TEXT, multimodal
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BatchEncoding, PreTrainedModel
 
