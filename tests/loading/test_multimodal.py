@@ -6,12 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from families import SMALL_SETTINGS, greedy, perturbed, prompt_of, small, tiny, without_tree
+from families import SMALL_SETTINGS, greedy, perturbed, prompt_of, tiny, without_tree
 from messages import says
 from multimodal import IMAGE, MULTIMODAL, TEXT, multimodal
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import BatchEncoding, PreTrainedModel
+from transformers import (
+    BatchEncoding,
+    ModernBertDecoderConfig,
+    ModernBertDecoderForCausalLM,
+    PreTrainedModel,
+)
 
 import triforce_tree
 from triforce_tree.models.few_row import FewRowLinear, few_row_copy
@@ -67,7 +72,15 @@ def test_layers_are_those_of_the_decoder(name: str) -> None:
 
 
 def test_layers_of_a_model_that_calls_its_output_layer_decoder() -> None:
-    made = small("ModernBertDecoderConfig", "ModernBertDecoderForCausalLM", global_attn_every_n_layers=2)
+    config = ModernBertDecoderConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        pad_token_id=0,
+    )
+    made = ModernBertDecoderForCausalLM(config)
     assert isinstance(made.get_decoder(), nn.Linear)
     assert decoder_layers(made) is made.model.layers
 

@@ -91,8 +91,18 @@ def test_the_command(
     held["models"] = "other"
     out.write_text(json.dumps(held))
     made.clear()
-    assert models.main(words) == 0
-    assert len(made) == 2
+    assert models.main([*words[:3], "batch", "--keep", *words[5:]]) == 0
+    assert [job.paths for job in made] == [("batch",)] * 2
+    kept = json.loads(out.read_text())
+    assert [row.get("commit") for row in kept["rows"]] == [held["commit"], None, held["commit"]] * 2
+    assert f"4 rows of commit {held['commit']}. " in script("checks.models.table").models(kept)
+    kept["versions"] = {}
+    for content in (kept, held):
+        out.write_text(json.dumps(content))
+        made.clear()
+        assert models.main([*words, *(["--keep"] if content is kept else [])]) == 0
+        assert len(made) == 2
+        assert len(json.loads(out.read_text())["rows"]) == 4
     text = script("checks.models.table").models(json.loads(out.read_text()))
     assert "| `Llama4ForCausalLM` |" in text
     assert "1. is not for this\n" in text
