@@ -35,6 +35,14 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     raise ValueError(f"{type(model).__name__} has no list of its {count} decoder layers")
 
 
+def listed_layers(model: PreTrainedModel) -> nn.ModuleList | None:
+    """:func:`decoder_layers`; None without such a list (LongCat attends twice in each of its layers)."""
+    try:
+        return decoder_layers(model)
+    except ValueError:
+        return None
+
+
 def _indexed(layer: nn.Module) -> bool:
     return any(getattr(module, "layer_idx", None) is not None for module in layer.modules())
 

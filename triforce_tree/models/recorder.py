@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from triforce_tree.kernels.attention.plan import Heads
 from triforce_tree.models.attention import AttentionParams
-from triforce_tree.models.model_copy import decoder_layers
+from triforce_tree.models.model_copy import listed_layers
 from triforce_tree.models.recurrent.running import ChunkPass, Rows, StateShapes
 
 
@@ -41,10 +41,8 @@ class Recorder:
         def note(layer: nn.Module, args: Any, out: Any) -> None:
             self.outputs = len(out) if isinstance(out, tuple) else 0
 
-        try:
-            decoder_layers(model)[0].register_forward_hook(note)
-        except ValueError:  # no list of layers: nothing calls them one by one
-            return
+        if layers := listed_layers(model):
+            layers[0].register_forward_hook(note)
 
     def positions(self, count: int) -> Tensor:
         return torch.arange(count)
