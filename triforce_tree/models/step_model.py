@@ -18,14 +18,15 @@ from transformers import AttentionInterface, PreTrainedModel
 from triforce_tree.models.attention import (
     AttentionParams,
     effective_window,
+    keep_chunks,
     scaled_queries,
     scales_queries,
     take_over_query_scales,
 )
+from triforce_tree.models.compiled.layers import COMPILED_GRAPHS, compile_layers
 from triforce_tree.models.experts.few_row import use_capturable_experts
 from triforce_tree.models.experts.modules import expert_modules
 from triforce_tree.models.few_row import few_row_copy, why_not_replaceable
-from triforce_tree.models.fused_linears import fused
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.hidden_states import keep_hidden
 from triforce_tree.models.host.layers import use_fused_layers
@@ -40,11 +41,7 @@ from triforce_tree.runtime.distributed import broadcast_tensor
 from triforce_tree.runtime.executor import free_memory
 
 ATTENTION = "triforce_tree_step"
-MOST_ROWS = 128
-"""Most tokens per sequence of a forward that is compiled and captured."""
 
-# All models of a family share one compiled function, with a version for each number of tokens and sequences.
-_COMPILED_SHAPES = 256
 # Libraries have other kernels for one token than for a few, and for a few than for many.
 _TRIED_ROWS = (1, 2, 16, 64)
 _LOG = logging.getLogger(__name__)
@@ -166,15 +163,15 @@ class StepModel:
         self.model.set_attn_implementation(ATTENTION)
         self._scales_queries = scales_queries(clone)
         take_over_query_scales(clone)
+        keep_chunks(clone)
         attach(self.model, in_chunks=False)
         use_capturable_experts(self.model, next(self.model.parameters()).device)
         if length_rope is not None:
             length_rope.attach(self.model)
         self._recompile_limit: Callable[[], AbstractContextManager[Any]] = nullcontext
         if compiled:
-            self._recompile_limit = partial(torch._dynamo.config.patch, recompile_limit=_COMPILED_SHAPES)
-            for layer in decoder_layers(clone):
-                layer.forward = _compiled(layer.forward)
+            self._recompile_limit = partial(torch._dynamo.config.patch, recompile_limit=COMPILED_GRAPHS)
+            compile_layers(decoder_layers(clone), lambda: _running.layer)
         if features:
             keep_hidden(clone, decoder_layers(clone), features, self.hidden.__setitem__)
 
@@ -307,28 +304,3 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 def _indexed(layer: nn.Module) -> bool:
     return any(getattr(module, "layer_idx", None) is not None for module in layer.modules())
-
-
-def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """``forward`` under torch.compile, or ``forward`` itself once compilation has failed."""
-    fast = torch.compile(forward, backend=fused, fullgraph=True, dynamic=False)
-    failed = False
-
-    def run(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        nonlocal failed
-        # Longer inputs gain little, and each length would be compiled separately.
-        if not failed and hidden.shape[1] <= MOST_ROWS:
-            layer = _running.layer
-            try:
-                return fast(hidden, *args, **kwargs)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:
-                if _running.layer != layer:
-                    # The layer has reached its attention, so this is not a compilation failure.
-                    raise
-                failed = True
-                _LOG.warning("torch.compile failed, decoder layers run uncompiled: %s", error)
-        return forward(hidden, *args, **kwargs)
-
-    return run

@@ -1,0 +1,1 @@
+"""Decoder layers under ``torch.compile``, and the backend that fuses their linear layers."""
