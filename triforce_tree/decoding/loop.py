@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -14,6 +14,7 @@ from triforce_tree.decoding.choice.cost_table import other_costs, stage_costs
 from triforce_tree.decoding.choice.costs_by_length import CostsByLength
 from triforce_tree.decoding.choice.learnt_table import LearntChoices
 from triforce_tree.decoding.choice.passes import PLAIN, PassKind
+from triforce_tree.decoding.prepared_stages import held_back
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.stage_set import stage_name
 from triforce_tree.decoding.stop_criteria import Ending, finish_reason
@@ -84,13 +85,13 @@ class Decoder:
             self._costs = CostsByLength(self.controller, first, other_costs(program, to_probs, first))
         self._learns = self._costs is not None and not repeatable
         self._learnt = LearntChoices(program, to_probs) if self._learns else None
-        if (
-            self._costs is not None
-            and self._learnt is not None
-            and (learnt := self._learnt.last()) is not None
-        ):
-            self.controller.resume(learnt)
-            self._costs.factors = learnt.cost_factors
+        if self._costs is not None and self._learnt is not None:
+            missed: Mapping[int, float] = {}
+            if (learnt := self._learnt.last()) is not None:
+                self.controller.resume(learnt)
+                self._costs.factors, missed = learnt.cost_factors, learnt.missed
+            # With a seed the choice must not depend on which stages are there already.
+            self.controller.preparation.begin(held_back(program), missed)
         self.prefill_seconds = self.decode_seconds = 0.0
         self.reused = [0] * program.batch
         self.finish_reasons: list[str | None] = []

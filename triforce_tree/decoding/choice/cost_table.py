@@ -16,7 +16,9 @@ from typing import Any
 import torch
 
 from triforce_tree.decoding.choice.passes import STAGE_FIELDS, StageSeconds
+from triforce_tree.decoding.choice.predicted_costs import predicted
 from triforce_tree.decoding.choice.stage_costs import StageCosts, measure, measure_shape, settings_of
+from triforce_tree.decoding.prepared_stages import makes_slowly
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.executor import free_memory
@@ -121,7 +123,9 @@ def other_costs(
 ) -> list[StageCosts | None]:
     """The costs with trees of each shape but the first; None where device memory is short for its stages.
 
-    Where they are measured, sequences must be fed or rewound afterwards.
+    Those that are not in the table are measured, or, where the stages take seconds to make, predicted: a
+    request without these trees is not to wait for their stages. Where they are measured, sequences must be
+    fed or rewound afterwards.
 
     Args:
         first: with trees of the first shape.
@@ -132,7 +136,10 @@ def other_costs(
         settings = settings_of(program, DeviceProbs.kind(to_probs), None) | {"shape": shape}
         costs = distributed.broadcast_object(table.find(settings))
         # Processors that depend on the text must not see a made-up one: their shapes are those known.
-        if costs is None and to_probs.context_free:
+        if costs is None and to_probs.context_free and makes_slowly(program):
+            chain = program.max_draft_tokens * (2 if program.runner_ups else 1) + 1
+            costs = predicted(first, program.shapes[0], program.shapes[shape], chain)
+        elif costs is None and to_probs.context_free:
             costs = _measured_shape(program, shape, first)
             if costs is not None and distributed.is_first_rank():
                 costs = table.add(settings, costs)

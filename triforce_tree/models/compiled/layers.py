@@ -1,8 +1,8 @@
 """Decoder layers under ``torch.compile``: what they share, and what happens where compilation fails.
 
 One compiled graph serves all layers of a model whose code does not depend on the layer, and, with more than
-one token a sequence, all numbers of tokens. A graph takes seconds, part of a second even where its kernels are
-in the compiler's caches.
+one token a sequence, all numbers of tokens. A graph takes seconds, part of one even where its kernels are in
+the compiler's caches.
 """
 
 import logging
