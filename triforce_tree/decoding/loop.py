@@ -3,14 +3,14 @@
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from triforce_tree.decoding.choice.controller import PassController
-from triforce_tree.decoding.choice.cost_table import other_costs, stage_costs
+from triforce_tree.decoding.choice.cost_table import correct, other_costs, stage_costs
 from triforce_tree.decoding.choice.costs_by_length import CostsByLength
 from triforce_tree.decoding.choice.learnt_table import LearntChoices
 from triforce_tree.decoding.choice.passes import PLAIN, PassKind
@@ -63,8 +63,9 @@ class Decoder:
         repeatable: bool = False,
         attempt: int = 0,
     ) -> None:
-        self.program = program
+        self.program, self._to_probs = program, to_probs
         program.prepare(to_probs)
+        program.selected.timings.begin()
         self.draws = Draws(seed, attempt, program.batch if repeatable else 1, program.device)
         lowest = [program.drafter.name] if program.drafter is not None else []
         retrieval = ["retrieval"] if program.levels == 3 else []
@@ -72,13 +73,9 @@ class Decoder:
         self.passes: Counter[PassKind] = Counter()
         self.after_stage: Callable[[str], None] | None = None
         self.controller = PassController(
-            program.levels,
-            program.shapes[0].depth,
-            program.max_draft_tokens,
-            program.config.rounds,
-            program.two_levels,
-            program.shapes,
-        )
+            program.levels, program.shapes[0].depth, program.max_draft_tokens, program.config.rounds,
+            program.two_levels, program.shapes,
+        )  # fmt: skip
         self._costs: CostsByLength | None = None
         if self.controller.fixed is None:
             first = stage_costs(program, to_probs)
@@ -86,12 +83,11 @@ class Decoder:
         self._learns = self._costs is not None and not repeatable
         self._learnt = LearntChoices(program, to_probs) if self._learns else None
         if self._costs is not None and self._learnt is not None:
-            missed: Mapping[int, float] = {}
             if (learnt := self._learnt.last()) is not None:
                 self.controller.resume(learnt)
-                self._costs.factors, missed = learnt.cost_factors, learnt.missed
+                self._costs.factors = learnt.cost_factors
             # With a seed the choice must not depend on which stages are there already.
-            self.controller.preparation.begin(held_back(program), missed)
+            self.controller.preparation.begin(held_back(program))
         self.prefill_seconds = self.decode_seconds = 0.0
         self.reused = [0] * program.batch
         self.finish_reasons: list[str | None] = []
@@ -166,8 +162,12 @@ class Decoder:
             self.program.cache.forget()
             raise
         finally:
-            if self._learnt is not None and self._costs is not None:
-                self._learnt.keep(self.controller.learnt(self._costs.kept_factors()))
+            if self._costs is not None:
+                factors = self._costs.kept_factors()
+                if correct(self.program, self._to_probs, self._costs.first, self._costs.others):
+                    factors = {}  # They are relative to what was corrected.
+                if self._learnt is not None:
+                    self._learnt.keep(self.controller.learnt(factors))
 
     def emitted_logits(self, count: int) -> Tensor:
         """The target's logits by which the last pass chose the first ``count`` new tokens of each sequence.
@@ -342,5 +342,7 @@ class Decoder:
             if rounds and self.program.state.rank_counts is not None:
                 ranks = (*self.program.state.ranks_of(running), rounds * len(running))
             self.controller.observe(kind, len(running), gathered, count - len(running), rejected, ranks)
+            if self._costs is not None:
+                self._costs.compare(self.program, kind, gathered / len(running), seconds)
             if self._learns:
                 self.controller.refine(kind, gathered / len(running), seconds, resumed)

@@ -3,9 +3,10 @@
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from triforce_tree.decoding.choice.timings import StageTimings
 from triforce_tree.decoding.stage_set import stages_of, tree_stages
 from triforce_tree.decoding.stages import Stage
 from triforce_tree.runtime import distributed
@@ -48,7 +49,7 @@ class _Progress:
 class PreparedStages:
     """The stages for one kind of sampling, what runs each, and which shapes of tree have any.
 
-    ``seconds`` were spent on those with the first shape.
+    ``seconds`` were spent on those with the first shape; ``timings`` are those of passes with them.
     """
 
     to_probs: DeviceProbs
@@ -56,6 +57,7 @@ class PreparedStages:
     runs: dict[str, Callable[[], None]]
     shapes: set[int]
     seconds: float
+    timings: StageTimings = field(default_factory=StageTimings)
 
 
 def prepared(program: "DecodingProgram", to_probs: DeviceProbs) -> PreparedStages:

@@ -10,7 +10,9 @@ from simulated_trees import Simulation
 
 from triforce_tree.decoding import prepared_stages
 from triforce_tree.decoding.choice import cost_table
+from triforce_tree.decoding.choice.controller import START_BUDGET
 from triforce_tree.decoding.choice.cost_table import CostTable
+from triforce_tree.decoding.choice.estimates import LearntChoice
 from triforce_tree.decoding.choice.passes import StageSeconds
 from triforce_tree.decoding.choice.predicted_costs import predicted
 from triforce_tree.decoding.choice.stage_costs import StageCosts
@@ -31,7 +33,7 @@ def simulation(a_node: float) -> Simulation:
 def test_a_shape_waits_until_it_would_have_saved_its_preparation(seconds: float) -> None:
     simulated = simulation(0.04)
     free, control = simulated.controller(), simulated.controller()
-    control.preparation.begin({1: seconds, 2: seconds}, {})
+    control.preparation.begin({1: seconds, 2: seconds})
     best, _ = simulated.run(free, 900)
     speed, passes = simulated.run(control, 900)
     taken = [n for n, (kind, _) in enumerate(passes) if kind.shape]
@@ -43,7 +45,7 @@ def test_a_shape_waits_until_it_would_have_saved_its_preparation(seconds: float)
 def test_a_shape_that_does_not_pay_is_never_prepared() -> None:
     simulated = simulation(0.0)
     control = simulated.controller()
-    control.preparation.begin({1: 3.0, 2: 3.0}, {})
+    control.preparation.begin({1: 3.0, 2: 3.0})
     _, passes = simulated.run(control, 2000)
     assert {kind.shape for kind, _ in passes} == {0}
 
@@ -52,7 +54,8 @@ def test_what_was_missed_is_left_to_the_next_request() -> None:
     simulated, missed, requests = simulation(0.04), {}, 0
     for requests in range(40):
         control = simulated.controller()
-        control.preparation.begin({1: 12.0, 2: 12.0}, missed)
+        control.preparation.begin({1: 12.0, 2: 12.0})
+        control.resume(LearntChoice(control.learnt({}).estimates, START_BUDGET, {}, missed))
         _, passes = simulated.run(control, 40, requests)
         missed = control.learnt({}).missed
         if any(kind.shape for kind, _ in passes):
@@ -96,12 +99,12 @@ def test_first_use_makes_the_stages_of_one_shape(tmp_path: Path, monkeypatch: py
     program = program_of(target, draft_of("llama-gqa"), 2, other_trees=("chain:2", "chain:1"), rounds=None)
     decoder = Decoder(program, GREEDY, 0)
     assert not [name for name in program.stage_names if "/" in name]
-    decoder.controller.preparation.begin({1: 1e9, 2: 0.0}, {})
+    decoder.controller.preparation.begin({1: 1e9, 2: 0.0})
     decoder.controller.costs = StageSeconds(1.0, draft=0.2, tree=3.0)
     costs = StageSeconds(1.0, draft=0.02, tree=1.01)
     assert decoder._costs is not None
-    decoder._costs._first = StageCosts((1,), (decoder.controller.costs,))
-    decoder._costs._others = [StageCosts((1,), (costs,))] * 2
+    decoder._costs.first = StageCosts((1,), (decoder.controller.costs,))
+    decoder._costs.others = [StageCosts((1,), (costs,))] * 2
     decoder._learns = False
     decoder.prefill(PROMPTS[:1])
     new = [t for [block] in decoder.decode(PROMPTS[:1], [Ending(NEW[0])]) for t in block]

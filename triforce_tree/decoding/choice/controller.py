@@ -119,6 +119,7 @@ class PassController:
         """Begin the first trial from an earlier request's estimates, with its loss budget."""
         self._budget = min(learnt.budget, START_BUDGET)
         self.estimates.resume(learnt.estimates)
+        self.preparation.missed = dict(learnt.missed)
 
     def learnt(self, cost_factors: CostFactors) -> LearntChoice:
         """What a later request may :meth:`resume` from, with the caller's cost factors."""

@@ -22,9 +22,9 @@ class Preparation:
         self.seconds: dict[int, float] = {}
         self.missed: dict[int, float] = {}
 
-    def begin(self, seconds: Mapping[int, float], missed: Mapping[int, float]) -> None:
-        """Hold these shapes back, after so much was missed in earlier requests."""
-        self.seconds, self.missed = dict(seconds), dict(missed)
+    def begin(self, seconds: Mapping[int, float]) -> None:
+        """Hold these shapes back."""
+        self.seconds = dict(seconds)
 
     def ready(self, shape: int) -> bool:
         """Whether passes may take trees of this shape."""
