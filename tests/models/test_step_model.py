@@ -1,25 +1,26 @@
-"""The compiled layers of a StepModel: failures of compilation, and other failures."""
+"""The compiled layers of a StepModel: how many versions there are, and failures."""
 
 import logging
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+import families
 import pytest
 import torch
-from families import tiny as family
-from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch import Tensor, fx
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from triforce_tree.models.attention import effective_window, keep_chunks
-from triforce_tree.models.compiled import layers
+from triforce_tree.models import step_model
 from triforce_tree.models.step_model import StepModel
 
 TOKENS = torch.arange(3)[None]
 
 
-def tiny(layers: int = 2, hidden_size: int = 32) -> LlamaForCausalLM:
+def tiny(hidden_size: int = 32) -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=16, hidden_size=hidden_size, intermediate_size=48, num_hidden_layers=layers,
+        vocab_size=16, hidden_size=hidden_size, intermediate_size=48, num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=2, bos_token_id=None, eos_token_id=None, pad_token_id=None,
     )  # fmt: skip
@@ -45,7 +46,7 @@ def compile_as(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Replaces ``torch.compile`` by a function of the layer's forward."""
 
     def put(make: Any) -> None:
-        monkeypatch.setattr(layers.torch, "compile", lambda forward, **how: make(forward))
+        monkeypatch.setattr(step_model.torch, "compile", lambda forward, **how: make(forward))
 
     return put
 
@@ -109,62 +110,28 @@ def test_out_of_memory_before_attention_is_not_a_compilation_failure(
     assert step(TOKENS, TOKENS, Attention()).shape == (1, 3, 16)
 
 
-@pytest.fixture
-def compiled_graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The tokens that each graph was compiled for; graphs run as they were traced."""
-    found: list[int] = []
-
-    def backend(module: Any, inputs: Any) -> Any:
-        found.append(next(t.shape[1] for t in inputs if isinstance(t, Tensor) and t.dim() == 3))
-        return module.forward
-
-    torch.compiler.reset()
-    monkeypatch.setattr(layers, "fused", backend)
-    return found
-
-
-def test_layers_and_numbers_of_tokens_share_two_compiled_graphs(compiled_graphs: list[int]) -> None:
-    step, plain = StepModel(tiny(layers=3), compiled=True), StepModel(tiny(layers=3))
-    for count in (1, 16, 5, 41, 1, 7):
-        tokens = torch.arange(count).remainder(16)[None]
-        positions = torch.arange(count)[None]
-        attention = Attention()
-        assert torch.equal(step(tokens, positions, attention), plain(tokens, positions, Attention()))
-        assert attention.layers == [0, 1, 2]
-    assert len(compiled_graphs) == 2, "one of a token, one of more, whichever layer and number it is"
-    # The other model's sizes take graphs of their own, and do not make those of this one general.
-    other = StepModel(tiny(layers=1, hidden_size=16), compiled=True)
-    for count in (6, 4):
-        other(torch.arange(count)[None], torch.arange(count)[None], Attention())
-    step(TOKENS, TOKENS, Attention())
-    assert len(compiled_graphs) == 3
-
-
-def test_layers_that_need_a_number_of_tokens_are_compiled_for_each(
-    compiled_graphs: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("models", "versions"),
+    [((tiny, partial(tiny, 64)), 2), ((partial(families.tiny, "llama4"),), 2)],
+    ids=["two sizes", "chunks"],
+)
+def test_layers_share_versions_and_one_serves_all_lengths_but_one(
+    models: Sequence[Callable[[], PreTrainedModel]], versions: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    count = layers.fused
+    any_length: list[bool] = []
 
-    def static_only(module: Any, inputs: Any) -> Any:
-        if any(isinstance(value, torch.SymInt) for value in inputs):
-            raise RuntimeError("sizes must be numbers")
-        return count(module, inputs)
+    def queries(layer: int, q: Tensor, k: Tensor, v: Tensor, *how: Any) -> Tensor:
+        return q.transpose(1, 2).clone(memory_format=torch.contiguous_format)
 
-    monkeypatch.setattr(layers, "fused", static_only)
-    step, plain = StepModel(tiny(), compiled=True), StepModel(tiny())
-    with caplog.at_level(logging.WARNING):
-        for tokens in (torch.arange(5)[None], TOKENS):
-            assert torch.equal(step(tokens, tokens, Attention()), plain(tokens, tokens, Attention()))
-    assert sorted(set(compiled_graphs)) == [3, 5]
-    assert not caplog.records, "they still run compiled"
+    def counting(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        any_length.append(any(isinstance(x, torch.SymInt) for x in inputs))
+        return graph
 
-
-def test_chunks_are_found_without_the_index_of_a_layer() -> None:
-    model = family("llama4")
-    modules = [m for m in model.modules() if hasattr(m, "layer_idx")]
-    before = [effective_window(m, None) for m in modules]
-    assert {chunked for _, chunked in before} == {False, True}
-    keep_chunks(model)
-    for module in modules:
-        module.layer_idx = None
-    assert [effective_window(m, None) for m in modules] == before
+    monkeypatch.setattr(step_model, "fused", counting)
+    steps = [[StepModel(make(), compiled=compiled) for compiled in (True, False)] for make in models]
+    for length in (5, 1, 9, 2, 16):
+        tokens = torch.arange(length)[None] % 16
+        for pair in steps:
+            found, expected = (step(tokens, tokens, queries) for step in pair)
+            torch.testing.assert_close(found, expected)
+    assert any_length == [True] * versions + [False] * versions

@@ -1,1 +1,0 @@
-"""Decoder layers under ``torch.compile``, and the backend that fuses their linear layers."""
