@@ -307,10 +307,7 @@ def activations(sizes: Sizes) -> int:
 
 
 def workspace(sizes: Sizes, config: HierarchyConfig, levels: int, batch: int) -> int:
-    """Bytes of probs, noise, logits and activations of the passes, and of CUDA graphs.
-
-    Each shape of tree has buffers and graphs of its own.
-    """
+    """Bytes of probs, noise, logits and activations of passes with each shape of tree, and of CUDA graphs."""
     tokens = 2 * config.gamma + 1 if levels == 3 else PassLimits.of(config, levels).nodes
     nodes = sum(shape.nodes for shape in tree_shapes(config)) if levels > 1 else 1
     probs = (6 * tokens + 8 * nodes) * sizes.vocabulary * 4
