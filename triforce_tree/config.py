@@ -5,16 +5,13 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from triforce_tree.memory_size import bytes_of
-from triforce_tree.trees.shapes import MOST_DEPTH, Shape, parse_shape, parse_shapes
+from triforce_tree.trees.shapes import MOST_DEPTH, MOST_OTHER_TREES, Shape, parse_shape, parse_shapes
 from triforce_tree.trees.topology_files import SUFFIX
 
 # Most tokens of a cache or a window, and most tokens that one pass may propose.
 MOST_TOKENS, MOST_PROPOSED = 2**20, 1024
 # With the root one tile of 16 rows in the target's forward.
 _MATCHED_ALONE = 15
-# Each tree takes stages of its own: captured graphs, and seconds to measure them.
-_MOST_OTHER_TREES = 2
-
 
 NO_OFFLOAD = "an offloaded one has 16; leave out kv_bits, or give offload=False and shorten the prompt"
 
@@ -193,7 +190,7 @@ class HierarchyConfig:
             object.__setattr__(self, "tree", parse_shape(self.tree).name)
         parse_shape(self.tree)
         if self.other_trees is not None:
-            object.__setattr__(self, "other_trees", parse_shapes(self.other_trees, _MOST_OTHER_TREES))
+            object.__setattr__(self, "other_trees", parse_shapes(self.other_trees, MOST_OTHER_TREES))
         if not isinstance(self.offload, bool) and self.offload not in (None, "auto"):
             raise ValueError(f"offload={self.offload!r} must be True, False or 'auto'")
         for name in ("gpu_memory", "host_memory"):

@@ -88,6 +88,6 @@ def test_a_program_is_prepared_once_for_each_kind_of_sampling() -> None:
     for temperature in (0.5, 0.8, 0.5):
         to_probs = ProbsFromLogits.at(temperature)
         program.prepare(to_probs)
-        assert float(program._current.to_probs.temperature) == pytest.approx(temperature)
+        assert float(program.selected.to_probs.temperature) == pytest.approx(temperature)
     program.prepare(GREEDY)
     assert len(program.prepared) == 2

@@ -19,7 +19,7 @@ from triforce_tree.drafters.merged import Merged
 from triforce_tree.drafters.suffix_matching import SuffixMatching
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.planning.drafter_memory import uses
-from triforce_tree.planning.memory_map import GIB, Machine, Sizes
+from triforce_tree.planning.memory_map import GIB, Machine, Sizes, workspace
 from triforce_tree.planning.memory_plan import plan
 
 OPTIONS: dict[str, Any] = {"budget": 64, "chunk": 4, "recent": 16, "gamma": 6, "sinks": 2, "window": 24}
@@ -115,3 +115,17 @@ def test_an_engine_plans_with_its_drafter(tmp_path: Path) -> None:
     assert alone is not None
     assert alone.device["suffix index"] > 0
     assert torch.is_tensor(drafter._blocks[0][0])
+
+
+def test_each_shape_of_tree_has_buffers_of_its_own() -> None:
+    sizes = Sizes(0, 0, 2, 4, 2, 8, 32, 64, vocabulary=1000)
+    tree = "best-first:4,4"
+
+    def bytes_of(levels: int = 2, **options: Any) -> int:
+        return workspace(sizes, HierarchyConfig.from_options(**{"tree": tree, **options}), levels, BATCH)
+
+    alone, chain = bytes_of(), bytes_of(other_trees="chain:3")
+    # Probs and noise of four more nodes, beside their activations.
+    assert chain - alone > BATCH * 4 * 8 * sizes.vocabulary * 4
+    assert bytes_of(other_trees="chain:3 chain:2") > chain
+    assert bytes_of(1, other_trees="chain:3") == bytes_of(1)

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from scripts.benchmarks.texts.tree_sizes import best_gains, best_size, chain_tokens
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.trees import sequoia
-from triforce_tree.trees.sequoia import Ranks, best_gains, best_paths, best_size, chain_tokens
+from triforce_tree.trees.sequoia import Ranks, best_paths
 from triforce_tree.trees.shapes import (
     BestFirst,
     Static,

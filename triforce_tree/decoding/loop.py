@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from triforce_tree.decoding.choice.controller import PassController
-from triforce_tree.decoding.choice.cost_table import other_costs, stage_costs
+from triforce_tree.decoding.choice.cost_table import correct, other_costs, stage_costs
 from triforce_tree.decoding.choice.costs_by_length import CostsByLength
 from triforce_tree.decoding.choice.learnt_table import LearntChoices
 from triforce_tree.decoding.choice.passes import PLAIN, PassKind
-from triforce_tree.decoding.prepared_stages import seeded
+from triforce_tree.decoding.prepared_stages import held_back, seeded
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.stage_set import stage_name
 from triforce_tree.decoding.stop_criteria import Ending, finish_reason
@@ -67,31 +67,31 @@ class Decoder:
         attempt: int = 0,
         seeds: Sequence[int | None] | None = None,
     ) -> None:
-        self.program = program
+        self.program, self._to_probs = program, to_probs
         by_position = seeded(program) if seeds is not None else program.seeded
         program.prepare(to_probs)
+        program.selected.timings.begin()
         lowest = [program.drafter.name] if program.drafter is not None else []
         retrieval = ["retrieval"] if program.levels == 3 else []
         self.levels = [LevelStats(name) for name in (*lowest, *retrieval, "target")]
         self.passes: Counter[PassKind] = Counter()
         self.after_stage: Callable[[str], None] | None = None
         self.controller = PassController(
-            program.levels,
-            program.shapes[0].depth,
-            program.max_draft_tokens,
-            program.config.rounds,
-            program.two_levels,
-            program.shapes,
-        )
+            program.levels, program.shapes[0].depth, program.max_draft_tokens, program.config.rounds,
+            program.two_levels, program.shapes,
+        )  # fmt: skip
         self._costs: CostsByLength | None = None
         if self.controller.fixed is None:
             first = stage_costs(program, to_probs)
             self._costs = CostsByLength(self.controller, first, other_costs(program, to_probs, first))
         self._learns = self._costs is not None and not repeatable
         self._learnt = LearntChoices(program, to_probs) if self._learns else None
-        if self._costs and self._learnt and (learnt := self._learnt.last()) is not None:
-            self.controller.resume(learnt)
-            self._costs.factors = learnt.cost_factors
+        if self._costs and self._learnt:
+            if (learnt := self._learnt.last()) is not None:
+                self.controller.resume(learnt)
+                self._costs.factors = learnt.cost_factors
+            # With a seed the choice must not depend on which stages are there already.
+            self.controller.preparation.begin(held_back(program))
         count = program.batch if repeatable else 1
         self.draws = Draws(seed, attempt, count, program.device, seeds or (), by_position)
         self.prefill_seconds = self.decode_seconds = 0.0
@@ -169,8 +169,12 @@ class Decoder:
             self.program.cache.forget()
             raise
         finally:
-            if self._learnt is not None and self._costs is not None:
-                self._learnt.keep(self.controller.learnt(self._costs.kept_factors()))
+            if self._costs is not None:
+                factors = self._costs.kept_factors()
+                if correct(self.program, self._to_probs, self._costs.first, self._costs.others):
+                    factors = {}  # They are relative to what was corrected.
+                if self._learnt is not None:
+                    self._learnt.keep(self.controller.learnt(factors))
 
     def emitted_logits(self, count: int) -> Tensor:
         """The target's logits by which the last pass chose the first ``count`` new tokens of each sequence.
@@ -340,5 +344,7 @@ class Decoder:
             if rounds and self.program.state.rank_counts is not None:
                 ranks = (*self.program.state.ranks_of(running), rounds * len(running))
             self.controller.observe(kind, len(running), gathered, count - len(running), rejected, ranks)
+            if self._costs is not None:
+                self._costs.compare(self.program, kind, gathered / len(running), seconds)
             if self._learns:
                 self.controller.refine(kind, gathered / len(running), seconds, resumed)

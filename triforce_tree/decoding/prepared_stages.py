@@ -1,12 +1,15 @@
 """The stages of a program for one kind of sampling, made and on a GPU captured."""
 
+import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from triforce_tree.decoding.choice.timings import StageTimings
 from triforce_tree.decoding.stage_set import stages_of, tree_stages
 from triforce_tree.decoding.stages import Stage
+from triforce_tree.runtime import distributed
 from triforce_tree.runtime.executor import executor
 from triforce_tree.verify.probs import DeviceProbs
 from triforce_tree.verify.seeded import Seeded
@@ -15,18 +18,51 @@ if TYPE_CHECKING:
     from triforce_tree.decoding.program import DecodingProgram
 
 
+# Of the seconds for the first shape, those for a further one: it shares the plain pass, the verification of
+# chains and the compiled layers.
+_SHARE = 0.5
+
+
+# After so many seconds of preparation its progress is logged.
+_PATIENCE = 3.0
+_LOG = logging.getLogger(__name__)
+
+
+class _Progress:
+    """Says which stage is being prepared, where that lasts; the first line also says why."""
+
+    def __init__(self, count: int) -> None:
+        self._start, self._count, self._begun, self._told = time.perf_counter(), count, 0, False
+
+    def next(self, name: str) -> None:
+        self._begun += 1
+        seconds = time.perf_counter() - self._start
+        if seconds < _PATIENCE or not distributed.is_first_rank():
+            return
+        why = "" if self._told else ": kernels are compiled, once on a machine, and later taken from caches"
+        self._told = True
+        _LOG.warning(
+            "preparing stage %d of %d (%s), %.0f s so far%s", self._begun, self._count, name, seconds, why
+        )
+
+
 @dataclass(frozen=True)
 class PreparedStages:
-    """The stages for one kind of sampling, what runs each, and which shapes of tree have any."""
+    """The stages for one kind of sampling, what runs each, and which shapes of tree have any.
+
+    ``seconds`` were spent on those with the first shape; ``timings`` are those of passes with them.
+    """
 
     to_probs: DeviceProbs
     stages: dict[str, Stage]
     runs: dict[str, Callable[[], None]]
     shapes: set[int]
+    seconds: float
+    timings: StageTimings = field(default_factory=StageTimings)
 
 
-def prepared(program: "DecodingProgram", to_probs: DeviceProbs) -> tuple[PreparedStages, float]:
-    """The stages with the first shape of tree, and the seconds that this took.
+def prepared(program: "DecodingProgram", to_probs: DeviceProbs) -> PreparedStages:
+    """The stages with the first shape of tree.
 
     On a GPU they are captured on made-up sequences of the greatest length: sequences must be fed afterwards.
     """
@@ -35,15 +71,17 @@ def prepared(program: "DecodingProgram", to_probs: DeviceProbs) -> tuple[Prepare
     runs: dict[str, Callable[[], None]] = {}
     if device.type != "cuda":
         runs = {name: executor(stage.steps(), device) for name, stage in stages.items()}
-        return PreparedStages(to_probs, stages, runs, {0}), time.perf_counter() - start
+        return PreparedStages(to_probs, stages, runs, {0}, time.perf_counter() - start)
     with program.trial(program.max_seq_len - 1) as begin:
+        progress = _Progress(len(stages))
         for name, stage in stages.items():
+            progress.next(name)
             begin(False)
             runs[name] = executor(stage.steps(), device)
             if program.offloaded is not None and name in ("target", "plain") and to_probs.capturable:
                 # These are called directly: one run compiles their kernels now, not while decoding.
                 runs[name]()
-    return PreparedStages(to_probs, stages, runs, {0}), time.perf_counter() - start
+    return PreparedStages(to_probs, stages, runs, {0}, time.perf_counter() - start)
 
 
 def seeded(program: "DecodingProgram") -> Seeded:
@@ -67,9 +105,11 @@ def prepare_shape(program: "DecodingProgram", stages: PreparedStages, number: in
         return 0.0
     start, state = time.perf_counter(), program.state
     made = tree_stages(program, stages.to_probs, number)
+    progress = _Progress(len(made))
     runs: dict[str, Callable[[], None]] = {}
     saved, had_nan = state.save(), state.has_nan.clone()
     for name, stage in made.items():
+        progress.next(name)
         # On a GPU this runs the stage, twice.
         runs[name] = executor(stage.steps(), program.device)
         state.restore(saved)
@@ -80,3 +120,20 @@ def prepare_shape(program: "DecodingProgram", stages: PreparedStages, number: in
     stages.runs.update(runs)
     stages.shapes.add(number)
     return time.perf_counter() - start
+
+
+def held_back(program: "DecodingProgram") -> dict[int, float]:
+    """The shapes whose stages are not there and take long to make, and the seconds expected for each.
+
+    The same on all ranks.
+    """
+    if not makes_slowly(program):
+        return {}
+    made = program.selected
+    missing = (number for number in range(len(program.shapes)) if number not in made.shapes)
+    return distributed.broadcast_object(dict.fromkeys(missing, _SHARE * made.seconds))
+
+
+def makes_slowly(program: "DecodingProgram") -> bool:
+    """Whether the stages of a shape take seconds to make: kernels are compiled and graphs captured."""
+    return program.device.type == "cuda"

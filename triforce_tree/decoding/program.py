@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.decoding.choice.controller import LearntChoice
+from triforce_tree.decoding.choice.estimates import LearntChoice
 from triforce_tree.decoding.device_slots import low_bit_model, new_state
 from triforce_tree.decoding.full_cache import FullCache
 from triforce_tree.decoding.prepared_stages import PreparedStages, prepare_shape, prepared
@@ -64,7 +64,7 @@ class DecodingProgram:
         runner_ups: whether level 2 also verifies one runner-up beside each token of the chain.
         capture_seconds: spent on making stages and capturing them.
         two_levels: whether three levels may be exchanged for two in any pass: the number was not given.
-        prepared: stages by kind of sampling; seeded: see ``prepared_stages.seeded``.
+        prepared: stages by kind of sampling; selected: those prepared last; seeded: see ``prepared_stages``.
         learnt: what controllers of passes learnt, by kind of sampling (``choice/learnt_table.py``).
 
     Raises:
@@ -140,10 +140,10 @@ class DecodingProgram:
         """
         key = DeviceProbs.key(to_probs)
         if key not in self.prepared:
-            self.prepared[key], seconds = prepared(self, DeviceProbs(to_probs, self.device, self.noise))
-            self.capture_seconds += seconds
-        self._current = self.prepared[key]
-        self._current.to_probs.set(to_probs)
+            self.prepared[key] = prepared(self, DeviceProbs(to_probs, self.device, self.noise))
+            self.capture_seconds += self.prepared[key].seconds
+        self.selected = self.prepared[key]
+        self.selected.to_probs.set(to_probs)
         if self.seeded is not None:
             self.seeded.clear()
 
@@ -156,7 +156,7 @@ class DecodingProgram:
         Raises:
             torch.OutOfMemoryError: device memory is short; the stages are not there then.
         """
-        self.capture_seconds += prepare_shape(self, self._current, number)
+        self.capture_seconds += prepare_shape(self, self.selected, number)
 
     @contextmanager
     def trial(self, length: int) -> Iterator[Callable[[bool], None]]:
@@ -324,11 +324,11 @@ class DecodingProgram:
     @property
     def stage_names(self) -> Collection[str]:
         """Of the prepared stages."""
-        return self._current.stages.keys()
+        return self.selected.stages.keys()
 
     def stage(self, name: str) -> Stage:
         """One of the prepared stages."""
-        return self._current.stages[name]
+        return self.selected.stages[name]
 
     def acceptance(self, name: str) -> Acceptance:
         """The last acceptance of a verifying stage."""
@@ -342,9 +342,9 @@ class DecodingProgram:
 
     def run(self, name: str, *generators: torch.Generator) -> None:
         """Run one stage with fresh random numbers, from one generator or one for each sequence."""
-        for noise in self._current.stages[name].noise:
+        for noise in self.selected.stages[name].noise:
             if len(generators) == 1:
                 noise.draw(*generators)
             else:
                 noise.draw_rows(generators)
-        self._current.runs[name]()
+        self.selected.runs[name]()

@@ -81,17 +81,13 @@ def check_drafter_options(
     if draft is None and drafter == "model":
         raise ValueError("drafter='model' needs a draft; give one, or drafter='lookup'")
     for name in ("tree", "other_trees") if draft is None else ():
-        if name in options and not (names_heads(drafter) and name == "tree"):
+        if name in options and not names_heads(drafter):
             _refuse_tree(name, options[name], drafter)
     if (lookup := options.get("lookup")) is not None:
         _check_lookup(lookup, drafter)
 
 
 def _refuse_tree(name: str, tree: object, drafter: Drafter | str | Path | None) -> NoReturn:
-    if names_heads(drafter):
-        raise ValueError(
-            f"{name}={tree!r} is for a draft model, and heads grow one shape of tree; leave it out"
-        )
     if drafter is None or isinstance(drafter, str | Path):
         raise ValueError(
             f"{name}={tree!r} shapes a draft model's trees, but suffix matching proposes chains; set "

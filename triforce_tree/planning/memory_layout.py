@@ -209,7 +209,8 @@ def offloaded(
         "chunk means": means,
         "ring": split.buffers * piece,
         "prefill": memory_map.prefill(sizes, config, workload.prompt, store, recent_slots, split),
-        "graphs and workspace": memory_map.workspace(sizes, config, levels, batch)
+        # Passes over an offloaded cache have trees of one shape.
+        "graphs and workspace": memory_map.workspace(sizes, replace(config, other_trees=()), levels, batch)
         + memory_map.partials(sizes, config, max_seq_len, piece),
         "other tensors": machine.others,
     }

@@ -15,7 +15,7 @@ from triforce_tree.kv.store import RING_PAGE
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.tensor_parallel import shards_of
 from triforce_tree.planning.expert_sizes import ExpertSizes
-from triforce_tree.trees.device_shapes import PassLimits
+from triforce_tree.trees.device_shapes import PassLimits, tree_shapes
 
 MIB, GIB = 1 << 20, 1 << 30
 # CUDA graphs, libraries' workspaces, and the allocator's rounding.
@@ -307,9 +307,9 @@ def activations(sizes: Sizes) -> int:
 
 
 def workspace(sizes: Sizes, config: HierarchyConfig, levels: int, batch: int) -> int:
-    """Bytes of probs, noise, logits and activations of the passes, and of CUDA graphs."""
-    nodes = PassLimits.of(config, levels).nodes
-    tokens = 2 * config.gamma + 1 if levels == 3 else nodes
+    """Bytes of probs, noise, logits and activations of passes with each shape of tree, and of CUDA graphs."""
+    tokens = 2 * config.gamma + 1 if levels == 3 else PassLimits.of(config, levels).nodes
+    nodes = sum(shape.nodes for shape in tree_shapes(config)) if levels > 1 else 1
     probs = (6 * tokens + 8 * nodes) * sizes.vocabulary * 4
     return _WORKSPACE + batch * (probs + 2 * (tokens + 2 * nodes) * activations(sizes))
 

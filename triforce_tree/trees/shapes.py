@@ -198,6 +198,10 @@ def parse_shape(text: str | Shape) -> Shape:
     return shape
 
 
+MOST_OTHER_TREES = 2
+"""Further shapes of trees that passes may take."""
+
+
 def parse_shapes(given: str | Sequence[str | Shape], most: int) -> tuple[str | Shape, ...]:
     """The shapes of ``other_trees``; those of files with their content."""
     if isinstance(given, str):

@@ -21,6 +21,7 @@ from scripts.benchmarks.common.results import RESULTS, Record, header, write
 from scripts.benchmarks.on_chip.tables import FILE as ON_CHIP
 from scripts.benchmarks.texts.command import chosen_sources
 from scripts.benchmarks.texts.tables import TREES
+from scripts.benchmarks.texts.tree_sizes import Seconds, best_size, chain_tokens
 from triforce_tree import Engine
 from triforce_tree.decoding import forced_tokens
 from triforce_tree.eval import overlap
@@ -28,7 +29,6 @@ from triforce_tree.eval.attention.timing import timed
 from triforce_tree.eval.text import token_ids
 from triforce_tree.eval.texts.registry import Texts, TextSource, prompts
 from triforce_tree.trees.device_shapes import PassLimits
-from triforce_tree.trees.sequoia import Seconds, best_size, chain_tokens
 from triforce_tree.trees.shapes import expected_acceptances, sequoia
 from triforce_tree.verify.sampling import ProbsFromLogits
 

@@ -10,8 +10,8 @@ from program_cases import GREEDY, PROMPTS, SAMPLED, draft_of, model, program_of
 from transformers import LogitsProcessorList, TopKLogitsWarper
 
 from triforce_tree.decoding import loop
-from triforce_tree.decoding.choice.controller import START_BUDGET, LearntChoice
-from triforce_tree.decoding.choice.estimates import Learnt
+from triforce_tree.decoding.choice.controller import START_BUDGET
+from triforce_tree.decoding.choice.estimates import Learnt, LearntChoice
 from triforce_tree.decoding.choice.learnt_table import LearntChoices, temperature_class
 from triforce_tree.decoding.choice.passes import StageSeconds
 from triforce_tree.decoding.choice.stage_costs import StageCosts

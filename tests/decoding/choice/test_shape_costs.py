@@ -9,10 +9,10 @@ from program_cases import GREEDY, PROMPTS, SAMPLED, draft_of, model, program_of
 from simulated_trees import SHAPES
 
 from triforce_tree.decoding.choice import cost_table
-from triforce_tree.decoding.choice.controller import LearntChoice, PassController
+from triforce_tree.decoding.choice.controller import PassController
 from triforce_tree.decoding.choice.cost_table import CostTable, other_costs, stage_costs
 from triforce_tree.decoding.choice.costs_by_length import CostsByLength
-from triforce_tree.decoding.choice.estimates import Learnt
+from triforce_tree.decoding.choice.estimates import Learnt, LearntChoice
 from triforce_tree.decoding.choice.learnt_table import LearntChoices
 from triforce_tree.decoding.choice.passes import OF_SHAPE, PassKind, StageSeconds
 from triforce_tree.decoding.choice.stage_costs import StageCosts

@@ -6,8 +6,8 @@ from statistics import mean
 import pytest
 from simulated_passes import COSTS, MIXED, Cost, controller, rounds_of, simulated
 
-from triforce_tree.decoding.choice.controller import REFILL, START_BUDGET, LearntChoice
-from triforce_tree.decoding.choice.estimates import Learnt
+from triforce_tree.decoding.choice.controller import REFILL, START_BUDGET
+from triforce_tree.decoding.choice.estimates import Learnt, LearntChoice
 from triforce_tree.decoding.choice.passes import PLAIN, PassKind, StageSeconds
 
 

@@ -24,10 +24,11 @@ Pauses end with the request.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from triforce_tree.decoding.choice.estimates import Estimates, Learnt, Ranks, tokens_of
+from triforce_tree.decoding.choice.estimates import Estimates, Learnt, LearntChoice, Ranks, tokens_of
 from triforce_tree.decoding.choice.passes import OF_SHAPE, PLAIN, CostFactors, Option, PassKind, StageSeconds
+from triforce_tree.decoding.choice.preparation import Preparation
 from triforce_tree.trees.device_shapes import DeviceTreeShape
 
 START_BUDGET = 3.0
@@ -53,21 +54,6 @@ _FIRST_TRIALS, _MOST_TRIALS = 1.0, 4.0
 _NEW, _OUTLIER = 0.15, 2.0
 
 
-@dataclass(frozen=True)
-class LearntChoice:
-    """What a request leaves to the next one.
-
-    Attributes:
-        estimates: as last made.
-        budget: the loss budget, in plain passes.
-        cost_factors: of its measured costs to those of the table of stage costs.
-    """
-
-    estimates: Learnt
-    budget: float
-    cost_factors: CostFactors
-
-
 class PassController:
     """Chooses the kind of each pass, without a clock or random numbers.
 
@@ -87,6 +73,7 @@ class PassController:
             changed at any time.
         other_costs: with trees of each other shape; None for one that passes must not take.
         estimates: of acceptance, and of what a round brings.
+        preparation: shapes whose stages are not made yet.
     """
 
     def __init__(
@@ -107,6 +94,7 @@ class PassController:
         self.other_costs: Sequence[StageSeconds | None] = [None] * len(shapes[1:])
         self.estimates = Estimates(levels, self._depths, two_levels, shapes)
         self._kinds = {1: (), 2: (2,), 3: (2, 3) if two_levels else (3,)}[levels]
+        self.preparation = Preparation()
         self._budget = START_BUDGET
         self._trials = _FIRST_TRIALS
         self._trial: tuple[PassKind, float] | None = None
@@ -131,10 +119,12 @@ class PassController:
         """Begin the first trial from an earlier request's estimates, with its loss budget."""
         self._budget = min(learnt.budget, START_BUDGET)
         self.estimates.resume(learnt.estimates)
+        self.preparation.missed = dict(learnt.missed)
 
     def learnt(self, cost_factors: CostFactors) -> LearntChoice:
         """What a later request may :meth:`resume` from, with the caller's cost factors."""
-        return LearntChoice(self.estimates.learnt(bool(self._passes)), self._budget, cost_factors)
+        estimates, missed = self.estimates.learnt(bool(self._passes)), self.preparation.missed
+        return LearntChoice(estimates, self._budget, cost_factors, dict(missed))
 
     @property
     def acceptance(self) -> float:
@@ -153,20 +143,26 @@ class PassController:
         if self._paused:
             return PLAIN
         plain = _MARGIN / self._costs.plain
-        useful = [option for option in self.options()[1:] if option.highest_rate > plain]
+        options = self.options()
+        self.preparation.count(options)
+        useful = [option for option in options[1:] if option.highest_rate > plain]
         if self._passes and not useful:
             self._pause_drafting()
             return PLAIN
+        useful = [option for option in useful if self.preparation.ready(option.kind.shape)]
         affordable = [option for option in useful if self._needed(option.kind) <= self._budget]
         if affordable:
             best = max(affordable, key=lambda option: option.rate)
             return (self._worth_a_trial(affordable, best) or best).kind
         # The cheapest pass shows whether a longer one would pay.
-        cheapest = [PassKind(levels, 1, shape) for levels in self._kinds for shape in self._shapes]
+        shapes = [shape for shape in self._shapes if self.preparation.ready(shape)]
+        cheapest = [PassKind(levels, 1, shape) for levels in self._kinds for shape in shapes]
         needed, kind = min((self._needed(kind), kind) for kind in cheapest)
         if self._passes == 0 and needed <= self._budget:
             return kind
         if self._passes:
+            if not useful:
+                return PLAIN
             needed = min(self._needed(option.kind) for option in useful)
         # The budget grows up to START_BUDGET, or further if the cheapest useful pass needs more.
         self._most_refilled = max(START_BUDGET, needed)

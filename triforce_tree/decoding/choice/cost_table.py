@@ -1,22 +1,26 @@
 """The table of stage costs on disk: ``stage_costs.json`` in the user's cache folder.
 
-Each set of settings is measured once. With a given seed draft lengths follow from the table alone, so that
-equal seeds give equal tokens on one machine as long as the file exists. A file that cannot be read or written
-is no error: each process then measures the costs itself.
+Each set of settings is measured once, and corrected where decoding shows that it is far off (``timings.py``).
+With a given seed draft lengths follow from the table alone, so that equal seeds give equal tokens on one
+machine as long as its entries last. A file that cannot be read or written is no error: each process then
+measures the costs itself.
 """
 
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from triforce_tree.decoding.choice.passes import STAGE_FIELDS, StageSeconds
+from triforce_tree.decoding.choice.passes import OF_SHAPE, STAGE_FIELDS, StageSeconds
+from triforce_tree.decoding.choice.predicted_costs import predicted
 from triforce_tree.decoding.choice.stage_costs import StageCosts, measure, measure_shape, settings_of
+from triforce_tree.decoding.prepared_stages import makes_slowly
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.executor import free_memory
@@ -56,18 +60,23 @@ class CostTable:
         Returns:
             what the table now holds.
         """
-        key = JsonTable.key(settings)
-        held = _costs(self._file.entries().get(key))
+        held = _costs(self._file.entries().get(JsonTable.key(settings)))
         if held is None:
-            held = costs
-            entry = {
-                "lengths": costs.lengths,
-                "seconds": {name: _column(costs, name) for name in STAGE_FIELDS},
-                "settings": dict(settings),
-            }
-            self._file.put(key, entry)
-        self._known[key] = held
+            self.replace(settings, costs)
+            return costs
+        self._known[JsonTable.key(settings)] = held
         return held
+
+    def replace(self, settings: Mapping[str, Any], costs: StageCosts) -> None:
+        """Write ``costs`` in the place of what the table holds under these settings."""
+        key = JsonTable.key(settings)
+        entry = {
+            "lengths": costs.lengths,
+            "seconds": {name: _column(costs, name) for name in STAGE_FIELDS},
+            "settings": dict(settings),
+        }
+        self._file.put(key, entry)
+        self._known[key] = costs
 
 
 def user_table() -> CostTable:
@@ -91,9 +100,7 @@ def stage_costs(
         table: by default the user's.
     """
     table = table or user_table()
-    transferred: Callable[[int, bool], int] | None = None
-    if program.offloaded is not None:
-        transferred = program.transferred_bytes
+    transferred = _transferred(program)
     settings = settings_of(program, DeviceProbs.kind(to_probs), transferred)
     found = distributed.broadcast_object(table.find(settings))
     if found is None and not to_probs.context_free:
@@ -111,6 +118,51 @@ def stage_costs(
     return found
 
 
+def correct(
+    program: DecodingProgram,
+    to_probs: ProbsFromLogits,
+    first: StageCosts,
+    others: Sequence[StageCosts | None],
+    table: CostTable | None = None,
+) -> bool:
+    """After a request: change what decoding has shown to be wrong in the table (``timings.py``).
+
+    Args:
+        first, others: the costs that the request used.
+        program, to_probs, table: as for :func:`stage_costs`.
+
+    Returns:
+        whether anything was changed.
+    """
+    factors = program.selected.timings.factors()
+    # Processors that depend on the text take time that the table does not hold.
+    if not factors or not to_probs.context_free:
+        return False
+    program.selected.timings.clear()
+    # These are relative to the table.
+    program.learnt.update({key: replace(own, cost_factors={}) for key, own in program.learnt.items()})
+    if not distributed.is_first_rank():
+        return True
+    table = table or user_table()
+    settings = settings_of(program, DeviceProbs.kind(to_probs), _transferred(program))
+    common = {name: factor for name, factor in factors.items() if "/" not in name}
+    if common:
+        table.replace(settings, first.scaled(common))
+    shared = {name: factor for name, factor in common.items() if name not in OF_SHAPE}
+    for shape, costs in enumerate(others, 1):
+        of_shape = settings | {"shape": shape}
+        own = {name: factors[f"{name}/{shape}"] for name in OF_SHAPE if f"{name}/{shape}" in factors}
+        # One that was predicted is predicted anew.
+        if costs is not None and (own or (shared and table.find(of_shape) is not None)):
+            table.replace(of_shape, costs.scaled(shared | own))
+    _LOG.info("corrected stage costs by the times of decoding: %s", factors)
+    return True
+
+
+def _transferred(program: DecodingProgram) -> Callable[[int, bool], int] | None:
+    return program.transferred_bytes if program.offloaded is not None else None
+
+
 def _prepared(program: DecodingProgram, to_probs: ProbsFromLogits) -> ProbsFromLogits:
     program.prepare(to_probs)
     return to_probs
@@ -121,7 +173,9 @@ def other_costs(
 ) -> list[StageCosts | None]:
     """The costs with trees of each shape but the first; None where device memory is short for its stages.
 
-    Where they are measured, sequences must be fed or rewound afterwards.
+    Those that are not in the table are measured, or, where the stages take seconds to make, predicted: a
+    request without these trees is not to wait for their stages. Where they are measured, sequences must be
+    fed or rewound afterwards.
 
     Args:
         first: with trees of the first shape.
@@ -132,7 +186,10 @@ def other_costs(
         settings = settings_of(program, DeviceProbs.kind(to_probs), None) | {"shape": shape}
         costs = distributed.broadcast_object(table.find(settings))
         # Processors that depend on the text must not see a made-up one: their shapes are those known.
-        if costs is None and to_probs.context_free:
+        if costs is None and to_probs.context_free and makes_slowly(program):
+            chain = program.max_draft_tokens * (2 if program.runner_ups else 1) + 1
+            costs = predicted(first, program.shapes[0], program.shapes[shape], chain)
+        elif costs is None and to_probs.context_free:
             costs = _measured_shape(program, shape, first)
             if costs is not None and distributed.is_first_rank():
                 costs = table.add(settings, costs)

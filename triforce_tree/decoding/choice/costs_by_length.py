@@ -1,10 +1,11 @@
 """The controller's costs at the present length of the context, with the factors that were measured."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from triforce_tree.decoding.choice.controller import PassController
-from triforce_tree.decoding.choice.passes import CostFactors, StageSeconds
+from triforce_tree.decoding.choice.passes import CostFactors, PassKind, StageSeconds
 from triforce_tree.decoding.choice.stage_costs import StageCosts
+from triforce_tree.decoding.program import DecodingProgram
 
 # Costs are interpolated anew after this many tokens: they hardly change with each one.
 _STEP = 8
@@ -19,6 +20,7 @@ class CostsByLength:
         others: with those of the others; None for a shape that passes must not take.
 
     Attributes:
+        first, others: as given.
         factors: measured seconds as multiples of the table's, by field of ``StageSeconds``; those of other
             shapes with their number: ``draft/1``.
     """
@@ -26,7 +28,7 @@ class CostsByLength:
     def __init__(
         self, controller: PassController, first: StageCosts, others: Sequence[StageCosts | None] = ()
     ) -> None:
-        self._controller, self._first, self._others = controller, first, others
+        self._controller, self.first, self.others = controller, first, others
         self.factors: CostFactors = {}
         # The table's costs, before the factors, and the length from which on they are computed anew.
         self._expected: list[StageSeconds | None] = []
@@ -44,13 +46,21 @@ class CostsByLength:
             self.kept_factors()
         controller = self._controller
         dropped = [bool(self._expected) and costs is None for costs in controller.other_costs]
-        first, others = self._first.at(tokens), [None if o is None else o.at(tokens) for o in self._others]
+        first, others = self.first.at(tokens), [None if o is None else o.at(tokens) for o in self.others]
         others = [None if gone else own for own, gone in zip(others, dropped, strict=True)]
         self._expected, self._until = [first, *others], tokens + _STEP
         controller.costs = first.scaled(self.factors)
         controller.other_costs = [
             None if own is None else own.scaled(self._of_shape(shape)) for shape, own in enumerate(others, 1)
         ]
+
+    def compare(
+        self, program: DecodingProgram, kind: PassKind, gathered: float, seconds: Mapping[str, float]
+    ) -> None:
+        """Note the seconds of the program's last pass beside the table's; see ``PassController.refine``."""
+        if self._expected and (table := self._expected[kind.shape]) is not None:
+            filled = gathered / max(1, program.max_draft_tokens)
+            program.selected.timings.add(kind, filled, seconds, table, program.config.retrieval.refresh)
 
     def anew(self) -> None:
         """Sequences have changed: compute the costs anew when they are asked for next."""

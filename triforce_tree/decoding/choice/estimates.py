@@ -1,10 +1,10 @@
 """Running estimates of acceptance, and of the tokens that a round of drafting brings."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-from triforce_tree.decoding.choice.passes import PassKind
+from triforce_tree.decoding.choice.passes import CostFactors, PassKind
 from triforce_tree.decoding.choice.tree_acceptance import ByRank, TreeAcceptance
 from triforce_tree.trees.device_shapes import DeviceTreeShape
 from triforce_tree.trees.shapes import DEFAULT_ACCEPTANCE
@@ -46,6 +46,23 @@ class Learnt:
                 raise ValueError(f"acceptance={value!r} must be within 0 and 1")
         if not 1 <= self.tokens_per_round < math.inf:
             raise ValueError(f"tokens_per_round={self.tokens_per_round!r} must be at least 1")
+
+
+@dataclass(frozen=True)
+class LearntChoice:
+    """What a request leaves to the next one.
+
+    Attributes:
+        estimates: as last made.
+        budget: the loss budget, in plain passes.
+        cost_factors: of its measured costs to those of the table of stage costs.
+        missed: seconds that trees of shapes without stages would have saved, by shape (``preparation.py``).
+    """
+
+    estimates: Learnt
+    budget: float
+    cost_factors: CostFactors
+    missed: Mapping[int, float] = field(default_factory=dict)
 
 
 class _Mean:

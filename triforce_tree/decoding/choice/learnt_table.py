@@ -14,8 +14,7 @@ from typing import Any
 
 from transformers import TemperatureLogitsWarper
 
-from triforce_tree.decoding.choice.controller import LearntChoice
-from triforce_tree.decoding.choice.estimates import Learnt
+from triforce_tree.decoding.choice.estimates import Learnt, LearntChoice
 from triforce_tree.decoding.choice.stage_costs import settings_of
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.runtime import distributed
@@ -66,7 +65,7 @@ class LearntChoices:
         return distributed.broadcast_object(found)
 
     def keep(self, learnt: LearntChoice) -> None:
-        """Leave this to the next request of this program, and, but for the cost factors, of other ones."""
+        """Leave this to the next request of this program, and, but for the seconds in it, of other ones."""
         self._program.learnt[self._kind] = learnt
         if distributed.is_first_rank():
             named = {name: self._settings[name] for name in ("target", "drafter", "temperature", "context")}

@@ -80,6 +80,14 @@ class StageCosts:
                 changed[name] = low + share * (high - low)
         return replace(left, **changed)
 
+    def scaled(self, factors: Mapping[str, float]) -> "StageCosts":
+        """Each stage's seconds times its factor, where there is one, in two significant digits."""
+        found = []
+        for seconds in self.seconds:
+            own = {name: getattr(seconds, name) * factor for name, factor in factors.items()}
+            found.append(replace(seconds, **{name: float(f"{value:.1e}") for name, value in own.items()}))
+        return replace(self, seconds=tuple(found))
+
 
 class MeasuredStages(Protocol):
     """Stages that can be run on made-up sequences: a prepared ``DecodingProgram``."""

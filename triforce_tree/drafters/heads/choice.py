@@ -8,6 +8,7 @@ from triforce_tree.drafters.base import Drafter
 from triforce_tree.drafters.heads import eagle, medusa
 from triforce_tree.drafters.heads.files import CONFIG, weights_file
 
+NAMES = ("tree", "other_trees", "sinks", "window")
 FILES = (CONFIG, *medusa.FILES, *eagle.FILES)
 
 
@@ -15,14 +16,14 @@ def heads_in(folder: Path, options: Mapping[str, Any]) -> Drafter:
     """The drafter of a folder.
 
     Args:
-        options: of which ``tree`` is used, and by EAGLE-3 ``sinks`` and ``window``.
+        options: of which ``tree`` and ``other_trees`` are used, and by EAGLE-3 ``sinks`` and ``window``.
 
     Raises:
         OSError, ValueError: there are no heads, or they cannot be used.
     """
-    chosen = {name: options[name] for name in ("tree", "sinks", "window") if options.get(name) is not None}
+    chosen = {name: options[name] for name in NAMES if options.get(name) is not None}
     if weights_file(folder, medusa.FILES) is not None:
-        return medusa.Medusa(folder, chosen.get("tree"))
+        return medusa.Medusa(folder, chosen.get("tree"), chosen.get("other_trees", ()))
     if weights_file(folder, eagle.FILES) is not None:
         return eagle.Eagle3(folder, **chosen)
     raise FileNotFoundError(

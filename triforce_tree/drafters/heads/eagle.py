@@ -15,7 +15,7 @@ from triforce_tree.models.hf_model import HFModel
 from triforce_tree.runtime.distributed import broadcast_tensor
 from triforce_tree.runtime.sequence_state import SequenceState
 from triforce_tree.trees.device_shapes import PassLimits
-from triforce_tree.trees.shapes import Shape
+from triforce_tree.trees.shapes import MOST_OTHER_TREES, Shape, parse_shapes
 from triforce_tree.verify.probs import Sampler
 
 FILES = ("model.safetensors", "pytorch_model.bin")
@@ -40,6 +40,7 @@ class Eagle3:
             those that are not there.
         tree: a shape or its name; the default chooses its topology by the head's own probabilities.
         sinks, window: pairs in the cache.
+        other_trees: at most two further shapes, among which decoding chooses.
 
     Raises:
         OSError, ValueError: the folder has no such files, or a size is out of range.
@@ -50,7 +51,12 @@ class Eagle3:
     capturable = True
 
     def __init__(
-        self, folder: str | Path, tree: str | Shape = DEFAULT_TREE, sinks: int = 4, window: int = 512
+        self,
+        folder: str | Path,
+        tree: str | Shape = DEFAULT_TREE,
+        sinks: int = 4,
+        window: int = 512,
+        other_trees: str | Sequence[str | Shape] = (),
     ) -> None:
         self.folder, self.tree = Path(folder), tree
         if not 0 <= sinks <= window or window < 1:
@@ -68,7 +74,10 @@ class Eagle3:
                 f"{str(self.folder)!r} holds no EAGLE-3 head: it has no fc and midlayer (heads of EAGLE 1 "
                 "and 2 read other hidden states, and are not supported)"
             )
-        self._growth = TreeGrowth(tree)
+        self.shapes: tuple[str | Shape, ...] = (tree, *parse_shapes(other_trees, MOST_OTHER_TREES))
+        self._growths = [TreeGrowth(shape) for shape in self.shapes]
+        self._depth = max(growth.depth for growth in self._growths)
+        self._nodes = max(growth.nodes for growth in self._growths)
         self.features: tuple[int, ...] = ()
         self.weight_bytes = 0
 
@@ -84,14 +93,15 @@ class Eagle3:
         self.weight_bytes = self.layer.weight_bytes
 
     def buffer_bytes(self, batch: int, capacity: int, limits: PassLimits) -> dict[str, int]:
-        growth, layer = self._growth, self.layer
+        layer = self.layer
         # As ``bind`` and ``DecodingProgram`` size them.
         slots = self.sinks + self.window + limits.chain + limits.extra + 4 + 1
-        rows = 3 * slots + 2 * growth.nodes
+        rows = 3 * slots + 2 * self._nodes
         cache = batch * layer.kv_heads * rows * layer.head_dim * layer.fc.element_size()
-        hidden = batch * growth.nodes * layer.fc.shape[0] * layer.fc.element_size()
-        angles = 2 * 4 * (self.sinks + self.window + growth.depth + 1) * layer.head_dim
-        return {"drafter's buffers": growth.buffer_bytes(batch) + hidden + angles, "head's cache": cache}
+        hidden = batch * self._nodes * layer.fc.shape[0] * layer.fc.element_size()
+        angles = 2 * 4 * (self.sinks + self.window + self._depth + 1) * layer.head_dim
+        grown = sum(growth.buffer_bytes(batch) for growth in self._growths)
+        return {"drafter's buffers": grown + hidden + angles, "head's cache": cache}
 
     def _feature_layers(self, layers: int) -> list[int]:
         """The three layers whose outputs are fused. In the files j means the input of layer j."""
@@ -106,23 +116,24 @@ class Eagle3:
         return [j - 1 for j in inputs]
 
     def bind(self, state: SequenceState) -> None:
-        self._state, growth, layer = state, self._growth, self.layer
-        growth.bind(state.batch, state.device)
+        self._state, layer = state, self.layer
+        for growth in self._growths:
+            growth.bind(state.batch, state.device)
         # Pairs that one pass of the target can add; provisional ones must not overwrite those in the window.
-        self._fresh = max(state.max_draft_tokens, growth.depth) + 2
+        self._fresh = max(state.max_draft_tokens, self._depth) + 2
         self._ring = self.window + state.max_draft_tokens + state.extra + 4
         self._slots = self.sinks + self._ring
         # One slot more takes what is not to be kept; then the nodes of the tree.
         self._nodes_at = self._slots + 1
-        shape = (state.batch, layer.kv_heads, self._nodes_at + growth.nodes, layer.head_dim)
+        shape = (state.batch, layer.kv_heads, self._nodes_at + self._nodes, layer.head_dim)
         self._keys, self._values = (
             torch.zeros(shape, device=state.device, dtype=layer.fc.dtype) for _ in range(2)
         )
         self._raw_keys = torch.zeros_like(self._keys[:, :, : self._slots + 1])
-        self._cos, self._sin = layer.angles(self.sinks + self.window + growth.depth + 1, state.device)
+        self._cos, self._sin = layer.angles(self.sinks + self.window + self._depth + 1, state.device)
         self._bits = torch.arange(64, device=state.device)
         self._hidden = torch.zeros(
-            state.batch, growth.nodes, layer.fc.shape[0], device=state.device, dtype=layer.fc.dtype
+            state.batch, self._nodes, layer.fc.shape[0], device=state.device, dtype=layer.fc.dtype
         )
 
     def start(self, sequences: Sequence[Sequence[int]]) -> None:
@@ -167,7 +178,7 @@ class Eagle3:
 
     @torch.no_grad()
     def propose(self, state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:
-        growth, layer, end = self._growth, self.layer, state.end[:, None]
+        growth, layer, end = self._growths[tree.shape], self.layer, state.end[:, None]
         growth.begin(state, tree)
         fresh = end + torch.arange(-self._fresh, 0, device=state.device)
         q = self._store(fresh, fresh >= 0)[:, :, -1:]

@@ -15,7 +15,7 @@ from triforce_tree.runtime.distributed import broadcast_tensor
 from triforce_tree.runtime.sequence_state import SequenceState
 from triforce_tree.trees.device_shapes import PassLimits
 from triforce_tree.trees.sequoia import Ranks
-from triforce_tree.trees.shapes import Shape, Static
+from triforce_tree.trees.shapes import MOST_OTHER_TREES, Shape, Static, parse_shapes
 from triforce_tree.verify.probs import Sampler
 
 FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
@@ -49,6 +49,7 @@ class Medusa:
             without its last matrix uses the target's own language model head.
         tree: a shape, its name (``static:0;0.0;1``) or a list of rank paths, at most as deep as there are
             heads; by default ``mc_sim_7b_63``.
+        other_trees: at most two further shapes, among which decoding chooses.
 
     Raises:
         OSError, ValueError: the folder has no such files, or they cannot be used with the tree.
@@ -59,7 +60,12 @@ class Medusa:
     capturable = True
     feature_window = (0, 1)
 
-    def __init__(self, folder: str | Path, tree: str | Shape | Iterable[Sequence[int]] | None = None) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        tree: str | Shape | Iterable[Sequence[int]] | None = None,
+        other_trees: str | Sequence[str | Shape] = (),
+    ) -> None:
         self.folder = Path(folder)
         self._weights = read_weights(self.folder, FILES)
         prefixed = [name for name in self._weights if name.startswith("medusa_head.")]
@@ -78,10 +84,12 @@ class Medusa:
         if tree is not None and not isinstance(tree, str | Shape):
             tree = Static(tree)
         self.tree: str | Shape = medusa_tree(self.heads) if tree is None else tree
-        self._growth = TreeGrowth(self.tree)
-        if self._growth.depth > self.heads:
+        self.shapes: tuple[str | Shape, ...] = (self.tree, *parse_shapes(other_trees, MOST_OTHER_TREES))
+        self._growths = [TreeGrowth(shape) for shape in self.shapes]
+        self._depth = max(growth.depth for growth in self._growths)
+        if self._depth > self.heads:
             raise ValueError(
-                f"the tree has {self._growth.depth} depths, and {str(self.folder)!r} has {self.heads} Medusa "
+                f"the tree has {self._depth} depths, and {str(self.folder)!r} has {self.heads} Medusa "
                 f"heads, one for each; use a tree of at most {self.heads}"
             )
         self.features: tuple[int, ...] = ()
@@ -93,7 +101,7 @@ class Medusa:
         blocks: list[tuple[Tensor, Tensor]] = []
 
         def stacked(name: str, *shape: int) -> Tensor:
-            parts = [self._take(f"{k}.{name}", shape) for k in range(self._growth.depth)]
+            parts = [self._take(f"{k}.{name}", shape) for k in range(self._depth)]
             return torch.stack(parts).to(target.device, target.dtype)
 
         for layer in range(self.layers):
@@ -111,10 +119,11 @@ class Medusa:
         return take(self._weights, name, shape, self.folder)
 
     def buffer_bytes(self, batch: int, capacity: int, limits: PassLimits) -> dict[str, int]:
-        return {"drafter's buffers": self._growth.buffer_bytes(batch)}
+        return {"drafter's buffers": sum(growth.buffer_bytes(batch) for growth in self._growths)}
 
     def bind(self, state: SequenceState) -> None:
-        self._growth.bind(state.batch, state.device)
+        for growth in self._growths:
+            growth.bind(state.batch, state.device)
 
     def start(self, sequences: Sequence[Sequence[int]]) -> None: ...
 
@@ -124,7 +133,7 @@ class Medusa:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``[K, N, V]`` of the first K heads, one for each depth of the tree, of ``[N, hidden_size]``."""
-        x = hidden.expand(self._growth.depth, *hidden.shape)
+        x = hidden.expand(self._depth, *hidden.shape)
         for weight, bias in self._blocks:
             x = x + F.silu(torch.baddbmm(bias, x, weight))
         logits: Tensor = self._own_head(x) if self._last is None else torch.bmm(x, self._last)
@@ -134,8 +143,9 @@ class Medusa:
     def propose(self, state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:
         hidden = state.newest_features(self.features[0], 1)[:, 0]
         logits = broadcast_tensor(self.logits(hidden).contiguous())
-        self._growth.begin(state, tree)
-        for depth, nodes in enumerate(self._growth.frontiers):
+        growth = self._growths[tree.shape]
+        growth.begin(state, tree)
+        for depth, nodes in enumerate(growth.frontiers):
             # All nodes of a depth draw from one distribution, each on its own.
             shared = logits[depth][:, None].expand(-1, nodes.stop - nodes.start, -1)
-            self._growth.place(depth, shared, state, tree, sampler)
+            growth.place(depth, shared, state, tree, sampler)

@@ -1,0 +1,53 @@
+"""What trials of other numbers of levels and of other shapes of trees cost, in texts of any length."""
+
+from typing import Any
+
+import pytest
+from simulated_trees import Simulation
+
+from triforce_tree.decoding.choice.controller import TRIALS, PassController
+from triforce_tree.decoding.choice.passes import PLAIN, PassKind
+
+COSTS: dict[str, Any] = {
+    "gpu": (0.03, lambda nodes: 1.02 + 0.001 * nodes, lambda nodes: 0.25),
+    "cpu": (0.1, lambda nodes: 1 + 0.06 * nodes, lambda nodes: 0.4 + 0.03 * nodes),
+}
+ACCEPTANCE: dict[str, Any] = {
+    "likely": ((0.75, 0.12, 0.05),),
+    "flat": ((0.3, 0.25, 0.2, 0.1),),
+    "changing": lambda made: ((0.8, 0.1),) if made % 256 < 128 else ((0.2, 0.1),),
+}
+
+
+def spent(control: PassController) -> list[float]:
+    """The cost of each trial that a controller makes, in tokens; filled while it chooses."""
+    costs: list[float] = []
+    observe = control.observe
+
+    def noted(kind: PassKind, *counts: Any) -> None:
+        if control._trial is not None and control._trial[0] == kind:
+            costs.append(control._trial[1])
+        observe(kind, *counts)
+
+    control.observe = noted  # type: ignore[method-assign]
+    return costs
+
+
+@pytest.mark.parametrize("levels", [0, 2, 3])
+@pytest.mark.parametrize("cost", COSTS)
+@pytest.mark.parametrize("acceptance", ACCEPTANCE)
+def test_trials_cost_two_per_cent_at_most(levels: int, cost: str, acceptance: str) -> None:
+    tried = 0
+    for tokens in (64, 128, 256, 512, 1024):
+        for seed in range(4):
+            simulated = Simulation(COSTS[cost], ACCEPTANCE[acceptance], levels)
+            control = simulated.controller()
+            costs = spent(control)
+            _, passes = simulated.run(control, tokens, seed)
+            made = sum(count for _, count in passes)
+            # One token may be spent before any was made.
+            assert sum(costs) <= 1 + TRIALS * made + 1e-9
+            tried += len(costs)
+            assert {kind for kind, _ in passes} != {PLAIN}
+    if levels != 2 or cost == "cpu":
+        assert tried, "there are trials"

@@ -1,0 +1,55 @@
+"""Heads that grow trees of several shapes, among which passes choose."""
+
+from itertools import cycle
+from pathlib import Path
+
+import pytest
+from head_folders import eagle_folder, medusa_folder
+from program_cases import GREEDY, NEW, PROMPTS, SMALL, model, reference
+
+from triforce_tree.config import HierarchyConfig
+from triforce_tree.decoding.choice.passes import PassKind
+from triforce_tree.decoding.loop import Decoder
+from triforce_tree.decoding.program import DecodingProgram
+from triforce_tree.decoding.stop_criteria import Ending
+from triforce_tree.drafters.base import drafter_bytes
+from triforce_tree.drafters.heads.choice import heads_in
+from triforce_tree.models.hf_model import HFModel
+from triforce_tree.trees.device_shapes import PassLimits
+
+OTHERS = "chain:3 best-first:5,4"
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle"])
+@pytest.mark.parametrize("levels", [2, 3])
+def test_passes_take_all_shapes_of_heads(kind: str, levels: int, tmp_path: Path) -> None:
+    target = model("llama-gqa")
+    folder = (medusa_folder if kind == "medusa" else eagle_folder)(tmp_path, target)
+    drafter = heads_in(folder, {"tree": "static:0;1;0.0", "other_trees": OTHERS})
+    held = HFModel(target)
+    drafter.attach(held)
+    shapes = drafter.shapes
+    assert shapes == ("static:0;1;0.0", "chain:3", "best-first:5,4")
+    options = {**SMALL, "rounds": None, "tree": shapes[0], "other_trees": shapes[1:]}
+    config = HierarchyConfig.from_options(**options)
+    program = DecodingProgram(held, drafter, config, 1, 150, levels)
+    decoder = Decoder(program, GREEDY, 0, repeatable=True)
+    kinds = cycle(PassKind(levels, 1, shape) for shape in (2, 0, 1))
+    decoder.controller.choose = lambda: next(kinds)
+    decoder.prefill(PROMPTS[:1])
+    new = [t for [block] in decoder.decode(PROMPTS[:1], [Ending(NEW[0])]) for t in block]
+    assert new == reference(target, PROMPTS[0], NEW[0])
+    assert {taken.shape for taken in decoder.passes} == {0, 1, 2}
+    alone = heads_in(folder, {"tree": shapes[0]})
+    alone.attach(held)
+    limits = PassLimits.of(config, levels)
+    several, one = (sum(drafter_bytes(d, 1, 200, limits, 32, 4).values()) for d in (drafter, alone))
+    assert several > one, "memory plans count the buffers of all shapes"
+
+
+def test_heads_refuse_shapes_that_are_too_deep_or_too_many(tmp_path: Path) -> None:
+    folder = medusa_folder(tmp_path, model("llama-gqa"))
+    with pytest.raises(ValueError, match="the tree has 9 depths"):
+        heads_in(folder, {"other_trees": "chain:9"})
+    with pytest.raises(ValueError, match="other_trees names 3 trees"):
+        heads_in(folder, {"other_trees": "chain:1 chain:2 chain:3"})
