@@ -47,7 +47,7 @@ class DecodingProgram:
         offload: how to split the full cache between device and host; None keeps it on the device.
         progress: called with bytes of host memory as they are taken.
         store: KV slots on the device to work on, with whatever they hold; by default new ones.
-        kept: an earlier program's cache to take over, see :class:`FullCache`.
+        kept, prefix: an earlier program's cache, and a prefix to store once, see :class:`FullCache`.
         noise: makes the random numbers of every stage.
 
     Attributes:
@@ -84,6 +84,7 @@ class DecodingProgram:
         store: KVStore | None = None,
         noise: NoiseFactory = Noise,
         kept: FullCache | None = None,
+        prefix: int = 0,
     ) -> None:
         self.target, self.config, self.levels = target, config, levels
         self.batch, self.max_seq_len = batch, max_seq_len
@@ -102,7 +103,8 @@ class DecodingProgram:
         self.runner_ups = levels == 3 and (
             config.runner_ups is not False if compiled else bool(config.runner_ups)
         )
-        self.cache = FullCache(target, config, batch, max_seq_len, levels, offload, progress, store, kept)
+        size = batch, max_seq_len, levels
+        self.cache = FullCache(target, config, *size, offload, progress, store, kept, prefix)
         self.offloaded, self.full_view = self.cache.offloaded, self.cache.view
         self.states = self.cache.states
         self.retrieval_view, self.gathered_view = self.cache.retrieval_view, self.cache.gathered_view

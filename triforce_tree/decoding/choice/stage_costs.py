@@ -291,6 +291,8 @@ def settings_of(
         "context": 1 << (program.max_seq_len - 1).bit_length(),
         "cache on": "device" if transferred is None else "host",
     }
+    if prefix := program.cache.prefix:
+        settings["prefix read once"] = 1 << (prefix - 1).bit_length()
     if transferred is not None:
         # Rounded: free memory, and so the split, differs a little from run to run.
         settings["transferred"] = [
