@@ -14,6 +14,7 @@ import triforce_tree
 from triforce_tree import Engine
 from triforce_tree.decoding import full_cache
 from triforce_tree.decoding.program import DecodingProgram
+from triforce_tree.generation.batch import run
 from triforce_tree.generation.output import GenerateOutput
 from triforce_tree.kv.shared.store import SharedStore
 from triforce_tree.kv.store import KVStore
@@ -110,6 +111,28 @@ def test_texts_are_those_of_each_alone(kind: str, rows: int) -> None:
         assert first == texts()
     assert generated(engine, max_batch=rows) == first
     assert store_of(engine) is store
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("kind", ["three levels", "with variances", "8 bits"])
+def test_level_1_retrieves_as_over_copies(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts would not show it: level 2 verifies them. The budget is a quarter of the text.
+
+    The second batch has a prefix that is shorter than the slots of the first one's.
+    """
+    shorter = [DOCUMENT[:50] + prompt_of(30)[n :: n + 1] for n in range(len(PROMPTS))]
+
+    def counts() -> list[tuple[int, int]]:
+        engine = ENGINES[kind]()
+        outs = [
+            engine.generate(prompts, max_new_tokens=30, do_sample=False, max_batch=3)
+            for prompts in (PROMPTS, shorter)
+        ]
+        return [(level.forwards, level.accepted) for out in outs for level in out.levels]
+
+    once = counts()
+    monkeypatch.setattr(run, "prefix_stored_once", lambda *_: 0)
+    assert once == counts()
 
 
 @pytest.mark.parametrize("bits", [16, 8])
