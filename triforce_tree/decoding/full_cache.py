@@ -98,7 +98,7 @@ class FullCache:
             taken = kept.store if kept is not None else None
             slots = device_slots(target, config, batch, max_seq_len, levels, store, taken, prefix)
             self.store, self.split, self.view, self.retrieval_view, self._rows, self._shared = slots
-        self.means = ChunkMeans(self.retrieval_view, batch, max_seq_len)
+        self.means = ChunkMeans(self.retrieval_view, batch, max_seq_len, target.device)
         self.token_view = self.view
         if target.states is not None:
             self.states = RecurrentStates(target.states, batch, target.device, target.dtype)

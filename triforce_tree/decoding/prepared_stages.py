@@ -9,6 +9,7 @@ from triforce_tree.decoding.stage_set import stages_of, tree_stages
 from triforce_tree.decoding.stages import Stage
 from triforce_tree.runtime.executor import executor
 from triforce_tree.verify.probs import DeviceProbs
+from triforce_tree.verify.seeded import Seeded
 
 if TYPE_CHECKING:
     from triforce_tree.decoding.program import DecodingProgram
@@ -43,6 +44,17 @@ def prepared(program: "DecodingProgram", to_probs: DeviceProbs) -> tuple[Prepare
                 # These are called directly: one run compiles their kernels now, not while decoding.
                 runs[name]()
     return PreparedStages(to_probs, stages, runs, {0}), time.perf_counter() - start
+
+
+def seeded(program: "DecodingProgram") -> Seeded:
+    """What draws for sequences with seeds of their own; from now on the program's stages have it.
+
+    Those of earlier kinds of sampling are dropped. Sequences without a seed draw as before.
+    """
+    if program.seeded is None:
+        program.seeded = program.noise = Seeded(program.state, program.target.vocab_size)
+        program.prepared.clear()
+    return program.seeded
 
 
 def prepare_shape(program: "DecodingProgram", stages: PreparedStages, number: int) -> float:

@@ -33,6 +33,12 @@ PUBLIC = {
 # The names in eval.ruler.TASKS.
 TASKS = ("single", "multi-key", "multi-value", "multi-query", "variables", "common-words", "frequent-words")
 
+# The names in eval.paper.published.
+PAPER = (
+    "table-1", "table-2", "table-3", "table-4", "table-5", "table-6", "table-7", "table-8", "figure-3",
+    "figure-5", "figure-6",
+)  # fmt: skip
+
 
 def add(commands: Any) -> None:
     """Add the command to the subparsers of the command line."""
@@ -45,6 +51,7 @@ def add(commands: Any) -> None:
     _ruler(kinds)
     for name, (what, task) in PUBLIC.items():
         _public(kinds, name, what, task)
+    _paper(kinds)
     _verify(kinds)
     report = add_parser(
         commands,
@@ -136,6 +143,45 @@ def _public(kinds: Any, name: str, what: str, task: str | None) -> None:
         )
     parser.add_argument("--seed", type=int, default=0, help="of all draws")
     _out(parser)
+    add_models(parser)
+    add_hierarchy(parser)
+
+
+def _paper(kinds: Any) -> None:
+    parser = add_parser(
+        kinds,
+        "paper",
+        "triforce_tree.cli.bench.paper",
+        "Measure the tables and figures of TriForce (arXiv 2404.11912) with these models, and show them "
+        "beside the published numbers.",
+    )
+    parser.add_argument(
+        "--items",
+        nargs="+",
+        choices=PAPER,
+        metavar="NAME",
+        help="without it all; table-3 (offloading) is measured where it is named, else read from "
+        "docs/results of a checkout, as table-6 always is; of: " + ", ".join(PAPER),
+    )
+    parser.add_argument(
+        "--context",
+        type=positive,
+        help="tokens of a prompt, which other lengths are scaled with; by default 2048, on a GPU the paper's "
+        "122,880",
+    )
+    parser.add_argument(
+        "--new-tokens", type=positive, help="tokens to generate; by default 32, on a GPU the paper's 256"
+    )
+    parser.add_argument("--prompts", type=positive, default=1, help="different prompts for each cell")
+    parser.add_argument(
+        "--shape",
+        metavar="NAME",
+        help="time the embedded pair inflated to this shape, as in llama-2-7b, or none; by default "
+        "llama-2-7b on a GPU without --target",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of all draws")
+    _out(parser)
+    add_text_source(parser)
     add_models(parser)
     add_hierarchy(parser)
 

@@ -5,6 +5,8 @@ from io import BytesIO
 from typing import Any
 
 from triforce_tree.eval import needle
+from triforce_tree.eval.paper import plots as paper_plots
+from triforce_tree.eval.paper import tables as paper
 from triforce_tree.eval.public.answers import OURS, PLAIN
 from triforce_tree.eval.report.tables import answers_of, cells, speed_of
 from triforce_tree.eval.results import Records
@@ -18,6 +20,8 @@ def png(records: Records) -> bytes | None:
     """The plot of a results file; None where it has nothing to show."""
     from matplotlib.figure import Figure
 
+    if records.settings.get("benchmark") == paper.BENCHMARK:
+        return paper_plots.png(records)
     parts = [part for part in (_speed, _answers, _needle, _tasks) if part(records, None)]
     if not parts:
         return None

@@ -34,12 +34,12 @@ class SharedView(TreeAttentionView):
     ) -> None:
         # Of the prefix, then of each sequence after it.
         self._all_lengths = torch.zeros(1 + store.batch, dtype=torch.int32, device=store.device)
-        self._attention: dict[Heads, PrefixPlan] = {}
+        self._prefix_plans: dict[Heads, PrefixPlan] = {}
         super().__init__(store, queries, mask=mask, depths=depths)
 
     def _plan(self, heads: Heads, mask: Tensor, kv_dtype: torch.dtype) -> Plan:
         self.lengths, store = self._all_lengths[1:], self.store
-        made = self._attention[heads] = PrefixPlan(
+        made = self._prefix_plans[heads] = PrefixPlan(
             heads, mask, store.batch, store.capacity, store.own, self._all_lengths, self.mask, store.dtype,
             kv_dtype,
         )  # fmt: skip
@@ -57,7 +57,7 @@ class SharedView(TreeAttentionView):
         group = self.store.whole[number]
         batch, heads, queries, dim = q.shape
         packed = q.transpose(1, 2).reshape(batch * queries, heads, dim)
-        out, _ = self._attention[group.shape.heads](
+        out, _ = self._prefix_plans[group.shape.heads](
             packed, group.k[place], group.v[place], scale=params.scale, softcap=params.softcap,
             sinks=params.sinks, scales=group.scales_of(place),
         )  # fmt: skip
