@@ -32,7 +32,7 @@ from triforce_tree.models.hidden_states import keep_hidden
 from triforce_tree.models.host.layers import use_fused_layers
 from triforce_tree.models.host.linears import use_few_row_linears
 from triforce_tree.models.length_rope import LengthRope
-from triforce_tree.models.model_copy import shallow_copy, text_decoder
+from triforce_tree.models.model_copy import decoder_layers, listed_layers, shallow_copy
 from triforce_tree.models.recurrent.mixers import attach
 from triforce_tree.models.recurrent.pass_through import PassThrough
 from triforce_tree.models.recurrent.running import RecurrentPass, running
@@ -176,7 +176,7 @@ class StepModel:
         self._recompile_limit: Callable[[], AbstractContextManager[Any]] = nullcontext
         if compiled:
             self._recompile_limit = partial(torch._dynamo.config.patch, recompile_limit=_COMPILED_SHAPES)
-            for layer in decoder_layers(clone):
+            for layer in listed_layers(clone) or ():
                 layer.forward = _compiled(layer.forward)
         if features:
             keep_hidden(clone, decoder_layers(clone), features, self.hidden.__setitem__)
@@ -289,25 +289,6 @@ def _no_attention(layer: int, q: Tensor, k: Tensor, v: Tensor, params: Attention
 
 def _streams_experts(model: HFModel) -> bool:
     return model.streamed is not None and bool(expert_modules(model.model))
-
-
-def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The ``ModuleList`` of decoder layers, found by its length. Encoders of images may have one as long.
-
-    Raises:
-        ValueError: there is none.
-    """
-    count = model.config.get_text_config(decoder=True).num_hidden_layers
-    modules = text_decoder(model).modules()
-    found = [module for module in modules if isinstance(module, nn.ModuleList) and len(module) == count]
-    if found:
-        # Modules that cache keys and values know their layer's index; those of encoders do not.
-        return max(found, key=lambda layers: _indexed(layers[0]))
-    raise ValueError(f"{type(model).__name__} has no list of its {count} decoder layers")
-
-
-def _indexed(layer: nn.Module) -> bool:
-    return any(getattr(module, "layer_idx", None) is not None for module in layer.modules())
 
 
 def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from triforce_tree.cli.bench.machine import arguments as machine
 from triforce_tree.cli.groups import add_hierarchy, add_models, add_parser, add_text_source
 from triforce_tree.cli.parsing import depth, positive, temperature
 
@@ -43,7 +44,9 @@ PAPER = (
 def add(commands: Any) -> None:
     """Add the command to the subparsers of the command line."""
     bench = commands.add_parser(
-        "bench", help="Measure speed (text), accuracy (needle, ruler), or both (public data sets)."
+        "bench",
+        help="Measure speed (text, batch, offload), accuracy (needle, ruler), both (public data sets), "
+        "kernels, or texts that branch (workloads).",
     )
     kinds = bench.add_subparsers(required=True, metavar="kind")
     _text(kinds)
@@ -51,6 +54,7 @@ def add(commands: Any) -> None:
     _ruler(kinds)
     for name, (what, task) in PUBLIC.items():
         _public(kinds, name, what, task)
+    machine.add(kinds)
     _paper(kinds)
     _verify(kinds)
     report = add_parser(

@@ -7,6 +7,7 @@ from typing import Any
 from triforce_tree.eval.baselines import BASELINES, LOSSY
 from triforce_tree.eval.paper import tables as paper
 from triforce_tree.eval.public.answers import ANSWER, OURS, PLAIN
+from triforce_tree.eval.report import machine
 from triforce_tree.eval.report.table import Place as Place
 from triforce_tree.eval.report.table import Table as Table
 from triforce_tree.eval.results import Record, Records, speed_rows
@@ -17,14 +18,14 @@ def tables(records: Records) -> list[Table]:
     if records.settings.get("benchmark") == paper.BENCHMARK:
         return paper.tables(records)
     made = [make(records) for make in (_speed, _answers, _needle, _ruler)]
-    return [table for table in made if table.rows]
+    return [table for table in made if table.rows] + machine.tables(records)
 
 
 def cells(records: Records) -> dict[Place, dict[str, float]]:
     """The figures of each cell: what a reader's own run is compared by."""
     if records.settings.get("benchmark") == paper.BENCHMARK:
         return paper.cells(records)
-    found: dict[Place, dict[str, float]] = {}
+    found = machine.cells(records)
     for row in speed_of(records):
         place = (("tokens", f"{row['context']:,}"), *_at(row), ("method", row["method"]))
         ratio = row["speedup_vs_best_baseline"]

@@ -28,7 +28,7 @@ from triforce_tree.models.experts.modules import (
     is_fused,
     routing,
 )
-from triforce_tree.models.step_model import decoder_layers
+from triforce_tree.models.model_copy import decoder_layers
 
 _ALIGNMENT = 256
 # Widest words first: their loads are as wide as the layout allows.
