@@ -153,11 +153,12 @@ class Engine:
             self.hierarchy.config = self._config
             return self.hierarchy.plan_memory([prompt_tokens], new_tokens, self._given)
 
-    def _choose_settings(self, temperature: float, prompts: list[list[int]], new_tokens: int) -> Entry | None:
+    def _choose_settings(
+        self, temperature: float, prompts: list[list[int]], new_tokens: int, prefix: int = 0
+    ) -> Entry | None:
         """Plan the memory; apply the device's defaults, and the profile's entry for these prompts if any."""
-        self.hierarchy.config = self._config
-        self.hierarchy.adopt_memory_plan([len(p) for p in prompts], new_tokens, self._given)
-        hierarchy = self.hierarchy
+        hierarchy, self.hierarchy.config = self.hierarchy, self._config
+        hierarchy.adopt_memory_plan([len(p) for p in prompts], new_tokens, self._given, prefix)
         # Both are measured with the full cache and all weights on the device.
         if hierarchy.offloads or hierarchy.target.streamed is not None:
             return None
@@ -313,12 +314,13 @@ class Engine:
         chosen = distributed.broadcast_object(int(torch.randint(2**62, ())) if seed is None else seed)
         longest = sorted(prompts, key=len)[-most:]
         coming = max(new_tokens, self._room - len(longest[-1]))
-        entry = self._choose_settings(job.temperature, longest, coming)
+        hierarchy.config, prefix = self._config, how.prefix(hierarchy, prompts, self._reuse)
+        entry = self._choose_settings(job.temperature, longest, coming, prefix())
         self._notices.tell(to_probs.reading_text, job.config, len(prompts), hierarchy.target.device)
         whole = hierarchy.offloads or self._config.context_parallel > 1
         if not hierarchy.together(to_probs, prompts) or (whole and most < len(prompts)):
             raise OneByOneError
-        rows = how.rows(hierarchy, most, len(longest[-1]), coming)
+        rows = how.rows(hierarchy, most, len(longest[-1]), coming, prefix())
         kept_on = torch.device("cpu") if hierarchy.offloads else job.input_ids.device
         names = job.outputs | ({"logprobs"} if how.logprobs else set())
         scores = EmittedScores(names, to_probs, prompts, kept_on) if names else None
@@ -333,7 +335,7 @@ class Engine:
                 alike = [each if len(each) >= least else first[0] for each in sequences]
                 room = most_tokens - max(map(len, alike))
                 reuse: Reuse = "all" if len(sequences) > len(first) else self._reuse
-                program = hierarchy.program(alike, room, how.pinned, reuse)
+                program = hierarchy.program(alike, room, how.pinned, reuse, prefix() if rows > 1 else 0)
                 most_tokens = program.max_seq_len
                 return Decoder(program, to_probs, chosen, seed is not None, number, seeds)
 

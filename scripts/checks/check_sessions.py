@@ -1,4 +1,4 @@
-"""Check kept prefixes and sessions where they run: bits of a cold prefill, texts, saved files, times.
+"""Check kept and common prefixes and sessions where they run: bits of a cold prefill, texts, files, times.
 
     python -m scripts.checks.check_sessions --prompt 60000
     python -m scripts.checks.check_sessions --dtype float32 --prompt 20000
@@ -74,6 +74,35 @@ def session_text(engine: Engine, cold: Engine, text: list[int], prompt: int, new
     }
 
 
+def questions_together(
+    engine: Engine, cold: Engine, text: list[int], prompt: int, new: int
+) -> dict[str, Any]:
+    """Questions about one document, then about its first half, in batches of three rows; each is as alone.
+
+    Where the cache is on the device, the document is stored once, and the second batch runs the same stages.
+    """
+    how: dict[str, Any] = {"max_new_tokens": new, "do_sample": False, "seed": 0}
+    equal, prefixes, programs = [], [], []
+    for common in (prompt, prompt // 2):
+        asked = [[*text[:common], *text[prompt + at : prompt + 2 * at + 150]] for at in (0, 200, 500, 30)]
+        out = engine.generate(asked, max_batch=3, **how)
+        program = engine.hierarchy.last_program
+        assert program is not None
+        prefixes.append(program.cache.prefix)
+        programs.append(program)
+        for row, question in zip(out.sequences.tolist(), asked, strict=True):
+            alone = cold.generate(question, **how).sequences[0].tolist()
+            equal.append(row[-new:] == alone[-new:])
+    exact = engine.hierarchy.target.dtype == torch.float32
+    on_device = not engine.hierarchy.offloads
+    stored = prefixes[0] > prefixes[1] > 0 and programs[0] is programs[1] if on_device else not any(prefixes)
+    return {
+        "passed": stored and (all(equal) or not exact),
+        "texts_equal": equal,
+        "stored_once": prefixes,
+    }
+
+
 def main(words: Sequence[str] | None = None) -> int:
     made = parser(__doc__)
     made.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="of torch")
@@ -89,7 +118,7 @@ def main(words: Sequence[str] | None = None) -> int:
     text = token_ids(warm.tokenizer, pydoc_text())
     for name, options in CACHES.items():
         cold_engine = cold.with_options(prefix_cache=False, **options)
-        for check in (whole_chunks, session_text):
+        for check in (whole_chunks, session_text, questions_together):
             engine = warm.with_options(**options)
             report.attempt(
                 f"{check.__name__}, {name}",

@@ -146,3 +146,17 @@ def test_whole_requests_are_measured(script: Any, tmp_path: Path) -> None:
         assert row["speedup"] == row["plain"]["seconds"] / row["seconds"]
     [table] = tables.TABLES.values()
     assert f"| {second['prompt_tokens']:,} | {second['reused_tokens']:,} |" in table.make(content)
+
+
+def test_a_shared_prefix_is_measured(script: Any, tmp_path: Path) -> None:
+    """Both layouts answer alike; the one that stores the document once takes less memory."""
+    words = ["--tiny", "--shape", "llama-2-7b", "--questions", "3", "--runs", "1", "--levels", "1"]
+    shared_prefix = script("benchmarks.requests.shared_prefix")
+    assert shared_prefix.main([*words, "--out", str(tmp_path)]) == 0
+    once, copied = json.loads((tmp_path / shared_prefix.FILE).read_text())["rows"]
+    assert (once["stored_once"], once["prefix"], once["rows"]) == (True, 384, 3)
+    assert (copied["stored_once"], copied["prefix"], copied["rows"]) == (False, 0, 3)
+    assert once["bytes"] < copied["bytes"]
+    for row in (once, copied):
+        assert row["same_tokens"] == row["all_tokens"] == 3 * 8
+        assert row["ms_per_step"] > 0

@@ -11,6 +11,7 @@ import torch
 
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.full_cache import FullCache
+from triforce_tree.decoding.memory.new_plan import new_plan
 from triforce_tree.decoding.oom_retry import with_or_without
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.base import Drafter
@@ -18,16 +19,12 @@ from triforce_tree.drafters.draft_level import DraftLevel
 from triforce_tree.drafters.token_map import TokenMap
 from triforce_tree.kv.cached_tokens import Reuse
 from triforce_tree.kv.kept_prefixes import KeptPrefixes
-from triforce_tree.kv.offload.host_attention import host_attends
 from triforce_tree.kv.offload.offloaded_cache import one_shape
 from triforce_tree.loading.load_guard import compare_at_load
 from triforce_tree.models.few_row import check_low_bits
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.recurrent.limits import within_limits
-from triforce_tree.planning import memory_map, memory_plan
-from triforce_tree.planning.machine import host_rate, measured
-from triforce_tree.planning.memory_layout import levels_of
-from triforce_tree.planning.memory_map import Sizes
+from triforce_tree.planning.memory_layout import Workload, levels_of
 from triforce_tree.planning.memory_plan import MemoryPlan
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.executor import free_memory
@@ -157,15 +154,17 @@ class Hierarchy:
         mixed = rope is not None and rope.mixed([len(p) for p in prompts])
         return len(prompts) == 1 or (to_probs.context_free and not mixed)
 
-    def adopt_memory_plan(self, lengths: Sequence[int], new_tokens: int, given: Collection[str] = ()) -> None:
+    def adopt_memory_plan(
+        self, lengths: Sequence[int], new_tokens: int, given: Collection[str] = (), prefix: int = 0
+    ) -> None:
         """Take up the plan of :meth:`plan_memory` with its settings; raises what that does."""
         self.memory = None
-        self.memory = self.plan_memory(lengths, new_tokens, given)
+        self.memory = self.plan_memory(lengths, new_tokens, given, prefix)
         if self.memory is not None:
             self.config = self.memory.config
 
     def plan_memory(
-        self, lengths: Sequence[int], new_tokens: int, given: Collection[str] = ()
+        self, lengths: Sequence[int], new_tokens: int, given: Collection[str] = (), prefix: int = 0
     ) -> MemoryPlan | None:
         """Decide where the KV slots of these prompts are kept; None where nothing may be offloaded.
 
@@ -175,6 +174,7 @@ class Hierarchy:
         Args:
             lengths: tokens of each prompt.
             given: names of options that stay as they are.
+            prefix: tokens that all prompts have in common and that are stored once, where on the device.
 
         Raises:
             DoesNotFitError: memory is short.
@@ -182,11 +182,11 @@ class Hierarchy:
         """
         if not self.config.offloads:
             return None
-        key = (self.config, len(lengths), frozenset(given))
+        key = (self.config, len(lengths), frozenset(given), prefix)
         plan = self._kept_plan(key, lengths, new_tokens)
         if plan is None:
             self.release()
-            plan = self._new_plan(given, len(lengths), max(lengths), new_tokens)
+            plan = self._new_plan(given, Workload(len(lengths), max(lengths), new_tokens, prefix))
         self._planned = (key, plan)
         if plan.offload is None:
             return plan
@@ -195,29 +195,12 @@ class Hierarchy:
         # The cache of a shorter prompt is small, and stays on the device.
         return plan if min(lengths) >= least_prompt(plan.config, levels, offloaded=True) else None
 
-    def _new_plan(self, given: Collection[str], batch: int, prompt: int, new_tokens: int) -> MemoryPlan:
-        target, config = self.target, self.config
-        max_seq_len = self._rounded(prompt + new_tokens)
+    def _new_plan(self, given: Collection[str], workload: Workload) -> MemoryPlan:
+        config, max_seq_len = self.config, self._rounded(workload.max_seq_len)
         if config.levels == "auto" and not self._retrieves(max_seq_len):
             config = replace(config, levels=2)
-        sizes = Sizes.of(target, self.draft, config, self.drafter() if config.levels != 1 else None)
-        weights = sum(memory_map.device_bytes(m) for m in (target, self.draft) if m) + sizes.heads_bytes
-        streamed = target.streamed.bytes if target.streamed is not None else 0
-        machine = measured(target.device, weights, config.gpu_bytes, streamed, config.host_bytes)
-
-        def planned() -> MemoryPlan:
-            # Of the rounded length, so that the buffers serve longer sequences too; else of the exact one.
-            try:
-                return memory_plan.plan(sizes, machine, config, given, batch, prompt, max_seq_len - prompt)
-            except memory_plan.DoesNotFitError:
-                return memory_plan.plan(sizes, machine, config, given, batch, prompt, new_tokens)
-
-        plan = planned()
-        if host_attends(target, config.host_attention) and plan.offload is not None:
-            # Measured only where something is offloaded: it takes a second.
-            machine = replace(machine, host_attention=host_rate(target.heads, target.dtype, target.device))
-            plan = planned()
-        return plan
+        drafter = self.drafter() if config.levels != 1 else None
+        return new_plan(self.target, self.draft, drafter, config, given, workload, max_seq_len)
 
     def _kept_plan(self, key: object, lengths: Sequence[int], new_tokens: int) -> MemoryPlan | None:
         """The last plan, where its program serves these prompts too."""
@@ -267,31 +250,34 @@ class Hierarchy:
     def program(
         self,
         prompts: Sequence[Sequence[int]], new_tokens: int,
-        pinned: Callable[[int], None] | None = None, reuse: Reuse = "none",
+        pinned: Callable[[int], None] | None = None, reuse: Reuse = "none", prefix: int = 0,
     ) -> DecodingProgram:  # fmt: skip
         """A program for these prompts: the last one where it serves, else a new one.
 
         Args:
             pinned: called with bytes of host memory as they are taken.
-            reuse: a new program takes over what the last one holds of these prompts, if anything, where both
-                have their caches on the device.
+            reuse: a new program takes over what the last one holds of these prompts, where both caches are on
+                the device.
+            prefix: tokens that all prompts have in common, to be stored once (``kv/shared``).
         """
         batch, max_seq_len = len(prompts), max(len(p) for p in prompts) + new_tokens
         rounded = self._rounded(max_seq_len)
         levels = self.levels(min(len(p) for p in prompts), rounded)
         split = self.memory.offload if self.memory is not None else None
+        prefix = prefix if split is None else 0
         wanted = (self.config, batch, levels, split, self.target.parameter_ids)
         kept_cache: list[FullCache] = []
         if self._program is not None:
             kept, program = self._program
             if (
                 kept == wanted
-                and program.max_seq_len >= max_seq_len
+                and program.cache.fits(max_seq_len, prefix)
                 and not program.closed
                 and self._binds(program)
             ):
+                program.cache.prefix = prefix
                 return program
-            if split is None and program.cache.worth_keeping(self.config, prompts, reuse):
+            if split is None and program.cache.worth_keeping(self.config, prompts, reuse, prefix):
                 kept_cache.append(program.cache)
             else:
                 program.cache.keep_prefixes()
@@ -307,7 +293,9 @@ class Hierarchy:
             self.target.streamed.keep_experts(self.memory.resident_experts)
         drafter = self.drafter() if levels > 1 else None
         settings = (self.target, drafter, self.config, batch, rounded, levels, split, pinned)
-        program = with_or_without(kept_cache, lambda cache: DecodingProgram(*settings, kept=cache))
+        program = with_or_without(
+            kept_cache, lambda cache: DecodingProgram(*settings, kept=cache, prefix=prefix)
+        )
         if limit := self.config.prefix_bytes:
             self.prefixes.bound(limit)
             program.cache.exchange_with(self.prefixes)

@@ -1,18 +1,27 @@
 """What a program allocates on the device: KV slots, buffers of its sequences, level 1's own weights."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
 
-from triforce_tree.config import HierarchyConfig
+from triforce_tree.config import NO_OFFLOAD, HierarchyConfig
 from triforce_tree.decoding.choice.tree_acceptance import MOST_RANKS
 from triforce_tree.decoding.stages import FullView
 from triforce_tree.drafters.base import Drafter, features_of
+from triforce_tree.kv.offload.gathered_retrieval import GatheredRetrievalView
+from triforce_tree.kv.offload.host_store import Offload
+from triforce_tree.kv.offload.offloaded_cache import OffloadedCache
+from triforce_tree.kv.offload.offloaded_view import StreamedView
+from triforce_tree.kv.parallel.prefill import SplitSequenceRows
 from triforce_tree.kv.parallel.split import SequenceSplit
 from triforce_tree.kv.parallel.store import SplitStore, split_of
 from triforce_tree.kv.parallel.views import SplitRetrievalView, SplitView, share_of
+from triforce_tree.kv.prefill import SequenceRows
+from triforce_tree.kv.shared.prefill import SharedSequenceRows
+from triforce_tree.kv.shared.store import SharedStore
+from triforce_tree.kv.shared.views import SharedRetrievalView, SharedView
 from triforce_tree.kv.store import KVStore
 from triforce_tree.kv.tree_attention_view import PagedRetrievalView, TreeAttentionView
 from triforce_tree.kv.view import ChunkedView
@@ -24,12 +33,14 @@ from triforce_tree.trees.device_shapes import DeviceTreeShape, PassLimits, tree_
 
 
 class DeviceSlots(NamedTuple):
-    """Slots and views of them; see ``FullCache`` for each."""
+    """Slots and views of them; see ``FullCache`` for each. ``rows`` makes a sequence's cache for prefill."""
 
     store: KVStore
     split: SplitStore | None
     view: FullView
     retrieval_view: ChunkedView | None
+    rows: Callable[..., SequenceRows] = SequenceRows
+    shared: SharedStore | None = None
 
 
 def device_slots(
@@ -40,11 +51,13 @@ def device_slots(
     levels: int,
     store: KVStore | None,
     kept: KVStore | None,
+    prefix: int = 0,
 ) -> DeviceSlots:
     """The slots of a full cache on the device, and the views of its levels.
 
     Args:
         store: to work on; by default ``kept`` where it serves, else a new one.
+        prefix: most tokens of a common prefix that is stored once, in a new store; 0 for none.
 
     Raises:
         ValueError: a store that is too small, of other bits, or cannot be paged by chunks; settings under
@@ -53,6 +66,8 @@ def device_slots(
     split = split_of(target, config)
     if split is not None:
         return _over_ranks(target, config, batch, max_seq_len, levels, split)
+    if prefix:
+        return _with_prefix(target, config, batch, max_seq_len, levels, prefix)
     retrieval, limits = config.retrieval, PassLimits.of(config, levels)
     page = retrieval.chunk if levels == 3 else 64
     scratch = limits.scratch_slots
@@ -84,6 +99,34 @@ def device_slots(
     return DeviceSlots(own, None, view, retrieval_view)
 
 
+def offloaded_slots(
+    target: HFModel,
+    config: HierarchyConfig,
+    batch: int,
+    max_seq_len: int,
+    levels: int,
+    offload: Offload,
+    pinned: Callable[[int], None] | None,
+) -> tuple[OffloadedCache, FullView, GatheredRetrievalView | None]:
+    """An offloaded cache, and the views of its levels; arguments and errors as of ``FullCache``."""
+    retrieval, limits = config.retrieval, PassLimits.of(config, levels)
+    if config.kv_bits != 16:
+        raise ValueError(f"kv_bits={config.kv_bits} is for a cache on the device; {NO_OFFLOAD}")
+    recent = slots = page = 0
+    if levels == 3:
+        recent, page = retrieval.recent, retrieval.chunk
+        slots = (retrieval.budget - recent) // page * page
+    offloaded = OffloadedCache(
+        target, batch, max_seq_len, recent, limits.scratch_slots, slots, page,
+        retrieval.columns(target.heads.dim), offload, pinned,
+    )  # fmt: skip
+    gathered = None
+    if levels == 3:
+        shape = tree_shapes(config)[0]
+        gathered = GatheredRetrievalView(offloaded, shape.nodes, retrieval, shape.depths)
+    return offloaded, partial(StreamedView, offloaded), gathered
+
+
 def _over_ranks(
     target: HFModel, config: HierarchyConfig, batch: int, max_seq_len: int, levels: int, own: SequenceSplit
 ) -> DeviceSlots:
@@ -98,7 +141,35 @@ def _over_ranks(
         shape = tree_shapes(config)[0]
         growth = limits.max_draft_tokens + 1 + limits.nodes - shape.nodes
         retrieval_view = SplitRetrievalView(split, shape.nodes, retrieval, growth, shape.depths)
-    return DeviceSlots(split.whole, split, partial(SplitView, split), retrieval_view)
+    rows = partial(SplitSequenceRows, split)
+    return DeviceSlots(split.whole, split, partial(SplitView, split), retrieval_view, rows)
+
+
+def _with_prefix(
+    target: HFModel, config: HierarchyConfig, batch: int, max_seq_len: int, levels: int, prefix: int
+) -> DeviceSlots:
+    retrieval, limits = config.retrieval, PassLimits.of(config, levels)
+    scratch, page = limits.scratch_slots, prefix_unit(config, levels)
+    slots = max(max_seq_len + scratch, retrieval.budget if levels == 3 else 0)
+    store = SharedStore(
+        target.kv_layers, batch, prefix, slots - prefix, target.device, target.dtype, page, scratch,
+        config.kv_bits,
+    )  # fmt: skip
+
+    def view(queries: int, mask: Tensor | None, depths: Sequence[int] | None) -> SharedView:
+        return SharedView(store, queries, mask, depths)
+
+    retrieval_view = None
+    if levels == 3:
+        shape = tree_shapes(config)[0]
+        growth = limits.max_draft_tokens + 1 + limits.nodes - shape.nodes
+        retrieval_view = SharedRetrievalView(store, shape.nodes, retrieval, growth, shape.depths)
+    return DeviceSlots(store, None, view, retrieval_view, SharedSequenceRows, store)
+
+
+def prefix_unit(config: HierarchyConfig, levels: int) -> int:
+    """What the tokens of a common prefix are a multiple of: the page of tables."""
+    return config.retrieval.chunk if levels == 3 else 1
 
 
 def new_state(

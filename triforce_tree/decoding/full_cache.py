@@ -2,11 +2,10 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 
-from triforce_tree.config import NO_OFFLOAD, HierarchyConfig
+from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.chunk_means import ChunkMeans
-from triforce_tree.decoding.device_slots import device_slots
+from triforce_tree.decoding.device_slots import device_slots, offloaded_slots
 from triforce_tree.decoding.stages import FullView
 from triforce_tree.kv.cached_tokens import CachedTokens, Reuse
 from triforce_tree.kv.kept_prefixes import KeptPrefixes, PrefixExchange
@@ -14,11 +13,10 @@ from triforce_tree.kv.marks import Marks
 from triforce_tree.kv.offload.gathered_retrieval import GatheredRetrievalView
 from triforce_tree.kv.offload.host_store import Offload
 from triforce_tree.kv.offload.offloaded_cache import OffloadedCache
-from triforce_tree.kv.offload.offloaded_view import StreamedView
-from triforce_tree.kv.parallel.prefill import SplitSequenceRows
 from triforce_tree.kv.parallel.store import SplitStore
-from triforce_tree.kv.prefill import SequenceRows, chunk_tokens, prefill
+from triforce_tree.kv.prefill import chunk_tokens, prefill
 from triforce_tree.kv.recurrent_states import RecurrentStates, with_states
+from triforce_tree.kv.shared.store import SharedStore, leading
 from triforce_tree.kv.shared_prefix import copy_prefix
 from triforce_tree.kv.store import KVStore
 from triforce_tree.kv.view import ChunkedView
@@ -26,7 +24,7 @@ from triforce_tree.models.hf_model import HFModel
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.features import Features
 from triforce_tree.runtime.stats import Progress
-from triforce_tree.trees.device_shapes import PassLimits, tree_shapes
+from triforce_tree.trees.device_shapes import PassLimits
 
 
 class FullCache:
@@ -44,8 +42,10 @@ class FullCache:
         kept: an earlier cache of the same target and bits, and of no larger batch, which must not be used any
             more. What it holds on the device is taken over: its memory where this cache fits into it, else a
             copy.
+        prefix: most tokens of a common prefix of all sequences that is stored once; 0 for none.
 
     Attributes:
+        prefix: tokens that the prompts of the next prefill have in common, where a prefix is stored once.
         cached, marks: which tokens are in the cache, and where it can be continued.
         store: the slots on the device; None where the cache is offloaded.
         split: slots that several ranks keep; None where each keeps all of them. ``store`` then has the layers
@@ -73,6 +73,7 @@ class FullCache:
         pinned: Callable[[int], None] | None = None,
         store: KVStore | None = None,
         kept: "FullCache | None" = None,
+        prefix: int = 0,
     ) -> None:
         self._target, self._batch, self._max_seq_len = target, batch, max_seq_len
         self._arrangement = self._weights_at()
@@ -84,17 +85,19 @@ class FullCache:
         self.store: KVStore | None = None
         self.offloaded: OffloadedCache | None = None
         self.split: SplitStore | None = None
+        self._shared: SharedStore | None = None
+        self.prefix, self._offered = prefix, 0
         self.retrieval_view: ChunkedView | None = None
         self.gathered_view: GatheredRetrievalView | None = None
         self.states: RecurrentStates | None = None
         self.view: FullView
         if offload is not None:
-            self._offload(config, levels, offload, pinned)
+            made = offloaded_slots(target, config, batch, max_seq_len, levels, offload, pinned)
+            self.offloaded, self.view, self.gathered_view = made
         else:
-            made = device_slots(
-                target, config, batch, max_seq_len, levels, store, kept.store if kept is not None else None
-            )
-            self.store, self.split, self.view, self.retrieval_view = made
+            taken = kept.store if kept is not None else None
+            slots = device_slots(target, config, batch, max_seq_len, levels, store, taken, prefix)
+            self.store, self.split, self.view, self.retrieval_view, self._rows, self._shared = slots
         self.means = ChunkMeans(self.retrieval_view, batch, max_seq_len, target.device)
         self.token_view = self.view
         if target.states is not None:
@@ -105,33 +108,21 @@ class FullCache:
         if kept is not None and offload is None:
             self._take_over(kept)
 
-    def _offload(
-        self,
-        config: HierarchyConfig,
-        levels: int,
-        offload: Offload,
-        pinned: Callable[[int], None] | None,
-    ) -> None:
-        retrieval, limits = config.retrieval, self._limits
-        if config.kv_bits != 16:
-            raise ValueError(f"kv_bits={config.kv_bits} is for a cache on the device; {NO_OFFLOAD}")
-        recent = slots = page = 0
-        if levels == 3:
-            recent, page = retrieval.recent, retrieval.chunk
-            slots = (retrieval.budget - recent) // page * page
-        self.offloaded = OffloadedCache(
-            self._target, self._batch, self._max_seq_len, recent, limits.scratch_slots, slots, page,
-            retrieval.columns(self._target.heads.dim), offload, pinned,
-        )  # fmt: skip
-        self.view = partial(StreamedView, self.offloaded)
-        if levels == 3:
-            shape = tree_shapes(config)[0]
-            self.gathered_view = GatheredRetrievalView(self.offloaded, shape.nodes, retrieval, shape.depths)
+    def worth_keeping(
+        self, config: HierarchyConfig, prompts: Sequence[Sequence[int]], reuse: Reuse, prefix: int = 0
+    ) -> bool:
+        """Whether another cache, on the device, may take over what this one holds of these prompts.
 
-    def worth_keeping(self, config: HierarchyConfig, prompts: Sequence[Sequence[int]], reuse: Reuse) -> bool:
-        """Whether another cache, on the device, may take over what this one holds of these prompts."""
-        alike = self._batch <= len(prompts) and self.store is not None and self.store.bits == config.kv_bits
-        if not alike or distributed.current() is not None:
+        ``prefix``: as for that cache. If it stores one, it takes over the prefix alone, of the sequence that
+        holds most of it.
+        """
+        if self.store is None or self.store.bits != config.kv_bits or distributed.current() is not None:
+            return False
+        if prefix:
+            found = [self.cached.common(b, prompts[0], "chunks") for b in range(self._batch)]
+            self._offered = max(range(self._batch), key=found.__getitem__)
+            return found[self._offered] > 0
+        if self._shared is not None or self._batch > len(prompts):
             return False
         return any(self.cached.common(b, prompt, reuse) for b, prompt in enumerate(prompts[: self._batch]))
 
@@ -139,13 +130,21 @@ class FullCache:
         """Take up what an earlier cache holds."""
         assert self.store is not None
         assert kept.store is not None
+        self._computed_by = kept._computed_by
+        if self._shared is not None:
+            b, groups, count = kept._offered, kept.store.groups, kept.cached.whole[kept._offered]
+            if kept._shared is not None:
+                groups, count = kept._shared.whole, min(count, kept._shared.length)
+            tokens = kept.cached.held[b][:count] if kept.cached.chunk == self.cached.chunk else []
+            b = 0 if kept._shared is not None else b
+            self._shared.take_prefix(leading(groups, b, len(tokens)), tokens, self.cached)
+            return
         lengths = [len(tokens) for tokens in kept.cached.held]
         if self.store.memory is not kept.store.memory:
             copied = [self.store.take(kept.store, b, length) for b, length in enumerate(lengths)]
             lengths = [n if done else 0 for n, done in zip(lengths, copied, strict=True)]
         if self.states is not None and kept.states is not None:
             self.states.take(kept.states)
-        self._computed_by = kept._computed_by
         self.cached.take(kept.cached, lengths)
         self.means.update_all()
 
@@ -187,6 +186,8 @@ class FullCache:
         """
         first, now = row or 0, self._target.function_key()
         newest = features.history if features is not None else 0
+        if self._shared is not None and row is None:
+            self._shared.share(self.prefix, self.cached, prompts)
         # What other sequences hold of other weights is not to be copied.
         shares = reuse != "none" and self.states is None and self.split is None
         shares = shares and self._computed_by in (None, now)
@@ -214,7 +215,6 @@ class FullCache:
                     )
                 else:
                     assert self.store is not None
-                    rows = partial(SplitSequenceRows, self.split) if self.split else SequenceRows
                     for b, prompt in enumerate(prompts, first):
                         start = own[b - first]
                         if shares:
@@ -222,7 +222,7 @@ class FullCache:
                             starts[b - first] = start
                         prefill(
                             self._target, self.store, b, list(prompt[:-1]), self._prefill_chunk, progress,
-                            self.states, start, features, rows,
+                            self.states, start, features, self._rows,
                         )  # fmt: skip
                         self.cached.fed(b, prompt, start)
         except BaseException:
@@ -239,7 +239,7 @@ class FullCache:
 
     def exchange_with(self, prefixes: KeptPrefixes) -> None:
         """From now on keep copies of texts before they are overwritten, where :class:`PrefixExchange` can."""
-        if self.states is None and distributed.current() is None:
+        if self.states is None and self._shared is None and distributed.current() is None:
             self._exchange = PrefixExchange.of(prefixes, self.store, self.cached, self.means)
 
     def keep_prefixes(self) -> None:
@@ -262,6 +262,11 @@ class FullCache:
         self.cached.whole[0] = whole
         self._computed_by = self._target.function_key()
         self.means.update_all()
+
+    def fits(self, max_seq_len: int, prefix: int) -> bool:
+        """Whether sequences of so many tokens fit, ``prefix`` of them common and stored once, or 0."""
+        once = self._shared is not None and self._shared.fits(max_seq_len, prefix)
+        return max_seq_len <= self._max_seq_len and (once or (not prefix and self._shared is None))
 
     def forget(self) -> None:
         """Reuse nothing of what the cache holds."""

@@ -48,7 +48,7 @@ class DecodingProgram:
         offload: how to split the full cache between device and host; None keeps it on the device.
         progress: called with bytes of host memory as they are taken.
         store: KV slots on the device to work on, with whatever they hold; by default new ones.
-        kept: an earlier program's cache to take over, see :class:`FullCache`.
+        kept, prefix: an earlier program's cache, and a prefix to store once, see :class:`FullCache`.
         noise: makes the random numbers of every stage.
 
     Attributes:
@@ -56,8 +56,7 @@ class DecodingProgram:
         state: tokens, lengths and draft chains of the batch.
         full: the target, as levels 2 and plain decoding run it.
         retrieval_model: the target as level 1 runs it; only with three levels.
-        states: of the target's recurrent layers; None where it has none.
-        full_view, offloaded, retrieval_view, gathered_view: see :class:`FullCache`.
+        states, full_view, offloaded, retrieval_view, gathered_view: see :class:`FullCache`.
         shapes: of the drafter's trees, the configured one first. The stages of the others are made and
             captured by :meth:`prepare_shape`, where a pass first takes them.
         max_draft_tokens: most tokens that are proposed to level 2 in a line.
@@ -86,6 +85,7 @@ class DecodingProgram:
         store: KVStore | None = None,
         noise: NoiseFactory = Noise,
         kept: FullCache | None = None,
+        prefix: int = 0,
     ) -> None:
         self.target, self.config, self.levels = target, config, levels
         self.batch, self.max_seq_len = batch, max_seq_len
@@ -105,9 +105,9 @@ class DecodingProgram:
         self.runner_ups = levels == 3 and (
             config.runner_ups is not False if compiled else bool(config.runner_ups)
         )
-        self.cache = FullCache(target, config, batch, max_seq_len, levels, offload, progress, store, kept)
-        self.offloaded, self.full_view = self.cache.offloaded, self.cache.view
-        self.states = self.cache.states
+        size = batch, max_seq_len, levels
+        self.cache = FullCache(target, config, *size, offload, progress, store, kept, prefix)
+        self.offloaded, self.full_view, self.states = self.cache.offloaded, self.cache.view, self.cache.states
         self.retrieval_view, self.gathered_view = self.cache.retrieval_view, self.cache.gathered_view
         features = self.drafter.features if self.drafter is not None else ()
         self.shapes = grown_shapes(self.drafter) if self.drafter is not None else [DeviceTreeShape(())]

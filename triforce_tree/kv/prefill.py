@@ -58,7 +58,7 @@ class SequenceRows:
         own = slice(self.sequence, self.sequence + 1)
         scales = self.store.scales(index)
         cached = [t[own] for t in (*self.store.layer(index), *(scales or ()))]
-        fresh = (k, v) if scales is None else _in_int8(k, v)
+        fresh = (k, v) if scales is None else in_int8(k, v)
         if group.ring:
             # Read the window's slots before the chunk overwrites them; of a long chunk only its end is kept.
             assert window is not None
@@ -84,7 +84,7 @@ class SequenceRows:
         self.length += count
 
 
-def _in_int8(k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+def in_int8(k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     """A chunk's keys and values ``[1, H_kv, T, D]`` in int8, then the scales of both ``[1, H_kv, T, 1]``."""
     stored = [torch.empty(t.shape, dtype=torch.int8, device=t.device) for t in (k, v)]
     scales = torch.empty(2, *k.shape[:3], 1, device=k.device)

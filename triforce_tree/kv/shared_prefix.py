@@ -19,6 +19,8 @@ def copy_prefix(
 ) -> int:
     """Copy keys and values that a prompt begins with from the sequence that holds most of them.
 
+    A prefix that is stored once for all sequences (``kv/shared``) needs no copy.
+
     Whole chunks of a prefill alone are copied: they are, bit by bit, what the prompt's own prefill would
     compute. A common beginning that is shorter than a chunk is computed again, and so is one where layers
     with a window keep a ring, which goes on with its own sequence.
@@ -40,9 +42,7 @@ def copy_prefix(
     count = counts[source]
     if count <= start or source == b or any(group.ring for group in store.groups):
         return start
-    for group in store.groups:
-        for part in group.parts:
-            part[:, b, :, start:count] = part[:, source, :, start:count]
+    store.copy_within(source, b, start, count)
     if features is not None:
         features.copy_leading(source, b)
     cached.copied(b, prompt, count)

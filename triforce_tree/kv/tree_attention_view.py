@@ -75,11 +75,7 @@ class TreeAttentionView:
         for group in store.groups:
             heads, window = group.shape.heads, group.shape.window
             if heads not in plans:
-                plan = plan_trees(
-                    heads, [mask] * batch, [0] * batch, device=device, dtype=store.dtype,
-                    kv_dtype=group.k.dtype,
-                )  # fmt: skip
-                plans[heads] = replace(plan, lengths=self.lengths, mask=self.mask)
+                plans[heads] = self._plan(heads, mask, group.k.dtype)
             kind = (window or 0, group.shape.chunked)
             if window is not None and kind not in self._windows:
                 if depths is None:
@@ -92,6 +88,13 @@ class TreeAttentionView:
                 plan = replace(plan, mask=self._windows[kind].masked(self.mask))
             self._plans.append(plan)
         self._first_layer = min((group.layers[0] for group in store.groups), default=0)
+
+    def _plan(self, heads: Heads, mask: Tensor, kv_dtype: torch.dtype) -> Plan:
+        """The plan of layers with such heads, over ``self.lengths`` and ``self.mask``."""
+        batch, device, dtype = self.store.batch, self.store.device, self.store.dtype
+        masks = [mask] * batch
+        plan = plan_trees(heads, masks, [0] * batch, device=device, dtype=dtype, kv_dtype=kv_dtype)
+        return replace(plan, lengths=self.lengths, mask=self.mask)
 
     def begin(self, start: Tensor, mask_words: Tensor | None = None) -> None:
         """Set the lengths, and the mask, of the coming forward.
@@ -190,7 +193,7 @@ class _Retrieved:
     Attributes:
         table: int32 ``[layers, B, H_kv, pages]``: the selected chunks, ascending, then the recent ones.
         means: ``[layers, B, H_kv, C, D]``, the mean key of every chunk; ``2 D`` with ``key_variance``.
-        first_page: int64 ``[B, 1]``, the first page of each sequence.
+        first_page: int32 ``[B, 1, 1]``, the first page of each sequence.
         plan: attention over the slots of the table.
     """
 
@@ -252,7 +255,7 @@ class PagedRetrievalView(TreeAttentionView):
         return _Retrieved(
             table=torch.zeros(*size, pages, dtype=torch.int32, device=device),
             means=torch.zeros(*size, self.chunks, columns, device=device, dtype=self.store.dtype),
-            first_page=torch.arange(batch, device=device)[:, None] * group.pages_apart,
+            first_page=(torch.arange(batch, device=device)[:, None, None] * group.pages_apart).int(),
             plan=replace(plan, lengths=self._visible),
         )
 
@@ -289,7 +292,9 @@ class PagedRetrievalView(TreeAttentionView):
         recent = (self.boundary[:, None] + self._recent).clamp_max(self.chunks - 1)
         for retrieved in self.retrieved:
             if retrieved is not None:
-                retrieved.table[..., self.slots :] = (recent + retrieved.first_page)[:, None].int()
+                shown = retrieved.table[..., self.slots :]
+                shown.copy_(recent[:, None])
+                self._to_pages(shown, retrieved.first_page)
 
     def begin(self, start: Tensor, mask_words: Tensor | None = None) -> None:
         super().begin(start, mask_words)
@@ -305,12 +310,20 @@ class PagedRetrievalView(TreeAttentionView):
         if self.refreshing:
             select = self._policy(layer, lambda: self._keys(layer))
             select(q[:, :, 0], retrieved.means[place], self.boundary, table, self.slots, params.scale)
-            if self.store.batch > 1:
-                table[:, :, : self.slots] += retrieved.first_page[:, :, None].int()
+            self._to_pages(table[:, :, : self.slots], retrieved.first_page)
         self._write(layer, k, v, params)
-        group = self.store.groups[number]
+        group = self._paged(number)
         scales = group.paged_scales(place)
         return self._attend(q, *group.paged(place), retrieved.plan, params, table=table, scales=scales)
+
+    def _to_pages(self, chunks: Tensor, first_page: Tensor) -> None:
+        """Replace chunks of the sequences, int32 ``[..., B, H_kv, n]``, by their pages."""
+        if self.store.batch > 1:
+            chunks += first_page
+
+    def _paged(self, number: int) -> KVGroup:
+        """The group that pages are of."""
+        return self.store.groups[number]
 
     def _keys(self, layer: int) -> Tensor:
         """The layer's keys ``[B, H_kv, S, D]`` as numbers."""

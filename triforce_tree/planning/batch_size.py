@@ -22,19 +22,22 @@ def fitting_batch(
     prompt: int,
     new_tokens: int,
     freed: int = 0,
+    prefix: int = 0,
 ) -> int:
     """How many sequences of ``prompt + new_tokens`` tokens fit beside the models: 1 to ``wanted``.
 
     Args:
         config: nothing of it is offloaded.
         freed: bytes that are in use, and are given back before new buffers are made.
+        prefix: tokens at the beginning of all prompts that are stored once.
     """
     if wanted == 1:
         return 1
     sizes, free = Sizes.of(target, draft, config), free_bytes(target.device) + freed
 
     def needed(batch: int) -> int:
-        plan = on_device(sizes, Machine(0, 0, 1.0, 1.0), config, Workload(batch, prompt, new_tokens))
+        workload = Workload(batch, prompt, new_tokens, prefix if wanted > 1 else 0)
+        plan = on_device(sizes, Machine(0, 0, 1.0, 1.0), config, workload)
         return plan.peak - sum(plan.device[name] for name in _LOADED) + memory_map.reserve(free)
 
     first, second = needed(1), needed(2)

@@ -22,11 +22,15 @@ _WEIGHTS = "weights"
 
 @dataclass(frozen=True)
 class Workload:
-    """What memory is planned for: ``batch`` sequences of at most ``prompt`` and ``new`` further tokens."""
+    """What memory is planned for: ``batch`` sequences of at most ``prompt`` and ``new`` further tokens.
+
+    The first ``prefix`` tokens are the same in all of them, and are stored once where all are on the device.
+    """
 
     batch: int
     prompt: int
     new: int
+    prefix: int = 0
 
     @property
     def max_seq_len(self) -> int:
@@ -279,7 +283,8 @@ def on_device(sizes: Sizes, machine: Machine, config: HierarchyConfig, workload:
     """The plan without offloading: everything but streamed weights stays on the device."""
     levels = levels_of(config, workload.prompt)
     max_seq_len = workload.max_seq_len + PassLimits.of(config, levels).scratch_slots
-    layer_bytes = max_seq_len * sizes.row * workload.batch
+    slots = max_seq_len * workload.batch - workload.prefix * (workload.batch - 1)
+    layer_bytes = slots * sizes.row
     full = layer_bytes * sizes.full_layers
     means = 0
     if levels == 3:
@@ -297,6 +302,8 @@ def on_device(sizes: Sizes, machine: Machine, config: HierarchyConfig, workload:
         "chunk means": means,
         "prefill": chunk * memory_map.activations(sizes)
         + workload.prompt * sizes.prefill_row
+        # A prompt's end is fed over a copy of one layer's slots.
+        + (workload.prompt * sizes.row if workload.prefix else 0)
         + sizes.prefill_blocks,
         "graphs and workspace": memory_map.workspace(sizes, config, levels, workload.batch),
         "other tensors": machine.others,

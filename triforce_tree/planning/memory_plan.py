@@ -39,18 +39,20 @@ def plan(
     batch: int,
     prompt: int,
     new: int,
+    prefix: int = 0,
 ) -> MemoryPlan:
     """The plan for ``batch`` sequences of at most ``prompt`` tokens and ``new`` further ones.
 
     Args:
         config: ``offloads`` True or "auto".
         given: names of options that must not be changed.
+        prefix: tokens at the beginning of all prompts that are stored once, unless they are offloaded.
 
     Raises:
         DoesNotFitError: device or host memory is short.
         ValueError: the retrieval model would run on streamed weights.
     """
-    workload = Workload(batch, prompt, new)
+    workload = Workload(batch, prompt, new, prefix)
     if config.offloads == "auto" and (not sizes.streamed or sizes.streams_experts_only):
         for choice in with_level_one(sizes, config, given, prompt):
             resident = on_device(sizes, machine, choice, workload)

@@ -4,6 +4,7 @@ The kernels run in Triton's interpreter where there is no GPU, which rounds bf16
 here, bf16 in ``scripts/checks/step_kernels_check.py``.
 """
 
+import dataclasses
 import math
 from types import SimpleNamespace
 
@@ -143,6 +144,24 @@ def test_kv_slots_by_hand() -> None:
 @pytest.mark.parametrize("variances", [False, True], ids=["means", "variances too"])
 def test_chunk_means(shape, dtype, variances, ops) -> None:
     step_cases.agree(step_cases.means(*shape, dtype, DEVICE, variances=variances), ops)
+
+
+@runs_kernels
+@pytest.mark.parametrize("ahead", [0, 2, 9])
+def test_means_after_those_of_other_keys(ahead, ops) -> None:
+    """Chunks of the keys are later ones of the means; those that would lie beyond the means are left out."""
+    problem = step_cases.means(2, 3, 2, 70, 5, 24, 6, HALF, DEVICE)
+    made, k, first, *rest = problem.args
+    wide = torch.full((*made.shape[:3], 12, made.shape[4]), torch.nan, dtype=HALF, device=DEVICE)
+    shift = torch.tensor([ahead], device=DEVICE)
+    step_cases.agree(dataclasses.replace(problem, args=(wide, k, first, *rest, None, shift)), ops)
+    step.chunk_means(wide, k, first, *rest, None, shift)
+    alone = torch.full_like(wide, torch.nan)
+    step.chunk_means(alone, k, first, *rest)
+    count = min(12 - ahead, 11)
+    assert torch.equal(wide[..., ahead : ahead + count, :].isnan(), alone[..., :count, :].isnan())
+    assert wide[..., :ahead, :].isnan().all()
+    torch.testing.assert_close(wide[..., ahead:, :], alone[..., : 12 - ahead, :], equal_nan=True)
 
 
 @runs_kernels

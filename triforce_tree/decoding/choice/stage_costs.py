@@ -269,9 +269,7 @@ class _Timer:
 
 
 def settings_of(
-    program: DecodingProgram,
-    sampling: str,
-    transferred: Callable[[int, bool], int] | None,
+    program: DecodingProgram, sampling: str, transferred: Callable[[int, bool], int] | None
 ) -> dict[str, Any]:
     """What the costs depend on, as plain values.
 
@@ -299,6 +297,8 @@ def settings_of(
         "context": 1 << (program.max_seq_len - 1).bit_length(),
         "cache on": "device" if transferred is None else "host",
     }
+    if prefix := program.cache.prefix:
+        settings["prefix read once"] = 1 << (prefix - 1).bit_length()
     if transferred is not None:
         # Rounded: free memory, and so the split, differs a little from run to run.
         settings["transferred"] = [

@@ -16,6 +16,7 @@ from triforce_tree.generation.output import GenerateOutput, output_of
 from triforce_tree.generation.request import Job
 from triforce_tree.generation.scores import EmittedScores
 from triforce_tree.kv.cached_tokens import Reuse
+from triforce_tree.kv.shared.choice import prefix_stored_once
 from triforce_tree.planning.batch_size import fitting_batch
 from triforce_tree.runtime.stats import Progress
 from triforce_tree.verify.draws import sequence_seed
@@ -41,8 +42,26 @@ class RunOptions:
         seeds = self.seeds and self.seeds[number : number + 1]
         return replace(self, streamers=own, seed=seed, seeds=seeds, joining=None)
 
-    def rows(self, hierarchy: Hierarchy, most: int, prompt: int, new_tokens: int) -> int:
-        """How many sequences to decode together, up to ``most``, or more where further prompts may join."""
+    def prefix(
+        self, hierarchy: Hierarchy, prompts: Sequence[Sequence[int]], reuse: Reuse
+    ) -> Callable[[], int]:
+        """What tells how many tokens of a common prefix a batch of the prompts stores once; see
+        ``prefix_stored_once``. It depends on the settings, which memory planning may change.
+
+        A prompt that joins later may begin with something else, and a session goes on in slots of its own:
+        there it is 0.
+        """
+        if reuse != "chunks" or self.joining is not None or self.max_batch == 1:
+            return lambda: 0
+        return lambda: prefix_stored_once(hierarchy.target, hierarchy.config, prompts)
+
+    def rows(self, hierarchy: Hierarchy, most: int, prompt: int, new_tokens: int, prefix: int) -> int:
+        """How many sequences to decode together, up to ``most``, or more where further prompts may join.
+
+        Args:
+            prompt, new_tokens: of the longest sequence.
+            prefix: tokens that are stored once.
+        """
         if hierarchy.memory is not None or hierarchy.config.context_parallel > 1:
             # Planned for as many.
             return most
@@ -51,11 +70,11 @@ class RunOptions:
             most = self.max_batch
         freed, last = 0, hierarchy.last_program
         if last is not None:
-            if last.batch == most and last.max_seq_len >= prompt + new_tokens:
+            if last.batch == most and last.cache.fits(prompt + new_tokens, prefix):
                 return most
             freed = last.store.memory.nbytes if last.offloaded is None else 0
         return fitting_batch(
-            hierarchy.target, hierarchy.draft, hierarchy.config, most, prompt, new_tokens, freed
+            hierarchy.target, hierarchy.draft, hierarchy.config, most, prompt, new_tokens, freed, prefix
         )
 
 
@@ -112,7 +131,7 @@ class BatchRun:
         program = self._decoder.program
         if wanted <= self._batch.rows or program.device.type != "cpu" or not program.replaces:
             return
-        rows = self._how.rows(self._hierarchy, wanted, program.max_seq_len, 0)
+        rows = self._how.rows(self._hierarchy, wanted, program.max_seq_len, 0, 0)
         if rows > self._batch.rows:
             self._batch.grow(rows)
 

@@ -7,15 +7,26 @@ The queries are in depth-first order, so that those which see a node are a range
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from triforce_tree.kernels.attention import reference
-from triforce_tree.kernels.attention.plan import FLATTEN, Heads, Plan, config_for, pack_mask, slices_for
+from triforce_tree.kernels.attention.plan import (
+    FLATTEN,
+    Heads,
+    Plan,
+    _make,
+    config_for,
+    pack_mask,
+    plan_trees,
+    slices_for,
+)
 from triforce_tree.kernels.cpu.host import gathered_rows, tail_mask
 from triforce_tree.kernels.cpu.host_nodes import node_attention
+from triforce_tree.kernels.cpu.host_prefix import HostPrefixPlan, prefix_attention
 
 
 class Segment(NamedTuple):
@@ -207,3 +218,99 @@ def definition(
         total = torch.logaddexp(lse, sinks.float())
         out, lse = out * (lse - total).exp()[..., None], total
     return out.to(q.dtype), lse
+
+
+class PrefixPlan:
+    """Attention of T queries of each of B sequences that begin alike: the common prefix is read once for all.
+
+    The slots of each head are ``[prefix | sequence 0 | sequence 1 | ...]``. The prefix is one segment, seen
+    by all queries, and each sequence's own slots are another (cascade inference; Hydragen, arXiv 2402.05099),
+    which the kernel merges as it merges slices.
+
+    Args:
+        heads: of the attention.
+        mask: bool ``[T, N]`` over the last N positions of a sequence.
+        batch: B.
+        first, apart: slots before those of sequence 0, and from one sequence to the next.
+        lengths: int32 ``[1 + B]``, positions of the prefix, then of each sequence between it and the tail.
+        words: int64 ``[B * T, words]``, the mask that is read.
+        dtype, kv_dtype: of queries, and of keys and values.
+    """
+
+    def __init__(
+        self,
+        heads: Heads,
+        mask: Tensor,
+        batch: int,
+        first: int,
+        apart: int,
+        lengths: Tensor,
+        words: Tensor,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype,
+    ) -> None:
+        self._batch, self._first, self._apart = batch, first, apart
+        device = lengths.device
+        made = _plan_common(heads, mask, batch, first, apart, device=device, dtype=dtype, kv_dtype=kv_dtype)
+        self.plan = replace(made, lengths=lengths, mask=words)
+        self._host: HostPrefixPlan | None = None
+        if device.type == "cpu":
+            own = plan_trees(heads, [mask] * batch, [0] * batch, device=device, dtype=dtype)
+            self._host = HostPrefixPlan(replace(own, lengths=lengths[1:], mask=words), lengths[:1])
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        scales: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Attention with this plan; q may hold fewer queries a sequence than T on the CPU.
+
+        Args:
+            q: ``[B * T, H_q, D]``.
+            k, v: ``[1, H_kv, first + B * apart, D]``, D_v for D in v.
+            scale, softcap, sinks, scales: as for ``launch.run``.
+
+        Returns:
+            out ``[B * T, H_q, D_v]`` and natural-log lse fp32 ``[B * T, H_q]``.
+        """
+        if q.is_cuda:
+            from triforce_tree.kernels.attention import launch
+
+            return launch.run(q, k, v, self.plan, scale=scale, softcap=softcap, sinks=sinks, scales=scales)
+        assert self._host is not None
+        stored = [k, v, *(scales or ())]
+        common = [t[:, :, : self._first] for t in stored]
+        after = slice(self._first, self._first + self._batch * self._apart)
+        own = [t[0, :, after].unflatten(1, (self._batch, self._apart)).transpose(0, 1) for t in stored]
+        return prefix_attention(q, common, own, self._host, scale=scale, softcap=softcap, sinks=sinks)
+
+
+def _plan_common(
+    heads: Heads,
+    mask: Tensor,
+    batch: int,
+    first: int,
+    apart: int,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+) -> Plan:
+    """Plan a batch of equal trees after a common prefix; see :class:`PrefixPlan` for the arguments."""
+    count, tail = mask.shape
+    config = config_for(batch * count * heads.group, heads, dtype, device, kv_dtype)
+    firsts = [0, *(count * b for b in range(batch))]
+    columns = [
+        [0] * (1 + batch), [0, *(first + apart * b for b in range(batch))], [0, *[tail] * batch], firsts,
+        [count * batch, *[count] * batch], [0, *(count * (batch + b) for b in range(batch))],
+    ]  # fmt: skip
+    owners = [segment for b in range(batch) for _ in range(count) for segment in (0, 1 + b)]
+    starts = list(range(0, 2 * count * batch + 1, 2))
+    zeros = [0] * (1 + batch)
+    return _make(heads, columns, zeros, owners, starts, count * batch, device, dtype, FLATTEN, config)

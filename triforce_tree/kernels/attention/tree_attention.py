@@ -190,6 +190,9 @@ def tree_attention_kernel(
             head = (at - before) // tiles
             begin = at - before - head * tiles
             end = tl.minimum(tiles, begin + stop - at)
+        last = end
+        if not SINGLE:  # A program whose rows are all after those of this segment reads nothing of it.
+            last = tl.where(block * BLOCK_M < queries * GROUP, end, begin)
         head64 = head.to(tl.int64)
 
         row = block * BLOCK_M + tile_row
@@ -222,7 +225,7 @@ def tree_attention_kernel(
             last_page = (first_kv + tl.maximum(length - 1, 0)) // PAGE
             next_position = first_kv + full_start + begin * BLOCK_N
             page = tl.load(table_at + tl.minimum(next_position // PAGE, last_page))
-        for tile in tl.range(begin, tl.minimum(end, full), num_stages=STAGES):
+        for tile in tl.range(begin, tl.minimum(last, full), num_stages=STAGES):
             start = full_start + tile * BLOCK_N
             if TMA:
                 if PAGE == 0:
@@ -269,7 +272,7 @@ def tree_attention_kernel(
             acc = add_values(acc, p, v, v_scale, q.dtype, REAL)
             best = top
 
-        for tile in tl.range(tl.maximum(begin, full) - full, end - full, num_stages=EDGE_STAGES):
+        for tile in tl.range(tl.maximum(begin, full) - full, last - full, num_stages=EDGE_STAGES):
             bits = tl.full([BLOCK_M], -1, tl.int32)
             if tile < front:
                 start, limit = front_start + tile * EDGE, length

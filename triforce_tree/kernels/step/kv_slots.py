@@ -112,7 +112,13 @@ def check_ring(ring: int, count: int, size: int) -> None:
 
 @operator("chunk_means", writes=("means",), triton=".kv_slots_kernels")
 def chunk_means(
-    means: Tensor, k: Tensor, first: Tensor, count: int, chunk: int, k_scale: Tensor | None = None
+    means: Tensor,
+    k: Tensor,
+    first: Tensor,
+    count: int,
+    chunk: int,
+    k_scale: Tensor | None = None,
+    ahead: Tensor | None = None,
 ) -> None:
     """Recompute the mean keys of chunks ``first[b] ... first[b] + count - 1`` of every layer, in place.
 
@@ -127,8 +133,10 @@ def chunk_means(
         count: chunks of each sequence.
         chunk: KV slots of a chunk.
         k_scale: fp32 ``[L, B, H, S, 1]``, the scales of keys in int8; None for other dtypes.
+        ahead: int64 ``[1]``, not negative: chunk c of the keys is chunk ``ahead + c`` of the means. None: 0.
     """
-    places = min(means.shape[3], k.shape[3] // chunk)
+    shift = 0 if ahead is None else int(ahead)
+    places = min(means.shape[3] - shift, k.shape[3] // chunk)
     for sequence, begin in enumerate(first.tolist()):
         end = min(begin + count, places)
         if begin < end:
@@ -137,7 +145,8 @@ def chunk_means(
             if k_scale is not None:
                 keys = keys * k_scale[:, sequence, :, slots]
             keys = keys.unflatten(2, (end - begin, chunk))
-            means[:, sequence, :, begin:end] = key_moments(keys, 3, means.shape[4]).to(means.dtype)
+            moments = key_moments(keys, 3, means.shape[4]).to(means.dtype)
+            means[:, sequence, :, shift + begin : shift + end] = moments
 
 
 def key_moments(keys: Tensor, dim: int, columns: int) -> Tensor:

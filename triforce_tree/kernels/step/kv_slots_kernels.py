@@ -159,6 +159,7 @@ def _means_kernel(
     k_ptr,  # [L, B, H, S, D] with strides
     scale_ptr,  # fp32 [L, B, H, S, 1] with strides where the keys are int8, else None
     first_ptr,  # int64 [B]
+    ahead_ptr,  # int64 [1], chunks of the means before the first of the keys; None for 0
     means_l,
     means_b,
     means_h,
@@ -173,6 +174,7 @@ def _means_kernel(
     scale_s,
     batch,
     heads,
+    chunks,
     places,
     count,
     CHUNK: tl.constexpr,
@@ -186,7 +188,10 @@ def _means_kernel(
     offset = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     column = tl.arange(0, BLOCK_D)[None, :]
     chunk = tl.load(first_ptr + sequence) + offset
-    inside = (offset < count) & (chunk >= 0) & (chunk < places)
+    place = chunk
+    if ahead_ptr is not None:
+        place += tl.load(ahead_ptr)
+    inside = (offset < count) & (chunk >= 0) & (chunk < chunks) & (place < places)
     there = inside[:, None] & (column < DIM)
     base = k_ptr + layer * k_l + sequence * k_b + head * k_h
     chunk_start = base + chunk[:, None] * CHUNK * k_s + column
@@ -198,7 +203,7 @@ def _means_kernel(
         total += _chunk_keys(chunk_start, k_s, scales, scale_s, position, inside, there)
     mean = total / CHUNK
     out = (
-        means_ptr + layer * means_l + sequence * means_b + head * means_h + chunk[:, None] * means_c + column
+        means_ptr + layer * means_l + sequence * means_b + head * means_h + place[:, None] * means_c + column
     )
     tl.store(out, mean.to(means_ptr.dtype.element_ty), mask=there)
     if VARIANCES:
@@ -265,16 +270,22 @@ def move_kv(k: Tensor, v: Tensor, index: Tensor, start: Tensor, ring: int = 0) -
 
 
 def chunk_means(
-    means: Tensor, k: Tensor, first: Tensor, count: int, chunk: int, k_scale: Tensor | None = None
+    means: Tensor,
+    k: Tensor,
+    first: Tensor,
+    count: int,
+    chunk: int,
+    k_scale: Tensor | None = None,
+    ahead: Tensor | None = None,
 ) -> None:
     """See ``kv_slots.chunk_means``."""
     layers, batch, heads, size, dim = k.shape
-    places = min(means.shape[3], size // chunk)
     block_d = triton.next_power_of_2(dim)
     block_c = max(1, min(triton.next_power_of_2(count), 2048 // block_d))
     _means_kernel[(layers * batch * heads, triton.cdiv(count, block_c))](
-        means, k, k_scale, first.contiguous(),
-        *_strides(means), *_strides(k), *_scale_strides((k, k_scale)), batch, heads, places, count,
+        means, k, k_scale, first.contiguous(), ahead,
+        *_strides(means), *_strides(k), *_scale_strides((k, k_scale)), batch, heads, size // chunk,
+        means.shape[3], count,
         CHUNK=chunk, DIM=dim, VARIANCES=means.shape[4] > dim, BLOCK_C=block_c, BLOCK_D=block_d,
     )  # fmt: skip
 

@@ -29,6 +29,7 @@ typedef struct {
     const int32_t *first, *low, *high; /* first visible positions of planned queries, their least and most; or NULL */
     const float *sinks;          /* [heads * group], or NULL */
     float *out;                  /* [batch, tokens, heads * group, value_dim], dense */
+    float *lse;                  /* [batch, tokens, heads * group], natural logarithms of sums of exponentials; or NULL */
     char *work;
     int64_t work_bytes, batch, tokens, heads, group, dim, value_dim, threads;
     double scale, softcap;       /* softcap 0: none */
@@ -226,8 +227,8 @@ static void attend_run(const AttentionRequest *request, const Sequence *sequence
     }
 }
 
-/* Merge the states of a sequence and head for one query row. */
-static void merge_row(const AttentionRequest *request, const float *states, int64_t runs, int64_t apart, int64_t row,
+/* Merge the states of a sequence and head for one query row; returns the logarithm of its sum of exponentials. */
+static float merge_row(const AttentionRequest *request, const float *states, int64_t runs, int64_t apart, int64_t row,
                       float sink, float *out) {
     const int64_t value_dim = request->value_dim, rows = request->tokens * request->group;
     float most = sink, sum = 0;
@@ -235,7 +236,7 @@ static void merge_row(const AttentionRequest *request, const float *states, int6
         most = fmaxf(most, states[run * apart + rows * value_dim + row * STATE]);
     if (most == -INFINITY) {
         memset(out, 0, value_dim * sizeof(float));
-        return;
+        return -INFINITY;
     }
     float factors[runs];
     sum = expf(sink - most);
@@ -250,6 +251,7 @@ static void merge_row(const AttentionRequest *request, const float *states, int6
             total = fmadd(broadcast(factors[run]), load(states + run * apart + row * value_dim + d), total);
         store(out + d, total / broadcast(sum));
     }
+    return most + logf(sum);
 }
 
 /* Returns the bytes of ``work`` that are needed, if it has less; else 0, when all is computed. */
@@ -285,10 +287,12 @@ int64_t attention(const void *argument) {
             const int64_t b = each / (heads * rows), head = each / rows % heads, row = each % rows;
             const int64_t token = row / request->group, query_head = head * request->group + row % request->group;
             const int64_t runs = (starts[b + 1] - starts[b]) / heads;
-            merge_row(request, states + (starts[b] + head * runs) * state, runs, state, row,
-                      request->sinks ? request->sinks[query_head] : -INFINITY,
-                      request->out + ((b * request->tokens + token) * heads * request->group + query_head) *
-                                         request->value_dim);
+            const int64_t at = (b * request->tokens + token) * heads * request->group + query_head;
+            const float lse = merge_row(request, states + (starts[b] + head * runs) * state, runs, state, row,
+                                        request->sinks ? request->sinks[query_head] : -INFINITY,
+                                        request->out + at * request->value_dim);
+            if (request->lse)
+                request->lse[at] = lse;
         }
     }
     return 0;

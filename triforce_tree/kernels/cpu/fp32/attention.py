@@ -9,7 +9,7 @@ from torch import Tensor
 from triforce_tree.kernels.attention.plan import FirstVisible, Plan
 from triforce_tree.kernels.cpu.fp32.library import usable
 
-_ATTENTION = struct.Struct("34qdd")
+_ATTENTION = struct.Struct("35qdd")
 # Values are processed by vectors of up to 16 elements.
 _VECTOR = 16
 
@@ -33,8 +33,11 @@ def attention(
     first: FirstVisible | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    lse: Tensor | None = None,
 ) -> Tensor | None:
     """``host.planned_attention`` without ``scales``; None where the C kernel does not serve the arguments.
+
+    ``lse``, fp32 ``[queries, H_q]`` and dense, is written with the log-sum-exp of each query if it is given.
 
     It serves fp32 keys and values, the latter of a multiple of 16 elements, and plans with as many queries
     for each sequence. What a query gets does not depend on the other queries, bit for bit.
@@ -60,8 +63,8 @@ def attention(
             k.data_ptr(), v.data_ptr(), *k.stride()[:3], *v.stride()[:3],
             *table_at, k.shape[2], plan.lengths.data_ptr(), plan.segments.data_ptr(),
             plan.mask.data_ptr(), plan.mask.shape[1], *firsts, 0 if sinks is None else sinks.data_ptr(),
-            out.data_ptr(), work.data_ptr(), work.numel(), batch, tokens, heads.kv, heads.group,
-            q.shape[2], v.shape[3], threads, scale, softcap or 0.0,
+            out.data_ptr(), 0 if lse is None else lse.data_ptr(), work.data_ptr(), work.numel(),
+            batch, tokens, heads.kv, heads.group, q.shape[2], v.shape[3], threads, scale, softcap or 0.0,
         )  # fmt: skip
         needed = library.attention(request)
         if not needed:

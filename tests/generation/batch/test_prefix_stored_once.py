@@ -1,0 +1,269 @@
+"""What all prompts of a batch begin with is stored once, and each text is as alone."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from api_cases import SMALL, SMALL_LOOKUP, TARGET
+from families import greedy, perturbed, prompt_of, tiny
+from head_folders import eagle
+from recurrent_families import recurrent
+
+import triforce_tree
+from triforce_tree import Engine
+from triforce_tree.decoding import full_cache
+from triforce_tree.decoding.program import DecodingProgram
+from triforce_tree.generation.batch import run
+from triforce_tree.generation.output import GenerateOutput
+from triforce_tree.kv.shared.store import SharedStore
+from triforce_tree.kv.store import KVStore
+from triforce_tree.verify.draws import sequence_seed
+
+NEW, CHUNK = 10, 16
+DOCUMENT = prompt_of(70)
+# Two of them go on alike for a while; lengths differ, and are more than the rows of some batches.
+PROMPTS = [
+    DOCUMENT + prompt_of(9)[4:],
+    DOCUMENT + prompt_of(40)[::-1],
+    [*DOCUMENT, 5],
+    DOCUMENT + prompt_of(40)[::-1][:30] + [3, 1],
+    DOCUMENT + prompt_of(23)[9:],
+]
+# Whole chunks of the document.
+COMMON = 64
+# Tokens of each prompt that are computed for it, or for one before it.
+HELD = [COMMON, COMMON, COMMON, 96, COMMON]
+OPTIONS = {**SMALL_LOOKUP, "prefill_chunk": CHUNK}
+DRAFTED = {**SMALL, "prefill_chunk": CHUNK}
+
+ENGINES: dict[str, Callable[[], Engine]] = {
+    "plain": lambda: triforce_tree.load(TARGET, levels=1, **OPTIONS),
+    "two levels": lambda: triforce_tree.load(TARGET, perturbed(TARGET, 0.05), levels=2, rounds=1, **DRAFTED),
+    "three levels": lambda: triforce_tree.load(
+        TARGET, perturbed(TARGET, 0.05), levels=3, rounds=2, **DRAFTED
+    ),
+    "passes chosen": lambda: triforce_tree.load(TARGET, perturbed(TARGET, 0.05), **DRAFTED),
+    "8 bits": lambda: triforce_tree.load(
+        TARGET, perturbed(TARGET, 0.05), levels=3, rounds=2, kv_bits=8, **DRAFTED
+    ),
+    "with variances": lambda: triforce_tree.load(
+        TARGET, perturbed(TARGET, 0.05), levels=3, rounds=2, key_variance=True, **DRAFTED
+    ),
+    "EAGLE": lambda: triforce_tree.load(
+        TARGET, drafter=eagle(TARGET, "chain:3"), levels=2, rounds=1, **OPTIONS
+    ),
+}
+
+
+@pytest.fixture
+def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens of each prefill that were computed."""
+    prefill, counts = full_cache.prefill, []
+
+    def counted(model: Any, store: Any, row: int, tokens: list[int], *how: Any) -> None:
+        counts.append(len(tokens) - how[3])
+        prefill(model, store, row, tokens, *how)
+
+    monkeypatch.setattr(full_cache, "prefill", counted)
+    return counts
+
+
+def program_of(engine: Engine) -> DecodingProgram:
+    program = engine.hierarchy.last_program
+    assert program is not None
+    return program
+
+
+def store_of(engine: Engine) -> SharedStore:
+    store = program_of(engine).store
+    assert isinstance(store, SharedStore)
+    return store
+
+
+def generated(engine: Engine, prompts: list[list[int]] = PROMPTS, **options: Any) -> list[list[int]]:
+    out = engine.generate(prompts, **{"max_new_tokens": NEW, "do_sample": False, **options})
+    return new_tokens(out, prompts)
+
+
+def new_tokens(out: GenerateOutput, prompts: list[list[int]]) -> list[list[int]]:
+    return [row[max(map(len, prompts)) :] for row in out.sequences.tolist()]
+
+
+def texts(prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
+    return [greedy(TARGET, prompt, NEW) for prompt in prompts]
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize(
+    ("kind", "rows"), [("plain", 2), ("three levels", 2), *((kind, len(PROMPTS)) for kind in ENGINES)]
+)
+def test_texts_are_those_of_each_alone(kind: str, rows: int) -> None:
+    """Also where a sequence that has ended makes room for the next, and again over what is held."""
+    engine = ENGINES[kind]()
+    first = generated(engine, max_batch=rows)
+    store = store_of(engine)
+    assert (store.length, store.capacity, store.batch) == (COMMON, COMMON, rows)
+    if kind == "8 bits":
+        other = ENGINES[kind]()
+        assert first == [generated(other, [prompt])[0] for prompt in PROMPTS]
+    else:
+        assert first == texts()
+    assert generated(engine, max_batch=rows) == first
+    assert store_of(engine) is store
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("kind", ["three levels", "with variances", "8 bits"])
+def test_level_1_retrieves_as_over_copies(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts would not show it: level 2 verifies them. The budget is a quarter of the text.
+
+    The second batch has a prefix that is shorter than the slots of the first one's.
+    """
+    shorter = [DOCUMENT[:50] + prompt_of(30)[n :: n + 1] for n in range(len(PROMPTS))]
+
+    def counts() -> list[tuple[int, int]]:
+        engine = ENGINES[kind]()
+        outs = [
+            engine.generate(prompts, max_new_tokens=30, do_sample=False, max_batch=3)
+            for prompts in (PROMPTS, shorter)
+        ]
+        return [(level.forwards, level.accepted) for out in outs for level in out.levels]
+
+    once = counts()
+    monkeypatch.setattr(run, "prefix_stored_once", lambda *_: 0)
+    assert once == counts()
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+@pytest.mark.parametrize("levels", [1, 3])
+def test_the_prefix_takes_memory_once(levels: int, bits: int) -> None:
+    how = {"levels": levels, "rounds": 1, "kv_bits": bits, **DRAFTED}
+    engine = triforce_tree.load(TARGET, perturbed(TARGET, 0.05), **how)
+    assert len(generated(engine)) == len(PROMPTS)
+    program, store = program_of(engine), store_of(engine)
+    heads = program.target.heads
+    slot = heads.row * 4 if bits == 16 else heads.row + 2 * 4 * heads.kv
+    scratch = store.scratch
+    assert scratch is not None
+    own = program.max_seq_len - COMMON + scratch
+    unit = how["chunk"] if levels == 3 else 1
+    slots = COMMON + len(PROMPTS) * -(-own // unit) * unit
+    assert store.bytes == slots * slot * program.target.layers
+    copied = KVStore(
+        program.target.kv_layers,
+        len(PROMPTS),
+        program.max_seq_len + scratch,
+        store.device,
+        store.dtype,
+        bits=bits,
+    )
+    saved = copied.memory.nbytes - store.memory.nbytes
+    assert saved >= (len(PROMPTS) - 1) * COMMON * heads.row * (4 if bits == 16 else 1) * program.target.layers
+
+
+@pytest.mark.parametrize("kind", ["two levels", "three levels"])
+def test_sampled_texts_are_those_of_each_alone(kind: str) -> None:
+    engine = ENGINES[kind]()
+    options = {"do_sample": True, "temperature": 0.9}
+    together = generated(engine, seed=11, max_batch=3, **options)
+    assert store_of(engine).length == COMMON
+    alone = [
+        generated(engine, [prompt], seed=sequence_seed(11, n), **options)[0]
+        for n, prompt in enumerate(PROMPTS)
+    ]
+    assert together == alone
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+def test_what_is_held_serves_further_batches(fed: list[int]) -> None:
+    """Other questions about the document, another document, and one that shares less of the first."""
+    engine = ENGINES["three levels"]()
+    generated(engine)
+    store = store_of(engine)
+    assert sum(fed) == COMMON + sum(len(prompt) - 1 - n for prompt, n in zip(PROMPTS, HELD, strict=True))
+    for document, common, kept in [
+        (DOCUMENT, 64, 64),
+        (DOCUMENT[:50], 48, 48),
+        (prompt_of(62)[::-1], 48, 0),
+        (DOCUMENT, 64, 0),
+    ]:
+        prompts = [document + prompt_of(30)[n :: n + 1] for n in range(len(PROMPTS))]
+        fed.clear()
+        out = engine.generate(prompts, max_new_tokens=NEW, do_sample=False)
+        assert new_tokens(out, prompts) == texts(prompts), document
+        assert store_of(engine) is store
+        assert store.length == common
+        assert out.reused_tokens[0] == kept
+        assert sum(fed) == sum(map(len, prompts)) - len(prompts) - sum(out.reused_tokens)
+
+
+@pytest.mark.parametrize("before", [1, 3])
+def test_a_prefix_that_other_buffers_hold_is_taken_over(before: int, fed: list[int]) -> None:
+    """Of one text, and of a smaller batch."""
+    engine = ENGINES["three levels"]()
+    generated(engine, PROMPTS[:before])
+    fed.clear()
+    assert generated(engine) == texts()
+    assert store_of(engine).length == COMMON
+    assert sum(fed) == sum(len(prompt) - 1 - n for prompt, n in zip(PROMPTS, HELD, strict=True))
+
+
+def test_weights_that_change_compute_the_prefix_again(fed: list[int]) -> None:
+    model = perturbed(TARGET, 0.0)
+    engine = triforce_tree.load(model, levels=1, **OPTIONS)
+    generated(engine)
+    model.load_state_dict(perturbed(TARGET, 0.2).state_dict())
+    fed.clear()
+    assert generated(engine) == [greedy(model, prompt, NEW) for prompt in PROMPTS]
+    assert fed[0] == len(PROMPTS[0]) - 1
+
+
+class ReadsKeys:
+    """A retrieval policy that wants all keys of a layer."""
+
+    needs_context = True
+
+    def __call__(
+        self, q: Any, means: Any, limit: Any, table: Any, slots: int, scale: float, **context: Any
+    ) -> None:
+        table[..., :slots] = torch.arange(slots, dtype=torch.int32)
+
+
+COPIED: dict[str, Callable[[], Engine]] = {
+    "nothing is kept": lambda: triforce_tree.load(TARGET, levels=1, **OPTIONS, prefix_cache=False),
+    "kept in host memory": lambda: triforce_tree.load(TARGET, levels=1, **OPTIONS, prefix_cache="1MiB"),
+    "too short for a chunk": lambda: triforce_tree.load(
+        TARGET, levels=1, **{**OPTIONS, "prefill_chunk": 128}
+    ),
+    "a window": lambda: triforce_tree.load(tiny("mistral-window"), levels=1, **OPTIONS),
+    "recurrent layers": lambda: triforce_tree.load(recurrent("qwen3-next"), levels=1, **OPTIONS),
+    "a policy that reads keys": lambda: triforce_tree.load(
+        TARGET, perturbed(TARGET, 0.05), levels=3, rounds=1, select_chunks=ReadsKeys(), **DRAFTED
+    ),
+    "offloaded": lambda: triforce_tree.load(
+        TARGET, perturbed(TARGET, 0.05), levels=3, rounds=1, offload=True, gpu_memory="2GiB", **DRAFTED
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", COPIED)
+def test_where_copies_are_stored(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is decided before anything is allocated."""
+
+    def refuse(*args: Any, **how: Any) -> None:
+        raise AssertionError("a store of a prefix was made")
+
+    monkeypatch.setattr(SharedStore, "__init__", refuse)
+    engine = COPIED[kind]()
+    model = engine.hierarchy.target.model
+    assert generated(engine) == [greedy(model, prompt, NEW) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize(
+    "prompts", [PROMPTS[:1], [*PROMPTS, prompt_of(30)[::-1]]], ids=["one", "not all begin alike"]
+)
+def test_copies_are_stored_where_not_all_prompts_begin_alike(prompts: list[list[int]]) -> None:
+    engine = ENGINES["plain"]()
+    assert generated(engine, prompts) == texts(prompts)
+    assert not isinstance(program_of(engine).store, SharedStore)

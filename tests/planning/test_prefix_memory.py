@@ -1,0 +1,68 @@
+"""Memory plans of batches whose sequences begin alike count the common prefix once."""
+
+import pytest
+from api_cases import SMALL, TARGET
+from families import perturbed, prompt_of
+from model_sizes import LLAMA_3_1_8B
+
+import triforce_tree
+from triforce_tree.config import HierarchyConfig
+from triforce_tree.generation.batch.run import RunOptions
+from triforce_tree.planning import batch_size
+from triforce_tree.planning.memory_layout import Workload, on_device
+from triforce_tree.planning.memory_map import GIB, Machine, Sizes
+from triforce_tree.planning.memory_plan import plan
+
+CONTEXT, PREFIX, NEW = 102_400, 98_304, 256
+
+
+def test_a_batch_stays_on_the_device_where_its_prefix_is_stored_once() -> None:
+    machine = Machine(80 * GIB, 512 * GIB, 55e9, 4.4e12)
+    config = HierarchyConfig.from_options(offload="auto")
+    copied = plan(LLAMA_3_1_8B, machine, config, (), 8, CONTEXT, NEW)
+    once = plan(LLAMA_3_1_8B, machine, config, (), 8, CONTEXT, NEW, PREFIX)
+    assert copied.offload is not None
+    assert once.offload is None
+    with_copies = on_device(LLAMA_3_1_8B, machine, once.config, Workload(8, CONTEXT, NEW))
+    spared = 7 * PREFIX * LLAMA_3_1_8B.row * LLAMA_3_1_8B.full_layers
+    assert with_copies.device["KV"] - once.device["KV"] == spared
+    # A prompt's end is fed over a copy of one layer's slots.
+    assert once.device["prefill"] - with_copies.device["prefill"] == CONTEXT * LLAMA_3_1_8B.row
+    # A pass reads it once, too.
+    assert with_copies.pass_seconds - once.pass_seconds == pytest.approx(spared / 4.4e12)
+
+
+@pytest.mark.parametrize("levels", [1, 3])
+def test_planned_bytes_are_those_that_a_program_allocates(levels: int) -> None:
+    options = {"levels": levels, "rounds": 1, "prefill_chunk": 16, **SMALL}
+    engine = triforce_tree.load(TARGET, perturbed(TARGET, 0.05), **options)
+    prompts = [prompt_of(70) + [3] * n for n in (1, 4, 9)]
+    engine.generate(prompts, max_new_tokens=4, do_sample=False)
+    program, hierarchy = engine.hierarchy.last_program, engine.hierarchy
+    assert program is not None
+    sizes = Sizes.of(hierarchy.target, hierarchy.draft, hierarchy.config)
+    workload = Workload(3, program.max_seq_len - 4, 4, program.cache.prefix)
+    planned = on_device(sizes, Machine(0, 0, 1.0, 1.0), hierarchy.config, workload)
+    assert program.cache.prefix == 64
+    # Each sequence's own slots are rounded up to whole chunks.
+    assert (
+        planned.device["KV"] <= program.store.bytes <= planned.device["KV"] + 3 * 4 * sizes.row * sizes.layers
+    )
+
+
+def test_more_sequences_are_decoded_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = triforce_tree.load(TARGET, levels=1, prefill_chunk=512)
+    hierarchy, how = engine.hierarchy, RunOptions()
+    prompts = [[*prompt_of(1800), n] for n in range(9)]
+    prefix = how.prefix(hierarchy, prompts, "chunks")()
+    assert prefix == 1536
+    sizes = Sizes.of(hierarchy.target, None, hierarchy.config)
+
+    def held(batch: int, prefix: int) -> int:
+        made = on_device(sizes, Machine(0, 0, 1.0, 1.0), hierarchy.config, Workload(batch, 1801, 8, prefix))
+        return made.peak - made.device["weights"] + 192 * 2**20
+
+    monkeypatch.setattr(batch_size, "free_bytes", lambda device: held(7, prefix))
+    copies = how.rows(hierarchy, 9, 1801, 8, 0)
+    assert held(copies, 0) <= held(7, prefix) < held(copies + 1, 0)
+    assert copies < how.rows(hierarchy, 9, 1801, 8, prefix) == 7

@@ -1,0 +1,1 @@
+"""What a generation's memory plan is made from."""

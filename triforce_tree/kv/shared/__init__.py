@@ -1,0 +1,1 @@
+"""A batch whose sequences begin alike: the common prefix is stored and read once."""

@@ -1,0 +1,110 @@
+"""Views of slots whose common prefix is stored once: all queries attend to it together."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from triforce_tree.config import RetrievalConfig
+from triforce_tree.kernels import step
+from triforce_tree.kernels.attention.nodes import PrefixPlan
+from triforce_tree.kernels.attention.plan import Heads, Plan
+from triforce_tree.kv.shared.store import SharedStore
+from triforce_tree.kv.store import KVGroup
+from triforce_tree.kv.tree_attention_view import PagedRetrievalView, TreeAttentionView
+from triforce_tree.models.attention import AttentionParams
+
+
+class SharedView(TreeAttentionView):
+    """T new tokens a sequence, each of which sees the prefix, its own sequence and its ancestors.
+
+    Args:
+        store: the slots.
+        queries, mask, depths: as for :class:`TreeAttentionView`.
+    """
+
+    store: SharedStore
+
+    def __init__(
+        self,
+        store: SharedStore,
+        queries: int,
+        mask: Tensor | None = None,
+        depths: Sequence[int] | None = None,
+    ) -> None:
+        # Of the prefix, then of each sequence after it.
+        self._all_lengths = torch.zeros(1 + store.batch, dtype=torch.int32, device=store.device)
+        self._prefix_plans: dict[Heads, PrefixPlan] = {}
+        super().__init__(store, queries, mask=mask, depths=depths)
+
+    def _plan(self, heads: Heads, mask: Tensor, kv_dtype: torch.dtype) -> Plan:
+        self.lengths, store = self._all_lengths[1:], self.store
+        made = self._prefix_plans[heads] = PrefixPlan(
+            heads, mask, store.batch, store.capacity, store.own, self._all_lengths, self.mask, store.dtype,
+            kv_dtype,
+        )  # fmt: skip
+        return made.plan
+
+    def begin(self, start: Tensor, mask_words: Tensor | None = None) -> None:
+        """See :class:`TreeAttentionView`."""
+        self._all_lengths[:1].copy_(self.store.prefix)
+        # A row without a sequence is shorter than the prefix.
+        super().begin((start - self.store.prefix).clamp_min_(0), mask_words)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
+        number, place = self.store.place(layer)
+        self._write(layer, k, v, params)
+        group = self.store.whole[number]
+        batch, heads, queries, dim = q.shape
+        packed = q.transpose(1, 2).reshape(batch * queries, heads, dim)
+        out, _ = self._prefix_plans[group.shape.heads](
+            packed, group.k[place], group.v[place], scale=params.scale, softcap=params.softcap,
+            sinks=params.sinks, scales=group.scales_of(place),
+        )  # fmt: skip
+        return out.view(batch, queries, heads, -1)
+
+
+class SharedRetrievalView(PagedRetrievalView):
+    """The retrieval view: each sequence selects among the chunks of the prefix and its own.
+
+    Each has its own means, those of the prefix too, so that chunks are selected as in a sequence alone.
+
+    Args:
+        store: the slots; their page is the chunk.
+        queries, config, max_growth, depths: as for :class:`PagedRetrievalView`.
+    """
+
+    store: SharedStore
+
+    def __init__(
+        self,
+        store: SharedStore,
+        queries: int,
+        config: RetrievalConfig,
+        max_growth: int,
+        depths: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(store, queries, config, max_growth, depths)
+
+    def begin(self, start: Tensor, mask_words: Tensor | None = None) -> None:
+        """See :class:`TreeAttentionView`."""
+        super().begin(start, mask_words)
+        self.at.sub_(self.store.prefix).clamp_(min=0)
+
+    def _to_pages(self, chunks: Tensor, first_page: Tensor) -> None:
+        chunks += (chunks >= self.store.prefix_pages) * self.store.shift
+
+    def _paged(self, number: int) -> KVGroup:
+        return self.store.whole[number]
+
+    def update_chunk_means(self, first: Tensor, count: int) -> None:
+        """See :class:`PagedRetrievalView`."""
+        store, chunk = self.store, self.config.chunk
+        after = (first - store.prefix_pages).clamp_min_(0)
+        for group, whole, retrieved in zip(store.groups, store.whole, self.retrieved, strict=True):
+            assert retrieved is not None
+            # Where the prefix is shorter than its slots, the sequences' own means come after, and stay.
+            k, *scale = store.common_slots(whole)
+            step.chunk_means(retrieved.means, k, first, count, chunk, *scale)
+            own_scale = None if group.scales is None else group.scales[0]
+            step.chunk_means(retrieved.means, group.k, after, count, chunk, own_scale, store.prefix_pages)
