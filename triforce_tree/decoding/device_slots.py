@@ -10,6 +10,7 @@ from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.choice.tree_acceptance import MOST_RANKS
 from triforce_tree.decoding.stages import FullView
 from triforce_tree.drafters.base import Drafter, features_of
+from triforce_tree.kv.exact_view import ExactView
 from triforce_tree.kv.parallel.split import SequenceSplit
 from triforce_tree.kv.parallel.store import SplitStore, split_of
 from triforce_tree.kv.parallel.views import SplitRetrievalView, SplitView, share_of
@@ -74,7 +75,8 @@ def device_slots(
     own = store.in_pages(page)
 
     def view(queries: int, mask: Tensor | None, depths: Sequence[int] | None) -> TreeAttentionView:
-        return TreeAttentionView(own, queries, mask=mask, depths=depths)
+        made = ExactView if config.exact else TreeAttentionView
+        return made(own, queries, mask=mask, depths=depths)
 
     retrieval_view = None
     if levels == 3:

@@ -22,6 +22,7 @@ from triforce_tree.models.attention import (
     scales_queries,
     take_over_query_scales,
 )
+from triforce_tree.models.exact.host import use_exact_modules
 from triforce_tree.models.experts.few_row import use_capturable_experts
 from triforce_tree.models.experts.modules import expert_modules
 from triforce_tree.models.few_row import few_row_copy, why_not_replaceable
@@ -220,17 +221,22 @@ class StepModel:
         return broadcast_tensor(logits.contiguous())
 
 
-def step_model(model: HFModel, compiled: bool, features: Sequence[int] = ()) -> StepModel:
+def step_model(
+    model: HFModel, compiled: bool, features: Sequence[int] = (), exact: bool = False
+) -> StepModel:
     """A model's forwards over fixed buffers, with few-row linear layers where they can be replaced.
 
     Args:
         compiled: see :class:`StepModel`.
         features: hidden states that are kept.
+        exact: a row's bits do not depend on the rows beside it, see ``exact.check``.
     """
     on_gpu = model.device.type == "cuda"
     replaced = on_gpu and why_not_replaceable(model.model) is None
     clone = few_row_copy(model.model) if replaced else shallow_copy(model.model)
-    if not on_gpu:
+    if exact and not on_gpu:
+        use_exact_modules(clone)
+    elif not on_gpu:
         use_fused_layers(clone, use_few_row_linears(clone))
     # The compiler cannot see that streamed experts are overwritten inside a layer.
     compiled = compiled and replaced and not _streams_experts(model)
