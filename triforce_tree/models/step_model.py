@@ -22,11 +22,12 @@ from triforce_tree.models.attention import (
     scales_queries,
     take_over_query_scales,
 )
+from triforce_tree.models.exact.device import exact_copy
 from triforce_tree.models.exact.host import use_exact_modules
 from triforce_tree.models.experts.few_row import use_capturable_experts
 from triforce_tree.models.experts.modules import expert_modules
 from triforce_tree.models.few_row import few_row_copy, why_not_replaceable
-from triforce_tree.models.fused_linears import fused
+from triforce_tree.models.fused_linears import fused, fused_exactly
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.hidden_states import keep_hidden
 from triforce_tree.models.host.layers import use_fused_layers
@@ -144,6 +145,7 @@ class StepModel:
         max_positions: size of a learned position table, to which positions are clamped; None for no limit.
             Passes reach beyond the longest sequence; those results are never read, but need some position.
         layers: indices of the layers with attention, in their order; by default all.
+        exact: compiled layers round as uncompiled ones do.
 
     Attributes:
         capturable: whether a CUDA graph can capture a call.
@@ -158,6 +160,7 @@ class StepModel:
         features: Sequence[int] = (),
         max_positions: int | None = None,
         layers: Sequence[int] | None = None,
+        exact: bool = False,
     ) -> None:
         self.model, self._max_positions = clone.eval(), max_positions
         text_config = clone.config.get_text_config(decoder=True)
@@ -175,7 +178,7 @@ class StepModel:
         if compiled:
             self._recompile_limit = partial(torch._dynamo.config.patch, recompile_limit=_COMPILED_SHAPES)
             for layer in decoder_layers(clone):
-                layer.forward = _compiled(layer.forward)
+                layer.forward = _compiled(layer.forward, fused_exactly if exact else fused)
         if features:
             keep_hidden(clone, decoder_layers(clone), features, self.hidden.__setitem__)
 
@@ -233,14 +236,17 @@ def step_model(
     """
     on_gpu = model.device.type == "cuda"
     replaced = on_gpu and why_not_replaceable(model.model) is None
-    clone = few_row_copy(model.model) if replaced else shallow_copy(model.model)
-    if exact and not on_gpu:
-        use_exact_modules(clone)
-    elif not on_gpu:
-        use_fused_layers(clone, use_few_row_linears(clone))
+    if exact:
+        clone = exact_copy(model.model) if on_gpu else use_exact_modules(shallow_copy(model.model))
+    else:
+        clone = few_row_copy(model.model) if replaced else shallow_copy(model.model)
+        if not on_gpu:
+            use_fused_layers(clone, use_few_row_linears(clone))
     # The compiler cannot see that streamed experts are overwritten inside a layer.
     compiled = compiled and replaced and not _streams_experts(model)
-    step = StepModel(clone, compiled, model.length_rope, features, model.learned_positions, list(model.calls))
+    step = StepModel(
+        clone, compiled, model.length_rope, features, model.learned_positions, list(model.calls), exact
+    )
     # Streamed linear layers make the host wait for their copies.
     step.capturable = step.capturable and (model.streamed is None or model.streamed.capturable)
     if on_gpu and step.capturable:
@@ -315,9 +321,9 @@ def _indexed(layer: nn.Module) -> bool:
     return any(getattr(module, "layer_idx", None) is not None for module in layer.modules())
 
 
-def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _compiled(forward: Callable[..., Any], backend: Callable[..., Any] = fused) -> Callable[..., Any]:
     """``forward`` under torch.compile, or ``forward`` itself once compilation has failed."""
-    fast = torch.compile(forward, backend=fused, fullgraph=True, dynamic=False)
+    fast = torch.compile(forward, backend=backend, fullgraph=True, dynamic=False)
     failed = False
 
     def run(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -1,13 +1,16 @@
 """Which models ``exact=True`` serves."""
 
+import torch
+
 from triforce_tree.models.exact.host import why_not_exact_on_host
 from triforce_tree.models.experts.modules import experts_per_token
-from triforce_tree.models.few_row import quantisation
+from triforce_tree.models.few_row import quantisation, why_not_replaceable
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.supported import UnsupportedModelError
 from triforce_tree.runtime import distributed
 
 _LEAVE_OUT = "leave out exact"
+_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def check_exact(target: HFModel) -> None:
@@ -35,4 +38,8 @@ def _why_not(target: HFModel) -> str | None:
         return "it has experts, whose products depend on how many tokens are routed to each"
     if model.device.type == "cpu":
         return why_not_exact_on_host(model)
-    return f"there are no such kernels for {model.device.type}"
+    if model.device.type != "cuda":
+        return f"there are no such kernels for {model.device.type}"
+    if model.dtype not in _DTYPES:
+        return f"on a GPU it needs bfloat16 or float16, not {model.dtype}"
+    return why_not_replaceable(model)

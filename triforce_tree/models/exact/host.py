@@ -40,8 +40,8 @@ def why_not_exact_on_host(model: PreTrainedModel) -> str | None:
 
 
 @torch.no_grad()
-def use_exact_modules(model: PreTrainedModel) -> None:
-    """Let the modules of a copy of a model compute rows so, for good.
+def use_exact_modules(model: PreTrainedModel) -> PreTrainedModel:
+    """Let the modules of a copy of a model compute rows so, for good; returns it.
 
     Args:
         model: from ``shallow_copy``, on the CPU.
@@ -60,6 +60,7 @@ def use_exact_modules(model: PreTrainedModel) -> None:
         leaf = not module._modules and "forward" not in vars(module)
         if leaf and not isinstance(module, (*_LEFT_ALONE, nn.Linear)):
             module.forward = partial(_by_rows, module.forward)
+    return model
 
 
 def _linear(layer: nn.Linear, weight: FewRowWeight | None, x: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from triforce_tree.kernels.attention import reference
-from triforce_tree.kernels.attention.exact.request import ExactAttention
+from triforce_tree.kernels.attention.exact.request import ExactAttention, Near
 from triforce_tree.kernels.cpu import host
 from triforce_tree.kernels.cpu.fp32 import exact as fp32_exact
 
@@ -18,7 +18,21 @@ def attention(request: ExactAttention) -> Tensor:
     Raises:
         ValueError: see ``launch.attention`` and ``kernels.cpu.fp32.exact.attention``.
     """
+    if request.q.is_cuda:
+        # Imported at the first use, so that machines without Triton can import the package.
+        from triforce_tree.kernels.attention.exact import launch
+
+        return launch.attention(request)
     return fp32_exact.attention(request)
+
+
+def near_of(lengths: Tensor, mask: Tensor, tokens: int) -> Near | None:
+    """``launch.near``; None on the CPU, where attention does not read it."""
+    if not lengths.is_cuda:
+        return None
+    from triforce_tree.kernels.attention.exact import launch
+
+    return launch.near(lengths, mask, tokens)
 
 
 def definition(request: ExactAttention) -> Tensor:

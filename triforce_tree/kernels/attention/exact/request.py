@@ -1,8 +1,21 @@
 """The arguments of exact attention."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
+
+
+class Near(NamedTuple):
+    """What all layers of a forward on a GPU need to know of its tree.
+
+    Attributes:
+        positions: int32 ``[B * T]``, of the queries.
+        slots: int32 ``[B * T, n]``, of the newest positions that a query sees, see ``positions.near_start``.
+    """
+
+    positions: Tensor
+    slots: Tensor
 
 
 @dataclass(frozen=True)
@@ -22,6 +35,7 @@ class ExactAttention:
         chunked: the window does not slide, see ``AttentionParams``.
         softcap: scores become ``softcap * tanh(score / softcap)``; 0 leaves them.
         sinks: ``[H_q]`` logits of a virtual key whose value is zero.
+        near: from ``launch.near``, once for all layers; None to compute it anew. Not read on the CPU.
     """
 
     q: Tensor
@@ -35,6 +49,7 @@ class ExactAttention:
     chunked: bool = False
     softcap: float = 0.0
     sinks: Tensor | None = None
+    near: Near | None = None
 
     @property
     def tokens(self) -> int:
