@@ -33,15 +33,17 @@ RESULTS = ROOT / "docs" / "results"
 # The table on README's first screen. Greedy texts are left out: those of a small model repeat themselves,
 # which flatters every drafter.
 FRONT: Columns = {
-    "card": "{card}", "model of the size of": "{size}", "prompt, tokens": "{where}",
+    "card": "{card}", "model of the size of": "{size}", "prompt, tokens": "{where}", "text": "{text}",
     "temperature": "{temperature:g}", "ms a token": "**{ms_per_token:.1f}**",
     "plain decoding, ms": "{plain_ms:,.1f}", "speed-up": "**{gain:.1f}x**",
+    "lowest to highest": "?{lowest:.1f}x to {highest:.1f}x",
     "8-grams of the text that repeat": "{repeated_8grams:pct}",
 }  # fmt: skip
 _SIZES = {
     "llama-2-7b inflated": "Llama-2-7B", "llama-3.1-8b inflated": "Llama-3.1-8B",
-    "llama-2-13b inflated": "Llama-2-13B",
+    "llama-2-13b inflated": "Llama-2-13B", "embedded pair": "the embedded one",
 }  # fmt: skip
+_OWN_KIND = "documentation"
 # (part, batch, context) of the file of figures with all on the card.
 _ON_CARD = (
     ("lengths", 1, 4_096), ("lengths", 1, 16_384), ("lengths", 1, 32_768), ("7b", 1, 122_880),
@@ -64,22 +66,42 @@ def held(file: str) -> Record | None:
 
 
 def front_rows(content: Record) -> list[Record]:
-    """What three levels bring on one GPU and on two CPU cores, from three results files."""
-    rows = []
+    """What three levels bring; ``origin`` of a row is its file, part and header."""
+    rows = _over_texts(texts.ANY_TEXT)
     for part, batch, context in _ON_CARD:
         where = f"{batch} prompts of {context:,}" if batch > 1 else f"{context:,}"
         found = [r for r in rows_of(content, part) if (r["batch"], r["context"]) == (batch, context)]
-        rows += [r | {"where": where, "card": content["parts"][part]["hardware"]} for r in _sampled(found)]
+        header = content["parts"].get(part, {})
+        place = {"where": where, "card": header.get("hardware"), "text": _OWN_KIND}
+        rows += [r | place | {"origin": (on_chip.FILE, part, header)} for r in _sampled(found)]
     offloaded = held(offload.FILE) or NOTHING
     for part, what in _OFFLOADED.items():
         for r in _sampled(rows_of(offloaded, part)):
-            limited = f"{offloaded['parts'][part]['hardware']} limited to {r['gpu_memory_cap_gib']:g} GiB"
-            rows.append(r | {"where": f"{r['context']:,}", "card": f"{limited}: {what}"})
+            header = offloaded["parts"][part]
+            limited = f"{header['hardware']} limited to {r['gpu_memory_cap_gib']:g} GiB"
+            place = {"where": f"{r['context']:,}", "card": f"{limited}: {what}", "text": _OWN_KIND}
+            rows.append(r | place | {"origin": (offload.FILE, part, header)})
+    rows += _over_texts(texts.NEVER_SLOWER_CPU) or _on_two_cores()
     for r in rows:
         r["size"] = _SIZES[r["shape"]]
         r["plain_ms"] = r.get("attended_baseline_ms_per_token", r["baseline_ms_per_token"])
         r["gain"] = r.get("speedup_to_fastest_baseline", r["speedup"])
-    return [*rows, *_on_two_cores()]
+    return rows
+
+
+def _over_texts(file: str) -> list[Record]:
+    """Medians over texts of all kinds, with default settings; of the longest prompts."""
+    content = held(file) or NOTHING
+    longest = max((r["context"] for r in content["rows"]), default=0)
+    return [
+        r | {
+            "shape": r["model"], "where": f"{r['context']:,}", "card": r["machine"], "speedup": r["median"],
+            "text": f"{r['texts']} of {r['kinds']} kinds", "baseline_ms_per_token": r["plain_ms_per_token"],
+            "origin": (file, r["part"], content["parts"][r["part"]]),
+        }
+        for r in texts.summary(content)
+        if r["temperature"] > 0 and r["context"] == longest
+    ]  # fmt: skip
 
 
 def _sampled(rows: Sequence[Record]) -> list[Record]:
@@ -93,34 +115,25 @@ def _on_two_cores() -> list[Record]:
     if not {"triforce-3-level", "triforce-autoregressive"} <= by_method.keys():
         return []
     ours, plain = by_method["triforce-3-level"], by_method["triforce-autoregressive"]["ms_per_token"]
-    place = {"card": f"none: {content['hardware']}", "size": "the embedded one"}
-    figures = {"plain_ms": plain, "gain": plain / ours["ms_per_token"]}
-    return [ours | place | figures | {"where": f"{ours['context']:,}"}]
-
-
-def _part(content: Record, row: Record) -> Record:
-    """The header of a row's part, in either of the two files."""
-    offloaded = (held(offload.FILE) or NOTHING)["parts"]
-    found: Record = offloaded[row["part"]] if "gpu_memory_cap_gib" in row else content["parts"][row["part"]]
-    return found
+    place = {"card": f"none: {content['hardware']}", "shape": "embedded pair", "text": _OWN_KIND}
+    figures = {"baseline_ms_per_token": plain, "speedup": plain / ours["ms_per_token"]}
+    return [ours | place | figures | {"where": f"{ours['context']:,}", "origin": (cpu.SPEED, "", content)}]
 
 
 def front_note(content: Record, rows: list[Record]) -> str:
     sizes: dict[str, dict[str, None]] = {}
+    files: dict[str, dict[str, Record]] = {}
     for r in rows:
-        if "part" in r:
-            sizes.setdefault(vocabulary_note(_part(content, r)["settings"]), {})[r["size"]] = None
-    files = {on_chip.FILE: (content, [part for part, _, _ in _ON_CARD])}
-    files |= {offload.FILE: (held(offload.FILE) or NOTHING, [*_OFFLOADED])}
+        file, part, header = r["origin"]
+        files.setdefault(file, {})[part] = header
+        if r["shape"] != "embedded pair":
+            sizes.setdefault(vocabulary_note(header["settings"]), {})[r["size"]] = None
     note = "; ".join(f"{', '.join(names)}: {vocabulary}" for vocabulary, names in sizes.items()) + ". "
-    for file, (found, names) in files.items():
-        note += file_note(file, {name: found["parts"][name] for name in names if name in found["parts"]})
-    if (two_cores := held(cpu.SPEED)) is not None:
-        note += file_note(cpu.SPEED, {"": two_cores})
+    note += "".join(file_note(file, headers) for file, headers in files.items())
     return note.replace(".\n", ". ").rstrip() + "\n"
 
 
-front = listing(FRONT, front_rows, front_note, left=3)
+front = listing(FRONT, front_rows, front_note, left=4)
 TABLES = {
     "front": Table(on_chip.FILE, front, f"{on_chip.COMMAND} 7b"),
     **on_chip.TABLES, **offload.TABLES, **attention.TABLES, **linear.TABLES, **cpu.TABLES,

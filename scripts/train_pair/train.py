@@ -7,11 +7,7 @@ machine; compilation is not part of them. ``--resume`` goes on from the last che
 and clock; optimiser state is warmed anew).
 """
 
-import argparse
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,12 +18,10 @@ from transformers import LlamaForCausalLM
 
 from scripts.train_pair.data import Facts, Stream
 from scripts.train_pair.distill import SEGMENT, SINKS, StreamingForward, compare, cut
+from scripts.train_pair.loop import Schedule, fit
 from scripts.train_pair.model import SHAPES, TOY_SHAPES, hidden_states, new_model, nll
-from scripts.train_pair.optim import PairOptimizer
+from scripts.train_pair.options import training_parser
 from scripts.train_pair.run import Run
-
-# From the share of the budget that is spent: the loss, and figures for the log, "length" among them.
-Losses = Callable[[float], tuple[Tensor, dict[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -49,45 +43,6 @@ STAGES = (
 TOY_STAGES = (Stage(256, 0.4, 0.5, 2.0), Stage(2048, 0.6, 1.0, 8.0))
 
 
-def rate(progress: float, step: int, hold: float) -> float:
-    """Warm-up over 60 steps, hold, then linear decay to 1% at the end of the budget."""
-    warm = min(1.0, (step + 1) / 60)
-    return warm * min(1.0, max(0.01, (1 - progress) / (1 - hold)))
-
-
-def fit(
-    run: Run, name: str, model: LlamaForCausalLM, losses: Losses, seconds: float, hold: float,
-    compiles: list[float],
-) -> None:  # fmt: skip
-    """Trains a model for its seconds; ``compiles``: at what progress there is something new to compile."""
-    args, spent = run.args, run.load(name, model)
-    if spent >= seconds:
-        return
-    optimizer = PairOptimizer(model, args.muon_rate, args.adam_rate, args.decay)
-    for progress in compiles:
-        losses(progress)[0].backward()
-    optimizer.reduce(0.0, read=True)
-    optimizer.flat.zero_()
-    begin, clock, step, saved = time.monotonic() - spent, spent, 0, time.monotonic()
-    while clock < seconds:
-        progress = clock / seconds
-        loss, figures = losses(progress)
-        loss.backward()
-        slow = figures["length"] > 65536 or step % 8 == 0
-        now = optimizer.reduce(time.monotonic() - begin, read=slow)
-        clock = now if slow else clock
-        optimizer.step(rate(progress, step, hold))
-        if step % args.log_every == 0:
-            values = {"loss": loss.item(), "progress": progress, **figures}
-            run.log(what=name, step=step, **{key: round(float(value), 4) for key, value in values.items()})
-        step += 1
-        if time.monotonic() - saved > args.save_every:
-            run.save(name, model, clock)
-            saved = time.monotonic()
-    run.save(name, model, seconds)
-    run.log(what=name, steps=step)
-
-
 def train_target(run: Run, target: LlamaForCausalLM, stream: Stream) -> None:
     args, stages = run.args, TOY_STAGES if run.args.toy else STAGES
     ends = [sum(s.share for s in stages[: i + 1]) for i in range(len(stages))]
@@ -102,7 +57,7 @@ def train_target(run: Run, target: LlamaForCausalLM, stream: Stream) -> None:
             made = compiled(hidden, target.lm_head.weight, y.flatten())
         return (made * w.flatten()).sum() / w.sum(), {"length": stage.length}
 
-    fit(run, "target", target, losses, args.target_seconds, args.hold, [0.0, *ends[:-1]])
+    fit(run, "target", target, losses, args.target_seconds, Schedule(args.hold), [0.0, *ends[:-1]])
 
 
 def distil(run: Run, target: LlamaForCausalLM, draft: LlamaForCausalLM, stream: Stream) -> None:
@@ -131,31 +86,19 @@ def distil(run: Run, target: LlamaForCausalLM, draft: LlamaForCausalLM, stream: 
         loss = ((entropy + direct * (1 - overlap)) * weight).sum() / weight.sum()
         return loss, {"length": length, "overlap": (overlap.detach() * weight).sum() / weight.sum()}
 
-    fit(run, "draft", draft, losses, args.draft_seconds, 0.3, [0.0])
+    fit(run, "draft", draft, losses, args.draft_seconds, Schedule(0.3), [0.0])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = training_parser("train", __doc__, adam_rate=3e-3, decay=0.1)
     add = parser.add_argument
-    add("--data", type=Path, required=True, help="folder of tokenizer.py")
-    add("--out", type=Path, required=True, help="model folders and log")
     add("--target-seconds", type=float, default=400.0, help="budget of the target's training")
     add("--draft-seconds", type=float, default=110.0, help="budget of the distillation")
-    add("--tokens", type=int, default=65536, help="tokens per process and step")
     add("--teacher-length", type=int, default=16384, help="tokens of context of the target while it teaches")
-    add("--muon-rate", type=float, default=0.015, help="learning rate of the matrices")
-    add("--adam-rate", type=float, default=3e-3, help="learning rate of everything else")
-    add("--decay", type=float, default=0.1, help="weight decay of the matrices")
     add("--hold", type=float, default=0.45, help="share of the target's time before the rate decays")
     add("--overlap-weight", type=float, default=1.0, help="of 1 - sum(min(p, q)), late in distillation")
     add("--python-weight", type=float, default=1.6, help="sampling weight of Python's own texts, per token")
-    add("--log-every", type=int, default=50, help="steps")
-    add("--save-every", type=float, default=60.0, help="seconds")
-    add("--resume", action="store_true", help="go on from the checkpoint in --out")
     add("--toy", action="store_true", help="tiny models and stages, on any machine")
-    add("--seed", type=int, default=0, help="of all draws")
     args = parser.parse_args()
     run = Run(args)
     torch.manual_seed(args.seed)

@@ -10,6 +10,7 @@ from functools import cache
 import pytest
 import torch
 from families import perturbed, prompt_of, tiny
+from recurrent_families import recurrent
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -153,11 +154,12 @@ def test_settings_that_are_refused(options: dict[str, object], message: str) -> 
 
 
 @pytest.mark.parametrize(
-    "family, reason", [("gemma2", "capped"), ("mixtral", "has experts"), ("olmo-hybrid", "recurrent")]
+    "family, reason", [("gemma2", "capped"), ("mixtral", "has experts"), ("falcon-h1", "recurrent")]
 )
 def test_models_that_are_refused(family: str, reason: str) -> None:
+    model = recurrent(family) if reason == "recurrent" else tiny(family)
     with pytest.raises(UnsupportedModelError, match=f"exact=True does not serve .*{reason}"):
-        triforce_tree.load(tiny(family), levels=1, exact=True)
+        triforce_tree.load(model, levels=1, exact=True)
 
 
 def test_trees_that_are_refused() -> None:

@@ -15,7 +15,8 @@ from transformers import BatchEncoding, PreTrainedModel
 import triforce_tree
 from triforce_tree.models.few_row import FewRowLinear, few_row_copy
 from triforce_tree.models.hf_model import HFModel
-from triforce_tree.models.step_model import decoder_layers, step_model
+from triforce_tree.models.model_copy import decoder_layers
+from triforce_tree.models.step_model import step_model
 
 NEW = 12
 PROMPTS = [[token % TEXT for token in prompt_of(length)] for length in (70, 61)]

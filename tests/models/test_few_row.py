@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from model_sizes import extra_bytes
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -10,7 +11,6 @@ from triforce_tree.models import few_row
 from triforce_tree.models.few_row import (
     FewRowLinear,
     LowBitLinear,
-    extra_bytes,
     few_row_copy,
     low_bit_copy,
     with_linears,

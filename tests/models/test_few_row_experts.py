@@ -6,6 +6,7 @@ import pytest
 import torch
 import triton_ops
 from families import CAPPED, tiny
+from model_sizes import extra_bytes
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -14,7 +15,7 @@ from triforce_tree.kernels.linear import reference
 from triforce_tree.models.experts import few_row
 from triforce_tree.models.experts.few_row import FEW_ROW_EXPERTS, FEW_ROW_OR_GROUPED, LowBitExperts
 from triforce_tree.models.experts.modules import distinct, expert_modules, fused_weights
-from triforce_tree.models.few_row import extra_bytes, few_row_copy, low_bit_copy
+from triforce_tree.models.few_row import few_row_copy, low_bit_copy
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 

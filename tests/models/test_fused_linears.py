@@ -19,7 +19,8 @@ from transformers import (
 from triforce_tree.models import few_row
 from triforce_tree.models.few_row import FewRowLinear, LowBitLinear, low_bit_copy
 from triforce_tree.models.fused_linears import fuse_linears, fused
-from triforce_tree.models.step_model import StepModel, decoder_layers
+from triforce_tree.models.model_copy import decoder_layers
+from triforce_tree.models.step_model import StepModel
 
 # Triton 3.6's interpreter converts one-element arrays to scalars, which newer NumPy warns about.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

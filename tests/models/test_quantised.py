@@ -17,7 +17,7 @@ from triforce_tree.loading.checkpoints import load_model
 from triforce_tree.loading.inflate import inflate
 from triforce_tree.models.few_row import FewRowLinear, few_row_copy, why_not_replaceable
 from triforce_tree.models.hf_model import HFModel
-from triforce_tree.models.step_model import captures, step_model
+from triforce_tree.models.step_model import captures
 from triforce_tree.planning.memory_map import tensor_bytes
 from triforce_tree.runtime import capture_probe
 from triforce_tree.runtime.fingerprint import shape_of
@@ -233,11 +233,10 @@ def test_layers_that_wait_for_the_device_are_called_directly(
     model = HFModel(change(tiny("llama-gqa")) if change else tiny("llama-gqa"))
     replaced = change is None
     with model.active():
-        step = step_model(model, compiled=False)
-        assert captures(step, model, replaced)
+        assert captures(model, replaced)
         assert not caplog.messages
         monkeypatch.setattr(capture_probe, "Captured", waits)
-        assert not captures(step, model, replaced)
+        assert not captures(model, replaced)
     [said] = caplog.messages
     assert re.search("LlamaForCausalLM runs without CUDA graphs.*not permitted", said)
     assert ("quantised" in said) != replaced

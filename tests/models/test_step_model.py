@@ -1,12 +1,15 @@
-"""The compiled layers of a StepModel: failures of compilation, and other failures."""
+"""The compiled layers of a StepModel: how many versions there are, and failures."""
 
 import logging
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+import families
 import pytest
 import torch
-from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch import Tensor, fx
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from triforce_tree.models import step_model
 from triforce_tree.models.step_model import StepModel
@@ -14,10 +17,11 @@ from triforce_tree.models.step_model import StepModel
 TOKENS = torch.arange(3)[None]
 
 
-def tiny() -> LlamaForCausalLM:
+def tiny(hidden_size: int = 32) -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=16, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        vocab_size=16, hidden_size=hidden_size, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=2,
         num_key_value_heads=2, bos_token_id=None, eos_token_id=None, pad_token_id=None,
     )  # fmt: skip
     return LlamaForCausalLM(config)
@@ -104,3 +108,30 @@ def test_out_of_memory_before_attention_is_not_a_compilation_failure(
     assert not caplog.records
     short = False
     assert step(TOKENS, TOKENS, Attention()).shape == (1, 3, 16)
+
+
+@pytest.mark.parametrize(
+    ("models", "versions"),
+    [((tiny, partial(tiny, 64)), 2), ((partial(families.tiny, "llama4"),), 2)],
+    ids=["two sizes", "chunks"],
+)
+def test_layers_share_versions_and_one_serves_all_lengths_but_one(
+    models: Sequence[Callable[[], PreTrainedModel]], versions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    any_length: list[bool] = []
+
+    def queries(layer: int, q: Tensor, k: Tensor, v: Tensor, *how: Any) -> Tensor:
+        return q.transpose(1, 2).clone(memory_format=torch.contiguous_format)
+
+    def counting(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        any_length.append(any(isinstance(x, torch.SymInt) for x in inputs))
+        return graph
+
+    monkeypatch.setattr(step_model, "fused", counting)
+    steps = [[StepModel(make(), compiled=compiled) for compiled in (True, False)] for make in models]
+    for length in (5, 1, 9, 2, 16):
+        tokens = torch.arange(length)[None] % 16
+        for pair in steps:
+            found, expected = (step(tokens, tokens, queries) for step in pair)
+            torch.testing.assert_close(found, expected)
+    assert any_length == [True] * versions + [False] * versions

@@ -13,18 +13,16 @@ from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.full_cache import FullCache
 from triforce_tree.decoding.oom_retry import with_or_without
 from triforce_tree.decoding.program import DecodingProgram
-from triforce_tree.drafters.base import Drafter, ReadsTarget, check_drafter, shapes_of
-from triforce_tree.drafters.merged import Merged
-from triforce_tree.drafters.suffix_matching import SuffixMatching
+from triforce_tree.drafters.base import Drafter
+from triforce_tree.drafters.draft_level import DraftLevel
 from triforce_tree.drafters.token_map import TokenMap
-from triforce_tree.drafters.tree_model import TreeDrafter
 from triforce_tree.kv.cached_tokens import Reuse
 from triforce_tree.kv.kept_prefixes import KeptPrefixes
 from triforce_tree.kv.offload.host_attention import host_attends
 from triforce_tree.kv.offload.offloaded_cache import one_shape
 from triforce_tree.loading.load_guard import compare_at_load
 from triforce_tree.models.hf_model import HFModel
-from triforce_tree.models.recurrent.limits import refuse_draft, refuse_offload, within_limits
+from triforce_tree.models.recurrent.limits import refuse_offload, within_limits
 from triforce_tree.models.settings import check_settings
 from triforce_tree.planning import memory_map, memory_plan
 from triforce_tree.planning.machine import host_rate, measured
@@ -35,7 +33,6 @@ from triforce_tree.runtime import distributed
 from triforce_tree.runtime.executor import free_memory
 from triforce_tree.runtime.locks import generation, held
 from triforce_tree.trees.device_shapes import least_prompt
-from triforce_tree.trees.shapes import chain_shape, with_chain
 from triforce_tree.verify.sampling import ProbsFromLogits
 
 # Buffers are made for sequences of a multiple of this many tokens, so that they serve longer ones too.
@@ -71,14 +68,8 @@ class Hierarchy:
         tokens: TokenMap | None = None,
     ) -> None:
         self.target, self.tokens = target, tokens
-        self.draft = draft if isinstance(draft, HFModel) else None
-        self.own_drafter = None if isinstance(draft, HFModel) else draft
-        if self.own_drafter is not None:
-            if isinstance(self.own_drafter, ReadsTarget):
-                self.own_drafter.attach(target)
-            check_drafter(self.own_drafter, target.layers)
-        if self.draft is not None and self.draft.states is not None:
-            refuse_draft(self.draft.name)
+        self._level_0 = DraftLevel(target, draft, tokens)
+        self.draft, self.own_drafter = self._level_0.model, self._level_0.own
         self.config = config
         self.memory: MemoryPlan | None = None
         self._planned: tuple[object, MemoryPlan] | None = None
@@ -98,25 +89,14 @@ class Hierarchy:
 
     @config.setter
     def config(self, config: HierarchyConfig) -> None:
-        if self.own_drafter is not None:
-            trees = shapes_of(self.own_drafter)
-        elif self.draft is None:
-            trees = (chain_shape(config.matched_tokens(False)),)
-        else:
-            trees = tuple(with_chain(shape, config.matched_tokens(True)) for shape in config.trees)
-        config = replace(config, tree=trees[0], other_trees=trees[1:])
+        config = self._level_0.with_trees(config)
         if self.target.states is not None:
             config = within_limits(self.target.name, config, self.draft is not None)
         self._config = config
 
     def drafter(self) -> Drafter:
         """Level 0 under the current settings; a draft model's has new buffers."""
-        if self.own_drafter is not None:
-            return self.own_drafter
-        if self.draft is None:
-            return SuffixMatching(self.config.matched_tokens(False))
-        grown, matched = TreeDrafter(self.draft, self.config, self.tokens), self.config.matched_tokens(True)
-        return Merged(grown, SuffixMatching(matched)) if matched else grown
+        return self._level_0.drafter(self.config)
 
     def with_config(self, config: HierarchyConfig) -> "Hierarchy":
         """The same checked models under another configuration."""

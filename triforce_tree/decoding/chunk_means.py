@@ -17,10 +17,11 @@ class ChunkMeans:
         view: of the retrieval level; None where there are no means, or an offloaded cache keeps them itself.
         batch: B sequences.
         max_seq_len: most tokens of a sequence.
+        device: of the KV slots.
     """
 
-    def __init__(self, view: ChunkedView | None, batch: int, max_seq_len: int) -> None:
-        self._view, self._most = view, max_seq_len
+    def __init__(self, view: ChunkedView | None, batch: int, max_seq_len: int, device: torch.device) -> None:
+        self._view, self._most, self._device = view, max_seq_len, device
         # Tokens of each sequence, and how many of them the means take account of.
         self._lengths, self._known = [0] * batch, [0] * batch
 
@@ -59,7 +60,7 @@ class ChunkMeans:
     def update_all(self) -> None:
         """Compute all means again, after something other than the passes has written KV slots."""
         if self._view is not None:
-            self._update([0] * len(self._known), self._view.chunks)
+            self._update([0] * len(self._known), -(-self._most // self._view.config.chunk))
         self._known = [self._most] * len(self._known)
 
     def catch_up(self) -> None:
@@ -74,5 +75,5 @@ class ChunkMeans:
 
     def _update(self, first: Sequence[int], count: int) -> None:
         assert self._view is not None
-        starts = torch.tensor(first, device=self._view.store.device)
+        starts = torch.tensor(first, device=self._device)
         self._view.update_chunk_means(starts, -(-count // _STEP) * _STEP)

@@ -80,7 +80,7 @@ def _retrieval_logits(
     step: int,
     view: ChunkedView | GatheredRetrievalView,
 ) -> Tensor:
-    nodes, device = view.mask.shape[0], program.device
+    nodes, device = program.shapes[0].nodes, program.device
     step = min(step, nodes)
     own_bits = pack_mask(torch.eye(nodes, dtype=torch.bool, device=device))
     logits: list[Tensor] = []
@@ -129,7 +129,7 @@ def commit(program: DecodingProgram, count: int) -> None:
     if program.states is not None:
         program.states.commit(count)
     if program.retrieval_view is not None:
-        chunk = program.retrieval_view.store.page
+        chunk = program.retrieval_view.config.chunk
         program.retrieval_view.update_chunk_means(before // chunk, count // chunk + 2)
     program.committed([count])
 

@@ -95,7 +95,7 @@ class FullCache:
                 target, config, batch, max_seq_len, levels, store, kept.store if kept is not None else None
             )
             self.store, self.split, self.view, self.retrieval_view = made
-        self.means = ChunkMeans(self.retrieval_view, batch, max_seq_len)
+        self.means = ChunkMeans(self.retrieval_view, batch, max_seq_len, target.device)
         self.token_view = self.view
         if target.states is not None:
             self.states = RecurrentStates(target.states, batch, target.device, target.dtype)

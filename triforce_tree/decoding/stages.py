@@ -167,7 +167,7 @@ class ChainVerifyStage:
     def _commit(self) -> None:
         _commit(self.state, self.view, self.verifier.accept(self.tree, self._root))
         if self.means is not None:
-            chunk = self.means.store.page
+            chunk = self.means.config.chunk
             self.means.update_chunk_means(self._root // chunk, (self.state.max_draft_tokens + 1) // chunk + 2)
 
 

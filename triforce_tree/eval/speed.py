@@ -1,7 +1,7 @@
 """Speed of every method on the same prompts, in turns, so that load on the machine affects all alike."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from transformers import StoppingCriteria
 
@@ -34,17 +34,34 @@ def check_methods(engine: Engine, methods: Sequence[str]) -> None:
             raise ValueError("transformers-assistant needs a draft model; give one, or leave it out")
 
 
+@dataclass(frozen=True)
+class Timing:
+    """Which generations are timed after each prompt, and how.
+
+    Attributes:
+        methods: names from ``METHODS``.
+        temperatures: 0 is greedy.
+        new_tokens: tokens of each generation.
+        seed: of all draws.
+        done: called with every record, old ones included.
+        stop: ends a generation early; its measurement is discarded.
+        wanted: whether to continue, called before each generation.
+    """
+
+    methods: Sequence[str]
+    temperatures: Sequence[float]
+    new_tokens: int
+    seed: int = 0
+    done: Callable[[Record], None] = lambda record: None
+    stop: StoppingCriteria | None = None
+    wanted: Callable[[], bool] = lambda: True
+
+
 def measure(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
-    methods: Sequence[str],
-    temperatures: Sequence[float],
-    new_tokens: int,
+    timing: Timing,
     records: Records,
-    seed: int = 0,
-    stop: StoppingCriteria | None = None,
-    done: Callable[[Record], None] = lambda record: None,
-    wanted: Callable[[], bool] = lambda: True,
     place: Record | None = None,
 ) -> None:
     """Measure what ``records`` lacks.
@@ -52,21 +69,15 @@ def measure(
     Args:
         engine: our models and settings.
         prompts: token ids.
-        methods: names from ``METHODS``.
-        temperatures: 0 is greedy.
-        new_tokens: tokens of each generation.
         records: gets every measurement as it is made.
-        seed: of all draws.
-        stop: ends a generation early; its measurement is discarded.
-        done: called with every record, old ones included.
-        wanted: whether to continue, called before each generation.
         place: what else a record is found by, such as the length of these prompts.
     """
+    new_tokens, seed = timing.new_tokens, timing.seed
     warm: set[tuple[str, float]] = set()
     for number, prompt in enumerate(prompts):
-        for temperature in temperatures:
-            for method in methods:
-                if not wanted():
+        for temperature in timing.temperatures:
+            for method in timing.methods:
+                if not timing.wanted():
                     return
                 key = {**(place or {}), "prompt": number, "temperature": temperature, "method": method}
                 record = records.find(**key)
@@ -75,7 +86,7 @@ def measure(
                         first = Job(list(prompt), temperature, new_tokens, seed)
                         METHODS[method](engine, _warm_up(engine, method, first))
                         warm.add((method, temperature))
-                    job = Job(list(prompt), temperature, new_tokens, seed + number, stop)
+                    job = Job(list(prompt), temperature, new_tokens, seed + number, timing.stop)
                     sample = METHODS[method](engine, job)
                     if len(sample.tokens) < new_tokens:
                         return
@@ -90,7 +101,7 @@ def measure(
                         "tokens": sample.tokens,
                     }
                     records.add(record)
-                done(record)
+                timing.done(record)
 
 
 def _warm_up(engine: Engine, method: str, job: Job) -> Job:

@@ -7,7 +7,7 @@ accepted ones; the next forward overwrites the others.
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -163,11 +163,17 @@ class TreeAttentionView:
         first = None
         if shape is not None and shape.window is not None:
             first = self._windows[shape.window, shape.chunked].first_visible
-        out = planned.run(
-            packed, keys, values, plan, scale=params.scale, table=table, first=first, softcap=params.softcap,
-            sinks=params.sinks, scales=scales,
+        out = self._attention(
+            packed, keys, values, plan, params.sinks, scale=params.scale, table=table, first=first,
+            softcap=params.softcap, scales=scales,
         )  # fmt: skip
         return out.view(batch, queries, heads, -1)
+
+    def _attention(
+        self, q: Tensor, keys: Tensor, values: Tensor, plan: Plan, sinks: Tensor | None, **how: Any
+    ) -> Tensor:
+        """Attention of packed queries ``[B * T, H_q, D]``: ``[B * T, H_q, D_v]``, by ``planned.run``."""
+        return planned.run(q, keys, values, plan, sinks=sinks, **how)
 
 
 def _path_depths(queries: int, tail: int, mask: Tensor | None) -> list[int] | None:

@@ -12,7 +12,6 @@ from typing import Protocol, Self
 from torch import Tensor
 
 from triforce_tree.config import RetrievalConfig
-from triforce_tree.kv.store import KVStore
 from triforce_tree.models.attention import AttentionParams
 from triforce_tree.models.recurrent.running import RecurrentPass
 
@@ -63,7 +62,7 @@ class RetrievalView(KVView, Protocol):
     """The view of the retrieval model, which selects the chunks that its layers see.
 
     Attributes:
-        refreshing: whether the next forward selects chunks anew.
+        refreshing: whether the next forward selects chunks anew; set before its ``begin``.
     """
 
     refreshing: bool
@@ -82,25 +81,17 @@ class ChunkedView(RetrievalView, Protocol):
 
     Attributes:
         config: budget and recent window of the slots of this process.
-        chunks: most chunks of a sequence in these slots.
-        mask: int64 ``[B * T, words]``, the visible new tokens of each query.
-        store: these slots, whose page is the chunk.
     """
 
-    @property
-    def config(self) -> RetrievalConfig: ...
-
-    @property
-    def chunks(self) -> int: ...
-
-    @property
-    def mask(self) -> Tensor: ...
-
-    @property
-    def store(self) -> KVStore: ...
+    config: RetrievalConfig
 
     def beside(self, queries: int, depths: Sequence[int]) -> Self:
         """The same view for another number of new tokens, see ``PagedRetrievalView``."""
 
     def update_chunk_means(self, first: Tensor, count: int) -> None:
-        """Recompute the mean keys of ``count`` chunks of the text from chunk ``first[b]`` on."""
+        """Recompute the mean keys of chunks of the text; what lies beyond the KV slots is not read.
+
+        Args:
+            first: int64 ``[B]``, the first chunk of each sequence.
+            count: chunks of each sequence.
+        """

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from triforce_tree.models.experts.streamed import Streamed
 from triforce_tree.models.hf_model import HFModel
-from triforce_tree.models.step_model import decoder_layers
+from triforce_tree.models.model_copy import decoder_layers
 
 _MOST_KINDS = 6
 

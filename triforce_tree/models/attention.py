@@ -37,16 +37,35 @@ def effective_window(module: nn.Module, window: int | None) -> tuple[int | None,
     Args:
         window: of sliding attention, as the module passes it on. Chunks are in the configuration alone.
     """
+    chunk = getattr(module, "triforce_chunk", None)
+    if chunk is None:
+        chunk = _chunk_of(module)
+    window = chunk or window
+    limit = getattr(getattr(module, "config", None), "max_position_embeddings", None)
+    if window is None or (limit is not None and window >= limit):
+        return None, False
+    return window, chunk > 0
+
+
+def keep_chunks(copy: nn.Module) -> None:
+    """Keep the chunk of each attention module of a copy of a model in the module.
+
+    A compiled layer that read its own index would be compiled for this index alone.
+    """
+    for module in copy.modules():
+        if hasattr(module, "layer_idx"):
+            settings: Any = module
+            settings.triforce_chunk = _chunk_of(module)
+
+
+def _chunk_of(module: nn.Module) -> int:
+    """The length of the chunks that a module's queries see; 0 where they see no chunks."""
     config: Any = getattr(module, "config", None)
     kinds: Any = getattr(config, "layer_types", None) or ()
     index = getattr(module, "layer_idx", None)
-    chunked = isinstance(index, int) and index < len(kinds) and kinds[index] == "chunked_attention"
-    if chunked:
-        window = config.attention_chunk_size
-    limit = getattr(config, "max_position_embeddings", None)
-    if window is None or (limit is not None and window >= limit):
-        return None, False
-    return window, chunked
+    if isinstance(index, int) and index < len(kinds) and kinds[index] == "chunked_attention":
+        return int(config.attention_chunk_size)
+    return 0
 
 
 class KVCache(Protocol):

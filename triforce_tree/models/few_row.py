@@ -189,17 +189,6 @@ def check_low_bits(model: nn.Module, bits: int) -> None:
         )
 
 
-def extra_bytes(model: nn.Module) -> int:
-    """Bytes that a copy's replaced layers hold in addition to what they share with the original."""
-    owned = [
-        tensor
-        for module in model.modules()
-        if isinstance(module, FewRowLinear | LowBitLinear | LowBitExperts)
-        for tensor in module.buffers()
-    ]
-    return sum(tensor.numel() * tensor.element_size() for tensor in {id(t): t for t in owned}.values())
-
-
 def _layer_linears(model: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
     """(parent, name, linear) of the plain linear layers inside a ``ModuleList`` (of decoder layers)."""
     return [

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
 
 from triforce_tree.kernels.device import describe
 from triforce_tree.kernels.linear.configs import MOST_FUSED
@@ -51,6 +52,20 @@ def fused(
     compiled: Any = compile_fx(fuse_linears(graph), list(inputs), config_patches=patches or None)
     run: Callable[..., Any] = compiled
     return run
+
+
+def mark_lengths(length: int, tensors: Any) -> None:
+    """Let ``torch.compile`` make a kernel for any ``length`` of dimension 1, where its operators allow that.
+
+    Every size of a tree is a length; a version for each would take seconds to compile, and dozens in all.
+
+    Args:
+        length: tokens of a sequence; 1 always has a version of its own.
+        tensors: a layer's arguments, in tuples, lists and dictionaries.
+    """
+    for tensor in tree_leaves(tensors):
+        if isinstance(tensor, Tensor) and tensor.ndim > 1 and tensor.shape[1] == length:
+            torch._dynamo.maybe_mark_dynamic(tensor, 1)
 
 
 def fuse_linears(module: fx.GraphModule) -> fx.GraphModule:

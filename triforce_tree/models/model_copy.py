@@ -18,6 +18,25 @@ def text_decoder(model: nn.Module) -> nn.Module:
     return model.get_decoder() if isinstance(model, PreTrainedModel) else model
 
 
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The ``ModuleList`` of decoder layers, found by its length. Encoders of images may have one as long.
+
+    Raises:
+        ValueError: there is none.
+    """
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    modules = text_decoder(model).modules()
+    found = [module for module in modules if isinstance(module, nn.ModuleList) and len(module) == count]
+    if found:
+        # Modules that cache keys and values know their layer's index; those of encoders do not.
+        return max(found, key=lambda layers: _indexed(layers[0]))
+    raise ValueError(f"{type(model).__name__} has no list of its {count} decoder layers")
+
+
+def _indexed(layer: nn.Module) -> bool:
+    return any(getattr(module, "layer_idx", None) is not None for module in layer.modules())
+
+
 def shallow_copy(model: PreTrainedModel) -> PreTrainedModel:
     """A copy of every module and configuration of a model, over the same parameters and buffers.
 

@@ -18,6 +18,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from triforce_tree.models.attention import (
     AttentionParams,
     effective_window,
+    keep_chunks,
     scaled_queries,
     scales_queries,
     take_over_query_scales,
@@ -27,13 +28,13 @@ from triforce_tree.models.exact.host import use_exact_modules
 from triforce_tree.models.experts.few_row import use_capturable_experts
 from triforce_tree.models.experts.modules import expert_modules
 from triforce_tree.models.few_row import few_row_copy, why_not_replaceable
-from triforce_tree.models.fused_linears import fused, fused_exactly
+from triforce_tree.models.fused_linears import fused, fused_exactly, mark_lengths
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.hidden_states import keep_hidden
 from triforce_tree.models.host.layers import use_fused_layers
 from triforce_tree.models.host.linears import use_few_row_linears
 from triforce_tree.models.length_rope import LengthRope
-from triforce_tree.models.model_copy import shallow_copy, text_decoder
+from triforce_tree.models.model_copy import decoder_layers, shallow_copy
 from triforce_tree.models.recurrent.mixers import attach
 from triforce_tree.models.recurrent.pass_through import PassThrough
 from triforce_tree.models.recurrent.running import RecurrentPass, running
@@ -45,7 +46,8 @@ ATTENTION = "triforce_tree_step"
 MOST_ROWS = 128
 """Most tokens per sequence of a forward that is compiled and captured."""
 
-# All models of a family share one compiled function, with a version for each number of tokens and sequences.
+# All models of a family share one compiled function, with versions for each size and number of sequences, and
+# for each number of tokens where a layer cannot do with one version for all.
 _COMPILED_SHAPES = 256
 # Libraries have other kernels for one token than for a few, and for a few than for many.
 _TRIED_ROWS = (1, 2, 16, 64)
@@ -170,6 +172,7 @@ class StepModel:
         self.model.set_attn_implementation(ATTENTION)
         self._scales_queries = scales_queries(clone)
         take_over_query_scales(clone)
+        keep_chunks(clone)
         attach(self.model, in_chunks=False)
         use_capturable_experts(self.model, next(self.model.parameters()).device)
         if length_rope is not None:
@@ -236,45 +239,48 @@ def step_model(
     """
     on_gpu = model.device.type == "cuda"
     replaced = on_gpu and why_not_replaceable(model.model) is None
+    # Streamed linear layers and some rotary embeddings make the host wait.
+    waits = (model.streamed is not None and not model.streamed.capturable) or (
+        model.length_rope is not None and model.length_rope.waits_for_host
+    )
+    if on_gpu and not waits and model.capturable is None:
+        model.capturable = captures(model, replaced)
     if exact:
         clone = exact_copy(model.model) if on_gpu else use_exact_modules(shallow_copy(model.model))
     else:
         clone = few_row_copy(model.model) if replaced else shallow_copy(model.model)
         if not on_gpu:
             use_fused_layers(clone, use_few_row_linears(clone))
-    # The compiler cannot see that streamed experts are overwritten inside a layer.
-    compiled = compiled and replaced and not _streams_experts(model)
-    step = StepModel(
-        clone, compiled, model.length_rope, features, model.learned_positions, list(model.calls), exact
-    )
-    # Streamed linear layers make the host wait for their copies.
-    step.capturable = step.capturable and (model.streamed is None or model.streamed.capturable)
-    if on_gpu and step.capturable:
-        if model.capturable is None:
-            model.capturable = captures(step, model, replaced)
-        step.capturable = model.capturable
+    # The compiler cannot see that streamed experts are overwritten inside a layer. What layers read from the
+    # device while they run, it takes for constant.
+    compiled = compiled and replaced and not _streams_experts(model) and model.capturable is not False
+    step = _step(clone, model, compiled, features, exact)
+    step.capturable = not waits and model.capturable is not False
     return step
 
 
-def captures(step: StepModel, model: HFModel, replaced: bool) -> bool:
+def _step(
+    clone: PreTrainedModel,
+    model: HFModel,
+    compiled: bool,
+    features: Sequence[int] = (),
+    exact: bool = False,
+) -> StepModel:
+    positions, layers = model.learned_positions, list(model.calls)
+    return StepModel(clone, compiled, model.length_rope, features, positions, layers, exact)
+
+
+def captures(model: HFModel, replaced: bool) -> bool:
     """Whether CUDA graphs can hold a model's forwards; logs why they cannot.
 
     Args:
         replaced: whether its linear layers are ours. One number of tokens then shows what its other layers
-            do, and without the compiler, whose kernels take seconds: it keeps no layer that waits.
+            do; the compiler, whose kernels take seconds, keeps no layer that waits.
     """
     linears = "" if replaced else f" with its linear layers ({why_not_replaceable(model.model)})"
-    if replaced:
-        if model.states is not None:
-            return True  # Our own scans and states are all that such layers have beside linear ones.
-        step = StepModel(
-            few_row_copy(model.model),
-            False,
-            model.length_rope,
-            (),
-            model.learned_positions,
-            list(model.calls),
-        )
+    if replaced and model.states is not None:
+        return True  # Our own scans and states are all that such layers have beside linear ones.
+    step = _step(few_row_copy(model.model) if replaced else shallow_copy(model.model), model, False)
 
     def run(tokens: Tensor) -> Tensor:
         return step(tokens, torch.arange(tokens.shape[1], device=tokens.device)[None], _no_attention)
@@ -302,35 +308,24 @@ def _streams_experts(model: HFModel) -> bool:
     return model.streamed is not None and bool(expert_modules(model.model))
 
 
-def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The ``ModuleList`` of decoder layers, found by its length. Encoders of images may have one as long.
-
-    Raises:
-        ValueError: there is none.
-    """
-    count = model.config.get_text_config(decoder=True).num_hidden_layers
-    modules = text_decoder(model).modules()
-    found = [module for module in modules if isinstance(module, nn.ModuleList) and len(module) == count]
-    if found:
-        # Modules that cache keys and values know their layer's index; those of encoders do not.
-        return max(found, key=lambda layers: _indexed(layers[0]))
-    raise ValueError(f"{type(model).__name__} has no list of its {count} decoder layers")
-
-
-def _indexed(layer: nn.Module) -> bool:
-    return any(getattr(module, "layer_idx", None) is not None for module in layer.modules())
-
-
 def _compiled(forward: Callable[..., Any], backend: Callable[..., Any] = fused) -> Callable[..., Any]:
-    """``forward`` under torch.compile, or ``forward`` itself once compilation has failed."""
+    """``forward`` under torch.compile, or ``forward`` itself once compilation has failed.
+
+    One compiled version serves any number of tokens above one, where the layer allows that.
+    """
     fast = torch.compile(forward, backend=backend, fullgraph=True, dynamic=False)
     failed = False
+    lengths: set[int] = set()
 
     def run(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         nonlocal failed
-        # Longer inputs gain little, and each length would be compiled separately.
-        if not failed and hidden.shape[1] <= MOST_ROWS:
+        length = hidden.shape[1]
+        # Longer inputs gain little.
+        if not failed and length <= MOST_ROWS:
             layer = _running.layer
+            if length not in lengths:
+                lengths.add(length)
+                mark_lengths(length, (hidden, args, kwargs))
             try:
                 return fast(hidden, *args, **kwargs)
             except torch.OutOfMemoryError:

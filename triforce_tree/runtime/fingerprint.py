@@ -43,7 +43,9 @@ def hardware(device: torch.device | None = None) -> str:
         model = next((x.partition(":")[2].strip() for x in lines if x.startswith("model name")), model)
     except OSError:
         pass
-    return f"{model}, {os.cpu_count()} cores"
+    # Of those that the process may use, where the system says it.
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{model}, {cores} cores"
 
 
 # Bytes of each tensor that a digest of weights looks at.

@@ -51,8 +51,8 @@ def main(words: Sequence[str] | None = None) -> None:
             progress.console.print(f"{place} {record['method']}: {ms:.2f} ms a token")
             progress.advance(task)
 
-        what = prompts, list(METHODS), args.temperatures, args.new_tokens, records
-        speed.measure(engine, *what, seed=args.seed, done=done)
+        timing = speed.Timing(list(METHODS), args.temperatures, args.new_tokens, args.seed, done)
+        speed.measure(engine, prompts, timing, records)
     result = {
         **header(args.seed, "api"),
         "prompts": len(prompts),

@@ -76,9 +76,7 @@ def views(
     program: DecodingProgram, budget: int, chosen: Sequence[Policy], received: Sequence[Tensor] | None
 ) -> Iterator[tuple[Policy, PagedRetrievalView]]:
     """A view of the program's store for each policy."""
-    own = program.retrieval_view
-    assert own is not None
-    nodes = own.mask.shape[0]
+    nodes = program.shapes[0].nodes
     for policy in chosen:
         config = RetrievalConfig(
             budget, policy.chunk, key_variance=policy.variance,

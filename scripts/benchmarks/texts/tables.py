@@ -25,6 +25,7 @@ COMMAND = "python -m scripts.benchmarks any_text --texts texts.json.xz"
 GRID_COMMAND = "python -m scripts.benchmarks never_slower --texts texts.json.xz"
 # Slower than this counts as slower: clocks differ by as much from run to run.
 SLOWER = 0.98
+_MEDIANS = ("ms_per_token", "plain_ms_per_token", "repeated_8grams")
 _WHAT = {source.name: source.what for source in SOURCES}
 
 
@@ -60,7 +61,7 @@ def _sorted(content: Record) -> list[Record]:
 
 
 def summary(content: Record) -> list[Record]:
-    """The lowest, the median and the highest speed-up over all texts."""
+    """The lowest, the median and the highest speed-up over all texts, and the medians of times."""
     cells: dict[tuple[Any, ...], list[Record]] = {}
     for row in _sorted(content):
         cells.setdefault((row["model"], row["context"], row["temperature"]), []).append(row)
@@ -73,6 +74,9 @@ def summary(content: Record) -> list[Record]:
                 "lowest": low["speedup"], "lowest_text": low["kind"],
                 "median": statistics.median(r["speedup"] for r in found),
                 "highest": high["speedup"], "highest_text": high["kind"],
+                "part": found[0]["part"], "machine": found[0]["machine"],
+                "kinds": len({r["kind"] for r in found}),
+                **{name: statistics.median(r[name] for r in found) for name in _MEDIANS},
             }
         )  # fmt: skip
     return made

@@ -32,9 +32,10 @@ import triforce_tree
 from scripts.train_pair.distill import SEGMENT, SINKS, StreamingForward, compare, cut
 from scripts.train_pair.evaluate import overlaps
 from scripts.train_pair.given.text import TOKENS
+from scripts.train_pair.loop import Schedule, fit
 from scripts.train_pair.model import llama, new_model
+from scripts.train_pair.options import training_parser
 from scripts.train_pair.run import Run
-from scripts.train_pair.train import fit
 from triforce_tree.eval.text import pydoc_text, token_ids
 from triforce_tree.loading.checkpoints import load_model, load_tokenizer
 
@@ -158,33 +159,19 @@ def measured(args: argparse.Namespace, run: Run) -> dict[str, float | None]:
 
 
 def arguments(words: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.train_pair.given",
-        description=(__doc__ or "").partition("\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = training_parser("given", __doc__, tokens=32768, adam_rate=1.5e-3)
     add = parser.add_argument
     add("--target", required=True, help="folder, GGUF file or hub id of a Llama")
-    add("--data", type=Path, required=True, help="folder of given.text")
-    add("--out", type=Path, required=True, help="folder that gets draft/ and log.jsonl")
     add("--minutes", type=float, default=5.0, help="of training, without compilation")
     add("--hidden", type=int, default=256, help="size of the draft")
     add("--layers", type=int, default=2, help="of the draft")
     add("--head-dim", type=int, default=64, help="of the draft")
     add("--mlp", type=int, default=768, help="neurons of a layer of the draft")
-    add("--tokens", type=int, default=32768, help="that the target reads in a step")
     add("--length", type=int, default=4096, help="tokens of context of the target while it teaches")
-    add("--muon-rate", type=float, default=0.015, help="learning rate of the matrices")
-    add("--adam-rate", type=float, default=1.5e-3, help="learning rate of everything else")
-    add("--decay", type=float, default=0.05, help="weight decay of the matrices")
     add("--overlap-weight", type=float, default=1.0, help="of 1 - sum(min(p, q)), in the second half")
     add("--evaluate", type=int, default=4096, help="prompt tokens of the evaluation; 0 for none")
     add("--budget", type=int, default=1024, help="of the retrieval level in the evaluation")
     add("--windows", type=int, default=4, help="prompts of the evaluation")
-    add("--log-every", type=int, default=50, help="steps")
-    add("--save-every", type=float, default=60.0, help="seconds")
-    add("--resume", action="store_true", help="go on from the checkpoint in --out")
-    add("--seed", type=int, default=0, help="of all draws")
     args = parser.parse_args(words)
     if args.length < SINKS + SEGMENT:
         parser.error(f"--length {args.length} is less than a segment of {SINKS + SEGMENT} tokens; raise it")
@@ -208,7 +195,7 @@ def main(words: Sequence[str] | None = None) -> dict[str, float | None]:
     sizes = [sum(p.numel() for p in model.parameters()) for model in (target, draft)]
     run.log(what="start", tokens=len(slices.tokens), parameters=sizes)
     distillation = Distillation(args, run, target, draft, slices)
-    fit(run, "draft", draft, distillation.losses, 60 * args.minutes, 0.4, [0.0])
+    fit(run, "draft", draft, distillation.losses, 60 * args.minutes, Schedule(0.4), [0.0])
     del distillation, target, draft
     found = measured(args, run) if args.evaluate else {}
     run.log(what="done", **found)

@@ -13,6 +13,7 @@ topics; ``--engine`` then decodes with the heads. The last line of the output is
 """
 
 import argparse
+import itertools
 import json
 import time
 from pathlib import Path
@@ -28,7 +29,9 @@ from scripts.train_pair.data import Facts, Stream
 from scripts.train_pair.heads.evaluate import by_depth, draft_overlap, engine_figures, states
 from scripts.train_pair.heads.networks import EagleHead, MedusaHeads, restore, save
 from scripts.train_pair.heads.text import TOKENIZER, prepare
-from scripts.train_pair.optim import PairOptimizer
+from scripts.train_pair.loop import Schedule, fit
+from scripts.train_pair.options import training_parser
+from scripts.train_pair.run import Run
 from triforce_tree.eval.text import pydoc_text
 from triforce_tree.loading.checkpoints import PAIR
 
@@ -37,72 +40,56 @@ SINKS = 4
 _COLD = 48
 
 
-def log(**row: object) -> None:
-    print(json.dumps(row), flush=True)
+class HeadsRun(Run):
+    """A training of heads; ``--resume`` goes on from their weights with a whole budget."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__(args)
+        self.device = torch.device(args.device)
+
+    def save(self, name: str, model: MedusaHeads | EagleHead, spent: float) -> None:
+        save(model, self.out)
+
+    def load(self, name: str, model: MedusaHeads | EagleHead) -> float:
+        if self.args.resume:
+            restore(model, self.out)
+        return 0.0
 
 
-class Training:
-    """One training within a time budget.
+class Distillation:
+    """The losses of heads that learn from the target.
 
     Args:
-        args: the command line's.
+        run: of this process.
         heads: the network.
         target: what it learns from.
         stream: batches of tokens.
-        deadline: ``time.monotonic()`` at which training stops.
     """
 
     def __init__(
-        self,
-        args: argparse.Namespace,
-        heads: MedusaHeads | EagleHead,
-        target: LlamaForCausalLM,
-        stream: Stream,
-        deadline: float,
+        self, run: HeadsRun, heads: MedusaHeads | EagleHead, target: LlamaForCausalLM, stream: Stream
     ) -> None:
-        self.args, self.heads, self.target, self.stream = args, heads, target, stream
-        self.deadline, self.device = deadline, target.device
-        self.optimizer = PairOptimizer(heads, args.muon_rate, args.adam_rate, args.decay)
-        self.steps = 0
+        self.run, self.heads, self.target, self.stream = run, heads, target, stream
+        self._contexts = itertools.cycle(run.args.contexts)
 
-    def run(self) -> None:
-        began = saved = time.monotonic()
-        budget = max(1e-3, self.deadline - began)
-        while (now := time.monotonic()) < self.deadline and self.steps < self.args.steps:
-            progress = (now - began) / budget
-            context = self.args.contexts[self.steps % len(self.args.contexts)]
-            loss, overlaps = self.losses(context, progress)
-            loss.backward()
-            # The last half decays to 2 % of the peak rates.
-            decay = min(1.0, max(0.02, 2 * (1 - progress)))
-            self.optimizer.step(decay * min(1.0, (self.steps + 1) / 40))
-            if self.steps % self.args.log_every == 0:
-                if not torch.isfinite(loss):
-                    raise FloatingPointError(f"loss {loss.item()} at step {self.steps}; lower --muon-rate")
-                shown = [round(x, 3) for x in overlaps.tolist()]
-                log(step=self.steps, seconds=round(now - began, 1), context=context,
-                    loss=round(loss.item(), 4), overlap=shown)  # fmt: skip
-            self.steps += 1
-            if now - saved > 30:
-                save(self.heads, self.args.out)
-                saved = now
-
-    def losses(self, context: int, progress: float) -> tuple[Tensor, Tensor]:
-        """The loss of a batch, and the overlap of each depth."""
-        args, heads, segment = self.args, self.heads, min(self.args.segment, context - SINKS)
+    def losses(self, progress: float) -> tuple[Tensor, dict[str, Any]]:
+        """The loss of a batch of the next context length, and the overlap of each depth."""
+        args, heads, device = self.run.args, self.heads, self.run.device
+        context = next(self._contexts)
+        segment = min(args.segment, context - SINKS)
         rows = max(1, args.tokens // context)
         tokens = self.stream.batch(rows, context, 0.15, 1.0)[0]
         with torch.no_grad():
             found = states(self.target, tokens, heads.features)
         final = found[self.target.config.num_hidden_layers]
         count = max(1, args.segments // rows)
-        starts = torch.randint(SINKS, context - segment + 1, (rows, count), device=self.device)
-        at = starts[..., None] + torch.arange(segment, device=self.device)
-        at = torch.cat([torch.arange(SINKS, device=self.device).expand(rows, count, SINKS), at], -1)
+        starts = torch.randint(SINKS, context - segment + 1, (rows, count), device=device)
+        at = starts[..., None] + torch.arange(segment, device=device)
+        at = torch.cat([torch.arange(SINKS, device=device).expand(rows, count, SINKS), at], -1)
         index = at.flatten(0, 1)  # [rows * count, SINKS + segment]
-        row = torch.arange(rows, device=self.device).repeat_interleave(count)[:, None]
+        row = torch.arange(rows, device=device).repeat_interleave(count)[:, None]
         cold = SINKS + min(_COLD, segment // 4)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+        with self.run.precision():
             made = heads(tokens[row, index], [found[layer][row, index] for layer in heads.features])
             losses, overlaps = [], []
             direct = min(1.0, max(0.0, 2 * progress - 0.5))
@@ -113,7 +100,8 @@ class Training:
                 entropy, overlap = self.compare(x[:, kept], right)
                 losses.append((entropy + direct * (1 - overlap)) * args.depth_weight**depth)
                 overlaps.append(overlap.detach())
-        return torch.stack(losses).sum(), torch.stack(overlaps)
+        named = {f"overlap_{depth}": overlap for depth, overlap in enumerate(overlaps)}
+        return torch.stack(losses).sum(), {"length": context, **named}
 
     def compare(self, made: Tensor, final: Tensor) -> tuple[Tensor, Tensor]:
         """Mean cross-entropy against the target's distribution and mean overlap, of states ``[N, T, H]``."""
@@ -124,59 +112,45 @@ class Training:
         return -(p * log_q).sum(-1).mean(), torch.minimum(p, log_q.exp()).sum(-1).mean()
 
 
-def measured(
-    args: argparse.Namespace, heads: MedusaHeads | EagleHead, target: LlamaForCausalLM
-) -> dict[str, Any]:
+def measured(run: HeadsRun, heads: MedusaHeads | EagleHead, target: LlamaForCausalLM) -> dict[str, Any]:
     """Expected acceptance by depth on Python's help topics, which no data of the training holds."""
     ids = Tokenizer.from_file(str(TOKENIZER)).encode(pydoc_text()).ids
-    text, found = torch.tensor(ids), dict[str, Any]()
+    args, text, found = run.args, torch.tensor(ids), dict[str, Any]()
     for context in args.evaluate:
         window = min(args.window, context - SINKS - 2)
         found[f"{args.kind}_overlap_{context}"] = by_depth(
             heads, target, text, context, args.windows, args.new, SINKS, window
         )
         found[f"draft_overlap_{context}"] = draft_overlap(target, text, context, args.windows, args.new)
-        log(**found)
+        run.log(**found)
     return found
 
 
 def write(out: Path, result: dict[str, Any]) -> None:
     (out / "training.json").write_text(json.dumps(result))
-    log(**result)
+    print(json.dumps(result), flush=True)
 
 
 def arguments(words: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.train_pair.heads",
-        description=(__doc__ or "").partition("\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    parser = training_parser(
+        "heads", __doc__, data=Path("heads_data"), muon_rate=0.01, decay=0.02, save_every=30.0
     )
     add = parser.add_argument
     add("--kind", choices=("medusa", "eagle"), required=True, help="what to train")
-    add("--data", type=Path, default=Path("heads_data"), help="token files; made where there are none")
-    add("--out", type=Path, required=True, help="folder of the heads")
     add("--minutes", type=float, default=4.0, help="for everything but the making of --data")
-    add("--steps", type=int, default=10**9, help="most steps")
     add("--depths", type=int, default=0, help="heads, or unrolled steps; 0: 4 heads, 5 steps")
     add("--layers", type=int, default=1, help="residual blocks of a Medusa head")
     add("--mlp", type=int, default=768, help="width of the EAGLE layer's MLP")
     add("--window", type=int, default=512, help="pairs of the drafter's cache in the evaluation")
     add("--contexts", type=int, nargs="+", default=[4096, 4096, 16384, 65536], help="taken in turn")
-    add("--tokens", type=int, default=65536, help="that the target reads in a step")
-    add("--segments", type=int, default=64, help="parts of these that the heads learn from")
+    add("--segments", type=int, default=64, help="parts of a step's tokens that the heads learn from")
     add("--segment", type=int, default=640, help="tokens of such a part")
-    add("--muon-rate", type=float, default=0.01, help="peak learning rate of matrices")
-    add("--adam-rate", type=float, default=2e-3, help="of vectors")
-    add("--decay", type=float, default=0.02, help="weight decay of matrices")
     add("--depth-weight", type=float, default=0.9, help="of the loss, for each depth more")
     add("--evaluate", type=int, nargs="+", default=[2048, 65536], help="contexts of the evaluation")
     add("--windows", type=int, default=8, help="of the held-out text, for each")
     add("--new", type=int, default=256, help="positions of each")
-    add("--log-every", type=int, default=50, help="steps")
     add("--engine", action="store_true", help="also decode after the first of --evaluate, in fp32")
-    add("--resume", action="store_true", help="go on from the heads in --out")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
-    add("--seed", type=int, default=0, help="of all draws")
     return parser.parse_args(words)
 
 
@@ -184,8 +158,9 @@ def main(words: list[str] | None = None) -> None:
     args = arguments(words)
     torch.manual_seed(args.seed)
     if not list(args.data.glob("*.npy")):
-        log(data=str(args.data), tokens=prepare(args.data, 4.0))
-    began, device = time.monotonic(), torch.device(args.device)
+        print(json.dumps({"data": str(args.data), "tokens": prepare(args.data, 4.0)}), flush=True)
+    began, run = time.monotonic(), HeadsRun(args)
+    device = run.device
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     target = LlamaForCausalLM.from_pretrained(PAIR / "target", dtype=dtype).to(device).eval()
     target.requires_grad_(False)
@@ -194,23 +169,26 @@ def main(words: list[str] | None = None) -> None:
         heads = MedusaHeads(target, args.depths or 4, args.layers)
     else:
         heads = EagleHead(target, args.depths or 5, args.mlp, SINKS)
-    resumed = args.resume and restore(heads, args.out)
     heads.to(device)
+    resumed = args.resume and (args.out / heads.weights_file).exists()
     stream = Stream(args.data, Facts(Tokenizer.from_file(str(TOKENIZER))), device, args.seed)
     parameters = sum(p.numel() for p in heads.parameters())
-    log(what=args.kind, parameters=parameters, corpus_tokens=len(stream.tokens), resumed=bool(resumed))
+    run.log(what=args.kind, parameters=parameters, corpus_tokens=len(stream.tokens), resumed=resumed)
     # A fifth is left for the evaluation, a minute at most.
     whole = 60 * args.minutes
-    training = Training(args, heads, target, stream, began + whole - min(60.0, whole / 5))
-    training.run()
-    stored = save(heads, args.out)
+    seconds = began + whole - min(60.0, whole / 5) - time.monotonic()
+    distillation = Distillation(run, heads, target, stream)
+    steps = fit(run, args.kind, heads, distillation.losses, max(1e-3, seconds), Schedule(0.5, 40, 0.02))
     # The figures are those of the weights as they are saved.
     restore(heads, args.out)
     result = {
-        "kind": args.kind, "steps": training.steps, "train_seconds": round(time.monotonic() - began, 1),
-        "bytes": stored, "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-    }  # fmt: skip
-    result |= measured(args, heads, target)
+        "kind": args.kind,
+        "steps": steps,
+        "train_seconds": round(time.monotonic() - began, 1),
+        "bytes": (args.out / heads.weights_file).stat().st_size,
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+    }
+    result |= measured(run, heads, target)
     result["seconds"] = round(time.monotonic() - began, 1)
     write(args.out, result)
     if args.engine:

@@ -151,3 +151,16 @@ def test_through_a_table(way: str) -> None:
         for b in range(2):
             pool[order[b]] = slots[b].view(2, pages, PAGE, 16).transpose(0, 1)
     assert torch.equal(attention(replace(request, k=paged[0], v=paged[1], table=order.int())), out)
+
+
+@pytest.mark.parametrize("way", ["triton", "c"])
+def test_queries_that_see_nothing(way: str) -> None:
+    """Unused nodes at the beginning of a text."""
+    if way == "c" and library.library() is None:
+        pytest.skip("needs a processor with AVX2, and a C compiler")
+    request = case([0], 3, (16, 16), torch.float16, 70)
+    out = (triton if way == "triton" else fp32_exact.attention)(
+        replace(request, mask=torch.tensor([[[1], [3], [0]]]))
+    )
+    assert torch.equal(out[2], torch.zeros(4, 16, dtype=torch.float16))
+    assert out.isfinite().all()

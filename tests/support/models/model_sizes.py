@@ -1,7 +1,11 @@
-"""Sizes of common models, for memory plans."""
+"""Sizes of common models, for memory plans, and of the layers that copies of a model own."""
 
 from dataclasses import replace
 
+from torch import nn
+
+from triforce_tree.models.experts.few_row import LowBitExperts
+from triforce_tree.models.few_row import FewRowLinear, LowBitLinear
 from triforce_tree.planning.memory_map import Sizes
 
 LLAMA_2_7B = Sizes(int(13.48e9), int(0.15e9), 32, 32, 32, 128, 4096, 11008, 32000)
@@ -10,3 +14,14 @@ LLAMA_2_13B = Sizes(int(26.03e9), int(0.15e9), 40, 40, 40, 128, 5120, 13824, 320
 _LAYER_13B = 2 * (4 * 5120 * 5120 + 3 * 13824 * 5120)
 STREAMED_13B = replace(LLAMA_2_13B, streamed=40 * _LAYER_13B, slots=2 * _LAYER_13B)
 LONG = 122_880
+
+
+def extra_bytes(model: nn.Module) -> int:
+    """Bytes that a copy's replaced layers hold in addition to what they share with the original."""
+    owned = [
+        tensor
+        for module in model.modules()
+        if isinstance(module, FewRowLinear | LowBitLinear | LowBitExperts)
+        for tensor in module.buffers()
+    ]
+    return sum(tensor.numel() * tensor.element_size() for tensor in {id(t): t for t in owned}.values())

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 
 from triforce_tree.cli import options
-from triforce_tree.cli.bench.running import finish, records_of
+from triforce_tree.cli.bench.running import finish, records_of, timing_of
 from triforce_tree.cli.console import Interrupt, bar, json_line
 from triforce_tree.engine import Engine
 from triforce_tree.eval import speed
@@ -59,19 +59,8 @@ def run(args: argparse.Namespace) -> int:
     with Interrupt() as interrupt, progress:
         for length, cut in prompts.items():
             if "speed" in args.parts:
-                speed.measure(
-                    engine,
-                    cut,
-                    methods,
-                    args.temperatures,
-                    args.new_tokens,
-                    records,
-                    seed=args.seed,
-                    stop=interrupt,
-                    done=done,
-                    wanted=lambda: not interrupt.requested,
-                    place={"kind": "speed", "length": length},
-                )
+                timing = timing_of(args, methods, done, interrupt)
+                speed.measure(engine, cut, timing, records, {"kind": "speed", "length": length})
         if task is not None and "answers" in args.parts:
             answers.measure(
                 engine,

@@ -1,13 +1,14 @@
 """What all measurements share: their results file, and the tables at their end."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from triforce_tree.cli.console import plain_table, screen
+from triforce_tree.cli.console import Interrupt, plain_table, screen
 from triforce_tree.eval.report import write
 from triforce_tree.eval.report.code_digest import digest
 from triforce_tree.eval.report.tables import Table, tables
 from triforce_tree.eval.results import Record, Records, hardware
+from triforce_tree.eval.speed import Timing
 
 
 def records_of(args: argparse.Namespace, settings: Record) -> Records:
@@ -19,6 +20,16 @@ def records_of(args: argparse.Namespace, settings: Record) -> Records:
     """
     same = {"code": digest("api"), "hardware": hardware()}
     return Records(args.out, {**settings, **same}, write.about(args.seed, list(args.words)))
+
+
+def timing_of(
+    args: argparse.Namespace, methods: Sequence[str], done: Callable[[Record], None], interrupt: Interrupt
+) -> Timing:
+    """What the command line asks ``speed.measure`` for, until Ctrl-C."""
+    return Timing(
+        methods, args.temperatures, args.new_tokens, args.seed, done, interrupt,
+        lambda: not interrupt.requested,
+    )  # fmt: skip
 
 
 def finish(args: argparse.Namespace, records: Records, interrupted: bool) -> int:

@@ -53,7 +53,7 @@ def measure(
     wanted: Callable[[], bool] = lambda: True,
     through: Sequence[str] = (OURS, PLAIN),
 ) -> None:
-    """Measure the answers that ``records`` lacks; arguments as of ``eval.speed.measure``.
+    """Measure the answers that ``records`` lacks; other arguments as in ``eval.speed.Timing``.
 
     Answers end with the model's end token, or after the task's number of tokens.
     """

@@ -19,8 +19,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton import knobs
 
+from triforce_tree.kernels.launching import dense, warps
 from triforce_tree.kernels.step.accept import FIXED, empty_results
 
 _BLOCK_V = 4096
@@ -292,8 +292,8 @@ def accept_tree(
     """See ``accept.accept_tree``; probs and noise must be fp32."""
     batch, nodes = tokens.shape
     vocab = p.shape[2]
-    tokens, parents, q_rows, uniforms = (_dense(x) for x in (tokens, parents, q_rows, uniforms))
-    p, q, exponential = (_dense(x) for x in (p, q, exponential))
+    tokens, parents, q_rows, uniforms = (dense(x) for x in (tokens, parents, q_rows, uniforms))
+    p, q, exponential = (dense(x) for x in (p, q, exponential))
     outcome = torch.empty(batch, nodes, dtype=torch.int64, device=p.device)
     rejected = torch.empty(batch, nodes, dtype=torch.int32, device=p.device)
     block_n, block_v = triton.next_power_of_2(nodes), min(_BLOCK_V, triton.next_power_of_2(vocab))
@@ -301,12 +301,12 @@ def accept_tree(
         outcome, rejected, tokens, parents, p, q, q_rows, uniforms, exponential,
         tokens.stride(0), parents.stride(0), p.stride(0), p.stride(1), q.stride(0), q.stride(1),
         q_rows.stride(0), uniforms.stride(0), exponential.stride(0), nodes, q.shape[1], vocab, depth,
-        BLOCK_N=block_n, BLOCK_V=block_v, **_warps(max(1, min(16, block_v // 256))),
+        BLOCK_N=block_n, BLOCK_V=block_v, **warps(max(1, min(16, block_v // 256))),
     )  # fmt: skip
     path, count, following = empty_results(tokens, depth)
     _follow_kernel[(batch,)](
         path, count, following, outcome, nodes, depth,
-        BLOCK_N=block_n, BLOCK_P=triton.next_power_of_2(depth + 1), **_warps(max(1, block_n // 256)),
+        BLOCK_N=block_n, BLOCK_P=triton.next_power_of_2(depth + 1), **warps(max(1, block_n // 256)),
     )  # fmt: skip
     return path, count, following
 
@@ -314,13 +314,13 @@ def accept_tree(
 def accept_greedy(tokens: Tensor, parents: Tensor, best: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
     """See ``accept.accept_greedy``."""
     batch, nodes = tokens.shape
-    tokens, parents, best = (_dense(x) for x in (tokens, parents, best))
+    tokens, parents, best = (dense(x) for x in (tokens, parents, best))
     path, count, following = empty_results(tokens, depth)
     block = triton.next_power_of_2(nodes)
     _greedy_kernel[(batch,)](
         path, count, following, tokens, parents, best,
         tokens.stride(0), parents.stride(0), best.stride(0), nodes, depth,
-        BLOCK_N=block, BLOCK_P=triton.next_power_of_2(depth + 1), **_warps(max(1, block // 256)),
+        BLOCK_N=block, BLOCK_P=triton.next_power_of_2(depth + 1), **warps(max(1, block // 256)),
     )  # fmt: skip
     return path, count, following
 
@@ -328,21 +328,13 @@ def accept_greedy(tokens: Tensor, parents: Tensor, best: Tensor, depth: int) -> 
 def second_choice(probs: Tensor, chosen: Tensor, exponential: Tensor | None) -> Tensor:
     """See ``accept.second_choice``."""
     batch, choices, vocab = probs.shape
-    probs, chosen = _dense(probs), chosen.contiguous()
-    exponential = None if exponential is None else _dense(exponential)
+    probs, chosen = dense(probs), chosen.contiguous()
+    exponential = None if exponential is None else dense(exponential)
     out = torch.empty(batch, choices, dtype=torch.int64, device=probs.device)
     block = min(_BLOCK_V, triton.next_power_of_2(vocab))
     _second_kernel[(batch * choices,)](
         out, probs, chosen, exponential, probs.stride(0), probs.stride(1),
         *((0, 0) if exponential is None else exponential.stride()[:2]), choices, vocab,
-        BLOCK=block, **_warps(max(1, min(16, block // 256))),
+        BLOCK=block, **warps(max(1, min(16, block // 256))),
     )  # fmt: skip
     return out
-
-
-def _dense(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _warps(count: int) -> dict[str, int]:
-    return {} if knobs.runtime.interpret else {"num_warps": count}

@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton import knobs
 
+from triforce_tree.kernels.launching import warps
 from triforce_tree.kernels.step.grow import empty_draws
 
 # Tokens in a block of the first launch, and those of each of its warps.
@@ -230,7 +230,3 @@ def expand_nodes(
 def check_dense(*tensors: Tensor | None) -> None:
     if not all(x is None or x.is_contiguous() for x in tensors):
         raise ValueError("buffers of a growing tree must be contiguous")
-
-
-def warps(count: int) -> dict[str, int]:
-    return {} if knobs.runtime.interpret else {"num_warps": count}

@@ -4,7 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triforce_tree.kernels.step.grow_kernels import FIRST, LAST, bits_of, check_dense, rank_key, warps
+from triforce_tree.kernels.launching import warps
+from triforce_tree.kernels.step.grow_kernels import FIRST, LAST, bits_of, check_dense, rank_key
 
 _POSITIVE = tl.constexpr(2**63 - 1)
 # Most candidates that a program holds at once, and most nodes that it picks from them one by one.

@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton import knobs
 
+from triforce_tree.kernels.launching import warps
 from triforce_tree.kernels.step.select import VARIANCE_WEIGHT
 
 # Chunks per program of the first launch.
@@ -233,7 +233,7 @@ def select_chunks(q: Tensor, means: Tensor, limit: Tensor, table: Tensor, slots:
     lse = torch.empty(batch, q_heads, dtype=torch.float32, device=q.device)
     group, block_d = q_heads // heads, triton.next_power_of_2(dim)
     # A block's means are in registers.
-    options = {} if knobs.runtime.interpret else {"num_warps": max(4, _BLOCK * block_d // 4096)}
+    options = warps(max(4, _BLOCK * block_d // 4096))
     _score_kernel[(blocks, batch * heads)](
         scores, tops, masses, q, means, limit, q.stride(0), q.stride(1), *means.stride()[:3],
         heads, chunks, blocks, scale, VARIANCE_WEIGHT,
@@ -242,7 +242,7 @@ def select_chunks(q: Tensor, means: Tensor, limit: Tensor, table: Tensor, slots:
     held = chunks <= _HELD
     block = triton.next_power_of_2(chunks) if held else _HELD // 2
     keys = limit if held else torch.empty(batch, heads, chunks, dtype=torch.int32, device=q.device)
-    options = {} if knobs.runtime.interpret else {"num_warps": max(4, min(16, block // 512))}
+    options = warps(max(4, min(16, block // 512)))
     _choose_kernel[(batch * heads,)](
         table, scores, keys, tops, masses, lse, limit, *table.stride(), heads, chunks, blocks, slots,
         GROUP=group, HELD=held, BLOCK=block,

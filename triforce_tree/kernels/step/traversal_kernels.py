@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from triforce_tree.kernels.launching import dense, warps
 from triforce_tree.kernels.step.accept import FIXED, empty_results
-from triforce_tree.kernels.step.grow_kernels import warps
 
 _BLOCK_V = 4096
 _FIXED = tl.constexpr(FIXED)
@@ -268,8 +268,8 @@ def traverse_tree(
     """See ``traversal.traverse_tree``; probs and noise must be fp32."""
     batch, nodes = tokens.shape
     vocab = p.shape[2]
-    tokens, parents, q_rows, uniforms = (_dense(x) for x in (tokens, parents, q_rows, uniforms))
-    p, q, exponential = (_dense(x) for x in (p, q, exponential))
+    tokens, parents, q_rows, uniforms = (dense(x) for x in (tokens, parents, q_rows, uniforms))
+    p, q, exponential = (dense(x) for x in (p, q, exponential))
     outcome = torch.empty(batch, nodes, dtype=torch.int64, device=p.device)
     scratch = torch.empty(2, batch, nodes, dtype=torch.int32, device=p.device)
     block_n, block_v = triton.next_power_of_2(nodes), min(_BLOCK_V, triton.next_power_of_2(vocab))
@@ -285,7 +285,3 @@ def traverse_tree(
         BLOCK_N=block_n, BLOCK_P=triton.next_power_of_2(depth + 1), **warps(max(1, block_n // 256)),
     )  # fmt: skip
     return path, count, following
-
-
-def _dense(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()

@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton import knobs
 
+from triforce_tree.kernels.launching import warps
 from triforce_tree.kernels.step.accept import FIXED
 
 _FIXED = tl.constexpr(FIXED)
@@ -96,5 +96,5 @@ def graft_chain(
     _graft_kernel[(batch,)](
         *args, nodes, chain.shape[1], WORDS=mask_words.shape[2], OWN_WORDS=own_words.shape[2],
         BLOCK_M=triton.next_power_of_2(nodes), BLOCK_L=triton.next_power_of_2(chain.shape[1]),
-        **({} if knobs.runtime.interpret else {"num_warps": 1}),
+        **warps(1),
     )  # fmt: skip

@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton import knobs
 
+from triforce_tree.kernels.launching import warps
 from triforce_tree.kernels.suffix.ngrams import HASH_BITS, KEPT, MOST_ENTRIES, PRIOR_TOKENS, SPREAD
 
 _BLOCK = 256
@@ -145,7 +145,7 @@ def index_ngrams(
     _check(table, tokens, lengths, powers, first, until)
     _index_kernel[(triton.cdiv(count, _BLOCK), batch)](
         table, tokens, lengths, powers, first, until, tokens.stride(0), classes, size, count,
-        BLOCK=min(_BLOCK, triton.next_power_of_2(count)), **_warps(2),
+        BLOCK=min(_BLOCK, triton.next_power_of_2(count)), **warps(2),
     )  # fmt: skip
 
 
@@ -169,7 +169,7 @@ def match_suffix(
     _match_kernel[(batch,)](
         chain, last, counts, table, tokens, lengths, powers, expected, committed, end,
         tokens.stride(0), most, classes, size, longest, least,
-        BLOCK_L=triton.next_power_of_2(most), BLOCK_N=triton.next_power_of_2(longest), **_warps(1),
+        BLOCK_L=triton.next_power_of_2(most), BLOCK_N=triton.next_power_of_2(longest), **warps(1),
     )  # fmt: skip
 
 
@@ -179,7 +179,3 @@ def _check(table: Tensor, tokens: Tensor, *others: Tensor) -> None:
         raise ValueError(f"a table of {size} entries is not a power of two up to {MOST_ENTRIES}")
     if tokens.stride(1) != 1 or not all(x.is_contiguous() for x in (table, *others)):
         raise ValueError("the kernels of suffix matching need contiguous tensors")
-
-
-def _warps(count: int) -> dict[str, int]:
-    return {} if knobs.runtime.interpret else {"num_warps": count}

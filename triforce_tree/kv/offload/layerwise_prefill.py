@@ -22,7 +22,7 @@ from triforce_tree.kv.prefill import SequenceRows
 from triforce_tree.models.attention import AttentionParams
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.hidden_states import hidden_states
-from triforce_tree.models.step_model import decoder_layers
+from triforce_tree.models.model_copy import decoder_layers
 from triforce_tree.runtime.stats import Progress
 
 

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -13,9 +13,8 @@ from triforce_tree.kernels.attention import planned
 from triforce_tree.kernels.attention.plan import Plan
 from triforce_tree.kv.parallel.split import SequenceSplit, merged_over_ranks
 from triforce_tree.kv.parallel.store import SplitStore
-from triforce_tree.kv.store import KVStore
 from triforce_tree.kv.tree_attention_view import PagedRetrievalView, TreeAttentionView
-from triforce_tree.models.attention import AttentionParams, KVShape
+from triforce_tree.models.attention import AttentionParams
 
 
 class _PartView(TreeAttentionView):
@@ -32,25 +31,12 @@ class _PartView(TreeAttentionView):
     def begin(self, start: Tensor, mask_words: Tensor | None = None) -> None:
         super().begin(self.split.counts(start), mask_words if self.split.has_tail else None)
 
-    def _attend(
-        self,
-        q: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        plan: Plan,
-        params: AttentionParams,
-        shape: KVShape | None = None,
-        table: Tensor | None = None,
-        scales: tuple[Tensor, Tensor] | None = None,
+    def _attention(
+        self, q: Tensor, keys: Tensor, values: Tensor, plan: Plan, sinks: Tensor | None, **how: Any
     ) -> Tensor:
-        batch, heads, queries, dim = q.shape
-        packed = q.transpose(1, 2).reshape(batch * queries, heads, dim)
-        sinks = params.sinks if self.split.has_tail else None
-        out, lse = planned.states(
-            packed, keys, values, plan, scale=params.scale, table=table, softcap=params.softcap, sinks=sinks,
-            scales=scales,
-        )  # fmt: skip
-        return merged_over_ranks(out, lse, self.split.group).view(batch, queries, heads, -1)
+        own_sinks = sinks if self.split.has_tail else None
+        out, lse = planned.states(q, keys, values, plan, sinks=own_sinks, **how)
+        return merged_over_ranks(out, lse, self.split.group)
 
 
 class _PartRetrievalView(_PartView, PagedRetrievalView):
@@ -120,6 +106,10 @@ class SplitRetrievalView(SplitView):
         queries, depths: as for :class:`TreeAttentionView`.
         config: of all ranks together.
         max_growth: most tokens by which the context grows between two refreshes.
+
+    Attributes:
+        config: this rank's share.
+        refreshing: see :class:`RetrievalView`.
     """
 
     def __init__(
@@ -130,39 +120,14 @@ class SplitRetrievalView(SplitView):
         max_growth: int,
         depths: Sequence[int] | None = None,
     ) -> None:
-        own = share_of(config, store.split.group.size)
-        self._retrieval = _PartRetrievalView(store.part, queries, own, max_growth, depths)
+        self.config, self.refreshing = share_of(config, store.split.group.size), False
+        self._retrieval = _PartRetrievalView(store.part, queries, self.config, max_growth, depths)
         self.capturable = self._retrieval.capturable
         self._take(store, self._retrieval, queries, None, depths)
 
-    @property
-    def config(self) -> RetrievalConfig:
-        """This rank's share."""
-        return self._retrieval.config
-
-    @property
-    def chunks(self) -> int:
-        """Chunks of this rank."""
-        return self._retrieval.chunks
-
-    @property
-    def mask(self) -> Tensor:
-        """Of this rank; all 0 where another one sees the new tokens."""
-        return self._retrieval.mask
-
-    @property
-    def store(self) -> KVStore:
-        """This rank's slots."""
-        return self._retrieval.store
-
-    @property
-    def refreshing(self) -> bool:
-        """Whether the next forward selects chunks anew."""
-        return self._retrieval.refreshing
-
-    @refreshing.setter
-    def refreshing(self, refreshing: bool) -> None:
-        self._retrieval.refreshing = refreshing
+    def begin(self, start: Tensor, mask_words: Tensor | None = None) -> None:
+        self._retrieval.refreshing = self.refreshing
+        super().begin(start, mask_words)
 
     def refresh(self, root: Tensor, committed: Tensor) -> None:
         """See :class:`RetrievalView`."""
@@ -177,7 +142,7 @@ class SplitRetrievalView(SplitView):
 
     def update_chunk_means(self, first: Tensor, count: int) -> None:
         """Recompute the mean keys of this rank's chunks among ``count`` of all from ``first[b]`` on."""
-        chunk = self._retrieval.config.chunk
+        chunk = self.config.chunk
         self._retrieval.update_chunk_means(self._split.counts(first * chunk) // chunk, count)
 
 

@@ -60,12 +60,15 @@ def exact_combine_kernel(
     piece = row * pieces + pieces - 1
     lse = tl.load(partial_lse_ptr + piece)
     near = tl.load(partial_out_ptr + piece * DIM + columns, mask=inside, other=0.0)
-    top = tl.maximum(best, lse)  # A query sees itself: it is finite.
+    top = tl.maximum(best, lse)
     if SINKS:
         sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
         top = tl.maximum(top, sink)
-    acc = acc * tl.exp2(best - top) + near * tl.exp2(lse - top)
-    weight = weight * tl.exp2(best - top) + tl.exp2(lse - top)
+    # Unused nodes of a tree may see nothing, and -inf - -inf is NaN.
+    floor = tl.where(top == float("-inf"), 0.0, top)
+    acc = acc * tl.exp2(best - floor) + near * tl.exp2(lse - floor)
+    weight = weight * tl.exp2(best - floor) + tl.exp2(lse - floor)
     if SINKS:
-        weight += tl.exp2(sink - top)
+        weight += tl.exp2(sink - floor)
+    weight = tl.where(weight == 0.0, 1.0, weight)
     tl.store(out_ptr + row * DIM + columns, (acc / weight).to(out_ptr.dtype.element_ty), mask=inside)

@@ -28,7 +28,7 @@ from triforce_tree.models.experts.modules import (
     is_fused,
     routing,
 )
-from triforce_tree.models.step_model import decoder_layers
+from triforce_tree.models.model_copy import decoder_layers
 
 _ALIGNMENT = 256
 # Widest words first: their loads are as wide as the layout allows.
@@ -134,6 +134,8 @@ class StreamedExperts:
 
     def move(self, layer: int, memory: HostMemory) -> None:
         """Copy the experts of one decoder layer into host memory."""
+        # The pages stay locked for as long as the model's hooks copy from them.
+        self._memory = memory
         for number in [n for n, own in enumerate(self._layer_of) if own == layer]:
             kind, module = self._kinds[number], self._modules[number]
             block = kind.cut(memory.take((kind.bytes,), torch.uint8))

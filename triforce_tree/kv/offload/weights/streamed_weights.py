@@ -23,7 +23,7 @@ from triforce_tree.kv.offload.pinned import HostMemory, HostMemoryError
 from triforce_tree.kv.offload.weights.streamed_experts import StreamedExperts
 from triforce_tree.models.experts.modules import expert_modules, fused_weights
 from triforce_tree.models.few_row import quantisation
-from triforce_tree.models.step_model import decoder_layers
+from triforce_tree.models.model_copy import decoder_layers
 
 SLOTS = 2
 """Layers on the device: one that computes, one that is copied."""

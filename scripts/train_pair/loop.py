@@ -1,0 +1,97 @@
+"""The loop of every training: a budget of seconds, a schedule of learning rates, and checkpoints."""
+
+import argparse
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from scripts.train_pair.optim import PairOptimizer
+
+# From the share of the budget that is spent: the loss, and figures for the log, "length" among them.
+Losses = Callable[[float], tuple[Tensor, dict[str, Any]]]
+
+
+class TrainingRun(Protocol):
+    """What the loop needs of a process: see ``run.Run``."""
+
+    args: argparse.Namespace
+
+    def log(self, **row: object) -> None: ...
+
+    def save(self, name: str, model: Any, spent: float) -> None: ...
+
+    def load(self, name: str, model: Any) -> float:
+        """Restore a checkpoint, if there is one to go on from; the seconds already spent."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Learning rates: linear warm-up, then the peak, then linear decay to the end of the budget.
+
+    Attributes:
+        hold: share of the budget before the decay.
+        warm_up: steps.
+        least: lowest share of the peak rates.
+    """
+
+    hold: float
+    warm_up: int = 60
+    least: float = 0.01
+
+    def rate(self, progress: float, step: int) -> float:
+        """The share of the peak rates."""
+        warm = min(1.0, (step + 1) / self.warm_up)
+        return warm * min(1.0, max(self.least, (1 - progress) / (1 - self.hold)))
+
+
+def fit(
+    run: TrainingRun,
+    name: str,
+    model: nn.Module,
+    losses: Losses,
+    seconds: float,
+    schedule: Schedule,
+    compiles: Sequence[float] = (),
+) -> int:
+    """Train a model for its seconds, or the steps in ``run.args``; return the steps made.
+
+    Args:
+        compiles: at what progress there is something new to compile, which the seconds do not include.
+
+    Raises:
+        FloatingPointError: the loss is not finite.
+    """
+    args, spent, step = run.args, run.load(name, model), 0
+    if spent >= seconds:
+        return step
+    optimizer = PairOptimizer(model, args.muon_rate, args.adam_rate, args.decay)
+    for progress in compiles:
+        losses(progress)[0].backward()
+    optimizer.reduce(0.0, read=True)
+    optimizer.flat.zero_()
+    begin, clock, saved = time.monotonic() - spent, spent, time.monotonic()
+    while clock < seconds and step < args.steps:
+        progress = clock / seconds
+        loss, figures = losses(progress)
+        loss.backward()
+        slow = figures["length"] > 65536 or step % 8 == 0
+        now = optimizer.reduce(time.monotonic() - begin, read=slow)
+        clock = now if slow else clock
+        optimizer.step(schedule.rate(progress, step))
+        if step % args.log_every == 0:
+            values = {"loss": loss.item(), "progress": progress, **figures}
+            if not math.isfinite(values["loss"]):
+                raise FloatingPointError(f"loss {values['loss']} at step {step}; lower --muon-rate")
+            run.log(what=name, step=step, **{key: round(float(value), 4) for key, value in values.items()})
+        step += 1
+        if time.monotonic() - saved > args.save_every:
+            run.save(name, model, clock)
+            saved = time.monotonic()
+    # Of a training that --steps ended, the seconds that it did not take are left.
+    run.save(name, model, seconds if clock >= seconds else clock)
+    run.log(what=name, steps=step)
+    return step

@@ -1,0 +1,14 @@
+"""What functions that launch kernels have in common."""
+
+from torch import Tensor
+from triton import knobs
+
+
+def warps(count: int) -> dict[str, int]:
+    """The launch option for so many warps; none in Triton's interpreter, which has no warps."""
+    return {} if knobs.runtime.interpret else {"num_warps": count}
+
+
+def dense(x: Tensor) -> Tensor:
+    """``x`` with a dense last dimension: itself where it has one, else a contiguous copy."""
+    return x if x.stride(-1) == 1 else x.contiguous()
