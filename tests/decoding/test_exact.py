@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.usefixtures("poisoned_empty"),
 ]
 SMALL = {"gamma": 5, "budget": 24, "chunk": 4, "recent": 8, "sinks": 2, "window": 6, "prefill_chunk": 64}
-PROMPTS, NEW = [prompt_of(30), prompt_of(58)], 50
+PROMPTS, NEW = [prompt_of(30), prompt_of(58)], 36
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -101,7 +101,7 @@ def test_pairs_are_near_enough(dtype: torch.dtype) -> None:
     first, second = logits[:, :32], logits[:, 32:]
     near = (first - second).abs() <= 8 * torch.finfo(dtype).eps * first.abs()
     assert near.float().mean() > 0.5
-    chosen = {token // 32 for text in plain("llama-gqa", dtype) for token in text[60:]}
+    chosen = {token // 32 for text in plain("llama-gqa", dtype) for token in text[58:]}
     assert chosen == {0, 1}
 
 

@@ -8,7 +8,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+import triton_ops
 from torch import Tensor
+from triton_ops import DEVICE
 
 from triforce_tree.kernels.attention.exact import attention as exact
 from triforce_tree.kernels.attention.exact.request import ExactAttention
@@ -18,7 +20,6 @@ from triforce_tree.kernels.cpu.fp32 import library
 from triforce_tree.kv.exact_view import MOST_DEPTH
 from triforce_tree.trees.ancestors import ancestor_mask
 
-pytest.importorskip("triton")
 # The interpreter of Triton 3.6 makes scalars of one-element arrays, which newer NumPy warns about.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -29,9 +30,11 @@ PAGE = 16
 
 
 def triton(request: ExactAttention) -> Tensor:
+    triton_ops.require_triton()
     from triforce_tree.kernels.attention.exact import launch
 
-    return launch.attention(request)
+    moved = {name: t.to(DEVICE) for name, t in vars(request).items() if isinstance(t, Tensor)}
+    return launch.attention(replace(request, **moved)).cpu()
 
 
 def parents_of(nodes: int) -> list[int]:
@@ -68,7 +71,10 @@ def alone(request: ExactAttention, query: int, slots: int, tokens: int) -> Exact
     b = query // request.tokens
     path = exact.seen_slots(replace(request, window=0))[query][0]
     tokens = min(tokens, len(path))
-    k, v = (torch.full((1, 2, slots, t.shape[3]), torch.nan, dtype=t.dtype) for t in (request.k, request.v))
+    k, v = (
+        torch.full((1, *t.shape[1:2], slots, t.shape[3]), torch.nan, dtype=t.dtype)
+        for t in (request.k, request.v)
+    )
     k[0, :, : len(path)], v[0, :, : len(path)] = request.k[b][:, path], request.v[b][:, path]
     q = torch.randn(tokens, *request.q.shape[1:]).to(request.q.dtype)
     q[-1] = request.q[query]
@@ -164,3 +170,19 @@ def test_queries_that_see_nothing(way: str) -> None:
     )
     assert torch.equal(out[2], torch.zeros(4, 16, dtype=torch.float16))
     assert out.isfinite().all()
+
+
+@pytest.mark.skipif(
+    DEVICE == "cpu", reason="the interpreter multiplies bf16 wrongly, and takes minutes for this"
+)
+@pytest.mark.parametrize("dims, heads", [((128, 128), (32, 8)), ((128, 128), (8, 8)), ((256, 256), (8, 4))])
+@pytest.mark.parametrize("length", [100, 5000, 20_000])
+def test_real_shapes_on_a_gpu(dims: tuple[int, int], heads: tuple[int, int], length: int) -> None:
+    """Chunks of all three sizes, a bulk copy of each tile, tiles of more rows than one."""
+    nodes = 40
+    small = case([length], nodes, dims, torch.bfloat16, length + 70)
+    k, v = (torch.randn(1, heads[1], length + 70, dim).bfloat16() for dim in dims)
+    request = replace(
+        small, q=torch.randn(nodes, heads[0], dims[0]).bfloat16(), k=k, v=v, scale=dims[0] ** -0.5
+    )
+    check(triton, request, [0, 17, 39], length + 1500)
