@@ -20,11 +20,11 @@ from triforce_tree.config import HierarchyConfig
 from triforce_tree.drafters.base import Drafter
 from triforce_tree.engine import Engine
 from triforce_tree.generation.batch.run import RunOptions
+from triforce_tree.generation.batch.streamers import Streamers
 from triforce_tree.generation.drafter_choice import Model, check_drafter_options, own_drafter
 from triforce_tree.generation.inputs import Inputs
 from triforce_tree.generation.keywords import checked_seed, checked_stop_strings, refuse_dropped
 from triforce_tree.generation.output import GenerateOutput
-from triforce_tree.generation.streamers import Streamers
 from triforce_tree.loading.checkpoints import PAIR, load_model, load_target, tokenizer_of, unwrapped
 from triforce_tree.loading.gguf import gguf_path
 from triforce_tree.loading.placement import on_one_device

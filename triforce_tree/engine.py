@@ -29,15 +29,15 @@ from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.base import Drafter
 from triforce_tree.generation.batch.joining import Joining
 from triforce_tree.generation.batch.run import BatchRun, RunOptions
+from triforce_tree.generation.batch.streamers import Streamers
 from triforce_tree.generation.checkpoint_settings import without_settings
 from triforce_tree.generation.drafter_choice import check_drafter_options
 from triforce_tree.generation.inputs import Ids, Inputs, prompt_of
-from triforce_tree.generation.keywords import checked_count, checked_seed, checked_switch
+from triforce_tree.generation.keywords import checked_count, checked_seeds, checked_switch
 from triforce_tree.generation.notices import CostNotices
 from triforce_tree.generation.output import GenerateOutput, joined, placed
 from triforce_tree.generation.request import Job, OneByOneError, Request
 from triforce_tree.generation.scores import EmittedScores
-from triforce_tree.generation.streamers import Streamers
 from triforce_tree.kv.cached_tokens import Reuse
 from triforce_tree.kv.offload.weights.streamed_weights import StreamedWeights
 from triforce_tree.loading.vocabularies import token_map
@@ -212,7 +212,7 @@ class Engine:
         prefix_allowed_tokens_fn: Callable[[int, Tensor], list[int]] | None = None,
         stop_strings: str | list[str] | None = None,
         streamer: BaseStreamer | Sequence[BaseStreamer] | None = None,
-        seed: int | None = None,
+        seed: int | Sequence[int | None] | None = None,
         logprobs: bool = False,
         progress: Progress | None = None,
         pinned: Callable[[int], None] | None = None,
@@ -237,7 +237,9 @@ class Engine:
                 in transformers; ``stop_strings`` needs a tokenizer.
             streamer: as in transformers, or one for each sequence; see :class:`Streamers`.
             seed: of all draws, each sequence's own (``verify.draws.sequence_seed``); by default from torch's
-                global generator.
+                global generator. A list has the seed of each sequence, or None: its text then depends on its
+                seed, prompt and options alone, and not on the drafter or on what is decoded beside it, but
+                fewer drafted tokens are accepted (``verify/seeded.py``).
             logprobs: return the log-probability of each new token, see :class:`GenerateOutput`.
             progress: called with the number of kept tokens, then with that of each chunk after it.
             pinned: called with the bytes of host memory that an offloaded cache allocates, as it does.
@@ -256,7 +258,7 @@ class Engine:
         )  # fmt: skip
         ids, count = request.prompts.ids, len(request.prompts.ids)
         how = RunOptions(
-            Streamers.of(streamer, count), progress, checked_seed(seed), pinned,
+            Streamers.of(streamer, count), progress, *checked_seeds(seed, count), pinned,
             checked_switch("logprobs", logprobs), checked_count("max_batch", max_batch), joining,
         )  # fmt: skip
         padded = request.prompts.left_padded()
@@ -305,9 +307,9 @@ class Engine:
         hierarchy, most = self.hierarchy, min(how.max_batch or len(prompts), len(prompts))
         for prompt in prompts:
             hierarchy.target.check_length(len(prompt), new_tokens)
-        distributed.check_equal(
-            "prompts or settings", (prompts, new_tokens, to_probs.greedy, seed is None, self._config)
-        )
+        seeds = None if to_probs.greedy else how.seeds
+        alike = prompts, new_tokens, to_probs.greedy, seed is None, seeds, self._config
+        distributed.check_equal("prompts or settings", alike)
         chosen = distributed.broadcast_object(int(torch.randint(2**62, ())) if seed is None else seed)
         longest = sorted(prompts, key=len)[-most:]
         coming = max(new_tokens, self._room - len(longest[-1]))
@@ -333,7 +335,7 @@ class Engine:
                 reuse: Reuse = "all" if len(sequences) > len(first) else self._reuse
                 program = hierarchy.program(alike, room, how.pinned, reuse)
                 most_tokens = program.max_seq_len
-                return Decoder(program, to_probs, chosen, seed is not None, number)
+                return Decoder(program, to_probs, chosen, seed is not None, number, seeds)
 
             decoder = OomRetryDecoder(make, first, hierarchy.shrink)
             # Only with as many levels: the estimates of two and of three are of different quantities.

@@ -24,6 +24,10 @@ BENCHMARKS = {
         "benchmarks.attention.run",
         "tree attention beside its peers; --check: the gate",
     ),
+    "workloads": (
+        "benchmarks.workloads.run",
+        "texts that branch, as DeFT, FastTree and PAT build them: docs/branching.md",
+    ),
     "linear": ("benchmarks.linear.run", "few-row linear layers: check, time, compare; --quick: less"),
     "host_attention": ("benchmarks.cpu.host_attention", "attention on the CPU, alone and beside the bus"),
     "cpu": ("benchmarks.cpu.speed", "the embedded pair on a CPU beside transformers: README.md"),

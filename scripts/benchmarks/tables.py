@@ -26,6 +26,7 @@ from scripts.benchmarks.requests import tables as requests
 from scripts.benchmarks.retrieval import tables as retrieval
 from scripts.benchmarks.texts import tables as texts
 from scripts.benchmarks.verification import tables as verification
+from scripts.benchmarks.workloads import tables as workloads
 from scripts.checks.models import table as models_table
 from triforce_tree.eval.report.code_digest import ROOT, mark
 
@@ -139,6 +140,7 @@ TABLES = {
     **on_chip.TABLES, **offload.TABLES, **attention.TABLES, **linear.TABLES, **cpu.TABLES,
     **models_table.TABLES, **texts.TABLES, **retrieval.TABLES, **verification.TABLES,
     **requests.TABLES,
+    **workloads.TABLES,
 }  # fmt: skip
 
 

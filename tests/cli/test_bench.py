@@ -9,6 +9,7 @@ from tiny_pair import TinyPair
 
 from triforce_tree.cli.bench import arguments as bench_arguments
 from triforce_tree.eval import baselines
+from triforce_tree.eval.paper import published
 
 
 def test_help_names_every_method() -> None:
@@ -49,6 +50,43 @@ def test_bench_text_continues_an_interrupted_run(
     code, _, err = run(capsys, *argv, "--new-tokens", "9")
     assert code == 2
     assert "new_tokens=8, now it is 9" in err
+
+
+def test_bench_paper(capsys: pytest.CaptureFixture[str], pair: TinyPair, tmp_path: Path) -> None:
+    """A table that compares policies and one that is timed; a second run measures only what it adds."""
+    out_file = tmp_path / "paper.jsonl"
+    sizes = ["--context", "256", "--new-tokens", "4", "--file", pair.text, "--out", str(out_file)]
+    argv = ["bench", "paper", *pair.options, *sizes, "--json", "--items"]
+    code, out, _ = run(capsys, *argv, "table-5")
+    rows = last_object(out)["rows"]
+    assert code == 0
+    assert {row["item"] for row in rows} == {"table-5"}
+    assert {row["column"] for row in rows} == {"here", "here, our settings", "here, the paper's settings"}
+    before = out_file.read_text()
+    code, out, err = run(capsys, *argv, "table-1", "table-5")
+    assert code == 0
+    assert out_file.read_text().startswith(before)
+    added = [json.loads(line)["cell"] for line in out_file.read_text()[len(before) :].splitlines()]
+    assert added[0] == "asked for"
+    assert added[1:] == ["overlap", "overlap"]
+    assert "Table 1 (section 4.1)" in err
+    assert "2.31x" in out_file.with_suffix(".md").read_text()
+    assert set(bench_arguments.PAPER) == set(published.items())
+
+
+def test_bench_paper_refuses_what_cannot_be_measured(
+    capsys: pytest.CaptureFixture[str], pair: TinyPair
+) -> None:
+    argv = ["bench", "paper", "--target", pair.target, "--device", "cpu", "--context"]
+    code, _, err = run(capsys, *argv, "256", "--items", "table-1", "table-8")
+    assert code == 2
+    assert "table-8 drafts chains with a draft model" in err
+    code, _, err = run(capsys, *argv, "256", "--shape", "llama-2-7b")
+    assert code == 2
+    assert "inflates the embedded pair" in err
+    code, _, err = run(capsys, *argv, "200", "--draft", pair.draft)
+    assert code == 2
+    assert "context=200 is too short" in err
 
 
 def test_bench_needle(capsys: pytest.CaptureFixture[str], pair: TinyPair) -> None:

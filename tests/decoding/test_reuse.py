@@ -90,4 +90,4 @@ def test_a_program_is_prepared_once_for_each_kind_of_sampling() -> None:
         program.prepare(to_probs)
         assert float(program._current.to_probs.temperature) == pytest.approx(temperature)
     program.prepare(GREEDY)
-    assert len(program._prepared) == 2
+    assert len(program.prepared) == 2

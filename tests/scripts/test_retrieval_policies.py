@@ -7,7 +7,8 @@ import pytest
 import torch
 from families import prompt_of, tiny
 
-from scripts.benchmarks.retrieval import policies, run, tables
+from scripts.benchmarks.retrieval import run, tables
+from triforce_tree.eval.ablations import policies
 from triforce_tree.kernels import step
 
 CHUNK, SLOTS, CHUNKS = 4, 5, 20

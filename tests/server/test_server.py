@@ -1,88 +1,15 @@
 """The server, asked by OpenAI's own client over HTTP."""
 
-import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from types import SimpleNamespace
-from typing import Any
-from urllib.request import urlopen
 
 import openai
 import pytest
 import torch
-import uvicorn
-from transformers import StoppingCriteria, StoppingCriteriaList
+from served import NAME, PATIENCE, PROMPT, expected, metric, until
 
-import triforce_tree
 from triforce_tree.engine import Engine
-from triforce_tree.server.app import Served, create_app
-from triforce_tree.server.scheduler import Limits, Scheduler, Sequence, _Batch
-
-KEY, NAME = "sk-test", "pair"
-PROMPT = "The import statement is used to bring a module into"
-TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
-# Seconds that a thread may take on a busy machine.
-PATIENCE = 60
-LIMITS = Limits(waiting=4, batch=3, new_tokens=500)
-
-
-@pytest.fixture(scope="module")
-def engine() -> Engine:
-    made = triforce_tree.load(device="cpu", levels=2, profile=False)
-    assert made.tokenizer is not None
-    made.tokenizer.chat_template = TEMPLATE
-    return made
-
-
-@pytest.fixture(scope="module")
-def url(engine: Engine) -> Iterator[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        server = uvicorn.Server(
-            uvicorn.Config(create_app(engine, Served(NAME, KEY, LIMITS)), log_level="error")
-        )
-        thread = threading.Thread(target=lambda: server.run(sockets=[free]))
-        thread.start()
-        until(lambda: server.started)
-        yield f"http://127.0.0.1:{free.getsockname()[1]}"
-        server.should_exit = True
-        thread.join()
-
-
-@pytest.fixture
-def client(url: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
-
-
-def until(reached: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE
-    while not reached():
-        assert time.monotonic() < end
-        time.sleep(0.005)
-
-
-def expected(engine: Engine, prompt: str, tokens: int) -> str:
-    return str(engine.generate(prompt, max_new_tokens=tokens, do_sample=False).text)
-
-
-def metric(url: str, name: str) -> float:
-    text = urlopen(f"{url}/metrics").read().decode()
-    values = [
-        line.rpartition(" ")[2] for line in text.splitlines() if line.startswith(f"triforce_tree_{name}")
-    ]
-    return sum(map(float, values))
-
-
-@contextmanager
-def released(event: threading.Event) -> Iterator[None]:
-    """Nobody waits for the event longer than this lasts."""
-    try:
-        yield
-    finally:
-        event.set()
+from triforce_tree.generation.tokenized_texts import TokenizedTexts
+from triforce_tree.server.text_stream import TextStream
 
 
 def test_completions_are_the_targets_text(client: openai.OpenAI, engine: Engine) -> None:
@@ -213,135 +140,56 @@ def test_prompts_of_a_list_come_back_in_order(client: openai.OpenAI, engine: Eng
     assert [choice.text for choice in answer.choices] == [expected(engine, p, 10) for p in prompts]
 
 
-@pytest.mark.parametrize(
-    "change, status, said",
-    [
-        ({"model": "other"}, 404, "'other' is not served here; use 'pair'"),
-        ({"temperature": -1}, 400, "temperature"),
-        ({"max_tokens": 501}, 400, "501 new tokens are more than the 500"),
-        ({"prompt": ""}, 400, "empty"),
-        ({"extra_body": {"logit_bias": {"5": 1}}}, 400, "logit_bias is not supported"),
-        ({"extra_body": {"frequency_penalty": 0.5}}, 400, "frequency_penalty is not supported"),
-        ({"prompt": ["a"] * 5}, 429, "at most 4 requests wait"),
-    ],
-    ids=lambda value: None if isinstance(value, (dict, int)) else str(value)[:20],
-)
-def test_refusals(client: openai.OpenAI, change: dict[str, object], status: int, said: str) -> None:
-    with pytest.raises(openai.APIStatusError) as raised:
-        client.completions.create(**{"model": NAME, "prompt": PROMPT, "max_tokens": 4, **change})
-    assert raised.value.status_code == status
-    assert said in raised.value.message
-
-
-def test_a_wrong_key_is_refused(url: str) -> None:
-    with pytest.raises(openai.AuthenticationError, match="wrong or missing API key"):
-        openai.OpenAI(base_url=f"{url}/v1", api_key="other", max_retries=0).models.list()
-
-
-def test_the_model_is_listed_and_healthy(client: openai.OpenAI, url: str) -> None:
-    assert [model.id for model in client.models.list()] == [NAME]
-    assert urlopen(f"{url}/health").status == 200
-
-
-def test_requests_join_a_batch_that_runs(
-    client: openai.OpenAI, engine: Engine, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those of like settings; one with others waits, and a few may go before it."""
-    batches: list[int] = []
-    began: list[int] = []
-    generate, joining, go = engine.generate, Scheduler.joining, threading.Event()
-
-    def counted(prompts: list[list[int]], **how: object) -> object:
-        batches.append(len(prompts))
-        began.extend([how["max_new_tokens"]] * len(prompts))
-        return generate(prompts, **how)
-
-    def after_all_have_come(self: Scheduler, *args: Any) -> Sequence | None:
-        go.wait(PATIENCE)
-        taken = joining(self, *args)
-        if taken is not None:
-            began.append(taken.settings["max_new_tokens"])
-        return taken
-
-    def after_all_wait(self: Scheduler, *args: Any) -> int:
-        go.wait(PATIENCE)
-        return wanted(self, *args)
-
-    wanted = Scheduler.wanted
-    monkeypatch.setattr(engine, "generate", counted)
-    monkeypatch.setattr(Scheduler, "joining", after_all_have_come)
-    monkeypatch.setattr(Scheduler, "wanted", after_all_wait)
-    lengths = (40, 12, 9, 11)
-    texts = {n: expected(SimpleNamespace(generate=generate), PROMPT, n) for n in lengths}
-
-    def ask(tokens: int, temperature: float = 0) -> str:
-        given = {"prompt": PROMPT, "max_tokens": tokens, "temperature": temperature}
-        return client.completions.create(model=NAME, **given).choices[0].text
-
-    with ThreadPoolExecutor(5) as pool, released(go):
-        first = pool.submit(ask, 40)
-        until(lambda: bool(batches))
-        other = pool.submit(ask, 5, 1.0)
-        until(lambda: metric(url, "waiting ") == 1)
-        others = {n: pool.submit(ask, n) for n in (12, 9, 11)}
-        until(lambda: metric(url, "waiting ") == 4)
-        go.set()
-        assert first.result() == texts[40]
-        assert {n: answer.result() for n, answer in others.items()} == {n: texts[n] for n in others}
-        other.result()
-    assert batches == [1, 1]
-    assert began[0] == 40
-    assert sorted(began[1:4]) == [9, 11, 12]
-    assert began[4] == 5
-
-
-def test_a_request_is_overtaken_a_few_times_only(engine: Engine) -> None:
-    """No later than after as many as a batch may hold, and by none that does not fit."""
-    scheduler = Scheduler(engine, Limits(waiting=40, batch=3), lambda sequence: None)
-    scheduler.close()
-
-    def one(temperature: float) -> Sequence:
-        settings = {"max_new_tokens": 4, "seed": None, "temperature": temperature}
-        return Sequence([1, 2], settings, (), lambda piece: None)
-
-    queued = [one(0.5), *(one(1.0) for _ in range(8))]
-    scheduler._closed = False
-    scheduler._queue.extend(queued)
-    batch = _Batch(scheduler, [one(1.0)])
-    assert scheduler.wanted(batch) == 3
-    assert scheduler.joining(batch, lambda prompt, new: False) is None
-    taken = []
-    while (sequence := scheduler.joining(batch, lambda prompt, new: True)) is not None:
-        taken.append(sequence)
-        batch.running.pop(min(batch.running))
-    assert taken == queued[1:4]
-    assert list(scheduler._queue) == [queued[0], *queued[4:]]
-
-
 def test_a_client_that_leaves_ends_its_text(
     client: openai.OpenAI, engine: Engine, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    generate, left = engine.generate, threading.Event()
+    put, left = TextStream.put, threading.Event()
 
-    def after_it_has_left(prompts: list[list[int]], **how: Any) -> object:
-        [nobody_waits] = how["stopping_criteria"]
+    def after_it_has_left(stream: TextStream, value: torch.Tensor) -> bool:
+        """The second pass ends when the server knows that the client has left: decoding is faster."""
+        if stream.count and left.wait(PATIENCE):
+            until(stream._cancelled)
+        return put(stream, value)
 
-        class Waits(StoppingCriteria):
-            """The second pass ends when the server knows that the client has left: decoding is faster."""
-
-            def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-                if left.wait(PATIENCE):
-                    until(lambda: nobody_waits.true)
-                return nobody_waits(input_ids, scores)
-
-        return generate(prompts, **{**how, "stopping_criteria": StoppingCriteriaList([Waits()])})
-
-    monkeypatch.setattr(engine, "generate", after_it_has_left)
+    monkeypatch.setattr(TextStream, "put", after_it_has_left)
     before, cancelled = metric(url, "new_tokens_total"), metric(url, 'sequences_total{outcome="cancelled"}')
     stream = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=500, temperature=0, stream=True)
     next(iter(stream))
     stream.close()
     left.set()
     until(lambda: metric(url, 'sequences_total{outcome="cancelled"}') > cancelled)
-    until(lambda: not metric(url, "running"))
+    until(lambda: not metric(url, "running_sequences"))
     assert metric(url, "new_tokens_total") - before < 100
+
+
+def test_choices_of_a_stream_are_those_of_a_whole_reply(client: openai.OpenAI) -> None:
+    given = {"model": NAME, "prompt": PROMPT, "max_tokens": 16, "n": 3, "seed": 4, "temperature": 1.2}
+    whole = client.completions.create(**given)
+    chunks = list(client.completions.create(**given, stream=True, stream_options={"include_usage": True}))
+    assert [chunk.usage for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert not chunks[-1].choices
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.prompt_tokens == whole.usage.prompt_tokens
+    assert chunks[-1].usage.completion_tokens == 48
+    for choice in whole.choices:
+        own = [c for chunk in chunks for c in chunk.choices if c.index == choice.index]
+        assert "".join(c.text for c in own) == choice.text
+        assert [c.finish_reason for c in own if c.finish_reason] == ["length"]
+
+
+def test_a_conversation_is_tokenized_once(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded, asked = TokenizedTexts._encoded, []
+
+    def counted(texts: TokenizedTexts, text: str, special: bool) -> object:
+        asked.append(len(text))
+        return encoded(texts, text, special)
+
+    monkeypatch.setattr(TokenizedTexts, "_encoded", counted)
+    chat = [{"role": "user", "content": PROMPT * 200}]
+    given = {"model": NAME, "max_tokens": 4, "temperature": 0}
+    answer = client.chat.completions.create(messages=chat, **given).choices[0].message.content
+    assert sum(asked) >= len(PROMPT) * 200
+    asked.clear()
+    chat += [{"role": "assistant", "content": answer}, {"role": "user", "content": "And then?"}]
+    client.chat.completions.create(messages=chat, **given)
+    assert 0 < sum(asked) < len(PROMPT) * 120

@@ -1,5 +1,7 @@
 """Sessions: fork, trim, what may be asked, messages, memory in reserve; saved ones."""
 
+import argparse
+import inspect
 import json
 import shutil
 from functools import cache
@@ -272,3 +274,29 @@ def test_other_models_and_damaged_files_are_refused(tmp_path: Path) -> None:
         engine().load_session(tmp_path / "s")
     with pytest.raises(ValueError, match="the session has no tokens yet"):
         engine().session().save(tmp_path)
+
+
+def test_a_conversation_is_tokenized_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each turn tokenizes what is new; forks know the same text."""
+    own = triforce_tree.load(device="cpu", levels=1, profile=False)
+    assert own.tokenizer is not None
+    own.tokenizer.chat_template = TEMPLATE
+    session = own.session([{"role": "user", "content": inspect.getsource(argparse)[:20_000]}])
+    prompt = session.prompt()
+    call, asked = type(own.tokenizer).__call__, []
+
+    def counted(tokenizer: Any, text: str, **options: Any) -> Any:
+        asked.append(len(text))
+        return call(tokenizer, text, **options)
+
+    monkeypatch.setattr(type(own.tokenizer), "__call__", counted)
+    for each in (session, session.fork()):
+        found = each.prompt("And why?")
+        assert 0 < sum(asked) < 6_000
+        asked.clear()
+        expected = own.tokenizer.apply_chat_template(
+            [*(each.messages or []), {"role": "user", "content": "And why?"}], add_generation_prompt=True
+        )
+        assert found == expected["input_ids"]
+        assert len(found) > len(prompt)
+        asked.clear()

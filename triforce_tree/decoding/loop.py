@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from triforce_tree.decoding.choice.cost_table import other_costs, stage_costs
 from triforce_tree.decoding.choice.costs_by_length import CostsByLength
 from triforce_tree.decoding.choice.learnt_table import LearntChoices
 from triforce_tree.decoding.choice.passes import PLAIN, PassKind
+from triforce_tree.decoding.prepared_stages import seeded
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.stage_set import stage_name
 from triforce_tree.decoding.stop_criteria import Ending, finish_reason
@@ -26,6 +28,7 @@ from triforce_tree.runtime.stats import LevelStats, Progress
 from triforce_tree.verify.draws import Draws
 from triforce_tree.verify.sampling import NAN_LOGITS, ProbsFromLogits
 
+Value = TypeVar("Value")
 _LOG = logging.getLogger(__name__)
 
 Observer = Callable[[list[list[int]], Callable[[int], Tensor]], None]
@@ -44,6 +47,7 @@ class Decoder:
             the seed ``draws.sequence_seed``. Else the choice also follows from times measured while decoding,
             and from what earlier decoders that were not repeatable left (``learnt_table.py``).
         attempt: number of earlier decoders of the same generation; each draws new random numbers.
+        seeds: of single sequences, see :class:`Draws`; None where no sequence has one or will have.
 
     Attributes:
         finish_reasons: why the sequence in each row has ended; None while it runs.
@@ -61,10 +65,11 @@ class Decoder:
         seed: int,
         repeatable: bool = False,
         attempt: int = 0,
+        seeds: Sequence[int | None] | None = None,
     ) -> None:
         self.program = program
+        by_position = seeded(program) if seeds is not None else program.seeded
         program.prepare(to_probs)
-        self.draws = Draws(seed, attempt, program.batch if repeatable else 1, program.device)
         lowest = [program.drafter.name] if program.drafter is not None else []
         retrieval = ["retrieval"] if program.levels == 3 else []
         self.levels = [LevelStats(name) for name in (*lowest, *retrieval, "target")]
@@ -84,13 +89,11 @@ class Decoder:
             self._costs = CostsByLength(self.controller, first, other_costs(program, to_probs, first))
         self._learns = self._costs is not None and not repeatable
         self._learnt = LearntChoices(program, to_probs) if self._learns else None
-        if (
-            self._costs is not None
-            and self._learnt is not None
-            and (learnt := self._learnt.last()) is not None
-        ):
+        if self._costs and self._learnt and (learnt := self._learnt.last()) is not None:
             self.controller.resume(learnt)
             self._costs.factors = learnt.cost_factors
+        count = program.batch if repeatable else 1
+        self.draws = Draws(seed, attempt, count, program.device, seeds or (), by_position)
         self.prefill_seconds = self.decode_seconds = 0.0
         self.reused = [0] * program.batch
         self.finish_reasons: list[str | None] = []
@@ -149,6 +152,7 @@ class Decoder:
                 self._clock.start()
                 if kind != PLAIN:
                     kind = self._prepare(kind, resumed=after_plain)
+                self.draws.before_pass(self._running(len))
                 report = self._pass(kind)
                 resumed, after_plain = after_plain, kind == PLAIN
                 new = self._append(report)
@@ -235,6 +239,11 @@ class Decoder:
         running = [reason is None for reason in self.finish_reasons]
         self.program.state.active.copy_(torch.tensor(running, device=self.program.device))
 
+    def _running(self, of: Callable[[list[int]], Value]) -> list[Value | None]:
+        """A value of each sequence; None for those that have ended."""
+        reasons = zip(self._sequences, self.finish_reasons, strict=True)
+        return [of(sequence) if reason is None else None for sequence, reason in reasons]
+
     def _prepare(self, kind: PassKind, resumed: bool) -> PassKind:
         """Let the drafter catch up with what was committed, and the retrieval level after other passes.
 
@@ -243,11 +252,7 @@ class Decoder:
         """
         program = self.program
         if program.drafter is not None:
-            running = [
-                sequence if reason is None else None
-                for sequence, reason in zip(self._sequences, self.finish_reasons, strict=True)
-            ]
-            program.drafter.prepare(running, resumed)
+            program.drafter.prepare(self._running(lambda sequence: sequence), resumed)
         if kind.levels == 3:
             program.resume_retrieval()
         self._clock.mark("prepare")
@@ -294,13 +299,7 @@ class Decoder:
         if self.after_stage is not None:
             self.after_stage(stage)
 
-    def _count(
-        self,
-        kind: PassKind,
-        report: list[list[int]],
-        emitted: int,
-        resumed: bool,
-    ) -> None:
+    def _count(self, kind: PassKind, report: list[list[int]], emitted: int, resumed: bool) -> None:
         """Add up the statistics of the sequences that were still running, and let the controller learn.
 
         Args:

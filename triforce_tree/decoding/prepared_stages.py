@@ -10,6 +10,7 @@ from triforce_tree.decoding.stages import ChainVerifyStage, Stage, TreeVerifySta
 from triforce_tree.runtime.executor import executor
 from triforce_tree.verify.probs import DeviceProbs
 from triforce_tree.verify.row_bits import check_row_bits
+from triforce_tree.verify.seeded import Seeded
 
 if TYPE_CHECKING:
     from triforce_tree.decoding.program import DecodingProgram
@@ -56,6 +57,17 @@ def _check_exact(program: "DecodingProgram", stages: dict[str, Stage]) -> None:
         for nodes in sorted({*verified} or {program.batch}):
             name = program.target.name
             check_row_bits(program.full, program.full_view, program.batch, nodes, vocabulary, name)
+
+
+def seeded(program: "DecodingProgram") -> Seeded:
+    """What draws for sequences with seeds of their own; from now on the program's stages have it.
+
+    Those of earlier kinds of sampling are dropped. Sequences without a seed draw as before.
+    """
+    if program.seeded is None:
+        program.seeded = program.noise = Seeded(program.state, program.target.vocab_size)
+        program.prepared.clear()
+    return program.seeded
 
 
 def prepare_shape(program: "DecodingProgram", stages: PreparedStages, number: int) -> float:

@@ -31,6 +31,7 @@ from triforce_tree.trees.device_shapes import DeviceTreeShape, PassLimits, least
 from triforce_tree.verify.noise import Noise, NoiseFactory
 from triforce_tree.verify.probs import DeviceProbs
 from triforce_tree.verify.sampling import ProbsFromLogits
+from triforce_tree.verify.seeded import Seeded
 from triforce_tree.verify.verifier import Acceptance, Verifier
 
 
@@ -63,6 +64,7 @@ class DecodingProgram:
         runner_ups: whether level 2 also verifies one runner-up beside each token of the chain.
         capture_seconds: spent on making stages and capturing them.
         two_levels: whether three levels may be exchanged for two in any pass: the number was not given.
+        prepared: stages by kind of sampling; seeded: see ``prepared_stages.seeded``.
         learnt: what controllers of passes learnt, by kind of sampling (``choice/learnt_table.py``).
 
     Raises:
@@ -91,8 +93,9 @@ class DecodingProgram:
             raise ValueError(f"levels={levels} needs a drafter; give one, or levels=1")
         self.drafter = drafter if levels > 1 else None
         self.two_levels = levels == 3 and offload is None and config.chooses_levels
-        self.device, self._noise = target.device, noise
-        self._prepared: dict[Hashable, PreparedStages] = {}
+        self.device, self.noise = target.device, noise
+        self.seeded: Seeded | None = None
+        self.prepared: dict[Hashable, PreparedStages] = {}
         self.learnt: dict[Hashable, LearntChoice] = {}
         compiled = self.device.type == "cuda"
         if target.streamed is not None and levels == 3:
@@ -136,11 +139,13 @@ class DecodingProgram:
         Sequences must be fed or rewound after this: the trial runs of a capture use their buffers.
         """
         key = DeviceProbs.key(to_probs)
-        if key not in self._prepared:
-            self._prepared[key], seconds = prepared(self, DeviceProbs(to_probs, self.device, self._noise))
+        if key not in self.prepared:
+            self.prepared[key], seconds = prepared(self, DeviceProbs(to_probs, self.device, self.noise))
             self.capture_seconds += seconds
-        self._current = self._prepared[key]
+        self._current = self.prepared[key]
         self._current.to_probs.set(to_probs)
+        if self.seeded is not None:
+            self.seeded.clear()
 
     def prepare_shape(self, number: int) -> None:
         """Make and capture the stages for trees of one shape, unless they are there.
@@ -258,10 +263,7 @@ class DecodingProgram:
         self.cache.begin(prompts)
 
     def committed(
-        self,
-        counts: Sequence[int],
-        tokens: Sequence[Sequence[int]] | None = None,
-        stage: str = "target",
+        self, counts: Sequence[int], tokens: Sequence[Sequence[int]] | None = None, stage: str = "target"
     ) -> None:
         """The last pass of level 2, which ended with this stage, made each sequence so many tokens longer.
 

@@ -8,7 +8,6 @@
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -56,7 +55,11 @@ class DraftStage:
 
     def steps(self) -> list[Step]:
         capturable = self.drafter.capturable and (self.drafter.deterministic or self.sampler.capturable)
-        return [Step(partial(self.drafter.propose, self.state, self.tree, self.sampler), capturable)]
+        return [Step(self._propose, capturable)]
+
+    def _propose(self) -> None:
+        self.noise[0].align(self.state.end[:, None] + 1 + self.tree.depths)
+        self.drafter.propose(self.state, self.tree, self.sampler)
 
 
 class RetrievalVerifyStage:
@@ -83,6 +86,7 @@ class RetrievalVerifyStage:
         drawn = self.tree.depth + 1 if runner_ups else 0
         self._runner_up_noise = verifier.to_probs.noise(self.state.batch, drawn, verifier.vocabulary)
         self.noise = [verifier.noise, self._runner_up_noise]
+        self._offsets = torch.arange(self.tree.depth + 1, device=self.state.device)
         self._root: Tensor
 
     def steps(self) -> list[Step]:
@@ -101,6 +105,7 @@ class RetrievalVerifyStage:
         self.view.move(path)
         probs = p.gather(1, path.clamp_min(0)[..., None].expand(-1, -1, p.shape[2]))
         if self.runner_ups:
+            self._runner_up_noise.align(self._root[:, None] + 1 + self._offsets)
             self.state.add_runner_ups(self._runner_up_noise.second_choice(probs, emitted))
         self.state.append_drafted(emitted, count, None if self.verifier.to_probs.greedy else probs)
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from triforce_tree.generation.tokenized_texts import Tokenizer
 
 Message = Mapping[str, Any]
 Chat = Sequence[Message]
@@ -33,7 +33,7 @@ def chats_of(given: Any) -> list[Chat] | None:
     return chats
 
 
-def chat_ids(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> list[int]:
+def chat_ids(tokenizer: Tokenizer, chat: Chat) -> list[int]:
     """Token ids of a chat, up to where the assistant's answer begins.
 
     As in transformers' pipelines, a last message of the assistant is continued.

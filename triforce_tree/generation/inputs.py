@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from triforce_tree.generation.chat import Chat, characters, chat_ids, chats_of
+from triforce_tree.generation.tokenized_texts import Tokenizer
 
 Ids = Sequence[int] | Sequence[Sequence[int]] | np.ndarray[Any, Any] | Tensor
 Inputs = str | Sequence[str] | Chat | Sequence[Chat] | Ids | Mapping[str, Any]
@@ -42,7 +42,7 @@ def prompts_of(
     inputs: Inputs | None,
     input_ids: Ids | None,
     attention_mask: Ids | None,
-    tokenizer: PreTrainedTokenizerBase | None,
+    tokenizer: Tokenizer | None,
     vocabulary: int,
     positions: int | None,
     padding: int,
@@ -101,7 +101,7 @@ def prompts_of(
 
 
 def prompt_of(
-    inputs: Inputs, tokenizer: PreTrainedTokenizerBase | None, vocabulary: int, positions: int | None
+    inputs: Inputs, tokenizer: Tokenizer | None, vocabulary: int, positions: int | None
 ) -> list[int]:
     """The tokens of a single prompt; arguments and errors as of :func:`prompts_of`."""
     prompts = prompts_of(inputs, None, None, tokenizer, vocabulary, positions, 0)
@@ -118,7 +118,7 @@ def real_rows(ids: Tensor, mask: Tensor | None) -> list[list[int]]:
     return [row[seen].tolist() for row, seen in zip(ids, mask != 0, strict=True)]
 
 
-def encoded(tokenizer: PreTrainedTokenizerBase, given: str | Chat, positions: int | None = None) -> list[int]:
+def encoded(tokenizer: Tokenizer, given: str | Chat, positions: int | None = None) -> list[int]:
     """Token ids of a text, without the warning that it exceeds the model; or those of a chat.
 
     Raises:

@@ -148,6 +148,19 @@ def checked_seed(seed: Any) -> int | None:
     return index(seed)
 
 
+def checked_seeds(seed: Any, count: int) -> tuple[int | None, list[int | None] | None]:
+    """One seed, or a list with one for each of ``count`` sequences; the other of the two is None.
+
+    Raises:
+        ValueError: something else, or a list of another length.
+    """
+    if not isinstance(seed, (list, tuple)):
+        return checked_seed(seed), None
+    if len(seed) != count:
+        raise ValueError(f"seed has {len(seed)} entries for {count} sequences; give one for each, or one int")
+    return None, [checked_seed(each) for each in seed]
+
+
 def checked_count(name: str, value: Any) -> int | None:
     """A whole number from 1 on, or None.
 

@@ -1,17 +1,29 @@
 """Figures of a server for Prometheus."""
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+import time
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    PlatformCollector,
+    ProcessCollector,
+    generate_latest,
+)
 
 from triforce_tree.server.scheduler import Scheduler, Sequence
 
-_SECONDS = (0.1, 0.3, 1, 3, 10, 30, 100, 300)
+_SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 
 
 class Metrics:
-    """Counts what ends; all names begin with ``triforce_tree_``."""
+    """Counts what ends; own names begin with ``triforce_tree_``, those of the process with ``process_``."""
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+        PlatformCollector(registry=registry)
 
         def named(name: str) -> str:
             return f"triforce_tree_{name}"
@@ -25,9 +37,18 @@ class Metrics:
             named("proposed_tokens"), "Tokens that the target verified.", registry=registry
         )
         self._accepted = Counter(named("accepted_tokens"), "Of these, accepted.", registry=registry)
-        self._waited = Histogram(
-            named("waiting_seconds"), "In the queue.", buckets=_SECONDS, registry=registry
+        self._reused = Counter(
+            named("reused_tokens"), "Tokens of prompts whose keys and values were kept.", registry=registry
         )
+        self._waited = Histogram(named("queue_seconds"), "In the queue.", buckets=_SECONDS, registry=registry)
+        self._first = Histogram(
+            named("first_token_seconds"), "From a request to the first token of a sequence.",
+            buckets=_SECONDS, registry=registry,
+        )  # fmt: skip
+        self._whole = Histogram(
+            named("sequence_seconds"), "From a request to the end of a sequence.",
+            buckets=_SECONDS, registry=registry,
+        )  # fmt: skip
         self._prefill = Histogram(
             named("prefill_seconds"),
             "Of prompts that began together.",
@@ -38,8 +59,10 @@ class Metrics:
             named("token_seconds"), "Decoding, for each new token of a sequence.",
             buckets=(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5), registry=registry,
         )  # fmt: skip
-        self._waiting = Gauge(named("waiting"), "Sequences in the queue.", registry=registry)
-        self._running = Gauge(named("running"), "Sequences that are decoded now.", registry=registry)
+        self._waiting = Gauge(named("waiting_sequences"), "Sequences in the queue.", registry=registry)
+        self._running = Gauge(
+            named("running_sequences"), "Sequences that are decoded now.", registry=registry
+        )
 
     def watch(self, scheduler: Scheduler) -> None:
         """Report the queue of this scheduler."""
@@ -53,11 +76,15 @@ class Metrics:
     def ended(self, sequence: Sequence) -> None:
         """A sequence has ended, in whatever way."""
         self._waited.observe(sequence.waited)
+        if sequence.stream is not None and sequence.stream.first is not None:
+            self._first.observe(sequence.stream.first - sequence.began)
         output = sequence.output
         if output is None:
             self._requests.labels("cancelled" if sequence.error is None else "failed").inc()
             return
-        self._requests.labels("cancelled" if sequence.cancelled else "ended").inc()
+        self._requests.labels("cancelled" if sequence.cut else "ended").inc()
+        self._whole.observe(time.monotonic() - sequence.began)
+        self._reused.inc(int(sequence.result("reused_tokens")))
         new = int(sequence.result("new_tokens"))
         self._prompt.inc(len(sequence.prompt))
         self._new.inc(new)

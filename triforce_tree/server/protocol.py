@@ -10,7 +10,7 @@ _WITHOUT_EFFECT = {
     "service_tier", "store", "user",
 }  # fmt: skip
 # Values of unsupported options that ask for nothing.
-_NOTHING: tuple[Any, ...] = (None, False, 0, 0.0, [], {}, "none", {"type": "text"})
+_NOTHING: tuple[Any, ...] = (None, False, 0, 0.0, [], {}, "none", {"type": "text"}, ["text"])
 MOST_TOP_LOGPROBS = 20
 
 Count = Annotated[int, Field(ge=1)]
@@ -18,6 +18,8 @@ Strings = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=
 
 
 class StreamOptions(BaseModel):
+    """``include_usage`` adds a chunk with the usage to a stream."""
+
     include_usage: bool = False
 
 
@@ -40,11 +42,15 @@ class Sampled(BaseModel):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
 
-    def unsupported(self) -> str | None:
-        """The first option that would change the text and is not supported."""
+    def problem(self) -> str | None:
+        """What is wrong with the options: one that is not supported, or that does not go with another."""
         for name, value in (self.model_extra or {}).items():
-            if name not in _WITHOUT_EFFECT and value not in _NOTHING:
-                return name
+            # Clients of completions send best_of as n.
+            idle = value in _NOTHING or (name == "best_of" and value == self.choices)
+            if name not in _WITHOUT_EFFECT and not idle:
+                return f"{name} is not supported; leave it out"
+        if self.stream_options is not None and not self.stream:
+            return "stream_options is given without a stream; leave it out, or set stream to true"
         return None
 
     @property
@@ -84,6 +90,11 @@ class ChatRequest(Sampled):
     def prompts(self) -> list[Any]:
         return [self.messages]
 
+    def problem(self) -> str | None:
+        if self.top_logprobs and not self.logprobs:
+            return "top_logprobs is given without logprobs; set logprobs to true"
+        return super().problem()
+
     @property
     def alternatives(self) -> int | None:
         """Most probable tokens to report beside each token; None where no log-probability is wanted."""
@@ -93,7 +104,7 @@ class ChatRequest(Sampled):
 class CompletionRequest(Sampled):
     """``POST /v1/completions``."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | Annotated[list[int] | list[str] | list[list[int]], Field(min_length=1)]
     max_tokens: Count | None = 16
     logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
 

@@ -22,10 +22,14 @@ class Reply:
         asked: the request.
         model: name of the model that is served.
         tokenizer: of it.
+
+    Attributes:
+        usage_wanted: whether a stream ends with its usage.
     """
 
     def __init__(self, asked: Asked, model: str, tokenizer: PreTrainedTokenizerBase) -> None:
         self._chat = isinstance(asked, ChatRequest)
+        self.usage_wanted = asked.stream_options is not None and asked.stream_options.include_usage
         self._alternatives, self._tokenizer = asked.alternatives, tokenizer
         # Characters of each text's tokens so far.
         self._offsets: dict[int, int] = {}
@@ -75,7 +79,8 @@ class Reply:
             choice["delta"] = ({"role": "assistant"} if first else {}) | ({"content": text} if text else {})
         else:
             choice["text"] = text
-        return self._stream_head() | {"choices": [choice]}
+        more = {"usage": None} if self.usage_wanted else {}
+        return self._stream_head() | {"choices": [choice]} | more
 
     def _logprobs(self, entries: Sequences[TokenLogprobs], index: int) -> dict[str, Any] | None:
         """Log-probabilities of the target's own distribution, whatever the sampling options.
@@ -91,7 +96,9 @@ class Reply:
     def _chat_logprobs(self, entries: Sequences[TokenLogprobs]) -> dict[str, Any]:
         def entry(token: int, value: float) -> dict[str, Any]:
             text = self._text(token)
-            return {"token": text, "logprob": value, "bytes": list(text.encode())}
+            # A part of a character has no text, and its bytes are not known.
+            known = None if "\ufffd" in text else list(text.encode())
+            return {"token": text, "logprob": value, "bytes": known}
 
         content = [
             entry(token, value) | {"top_logprobs": [entry(*pair) for pair in best]}

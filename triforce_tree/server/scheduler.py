@@ -10,13 +10,9 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
-
-import torch
-from torch import Tensor
-from transformers import StoppingCriteria, StoppingCriteriaList
 
 from triforce_tree.engine import Engine
 from triforce_tree.generation.batch.joining import Fits, Joined
@@ -52,12 +48,14 @@ class Sequence:
     Attributes:
         prompt: token ids.
         settings: options of ``generate``; where all but ``max_new_tokens`` are equal, sequences can be
-            decoded together. A seed is one of them.
+            decoded together.
         stop: strings before which its text ends.
+        seed: of its draws, which are then the same whatever it is decoded with; None for any.
         emit: called with pieces of text while it is decoded, then once with None; in the scheduler's thread.
-        cancelled: set by anyone, when nobody waits for it any more.
+        cancelled: set by anyone, when nobody waits for it any more, or the server ends.
         stream: its text so far; set when decoding begins.
         output, row: that it is in, once it has ended: its own, or of several that were decoded one by one.
+        cut: whether it was cancelled before its end.
         error: why it could not be decoded.
     """
 
@@ -65,10 +63,12 @@ class Sequence:
     settings: dict[str, Any]
     stop: tuple[str, ...]
     emit: Callable[[str | None], None]
+    seed: int | None = None
     cancelled: bool = False
     stream: TextStream | None = None
     output: GenerateOutput | None = None
     row: int = 0
+    cut: bool = False
     error: Exception | None = None
     began: float = field(default_factory=time.monotonic)
     waited: float = 0.0
@@ -76,6 +76,11 @@ class Sequence:
     def left(self) -> bool:
         """Whether nobody waits for it any more."""
         return self.cancelled
+
+    @property
+    def complete(self) -> bool:
+        """Whether it has ended as its request asks."""
+        return self.output is not None and not self.cut
 
     def end_waiting(self) -> None:
         """It leaves the queue."""
@@ -85,20 +90,6 @@ class Sequence:
         """``finish_reason``, ``new_tokens`` or another value that the output has for each sequence."""
         value = getattr(self.output, name)
         return value[self.row] if isinstance(value, list) else value
-
-
-class _AllCancelled(StoppingCriteria):
-    """Ends a batch that nobody waits for."""
-
-    def __init__(self, running: Mapping[int, Sequence]) -> None:
-        self._running = running
-
-    @property
-    def true(self) -> bool:
-        return all(sequence.cancelled for sequence in self._running.values())
-
-    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        return input_ids.new_full((input_ids.shape[0],), self.true, dtype=torch.bool)
 
 
 def _sampling(sequence: Sequence) -> dict[str, Any]:
@@ -136,7 +127,8 @@ class _Batch:
         sequence = self._scheduler.joining(self, fits)
         if sequence is None:
             return None
-        return Joined(sequence.prompt, sequence.settings["max_new_tokens"], sequence.stream)
+        limit = sequence.settings["max_new_tokens"]
+        return Joined(sequence.prompt, limit, sequence.stream, sequence.seed)
 
     def ended(self, number: int, output: GenerateOutput) -> None:
         sequence = self.running.pop(number)
@@ -158,6 +150,7 @@ class Scheduler:
         self._queue: deque[Sequence] = deque()
         self._changed = threading.Condition()
         self._closed = False
+        self._batch: _Batch | None = None
         self.running = 0
         self._thread = threading.Thread(target=self._run, name="triforce-tree scheduler", daemon=True)
         self._thread.start()
@@ -184,13 +177,18 @@ class Scheduler:
             self._queue.extend(sequences)
             self._changed.notify()
 
-    def close(self) -> None:
-        """Cancel all sequences, and end the thread after the pass that runs."""
+    def stop(self) -> None:
+        """Cancel all sequences; those that run end after the pass that runs."""
         with self._changed:
             self._closed = True
-            for sequence in self._queue:
+            running = list(self._batch.running.values()) if self._batch is not None else []
+            for sequence in [*self._queue, *running]:
                 sequence.cancelled = True
             self._changed.notify()
+
+    def close(self) -> None:
+        """Cancel all sequences, and wait for the end of the thread."""
+        self.stop()
         self._thread.join()
 
     def _run(self) -> None:
@@ -199,7 +197,8 @@ class Scheduler:
                 self._changed.wait_for(lambda: self._closed or self._queue)
                 batch = self._next_batch()
             if batch:
-                self._decode(_Batch(self, batch))
+                self._batch = _Batch(self, batch)
+                self._decode(self._batch)
             elif self._closed:
                 return
 
@@ -227,9 +226,7 @@ class Scheduler:
             return True
         tokens = sum(len(each.prompt) for each in running) + len(sequence.prompt)
         room = len(running) < self.limits.batch and tokens <= self.limits.batch_tokens
-        # A text that must repeat is decoded alone: which passes are made depends on the whole batch.
-        alike = _sampling(sequence) == _sampling(running[0])
-        return room and alike and sequence.settings["seed"] is None
+        return room and _sampling(sequence) == _sampling(running[0])
 
     def _begin(self, sequence: Sequence) -> None:
         tokenizer = self.engine.tokenizer
@@ -269,10 +266,10 @@ class Scheduler:
             return None
 
     def _decode(self, batch: _Batch) -> None:
-        over, given = _AllCancelled(batch.running), list(batch.running.values())
+        given = list(batch.running.values())
 
         def check(tokens: int) -> None:
-            if over.true or self._closed:
+            if self._closed or all(sequence.cancelled for sequence in batch.running.values()):
                 raise _NobodyWaitsError
 
         error: Exception | None = None
@@ -280,8 +277,8 @@ class Scheduler:
             output = self.engine.generate(
                 [sequence.prompt for sequence in given],
                 streamer=[sequence.stream for sequence in given if sequence.stream is not None],
-                stopping_criteria=StoppingCriteriaList([over]),
                 progress=check,
+                seed=[sequence.seed for sequence in given],
                 max_batch=self.limits.batch,
                 joining=batch,
                 **given[0].settings,
@@ -302,5 +299,6 @@ class Scheduler:
     def ended(self, sequence: Sequence) -> None:
         """A sequence has ended, in whatever way."""
         self.running -= 1
+        sequence.cut = sequence.cancelled
         self._done(sequence)
         sequence.emit(None)

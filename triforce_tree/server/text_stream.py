@@ -1,5 +1,6 @@
 """Tokens of a running generation as pieces of text, cut at stop strings."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -31,6 +32,7 @@ class TextStream(TextStreamer):
     Attributes:
         text: all that was emitted.
         stopped: whether a stop string was found.
+        first: when the first new token came, by ``time.monotonic``; None before.
         count: new tokens, those of a stop string included.
         logprobs: of all new tokens, by the target's own distribution; empty where they are not wanted.
     """
@@ -46,6 +48,7 @@ class TextStream(TextStreamer):
         self._stop, self._emit, self._cancelled = tuple(stop), emit, cancelled
         self._held, self._prompt, self._done = "", True, False
         self.text, self.stopped, self.count = "", False, 0
+        self.first: float | None = None
         self.logprobs: list[TokenLogprobs] = []
         self._coming: list[tuple[float, list[tuple[int, float]]]] = []
         self._taken = 0
@@ -53,6 +56,7 @@ class TextStream(TextStreamer):
     def put(self, value: Tensor) -> bool:
         """Whether the sequence is to end."""
         if not self._prompt:
+            self.first = self.first or time.monotonic()
             self.count += value.numel()
             for token, scores in zip(value.tolist(), self._coming, strict=False):
                 self.logprobs.append(TokenLogprobs(token, *scores))

@@ -10,6 +10,7 @@ from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.generation.chat import Message, chat_ids, chats_of
 from triforce_tree.generation.inputs import Inputs, prompts_of, real_rows
 from triforce_tree.generation.output import GenerateOutput
+from triforce_tree.generation.tokenized_texts import TokenizedTexts
 from triforce_tree.runtime.stats import Progress
 from triforce_tree.sessions import saved
 
@@ -59,6 +60,7 @@ class Session:
         self._engine, self._reserve, self._room = engine, reserve, 0
         self.turns: list[tuple[int, int]] = []
         self._coming: tuple[Inputs | None, list[Message] | None, list[int]] | None = None
+        self._texts = TokenizedTexts(engine.tokenizer) if engine.tokenizer is not None else None
         self.tokens: list[int] = []
         self.messages: list[Message] | None = None
         chats = chats_of(document)
@@ -237,9 +239,9 @@ class Session:
         elif question is not None:
             raise ValueError("this session is a conversation; give text, or messages")
         messages = [*self.messages, *new]
-        if self._engine.tokenizer is None:
+        if self._texts is None:
             raise ValueError("messages need a tokenizer: load(..., tokenizer=...)")
-        return messages, chat_ids(self._engine.tokenizer, messages)
+        return messages, chat_ids(self._texts, messages)
 
     def _ids(self, given: Inputs) -> list[int]:
         """Token ids of one sequence; special tokens are added to the first text only."""

@@ -50,6 +50,13 @@ class Noise:
             if self.uniform.numel():
                 self.uniform[b].uniform_(generator=generator)
 
+    def align(self, positions: Tensor) -> None:
+        """Called in a stage before its decisions; noise that does not depend on positions does nothing.
+
+        Args:
+            positions: int64 ``[B, N]``, of the tokens after each node of the tree that is verified or grown.
+        """
+
     def accept_tree(
         self, tokens: Tensor, parents: Tensor, p: Tensor, q: Tensor, q_rows: Tensor, depth: int
     ) -> tuple[Tensor, Tensor, Tensor]:

@@ -135,6 +135,7 @@ class Stream(IntEnum):
     LEVEL = 0
     ROW = 1
     ATTEMPT = 2
+    POSITION = 3
 
 
 def derived(seed: int, stream: Stream, number: int) -> int:

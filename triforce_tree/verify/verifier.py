@@ -96,6 +96,7 @@ class Verifier:
         else:
             p = self.to_probs(self._logits, paths)
             self.state.check_nan(p[..., 0])
+            self.noise.align(root[:, None] + 1 + tree.depths)
             path, count, last = self.noise.accept_tree(
                 tree.tokens, tree.parents, p, tree.probs, tree.probs_rows, depth
             )

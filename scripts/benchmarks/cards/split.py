@@ -28,9 +28,9 @@ from scripts.benchmarks.common.command import (
     results_folder,
 )
 from scripts.benchmarks.common.results import Record, header, write
-from scripts.benchmarks.common.timing import timed
 from triforce_tree import load
 from triforce_tree.decoding.program import DecodingProgram
+from triforce_tree.eval.attention.timing import timed
 from triforce_tree.kv.parallel.split import merged_bytes, merged_over_ranks
 from triforce_tree.loading.inflate import inflate_pair
 from triforce_tree.runtime import distributed

@@ -18,11 +18,11 @@ from scripts.benchmarks.common.engine import Bench, Prompts, Run
 from scripts.benchmarks.common.results import ATTENDED, RESULTS, STREAMED, Record, rounded, rows_of_samples
 from scripts.benchmarks.common.session import Plan, Session, Step, measure_parts, parts_parser
 from scripts.benchmarks.common.texts import SOURCES, Source
-from scripts.benchmarks.common.timing import read_bandwidth
 from scripts.benchmarks.offload.tables import FILE
 from scripts.benchmarks.on_chip.tables import FILE as ON_CHIP
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.explain.roofs import weight_bytes
+from triforce_tree.eval.attention.timing import read_bandwidth
 from triforce_tree.kv.offload.bandwidth import bandwidths
 from triforce_tree.kv.offload.host_attention import host_attends
 from triforce_tree.kv.offload.pinned import usable

@@ -17,13 +17,13 @@ from contextlib import contextmanager
 import torch
 from transformers import PreTrainedModel
 
-from scripts.benchmarks.attention.problems import measure_ceilings
 from scripts.benchmarks.common.command import TINY_SHAPES, device_of, parser, results_folder
 from scripts.benchmarks.common.results import Record, header, write
-from scripts.benchmarks.common.timing import timed
 from scripts.benchmarks.on_chip.tables import PREFILL_FILE, PREFILL_PATHS
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.program import DecodingProgram
+from triforce_tree.eval.attention.problems import measure_ceilings
+from triforce_tree.eval.attention.timing import timed
 from triforce_tree.loading.checkpoints import PAIR, load_model
 from triforce_tree.loading.inflate import inflate
 from triforce_tree.models.hf_model import HFModel

@@ -16,12 +16,12 @@ import torch
 
 import triforce_tree
 from scripts.benchmarks.common.results import OURS, PLAIN, STATIC, Record, ResultsFile
-from scripts.benchmarks.common.timing import synchronize, timed
 from scripts.benchmarks.on_chip.transformers_static import static_decoding
 from triforce_tree import Engine
 from triforce_tree.decoding.loop import Decoder
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.stop_criteria import Ending
+from triforce_tree.eval.attention.timing import synchronize, timed
 from triforce_tree.eval.results import repeated_share
 from triforce_tree.eval.text import token_ids
 from triforce_tree.eval.texts.registry import Texts, TextSource, prompts

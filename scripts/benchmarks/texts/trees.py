@@ -18,13 +18,13 @@ from transformers.utils import logging
 import triforce_tree
 from scripts.benchmarks.common.command import parser
 from scripts.benchmarks.common.results import RESULTS, Record, header, write
-from scripts.benchmarks.common.timing import timed
 from scripts.benchmarks.on_chip.tables import FILE as ON_CHIP
 from scripts.benchmarks.texts.command import chosen_sources
 from scripts.benchmarks.texts.tables import TREES
 from triforce_tree import Engine
 from triforce_tree.decoding import forced_tokens
 from triforce_tree.eval import overlap
+from triforce_tree.eval.attention.timing import timed
 from triforce_tree.eval.text import token_ids
 from triforce_tree.eval.texts.registry import Texts, TextSource, prompts
 from triforce_tree.trees.device_shapes import PassLimits

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from triforce_tree.cli.bench.machine import arguments as machine
 from triforce_tree.cli.groups import add_hierarchy, add_models, add_parser, add_text_source
 from triforce_tree.cli.parsing import depth, positive, temperature
 
@@ -33,11 +34,19 @@ PUBLIC = {
 # The names in eval.ruler.TASKS.
 TASKS = ("single", "multi-key", "multi-value", "multi-query", "variables", "common-words", "frequent-words")
 
+# The names in eval.paper.published.
+PAPER = (
+    "table-1", "table-2", "table-3", "table-4", "table-5", "table-6", "table-7", "table-8", "figure-3",
+    "figure-5", "figure-6",
+)  # fmt: skip
+
 
 def add(commands: Any) -> None:
     """Add the command to the subparsers of the command line."""
     bench = commands.add_parser(
-        "bench", help="Measure speed (text), accuracy (needle, ruler), or both (public data sets)."
+        "bench",
+        help="Measure speed (text, batch, offload), accuracy (needle, ruler), both (public data sets), "
+        "kernels, or texts that branch (workloads).",
     )
     kinds = bench.add_subparsers(required=True, metavar="kind")
     _text(kinds)
@@ -45,6 +54,8 @@ def add(commands: Any) -> None:
     _ruler(kinds)
     for name, (what, task) in PUBLIC.items():
         _public(kinds, name, what, task)
+    machine.add(kinds)
+    _paper(kinds)
     _verify(kinds)
     report = add_parser(
         commands,
@@ -136,6 +147,45 @@ def _public(kinds: Any, name: str, what: str, task: str | None) -> None:
         )
     parser.add_argument("--seed", type=int, default=0, help="of all draws")
     _out(parser)
+    add_models(parser)
+    add_hierarchy(parser)
+
+
+def _paper(kinds: Any) -> None:
+    parser = add_parser(
+        kinds,
+        "paper",
+        "triforce_tree.cli.bench.paper",
+        "Measure the tables and figures of TriForce (arXiv 2404.11912) with these models, and show them "
+        "beside the published numbers.",
+    )
+    parser.add_argument(
+        "--items",
+        nargs="+",
+        choices=PAPER,
+        metavar="NAME",
+        help="without it all; table-3 (offloading) is measured where it is named, else read from "
+        "docs/results of a checkout, as table-6 always is; of: " + ", ".join(PAPER),
+    )
+    parser.add_argument(
+        "--context",
+        type=positive,
+        help="tokens of a prompt, which other lengths are scaled with; by default 2048, on a GPU the paper's "
+        "122,880",
+    )
+    parser.add_argument(
+        "--new-tokens", type=positive, help="tokens to generate; by default 32, on a GPU the paper's 256"
+    )
+    parser.add_argument("--prompts", type=positive, default=1, help="different prompts for each cell")
+    parser.add_argument(
+        "--shape",
+        metavar="NAME",
+        help="time the embedded pair inflated to this shape, as in llama-2-7b, or none; by default "
+        "llama-2-7b on a GPU without --target",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of all draws")
+    _out(parser)
+    add_text_source(parser)
     add_models(parser)
     add_hierarchy(parser)
 

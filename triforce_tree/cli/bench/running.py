@@ -47,3 +47,5 @@ def finish(args: argparse.Namespace, records: Records, interrupted: bool) -> int
 def show(shown: Sequence[Table]) -> None:
     for table in shown:
         screen().print(plain_table(table.title, table.columns, table.rows))
+        if table.note:
+            screen().print(table.note, highlight=False)

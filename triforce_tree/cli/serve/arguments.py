@@ -27,5 +27,14 @@ def add(subparsers: Any) -> None:
         help="tokens of all prompts that are decoded together; a longer prompt is decoded alone",
     )  # fmt: skip
     parser.add_argument("--max-new-tokens", type=positive, default=4096, help="most of one request")
+    parser.add_argument("--max-body", default="16MiB", metavar="SIZE", help="most bytes of a request")
+    parser.add_argument(
+        "--allowed-origins", nargs="+", default=[], metavar="URL",
+        help="origins of web pages whose scripts may ask (CORS), * for all; by default none",
+    )  # fmt: skip
+    parser.add_argument(
+        "--shutdown-timeout", type=positive, default=20, metavar="SECONDS",
+        help="on SIGTERM or Ctrl-C running texts have so long to end",
+    )  # fmt: skip
     add_models(parser)
     add_hierarchy(parser)

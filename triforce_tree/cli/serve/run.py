@@ -3,9 +3,13 @@
 import argparse
 import importlib.util
 import os
+import threading
+from concurrent.futures import Future
 
 from triforce_tree.cli import options
 from triforce_tree.cli.console import screen
+from triforce_tree.engine import Engine
+from triforce_tree.memory_size import bytes_of
 
 KEY = "TRIFORCE_TREE_API_KEY"
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
@@ -21,16 +25,33 @@ def run(args: argparse.Namespace) -> int:
     import uvicorn
 
     from triforce_tree.server.app import Served, create_app
+    from triforce_tree.server.graceful import GracefulServer
     from triforce_tree.server.scheduler import Limits
 
-    engine = options.engine_of(args)
     name = args.model_name or str(args.target or "embedded")
     limits = Limits(args.max_waiting, args.max_batch, args.max_batch_tokens, args.max_new_tokens)
     key = args.api_key or os.environ.get(KEY) or None
-    app = create_app(engine, Served(name, key, limits))
-    where = f"http://{args.host}:{args.port}/v1"
-    screen().print(
-        f"serving {name!r} at {where}" + ("" if key else f", to anyone; --api-key or {KEY} sets a key")
-    )
-    uvicorn.run(app, host=args.host, port=args.port, log_level="warning", timeout_graceful_shutdown=5)
+    served = Served(name, key, limits, bytes_of(args.max_body), tuple(args.allowed_origins))
+    loaded: Future[Engine] = Future()
+    app = create_app(loaded, served)
+    config = uvicorn.Config(app, host=args.host, port=args.port, log_level="warning")
+    server = GracefulServer(config, app.state.stop, args.shutdown_timeout)
+
+    def load() -> None:
+        try:
+            engine = options.engine_of(args)
+        except BaseException as problem:
+            server.should_exit = True
+            loaded.set_exception(problem)
+            return
+        loaded.set_result(engine)
+        who = "" if key else f", to anyone; --api-key or {KEY} sets a key"
+        screen().print(f"serving {name!r} at http://{args.host}:{args.port}/v1{who}")
+
+    # The port answers meanwhile; /health says when requests do.
+    threading.Thread(target=load, name="triforce-tree load", daemon=True).start()
+    server.run()
+    if loaded.done():
+        # What has failed ends the command, as anywhere else.
+        loaded.result()
     return 0

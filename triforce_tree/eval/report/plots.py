@@ -1,11 +1,16 @@
 """PNG plots of results files; they need matplotlib, which ``pip install 'triforce-tree[plot]'`` brings."""
 
 import importlib.util
+from collections.abc import Callable
+from functools import partial
 from io import BytesIO
 from typing import Any
 
 from triforce_tree.eval import needle
+from triforce_tree.eval.paper import plots as paper_plots
+from triforce_tree.eval.paper import tables as paper
 from triforce_tree.eval.public.answers import OURS, PLAIN
+from triforce_tree.eval.report import machine
 from triforce_tree.eval.report.tables import answers_of, cells, speed_of
 from triforce_tree.eval.results import Records
 
@@ -18,7 +23,11 @@ def png(records: Records) -> bytes | None:
     """The plot of a results file; None where it has nothing to show."""
     from matplotlib.figure import Figure
 
-    parts = [part for part in (_speed, _answers, _needle, _tasks) if part(records, None)]
+    if records.settings.get("benchmark") == paper.BENCHMARK:
+        return paper_plots.png(records)
+    made: list[Callable[[Records, Any], float]] = [_speed, _answers, _needle, _tasks]
+    made += [partial(_bars, view=view) for view in machine.VIEWS]
+    parts = [part for part in made if part(records, None)]
     if not parts:
         return None
     figure = Figure(figsize=(8, 0.8 + sum(part(records, None) for part in parts)), layout="constrained")
@@ -77,6 +86,16 @@ def _tasks(records: Records, axis: Any) -> float:
         axis.barh(range(len(rows)), [value["accuracy"] for _, value in rows])
         _named(axis, labels, "share of answers found")
         axis.set_xlim(0, 1)
+    return _inches(len(rows))
+
+
+def _bars(records: Records, axis: Any, view: machine.View) -> float:
+    """A bar a row."""
+    rows = view.drawn(records)
+    if axis is not None:
+        bars = axis.barh(range(len(rows)), [length for _, length in rows])
+        axis.bar_label(bars, fmt="%.3g", fontsize=7, padding=2)
+        _named(axis, [label for label, _ in rows], view.axis)
     return _inches(len(rows))
 
 

@@ -2,39 +2,30 @@
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from triforce_tree.eval.baselines import BASELINES, LOSSY
+from triforce_tree.eval.paper import tables as paper
 from triforce_tree.eval.public.answers import ANSWER, OURS, PLAIN
+from triforce_tree.eval.report import machine
+from triforce_tree.eval.report.table import Place as Place
+from triforce_tree.eval.report.table import Table as Table
 from triforce_tree.eval.results import Record, Records, speed_rows
-
-Place = tuple[tuple[str, str], ...]
-
-
-@dataclass(frozen=True)
-class Table:
-    """Text in cells, the first column for names."""
-
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-
-    def markdown(self) -> str:
-        ruler = ["---", *["---:"] * (len(self.columns) - 1)]
-        lines = [" | ".join(cells) for cells in (self.columns, ruler, *self.rows)]
-        return f"**{self.title}**\n\n" + "\n".join(f"| {line} |" for line in lines) + "\n"
 
 
 def tables(records: Records) -> list[Table]:
     """The tables of a results file, without empty ones."""
+    if records.settings.get("benchmark") == paper.BENCHMARK:
+        return paper.tables(records)
     made = [make(records) for make in (_speed, _answers, _needle, _ruler)]
-    return [table for table in made if table.rows]
+    return [table for table in made if table.rows] + machine.tables(records)
 
 
 def cells(records: Records) -> dict[Place, dict[str, float]]:
     """The figures of each cell: what a reader's own run is compared by."""
-    found: dict[Place, dict[str, float]] = {}
+    if records.settings.get("benchmark") == paper.BENCHMARK:
+        return paper.cells(records)
+    found = machine.cells(records)
     for row in speed_of(records):
         place = (("tokens", f"{row['context']:,}"), *_at(row), ("method", row["method"]))
         ratio = row["speedup_vs_best_baseline"]

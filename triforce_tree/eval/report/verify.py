@@ -8,8 +8,8 @@ from triforce_tree.eval import results
 from triforce_tree.eval.report.tables import Place, Table, cells
 
 # What a row of a file in docs/results is about, and the figures that are compared.
-_PLACE = ("part", "shape", "batch", "context", "new_tokens", "temperature", "setting")
-_FIGURES = ("ms_per_token", "speedup")
+_PLACE = ("part", "shape", "batch", "context", "new_tokens", "temperature", "setting", "workload", "way")
+_FIGURES = ("ms_per_token", "speedup", "us", "tokens_per_second")
 # Words of a recorded command that name files of the machine it ran on.
 _FILES = ("--out", "--plot")
 

@@ -143,7 +143,7 @@ def _table(table: Table) -> str:
     return (
         f"<table><caption>{_text(table.title)}</caption><thead><tr>{head}</tr></thead>"
         f"<tbody>{rows}</tbody></table>"
-    )
+    ) + (f"<p>{_text(table.note)}</p>" if table.note else "")
 
 
 def _measurements(records: list[Record]) -> str:

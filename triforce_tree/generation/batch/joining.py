@@ -18,11 +18,13 @@ class Joined:
         prompt: token ids.
         new_tokens: most of them.
         streamer: gets its tokens; None for nobody.
+        seed: of its draws, where the batch has a list of seeds; None for none.
     """
 
     prompt: list[int]
     new_tokens: int
     streamer: BaseStreamer | None = None
+    seed: int | None = None
 
 
 class Joining(Protocol):

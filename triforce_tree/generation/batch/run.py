@@ -11,10 +11,10 @@ from triforce_tree.decoding.assembly import Hierarchy
 from triforce_tree.decoding.oom_retry import OomRetryDecoder
 from triforce_tree.generation.batch.joining import Joining
 from triforce_tree.generation.batch.running_batch import BatchSequence, RunningBatch
+from triforce_tree.generation.batch.streamers import Streamers
 from triforce_tree.generation.output import GenerateOutput, output_of
 from triforce_tree.generation.request import Job
 from triforce_tree.generation.scores import EmittedScores
-from triforce_tree.generation.streamers import Streamers
 from triforce_tree.kv.cached_tokens import Reuse
 from triforce_tree.planning.batch_size import fitting_batch
 from triforce_tree.runtime.stats import Progress
@@ -28,6 +28,7 @@ class RunOptions:
     streamers: Streamers = field(default_factory=Streamers)
     progress: Progress | None = None
     seed: int | None = None
+    seeds: list[int | None] | None = None
     pinned: Callable[[int], None] | None = None
     logprobs: bool = False
     max_batch: int | None = None
@@ -37,7 +38,8 @@ class RunOptions:
         """Those of one of the sequences, which draws as it does in the batch, or would alone."""
         seed = self.seed if self.seed is None else sequence_seed(self.seed, number)
         own = self.streamers.part(slice(number, number + 1))
-        return replace(self, streamers=own, seed=seed, joining=None)
+        seeds = self.seeds and self.seeds[number : number + 1]
+        return replace(self, streamers=own, seed=seed, seeds=seeds, joining=None)
 
     def rows(self, hierarchy: Hierarchy, most: int, prompt: int, new_tokens: int) -> int:
         """How many sequences to decode together, up to ``most``, or more where further prompts may join."""
@@ -137,6 +139,8 @@ class BatchRun:
             self._count, list(joined.prompt), self._job.ending(joined.prompt, joined.new_tokens)
         )
         self._count += 1
+        if self._how.seeds is not None:
+            self._how.seeds.append(joined.seed)
         self._how.streamers.join(joined.streamer, sequence.number, sequence.prompt)
         if self._scores is not None:
             self._scores.begin(sequence.prompt)

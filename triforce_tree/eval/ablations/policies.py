@@ -1,6 +1,7 @@
 """Retrieval policies that others have published, as functions of ``triforce_tree.kv.chunk_policy``."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from triforce_tree.kernels import step
 
 # Queries whose attention over all keys is in memory at a time.
 _QUERIES = 256
-_PROBE = "triforce_tree_received"
+_PROBE = "triforce_tree_probe"
 
 
 def newest(
@@ -91,7 +92,8 @@ class HeavyHitters(_Static):
         ]
 
     def scores(self, q: Tensor, means: Tensor, limit: Tensor, scale: float, layer: int) -> Tensor:
-        return self._scores[layer][None].expand(q.shape[0], -1, -1)
+        scores: Tensor = self._scores[layer]
+        return scores[None].expand(q.shape[0], -1, -1)
 
 
 class Bounds:
@@ -122,6 +124,18 @@ class Bounds:
         select_by(scores.log_softmax(-1).amax(2), limit, table, slots)
 
 
+@contextmanager
+def attention_by(model: PreTrainedModel, attend: Callable[..., tuple[Tensor, None]]) -> Iterator[None]:
+    """Inside, every attention layer of a model calls ``attend``, as transformers' AttentionInterface does."""
+    AttentionInterface.register(_PROBE, attend)
+    before = model.config._attn_implementation
+    model.config._attn_implementation = _PROBE
+    try:
+        yield
+    finally:
+        model.config._attn_implementation = before
+
+
 @torch.no_grad()
 def received_attention(model: PreTrainedModel, tokens: Sequence[int]) -> list[Tensor]:
     """The attention that each position received from all later queries, fp32 ``[H, N]`` for each layer.
@@ -147,13 +161,9 @@ def received_attention(model: PreTrainedModel, tokens: Sequence[int]) -> list[Te
         out = probs.to(v.dtype) @ v[0, :, None]
         return out.flatten(0, 1).transpose(0, 1)[None], None
 
-    AttentionInterface.register(_PROBE, attend)
-    before, cache = model.config._attn_implementation, DynamicCache(config=model.config)
-    model.config._attn_implementation = _PROBE
-    try:
+    cache = DynamicCache(config=model.config)
+    with attention_by(model, attend):
         for first in range(0, count, _QUERIES):
             ids = torch.tensor([list(tokens[first : first + _QUERIES])], device=model.device)
             model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    finally:
-        model.config._attn_implementation = before
     return [received[layer] for layer in sorted(received)]

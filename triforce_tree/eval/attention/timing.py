@@ -1,4 +1,4 @@
-"""Clocks of any work and of short calls on a GPU, and the bandwidth that it reaches."""
+"""Clocks of any work and of short calls, and the bandwidth that a device reaches."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -10,6 +10,8 @@ import torch
 T = TypeVar("T")
 # Milliseconds of the calls in one CUDA graph.
 _GRAPH_MS = 5
+# Rounds over all calls on a CPU: at least and at most so many, and seconds after which no other begins.
+_LEAST_ROUNDS, _MOST_ROUNDS, _SECONDS = 3, 20, 0.5
 
 
 def synchronize(device: torch.device) -> None:
@@ -41,7 +43,25 @@ def time_calls(calls: Sequence[Callable[[], object]]) -> float:
 
     # The benchmark has a stream of its own, which does not wait for the tensors.
     torch.cuda.synchronize()
-    return 1e3 * do_bench_cudagraph(run_all, rep=_GRAPH_MS, return_mode="median") / len(calls)
+    took: float = do_bench_cudagraph(run_all, rep=_GRAPH_MS, return_mode="median")
+    return 1e3 * took / len(calls)
+
+
+def median_us(calls: Sequence[Callable[[], object]], device: torch.device) -> float:
+    """Microseconds of one call: on a GPU by :func:`time_calls`, else the median over rounds of all calls."""
+    if device.type == "cuda":
+        return time_calls(calls)
+    rounds: list[float] = []
+    calls[0]()
+    begun = time.perf_counter()
+    while len(rounds) < _LEAST_ROUNDS or (
+        len(rounds) < _MOST_ROUNDS and time.perf_counter() - begun < _SECONDS
+    ):
+        start = time.perf_counter()
+        for call in calls:
+            call()
+        rounds.append(time.perf_counter() - start)
+    return 1e6 * median(rounds) / len(calls)
 
 
 def read_bandwidth(device: torch.device) -> float:

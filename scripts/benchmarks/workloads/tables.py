@@ -1,0 +1,67 @@
+"""The tables of docs/branching.md from docs/results/tree_workloads_h200.json."""
+
+from collections.abc import Sequence
+
+from scripts.benchmarks.common.markdown import Columns, Record, Table, listing, noted
+
+FILE = "tree_workloads_h200.json"
+# Ways of attending, by their names in eval.workloads.attention, and the headings of their microseconds.
+_WAYS = {
+    "by sequences": "by sequences", "by sequences, shared pages": "shared pages", "by nodes": "by nodes",
+    "by chunks of nodes": "by chunks", "by nodes, flattened": "**flattened**",
+    "FlashInfer cascade": "FI cascade", "FastTree's kernel": "FastTree", "DeFT's kernel": "DeFT",
+}  # fmt: skip
+_WHERE = "torch {versions[torch]}, commit {commit}. "
+_NOTE = "{hardware}, heads {heads}, {dtype}, microseconds of one layer, " + _WHERE
+_DECODED = "{hardware}, {target}, {new_tokens} new tokens a text, greedy, " + _WHERE
+DECODING: Columns = {
+    "workload": "{workload}", "decoded by": "{way}", "texts": "{texts:,}",
+    "tokens/s": "{tokens_per_second:,.0f}", "ms/token": "{ms_per_token:.2f}",
+    "of it attention": lambda row: _figure(row["attention_ms"], "{:.2f}"),
+    "to a batch": lambda row: _figure(row["to_batch"], "{:.2f}x"),
+    "to one branch": lambda row: _figure(row["to_one_branch"], "{:.2f}x"),
+    "KV, GiB": lambda row: _figure(row["kv_gib"], "{:.2f}"),
+}  # fmt: skip
+
+
+def _figure(value: float | None, form: str) -> str:
+    return "" if value is None else form.format(value)
+
+
+def _attention(content: Record) -> list[Record]:
+    """A row for each workload, with the microseconds of each way."""
+    found: dict[str, Record] = {}
+    for row in (row for row in content["rows"] if row["part"] == "attention"):
+        own = found.setdefault(row["workload"], {"workload": row["workload"], "texts": row["texts"]})
+        own[row["way"]] = row["us"]
+        if row["way"] in ("by sequences", "by nodes, flattened"):
+            own[f"{row['way']}, MB"] = row["kv_megabytes"]
+        if row["way"] == "by nodes, flattened":
+            own["ratio"] = row["to_sequences"]
+    return list(found.values())
+
+
+def _columns(content: Record) -> Columns:
+    """Ways that no row has are left out."""
+    rows = _attention(content)
+    ways = {way: name for way, name in _WAYS.items() if any(row.get(way) is not None for row in rows)}
+    return {
+        "workload": "{workload}", "texts": "{texts:,}",
+        "KV by sequences, MB": lambda row: _figure(row.get("by sequences, MB"), "{:,.0f}"),
+        "by nodes, MB": lambda row: _figure(row.get("by nodes, flattened, MB"), "{:,.1f}"),
+        **{name: lambda row, way=way: _figure(row.get(way), "{:,.1f}") for way, name in ways.items()},
+        "speed-up": lambda row: _figure(row.get("ratio"), "{:.2f}x"),
+    }  # fmt: skip
+
+
+def _decoded(content: Record) -> Sequence[Record]:
+    return [row for row in content["rows"] if row["part"] == "decoding" and not row["reason"]]
+
+
+_COMMAND = "python -m scripts.benchmarks workloads"
+TABLES = {
+    "tree_workloads_attention": Table(FILE, listing(_columns, _attention, noted(_NOTE, FILE)), _COMMAND),
+    "tree_workloads_decoding": Table(
+        FILE, listing(DECODING, _decoded, noted(_DECODED, FILE), left=2), _COMMAND
+    ),
+}

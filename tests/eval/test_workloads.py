@@ -1,0 +1,250 @@
+"""Workloads of texts that branch: shapes and bytes on paper, attention alone, what reports say of them."""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from triforce_tree.cli.bench.machine import arguments
+from triforce_tree.eval.attention.peers import compared
+from triforce_tree.eval.attention.problems import Ceilings
+from triforce_tree.eval.report import machine, plots
+from triforce_tree.eval.report.tables import cells, tables
+from triforce_tree.eval.results import Record, Records
+from triforce_tree.eval.workloads import attention, measure, published
+from triforce_tree.eval.workloads.shapes import FAMILIES, Workload, chosen, speculative
+from triforce_tree.eval.workloads.storage import Problem
+from triforce_tree.kernels.attention.plan import Heads
+
+CEILINGS = Ceilings(1e10, 1e11)
+# DeFT's Table 17: TB read by RadixAttention and by DeFT-Flatten; 32 layers of 32 heads of 128 in 16 bits.
+TABLE_17 = {
+    "deft/few-shot-4000x20": (17.62, 1.68),
+    "deft/few-shot-4000x30": (26.43, 2.10),
+    "deft/few-shot-4000x50": (44.05, 2.94),
+    "deft/sorting": (59.96, 12.40),
+    "deft/document": (39.74, 10.57),
+    "deft/keyword": (4.68, 0.58),
+    "deft/set": (7.01, 1.04),
+    "deft/speculative-32": (131.45, 4.10),
+    "deft/speculative-64": (256.79, 4.11),
+    "deft/speculative-128": (522.05, 4.16),
+    "deft/speculative-256": (1044.10, 4.35),
+}
+
+
+def test_command_line_names_families_and_parts() -> None:
+    assert tuple(FAMILIES) == arguments.WORKLOADS
+    assert measure.PARTS == arguments.PARTS
+
+
+def test_reads_on_paper_are_those_that_deft_published() -> None:
+    for workload in chosen(TABLE_17):
+        tokens = workload.iterations * 32 * 32 * (128 + 128) * 2
+        by_sequences, by_nodes = TABLE_17[workload.name]
+        assert workload.read_by_sequences * tokens / 1e12 == pytest.approx(by_sequences, rel=0.02)
+        assert workload.stored * tokens / 1e12 == pytest.approx(by_nodes, rel=0.035)
+
+
+def test_shapes_are_those_that_were_published() -> None:
+    assert [len(chosen([family])) for family in FAMILIES] == [14, 15, 20, 2]
+    [forest] = chosen(["pat/2,8,16,256:256,256,32,32"])
+    assert forest.parents.count(-1) == 2
+    assert (forest.queries, forest.stored) == (256, 2 * 256 + 8 * 256 + 16 * 32 + 256 * 32)
+    assert {sum(forest.lengths[node] for node in path) for path in forest.paths} == {256 + 256 + 32 + 32}
+    [many] = chosen(["long/32x256"])
+    assert (many.queries, many.stored) == (32, 100_000 + 32 * 256)
+    tree = speculative(7, prefix=10)
+    assert tree.paths == [
+        (0, 1),
+        (0, 1, 2),
+        (0, 1, 3),
+        (0, 1, 2, 4),
+        (0, 1, 2, 5),
+        (0, 1, 3, 6),
+        (0, 1, 3, 7),
+    ]
+    with pytest.raises(
+        ValueError, match=r"'deft/none' is unknown; use a family \(deft, fasttree, pat, long\)"
+    ):
+        chosen(["deft/none"])
+
+
+def random_workload(seed: int) -> Workload:
+    """A forest of two roots whose inner nodes may ask too."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(most: int) -> int:
+        return int(torch.randint(most, (), generator=generator))
+
+    parents = (-1, -1, *(drawn(node) for node in range(2, 12)))
+    lengths = tuple(1 + drawn(40) for _ in parents)
+    leaves = set(range(12)) - set(parents)
+    return Workload("random", parents, lengths, tuple(n in leaves or not drawn(2) for n in range(12)))
+
+
+def problem(workload: Workload, page: int = 16) -> Problem:
+    return Problem(workload, Heads(4, 2, 32), page, torch.device("cpu"), torch.float32)
+
+
+@pytest.mark.parametrize("way", [attention.BY_SEQUENCES, attention.SHARED_PAGES, attention.FLATTEN])
+def test_ways_agree_with_the_definition(way: str) -> None:
+    seed = int(torch.randint(2**31, ()))
+    for workload in (random_workload(seed), speculative(9, prefix=21)):
+        made = problem(workload, page=8)
+        for seed_of_copy, call in enumerate(attention.WAYS[way](made, made.queries)):
+            k, v = made.rows(seed_of_copy)
+            for q, path, out in zip(made.queries, made.paths, call(), strict=True):
+                weights = torch.einsum("hgd,hnd->hgn", q.view(2, 2, 32), k[:, path]) * 32**-0.5
+                exact = torch.einsum("hgn,hnd->hgd", weights.softmax(-1), v[:, path])
+                torch.testing.assert_close(out, exact.view(4, 32), rtol=1e-4, atol=1e-5)
+
+
+def test_ranges_of_nodes_cover_each_path_once() -> None:
+    for seed in range(3):
+        made = problem(random_workload(seed))
+        ranges = attention.node_ranges(made)
+        for query, path in enumerate(made.paths):
+            seen = [
+                row for start, rows, first, count in ranges if first <= query < first + count
+                for row in range(start, start + rows)
+            ]  # fmt: skip
+            assert sorted(seen) == sorted(path.tolist())
+
+
+def test_a_measurement_has_bytes_on_paper_or_a_reason() -> None:
+    made = problem(random_workload(3))
+    found = attention.measure(made, attention.BY_SEQUENCES, CEILINGS)
+    assert found["us"] > 0
+    assert found["kv_bytes"] == made.workload.read_by_sequences * 2 * (32 + 32) * 4
+    found = attention.measure(made, attention.FLATTEN, CEILINGS)
+    assert found["kv_bytes"] == made.workload.stored * 2 * (32 + 32) * 4
+    assert attention.measure(made, "FlashInfer cascade", CEILINGS)["reason"] == "not installed"
+    assert "no programs" in attention.measure(made, "by nodes", CEILINGS)["reason"]
+
+
+def test_a_wrong_result_gets_no_time() -> None:
+    expected = torch.randn(3, 4)
+
+    def calls(out: Tensor) -> list[Callable[[], Tensor]]:
+        return [lambda: out]
+
+    assert isinstance(compared(partial(calls, expected.clone()), expected), float)
+    assert str(compared(partial(calls, expected * 1.1), expected)).startswith("another result: relative")
+
+
+def test_the_artifacts_nodes_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = partial(SimpleNamespace, parent=-1, id=-1, seqlen=0, num_children=0)
+    monkeypatch.setitem(
+        sys.modules,
+        "kv_tree_simple",
+        SimpleNamespace(KVTreeNode=lambda: node(requests=[])),  # type: ignore[arg-type]
+    )
+    [workload] = chosen(["pat/1,8,512:32,512,256"])
+    made = problem(workload)
+    info, starts = published._tree_info(made)
+    assert [n.id for n in info] == list(range(1 + 8 + 512))
+    assert info[0].parent == -1
+    assert all(n.parent < n.id for n in info)
+    assert sorted(n.num_children for n in info) == [0] * 512 + [8] + [64] * 8
+    order = published._reversed_rows(made)
+    for query, path in enumerate(made.paths):
+        own = [n for n in info if query in n.requests]
+        rows = torch.cat([order[starts[n.id] : starts[n.id + 1]] for n in own])
+        assert torch.equal(rows.sort().values, path.sort().values)
+
+
+@pytest.mark.gpu
+def test_all_ways_agree_on_a_gpu() -> None:
+    heads, device = Heads(32, 8, 128), torch.device("cuda")
+    for name in ("deft/few-shot-4000x20", "deft/speculative-64", "pat/2,8,16,256:256,256,32,32"):
+        [workload] = chosen([name])
+        made = Problem(workload, heads, 64, device, torch.bfloat16)
+        for way in attention.WAYS:
+            found = attention.measure(made, way, CEILINGS)
+            # What is installed may decline a shape, and may not give another result.
+            assert "another result" not in found.get("reason", ""), (name, way, found)
+        for way in (attention.BY_SEQUENCES, attention.SHARED_PAGES, "by nodes", "by chunks of nodes"):
+            assert attention.measure(made, way, CEILINGS).get("us", 0) > 0
+
+
+def records(*found: Record) -> Records:
+    made = Records(None, {"benchmark": "any"})
+    for record in found:
+        made.add(record)
+    return made
+
+
+def test_batches_are_compared_by_tokens_a_second() -> None:
+    def at(batch: int, method: str, seconds: float) -> Record:
+        return {
+            "kind": "batch", "batch": batch, "temperature": 0.0, "method": method, "seconds": seconds,
+            "prefill_seconds": 1.0, "new_tokens": 100 * batch,
+        }  # fmt: skip
+
+    made = records(
+        at(4, "all levels", 1.0), at(4, "plain decoding", 2.0), at(4, "all levels, one by one", 3.0)
+    )
+    ours, plain, alone = machine.of_batches(made)
+    assert (ours["ms_per_token"], ours["tokens_per_second"]) == (10.0, 400.0)
+    assert (ours["to_plain"], ours["to_one_by_one"]) == (2.0, 3.0)
+    assert plain["to_one_by_one"] == 1.5
+    # Of the sequence that is decoded at the time.
+    assert alone["ms_per_token"] == 7.5
+    place = (("method", "all levels"), ("sequences", "4"), ("T", "0"))
+    assert cells(made)[place] == {"ms/token": 10.0, "tokens/s": 400.0}
+
+
+def test_offloading_is_compared_with_the_fastest_plain_decoding() -> None:
+    def at(method: str, seconds: float, prompt: int = 0) -> Record:
+        return {
+            "kind": "offload", "method": method, "temperature": 0.0, "prompt": prompt, "seconds": seconds,
+            "new_tokens": 10, "prefill_seconds": 1.0, "peak_bytes": 2**30, "memory": {},
+        }  # fmt: skip
+
+    made = records(
+        at("all levels", 1.0), at("all levels", 3.0, 1), at("plain, streamed", 9.0),
+        at("plain, with attention on the CPU", 5.0),
+    )  # fmt: skip
+    ours, *_ = machine.of_offloading(made)
+    assert (ours["prompts"], ours["ms_per_token"], ours["to_fastest_plain"]) == (2, 200.0, 2.5)
+    assert tables(made)[0].rows[0] == ["all levels", "0", "2", "200.00", "2.50x", "1.00"]
+
+
+def test_workloads_are_shown_with_what_was_not_measured() -> None:
+    def alone(way: str, **more: Any) -> Record:
+        return {
+            "kind": "attention", "workload": "long/1x256", "way": way, "texts": 1, "layers": 32,
+            "kv_bytes": 2_000_000, "roof_us": 5.0, **more,
+        }  # fmt: skip
+
+    def decoded(workload: str, way: str, texts: int, seconds: float) -> Record:
+        return {
+            "kind": "decoding", "workload": workload, "way": way, "texts": texts, "seconds": seconds,
+            "new_tokens": 10 * texts, "kv_bytes": 2**30,
+        }  # fmt: skip
+
+    made = records(
+        alone("by sequences", us=20.0), alone("by nodes, flattened", us=10.0),
+        alone("FlashInfer cascade", reason="not installed"), decoded("long/1x256", "engine.tree", 1, 1.0),
+        decoded("long/32x256", "engine.tree", 32, 2.0),
+        decoded("long/32x256", "a batch of the texts", 32, 4.0),
+    )  # fmt: skip
+    shown, decoding, absent = tables(made)
+    assert len(shown.rows) == 2
+    assert shown.rows[1] == ["long/1x256", "by nodes, flattened", "1", "10.0", "2.00", "2.00x", "50%"]
+    assert absent.rows == [("FlashInfer cascade", "1", "not installed")]
+    one, many, batch = machine.of_decoding(made)
+    assert (one["ms_per_token"], one["attention_ms"]) == (100.0, 0.32)
+    assert (many["tokens_per_second"], many["to_one_branch"], many["to_batch"]) == (160.0, 16.0, 2.0)
+    assert batch["to_one_branch"] is None
+    assert decoding.columns[:2] == ["workload", "decoded by"]
+    if plots.available():
+        image = plots.png(made)
+        assert image is not None
+        assert image.startswith(b"\x89PNG")

@@ -1,0 +1,69 @@
+"""``triforce-tree serve`` as a process."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from urllib.error import HTTPError, URLError
+from urllib.request import urlopen
+
+import openai
+import pytest
+from served import NAME, PATIENCE, PROMPT, client_of, until
+
+from triforce_tree.cli.entry import main
+
+COMMAND = ["serve", "--device", "cpu", "--levels", "1", "--model-name", NAME]
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def status(url: str) -> int | None:
+    """Of ``/health``; None where nobody listens. Not asked too often: the process has a model to load."""
+    time.sleep(0.2)
+    try:
+        return int(urlopen(f"{url}/health", timeout=PATIENCE).status)
+    except HTTPError as error:
+        return error.code
+    except URLError:
+        return None
+
+
+def test_the_port_answers_while_the_model_is_loaded_and_texts_end_at_sigterm() -> None:
+    port = free_port()
+    url, own = f"http://127.0.0.1:{port}", {**os.environ, "TRIFORCE_TREE_API_KEY": "sk-env"}
+    command = [sys.executable, "-m", "triforce_tree", *COMMAND, "--port", str(port)]
+    with subprocess.Popen(command, env=own) as process:
+        try:
+            seen = []
+            # Importing transformers alone takes long on a busy machine.
+            until(lambda: process.poll() is not None or seen.append(status(url)) or seen[-1] == 200, 240)
+            assert 503 in seen
+            with pytest.raises(openai.AuthenticationError):
+                client_of(url, "other").models.list()
+            stream = client_of(url, "sk-env").completions.create(
+                model=NAME, prompt=PROMPT, max_tokens=60, temperature=0, stream=True
+            )
+            text = [next(stream).choices[0].text]
+            process.send_signal(signal.SIGTERM)
+            chunks = list(stream)
+            assert chunks[-1].choices[0].finish_reason == "length"
+            assert text + [chunk.choices[0].text for chunk in chunks]
+            # uvicorn hands the signal on at its end.
+            assert process.wait(PATIENCE) in (0, -signal.SIGTERM)
+        finally:
+            process.kill()
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    command = [*COMMAND, "--port", str(free_port()), "--target", "no/where/at/all"]
+    assert main(command) not in (0, None)
+    said = capsys.readouterr().err
+    assert "no/where/at/all" in said
+    assert "Traceback" not in said

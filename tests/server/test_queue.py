@@ -1,0 +1,233 @@
+"""The queue and the batches of the server: who joins, who waits, what seeds promise, how it ends."""
+
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import openai
+import pytest
+from served import KEY, LIMITS, NAME, PATIENCE, PROMPT, client_of, expected, metric, released, serving, until
+
+from triforce_tree.engine import Engine
+from triforce_tree.server.app import Served, create_app
+from triforce_tree.server.scheduler import Limits, Scheduler, Sequence, _Batch
+from triforce_tree.server.text_stream import TextStream
+
+
+def test_requests_join_a_batch_that_runs(
+    client: openai.OpenAI, engine: Engine, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of like settings; one with others waits, and a few may go before it."""
+    batches: list[int] = []
+    began: list[int] = []
+    generate, joining, go = engine.generate, Scheduler.joining, threading.Event()
+
+    def counted(prompts: list[list[int]], **how: object) -> object:
+        batches.append(len(prompts))
+        began.extend([how["max_new_tokens"]] * len(prompts))
+        return generate(prompts, **how)
+
+    def after_all_have_come(self: Scheduler, *args: Any) -> Sequence | None:
+        go.wait(PATIENCE)
+        taken = joining(self, *args)
+        if taken is not None:
+            began.append(taken.settings["max_new_tokens"])
+        return taken
+
+    def after_all_wait(self: Scheduler, *args: Any) -> int:
+        go.wait(PATIENCE)
+        return wanted(self, *args)
+
+    wanted = Scheduler.wanted
+    monkeypatch.setattr(engine, "generate", counted)
+    monkeypatch.setattr(Scheduler, "joining", after_all_have_come)
+    monkeypatch.setattr(Scheduler, "wanted", after_all_wait)
+    lengths = (40, 12, 9, 11)
+    texts = {n: expected(SimpleNamespace(generate=generate), PROMPT, n) for n in lengths}
+
+    def ask(tokens: int, temperature: float = 0) -> str:
+        given = {"prompt": PROMPT, "max_tokens": tokens, "temperature": temperature}
+        return client.completions.create(model=NAME, **given).choices[0].text
+
+    with ThreadPoolExecutor(5) as pool, released(go):
+        first = pool.submit(ask, 40)
+        until(lambda: bool(batches))
+        other = pool.submit(ask, 5, 1.0)
+        until(lambda: metric(url, "waiting_sequences ") == 1)
+        others = {n: pool.submit(ask, n) for n in (12, 9, 11)}
+        until(lambda: metric(url, "waiting_sequences ") == 4)
+        go.set()
+        assert first.result(PATIENCE) == texts[40]
+        assert {n: answer.result(PATIENCE) for n, answer in others.items()} == {n: texts[n] for n in others}
+        other.result(PATIENCE)
+    assert batches == [1, 1]
+    assert began[0] == 40
+    assert sorted(began[1:4]) == [9, 11, 12]
+    assert began[4] == 5
+
+
+def test_a_request_is_overtaken_a_few_times_only(engine: Engine) -> None:
+    """No later than after as many as a batch may hold, and by none that does not fit."""
+    scheduler = Scheduler(engine, Limits(waiting=40, batch=3), lambda sequence: None)
+    scheduler.close()
+
+    def one(temperature: float) -> Sequence:
+        settings = {"max_new_tokens": 4, "temperature": temperature}
+        return Sequence([1, 2], settings, (), lambda piece: None)
+
+    queued = [one(0.5), *(one(1.0) for _ in range(8))]
+    scheduler._closed = False
+    scheduler._queue.extend(queued)
+    batch = _Batch(scheduler, [one(1.0)])
+    assert scheduler.wanted(batch) == 3
+    assert scheduler.joining(batch, lambda prompt, new: False) is None
+    taken = []
+    while (sequence := scheduler.joining(batch, lambda prompt, new: True)) is not None:
+        taken.append(sequence)
+        batch.running.pop(min(batch.running))
+    assert taken == queued[1:4]
+    assert list(scheduler._queue) == [queued[0], *queued[4:]]
+
+
+def test_seeded_texts_are_those_of_a_lone_request(
+    client: openai.OpenAI, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside others from the beginning, and joining a batch without seeds, early and late."""
+
+    def ask(seed: int | None, tokens: int = 30) -> str:
+        given = {"prompt": PROMPT, "max_tokens": tokens, "temperature": 1.1}
+        return client.completions.create(model=NAME, **given, seed=seed).choices[0].text
+
+    alone = {seed: ask(seed) for seed in (1, 2, 3)}
+    assert len(set(alone.values())) == 3
+    put, passes, go = TextStream.put, [0], threading.Event()
+    batches: list[int] = []
+
+    def slowly(stream: TextStream, value: Any) -> bool:
+        passes[0] += 1
+        if passes[0] > 3:
+            go.wait(PATIENCE)
+        return put(stream, value)
+
+    joining, taken = Scheduler.joining, []
+
+    def counted(self: Scheduler, batch: _Batch, *args: Any) -> Sequence | None:
+        sequence = joining(self, batch, *args)
+        if sequence is not None:
+            batches.append(len(batch.running))
+            taken.append(sequence.seed)
+        return sequence
+
+    monkeypatch.setattr(TextStream, "put", slowly)
+    monkeypatch.setattr(Scheduler, "joining", counted)
+    with ThreadPoolExecutor(4) as pool, released(go):
+        first = pool.submit(ask, None, 60)
+        until(lambda: passes[0] > 3)
+        answers = {seed: pool.submit(ask, seed) for seed in (1, 2, 3)}
+        until(lambda: metric(url, "waiting_sequences ") == 3)
+        go.set()
+        assert {seed: answer.result(PATIENCE) for seed, answer in answers.items()} == alone
+        first.result(PATIENCE)
+    assert sorted(taken) == [1, 2, 3]
+    assert max(batches) >= 2
+    together = client.completions.create(
+        model=NAME, prompt=[PROMPT, "A list comprehension"], max_tokens=30, temperature=1.1, seed=2
+    )
+    assert together.choices[0].text == alone[2]
+
+
+def test_a_full_queue_says_when_to_ask_again(client: openai.OpenAI, engine: Engine, url: str) -> None:
+    go, generate = threading.Event(), engine.generate
+    refused = metric(url, 'sequences_total{outcome="refused"}')
+    with ThreadPoolExecutor(2) as pool, released(go), pytest.MonkeyPatch.context() as patched:
+
+        def held(*args: Any, **how: Any) -> Any:
+            go.wait(PATIENCE)
+            return generate(*args, **how)
+
+        patched.setattr(engine, "generate", held)
+        given = {"model": NAME, "max_tokens": 2, "temperature": 0}
+        first = pool.submit(client.completions.create, prompt=PROMPT, **given)
+        until(lambda: metric(url, "running_sequences ") == 1)
+        others = pool.submit(client.completions.create, prompt=["a"] * 4, **given)
+        until(lambda: metric(url, "waiting_sequences ") == 4)
+        with pytest.raises(openai.RateLimitError, match="at most 4 requests wait; try again later") as raised:
+            client.completions.create(prompt=PROMPT, **given)
+        assert raised.value.response.headers["retry-after"] == "1"
+        go.set()
+        assert len(others.result(PATIENCE).choices) == 4
+        first.result(PATIENCE)
+    assert metric(url, 'sequences_total{outcome="refused"}') == refused + 1
+
+
+@pytest.mark.parametrize("seconds", [1, PATIENCE])
+def test_a_shutdown_lets_texts_end_or_tells_their_clients(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, seconds: int
+) -> None:
+    put, leaving, ends = TextStream.put, threading.Event(), seconds == PATIENCE
+    asked = {"model": NAME, "prompt": PROMPT, "max_tokens": 200, "temperature": 0}
+
+    def waits(stream: TextStream, value: Any) -> bool:
+        # The text begins before the shutdown, and goes on after it, or after the time that it has.
+        if stream.text:
+            leaving.wait(PATIENCE)
+            if not ends:
+                until(stream._cancelled)
+        return put(stream, value)
+
+    monkeypatch.setattr(TextStream, "put", waits)
+    with released(leaving), ThreadPoolExecutor(1) as pool:
+        with serving(create_app(engine, Served(NAME, KEY, LIMITS)), seconds) as (url, server):
+            client = client_of(url)
+            stream = iter(client.completions.create(**asked, stream=True))
+            text = [next(stream).choices[0].text for _ in range(2)]
+            whole = pool.submit(client.completions.create, **{**asked, "max_tokens": 5})
+            until(lambda: metric(url, "sequences_total") + metric(url, "waiting_sequences ") > 0)
+            server.should_exit = True
+            leaving.set()
+            if ends:
+                text += [choice.text for chunk in stream for choice in chunk.choices]
+                assert "".join(text) == expected(engine, PROMPT, 200)
+                assert len(whole.result(PATIENCE).choices) == 1
+            else:
+                with pytest.raises(openai.APIError, match="the server is shutting down"):
+                    list(stream)
+                with pytest.raises(openai.InternalServerError, match="shutting down") as raised:
+                    whole.result(PATIENCE)
+                assert raised.value.status_code == 503
+        with pytest.raises(openai.APIConnectionError):
+            client.models.list()
+
+
+def test_requests_before_the_model_is_loaded(engine: Engine) -> None:
+    loaded: Future[Engine] = Future()
+    with serving(create_app(loaded, Served(NAME, KEY, LIMITS))) as (url, _):
+        client = client_of(url)
+        assert [model.id for model in client.models.list()] == [NAME]
+        asked = {"model": NAME, "prompt": PROMPT, "max_tokens": 3, "temperature": 0}
+        with pytest.raises(openai.InternalServerError, match="is being loaded; ask again") as raised:
+            client.completions.create(**asked)
+        assert raised.value.status_code == 503
+        assert raised.value.response.headers["retry-after"]
+        health = client.with_options(base_url=url)
+        with pytest.raises(openai.InternalServerError) as raised:
+            health.get("/health", cast_to=object)
+        assert raised.value.body == {"status": "loading"}
+        loaded.set_result(engine)
+        assert health.get("/health", cast_to=object) == {"status": "ok"}
+        assert client.completions.create(**asked).choices[0].text == expected(engine, PROMPT, 3)
+
+
+def test_metrics_of_a_request(client: openai.OpenAI, url: str) -> None:
+    names = [
+        "prompt_tokens_total", "new_tokens_total", 'sequences_total{outcome="ended"}', "queue_seconds_count",
+        "first_token_seconds_count", "sequence_seconds_count", "token_seconds_count",
+    ]  # fmt: skip
+    before = {name: metric(url, name) for name in names}
+    answer = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=12, temperature=0)
+    until(lambda: metric(url, names[-1]) > before[names[-1]])
+    grown = {name: metric(url, name) - before[name] for name in names}
+    assert answer.usage is not None
+    assert grown == dict(zip(names, [answer.usage.prompt_tokens, 12, 1, 1, 1, 1, 1], strict=True))
+    assert metric(url, "sequence_seconds_sum") > metric(url, "first_token_seconds_sum") > 0

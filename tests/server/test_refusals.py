@@ -1,0 +1,167 @@
+"""What the server refuses, and in which words; who may ask."""
+
+import json
+from http.client import HTTPConnection
+from urllib.parse import urlparse
+
+import openai
+import pytest
+from served import KEY, LIMITS, NAME, PATIENCE, PROMPT, client_of, serving
+
+from triforce_tree.engine import Engine
+from triforce_tree.server.app import Served, create_app
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+
+
+def refusal(call: object, **given: object) -> tuple[int, str]:
+    with pytest.raises(openai.APIStatusError) as raised:
+        call(model=given.pop("model", NAME), **given)
+    assert isinstance(raised.value.body, dict)
+    assert "\n" not in raised.value.body["message"]
+    return raised.value.status_code, raised.value.body["message"]
+
+
+@pytest.mark.parametrize(
+    "change, status, said",
+    [
+        ({"model": "other"}, 404, "'other' is not served here; use 'pair'"),
+        ({"temperature": -1}, 400, "temperature"),
+        ({"max_tokens": 501}, 400, "501 new tokens are more than the 500"),
+        ({"max_tokens": 0}, 400, "max_tokens"),
+        ({"prompt": ""}, 400, "empty"),
+        ({"prompt": []}, 400, "prompt"),
+        ({"prompt": [[1, 2], []]}, 400, "empty"),
+        ({"prompt": [1, 10**9]}, 400, "outside the vocabulary"),
+        ({"extra_body": {"logit_bias": {"5": 1}}}, 400, "logit_bias is not supported"),
+        ({"extra_body": {"frequency_penalty": 0.5}}, 400, "frequency_penalty is not supported"),
+        ({"echo": True}, 400, "echo is not supported; leave it out"),
+        ({"suffix": "end"}, 400, "suffix is not supported"),
+        ({"best_of": 3}, 400, "best_of is not supported"),
+        ({"extra_body": {"min_tokens": 3}}, 400, "min_tokens is not supported"),
+        ({"stop": ["a"] * 5}, 400, "stop"),
+        ({"stream_options": {"include_usage": True}}, 400, "stream_options is given without a stream"),
+        ({"prompt": ["a"] * 5}, 400, "5 texts are more than the 4 that may wait"),
+        ({"n": 3, "prompt": ["a"] * 2}, 400, "6 texts are more than the 4 that may wait"),
+    ],
+    ids=lambda value: None if isinstance(value, (dict, int)) else str(value)[:20],
+)
+def test_completions(client: openai.OpenAI, change: dict[str, object], status: int, said: str) -> None:
+    given = {"prompt": PROMPT, "max_tokens": 4, **change}
+    found = refusal(client.completions.create, **given)
+    assert found[0] == status
+    assert said in found[1]
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"tools": [TOOL]}, "tools is not supported"),
+        ({"extra_body": {"functions": [TOOL["function"]]}}, "functions is not supported"),
+        ({"response_format": {"type": "json_object"}}, "response_format is not supported"),
+        ({"modalities": ["audio"]}, "modalities is not supported"),
+        ({"top_logprobs": 3}, "top_logprobs is given without logprobs"),
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"content": "a"}]}, "no role"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}]},
+            "continues text alone",
+        ),
+    ],
+)
+def test_chats(client: openai.OpenAI, change: dict[str, object], said: str) -> None:
+    given = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 4, **change}
+    status, message = refusal(client.chat.completions.create, **given)
+    assert status == 400
+    assert said in message
+
+
+def test_what_asks_for_nothing_is_taken(client: openai.OpenAI) -> None:
+    answer = client.completions.create(
+        model=NAME, prompt=PROMPT, max_tokens=3, temperature=0, echo=False, best_of=1, logit_bias={},
+        frequency_penalty=0, presence_penalty=0, user="me",
+    )  # fmt: skip
+    assert answer.choices[0].finish_reason == "length"
+    chat = client.chat.completions.create(
+        model=NAME, messages=[{"role": "user", "content": PROMPT}], max_tokens=3, temperature=0, tools=[],
+        tool_choice="none", response_format={"type": "text"}, modalities=["text"], metadata={"a": "b"},
+    )  # fmt: skip
+    assert chat.choices[0].finish_reason == "length"
+
+
+def test_more_tokens_than_the_context_holds(engine: Engine) -> None:
+    most = engine.hierarchy.target.max_positions
+    assert most is not None
+    limits = type(LIMITS)(new_tokens=10 * most)
+    with serving(create_app(engine, Served(NAME, KEY, limits, body=64 * 2**20))) as (url, _):
+        client = client_of(url)
+        status, said = refusal(client.completions.create, prompt=PROMPT, max_tokens=most)
+        assert status == 400
+        assert str(most) in said.replace(",", "")
+        status, said = refusal(client.completions.create, prompt=[5] * (most + 1), max_tokens=1)
+        assert status == 400
+        assert str(most) in said.replace(",", "")
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_bodies_are_bounded(url: str, chunked: bool) -> None:
+    body = json.dumps({"model": NAME, "prompt": "a" * 2**20}).encode()
+    connection = HTTPConnection(urlparse(url).netloc, timeout=PATIENCE)
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    if chunked:
+        sent = iter([body[: 2**19], body[2**19 :]])
+        connection.request("POST", "/v1/completions", sent, headers, encode_chunked=True)
+    else:
+        # The size is enough to know.
+        connection.putrequest("POST", "/v1/completions")
+        for name, value in {**headers, "Content-Length": str(len(body))}.items():
+            connection.putheader(name, value)
+        connection.endheaders()
+    answer = connection.getresponse()
+    assert answer.status == 413
+    said = json.loads(answer.read())["error"]["message"]
+    assert said == "the body has more than 1,048,576 bytes; send less, or raise --max-body"
+    connection.close()
+
+
+def test_bodies_that_are_no_json(url: str) -> None:
+    client = client_of(url).with_options(base_url=url)
+    with pytest.raises(openai.BadRequestError, match="JSON"):
+        client.post("/v1/completions", cast_to=object, content=b"{")
+
+
+def test_a_wrong_key_is_refused(url: str) -> None:
+    other = client_of(url, "other")
+    for call in (other.models.list, lambda: other.completions.create(model=NAME, prompt="a")):
+        with pytest.raises(openai.AuthenticationError, match="wrong or missing API key"):
+            call()
+
+
+def test_models(client: openai.OpenAI, url: str) -> None:
+    [listed] = client.models.list()
+    assert listed.id == NAME
+    assert listed.created > 1_700_000_000
+    assert client.models.retrieve(NAME) == listed
+    with pytest.raises(openai.NotFoundError, match="'org/other' is not served here; use 'pair'"):
+        client.models.retrieve("org/other")
+    with pytest.raises(openai.NotFoundError, match="Not Found") as raised:
+        client.with_options(base_url=url).get("/v1/embeddings", cast_to=object)
+    assert isinstance(raised.value.body, dict)
+    assert raised.value.body["type"] == "not_found_error"
+
+
+def test_other_origins_are_answered_where_they_are_allowed(engine: Engine, url: str) -> None:
+    def origin_of(address: str, origin: str) -> str | None:
+        connection = HTTPConnection(urlparse(address).netloc, timeout=PATIENCE)
+        asked = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+        connection.request("OPTIONS", "/v1/completions", headers=asked)
+        found = connection.getresponse().getheader("access-control-allow-origin")
+        connection.close()
+        return found
+
+    page = "https://example.org"
+    with serving(create_app(engine, Served(NAME, KEY, LIMITS, origins=(page,)))) as (address, _):
+        assert origin_of(address, page) == page
+        assert origin_of(address, "https://other.org") is None
+    assert origin_of(url, page) is None

@@ -1,0 +1,72 @@
+"""A server on a port of this machine, and what its tests ask of it."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from urllib.request import urlopen
+
+import openai
+import uvicorn
+from fastapi import FastAPI
+
+from triforce_tree.server.graceful import GracefulServer
+from triforce_tree.server.scheduler import Limits
+
+KEY, NAME = "sk-test", "pair"
+PROMPT = "The import statement is used to bring a module into"
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+# Seconds that a thread may take on a busy machine.
+PATIENCE = 60
+LIMITS = Limits(waiting=4, batch=3, new_tokens=500)
+
+
+@contextmanager
+def serving(app: FastAPI, seconds: int = 5) -> Iterator[tuple[str, GracefulServer]]:
+    """Inside, the application answers at the address; running texts have so many seconds at its end."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        server = GracefulServer(uvicorn.Config(app, log_level="error"), app.state.stop, seconds)
+        thread = threading.Thread(target=lambda: server.run(sockets=[free]), daemon=True)
+        thread.start()
+        until(lambda: server.started)
+        try:
+            yield f"http://127.0.0.1:{free.getsockname()[1]}", server
+        finally:
+            server.should_exit = True
+            thread.join(PATIENCE)
+            assert not thread.is_alive()
+
+
+def client_of(url: str, key: str = KEY) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=PATIENCE)
+
+
+def until(reached: Callable[[], bool], seconds: float = PATIENCE) -> None:
+    end = time.monotonic() + seconds
+    while not reached():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def expected(engine: Any, prompt: str, tokens: int) -> str:
+    return str(engine.generate(prompt, max_new_tokens=tokens, do_sample=False).text)
+
+
+def metric(url: str, name: str) -> float:
+    text = urlopen(f"{url}/metrics", timeout=PATIENCE).read().decode()
+    values = [
+        line.rpartition(" ")[2] for line in text.splitlines() if line.startswith(f"triforce_tree_{name}")
+    ]
+    return sum(map(float, values))
+
+
+@contextmanager
+def released(event: threading.Event) -> Iterator[None]:
+    """Nobody waits for the event longer than this lasts."""
+    try:
+        yield
+    finally:
+        event.set()

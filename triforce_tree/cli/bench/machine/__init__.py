@@ -1,0 +1,1 @@
+"""Benchmarks of what a machine does with batches, offloading, kernels and texts that branch."""

@@ -1,0 +1,1 @@
+"""Attention alone: problems, clocks, other implementations."""

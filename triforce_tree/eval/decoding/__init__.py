@@ -1,0 +1,1 @@
+"""Batches and offloaded caches beside plain decoding of the same engine."""

@@ -1,0 +1,159 @@
+"""Attention alone over the KV of texts that branch: one call of a layer, by several ways of grouping."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from triforce_tree.eval.attention.peers import compared
+from triforce_tree.eval.attention.problems import Ceilings
+from triforce_tree.eval.results import Record
+from triforce_tree.eval.workloads import published
+from triforce_tree.eval.workloads.storage import Problem, in_pages, page_table
+from triforce_tree.kernels.attention import planned
+from triforce_tree.kernels.attention.nodes import NodePlan, states
+from triforce_tree.kernels.attention.plan import NODE, plan_nodes, plan_trees
+
+Calls = list[Callable[[], Tensor]]
+Way = Callable[[Problem, Tensor], Calls]
+
+BY_SEQUENCES, SHARED_PAGES, FLATTEN = "by sequences", "by sequences, shared pages", "by nodes, flattened"
+# Positions of a piece in DeFT-Node-Chunk.
+_CHUNK = 128
+
+
+def by_sequences(problem: Problem, q: Tensor) -> Calls:
+    """Paged decoding of each text for itself: what is common is stored and read for each."""
+    lengths = [len(path) for path in problem.paths]
+    table = page_table(lengths, problem.page, problem.device)
+
+    def stored(seed: int) -> tuple[Tensor, Tensor]:
+        k, v = problem.rows(seed)
+        return in_pages(k, problem.paths, problem.page), in_pages(v, problem.paths, problem.page)
+
+    return _sequences(problem, q, lengths, table, problem.workload.read_by_sequences, stored)
+
+
+def shared_pages(problem: Problem, q: Tensor) -> Calls:
+    """The same with each position stored once, in a page of one slot (as RadixAttention); read for each."""
+    lengths = [len(path) for path in problem.paths]
+    table = torch.zeros(len(lengths), max(lengths), dtype=torch.int32, device=problem.device)
+    for row, path in zip(table, problem.paths, strict=True):
+        row[: len(path)] = path
+
+    def stored(seed: int) -> tuple[Tensor, Tensor]:
+        k, v = problem.rows(seed)
+        return k.transpose(0, 1)[:, :, None], v.transpose(0, 1)[:, :, None]
+
+    return _sequences(problem, q, lengths, table, problem.workload.stored, stored)
+
+
+def _sequences(
+    problem: Problem,
+    q: Tensor,
+    lengths: Sequence[int],
+    table: Tensor,
+    positions: int,
+    stored: Callable[[int], tuple[Tensor, Tensor]],
+) -> Calls:
+    nothing = [torch.ones(1, 0, dtype=torch.bool)] * len(lengths)
+    plan = plan_trees(problem.heads, nothing, lengths, device=problem.device, dtype=problem.dtype)
+    run = partial(planned.run, q, plan=plan, scale=problem.scale, table=table)
+    return [partial(run, *stored(seed)) for seed in range(problem.copies(positions))]
+
+
+def flattened(problem: Problem, q: Tensor) -> Calls:
+    """The engine's: each node stored once and read once for all queries below it (DeFT-Flatten)."""
+    layout = problem.layout
+    plan = NodePlan(
+        problem.heads,
+        len(layout.feeds),
+        len(layout.segments),
+        layout.owners,
+        0,
+        device=problem.device,
+        dtype=problem.dtype,
+    )
+    plan.set(layout.segments)
+    table = page_table(problem.lengths, problem.page, problem.device)
+    runs = [
+        torch.arange(start, start + length, device=problem.device)
+        for start, length in zip(problem.starts, problem.lengths, strict=True)
+    ]
+
+    def call(k: Tensor, v: Tensor) -> Tensor:
+        return states(q, k, v, plan, scale=problem.scale, table=table)[0]
+
+    made: Calls = []
+    for seed in range(problem.copies(problem.workload.stored)):
+        k, v = (in_pages(rows, runs, problem.page) for rows in problem.rows(seed))
+        made.append(partial(call, k, v))
+    return made
+
+
+def node_ranges(problem: Problem) -> list[tuple[int, int, int, int]]:
+    """The nodes for ``plan_nodes``: first row, rows, first query, queries of each."""
+    return [
+        (problem.starts[segment.node], segment.length, segment.first, segment.queries)
+        for segment in problem.layout.segments
+    ]
+
+
+def by_nodes(problem: Problem, q: Tensor, chunk: int | None = None) -> Calls:
+    """Each node, or each ``chunk`` positions of one, by a program of its own (DeFT-Node, -Node-Chunk)."""
+    if problem.device.type != "cuda":
+        raise NotImplementedError("a CPU has no programs to divide nodes over")
+    from triforce_tree.kernels.attention import launch
+
+    plan = plan_nodes(
+        problem.heads,
+        node_ranges(problem),
+        len(q),
+        device=problem.device,
+        dtype=problem.dtype,
+        split=NODE,
+        chunk=chunk,
+    )
+
+    def call(k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = launch.run(q, k[None], v[None], plan, scale=problem.scale)[0]
+        return out
+
+    return [partial(call, *problem.rows(seed)) for seed in range(problem.copies(problem.workload.stored))]
+
+
+WAYS: dict[str, Way] = {
+    BY_SEQUENCES: by_sequences,
+    SHARED_PAGES: shared_pages,
+    "by nodes": by_nodes,
+    "by chunks of nodes": partial(by_nodes, chunk=_CHUNK),
+    FLATTEN: flattened,
+    "FlashInfer cascade": published.cascade,
+    "FastTree's kernel": published.fasttree,
+    "DeFT's kernel": published.deft,
+}
+
+
+def positions_read(problem: Problem, way: str) -> int:
+    """KV positions that a way reads from memory by its definition; what L2 holds is not deducted."""
+    own = problem.workload
+    return own.read_by_sequences if way in (BY_SEQUENCES, SHARED_PAGES) else own.stored
+
+
+def measure(problem: Problem, way: str, ceilings: Ceilings) -> Record:
+    """Microseconds of a call with its bytes on paper, or the reason why there is none.
+
+    The result is compared with :attr:`Problem.expected` before it is timed.
+    """
+    read = positions_read(problem, way)
+    record: Record = {"kv_bytes": read * problem.slot_bytes, "queries": problem.workload.queries}
+    most = 1e-3 if problem.dtype == torch.float32 else 2e-2
+    found = compared(lambda: WAYS[way](problem, problem.queries), problem.expected, most)
+    if isinstance(found, str):
+        return record | {"reason": found}
+    head_flops = 2 * (problem.heads.dim + problem.heads.value_dim) * problem.heads.query
+    # The least of any way: each node once.
+    least = problem.bytes(problem.workload.stored)
+    roof = ceilings.roof_us(least, head_flops * problem.workload.read_by_sequences)
+    return record | {"us": found, "roof_us": round(roof, 3)}

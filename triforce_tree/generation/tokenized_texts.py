@@ -1,0 +1,135 @@
+"""Token ids of texts that go on: only what follows an earlier text is tokenized.
+
+BPE ids of a text are a function of the whole text, as merges may cross the place where an earlier text ended.
+But merges are local: ids are those of the text if each two neighbours are the ids of their own two texts. So
+some characters before the first changed one are tokenized twice, with the earlier text's end and with the
+new one's. From the token on where the first of these agrees with the earlier text's ids, both cut the text
+alike, and what follows in the second is what the whole text has there. Ids are therefore those of the whole
+text, or the whole text is tokenized.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+
+import numpy as np
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerBase
+
+Ids = np.ndarray[Any, np.dtype[np.int64]]
+
+# Characters before the first changed one that are tokenized again: in runs of one character, or of digits,
+# tokens may agree late.
+_WINDOWS = 2048, 32_768
+# Tokens that agree before the first one that differs.
+_SURE = 16
+# Share of a text's characters that its tokenization by parts may take.
+_MOST = 0.5
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A text whose ids are known, and whether special tokens were added to them."""
+
+    text: str
+    ids: Ids
+    special: bool
+
+
+class TokenizedTexts:
+    """A tokenizer that remembers its newest texts, for texts that begin like one of them.
+
+    It stands for the tokenizer where prompts are read: ids are equal to the tokenizer's own.
+
+    Args:
+        tokenizer: where it is none of the ``tokenizers`` library with BPE, all texts are tokenized whole.
+        texts: most that are remembered; a text takes some 5 bytes a character.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: int = 4) -> None:
+        self.tokenizer, self._texts, self._lock = tokenizer, texts, Lock()
+        self._known: list[_Known] = []
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        model = getattr(backend, "model", None)
+        self._by_parts = isinstance(model, BPE) and not model.dropout
+        own = getattr(type(tokenizer), "apply_chat_template", None)
+        # Another one may render messages to ids without a text.
+        self._renders = own is PreTrainedTokenizerBase.apply_chat_template
+
+    @property
+    def chat_template(self) -> Any:
+        return getattr(self.tokenizer, "chat_template", None)
+
+    def __call__(self, text: str, add_special_tokens: bool = True, **_: Any) -> dict[str, list[int]]:
+        """The tokenizer's ``input_ids`` of a text."""
+        return {"input_ids": self._ids(text, add_special_tokens)}
+
+    def apply_chat_template(self, chat: Sequence[dict[str, Any]], **options: Any) -> dict[str, list[int]]:
+        """The tokenizer's ``input_ids`` of messages."""
+        if not self._by_parts or not self._renders:
+            encoded: Any = self.tokenizer.apply_chat_template(list(chat), **options)
+            return {"input_ids": list(encoded["input_ids"])}
+        text: Any = self.tokenizer.apply_chat_template(
+            list(chat), **{**options, "tokenize": False, "return_dict": False}
+        )
+        return {"input_ids": self._ids(text, False)}
+
+    def _ids(self, text: str, special: bool) -> list[int]:
+        if not self._by_parts:
+            return _listed(self._encoded(text, special))
+        with self._lock:
+            known = [each for each in self._known if each.special == special]
+        shared, number = max(((_common(each.text, text), n) for n, each in enumerate(known)), default=(0, 0))
+        ids: Ids | None = None
+        for window in _WINDOWS:
+            if ids is None and shared:
+                ids = self._continued(known[number], text, shared, window)
+        if ids is None:
+            ids = self._encoded(text, special)
+        with self._lock:
+            # A text that goes on is remembered in the place of its beginning.
+            kept = [each for each in self._known if each.special != special or not text.startswith(each.text)]
+            self._known = [*kept, _Known(text, ids, special)][-self._texts :]
+        return _listed(ids)
+
+    def _continued(self, known: _Known, text: str, shared: int, window: int) -> Ids | None:
+        """The ids of a text that shares so many characters with a known one; None if they are not certain."""
+        start = max(0, shared - window)
+        if len(known.text) + len(text) - 2 * start > _MOST * len(text):
+            return None
+        old, new = self._encoded(known.text[start:], False), self._encoded(text[start:], False)
+        count = min(len(old), len(known.ids))
+        differing = np.flatnonzero(old[len(old) - count :] != known.ids[len(known.ids) - count :])
+        agreeing = count - (int(differing[-1]) + 1 if len(differing) else 0)
+        first = len(old) - agreeing
+        count = min(len(old), len(new))
+        differing = np.flatnonzero(old[:count] != new[:count])
+        same = int(differing[0]) if len(differing) else count
+        if same - first < _SURE:
+            return None
+        return np.concatenate([known.ids[: len(known.ids) - agreeing], new[first:]])
+
+    def _encoded(self, text: str, special: bool) -> Ids:
+        ids: Any = self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+        return np.asarray(ids, np.int64)
+
+
+Tokenizer = PreTrainedTokenizerBase | TokenizedTexts
+
+
+def _listed(ids: Ids) -> list[int]:
+    listed: list[int] = ids.tolist()
+    return listed
+
+
+def _common(a: str, b: str) -> int:
+    """How many characters two texts share at their beginnings, by comparing slices of halved lengths."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
