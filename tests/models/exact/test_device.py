@@ -1,11 +1,18 @@
 """The copy of a model for a GPU: which norms and linear layers it replaces, and by what."""
 
+from collections import Counter
+from collections.abc import Callable
+
 import pytest
 import torch
+import triton_ops
 from families import tiny
 from torch import nn
 
 from triforce_tree.models.exact.device import ExactLayerNorm, ExactLinear, ExactNorm, exact_copy
+from triforce_tree.models.fused_linears import fuse_linears
+from triforce_tree.models.model_copy import decoder_layers
+from triforce_tree.models.step_model import StepModel
 
 
 @pytest.mark.parametrize(
@@ -55,3 +62,30 @@ def test_norms_of_another_function_are_left() -> None:
     model = tiny("llama-gqa")
     model.model.norm = Centred()
     assert isinstance(exact_copy(model).model.norm, Centred)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_compiled_layers_keep_the_operators(tokens: int) -> None:
+    """One graph a layer, with the same launches for one token as for several."""
+    triton_ops.require_triton()
+    torch.compiler.reset()
+    step = StepModel(exact_copy(tiny("llama-gqa").half()), exact=True)
+    seen: list[Counter[str]] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:
+        names = [str(node.target) for node in fuse_linears(graph).graph.nodes if node.op == "call_function"]
+        seen.append(Counter(name.split(".")[1] for name in names if name.startswith("triforce_tree.")))
+        return graph.forward
+
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object) -> torch.Tensor:
+        return (q + (k + v).repeat_interleave(2, 1)).transpose(1, 2).contiguous()
+
+    ids = torch.arange(tokens)[None]
+    plain = step(ids, ids, attend)
+    for layer in decoder_layers(step.model):
+        layer.forward = torch.compile(layer.forward, backend=backend, fullgraph=True, dynamic=False)
+    assert torch.equal(step(ids, ids, attend), plain)
+    expected = Counter(row_rms_norm=2, few_row_linears=2, few_row_linear=2, planned_attend=1)
+    assert seen
+    assert all(found == expected for found in seen), seen
